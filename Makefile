@@ -60,7 +60,7 @@ conformance: $(INSTALLED) ## the table of model families that are exact, eager a
 	$(RUN) -m tests.conformance --backend $(BACKEND)
 
 test-vllm: $(INSTALLED) ## the plugin in a real vLLM, in the environment of VLLM_PYTHON, beside our loop (minutes)
-	$(RUN) -m benchmarks.serve
+	$(RUN) -m pytest -m "" tests/serve/vllm/engine.py tests/serve/vllm/server.py
 
 docs: $(INSTALLED) ## the site, into site/: pages, every option, the Python API
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[docs]'

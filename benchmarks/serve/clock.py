@@ -21,16 +21,15 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
+from benchmarks.serve.engine import MARK
 from benchmarks.serve.loop import ROOT, TRIO, interpreter, pair_of_the_trio, requests_of
-from benchmarks.serve.session import MARK
 from configs import ModelSource
 from configs.command import run
 from evaluation.turns import in_turns
 from lm import load_model
 
 LONGEST, NUM_TOKENS, REQUESTS_PER_SEAT, ALONE = 20, 40, 2, "no speculation"
-_FEWEST = 4
-"""Requests of a turn, at the least: one at a time differs by its prompts."""
+_FEWEST = 4  # requests of a turn, at least: one at a time differs by its prompts
 ARMS = {
     **{f"fixed length {k}": f"fixed_length:k={k}" for k in (2, 4, 6, 10)},
     "SVIP": "entropy:max_sqrt_entropy=0.46",
@@ -45,7 +44,7 @@ class EngineProcess:
 
     def __init__(self, python: str, job: dict[str, Any], path: Path) -> None:
         path.write_text(json.dumps(job))
-        command = [python, "-m", "benchmarks.serve.session", str(path)]
+        command = [python, "-m", "benchmarks.serve.engine", str(path)]
         self._log = path.with_suffix(".log").open("w+")
         self._process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, bufsize=1
@@ -82,7 +81,6 @@ def serve_clock(
     """Serve all arms in turns.
 
     Args:
-        head: directory of a drawn-time head that `evaluation tune` has been at.
         turns: of every arm.
         layers: more of the draft and of the target.
         temperature: 0: every arm writes the same text, and only work differs.
@@ -93,13 +91,8 @@ def serve_clock(
         folder = Path(name)
         models = {role: slow(role, num, folder / role) for role, num in zip(("draft", "target"), layers, strict=True)}
         settings = {"policy": "fixed_length:k=2", "heads": {"head": head}, "allow_foreign_heads": True}
-        job = {
-            **models,
-            "longest": LONGEST,
-            "settings": settings,
-            "arguments": {"max_num_seqs": max(concurrency)},
-            "batches": [],
-        }
+        arguments = {"max_num_seqs": max(concurrency)}
+        job = {**models, "longest": LONGEST, "settings": settings, "arguments": arguments}
         stopping = EngineProcess(python, job, folder / "stopping.json")
         alone = EngineProcess(python, job | {"draft": None, "settings": None}, folder / "alone.json")
         try:
@@ -136,17 +129,11 @@ def timed(
         arms = (ALONE, *ARMS) if turn else (ALONE, "auto")
         for size, order in in_turns(arms, sizes if turn else sizes[-1:], first=turn):
             for arm in order:
-                asked = [
-                    prompt | {"policy": ARMS.get(arm), "max_tokens": NUM_TOKENS}
-                    for prompt in prompts_for(prompts, size, turn)
-                ]
-                batch = {
-                    "name": f"{turn}/{size}/{arm}",
-                    "requests": asked,
-                    "temperature": temperature,
-                    "concurrency": size,
-                }
-                result = (alone if arm == ALONE else stopping).served(batch | {"ignore_eos": True})
+                how = {"policy": ARMS.get(arm), "max_tokens": NUM_TOKENS}
+                requests = [prompt | how for prompt in prompts_for(prompts, size, turn)]
+                batch = {"name": f"{turn}/{size}/{arm}", "requests": requests, "temperature": temperature}
+                engine = alone if arm == ALONE else stopping
+                result = engine.served(batch | {"concurrency": size, "ignore_eos": True})
                 if turn:
                     seen[size, arm].append(result)
                 times[size] = result.get("times") or times.get(size)
@@ -169,14 +156,12 @@ def cell(size: int, seen: Turns) -> dict[str, Any]:
         seconds = np.array([[turn["cpu_seconds"] for turn in pair] for pair in pairs])
         resampled = seconds[random.integers(len(pairs), size=(2000, len(pairs)))].sum(1)
         low, high = np.quantile(resampled[:, 0] / resampled[:, 1], (0.05, 0.95)).tolist()
+        gain = speed(seen[size, arm]) / speed(seen[size, best])
+        on_the_wall = sum(base["seconds"] for base, _ in pairs) / sum(turn["seconds"] for _, turn in pairs)
         rows[arm] = {
             "tokens_per_s": round(speed(seen[size, arm]), 1),
-            "over_best_fixed": [
-                round(value, 3) for value in (speed(seen[size, arm]) / speed(seen[size, best]), low, high)
-            ],
-            "on_the_wall": round(
-                sum(base["seconds"] for base, _ in pairs) / sum(turn["seconds"] for _, turn in pairs), 3
-            ),
+            "over_best_fixed": [round(value, 3) for value in (gain, low, high)],
+            "on_the_wall": round(on_the_wall, 3),
             "mean_draft_length": round(float(np.mean([mean_draft_length(turn) for _, turn in pairs])), 2),
         }
     return {"concurrency": size, "best_fixed": best, "arms": rows}
@@ -189,9 +174,7 @@ def mean_draft_length(turn: Mapping[str, Any]) -> float:
 
 
 def speed(turns: Sequence[Mapping[str, Any]]) -> float:
-    """The tokens per second of these turns together, in CPU seconds of the engine's process, which other work on the
-    machine does not lengthen.
-    """
+    """Tokens per CPU second of the engine's process, over these turns together."""
     num_tokens = sum(NUM_TOKENS * len(turn["answers"]) for turn in turns)
     return num_tokens / sum(turn["cpu_seconds"] for turn in turns)
 

@@ -1,18 +1,19 @@
-"""The part that runs where vLLM is: `python -m benchmarks.serve.engine JOB RESULT`, both JSON (`session` is told one by
-one).
+"""The part that runs where vLLM is: `python -m benchmarks.serve.engine JOB RESULT`, both JSON, or `… JOB` alone, which
+takes batches one by one.
 
 JOB      [{"target", "draft" (null: no speculation), "longest", "settings" (null: no plugin), "arguments" (more of
-         `LLM`'s),
-           "batches": [{"name", "requests": [{"prompt_ids", "max_tokens", "policy"}], and perhaps
-                        "temperature" (0), "top_p" (1), "concurrency" (all at once), "ignore_eos" (false),
-                        "abort_at": a step at which every third request is aborted,
-                        "is_illegal": drop drawn tokens that are not the likeliest, under policies that see max_prob}]}]
+         `LLM`'s), "batches": [{"name", "requests": [{"prompt_ids", "max_tokens", "policy"}], and perhaps
+         "temperature" (0), "top_p" (1), "concurrency" (all at once), "ignore_eos" (false),
+         "abort_at": a step at which every third request is aborted,
+         "is_illegal": drop drawn tokens that are not the likeliest, under policies that see max_prob}]}]
 RESULT   [{name of a batch: {"answers", "counters", "seconds", "cpu_seconds", "rss_mib", "num_lanes"}}], engine by
          engine
+answers  {"token_ids" (null: aborted), "rounds": [[tokens verified, tokens accepted], ...]} of each request
 
-answers  {"token_ids" (null: aborted), "rounds": [[tokens verified, tokens accepted], ...]} of each request; counters
-are vLLM's own, and num_lanes the requests that the plugin remembers at the end. Engines run in this process, one after
-the other, so that what the plugin is told of each round can be written down.
+Counters are vLLM's own, and num_lanes the requests that the plugin remembers at the end. Engines run in this process,
+one after the other, so that what the plugin learns of each round can be recorded. One by one, JOB is one engine
+without "batches"; each line of the input is a batch, and each line of the output that begins with MARK its result, with
+"times", the costs that the plugin has measured so far. The first such line says that the engine is ready.
 """
 
 import gc
@@ -21,7 +22,7 @@ import os
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -29,7 +30,6 @@ from typing import Any
 from decode.policies.base import AfterDraw
 from serve import KEY
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 COUNTERS = (
     "spec_decode_num_drafts",
     "spec_decode_num_draft_tokens",
@@ -37,12 +37,13 @@ COUNTERS = (
     "num_preemptions",
     "prefix_cache_hits",
 )
+MARK = "result: "
 _ALMOST = 0.999
 _PAGES_PER_MIB = 2**20 // os.sysconf("SC_PAGE_SIZE")
 
 
 def main(job_path: str, result_path: str) -> None:
-    """Serve the job's batches."""
+    """Serve the batches of all jobs."""
     written = Written()
     results = []
     for job in json.loads(Path(job_path).read_text()):
@@ -50,6 +51,18 @@ def main(job_path: str, result_path: str) -> None:
         results.append({batch["name"]: engine.served(batch) for batch in job["batches"]})
         engine.close()
     Path(result_path).write_text(json.dumps(results))
+
+
+def session(job_path: str) -> None:
+    """Serve batch by batch until the input ends."""
+    written = Written(process_time)
+    engine = Engine(json.loads(Path(job_path).read_text()), written)
+    print(MARK + "{}", flush=True)
+    for line in sys.stdin:
+        result = engine.served(json.loads(line))
+        costs = None if written.stops is None else written.stops._lanes._pace._costs
+        times = None if costs is None else {name: curve.seconds for name, curve in costs._asdict().items()}
+        print(MARK + json.dumps(result | {"times": times}), flush=True)
 
 
 class Written:
@@ -98,7 +111,7 @@ class Engine:
         """The answers of a batch, with the rounds that they were written in."""
         self._written.rounds.clear()
         before, since, cpu_since = self._counters(), perf_counter(), process_time()
-        with _illegal() if batch.get("is_illegal") else _as_it_is():
+        with _illegal() if batch.get("is_illegal") else nullcontext():
             finished = self._finished(batch)
         spent = {"seconds": perf_counter() - since, "cpu_seconds": process_time() - cpu_since}
         names = [f"{batch['name']}/{place}" for place in range(len(batch["requests"]))]
@@ -204,10 +217,6 @@ def _illegal() -> Any:
     Lane.take = take  # type: ignore[method-assign]
 
 
-@contextmanager
-def _as_it_is() -> Any:
-    yield
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    (main if len(sys.argv) > 2 else session)(*sys.argv[1:])

@@ -34,12 +34,9 @@ from decode.experiment import Experiment
 from evaluation.intervals import Spent, gain_over
 from evaluation.turns import in_turns
 
-ALONE = 0
-"""Length of the arm that does not speculate."""
-SMALL = {"max_num_seqs": 1, "block_size": 32, "num_gpu_blocks_override": 64}
-"""A cache for one request, so that the engines of all arms fit into memory."""
-LONGEST = 21
-"""Tokens of the longest verification that flags looks at, with 20 drafted ones."""
+ALONE = 0  # the length of the arm that does not speculate
+SMALL = {"max_num_seqs": 1, "block_size": 32, "num_gpu_blocks_override": 64}  # so that all engines fit into memory
+LONGEST = 21  # tokens of the longest verification that flags looks at
 Seen = Mapping[int, Sequence["Answered"]]
 """Length -> what it spent on each prompt."""
 
@@ -55,23 +52,17 @@ class Answered(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """Number of target forwards: without drafts one for each token, with them one for each draft and one for the
-        prompt.
-        """
+        """Target forwards: one for each token without drafts, else one for each draft and one for the prompt."""
         return self.num_drafts + 1 if self.num_drafts else len(self.token_ids)
 
 
 class Numbers(NamedTuple):
     """What three steps say of all, in milliseconds."""
 
-    alone_ms: float
-    """A step without speculation."""
-    average_ms: float
-    """What a step with K drafted tokens takes more, for each of them."""
-    t_draft_ms: float
-    """What a further drafted token takes."""
-    round_ms: float
-    """A step that speculates, without its drafted tokens."""
+    alone_ms: float  # a step without speculation
+    average_ms: float  # what a step with K drafted tokens takes more, for each of them
+    t_draft_ms: float  # what a further drafted token takes
+    round_ms: float  # a step that speculates, without its drafted tokens
 
     @classmethod
     def of(cls, steps: Mapping[int, float], few: int, many: int) -> "Numbers":
@@ -106,7 +97,6 @@ def serve_lengths(
     """Serve every length in turns, prompt by prompt.
 
     Args:
-        config: the experiment, for its pair and its test prompts.
         lengths: values of num_speculative_tokens.
         measured_at: k and K, two of the lengths.
         prompts: test prompts.
@@ -123,7 +113,9 @@ def serve_lengths(
         pair = {role: saved(getattr(config.pair, role), folder / role) for role in ("target", "draft")}
         try:
             for length in (ALONE, *lengths):
-                engines[length] = EngineProcess(python, job_of(pair, length), folder / f"{length}.json")
+                drafts = {} if length else {"draft": None}
+                job = {**pair, "longest": length, "settings": None, "arguments": SMALL} | drafts
+                engines[length] = EngineProcess(python, job, folder / f"{length}.json")
             seen = timed(engines, ids, max_tokens)
         finally:
             for engine in engines.values():
@@ -131,12 +123,6 @@ def serve_lengths(
     report = summary(seen, measured_at)
     print(json.dumps(report))
     return report
-
-
-def job_of(pair: Mapping[str, str], length: int) -> dict[str, Any]:
-    """An engine as `benchmarks.serve.engine` takes it."""
-    drafts = {} if length else {"draft": None}
-    return {**pair, "longest": length, "settings": None, "arguments": SMALL, "batches": []} | drafts
 
 
 def timed(engines: Mapping[int, EngineProcess], prompts: Sequence[Sequence[int]], max_tokens: int) -> Seen:
@@ -156,13 +142,8 @@ def answered(engine: EngineProcess, prompt: Sequence[int], max_tokens: int, name
     request = {"prompt_ids": prompt, "policy": None, "max_tokens": max_tokens}
     result = engine.served({"name": name, "requests": [request]})
     counters = result["counters"]
-    return Answered(
-        token_ids=tuple(result["answers"][0]["token_ids"]),
-        num_drafts=counters["spec_decode_num_drafts"],
-        num_accepted=counters["spec_decode_num_accepted_tokens"],
-        cpu_seconds=result["cpu_seconds"],
-        seconds=result["seconds"],
-    )
+    counts = (counters["spec_decode_num_drafts"], counters["spec_decode_num_accepted_tokens"])
+    return Answered(tuple(result["answers"][0]["token_ids"]), *counts, result["cpu_seconds"], result["seconds"])
 
 
 def summary(seen: Seen, measured_at: tuple[int, int]) -> dict[str, Any]:

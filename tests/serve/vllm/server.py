@@ -1,0 +1,153 @@
+"""A real vLLM as the source of responses and labels, beside the target in this process: `VLLM_PYTHON=VENV/bin/python
+make test-vllm`.
+
+It serves a copy of the embedded target whose tokenizer begins every text with the first token of its chat template, as
+Llama's does with its BOS.
+"""
+
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+
+from benchmarks.serve.loop import TRIO, interpreter, pair_of_the_trio
+from configs.remote import ServerConfig
+from configs.schema import DataConfig
+from data_gen.labels.labeller import Labeller
+from data_gen.prompts.pool import load_prompts
+from data_gen.prompts.templates import encode_text, render
+from data_gen.responses.exchange import Exchange, Request
+from data_gen.responses.in_process import TargetInProcess
+from data_gen.responses.server import CompletionsServer
+from data_gen.responses.spelling import Spelling
+from data_gen.responses.top_logprobs import LawReader, joined
+from lm import Pair, Sampling
+from lm.uniforms import uniforms
+from tests.serve.vllm.laws import law_of
+
+START_S, NUM, NUM_TOKENS, FALSE_ALARM, MOST_Z = 1200, 32, 64, 1e-4, 4.0
+"""A busy machine takes minutes to import vLLM twice."""
+WAYS = {"token ids": {}, "text": {"prompt_as": "text"}}
+TWO_BOS = {"prompt_as": "text", "extra": {"add_special_tokens": True}}
+SAMPLINGS = [Sampling(top_k=50), Sampling(0.7, top_k=50), Sampling(1.3, top_k=50, top_p=0.9), Sampling(0)]
+EXACT = {"acceptance_prob": 1e-4, "acceptance_rate": 1e-4, "log_p": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return pair_of_the_trio()
+
+
+@pytest.fixture(scope="module")
+def requests(pair: Pair) -> list[Request]:
+    prompts = load_prompts(DataConfig(num_test=NUM), "test")
+    texts = [render(prompt, pair.tokenizer, "chat") for prompt in prompts]
+    ids = [encode_text(text, pair.tokenizer, "chat") for text in texts]  # before a BOS is added
+    return [Request(prompt.id, *parts) for prompt, *parts in zip(prompts, texts, ids, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def server(pair: Pair, requests: list[Request], tmp_path_factory) -> Iterator[ServerConfig]:
+    """vLLM in float32 and eager, as laws are compared to rounding."""
+    folder, log = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("log") / "log"
+    for path in (TRIO / "target").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    bos = requests[0].prompt_ids[0]
+    token = str(pair.tokenizer.convert_ids_to_tokens(bos))
+    post = TemplateProcessing(single=f"{token} $A", special_tokens=[(token, bos)])
+    pair.tokenizer.backend_tokenizer.post_processor = post
+    pair.tokenizer.save_pretrained(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {"model": folder, "served-model-name": "target", "dtype": "float32", "port": port}
+    settings |= {"max-model-len": 1024, "max-logprobs": 100}
+    command = [interpreter(), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--disable-log-stats"]
+    command += [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=environment)
+    try:
+        _wait(process, port, log)
+        yield ServerConfig(url=f"http://127.0.0.1:{port}/v1", kind="vllm", model="target", num_logprobs=100)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _wait(process: subprocess.Popen, port: int, log: Path) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+            return
+        except OSError:
+            time.sleep(1)
+    raise AssertionError(f"vLLM is not ready after {START_S} s, or has ended: {log.read_text()[-2000:]}")
+
+
+def source_of(server: ServerConfig, pair: Pair, sampling: Sampling, reader: LawReader | None = None):
+    how = {"model": "target", "sampling": sampling, "max_new_tokens": NUM_TOKENS, "reader": reader}
+    return CompletionsServer(server, Spelling(pair.tokenizer, pair.eos_ids), **how)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_responses_are_the_targets_and_sampled_ones_have_its_law(server, pair, requests, way):
+    how = {"vocab_size": pair.vocab_size, "eos_ids": pair.eos_ids, "max_new_tokens": NUM_TOKENS, "batch_size": 16}
+    expected = TargetInProcess(pair.target, Sampling(0), **how).respond(requests, 0, lambda count: None)
+    server = replace(server, **WAYS[way])
+    greedy = source_of(server, pair, Sampling(0)).respond(requests, 0, lambda count: None)
+    assert [answer.response_ids for answer in greedy] == [answer.response_ids for answer in expected]
+    sampled = source_of(server, pair, Sampling()).respond(requests, 0, lambda count: None)
+    answers = [answer.response_ids for answer in sampled]
+    p, z = law_of(pair, [request.prompt_ids for request in requests], answers, Sampling())
+    assert p > FALSE_ALARM
+    assert abs(z) < MOST_Z
+
+
+def test_a_server_that_reads_two_bos_is_told_apart(server, pair, requests):
+    one, two = (
+        source_of(replace(server, **way), pair, Sampling(0)).respond(requests, 0, lambda count: None)
+        for way in (WAYS["text"], TWO_BOS)
+    )
+    assert [getattr(answer, "response_ids", None) for answer in one] != [
+        getattr(answer, "response_ids", None) for answer in two
+    ]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: sampling.text)
+def test_labels_from_log_probabilities_are_those_of_the_target_here(server, pair, requests, sampling):
+    """Those that come with a response, and those of `prompt_logprobs`."""
+    reader = LawReader(sampling=sampling, num_logprobs=100, num_ids=pair.vocab_size)
+    source = source_of(server, pair, sampling, reader)
+    answers = source.respond(requests, 0, lambda count: None)
+    exchanges = [
+        Exchange(*request, answer.response_ids, answer.finish_reason)
+        for request, answer in zip(requests, answers, strict=True)
+    ]
+    here = labels(pair, sampling, exchanges, None)
+    for laws in ([answer.laws for answer in answers], source.laws_of(exchanges)):
+        found = labels(pair, sampling, exchanges, joined(laws))
+        assert torch.equal(found["draft_ids"], here["draft_ids"])
+        for name, tolerance in EXACT.items():
+            torch.testing.assert_close(found[name], here[name], atol=tolerance, rtol=0)
+
+
+def labels(pair: Pair, sampling: Sampling, exchanges: list[Exchange], laws) -> dict[str, torch.Tensor]:
+    """Labels by the target in this process, or by given laws, for the same Y."""
+    how = {"vocab_size": pair.vocab_size, "batch_size": 16, "chunk_mb": 64, "feature_dtype": torch.float32}
+    labeller = Labeller(draft=pair.draft, target=pair.target if laws is None else None, sampling=sampling, **how)
+    inputs = {"uniform": uniforms(1, sum(len(exchange.response_ids) for exchange in exchanges))}
+    inputs |= {} if laws is None else dict(zip(("p_ids", "p_probs"), laws, strict=True))
+    columns, broken = labeller.label(exchanges, inputs, with_hidden=False, progress=lambda count: None)
+    assert not broken
+    return columns
