@@ -7,15 +7,8 @@ import time
 
 
 def measured_where() -> dict[str, str]:
-    """Machine and its load, date and commit."""
-    return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": short_commit(),
-    }
-
-
-def short_commit() -> str:
-    """The commit of the working folder's checkout, empty outside of one."""
+    """Machine and its load, date and commit (empty outside of a checkout)."""
     command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    return {"machine": machine, "date": time.strftime("%Y-%m-%d"), "commit": commit}

@@ -1,8 +1,8 @@
 """Engines that people serve with: what each lets one set, by which rule its drafts end, and how a setting is written.
 
 A new engine is its rule (a class in `decode.policies.engines` with its line in RULES, or a policy that there is) and
-its entry of ENGINES here; `flags --for NAME` then chooses its settings, `benchmarks/flags.py` checks them by decoding,
-and docs/flags.md is its page. Every entry was read in the sources of the version that it names (docs/engines.md).
+its entry of ENGINES here; `flags --for NAME` then chooses its settings, and docs/flags.md is its page. Every entry was
+read in the sources of the version that it names (docs/engines.md).
 """
 
 from collections.abc import Callable, Mapping, Sequence

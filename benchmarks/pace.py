@@ -1,0 +1,138 @@
+"""The speed of data and training beside what they cannot do without: `python -m benchmarks.pace --config
+configs/tiny.yaml [--rows 96] [--epochs 3] [--repeats 3]`.
+
+labelling   labels, both feature sets and their files, beside the bare forwards that they need
+reading     the data module is made, which checks every shard (open), and one epoch's batches are taken (epoch)
+sweep       every head of depths 0-4 x reject weights 1, 3, 6, 12 in one run, beside 20 runs of their own (separate)
+
+Arms of a line take turns, with one thread; medians of this process's CPU time are reported. The last line is one JSON
+document.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from benchmarks.where import measured_where
+from configs.command import run
+from configs.schema import Config
+from data_gen.labels.labeller import Labeller
+from data_gen.pipeline import stages
+from data_gen.pipeline.command import make
+from data_gen.pipeline.worker import Job, Worker
+from data_gen.prompts.pool import load_prompts
+from data_gen.responses.conversation import ShardSpec, ask
+from data_gen.responses.exchange import Exchange
+from evaluation.turns import in_turns
+from heads.batches.module import FeatureData
+from heads.training.run import build
+from heads.training.trainer import quiet
+from lm import forwards
+
+DEPTHS, WEIGHTS = (0, 1, 2, 3, 4), (1.0, 3.0, 6.0, 12.0)
+_SILENT: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+def pace(config: Config, *, rows: int = 96, epochs: int = 3, repeats: int = 3) -> dict[str, Any]:
+    """Measure all three.
+
+    Args:
+        rows: responses that are labelled, read and learned from.
+        epochs: of every training run.
+        repeats: turns of the arms, after one that warms up.
+    """
+    quiet()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        data = replace(config.data, dir=str(Path(name) / "data"), num_train=rows, num_dev=rows // 8, num_test=0)
+        heads = replace(config.heads, timings=("fed",), scalars=(False,), embeddings=(False,), features="cached")
+        config = replace(config, pair=replace(config.pair, num_threads=1), data=data, heads=heads)
+        make(config)
+        report: dict[str, Any] = {"rows": rows, "target": config.pair.target.path}
+        for arms in (labelling(config), reading(config), training(config, epochs)):
+            for arm, median in seconds(arms, repeats).items():
+                report[f"{arm}_cpu_s"] = median
+                print(f"{arm:12} {median:9.3f} s", flush=True)
+        shards = Path(data.dir, "features", "fed").glob("train-*.safetensors")
+        num_bytes = sum(path.stat().st_size for path in shards)
+    report["labelling_over_bare"] = report["bare_cpu_s"] / report["labelling_cpu_s"]
+    report["gb_per_cpu_s"] = num_bytes / 1e9 / report["epoch_cpu_s"]
+    report["sweep_over_separate"] = report["sweep_cpu_s"] / report["separate_cpu_s"]
+    print(json.dumps(report | measured_where()))
+    return report
+
+
+def seconds(arms: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median CPU seconds of each arm, in turns."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _, order in in_turns(arms, range(repeats + 1)):
+        for name in order:
+            since = time.process_time()
+            arms[name]()
+            times[name].append(time.process_time() - since)
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
+def labelling(config: Config) -> dict[str, Callable[[], Any]]:
+    """Labelling of responses, and nothing but the forwards for it, with logits only where they are used."""
+    worker = Worker(Job(pair=config.pair, data=config.data, stage="together"))
+    spec = ShardSpec("train", 0, tuple(load_prompts(config.data, "train")))
+    answers = ask(spec, worker.source, tokenizer=worker.tokenizer, data=worker.data, progress=lambda count: None)
+    how: dict[str, Any] = {"labeller": worker.labeller, "data": worker.data, "progress": lambda count: None}
+
+    def label() -> None:
+        columns = stages.label_and_mix(spec, answers.exchanges, **how).columns
+        stages.write_files(spec, answers, columns=columns, data=worker.data)
+
+    return {"bare": lambda: bare(worker.labeller, answers.exchanges, worker.data.batch_size), "labelling": label}
+
+
+def bare(labeller: Labeller, exchanges: list[Exchange], size: int) -> None:
+    """Draft and target over the texts with logits, and the draft once more for fed-time features."""
+    order = sorted(exchanges, key=lambda exchange: -len(exchange.prompt_ids) - len(exchange.response_ids))
+    for start in range(0, len(order), size):
+        prompts = [exchange.prompt_ids for exchange in order[start : start + size]]
+        whole = [exchange.prompt_ids + exchange.response_ids for exchange in order[start : start + size]]
+        for model in (labeller.draft, labeller.target):
+            hidden = forwards.hidden_states(model, [ids[:-1] for ids in whole], [len(ids) - 1 for ids in prompts])
+            for chunk in forwards.chunks(len(hidden), forwards.chunk_rows(labeller.vocab_size, labeller.chunk_mb)):
+                forwards.logits_of(model, hidden[chunk], labeller.vocab_size)
+        forwards.hidden_states(labeller.draft, whole, [len(ids) for ids in prompts])
+
+
+def reading(config: Config) -> dict[str, Callable[[], Any]]:
+    """The data module, and an epoch of its batches for a consumer that does nothing else."""
+    loader = FeatureData(config.data, config.heads, pair=config.pair).train_dataloader()
+    return {
+        "open": lambda: FeatureData(config.data, config.heads, pair=config.pair),
+        "epoch": lambda: [len(batch["fed"].token) for batch in loader],
+    }
+
+
+def training(config: Config, epochs: int) -> dict[str, Callable[[], Any]]:
+    """All heads in one run, and each in a run of its own, without validation."""
+
+    def fit(depths: tuple[int, ...], weights: tuple[float, ...]) -> None:
+        heads = replace(config.heads, depths=depths, reject_weights=weights, specdec=False)
+        sweep, data = build(replace(config, heads=heads))
+        trainer = pl.Trainer(
+            max_epochs=epochs, limit_val_batches=0, accelerator="cpu", enable_checkpointing=False, **_SILENT
+        )
+        trainer.fit(sweep, datamodule=data)
+
+    return {
+        "sweep": lambda: fit(DEPTHS, WEIGHTS),
+        "separate": lambda: [fit((depth,), (weight,)) for depth in DEPTHS for weight in WEIGHTS],
+    }
+
+
+if __name__ == "__main__":
+    run({"pace": pace}, default="pace")
