@@ -12,7 +12,7 @@ from data_gen.labels.scalars import SCALARS, scalars_of
 from decode.policies.base import AfterDraw, Policy
 from heads.model.head import AcceptanceHead
 from heads.model.stepwise import StepwiseHead, Vocabulary
-from lm import DraftModel, Draws
+from lm import DraftModel, Draws, FeatureModel
 from lm.features.stepwise import BlockModel
 
 
@@ -92,14 +92,15 @@ class Reader:
 
 
 def places_of(policy: Policy, model: DraftModel) -> tuple[torch.device, torch.device | None]:
-    """Devices where the draft takes tokens, and where heads read its hidden states; a reader serves for as long as both
-    stay.
-    """
+    """Devices where the draft takes tokens, and where heads read its hidden states; a reader serves while both stay."""
     return model.device, model.output_device if policy.heads else None
 
 
 def _stepwise(head: AcceptanceHead, model: DraftModel) -> StepwiseHead:
-    return StepwiseHead(head, Vocabulary(model.num_embeddings, model.embedding) if head.inputs.embedding else None)
+    network = getattr(model, "model", None)  # a toy has none
+    owner = model.draft.embedding if isinstance(model, FeatureModel) else network and network.get_input_embeddings()
+    vocabulary = Vocabulary(model.num_embeddings, model.embedding, owner)
+    return StepwiseHead(head, vocabulary if head.inputs.embedding else None)
 
 
 def others_among(wanted: frozenset[str]) -> list[str]:

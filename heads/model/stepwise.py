@@ -7,11 +7,13 @@ tests/decode/loop/test_signals.py holds both to `AcceptanceHead.forward`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from heads.model.architectures import architecture_of, blocks_of
 from heads.model.head import AcceptanceHead
@@ -27,6 +29,8 @@ class Vocabulary(NamedTuple):
     num_tokens: int
     embedding: Callable[[Int[Tensor, " tokens"]], Float[Tensor, "tokens hidden"]]
     """Rows of them."""
+    module: nn.Module | None = None
+    """The module that holds them; a head's table of one is built once. None: it is built for each `StepwiseHead`."""
 
 
 class OfEmbedding(NamedTuple):
@@ -36,6 +40,12 @@ class OfEmbedding(NamedTuple):
     """U_e e + c; None for a head without blocks."""
     logit: Float[Tensor, " tokens"]
     """The term v_e . e of the logit. e."""
+
+
+_TABLES: WeakKeyDictionary[AcceptanceHead, WeakKeyDictionary[nn.Module, tuple[Any, OfEmbedding | None]]] = (
+    WeakKeyDictionary()
+)
+"""The table of each head for each embedding module, and the state of both from which it was computed."""
 
 
 class StepwiseHead:
@@ -57,7 +67,7 @@ class StepwiseHead:
         self.mix_scalars, self._mix_embedding = _apart(weights.get("mix.weight"), len(head.inputs.scalars))
         self.skip_scalars, self._skip_embedding = _apart(weights.get("skip.weight"), len(head.inputs.scalars))
         self._vocabulary = vocabulary
-        self.table = self._made_table()
+        self.table = self._kept_table(head)
 
     def __call__(
         self,
@@ -96,6 +106,23 @@ class StepwiseHead:
             return self._worked_out(tokens)
         stream, logit = self.table
         return OfEmbedding(None if stream is None else stream.index_select(0, tokens), logit.index_select(0, tokens))
+
+    def _kept_table(self, head: AcceptanceHead) -> OfEmbedding | None:
+        """The table, built again only where weights of the head or of the embeddings have changed since."""
+        module = None if self._vocabulary is None else self._vocabulary.module
+        read = [] if module is None else [*head.parameters(), *module.parameters(), *module.buffers()]
+        # parts of an embedding (an adapter) can be switched without a trace, and inference tensors count no changes
+        if self._vocabulary is None or module is None or [*module.children()] or any(t.is_inference() for t in read):
+            return self._made_table()
+        token = torch.zeros(1, dtype=torch.long, device=self.out.device)
+        state = (
+            self._vocabulary.embedding(token).dtype,
+            [(StorageWeakRef(t.untyped_storage()), t._version, t.dtype) for t in read],
+        )
+        tables = _TABLES.setdefault(head, WeakKeyDictionary())
+        if module not in tables or tables[module][0] != state:
+            tables[module] = state, self._made_table()
+        return tables[module][1]
 
     def _made_table(self) -> OfEmbedding | None:
         """The same for the whole vocabulary; None where it would be too large, or the head takes no embedding."""

@@ -2,23 +2,26 @@
 4.1, 4.8, 4.8b).
 """
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from data_gen.labels.scalars import SCALARS
-from decode import ModelDrafter, Session
+from decode import ModelDrafter, Session, SpeculativeDecoder, speculative_generate
 from decode.loop.signals import DeviceSignals, HostSignals
 from decode.policies import AfterDraw, FixedLength, HeadPolicy, Policy
 from heads import AcceptanceHead
 from heads.model import stepwise
 from heads.model.on_host import HostHead
 from heads.model.stepwise import StepwiseHead, Vocabulary
-from lm import RandomDraws, Sampling, entropy
+from lm import CachedModel, RandomDraws, Sampling, entropy
 from tests.toys.enumeration import ToyModel
 from tests.toys.extending import added_to
 from tests.toys.loop import PROMPT, decoder_of, toy_head
+from tests.toys.random_pairs import random_pair
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,37 @@ def test_the_stepwise_heads_equal_the_head(depth, scalars, embedding, largest_ta
         torch.testing.assert_close(step(hidden, pair, torch.tensor([token_id]))[0], expected)
         numbers = () if pair is None else tuple(pair.tolist())
         assert on_host.score(hidden.numpy(), numbers, token_id) == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_a_heads_table_is_built_once_for_all_rows_and_calls_and_anew_where_weights_changed():
+    pair = random_pair("llama")
+    embedding, built = pair[1].get_input_embeddings(), []
+    embedding.register_forward_hook(lambda module, ids, _: built.append(ids[0].numel() == module.num_embeddings))
+    head = AcceptanceHead(16, 1, "drawn", embedding=True)
+
+    def num_built(target, draft) -> int:
+        built.clear()
+        settings = {"draft_model": draft, "policy": HeadPolicy(head), "max_new_tokens": 6, "do_sample": False}
+        target.generate(torch.tensor([[3, 1, 4]]), custom_generate=speculative_generate, **settings)
+        decoder = SpeculativeDecoder(CachedModel(target), ModelDrafter(CachedModel(draft), HeadPolicy(head)))
+        decoder.generate_batch([[3, 1, 4], [1, 5], [2]], 6, batch_size=3)
+        return sum(built)
+
+    assert [num_built(*pair), num_built(*pair)] == [1, 0]
+    embedding.weight.data = embedding.weight.data + 1
+    assert [num_built(*pair), num_built(*pair)] == [1, 0]
+    with torch.no_grad():
+        head.mix.weight.add_(1)
+        embedding.weight.mul_(2)
+    assert [num_built(*pair), num_built(*pair)] == [1, 0]
+    step = StepwiseHead(head, Vocabulary(embedding.num_embeddings, embedding, embedding))
+    torch.testing.assert_close(step.table.logit, embedding.weight.float() @ head.skip.weight[0])
+    table, tables = weakref.ref(step.table.stream), stepwise._TABLES[head]
+    assert len(tables) == 1
+    del step, embedding, pair
+    gc.collect()
+    assert len(tables) == 0
+    assert table() is None
 
 
 @pytest.mark.parametrize(
