@@ -4,10 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -31,14 +28,14 @@ def save_plots(
     paths = [directory / f"{name}.png" for name in figures]
     for path, figure in zip(paths, figures.values(), strict=True):
         figure.savefig(path, dpi=120)
-        plt.close(figure)
     return paths
 
 
 def heat_map(result: Result, specs: Sequence[HeadSpec]) -> Figure:
     """Calibrated KL and AUROC on dev over depth and reject weight, one row of panels per kind of inputs."""
     kinds = by_kind(specs)
-    figure, axes = plt.subplots(len(kinds), 2, figsize=(9, 0.9 + 2.9 * len(kinds)), squeeze=False, layout="constrained")
+    figure = Figure(figsize=(9, 0.9 + 2.9 * len(kinds)), layout="constrained")
+    axes = figure.subplots(len(kinds), 2, squeeze=False)
     for row, (kind, of_kind) in zip(axes, kinds.items(), strict=True):
         for axis, metric, colours in zip(row, ("calibrated_kl", "auroc"), ("viridis_r", "viridis"), strict=True):
             _heat(axis, result, specs=of_kind, metric=metric, colours=colours)
@@ -51,10 +48,8 @@ def reliability_diagrams(result: Result, specs: Sequence[HeadSpec]) -> Figure:
     each reject weight.
     """
     kinds = by_kind(specs)
-    size = (8, 0.6 + 3.7 * len(kinds))
-    figure, axes = plt.subplots(
-        len(kinds), 2, figsize=size, squeeze=False, layout="constrained", sharex=True, sharey=True
-    )
+    figure = Figure(figsize=(8, 0.6 + 3.7 * len(kinds)), layout="constrained")
+    axes = figure.subplots(len(kinds), 2, squeeze=False, sharex=True, sharey=True)
     for row, (kind, of_kind) in zip(axes, kinds.items(), strict=True):
         for axis, way in zip(row, ("raw", "calibrated"), strict=True):
             axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle=":")
@@ -74,7 +69,8 @@ def along_draft(result: Result, specs: Sequence[HeadSpec]) -> Figure:
     """Plot by draft position: ECE of token and of survival predictions, calibrated, of the best head of each kind of
     inputs.
     """
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    axes = figure.subplots(1, 3)
     panels = (
         ("by_position", "kl", "token KL, nats"),
         ("by_position", "ece", "token ECE"),
@@ -94,14 +90,13 @@ def learning_curves(result: Result, specs: Sequence[HeadSpec], *, history: list[
     to beat.
     """
     kinds = by_kind(specs)
-    figure, axes = plt.subplots(
-        1, len(kinds), figsize=(1.2 + 4.2 * len(kinds), 4), squeeze=False, layout="constrained", sharey=True
-    )
+    figure = Figure(figsize=(1.2 + 4.2 * len(kinds), 4), layout="constrained")
+    axes = figure.subplots(1, len(kinds), squeeze=False, sharey=True)
     depths = sorted({spec.shape.depth for spec in specs})
     steps = [entry["step"] for entry in history]
     for axis, (kind, of_kind) in zip(axes[0], kinds.items(), strict=True):
         for spec in of_kind:
-            colour = plt.get_cmap("viridis")(depths.index(spec.shape.depth) / max(1, len(depths) - 1))
+            colour = colormaps["viridis"](depths.index(spec.shape.depth) / max(1, len(depths) - 1))
             is_first = spec.reject_weight == min(s.reject_weight for s in specs)
             curve = [entry["calibrated_kl"][specs.index(spec)] for entry in history]
             label = f"depth {spec.shape.depth}" if is_first else None

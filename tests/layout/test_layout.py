@@ -1,6 +1,7 @@
 """The rules of the layout: imports run one way without a circle, and folders, files and functions stay small."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Mapping
 
@@ -163,3 +164,8 @@ def is_record_type(node: ast.ClassDef) -> bool:
 def test_record_types_stay_few():
     classes = [node for module in MODULES.values() for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
     assert sum(map(is_record_type, classes)) <= MAX_RECORD_TYPES
+
+
+def test_no_figure_touches_the_global_state_of_matplotlib():
+    """pyplot, and a backend set at import, would switch off the plots of the notebook that imports the package."""
+    assert [name for name, module in MODULES.items() if re.search(r"pyplot|matplotlib\.use\(", module.text)] == []
