@@ -270,7 +270,7 @@ def _refuse_worse(on_dev: Result, sweep: Sweep, names: Sequence[str]) -> None:
     """Raise ValueError where no head of the sweep beats what needs no training."""
     if not any(beats_signal(on_dev, sweep.specs).values()):
         said = verdict(on_dev, sweep.specs)
-        raise ValueError(f"{said} Pass --force to export all the same: {', '.join(names)}.")
+        raise ValueError(f"{said} Pass --force (in Python force=True) to export all the same: {', '.join(names)}.")
 
 
 def _measured(head: AcceptanceHead, name: str, results: dict[str, Any]) -> AcceptanceHead:

@@ -27,15 +27,16 @@ def test_what_is_no_experiment_is_refused_and_leaves_nothing(prompts, settings, 
 def test_a_training_in_python_says_once_what_its_heads_are_worth(tmp_path, monkeypatch, capsys):
     AcceptanceHead(8, 0, provenance=Provenance(metrics={"calibrated_kl": 0.4})).save_pretrained(tmp_path)
 
-    def exported(*_, **__):
-        print("the verdict")
+    def exported(*_, force, **__):
+        print(f"the verdict, force={force}")
         return [tmp_path]
 
     monkeypatch.setattr("heads.from_config.train", lambda _: print("the verdict"))
     monkeypatch.setattr("heads.from_config.export", exported)
     pair = PairConfig(**{name: ModelSource(path=path) for name, path in MODELS.items()})
-    assert train_heads(Config(pair=pair)).hidden_size == 8
-    assert capsys.readouterr().out == "the verdict\n"
+    for force in (False, True):
+        assert train_heads(Config(pair=pair), force=force).hidden_size == 8
+        assert capsys.readouterr().out == "the verdict\n"
 
 
 def test_a_setting_that_heads_do_not_have_is_refused():

@@ -70,7 +70,8 @@ def test_what_is_not_there_is_refused(config, tmp_path: Path):
 def test_heads_that_are_worse_than_log_q_are_exported_by_force_alone(config, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("heads.command.beats_signal", lambda result, specs: {"fed": False})
     with pytest.raises(
-        ValueError, match=r"(?s)Best fed-time head on dev: .* Pass --force to export all the same: fed-d2-w6\.$"
+        ValueError,
+        match=r"(?s)Best fed-time head on dev: .* Pass --force \(in Python force=True\) to .*: fed-d2-w6\.$",
     ):
         export(config, head="fed-d2-w6", out=str(tmp_path))
     assert not list(tmp_path.iterdir())
