@@ -16,7 +16,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from configs.limits import check_limits
+from configs.limits import check_limits, refuse_null
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, PairConfig
 from configs.screens import written_as
 from configs.shipped import NAMES, experiment_file, with_shipped_models
@@ -85,6 +85,8 @@ def takes_config(command: Command) -> bool:
 
 def config_of(parser: ArgumentParser, parsed: Namespace) -> Config:
     """The experiment that `parser` read into `parsed`; ValueError for a setting beyond its limit."""
+    for name, section in (*_SECTIONS.items(), ("trainer", None)):
+        refuse_null(section, parsed[name], name)
     built = parser.instantiate(parsed)
     trainer = built.trainer.as_dict() if isinstance(built.trainer, Namespace) else dict(built.trainer)
     sections = {name: built[name] for name in _SECTIONS}
@@ -151,7 +153,7 @@ def refuse_wrong(command: Command, argv: list[str]) -> None:
         command: a function with a `config`.
         argv: flags of the command.
     """
-    if {"--print_config", "--help"} & set(argv):
+    if {"--print_config", "--help.all"} & set(argv):
         return
     parser = parser_for(command)
     parsed = _parsed(parser, list(_without_trainer(argv)), command)
@@ -282,7 +284,7 @@ def _fail(problem: str) -> NoReturn:
 
 
 def _list_commands(commands: Mapping[str, Command], argv: list[str]) -> NoReturn:
-    """Print what there is; exit 0 when that was asked for, else 2."""
+    """Print the commands; exit 0 after --help, else 2."""
     is_help = bool(argv) and argv[0] in {"-h", "--help"}
     lines = [f"  {name:<10} {(command.__doc__ or '').strip().splitlines()[0]}" for name, command in commands.items()]
     problem = (

@@ -108,7 +108,7 @@ def run_room(commands: Commands, *, default: str | None = None, argv: list[str] 
         return
     from configs.command import run
 
-    run(commands, default=default, argv=_with_all_help(argv))
+    run(commands, default=default, argv=argv)
 
 
 def _listed(commands: Commands) -> str:
@@ -121,10 +121,6 @@ def _listed(commands: Commands) -> str:
 
 def _command(name: str) -> Any:
     return command_of(COMMANDS[name].target)
-
-
-def _with_all_help(argv: list[str]) -> list[str]:
-    return ["--help" if argument == "--help.all" else argument for argument in argv]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -195,7 +191,7 @@ def _shortest(summary: str) -> str:
 def _call(name: str, argv: list[str]) -> None:
     from configs.command import refuse_wrong, run
 
-    command, argv, trainer = _command(name), _with_all_help(argv), None
+    command, trainer = _command(name), None
     if name in TRAINING:
         refuse_wrong(command, argv)
         with announced_imports():

@@ -8,9 +8,10 @@ there are, the positions that a model reads) is checked by the room that knows i
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from configs.schema import Config
 
@@ -92,9 +93,23 @@ _FOLDERS = ("data", "heads", "decode")
 _PROCESSES_PER_CORE = 4
 
 
+def refuse_null(schema: type | None, section: Any, name: str) -> None:
+    """Raise ValueError for a section without settings, and for a null that its dataclass (None: any) does not take."""
+    if not isinstance(section, Mapping) and not hasattr(section, "__dict__"):
+        raise ValueError(f"{name} is {'null' if section is None else section}; give it settings, or leave it out")
+    for key, kind in get_type_hints(schema).items() if schema else ():
+        value, kinds = getattr(section, key), get_args(kind) or (kind,)
+        if value is None and NoneType not in kinds:
+            raise ValueError(f"{name}.{key} is null; give it a value, or leave it out")
+        if kinds == (kind,) and is_dataclass(kind):
+            refuse_null(kind, value, f"{name}.{key}")
+
+
 def check_limits(config: Config) -> None:
     """Raise ValueError for the first setting that no command can honour: what, its value, the limit."""
     values = asdict(config)
+    for name, section in get_type_hints(Config).items():
+        refuse_null(section if is_dataclass(section) else None, getattr(config, name), name)
     for name, limit in LIMITS.items():
         value = _entry(values, name)
         value = list(value.values()) if isinstance(value, dict) else value

@@ -39,13 +39,7 @@ class Option(NamedTuple):
 
 
 def screen_of(name: str, target: str, settings: Iterable[str]) -> str:
-    """The help of one command.
-
-    Args:
-        name: the command, as a user types it.
-        target: the place of its function, as module:function.
-        settings: dotted names of the settings to show.
-    """
+    """The help of one command: its function as module:function, and dotted names of the settings to show."""
     function = function_of(target)
     takes_config = _takes_config(function)
     flags = _flags(function)
@@ -65,12 +59,7 @@ def screen_of(name: str, target: str, settings: Iterable[str]) -> str:
 
 
 def usage_of(name: str, target: str) -> str:
-    """The line that runs a command.
-
-    Args:
-        name: the command, as a user types it.
-        target: the place of its function, as module:function.
-    """
+    """The line that runs a command."""
     return f"acceptance-heads {name} {'--config FILE ' if _takes_config(function_of(target)) else ''}[options]"
 
 
@@ -81,20 +70,12 @@ def summary_of(target: str) -> str:
 
 
 def options_of(target: str) -> list[Option]:
-    """The flags of a command that are no settings of the YAML.
-
-    Args:
-        target: the place of its function, as module:function.
-    """
+    """The flags of a command that are no settings of the YAML."""
     return _flags(function_of(target))
 
 
 def settings_of(section: str) -> list[Option]:
-    """Every setting of a section of the YAML, as flags.
-
-    Args:
-        section: one of `SECTIONS`.
-    """
+    """Every setting of a section of the YAML, as flags."""
     return [
         Option(flag, _shown(node.value), text, ast.unparse(node.annotation))
         for flag, node, text in _leaves(section, SECTIONS[section], _schema())
@@ -189,11 +170,7 @@ def tree_of(module: str) -> ast.Module:
 
 
 def function_of(target: str) -> ast.FunctionDef:
-    """The syntax of a function.
-
-    Args:
-        target: the place of the function, as module:function.
-    """
+    """The syntax of a function, given as module:function."""
     module, name = target.split(":")
     return next(node for node in tree_of(module).body if isinstance(node, ast.FunctionDef) and node.name == name)
 

@@ -15,6 +15,7 @@ from data_gen.pipeline import sizes
 from data_gen.store.manifest import read_manifest
 from heads.batches.features import FEATURE_SETS
 from heads.batches.module import is_first_process
+from heads.grid import grid
 from store.shards import list_shards, read_sidecar
 
 _RATE_TIMES_WIDTH = 1.5
@@ -32,6 +33,7 @@ def settled(config: Config) -> Config:
     Raises:
         FileNotFoundError: no data to train on.
     """
+    grid(config.heads)  # what no sweep can be is refused before any data is read
     manifest = read_manifest(config.data.dir, keys=("draft",))
     heads, trainer, chosen = config.heads, dict(config.trainer), []
     if heads.learning_rate is None:

@@ -81,6 +81,16 @@ def test_a_directory_that_is_a_file_is_refused(section: str, tmp_path: Path):
         check_limits(changed(Config(pair=PAIR), f"{section}.dir", str(tmp_path / "file" / "run")))
 
 
+@pytest.mark.parametrize("line", ["heads: null", "trainer: null", "pair: {sampling: 1}", "data: {server: {url: null}}"])
+@pytest.mark.parametrize("more", ["", "decode: {dir: null, datasets: null, heads: null}", "data: {prompts: null}"])
+def test_a_section_or_setting_that_a_yaml_leaves_empty_is_refused_in_one_line(line, more, tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text(f"{line}\n{more}\n")
+    with pytest.raises(SystemExit, match="2"):
+        run({"show": lambda config: 1 / 0}, argv=["show", "--config", "tiny", "--config", str(tmp_path / "mine.yaml")])
+    [said] = capsys.readouterr().err.splitlines()
+    assert "give it" in said
+
+
 def test_the_command_line_checks_limits_before_the_command_begins(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit, match="2"):
         run(

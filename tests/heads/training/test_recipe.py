@@ -41,6 +41,12 @@ def test_what_is_given_stays_and_nothing_is_said(data_dir: Path, tmp_path: Path,
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("axis", ["timings", "depths", "reject_weights"])
+def test_a_sweep_without_heads_is_refused_before_data_is_read(tmp_path: Path, axis: str):
+    with pytest.raises(ValueError, match=f"heads.{axis} is empty"):
+        settled(left_open(tmp_path / "no data", tmp_path, **{axis: ()}))
+
+
 @pytest.mark.parametrize(
     ("timings", "specdec", "features"),
     [
