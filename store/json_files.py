@@ -1,6 +1,4 @@
-"""JSON that the project wrote itself, read so that a file which was truncated, or broken by hand, is named with its
-line and the remedy.
-"""
+"""JSON that the project wrote itself: a file that was truncated, or broken by hand, is named with line and remedy."""
 
 import json
 from collections.abc import Collection
@@ -30,8 +28,9 @@ def parse_json(text: bytes, *, place: str, remedy: str, keys: Collection[str] = 
     except json.JSONDecodeError as error:
         where = place if error.lineno == 1 else f"{place}:{error.lineno}"
         raise ValueError(f"{where}: no whole JSON ({error.msg} at column {error.colno}); {remedy}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: no JSON, its bytes are no text; {remedy}") from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        cause = "its bytes are no text" if isinstance(error, UnicodeDecodeError) else "it is nested too deeply"
+        raise ValueError(f"{place}: no JSON, {cause}; {remedy}") from error
     return checked_object(value, place=place, remedy=remedy, keys=keys)
 
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from lm.features.loading import FLOATS
 from store.json_files import read_json
 from store.shards import write_atomic
 
@@ -24,6 +24,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("draft", "target", "sampling", "training", "metrics", "recommended"), (dict,)),
 }
 """Types of what config.json may hold."""
+_LARGEST = 1e15
+"""Weights stay below it: a product of two layers of them, over any width, still is a number in float32."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 IS_PICKLED = (
     "is a pickled checkpoint, which can run code when read; convert it where you trust it: "
@@ -95,12 +97,12 @@ def read_head_files(
             raise ValueError(f"{str(directory)!r} has no {WEIGHTS} but {pickled[0]}, which {IS_PICKLED}")
         raise FileNotFoundError(f"no {WEIGHTS} in {str(directory)!r}; a pickled checkpoint is not read")
     tensors = read_safetensors(path)
+    check_width(config["hidden_size"], tensors, source=directory)
     try:
         shapes = expected(config)
     except ValueError as error:
         raise ValueError(f"{directory / 'config.json'}: {error}") from error
-    check_tensors(tensors, shapes, source=directory)
-    return tensors
+    return checked(tensors, shapes, source=directory)
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -113,20 +115,38 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} {IS_PICKLED}")
     try:
         return load_file(path)
-    except SafetensorError as error:
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
         raise ValueError(f"{path} is no whole safetensors file ({error}); fetch or export it again") from error
 
 
-def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], *, source: object) -> None:
-    """Raise ValueError naming what is missing, left over, misshapen or not finite."""
+def check_width(hidden_size: int, tensors: Mapping[str, Tensor], *, source: object) -> None:
+    """Raise ValueError unless some tensor is as wide as config.json says, before anything of that width is made."""
+    if not any(hidden_size in tensor.shape for tensor in tensors.values()):
+        raise ValueError(
+            f"config.json of {str(source)!r} has hidden_size {hidden_size} and no tensor of {WEIGHTS} is so wide; "
+            "export the head again"
+        )
+
+
+def checked(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], *, source: object
+) -> dict[str, Tensor]:
+    """The tensors in float32; ValueError naming what is missing, left over, misshapen, no float or too large."""
     problems = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     problems += [f"{name} is not part of the architecture" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):
         if tuple(tensors[name].shape) != expected[name]:
             problems.append(f"{name} has shape {tuple(tensors[name].shape)} where config.json implies {expected[name]}")
-        elif not torch.isfinite(tensors[name]).all():
-            problems.append(f"{name} has NaN or infinite values")
+        elif tensors[name].dtype not in FLOATS:
+            problems.append(
+                f"{name} has dtype {tensors[name].dtype}, where float16, bfloat16, float32 or float64 belongs"
+            )
+        elif not (tensors[name].abs() < _LARGEST).all():
+            problems.append(
+                f"{name} has NaN, or values beyond {_LARGEST:g}, with which float32 does not compute a score"
+            )
     if problems:
         raise ValueError(
             f"weights of head {str(source)!r} do not fit its config.json: {'; '.join(problems)}; export the head again"
         )
+    return {name: tensor.float() for name, tensor in tensors.items()}

@@ -19,7 +19,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from heads.model.files import IS_PICKLED, PICKLES, check_tensors, read_safetensors
+from heads.model.files import IS_PICKLED, PICKLES, check_width, checked, read_safetensors
 from heads.model.head import AcceptanceHead, check_shape
 from heads.model.hub import local_directory
 from heads.model.provenance import Provenance
@@ -52,7 +52,8 @@ def read_official_head(source: str | Path, provenance: Provenance) -> Acceptance
             )
     hidden_size, depth = _shape(read_json(config_path, remedy="fetch it again"), config_path)
     tensors = _with_aliases(path, depth)
-    check_tensors(tensors, _official_shapes(hidden_size, depth), source=path)
+    check_width(hidden_size, tensors, source=path.parent)
+    tensors = checked(tensors, _official_shapes(hidden_size, depth), source=path)
     head = AcceptanceHead(hidden_size, depth, provenance=provenance)
     head.load_state_dict(_converted(tensors, depth), strict=True)
     return head.eval()
@@ -80,7 +81,7 @@ def _with_aliases(path: Path, depth: int) -> dict[str, Tensor]:
     A file without such metadata that holds one block of several can only mean the shared block, as the official module
     has no other.
     """
-    tensors = {name: tensor.float() for name, tensor in read_safetensors(path).items()}
+    tensors = read_safetensors(path)
     try:
         with safe_open(path, framework="pt") as file:
             aliases = file.metadata() or {}

@@ -27,6 +27,7 @@ _OF_BLOCKS = (
     *("markov_rank", "enable_confidence_head"),
 )
 """Keys of DeepSpec's layout that a draft of blocks cannot do without."""
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ELSEWHERE = "use it with the target that it was trained for"
 
 
@@ -84,9 +85,9 @@ def _fill(draft: FeatureDraft, released: Released, dtype: torch.dtype | None) ->
             raise released.refusal(f"it {difference} {len(names)} tensors, first {min(names)}", remedy)
     for name, tensor in released.tensors.items():
         if tensor.shape != expected[name].shape:
-            raise released.refusal(
-                f"{name} is {list(tensor.shape)} where {list(expected[name].shape)} is expected", remedy
-            )
+            raise released.refusal(f"{name} is {list(tensor.shape)}, expected {list(expected[name].shape)}", remedy)
+        if tensor.dtype not in FLOATS or not tensor.isfinite().all():
+            raise released.refusal(f"{name} is {tensor.dtype} or has NaN, and finite floats are read", remedy)
     dtype = dtype or next(iter(released.tensors.values())).dtype
     draft.load_state_dict({name: tensor.to(dtype) for name, tensor in released.tensors.items()}, assign=True)
 

@@ -130,7 +130,7 @@ def _config_of(source: ModelSource) -> dict[str, Any] | None:
         return None
     try:
         config = json.loads(Path(str(path)).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"config.json of {source.path} is not JSON ({error}); fetch or copy the model again"
         ) from error

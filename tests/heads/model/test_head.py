@@ -169,6 +169,13 @@ def damage(path: Path, change: str) -> None:
         tensors["blocks.1.weight"] = torch.zeros(6, 5)
     elif change == "nan":
         tensors["out.bias"] = torch.full((1,), torch.nan)
+    elif change in ("int32", "bool", "complex64", "float8_e4m3fn"):
+        tensors["out.weight"] = tensors["out.weight"].to(getattr(torch, change))
+    elif change == "large":
+        tensors["blocks.0.weight"] = tensors["blocks.0.weight"].double() * 1e30
+    elif change == "wide":
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"hidden_size": 2**62}))
     elif change in {"truncated", "pickled"}:
         weights.write_bytes(weights.read_bytes()[:-7]) if change == "truncated" else torch.save(tensors, weights)
         return
@@ -186,6 +193,12 @@ def damage(path: Path, change: str) -> None:
         ("extra", r"blocks\.7\.weight is not part"),
         ("shape", r"blocks\.1\.weight has shape \(6, 5\)"),
         ("nan", r"out\.bias has NaN"),
+        ("int32", r"out\.weight has dtype torch\.int32, where float16"),
+        ("bool", r"out\.weight has dtype torch\.bool"),
+        ("complex64", r"out\.weight has dtype torch\.complex64"),
+        ("float8_e4m3fn", r"out\.weight has dtype torch\.float8_e4m3fn"),
+        ("large", r"blocks\.0\.weight has NaN, or values beyond 1e\+15"),
+        ("wide", r"hidden_size 4611686018427387904 and no tensor of model\.safetensors is so wide"),
         ("truncated", "no whole safetensors"),
         ("pickled", "no whole safetensors"),
         ("bin", r"pytorch_model\.bin, which is a pickled checkpoint.*save_file"),
@@ -205,7 +218,7 @@ def test_a_head_without_config_is_refused(tmp_path: Path):
         AcceptanceHead.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("content", ['{"hidden_size": 4,', "[]", ""])
+@pytest.mark.parametrize("content", ['{"hidden_size": 4,', "[]", "", '{"a":' * 10**5])
 def test_a_broken_config_is_named(tmp_path: Path, content: str):
     filled(2).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(content)

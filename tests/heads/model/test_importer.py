@@ -85,6 +85,20 @@ def test_a_missing_alias_can_only_mean_the_shared_block(tmp_path: Path):
     torch.testing.assert_close(head.raw(head(hidden)), official.model(hidden).softmax(-1)[:, 1])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "hidden_size", "says"),
+    [(torch.int64, 6, "has dtype torch.int64"), (torch.float32, 2**62, "no tensor of model.safetensors is so wide")],
+)
+def test_official_weights_that_are_no_floats_or_of_another_width_are_refused(tmp_path, dtype, hidden_size, says):
+    write_official(tmp_path / "official", 1)
+    path = tmp_path / "official" / "model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, tmp_path / "other")
+    (tmp_path / "other").rename(path)
+    (path.parent / "config.json").write_text(json.dumps({"hidden_size": hidden_size, "num_layers": 1}))
+    with pytest.raises(ValueError, match=says):
+        read_official_head(path.parent, Provenance())
+
+
 def test_a_pickled_official_head_is_refused_with_the_remedy(tmp_path: Path):
     official = write_official(tmp_path / "official", 1)
     (tmp_path / "official" / "model.safetensors").unlink()

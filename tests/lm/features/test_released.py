@@ -59,6 +59,7 @@ def test_the_layout_of_a_model_of_its_own_is_none(tmp_path):
 WRONG_ID, WRONG_MASK = D2T.clone(), T2D.clone()
 WRONG_ID[-1] = VOCAB
 WRONG_MASK[0] = False
+_PROJ = "confidence_head.proj.weight"
 BROKEN = {
     "a tensor that lacks": ("eagle", {}, {"fc.weight": torch.zeros(WIDTH, 2 * WIDTH)}, "lacks .* layers.0.mlp"),
     "a tensor too many": ("eagle", {}, {"lm_head.weight": torch.zeros(1)}, "also has 1 tensors, first lm_head.weight"),
@@ -107,6 +108,8 @@ BROKEN = {
         {},
         "full_attention for every layer",
     ),
+    "whole numbers": ("dspark_rnn", {}, {_PROJ: torch.ones(1, 21, dtype=torch.int32)}, f"{_PROJ} is torch.int32 or"),
+    "no number": ("dspark_rnn", {}, {_PROJ: torch.full((1, 21), torch.nan)}, f"{_PROJ} is torch.float32 or has NaN"),
     "Gemma's layers": ("dspark_rnn", {"model_type": "gemma4_text"}, {}, "gemma4_text.*Qwen3's"),
     "another layer": ("eagle3", {"model_type": "mamba"}, {}, "model_type mamba"),
 }
