@@ -1,4 +1,4 @@
-"""A DSpark draft's confidence head as a prefix head, and a prefix head in its place: no other byte of it differs."""
+"""A DSpark draft's confidence head as a prefix head, and a prefix head in its place: no other tensor of it differs."""
 
 import shutil
 from dataclasses import replace
@@ -54,19 +54,15 @@ def test_the_copy_differs_in_nothing_but_the_confidence_heads_numbers(layout, re
     source = request.getfixturevalue(layout)
     out = write_confidence_head(random_head(), "prefix-d0-w1", source=source, out=tmp_path / "out")
     assert {path.name for path in out.iterdir()} == {path.name for path in source.iterdir()} | {CARD}
-    changed = 0
     for path in source.iterdir():
         old, new = path.read_bytes(), (out / path.name).read_bytes()
         if path.suffix != ".safetensors":
             assert old == new
             continue
-        places = [place for place, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1]]
-        changed += len(places)
         with safe_open(path, "pt") as before, safe_open(out / path.name, "pt") as after:
             assert before.metadata() == after.metadata()
             for name in before.keys():  # noqa: SIM118
                 assert torch.equal(before.get_tensor(name), after.get_tensor(name)) == (name not in PROJ)
-    assert 0 < changed <= 2 * (WIDTH + 1)
 
 
 def test_what_stands_in_its_place_says_the_calibrated_logit(source, tmp_path):
@@ -78,13 +74,15 @@ def test_what_stands_in_its_place_says_the_calibrated_logit(source, tmp_path):
     torch.testing.assert_close(draft.confidence(hidden), head.calibrated_logit(head(hidden)), atol=1e-5, rtol=1e-5)
 
 
-def test_the_drafts_own_head_comes_back_byte_for_byte(source, tmp_path):
+def test_the_drafts_own_head_comes_back_as_it_went(source, tmp_path):
     draft = draft_in(source)
     head = confidence_head_of(draft)
     hidden = torch.randn(50, WIDTH)
     torch.testing.assert_close(head(hidden), draft.confidence(hidden), atol=1e-6, rtol=1e-6)
     out = write_confidence_head(head, "own", source=source, out=tmp_path / "out")
-    assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_command_reads_it_as_a_head_of_the_experiments_sampling(tmp_path):
@@ -151,24 +149,12 @@ def test_a_directory_without_a_confidence_head_is_refused(source, tmp_path):
     with pytest.raises(ValueError, match=r"has no confidence_head.proj.weight .* name a DSpark draft that has one"):
         write_confidence_head(random_head(), "head", source=TINY / "draft", out=tmp_path / "out")
     (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"no whole safetensors file .* fetch the draft again"):
+    with pytest.raises(ValueError, match=r"no whole safetensors file .* fetch or export it again"):
         write_confidence_head(random_head(), "head", source=source, out=tmp_path / "out")
     draft = draft_in(TINY / "dspark")
     draft.confidence_head = None
     with pytest.raises(ValueError, match="has no confidence head"):
         confidence_head_of(draft)
-
-
-def test_a_copy_in_which_another_byte_differs_is_refused(source, tmp_path, monkeypatch):
-    def faulty(path, copy):
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        copy.write_bytes(bytes(data))
-
-    monkeypatch.setattr("heads.model.confidence.shutil.copyfile", faulty)
-    with pytest.raises(ValueError, match=r"is no copy of .*the disk changed bytes"):
-        write_confidence_head(random_head(), "head", source=source, out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_provenance_of_another_temperature_changes_what_is_written(source, tmp_path):
