@@ -1,17 +1,15 @@
 """A run under a batch system: a signal stops it, the same command starts it again, and it goes on from its checkpoint.
 
-Lightning has checkpoints of its own for SLURM (hpc_ckpt_N.ckpt, written wherever in a step SIGUSR1 comes, read where no
-checkpoint is named). They are turned off here: heads.dir/last.ckpt lies between two steps and bears the name of its
-run. SIGUSR1, which SLURM and Grid Engine can send ahead of a time limit, stops the run as SIGTERM does, with a
-checkpoint. Whether the job is queued again is SLURM's to decide, or the job script's.
+Lightning has checkpoints of its own for SLURM (hpc_ckpt_N.ckpt, written wherever in a step SIGUSR1 comes). They are
+turned off here: heads.dir/last.ckpt lies between two steps and bears the name of its run. SIGUSR1, which SLURM and Grid
+Engine can send ahead of a time limit, stops the run as SIGTERM does, with a checkpoint. Whether the job is queued again
+is SLURM's to decide, or the job script's.
 """
 
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from pytorch_lightning.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
@@ -35,13 +33,6 @@ def environments(plugins: Sequence[Any]) -> list[ClusterEnvironment]:
         return [SLURMEnvironment(auto_requeue=False)]
     except RuntimeError as error:
         raise ValueError(f"SLURM: {error}") from error
-
-
-def report_requeue_checkpoints(folder: Path) -> None:
-    """One line on stderr for checkpoints that Lightning left under SLURM, before runs had turned them off."""
-    if left := sorted(path.name for path in folder.glob("hpc_ckpt_*.ckpt")):
-        names = ", ".join(left)
-        print(f"{folder}: {names} of Lightning's SLURM requeueing is not read; you may delete it", file=sys.stderr)
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from typing import Any
 from configs.schema import Config, ModelSource, PairConfig
 from heads.batches.module import is_first_process
 from heads.training.checkpoints import check_whole, run_of
-from heads.training.cluster import report_requeue_checkpoints
 from store.json_files import read_json
 from store.lock import only_writer
 from store.shards import clean_partial, write_atomic
@@ -89,6 +88,10 @@ class RunDirectory:
             ValueError: there is a checkpoint of another config, a broken one, or one of another number of processes
                 that this number would not go on from alike.
         """
+        if requeued := next(self.path.glob("hpc_ckpt_*.ckpt"), None):
+            raise ValueError(
+                f"Lightning would load {requeued}, left by SLURM's requeueing, instead of its run; delete it"
+            )
         described = _described(config)
         on_disk = self.read() if resume else {}
         has_checkpoint, saved = resume and self.checkpoint.is_file(), ""
@@ -105,7 +108,6 @@ class RunDirectory:
             clean_partial(self.path)
             text = json.dumps({"run": run, "processes": processes, **described}, indent=1) + "\n"
             write_atomic(self.path / "run.json", text.encode())
-            report_requeue_checkpoints(self.path)
         return run, str(self.checkpoint) if goes_on else None
 
     def read(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ later version answers otherwise.
 """
 
 import pytorch_lightning as pl
-from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
@@ -25,20 +24,3 @@ def is_validation_due(trainer: pl.Trainer) -> bool:
     """
     loop = trainer.fit_loop
     return loop._data_fetcher is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
-
-
-def ignore_requeue_checkpoints(trainer: pl.Trainer) -> None:
-    """Make a trainer find no hpc_ckpt_N.ckpt.
-
-    Under SLURM, `fit` and `test` that are given no checkpoint load that of the highest number in the default root
-    directory, whichever run it is of.
-    """
-    trainer._checkpoint_connector = _OwnCheckpoints(trainer)
-
-
-class _OwnCheckpoints(_CheckpointConnector):
-    """Loads the checkpoint that it is given, and nothing else."""
-
-    @property
-    def _hpc_resume_path(self) -> str | None:
-        return None

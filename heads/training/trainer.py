@@ -16,7 +16,6 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from configs.schema import Config, HeadsConfig
 from heads.training.checkpoints import EpochCheckpoint, StepCheckpoint, TimedCheckpoint, WholeCheckpoints
 from heads.training.cluster import environments
-from heads.training.lightning_private import ignore_requeue_checkpoints
 from heads.training.progress import RunProgress
 
 PAPER_EPOCHS = 3
@@ -45,7 +44,6 @@ def make_trainer(config: Config) -> pl.Trainer:
             f"trainer.num_nodes) share each batch; make it a multiple of {trainer.world_size}, or train on fewer "
             "devices"
         )
-    ignore_requeue_checkpoints(trainer)
     return trainer
 
 

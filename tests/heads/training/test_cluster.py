@@ -1,13 +1,10 @@
-"""Under SLURM a run has one kind of checkpoint, its own: Lightning's for requeued jobs are neither written nor read."""
+"""Under SLURM a run has one kind of checkpoint, its own: Lightning's for requeued jobs are not written."""
 
-import shutil
 import signal
 import threading
 from pathlib import Path
 
 import pytest
-import pytorch_lightning as pl
-import torch
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 from heads.training.cluster import environments, stopped_by_sigusr1
@@ -22,33 +19,10 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def saved(run_dir: Path) -> dict:
-    return torch.load(run_dir / "last.ckpt", weights_only=True)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("slurm")
-@pytest.mark.parametrize("resume", [True, False])
-def test_a_requeue_checkpoint_of_lightning_is_never_gone_on_from(data_dir: Path, tmp_path: Path, capsys, resume: bool):
-    """It is of a finished run with another learning rate; `test`, too, would load it in place of the weights just
-    trained.
-    """
-    old = make_config(data_dir, tmp_path / "old", learning_rate=0.3)
-    train(old)
-    anew = make_config(data_dir, tmp_path / "new")
-    expected = train(anew)["dev"]["heads"]
-    (tmp_path / "run").mkdir()
-    shutil.copy(tmp_path / "old" / "last.ckpt", tmp_path / "run" / "hpc_ckpt_1.ckpt")
-    if not resume:
-        shutil.copy(tmp_path / "old" / "last.ckpt", tmp_path / "run")
-        shutil.copy(tmp_path / "old" / "run.json", tmp_path / "run")
-    capsys.readouterr()
-    found = train(make_config(data_dir, tmp_path / "run"), resume=resume)["dev"]["heads"]
-    assert found == expected
-    weights, others = saved(tmp_path / "run"), saved(tmp_path / "new")
-    assert weights["history"] == others["history"]
-    assert all(torch.equal(weights["state_dict"][name], value) for name, value in others["state_dict"].items())
-    assert "hpc_ckpt_1.ckpt of Lightning's SLURM requeueing is not read" in capsys.readouterr().err
+def test_a_requeue_checkpoint_of_lightning_is_refused(data_dir: Path, tmp_path: Path):
+    (tmp_path / "hpc_ckpt_1.ckpt").touch()
+    with pytest.raises(ValueError, match=r"hpc_ckpt_1\.ckpt, left by SLURM's requeueing.*delete it"):
+        train(make_config(data_dir, tmp_path))
 
 
 @pytest.mark.usefixtures("slurm")
@@ -106,10 +80,3 @@ def test_a_run_in_a_thread_leaves_signals_alone():
     thread.start()
     thread.join()
     assert entered == [True]
-
-
-def test_a_trainer_elsewhere_finds_requeue_checkpoints_as_before(tmp_path: Path):
-    """What is turned off is turned off in the run's own trainer alone."""
-    (tmp_path / "hpc_ckpt_3.ckpt").touch()
-    other = pl.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
-    assert str(other._checkpoint_connector._hpc_resume_path).endswith("hpc_ckpt_3.ckpt")

@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 
 from heads.training import lightning_private
 from heads.training.command import train
-from heads.training.lightning_private import ignore_requeue_checkpoints, is_validation_due, is_within_step
+from heads.training.lightning_private import is_validation_due, is_within_step
 from tests.toys.made_up import ROOT, make_config
 
 
@@ -46,14 +46,6 @@ def test_steps_and_validations_come_when_lightning_says_so(data_dir: Path, tmp_p
 
 def test_before_a_run_no_validation_is_due():
     assert not is_validation_due(pl.Trainer(accelerator="cpu", logger=False))
-
-
-def test_a_requeue_checkpoint_is_found_until_it_is_ignored(tmp_path: Path):
-    (tmp_path / "hpc_ckpt_3.ckpt").touch()
-    trainer = pl.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
-    assert str(trainer._checkpoint_connector._hpc_resume_path).endswith("hpc_ckpt_3.ckpt")
-    ignore_requeue_checkpoints(trainer)
-    assert trainer._checkpoint_connector._hpc_resume_path is None
 
 
 def test_one_file_alone_names_what_is_private_of_lightning():
