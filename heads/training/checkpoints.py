@@ -8,24 +8,17 @@ renamed, as shards are, and straight from the tensors: a sweep of 20 heads for a
 """
 
 import pickle
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from heads.training.lightning_private import is_validation_due, is_within_step
 from store.shards import atomic_file
-
-_LEAST_GAP_S = 30.0
-_TIMES_WRITING = 19
-"""Seconds of training for each second of writing."""
-_STEPS_BETWEEN_QUESTIONS = 10
-"""Several processes go by the clock of the first, and to ask it makes them wait for their devices."""
 
 
 class WholeCheckpoints(TorchCheckpointIO):
@@ -43,46 +36,28 @@ class WholeCheckpoints(TorchCheckpointIO):
 
 
 class StepCheckpoint(ModelCheckpoint):
-    """A checkpoint every so many steps, except where a validation follows."""
+    """A checkpoint every so many steps or minutes, between two steps, except where a validation follows."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if not is_validation_due(trainer):
+        if not is_within_step(trainer) and not is_validation_due(trainer):
             super().on_train_batch_end(trainer, *args)
 
 
 class EpochCheckpoint(ModelCheckpoint):
-    """A checkpoint after each validation, and when the run is stopped between two steps.
+    """A checkpoint after each validation, and when the run is stopped, between two steps.
 
-    In the middle of a step, where Ctrl-C, a loss that is not finite or the death of another process may come, the batch
-    counts as taken and has not been learnt from: a run that went on from there would leave it out. The checkpoint
-    before stays.
+    Within a step, a batch may have been taken and not learnt from (Ctrl-C, a loss that is not finite), or gradients of
+    some batches of an accumulated step are held, and a resumed run would lose them. The checkpoint before stays.
     """
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not is_within_step(trainer):
+            super().on_validation_end(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        if progress.ready == progress.processed and not is_validation_due(trainer):
+        if progress.ready == progress.processed and not is_within_step(trainer) and not is_validation_due(trainer):
             super().on_exception(trainer, pl_module, exception)
-
-
-class TimedCheckpoint(Checkpoint):
-    """A checkpoint between steps, whenever the run has trained for 19 times what the last one took to write, and for 30
-    s.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._due = time.monotonic() + _LEAST_GAP_S
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        is_asked = trainer.world_size == 1 or trainer.global_step % _STEPS_BETWEEN_QUESTIONS == 0
-        if not is_asked or is_within_step(trainer) or is_validation_due(trainer):
-            return
-        if not trainer.strategy.broadcast(time.monotonic() >= self._due):
-            return
-        started = time.monotonic()
-        trainer.save_checkpoint(self.path)
-        now = time.monotonic()
-        self._due = now + max(_LEAST_GAP_S, _TIMES_WRITING * (now - started))
 
 
 def check_whole(path: Path) -> None:

@@ -7,11 +7,6 @@ later version answers otherwise.
 import pytorch_lightning as pl
 
 
-def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
-    """The trainer of a module; None for a module without, whose `trainer` raises an error."""
-    return module._trainer
-
-
 def is_within_step(trainer: pl.Trainer) -> bool:
     """Whether gradients of some batches of an accumulated step are held, and the step is still to come."""
     return trainer.fit_loop._should_accumulate()

@@ -27,7 +27,6 @@ from heads.measures.scores import auroc, measures
 from heads.measures.survival import reach_of
 from heads.model.head import AcceptanceHead
 from heads.model.provenance import Provenance
-from heads.training.lightning_private import is_within_step, trainer_of
 from heads.training.loss import Targets, mean_over_processes
 from heads.training.schedule import num_optimizer_steps, training_plan
 from heads.training.stack import HeadStack
@@ -86,7 +85,6 @@ class Sweep(pl.LightningModule):
         self.results: dict[str, Any] = {}
         self._draft = draft
         self._evaluations: dict[int, Evaluation] = {}  # in a dict, so that torch takes them for no part of this module
-        self._partial_grads: dict[str, Tensor] = {}
 
     def items(self) -> list[tuple[str, HeadStack]]:
         """(key, stack) of the current weights."""
@@ -190,22 +188,13 @@ class Sweep(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["history"] = self.history
-        if (trainer := trainer_of(self)) is not None and is_within_step(trainer):
-            grads = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-            checkpoint["partial_grads"] = {name: mean_over_processes(grad) for name, grad in grads.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.history = checkpoint["history"]
-        self._partial_grads = checkpoint.get("partial_grads", {})
 
     def on_train_start(self) -> None:
         if self.trainer.is_global_zero:
             Bar.write(training_plan(self.trainer, self.config.batch_size), file=sys.stderr)  # above the open bar
-        for name, parameter in self.named_parameters():
-            if name in self._partial_grads:
-                # Lightning resumes in the middle of an accumulated step
-                parameter.grad = self._partial_grads[name].to(parameter)
-        self._partial_grads = {}
 
     @torch.no_grad()
     def use_selected(self) -> None:

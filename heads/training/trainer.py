@@ -5,6 +5,7 @@ filled in.
 import logging
 import warnings
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from pytorch_lightning.plugins.io import CheckpointIO
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from configs.schema import Config, HeadsConfig
-from heads.training.checkpoints import EpochCheckpoint, StepCheckpoint, TimedCheckpoint, WholeCheckpoints
+from heads.training.checkpoints import EpochCheckpoint, StepCheckpoint, WholeCheckpoints
 from heads.training.cluster import environments
 from heads.training.progress import RunProgress
 
 PAPER_EPOCHS = 3
+_INTERVAL = timedelta(minutes=3)
 
 
 def make_trainer(config: Config) -> pl.Trainer:
@@ -81,17 +83,11 @@ def _takes_bar(arguments: Mapping[str, Any]) -> bool:
 
 
 def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:
-    """What writes checkpoints after each validation and on exceptions; in between every so many steps, or as often as
-    their writing allows.
-    """
+    """What writes checkpoints after each validation and on exceptions; in between every so many steps or minutes."""
     place: dict[str, Any] = {"dirpath": Path(heads.dir), "filename": "last", "enable_version_counter": False}
     steps = heads.checkpoint_every_n_steps
-    between = (
-        TimedCheckpoint(Path(heads.dir, "last.ckpt"))
-        if steps is None
-        else StepCheckpoint(**place, every_n_train_steps=steps)
-    )
-    return [between, EpochCheckpoint(**place, every_n_epochs=1, save_on_exception=True)]
+    between = {"train_time_interval": _INTERVAL} if steps is None else {"every_n_train_steps": steps}
+    return [StepCheckpoint(**place, **between), EpochCheckpoint(**place, every_n_epochs=1, save_on_exception=True)]
 
 
 def quiet() -> None:

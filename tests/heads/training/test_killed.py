@@ -10,11 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-import pytorch_lightning as pl
 import torch
 
 from heads.command import export
-from heads.training import checkpoints
 from heads.training.checkpoints import WholeCheckpoints
 from heads.training.command import train
 from tests.toys.made_up import ROOT, SLURM, command, environment, make_config, train_by_command
@@ -139,24 +137,3 @@ def test_a_checkpoint_that_could_not_be_written_leaves_the_one_before(tmp_path: 
     with pytest.raises(KeyboardInterrupt):
         WholeCheckpoints().save_checkpoint({"step": 2}, path)
     assert WholeCheckpoints().load_checkpoint(path, weights_only=True) == {"step": 1}
-
-
-def test_checkpoints_take_a_twentieth_of_the_time_and_come_every_half_minute_at_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Steps of a second; writing takes 1 s, then 4 s."""
-    now, written, writing = [0.0], [], iter([1.0, 4.0, 4.0, 4.0])
-    monkeypatch.setattr(checkpoints.time, "monotonic", lambda: now[0])
-
-    def save(path: Path) -> None:
-        written.append(now[0])
-        now[0] += next(writing)
-
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    monkeypatch.setattr(trainer, "save_checkpoint", save)
-    monkeypatch.setattr(checkpoints, "is_within_step", lambda trainer: now[0] == 30)
-    callback = checkpoints.TimedCheckpoint(tmp_path / "last.ckpt")
-    while now[0] < 160:
-        callback.on_train_batch_end(trainer)
-        now[0] += 1
-    assert written == [31, 62, 142], "30 s after the last one, not within an accumulated step; then 19 x 4 s after it"

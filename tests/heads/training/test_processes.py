@@ -4,7 +4,6 @@ process.
 
 import csv
 import json
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -26,21 +25,6 @@ from tests.toys.made_up import ROOT, command, environment, make_config, train_by
 YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
-class KeepsMiddle(pl.Callback):
-    """Copies the checkpoint of the first validation, which comes within an accumulated step, to middle.ckpt."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if (
-            trainer.is_global_zero
-            and (self.folder / "last.ckpt").is_file()
-            and not (self.folder / "middle.ckpt").is_file()
-        ):
-            shutil.copy(self.folder / "last.ckpt", self.folder / "middle.ckpt")
-
-
 class StopAfterFive(pl.Callback):
     """Ctrl-C after five batches."""
 
@@ -49,8 +33,8 @@ class StopAfterFive(pl.Callback):
             raise KeyboardInterrupt
 
 
-def saved(run_dir: Path, name: str = "last.ckpt") -> dict[str, Any]:
-    return torch.load(run_dir / name, weights_only=True)
+def saved(run_dir: Path) -> dict[str, Any]:
+    return torch.load(run_dir / "last.ckpt", weights_only=True)
 
 
 def run(config: Config, folder: Path) -> str:
@@ -172,27 +156,3 @@ def losses(folder: Path) -> dict[int, float]:
     """Step -> train/loss, over all versions of a CSV log."""
     rows = [row for path in folder.glob("*/metrics.csv") for row in csv.DictReader(path.open())]
     return {int(row["step"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
-
-
-@pytest.mark.slow
-def test_a_checkpoint_within_an_accumulated_step_has_the_gradients_of_all_processes(data_dir: Path, tmp_path: Path):
-    """Three batches to a step, a validation and with it a checkpoint after the fourth: the gradients of one batch are
-    held.
-    """
-    grads = []
-    for devices in (1, 2):
-        folder = tmp_path / str(devices)
-        callbacks = [by_name(KeepsMiddle, folder=str(folder))]
-        trainer = {
-            "max_epochs": 1,
-            "accumulate_grad_batches": 3,
-            "val_check_interval": 4,
-            "callbacks": callbacks,
-            "devices": devices,
-        }
-        config = make_config(data_dir, folder, trainer=trainer, learning_rate=1e-5, checkpoint_every_n_steps=1000)
-        run(config, tmp_path)
-        grads.append(saved(folder, "middle.ckpt")["partial_grads"])
-    assert max(float(grad.abs().max()) for grad in grads[0].values()) > 1e-3
-    for name, expected in grads[0].items():
-        torch.testing.assert_close(grads[1][name], expected, atol=1e-5, rtol=1e-3)

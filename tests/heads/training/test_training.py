@@ -51,22 +51,25 @@ class StopWithin(StopAfter):
 
 
 @pytest.mark.parametrize(
-    ("stop", "accumulate"),
+    ("stop", "accumulate", "validate"),
     [
-        (StopAfter(13), 1),
+        (StopAfter(13), 1, 8),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((StopAfter(3), 1), (StopAfter(8), 1), (StopAfter(11), 3), (StopWithin(13), 1))
+            for case in (
+                *((StopAfter(3), 1, 8), (StopAfter(8), 1, 8), (StopAfter(11), 3, 8), (StopWithin(13), 1, 8)),
+                *((StopAfter(batches), 3, 4) for batches in (4, 5, 6, 7, 12, 13)),
+            )
         ),
     ],
 )
 def test_an_interrupted_run_ends_in_the_very_weights_of_an_uninterrupted_one(
-    data_dir: Path, tmp_path: Path, stop, accumulate: int
+    data_dir: Path, tmp_path: Path, stop, accumulate: int, validate: int
 ):
-    """8 batches an epoch, 3 epochs; stopped inside and at the end of an epoch, inside an accumulated step, and inside a
-    forward.
+    """8 batches an epoch, 3 epochs; stopped inside and at the end of an epoch, inside a forward, and inside an
+    accumulated step, also where a validation came within one.
     """
-    trainer = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    trainer = {"max_epochs": 3, "accumulate_grad_batches": accumulate, "val_check_interval": validate}
     whole = make_config(data_dir, tmp_path / "whole", trainer=trainer, checkpoint_every_n_steps=1000)
     train(whole)
     broken = make_config(data_dir, tmp_path / "broken", trainer=trainer, checkpoint_every_n_steps=1000)
