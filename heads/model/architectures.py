@@ -3,8 +3,7 @@
 A head is a stream h of the draft's width that blocks add to, h_d = h_{d-1} + block_d(h_{d-1}), read out by one linear
 layer (`heads.model.formula`). What a block is made of and what it adds is an entry of `ARCHITECTURES`, nothing else:
 training, export, the loop on every device, compiled steps, batches and replay take blocks from this table, and a config
-asks for them by name (docs/extending.md). Only the paper's has its gradients written out
-(`heads.training.fused_loss`); others are trained by autograd.
+asks for them by name (docs/extending.md).
 """
 
 from collections.abc import Callable, Mapping

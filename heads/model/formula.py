@@ -14,9 +14,8 @@ Weights go by their names in `AcceptanceHead.state_dict()`, with a leading axis 
     mix.{weight, bias} = U, c    blocks.{d - 1}.{weight, bias} = W_d, b_d    out.{weight, bias} = w, b
     skip.weight = v
 
-The formula stands here for every batch of tokens. Two places write it out again for speed, and tests hold them to this
-one: `heads.training.fused_loss` (with its gradients, in cache-sized chunks) and `heads.model.stepwise` (one token at a
-time, for the loop).
+The formula stands here for every batch of tokens. `heads.model.stepwise` writes it out again for speed, one token at a
+time, and a test holds it to this one.
 """
 
 from collections.abc import Mapping

@@ -17,12 +17,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from heads.grid import HeadShape, HeadSpec
-from heads.model.architectures import ARCHITECTURES, PAPERS
+from heads.model.architectures import ARCHITECTURES
 from heads.model.formula import Dropout, stack_forward
 from heads.model.head import AcceptanceHead
 from heads.model.inputs import STANDARD
 from heads.model.provenance import Provenance
-from heads.training.fused_loss import stack_loss
+from heads.training.chunked_loss import stack_loss
 from heads.training.loss import Targets, weighted_bce
 
 
@@ -84,14 +84,18 @@ class HeadStack(nn.Module):
         targets: Targets,
         dropout: Dropout | None = None,
     ) -> Float[Tensor, " heads"]:
-        """The loss of every head over a batch: `weighted_bce` of `forward`, faster (`heads.training.fused_loss`) unless
-        under autocast or of another architecture than the paper's.
+        """The loss of every head over a batch: `weighted_bce` of `forward`, by chunks of tokens unless under autocast,
+        whose scaled gradients must not be computed before they are scaled.
         """
-        if torch.is_autocast_enabled(hidden.device.type) or self.shape.architecture != PAPERS:
+        if torch.is_autocast_enabled(hidden.device.type):
             return weighted_bce(self(hidden, scalars, embedding, dropout), targets)
-        taken = self.shape.inputs.taken(hidden)
         return stack_loss(
-            self.weights, taken, inputs=self._inputs(scalars, embedding), targets=targets, dropout=dropout
+            self.weights,
+            self.shape.inputs.taken(hidden),
+            inputs=self._inputs(scalars, embedding),
+            targets=targets,
+            dropout=dropout,
+            architecture=ARCHITECTURES[self.shape.architecture],
         )
 
     def dropout(self, rate: float, *step: int) -> Dropout | None:

@@ -6,7 +6,7 @@ import torch
 from configs.schema import HeadsConfig
 from heads.grid import HeadShape, grid, specs
 from heads.model.inputs import Inputs
-from heads.training import fused_loss
+from heads.training import chunked_loss
 from heads.training.loss import Targets, weighted_bce
 from heads.training.stack import HeadStack
 from heads.training.sweep import Sweep
@@ -32,12 +32,12 @@ def tokens(count: int = 50) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize(("scalars", "embedding"), [(False, False), (True, False), (False, True), (True, True)])
-def test_fused_loss_and_gradients_equal_autograd(
+def test_loss_and_gradients_by_chunks_are_those_of_the_batch(
     monkeypatch: pytest.MonkeyPatch, depth: int, scalars: bool, embedding: bool
 ):
     """Over several chunks, the last one shorter."""
-    monkeypatch.setattr(fused_loss, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(fused_loss, "LEAST_CHUNK", 32)
+    monkeypatch.setattr(chunked_loss, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunked_loss, "LEAST_CHUNK", 32)
     made = HeadStack(HeadShape("fed", Inputs.of(scalars, embedding), depth), WEIGHTS, hidden_size=8, seed=0)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -57,7 +57,7 @@ def test_fused_loss_and_gradients_equal_autograd(
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("has_inputs", [False, True])
-def test_fused_loss_drops_what_autograd_drops(depth: int, has_inputs: bool):
+def test_the_loss_by_chunks_drops_what_that_of_the_batch_drops(depth: int, has_inputs: bool):
     """Within one chunk the masks are drawn in the same order; the same step drops the same, another step something
     else.
     """
