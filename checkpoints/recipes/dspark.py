@@ -14,9 +14,8 @@ the embedded trio are.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -27,11 +26,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, Qwen3Config
 
-from checkpoints.recipes.learning import Checkpoint
-from checkpoints.recipes.training import Optimiser, StoryBatch
+from checkpoints.recipes.fit import Pupil
+from checkpoints.recipes.training import StoryBatch
 from lm import acceptance_rate
 from lm.features.dspark import DSpark
-from store.progress import Bar
 from store.shards import atomic_directory
 
 _ENTROPY_WEIGHT, _DISTANCE_WEIGHT = 0.1, 0.9
@@ -116,37 +114,15 @@ def new_dspark(target: PreTrainedModel, shape: Blocks) -> DSpark:
     return draft
 
 
-def teach_dspark(
-    draft: DSpark, target: PreTrainedModel, source: Iterator[StoryBatch], *, shape: Blocks, seed: int, work: Path
-) -> None:
-    """Train a draft and its confidence head beside a frozen target, or go on with it.
+def dspark_pupil(draft: DSpark, target: PreTrainedModel, *, num_anchors: int, seed: int) -> Pupil:
+    """A draft that learns beside a frozen target, with its confidence head; the seed decides which blocks it learns."""
 
-    Args:
-        draft: as its seed has made it.
-        target: its target.
-        source: endless batches, from the first on.
-        shape: how it learns.
-        seed: decides which blocks are learned.
-        work: the folder of the checkpoint.
+    def lesson(batch: StoryBatch, step: int) -> tuple[Float[Tensor, ""], float]:
+        generator = torch.Generator().manual_seed((seed << 32) + step)
+        loss = loss_of(proposed(draft, target, batch, drawn_anchors(batch, num_anchors, generator)))
+        return loss, loss.item()
 
-    Raises:
-        ValueError: a checkpoint of another run.
-    """
-    target.requires_grad_(False)
-    optimiser = Optimiser(draft, shape.learning_rate, shape.num_steps)
-    checkpoint = Checkpoint(work / "checkpoint.pt", asdict(shape) | {"seed": seed}, draft, optimiser)
-    first = checkpoint.load()
-    batches = islice(source, first, shape.num_steps)
-    with Bar(desc="teach dspark", unit="steps", total=shape.num_steps, initial=first) as bar:
-        for step, batch in enumerate(batches, first):
-            generator = torch.Generator().manual_seed((seed << 32) + step)
-            blocks = proposed(draft, target, batch, drawn_anchors(batch, shape.num_anchors, generator))
-            loss = loss_of(blocks)
-            optimiser.step(loss)
-            bar.set_postfix_str(f"loss {loss.item():.3f}")
-            bar.update()
-            checkpoint.keep_now_and_then(step + 1)
-    draft.eval()
+    return Pupil(draft, lesson)
 
 
 def drawn_anchors(

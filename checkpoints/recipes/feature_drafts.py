@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
-from checkpoints.recipes.training import Optimiser, StoryBatch
+from checkpoints.recipes.fit import Pupil
+from checkpoints.recipes.training import StoryBatch
 from lm.features.draft import FeatureDraft, Outputs
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide, delayed
@@ -83,27 +84,9 @@ def layer_config(target: PreTrainedModel, *, is_tied: bool) -> LlamaConfig:
     return LlamaConfig(**keys | {"num_hidden_layers": 1, "tie_word_embeddings": is_tied})
 
 
-def teach(
-    drafts: Sequence[FeatureDraft],
-    target: PreTrainedModel,
-    source: Iterator[StoryBatch],
-    *,
-    num_steps: int,
-    learning_rate: float,
-) -> Iterator[list[float]]:
-    """Train drafts beside a frozen target; yields KL(p || q) of each, in nats per token, for drafts of one token."""
-    target.requires_grad_(False)
-    optimisers = [Optimiser(draft, learning_rate, num_steps, has_muon=False) for draft in drafts]
-    for batch in islice(source, num_steps):
-        reading = TargetReading.of(target, batch)
-        losses = []
-        for draft, optimiser in zip(drafts, optimisers, strict=True):
-            loss, divergence = _loss(draft, reading)
-            optimiser.step(loss)
-            losses.append(divergence)
-        yield losses
-    for draft in drafts:
-        draft.eval()
+def feature_pupil(draft: FeatureDraft) -> Pupil:
+    """A draft that learns from a `TargetReading`; its figure is KL(p || q) of first tokens, in nats per token."""
+    return Pupil(draft, lambda reading, step: _loss(draft, reading), has_muon=False)
 
 
 @torch.no_grad()

@@ -8,10 +8,8 @@ that is taught several depths, as EAGLE-3's "training-time test" has it (arXiv 2
 """
 
 import random
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -19,10 +17,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from checkpoints.recipes.fit import Course, Pupil, fit
 from checkpoints.recipes.readings import Reading, readings_in
-from checkpoints.recipes.training import Optimiser
-from store.progress import Bar
-from store.shards import atomic_file, read_sidecar
+from store.shards import read_sidecar
 
 NUM_DEPTHS = 5
 """Depths of a draft that are measured."""
@@ -33,7 +30,6 @@ _LEAST_MASS = 0.05
 """Probability of the target that the vocabulary must have where a position counts."""
 _SHARDS_TOGETHER = 4
 """Shards whose texts are shuffled together."""
-_CHECKPOINT_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +74,7 @@ class Loss(NamedTuple):
 
 
 @runtime_checkable
-class Pupil(Protocol):
+class Draft(Protocol):
     """A draft that learns."""
 
     @property
@@ -95,17 +91,17 @@ class Pupil(Protocol):
         ...
 
 
-def loss_of(pupil: Pupil, batch: Batch, num_depths: int) -> Loss:
+def loss_of(draft: Draft, batch: Batch, num_depths: int) -> Loss:
     """The loss of some depths, the first weighed most."""
     p = batch.log_p[batch.is_learned].float().exp()
-    places = pupil.places(batch.likeliest[batch.is_learned])
+    places = draft.places(batch.likeliest[batch.is_learned])
     p = p * (places >= 0)
     mass, places = p.sum(-1), places.clamp(min=0)
     counts = (mass >= _LEAST_MASS).float()
     aim = p / mass.clamp(min=1e-6).unsqueeze(-1)
     entropy = -(aim * aim.clamp(min=1e-9).log()).sum(-1)
     total, divergences, rates = torch.zeros(()), [], []
-    for depth, logits in enumerate(pupil.said(batch, num_depths)):
+    for depth, logits in enumerate(draft.said(batch, num_depths)):
         log_q = logits.float().log_softmax(-1).gather(-1, places)
         divergence = ((-(aim * log_q).sum(-1) - entropy) * counts).sum() / counts.sum().clamp(min=1)
         rate = torch.minimum(log_q.exp(), p).sum(-1).mean()
@@ -115,11 +111,11 @@ def loss_of(pupil: Pupil, batch: Batch, num_depths: int) -> Loss:
     return Loss(total, divergences, rates)
 
 
-def learn(pupil: Pupil, paths: Sequence[Path], directory: Path, distillation: Distillation) -> dict[str, Any]:
+def learn(draft: Draft, paths: Sequence[Path], directory: Path, distillation: Distillation) -> dict[str, Any]:
     """Teach a draft, or go on with it; its figures on the last shard of the readings, which is held out.
 
     Args:
-        pupil: the draft, as its seed has made it.
+        draft: the draft, as its seed has made it.
         paths: shards of readings, two or more.
         directory: the folder of the checkpoint.
         distillation: how it learns.
@@ -135,72 +131,28 @@ def learn(pupil: Pupil, paths: Sequence[Path], directory: Path, distillation: Di
         for epoch in range(distillation.num_epochs)
         for group in _groups(taught, distillation, epoch)
     ]
-    *firsts, num_steps = accumulate((group.num_batches for group, _ in plan), initial=0)
-    optimiser = Optimiser(pupil.module, distillation.learning_rate, num_steps, has_muon=False)
+    num_steps = sum(group.num_batches for group, _ in plan)
     key = asdict(distillation) | {
         "readings": [read_sidecar(path, keys=("key",))["key"] for path in paths],
-        "shapes": {name: list(tensor.shape) for name, tensor in pupil.module.state_dict().items()},
+        "shapes": {name: list(tensor.shape) for name, tensor in draft.module.state_dict().items()},
     }
-    checkpoint = Checkpoint(directory / "checkpoint.pt", key, pupil.module, optimiser)
-    step = checkpoint.load()
-    with Bar(desc="the draft learns", unit="steps", total=num_steps, initial=step) as bar:
-        for (group, num_depths), first, end in zip(plan, firsts, [*firsts[1:], num_steps], strict=True):
-            for batch in group.batches(step - first) if step < end else ():
-                with torch.autocast("cpu", torch.bfloat16, enabled=distillation.is_mixed):
-                    loss = loss_of(pupil, batch, num_depths)
-                optimiser.step(loss.total)
-                step += 1
-                bar.set_postfix_str(f"KL {loss.divergences[0]:.2f}, acceptance {loss.acceptance_rates[0]:.2f}")
-                bar.update()
-                checkpoint.keep_now_and_then(step)
-    checkpoint.keep(step)
-    pupil.module.eval()
-    return {"steps": step, **_measured(pupil, held_out, distillation), **asdict(distillation)}
+    course = Course("the draft learns", num_steps, distillation.learning_rate, directory, key)
+
+    def lesson(batch: tuple[Batch, int], step: int) -> tuple[Float[Tensor, ""], float]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=distillation.is_mixed):
+            loss = loss_of(draft, *batch)
+        return loss.total, loss.divergences[0]
+
+    fit([Pupil(draft.module, lesson, has_muon=False)], lambda start: _batches(plan, start), course)
+    return {"steps": num_steps, **_measured(draft, held_out, distillation), **asdict(distillation)}
 
 
-class Checkpoint:
-    """The state of a run, written every few minutes."""
-
-    def __init__(self, path: Path, key: Mapping[str, Any], module: nn.Module, optimiser: Optimiser) -> None:
-        """Args:
-        path: the file.
-        key: what decides the run; a state of another is refused.
-        module: the draft.
-        optimiser: of its parameters.
-        """
-        self._path, self._key, self._module, self._optimiser = path, dict(key), module, optimiser
-        self._kept_s = time.monotonic()
-
-    def load(self) -> int:
-        """Take the state that is there, if there is one; the number of its steps.
-
-        Raises:
-            ValueError: it is of another run.
-        """
-        if not self._path.exists():
-            return 0
-        state = torch.load(self._path)
-        if differing := [name for name in self._key if state["key"].get(name) != self._key[name]]:
-            raise ValueError(
-                f"{self._path} is of another run, which differs in {', '.join(differing)}; choose another --out, or "
-                "delete it"
-            )
-        self._module.load_state_dict(state["draft"])
-        self._optimiser.load_state_dict(state["optimiser"])
-        return int(state["step"])
-
-    def keep_now_and_then(self, step: int) -> None:
-        """Write the state, if that was some minutes ago."""
-        if time.monotonic() - self._kept_s >= _CHECKPOINT_S:
-            self.keep(step)
-
-    def keep(self, step: int) -> None:
-        """Write the state."""
-        state = {"key": self._key, "step": step, "draft": self._module.state_dict()}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(self._path) as file:
-            torch.save(state | {"optimiser": self._optimiser.state_dict()}, file)
-        self._kept_s = time.monotonic()
+def _batches(plan: Sequence[tuple["Group", int]], start: int) -> Iterator[tuple[Batch, int]]:
+    """The batches of all groups from a step on, each with the depths that it teaches."""
+    for group, num_depths in plan:
+        if start < group.num_batches:
+            yield from ((batch, num_depths) for batch in group.batches(start))
+        start = max(0, start - group.num_batches)
 
 
 @dataclass(frozen=True)
@@ -259,10 +211,10 @@ def _padded(readings: Sequence[Reading]) -> Batch:
 
 
 @torch.no_grad()
-def _measured(pupil: Pupil, paths: Sequence[Path], distillation: Distillation) -> dict[str, list[float]]:
+def _measured(draft: Draft, paths: Sequence[Path], distillation: Distillation) -> dict[str, list[float]]:
     """Mean KL and acceptance_rate at each depth on held-out readings."""
     losses = [
-        loss_of(pupil, batch, NUM_DEPTHS) for group in _groups(paths, distillation, 0) for batch in group.batches()
+        loss_of(draft, batch, NUM_DEPTHS) for group in _groups(paths, distillation, 0) for batch in group.batches()
     ]
     return {
         name: [

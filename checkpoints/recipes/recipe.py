@@ -21,8 +21,9 @@ Same seed, recipe, machine and thread count give the same bytes. The models lear
 
 import json
 import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,17 +31,19 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from checkpoints.recipes.dspark import Blocks, figures_of, new_dspark, save_dspark, teach_dspark
+from checkpoints.recipes.dspark import Blocks, dspark_pupil, figures_of, new_dspark, save_dspark
 from checkpoints.recipes.feature_drafts import (
     FEATURE_DRAFTS,
+    TargetReading,
     acceptance_rates,
+    feature_pupil,
     new_feature_draft,
     save_feature_draft,
-    teach,
 )
 from checkpoints.recipes.figures import NAMES, measure, report_figures
+from checkpoints.recipes.fit import Course, fit
 from checkpoints.recipes.tokenizer import MAX_TOKENS, train_tokenizer
-from checkpoints.recipes.training import StoryBatch, distil, encode_story, story_batches, train_model
+from checkpoints.recipes.training import StoryBatch, encode_story, imitator, read_by, story_batches, writer
 from configs.paths import local_path
 from configs.schema import ModelSource
 from data_gen.stories.stories import Story, stories, story_stream
@@ -135,28 +138,22 @@ def make_feature_drafts(
         ValueError: a draft is there already and `overwrite` is off.
     """
     recipe, out_dir = recipe or Recipe(), local_path(out_dir, "--dir")
-    _refuse_present(out_dir, FEATURE_DRAFTS, overwrite=overwrite)
-    target, tokenizer = _target_of(out_dir)
-    torch.set_num_threads(recipe.num_threads)
-    torch.manual_seed(seed)
+    target, tokenizer = _begin(out_dir, FEATURE_DRAFTS, seed, recipe, overwrite=overwrite)
     drafts = {kind: new_feature_draft(kind, target) for kind in FEATURE_DRAFTS}
-    num_stories = recipe.feature_draft_batch_size * recipe.feature_draft_steps
-    batching = {"batch_size": recipe.feature_draft_batch_size, "seed": seed, "pad_id": tokenizer.pad_token_id}
-    rows = [encode_story(story, tokenizer) for story in _new_stories(seed, num_stories)]
-    steps = teach(
-        list(drafts.values()),
-        target,
-        story_batches(rows, **batching),
-        num_steps=recipe.feature_draft_steps,
-        learning_rate=recipe.feature_draft_learning_rate,
+    size, num_steps = recipe.feature_draft_batch_size, recipe.feature_draft_steps
+    fit(
+        [feature_pupil(draft) for draft in drafts.values()],
+        _stories_for(tokenizer, size, num_steps, seed),
+        Course("teach eagle and glide", num_steps, recipe.feature_draft_learning_rate),
+        read=partial(TargetReading.of, target),
     )
-    _take(steps, "teach eagle and glide", num_steps=recipe.feature_draft_steps)
     for kind, draft in drafts.items():
         save_feature_draft(draft, out_dir / kind)
-    held_out = _held_out(tokenizer, **batching)
-    rates = {kind: acceptance_rates(draft, target, held_out) for kind, draft in drafts.items()}
+    held_out = _held_out(tokenizer, size, seed)
     figures = {
-        f"{kind}_acceptance_mean_{depth}": rate for kind, found in rates.items() for depth, rate in enumerate(found, 1)
+        f"{kind}_acceptance_mean_{depth}": rate
+        for kind, draft in drafts.items()
+        for depth, rate in enumerate(acceptance_rates(draft, target, held_out), 1)
     }
     print(report_figures(figures))
     return figures
@@ -172,35 +169,47 @@ def make_dspark(
 
     Raises:
         FileNotFoundError: there is no target.
-        ValueError: a draft is there already and `overwrite` is off, or what is to be resumed is another run.
+        ValueError: a draft is there already and `overwrite` is off, or the run to be resumed is another one.
     """
     recipe, out_dir = recipe or Recipe(), local_path(out_dir, "--dir")
-    _refuse_present(out_dir, ("dspark",), overwrite=overwrite)
-    target, tokenizer = _target_of(out_dir)
-    torch.set_num_threads(recipe.num_threads)
-    torch.manual_seed(seed)
+    target, tokenizer = _begin(out_dir, ("dspark",), seed, recipe, overwrite=overwrite)
     shape, work = recipe.dspark, out_dir / "dspark-work"
     draft = new_dspark(target, shape)
-    batching = {"batch_size": shape.batch_size, "seed": seed, "pad_id": tokenizer.pad_token_id}
-    rows = [encode_story(story, tokenizer) for story in _new_stories(seed, shape.batch_size * shape.num_steps)]
-    teach_dspark(draft, target, story_batches(rows, **batching), shape=shape, seed=seed, work=work)
-    figures = figures_of(draft.bfloat16().float(), target, _held_out(tokenizer, **batching))
+    pupil = dspark_pupil(draft, target, num_anchors=shape.num_anchors, seed=seed)
+    course = Course("teach dspark", shape.num_steps, shape.learning_rate, work, asdict(shape) | {"seed": seed})
+    fit([pupil], _stories_for(tokenizer, shape.batch_size, shape.num_steps, seed), course)
+    figures = figures_of(draft.bfloat16().float(), target, _held_out(tokenizer, shape.batch_size, seed))
     save_dspark(draft, out_dir / "dspark", figures)
     shutil.rmtree(work, ignore_errors=True)
     print(json.dumps(figures))
     return figures
 
 
-def _target_of(out_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The embedded target, as it is shipped, and its tokenizer."""
+def _begin(
+    out_dir: Path, names: Iterable[str], seed: int, recipe: Recipe, *, overwrite: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The embedded target, frozen, and its tokenizer, for drafts that are not there yet."""
+    _refuse_present(out_dir, names, overwrite=overwrite)
     source = ModelSource(path=str(out_dir / "target"), dtype="float32", device_map="cpu")
-    return load_model(source), load_tokenizer(source)
+    target, tokenizer = load_model(source), load_tokenizer(source)
+    torch.set_num_threads(recipe.num_threads)
+    torch.manual_seed(seed)
+    return target.requires_grad_(False), tokenizer
 
 
-def _held_out(tokenizer: PreTrainedTokenizerBase, *, batch_size: int, seed: int, pad_id: int) -> list[StoryBatch]:
+def _stories_for(
+    tokenizer: PreTrainedTokenizerBase, batch_size: int, num_steps: int, seed: int
+) -> Callable[[int], Iterator[StoryBatch]]:
+    """Batches of new stories from a step on."""
+    rows = [encode_story(story, tokenizer) for story in _new_stories(seed, batch_size * num_steps)]
+    how = {"batch_size": batch_size, "seed": seed, "pad_id": tokenizer.pad_token_id}
+    return lambda start: islice(story_batches(rows, **how), start, None)
+
+
+def _held_out(tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int) -> list[StoryBatch]:
     """Some stories of the test split."""
     rows = [encode_story(story, tokenizer) for story in stories("test", 256, seed=seed)]
-    return list(islice(story_batches(rows, batch_size=batch_size, seed=seed, pad_id=pad_id), 8))
+    return list(islice(story_batches(rows, batch_size=batch_size, seed=seed, pad_id=tokenizer.pad_token_id), 8))
 
 
 def _refuse_present(out_dir: Path, names: Iterable[str], *, overwrite: bool) -> None:
@@ -220,13 +229,6 @@ def _new_stories(seed: int, num_stories: int) -> list[Story]:
     return list(Bar(stream, desc="write stories", total=num_stories, unit="stories"))
 
 
-def _take(steps: Iterable[list[float]], description: str, *, num_steps: int) -> None:
-    """Take all steps of a training, with a bar that shows the figures of each."""
-    with Bar(steps, desc=description, total=num_steps, unit="steps") as bar:
-        for figures in bar:
-            bar.set_postfix_str(" ".join(f"{figure:.3f}" for figure in figures) + " nats")
-
-
 def _train_trio(seed: int, recipe: Recipe) -> tuple[dict[str, LlamaForCausalLM], PreTrainedTokenizerBase]:
     """The three models, in bfloat16, and their tokenizer: the target is trained, and the others distilled from it."""
     torch.manual_seed(seed)
@@ -239,11 +241,11 @@ def _train_trio(seed: int, recipe: Recipe) -> tuple[dict[str, LlamaForCausalLM],
     }
     source = story_batches(rows, batch_size=recipe.batch_size, seed=seed, pad_id=tokenizer.pad_token_id)
     target, *others = models.values()
-    steps = train_model(target, source, num_steps=recipe.target_steps, learning_rate=recipe.target_learning_rate)
-    _take(steps, "train target", num_steps=recipe.target_steps)
+    course = Course("train target", recipe.target_steps, recipe.target_learning_rate)
+    fit([writer(target)], lambda start: source, course)
     target.bfloat16().float()  # rounded as it will be stored, so that the others learn from the target that is shipped
-    steps = distil(target, others, source, num_steps=recipe.distil_steps, learning_rate=recipe.distil_learning_rate)
-    _take(steps, "distil draft and micro", num_steps=recipe.distil_steps)
+    course = Course("distil draft and micro", recipe.distil_steps, recipe.distil_learning_rate)
+    fit([imitator(model) for model in others], lambda start: source, course, read=read_by(target))
     for model in models.values():
         model.bfloat16()
     return models, tokenizer

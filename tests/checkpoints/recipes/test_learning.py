@@ -103,14 +103,14 @@ def test_a_draft_learns_and_one_that_was_stopped_ends_in_the_same_weights(kind, 
     assert figures["divergences"][0] < most * before["divergences"][0]
     assert len(figures["acceptance_rates"]) == (5 if kind == "eagle3" else 1)
 
-    def stop(checkpoint, step):
-        checkpoint.keep(step)
-        if step == 5:
-            raise KeyboardInterrupt
+    def stop(checkpoint, trainer, module, outputs, batch, batch_idx):
+        trainer.save_checkpoint(checkpoint.path)
+        if batch_idx == 4:
+            raise ConnectionError
 
     with monkeypatch.context() as patch:
-        patch.setattr("checkpoints.recipes.learning.Checkpoint.keep_now_and_then", stop)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr("heads.training.checkpoints.TimedCheckpoint.on_train_batch_end", stop)
+        with pytest.raises(ConnectionError):
             learn(made(target, paths), paths, tmp_path / "parts", DISTILLATION)
     parts = made(target, paths)
     learn(parts, paths, tmp_path / "parts", DISTILLATION)

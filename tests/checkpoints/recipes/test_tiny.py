@@ -73,7 +73,7 @@ def test_an_interrupted_recipe_writes_nothing(tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("checkpoints.recipes.recipe.distil", interrupt)
+    monkeypatch.setattr("checkpoints.recipes.recipe.imitator", interrupt)
     with pytest.raises(KeyboardInterrupt):
         make_trio(tmp_path / "out", recipe=TOY_RECIPE)
     assert not (tmp_path / "out").exists()
