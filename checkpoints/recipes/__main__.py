@@ -4,14 +4,14 @@ hub. `… eagle3` and `… small`: teach a draft for a model of yours. `… reco
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
 
-from checkpoints.recipes.learning import Distillation, learn
+from checkpoints.recipes.learning import Distillation, Draft, learn
 from checkpoints.recipes.readings import apart, feature_sizes, likeliest_tokens, read_target, texts_of
 from checkpoints.recipes.recipe import make_dspark, make_feature_drafts, make_trio
 from checkpoints.recipes.record import record
@@ -86,9 +86,7 @@ def eagle3(
     torch.manual_seed(distillation.seed)
     ids = likeliest_tokens(paths[:-1], vocab_size, vocab_size=model.config.get_text_config().vocab_size)
     draft = Reduced(model, layer_ids, ids, feature_sizes(paths[0]))
-    figures = learn(draft, paths, _beside(directory, "work"), distillation)
-    draft.save(directory)
-    _tell(directory, figures)
+    _teach(draft, directory, paths, distillation, draft.save)
 
 
 def small(
@@ -105,8 +103,7 @@ def small(
 
     Args:
         target: directory of the target.
-        responses: the target's own responses, a file of `acceptance-heads responses`; of the last 128 some are held
-            out, and other responses to their prompts are not taught.
+        responses: the target's own responses, as for `eagle3`.
         out: the folder that gets the draft; OUT-work beside it keeps what is not finished, OUT-readings the readings.
         hidden_size: width of the draft, a multiple of 64.
         num_layers: layers of the draft.
@@ -117,9 +114,8 @@ def small(
     distillation = Distillation(num_depths=1, num_epochs=num_epochs, learning_rate=learning_rate, batch_size=8)
     torch.manual_seed(distillation.seed)
     draft = Small(model, SmallShape(hidden_size=hidden_size, num_layers=num_layers, intermediate_size=4 * hidden_size))
-    figures = learn(draft, paths, _beside(directory, "work"), distillation)
-    draft.save(directory, load_tokenizer(ModelSource(path=target)))
-    _tell(directory, figures)
+    tokenizer = load_tokenizer(ModelSource(path=target))
+    _teach(draft, directory, paths, distillation, lambda folder: draft.save(folder, tokenizer))
 
 
 def _read(target: str, responses: str, out: str) -> tuple[Path, PreTrainedModel, list[Path], tuple[int, ...]]:
@@ -139,8 +135,12 @@ def _beside(directory: Path, name: str) -> Path:
     return directory.with_name(f"{directory.name}-{name}")
 
 
-def _tell(directory: Path, figures: Mapping[str, Any]) -> None:
-    """Write what was measured into the draft's folder, and say it."""
+def _teach(
+    draft: Draft, directory: Path, paths: list[Path], distillation: Distillation, save: Callable[[Path], None]
+) -> None:
+    """Teach a draft and write it with its figures."""
+    figures = learn(draft, paths, _beside(directory, "work"), distillation)
+    save(directory)
     write_atomic(directory / "figures.json", json.dumps(figures, indent=1).encode())
     rates = ", ".join(f"{rate:.3f}" for rate in figures["acceptance_rates"])
     print(f"{directory}: acceptance_rate on held-out texts, depth by depth: {rates}")

@@ -21,20 +21,18 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, Qwen3Config
 
 from checkpoints.recipes.fit import Pupil
+from checkpoints.recipes.saved import save_draft
 from checkpoints.recipes.training import StoryBatch
 from lm import acceptance_rate
 from lm.features.dspark import DSpark
-from store.shards import atomic_directory
 
 _ENTROPY_WEIGHT, _DISTANCE_WEIGHT = 0.1, 0.9
-_DECAY = 4.0
-"""Places over which the weight falls to 1 / e."""
+_DECAY = 4.0  # places over which the weight falls to 1 / e
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,44 +70,25 @@ class Proposed(NamedTuple):
 def new_dspark(target: PreTrainedModel, shape: Blocks) -> DSpark:
     """A draft for a target, whose layers are random; embeddings, output rows and last norm are the target's."""
     of_target = target.config.get_text_config()
+    names = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    names += ["max_position_embeddings", "rms_norm_eps", "pad_token_id", "eos_token_id", "bos_token_id"]
     config = Qwen3Config(
-        vocab_size=of_target.vocab_size,
-        hidden_size=of_target.hidden_size,
-        intermediate_size=of_target.intermediate_size,
+        **{name: getattr(of_target, name) for name in names},
         num_hidden_layers=shape.num_layers,
-        num_attention_heads=of_target.num_attention_heads,
-        num_key_value_heads=of_target.num_key_value_heads,
-        head_dim=of_target.head_dim,
-        max_position_embeddings=of_target.max_position_embeddings,
-        rms_norm_eps=of_target.rms_norm_eps,
         rope_parameters=dict(of_target.rope_parameters),
         tie_word_embeddings=False,
-        **{name: getattr(of_target, name) for name in ("pad_token_id", "eos_token_id", "bos_token_id")},
     )
     depth = of_target.num_hidden_layers
-    for name, value in {
-        "block_size": shape.block_size,
-        "target_layer_ids": [1, depth // 2 - 1, depth - 2],
-        "num_target_layers": depth,
-        "mask_token_id": of_target.pad_token_id,  # no text has it
-        "num_anchors": shape.num_anchors,
-        "markov_rank": shape.markov_rank,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-    }.items():
-        setattr(config, name, value)
+    config.block_size, config.num_anchors, config.markov_rank = shape.block_size, shape.num_anchors, shape.markov_rank
+    config.target_layer_ids, config.num_target_layers = [1, depth // 2 - 1, depth - 2], depth
+    config.mask_token_id, config.markov_head_type = of_target.pad_token_id, "vanilla"  # no text has this token
+    config.enable_confidence_head = config.confidence_head_with_markov = True
     draft, body = DSpark(config), cast(Any, target.base_model)
-    for own, given in (
-        (draft.embed_tokens, target.get_input_embeddings()),
-        (draft.lm_head, target.get_output_embeddings()),
-        (draft.norm, body.norm),
-    ):
-        assert own is not None
-        own.load_state_dict(given.state_dict())
-    for frozen in (draft.embed_tokens, draft.lm_head):
-        assert frozen is not None
-        frozen.requires_grad_(False)
+    frozen = ((draft.embed_tokens, target.get_input_embeddings()), (draft.lm_head, target.get_output_embeddings()))
+    for own, given in (*frozen, (draft.norm, body.norm)):
+        cast(Any, own).load_state_dict(given.state_dict())
+    for own, _ in frozen:
+        cast(Any, own).requires_grad_(False)
     draft.bind(target)
     return draft
 
@@ -185,10 +164,6 @@ def figures_of(draft: DSpark, target: PreTrainedModel, batches: Sequence[StoryBa
 
 
 def save_dspark(draft: DSpark, directory: Path, figures: dict[str, Any]) -> None:
-    """Write a draft in bfloat16 in DeepSpec's layout, and its figures; the directory appears whole or not at all."""
-    config = draft.config.to_diff_dict() | {"architectures": ["Qwen3DSparkModel"], "dtype": "bfloat16"}
-    tensors = {name: tensor.detach().bfloat16().contiguous() for name, tensor in draft.state_dict().items()}
-    with atomic_directory(directory) as folder:
-        for name, values in (("config.json", config), ("figures.json", figures)):
-            (folder / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    """Write a draft in DeepSpec's layout, and its figures."""
+    save_draft(directory, draft.config, "Qwen3DSparkModel", draft.state_dict())
+    (directory / "figures.json").write_text(json.dumps(figures, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -14,7 +14,6 @@ The target is frozen, and reads each batch once for both. This is a recipe for s
 ones there are SpecForge and speculators, whose drafts load.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -23,29 +22,22 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 from checkpoints.recipes.fit import Pupil
+from checkpoints.recipes.saved import save_draft
 from checkpoints.recipes.training import StoryBatch
 from lm.features.draft import FeatureDraft, Outputs
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide, delayed
-from store.shards import atomic_directory
 
 FEATURE_DRAFTS = ("eagle", "glide")
-_BLOCK_SIZE = 5
-"""Tokens per block of GliDe, which is how far the target's keys may lie behind."""
-NUM_DEPTHS = 5
-"""How many tokens of a draft are measured."""
-_NUM_TAUGHT = 3
-"""Tokens of a draft that EAGLE learns from."""
-_DEPTH_WEIGHT = 0.8
-"""Weight of each of them, against the one before it."""
-_NO_KEYS = ("architectures", "dtype", "transformers_version")
-"""Keys of the target's config that its draft does not share."""
+_BLOCK_SIZE = 5  # tokens per block of GliDe, which is how far the target's keys may lie behind
+NUM_DEPTHS = 5  # tokens of a draft that are measured
+_NUM_TAUGHT, _DEPTH_WEIGHT = 3, 0.8  # tokens of a draft that EAGLE learns from, and the weight of each over the last
+_NO_KEYS = ("architectures", "dtype", "transformers_version")  # of the target's config; its draft has its own
 
 
 def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
@@ -61,19 +53,14 @@ def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
         eagle.embed_tokens.load_state_dict(body.embed_tokens.state_dict())
         eagle.embed_tokens.requires_grad_(False)
         return eagle.bind(target)
-    config.large_hidden_size, config.large_num_attention_heads = (
-        target_config.num_attention_heads * target_config.head_dim,
-        target_config.num_attention_heads,
-    )
-    config.block_size = _BLOCK_SIZE
+    num_heads = config.large_num_attention_heads = target_config.num_attention_heads
+    config.large_hidden_size, config.block_size = num_heads * target_config.head_dim, _BLOCK_SIZE
     glide = Glide(config, target_config.num_hidden_layers)
     assert glide.embed_tokens is not None
     glide.embed_tokens.load_state_dict(target.get_output_embeddings().state_dict())
     glide.norm.load_state_dict(body.norm.state_dict())
     glide.layers[0].load_state_dict(body.layers[0].state_dict(), strict=False)  # all but cross-attention
-    for name, parameter in glide.layers[0].named_parameters():
-        if name == "cross_attn.o_proj.weight":
-            torch.nn.init.zeros_(parameter)
+    torch.nn.init.zeros_(glide.layers[0].get_parameter("cross_attn.o_proj.weight"))
     return glide.bind(target)
 
 
@@ -198,12 +185,7 @@ def _glide_says(
 
 
 def save_feature_draft(draft: FeatureDraft, directory: Path) -> None:
-    """Write a draft in bfloat16 in its released layout; the directory appears whole or not at all."""
+    """Write a draft in its released layout."""
     is_glide = isinstance(draft, Glide)
-    config = draft.config.to_diff_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
-    config |= {} if is_glide else {"bias": True}
-    prefix = "model." if is_glide else ""
-    tensors = {prefix + name: tensor.detach().bfloat16().contiguous() for name, tensor in draft.state_dict().items()}
-    with atomic_directory(directory) as folder:
-        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {("model." if is_glide else "") + name: tensor for name, tensor in draft.state_dict().items()}
+    save_draft(directory, draft.config, "LlamaForCausalLM", tensors, **({} if is_glide else {"bias": True}))

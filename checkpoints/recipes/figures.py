@@ -5,13 +5,12 @@ min(p(v), q(v)), is measured at each of their positions.
 """
 
 import json
-import statistics
-import time
 from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.benchmark import Timer
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import ModelSource
@@ -24,11 +23,9 @@ from lm import Sampling, acceptance_rate, load_model, load_tokenizer
 from lm.forwards import hidden_states, logits_of
 
 NAMES = ("target", "draft", "micro")
-_CONTEXT_TOKENS = 100
-"""Cache length at which a forward is timed."""
-_MAX_NEW_TOKENS = 160
-"""Longer than any worked answer."""
-_BATCH_SIZE, _NUM_PROMPTS, _NUM_TIMINGS = 64, 60, 100
+_CONTEXT_TOKENS = 100  # length of the cache at which a forward is timed
+_MAX_NEW_TOKENS = 160  # longer than any worked answer
+_BATCH_SIZE, _NUM_PROMPTS = 64, 60
 
 
 def measure(directory: str | Path) -> dict[str, float]:
@@ -38,8 +35,7 @@ def measure(directory: str | Path) -> dict[str, float]:
     paths = {name: Path(directory) / name for name in NAMES}
     models = {name: load_model(ModelSource(path=str(path), dtype="float32")) for name, path in paths.items()}
     tokenizer = load_tokenizer(ModelSource(path=str(paths["target"])))
-    times_ms = forward_times_ms(list(models.values()))
-    figures = {f"{name}_forward_ms": time_ms for name, time_ms in zip(models, times_ms, strict=True)}
+    figures = {f"{name}_forward_ms": forward_ms(model) for name, model in models.items()}
     figures["forward_ratio"] = figures["target_forward_ms"] / figures["draft_forward_ms"]
     rates = trio_acceptance_rates(models, tokenizer, num_prompts=_NUM_PROMPTS, seed=0)
     for name, rate in rates.items():
@@ -55,22 +51,13 @@ def trio_acceptance_rates(
     """The acceptance_rate of every model but the target, at every position of the target's responses to `num_prompts`
     test prompts.
     """
-    sampling, vocab_size = Sampling(), len(tokenizer)
+    sampling, vocab_size, eos_ids = Sampling(), len(tokenizer), frozenset([tokenizer.eos_token_id])
     prompts = [Prompt(story.id, (story.prompt,)) for story in stories("test", num_prompts, seed=seed)]
-    requests = [
-        Request(prompt.id, render(prompt, tokenizer, "chat"), encode(prompt, tokenizer, "chat")) for prompt in prompts
-    ]
-    source = TargetInProcess(
-        models["target"],
-        sampling,
-        vocab_size=vocab_size,
-        eos_ids=frozenset([tokenizer.eos_token_id]),
-        max_new_tokens=_MAX_NEW_TOKENS,
-        batch_size=_BATCH_SIZE,
-    )
-    answers = source.respond(requests, seed, lambda _: None)
+    requests = [Request(one.id, render(one, tokenizer, "chat"), encode(one, tokenizer, "chat")) for one in prompts]
+    how = {"vocab_size": vocab_size, "max_new_tokens": _MAX_NEW_TOKENS, "batch_size": _BATCH_SIZE}
+    source = TargetInProcess(models["target"], sampling, eos_ids=eos_ids, **how)
     rates: dict[str, list[Tensor]] = {name: [] for name in models if name != "target"}
-    for request, answer in zip(requests, answers, strict=True):
+    for request, answer in zip(requests, source.respond(requests, seed, lambda _: None), strict=True):
         assert isinstance(answer, Response), answer
         row, start = request.prompt_ids + answer.response_ids, len(request.prompt_ids) - 1
         probs = {
@@ -83,24 +70,14 @@ def trio_acceptance_rates(
 
 
 @torch.inference_mode()
-def forward_times_ms(models: list[PreTrainedModel]) -> list[float]:
-    """Median time of a forward of one token, batch 1, on one thread, with a cache of 100 tokens; the models take
-    turns.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    caches = [DynamicCache(config=model.config) for model in models]
-    for model, cache in zip(models, caches, strict=True):
-        model(input_ids=torch.ones(1, _CONTEXT_TOKENS, dtype=torch.long), past_key_values=cache)
-    times_s: list[list[float]] = [[] for _ in models]
-    for _ in range(_NUM_TIMINGS):
-        for model, cache, spent_s in zip(models, caches, times_s, strict=True):
-            start_s = time.perf_counter()
-            model(input_ids=torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
-            spent_s.append(time.perf_counter() - start_s)
-            cache.crop(-1)
-    torch.set_num_threads(num_threads)
-    return [1000 * statistics.median(spent_s) for spent_s in times_s]
+def forward_ms(model: PreTrainedModel) -> float:
+    """Median milliseconds of a forward of one token, batch 1, on one thread, with a cache of 100 tokens."""
+    cache = DynamicCache(config=model.config)
+    model(input_ids=torch.ones(1, _CONTEXT_TOKENS, dtype=torch.long), past_key_values=cache)
+    token = torch.ones(1, 1, dtype=torch.long)
+    names = {"model": model, "token": token, "cache": cache}
+    timer = Timer("model(input_ids=token, past_key_values=cache); cache.crop(-1)", globals=names)  # on one thread
+    return 1000 * timer.adaptive_autorange().median
 
 
 def report_figures(figures: dict[str, float]) -> str:

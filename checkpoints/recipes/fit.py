@@ -23,21 +23,17 @@ from heads.training.trainer import quiet
 from store.progress import Bar
 
 _WARMUP_STEPS = 50
-_LAST_RATE = 0.02
-"""The learning rate ends at this share of its peak."""
+_LAST_RATE = 0.02  # the learning rate ends at this share of its peak
 
 
 class Pupil(NamedTuple):
-    """A model that learns."""
+    """A model that learns, its layers under `layers`."""
 
     module: nn.Module
-    """Its layers are under `layers`."""
     lesson: Callable[[Any, int], tuple[Float[Tensor, ""], float]]
     """(loss, figure for the bar) of what was read from a batch, at a step."""
     has_muon: bool = True
-    """False: AdamW for all; Muon's iterations are in bfloat16, which takes a CPU without it longer than a small
-    forward.
-    """
+    """False: AdamW for all; Muon computes in bfloat16, which is slow on a CPU without it."""
 
 
 class Course(NamedTuple):
@@ -45,12 +41,9 @@ class Course(NamedTuple):
 
     title: str
     num_steps: int
-    learning_rate: float
-    """The peak of AdamW's rate; Muon's is 5 times that, since its updates have unit singular values."""
-    work: Path | None = None
-    """Folder of the checkpoint; None: none is written."""
-    key: Mapping[str, Any] = {}
-    """What decides the run; a checkpoint of another is refused."""
+    learning_rate: float  # the peak of AdamW's; Muon's is 5 times that, since its updates have unit singular values
+    work: Path | None = None  # the folder of the checkpoint; None: none is written
+    key: Mapping[str, Any] = {}  # what decides the run; a checkpoint of another is refused
 
 
 def fit(
@@ -79,17 +72,10 @@ def fit(
     path = None if course.work is None else course.work / "checkpoint.pt"
     start = _start(path, course.key)
     lessons = _Lessons(pupils, read, course)
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=path is not None,
-        callbacks=[] if path is None else [TimedCheckpoint(path)],
-        plugins=[WholeCheckpoints()],
-    )
+    checkpoints = [] if path is None else [TimedCheckpoint(path)]
+    how: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "plugins": [WholeCheckpoints()]}
+    how |= dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(**how, enable_checkpointing=path is not None, callbacks=checkpoints)
     with Bar(desc=course.title, unit="steps", total=course.num_steps, initial=start) as lessons.bar:
         trainer.fit(lessons, _Batches(batches, start, course.num_steps), ckpt_path=path if start else None)
     if path is not None:
@@ -122,12 +108,6 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Any]:
         return islice(self._batches(self._start), self._num_steps - self._start)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 class _Lessons(pl.LightningModule):

@@ -16,20 +16,17 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn import functional
 
 from checkpoints.recipes.fit import Course, Pupil, fit
 from checkpoints.recipes.readings import Reading, readings_in
 from store.shards import read_sidecar
 
-NUM_DEPTHS = 5
-"""Depths of a draft that are measured."""
+NUM_DEPTHS = 5  # depths of a draft that are measured
 _DEPTH_WEIGHT = 0.8
-_ACCEPTANCE_SHARE = 0.5
-"""Of the loss; the divergence has the rest."""
-_LEAST_MASS = 0.05
-"""Probability of the target that the vocabulary must have where a position counts."""
-_SHARDS_TOGETHER = 4
-"""Shards whose texts are shuffled together."""
+_ACCEPTANCE_SHARE = 0.5  # of the loss; the divergence has the rest
+_LEAST_MASS = 0.05  # probability of the target that the vocabulary must have where a position counts
+_SHARDS_TOGETHER = 4  # shards whose texts are shuffled together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,18 +74,13 @@ class Loss(NamedTuple):
 class Draft(Protocol):
     """A draft that learns."""
 
-    @property
-    def module(self) -> nn.Module:
-        """Its parameters."""
-        ...
+    module: nn.Module
 
     def said(self, batch: Batch, num_depths: int) -> Iterator[Float[Tensor, "learned vocab"]]:
         """Logits at the learned positions of a batch, as the first, second, … token of a draft."""
-        ...
 
     def places(self, tokens: Int[Tensor, "learned top"]) -> Int[Tensor, "learned top"]:
         """Where its vocabulary has the target's tokens; -1: nowhere."""
-        ...
 
 
 def loss_of(draft: Draft, batch: Batch, num_depths: int) -> Loss:
@@ -112,13 +104,7 @@ def loss_of(draft: Draft, batch: Batch, num_depths: int) -> Loss:
 
 
 def learn(draft: Draft, paths: Sequence[Path], directory: Path, distillation: Distillation) -> dict[str, Any]:
-    """Teach a draft, or go on with it; its figures on the last shard of the readings, which is held out.
-
-    Args:
-        draft: the draft, as its seed has made it.
-        paths: shards of readings, two or more.
-        directory: the folder of the checkpoint.
-        distillation: how it learns.
+    """Teach a draft, or continue; its figures on the last shard of the readings, which is held out.
 
     Raises:
         ValueError: fewer than two shards; a checkpoint of another run.
@@ -184,11 +170,8 @@ def _groups(paths: Sequence[Path], distillation: Distillation, epoch: int) -> It
     order = list(paths)
     random.Random(f"{distillation.seed} {epoch}").shuffle(order)
     for start in range(0, len(order), _SHARDS_TOGETHER):
-        yield Group(
-            tuple(order[start : start + _SHARDS_TOGETHER]),
-            distillation.batch_size,
-            f"{distillation.seed} {epoch} {start}",
-        )
+        group = tuple(order[start : start + _SHARDS_TOGETHER])
+        yield Group(group, distillation.batch_size, f"{distillation.seed} {epoch} {start}")
 
 
 def _padded(readings: Sequence[Reading]) -> Batch:
@@ -196,9 +179,8 @@ def _padded(readings: Sequence[Reading]) -> Batch:
     likeliest, log_p, is_learned = [], [], []
     for reading in readings:
         start = reading.num_prompt - 1  # the target speaks of response token i at position start + i
-        before, after = start, 1
-        likeliest.append(torch.nn.functional.pad(reading.likeliest, (0, 0, before, after)))
-        log_p.append(torch.nn.functional.pad(reading.log_p.float(), (0, 0, before, after), value=float("-inf")))
+        likeliest.append(functional.pad(reading.likeliest, (0, 0, start, 1)))
+        log_p.append(functional.pad(reading.log_p.float(), (0, 0, start, 1), value=float("-inf")))
         place = torch.arange(len(reading.ids))
         is_learned.append((place >= max(start, NUM_DEPTHS + 1)) & (place < len(reading.ids) - 1))
     return Batch(
@@ -213,13 +195,10 @@ def _padded(readings: Sequence[Reading]) -> Batch:
 @torch.no_grad()
 def _measured(draft: Draft, paths: Sequence[Path], distillation: Distillation) -> dict[str, list[float]]:
     """Mean KL and acceptance_rate at each depth on held-out readings."""
-    losses = [
-        loss_of(draft, batch, NUM_DEPTHS) for group in _groups(paths, distillation, 0) for batch in group.batches()
-    ]
+    groups = _groups(paths, distillation, 0)
+    losses = [loss_of(draft, batch, NUM_DEPTHS) for group in groups for batch in group.batches()]
+    columns = {name: [getattr(loss, name) for loss in losses] for name in ("divergences", "acceptance_rates")}
     return {
-        name: [
-            round(sum(values) / len(losses), 4)
-            for values in zip(*(getattr(loss, name) for loss in losses), strict=True)
-        ]
-        for name in ("divergences", "acceptance_rates")
+        name: [round(sum(values) / len(losses), 4) for values in zip(*rows, strict=True)]
+        for name, rows in columns.items()
     }

@@ -30,8 +30,7 @@ from store.shards import is_whole, read_sidecar, write_shard
 NUM_LIKELIEST = 64
 _TEXTS_PER_SHARD = 128
 _BATCH_SIZE = 8
-_SIGMA_OF_MEDIAN = 1.4826
-"""Standard deviation of a normal over the median of its distances from the mean."""
+_SIGMA_OF_MEDIAN = 1.4826  # standard deviation of a normal over the median of its distances from the mean
 
 
 class Text(NamedTuple):
@@ -61,10 +60,8 @@ def texts_of(path: Path) -> list[Text]:
     texts = []
     for number, record in json_lines(path):
         if not record.keys() >= {"prompt_ids", "response_ids"}:
-            raise ValueError(
-                f"{path}:{number} has no prompt_ids and response_ids; `acceptance-heads responses --out {path.name}` "
-                "writes such a file"
-            )
+            remedy = f"`acceptance-heads responses --out {path.name}` writes such a file"
+            raise ValueError(f"{path}:{number} has no prompt_ids and response_ids; {remedy}")
         texts.append(Text(record["prompt_ids"], record["response_ids"]))
     return [text for text in texts if text.response_ids]
 
@@ -89,12 +86,7 @@ def read_target(
 ) -> list[Path]:
     """Read the texts with the target, as far as that is not done; the paths of all shards.
 
-    Args:
-        target: in evaluation mode.
-        texts: prompts with the target's own responses.
-        directory: the folder of the shards.
-        layer_ids: layers after which its residual stream is kept, as transformers counts hidden states: 1 is behind the
-            first.
+    The residual stream is kept after `layer_ids`, as transformers counts hidden states: 1 is after the first layer.
 
     Raises:
         ValueError: the folder holds readings of other texts, layers or another target.
@@ -120,16 +112,11 @@ def readings_in(path: Path) -> Iterator[Reading]:
     tensors = load_file(path)
     ends = [0, *accumulate(tensors["lengths"].tolist())]
     responses = [0, *accumulate((tensors["lengths"] - tensors["num_prompt"]).tolist())]
-    for (start, end), (first, last), num_prompt in zip(
-        pairwise(ends), pairwise(responses), tensors["num_prompt"].tolist(), strict=True
-    ):
-        yield Reading(
-            tensors["ids"][start:end].long(),
-            num_prompt,
-            tensors["features"][start:end],
-            tensors["likeliest"][first:last].long(),
-            tensors["log_p"][first:last],
-        )
+    spans = zip(pairwise(ends), pairwise(responses), tensors["num_prompt"].tolist(), strict=True)
+    for whole, response, num_prompt in spans:
+        at, said = slice(*whole), slice(*response)
+        likeliest, log_p = tensors["likeliest"][said].long(), tensors["log_p"][said]
+        yield Reading(tensors["ids"][at].long(), num_prompt, tensors["features"][at], likeliest, log_p)
 
 
 def likeliest_tokens(paths: Sequence[Path], num: int, *, vocab_size: int) -> Int[Tensor, " reduced"]:
@@ -161,19 +148,11 @@ def _shard(target: PreTrainedModel, texts: Sequence[Text], layer_ids: Sequence[i
     for start in range(0, len(order), _BATCH_SIZE):
         places = order[start : start + _BATCH_SIZE]
         found |= dict(zip(places, _read(target, [texts[place] for place in places], layer_ids), strict=True))
-    readings = [found[place] for place in range(len(texts))]
-    return bytes(
-        save(
-            {
-                "ids": torch.cat([reading.ids for reading in readings]).int(),
-                "features": torch.cat([reading.features for reading in readings]),
-                "likeliest": torch.cat([reading.likeliest for reading in readings]).int(),
-                "log_p": torch.cat([reading.log_p for reading in readings]).half(),
-                "lengths": torch.tensor([len(reading.ids) for reading in readings]),
-                "num_prompt": torch.tensor([reading.num_prompt for reading in readings]),
-            }
-        )
-    )
+    ids, num_prompt, *columns = zip(*(found[place] for place in range(len(texts))), strict=True)
+    features, likeliest, log_p = map(torch.cat, columns)
+    tensors = {"ids": torch.cat(ids).int(), "features": features, "likeliest": likeliest.int(), "log_p": log_p.half()}
+    lengths = {"lengths": torch.tensor([len(row) for row in ids]), "num_prompt": torch.tensor(num_prompt)}
+    return bytes(save(tensors | lengths))
 
 
 def _read(target: PreTrainedModel, texts: Sequence[Text], layer_ids: Sequence[int]) -> Iterator[Reading]:

@@ -51,20 +51,10 @@ from lm import load_model, load_tokenizer
 from store.progress import Bar
 from store.shards import atomic_directory
 
-_FILES = {
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "figures.json",
-}
+_FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+_FILES |= {"chat_template.jinja", "figures.json"}
 """Files of a model's directory; a directory with anything else is never overwritten."""
-_STORY_SEED = 1 << 32
-"""Added to the seed of the stories, so that experiments (seeds 0, 1, …) do not train heads on the very problems that
-the trio learned.
-"""
+_STORY_SEED = 1 << 32  # added to the seed, so that experiments (0, 1, …) train heads on other stories than the trio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,19 +85,13 @@ class Recipe:
     feature_draft_steps: int = 400
     feature_draft_learning_rate: float = 4e-3
     dspark: Blocks = field(default_factory=Blocks)
-    num_threads: int = 1
-    """More threads would gain little, since the models are small."""
+    num_threads: int = 1  # more would gain little, since the models are small
 
 
 def make_trio(
     out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = None, overwrite: bool = False
 ) -> dict[str, float]:
-    """Train the trio, write it under `out_dir`, and measure it on the test split.
-
-    Nothing is written before all three are trained, so an interrupted run leaves `out_dir` as it was.
-
-    Returns:
-        the figures of `checkpoints.recipes.figures.measure`.
+    """Train the trio, write it under `out_dir` once all three are trained, and measure it on the test split.
 
     Raises:
         ValueError: a model is there already and `overwrite` is off.
@@ -128,10 +112,7 @@ def make_trio(
 def make_feature_drafts(
     out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = None, overwrite: bool = False
 ) -> dict[str, float]:
-    """Train the feature drafts for `out_dir`/target, and write them beside it.
-
-    Returns:
-        acceptance_rate of each on stories of the test split, at each depth of a draft.
+    """Train the feature drafts for `out_dir`/target, write them beside it, and measure them on the test split.
 
     Raises:
         FileNotFoundError: there is no target.
@@ -163,9 +144,6 @@ def make_dspark(
     out_dir: str | Path, *, seed: int = 0, recipe: Recipe | None = None, overwrite: bool = False
 ) -> dict[str, Any]:
     """Train a DSpark draft for `out_dir`/target with its confidence head, and write it beside the target; resumes.
-
-    Returns:
-        the figures of `checkpoints.recipes.dspark.figures_of` on stories of the test split.
 
     Raises:
         FileNotFoundError: there is no target.

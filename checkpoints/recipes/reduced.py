@@ -7,7 +7,6 @@ features are divided by their sizes while it learns, which the saved weights tak
 hundreds of times as large as the rest.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,17 +14,15 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from checkpoints.recipes.feature_drafts import layer_config, unrolled
 from checkpoints.recipes.learning import Batch
+from checkpoints.recipes.saved import save_draft
 from lm.features.eagle import Eagle3
-from store.shards import atomic_directory
 
-_SHARE_OF_OTHERS = 0.3
-"""Of torch's random weights."""
+_SHARE_OF_OTHERS = 0.3  # of torch's random weights
 
 
 class Reduced:
@@ -47,7 +44,7 @@ class Reduced:
         of_target = target.config.get_text_config()
         config = layer_config(target, is_tied=False)
         config.draft_vocab_size, config.eagle_aux_hidden_state_layer_ids = len(target_ids), list(layer_ids)
-        self.draft = Eagle3(config, tuple(layer_ids), target_size=of_target.hidden_size)
+        self.module = self.draft = Eagle3(config, tuple(layer_ids), target_size=of_target.hidden_size)
         body: Any = target.base_model
         self.draft.norm.load_state_dict(body.norm.state_dict())
         self.draft.reduce(target_ids)
@@ -72,11 +69,6 @@ class Reduced:
         self.draft.fc.weight.mul_(_SHARE_OF_OTHERS)
         self.draft.fc.weight[:, -width:] += self._sizes[-width:].diag()
 
-    @property
-    def module(self) -> nn.Module:
-        """The draft, whose output rows are frozen."""
-        return self.draft
-
     def said(self, batch: Batch, num_depths: int) -> Iterator[Float[Tensor, "learned vocab"]]:
         """Logits of its vocabulary at each depth."""
         is_learned = batch.is_learned[:, 1:]  # entry t says token t + 2, of which the target speaks at t + 1
@@ -89,17 +81,11 @@ class Reduced:
         return self._places[tokens]
 
     def save(self, directory: Path) -> None:
-        """Write the draft in bfloat16 in the layout of EAGLE-3; rows that are the target's own are left out."""
+        """Write the draft in the layout of EAGLE-3; rows that are the target's own are left out."""
         target_ids = self.draft.target_ids
         assert target_ids is not None
-        config = self.draft.config.to_diff_dict() | {"architectures": ["LlamaForCausalLMEagle3"], "dtype": "bfloat16"}
-        tensors = {
-            name.replace("layers.0.", "midlayer."): tensor.detach().bfloat16().contiguous()
-            for name, tensor in self.draft.state_dict().items()
-            if not name.startswith("lm_head.")
-        }
-        tensors["fc.weight"] = (self.draft.fc.weight.detach() / self._sizes).bfloat16()
+        state = {name: tensor for name, tensor in self.draft.state_dict().items() if not name.startswith("lm_head.")}
+        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in state.items()}
+        tensors["fc.weight"] = self.draft.fc.weight / self._sizes
         tensors["d2t"] = target_ids - torch.arange(len(target_ids))
-        with atomic_directory(directory) as folder:
-            (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_draft(directory, self.draft.config, "LlamaForCausalLMEagle3", tensors)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from checkpoints.recipes.learning import Batch
@@ -43,25 +43,17 @@ class Small:
         size = shape.hidden_size
         if size % _HEAD_SIZE or not 0 < size <= of_target.hidden_size:
             raise ValueError(f"hidden_size is {size}; take a multiple of {_HEAD_SIZE} up to {of_target.hidden_size}")
+        names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
         config = LlamaConfig(
-            vocab_size=of_target.vocab_size,
+            **{name: getattr(of_target, name) for name in names},
             hidden_size=size,
             intermediate_size=shape.intermediate_size,
             num_hidden_layers=shape.num_layers,
             num_attention_heads=size // _HEAD_SIZE,
-            max_position_embeddings=of_target.max_position_embeddings,
             tie_word_embeddings=True,
-            bos_token_id=of_target.bos_token_id,
-            eos_token_id=of_target.eos_token_id,
-            pad_token_id=of_target.pad_token_id,
         )
-        self.model = LlamaForCausalLM(config)
+        self.module = self.model = LlamaForCausalLM(config)
         self.model.model.embed_tokens.weight.data.copy_(_directions(target.get_output_embeddings().weight, size))
-
-    @property
-    def module(self) -> nn.Module:
-        """The model."""
-        return self.model
 
     def said(self, batch: Batch, num_depths: int) -> Iterator[Float[Tensor, "learned vocab"]]:
         """Logits of the whole vocabulary; a model of its own says the same at every depth, so once."""

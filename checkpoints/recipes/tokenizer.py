@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from data_gen.stories.stories import Story
 
 PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
-MAX_TOKENS = 1024
-"""Longest sequence that the trio is made for."""
+MAX_TOKENS = 1024  # of the longest sequence that the trio is made for
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'assistant' %}" + ASSISTANT + "\n{{ message.content }}" + END + "\n"
@@ -27,9 +26,8 @@ CHAT_TEMPLATE = (
 def train_tokenizer(stories: Iterable[Story], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE trained on prompts and answers, with at most `vocab_size` tokens."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

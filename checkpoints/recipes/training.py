@@ -20,10 +20,7 @@ from data_gen.stories.stories import Story
 
 Encoded = tuple[list[int], int]
 """(token ids of prompt, answer and end token; index of the answer's first token)"""
-_BATCHES_SORTED_TOGETHER = 16
-"""Rows are sorted by length within chunks of so many batches: enough for little padding, and the order of an epoch
-stays random.
-"""
+_BATCHES_SORTED_TOGETHER = 16  # by length: enough for little padding, and the order of an epoch stays random
 
 
 class StoryBatch(NamedTuple):
@@ -63,9 +60,7 @@ def padded(rows: Sequence[Encoded], pad_id: int) -> StoryBatch:
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([ids + [pad_id] * (width - len(ids)) for ids, _ in rows])
     following = torch.arange(1, width)
-    starts, ends = (
-        torch.tensor(values).unsqueeze(1) for values in ([start for _, start in rows], [len(ids) for ids, _ in rows])
-    )
+    starts, ends = torch.tensor([[start, len(row)] for row, start in rows]).unsqueeze(-1).unbind(1)
     return StoryBatch(ids, (following >= starts) & (following < ends))
 
 
