@@ -6,6 +6,7 @@ min(p(v), q(v)), is measured at each of their positions.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -54,7 +55,7 @@ def trio_acceptance_rates(
     sampling, vocab_size, eos_ids = Sampling(), len(tokenizer), frozenset([tokenizer.eos_token_id])
     prompts = [Prompt(story.id, (story.prompt,)) for story in stories("test", num_prompts, seed=seed)]
     requests = [Request(one.id, render(one, tokenizer, "chat"), encode(one, tokenizer, "chat")) for one in prompts]
-    how = {"vocab_size": vocab_size, "max_new_tokens": _MAX_NEW_TOKENS, "batch_size": _BATCH_SIZE}
+    how: dict[str, Any] = {"vocab_size": vocab_size, "max_new_tokens": _MAX_NEW_TOKENS, "batch_size": _BATCH_SIZE}
     source = TargetInProcess(models["target"], sampling, eos_ids=eos_ids, **how)
     rates: dict[str, list[Tensor]] = {name: [] for name in models if name != "target"}
     for request, answer in zip(requests, source.respond(requests, seed, lambda _: None), strict=True):

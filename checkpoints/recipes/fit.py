@@ -72,7 +72,7 @@ def fit(
     path = None if course.work is None else course.work / "checkpoint.pt"
     start = _start(path, course.key)
     lessons = _Lessons(pupils, read, course)
-    checkpoints = [] if path is None else [TimedCheckpoint(path)]
+    checkpoints: list[pl.Callback] = [] if path is None else [TimedCheckpoint(path)]
     how: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "plugins": [WholeCheckpoints()]}
     how |= dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     trainer = pl.Trainer(**how, enable_checkpointing=path is not None, callbacks=checkpoints)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from checkpoints.recipes.feature_drafts import layer_config, unrolled
@@ -44,11 +44,12 @@ class Reduced:
         of_target = target.config.get_text_config()
         config = layer_config(target, is_tied=False)
         config.draft_vocab_size, config.eagle_aux_hidden_state_layer_ids = len(target_ids), list(layer_ids)
-        self.module = self.draft = Eagle3(config, tuple(layer_ids), target_size=of_target.hidden_size)
+        self.draft = Eagle3(config, tuple(layer_ids), target_size=of_target.hidden_size)
         body: Any = target.base_model
         self.draft.norm.load_state_dict(body.norm.state_dict())
         self.draft.reduce(target_ids)
         self.draft.bind(target)
+        self.module: nn.Module = self.draft
         self._sizes = sizes
         self._begin_as(body.layers[-1], of_target.hidden_size)
         self._places = torch.full((of_target.vocab_size,), -1)

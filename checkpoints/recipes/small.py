@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from checkpoints.recipes.learning import Batch
@@ -52,7 +52,8 @@ class Small:
             num_attention_heads=size // _HEAD_SIZE,
             tie_word_embeddings=True,
         )
-        self.module = self.model = LlamaForCausalLM(config)
+        self.model = LlamaForCausalLM(config)
+        self.module: nn.Module = self.model
         self.model.model.embed_tokens.weight.data.copy_(_directions(target.get_output_embeddings().weight, size))
 
     def said(self, batch: Batch, num_depths: int) -> Iterator[Float[Tensor, "learned vocab"]]:
