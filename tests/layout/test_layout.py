@@ -32,9 +32,9 @@ CEILINGS = {
     "decode": (5827, 4200),
     "evaluation": (13597, 7400),
     "serve": (1011, 800),
-    "checkpoints/recipes": (1873, 1400),
+    "checkpoints/recipes": (1876, 1400),
     "benchmarks": (799, 800),
-    "tests": (29938, 18000),
+    "tests": (29926, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 240
