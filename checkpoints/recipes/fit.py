@@ -6,6 +6,7 @@ loss and a sixth more time per step (10 layers of 128, batch 16).
 """
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -15,13 +16,15 @@ from typing import Any, NamedTuple
 import pytorch_lightning as pl
 import torch
 from jaxtyping import Float
+from pytorch_lightning.callbacks import Checkpoint
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from heads.training.checkpoints import TimedCheckpoint, WholeCheckpoints
+from heads.training.checkpoints import WholeCheckpoints
 from heads.training.trainer import quiet
 from store.progress import Bar
 
+_CHECKPOINT_S = 300.0
 _WARMUP_STEPS = 50
 _LAST_RATE = 0.02  # the learning rate ends at this share of its peak
 
@@ -72,7 +75,7 @@ def fit(
     path = None if course.work is None else course.work / "checkpoint.pt"
     start = _start(path, course.key)
     lessons = _Lessons(pupils, read, course)
-    checkpoints: list[pl.Callback] = [] if path is None else [TimedCheckpoint(path)]
+    checkpoints: list[pl.Callback] = [] if path is None else [_TimedCheckpoint(path)]
     how: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "plugins": [WholeCheckpoints()]}
     how |= dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     trainer = pl.Trainer(**how, enable_checkpointing=path is not None, callbacks=checkpoints)
@@ -95,6 +98,18 @@ def _start(path: Path | None, key: Mapping[str, Any]) -> int:
             f"{path} is of another run, which differs in {', '.join(differing)}; choose another --out, or delete it"
         )
     return int(state["step"])
+
+
+class _TimedCheckpoint(Checkpoint):
+    """A checkpoint after a step, every few minutes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._saved_s = path, time.monotonic()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if time.monotonic() - self._saved_s >= _CHECKPOINT_S:
+            trainer.save_checkpoint(self.path)
+            self._saved_s = time.monotonic()
 
 
 class _Batches:

@@ -43,8 +43,7 @@ def made(folder: Path, seed: int = 0) -> bytes:
 def test_the_same_seed_gives_the_same_bytes_also_of_a_run_that_was_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr("checkpoints.recipes.recipe.figures_of", lambda *_: {})
     whole = made(tmp_path / "whole")
-    monkeypatch.setattr("heads.training.checkpoints._LEAST_GAP_S", 0.0)
-    monkeypatch.setattr("heads.training.checkpoints._TIMES_WRITING", 0)
+    monkeypatch.setattr("checkpoints.recipes.fit._CHECKPOINT_S", 0.0)
     steps = [loss_of, loss_of]
     with monkeypatch.context() as patch:
         patch.setattr("checkpoints.recipes.dspark.loss_of", lambda blocks: steps.pop()(blocks))

@@ -109,7 +109,7 @@ def test_a_draft_learns_and_one_that_was_stopped_ends_in_the_same_weights(kind, 
             raise ConnectionError
 
     with monkeypatch.context() as patch:
-        patch.setattr("heads.training.checkpoints.TimedCheckpoint.on_train_batch_end", stop)
+        patch.setattr("checkpoints.recipes.fit._TimedCheckpoint.on_train_batch_end", stop)
         with pytest.raises(ConnectionError):
             learn(made(target, paths), paths, tmp_path / "parts", DISTILLATION)
     parts = made(target, paths)
