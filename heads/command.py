@@ -1,14 +1,10 @@
 """The commands that move heads between formats and places: `export`, `import`, `push`, `inspect`."""
 
-import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from json import dumps as to_json
 from pathlib import Path
 from typing import Any, Literal
-
-from safetensors import SafetensorError
 
 from configs.paths import local_path
 from configs.schema import Config, PairConfig
@@ -30,13 +26,14 @@ from lm import load_pair
 from lm.features.dspark import DSpark
 from lm.features.released import released_layout_of
 from store.json_files import read_json
+from store.shards import atomic_directory
 
 _CARD_METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
 _LOOKED_FOR = ("timing", "num_layers", "num_parameters", "metrics", "recommended", "sampling")
 """What stands first in the JSON of `inspect`."""
 _OTHER_DRAFT = "name the draft that it was trained for as pair.draft"
-_WRITTEN = re.compile("|".join(rf"{re.escape(name)}|\.{re.escape(name)}\.\d+\.partial" for name in hub.FILES))
-"""Files of a head, and what a process that is killed while it writes one leaves of it."""
+_KINDS = [AcceptanceHead.__name__]
+"""Entry `architectures` of a head's config.json."""
 
 
 def export(
@@ -209,45 +206,25 @@ def load_sweep(checkpoint: Path) -> Sweep:
 
 
 def save_whole(head: AcceptanceHead, path: Path) -> Path:
-    """Save a head under a temporary name and put it in place of the head that is there: a directory is never half a
-    head.
+    """Save a head, whole, in place of one that is there.
 
     Raises:
         ValueError: something else than a head is there, and nothing is touched; or the disk is full.
     """
-    temporary, replaced = (path.with_name(f".{path.name}.{suffix}") for suffix in ("partial", "replaced"))
-    for folder in (path, temporary, replaced):
-        if folder.exists() and not _is_head(folder):
-            raise ValueError(
-                f"{folder} is there and is no exported head, and what it holds would be lost; name another directory"
-            )
-    if replaced.exists() and not path.exists():
-        replaced.rename(path)  # an export was killed between the two renames below
-    for left_over in (temporary, replaced):
-        shutil.rmtree(left_over, ignore_errors=True)
-    try:
-        head.save_pretrained(temporary)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise ValueError(
-            f"{path} cannot be written ({error}); free some space there, or name another directory"
-        ) from error
-    if path.exists():
-        path.rename(replaced)
-    temporary.rename(path)
-    shutil.rmtree(replaced, ignore_errors=True)
+    if path.exists() and not _is_head(path):
+        raise ValueError(f"{path} is no exported head, and what it holds would be lost; name another directory")
+    with atomic_directory(path) as folder:
+        head.save_pretrained(folder)
     return path
 
 
 def _is_head(path: Path) -> bool:
-    """Does a directory hold what `save_whole` writes, a part of it, or nothing?"""
-    if not path.is_dir() or not all(_WRITTEN.fullmatch(entry.name) for entry in path.iterdir()):
+    """Whether a directory holds files of a head alone, or nothing."""
+    if not path.is_dir() or not {entry.name for entry in path.iterdir()} <= set(hub.FILES):
         return False
     config = path / "config.json"
-    kinds = (
-        read_json(config, remedy="move it away").get("architectures") if config.is_file() else [AcceptanceHead.__name__]
-    )
-    return bool(kinds == [AcceptanceHead.__name__])
+    kinds = read_json(config, remedy="move it away").get("architectures") if config.is_file() else _KINDS
+    return bool(kinds == _KINDS)
 
 
 def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> list[str]:
