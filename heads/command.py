@@ -162,10 +162,16 @@ def push(*, path: str, repo: str, private: bool = False) -> str:
         raise FileNotFoundError(
             f"no exported head at {path}; `acceptance-heads export` writes one directory per head of a sweep"
         )
-    AcceptanceHead.from_pretrained(path)  # nothing goes up that could not be read
-    address = hub.push_files(directory, repo, private=private)
-    print(address)
-    return address
+    head = AcceptanceHead.from_pretrained(path)
+    try:
+        commit = head.push_to_hub(repo, private=private, commit_message=f"Upload head {directory.name}")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the hub does not take {directory} as {repo!r} ({hub.first_line(error)}); name it owner/name, and `hf "
+            "auth login` with a token that may write there"
+        ) from error
+    print(commit.repo_url)
+    return str(commit.repo_url)
 
 
 def inspect(*, path: str, json: bool = False) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Heads on the hub: the one place of the project that fetches them from there and puts them there."""
+"""Heads and drafts from the hub."""
 
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import snapshot_download
 
 from configs.paths import check_local
 from configs.schema import ModelSource
@@ -26,7 +26,7 @@ def draft_directory(source: ModelSource) -> Path:
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"no draft at {source.path!r}: there is no such directory, and the hub gives no such repository "
-            f"({_first_line(error)}); fetch it where there is a network, and name its directory as pair.draft.path"
+            f"({first_line(error)}); fetch it where there is a network, and name its directory as pair.draft.path"
         ) from error
 
 
@@ -55,31 +55,11 @@ def local_directory(source: str | Path, **where: Any) -> Path:
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"no head at {str(source)!r}: there is no such directory, and the hub gives no such repository "
-            f"({_first_line(error)}); check "
+            f"({first_line(error)}); check "
             "the name, `hf auth login` for a private one, or fetch it where there is a network"
         ) from error
 
 
-def push_files(path: Path, repo: str, *, private: bool = False) -> str:
-    """Upload an exported head; a repository that is there gets a new commit. Returns its address.
-
-    Raises:
-        ValueError: the hub refuses it or cannot be reached.
-    """
-    hub = HfApi()
-    try:
-        hub.create_repo(repo, private=private, exist_ok=True)
-        commit = hub.upload_folder(
-            repo_id=repo, folder_path=path, allow_patterns=list(FILES), commit_message=f"Upload head {path.name}"
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the hub does not take {path} as {repo!r} ({_first_line(error)}); name it owner/name, and `hf auth "
-            "login` with a token that "
-            "may write there"
-        ) from error
-    return str(commit.repo_url)
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of a message that has any, else the kind of the error."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
