@@ -1,6 +1,6 @@
-"""`python -m checkpoints.recipes`: train the embedded models anew (target, draft, micro, and the feature drafts of the
-target). `… dspark`: the DSpark draft among them alone. `… smollm2`: make a directory of a published model without a
-hub. `… eagle3` and `… small`: teach a draft for a model of yours. `… record`: a trace without its prompts.
+"""`python -m checkpoints.recipes`: train the embedded models again (target, draft, micro, and the feature drafts of the
+target). `… dspark`: the DSpark draft among them alone. `… smollm2` and `… coder_pair`: make directories of published
+models without a hub. `… eagle3` and `… small`: train a draft for your own model. `… record`: a trace without prompts.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
+from checkpoints.recipes.coder_pair import coder_pair
 from checkpoints.recipes.learning import Distillation, Draft, learn
 from checkpoints.recipes.readings import apart, feature_sizes, likeliest_tokens, read_target, texts_of
 from checkpoints.recipes.recipe import make_dspark, make_feature_drafts, make_trio
@@ -148,6 +149,14 @@ def _teach(
 
 if __name__ == "__main__":
     run(
-        {"tiny": tiny, "dspark": dspark, "smollm2": smollm2, "eagle3": eagle3, "small": small, "record": record},
+        {
+            "tiny": tiny,
+            "dspark": dspark,
+            "smollm2": smollm2,
+            "coder_pair": coder_pair,
+            "eagle3": eagle3,
+            "small": small,
+            "record": record,
+        },
         default="tiny",
     )
