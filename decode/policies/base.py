@@ -36,6 +36,8 @@ from operator import add
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from decode.policies.checks import check_kinds
+
 if TYPE_CHECKING:
     from heads.model.head import AcceptanceHead
 
@@ -124,6 +126,15 @@ class Policy:
     fed_head: "AcceptanceHead | None" = None
     drawn_head: "AcceptanceHead | None" = None
     prefix_head: "AcceptanceHead | None" = None
+
+    def __post_init__(self) -> None:
+        """Refuse parameters of the wrong type; a subclass with a `__post_init__` calls this one first.
+
+        Raises:
+            ValueError: a parameter with a number as its default that is no number, or one that is neither true nor
+                false where it has to be.
+        """
+        check_kinds(self)
 
     @property
     def heads(self) -> "tuple[AcceptanceHead, ...]":

@@ -5,16 +5,9 @@ distribution.
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, Policy, State
+from decode.policies.checks import check_unit
 from decode.policies.learning import FIRST, NOTHING, learned_from, lesson_of, logit_of, score_of
-
-
-def check_unit(name: str, value: Number) -> None:
-    """Raise unless every value lies in [0, 1]."""
-    if not np.all((np.asarray(value) >= 0) & (np.asarray(value) <= 1)):
-        raise ValueError(f"{name} is {value}; a probability lies in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -29,6 +22,7 @@ class TokenProb(Policy):
     signals = frozenset({"token_prob"})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_unit("min_token_prob", self.min_token_prob)
 
     def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
@@ -43,6 +37,7 @@ class CumulativeTokenProb(Policy):
     signals = frozenset({"token_prob"})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_unit("min_token_prob", self.min_token_prob)
 
     def start(self) -> State:
@@ -64,6 +59,7 @@ class MaxProb(Policy):
     signals = frozenset({"max_prob"})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_unit("min_max_prob", self.min_max_prob)
 
     def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
@@ -83,6 +79,7 @@ class LearnedProb(Policy):
     nothing_learned = NOTHING
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_unit("max_rejection_prob", self.max_rejection_prob)
 
     def start(self) -> State:

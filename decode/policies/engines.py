@@ -10,15 +10,8 @@ from typing import ClassVar
 import numpy as np
 
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, Policy, State
-from decode.policies.confidence import check_unit
+from decode.policies.checks import check_count, check_unit
 from decode.policies.learning import logit_of, sigmoid
-
-
-def check_count(name: str, value: Number, least: int) -> None:
-    """Raise unless every value is a whole number of at least `least`."""
-    numbers = np.asarray(value)
-    if np.any(numbers < least) or np.any(numbers % 1):
-        raise ValueError(f"{name} is {value}; it must be a whole number of at least {least}")
 
 
 def check_places(offsets: tuple[float, ...], slopes: tuple[float, ...]) -> None:
@@ -53,6 +46,7 @@ class LlamaCpp(Policy):
     stop_kind: ClassVar[str] = ""  # type: ignore[misc]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("n_max", self.n_max, 1)
         check_count("n_min", self.n_min, 0)
         check_unit("p_min", self.p_min)
@@ -89,6 +83,7 @@ class Assisted(Policy):
     stop_kind: ClassVar[str] = ""  # type: ignore[misc]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("num_assistant_tokens", self.num_assistant_tokens, 1)
         check_unit("assistant_confidence_threshold", self.assistant_confidence_threshold)
 
@@ -127,6 +122,7 @@ class CalibratedTopProb(Policy):
     stop_kind: ClassVar[str] = ""  # type: ignore[misc]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_unit("max_rejection_prob", self.max_rejection_prob)
         check_count("n_max", self.n_max, 1)
         check_places(self.offsets, self.slopes)
@@ -171,6 +167,7 @@ class DSparkConfidence(Policy):
     stop_kind: ClassVar[str] = ""  # type: ignore[misc]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_unit("min_confidence", self.min_confidence)
         check_places(self.offsets, self.slopes)
 

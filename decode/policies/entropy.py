@@ -5,12 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, Policy, State
-
-
-def check_at_least_zero(name: str, value: Number) -> None:
-    """Raise if any value is negative."""
-    if np.any(np.asarray(value) < 0):
-        raise ValueError(f"{name} is {value}; it must be at least 0")
+from decode.policies.checks import check_at_least_zero, check_unit
 
 
 @dataclass(frozen=True)
@@ -27,6 +22,7 @@ class Entropy(Policy):
     signals = frozenset({"entropy"})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least_zero("max_sqrt_entropy", self.max_sqrt_entropy)
         check_at_least_zero("scale", self.scale)
 
@@ -44,6 +40,10 @@ class SelfVerify(Policy):
 
     initial: Number = 0.0
     signals = frozenset({"entropy"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least_zero("initial", self.initial)
 
     def start(self) -> State:
         return 0.0, 0.0
@@ -76,7 +76,10 @@ class AdaEDL(Policy):
     signals = frozenset({"entropy"})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least_zero("scale", self.scale)
+        check_at_least_zero("step", self.step)
+        check_unit("target_rate", self.target_rate)
 
     def start(self) -> State:
         return self.initial_lambda, self.target_rate

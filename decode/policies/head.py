@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from decode.policies.auto import Auto
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
-from decode.policies.confidence import check_unit
+from decode.policies.checks import check_count, check_unit
 from decode.policies.learning import learned_from
 from decode.policies.scores import ScoringPolicy
 
@@ -99,6 +99,7 @@ class HeadPolicy(ScoringPolicy):
             )
         super().__post_init__()
         check_unit("max_rejection_prob", self.max_rejection_prob)
+        check_count("min_draft_length", self.min_draft_length, 0)
 
     @cached_property
     def stops_before(self) -> bool:  # type: ignore[override]

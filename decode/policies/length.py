@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from decode.policies.base import Number, Outcome, Policy, State
+from decode.policies.checks import check_count
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,8 @@ class FixedLength(Policy):
     k: Number = 5
 
     def __post_init__(self) -> None:
-        if np.any(np.asarray(self.k) < 0) or np.any(np.asarray(self.k) % 1):
-            raise ValueError(f"k is {self.k}; a draft length is a whole number of at least 0")
+        super().__post_init__()
+        check_count("k", self.k, 0)
 
     def limit(self, state: State) -> Number:
         return self.k
@@ -32,8 +33,8 @@ class Heuristic(Policy):
     k: Number = 5
 
     def __post_init__(self) -> None:
-        if np.any(np.asarray(self.k) < 1):
-            raise ValueError(f"k is {self.k}; the heuristic's draft length is at least 1")
+        super().__post_init__()
+        check_count("k", self.k, 1)
 
     def start(self) -> State:
         return (self.k,)

@@ -9,7 +9,8 @@ auto:PATH                                   the rule that needs no threshold (la
 my_module:Unsure:floor=0.2                  a policy of one's own: the class of a module that can be imported, from the
                                             current directory too
 
-Of the values, 0.4 is a float, 5 an int, true a bool and anything else a string.
+Of the values, 0.4 is a float, 5 an int, true a bool and anything else a string. Names and paths of heads are always
+strings.
 
 A new built-in policy is its class and, here, its name in `__all__` (`decode.policies` offers the same names) and its
 line in POLICIES; an engine's rule is its class in `decode.policies.engines` and its line in RULES.
@@ -178,7 +179,7 @@ def _is_policy(value: Any) -> bool:
 
 
 def make_policy(
-    name: str, *, load_head: Callable[[str], AcceptanceHead] = AcceptanceHead.from_pretrained, **parameters: Any
+    name: str, /, *, load_head: Callable[[str], AcceptanceHead] = AcceptanceHead.from_pretrained, **parameters: Any
 ) -> Policy:
     """The policy of that name with those parameters; a head may be given as itself or by its path.
 
@@ -247,7 +248,10 @@ def read_spec(spec: str) -> tuple[str, dict[str, Any]]:
             key, value = "head", part
         elif not equals:
             raise ValueError(f"policy {spec!r}: {part!r} is no parameter=value")
-        parameters[key.strip()] = _value(value.strip())
+        key, value = key.strip(), value.strip()
+        if key in parameters:
+            raise ValueError(f"policy {spec!r} gives {key} twice; give it once")
+        parameters[key] = value if key in _HEADS else _value(value)
     return name.strip(), parameters
 
 

@@ -45,6 +45,7 @@ class ScoringPolicy(Policy):
 
     def __post_init__(self) -> None:
         """Raises ValueError for heads that cannot go together, or cannot learn."""
+        super().__post_init__()
         if self.is_learning and not self.can_learn:
             kind = f"{self.head.timing}-time head" if self.also is None else "pair of heads"
             raise ValueError(

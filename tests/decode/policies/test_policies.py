@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from decode import policies
+from decode.loop.reading import numbers_of
+from decode.loop.signals import reader_of
 from decode.policies import AdaEDL, AfterDraw, Entropy, FixedLength, HeadPolicy, Heuristic, Outcome, Policy, SelfVerify
 from decode.policies.auto import Auto
 from decode.policies.base import mapped
 from decode.policies.registry import POLICIES as BY_NAME
-from decode.policies.registry import make_policy, parse_policy
+from decode.policies.registry import Registered, make_policy, parse_policy
 from decode.policies.scores import sigmoid
 from heads import AcceptanceHead, Provenance
 from lm import RandomDraws, Sampling, acceptance_prob, entropy, residual_probs
@@ -258,11 +260,52 @@ def test_specs_parse_to_policies():
      ("head", "exported head"),
      ("token_prob:min_token_prob=1.5", "probability"), ("fixed_length:k=-1", "at least 0"),
      ("heuristic:k=0", "at least 1"),
-     ("ada_edl:scale=-3", "at least 0")],
+     ("ada_edl:scale=-3", "at least 0"),
+     ("ada_edl:target_rate=abc", "target_rate is 'abc'; it must be a number"),
+     ("ada_edl:initial_lambda=true", "initial_lambda"), ("self_verify:initial=abc", "initial"),
+     ("self_verify:initial=-1", "at least 0"),
+     ("fixed_length:k=true", "k is True"), ("fixed_length:k=2.5", "whole number"),
+     ("heuristic:k=1e999", "whole number"),
+     ("fixed_length:k=2,k=3", "gives k twice"), ("head:PATH,head=OTHER", "gives head twice"),
+     ("head:PATH,min_draft_length=-3", "min_draft_length"), ("head:PATH,is_calibrated=1", "true or false"),
+     ("head:PATH,is_learning=abc", "true or false"), ("llama_cpp:n_max=abc", "n_max"),
+     ("dspark:is_product=2", "true or false")],
 )  # fmt: skip
 def test_a_spec_that_makes_no_sense_is_refused(spec, said):
     with pytest.raises(ValueError, match=said):
-        parse_policy(spec)
+        parse_policy(spec, load_head=lambda path: AcceptanceHead(4, 0))
+
+
+@pytest.mark.parametrize("name", ["5", "true", "0.4", "1e999"])
+def test_the_name_of_a_head_is_never_a_number(name):
+    given = []
+    parse_policy(
+        f"head:{name},max_rejection_prob=0.4", load_head=lambda path: given.append(path) or AcceptanceHead(4, 0)
+    )
+    assert given == [name]
+
+
+def test_a_policy_may_have_a_parameter_called_name():
+    @dataclass(frozen=True)
+    class Named(Policy):
+        name: float = 0.5
+
+    BY_NAME["named"] = Registered(Named, "named", lambda _: {})
+    try:
+        assert parse_policy("named:name=0.25") == Named(0.25)
+    finally:
+        del BY_NAME["named"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_entropy_of_a_near_certain_token_is_at_least_zero(dtype):
+    """Rounding brings the sum below 0 in float32 for some of these, and a root of that is no real number."""
+    logits = 40 * torch.randn(200, 64, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    by_host = reader_of(Entropy(0.3), ToyModel(2))
+    for row in logits:
+        token = int(row.argmax())
+        read = numbers_of(row, torch.tensor([token]), frozenset({"entropy"}))["entropy"]
+        assert min(float(entropy(row)), float(read), by_host.read(0, row, token).entropy) >= 0.0
 
 
 def test_entropy_is_that_of_the_untruncated_distribution_whatever_the_sampling():
