@@ -133,7 +133,7 @@ def numbers_of(
     if "top_prob" in wanted:
         columns["top_prob"] = top_prob(logits[None])
     if "entropy" in wanted:
-        columns["entropy"] = -torch.dot(log_probs.exp(), log_probs.clamp_min(-1e4)).view(1)
+        columns["entropy"] = -torch.dot(log_probs.exp(), log_probs.clamp_min(-1e4)).clamp_max(0.0).view(1)
     return columns
 
 

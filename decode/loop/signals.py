@@ -144,9 +144,9 @@ class HostSignals(Reader):
             with np.errstate(invalid="ignore"):
                 mean = float(weights.dot(row))
             # an impossible token has logit -inf, and adds nothing
-            entropy = log_total - (
-                mean if mean == mean else float(weights.dot(np.maximum(row, np.finfo(row.dtype).min)))
-            )
+            if mean != mean:
+                mean = float(weights.dot(np.maximum(row, np.finfo(row.dtype).min)))
+            entropy = max(log_total - mean, 0.0)  # rounding would bring near-certain tokens below 0
         return OfToken(entropy, max_prob, row.item(token_id) - log_total)
 
 
