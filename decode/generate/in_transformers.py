@@ -32,6 +32,7 @@ With `return_dict_in_generate` the result holds the sequences and the rounds; it
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from os import PathLike
 from typing import Any
 
 import torch
@@ -44,13 +45,27 @@ from transformers.generation import (
     MaxLengthCriteria,
 )
 
+from configs.schema import ModelSource
 from decode.drafters.factory import draft_of, target_of
 from decode.generate.refusals import check_heads, check_supported, dropped_by_generate
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.base import Policy
+from decode.policies.engines import Assisted
 from decode.policies.length import Heuristic
-from lm import Draws, FeatureDraft, Sampling, eos_ids_of
+from decode.policies.registry import parse_policy
+from lm import Draws, FeatureDraft, Sampling, eos_ids_of, load_model
+
+ASSISTED = {
+    "num_assistant_tokens": 20,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.4,
+}
+"""transformers' settings of assisted generation, which `decode.policies.engines.Assisted` follows. `generate` fills in
+these defaults, so only another value shows that somebody asks for them.
+"""
+SCHEDULES = ("constant", "heuristic", "heuristic_transient")
+"""Every generation starts from `num_assistant_tokens` again, so that the second and the third are alike here."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,10 @@ class ProcessedSampling(Sampling):
     """Logits to probabilities by a list of transformers' processors, which look at the tokens before each position."""
 
     processors: LogitsProcessorList | None = None
+    num_ids: int = 0
+    """Width of the logits that plain `generate` gives the processors, which may name any of these ids; narrower logits
+    are padded to it with ids of probability 0.
+    """
 
     def processed(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
         """Row i follows all but the last rows - 1 - i of `token_ids`."""
@@ -67,7 +86,15 @@ class ProcessedSampling(Sampling):
         if not self.processors:
             return logits
         process: Any = self.processors  # transformers' annotations ask for a LongTensor
-        return torch.cat([process(ids[:, : first + i], logits[i : i + 1]) for i in range(len(logits))])
+        width = logits.shape[-1]
+        logits = torch.nn.functional.pad(logits, (0, max(0, self.num_ids - width)), value=-torch.inf)
+        rows = torch.cat([process(ids[:, : first + i], logits[i : i + 1]) for i in range(len(logits))])
+        if not bool((rows[:, :width] > -torch.inf).any(-1).all()):
+            raise ValueError(
+                f"the processors leave no token among the {width} ids that draft and target share; check forced, "
+                "suppressed and EOS ids"
+            )
+        return rows[:, :width]
 
 
 @dataclass
@@ -85,8 +112,8 @@ def speculative_generate(
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
     *,
-    draft_model: PreTrainedModel | FeatureDraft | None = None,
-    policy: Policy | None = None,
+    draft_model: PreTrainedModel | FeatureDraft | str | PathLike[str] | None = None,
+    policy: Policy | str | None = None,
     max_draft_length: int = 20,
     allow_foreign_heads: bool = False,
     vocab_size: int | None = None,
@@ -102,8 +129,11 @@ def speculative_generate(
         logits_processor: applied to target and draft.
         stopping_criteria: asked token by token.
         generation_config: what plain `generate` takes, as far as `decode.generate.in_transformers` lists it.
-        draft_model: drafts, with the target's ids; or a feature draft of the target.
-        policy: when to stop drafting; None: transformers' heuristic.
+        draft_model: drafts, with the target's ids; or a feature draft of the target. A directory or hub id of a model
+            is loaded at every call, in the target's dtype and on its device: load it yourself to call more than once.
+        policy: when to stop drafting, as an object or written as for `--policy` ("fixed_length:k=4"); None: what
+            `num_assistant_tokens`, `num_assistant_tokens_schedule` and `assistant_confidence_threshold` say, as in
+            transformers' assisted generation, if one is not at its default; else transformers' heuristic.
         max_draft_length: upper bound of every round.
         allow_foreign_heads: let a head pass that was trained with another draft, target or sampling than these.
         vocab_size: ids of the tokenizer, where the target's logits are padded beyond what the draft takes.
@@ -116,20 +146,58 @@ def speculative_generate(
             "draft_model=draft)"
         )
     check_supported(model, input_ids, generation_config, logits_processor or [], model_kwargs | dropped_by_generate())
-    if policy is not None and not allow_foreign_heads:
+    policy = policy_of(policy, generation_config)
+    if isinstance(draft_model, str | PathLike):
+        draft_model = _loaded(draft_model, model)
+    if not allow_foreign_heads:
         check_heads(policy, draft=draft_model, target=model, config=generation_config)
-    policy = policy or Heuristic()
     target = target_of(model, draft_model, vocab_size=vocab_size)
     drafter = ModelDrafter(draft_of(draft_model, target, with_hidden=bool(policy.heads)), policy)
-    sampling = ProcessedSampling(float(generation_config.do_sample), processors=logits_processor or None)
+    sampling = ProcessedSampling(
+        float(generation_config.do_sample),
+        processors=logits_processor or None,
+        num_ids=model.config.get_text_config().vocab_size,
+    )
     eos_ids = _eos_ids_of(stopping_criteria or [], generation_config)
     decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=eos_ids)
     generation = _generation(decoder, input_ids, stopping_criteria or [], generation_config, generator)
     return _output(input_ids, generation, is_dict=bool(generation_config.return_dict_in_generate))
 
 
+def policy_of(policy: Policy | str | None, config: GenerationConfig) -> Policy:
+    """The policy that a call asks for, by its own keyword or by transformers' settings of assisted generation.
+
+    Raises:
+        ValueError: both, a policy that does not parse, or an unknown schedule.
+    """
+    settings = {name: getattr(config, name, None) for name in ASSISTED}
+    settings = {name: ASSISTED[name] if value is None else value for name, value in settings.items()}
+    given = [name for name in ASSISTED if settings[name] != ASSISTED[name]]
+    if policy is not None and given:
+        raise ValueError(f"{', '.join(given)} cannot act beside a policy, which decides alone; leave one of both out")
+    if isinstance(policy, str):
+        return parse_policy(policy)
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(
+            f"policy is {policy!r:.80}; it must be a policy of decode.policies, or one written as 'fixed_length:k=4'"
+        )
+    if policy is not None or not given:
+        return policy or Heuristic()
+    schedule = settings.pop("num_assistant_tokens_schedule")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"num_assistant_tokens_schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}")
+    return Assisted(**settings, is_heuristic=schedule != "constant")
+
+
+def _loaded(path: str | PathLike[str], target: PreTrainedModel) -> PreTrainedModel:
+    """The draft at a path, in the target's dtype and on its device."""
+    source = ModelSource(path=str(path), dtype=str(target.dtype).removeprefix("torch."))  # type: ignore[arg-type]
+    return load_model(source).to(target.device)  # type: ignore[arg-type]
+
+
 def _output(input_ids: Tensor, generation: Generation, *, is_dict: bool) -> SpeculativeOutput | Tensor:
-    sequences = torch.cat([input_ids, input_ids.new_tensor([generation.token_ids]).view(1, -1)], dim=-1)
+    new_ids = torch.tensor([generation.token_ids], dtype=torch.long, device=input_ids.device).view(1, -1)
+    sequences = torch.cat([input_ids, new_ids], dim=-1)
     if not is_dict:
         return sequences
     return SpeculativeOutput(sequences=sequences, generation=generation)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@ not fit.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,6 +42,8 @@ _DROPPED = {
     "synced_gpus": "a loop that drafts keeps no other process in step; unshard the model, or leave it out",
 }
 """Keywords that `generate` hands on to no custom_generate, with what to do instead."""
+_IMAGES = "these are the images, sounds or videos of the prompt, and only token ids are read; give a prompt of text"
+_REMEDIES = {**_DROPPED, "mm_encoder_outputs": _IMAGES}
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _IMPURE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 _DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel | FeatureDraft, dict[str, Any]] = WeakKeyDictionary()
@@ -97,9 +99,13 @@ def check_supported(
         ): bool(impure),
         f"{', '.join(_OUTPUTS)}; leave them off": any(getattr(config, name, False) for name in _OUTPUTS),
     }
-    unread = {name: value for name, value in kwargs.items() if value is not None and name not in _PREPARED}
+    unread = {
+        name: value
+        for name, value in kwargs.items()
+        if value is not None and name not in _PREPARED and not (isinstance(value, Mapping) and not value)
+    }
     refusals[
-        "; ".join(f"{name} ({_described(value)}): {_DROPPED.get(name, _REMEDY)}" for name, value in unread.items())
+        "; ".join(f"{name} ({_described(value)}): {_REMEDIES.get(name, _REMEDY)}" for name, value in unread.items())
     ] = bool(unread)
     for refusal, is_asked in refusals.items():
         if is_asked:
@@ -134,7 +140,14 @@ def check_heads(
         "top_p": (None if config.top_p is None or config.top_p >= 1.0 else config.top_p) if is_random else None,
     }
     for head in policy.heads:
-        described = [_DESCRIPTIONS.setdefault(model, description_of(model)) for model in (draft, target)]
+        described = [_description(model) for model in (draft, target)]
         name = f"of the policy ({head.timing}-time)"
         remedy = "use a head that was trained for this, sample as it was trained, or pass allow_foreign_heads=True"
         check_fits(head, name, draft=described[0], target=described[1], sampling=sampling, remedy=remedy)
+
+
+def _description(model: PreTrainedModel | FeatureDraft) -> dict[str, Any]:
+    """The model's description, made at its first use."""
+    if model not in _DESCRIPTIONS:
+        _DESCRIPTIONS[model] = description_of(model)
+    return _DESCRIPTIONS[model]

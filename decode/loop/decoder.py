@@ -116,6 +116,8 @@ class SpeculativeDecoder:
         for model, role in ((self.target, "target"), (self.drafter.model, "draft")):
             check_free(model, role)  # it may be tried out, which takes its cache
             model.check_mode()
+            for ids in all_ids:
+                Session(self.sampling, self.eos_ids, draws[0], ids).check_prompt(model, role)
         target, draft = self._seats(self.target, num_seats), self._seats(self.drafter.model, num_seats)
         policy = batched(self.drafter.policy, num_seats)
         drafters = [ModelDrafter(seat, policy) for seat in draft.seats]
@@ -141,7 +143,7 @@ class SpeculativeDecoder:
         draws = RandomDraws(generator) if generator is None or isinstance(generator, torch.Generator) else generator
         self._is_streaming = True
         try:
-            with Session(self.sampling, self.eos_ids, draws) as session:
+            with Session(self.sampling, self.eos_ids, draws, ids) as session:
                 yield from self._rounds(ids, limit, session)
         finally:
             self._is_streaming = False

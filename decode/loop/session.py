@@ -11,6 +11,7 @@ first token. The ids fit where
 so a model's distributions may be narrower than the target's, which have zeros there (law 4.2).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -21,12 +22,16 @@ from lm import CachedModel, DraftModel, Draws, GreedyDraws, Sampling
 class Session:
     """State that one generation shares with its drafters. It is open while it is entered."""
 
-    def __init__(self, sampling: Sampling, eos_ids: frozenset[int], draws: Draws) -> None:
+    def __init__(
+        self, sampling: Sampling, eos_ids: frozenset[int], draws: Draws, prompt_ids: Sequence[int] = ()
+    ) -> None:
         """Args:
         sampling: the one transform of all models.
         eos_ids: tokens that end the generation.
         draws: source of uniforms; at temperature 0 `GreedyDraws` takes its place.
+        prompt_ids: what every model reads first; each must have an embedding for every one of them.
         """
+        self._prompt_range = min(prompt_ids, default=0), max(prompt_ids, default=0)
         self.sampling, self.eos_ids = sampling, eos_ids
         self.draws = GreedyDraws() if sampling.is_greedy else draws
         self.is_open = False
@@ -57,11 +62,21 @@ class Session:
         """
         check_free(model, role)
         model.check_mode()
+        self.check_prompt(model, role)
         self._check_ids(model, role)
         if verifies:
             self._num_emitted = model.num_logits if self._num_emitted is None else self._num_emitted
             self._num_drafted = min(model.num_logits, self._num_drafted or model.num_logits)
         model.session = self
+
+    def check_prompt(self, model: DraftModel, role: str) -> None:
+        """Raise ValueError if the model has no embedding for a token id of the prompt."""
+        for token_id in self._prompt_range:
+            if not 0 <= token_id < model.num_embeddings:
+                raise ValueError(
+                    f"the prompt has token id {token_id}, and the {role} has embeddings for ids 0 to "
+                    f"{model.num_embeddings - 1}; encode the prompt with the pair's own tokenizer"
+                )
 
     def _check_ids(self, model: DraftModel, role: str) -> None:
         if self._num_emitted is None or self._num_drafted is None:

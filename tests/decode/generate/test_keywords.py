@@ -7,6 +7,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    LlamaConfig,
     MambaConfig,
     MaxLengthCriteria,
     PreTrainedModel,
@@ -15,12 +16,13 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
     TextIteratorStreamer,
+    WatermarkingConfig,
 )
 from transformers.generation import EosTokenCriteria
 
 from decode import speculative_generate
-from decode.policies import FixedLength
-from tests.toys.random_pairs import random_pair
+from decode.policies import Assisted, FixedLength, Heuristic
+from tests.toys.random_pairs import CONFIGS, random_pair
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
@@ -67,6 +69,13 @@ def filled(target: PreTrainedModel) -> DynamicCache:
         ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values"),
         ({"draft_model": None}, "needs a draft"),
         ({"max_new_tokens": 61}, "context of 64"),
+        ({"policy": FixedLength(2), "num_assistant_tokens": 2}, "num_assistant_tokens cannot act beside a policy"),
+        ({"policy": "fixed_length:k=-4"}, "k is -4"),
+        ({"policy": 4}, "policy is 4"),
+        ({"num_assistant_tokens_schedule": "linear"}, "schedule is 'linear'.*heuristic_transient"),
+        ({"num_assistant_tokens": 0}, "num_assistant_tokens is 0"),
+        ({"inputs": torch.tensor([[3, 40]])}, "token id 40.*ids 0 to 39"),
+        ({"forced_eos_token_id": 39, "vocab_size": 30, "max_new_tokens": 2}, "leave no token among the 30 ids"),
         ({"streamer": TextIteratorStreamer(Letters())}, "streamer .*SpeculativeDecoder.stream"),
     ],
 )
@@ -75,8 +84,9 @@ def test_what_is_not_supported_is_refused_by_name(changes, said):
     for name in ("token_type_ids", "pixel_values"):
         if name in changes:
             target = taking(target, name)
+    settings = {"inputs": PROMPT, "custom_generate": speculative_generate, "draft_model": draft, **GREEDY} | changes
     with pytest.raises(ValueError, match=said):
-        target.generate(PROMPT, **{"custom_generate": speculative_generate, "draft_model": draft, **GREEDY} | changes)
+        target.generate(**settings)
 
 
 def taking(target: PreTrainedModel, name: str) -> PreTrainedModel:
@@ -138,6 +148,58 @@ def test_batches_and_encoder_decoders_are_refused(monkeypatch):
 def test_what_is_supported_or_harmless_gives_the_tokens_of_plain_generate(settings):
     target, draft = random_pair("llama")
     assert generate(target, draft, **settings).tolist() == target.generate(PROMPT, **GREEDY | settings).tolist()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"watermarking_config": WatermarkingConfig(bias=2.5)},
+        {"watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="selfhash")},
+        {"forced_eos_token_id": 38},
+        {"bad_words_ids": [[38], [2, 39]]},
+        {"suppress_tokens": [37, 39]},
+    ],
+)
+def test_processors_may_name_ids_that_a_narrower_draft_lacks(settings):
+    target, _ = random_pair("llama")
+    draft = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIGS["llama"].to_dict() | {"vocab_size": 36})).double()
+    draft.resize_token_embeddings(36)
+    draft.get_input_embeddings().weight.data = target.get_input_embeddings().weight.data.clone()  # fed every id
+    assert generate(target, draft.eval(), **settings).tolist() == target.generate(PROMPT, **GREEDY | settings).tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy"),
+    [
+        ({}, Heuristic()),
+        ({"policy": "fixed_length:k=3"}, FixedLength(3)),
+        ({"num_assistant_tokens": 2, "assistant_confidence_threshold": 0.0}, Assisted(2, 0.0)),
+        ({"num_assistant_tokens": 2, "num_assistant_tokens_schedule": "heuristic"}, Assisted(2, 0.4, True)),
+        ({"assistant_confidence_threshold": 0.7}, Assisted(20, 0.7)),
+    ],
+)
+def test_the_settings_of_assisted_generation_and_policies_in_words_decide_the_draft_lengths(settings, policy):
+    target, draft = random_pair("llama")
+    plays = [
+        generate(target, draft, max_new_tokens=40, return_dict_in_generate=True, **how).generation.rounds
+        for how in (settings, {"policy": policy})
+    ]
+    assert plays[0] == plays[1] or [r.drafted for r in plays[0]] == [r.drafted for r in plays[1]]
+
+
+def test_a_draft_given_by_its_path_drafts_as_the_loaded_one(tmp_path):
+    target, draft = random_pair("llama")
+    draft.save_pretrained(tmp_path)
+    expected = generate(target, draft, return_dict_in_generate=True).generation
+    ours = generate(target, str(tmp_path), return_dict_in_generate=True).generation
+    assert [r.drafted for r in ours.rounds] == [r.drafted for r in expected.rounds]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_are_of_the_dtype_that_plain_generate_gives(dtype):
+    target, draft = random_pair("llama")
+    expected, ours = target.generate(PROMPT.to(dtype), **GREEDY), generate(target, draft, PROMPT.to(dtype))
+    assert (ours.dtype, ours.tolist()) == (expected.dtype, expected.tolist())
 
 
 class Spelling:
