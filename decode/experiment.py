@@ -26,7 +26,7 @@ from data_gen.store.manifest import read_manifest
 from decode.drafters.factory import check_micro
 from decode.policies.base import Policy
 from decode.policies.chosen import UNTUNED, best_head
-from decode.policies.registry import make_policy, read_spec
+from decode.policies.registry import policy_of, read_spec
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from lm import Pair, Sampling, feature_draft_of, load_pair, refuse_feature_draft, without_weights
@@ -274,7 +274,7 @@ class Experiment:
                     "export`, or name one: head:PATH"
                 )
             parameters = ({} if best.is_tuned or parameters else UNTUNED) | {"head": best.path} | parameters
-        return make_policy(name, load_head=self.load_head, **parameters)
+        return policy_of(name, parameters, self.load_head)
 
     @cached_property
     def default_policy(self) -> DefaultPolicy:

@@ -30,6 +30,8 @@ from serve.lanes import Lane
 
 _MOST_KINDS = 1024
 """Kinds of requests that are remembered, so that no client can fill the memory."""
+_MAX_WARNINGS = 100
+"""Distinct warnings that are logged about requests, so that no client can fill the log."""
 _UNCERTAIN = AfterDraw(
     position=0, entropy=1.0, max_prob=0.5, fed_logit=0.0, prefix_logit=0.0, token_prob=0.5, drawn_logit=0.0
 )
@@ -92,13 +94,14 @@ class Policies:
             draft: a function that describes the draft, as `describe_model` does; called only if a head says what it was
                 trained for.
             target: a function that describes the target.
-            warn: a function that takes one line, once for each kind of request.
+            warn: a function that logs one line, once for each distinct warning.
 
         Raises:
             ValueError: a policy that does not parse, a head that does not fit.
             FileNotFoundError: no exported head at a path.
         """
-        self._settings, self._warn, self._hidden_size = settings, warn, hidden_size
+        self._settings, self._log, self._hidden_size = settings, warn, hidden_size
+        self._warnings: set[str] = set()
         self._models = {"draft": draft, "target": target}
         self._heads: dict[str, AcceptanceHead] = {}
         for name in settings.heads:
@@ -119,6 +122,14 @@ class Policies:
             sampling: how the request's tokens are sampled.
         """
         return self._of_kind(asked if isinstance(asked, str | None) else repr(asked), sampling)
+
+    def _warn(self, line: str) -> None:
+        """Log a line that was not logged before, up to `_MAX_WARNINGS` of them."""
+        if line in self._warnings or len(self._warnings) > _MAX_WARNINGS:
+            return
+        is_last = len(self._warnings) == _MAX_WARNINGS
+        self._warnings.add(line)
+        self._log(f"{KEY}: {_MAX_WARNINGS} different warnings about requests; no more are logged" if is_last else line)
 
     def _of(self, asked: str | None, sampling: Sampling) -> Policy:
         policy = self._asked(asked)

@@ -146,7 +146,7 @@ def speculative_generate(
             "draft_model=draft)"
         )
     check_supported(model, input_ids, generation_config, logits_processor or [], model_kwargs | dropped_by_generate())
-    policy = policy_of(policy, generation_config)
+    policy = requested_policy(policy, generation_config)
     if isinstance(draft_model, str | PathLike):
         draft_model = _loaded(draft_model, model)
     if not allow_foreign_heads:
@@ -164,7 +164,7 @@ def speculative_generate(
     return _output(input_ids, generation, is_dict=bool(generation_config.return_dict_in_generate))
 
 
-def policy_of(policy: Policy | str | None, config: GenerationConfig) -> Policy:
+def requested_policy(policy: Policy | str | None, config: GenerationConfig) -> Policy:
     """The policy that a call asks for, by its own keyword or by transformers' settings of assisted generation.
 
     Raises:

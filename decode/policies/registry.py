@@ -181,6 +181,15 @@ def _is_policy(value: Any) -> bool:
 def make_policy(
     name: str, /, *, load_head: Callable[[str], AcceptanceHead] = AcceptanceHead.from_pretrained, **parameters: Any
 ) -> Policy:
+    """`policy_of` with the parameters as keywords."""
+    return policy_of(name, parameters, load_head)
+
+
+def policy_of(
+    name: str,
+    parameters: Mapping[str, Any],
+    load_head: Callable[[str], AcceptanceHead] = AcceptanceHead.from_pretrained,
+) -> Policy:
     """The policy of that name with those parameters; a head may be given as itself or by its path.
 
     Raises:
@@ -218,15 +227,11 @@ def recommended_threshold(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: recommended[key] for key in ("max_rejection_prob", "is_calibrated") if key in recommended}
 
 
-def parse_policy(spec: str, **how: Any) -> Policy:
-    """The policy that `spec` writes down: `name`, or `name:parameter=value,parameter=value`.
-
-    Args:
-        spec: written like those in this module's first lines.
-        how: keywords of `make_policy`.
-    """
-    name, parameters = read_spec(spec)
-    return make_policy(name, **parameters, **how)
+def parse_policy(
+    spec: str, *, load_head: Callable[[str], AcceptanceHead] = AcceptanceHead.from_pretrained
+) -> Policy:
+    """The policy that `spec` writes down, like those in this module's first lines."""
+    return policy_of(*read_spec(spec), load_head)
 
 
 def read_spec(spec: str) -> tuple[str, dict[str, Any]]:

@@ -4,7 +4,9 @@ Nothing changes for a server whose `--additional-config` has no `acceptance_head
 is configured, before any model is loaded, so that what does not fit ends the start with one line.
 """
 
+import sys
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from serve import KEY
@@ -36,9 +38,20 @@ def _checked(create: Any, version: str) -> Any:
             from serve.engine.conditions import check_conditions
             from serve.engine.policies import policies_of
 
-            check_conditions(config, version)
-            policies_of(config)
+            try:
+                check_conditions(config, version)
+                policies_of(config)
+            except (ValueError, FileNotFoundError) as error:
+                if is_server():
+                    sys.exit(f"error: {KEY}: {error}")
+                raise
         return config
 
     checked.checks = KEY  # type: ignore[attr-defined]
     return checked
+
+
+def is_server() -> bool:
+    """True in a process that was started as vLLM's own program, where one line says more than a traceback."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return Path(sys.argv[0]).name == "vllm" or (spec is not None and spec.name.startswith("vllm."))

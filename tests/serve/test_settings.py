@@ -1,13 +1,18 @@
 """What a server and a request may ask for, and what each is told where they cannot have it."""
 
+import random
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy
+from decode.policies import AfterDraw, CumulativeTokenProb, Entropy, FixedLength, HeadPolicy
 from decode.policies.batch import BatchAuto
+from decode.policies.registry import POLICIES, RULES
 from heads import AcceptanceHead, Provenance
 from lm import Sampling
+from serve.lanes import Lanes, RequestRow
 from serve.settings import Policies, Settings
 
 DRAFT = {"name": "draft", "weights": "1", "hidden_size": 8}
@@ -127,3 +132,51 @@ def test_a_sampling_that_the_head_was_not_trained_for_is_served_and_warned_of_on
             assert policies.of_request(None, sampling) is policies.default
     assert len(warned) == 2
     assert "'temperature': 0.0" in warned[0]
+
+
+def request_strings(num: int, path: str) -> Iterator[str]:
+    """Policies as requests may write them: pieces of right and wrong ones, in random orders."""
+    rng = random.Random(0)
+    known = {name: [field.name for field in fields(entry.kind)] for name, entry in (POLICIES | RULES).items()}
+    names = ["auto", path, "os:system", "decode.policies:Entropy", "", " ", "é", "head:small", "auto:small", *known]
+    odd_keys = ["load_head", "self", "name", "k", "head", ""]
+    values = ["5", "2", "true", "false", "auto", "0.4", "0.9", "-1", "1e999", "nan", "small", "[1]", "9" * 400, "", "="]
+    for _ in range(num):
+        name = rng.choice(names)
+        keys = known.get(name, odd_keys) if rng.random() < 0.8 else odd_keys
+        parts = [f"{rng.choice(keys)}={rng.choice(values)}" for _ in range(rng.randrange(3)) if keys]
+        parts = [rng.choice(values) if rng.random() < 0.1 else part for part in parts]
+        yield name + rng.choice([":", ":", "::"]) + ",".join(parts)
+
+
+def test_no_request_stops_the_engine(path: str):
+    """1,000 policies in one batch: each request is served by the policy that it names, or by the server's."""
+    warnings: list[str] = []
+    policies = made({"policy": "fixed_length:k=2", "heads": {"small": path}}, warnings)
+    requests = list(request_strings(1000, path))
+    served = [policies.of_request(request, Sampling()) for request in requests]
+    assert len(set(map(repr, served))) > 20, "most of them are refused"
+    lanes, drafts, extremes = Lanes(), [[] for _ in requests], (0.0, 1.0, 1e-30)
+    for value in extremes:
+        signals = AfterDraw(**dict.fromkeys(AfterDraw._fields, value))
+        rows = [
+            RequestRow(str(i), policy, drafts[i], len(drafts[i]) // 2, 4, frozenset())
+            for i, policy in enumerate(served)
+        ]
+        is_drafting = lanes.begin(rows, set(map(str, range(len(rows)))))
+        for position in range(4):
+            if is_drafting:
+                is_drafting = lanes.step([7] * len(rows), [signals._replace(position=position)] * len(rows))
+        drafts = lanes.drafts
+    assert len(drafts) == 1000
+
+
+def test_a_request_fills_neither_memory_nor_log(path: str):
+    warnings: list[str] = []
+    policies = made({"policy": "entropy", "heads": {"small": path}}, warnings)
+    for number in range(300):
+        for temperature in (0.5, 0.7):
+            policies.of_request(f"no_such_policy:k={number}", Sampling(temperature))
+    assert len(warnings) == 101
+    assert warnings[-1].endswith("100 different warnings about requests; no more are logged")
+    assert len(set(warnings)) == 101
