@@ -9,11 +9,9 @@ from torch import Tensor
 
 
 def entropy(logits: Float[Tensor, "*position vocab"]) -> Float[Tensor, "*position"]:
-    """H = -sum_v softmax(logits)_v log softmax(logits)_v, in nats, float32 or wider; at least 0, below which rounding
-    would bring near-certain tokens.
-    """
+    """H = -sum_v softmax(logits)_v log softmax(logits)_v >= 0, in nats, float32 or wider."""
     log_probs = _log_softmax(logits)
-    return -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1).clamp_max(0.0)
+    return -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1).clamp_max(0.0)  # rounds to -1e-7 where one token is near-certain
 
 
 def cross_entropy(

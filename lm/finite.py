@@ -1,8 +1,10 @@
 """The check that a model's logits are numbers."""
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 REMEDY = "load it as float32 or bfloat16, or check its weights"
 
 

@@ -64,6 +64,9 @@ ASSISTED = {
 """transformers' settings of assisted generation, which `decode.policies.engines.Assisted` follows. `generate` fills in
 these defaults, so only another value shows that somebody asks for them.
 """
+_NO_DRAFT = (
+    "it needs a draft, and generate: target.generate(…, custom_generate=speculative_generate, draft_model=draft)"
+)
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 """Every generation starts from `num_assistant_tokens` again, so that the second and the third are alike here."""
 
@@ -129,11 +132,10 @@ def speculative_generate(
         logits_processor: applied to target and draft.
         stopping_criteria: asked token by token.
         generation_config: what plain `generate` takes, as far as `decode.generate.in_transformers` lists it.
-        draft_model: drafts, with the target's ids; or a feature draft of the target. A directory or hub id of a model
-            is loaded at every call, in the target's dtype and on its device: load it yourself to call more than once.
-        policy: when to stop drafting, as an object or written as for `--policy` ("fixed_length:k=4"); None: what
-            `num_assistant_tokens`, `num_assistant_tokens_schedule` and `assistant_confidence_threshold` say, as in
-            transformers' assisted generation, if one is not at its default; else transformers' heuristic.
+        draft_model: drafts, with the target's ids; or a feature draft of the target; or the path of a model, which is
+            loaded at every call, in the target's dtype and on its device.
+        policy: when to stop drafting, as an object or written as for `--policy` ("fixed_length:k=4"); None:
+            transformers' settings of assisted generation (`requested_policy`), and without them its heuristic.
         max_draft_length: upper bound of every round.
         allow_foreign_heads: let a head pass that was trained with another draft, target or sampling than these.
         vocab_size: ids of the tokenizer, where the target's logits are padded beyond what the draft takes.
@@ -141,23 +143,15 @@ def speculative_generate(
         model_kwargs: what else `generate` prepared or was given.
     """
     if generation_config is None or draft_model is None:
-        raise ValueError(
-            "it needs a draft, and generate: target.generate(…, custom_generate=speculative_generate, "
-            "draft_model=draft)"
-        )
+        raise ValueError(_NO_DRAFT)
     check_supported(model, input_ids, generation_config, logits_processor or [], model_kwargs | dropped_by_generate())
-    policy = requested_policy(policy, generation_config)
-    if isinstance(draft_model, str | PathLike):
-        draft_model = _loaded(draft_model, model)
+    policy, draft_model = requested_policy(policy, generation_config), _loaded(draft_model, model)
     if not allow_foreign_heads:
         check_heads(policy, draft=draft_model, target=model, config=generation_config)
     target = target_of(model, draft_model, vocab_size=vocab_size)
     drafter = ModelDrafter(draft_of(draft_model, target, with_hidden=bool(policy.heads)), policy)
-    sampling = ProcessedSampling(
-        float(generation_config.do_sample),
-        processors=logits_processor or None,
-        num_ids=model.config.get_text_config().vocab_size,
-    )
+    num_ids = model.config.get_text_config().vocab_size
+    sampling = ProcessedSampling(float(generation_config.do_sample), processors=logits_processor, num_ids=num_ids)
     eos_ids = _eos_ids_of(stopping_criteria or [], generation_config)
     decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=eos_ids)
     generation = _generation(decoder, input_ids, stopping_criteria or [], generation_config, generator)
@@ -189,9 +183,13 @@ def requested_policy(policy: Policy | str | None, config: GenerationConfig) -> P
     return Assisted(**settings, is_heuristic=schedule != "constant")
 
 
-def _loaded(path: str | PathLike[str], target: PreTrainedModel) -> PreTrainedModel:
-    """The draft at a path, in the target's dtype and on its device."""
-    source = ModelSource(path=str(path), dtype=str(target.dtype).removeprefix("torch."))  # type: ignore[arg-type]
+def _loaded(
+    draft: PreTrainedModel | FeatureDraft | str | PathLike[str], target: PreTrainedModel
+) -> PreTrainedModel | FeatureDraft:
+    """The draft itself, or the one at a path, in the target's dtype and on its device."""
+    if not isinstance(draft, str | PathLike):
+        return draft
+    source = ModelSource(path=str(draft), dtype=str(target.dtype).removeprefix("torch."))  # type: ignore[arg-type]
     return load_model(source).to(target.device)  # type: ignore[arg-type]
 
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from configs.hints import meant
 from decode.policies.base import Policy
-from decode.policies.confidence import CumulativeTokenProb, LearnedMaxProb, LearnedProb, MaxProb, TokenProb
+from decode.policies.confidence import CumulativeTokenProb, MaxProb, TokenProb
 from decode.policies.engines import Assisted, DSparkConfidence, LlamaCpp
 from decode.policies.entropy import AdaEDL, Entropy, SelfVerify
 from decode.policies.head import HeadPolicy
@@ -44,8 +44,6 @@ __all__ = [
     "FixedLength",
     "HeadPolicy",
     "Heuristic",
-    "LearnedMaxProb",
-    "LearnedProb",
     "LlamaCpp",
     "MaxProb",
     "SelfVerify",
@@ -85,11 +83,7 @@ POLICIES: dict[str, Registered] = {
     "cumulative_token_prob": Registered(
         CumulativeTokenProb, "product of token probabilities", lambda _: {"min_token_prob": LOGISTIC}
     ),
-    "learned_prob": Registered(LearnedProb, "learned token probability", lambda _: {"max_rejection_prob": LOGISTIC}),
     "max_prob": Registered(MaxProb, "largest probability", lambda _: {"min_max_prob": UNIT}),
-    "learned_max_prob": Registered(
-        LearnedMaxProb, "learned largest probability (vLLM)", lambda _: {"max_rejection_prob": LOGISTIC}
-    ),
     "entropy": Registered(Entropy, "entropy (SVIP)", lambda _: {"max_sqrt_entropy": _spaced(0.02, 1.0, 50)}),
     "self_verify": Registered(SelfVerify, "self-verify (HSDDW)", lambda _: {"initial": (0.0, 1.0, 2.0, 4.0)}),
     "ada_edl": Registered(
@@ -227,9 +221,7 @@ def recommended_threshold(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: recommended[key] for key in ("max_rejection_prob", "is_calibrated") if key in recommended}
 
 
-def parse_policy(
-    spec: str, *, load_head: Callable[[str], AcceptanceHead] = AcceptanceHead.from_pretrained
-) -> Policy:
+def parse_policy(spec: str, *, load_head: Callable[[str], AcceptanceHead] = AcceptanceHead.from_pretrained) -> Policy:
     """The policy that `spec` writes down, like those in this module's first lines."""
     return policy_of(*read_spec(spec), load_head)
 

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from lm.features.loading import FLOATS
+from lm.finite import FLOATS
 from store.json_files import read_json
 from store.shards import write_atomic
 

@@ -16,6 +16,7 @@ from lm.features.eagle import Eagle, Eagle3
 from lm.features.eight_bits import to_eight_bits
 from lm.features.glide import Glide
 from lm.features.released import Released
+from lm.finite import FLOATS
 
 _KEYS = (
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
@@ -27,7 +28,6 @@ _OF_BLOCKS = (
     *("markov_rank", "enable_confidence_head"),
 )
 """Keys of DeepSpec's layout that a draft of blocks cannot do without."""
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ELSEWHERE = "use it with the target that it was trained for"
 
 

@@ -29,7 +29,7 @@ CEILINGS = {
     "lm": (6079, 4000),
     "data_gen": (6982, 4400),
     "heads": (5564, 3600),
-    "decode": (5827, 4200),
+    "decode": (5890, 4200),
     "evaluation": (13597, 7400),
     "serve": (1011, 800),
     "checkpoints/recipes": (1891, 1400),

@@ -18,12 +18,12 @@ from decode.policies import (
 )
 from decode.policies.auto import Auto
 from decode.policies.batch import batched
-from decode.policies.confidence import LearnedMaxProb, LearnedProb
 from decode.policies.head import HeadPolicy
 from heads import AcceptanceHead
 from lm import GreedyDraws, RandomDraws, Sampling
 from serve.lanes import Lane, Lanes, RequestRow
 from tests.toys.fake_engine import Asked, FakeEngine
+from tests.toys.learned_prob import LearnedMaxProb, LearnedProb
 from tests.toys.small_pair import EOS, LENGTH, LIMIT, PROMPTS, model
 
 GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling()

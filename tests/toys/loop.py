@@ -16,7 +16,6 @@ from decode.policies import (
     FixedLength,
     HeadPolicy,
     Heuristic,
-    LearnedProb,
     MaxProb,
     Policy,
     SelfVerify,
@@ -31,6 +30,7 @@ from heads import AcceptanceHead
 from lm import Draws, Sampling
 from lm.models.seats import Ask
 from tests.toys.enumeration import ToyModel, law_of
+from tests.toys.learned_prob import LearnedProb
 from tests.toys.observed import observed
 
 PROMPT = [0, 1]

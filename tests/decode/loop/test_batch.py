@@ -12,11 +12,12 @@ import lm.probe
 from decode import Generation, ModelDrafter, SpeculativeDecoder
 from decode.loop.asked import limits_of
 from decode.loop.batch import Batch
-from decode.policies import Entropy, FixedLength, HeadPolicy, LearnedProb
+from decode.policies import Entropy, FixedLength, HeadPolicy
 from lm import RandomDraws, Sampling
 from lm.models import seats
 from lm.models.seats import Seats
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
+from tests.toys.learned_prob import LearnedProb
 from tests.toys.loop import AUTOS, OTHER, POLICIES, PROMPT, RULE, SAMPLINGS, ToySeats, decoder_of, toy_head
 from tests.toys.random_pairs import CONFIGS, random_pair
 

@@ -9,9 +9,9 @@ import pytest
 
 from decode.policies import AfterDraw, HeadPolicy, Policy
 from decode.policies.auto import Auto
-from decode.policies.confidence import LearnedMaxProb
 from decode.policies.scores import sigmoid
 from heads import AcceptanceHead
+from tests.toys.learned_prob import LearnedMaxProb
 
 
 def lengths_of(policy: Policy, logits: list[float], **signals: float) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from decode import SpeculativeDecoder
-from decode.policies import FixedLength, HeadPolicy, LearnedProb, TokenProb
+from decode.policies import FixedLength, HeadPolicy, TokenProb
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchAuto, BatchCosts, Curve, batched
 from decode.policies.bounds import PerfectHead
@@ -21,6 +21,7 @@ from evaluation.tuning.rule import batch_auto_for
 from lm import Sampling
 from tests.decode.loop.test_batch import ToySeats
 from tests.toys import small_pair
+from tests.toys.learned_prob import LearnedProb
 from tests.toys.loop import POLICIES, decoder_of, toy_head
 from tests.toys.traces import traced
 

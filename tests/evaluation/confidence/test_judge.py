@@ -11,7 +11,6 @@ import torch
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, ModelSource, PairConfig
 from data_gen.pipeline.command import make
 from decode.policies.base import AfterDraw, Outcome
-from decode.policies.confidence import LearnedMaxProb
 from evaluation.confidence.command import judge
 from evaluation.confidence.drafts import Drafts, Predicted
 from evaluation.confidence.predictors import ONLINE, OWN, PER_PLACE, learned_online, predictors
@@ -21,6 +20,7 @@ from heads.measures.scores import measures
 from heads.model.confidence import CARD
 from heads.training.command import train
 from lm import load_pair
+from tests.toys.learned_prob import LearnedMaxProb
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 PLACES = 3

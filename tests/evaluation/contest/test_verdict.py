@@ -154,7 +154,7 @@ def test_no_two_families_have_one_colour_and_a_policy_of_ones_own_has_one():
     colours = colours_of([*NAMES, "mine", "yours"])
     assert len(set(colours.values())) == len(colours) >= len(NAMES) + 2
     assert kind_of("mine") == OWN
-    assert [kind_of(family) for family in ("head_drawn", "learned_prob")] == [HEADS, PROBABILITIES]
+    assert [kind_of(family) for family in ("head_drawn", "cumulative_token_prob")] == [HEADS, PROBABILITIES]
     assert set(default_values(5)) - {"head"} <= {family for family in colours if kind_of(family) != OWN}
 
 
@@ -174,7 +174,7 @@ def test_kinds_of_policies_are_told_apart_by_hue():
 def test_thresholds_of_two_meanings_are_on_two_axes(compared):
     plots = thresholds(compared[0].arms, CURVE, names=NAMES)
     by_family = {name: [plot.name for plot in plots if f">{NAMES[name]}<" in plot.svg] for name in NAMES}
-    assert by_family["head_fed"] == by_family["head_drawn"] == by_family["learned_prob"]
+    assert by_family["head_fed"] == by_family["head_drawn"]
     meanings = ("head_drawn", "entropy", "token_prob", "cumulative_token_prob", "max_prob")
     assert len({tuple(by_family[family]) for family in meanings}) == len(plots) == len(meanings)
 

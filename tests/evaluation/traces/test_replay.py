@@ -10,11 +10,12 @@ import pytest
 from scipy.special import expit
 
 import decode.loop.drafter
-from decode.policies import FixedLength, LearnedProb, Policy
+from decode.policies import FixedLength, Policy
 from decode.policies.base import AfterDraw
 from evaluation.traces.replay import replay_settings
 from lm import Draws, revealed_probs
 from tests.toys.enumeration import assert_same_law, law_of
+from tests.toys.learned_prob import LearnedProb
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, toy_head
 from tests.toys.traces import EOS, traced
 

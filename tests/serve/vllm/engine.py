@@ -24,7 +24,6 @@ AUTO = "head:tuned,max_rejection_prob=auto"
 POLICIES = ["fixed_length:k=0", "fixed_length:k=5", "heuristic:k=3", "entropy:max_sqrt_entropy=0.4"]
 POLICIES += ["cumulative_token_prob:min_token_prob=0.3", "self_verify:initial=1.0", "ada_edl:initial_lambda=0.4"]
 POLICIES += [
-    "learned_prob:max_rejection_prob=0.5",
     *(f"head:{name},max_rejection_prob=0.5" for name in ("fed", "drawn")),
 ]
 LAWS = {"temperature_1": Sampling(), "nucleus": Sampling(0.7, top_p=0.9), "hot": Sampling(2.0)}
