@@ -13,9 +13,7 @@ class NonFiniteError(ValueError):
 
 
 def non_finite(values: Tensor) -> Bool[Tensor, "..."]:
-    """Rows of logits [..., vocab] that have a NaN, a +inf, or nothing but -inf, as booleans; some -inf mark impossible
-    tokens.
-    """
+    """True for rows of logits [..., vocab] with a NaN, a +inf, or nothing but -inf; some -inf are impossible tokens."""
     return ~values.amax(-1).isfinite()  # NaN if any entry is NaN, so one number per row tells all three cases
 
 

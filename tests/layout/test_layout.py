@@ -29,12 +29,12 @@ CEILINGS = {
     "lm": (6079, 4000),
     "data_gen": (6982, 4400),
     "heads": (5564, 3600),
-    "decode": (5890, 4200),
+    "decode": (5916, 4200),
     "evaluation": (13597, 7400),
-    "serve": (1011, 800),
-    "checkpoints/recipes": (1891, 1400),
+    "serve": (1035, 800),
+    "checkpoints/recipes": (2094, 1400),
     "benchmarks": (799, 800),
-    "tests": (29926, 18000),
+    "tests": (30230, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 240
