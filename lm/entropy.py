@@ -11,7 +11,7 @@ from torch import Tensor
 def entropy(logits: Float[Tensor, "*position vocab"]) -> Float[Tensor, "*position"]:
     """H = -sum_v softmax(logits)_v log softmax(logits)_v >= 0, in nats, float32 or wider."""
     log_probs = _log_softmax(logits)
-    return -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1).clamp_max(0.0)  # rounds to -1e-7 where one token is near-certain
+    return -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1).clamp_max(0.0)  # else -1e-7 for a near-certain token
 
 
 def cross_entropy(

@@ -23,7 +23,7 @@ from heads import AcceptanceHead
 from lm import GreedyDraws, RandomDraws, Sampling
 from serve.lanes import Lane, Lanes, RequestRow
 from tests.toys.fake_engine import Asked, FakeEngine
-from tests.toys.learned_prob import LearnedMaxProb, LearnedProb
+from tests.toys.loop import LearnedMaxProb, LearnedProb
 from tests.toys.small_pair import EOS, LENGTH, LIMIT, PROMPTS, model
 
 GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling()

@@ -17,8 +17,7 @@ from lm import RandomDraws, Sampling
 from lm.models import seats
 from lm.models.seats import Seats
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
-from tests.toys.learned_prob import LearnedProb
-from tests.toys.loop import AUTOS, OTHER, POLICIES, PROMPT, RULE, SAMPLINGS, ToySeats, decoder_of, toy_head
+from tests.toys.loop import AUTOS, OTHER, POLICIES, PROMPT, RULE, SAMPLINGS, LearnedProb, ToySeats, decoder_of, toy_head
 from tests.toys.random_pairs import CONFIGS, random_pair
 
 

@@ -11,7 +11,7 @@ from decode.policies import AfterDraw, HeadPolicy, Policy
 from decode.policies.auto import Auto
 from decode.policies.scores import sigmoid
 from heads import AcceptanceHead
-from tests.toys.learned_prob import LearnedMaxProb
+from tests.toys.loop import LearnedMaxProb
 
 
 def lengths_of(policy: Policy, logits: list[float], **signals: float) -> list[str]:

@@ -21,8 +21,7 @@ from evaluation.tuning.rule import batch_auto_for
 from lm import Sampling
 from tests.decode.loop.test_batch import ToySeats
 from tests.toys import small_pair
-from tests.toys.learned_prob import LearnedProb
-from tests.toys.loop import POLICIES, decoder_of, toy_head
+from tests.toys.loop import POLICIES, LearnedProb, decoder_of, toy_head
 from tests.toys.traces import traced
 
 COSTS = BatchCosts(Curve.line(0.2), Curve.line(1.0, 0.05))

@@ -20,7 +20,7 @@ from heads.measures.scores import measures
 from heads.model.confidence import CARD
 from heads.training.command import train
 from lm import load_pair
-from tests.toys.learned_prob import LearnedMaxProb
+from tests.toys.loop import LearnedMaxProb
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 PLACES = 3

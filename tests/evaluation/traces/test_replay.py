@@ -15,8 +15,7 @@ from decode.policies.base import AfterDraw
 from evaluation.traces.replay import replay_settings
 from lm import Draws, revealed_probs
 from tests.toys.enumeration import assert_same_law, law_of
-from tests.toys.learned_prob import LearnedProb
-from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, toy_head
+from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, LearnedProb, decoder_of, toy_head
 from tests.toys.traces import EOS, traced
 
 COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted", "num_draft_forwards")
