@@ -93,7 +93,7 @@ _FOLDERS = ("data", "heads", "decode")
 _PROCESSES_PER_CORE = 4
 
 
-def refuse_null(schema: type | None, section: Any, name: str) -> None:
+def refuse_null(schema: Any, section: Any, name: str) -> None:
     """Raise ValueError for a section without settings, and for a null that its dataclass (None: any) does not take."""
     if not isinstance(section, Mapping) and not hasattr(section, "__dict__"):
         raise ValueError(f"{name} is {'null' if section is None else section}; give it settings, or leave it out")

@@ -164,7 +164,7 @@ def push(*, path: str, repo: str, private: bool = False) -> str:
         )
     head = AcceptanceHead.from_pretrained(path)
     try:
-        commit = head.push_to_hub(repo, private=private, commit_message=f"Upload head {directory.name}")
+        commit: Any = head.push_to_hub(repo, private=private, commit_message=f"Upload head {directory.name}")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"the hub does not take {directory} as {repo!r} ({hub.first_line(error)}); name it owner/name, and `hf "

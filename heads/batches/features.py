@@ -219,7 +219,8 @@ def _joined(rows: Sequence[Features], hidden: Float[Tensor, "tokens hidden"]) ->
     )
 
 
-def none_of(shard: FeatureShard) -> Features:
-    """No row, in the types and widths of a shard."""
+def none_of(shards: Sequence[FeatureShard]) -> Features:
+    """No row, in the types and widths of some shards, of which one has rows."""
+    shard = next(shard for shard in shards if shard.num_rows)
     first: Features = apply_to_collection(shard.read(0, 1)[0].features, Tensor, lambda values: values[:0])
     return first

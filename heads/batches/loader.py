@@ -64,7 +64,7 @@ def block_reader(
                 times = rows_per_item[timing]
                 rows[timing] += block[item.place * times : (item.place + 1) * times]
         batch = {
-            timing: gathered(parts, memory) if parts else none_of(shards[timing][0]) for timing, parts in rows.items()
+            timing: gathered(parts, memory) if parts else none_of(shards[timing]) for timing, parts in rows.items()
         }
         if not torch.cuda.is_available():
             return batch

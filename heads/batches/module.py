@@ -111,9 +111,12 @@ class FeatureData(pl.LightningDataModule):
         return BatchLoader(read, lengths, batch_size=self.heads.batch_size, seed=seed, share=share, chosen=chosen)
 
     def first_scalars(self, timing: str) -> Float[Tensor, "tokens scalar"]:
-        """The scalars that the sweep reads, of the first training shard."""
-        shard = self._shards["train"][timing][0]
-        return torch.cat([row.features.columns(self.scalars) for row in shard.read(0, shard.num_rows)])
+        """The scalars that the sweep reads, of the first training shard that has any."""
+        for shard in (shard for shard in self._shards["train"][timing] if shard.num_rows):
+            columns = torch.cat([row.features.columns(self.scalars) for row in shard.read(0, shard.num_rows)])
+            if len(columns):
+                return columns
+        raise ValueError(f"train features of {self.data.dir} hold no drafted token; make them with more prompts")
 
     def num_responses(self, split: str) -> int:
         """Responses of one split."""

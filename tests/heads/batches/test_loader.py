@@ -25,7 +25,7 @@ from heads.training.command import train
 from heads.training.sweep import Sweep
 from store import shards
 from store.shards import features_path, sidecar_path, write_shard
-from tests.toys.made_up import ROOT, feature_data, make_config, write_data
+from tests.toys.made_up import ROOT, feature_data, make_config, write_data, write_features
 
 LENGTHS = [[7 + (31 * i) % 23 for i in range(size)] for size in (400, 240, 7)]
 EVERY = [(shard, i) for shard, lengths in enumerate(LENGTHS) for i in range(len(lengths))]
@@ -336,3 +336,21 @@ def test_threads_that_are_slow_change_no_batch(data_dir: Path, tmp_path: Path):
     for batch, alone in zip(loader, one_by_one, strict=True):
         assert all(map(torch.equal, batch["fed"][2:], alone["fed"][2:]))
         assert torch.equal(batch["fed"].hidden, alone["fed"].hidden)
+
+
+def test_a_shard_without_rows_changes_nothing(data_dir: Path, tmp_path: Path):
+    """As a shard of which every prompt was refused; also where the first evaluation batch has no response."""
+    results = []
+    for name, sizes in (("whole", (40, 24)), ("holes", (0, 40, 0, 24))):
+        folder = Path(shutil.copytree(data_dir, tmp_path / name))
+        for timing in ("fed", "drawn"):
+            for path in features_path(folder, timing, "train", 0).parent.glob("train-*"):
+                path.unlink()
+        for index, num_rows in enumerate(sizes):
+            write_features(folder, "train", index, num_rows=num_rows, seed=num_rows)
+        data = feature_data(make_config(folder, tmp_path / "run", timings=("fed", "drawn"), scalars=(True,)))
+        read, _ = data._source("train")
+        assert [len(features.token) for features in read([]).values()] == [0, 0]
+        results.append((data.first_scalars("drawn"), [batch["fed"].token.tolist() for batch in data.loader("train")]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
