@@ -26,7 +26,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from heads.batches.memory import BatchMemory
 from store.shards import read_sidecar
 
 RATE = "acceptance_rate"
@@ -194,11 +193,12 @@ def _allowed(name: str, values: Tensor) -> Tensor:
     return (values >= 0) & (values <= 1) if name in _PROBABILITIES else torch.isfinite(values)
 
 
-def gathered(rows: Sequence[Row], memory: BatchMemory) -> Features:
+def gathered(rows: Sequence[Row]) -> Features:
     """The drafted positions of rows, one row after the other; hidden states are copied once, from the file."""
     lengths = [len(row.drafted) for row in rows]
     stored = rows[0].features.hidden
-    hidden = memory.empty(sum(lengths), stored.shape[1], dtype=stored.dtype)
+    is_pinned = torch.cuda.is_available()
+    hidden = torch.empty(sum(lengths), stored.shape[1], dtype=stored.dtype, pin_memory=is_pinned)
     for row, part in zip(rows, hidden.split(lengths), strict=True):
         torch.index_select(row.features.hidden, 0, row.drafted, out=part)
     return _joined([row.features for row in rows], hidden)

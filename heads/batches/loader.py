@@ -20,7 +20,6 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from heads.batches.features import Batch, FeatureShard, Row, gathered, none_of
-from heads.batches.memory import BatchMemory
 from heads.batches.order import (
     POOL_SIZE,
     Block,
@@ -48,7 +47,6 @@ def block_reader(
     Labels are read block by block and kept for a while; hidden states are copied from the mapped file into the batch.
     With several mixings per response, a response has that many neighbouring rows in a fed-time shard.
     """
-    memory = BatchMemory()
 
     @lru_cache(_BLOCKS_KEPT)
     def block_rows(block: Block) -> dict[str, list[Row]]:
@@ -63,9 +61,7 @@ def block_reader(
             for timing, block in block_rows(item.block).items():
                 times = rows_per_item[timing]
                 rows[timing] += block[item.place * times : (item.place + 1) * times]
-        batch = {
-            timing: gathered(parts, memory) if parts else none_of(shards[timing]) for timing, parts in rows.items()
-        }
+        batch = {timing: gathered(parts) if parts else none_of(shards[timing]) for timing, parts in rows.items()}
         if not torch.cuda.is_available():
             return batch
         return apply_to_collection(batch, torch.Tensor, torch.Tensor.pin_memory)  # type: ignore[no-any-return]

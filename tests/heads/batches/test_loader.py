@@ -7,7 +7,6 @@ import random
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -308,24 +307,6 @@ def test_numbers_are_looked_at_once_and_again_where_a_file_or_the_columns_have_c
     for _ in range(2):
         with pytest.raises(ValueError, match=r"train-00001.*hidden of row \d+ is NaN or infinite"):
             looks()
-
-
-def test_memory_of_a_batch_serves_again_only_when_nobody_holds_the_batch(data_dir: Path, tmp_path: Path):
-    def batches() -> Iterator[torch.Tensor]:
-        return (batch["fed"].hidden for batch in loader)
-
-    loader = feature_data(make_config(data_dir, tmp_path)).loader("train", seed=1)
-    held = list(batches())
-    assert len({hidden.data_ptr() for hidden in held}) == len(held)
-    kept = [hidden.clone() for hidden in held]
-    view, whole = held[3][2:4], kept[3][2:4]
-    del held
-    places = set()
-    for hidden, same in zip(batches(), kept, strict=True):
-        assert torch.equal(hidden, same)
-        places.add(hidden.data_ptr())
-        assert torch.equal(view, whole), "a view of a batch holds its memory"
-    assert len(places) < len(kept)
 
 
 def test_threads_that_are_slow_change_no_batch(data_dir: Path, tmp_path: Path):
