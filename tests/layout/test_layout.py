@@ -24,11 +24,11 @@ MORE_PARAMETERS = {
 
 CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
-    "configs": (1556, 1000),
+    "configs": (1544, 1000),
     "store": (773, 500),
     "lm": (6079, 4000),
     "data_gen": (6982, 4400),
-    "heads": (5564, 3600),
+    "heads": (5116, 3600),
     "decode": (5916, 4200),
     "evaluation": (13597, 7400),
     "serve": (1035, 800),
