@@ -3,6 +3,7 @@
 import ctypes
 import fcntl
 import hashlib
+import io
 import json
 import os
 import resource
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -104,6 +105,7 @@ class Child:
 
     def _run(self, work: Callable[[], object], before: Callable[[], object]) -> None:
         sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))  # not pytest's
+        torch.set_num_threads(1)  # makes its pool anew after the fork, before two threads could do so at once
         status = 1
         try:
             before()
@@ -145,6 +147,25 @@ class Child:
         """Whether it ended as a user's error does, with one line."""
         lines = [line for line in self.said.splitlines() if line.startswith("error: ")]
         return len(lines) == 1 and "Traceback" not in self.said
+
+
+class _SlowFile(io.BufferedWriter):
+    """A file that is half written for a while."""
+
+    def write(self, content: Any) -> int:
+        half = len(content) // 2
+        super().write(content[:half])
+        self.flush()
+        time.sleep(0.004)
+        return half + super().write(content[half:])
+
+
+def write_slowly() -> None:
+    """Files of this process are half written for most of its time, so that a signal meets them so."""
+    opened = Path.open
+    Path.open = lambda path, mode="r", *how, **more: (  # type: ignore[method-assign]
+        _SlowFile(io.FileIO(path, "w")) if mode == "wb" else opened(path, mode, *how, **more)
+    )
 
 
 def limit_files(num_bytes: int) -> None:

@@ -23,7 +23,17 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength
 from lm import Sampling, load_pair
-from tests.data_gen.faults.stages import STAGES, Bench, Child, at, experiment, limit_files, obey_permissions, results
+from tests.data_gen.faults.stages import (
+    STAGES,
+    Bench,
+    Child,
+    at,
+    experiment,
+    limit_files,
+    obey_permissions,
+    results,
+    write_slowly,
+)
 from tests.toys.answering import Answering, close_half_way, completion
 
 pytestmark = pytest.mark.slow
@@ -56,7 +66,7 @@ def bench(undisturbed: Bench, tmp_path: Path) -> Bench:
 
 def kill(bench: Bench, stage, chance: random.Random, number: signal.Signals) -> None:
     for _ in range(3):
-        child = bench.start(stage)
+        child = bench.start(stage, before=write_slowly)
         child.signal_after(chance.uniform(0, bench.durations_s[stage.name]), number)
         child.wait()
         bench.must_lose_nothing(stage)
@@ -68,6 +78,8 @@ def full_disk(bench: Bench, stage, chance: random.Random) -> None:
     if child.wait():
         assert child.has_one_clear_line(), child.said[-1000:]
         assert re.search(r"no space|File too large", child.said)
+    else:
+        assert results(bench.folder, stage) == bench.reference[stage.name], "it says that it is done"
     bench.must_lose_nothing(stage)
 
 
@@ -80,15 +92,19 @@ def read_only(bench: Bench, stage, chance: random.Random) -> None:
     for path in folders:
         path.chmod(0o555)
     child = bench.start(stage, before=obey_permissions)
-    assert child.wait() == 0 or child.has_one_clear_line(), child.said[-1000:]
+    status = child.wait()
     for path in folders:
         path.chmod(0o755)
+    if status:
+        assert child.has_one_clear_line(), child.said[-1000:]
+    else:
+        assert results(bench.folder, stage) == bench.reference[stage.name], "it says that it is done"
 
 
 def two_at_once(bench: Bench, stage, chance: random.Random) -> None:
-    first = bench.start(stage)
+    first = bench.start(stage, before=write_slowly)
     time.sleep(chance.uniform(0, bench.durations_s[stage.name] / 2))
-    for child in (first, bench.start(stage)):
+    for child in (first, bench.start(stage, before=write_slowly)):
         assert child.wait() == 0 or child.has_one_clear_line(), child.said[-1000:]
 
 

@@ -66,7 +66,7 @@ def test_p_values_of_cases_that_share_a_seed_lie_together():
 @pytest.mark.slow
 def test_p_values_of_all_cases_are_uniform_alone_between_neighbours_and_pooled():
     """So are those of answers that numpy draws from the exact law: the chi-square approximation is good enough."""
-    every, num_samples, num = list(cases()), 2, 112
+    every, num_samples, num = list(cases()), 2, 280
     arms = defaultdict[str, list[float]](list)
     for case in every:
         samples = [case.answers(num, seed_of(0, "law", number, case.name)) for number in range(num_samples)]

@@ -49,12 +49,16 @@ def serve(heads: dict[str, str], tmp_path: Path):
         models = {role: str(TRIO / role) for role in ("target", "draft")}
         job = {**models, "longest": LONGEST, "settings": settings, "arguments": arguments, "batches": batches}
         alone = job | {"draft": None, "settings": None, "batches": [one for one in batches if one["name"] in plain]}
-        (tmp_path / "job.json").write_text(json.dumps([alone, job] if plain else [job]))  # warm memory first
+        return [answered(one) for one in ([job, alone] if plain else [job])]
+
+    def answered(job: dict[str, Any]) -> dict[str, Any]:
+        """One engine's answers, in a process of its own, so that its memory is its own too."""
+        (tmp_path / "job.json").write_text(json.dumps([job]))
         paths = [str(tmp_path / name) for name in ("job.json", "result.json")]
         command = [interpreter(), "-m", "benchmarks.serve.engine", *paths]
         done = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, capture_output=True, text=True)
         assert done.returncode == 0, f"vLLM has ended with {done.returncode}: {(done.stdout + done.stderr)[-4000:]}"
-        return json.loads((tmp_path / "result.json").read_text())[::-1]
+        return json.loads((tmp_path / "result.json").read_text())[0]
 
     return served
 
