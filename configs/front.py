@@ -52,7 +52,7 @@ COMMANDS: dict[str, Entry] = {
     "generate": Entry("decode.generate.command:generate", ("decode.max_new_tokens", "decode.max_draft_length")),
     "evaluate": Entry("evaluation.report.command:evaluate", (*_DECODE, *_TIMES)),
     "judge": Entry("evaluation.confidence.command:judge", ("data.dir", "heads.dir", "decode.dir", "decode.heads")),
-    "tune": Entry("evaluation.tuning.command:tune", (*_DECODE, *_TIMES)),
+    "tune": Entry("evaluation.report.tune:tune", (*_DECODE, *_TIMES)),
     "flags": Entry("evaluation.flags.command:flags", (*_DECODE, "decode.t_draft_s", "decode.t_target_s")),
     "replay": Entry("evaluation.report.one_policy:replay_policy", ("decode.dir", *_TIMES)),
     "costs": Entry("evaluation.costs.command:costs", ("decode.max_draft_length", "decode.compile")),

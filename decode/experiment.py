@@ -25,7 +25,7 @@ from data_gen.store.identity import describe_model
 from data_gen.store.manifest import read_manifest
 from decode.drafters.factory import check_micro
 from decode.policies.base import Policy
-from decode.policies.chosen import UNTUNED, best_head
+from decode.policies.chosen import UNTUNED, best_head, read_verdict
 from decode.policies.registry import policy_of, read_spec
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
@@ -106,6 +106,12 @@ class Experiment:
         changed.models, changed._described = replace(self.models, draft=source), {}
         changed.pair = replace(self.pair, drafting=feature_draft_of(changed.models, target))
         return changed
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Models and sampling that a verdict is of."""
+        models = {"target": self.models.target.path, "draft": self.models.draft.path}
+        return {**models, "sampling": self.sampling.as_dict()}
 
     def described(self, level: Level) -> dict[str, Any]:
         """Name, revision and fingerprint of one model; no weights are loaded."""
@@ -278,10 +284,12 @@ class Experiment:
 
     @cached_property
     def default_policy(self) -> DefaultPolicy:
-        """What decodes where no policy is named: the best head, or without heads the best policy without training."""
+        """What decodes where no policy is named: the verdict, else the best head, else a policy without training."""
+        if (verdict := read_verdict(self.directory, self.head_paths, self.identity)) is not None:
+            return DefaultPolicy(verdict["policy"], f"{verdict['sentence']} It is {verdict['speed']}")
         best = best_head(self.head_paths)
         if best is not None:
-            return DefaultPolicy(best.policy, f"head {best.reason}")
+            return DefaultPolicy("head", f"head {best.reason}")
         return DefaultPolicy(
             TRAINING_FREE,
             f"{TRAINING_FREE}, which needs no training: no head in {self.exported} "

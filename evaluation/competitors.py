@@ -18,10 +18,9 @@ by the same gain.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from decode.drafters.factory import PairModels
-from decode.loop.counts import Counts
 from decode.loop.drafter import Drafter
 from evaluation.intervals import Gain, Spent, gain_over, median_ratio
 
@@ -54,20 +53,6 @@ class Competitor:
     """Models in it: 1 is the target alone."""
     settings: tuple[Setting, ...]
     """Settings to choose from on dev; the first stands where there is no dev."""
-
-
-@dataclass(frozen=True)
-class Finalist:
-    """One family, at the setting that dev chose, on test."""
-
-    family: str
-    name: str
-    """Competitor that won within the family, such as one of several heads."""
-    setting: Mapping[str, Any]
-    spent: Spent
-    """Tokens and seconds of each test prompt."""
-    counts: Counts
-    """Totals over the test prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)

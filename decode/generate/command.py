@@ -41,8 +41,8 @@ def generate(
         config: the experiment; `data.template` wraps the prompt, `decode.seed` seeds the draws.
         prompt: what the user says.
         policy: when to stop: a name (a wrong one prints them all), auto, head:PATH or your own as my_module:Unsure,
-            with parameters: entropy:max_sqrt_entropy=0.4, my_module:Unsure:floor=0.2. null: the best tuned head of
-            heads.dir, and without heads cumulative_token_prob.
+            with parameters: entropy:max_sqrt_entropy=0.4, my_module:Unsure:floor=0.2. null: the verdict of
+            evaluate or tune (decode.dir/verdict.json), else the best head of heads.dir, else cumulative_token_prob.
         tree: draft trees, those of EAGLE-1, EAGLE-2 or CaPE; lengths of policies are then numbers of levels. null:
             chains.
         max_new_tokens: null: decode.max_new_tokens.
@@ -52,7 +52,9 @@ def generate(
     """
     picture_path = None if svg is None else local_path(svg, "--svg")
     experiment = Experiment(config)
-    policy = policy or _default(experiment)
+    if policy is None:
+        policy, reason = experiment.default_policy
+        print(f"policy: {reason}", file=sys.stderr)
     stop = experiment.policy(policy)
     pair = experiment.pair
     prompt_ids = encode(Prompt("prompt", (prompt,)), pair.tokenizer, experiment.template)
@@ -71,13 +73,6 @@ def generate(
         picture_path.write_text(
             picture(transcript.text, closing, title=f"python -m decode generate --policy {policy}"), encoding="utf-8"
         )
-
-
-def _default(experiment: Experiment) -> str:
-    """The policy that is taken where none is named; a line on stderr says which, and why."""
-    spec, reason = experiment.default_policy
-    print(f"policy: {reason}", file=sys.stderr)
-    return spec
 
 
 def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> str:

@@ -19,8 +19,8 @@ def complete(
     Args:
         config: the experiment; `data.template` wraps the prompt.
         prompt: what the user says.
-        policy: when to stop drafting, as itself or as `--policy` has it; None: the best head of the config, or where
-            none is exported a policy that needs no training.
+        policy: when to stop drafting, as itself or as `--policy` has it; None: what `evaluate` or `tune` recommends;
+            before they ran the best head of the config, or where none is exported a policy that needs no training.
         max_new_tokens: None: decode.max_new_tokens.
 
     Raises:

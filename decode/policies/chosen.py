@@ -2,23 +2,37 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from heads.model.files import read_head_config
+from heads.model.files import WEIGHTS, read_head_config
 from heads.model.hub import local_directory
+from store.json_files import read_json
 
+VERDICT = "verdict.json"
+"""File in decode.dir with what `evaluate` and `tune` recommend."""
 UNTUNED = {"max_rejection_prob": 0.4, "is_calibrated": True}
 """What a head runs at that was never tuned: a calibrated risk means the same whatever the weights of its training."""
 
 
 class Chosen(NamedTuple):
-    """A head, how it stops, and why this one."""
+    """A head, and why this one."""
 
     path: str
-    policy: Literal["head", "auto"]
-    """head: at a threshold; auto: by the rule of law 4.11, where that was predicted to be faster."""
     is_tuned: bool
     reason: str
+
+
+def read_verdict(directory: Path, heads: Mapping[str, str], identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The verdict in a run's folder; None where there is none, or it is of other models, sampling or older heads."""
+    path = directory / VERDICT
+    if not path.is_file():
+        return None
+    keys = ("sentence", "policy", "head", "speed", "of")
+    verdict = read_json(path, remedy="delete it, and run `acceptance-heads evaluate` again", keys=keys)
+    weights = [file for head in heads.values() if (file := Path(head) / WEIGHTS).is_file()]
+    is_newest = all(file.stat().st_mtime <= path.stat().st_mtime for file in weights)
+    fits = verdict["of"] == identity and verdict["head"] in (None, *heads.values())
+    return verdict if is_newest and fits and verdict["policy"] is not None else None
 
 
 def best_head(paths: Mapping[str, str]) -> Chosen | None:
@@ -28,18 +42,19 @@ def best_head(paths: Mapping[str, str]) -> Chosen | None:
     Args:
         paths: name of each head -> its directory or hub id.
     """
-    configs = {name: _config_of(path) for name, path in paths.items()}
+    configs = {name: read_head_config(Path(local_directory(path)) / "config.json") for name, path in paths.items()}
     chains = {name: config for name, config in configs.items() if config.get("timing") != "candidate"}
     recommended = {name: config.get("recommended", {}) for name, config in chains.items()}
     if order := ranked(recommended):
         name = order[0]
         tuned = recommended[name]
-        policy, stops = stop_of(tuned)
+        fixed = tuned.get("fixed_tokens_per_s")
+        over = f", {tuned['tokens_per_s'] / fixed - 1:+.0%} over the best fixed length" if fixed else ""
         reason = (
-            f"{name} {stops}: the first of {len(order)} tuned heads, predicted {_speed_up(tuned):.2f} times as fast as "
-            "the target alone"
+            f"{name} at its tuned threshold {tuned['max_rejection_prob']:.3g}: the first of {len(order)} tuned heads, "
+            f"predicted {_speed_up(tuned):.2f} times as fast as the target alone{over}"
         )
-        return Chosen(paths[name], policy, True, reason)
+        return Chosen(paths[name], True, reason)
     losses = {name: config.get("metrics", {}).get("calibrated_kl") for name, config in chains.items()}
     if not losses:
         return None
@@ -48,39 +63,21 @@ def best_head(paths: Mapping[str, str]) -> Chosen | None:
     untuned = (
         f"at a calibrated risk of {UNTUNED['max_rejection_prob']}, since no head is tuned (`acceptance-heads tune`)"
     )
-    return Chosen(paths[name], "head", False, f"{name} ({why}), {untuned}")
+    return Chosen(paths[name], False, f"{name} ({why}), {untuned}")
 
 
 def ranked(recommended: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of the heads that are tuned, the fastest first: by the speed-up over the target alone that was predicted on
-    dev for the faster of threshold and rule.
-
-    Args:
-        recommended: name of each head -> `recommended` of its config.json, as `tune` writes it.
+    """Names of the tuned heads, given `recommended` of each one's config.json: the fastest on dev at its threshold
+    first, by the predicted speed-up over the target alone.
     """
     speed_ups = {name: speed_up for name, tuned in recommended.items() if (speed_up := _speed_up(tuned)) is not None}
     return sorted(speed_ups, key=speed_ups.__getitem__, reverse=True)
 
 
-def stop_of(tuned: Mapping[str, Any]) -> tuple[Literal["head", "auto"], str]:
-    """How a tuned head stops, as a policy and in words: by the faster of threshold and rule on dev.
-
-    A head that was tuned before both throughputs were written stops at its threshold.
-    """
-    if tuned.get("auto_tokens_per_s", 0.0) > tuned.get("tokens_per_s", float("inf")):
-        return "auto", "under auto, which needs no threshold"
-    return "head", f"at its tuned threshold {tuned['max_rejection_prob']:.3g}"
-
-
-def _config_of(path: str) -> dict[str, Any]:
-    return read_head_config(Path(local_directory(path)) / "config.json")
-
-
 def _speed_up(tuned: Mapping[str, Any]) -> float | None:
-    """Throughput of the faster of threshold and rule, over that of the target alone; None where nothing was tuned."""
+    """Throughput at the threshold, over that of the target alone; None where nothing was tuned."""
     # `throughput`, lambda of the rule, is all that older heads have
-    speeds = [tuned[key] for key in ("tokens_per_s", "auto_tokens_per_s") if key in tuned]
-    speeds = speeds or [tuned[key] for key in ("throughput",) if tuned.get(key) is not None]
-    if not {"max_rejection_prob", "t_target_s"} <= tuned.keys() or not speeds:
+    speed = tuned.get("tokens_per_s", tuned.get("throughput"))
+    if not {"max_rejection_prob", "t_target_s"} <= tuned.keys() or speed is None:
         return None
-    return float(max(speeds) * tuned["t_target_s"])
+    return float(speed * tuned["t_target_s"])

@@ -14,7 +14,7 @@ import numpy as np
 from decode.loop.counts import Counts
 from decode.policies.base import Policy
 from decode.policies.bounds import Oracle
-from evaluation.competitors import Finalist, fastest
+from evaluation.competitors import fastest
 from evaluation.contest.grids import Grid, bounds, label_of
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Spent, Splits
@@ -91,11 +91,6 @@ class Pick(NamedTuple):
         """Tokens and seconds of each test prompt."""
         return cost.spent(self.arm.test).at(self.setting)
 
-    def finalist(self, cost: CostModel) -> Finalist:
-        """The pick with its results on test."""
-        counts = total(self.arm.test.counts, self.setting)
-        return Finalist(self.family, self.arm.grid.name, self.values, self.spent(cost), counts)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Replays:
@@ -131,12 +126,13 @@ class Replays:
         """The rule of law 4.11 for these costs, lambda from dev or learned online, with the head that is fastest on dev
         of this timing; None: of the timing of the fastest head.
         """
-        heads = self.best(cost)
-        if not heads:
-            return []
         timing = timing or self.fastest_timing(cost)
+        return [] if timing is None else self.ruled(self.best(cost)[timing], cost, is_online)
+
+    def ruled(self, head: AcceptanceHead, cost: CostModel, is_online: Sequence[bool] = (False, True)) -> list[Arm]:
+        """The rule of law 4.11 with this head."""
         rules = {
-            f"auto_{timing}{'_online' * learns}": auto_for(heads[timing], self.traces.dev, cost, is_online=learns)
+            f"auto_{head.timing}{'_online' * learns}": auto_for(head, self.traces.dev, cost, is_online=learns)
             for learns in is_online
         }
         return list(replay_arms((Grid(family, family, rule, ({},)) for family, rule in rules.items()), self.traces))

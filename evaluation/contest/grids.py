@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from decode.experiment import Experiment
 from decode.policies import HeadPolicy, Policy
 from decode.policies.bounds import Oracle, PerfectHead
 from decode.policies.registry import LOGISTIC, POLICIES, make_policy, registered
@@ -91,6 +92,15 @@ def grids_of(
         else:
             grids.append(make_grid(name, name, parameters))
     return grids
+
+
+def grids_with(experiment: Experiment, heads: Mapping[str, AcceptanceHead], *, has_heads: bool = False) -> list[Grid]:
+    """Grids of everything that competes in an experiment with these heads; `has_heads`: they do whatever
+    decode.policies says.
+    """
+    decode = experiment.decode
+    policies = (*decode.policies, "head") if decode.policies and has_heads else decode.policies
+    return grids_of(decode.grid, heads, max_draft_length=decode.max_draft_length, policies=policies)
 
 
 def make_grid(family: str, name: str, parameters: Mapping[str, Sequence[Any]], **fixed: Any) -> Grid:

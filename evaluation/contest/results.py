@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from decode.policies.registry import POLICIES
-from evaluation.competitors import Finalist
-from evaluation.contest.arms import BASELINE, Arm, picks_of
+from evaluation.contest.arms import BASELINE, Arm, Pick, fastest_on_dev, picks_of, total
 from evaluation.contest.grids import label_of
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Gain, Spent, gain_over
@@ -16,7 +15,8 @@ from evaluation.intervals import Gain, Spent, gain_over
 TRAINING_FREE, HEADS = "training-free", "heads"
 GROUPS: dict[str, Callable[[str], bool]] = {
     TRAINING_FREE: lambda family: family in POLICIES,
-    HEADS: lambda family: family.startswith(("head_", "auto_")),
+    HEADS: lambda family: family.startswith("head_"),
+    BASELINE: lambda family: family == BASELINE,
 }
 """Groups of families, of which the best are compared: whether a family belongs to each."""
 
@@ -56,17 +56,20 @@ class Yardstick(NamedTuple):
     t_target_s: float
     """Seconds of one token by the target alone."""
     champions: Mapping[str, str]
-    """Family of each group that is fastest on dev: TRAINING_FREE and, where there are some, HEADS."""
+    """Family of each group that is fastest on dev; HEADS where there are some."""
 
 
 def yardstick_of(arms: Sequence[Arm], cost: CostModel) -> Yardstick:
     """The yardstick of one dataset at one cost."""
-    picks, champions = picks_of(arms, cost), {}
-    speeds = {family: pick.tokens_per_s_on_dev(cost) for family, pick in picks.items()}
-    for group, belongs in GROUPS.items():
-        if members := [family for family in picks if belongs(family)]:
-            champions[group] = max(members, key=speeds.__getitem__)
-    return Yardstick({family: pick.spent(cost) for family, pick in picks.items()}, cost.t_target_s[0], champions)
+    spent = {family: pick.spent(cost) for family, pick in picks_of(arms, cost).items()}
+    champions = {group: pick.family for group, pick in champions_of(arms, cost).items()}
+    return Yardstick(spent, cost.t_target_s[0], champions)
+
+
+def champions_of(arms: Sequence[Arm], cost: CostModel) -> dict[str, Pick]:
+    """Group -> its arm and setting that are fastest on dev; groups without arms are left out."""
+    members = {group: [arm for arm in arms if belongs(arm.grid.family)] for group, belongs in GROUPS.items()}
+    return {group: fastest_on_dev(of_group, cost) for group, of_group in members.items() if of_group}
 
 
 def lead_of(yardstick: Yardstick) -> Gain | None:
@@ -79,16 +82,16 @@ def lead_of(yardstick: Yardstick) -> Gain | None:
 
 def results_of(arms: Sequence[Arm], cost: CostModel, yardstick: Yardstick) -> list[Result]:
     """One result per family."""
-    return [result_of(pick.finalist(cost), yardstick) for pick in picks_of(arms, cost).values()]
+    return [result_of(pick, cost, yardstick) for pick in picks_of(arms, cost).values()]
 
 
-def result_of(finalist: Finalist, yardstick: Yardstick) -> Result:
+def result_of(pick: Pick, cost: CostModel, yardstick: Yardstick) -> Result:
     """The figures of one family on test against the yardstick."""
-    counts, spent, rivals = finalist.counts, finalist.spent, yardstick.spent
+    counts, spent, rivals = total(pick.arm.test.counts, pick.setting), pick.spent(cost), yardstick.spent
     return Result(
-        family=finalist.family,
-        name=finalist.name,
-        setting=finalist.setting,
+        family=pick.family,
+        name=pick.arm.grid.name,
+        setting=pick.values,
         discard_rate=counts.discard_rate,
         verification_rate=counts.verification_rate,
         acceptance_length=counts.acceptance_length,

@@ -65,9 +65,8 @@ def travel(home: Judged, away: Judged, *, test: Trace, cost: CostModel) -> list[
     """
     there, travelled = away.yardstick.spent, []
     for family, pick in picks_of(_moved(home.arms, away.arms, test), cost).items():
-        finalist = pick.finalist(cost)
-        kept = gain_over(there[family], finalist.spent) if family in there else None
-        travelled.append(Travelled(result_of(finalist, away.yardstick), kept))
+        kept = gain_over(there[family], pick.spent(cost)) if family in there else None
+        travelled.append(Travelled(result_of(pick, cost, away.yardstick), kept))
     places = {
         result.family: place
         for place, result in enumerate(ordered([travelled_family.result for travelled_family in travelled]))

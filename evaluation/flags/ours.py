@@ -23,7 +23,7 @@ class Ours(NamedTuple):
     """The best of ours, chosen on dev."""
 
     choices: dict[str, Choice]
-    """Of the policies that need no training, and of the heads, `auto` among them, where there are some."""
+    """Of the policies that need no training, and of the heads, where there are some."""
     drawn: Pick | None
     """The fastest drawn-time head on the engine's own drafts, at its threshold."""
 

@@ -16,8 +16,9 @@ from decode.experiment import Experiment
 from evaluation.batches.curves import kept_curves
 from evaluation.clock.results import check_clock, clock_dataset
 from evaluation.contest.arms import Replays, replay_dataset
-from evaluation.contest.grids import Grid, grids_of
+from evaluation.contest.grids import Grid, grids_with
 from evaluation.contest.in_batches import compare_in_batches, setups_of, sizes_of
+from evaluation.contest.recommended import recommend, write_verdict
 from evaluation.contest.results import results_of, yardstick_of
 from evaluation.contest.tables import NAMES, ordered, result_frame, write_counts
 from evaluation.contest.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame, travel_sheet
@@ -31,7 +32,6 @@ from evaluation.report.plots import all_plots
 from evaluation.report.verdict import Answer, answer_of
 from evaluation.sheet import announce, printing, say
 from evaluation.traces.recording import trace_folder
-from heads.model.head import AcceptanceHead
 from store.shards import write_atomic
 
 
@@ -73,12 +73,15 @@ def evaluate(
         curve = [verification_curve(cost)] if len(cost.t_target_s) > 1 else []
         page = Page(about=about(experiment, cost), cost=cost, directory=into, plots=curve)
         every, results = compare_all(experiment, costs, homes=homes, page=page, has_all=all)
-        written = write(results, every, page=page)
+        verdict = recommend(list(every.values()), cost, experiment)
+        written = [*write(results, every, page=page), str(write_verdict(verdict, page.directory))]
         written += in_batches(experiment, every, costs, page=page, sizes=sizes) if sizes else []
         written += clocked(experiment, every, cost, page=page, num_prompts=clock, repeats=repeats) if clock else []
         tell(page, written)
+        say(f"\n{verdict['sentence']}")
     if json:
-        print(document({"costs": asdict(cost), "results": records(results), "written": written}, page))
+        figures = {"costs": asdict(cost), "verdict": verdict, "results": records(results), "written": written}
+        print(document(figures, page))
 
 
 def tell(page: Page, written: Sequence[str]) -> None:
@@ -128,12 +131,6 @@ def stage_frame(page: Page) -> pd.DataFrame:
         for answer in answers
         for stage in answer.stages
     )
-
-
-def grids_with(experiment: Experiment, heads: Mapping[str, AcceptanceHead]) -> list[Grid]:
-    """Grids of all competitors, these heads among them."""
-    decode = experiment.decode
-    return grids_of(decode.grid, heads, max_draft_length=decode.max_draft_length, policies=decode.policies)
 
 
 def compare_all(

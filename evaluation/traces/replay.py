@@ -62,6 +62,16 @@ class Replayed:
         return np.add.reduceat(amounts[:, order], starts, axis=1)
 
 
+def joined(every: Sequence[Replayed]) -> Replayed:
+    """What the same settings did on several traces, their prompts one after the other."""
+    counted = [name for name, values in vars(every[0].counts).items() if isinstance(values, np.ndarray)]
+    counts = {name: np.concatenate([getattr(one.counts, name) for one in every], axis=1) for name in counted}
+    firsts = np.cumsum([0, *(int(one.prompt_of_row.max()) + 1 for one in every)])
+    prompts = [first + one.prompt_of_row for first, one in zip(firsts, every, strict=False)]
+    lengths = np.concatenate([one.lengths for one in every], axis=1)
+    return Replayed(Counts(**counts), lengths, np.concatenate(prompts), every[0].stop_kind)
+
+
 def lengths_of(generation: Generation, max_draft_length: int) -> Int[Array, " lengths"]:
     """Rounds of a generation by the number of tokens drafted, 0 to max_draft_length."""
     return np.bincount([len(round_.drafted) for round_ in generation.rounds], minlength=max_draft_length + 1)

@@ -25,27 +25,21 @@ _COARSE = (8, 1e-3)
 """The same of batches, which are stepped through and not replayed."""
 
 
-def auto_for(
-    head: Any, trace: Trace, cost: CostModel, *, also: Any = None, is_online: bool = False, is_learning: bool = False
-) -> Auto:
+def auto_for(head: Any, trace: Trace, cost: CostModel, *, is_online: bool = False) -> Auto:
     """The rule for these times.
 
     Args:
         head: calibrated, or a `PerfectHead`.
         trace: of dev prompts.
         cost: the times.
-        also: a head of the other timing.
         is_online: learn lambda while decoding, with nothing from the trace but the index and the mean acceptance, which
             hold for all times; False: find its fixed point on the trace.
-        is_learning: refit the head's calibration while decoding.
     """
     rule = Auto(
         head,
-        **cost.line(HeadPolicy(head, also=also).stop_kind, has_blocks=trace.block_size is not None)._asdict(),
+        **cost.line(HeadPolicy(head).stop_kind, has_blocks=trace.block_size is not None)._asdict(),
         is_online=is_online,
-        also=also,
-        is_learning=is_learning,
-        **_index(trace, head, also),
+        **_index(trace, head),
     )
     return rule if is_online else fixed_point(rule, trace, cost)
 
@@ -66,13 +60,13 @@ def fixed_point(rule: Auto, trace: Trace, cost: CostModel) -> Auto:
     return replace(rule, throughput=rate, prior_profit=profit, prior_rounds=50.0)
 
 
-def batch_auto_for(head: Any, trace: Trace, costs: BatchCosts, size: int, *, also: Any = None) -> BatchAuto:
+def batch_auto_for(head: Any, trace: Trace, costs: BatchCosts, size: int) -> BatchAuto:
     """The rule of a batch for these curves and this batch size; lambda is the throughput that it leads to on the
     trace.
     """
     kind = BatchAuto if trace.block_size is None else BlockAuto
     of_blocks: dict[str, Any] = {} if trace.block_size is None else {"block_size": trace.block_size}
-    rule = kind(head, costs, size, also=also, **_index(trace, head, also), **of_blocks)
+    rule = kind(head, costs, size, **_index(trace, head), **of_blocks)
     rows = queue_of(len(trace.rows), size)
 
     def reached(rate: float) -> float:
@@ -81,9 +75,9 @@ def batch_auto_for(head: Any, trace: Trace, costs: BatchCosts, size: int, *, als
     return replace(rule, throughput=_settled(rule.prior(), reached, _COARSE))
 
 
-def _index(trace: Trace, head: Any, also: Any) -> dict[str, Any]:
-    """The index as both rules take it: of the head that has scored the newest token."""
-    index = index_of(trace, also if also is not None and also.timing == "drawn" else head)
+def _index(trace: Trace, head: Any) -> dict[str, Any]:
+    """The index as both rules take it."""
+    index = index_of(trace, head)
     return {
         "next_mean": index.next_mean,
         "index_offset": index.offset,

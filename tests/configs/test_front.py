@@ -115,7 +115,7 @@ def test_it_runs_beside_a_users_own_modules_of_our_names(tmp_path):
 
 
 def test_screens_follow_the_code():
-    screen = screen_of("tune", "evaluation.tuning.command:tune", ("decode.num_dev", "pair.sampling.temperature"))
+    screen = screen_of("tune", "evaluation.report.tune:tune", ("decode.num_dev", "pair.sampling.temperature"))
     assert "Prompts on which each policy's setting is chosen. [50]" in screen
     assert "0 is greedy. [1.0]" in screen
 

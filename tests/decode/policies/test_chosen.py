@@ -6,7 +6,7 @@ from configs.schema import Config, HeadsConfig, ModelSource, PairConfig
 from decode import HeadPolicy
 from decode.experiment import Experiment
 from decode.policies.auto import Auto
-from decode.policies.chosen import best_head, ranked, stop_of
+from decode.policies.chosen import best_head, ranked
 from heads import AcceptanceHead, Provenance
 from heads.model.head import update_config
 
@@ -55,15 +55,15 @@ def test_untuned_heads_go_by_their_loss_at_a_calibrated_risk(exported):
 
 def test_the_fastest_tuned_head_comes_first_at_its_threshold(exported):
     update_config(
-        exported / "a", recommended={**TUNED, "throughput": 42.0, "tokens_per_s": 40.0, "auto_tokens_per_s": 39.0}
+        exported / "a", recommended={**TUNED, "throughput": 42.0, "tokens_per_s": 40.0, "fixed_tokens_per_s": 32.0}
     )
     slower = {**TUNED, "throughput": 35.0, "tokens_per_s": 30.0, "max_rejection_prob": 0.7}
     update_config(exported / "b", recommended=slower)
     here = experiment(exported)
     assert here.default_policy.spec == "head"
     assert (
-        "a at its tuned threshold 0.6: the first of 2 tuned heads, predicted 2.00 times as fast"
-        in here.default_policy.reason
+        "a at its tuned threshold 0.6: the first of 2 tuned heads, predicted 2.00 times as fast as the target "
+        "alone, +25% over the best fixed length" in here.default_policy.reason
     )
     policy = here.policy("head")
     assert (policy.max_rejection_prob, policy.is_calibrated) == (0.6, False)
@@ -73,27 +73,11 @@ def test_the_fastest_tuned_head_comes_first_at_its_threshold(exported):
     assert here.policy("auto").throughput == 42.0
 
 
-def test_where_the_rule_is_faster_than_any_threshold_the_head_decodes_by_it(exported):
-    update_config(
-        exported / "a", recommended={**TUNED, "throughput": 42.0, "tokens_per_s": 40.0, "auto_tokens_per_s": 39.0}
-    )
-    update_config(
-        exported / "b", recommended={**TUNED, "throughput": 49.0, "tokens_per_s": 30.0, "auto_tokens_per_s": 50.0}
-    )
-    here = experiment(exported)
-    said = "head b under auto, which needs no threshold: the first of 2 tuned heads, predicted 2.50 times as fast"
-    assert here.default_policy.reason.startswith(said)
-    policy = here.policy(here.default_policy.spec)
-    assert isinstance(policy, Auto)
-    assert policy.throughput == 49.0
-
-
-def test_heads_are_ranked_by_the_faster_of_threshold_and_rule():
+def test_heads_are_ranked_by_what_they_reach_at_their_thresholds():
     tuned = {"slow": {**TUNED, "tokens_per_s": 30.0}, "fast": {**TUNED, "tokens_per_s": 40.0}, "untuned": {}}
     older = {**TUNED, "throughput": 35.0}
     assert ranked(tuned | {"older": older}) == ["fast", "older", "slow"]
-    assert stop_of(older) == ("head", "at its tuned threshold 0.6")
-    assert ranked(tuned | {"ruled": {**TUNED, "auto_tokens_per_s": 45.0, "tokens_per_s": 20.0}})[0] == "ruled"
+    assert ranked(tuned | {"ruled": {**TUNED, "auto_tokens_per_s": 45.0, "tokens_per_s": 20.0}})[-1] == "ruled"
     assert ranked({"half": {**TUNED, "t_target_s": 0.01, "tokens_per_s": 90.0}} | tuned)[0] == "fast"
 
 

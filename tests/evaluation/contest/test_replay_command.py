@@ -11,11 +11,11 @@ import pytest
 
 from checkpoints.recipes.record import record
 from configs.command import config_of, parser_for, run
+from decode.__main__ import COMMANDS as GENERATE
 from decode.experiment import Experiment
 from decode.policies import Entropy
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchCosts, Curve
-from decode.policies.chosen import stop_of
 from evaluation.__main__ import COMMANDS
 from evaluation.batches.curves import keep_curves
 from evaluation.costs.command import verdict_of as costs_verdict
@@ -29,14 +29,10 @@ from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 
 SMALL = (
-    "--decode.num_dev",
-    "3",
-    "--decode.num_test",
-    "2",
-    "--decode.max_new_tokens",
-    "24",
-    "--decode.max_draft_length",
-    "6",
+    "--decode.num_dev=3",
+    "--decode.num_test=2",
+    "--decode.max_new_tokens=24",
+    "--decode.max_draft_length=6",
 )
 JSON = ("--json", "true")
 TIMES = ("--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05")
@@ -164,12 +160,10 @@ def test_tune_ends_with_a_line_per_head_the_best_one_and_the_next_command(flags,
     assert "Written to HEAD/config.json below" in " ".join(" ".join(lines).split())
     recommended = json.loads(Path(flags[5], "exported", "plain", "config.json").read_text())["recommended"]
     assert f"{recommended['max_rejection_prob']:.4f}" == threshold
-    where = "At the times given (a target forward costs 5.0 draft forwards)"
-    policy, stops = stop_of(recommended)
-    assert {"tokens_per_s", "auto_tokens_per_s"} <= recommended.keys()
-    assert f"{where}: head plain {stops}, predicted" in " ".join(lines)
-    assert lines[-1].startswith("next: acceptance-heads generate --config … --prompt …, which takes this head")
-    assert lines[-1].endswith(f"--policy {policy}:{flags[5]}/exported/plain")
+    assert {"tokens_per_s", "auto_tokens_per_s", "fixed_tokens_per_s"} <= recommended.keys()
+    verdict = json.loads(Path(flags[3], "verdict.json").read_text())
+    assert verdict["sentence"] in " ".join(" ".join(lines).split())
+    assert lines[-1] == f"next: acceptance-heads generate --config … --prompt …, which takes {verdict['policy']}"
 
 
 def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, capsys):
@@ -179,7 +173,8 @@ def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, cap
     capsys.readouterr()
     run(COMMANDS, argv=asked)
     shown = capsys.readouterr().out
-    last = " ".join(shown.rpartition("\n\n")[2].split())
+    *_, last, verdict = (" ".join(part.split()) for part in shown.split("\n\n"))
+    assert verdict == json.loads(Path(flags[3], "verdict.json").read_text())["sentence"]
     assert last.startswith("At the times given (a target forward costs 5.0 draft forwards): head plain")
     assert "│ AdaEDL" not in shown
     lines, document = printed(capsys, *asked, "--all", "true")
@@ -192,6 +187,21 @@ def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, cap
     speeds = {row["family"]: row["tokens_per_s"] for row in document["results"]}
     assert all(row["tokens_per_s"] == pytest.approx(speeds[family]) for family, row in stages.items())
     assert stages["oracle"]["percent_of_oracle_gain"] >= 0
+
+
+def test_evaluate_and_tune_choose_alike_and_generate_follows(flags, capsys):
+    _, evaluated = printed(capsys, "evaluate", *flags)
+    assert json.loads(Path(flags[3], "verdict.json").read_text()) == evaluated["verdict"]
+    _, tuned = printed(capsys, "tune", *flags)
+    assert tuned["verdict"] == evaluated["verdict"]
+    rows = {row["family"]: row for row in evaluated["results"]}
+    (head,) = tuned["tuned"]
+    assert json.loads(rows["head_drawn"]["setting"]) == {"max_rejection_prob": head["max_rejection_prob"]}
+    assert rows["head_drawn"]["tokens_per_s"] == pytest.approx(head["tokens_per_s"])
+    run(GENERATE, argv=["generate", *flags, "--prompt", "Tom has 3 apples.", "--max_new_tokens", "4"])
+    said = capsys.readouterr().err.splitlines()[0]
+    assert said == f"policy: {tuned['verdict']['sentence']} It is {tuned['verdict']['speed']}"
+    assert "best fixed length" in said
 
 
 def test_auto_at_other_times_than_it_was_tuned_for_estimates_its_lambda_anew():
@@ -226,8 +236,8 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(flags, capsys, argv, sai
 
 @pytest.mark.parametrize("name", ["evaluate", "tune"])
 def test_a_trace_of_other_settings_is_refused_before_anything_is_timed(name, flags, capsys, monkeypatch):
-    module = {"evaluate": "report", "tune": "tuning"}[name]
-    monkeypatch.setattr(f"evaluation.{module}.command.costs_for", lambda *_: pytest.fail("timed"))
+    module = {"evaluate": "command", "tune": "tune"}[name]
+    monkeypatch.setattr(f"evaluation.report.{module}.costs_for", lambda *_: pytest.fail("timed"))
     with pytest.raises(SystemExit, match="2"):
         run(COMMANDS, argv=[name, *flags, "--decode.seed", "7"])
     assert "differs in seed: 0 there, 7 in this run; choose another decode.dir" in capsys.readouterr().err
@@ -318,16 +328,11 @@ def test_what_was_chosen_under_one_sampling_travels_to_another(flags, tmp_path, 
 
 
 RECORD = (
-    "--decode.as_recorded",
-    "true",
-    "--pair.target.path",
-    "/nowhere/one",
-    "--pair.draft.path",
-    "/nowhere/other",
-    "--data.prompts",
-    "/nowhere/prompts.jsonl",
-    "--pair.sampling.temperature",
-    "0.3",
+    "--decode.as_recorded=true",
+    "--pair.target.path=/nowhere/one",
+    "--pair.draft.path=/nowhere/other",
+    "--data.prompts=/nowhere/prompts.jsonl",
+    "--pair.sampling.temperature=0.3",
 )
 """Neither models nor prompts, and a config that says otherwise than the trace."""
 

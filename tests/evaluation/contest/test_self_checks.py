@@ -15,12 +15,12 @@ from data_gen.store.features import read_features
 from data_gen.stories.stories import stories
 from decode.experiment import Experiment
 from decode.policies import FixedLength, HeadPolicy, Policy
-from evaluation.contest.arms import picks_of, replay_arms
-from evaluation.contest.grids import Grid
+from evaluation.contest.arms import Replays, picks_of, replay_arms
+from evaluation.contest.grids import Grid, grids_of
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Splits, gain_over
+from evaluation.report.tune import tuned_heads
 from evaluation.traces.recording import trace_folder
-from evaluation.tuning.command import baseline_on, tune_head
 from heads import AcceptanceHead
 from heads.command import export
 from heads.training.command import train
@@ -93,9 +93,14 @@ def test_the_threshold_that_would_have_been_best_is_never_below_the_deployed_one
     head = AcceptanceHead(16, 1, "drawn", True).eval()
     torch.nn.init.normal_(head.out.weight)
     for fold in (splits, Splits(splits.test, splits.dev)):
-        tuned = tune_head("made", head, traces=fold, cost=cost, baseline=baseline_on(fold, cost))
+        (tuned,) = tuned_on(fold, {"made": head}, cost)
         assert tuned.best_tokens_per_s >= tuned.tokens_per_s
         assert tuned.max_rejection_prob > 0
+
+
+def tuned_on(traces, heads, cost):
+    grids = grids_of({}, heads, max_draft_length=traces.dev.max_draft_length, policies=("head",))
+    return tuned_heads(Replays(traces=traces, arms=list(replay_arms(grids, traces)), heads=heads), cost)[1]
 
 
 def test_two_arms_of_one_length_do_not_differ(splits):
@@ -127,8 +132,7 @@ def test_a_head_of_shuffled_labels_gains_nothing_and_one_of_true_labels_does(tmp
         folder.complete()
         (dataset,) = experiment.datasets
         traces, cost = Splits(*folder.load(dataset)), CostModel.constant(0.001, 0.005)
-        ((head, loaded),) = experiment.heads.items()
-        gains[name] = tune_head(head, loaded, traces=traces, cost=cost, baseline=baseline_on(traces, cost)).gain
+        gains[name] = tuned_on(traces, experiment.heads, cost)[0].gain
     assert gains["true"].value > 0.05
     assert gains["shuffled"].value < 0.02
     assert gains["shuffled"].low <= 0

@@ -6,25 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from json import dumps as to_json
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from configs.schema import Config
 from decode.experiment import Experiment
-from decode.policies import FixedLength, HeadPolicy
-from decode.policies.chosen import ranked, stop_of
+from evaluation.contest.arms import BASELINE, Pick, Replays, fastest_on_dev, replay_dataset
+from evaluation.contest.grids import grids_with
+from evaluation.contest.recommended import recommend, write_verdict
+from evaluation.contest.results import champions_of
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
-from evaluation.intervals import Gain, Spent, Splits, gain_over
-from evaluation.sheet import Sheet, printing, say
+from evaluation.intervals import Gain, Splits, gain_over
+from evaluation.sheet import Sheet, announce, printing, say
 from evaluation.traces.recording import trace_folder
-from evaluation.traces.replay import replay_settings
-from evaluation.traces.trace import Trace, join_traces
-from evaluation.tuning.rule import auto_for
-from heads.model.head import SAID, AcceptanceHead, update_config
+from evaluation.traces.trace import join_traces
+from heads.model.head import SAID, update_config
+from store.progress import Bar
 
-FINE = 201
 _RULE = (
     "t_draft_s",
     "t_target_s",
@@ -48,7 +46,7 @@ class Tuned:
     head: str
     timing: str
     max_rejection_prob: float
-    """The best of a fine grid on dev, on the head's raw probabilities."""
+    """Best on dev, on the head's raw probabilities."""
     tokens_per_s_on_dev: float
     """Throughput on dev, by which thresholds and heads are chosen."""
     tokens_per_s: float
@@ -67,26 +65,12 @@ class Tuned:
     recommended: dict[str, Any]
 
 
-class Baseline(NamedTuple):
-    """The fixed length that gains are measured from."""
-
-    length: int
-    """Best on dev."""
-    spent: Spent
-    """On test."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Throughput on test."""
-        return float(self.spent.tokens_per_s)
-
-
 def tune(config: Config, *, write: bool = True, ratio: float | None = None, json: bool = False) -> None:
     """Choose each head's threshold for this hardware by replay; write it into the head's config.json.
 
     Args:
         config: the experiment.
-        write: put `recommended` into every head's config.json.
+        write: put `recommended` into every head's config.json, and the verdict into decode.dir.
         ratio: t_target / t_draft of other hardware, in place of the measured times.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
@@ -96,34 +80,25 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
             f"no heads in {experiment.exported}; run `acceptance-heads export`, or name some in decode.heads"
         )
     with printing(aside=json):
-        folder = trace_folder(experiment)
+        folder, grids = trace_folder(experiment), grids_with(experiment, experiment.heads, has_heads=True)
         folder.refuse_other()
         cost = costs_for(experiment, ratio)
         folder.complete()
-        dev, test = (join_traces(traces) for traces in zip(*map(folder.load, experiment.datasets), strict=True))
-        traces = Splits(dev, test)
-        baseline = baseline_on(traces, cost)
-        tuned = [
-            tune_head(name, head, traces=traces, cost=cost, baseline=baseline)
-            for name, head in experiment.heads.items()
-        ]
-        order = ranked({result.head: result.recommended for result in tuned})
-        tuned.sort(key=lambda result: order.index(result.head))
+        traces = Splits(*map(join_traces, zip(*map(folder.load, experiment.datasets), strict=True)))
+        replays = replay_dataset(traces, grids, heads=experiment.heads, perfect_head=False, name="tune")
+        baseline, tuned = tuned_heads(replays, cost)
         places = {result.head: written_to(experiment, result) if write else "" for result in tuned}
         threshold_sheet(tuned, cost, places=places, baseline=baseline, folder=experiment.exported).print()
-        best = tuned[0]
-        say(verdict_of(best, cost, baseline))
-        policy, _ = stop_of(best.recommended)
-        print(
-            "next: acceptance-heads generate --config … --prompt …, which takes this head; by its name: --policy "
-            f"{policy}:{experiment.head_paths[best.head]}"
-        )
+        verdict = recommend([replays], cost, experiment)
+        announce([write_verdict(verdict, experiment.directory)] if write else [])
+        say(f"\n{verdict['sentence']}")
+        print(f"next: acceptance-heads generate --config … --prompt …, which takes {verdict['policy']}")
     if json:
         found = [
             asdict(result) | {"gain": result.gain._asdict(), "auto_gain": result.auto_gain._asdict()}
             for result in tuned
         ]
-        print(to_json({"costs": asdict(cost), "tuned": found}))
+        print(to_json({"costs": asdict(cost), "tuned": found, "verdict": verdict}))
 
 
 def written_to(experiment: Experiment, result: Tuned) -> str:
@@ -139,52 +114,54 @@ def written_to(experiment: Experiment, result: Tuned) -> str:
     return str(file.relative_to(experiment.exported) if file.is_relative_to(experiment.exported) else file)
 
 
-def baseline_on(traces: Splits[Trace], cost: CostModel) -> Baseline:
-    """The fixed length that is best on dev."""
-    lengths = np.arange(traces.dev.max_draft_length + 1)
-    dev, test = (cost.spent(replay_settings(trace, FixedLength(lengths))) for trace in traces)
-    best = int(dev.tokens_per_s.argmax())
-    return Baseline(int(lengths[best]), test.at(best))
+def tuned_heads(replays: Replays, cost: CostModel) -> tuple[Pick, list[Tuned]]:
+    """(the best fixed length, every head at its best threshold on dev and under the rule, the fastest on dev first)."""
+    baseline = champions_of(replays.arms, cost)[BASELINE]
+    arms = {arm.grid.name.removeprefix("head:"): arm for arm in replays.arms}
+    found = [
+        tune_head(name, fastest_on_dev([arms[name]], cost), replays, cost=cost, baseline=baseline)
+        for name in Bar(replays.heads, desc="tune: auto", unit="heads")
+    ]
+    return baseline, sorted(found, key=lambda result: -result.tokens_per_s_on_dev)
 
 
-def tune_head(name: str, head: AcceptanceHead, *, traces: Splits[Trace], cost: CostModel, baseline: Baseline) -> Tuned:
-    """The best threshold on dev, and what it and the rule come to on test."""
-    thresholds = 1 / (1 + np.exp(-np.linspace(-7, 7, FINE)))
-    dev, test = (cost.spent(replay_settings(trace, HeadPolicy(head, thresholds))) for trace in traces)
-    on_dev, on_test = dev.tokens_per_s, test.tokens_per_s
-    best = int(on_dev.argmax())
-    threshold = round(float(thresholds[best]), 5)
-    rule, online = (auto_for(head, traces.dev, cost, is_online=is_online) for is_online in (False, True))
-    ruled = Splits(*(cost.spent(replay_settings(trace, rule)).at(0) for trace in traces))
+def tune_head(name: str, pick: Pick, replays: Replays, *, cost: CostModel, baseline: Pick) -> Tuned:
+    """One head at its threshold, and what the rule comes to."""
+    head, base, on_test = replays.heads[name], baseline.spent(cost), cost.tokens_per_s(pick.arm.test)
+    rule, online = replays.ruled(head, cost)
+    ruled, fixed_tokens_per_s = rule.spent(cost), baseline.tokens_per_s_on_dev(cost)
     return Tuned(
         head=name,
         timing=head.timing,
-        max_rejection_prob=threshold,
-        tokens_per_s_on_dev=float(on_dev[best]),
-        tokens_per_s=float(on_test[best]),
-        gain=gain_over(baseline.spent, test.at(best)),
+        max_rejection_prob=pick.values["max_rejection_prob"],
+        tokens_per_s_on_dev=pick.tokens_per_s_on_dev(cost),
+        tokens_per_s=float(on_test[pick.setting]),
+        gain=gain_over(base, pick.spent(cost)),
         best_tokens_per_s=float(on_test.max()),
-        auto_tokens_per_s=float(ruled.test.tokens_per_s),
-        auto_gain=gain_over(baseline.spent, ruled.test),
-        online_tokens_per_s=float(cost.speeds(traces.test, online)[0]),
+        auto_tokens_per_s=float(ruled.test.tokens_per_s[0]),
+        auto_gain=gain_over(base, ruled.test.at(0)),
+        online_tokens_per_s=float(cost.tokens_per_s(online.test)[0]),
         target_alone_tokens_per_s=1 / cost.t_target_s[0],
         recommended={
-            "max_rejection_prob": threshold,
             "is_calibrated": False,
-            "tokens_per_s": float(on_dev[best]),
-            "auto_tokens_per_s": float(ruled.dev.tokens_per_s),
-            **{name: getattr(rule, name) for name in _RULE},
+            **pick.values,
+            "tokens_per_s": pick.tokens_per_s_on_dev(cost),
+            "auto_tokens_per_s": float(ruled.dev.tokens_per_s[0]),
+            "fixed_length": int(baseline.values["k"]),
+            "fixed_tokens_per_s": fixed_tokens_per_s,
+            **{key: getattr(rule.grid.policy, key) for key in _RULE},
             "costs": f"{cost.origin}; {cost.stop_origin}",
-            "num_prompts": traces.dev.num_prompts,
+            "num_prompts": replays.traces.dev.num_prompts,
         },
     )
 
 
 def threshold_sheet(
-    tuned: Sequence[Tuned], cost: CostModel, *, places: Mapping[str, str], baseline: Baseline, folder: Path
+    tuned: Sequence[Tuned], cost: CostModel, *, places: Mapping[str, str], baseline: Pick, folder: Path
 ) -> Sheet:
     """A line per head: the threshold, what it is predicted to gain, the rule beside it, and where it was written."""
     elsewhere = any(place not in ("", f"{name}/config.json") for name, place in places.items())
+    fixed = baseline.spent(cost).tokens_per_s
     rows = [
         {
             "head": head.head,
@@ -192,8 +169,8 @@ def threshold_sheet(
             "threshold": f"{head.max_rejection_prob:.4f}",
             "predicted gain": head.gain.words,
             "tokens/s": f"{head.tokens_per_s:.1f}",
-            "auto": f"{head.auto_tokens_per_s / baseline.tokens_per_s - 1:+.1%}",
-            "auto online": f"{head.online_tokens_per_s / baseline.tokens_per_s - 1:+.1%}",
+            "auto": f"{head.auto_tokens_per_s / fixed - 1:+.1%}",
+            "auto online": f"{head.online_tokens_per_s / fixed - 1:+.1%}",
             **({"written to": places[head.head]} if elsewhere else {}),
         }
         for head in tuned
@@ -202,16 +179,7 @@ def threshold_sheet(
     written = written if any(places.values()) else "Nothing is written"
     note = (
         "threshold: max_rejection_prob, the risk of a rejection at which drafting stops, chosen on dev. Gains: on "
-        f"test, over the best fixed length ({baseline.length}), predicted from counts and times. auto: the rule that "
-        f"needs no threshold. Best on dev first. {written}"
+        f"test, over the best fixed length ({baseline.values['k']}), predicted from counts and times. auto: the rule "
+        f"that needs no threshold. Best on dev first. {written}"
     )
     return Sheet(f"thresholds for {cost.title}", rows, note, names=2)
-
-
-def verdict_of(best: Tuned, cost: CostModel, baseline: Baseline) -> str:
-    """The best head in a sentence, and a plain word where nothing shows that it pays."""
-    policy, stops = stop_of(best.recommended)
-    gain = best.auto_gain if policy == "auto" else best.gain
-    doubt = "" if gain.low > 0 else " That is not beyond chance: more test prompts (decode.num_test) would tell."
-    over = f"over the best fixed length ({baseline.length})"
-    return f"{cost.where}: head {best.head} {stops}, predicted {gain.words} {over}.{doubt}"
