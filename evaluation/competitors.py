@@ -4,15 +4,14 @@
                  stands for the family
     setting      one way to run it
     candidate    a competitor at one setting, with what it did on dev: replayed, decoded, or stepped through in batches
-    finalist     the candidate that dev chose, with what it did on test
-    standing     what was clocked of a finalist on test, beside its rivals
+    standing     what was clocked of the chosen candidate on test, beside its rivals
     gain         over another one on test, paired over prompts, with an interval (`evaluation.intervals`)
 
 Replay runs all settings of a competitor at once, as one policy whose parameters are arrays: there the competitor is a
 `Grid` (`evaluation.contest.grids`), what it did on both splits an `Arm`, and an arm at one setting, its candidate, a
 `Pick` (`evaluation.contest.arms`). What cannot be replayed is built and decoded setting by setting: `Competitor`,
-`Setting` and `Candidate` (`evaluation.hierarchies.runs`). Both choose by `fastest`, become a `Finalist`, and are judged
-by the same gain.
+`Setting` and `Candidate` (`evaluation.hierarchies.runs`). Both choose by `fastest` and are judged by the
+same gain.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -57,7 +56,7 @@ class Competitor:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """A finalist on the clock, beside its rivals."""
+    """What dev chose, on the clock beside its rivals."""
 
     family: str
     setting: str

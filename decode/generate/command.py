@@ -56,9 +56,8 @@ def generate(
         policy, reason = experiment.default_policy
         print(f"policy: {reason}", file=sys.stderr)
     stop = experiment.policy(policy)
-    pair = experiment.pair
+    pair, decode = experiment.pair, experiment.decode
     prompt_ids = encode(Prompt("prompt", (prompt,)), pair.tokenizer, experiment.template)
-    decode = experiment.decode
     models = PairModels(pair, decode.compile, holds_trees=tree is not None)
     drafter = models.drafter(stop, None if tree is None else SHAPES[tree])
     decoder = models.decoder(drafter, sampling=experiment.sampling, max_draft_length=decode.max_draft_length)

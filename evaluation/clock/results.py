@@ -20,7 +20,7 @@ from decode.experiment import Experiment
 from decode.policies import FixedLength
 from evaluation.clock.primed import PrimedLoop
 from evaluation.clock.turns import Clocked, clock
-from evaluation.contest.arms import ALONE, BASELINE, Pick, Replays, picks_of, replay_arms
+from evaluation.contest.arms import ALONE, BASELINE, Pick, replay_arms
 from evaluation.contest.colours import colours_of
 from evaluation.contest.grids import BOUNDS, Grid
 from evaluation.contest.tables import NAMES
@@ -211,17 +211,21 @@ def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) ->
 
 
 def clock_dataset(
-    experiment: Experiment, replays: Replays, cost: CostModel, *, dataset: str, num_prompts: int, repeats: int
+    experiment: Experiment,
+    picks: Mapping[str, Pick],
+    test: Trace,
+    cost: CostModel,
+    *,
+    dataset: str,
+    num_prompts: int,
+    repeats: int,
 ) -> ClockReport:
     """The first test prompts of one dataset, every turn of each once, on the loop of the config."""
-    loop, test = PrimedLoop.of(experiment), replays.traces.test
-    rows = rows_of(test, num_prompts)
-    trace = test.select(rows)
-    picks = picks_of([*replays.arms, *replays.auto_arms(cost)], cost)
+    loop, rows = PrimedLoop.of(experiment), rows_of(test, num_prompts)
     alone = Grid(ALONE, ALONE, FixedLength(0), ({},))
     families = [family for family in NAMES if family in picks and family not in BOUNDS]
     runners = [Pick(next(replay_arms([alone], Splits(test, test))), 0), *(picks[family] for family in families)]
-    clocked = clock(loop, runners, trace, rows, repeats=repeats, name=dataset)
+    clocked = clock(loop, runners, test.select(rows), rows, repeats=repeats, name=dataset)
     return report_of(clocked, runners, cost, dataset=dataset, rows=rows)
 
 

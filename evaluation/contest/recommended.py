@@ -12,9 +12,9 @@ from typing import Any
 
 from decode.experiment import Experiment
 from decode.policies.chosen import VERDICT
-from evaluation.contest.arms import BASELINE, Arm, Pick, Replays
+from evaluation.contest.arms import BASELINE, Arm, Pick, Replays, picks_of
 from evaluation.contest.results import HEADS, TRAINING_FREE, champions_of
-from evaluation.contest.tables import NAMES
+from evaluation.contest.tables import NAMES, values_of
 from evaluation.costs.model import CostModel
 from evaluation.intervals import gain_over
 from evaluation.traces.replay import joined
@@ -29,7 +29,7 @@ def recommend(every: Sequence[Replays], cost: CostModel, experiment: Experiment)
         cost: the times.
         experiment: of the replays.
     """
-    champions = champions_of(joined_arms(every), cost)
+    champions = champions_of(picks_of(joined_arms(every), cost).values(), cost)
     spent, best = {group: pick.spent(cost) for group, pick in champions.items()}, BASELINE
     reasons = [] if HEADS in champions else ["no head takes part (`acceptance-heads train` and `export` make heads)"]
     for group in (TRAINING_FREE, HEADS):
@@ -67,7 +67,7 @@ def joined_arms(every: Sequence[Replays]) -> list[Arm]:
 
 def named(pick: Pick) -> str:
     """A policy with its setting, in a sentence."""
-    values = ", ".join(f"{value:.3g}" if isinstance(value, float) else f"{value}" for value in pick.values.values())
+    values = values_of(pick.values)
     if pick.family == BASELINE:
         return f"fixed length {values}" if pick.values["k"] else "no draft (fixed length 0)"
     name = pick.arm.grid.name

@@ -2,12 +2,12 @@
 4.10).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from decode.policies.registry import POLICIES
-from evaluation.contest.arms import BASELINE, Arm, Pick, fastest_on_dev, picks_of, total
+from evaluation.contest.arms import BASELINE, Pick, total
 from evaluation.contest.grids import label_of
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Gain, Spent, gain_over
@@ -59,17 +59,17 @@ class Yardstick(NamedTuple):
     """Family of each group that is fastest on dev; HEADS where there are some."""
 
 
-def yardstick_of(arms: Sequence[Arm], cost: CostModel) -> Yardstick:
-    """The yardstick of one dataset at one cost."""
-    spent = {family: pick.spent(cost) for family, pick in picks_of(arms, cost).items()}
-    champions = {group: pick.family for group, pick in champions_of(arms, cost).items()}
-    return Yardstick(spent, cost.t_target_s[0], champions)
+def yardstick_of(picks: Mapping[str, Pick], cost: CostModel) -> Yardstick:
+    """The yardstick of one dataset at one cost, where dev chose these."""
+    champions = {group: pick.family for group, pick in champions_of(picks.values(), cost).items()}
+    return Yardstick({family: pick.spent(cost) for family, pick in picks.items()}, cost.t_target_s[0], champions)
 
 
-def champions_of(arms: Sequence[Arm], cost: CostModel) -> dict[str, Pick]:
-    """Group -> its arm and setting that are fastest on dev; groups without arms are left out."""
-    members = {group: [arm for arm in arms if belongs(arm.grid.family)] for group, belongs in GROUPS.items()}
-    return {group: fastest_on_dev(of_group, cost) for group, of_group in members.items() if of_group}
+def champions_of(picks: Iterable[Pick], cost: CostModel) -> dict[str, Pick]:
+    """Group -> the pick that is fastest on dev; groups without any are left out."""
+    ranked = sorted(picks, key=lambda pick: -pick.tokens_per_s_on_dev(cost))
+    best = {group: next((pick for pick in ranked if belongs(pick.family)), None) for group, belongs in GROUPS.items()}
+    return {group: pick for group, pick in best.items() if pick is not None}
 
 
 def lead_of(yardstick: Yardstick) -> Gain | None:
@@ -80,9 +80,9 @@ def lead_of(yardstick: Yardstick) -> Gain | None:
     return gain_over(free, head)
 
 
-def results_of(arms: Sequence[Arm], cost: CostModel, yardstick: Yardstick) -> list[Result]:
+def results_of(picks: Mapping[str, Pick], cost: CostModel, yardstick: Yardstick) -> list[Result]:
     """One result per family."""
-    return [result_of(pick, cost, yardstick) for pick in picks_of(arms, cost).values()]
+    return [result_of(pick, cost, yardstick) for pick in picks.values()]
 
 
 def result_of(pick: Pick, cost: CostModel, yardstick: Yardstick) -> Result:

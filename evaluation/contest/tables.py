@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -94,9 +95,9 @@ def result_sheet(results: Sequence[Result], cost: CostModel, *, dataset: str, nu
     )
 
 
-def values_of(result: Result) -> str:
+def values_of(setting: Mapping[str, Any]) -> str:
     """The values of a setting, without their names."""
-    return ", ".join(f"{value:.3g}" if isinstance(value, float) else f"{value}" for value in result.setting.values())
+    return ", ".join(f"{value:.3g}" if isinstance(value, float) else f"{value}" for value in setting.values())
 
 
 def result_frame(results: Sequence[Result], cost: CostModel, *, dataset: str, chosen_on: str) -> pd.DataFrame:

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from evaluation.contest.arms import Arm, picks_of
+from evaluation.contest.arms import Arm, Pick, picks_of
 from evaluation.contest.grids import bounds
 from evaluation.contest.results import TRAINING_FREE, Result, Yardstick, result_of
 from evaluation.contest.tables import NAMES, ordered, result_frame
@@ -37,8 +37,14 @@ class Judged:
 
     dataset: str
     arms: Sequence[Arm]
+    picks: Mapping[str, Pick]
+    """Family -> what dev chose."""
     yardstick: Yardstick
     results: Sequence[Result]
+
+    def speeds_on_dev(self, cost: CostModel) -> dict[str, float]:
+        """Throughput of every family on dev, by which settings and families are chosen."""
+        return {family: pick.tokens_per_s_on_dev(cost) for family, pick in self.picks.items()}
 
     def gain(self, family: str) -> str:
         """Gain over the best fixed length; empty where the family did not compete."""

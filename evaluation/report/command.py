@@ -15,7 +15,7 @@ from data_gen.store.manifest import read_manifest
 from decode.experiment import Experiment
 from evaluation.batches.curves import kept_curves
 from evaluation.clock.results import check_clock, clock_dataset
-from evaluation.contest.arms import Replays, replay_dataset
+from evaluation.contest.arms import Replays, picks_of, replay_dataset
 from evaluation.contest.grids import Grid, grids_with
 from evaluation.contest.in_batches import compare_in_batches, setups_of, sizes_of
 from evaluation.contest.recommended import recommend, write_verdict
@@ -27,7 +27,7 @@ from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
 from evaluation.flag_types import Sizes
 from evaluation.report.gains import speed_up_bars, verification_curve
-from evaluation.report.page import Page, arms_here, has_heads, report_arms, write_report
+from evaluation.report.page import Page, has_heads, report_arms, write_report
 from evaluation.report.plots import all_plots
 from evaluation.report.verdict import Answer, answer_of
 from evaluation.sheet import announce, printing, say
@@ -77,6 +77,7 @@ def evaluate(
         written = [*write(results, every, page=page), str(write_verdict(verdict, page.directory))]
         written += in_batches(experiment, every, costs, page=page, sizes=sizes) if sizes else []
         written += clocked(experiment, every, cost, page=page, num_prompts=clock, repeats=repeats) if clock else []
+        write_report(page, names=NAMES)
         tell(page, written)
         say(f"\n{verdict['sentence']}")
     if json:
@@ -164,26 +165,27 @@ def compare_all(
         every[dataset] = replays
         # heads are trained on a home set, so that nothing travels to it
         is_home = experiment.is_home(dataset) and not is_away
-        page.answers[dataset], bars = [], []
-        for cost in costs:
+        page.answers[dataset], bars, at_costs = [], [], [judge(dataset, replays, cost) for cost in costs]
+        for cost, judged in zip(costs, at_costs, strict=True):
             home = None if is_home else homes.get(cost.title)
-            judged = judge(dataset, replays, cost)
             homes.setdefault(cost.title, judged)
             answer = answer_of(judged, cost, heads=heads, num_prompts=replays.num_prompts)
             page.answers[dataset].append(answer)
             frames.append(compare_at(answer, judged, cost, home=home, replays=replays, has_all=has_all))
             bars.append(speed_up_bars(judged.results, cost, names=NAMES, best=answer.best))
-        show(page, dataset, replays, costs[0], bars=bars, is_one_of_several=len(experiment.datasets) > 1)
+        show(page, at_costs[0], replays, costs[0], bars=bars, is_one_of_several=len(experiment.datasets) > 1)
     return every, pd.concat(frames)
 
 
 def show(
-    page: Page, dataset: str, replays: Replays, cost: CostModel, *, bars: Sequence[Plot], is_one_of_several: bool
+    page: Page, judged: Judged, replays: Replays, cost: CostModel, *, bars: Sequence[Plot], is_one_of_several: bool
 ) -> None:
     """Put a dataset's arms and plots on the page; `bars` are those of every cost."""
-    plots = [*bars, *all_plots(replays, cost, names=NAMES, shown=page.answers[dataset][0].deciding)]
+    dataset = judged.dataset
+    plots = [*bars, *all_plots(replays, judged.picks, cost, names=NAMES, shown=page.answers[dataset][0].deciding)]
     page.plots.extend([plot.of(dataset) for plot in plots] if is_one_of_several else plots)
-    page.datasets[dataset], page.here[dataset] = report_arms(replays, cost), arms_here(replays, cost)
+    page.datasets[dataset], page.here[dataset] = report_arms(replays, cost), judged.arms[len(replays.arms) :]
+    page.picks[dataset] = judged.picks
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -217,9 +219,10 @@ def compare_at(
 def judge(dataset: str, replays: Replays, cost: CostModel) -> Judged:
     """Every family of one dataset at one cost."""
     arms = [*replays.arms, *replays.auto_arms(cost), replays.oracle_arm(cost)]
-    yardstick = yardstick_of(arms, cost)
-    results = ordered(results_of(arms, cost, yardstick))
-    return Judged(dataset=dataset, arms=arms, yardstick=yardstick, results=results)
+    picks = picks_of(arms, cost)
+    yardstick = yardstick_of(picks, cost)
+    results = ordered(results_of(picks, cost, yardstick))
+    return Judged(dataset=dataset, arms=arms, picks=picks, yardstick=yardstick, results=results)
 
 
 def homes_at(directory: str, config: Config, grids: Sequence[Grid], costs: Sequence[CostModel]) -> dict[str, Judged]:
@@ -269,7 +272,6 @@ def write(results: pd.DataFrame, every: Mapping[str, Replays], *, page: Page) ->
     counts = [directory / f"counts-{dataset}.parquet" for dataset in every]
     for path, replays in zip(counts, every.values(), strict=True):
         write_counts(path, replays.arms)
-    write_report(page, names=NAMES)
     return [str(path) for path in (directory / "report.html", directory / "plots", *tables, *counts)]
 
 
@@ -286,7 +288,6 @@ def in_batches(
     frame, path = compare_in_batches(every, setups, sizes, names=NAMES), page.directory / "batches.csv"
     write_atomic(path, frame.to_csv(index=False).encode())
     page.batches.extend(records(frame))
-    write_report(page, names=NAMES)
     return [str(path)]
 
 
@@ -294,15 +295,14 @@ def clocked(
     experiment: Experiment, every: Mapping[str, Replays], cost: CostModel, *, page: Page, num_prompts: int, repeats: int
 ) -> list[str]:
     """Time every dataset; what the clock said, printed and written, and the page with it."""
+    asked: dict[str, int] = {"num_prompts": num_prompts, "repeats": repeats}
     for dataset, replays in every.items():
-        page.clocks.append(
-            clock_dataset(experiment, replays, cost, dataset=dataset, num_prompts=num_prompts, repeats=repeats)
-        )
+        picks, test = page.picks[dataset], replays.traces.test
+        page.clocks.append(clock_dataset(experiment, picks, test, cost, dataset=dataset, **asked))
         page.clocks[-1].sheet(NAMES).print()
     path = page.directory / "clock.json"
     write_atomic(path, to_json([report.as_dict() for report in page.clocks], indent=1).encode())
     write_plots(page.directory / "plots", [report.plot(NAMES) for report in page.clocks])
-    write_report(page, names=NAMES)
     return [str(path)]
 
 

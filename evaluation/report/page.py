@@ -18,7 +18,7 @@ import numpy as np
 
 from decode.policies.base import JOINT
 from evaluation.clock.results import ClockReport
-from evaluation.contest.arms import Arm, Replays, picks_of
+from evaluation.contest.arms import Arm, Pick, Replays, picks_of
 from evaluation.contest.colours import colours_of
 from evaluation.contest.grids import BOUNDS, label_of
 from evaluation.costs.model import CostModel
@@ -50,6 +50,8 @@ class Page:
     """The arms of each, bounds included."""
     here: dict[str, Sequence[Arm]] = field(default_factory=dict)
     """Arms of each that are made for `cost`."""
+    picks: dict[str, Mapping[str, Pick]] = field(default_factory=dict)
+    """Family -> what dev chose at `cost`, of each."""
     plots: list[Plot] = field(default_factory=list)
     clocks: list[ClockReport] = field(default_factory=list)
     """Report of each dataset's clock, where there was one."""
@@ -66,11 +68,6 @@ def report_arms(replays: Replays, cost: CostModel) -> list[Arm]:
         for arm in replays.auto_arms(cost.with_ratio(ratio), is_online=(False,), timing=timing)
     ]
     return [*replays.arms, *rules]
-
-
-def arms_here(replays: Replays, cost: CostModel) -> list[Arm]:
-    """The arms that are made for the costs of the evaluation itself."""
-    return [*replays.auto_arms(cost), replays.oracle_arm(cost)]
 
 
 def write_report(page: Page, *, names: Mapping[str, str]) -> None:

@@ -1,12 +1,12 @@
 """Plots of an evaluation, as SVG for the page and as files (SpecDec++ Figure 4)."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 from scipy.special import expit
 
-from evaluation.contest.arms import BASELINE, Arm, Pick, Replays, picks_of
+from evaluation.contest.arms import BASELINE, Arm, Pick, Replays
 from evaluation.contest.colours import colours_of
 from evaluation.contest.grids import BOUNDS
 from evaluation.costs.model import CostModel
@@ -14,6 +14,7 @@ from evaluation.figure import BLUE, GREY, RED, Plot, figure_of, legend_below, pl
 from evaluation.traces.trace import Array, Trace
 from heads.model.head import SAID, AcceptanceHead, Timing
 
+Picks = Mapping[str, Pick]
 _BINS = 15
 _FEWEST = 5
 """Tokens in a bin that the reliability plot shows."""
@@ -30,37 +31,26 @@ _TIMINGS: Mapping[str, str] = {"fed": "head_fed", "drawn": "head_drawn", "prefix
 
 
 def all_plots(
-    replays: Replays, cost: CostModel, *, names: Mapping[str, str], shown: Collection[str] | None = None
+    replays: Replays, picks: Picks, cost: CostModel, *, names: Mapping[str, str], shown: Collection[str] | None = None
 ) -> list[Plot]:
     """All plots of one dataset but those that every cost has of its own (`evaluation.report.gains`); `shown`: the
     families that decide, for plots that would not be readable with all; None: all.
     """
-    arms, test = replays.arms, replays.traces.test
+    test, best = replays.traces.test, replays.best(cost)
     plots = [
-        *thresholds(arms, cost, names=names),
-        draft_lengths(arms, cost, names=names, shown=shown),
-        pareto(arms, names, cost=cost, shown=shown),
+        *thresholds(picks, cost, names=names),
+        draft_lengths(picks, cost, names=names, shown=shown),
+        pareto(picks, names, shown=shown),
     ]
-    best = replays.best(cost)
-    if best:
-        plots.append(reliability_plot(test, best))
-    return [*plots, entropies(test)]
+    return [*plots, *([reliability_plot(test, best)] if best else []), entropies(test)]
 
 
-def pareto(
-    arms: Sequence[Arm], names: Mapping[str, str], *, cost: CostModel, shown: Collection[str] | None = None
-) -> Plot:
+def pareto(picks: Picks, names: Mapping[str, str], *, shown: Collection[str] | None = None) -> Plot:
     """Discard rate against verification rate of every setting (SpecDec++ Figure 4), a ring around the one that dev
-    chose.
-
-    Args:
-        arms: of all families.
-        names: family -> its name in the legend.
-        cost: decides what dev chooses.
-        shown: families; None: all.
+    chose; `shown`: families, None for all.
     """
     figure, axes = figure_of(4.2)
-    picks, colours = picks_of(arms, cost), colours_of(arm.grid.family for arm in arms)
+    colours = colours_of(picks)
     right, top = 0.0, 0.0
     for family, pick in picks.items():
         if shown is not None and family not in shown:
@@ -88,12 +78,12 @@ def pareto(
     )
 
 
-def thresholds(arms: Sequence[Arm], cost: CostModel, *, names: Mapping[str, str]) -> list[Plot]:
+def thresholds(picks: Picks, cost: CostModel, *, names: Mapping[str, str]) -> list[Plot]:
     """Speed-up over the threshold of each family with one parameter, at its best arm; a plot for each meaning of a
     threshold.
     """
-    colours, by_meaning = colours_of(arm.grid.family for arm in arms), dict[str, list[Pick]]()
-    for family, pick in picks_of(arms, cost).items():
+    colours, by_meaning = colours_of(picks), dict[str, list[Pick]]()
+    for family, pick in picks.items():
         values = [list(setting.items()) for setting in pick.arm.grid.settings]
         if family in BOUNDS or len(values) <= 4 or any(len(items) != 1 for items in values):
             continue
@@ -101,9 +91,9 @@ def thresholds(arms: Sequence[Arm], cost: CostModel, *, names: Mapping[str, str]
         if isinstance(value, float):
             by_meaning.setdefault(_meaning(family, parameter), []).append(pick)
     plots = []
-    for place, (meaning, picks) in enumerate(by_meaning.items(), 1):
-        figure, axes = figure_of(3.2 + 0.2 * len(picks) / 2)
-        for pick in picks:
+    for place, (meaning, members) in enumerate(by_meaning.items(), 1):
+        figure, axes = figure_of(3.2 + 0.2 * len(members) / 2)
+        for pick in members:
             colour, label = colours[pick.family], names.get(pick.family, pick.family)
             values = [next(iter(setting.values())) for setting in pick.arm.grid.settings]
             speed_up = cost.tokens_per_s(pick.arm.test) * cost.t_target_s[0]
@@ -117,12 +107,12 @@ def thresholds(arms: Sequence[Arm], cost: CostModel, *, names: Mapping[str, str]
 
 
 def draft_lengths(
-    arms: Sequence[Arm], cost: CostModel, *, names: Mapping[str, str], shown: Collection[str] | None = None
+    picks: Picks, cost: CostModel, *, names: Mapping[str, str], shown: Collection[str] | None = None
 ) -> Plot:
     """How long drafts are at the dev-chosen settings; `shown`: families, None for all."""
     figure, axes = figure_of(3.8)
-    colours = colours_of(arm.grid.family for arm in arms)
-    for family, (arm, setting) in picks_of(arms, cost).items():
+    colours = colours_of(picks)
+    for family, (arm, setting) in picks.items():
         if shown is not None and family not in shown:
             continue
         lengths, label = arm.test.lengths[setting].sum(0), names.get(family, family)

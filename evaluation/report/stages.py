@@ -113,7 +113,7 @@ def stages_of(judged: Judged, *, heads: Mapping[str, str]) -> list[Stage]:
         result = results.get(family)
         figures: dict[str, Any] = {}
         if result:
-            figures = {"setting": " at ".join(filter(None, (heads.get(family, ""), values_of(result))))}
+            figures = {"setting": " at ".join(filter(None, (heads.get(family, ""), values_of(result.setting))))}
         if result and before:
             share = 100 * (result.tokens_per_s - before.tokens_per_s) / whole if whole > 0 else None
             figures |= {"added": gain_over(spent[before.family], spent[family]), "percent_of_gain": share}

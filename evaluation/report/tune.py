@@ -10,10 +10,9 @@ from typing import Any
 
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.contest.arms import BASELINE, Pick, Replays, fastest_on_dev, replay_dataset
+from evaluation.contest.arms import BASELINE, Pick, Replays, fastest_on_dev, picks_of, replay_dataset
 from evaluation.contest.grids import grids_with
 from evaluation.contest.recommended import recommend, write_verdict
-from evaluation.contest.results import champions_of
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Gain, Splits, gain_over
@@ -116,7 +115,7 @@ def written_to(experiment: Experiment, result: Tuned) -> str:
 
 def tuned_heads(replays: Replays, cost: CostModel) -> tuple[Pick, list[Tuned]]:
     """(the best fixed length, every head at its best threshold on dev and under the rule, the fastest on dev first)."""
-    baseline = champions_of(replays.arms, cost)[BASELINE]
+    baseline = picks_of(replays.arms, cost)[BASELINE]
     arms = {arm.grid.name.removeprefix("head:"): arm for arm in replays.arms}
     found = [
         tune_head(name, fastest_on_dev([arms[name]], cost), replays, cost=cost, baseline=baseline)

@@ -1,7 +1,7 @@
 """The verdict of an evaluation, made once, shown on the console and on the page: a sentence, and where the oracle's
 gain goes.
 
-The sentence names the best head (or `auto`), the best policy that needs no training and the best fixed length, each
+The sentence names the best head, the best policy that needs no training and the best fixed length, each
 chosen on dev, with the gains that the table has. Where the interval does not show that training pays, the sentence says
 so. Everything is predicted from counts and times (law 4.9), and is called so.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from data_gen.labels.scalars import SCALARS
 from evaluation.contest import colours
-from evaluation.contest.arms import BASELINE, fastest_heads, picks_of
+from evaluation.contest.arms import BASELINE
 from evaluation.contest.colours import kind_of
 from evaluation.contest.results import HEADS, TRAINING_FREE, Result, lead_of
 from evaluation.contest.tables import NAMES, result_sheet, values_of
@@ -31,13 +31,7 @@ _SCORED = {
 }
 _SCALARS = {"log_token_prob": "the token's log-probability", "entropy": "the entropy of the draft's distribution"}
 _ALWAYS = (BASELINE, PERFECT, ORACLE)
-_ONE_OF_EACH = (
-    colours.PROBABILITIES,
-    colours.ENTROPIES,
-    colours.PAPERS,
-    colours.HEADS,
-    colours.AUTO,
-)
+_ONE_OF_EACH = (colours.PROBABILITIES, colours.ENTROPIES, colours.PAPERS, colours.HEADS, colours.AUTO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +77,15 @@ class Answer:
 
 def answer_of(judged: Judged, cost: CostModel, *, heads: Mapping[str, AcceptanceHead], num_prompts: int) -> Answer:
     """Sentence, rows and picture of one dataset at one cost."""
-    speeds = speeds_on_dev(judged, cost)
-    names = _head_names(judged, cost)
+    speeds = judged.speeds_on_dev(cost)
+    heads_of = [row for row in judged.results if row.name.startswith("head:")]
+    names = {row.family: row.name.removeprefix("head:") for row in heads_of}
     runnable = [family for family in speeds if kind_of(family) != colours.LIMITS]
     champion = names.get(judged.yardstick.champions.get(HEADS, ""), "")
     sheet = result_sheet(judged.results, cost, dataset=judged.dataset, num_prompts=num_prompts)
     deciding, stages = deciding_families(judged, cost), stages_of(judged, heads=names)
     beside = [
-        f"{' at '.join(filter(None, (called(result.family), values_of(result))))}: {result.gain.words}"
+        f"{' at '.join(filter(None, (called(result.family), values_of(result.setting))))}: {result.gain.words}"
         for result in judged.results
         if result.family in set(deciding) - {stage.family for stage in stages}
     ]
@@ -118,18 +113,13 @@ def deciding_families(judged: Judged, cost: CostModel) -> list[str]:
     """The families whose rows decide, in the order of the table: the best fixed length, the best on dev of each kind of
     policy, every policy of one's own, the perfect head and the oracle.
     """
-    speeds = speeds_on_dev(judged, cost)
+    speeds = judged.speeds_on_dev(cost)
     shown = {*_ALWAYS, *judged.yardstick.champions.values()}
     for kind in _ONE_OF_EACH:
         members = [family for family in speeds if kind_of(family) == kind]
         shown |= {max(members, key=speeds.__getitem__)} if members else set()
     shown |= {family for family in speeds if kind_of(family) == colours.OWN}
     return [result.family for result in judged.results if result.family in shown]
-
-
-def speeds_on_dev(judged: Judged, cost: CostModel) -> dict[str, float]:
-    """Throughput of every family on dev, by which settings and families are chosen."""
-    return {family: pick.tokens_per_s_on_dev(cost) for family, pick in picks_of(judged.arms, cost).items()}
 
 
 def verdict_of(judged: Judged, cost: CostModel, *, names: Mapping[str, str], num_prompts: int) -> str:
@@ -171,11 +161,8 @@ def explained(head: AcceptanceHead) -> str:
 
 def _as_said(result: Result, head: str) -> str:
     """A policy with its setting, as a sentence names it."""
-    value = values_of(result)
-    if not head:
-        return f"{called(result.family)}{f' at {value}' if value else ''}"
-    rule = called(result.family).partition(",")[0]
-    return f"head {head} at {value}" if value else f"head {head} under {rule}, which needs no threshold"
+    value = values_of(result.setting)
+    return f"{f'head {head}' if head else called(result.family)}{f' at {value}' if value else ''}"
 
 
 def _rival(family: str) -> str:
@@ -194,15 +181,3 @@ def _doubt(lead: Gain, free_family: str, num_prompts: int) -> str:
         f" That difference is not beyond chance on these {num_prompts} test prompts: {rival} may do as well; more of "
         "them (decode.num_test) would tell."
     )
-
-
-def _head_names(judged: Judged, cost: CostModel) -> dict[str, str]:
-    """Family -> the head that stands for it."""
-    best = fastest_heads(judged.arms, cost)
-    named: dict[str, str] = {}
-    for result in judged.results:
-        if result.family.startswith("auto_"):
-            named[result.family] = best[result.family.split("_")[1]]  # type: ignore[index]
-        elif result.family.startswith("head_"):
-            named[result.family] = result.name.removeprefix("head:")
-    return named

@@ -37,7 +37,8 @@ def arms(splits):
 
 
 def results_at(cost: CostModel, arms) -> list[Result]:
-    return results_of(arms, cost, yardstick_of(arms, cost))
+    picks = picks_of(arms, cost)
+    return results_of(picks, cost, yardstick_of(picks, cost))
 
 
 def test_every_policy_has_a_built_in_grid():

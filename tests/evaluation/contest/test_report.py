@@ -10,7 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from evaluation.contest.arms import replay_arms
+from evaluation.contest.arms import picks_of, replay_arms
 from evaluation.contest.grids import bounds, default_values, make_grid
 from evaluation.contest.results import results_of, yardstick_of
 from evaluation.costs.model import CostModel, StopShares
@@ -41,7 +41,7 @@ def arms():
 @pytest.fixture(scope="module")
 def page(arms, tmp_path_factory):
     directory = tmp_path_factory.mktemp("report")
-    plots = [pareto(arms[0], {}, cost=COST), entropies(arms[1])]
+    plots = [pareto(picks_of(arms[0], COST), {}), entropies(arms[1])]
     page = Page(about="a < b", directory=directory, cost=COST, datasets={"made": arms[0]}, plots=plots)
     write_report(page, names={})
     return directory / "report.html"
@@ -68,7 +68,7 @@ def batch_row(size: int, family: str, share: float, tokens_per_s: float, gain: f
 
 
 def test_plots_of_two_datasets_lie_side_by_side(arms, tmp_path):
-    plot = pareto(arms[0], {}, cost=COST)
+    plot = pareto(picks_of(arms[0], COST), {})
     write_plots(tmp_path, [plot.of("one"), plot.of("two")])
     assert {path.name for path in tmp_path.iterdir()} == {"pareto-one.svg", "pareto-two.svg"}
     assert plot.of("one").caption == f"one: {plot.caption}"
@@ -121,7 +121,8 @@ def test_the_page_ranks_as_python_does(page, arms, ratio, stop):
     dearest = max(STOPS.values())
     shares = StopShares("given", {kind: stop * share / dearest for kind, share in STOPS.items()})
     cost = CostModel.constant(1 / shown, 1.0, elsewhere=shares)
-    expected = results_of(arms[0], cost, yardstick_of(arms[0], cost))
+    picks = picks_of(arms[0], cost)
+    expected = results_of(picks, cost, yardstick_of(picks, cost))
     assert [row[0] for row in rows] == [result.family for result in expected]
     for row, result in zip(rows, expected, strict=True):
         assert row[1] == result.label

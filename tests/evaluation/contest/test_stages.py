@@ -38,7 +38,7 @@ def judged_at(speeds, free=PRODUCT):
             Result(**named, **RATES, **percents, tokens_per_s=speed, speed_up=speed / 50, gain=gain, lead=gain)
         )
     yardstick = Yardstick(spent, 0.02, groups)
-    return Judged(dataset="made", arms=[], yardstick=yardstick, results=results)
+    return Judged(dataset="made", arms=[], picks={}, yardstick=yardstick, results=results)
 
 
 def stages_at(speeds, free=PRODUCT):

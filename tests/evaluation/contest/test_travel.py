@@ -7,7 +7,7 @@ import torch
 from scipy.optimize import minimize
 
 from decode.policies.registry import LOGISTIC
-from evaluation.contest.arms import Replays, replay_dataset
+from evaluation.contest.arms import Replays, picks_of, replay_dataset
 from evaluation.contest.grids import default_values, head_grid, make_grid
 from evaluation.contest.results import results_of, yardstick_of
 from evaluation.contest.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame
@@ -39,8 +39,10 @@ def sets() -> list[Replays]:
 
 def judged(replays: Replays, name: str) -> Judged:
     arms = [*replays.arms, *replays.auto_arms(COST)]
-    yardstick = yardstick_of(arms, COST)
-    return Judged(dataset=name, arms=arms, yardstick=yardstick, results=results_of(arms, COST, yardstick))
+    picks = picks_of(arms, COST)
+    yardstick = yardstick_of(picks, COST)
+    results = results_of(picks, COST, yardstick)
+    return Judged(dataset=name, arms=arms, picks=picks, yardstick=yardstick, results=results)
 
 
 def test_what_travels_was_chosen_at_home_and_is_judged_there(sets):

@@ -23,7 +23,7 @@ from evaluation.costs.model import CostModel, StopShares
 from evaluation.figure import INK, figure_of, legend_below, plot_of
 from evaluation.intervals import Gain, Splits
 from evaluation.report.command import folder_of, judge
-from evaluation.report.page import Page, arms_here, has_heads, report_arms, write_report
+from evaluation.report.page import Page, has_heads, report_arms, write_report
 from evaluation.report.plots import all_plots, thresholds
 from evaluation.report.verdict import _doubt, answer_of, called, deciding_families, explained
 from heads import AcceptanceHead
@@ -172,7 +172,7 @@ def test_kinds_of_policies_are_told_apart_by_hue():
 
 
 def test_thresholds_of_two_meanings_are_on_two_axes(compared):
-    plots = thresholds(compared[0].arms, CURVE, names=NAMES)
+    plots = thresholds(compared[1].picks, CURVE, names=NAMES)
     by_family = {name: [plot.name for plot in plots if f">{NAMES[name]}<" in plot.svg] for name in NAMES}
     assert by_family["head_fed"] == by_family["head_drawn"]
     meanings = ("head_drawn", "entropy", "token_prob", "cumulative_token_prob", "max_prob")
@@ -190,8 +190,8 @@ def test_a_legend_lies_below_the_axes():
 
 
 def test_a_plot_is_drawn_in_the_readers_own_ink(compared):
-    replays, _, answer = compared
-    for plot in [answer.picture, *all_plots(replays, CURVE, names=NAMES, shown=answer.deciding)]:
+    replays, judged, answer = compared
+    for plot in [answer.picture, *all_plots(replays, judged.picks, CURVE, names=NAMES, shown=answer.deciding)]:
         assert "currentColor" in plot.svg
         assert "prefers-color-scheme:dark" in plot.svg
         assert INK not in plot.svg
@@ -199,9 +199,9 @@ def test_a_plot_is_drawn_in_the_readers_own_ink(compared):
 
 
 def written(directory, compared, about=""):
-    replays, _, answer = compared
+    replays, judged, answer = compared
     page = Page(about=about, directory=directory, cost=CURVE, answers={"made": [answer]})
-    page.datasets["made"], page.here["made"] = report_arms(replays, CURVE), arms_here(replays, CURVE)
+    page.datasets["made"], page.here["made"] = report_arms(replays, CURVE), judged.arms[len(replays.arms) :]
     write_report(page, names=NAMES)
     return directory / "report.html"
 
