@@ -89,12 +89,13 @@ class ClockReport:
             "rows": [flat(row) for row in self.rows],
         }
 
-    def sheet(self, names: Mapping[str, str]) -> Sheet:
+    @property
+    def sheet(self) -> Sheet:
         """The table of every family."""
         note = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
         rows = [
             {
-                "policy": names.get(row["family"], row["family"]),
+                "policy": NAMES.get(row["family"], row["family"]),
                 **cells,
                 "of it draft / verify / rest": " / ".join(f"{row[part]:+.1%}" for part in _PARTS),
                 "predicted gain": row["predicted_gain"].text,
@@ -104,7 +105,8 @@ class ClockReport:
         ]
         return Sheet(f"{self.dataset} on a clock: {self.about}", rows, note, names=2)
 
-    def plot(self, names: Mapping[str, str]) -> Plot:
+    @property
+    def plot(self) -> Plot:
         """Plot of clocked over predicted tokens per second."""
         figure, axes = figure_of(5.2)
         predicted, clocked = (
@@ -116,7 +118,7 @@ class ClockReport:
         colours = colours_of(row["family"] for row in self.rows)
         for row, *place in zip(self.rows, predicted, clocked, strict=True):
             family = row["family"]
-            axes.plot(*place, "o", color=colours[family], markersize=5, label=names.get(family, family))
+            axes.plot(*place, "o", color=colours[family], markersize=5, label=NAMES.get(family, family))
         axes.set(xlabel="predicted tokens/s", ylabel="clocked tokens/s")
         legend_below(axes)
         return plot_of(
@@ -211,17 +213,10 @@ def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) ->
 
 
 def clock_dataset(
-    experiment: Experiment,
-    picks: Mapping[str, Pick],
-    test: Trace,
-    cost: CostModel,
-    *,
-    dataset: str,
-    num_prompts: int,
-    repeats: int,
+    experiment: Experiment, picks: Mapping[str, Pick], test: Trace, cost: CostModel, *, num_prompts: int, repeats: int
 ) -> ClockReport:
     """The first test prompts of one dataset, every turn of each once, on the loop of the config."""
-    loop, rows = PrimedLoop.of(experiment), rows_of(test, num_prompts)
+    loop, rows, dataset = PrimedLoop.of(experiment), rows_of(test, num_prompts), test.rows[0].dataset
     alone = Grid(ALONE, ALONE, FixedLength(0), ({},))
     families = [family for family in NAMES if family in picks and family not in BOUNDS]
     runners = [Pick(next(replay_arms([alone], Splits(test, test))), 0), *(picks[family] for family in families)]

@@ -101,11 +101,6 @@ class Replays:
     heads: Mapping[str, AcceptanceHead]
     """Heads of the arms, by name."""
 
-    @property
-    def num_prompts(self) -> int:
-        """Number of test prompts."""
-        return self.traces.test.num_prompts
-
     def best(self, cost: CostModel) -> dict[Timing, AcceptanceHead]:
         """The head of each timing that is fastest on dev at this cost: a deeper one has to earn what it costs."""
         return {timing: self.heads[name] for timing, name in fastest_heads(self.arms, cost).items()}

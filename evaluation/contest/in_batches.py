@@ -18,6 +18,7 @@ from evaluation.batches.load import Load, LoadSpent, load_of, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
 from evaluation.contest.grids import BOUNDS, Grid
+from evaluation.contest.tables import NAMES
 from evaluation.costs.model import RECORDED, CostModel
 from evaluation.flag_types import Sizes
 from evaluation.intervals import Splits
@@ -253,7 +254,7 @@ def setups_of(
 
 
 def compare_in_batches(
-    replays_of: Mapping[str, Replays], setups: Sequence[Setup], sizes: Sequence[int], *, names: Mapping[str, str]
+    replays_of: Mapping[str, Replays], setups: Sequence[Setup], sizes: Sequence[int]
 ) -> pd.DataFrame:
     """Print one table per dataset and setup, each as soon as it is there; all of them as one frame."""
     frames = []
@@ -265,7 +266,7 @@ def compare_in_batches(
                 "decode.num_test"
             )
         for setup, results in BatchContest(replays, setups, sizes).results():
-            batch_sheet(setup, results, names, dataset=dataset).print()
+            batch_sheet(setup, results, dataset=dataset).print()
             frames.append(batch_frame(setup, results, dataset=dataset))
     return pd.concat(frames)
 
@@ -284,12 +285,12 @@ def batch_frame(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -
     )
 
 
-def batch_sheet(setup: Setup, results: Sequence[BatchResult], names: Mapping[str, str], *, dataset: str) -> Sheet:
+def batch_sheet(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -> Sheet:
     """Families down, batch sizes across."""
-    ordered = sorted(results, key=lambda result: (list(names).index(result.family), result.batch_size))
+    ordered = sorted(results, key=lambda result: (list(NAMES).index(result.family), result.batch_size))
     return Sheet(
         f"{dataset} in batches, settings chosen on dev at each size; {setup.title}",
-        crossed("policy", ((names[result.family], f"batch {result.batch_size}", _cell(result)) for result in ordered)),
+        crossed("policy", ((NAMES[result.family], f"batch {result.batch_size}", _cell(result)) for result in ordered)),
         (
             "setting; tokens/s of the whole batch, over the best fixed length's; seconds of a request. Predicted (law "
             "4.13). No oracle: it knows of no other sequence, so that it bounds nothing in a batch"

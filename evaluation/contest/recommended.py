@@ -22,13 +22,7 @@ from store.shards import write_atomic
 
 
 def recommend(every: Sequence[Replays], cost: CostModel, experiment: Experiment) -> dict[str, Any]:
-    """The verdict over the prompts of all datasets together, as verdict.json has it.
-
-    Args:
-        every: replays of each dataset, of the same grids.
-        cost: the times.
-        experiment: of the replays.
-    """
+    """The verdict over the prompts of all datasets together, whose grids are the same, as verdict.json has it."""
     champions = champions_of(picks_of(joined_arms(every), cost).values(), cost)
     spent, best = {group: pick.spent(cost) for group, pick in champions.items()}, BASELINE
     reasons = [] if HEADS in champions else ["no head takes part (`acceptance-heads train` and `export` make heads)"]

@@ -20,7 +20,7 @@ from evaluation.contest.grids import Grid, grids_with
 from evaluation.contest.in_batches import compare_in_batches, setups_of, sizes_of
 from evaluation.contest.recommended import recommend, write_verdict
 from evaluation.contest.results import results_of, yardstick_of
-from evaluation.contest.tables import NAMES, ordered, result_frame, write_counts
+from evaluation.contest.tables import ordered, result_frame, write_counts
 from evaluation.contest.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame, travel_sheet
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
@@ -77,7 +77,7 @@ def evaluate(
         written = [*write(results, every, page=page), str(write_verdict(verdict, page.directory))]
         written += in_batches(experiment, every, costs, page=page, sizes=sizes) if sizes else []
         written += clocked(experiment, every, cost, page=page, num_prompts=clock, repeats=repeats) if clock else []
-        write_report(page, names=NAMES)
+        write_report(page)
         tell(page, written)
         say(f"\n{verdict['sentence']}")
     if json:
@@ -135,12 +135,7 @@ def stage_frame(page: Page) -> pd.DataFrame:
 
 
 def compare_all(
-    experiment: Experiment,
-    costs: Sequence[CostModel],
-    *,
-    homes: dict[str, Judged],
-    page: Page,
-    has_all: bool,
+    experiment: Experiment, costs: Sequence[CostModel], *, homes: dict[str, Judged], page: Page, has_all: bool
 ) -> tuple[dict[str, Replays], pd.DataFrame]:
     """Every dataset at every cost, printed and put on the page: (replays by dataset, all results).
 
@@ -169,10 +164,10 @@ def compare_all(
         for cost, judged in zip(costs, at_costs, strict=True):
             home = None if is_home else homes.get(cost.title)
             homes.setdefault(cost.title, judged)
-            answer = answer_of(judged, cost, heads=heads, num_prompts=replays.num_prompts)
+            answer = answer_of(judged, cost, heads=heads, num_prompts=replays.traces.test.num_prompts)
             page.answers[dataset].append(answer)
             frames.append(compare_at(answer, judged, cost, home=home, replays=replays, has_all=has_all))
-            bars.append(speed_up_bars(judged.results, cost, names=NAMES, best=answer.best))
+            bars.append(speed_up_bars(judged.results, cost, best=answer.best))
         show(page, at_costs[0], replays, costs[0], bars=bars, is_one_of_several=len(experiment.datasets) > 1)
     return every, pd.concat(frames)
 
@@ -182,7 +177,7 @@ def show(
 ) -> None:
     """Put a dataset's arms and plots on the page; `bars` are those of every cost."""
     dataset = judged.dataset
-    plots = [*bars, *all_plots(replays, judged.picks, cost, names=NAMES, shown=page.answers[dataset][0].deciding)]
+    plots = [*bars, *all_plots(replays, judged.picks, cost, shown=page.answers[dataset][0].deciding)]
     page.plots.extend([plot.of(dataset) for plot in plots] if is_one_of_several else plots)
     page.datasets[dataset], page.here[dataset] = report_arms(replays, cost), judged.arms[len(replays.arms) :]
     page.picks[dataset] = judged.picks
@@ -285,7 +280,7 @@ def in_batches(
 ) -> list[str]:
     """Print and write the results of batches, and the page with them; the names of files."""
     setups = setups_of(costs, experiment.decode.verify_shares, kept_curves(experiment))
-    frame, path = compare_in_batches(every, setups, sizes, names=NAMES), page.directory / "batches.csv"
+    frame, path = compare_in_batches(every, setups, sizes), page.directory / "batches.csv"
     write_atomic(path, frame.to_csv(index=False).encode())
     page.batches.extend(records(frame))
     return [str(path)]
@@ -295,14 +290,13 @@ def clocked(
     experiment: Experiment, every: Mapping[str, Replays], cost: CostModel, *, page: Page, num_prompts: int, repeats: int
 ) -> list[str]:
     """Time every dataset; what the clock said, printed and written, and the page with it."""
-    asked: dict[str, int] = {"num_prompts": num_prompts, "repeats": repeats}
     for dataset, replays in every.items():
         picks, test = page.picks[dataset], replays.traces.test
-        page.clocks.append(clock_dataset(experiment, picks, test, cost, dataset=dataset, **asked))
-        page.clocks[-1].sheet(NAMES).print()
+        page.clocks.append(clock_dataset(experiment, picks, test, cost, num_prompts=num_prompts, repeats=repeats))
+        page.clocks[-1].sheet.print()
     path = page.directory / "clock.json"
     write_atomic(path, to_json([report.as_dict() for report in page.clocks], indent=1).encode())
-    write_plots(page.directory / "plots", [report.plot(NAMES) for report in page.clocks])
+    write_plots(page.directory / "plots", [report.plot for report in page.clocks])
     return [str(path)]
 
 

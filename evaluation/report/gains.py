@@ -1,17 +1,18 @@
 """Plots of what every policy gains and of what a verification costs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from evaluation.contest.colours import colours_of
 from evaluation.contest.results import Result
+from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel
 from evaluation.figure import GREY, Plot, figure_of, plot_of
 
 
-def speed_up_bars(results: Sequence[Result], cost: CostModel, *, names: Mapping[str, str], best: str) -> Plot:
+def speed_up_bars(results: Sequence[Result], cost: CostModel, *, best: str) -> Plot:
     """Speed-up over the target alone of every family, with the interval of its gain over the best fixed length; `best`
     is the family that dev chooses, which is marked.
     """
@@ -22,7 +23,7 @@ def speed_up_bars(results: Sequence[Result], cost: CostModel, *, names: Mapping[
     low, high = (base * (1 + np.array([getattr(result.gain, end) for result in shown])) for end in ("low", "high"))
     errors = np.maximum(0, np.stack([values - low, high - values]))
     colours = colours_of(result.family for result in results)
-    labels = [names.get(result.family, result.family) for result in shown]
+    labels = [NAMES.get(result.family, result.family) for result in shown]
     axes.barh(labels, values, xerr=errors, color=[colours[result.family] for result in shown], ecolor=GREY, capsize=2)
     axes.get_yticklabels()[[result.family for result in shown].index(best)].set_fontweight("bold")
     axes.axvline(1, color=GREY, linestyle="--", linewidth=1)

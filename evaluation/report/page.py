@@ -21,6 +21,7 @@ from evaluation.clock.results import ClockReport
 from evaluation.contest.arms import Arm, Pick, Replays, picks_of
 from evaluation.contest.colours import colours_of
 from evaluation.contest.grids import BOUNDS, label_of
+from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
 from evaluation.report.verdict import Answer, called
@@ -70,11 +71,11 @@ def report_arms(replays: Replays, cost: CostModel) -> list[Arm]:
     return [*replays.arms, *rules]
 
 
-def write_report(page: Page, *, names: Mapping[str, str]) -> None:
-    """Write report.html; `names` says what it calls each family."""
+def write_report(page: Page) -> None:
+    """Write report.html."""
     families = {arm.grid.family for arms in page.datasets.values() for arm in arms}
     data = {
-        "names": dict(names),
+        "names": dict(NAMES),
         "colours": colours_of(sorted(families)),
         "about": page.about,
         "ratio": page.cost.ratio,
@@ -83,7 +84,7 @@ def write_report(page: Page, *, names: Mapping[str, str]) -> None:
         "answers": [_answer(answer) for answers in page.answers.values() for answer in answers],
         "datasets": [_dataset(name, arms, page) for name, arms in page.datasets.items()],
         "plots": [_plot(plot) for plot in page.plots],
-        "clocks": [_clock(report, names) for report in page.clocks],
+        "clocks": [_clock(report) for report in page.clocks],
         "batches": page.batches,
     }
     template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
@@ -163,14 +164,14 @@ def _plot(plot: Plot) -> dict[str, str]:
     return {"svg": plot.svg, "caption": plot.caption}
 
 
-def _clock(report: ClockReport, names: Mapping[str, str]) -> dict[str, Any]:
-    sheet = report.sheet(names)
+def _clock(report: ClockReport) -> dict[str, Any]:
+    sheet = report.sheet
     return {
         "title": f"{report.dataset}: {report.about}",
         "columns": sheet.columns,
         "rows": [list(row.values()) for row in sheet.rows],
         "verdict": report.verdict,
-        "plot": _plot(report.plot(names)),
+        "plot": _plot(report.plot),
     }
 
 

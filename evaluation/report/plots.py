@@ -9,6 +9,7 @@ from scipy.special import expit
 from evaluation.contest.arms import BASELINE, Arm, Pick, Replays
 from evaluation.contest.colours import colours_of
 from evaluation.contest.grids import BOUNDS
+from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel
 from evaluation.figure import BLUE, GREY, RED, Plot, figure_of, legend_below, plot_of
 from evaluation.traces.trace import Array, Trace
@@ -30,22 +31,20 @@ _TIMINGS: Mapping[str, str] = {"fed": "head_fed", "drawn": "head_drawn", "prefix
 """Timing -> family whose colour its best head has."""
 
 
-def all_plots(
-    replays: Replays, picks: Picks, cost: CostModel, *, names: Mapping[str, str], shown: Collection[str] | None = None
-) -> list[Plot]:
+def all_plots(replays: Replays, picks: Picks, cost: CostModel, *, shown: Collection[str] | None = None) -> list[Plot]:
     """All plots of one dataset but those that every cost has of its own (`evaluation.report.gains`); `shown`: the
     families that decide, for plots that would not be readable with all; None: all.
     """
     test, best = replays.traces.test, replays.best(cost)
     plots = [
-        *thresholds(picks, cost, names=names),
-        draft_lengths(picks, cost, names=names, shown=shown),
-        pareto(picks, names, shown=shown),
+        *thresholds(picks, cost),
+        draft_lengths(picks, cost, shown=shown),
+        pareto(picks, shown=shown),
     ]
     return [*plots, *([reliability_plot(test, best)] if best else []), entropies(test)]
 
 
-def pareto(picks: Picks, names: Mapping[str, str], *, shown: Collection[str] | None = None) -> Plot:
+def pareto(picks: Picks, *, shown: Collection[str] | None = None) -> Plot:
     """Discard rate against verification rate of every setting (SpecDec++ Figure 4), a ring around the one that dev
     chose; `shown`: families, None for all.
     """
@@ -60,7 +59,7 @@ def pareto(picks: Picks, names: Mapping[str, str], *, shown: Collection[str] | N
         right, top = (
             max(most, float(rate[near].max(initial=0.0))) for most, rate in ((right, verified), (top, discarded))
         )
-        axes.plot(verified, discarded, ".", markersize=5, color=colours[family], label=names.get(family, family))
+        axes.plot(verified, discarded, ".", markersize=5, color=colours[family], label=NAMES.get(family, family))
         chosen = verified[pick.setting], discarded[pick.setting]
         axes.plot(*chosen, "o", markersize=9, fillstyle="none", markeredgewidth=1.6, color=colours[family])
     axes.set(
@@ -78,7 +77,7 @@ def pareto(picks: Picks, names: Mapping[str, str], *, shown: Collection[str] | N
     )
 
 
-def thresholds(picks: Picks, cost: CostModel, *, names: Mapping[str, str]) -> list[Plot]:
+def thresholds(picks: Picks, cost: CostModel) -> list[Plot]:
     """Speed-up over the threshold of each family with one parameter, at its best arm; a plot for each meaning of a
     threshold.
     """
@@ -94,7 +93,7 @@ def thresholds(picks: Picks, cost: CostModel, *, names: Mapping[str, str]) -> li
     for place, (meaning, members) in enumerate(by_meaning.items(), 1):
         figure, axes = figure_of(3.2 + 0.2 * len(members) / 2)
         for pick in members:
-            colour, label = colours[pick.family], names.get(pick.family, pick.family)
+            colour, label = colours[pick.family], NAMES.get(pick.family, pick.family)
             values = [next(iter(setting.values())) for setting in pick.arm.grid.settings]
             speed_up = cost.tokens_per_s(pick.arm.test) * cost.t_target_s[0]
             axes.plot(values, speed_up, color=colour, label=label)
@@ -106,16 +105,14 @@ def thresholds(picks: Picks, cost: CostModel, *, names: Mapping[str, str]) -> li
     return plots
 
 
-def draft_lengths(
-    picks: Picks, cost: CostModel, *, names: Mapping[str, str], shown: Collection[str] | None = None
-) -> Plot:
+def draft_lengths(picks: Picks, cost: CostModel, *, shown: Collection[str] | None = None) -> Plot:
     """How long drafts are at the dev-chosen settings; `shown`: families, None for all."""
     figure, axes = figure_of(3.8)
     colours = colours_of(picks)
     for family, (arm, setting) in picks.items():
         if shown is not None and family not in shown:
             continue
-        lengths, label = arm.test.lengths[setting].sum(0), names.get(family, family)
+        lengths, label = arm.test.lengths[setting].sum(0), NAMES.get(family, family)
         if family == BASELINE:  # a single spike would flatten every other line
             length = next(iter(arm.grid.settings[setting].values()))
             axes.axvline(length, color=colours[family], linestyle="--", label=f"{label} ({length})")

@@ -20,14 +20,10 @@ COMMANDS = {**GENERATE, **MEASURE}
 ROOT = Path(__file__, "../../..").resolve()
 FOREIGN = {"path": "somewhere/else", "name": "else", "fingerprint": "0" * 64}
 SMALL = [
-    "--decode.num_dev",
-    "1",
-    "--decode.num_test",
-    "1",
-    "--decode.max_new_tokens",
-    "8",
-    "--decode.max_draft_length",
-    "4",
+    "--decode.num_dev=1",
+    "--decode.num_test=1",
+    "--decode.max_new_tokens=8",
+    "--decode.max_draft_length=4",
 ]
 TIMES = ["--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05"]
 
@@ -110,10 +106,8 @@ def test_one_setting_lets_foreign_heads_in(tmp_path, capsys):
         "generate",
         *flags(tmp_path, path),
         *ENTRANCES["generate"],
-        "--decode.allow_foreign_heads",
-        "true",
-        "--json",
-        "true",
+        "--decode.allow_foreign_heads=true",
+        "--json=true",
     ]
     run(COMMANDS, argv=argv)
     assert json.loads(capsys.readouterr().out)["policy"] == "head"
@@ -148,10 +142,8 @@ def test_a_set_that_no_head_saw_is_halved_whole_and_the_home_set_keeps_its_split
     where = [
         "--decode.datasets",
         json.dumps(["stories", str(file)]),
-        "--decode.num_dev",
-        "50",
-        "--decode.num_test",
-        "2",
+        "--decode.num_dev=50",
+        "--decode.num_test=2",
     ]
     settled = Experiment(config_of(parser, parser.parse_args([*flags(tmp_path), *where])))
     dev, test = (settled.prompts("foreign", split) for split in ("dev", "test"))
@@ -172,12 +164,9 @@ def test_every_set_of_several_to_train_on_is_home_and_keeps_its_splits(tmp_path)
     where = [
         "--data.prompts",
         json.dumps(homes),
-        "--data.split_weights",
-        "[2, 1, 1]",
-        "--decode.num_dev",
-        "1",
-        "--decode.num_test",
-        "2",
+        "--data.split_weights=[2, 1, 1]",
+        "--decode.num_dev=1",
+        "--decode.num_test=2",
     ]
     every = ["--decode.datasets", json.dumps([str(file) for file in files.values()])]
     settled = Experiment(config_of(parser, parser.parse_args([*flags(tmp_path), *where, *every])))

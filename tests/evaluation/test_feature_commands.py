@@ -53,12 +53,9 @@ def test_generate_writes_what_the_target_writes(kind, tree, capsys):
     flags = [
         "--prompt",
         TEXT,
-        "--max_new_tokens",
-        "24",
-        "--policy",
-        "entropy:max_sqrt_entropy=0.4",
-        "--json",
-        "true",
+        "--max_new_tokens=24",
+        "--policy=entropy:max_sqrt_entropy=0.4",
+        "--json=true",
         "--tree",
         tree,
     ]
@@ -104,24 +101,16 @@ def test_blocks_write_what_the_target_writes_and_are_no_trees(capsys, tmp_path):
 
 def test_bench_runs_the_policies_that_are_named_and_no_schedule_of_transformers(capsys, tmp_path):
     flags = [
-        "--policies",
-        "[fixed_length:k=2, heuristic]",
-        "--num_prompts",
-        "1",
-        "--num_tokens",
-        "4",
-        "--samplings",
-        "[sampled]",
+        "--policies=[fixed_length:k=2, heuristic]",
+        "--num_prompts=1",
+        "--num_tokens=4",
+        "--samplings=[sampled]",
     ]
     times = [
-        "--decode.t_draft_s",
-        "0.01",
-        "--decode.t_target_s",
-        "0.05",
-        "--decode.dir",
-        str(tmp_path),
-        "--heads.dir",
-        str(tmp_path),
+        "--decode.t_draft_s=0.01",
+        "--decode.t_target_s=0.05",
+        f"--decode.dir={tmp_path}",
+        f"--heads.dir={tmp_path}",
     ]
     called("bench", "eagle", *flags, *times, "--json", "true")
     (cell,) = json.loads(capsys.readouterr().out)["cells"]
@@ -166,12 +155,9 @@ def test_what_a_feature_draft_cannot_do_is_refused_in_one_line(what, capsys, tmp
 
 def test_data_that_a_feature_draft_cannot_make_is_refused_before_anything_is_written(capsys, tmp_path):
     flags = [
-        "--config",
-        "configs/tiny.yaml",
-        "--pair.draft.path",
-        "checkpoints/tiny/glide",
-        "--data.dir",
-        str(tmp_path / "data"),
+        "--config=configs/tiny.yaml",
+        "--pair.draft.path=checkpoints/tiny/glide",
+        f"--data.dir={tmp_path / 'data'}",
     ]
     with pytest.raises(SystemExit):
         run({"make": make}, default="make", argv=[*flags, "--data.mode", "sequential"])

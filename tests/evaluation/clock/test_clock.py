@@ -128,7 +128,7 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     path = tmp_path / "report.html"
     grid = make_grid("fixed_length", "fixed_length", {"k": [2]})
     (arm,) = replay_arms([grid], Splits(recorded, recorded))
-    write_report(Page(about="", directory=tmp_path, cost=COST, clocks=[report]), names={"ada_edl": "AdaEDL"})
+    write_report(Page(about="", directory=tmp_path, cost=COST, clocks=[report]))
     assert "AdaEDL" in path.read_text()
     runner = picks_of([arm], COST)["fixed_length"]
     assert runner.policy == FixedLength(2)

@@ -21,7 +21,6 @@ from evaluation.contest.in_batches import (
     setups_of,
     sizes_of,
 )
-from evaluation.contest.tables import NAMES
 from evaluation.costs.model import RECORDED, CostModel, StopShares
 from evaluation.intervals import Splits
 from evaluation.tuning.rule import batch_auto_for
@@ -120,7 +119,7 @@ def test_measured_and_recorded_times_of_verification_are_taken_as_they_are(origi
 
 
 def test_every_table_is_printed_and_every_result_is_a_row(replays, capsys):
-    frame = compare_in_batches({"toys": replays}, [Setup(COST, 0.0), Setup(COST, 0.2)], [1, 44], names=NAMES)
+    frame = compare_in_batches({"toys": replays}, [Setup(COST, 0.0), Setup(COST, 0.2)], [1, 44])
     assert len(frame) == 2 * 2 * 4
     assert list(frame.columns[:6]) == ["dataset", "ratio", "costs", "verify_share", "batch_size", "family"]
     printed = " ".join(capsys.readouterr().out.split())
@@ -133,7 +132,7 @@ def test_every_table_is_printed_and_every_result_is_a_row(replays, capsys):
 def test_a_batch_without_a_perfect_head_says_why(replays):
     without = replace(replays, arms=[arm for arm in replays.arms if not arm.grid.family.startswith("perfect")])
     ((setup, results),) = BatchContest(without, [Setup(COST, 0.0)], [1]).results()
-    assert batch_sheet(setup, results, NAMES, dataset="toys").note.endswith("with decode.perfect_head false")
+    assert batch_sheet(setup, results, dataset="toys").note.endswith("with decode.perfect_head false")
 
 
 @pytest.mark.parametrize(

@@ -297,12 +297,9 @@ def test_what_was_chosen_under_one_sampling_travels_to_another(flags, tmp_path, 
     path = tmp_path / "warm"
     AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling={"temperature": 1.0})).save_pretrained(path)
     there = [
-        "--decode.heads",
-        f"[{path}]",
-        "--pair.sampling.temperature",
-        "0.5",
-        "--decode.allow_foreign_heads",
-        "true",
+        f"--decode.heads=[{path}]",
+        "--pair.sampling.temperature=0.5",
+        "--decode.allow_foreign_heads=true",
     ]
     home = flags[flags.index("--decode.dir") + 1]
     _, document = printed(
@@ -318,10 +315,8 @@ def test_what_was_chosen_under_one_sampling_travels_to_another(flags, tmp_path, 
                 "evaluate",
                 *flags,
                 *there,
-                "--decode.dir",
-                str(tmp_path / "there"),
-                "--home",
-                str(tmp_path / "nowhere"),
+                f"--decode.dir={tmp_path / 'there'}",
+                f"--home={tmp_path / 'nowhere'}",
             ],
         )
     assert "nowhere/trace/manifest.json" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import pytest
 from evaluation.contest.arms import picks_of, replay_arms
 from evaluation.contest.grids import bounds, default_values, make_grid
 from evaluation.contest.results import results_of, yardstick_of
+from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel, StopShares
 from evaluation.intervals import Splits
 from evaluation.report.command import write_plots
@@ -41,9 +42,9 @@ def arms():
 @pytest.fixture(scope="module")
 def page(arms, tmp_path_factory):
     directory = tmp_path_factory.mktemp("report")
-    plots = [pareto(picks_of(arms[0], COST), {}), entropies(arms[1])]
+    plots = [pareto(picks_of(arms[0], COST)), entropies(arms[1])]
     page = Page(about="a < b", directory=directory, cost=COST, datasets={"made": arms[0]}, plots=plots)
-    write_report(page, names={})
+    write_report(page)
     return directory / "report.html"
 
 
@@ -68,7 +69,7 @@ def batch_row(size: int, family: str, share: float, tokens_per_s: float, gain: f
 
 
 def test_plots_of_two_datasets_lie_side_by_side(arms, tmp_path):
-    plot = pareto(picks_of(arms[0], COST), {})
+    plot = pareto(picks_of(arms[0], COST))
     write_plots(tmp_path, [plot.of("one"), plot.of("two")])
     assert {path.name for path in tmp_path.iterdir()} == {"pareto-one.svg", "pareto-two.svg"}
     assert plot.of("one").caption == f"one: {plot.caption}"
@@ -83,16 +84,8 @@ def test_counts_of_any_size_fit_into_the_page(most):
 
 def dom_of(url: str) -> str:
     """The page once its scripts have run."""
-    command = [
-        BROWSER,
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--virtual-time-budget=3000",
-        "--dump-dom",
-        url,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    return subprocess.run([BROWSER, *flags, url], capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 @pytest.mark.browser
@@ -123,7 +116,7 @@ def test_the_page_ranks_as_python_does(page, arms, ratio, stop):
     cost = CostModel.constant(1 / shown, 1.0, elsewhere=shares)
     picks = picks_of(arms[0], cost)
     expected = results_of(picks, cost, yardstick_of(picks, cost))
-    assert [row[0] for row in rows] == [result.family for result in expected]
+    assert [row[0] for row in rows] == [NAMES[result.family] for result in expected]
     for row, result in zip(rows, expected, strict=True):
         assert row[1] == result.label
         assert float(row[3]) == pytest.approx(result.speed_up, abs=0.011)
@@ -139,14 +132,14 @@ def test_the_page_shows_every_family_at_the_batch_size_that_is_picked(arms, tmp_
         for share in (0.0, 0.2)
         for family, tokens_per_s, gain in (("fixed_length", 10.0, 0.0), ("entropy", 12.0 + share, 0.2))
     ]
-    write_report(
-        Page(about="", directory=tmp_path, cost=COST, datasets={"made": arms[0]}, batches=rows),
-        names={"fixed_length": "fixed_length", "entropy": "entropy"},
-    )
+    write_report(Page(about="", directory=tmp_path, cost=COST, datasets={"made": arms[0]}, batches=rows))
     dom = dom_of(f"{(tmp_path / 'report.html').as_uri()}#batch=4")
     table = dom.split('id="batched"')[1].split("</table>")[0]
     shown = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr.*?</tr>", table.split("<tbody>")[1])]
-    assert shown == [["fixed_length", "x=4", "14.0", "", "2.00"], ["entropy", "x=4", "16.0", "+20.0%", "2.00"]]
+    assert shown == [
+        ["best fixed length", "x=4", "14.0", "", "2.00"],
+        ["entropy (SVIP)", "x=4", "16.0", "+20.0%", "2.00"],
+    ]
     assert [
         re.findall(r"<option[^>]*>(.*?)<", part) for part in re.findall(r'id="batch-share">(.*?)</select>', dom)
     ] == [["0 t_draft", "0.2 t_draft"]]

@@ -172,7 +172,7 @@ def test_kinds_of_policies_are_told_apart_by_hue():
 
 
 def test_thresholds_of_two_meanings_are_on_two_axes(compared):
-    plots = thresholds(compared[1].picks, CURVE, names=NAMES)
+    plots = thresholds(compared[1].picks, CURVE)
     by_family = {name: [plot.name for plot in plots if f">{NAMES[name]}<" in plot.svg] for name in NAMES}
     assert by_family["head_fed"] == by_family["head_drawn"]
     meanings = ("head_drawn", "entropy", "token_prob", "cumulative_token_prob", "max_prob")
@@ -191,7 +191,7 @@ def test_a_legend_lies_below_the_axes():
 
 def test_a_plot_is_drawn_in_the_readers_own_ink(compared):
     replays, judged, answer = compared
-    for plot in [answer.picture, *all_plots(replays, judged.picks, CURVE, names=NAMES, shown=answer.deciding)]:
+    for plot in [answer.picture, *all_plots(replays, judged.picks, CURVE, shown=answer.deciding)]:
         assert "currentColor" in plot.svg
         assert "prefers-color-scheme:dark" in plot.svg
         assert INK not in plot.svg
@@ -202,7 +202,7 @@ def written(directory, compared, about=""):
     replays, judged, answer = compared
     page = Page(about=about, directory=directory, cost=CURVE, answers={"made": [answer]})
     page.datasets["made"], page.here["made"] = report_arms(replays, CURVE), judged.arms[len(replays.arms) :]
-    write_report(page, names=NAMES)
+    write_report(page)
     return directory / "report.html"
 
 

@@ -56,22 +56,15 @@ def test_a_command_whose_texts_may_cross_the_bound_is_refused_before_anything_is
     path.write_text(json.dumps(config | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4} | factors}))
     parser = parser_for(COMMANDS["trace"])
     small = [
-        "--decode.num_dev",
-        "1",
-        "--decode.num_test",
-        "1",
-        "--decode.max_new_tokens",
-        "12",
-        "--decode.max_draft_length",
-        "3",
+        "--decode.num_dev=1",
+        "--decode.num_test=1",
+        "--decode.max_new_tokens=12",
+        "--decode.max_draft_length=3",
     ]
     where = [
-        "--pair.target.path",
-        str(tmp_path / "target"),
-        "--decode.dir",
-        str(tmp_path / "run"),
-        "--heads.dir",
-        str(tmp_path / "heads"),
+        f"--pair.target.path={tmp_path / 'target'}",
+        f"--decode.dir={tmp_path / 'run'}",
+        f"--heads.dir={tmp_path / 'heads'}",
     ]
     flags = parser.parse_args(["--config", "configs/tiny.yaml", *where, *small, "--data.max_prompt_tokens", "242"])
     with pytest.raises(
