@@ -150,7 +150,7 @@ def test_a_set_that_no_head_saw_is_halved_whole_and_the_home_set_keeps_its_split
     assert (len(dev), len(test)) == (3, 2)
     assert not {prompt.id for prompt in dev} & {prompt.id for prompt in test}
     assert len(settled.prompts("stories", "dev")) == 50
-    where[-1], few = "5", ["--decode.abroad_weights", "[2, 5]"]
+    where[-1], few = "--decode.num_test=5", ["--decode.abroad_weights", "[2, 5]"]
     settled = Experiment(config_of(parser, parser.parse_args([*flags(tmp_path), *where, *few])))
     assert [len(settled.prompts("foreign", split)) for split in ("dev", "test")] == [2, 5]
 

@@ -60,7 +60,7 @@ def compared(splits, heads):
     """(replays, everything judged at CURVE, what it comes to)."""
     replays = replayed(splits, heads)
     judged = judge("made", replays, CURVE)
-    return replays, judged, answer_of(judged, CURVE, heads=heads, num_prompts=replays.num_prompts)
+    return replays, judged, answer_of(judged, CURVE, heads=heads, num_prompts=replays.traces.test.num_prompts)
 
 
 @pytest.mark.parametrize("t_draft_s", [0.2, 0.05])
