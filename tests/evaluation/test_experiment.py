@@ -19,12 +19,7 @@ from heads.model.provenance import Provenance
 COMMANDS = {**GENERATE, **MEASURE}
 ROOT = Path(__file__, "../../..").resolve()
 FOREIGN = {"path": "somewhere/else", "name": "else", "fingerprint": "0" * 64}
-SMALL = [
-    "--decode.num_dev=1",
-    "--decode.num_test=1",
-    "--decode.max_new_tokens=8",
-    "--decode.max_draft_length=4",
-]
+SMALL = ["--decode.num_dev=1", "--decode.num_test=1", "--decode.max_new_tokens=8", "--decode.max_draft_length=4"]
 TIMES = ["--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05"]
 
 
@@ -139,12 +134,7 @@ def test_a_set_that_no_head_saw_is_halved_whole_and_the_home_set_keeps_its_split
     file = tmp_path / "foreign.jsonl"
     file.write_text("".join(json.dumps({"id": i, "prompt": f"Prompt {i}"}) + "\n" for i in range(7)))
     parser = parser_for(COMMANDS["evaluate"])
-    where = [
-        "--decode.datasets",
-        json.dumps(["stories", str(file)]),
-        "--decode.num_dev=50",
-        "--decode.num_test=2",
-    ]
+    where = ["--decode.datasets", json.dumps(["stories", str(file)]), "--decode.num_dev=50", "--decode.num_test=2"]
     settled = Experiment(config_of(parser, parser.parse_args([*flags(tmp_path), *where])))
     dev, test = (settled.prompts("foreign", split) for split in ("dev", "test"))
     assert (len(dev), len(test)) == (3, 2)

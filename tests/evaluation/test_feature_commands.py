@@ -100,12 +100,7 @@ def test_blocks_write_what_the_target_writes_and_are_no_trees(capsys, tmp_path):
 
 
 def test_bench_runs_the_policies_that_are_named_and_no_schedule_of_transformers(capsys, tmp_path):
-    flags = [
-        "--policies=[fixed_length:k=2, heuristic]",
-        "--num_prompts=1",
-        "--num_tokens=4",
-        "--samplings=[sampled]",
-    ]
+    flags = ["--policies=[fixed_length:k=2, heuristic]", "--num_prompts=1", "--num_tokens=4", "--samplings=[sampled]"]
     times = [
         "--decode.t_draft_s=0.01",
         "--decode.t_target_s=0.05",

@@ -28,12 +28,7 @@ from evaluation.traces.replay import replay
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 
-SMALL = (
-    "--decode.num_dev=3",
-    "--decode.num_test=2",
-    "--decode.max_new_tokens=24",
-    "--decode.max_draft_length=6",
-)
+SMALL = ("--decode.num_dev=3", "--decode.num_test=2", "--decode.max_new_tokens=24", "--decode.max_draft_length=6")
 JSON = ("--json", "true")
 TIMES = ("--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05")
 
@@ -296,11 +291,7 @@ def test_a_table_in_a_pipe_is_wide(capsys):
 def test_what_was_chosen_under_one_sampling_travels_to_another(flags, tmp_path, capsys):
     path = tmp_path / "warm"
     AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling={"temperature": 1.0})).save_pretrained(path)
-    there = [
-        f"--decode.heads=[{path}]",
-        "--pair.sampling.temperature=0.5",
-        "--decode.allow_foreign_heads=true",
-    ]
+    there = [f"--decode.heads=[{path}]", "--pair.sampling.temperature=0.5", "--decode.allow_foreign_heads=true"]
     home = flags[flags.index("--decode.dir") + 1]
     _, document = printed(
         capsys, "evaluate", *flags, *there, "--decode.dir", str(tmp_path / "there"), "--home", home, *JSON
@@ -311,13 +302,7 @@ def test_what_was_chosen_under_one_sampling_travels_to_another(flags, tmp_path, 
     with pytest.raises(SystemExit):
         run(
             COMMANDS,
-            argv=[
-                "evaluate",
-                *flags,
-                *there,
-                f"--decode.dir={tmp_path / 'there'}",
-                f"--home={tmp_path / 'nowhere'}",
-            ],
+            argv=["evaluate", *flags, *there, f"--decode.dir={tmp_path / 'there'}", f"--home={tmp_path / 'nowhere'}"],
         )
     assert "nowhere/trace/manifest.json" in capsys.readouterr().err
 

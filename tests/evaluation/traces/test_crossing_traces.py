@@ -55,12 +55,7 @@ def test_a_command_whose_texts_may_cross_the_bound_is_refused_before_anything_is
     factors = {"short_factor": [1.0] * num, "long_factor": [4.0] * num, "original_max_position_embeddings": 256}
     path.write_text(json.dumps(config | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4} | factors}))
     parser = parser_for(COMMANDS["trace"])
-    small = [
-        "--decode.num_dev=1",
-        "--decode.num_test=1",
-        "--decode.max_new_tokens=12",
-        "--decode.max_draft_length=3",
-    ]
+    small = ["--decode.num_dev=1", "--decode.num_test=1", "--decode.max_new_tokens=12", "--decode.max_draft_length=3"]
     where = [
         f"--pair.target.path={tmp_path / 'target'}",
         f"--decode.dir={tmp_path / 'run'}",

@@ -21,21 +21,12 @@ from evaluation.traces.trace import Trace, TraceRow, join_traces
 from lm import Sampling
 from tests.toys.small_pair import trace
 
-SMALL = [
-    "--decode.num_dev=3",
-    "--decode.num_test=1",
-    "--decode.max_new_tokens=12",
-    "--decode.max_draft_length=3",
-]
+SMALL = ["--decode.num_dev=3", "--decode.num_test=1", "--decode.max_new_tokens=12", "--decode.max_draft_length=3"]
 WARM = Sampling(temperature=0.6)
 
 
 def flags(directory: Path, num_draws: int) -> list[str]:
-    where = [
-        f"--decode.dir={directory}",
-        "--decode.prompts_per_shard=2",
-        f"--decode.draws_per_prompt={num_draws}",
-    ]
+    where = [f"--decode.dir={directory}", "--decode.prompts_per_shard=2", f"--decode.draws_per_prompt={num_draws}"]
     return ["--config", "configs/tiny.yaml", "--heads.dir", str(directory / "heads"), *where, *SMALL]
 
 
