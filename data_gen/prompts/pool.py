@@ -7,8 +7,8 @@ from pathlib import Path
 
 from configs.schema import DataConfig, PromptSource
 from data_gen.prompts.hub import load, set_of
-from data_gen.prompts.prompt import Prompt
-from data_gen.prompts.splits import Split, in_hash_order, split_by_id
+from data_gen.prompts.prompt import Prompt, say_once
+from data_gen.prompts.splits import Split, in_hash_order, split_by_id, without_duplicates
 from data_gen.stories.stories import stories
 
 WEIGHTS = (40, 10, 2)
@@ -40,6 +40,7 @@ def load_prompts(
     sources = sources_of(config)
     pools = {name: _pool(source, config, split, count) for name, source in sources.items()}
     if len(sources) > 1:
+        pools = _apart(pools, sources, config, split)
         weights = {name: source.weight for name, source in sources.items()}
         named = {
             name: [replace(prompt, id=f"{name}/{prompt.id}", set=name) for prompt in pool]
@@ -84,6 +85,30 @@ def sources_of(config: DataConfig) -> dict[str, PromptSource]:
     return dict(zip(names, sources, strict=True))
 
 
+def _apart(
+    pools: Mapping[str, list[Prompt]], sources: Mapping[str, PromptSource], config: DataConfig, split: Split
+) -> dict[str, list[Prompt]]:
+    """The pools without prompts that another set has in an earlier split, of test, dev and train, or an earlier set in
+    the same one.
+    """
+    order: tuple[Split, ...] = ("test", "dev", "train")
+    earlier = [
+        prompt
+        for before in order[: order.index(split)]
+        for source in sources.values()
+        if source.path != "stories"
+        for prompt in _pool(source, config, before, sys.maxsize)
+    ]
+    apart: dict[str, list[Prompt]] = {}
+    for name, pool in pools.items():
+        apart[name] = without_duplicates(pool, earlier)
+        earlier += apart[name]
+        if len(apart[name]) < len(pool):
+            repeats = len(pool) - len(apart[name])
+            say_once(f"{name}: {repeats} {split} prompts repeat one of another set and are left out")
+    return apart
+
+
 def _in_proportion(pools: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], count: int) -> list[Prompt]:
     """Up to `count` prompts, at any length as near to the weights as can be; a set without prompts of the split takes
     no part.
@@ -105,14 +130,18 @@ def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) ->
     if source.path == "stories" and not Path(source.path).exists():
         return [Prompt(s.id, (s.prompt,), category=s.kind) for s in stories(split, count, seed=config.seed)]
     prompt_set = set_of(source)
+    own_test: list[Prompt] = []
+    if prompt_set.test_split is not None:  # the set's own test part, which needs no splitting
+        own_test = without_duplicates(in_hash_order(load(prompt_set, "test"), config.seed))
+        if split == "test":
+            return own_test
     prompts = load(prompt_set, split)
-    if (
-        split == "test" and prompt_set.test_split is not None
-    ):  # all of the set's own test part, which needs no splitting
-        return in_hash_order(prompts, config.seed)
-    return split_by_id(
-        prompts,
+    splits = split_by_id(
+        without_duplicates(prompts, own_test) if own_test else prompts,
         weights=prompt_set.shares or config.split_weights or WEIGHTS,
         seed=config.seed,
         split_ids=config.split_ids,
-    )[split]
+    )
+    if repeats := len(prompts) - sum(map(len, splits.values())):
+        say_once(f"{source.path}: {repeats} of {len(prompts)} prompts repeat another one and are left out")
+    return splits[split]

@@ -1,19 +1,39 @@
 """`Prompt`, one record of a prompt set -> one `Prompt`, and the JSONL files that hold such records.
 
-Fields by which a record is recognised, first match wins: `messages` (role/content), `conversations` (from/value,
-ShareGPT), `turns` (MT-Bench, Spec-Bench), `instruction` with `input` (Alpaca), `question` (GSM8K), `prompt`
-(HumanEval), `text`. Replies that a conversation brings along are dropped, because the target writes its own.
+Fields by which a record is recognised, first match wins: `messages`, `conversations` or `conversation` (role/content or
+from/value), `prompt` where it is a list of messages (DPO), `turns` (MT-Bench, Spec-Bench), `instruction` (Alpaca,
+Dolly), `question` (GSM8K, SQuAD, OpenOrca), `prompt` (HumanEval), `text`. Beside it are read: `input` and `context`,
+material that belongs to the question; `system` and `system_prompt`; `tools`; and Alpaca's `history`. Replies that a
+conversation brings along are dropped, because the target writes its own. docs/data.md has the table.
 """
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 _ID_FIELDS = ("id", "idx", "task_id", "question_id")
-_EXPECTED = "one of the fields messages, conversations, turns, instruction, question, prompt, text"
-_USER = {"user", "human"}
+_CONVERSATIONS = ("messages", "conversations", "conversation", "prompt")
+_QUESTIONS = ("instruction", "question", "prompt", "text")
+_CONTEXTS, _SYSTEMS = ("input", "context"), ("system", "system_prompt")
+_EXPECTED = "one of the fields messages, conversations, conversation, turns, instruction, question, prompt, text"
+_ROLES = {
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("tool", "observation", "function"), "tool"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bot", "function_call"), "assistant"),
+}
+"""Roles as sets name them -> as chat templates do."""
+_USED = {*_ID_FIELDS, *_CONVERSATIONS, *_QUESTIONS, *_CONTEXTS, *_SYSTEMS, "turns", "tools", "history", "category"}
+_ANSWERS = {
+    *("output", "response", "answer", "answers", "completion", "chosen", "rejected", "final", "reference", "label"),
+    *("canonical_solution", "test", "entry_point", "gpt4_reference", "source", "dataset", "model", "language", "score"),
+    *("conversation_id", "prompt_id", "title", "timestamp", "turn", "metadata", "messages", "is_impossible"),
+}
+"""Columns that belong to no prompt: answers, and facts about the record."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +47,10 @@ class Prompt:
     context: str = ""
     """Material that belongs to the first turn (Alpaca's `input`); the template decides how it is joined."""
     system: str = ""
+    tools: str = ""
+    """JSON list of the tools that a chat template describes to the model."""
+    roles: tuple[str, ...] = ()
+    """Role of each turn, user or tool; (): all of them are the user's."""
     category: str = ""
     set: str = field(default="", repr=False, compare=False)
     """Name of the set that it comes from, where the run has several; the id begins with it."""
@@ -34,7 +58,12 @@ class Prompt:
     @property
     def is_text(self) -> bool:
         """False if part of it cannot be encoded."""
-        return all(map(is_text, (*self.turns, self.context, self.system)))
+        return all(map(is_text, self.content))
+
+    @property
+    def content(self) -> tuple[str, ...]:
+        """Everything that a model reads of it; prompts of one content are duplicates."""
+        return *self.turns, *self.roles, self.context, self.system, self.tools
 
     @property
     def text(self) -> str:
@@ -69,6 +98,7 @@ def prompts_of(
         ValueError: a malformed record (where it stands, what was expected and what is there), or a repeated id.
     """
     prompts: dict[str, Prompt] = {}
+    unused: set[str] = set()
     for where, default_id, record in records:
         if absent := [name for name in (columns or {}).values() if name not in record]:
             raise ValueError(
@@ -80,13 +110,27 @@ def prompts_of(
             )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
+        unused |= {name for name, value in record.items() if value and name not in _USED | _ANSWERS}
         if prompt.id in prompts:
             raise ValueError(
                 f"{where}: id {prompt.id!r} stands on an earlier line too; ids decide the split, so give each prompt "
                 "one of its own"
             )
         prompts[prompt.id] = prompt
+    if unused := unused - set((columns or {}).values()):
+        names = sorted(unused)
+        say_once(
+            f"{where.rpartition(':')[0] or where}: the prompts leave out the column{'s' * (len(names) > 1)} "
+            f"{', '.join(names)}; if one belongs to them, name what it is: data.prompts: "
+            f"{{path: ..., columns: {{context: {names[0]}}}}} (or system, tools, ...)"
+        )
     return list(prompts.values())
+
+
+@cache
+def say_once(line: str) -> None:
+    """Print a line to stderr, once per process."""
+    print(line, file=sys.stderr)
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -121,54 +165,104 @@ def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
     prompt_id = next((str(record[name]) for name in _ID_FIELDS if record.get(name) is not None), default_id)
     if not is_text(prompt_id):
         raise ValueError(f"expected the id to be text, got half a character in {_shown(prompt_id)}")
-    category = str(record.get("category") or "")
-    if "messages" in record:
-        return _conversation(prompt_id, _messages(record["messages"], ("role", "content")), category)
-    if "conversations" in record:
-        return _conversation(prompt_id, _messages(record["conversations"], ("from", "value")), category)
+    system = "\n\n".join(filter(None, (_optional(record, name) for name in _SYSTEMS)))
+    prompt = replace(
+        _asked(record), id=prompt_id, tools=_tools(record.get("tools")), category=str(record.get("category") or "")
+    )
+    return replace(prompt, system="\n\n".join(filter(None, (system, prompt.system))))
+
+
+def _asked(record: dict[str, Any]) -> Prompt:
+    """What the user says in a record, without its id."""
+    for name in _CONVERSATIONS:
+        if name in record and (name != "prompt" or _is_messages(record[name])):
+            return _conversation(_messages(record[name]))
     if "turns" in record:
         turns = record["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise ValueError(f"expected turns to be a list of strings, got {_shown(turns)}")
-        return Prompt(prompt_id, tuple(turns), category=category)
-    for name in ("instruction", "question", "prompt", "text"):
-        if name in record:
-            return Prompt(prompt_id, (_text(record, name),), context=_text(record, "input"), category=category)
-    raise ValueError(
-        f"expected {_EXPECTED}; got {', '.join(sorted(record))}; say which of them it is, as data.prompts: "
-        f"{{path: …, columns: {{prompt: {min(record, default='NAME')}}}}}"
-    )
+        return Prompt("", tuple(turns))
+    name = next((name for name in _QUESTIONS if name in record), None)
+    if name is None:
+        raise ValueError(
+            f"expected {_EXPECTED}; got {', '.join(sorted(record))}; say which of them it is, as data.prompts: "
+            f"{{path: …, columns: {{prompt: {min(record, default='NAME')}}}}}"
+        )
+    if not isinstance(record[name], str):
+        raise ValueError(f"expected {name} to be a string, got {_shown(record[name])}")
+    context = "\n".join(filter(None, (_optional(record, name) for name in _CONTEXTS)))
+    earlier = _history(record.get("history") or [])
+    if earlier and context:  # a prompt's context belongs to its first turn, and this one to the last
+        return Prompt("", (*earlier, f"{record[name]}\n{context}"))
+    return Prompt("", (*earlier, record[name]), context=context)
 
 
-def _conversation(prompt_id: str, messages: list[tuple[str, str]], category: str) -> Prompt:
-    turns = tuple(text for role, text in messages if role in _USER)
-    if not turns:
+def _conversation(messages: list[tuple[str, str]]) -> Prompt:
+    """The turns between the replies; system messages, wherever they stand, are joined into one."""
+    turns = [(role, text) for role, text in messages if role in ("user", "tool")]
+    if not any(role == "user" for role, _ in turns):
         raise ValueError("expected at least one message of the user")
-    system = next((text for role, text in messages if role == "system"), "")
-    return Prompt(prompt_id, turns, system=system, category=category)
+    roles = tuple(role for role, _ in turns) if any(role == "tool" for role, _ in turns) else ()
+    system = "\n\n".join(text for role, text in messages if role == "system")
+    return Prompt("", tuple(text for _, text in turns), system=system, roles=roles)
 
 
-def _messages(value: Any, names: tuple[str, str]) -> list[tuple[str, str]]:
-    """(role, text) of every message, where `names` are the fields that hold the two."""
-    role, text = names
+def _messages(value: Any) -> list[tuple[str, str]]:
+    """(role, text) of every message: {role, content} or {from, value}."""
     # how some Parquet files store such lists
     if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
         value = [dict(zip(value, items, strict=False)) for items in zip(*value.values(), strict=False)]
-    if isinstance(value, list) and all(
-        isinstance(message, dict) and isinstance(message.get(role), str) and isinstance(message.get(text), str)
-        for message in value
-    ):
-        return [(message[role], message[text]) for message in value]
-    raise ValueError(f"expected a list of messages with the strings {role!r} and {text!r}, got {_shown(value)}")
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise ValueError(f"{_EXPECTED_MESSAGES}, got {_shown(value)}")
+    return [_message(message) for message in value]
 
 
-def _text(record: dict[str, Any], name: str) -> str:
+_EXPECTED_MESSAGES = "expected a list of messages with the strings 'role' and 'content', or 'from' and 'value'"
+
+
+def _message(message: dict[str, Any]) -> tuple[str, str]:
+    name = message.get("role", message.get("from"))
+    content = message.get("content", message.get("value"))
+    if not isinstance(name, str) or (role := _ROLES.get(name.lower())) is None:
+        known = ", ".join(_ROLES)
+        raise ValueError(f"{_EXPECTED_MESSAGES}; the role {_shown(name)} is none of {known}")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "\n".join(str(part.get("text") or "") for part in content)
+    if role == "assistant":  # the target writes its own; a call of tools has no content
+        return role, ""
+    if not isinstance(content, str):
+        raise ValueError(f"{_EXPECTED_MESSAGES}, got {_shown(message)}")
+    return role, content
+
+
+def _is_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
+
+
+def _history(value: Any) -> list[str]:
+    """The user's side of Alpaca's history, a list of [question, reply]."""
+    if not isinstance(value, list) or not all(isinstance(pair, list) and pair for pair in value):
+        raise ValueError(f"expected history to be a list of [question, reply], got {_shown(value)}")
+    if not all(isinstance(pair[0], str) for pair in value):
+        raise ValueError(f"expected the questions of history to be strings, got {_shown(value)}")
+    return [pair[0] for pair in value]
+
+
+def _tools(value: Any) -> str:
+    """Tools as a JSON list; "" if there are none."""
+    if isinstance(value, str):
+        return value
+    if value is not None and not isinstance(value, list):
+        raise ValueError(f"expected tools to be a list, or the JSON of one, got {_shown(value)}")
+    return json.dumps(value) if value else ""
+
+
+def _optional(record: dict[str, Any], name: str) -> str:
+    """The string of a field that a record may lack."""
     value = record.get(name)
-    if value is None and name == "input":  # Alpaca's optional material
-        return ""
-    if not isinstance(value, str):
+    if value is not None and not isinstance(value, str):
         raise ValueError(f"expected {name} to be a string, got {_shown(value)}")
-    return value
+    return value or ""
 
 
 def _shown(value: Any) -> str:

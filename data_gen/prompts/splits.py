@@ -1,9 +1,9 @@
 """Which split a prompt belongs to.
 
-Splits depend on the run's seed and on each prompt's stable id only, never on file order: ids are ordered by sha256(seed
-/ id), the head of that order is test, then dev, then train, in the proportions of `split_weights`; a run takes the
-first `num_*` of each. A larger run therefore contains the smaller one, and no choice of sizes moves a prompt from one
-split to another.
+Splits depend on the run's seed and on what each prompt says, never on file order or ids: prompts are ordered by
+sha256(seed / content), the head of that order is test, then dev, then train, in the proportions of `split_weights`; a
+run takes the first `num_*` of each. Of prompts with one content only the first is kept, so that none is in two splits.
+A larger run therefore contains the smaller one, and no choice of sizes moves a prompt from one split to another.
 """
 
 import json
@@ -25,7 +25,7 @@ def split_by_id(
     """Every prompt in exactly one split, each split in hash order.
 
     Args:
-        prompts: prompts of differing ids.
+        prompts: prompts of differing ids. Of those with one content one is kept: test before dev before train.
         weights: shares of train, dev and test.
         seed: the seed of the hash order.
         split_ids: path of a JSON file of id lists, which then decides instead of the weights.
@@ -33,9 +33,9 @@ def split_by_id(
     Raises:
         ValueError: weights that are no shares, or a file of another form.
     """
-    in_order = in_hash_order(prompts, seed)
     if split_ids is not None:
-        return _split_by_list(in_order, split_ids)
+        return _split_by_list(in_hash_order(prompts, seed), split_ids)
+    in_order = without_duplicates(in_hash_order(prompts, seed))
     if min(weights) < 0 or sum(weights) == 0:
         raise ValueError(
             f"data.split_weights is {list(weights)}; give train, dev and test shares of at least 0, not all of them 0"
@@ -49,10 +49,21 @@ def split_by_id(
 
 
 def in_hash_order(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
-    """The prompts sorted by the hash of seed and id: a shuffle that adding or removing prompts does not change for the
-    others.
+    """The prompts sorted by the hash of seed and content: a shuffle that adding or removing prompts does not change for
+    the others.
     """
-    return sorted(prompts, key=lambda prompt: (seed_of(seed, "split", prompt.id), prompt.id))
+    return sorted(prompts, key=lambda prompt: (seed_of(seed, "split", ascii(prompt.content)), prompt.id))
+
+
+def without_duplicates(prompts: Iterable[Prompt], seen: Iterable[Prompt] = ()) -> list[Prompt]:
+    """The prompts whose content none before them has, nor one of `seen`."""
+    contents = {prompt.content for prompt in seen}
+    kept = []
+    for prompt in prompts:
+        if prompt.content not in contents:
+            contents.add(prompt.content)
+            kept.append(prompt)
+    return kept
 
 
 def _split_by_list(in_order: list[Prompt], path: str) -> dict[Split, list[Prompt]]:
@@ -69,4 +80,7 @@ def _split_by_list(in_order: list[Prompt], path: str) -> dict[Split, list[Prompt
     result: dict[Split, list[Prompt]] = {split: [] for split in SPLITS}
     for prompt in in_order:
         result[split_of.get(prompt.id, "train")].append(prompt)
+    result["test"] = without_duplicates(result["test"])
+    result["dev"] = without_duplicates(result["dev"], result["test"])
+    result["train"] = without_duplicates(result["train"], [*result["dev"], *result["test"]])
     return result

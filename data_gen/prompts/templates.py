@@ -6,8 +6,11 @@ WizardCoder's instruction for HumanEval and MetaMath's for GSM8K. Training, trac
 `encode`, so that a head meets the prompts that it was trained on.
 """
 
+import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from configs.hints import meant
@@ -57,6 +60,7 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, re
     first = f"{turns[0]}{before_context}{prompt.context}" if prompt.context.strip() else turns[0]
     texts = [_WRAPPERS[template](text) for text in (first, *turns[1:])]
     if template == "plain":  # turns and replies alternate; the last turn has no reply yet
+        texts[0] = f"{prompt.system}\n{texts[0]}" if prompt.system else texts[0]
         return "\n".join(part for pair in zip(texts, [*replies, ""], strict=True) for part in pair if part)
     return _llama2(texts, replies, prompt.system, tokenizer)
 
@@ -69,10 +73,33 @@ def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[st
         )
     messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
     for index, turn in enumerate(turns):
-        messages.append({"role": "user", "content": turn})
+        messages.append({"role": prompt.roles[index] if prompt.roles else "user", "content": turn})
         if index < len(replies):
             messages.append({"role": "assistant", "content": replies[index]})
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    tools = _tools_of(prompt)
+    try:
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise ValueError(
+            f"prompt {prompt.id}: the chat template of {tokenizer.name_or_path} refuses messages of the roles {roles}: "
+            f"{error}; leave such prompts or columns out, or set data.template: plain"
+        ) from error
+
+
+def _tools_of(prompt: Prompt) -> list[Any] | None:
+    """The tools of a prompt, as `apply_chat_template` takes them.
+
+    Raises:
+        ValueError: they are no JSON list.
+    """
+    try:
+        tools = json.loads(prompt.tools or "null")
+    except ValueError as error:
+        raise ValueError(f"prompt {prompt.id}: tools are no JSON: {error}") from error
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"prompt {prompt.id}: tools are {prompt.tools[:80]!r}, and a JSON list is expected")
+    return tools or None
 
 
 def _llama2(texts: Sequence[str], replies: Sequence[str], system: str, tokenizer: PreTrainedTokenizerBase) -> str:

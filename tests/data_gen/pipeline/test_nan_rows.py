@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from configs.schema import Config
 from data_gen.pipeline.command import make
+from data_gen.prompts.pool import load_prompts
 from data_gen.responses.exchange import Problem, Request, Response
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.store.features import read_features
 from data_gen.store.rows import read_rows
 from lm import Sampling
-from store.shards import features_path, list_shards, rows_path
+from store.shards import features_path, list_shards
 from tests.data_gen.on_disk import files_of, rows_of
 
 TILDE = 4 + sorted(map(chr, range(33, 127))).index("~")
@@ -29,15 +30,14 @@ TILDE = 4 + sorted(map(chr, range(33, 127))).index("~")
 @pytest.fixture
 def healthy(toy_config, with_data, prompts_file) -> Config:
     """The toy run, with a tilde in one training prompt of the second shard; three rows may fail."""
-    online = replace(toy_config, heads=replace(toy_config.heads, features="online"))
-    make(with_data(online, num_test=0, features=(), seed=1))
-    name = read_rows(rows_path(toy_config.data.dir, "train", 1), ["id"])["id"].to_pylist()[1]
-    shutil.rmtree(toy_config.data.dir)
+    config = with_data(toy_config, max_error_share=0.25, seed=1)
     records = [json.loads(line) for line in prompts_file.read_text().splitlines()]
-    prompts_file.write_text(
-        "".join(json.dumps({**each, "input": "~" if each["id"] == name else "x"}) + "\n" for each in records)
-    )
-    return with_data(toy_config, max_error_share=0.25, seed=1)
+    for number, record in enumerate(records):  # what a prompt says decides where it goes
+        changed = [*records[:number], record | {"input": "~"}, *records[number + 1 :]]
+        prompts_file.write_text("".join(json.dumps(each) + "\n" for each in changed))
+        if load_prompts(config.data, "train")[4].id == record["id"]:
+            return config
+    raise AssertionError("a tilde brings no prompt into the middle of the second shard; take another seed")
 
 
 def poisoned(config: Config, model: str, folder: Path, token: int = TILDE) -> Config:

@@ -45,6 +45,42 @@ from data_gen.prompts.templates import encode, render
             },
             Prompt("d", ("u", "v")),
         ),
+        (
+            {"instruction": "Which?", "context": "It is red.", "response": "x", "category": "qa"},
+            Prompt("7", ("Which?",), context="It is red.", category="qa"),
+        ),
+        ({"system_prompt": "s", "question": "u", "response": "x"}, Prompt("7", ("u",), system="s")),
+        (
+            {"instruction": "v", "input": "i", "system": "s", "history": [["u", "gone"]]},
+            Prompt("7", ("u", "v\ni"), system="s"),
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "u"},
+                    {"from": "function_call", "value": "{}"},
+                    {"from": "observation", "value": "5"},
+                ],
+                "system": "s",
+                "tools": '[{"name": "w"}]',
+            },
+            Prompt("7", ("u", "5"), system="s", tools='[{"name": "w"}]', roles=("user", "tool")),
+        ),
+        (
+            {
+                "conversation": [
+                    {"role": "developer", "content": "s"},
+                    {"role": "user", "content": [{"type": "text", "text": "u"}]},
+                    {"role": "assistant", "content": None, "tool_calls": [{}]},
+                    {"role": "system", "content": "t"},
+                ]
+            },
+            Prompt("7", ("u",), system="s\n\nt"),
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "u"}], "chosen": [], "tools": [{"a": 1}]},
+            Prompt("7", ("u",), tools='[{"a": 1}]'),
+        ),
     ],
 )
 def test_every_known_form_of_record_is_read(record, expected):
@@ -79,12 +115,36 @@ def test_a_malformed_line_is_named_by_file_and_line(tmp_path, line, complaint):
 
 
 def test_every_prompt_is_in_exactly_one_split_whatever_the_order():
-    prompts = [Prompt(str(number), ("x",)) for number in range(520)]
+    prompts = [Prompt(str(number), (f"x{number}",)) for number in range(520)]
     splits = split_by_id(prompts, weights=(40, 10, 2), seed=0)
     assert {split: len(splits[split]) for split in SPLITS} == {"train": 400, "dev": 100, "test": 20}
     assert sorted(prompt.id for split in SPLITS for prompt in splits[split]) == sorted(prompt.id for prompt in prompts)
     assert split_by_id(reversed(prompts), weights=(40, 10, 2), seed=0) == splits
     assert split_by_id(prompts, weights=(40, 10, 2), seed=1) != splits
+
+
+def test_no_text_is_in_two_splits(tmp_path, capsys):
+    path, ids = tmp_path / "prompts.jsonl", tmp_path / "ids.json"
+    path.write_text("".join(f'{{"prompt": "p{number % 20}", "note": "n"}}\n' for number in range(60)))
+    ids.write_text(json.dumps({"dev": [0, 1, 2], "test": [21, 40]}))
+    for change in ({}, {"split_ids": str(ids)}):
+        config = DataConfig(prompts=str(path), num_train=None, num_dev=1, num_test=1, split_weights=(2, 1, 1), **change)
+        texts = [[p.turns for p in load_prompts(config, split, may_be_fewer=True)] for split in SPLITS]
+        assert len(texts[0]) == len(set(texts[0])), change
+        assert not set(texts[0]) & {*texts[1], *texts[2]}, change
+    shown = capsys.readouterr().err
+    assert "40 of 60 prompts repeat another one and are left out" in shown
+    assert shown.count("leave out the column note; if one belongs to them") == 1
+
+
+def test_no_text_is_in_two_splits_of_several_sets(tmp_path):
+    for name, count in (("a", 40), ("b", 60)):
+        text = "".join(f'{{"prompt": "p{number}"}}\n' for number in range(count))
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    sources = tuple(str(tmp_path / f"{name}.jsonl") for name in "ab")
+    config = DataConfig(prompts=sources, num_train=9, num_dev=9, num_test=9, split_weights=(1, 1, 1))
+    texts = [p.turns for split in SPLITS for p in load_prompts(config, split)]
+    assert len(texts) == len(set(texts)) == 27
 
 
 def test_a_larger_run_contains_the_smaller_one(tmp_path):
@@ -158,7 +218,7 @@ def test_a_text_column_is_a_prompt_and_another_is_asked_for_by_name(tmp_path):
 def test_listed_ids_decide_the_split(tmp_path):
     lists = tmp_path / "ids.json"
     lists.write_text(json.dumps({"test": [2], "dev": [0, 3]}))
-    prompts = [Prompt(str(number), ("x",)) for number in range(5)]
+    prompts = [Prompt(str(number), (f"x{number}",)) for number in range(5)]
     splits = split_by_id(prompts, weights=(1, 1, 1), seed=0, split_ids=str(lists))
     assert {split: sorted(prompt.id for prompt in splits[split]) for split in SPLITS} == {
         "train": ["1", "4"],
@@ -226,7 +286,7 @@ def test_replies_stand_between_the_turns(tokenizer):
         render(prompt, tokenizer, "llama2", ["yes"])
         == "[INST] <<SYS>>\nbe brief\n<</SYS>>\n\none [/INST] yes <end>[INST] two [/INST]"
     )
-    assert render(prompt, tokenizer, "plain", ["yes"]) == "one\nyes\ntwo"
+    assert render(prompt, tokenizer, "plain", ["yes"]) == "be brief\none\nyes\ntwo"
     chat = encode(replace(prompt, system=""), tokenizer, "chat", ["yes"])
     assert tokenizer.decode(chat) == "<u>one\n<a>yes<end><u>two\n<a>"
 

@@ -195,7 +195,7 @@ def two_sets(tmp_path) -> tuple[PromptSource, PromptSource]:
     """Sixty prompts and twenty, ids alike; the first is to give three times as many."""
     for name, count in (("large", 60), ("small", 20)):
         (tmp_path / f"{name}.jsonl").write_text(
-            "".join(f'{{"id": {number}, "prompt": "{name}"}}\n' for number in range(count))
+            "".join(f'{{"id": {number}, "prompt": "{name} {number}"}}\n' for number in range(count))
         )
     return PromptSource(path=str(tmp_path / "large.jsonl"), weight=3.0), PromptSource(
         path=str(tmp_path / "small.jsonl")
