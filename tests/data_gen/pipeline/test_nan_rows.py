@@ -35,9 +35,9 @@ def healthy(toy_config, with_data, prompts_file) -> Config:
     for number, record in enumerate(records):  # what a prompt says decides where it goes
         changed = [*records[:number], record | {"input": "~"}, *records[number + 1 :]]
         prompts_file.write_text("".join(json.dumps(each) + "\n" for each in changed))
-        if load_prompts(config.data, "train")[4].id == record["id"]:
+        if record["id"] in [prompt.id for prompt in load_prompts(config.data, "train")[3:6]]:
             return config
-    raise AssertionError("a tilde brings no prompt into the middle of the second shard; take another seed")
+    raise AssertionError("a tilde brings no prompt into the second shard; take another seed")
 
 
 def poisoned(config: Config, model: str, folder: Path, token: int = TILDE) -> Config:
@@ -158,10 +158,11 @@ def test_a_token_that_only_the_mixed_sequence_has_is_a_problem_of_its_row(health
     assert_others_are_the_same(broken, healthy, {name})
 
 
-def test_broken_padding_breaks_no_row(healthy, tmp_path):
+def test_broken_padding_breaks_no_row(healthy, with_data, tmp_path):
     """Untrained embeddings of the padding token may be NaN; prompts of differing length share batches, and 0 * NaN is
-    NaN.
+    NaN. With this seed no row has the padding token as a token of its own.
     """
+    healthy = with_data(healthy, seed=4)
     make(healthy)
     for model in ("draft", "target"):
         broken = poisoned(healthy, model, tmp_path, 0)
