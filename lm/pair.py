@@ -35,7 +35,6 @@ from lm.features.draft import FeatureDraft
 from lm.features.loading import feature_draft_of
 from lm.features.released import released_layout_of
 from lm.forwards import num_logits_of, refuse_offloaded
-from lm.models.emulated import tell_emulated
 from lm.models.repository import repository_of
 from lm.parallel import refuse_sliced, slicing_of
 
@@ -177,7 +176,6 @@ def load_model(source: ModelSource, *, device: torch.device | None = None) -> Pr
         )
     refuse_offloaded(model, source)
     expand(model.eval(), source.extra_layers)
-    tell_emulated(model, source.path)
     return model
 
 
