@@ -121,17 +121,36 @@ def _speculators(released: Released, target: PreTrainedModel, num_layers: int) -
     return _of_layers(released, config, target, num_layers)
 
 
+def _eagle3_layer_ids(released: Released, config: LlamaConfig) -> tuple[int, ...]:
+    """The hidden states of the target that config.json names, as transformers counts them; () if it names none.
+
+    SafeAILab and speculators count so too, at the top level. SpecForge writes `eagle_config`, counts layers from 0 and
+    means the state after each (its default, [1, L / 2 - 1, L - 4], names the same states as SafeAILab's).
+    """
+    nested = released.config.get("eagle_config") or {}
+    if not isinstance(nested, dict) or not nested.get("use_aux_hidden_state", True):
+        remedy = "a draft that reads three of the target's states is known"
+        raise released.refusal(f"its eagle_config is {nested!r:.80}", remedy)
+    written = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
+    ids = written or nested.get("eagle_aux_hidden_state_layer_ids") or ()
+    if not isinstance(ids, list | tuple) or not all(type(layer_id) is int for layer_id in ids):
+        raise released.refusal(f"its eagle_aux_hidden_state_layer_ids are {ids!r:.80}", "write a list of whole numbers")
+    return tuple(ids) if written else tuple(layer_id + 1 for layer_id in ids)
+
+
 def _of_layers(released: Released, config: LlamaConfig, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
     """An EAGLE-3 draft, of SafeAILab's layout or of speculators'."""
     target_size = getattr(config, "target_hidden_size", None) or config.hidden_size
     _check_fits(released, config, target, target_size)
-    ids = tuple(getattr(config, "eagle_aux_hidden_state_layer_ids", None) or (2, num_layers // 2, num_layers - 3))
+    ids = _eagle3_layer_ids(released, config) or (2, num_layers // 2, num_layers - 3)
     if not all(1 <= layer_id <= num_layers for layer_id in ids):
         remedy = f"name layers from 1 to {num_layers} as eagle_aux_hidden_state_layer_ids in its config.json"
         raise released.refusal(
             f"it reads the target behind layers {list(ids)}, and the target has {num_layers}",
             f"{remedy}, or {_ELSEWHERE}",
         )
+    if any(name.startswith("layers.1.") for name in released.tensors):
+        raise released.refusal("it has more than one layer", "EAGLE-3 drafts of one layer are read")
     has_embedding, has_head = (f"{name}.weight" in released.tensors for name in ("embed_tokens", "lm_head"))
     lacks = [name for name, has in (("embed_tokens", has_embedding), ("lm_head", has_head)) if not has]
     if lacks and config.hidden_size != target.config.get_text_config().hidden_size:

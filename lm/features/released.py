@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers.activations import ACT2FN
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from configs.schema import ModelSource
@@ -65,12 +66,26 @@ class Released:
         kind = keys.get("model_type", kinds[0])
         if kind not in kinds:
             raise self.refusal(f"its layer is of model_type {kind}", f"{name}'s is the one that is known here")
+        self._check_layer(keys)
         try:
             return made(**{key: value for key, value in keys.items() if key not in _NO_KEYS})
         except (TypeError, ValueError, StrictDataclassError) as error:
             raise self.refusal(
                 f"its config.json is no {name}'s ({' '.join(str(error).split())[:200]})", "fetch the release again"
             ) from error
+
+    def _check_layer(self, keys: dict[str, Any]) -> None:
+        """Refuse what no layer can be made of, by its own name."""
+        rope = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+        if isinstance(rope, dict) and "mrope" in (rope.get("rope_type"), rope.get("type")):
+            raise self.refusal("its rotary positions (mrope) are those of images in a text", "use a text model's draft")
+        for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"):
+            value = keys.get(name, 1)
+            if value is not None and (type(value) is not int or value < 1):
+                raise self.refusal(f"its {name} is {value!r:.40}", "write a whole number of at least 1")
+        activation = keys.get("hidden_act", "silu")
+        if activation not in ACT2FN:
+            raise self.refusal(f"its hidden_act is {activation!r:.40}", "transformers knows no such activation")
 
     def refusal(self, subject: str, remedy: str) -> ValueError:
         """The error that refuses the directory: what is wrong, and what to do."""

@@ -26,7 +26,7 @@ CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
     "configs": (1544, 1000),
     "store": (773, 500),
-    "lm": (6079, 4000),
+    "lm": (6060, 4000),
     "data_gen": (7143, 4400),
     "heads": (5116, 3600),
     "decode": (5915, 4200),
@@ -34,7 +34,7 @@ CEILINGS = {
     "serve": (1035, 800),
     "checkpoints/recipes": (2094, 1400),
     "benchmarks": (799, 800),
-    "tests": (30400, 18000),
+    "tests": (30338, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 240

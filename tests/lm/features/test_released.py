@@ -74,6 +74,22 @@ BROKEN = {
         {},
         r"layers \[1, 2, 9\]",
     ),
+    "layers that are no numbers": (
+        "eagle3",
+        {"eagle_aux_hidden_state_layer_ids": ["a", 2, 3]},
+        {},
+        "whole numbers",
+    ),
+    "rotary positions of images": ("eagle3", {"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, {}, "mrope"),
+    "no heads": ("eagle3", {"num_attention_heads": 0}, {}, "num_attention_heads is 0; write a whole number"),
+    "an unknown activation": ("eagle", {"hidden_act": "sillu"}, {}, "hidden_act is 'sillu'"),
+    "two layers": ("eagle3", {}, {"layers.1.mlp.up_proj.weight": torch.zeros(1)}, "more than one layer"),
+    "no states of the target": (
+        "eagle3",
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        {},
+        "eagle_config is .*three of the target's states",
+    ),
     "too shallow for the usual layers": (
         "eagle3",
         {"eagle_aux_hidden_state_layer_ids": None},
@@ -156,3 +172,19 @@ def test_a_truncated_file_is_named(tmp_path):
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"model.safetensors cannot be read"):
         load_feature_draft(ModelSource(path=str(tmp_path)), target(), num_layers=LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, (1, 2, 3)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}}, (1, 2, 3)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}}, (1, 2, 2)),
+    ],
+)
+def test_layer_ids_are_read_as_their_producer_counts_them(keys, expected, tmp_path):
+    """SafeAILab and speculators count hidden states, SpecForge counts layers from 0."""
+    config, tensors = released("eagle3")
+    del config["eagle_aux_hidden_state_layer_ids"]
+    source = ModelSource(path=str(write(tmp_path, config | keys, tensors)))
+    assert load_feature_draft(source, target(), num_layers=LAYERS).target_layer_ids == expected
