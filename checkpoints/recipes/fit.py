@@ -137,7 +137,8 @@ class _Lessons(pl.LightningModule):
         self.figures: list[list[float]] = []
         self._pupils, self._read, self._course = pupils, read, course
         self._optimisers = [self._optimisers_of(pupil) for pupil in pupils]
-        self._schedules = [[LambdaLR(each, self._share) for each in optimisers] for optimisers in self._optimisers]
+        rate = lambda step: self._share(step)  # noqa: E731  # LambdaLR would save the attributes of a method
+        self._schedules = [[LambdaLR(each, rate) for each in optimisers] for optimisers in self._optimisers]
         self._step = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
