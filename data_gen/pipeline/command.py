@@ -2,6 +2,7 @@
 prompt.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
@@ -204,7 +205,13 @@ def _account(data: DataConfig, order: Order, *, num_made: int, done: str) -> Non
 
 
 def _refuse_errors(totals: Mapping[str, int], data: DataConfig) -> None:
-    """Raise ValueError if more prompts ended in an error than the config bears."""
+    """Raise ValueError if no prompt became a row, or more ended in an error than the config allows."""
+    if totals["input"] and not totals["ok"]:
+        (first, *_) = (Path(data.dir) / "errors.jsonl").read_text(encoding="utf-8").splitlines()
+        raise ValueError(
+            f"no row was made of {totals['input']:,} prompts: {totals['error']:,} ended in an error and "
+            f"{totals['skipped']:,} were skipped, the first because: {json.loads(first)['reason']}"
+        )
     if totals["error"] > data.max_error_share * totals["input"]:
         raise ValueError(
             f"{totals['error']:,} of {totals['input']:,} prompts ended in an error, more than data.max_error_share = "
@@ -253,6 +260,10 @@ def check_settings(pair: PairConfig, data: DataConfig) -> None:
             raise ValueError(
                 f"pair.{names[0]}.tp_plan is set and {section}.{other}, which takes whole models; take device_map: auto"
             )
+    if data.split_ids is not None and not Path(data.split_ids).is_file():
+        raise FileNotFoundError(
+            f"data.split_ids is {data.split_ids}, and there is no such file; leave it out or mend it"
+        )
     if data.source == "file" and data.responses is None:
         raise ValueError("data.source is file and data.responses names none; set it to the path of a JSONL file")
     if data.source == "file" and not Path(str(data.responses)).is_file():

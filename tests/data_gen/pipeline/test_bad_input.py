@@ -58,7 +58,8 @@ def test_a_shard_whose_prompts_are_all_skipped_is_an_empty_shard(toy_config, wit
             mode=mode,
             dir=str(tmp_path / mode),
         )
-        make(config)
+        with pytest.raises(ValueError, match=r"no row was made of 1 prompts.*empty prompt"):
+            make(config)
         assert read_rows(rows_path(config.data.dir, "train", 0)).num_rows == 0
         assert read_features(features_path(config.data.dir, "fed", "train", 0))["hidden"].shape == (0, 8)
 
@@ -102,3 +103,15 @@ def test_a_full_disk_ends_in_one_line_and_leaves_no_incomplete_file(toy_config, 
     for path in paths:
         if path.suffix == ".safetensors":
             verify_shard(path)
+
+
+def test_a_run_without_a_row_fails_and_says_why(toy_config, with_data):
+    with pytest.raises(
+        ValueError, match=r"^no row was made of 12 prompts: .* 12 were skipped, .*max_prompt_tokens is 1"
+    ):
+        make(with_data(toy_config, max_prompt_tokens=1))
+
+
+def test_a_missing_file_of_split_ids_is_refused_with_stories_too(toy_config, with_data):
+    with pytest.raises(FileNotFoundError, match=r"^data\.split_ids is absent\.json"):
+        make(with_data(toy_config, prompts="stories", split_ids="absent.json"))
