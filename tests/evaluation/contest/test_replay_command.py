@@ -132,7 +132,7 @@ def test_replay_without_times_takes_a_ratio_or_asks_for_one(flags, capsys):
 
 def test_what_tune_writes_is_what_auto_replays(flags, capsys):
     lines, document = printed(capsys, "tune", *flags)
-    assert max(map(len, lines)) <= 190
+    assert (max(map(len, lines)) <= 190, lines[0][:17]) == (True, "replay: tune: 0 %"), "a bar comes first"
     assert len([line for line in lines if "plain" in line and "│" in line]) == 1, "no cell of the table folds"
     _, auto = printed(capsys, "replay", *flags, "--policy", f"head:{flags[5]}/exported/plain,max_rejection_prob=auto")
     assert auto["played"][1]["num_emitted"] > 0
