@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from configs.paths import check_local
 from configs.schema import Config, DataConfig, ModelSource, PromptSource
 from data_gen.pipeline.sizes import settled
+from data_gen.prompts.hub import set_name
 from data_gen.prompts.pool import load_prompts, sources_of
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import Split
@@ -178,7 +179,7 @@ class Experiment:
         sources = self.decode.datasets
         if not sources:
             return self.home
-        names = [Path(source).stem for source in sources]
+        names = [set_name(source) for source in sources]
         if len(set(names)) < len(names):
             raise ValueError(
                 f"decode.datasets are {', '.join(sources)}: two have one name, which their folders are called by; "

@@ -70,6 +70,11 @@ def set_of(source: PromptSource) -> PromptSet:
     raise FileNotFoundError(f"data.prompts is {source.path!r}, which is neither there nor known; set it to {_FORMS}")
 
 
+def set_name(path: str) -> str:
+    """What a set is called: the name of its file without the ending, or the last part of a path or hub id."""
+    return Path(path).stem if Path(path).suffix in (*_BUILDERS, ".jsonl", ".json") else Path(path).name
+
+
 def _as_asked(known: PromptSet, source: PromptSource) -> PromptSet:
     """A known set with what the user says instead of its defaults.
 

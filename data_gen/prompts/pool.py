@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.schema import DataConfig, PromptSource
-from data_gen.prompts.hub import load, set_of
+from data_gen.prompts.hub import load, set_name, set_of
 from data_gen.prompts.prompt import Prompt, say_once
 from data_gen.prompts.splits import Split, in_hash_order, split_by_id, without_duplicates
 from data_gen.stories.stories import stories
@@ -65,7 +65,7 @@ def sources_of(config: DataConfig) -> dict[str, PromptSource]:
         ValueError: no set, two of one name, or a weight that is no share.
     """
     sources = config.prompt_sources
-    names = [Path(source.path).stem for source in sources]
+    names = [set_name(source.path) for source in sources]
     if not names:
         raise ValueError("data.prompts is an empty list; name at least one set")
     if twice := [name for name in names if names.count(name) > 1]:

@@ -50,6 +50,8 @@ def generate(
         rejected: show rejected drafts too.
         svg: also write the coloured text to this file as a picture.
     """
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ValueError(f"--max_new_tokens is {max_new_tokens}; it must be at least 1")
     picture_path = None if svg is None else local_path(svg, "--svg")
     experiment = Experiment(config)
     if policy is None:

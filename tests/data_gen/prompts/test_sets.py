@@ -269,3 +269,11 @@ def test_a_yaml_names_one_set_or_several(value, expected):
     parser = parser_for(make)
     parsed = parser.parse_args(["--pair.target.path", "t", "--pair.draft.path", "d", "--data.prompts", value])
     assert config_of(parser, parsed).data.prompts == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("data/own.jsonl", "own"), ("org/chat-1.5", "chat-1.5"), ("org/chat-1.6", "chat-1.6"), ("alpaca", "alpaca")],
+)
+def test_a_set_is_called_by_its_file_or_its_whole_hub_name(path, name):
+    assert hub.set_name(path) == name

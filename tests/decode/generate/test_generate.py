@@ -68,11 +68,18 @@ def test_one_prompt_needs_no_prompt_set(capsys, monkeypatch):
     assert "acceptance length" in run(capsys, monkeypatch, *flags)
 
 
-def test_a_mistake_in_the_policy_ends_in_one_line(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--policy", "svip"), "no policy 'svip'"),
+        (("--policy", "fixed_length:k=2", "--max_new_tokens", "0"), "--max_new_tokens is 0; it must be at least 1"),
+    ],
+)
+def test_a_mistake_ends_in_one_line(capsys, monkeypatch, flags, message):
     with pytest.raises(SystemExit) as stopped:
-        run(capsys, monkeypatch, "--policy", "svip")
+        run(capsys, monkeypatch, *flags)
     assert stopped.value.code == 2
-    assert "no policy 'svip'" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_each_token_wears_the_colour_of_what_it_was():
