@@ -167,8 +167,9 @@ def test_half_a_character_is_a_problem_row_and_not_the_end_of_a_run(toy_config, 
         {"id": "whole", "prompt": "x"},
         {"id": "half", "prompt": "\ud83d"},
         {"id": "inner", "prompt": "y", "input": "\udc00"},
+        {"id": "fine", "prompt": "z"},
     ]
-    responses = [{"id": "whole", "response": "\ud83d"}]
+    responses = [{"id": "whole", "response": "\ud83d"}, {"id": "fine", "response": "z"}]
     for name, records in (("prompts", prompts), ("responses", responses)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     config = with_data(
@@ -178,7 +179,7 @@ def test_half_a_character_is_a_problem_row_and_not_the_end_of_a_run(toy_config, 
         responses=str(tmp_path / "responses.jsonl"),
         max_error_share=1.0,
         split_weights=(1, 0, 0),
-        num_train=3,
+        num_train=4,
         num_test=0,
     )
     make(config)
