@@ -50,8 +50,7 @@ def generate(
         rejected: show rejected drafts too.
         svg: also write the coloured text to this file as a picture.
     """
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise ValueError(f"--max_new_tokens is {max_new_tokens}; it must be at least 1")
+    _check_length(max_new_tokens)
     picture_path = None if svg is None else local_path(svg, "--svg")
     experiment = Experiment(config)
     if policy is None:
@@ -74,6 +73,11 @@ def generate(
         picture_path.write_text(
             picture(transcript.text, closing, title=f"python -m decode generate --policy {policy}"), encoding="utf-8"
         )
+
+
+def _check_length(max_new_tokens: int | None) -> None:
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ValueError(f"--max_new_tokens is {max_new_tokens}; it must be at least 1")
 
 
 def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> str:
