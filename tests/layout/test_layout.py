@@ -29,7 +29,7 @@ CEILINGS = {
     "lm": (6060, 4000),
     "data_gen": (7159, 4400),
     "heads": (5116, 3600),
-    "decode": (5922, 4200),
+    "decode": (5921, 4200),
     "evaluation": (13596, 7400),
     "serve": (1035, 800),
     "checkpoints/recipes": (2095, 1400),
