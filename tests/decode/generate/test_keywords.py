@@ -71,7 +71,6 @@ def filled(target: PreTrainedModel) -> DynamicCache:
         ({"max_new_tokens": 61}, "context of 64"),
         ({"policy": FixedLength(2), "num_assistant_tokens": 2}, "num_assistant_tokens cannot act beside a policy"),
         ({"policy": "fixed_length:k=-4"}, "k is -4"),
-        ({"policy": 4}, "policy is 4"),
         ({"num_assistant_tokens_schedule": "linear"}, "schedule is 'linear'.*heuristic_transient"),
         ({"num_assistant_tokens": 0}, "num_assistant_tokens is 0"),
         ({"inputs": torch.tensor([[3, 40]])}, "token id 40.*ids 0 to 39"),

@@ -267,8 +267,8 @@ def test_specs_parse_to_policies():
      ("fixed_length:k=true", "k is True"), ("fixed_length:k=2.5", "whole number"),
      ("heuristic:k=1e999", "whole number"),
      ("fixed_length:k=2,k=3", "gives k twice"), ("head:PATH,head=OTHER", "gives head twice"),
-     ("head:PATH,min_draft_length=-3", "min_draft_length"), ("head:PATH,is_calibrated=1", "true or false"),
-     ("head:PATH,is_learning=abc", "true or false"), ("llama_cpp:n_max=abc", "n_max"),
+     ("head:PATH,min_draft_length=-3", "min_draft_length"), ("head:PATH,is_calibrated=1", "true or false|cannot take"),
+     ("head:PATH,is_learning=abc", "true or false|cannot take"), ("llama_cpp:n_max=abc", "n_max"),
      ("dspark:is_product=2", "true or false")],
 )  # fmt: skip
 def test_a_spec_that_makes_no_sense_is_refused(spec, said):

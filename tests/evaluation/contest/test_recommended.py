@@ -38,7 +38,7 @@ def played(speed: float, num_settings: int, seed: int) -> Replayed:
         100_000 / speed * noise * np.where(np.arange(num_settings) < num_settings - 1, 1 / 0.9, 1)[:, None]
     ).round()
     counts = Counts(num_emitted=np.full(rounds.shape, 1000), num_target=rounds, num_draft_forwards=0 * rounds)
-    return Replayed(counts, rounds[..., None], np.arange(NUM))
+    return Replayed(counts, np.rint(rounds[..., None]).astype(int), np.arange(NUM))
 
 
 def replays_at(**speeds: float) -> Replays:

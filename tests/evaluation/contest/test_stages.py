@@ -152,7 +152,7 @@ def test_the_table_the_picture_and_the_record_have_the_same_figures():
 
 
 def test_the_pictures_of_near_ratios_are_two_files():
-    costs = (CostModel.constant(0.2, 0.9996), COST.with_ratio(5), COST.with_ratio(4.998), COST.with_ratio(5.000001))
+    costs = (CostModel.constant(0.2, 0.9996), COST.with_ratio(5.0), COST.with_ratio(4.998), COST.with_ratio(5.000001))
     assert len({stage_plot(stages_at(SPEEDS), cost, dataset="made").name for cost in costs}) == 4
 
 

@@ -162,7 +162,6 @@ def test_policies_of_one_kind_of_stop_share_a_name():
         "entropy",
         "token_prob",
         "max_prob",
-        "max_prob & token_prob",
         "fed+s-d2",
         "drawn+s-d2",
     }
@@ -209,7 +208,7 @@ def test_a_warning_says_what_is_timed_how_long_and_how_to_skip_it(loop, monkeypa
 
 def test_what_is_timed_names_the_kinds_that_lie_between():
     heads = [AcceptanceHead(8, depth) for depth in (0, 1, 4)]
-    assert Timing(policies_by_kind(heads)).what == "t_draft, t_target and 6 kinds of stop (1 more lie between them)"
+    assert Timing(policies_by_kind(heads)).what == "t_draft, t_target and 5 kinds of stop (1 more lie between them)"
     assert Timing({}).what == "t_draft, t_target"
 
 
@@ -251,7 +250,7 @@ def test_a_plan_that_measures_nothing_says_what_will_be_timed(tmp_path):
     parser = parser_for(plan)
     config = config_of(parser, parser.parse_args(["--config", "tiny", "--decode.dir", str(tmp_path)]))
     line = timing_line(config, is_measured=False)
-    assert line.startswith("evaluate: times t_draft, t_target and 10 kinds of stop (9 more lie between them), ")
+    assert line.startswith("evaluate: times t_draft, t_target and 9 kinds of stop (9 more lie between them), ")
     assert line.endswith(SKIP)
 
 

@@ -63,7 +63,6 @@ def test_a_head_is_timed_on_a_draft_that_keeps_its_hidden_states(loop):
         "entropy",
         "token_prob",
         "max_prob",
-        "max_prob & token_prob",
         "drawn+s-d1",
     }
 

@@ -113,7 +113,8 @@ def test_of_greedy_sampling_more_than_one_draw_is_refused(tmp_path, capsys):
 
 def test_an_id_may_hold_the_mark_of_a_turn(tmp_path):
     lines = [
-        {"id": f"set#{number}", "prompt": "Tom has 3 pens.", "category": f"kind {number % 2}"} for number in range(40)
+        {"id": f"set#{number}", "prompt": f"Tom has {number} pens.", "category": f"kind {number % 2}"}
+        for number in range(40)
     ]
     lines.append({"id": "talk", "turns": ["Tom has 3 pens.", "Ann has 4."], "category": "talk"})
     path = tmp_path / "prompts.jsonl"
