@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _ID_FIELDS = ("id", "idx", "task_id", "question_id")
-_CONVERSATIONS = ("messages", "conversations", "conversation", "prompt")
+_CONVERSATIONS = {"messages", "conversations", "conversation"}
 _QUESTIONS = ("instruction", "question", "prompt", "text")
 _CONTEXTS, _SYSTEMS = ("input", "context"), ("system", "system_prompt")
 _EXPECTED = "one of the fields messages, conversations, conversation, turns, instruction, question, prompt, text"
@@ -27,11 +27,13 @@ _ROLES = {
     **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bot", "function_call"), "assistant"),
 }
 """Roles as sets name them -> as chat templates do."""
-_USED = {*_ID_FIELDS, *_CONVERSATIONS, *_QUESTIONS, *_CONTEXTS, *_SYSTEMS, "turns", "tools", "history", "category"}
+_FORMS = ("messages", "conversations", "conversation", "turns", *_QUESTIONS)
+_BESIDE = {*_ID_FIELDS, *_CONTEXTS, *_SYSTEMS, "tools", "category"}
+"""Fields that are read beside any of the `_FORMS`."""
 _ANSWERS = {
     *("output", "response", "answer", "answers", "completion", "chosen", "rejected", "final", "reference", "label"),
     *("canonical_solution", "test", "entry_point", "gpt4_reference", "source", "dataset", "model", "language", "score"),
-    *("conversation_id", "prompt_id", "title", "timestamp", "turn", "metadata", "messages", "is_impossible"),
+    *("conversation_id", "prompt_id", "title", "timestamp", "turn", "metadata", "is_impossible"),
 }
 """Columns that belong to no prompt: answers, and facts about the record."""
 
@@ -110,7 +112,7 @@ def prompts_of(
             )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        unused |= {name for name, value in record.items() if value and name not in _USED | _ANSWERS}
+        unused |= _unused(record)
         if prompt.id in prompts:
             raise ValueError(
                 f"{where}: id {prompt.id!r} stands on an earlier line too; ids decide the split, so give each prompt "
@@ -172,29 +174,42 @@ def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
     return replace(prompt, system="\n\n".join(filter(None, (system, prompt.system))))
 
 
+def _form_of(record: dict[str, Any]) -> str | None:
+    """The field that a record is recognised by; None if it has none of them."""
+    if not _CONVERSATIONS & record.keys() and _is_messages(record.get("prompt")):
+        return "prompt"
+    return next((name for name in _FORMS if name in record), None)
+
+
+def _unused(record: dict[str, Any]) -> set[str]:
+    """Filled fields of a record that its prompt leaves out, but for answers and facts about it."""
+    form = _form_of(record)
+    known = _BESIDE | _ANSWERS | {form} | ({"history"} if form in _QUESTIONS else set())
+    return {name for name, value in record.items() if value and name not in known}
+
+
 def _asked(record: dict[str, Any]) -> Prompt:
     """What the user says in a record, without its id."""
-    for name in _CONVERSATIONS:
-        if name in record and (name != "prompt" or _is_messages(record[name])):
-            return _conversation(_messages(record[name]))
-    if "turns" in record:
-        turns = record["turns"]
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-            raise ValueError(f"expected turns to be a list of strings, got {_shown(turns)}")
-        return Prompt("", tuple(turns))
-    name = next((name for name in _QUESTIONS if name in record), None)
-    if name is None:
+    context = "\n".join(filter(None, (_optional(record, name) for name in _CONTEXTS)))
+    form = _form_of(record)
+    if form is None:
         raise ValueError(
             f"expected {_EXPECTED}; got {', '.join(sorted(record))}; say which of them it is, as data.prompts: "
             f"{{path: …, columns: {{prompt: {min(record, default='NAME')}}}}}"
         )
-    if not isinstance(record[name], str):
-        raise ValueError(f"expected {name} to be a string, got {_shown(record[name])}")
-    context = "\n".join(filter(None, (_optional(record, name) for name in _CONTEXTS)))
+    value = record[form]
+    if form in _CONVERSATIONS or _is_messages(value):
+        return replace(_conversation(_messages(value)), context=context)
+    if form == "turns":
+        if not isinstance(value, list) or not value or not all(isinstance(turn, str) for turn in value):
+            raise ValueError(f"expected turns to be a list of strings, got {_shown(value)}")
+        return Prompt("", tuple(value), context=context)
+    if not isinstance(value, str):
+        raise ValueError(f"expected {form} to be a string, got {_shown(value)}")
     earlier = _history(record.get("history") or [])
     if earlier and context:  # a prompt's context belongs to its first turn, and this one to the last
-        return Prompt("", (*earlier, f"{record[name]}\n{context}"))
-    return Prompt("", (*earlier, record[name]), context=context)
+        return Prompt("", (*earlier, f"{value}\n{context}"))
+    return Prompt("", (*earlier, value), context=context)
 
 
 def _conversation(messages: list[tuple[str, str]]) -> Prompt:

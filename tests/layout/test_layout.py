@@ -27,14 +27,14 @@ CEILINGS = {
     "configs": (1544, 1000),
     "store": (773, 500),
     "lm": (6060, 4000),
-    "data_gen": (7159, 4400),
+    "data_gen": (7174, 4400),
     "heads": (5116, 3600),
     "decode": (5921, 4200),
     "evaluation": (13596, 7400),
     "serve": (1035, 800),
     "checkpoints/recipes": (2095, 1400),
     "benchmarks": (799, 800),
-    "tests": (30365, 18000),
+    "tests": (30381, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 240

@@ -49,6 +49,7 @@ from data_gen.prompts.templates import encode, render
             {"instruction": "Which?", "context": "It is red.", "response": "x", "category": "qa"},
             Prompt("7", ("Which?",), context="It is red.", category="qa"),
         ),
+        ({"messages": [{"role": "user", "content": "u"}], "context": "c"}, Prompt("7", ("u",), context="c")),
         ({"system_prompt": "s", "question": "u", "response": "x"}, Prompt("7", ("u",), system="s")),
         (
             {"instruction": "v", "input": "i", "system": "s", "history": [["u", "gone"]]},
@@ -145,6 +146,21 @@ def test_no_text_is_in_two_splits_of_several_sets(tmp_path):
     config = DataConfig(prompts=sources, num_train=9, num_dev=9, num_test=9, split_weights=(1, 1, 1))
     texts = [p.turns for split in SPLITS for p in load_prompts(config, split)]
     assert len(texts) == len(set(texts)) == 27
+
+
+@pytest.mark.parametrize(
+    ("record", "unused"),
+    [
+        ({"messages": [{"role": "user", "content": "u"}], "prompt": "u", "history": [["a", "b"]]}, "history, prompt"),
+        ({"instruction": "u", "text": "### u", "passage": "p", "empty": "", "output": "x"}, "passage, text"),
+        ({"turns": ["u"], "prompt": "u", "reference": ["r"]}, "prompt"),
+    ],
+)
+def test_filled_columns_that_no_prompt_uses_are_named(record, unused, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    read_jsonl(path)
+    assert f"{unused}; if one belongs to them, name what it is" in capsys.readouterr().err
 
 
 def test_a_larger_run_contains_the_smaller_one(tmp_path):

@@ -179,11 +179,11 @@ def test_processors_may_name_ids_that_a_narrower_draft_lacks(settings):
 )
 def test_the_settings_of_assisted_generation_and_policies_in_words_decide_the_draft_lengths(settings, policy):
     target, draft = random_pair("llama")
-    plays = [
+    ours, expected = (
         generate(target, draft, max_new_tokens=40, return_dict_in_generate=True, **how).generation.rounds
         for how in (settings, {"policy": policy})
-    ]
-    assert plays[0] == plays[1] or [r.drafted for r in plays[0]] == [r.drafted for r in plays[1]]
+    )
+    assert [round_.drafted for round_ in ours] == [round_.drafted for round_ in expected]
 
 
 def test_a_draft_given_by_its_path_drafts_as_the_loaded_one(tmp_path):
