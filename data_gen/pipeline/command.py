@@ -206,17 +206,17 @@ def _account(data: DataConfig, order: Order, *, num_made: int, done: str) -> Non
 
 def _refuse_errors(totals: Mapping[str, int], data: DataConfig) -> None:
     """Raise ValueError if no prompt became a row, or more ended in an error than the config allows."""
-    if totals["input"] and not totals["ok"]:
-        (first, *_) = (Path(data.dir) / "errors.jsonl").read_text(encoding="utf-8").splitlines()
-        raise ValueError(
-            f"no row was made of {totals['input']:,} prompts: {totals['error']:,} ended in an error and "
-            f"{totals['skipped']:,} were skipped, the first because: {json.loads(first)['reason']}"
-        )
     if totals["error"] > data.max_error_share * totals["input"]:
         raise ValueError(
             f"{totals['error']:,} of {totals['input']:,} prompts ended in an error, more than data.max_error_share = "
             f"{data.max_error_share:g}; all else is written; mend what {data.dir}/errors.jsonl names and run the same "
             "command with --retry_errors"
+        )
+    if totals["input"] and not totals["ok"]:
+        (first, *_) = (Path(data.dir) / "errors.jsonl").read_text(encoding="utf-8").splitlines()
+        raise ValueError(
+            f"no row was made of {totals['input']:,} prompts: {totals['error']:,} ended in an error and "
+            f"{totals['skipped']:,} were skipped, the first because: {json.loads(first)['reason']}"
         )
 
 
