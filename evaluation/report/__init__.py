@@ -1,1 +1,1 @@
-"""Every policy and threshold from one trace, hierarchies beside them by decoding: tables, plots, page."""
+"""Every policy and threshold from one trace: tables, plots, page, and the verdict."""

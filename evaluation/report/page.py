@@ -72,7 +72,7 @@ def report_arms(replays: Replays, cost: CostModel) -> list[Arm]:
 
 
 def write_report(page: Page) -> None:
-    """Write report.html."""
+    """Write the evaluation as one page, report.html, into the page's directory."""
     families = {arm.grid.family for arms in page.datasets.values() for arm in arms}
     data = {
         "names": dict(NAMES),
