@@ -217,9 +217,9 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
     Raises:
         ValueError: something else than a head is there, and nothing is touched; or the disk is full.
     """
-    if path.exists() and not _is_head(path):
-        raise ValueError(f"{path} is no exported head, and what it holds would be lost; name another directory")
     with atomic_directory(path) as folder:
+        if path.exists() and not _is_head(path):
+            raise ValueError(f"{path} is no exported head, and what it holds would be lost; name another directory")
         head.save_pretrained(folder)
     return path
 

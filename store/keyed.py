@@ -3,8 +3,8 @@
     {"key": {"kind": "cell", "ratio": 5}, "value": {...}}
 
 Both are JSON objects, and a key is all that its value depends on; two that hold the same are one key, in whatever
-order. Entries are added in one write, so a process that is killed leaves at most a last line without an end, which no
-reader takes and the next writer cuts off.
+order. Entries are added in one write under a lock, so two processes lose nothing of each other's, and a process that is
+killed leaves at most a last line without an end, which no reader takes and the next writer cuts off.
 """
 
 import json
@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from store.json_files import checked_object, parse_json
+from store.lock import only_writer
+
+_WAIT_S = 60
 
 Key = Mapping[str, Any]
 
@@ -49,8 +52,8 @@ class KeyedStore:
     def keep(self, entries: Iterable[tuple[Key, Mapping[str, Any]]]) -> None:
         """Add entries; those of a key that is there take the place of its former value."""
         lines = [json.dumps({"key": key, "value": value}) + "\n" for key, value in entries]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
+        lock = f".{self.path.name}.lock"
+        with only_writer(self.path.parent, setting="directory", name=lock, wait_s=_WAIT_S), self.path.open("ab") as file:
             file.truncate(len(self._finished()))
             file.write("".join(lines).encode())
 

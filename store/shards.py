@@ -19,11 +19,13 @@ from typing import IO, Any
 
 from configs.paths import check_local
 from store.json_files import read_json
+from store.lock import only_writer
 
 SHARD_FOLDERS = ("rows", "features/*", "stages/*")
 SIDECAR_REMEDY = "delete it and run the same command again: it makes the shard anew"
 _COUNTS = {"bytes", "rows", "tokens", "input", "ok"}
 """Facts that are whole numbers."""
+_DIRECTORY_WAIT_S = 600
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -136,15 +138,32 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """A new folder to write to, which takes the place of `path` once the block has ended."""
-    partial = path.with_name(f".{path.name}.partial")  # a rename is atomic, a directory of files is not
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    yield partial
-    for inside in partial.rglob("*"):
-        inside.chmod(0o755 if inside.is_dir() else 0o644)
-    shutil.rmtree(path, ignore_errors=True)
-    partial.rename(path)
+    """A new folder to write to, which takes the place of `path` once the block has ended; if it raises, `path` stays as
+    it was. Other processes that write the same directory wait.
+
+    A directory of files cannot be replaced in one step: the old one is renamed first. If the process is killed between
+    the two renames, the next writer puts the old directory back.
+
+    Raises:
+        ValueError: nothing can be written beside `path`, or another process has been writing it for ten minutes.
+    """
+    partial, previous = (path.with_name(f".{path.name}.{suffix}") for suffix in ("partial", "previous"))
+    with only_writer(path.parent, setting="directory", name=f".{path.name}.lock", wait_s=_DIRECTORY_WAIT_S):
+        if previous.exists() and not path.exists():
+            previous.rename(path)
+        for left_over in (partial, previous):
+            shutil.rmtree(left_over, ignore_errors=True)
+        partial.mkdir()
+        try:
+            yield partial
+            for inside in partial.rglob("*"):
+                inside.chmod(0o755 if inside.is_dir() else 0o644)
+            if path.exists():
+                path.rename(previous)
+            partial.rename(path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(previous, ignore_errors=True)
 
 
 def read_sidecar(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:

@@ -3,6 +3,7 @@ named.
 """
 
 import json
+import os
 
 import pytest
 
@@ -43,3 +44,15 @@ def test_a_line_that_was_broken_by_hand_is_named_with_the_remedy(store, broken):
         file.write(f"{broken}\n")
     with pytest.raises(ValueError, match=r"kept\.jsonl:2: .*; delete the line"):
         store.entries()
+
+
+def test_two_processes_that_keep_at_once_lose_no_entry(store):
+    children = []
+    for writer in range(2):
+        if (pid := os.fork()) == 0:
+            for number in range(50):
+                store.keep([({"writer": writer, "number": number}, {"x": number})])
+            os._exit(0)
+        children.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
+    assert len(store.entries()) == 100
