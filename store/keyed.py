@@ -52,8 +52,8 @@ class KeyedStore:
     def keep(self, entries: Iterable[tuple[Key, Mapping[str, Any]]]) -> None:
         """Add entries; those of a key that is there take the place of its former value."""
         lines = [json.dumps({"key": key, "value": value}) + "\n" for key, value in entries]
-        lock = f".{self.path.name}.lock"
-        with only_writer(self.path.parent, setting="directory", name=lock, wait_s=_WAIT_S), self.path.open("ab") as file:
+        lock = only_writer(self.path.parent, setting="directory", name=f".{self.path.name}.lock", wait_s=_WAIT_S)
+        with lock, self.path.open("ab") as file:
             file.truncate(len(self._finished()))
             file.write("".join(lines).encode())
 
