@@ -4,6 +4,7 @@ import io
 import os
 import pty
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from store import progress
@@ -99,7 +100,9 @@ def test_a_terminal_that_does_not_know_its_size_gets_a_bar(monkeypatch):
         monkeypatch.setattr("sys.stderr", terminal)
         with Bar(total=2, desc="costs", unit="generations") as bar:
             bar.update(2)
-        drawn = os.read(ours, 4096).decode()
-    os.close(ours)
+    drawn = ""
+    with os.fdopen(ours, errors="replace") as shown, suppress(OSError):  # EIO is the end of a terminal
+        while line := shown.readline():
+            drawn += line
     assert "costs: 100%" in drawn
     assert "2/2 generations" in drawn
