@@ -38,7 +38,6 @@ _MOST = 10**9
 _COUNT, _COUNT_OR_NONE = Limit(1, _MOST), Limit(0, _MOST)
 _POSITIVE, _AT_LEAST_ZERO, _SHARE = Limit(0, is_open=True), Limit(0), Limit(0, 1)
 _SEED = Limit(0, 2**32 - 1)
-_OF_RAY = ("", "respond.", "draft.", "target.")
 _EXTRA_LAYERS, _THREADS, _CONNECTIONS = Limit(0, 1000), Limit(1, 1024), Limit(1, 4096)
 LIMITS = {
     **{f"pair.{model}.extra_layers": _EXTRA_LAYERS for model in ("target", "draft", "micro")},
@@ -63,9 +62,8 @@ LIMITS = {
     "data.server.max_retries": _COUNT_OR_NONE,
     "data.server.timeout_s": _POSITIVE,
     "data.server.num_logprobs": Limit(1, 10**4),
-    **{f"data.ray.{stage}num_workers": _COUNT for stage in _OF_RAY},
-    **{f"data.ray.{stage}{name}": _AT_LEAST_ZERO for stage in _OF_RAY for name in ("num_cpus", "num_gpus")},
-    **{f"data.ray.{stage}resources": _AT_LEAST_ZERO for stage in _OF_RAY},
+    "data.ray.num_workers": _COUNT,
+    **{f"data.ray.{name}": _AT_LEAST_ZERO for name in ("num_cpus", "num_gpus", "resources")},
     "heads.depths": Limit(0, 1000),
     "heads.reject_weights": _POSITIVE,
     "heads.accept_weight": _POSITIVE,

@@ -1,6 +1,6 @@
 """What makes data outside of this process: completions servers, and actors of Ray."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
@@ -40,20 +40,6 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayStage:
-    """Resources of the workers of one stage of `data.mode: sequential`, where they differ from those of all."""
-
-    num_workers: int | None = None
-    """Actors of this stage; null: `data.ray.num_workers`."""
-    num_cpus: float | None = None
-    """CPU cores reserved for each worker of this stage; null: `data.ray.num_cpus`."""
-    num_gpus: float | None = None
-    """GPUs reserved for each worker of this stage; null: `data.ray.num_gpus`."""
-    resources: dict[str, float] | None = None
-    """Custom resources of Ray reserved for each worker of this stage; null: `data.ray.resources`."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RayConfig:
     """Resources of `engine: ray`: each worker is an actor that holds the models of a stage, with so many CPUs and
     GPUs.
@@ -69,16 +55,5 @@ class RayConfig:
     """Custom resources of Ray reserved for each worker, such as {h100: 1}; machines have those that they were started
     with.
     """
-    respond: RayStage = field(default_factory=RayStage)
-    """What differs in the stage that asks the target, or a server, for responses."""
-    draft: RayStage = field(default_factory=RayStage)
-    """What differs in the stage that runs the draft."""
-    target: RayStage = field(default_factory=RayStage)
-    """What differs in the stage that runs the target, which mostly wants more GPUs than the draft."""
     address: str | None = None
     """A running cluster (auto, or ray://host:port); null: this machine."""
-
-    def of(self, stage: str) -> "RayConfig":
-        """The section with the resources of one stage (of `together`, which has none of its own, as it is)."""
-        own: RayStage = getattr(self, stage) if stage in ("respond", "draft", "target") else RayStage()
-        return replace(self, **{name: value for name, value in vars(own).items() if value is not None})

@@ -1,5 +1,5 @@
 """`engine: ray`: shards as rows of a Ray Data set, mapped by a pool of actors, each of which holds the models of one
-stage and the resources that data.ray gives to it.
+stage and the resources of data.ray.
 
 A shard writes its own files and returns only its index, so a lost actor loses one shard's work: Ray starts another
 actor and gives it that shard, `_RESTARTS` times for each actor. With several machines, data.dir must be a folder that
@@ -11,12 +11,12 @@ its own.
 """
 
 import logging
-import math
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,16 @@ import torch
 
 from configs.remote import RayConfig
 from configs.schema import DataConfig, ModelSource
-from data_gen.pipeline.code import folders, refuse_other_code, running
 from data_gen.pipeline.worker import Job, Worker, models_of
 from data_gen.responses.conversation import ShardSpec
 from store.progress import Bar
 
 _RESTARTS = 3
 """Restarts of each actor; each retries the shard that it died over."""
+_ROOM_S = 30
+"""Seconds that the cluster has to find room for all workers: an actor without room waits forever, and says nothing."""
+PACKAGES = ("store", "configs", "data_gen", "lm")
+"""Packages of the project that a worker imports."""
 _ERRORS = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
 """Errors that an actor may report, by name."""
 
@@ -52,7 +55,7 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
             address=job.data.ray.address or "local",
             log_to_driver=False,
             configure_logging=False,
-            **_session(job.data.ray.of(job.stage)),
+            **_session(job.data.ray),
         )
     num_done = 0
     try:
@@ -84,17 +87,16 @@ def _reports(job: Job, specs: Sequence[ShardSpec]) -> Iterator[dict[str, Any]]:
     import ray
     import ray.data
 
-    resources = job.data.ray.of(job.stage)
+    resources = job.data.ray
     num_workers = min(resources.num_workers, len(specs))
-    machines = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
-    _check_room(job.stage, resources, num_workers, machines)
-    _check_gpus(job, machines)
+    _check_room(resources, num_workers)
+    _check_gpus(job, ray.cluster_resources().get("GPU", 0.0))
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = ray.data.from_items([{"index": index} for index in range(len(specs))], override_num_blocks=len(specs))
     reports = rows.map_batches(
         _Actor,
-        fn_constructor_args=(_same_everywhere(job), [ray.put(spec) for spec in specs], running()),
+        fn_constructor_args=(_same_everywhere(job), [ray.put(spec) for spec in specs], _versions()),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=num_workers),
         num_cpus=resources.num_cpus,
@@ -112,7 +114,7 @@ class _Actor:
     def __init__(self, job: Job, specs: Sequence[Any], driver: dict[str, str]) -> None:
         self.specs, self.error, self.reason = specs, "", ""
         with self._errors_as_values():
-            refuse_other_code(driver, machine=platform.node())
+            _refuse_other_versions(driver)
             self.worker = Worker(job)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -133,40 +135,42 @@ class _Actor:
             self.reason = " ".join(str(error).split())
 
 
-def _check_room(stage: str, resources: RayConfig, num_workers: int, machines: Sequence[dict[str, float]]) -> None:
-    """Raise ValueError unless all workers find room at once: an actor without room waits for ever, and says nothing."""
-    needs = {"CPU": float(resources.num_cpus), "GPU": float(resources.num_gpus), **resources.resources}
-    wanted = {name: count for name, count in needs.items() if count > 0}
-    room = [
-        min((machine.get(name, 0.0) / count for name, count in wanted.items()), default=math.inf)
-        for machine in machines
-    ]
-    num_fitting = sum(
-        math.floor(num_of_node + 1e-6) if math.isfinite(num_of_node) else num_workers for num_of_node in room
-    )
-    if num_fitting < num_workers:
-        there = "; ".join(_in_words({name: machine.get(name, 0.0) for name in needs}) for machine in machines)
-        section = "data.ray" if stage == "together" else f"data.ray or data.ray.{stage}"
+def _versions() -> dict[str, str]:
+    """Versions of the packages that decide the rows."""
+    return {name: version(name) for name in ("torch", "transformers", "tokenizers")}
+
+
+def _refuse_other_versions(driver: dict[str, str]) -> None:
+    for name, installed in _versions().items():
+        if driver[name] != installed:
+            raise ValueError(
+                f"the worker on {platform.node()} has {name} {installed} and the driver {driver[name]}; install the "
+                "same version on every machine"
+            )
+
+
+def _check_room(resources: RayConfig, num_workers: int) -> None:
+    """Raise ValueError unless the cluster has room for all workers at once."""
+    from ray.util import placement_group, remove_placement_group
+
+    bundle = {"CPU": float(resources.num_cpus), "GPU": float(resources.num_gpus), **resources.resources}
+    bundle = {name: count for name, count in bundle.items() if count > 0}
+    if not bundle:
+        return
+    group = placement_group([bundle] * num_workers)
+    has_room = group.wait(_ROOM_S)
+    remove_placement_group(group)
+    if not has_room:
         raise ValueError(
-            f"data.ray asks for {num_workers} workers of {_in_words(needs)} each, for the stage {stage}, and the "
-            f"cluster has room for {num_fitting} of them (its machines have {there}); lower num_workers, num_cpus, "
-            f"num_gpus or resources of {section}, or add machines to the cluster first"
+            f"data.ray asks for {num_workers} workers of {bundle} each, and the cluster did not find room for them in "
+            f"{_ROOM_S} s; lower num_workers, num_cpus, num_gpus or resources, or add machines to the cluster first"
         )
 
 
-def _in_words(resources: Mapping[str, float]) -> str:
-    """Resources as a person lists them: 2 CPUs, 0 GPUs and 1 h100."""
-    *most, last = (f"{count:g} {name}{'s' if name in ('CPU', 'GPU') else ''}" for name, count in resources.items())
-    return f"{', '.join(most)} and {last}"
-
-
-def _check_gpus(job: Job, machines: Sequence[dict[str, float]]) -> None:
-    """Raise ValueError where workers hold models that belong on a GPU, GPUs are there, and the workers are given
-    none.
-    """
-    num_gpus = sum(machine.get("GPU", 0.0) for machine in machines)
+def _check_gpus(job: Job, num_gpus: float) -> None:
+    """Raise ValueError where GPUs are there, models belong on a GPU, and the workers are given none."""
     names = [name for name in models_of(job) if not _is_on_cpu(getattr(job.pair, name))]
-    if job.data.ray.of(job.stage).num_gpus == 0 and num_gpus > 0 and names:
+    if job.data.ray.num_gpus == 0 and num_gpus > 0 and names:
         device = getattr(job.pair, names[0]).device_map
         raise ValueError(
             f"data.ray.num_gpus is 0, so the {names[0]} (device_map {device}) would run on the CPU, and the cluster "
@@ -222,7 +226,8 @@ def _session(resources: RayConfig) -> dict[str, Any]:
     they ask for.
     """
     if resources.address is not None:
-        modules = [str(folder) for folder in folders()]
+        root = Path(__file__).parents[2]
+        modules = [str(root / name) for name in PACKAGES]
         return {"runtime_env": {"py_modules": modules, "excludes": ["**/__pycache__/**"]}}
     needed = int(resources.num_workers * resources.num_cpus) + 1
     custom = {name: count * resources.num_workers for name, count in resources.resources.items()}

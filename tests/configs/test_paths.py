@@ -68,7 +68,7 @@ NO_PATHS |= {f"pair.{model}.{name}" for model in ("target", "draft", "micro") fo
 NO_PATHS |= {f"data.prompts.{name}" for name in ("name", "split", "test_split", "columns")} | {
     "data.template",
     "data.ray.address",
-    *(f"data.ray.{stage}resources" for stage in ("", "respond.", "draft.", "target.")),
+    "data.ray.resources",
 }
 NO_PATHS |= {f"data.server.{name}" for name in ("url", "model", "extra", "api_key_variable")}
 NO_PATHS |= {"heads.scalars", "heads.architectures", "decode.grid", "decode.policies", "trainer"}

@@ -7,25 +7,23 @@ import copyreg
 import os
 import signal
 import threading
-import time
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from configs.command import run
-from configs.remote import RayConfig, RayStage
+from configs.remote import RayConfig
 from configs.schema import Config
-from data_gen.pipeline import code, on_ray
+from data_gen.pipeline import on_ray
 from data_gen.pipeline.command import make
 from data_gen.responses.conversation import ShardSpec
 from tests.data_gen.on_disk import files_of, with_a_draft_of_nan
 from tests.data_gen.processes import ray_actors
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
-ROOT = Path(code.__file__).parents[2]
+ROOT = Path(on_ray.__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -56,95 +54,13 @@ def on_cluster(toy_config, with_data, tmp_path, cluster) -> Config:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("asked", "room"),
-    [
-        (
-            {"num_workers": 2, "num_cpus": 2},
-            "2 workers of 2 CPUs and 0 GPUs each, for the stage together, and the cluster has room for 1 of them",
-        ),
-        (
-            {"num_workers": 1, "num_gpus": 8},
-            "1 workers of 1 CPUs and 8 GPUs each, for the stage together, and the cluster has room for 0 of them",
-        ),
-        (
-            {"num_workers": 3, "num_gpus": 0.4},
-            "3 workers of 1 CPUs and 0.4 GPUs each, for the stage together, and the cluster has room for 2 of them",
-        ),
-    ],
+    "asked", [{"num_workers": 2, "num_cpus": 2}, {"num_workers": 1, "num_gpus": 8}, {"resources": {"h100": 1}}]
 )
-def test_what_the_cluster_lacks_is_refused_before_any_worker_starts(on_cluster, with_data, asked, room):
-    with pytest.raises(
-        ValueError, match=rf"^data\.ray asks for {room} \(its machines have 2 CPUs and 1 GPUs\); lower num_workers, "
-    ):
+def test_what_the_cluster_lacks_is_refused_before_any_worker_starts(on_cluster, with_data, monkeypatch, asked):
+    monkeypatch.setattr(on_ray, "_ROOM_S", 1)
+    with pytest.raises(ValueError, match=r"^data\.ray asks for \d workers of .* find room .*; lower num_workers, "):
         make(with_data(on_cluster, ray=RayConfig(**asked)))
     assert not ray_actors()
-
-
-def test_room_is_that_of_each_machine_and_not_their_sum():
-    """Two machines of 4 GPUs hold no worker that needs 8."""
-    machines = [{"CPU": 32.0, "GPU": 4.0}, {"CPU": 32.0, "GPU": 4.0, "h100": 1.0}]
-    check = partial(on_ray._check_room, "target", machines=machines)
-    check(RayConfig(num_gpus=4), num_workers=2)
-    check(RayConfig(num_cpus=0, num_gpus=0), num_workers=99)
-    with pytest.raises(ValueError, match="room for 0 of them"):
-        check(RayConfig(num_gpus=8), num_workers=1)
-    check(RayConfig(resources={"h100": 0.5}), num_workers=2)
-    with pytest.raises(
-        ValueError,
-        match=r"3 workers of 1 CPUs, 0 GPUs and 0\.5 h100 each, for the stage target, .* room for 2 of them \(its .* 4 "
-        r"GPUs and 0 h100; 32 CPUs, 4 GPUs and 1 h100\); lower .* of data\.ray or data\.ray\.target, or add",
-    ):
-        check(RayConfig(resources={"h100": 0.5}), num_workers=3)
-
-
-def test_a_stage_has_the_resources_of_all_where_it_names_none_of_its_own():
-    resources = RayConfig(num_workers=8, num_gpus=1, target=RayStage(num_workers=4, num_gpus=2, resources={"h100": 1}))
-    assert resources.of("draft") == resources.of("together") == resources
-    target = resources.of("target")
-    assert (target.num_workers, target.num_cpus, target.num_gpus, target.resources) == (4, 1, 2, {"h100": 1})
-    assert on_ray._session(target)["resources"] == {"h100": 4}, "this machine has what its workers ask for"
-
-
-@pytest.mark.slow
-def test_each_stage_takes_its_own_resources_of_the_cluster(on_cluster, with_data, tmp_path, toy_config):
-    """The draft's workers take the tag, those of responses leave it; a target that needs two GPUs is refused, and what
-    was made stays.
-    """
-    resources = RayConfig(num_workers=1, draft=RayStage(resources={"tag": 1}), target=RayStage(num_gpus=2))
-    config = with_data(on_cluster, mode="sequential", ray=resources)
-    assert fewest_tags(partial(make, config, stages="respond")) == 1
-    assert fewest_tags(partial(make, config, stages="draft")) == 0
-    with pytest.raises(ValueError, match=r"and 2 GPUs each, for the stage target, .* or data\.ray\.target, or add"):
-        make(config)
-    make(with_data(config, ray=replace(resources, target=RayStage())))
-    here = with_data(toy_config, mode="sequential", dir=str(tmp_path / "here"))
-    make(here)
-    assert files_of(config.data.dir) == files_of(here.data.dir)
-
-
-def fewest_tags(work) -> float:
-    """The fewest tags that the cluster had free while `work` was done."""
-    seen, finished = [], threading.Event()
-
-    def look() -> None:
-        while not finished.wait(0.05):
-            seen.append(ray.available_resources().get("tag", 0.0))
-
-    wait_for_tags()
-    looker = threading.Thread(target=look)
-    looker.start()
-    try:
-        work()
-    finally:
-        finished.set()
-        looker.join()
-    return min(seen)
-
-
-def wait_for_tags() -> None:
-    """Wait until workers of an earlier run have given theirs back."""
-    while ray.available_resources().get("tag", 0.0) < 1:
-        time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -202,11 +118,9 @@ def test_a_users_mistake_in_a_worker_is_one_line_and_exit_code_2(on_cluster, tmp
 
 
 @pytest.mark.slow
-def test_a_worker_that_imports_other_code_is_refused_and_both_are_named(on_cluster, monkeypatch):
-    monkeypatch.setattr(on_ray, "running", lambda: code.running() | {"transformers": "0.1"})
-    with pytest.raises(
-        ValueError, match=r"the worker on .* imports transformers \d.*, and the driver runs transformers 0\.1; install"
-    ):
+def test_a_worker_with_other_versions_is_refused_and_both_are_named(on_cluster, monkeypatch):
+    monkeypatch.setattr(on_ray, "_versions", lambda: dict.fromkeys(("torch", "transformers", "tokenizers"), "0"))
+    with pytest.raises(ValueError, match=r"the worker on .* has torch \d.* and the driver 0; install"):
         make(on_cluster)
 
 
@@ -297,5 +211,4 @@ def test_workers_are_sent_every_package_of_the_project_that_they_import():
                     else set()
                 )
                 waiting |= {top for top in tops if (ROOT / top / "__init__.py").is_file() and top not in reached}
-    assert reached == set(code.PACKAGES)
-    assert [folder.name for folder in code.folders()] == list(code.PACKAGES)
+    assert reached == set(on_ray.PACKAGES)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.remote import RayConfig, RayStage
 from configs.schema import Config
 from data_gen.pipeline.command import make
 from data_gen.pipeline.share import Share, share_of
@@ -75,14 +74,6 @@ def test_ray_and_several_processes_exclude_each_other(toy_config, with_data, mon
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"engine is ray, whose .* is rank 2 of 4 \(torchrun's\); set .*--rank 0 --w"):
         make(with_data(toy_config, engine="ray"))
-
-
-def test_resources_of_a_stage_that_the_run_does_not_have_are_refused(toy_config, with_data):
-    resources = RayConfig(target=RayStage(num_gpus=2))
-    with pytest.raises(
-        ValueError, match=r"^data\.ray\.target has resources of its own and data\.mode is together, which"
-    ):
-        make(with_data(toy_config, engine="ray", ray=resources))
 
 
 def test_every_shard_is_of_one_process():
