@@ -1,11 +1,12 @@
 """`python -m data_gen check`: whether the data on disk is what was written, to the byte."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from configs.schema import Config
 from data_gen.prompts.splits import SPLITS
-from data_gen.store.manifest import read_manifest
+from data_gen.store.manifest import num_prompts, read_manifest
 from store.sums import problems_of, shards_in
 
 _READ = ("rows", "features/*")
@@ -24,11 +25,12 @@ def check(config: Config) -> None:
         ValueError: a shard is broken or missing.
     """
     directory = Path(config.data.dir)
-    read_manifest(directory)
+    manifest = read_manifest(directory)
     paths = shards_in(directory)
     problems = dict(problems_of(paths, is_thorough=True))
     problems |= {
-        path: f"{path} is missing or was not finished; run `acceptance-heads data` again" for path in absent(directory)
+        path: f"{path} is missing or was not finished; run `acceptance-heads data` again"
+        for path in absent(directory, manifest)
     }
     for folder in dict.fromkeys(path.parent for path in paths):
         whole = [path for path in paths if path.parent == folder and path not in problems]
@@ -42,13 +44,18 @@ def check(config: Config) -> None:
     print(f"Every one of {len(paths)} shards in {directory} is what was written, to the byte.")
 
 
-def absent(directory: Path) -> Iterator[Path]:
-    """Where a shard should be: another folder has one of its split and number, or of a later number."""
-    folders = [folder for pattern in _READ for folder in sorted(directory.glob(pattern)) if folder.is_dir()]
+def absent(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Path]:
+    """Where a shard should be: the manifest counts its prompts, or another folder has one of its number or a later
+    one.
+    """
+    made = [folder for pattern in _READ for folder in sorted(directory.glob(pattern)) if folder.is_dir()]
+    named = [directory / "features" / name for name in manifest.get("features") or ()]
+    folders = list(dict.fromkeys([directory / "rows", *named, *made]))
     present = {path for path in shards_in(directory) if path.parent in folders}
     for split in SPLITS:
-        indices = [int(path.stem.rpartition("-")[2]) for path in present if path.stem.startswith(f"{split}-")]
+        num_made = max((int(path.stem[-5:]) + 1 for path in present if path.stem.startswith(f"{split}-")), default=0)
+        num = max(num_made, -(-num_prompts(manifest, split) // manifest.get("rows_per_shard", 1)))
         for folder in folders:
             suffix = "parquet" if folder.name == "rows" else "safetensors"
-            expected = (folder / f"{split}-{index:05d}.{suffix}" for index in range(max(indices, default=-1) + 1))
+            expected = (folder / f"{split}-{index:05d}.{suffix}" for index in range(num))
             yield from (path for path in expected if path not in present)

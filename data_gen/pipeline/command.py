@@ -3,6 +3,7 @@ prompt.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
@@ -10,28 +11,24 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import PreTrainedTokenizerBase
-
-from configs.remote import RayStage
 from configs.schema import Config, DataConfig, PairConfig
-from data_gen.pipeline.growth import Order, order_of
+from data_gen.pipeline.growth import refuse_other_prompts, shards_of
 from data_gen.pipeline.lockstep import begin, in_lockstep
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.share import Share, share_of
 from data_gen.pipeline.sizes import settled
 from data_gen.pipeline.stages import Stage, forget_all_stages, is_done, name_of, stages_of
 from data_gen.pipeline.worker import Job, Worker, check_lengths, steps_of
-from data_gen.prompts.hub import load, set_of
-from data_gen.prompts.splits import Split
+from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.source import check_labels
 from data_gen.store.errors import account, has_errors, write_errors
-from data_gen.store.manifest import Parts, make_manifest, settle
+from data_gen.store.manifest import make_manifest, settle
 from lm import Sampling, free_memory, load_pair_tokenizer
 from lm.features.released import released_layout_of
 from lm.parallel import sliced_models
 from store.progress import Bar
-from store.shards import SHARD_FOLDERS, clean_partial, rows_path
+from store.shards import SHARD_FOLDERS, clean_partial, is_whole, rows_path
 from store.sums import forget_broken, shards_in
 
 _OF_ALL = ("manifest", "errors")
@@ -70,16 +67,17 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
     tokenizer = load_pair_tokenizer(pair)
     with ExitStack() as work:
         work.enter_context(share.writing(data.dir))
-        order = order_of(data)
-        manifest = _manifest(pair, data, tokenizer=tokenizer, split=order.split)
+        every = shards_of(data)
+        manifest = make_manifest(pair, data, tokenizer=tokenizer, split=_sizes(every))
         check_lengths(pair, data)  # first: the remedy changes the manifest, and one that was settled would refuse it
         with share.turn(data.dir):  # what takes long, prompts and hashes, is done before: others wait for this
             share.refuse_others(data.dir, data)
             clean_partial(data.dir, names=_OF_ALL)
             settle(data.dir, manifest)
-        specs = [*share.of(order.specs), *(spec for spec in share.of(order.others) if is_done(spec, data))]
+        specs = share.of(every)
+        refuse_other_prompts(specs, data)
         if not share.is_whole:
-            print(f"{data.dir}: {share} makes {len(specs)} shards of {len(order.specs) + len(order.others)}")
+            print(f"{data.dir}: {share} makes {len(specs)} shards of {len(every)}")
         pair = share.on_its_gpu(pair)
         num_made = _complete(pair, data, share, specs, stages=asked, retry_errors=retry_errors)
         with share.last_turn(data.dir, work) as num_others:
@@ -87,7 +85,7 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
             if num_others:
                 print(f"{data.dir}: {share}: {done}; {num_others} other processes are at work, and the last accounts")
             else:
-                _account(data, order, num_made=num_made, done=done if share.is_whole else f"{share}: {done}")
+                _account(data, every, num_made=num_made, done=done if share.is_whole else f"{share}: {done}")
 
 
 def _share(data: DataConfig, rank: int | None, world_size: int | None) -> Share:
@@ -105,13 +103,14 @@ def _share(data: DataConfig, rank: int | None, world_size: int | None) -> Share:
     return share
 
 
-def _manifest(
-    pair: PairConfig, data: DataConfig, *, tokenizer: PreTrainedTokenizerBase, split: Mapping[Split, Parts]
-) -> dict[str, Any]:
-    """The manifest of this run, with the number of prompts of each file."""
-    files = [source for source in data.prompt_sources if Path(source.path).is_file()]
-    num_prompts = {source.path: len(load(set_of(source), "train")) for source in files}
-    return make_manifest(pair, data, tokenizer=tokenizer, split=split, num_prompts=num_prompts)
+def _sizes(specs: Sequence[ShardSpec]) -> dict[str, Any]:
+    """Prompts of each split and, where there are several sets, of each set, for the manifest."""
+    sizes: dict[str, Any] = {}
+    for split in SPLITS:
+        prompts = [prompt for spec in specs if spec.split == split for prompt in spec.prompts]
+        sets = Counter(prompt.set for prompt in prompts if prompt.set)
+        sizes[split] = {"prompts": len(prompts), **({"sets": dict(sets)} if sets else {})}
+    return sizes
 
 
 def _asked(stages: str, data: DataConfig, *, retry_errors: bool) -> tuple[Stage, ...]:
@@ -143,9 +142,10 @@ def _complete(
     retry_errors: bool,
 ) -> int:
     """Make those of this share's shards that are missing or not what was written; how many were made."""
-    names = None if share.is_whole else {name_of(spec) for spec in specs}
+    own = {name_of(spec) for spec in specs}
+    names = None if share.is_whole else own
     clean_partial(data.dir, *SHARD_FOLDERS, names=names)
-    forget_broken(path for path in shards_in(data.dir) if names is None or path.stem in names)
+    forget_broken(path for path in shards_in(data.dir) if path.stem in own)
     missing = [spec for spec in specs if not is_done(spec, data)]
     again = [
         spec
@@ -175,25 +175,26 @@ def _refuse_gap(stage: Stage, specs: Sequence[ShardSpec], data: DataConfig) -> N
         )
 
 
-def _account(data: DataConfig, order: Order, *, num_made: int, done: str) -> None:
+def _account(data: DataConfig, specs: Sequence[ShardSpec], *, num_made: int, done: str) -> None:
     """Say what was made; where every shard is there, write the account of all prompts. No other process is at work.
 
     Raises:
         ValueError: more prompts ended in an error than the config bears.
     """
-    missing = [spec for spec in order.specs if not is_done(spec, data)]
+    missing = [spec for spec in specs if not is_done(spec, data)]
     if missing:
         print(f"{data.dir}: {done}; {len(missing)} are not whole yet, {name_of(missing[0])} first")
         return
-    others = [spec for spec in order.others if is_done(spec, data)]
-    forget_all_stages([*order.specs, *others], data)
-    paths = [rows_path(data.dir, spec.split, spec.index) for spec in (*order.specs, *others)]
+    forget_all_stages(specs, data)
+    paths = [
+        path for split in SPLITS for path in sorted(Path(data.dir, "rows").glob(f"{split}-*.parquet")) if is_whole(path)
+    ]
     totals = account(paths)
     write_errors(data.dir, paths)
-    if others:
+    if len(paths) > len(specs):
         print(
-            f"{data.dir}: {len(others)} shards beyond data.num_* are there and stay; training reads them, too, up to "
-            "heads.num_train"
+            f"{data.dir}: {len(paths) - len(specs)} shards beyond data.num_* are there and stay; training reads them, "
+            "too, up to heads.num_train"
         )
     print(
         f"{data.dir}: {totals['ok']:,} rows, {totals['tokens']:,} tokens in {len(paths)} shards "
@@ -271,23 +272,12 @@ def check_settings(pair: PairConfig, data: DataConfig) -> None:
             f"data.responses is {data.responses}, and there is no such file; set it to the path of a JSONL file"
         )
     if data.engine == "ray":
-        _refuse_stages_of_ray(data)
         _needs("ray.data", "data.engine is ray", extra="ray", instead="engine: local")
     check_labels(pair, data)
     if data.source == "server":
         _needs("openai", "data.source is server", extra="serving", instead="source: transformers")
     elif data.labels == "server":
         _needs("openai", "data.labels is server", extra="serving", instead="labels: target")
-
-
-def _refuse_stages_of_ray(data: DataConfig) -> None:
-    """Raise ValueError for resources of a stage that the run does not have."""
-    for stage in ("respond", "draft", "target"):
-        if data.mode == "together" and getattr(data.ray, stage) != RayStage():
-            raise ValueError(
-                f"data.ray.{stage} has resources of its own and data.mode is together, which has no stages; set "
-                "data.mode: sequential, or give data.ray itself the resources"
-            )
 
 
 def _needs(module: str, setting: str, *, extra: str, instead: str) -> None:

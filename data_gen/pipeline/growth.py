@@ -1,87 +1,52 @@
-"""Splits that grow: a larger run keeps every shard of the smaller one, byte for byte, and adds its own.
+"""The shards of a run. A larger run has the shards of the smaller one and more; only a short last shard is made again.
 
-A split is made in parts. Where more prompts are asked for than are there, those beyond become a part of their own, cut
-into shards by itself, so that a short last shard stays as it is. The manifest tells the parts, each with the sha256 of
-all prompts up to its end. Where fewer are asked for, no shard beyond them is made, and those that are there stay.
+Each shard's sidecar has a digest of every prompt that it was made of, so that shards of other prompts are refused.
+Where fewer prompts are requested, no further shard is made, and those that are there stay.
 """
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from configs.schema import DataConfig
+from data_gen.pipeline.stages import forget, name_of, prompts_made
 from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.prompt import Prompt
-from data_gen.prompts.splits import SPLITS, Split
+from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec
-from data_gen.store.manifest import Parts, digest, read_manifest
 
 
-class Order(NamedTuple):
-    """The splits and shards that a run is to make."""
-
-    split: dict[Split, Parts]
-    """The entry `split` of the manifest."""
-    specs: list[ShardSpec]
-    """Shards with prompts that are asked for, in the order in which they are made."""
-    others: list[ShardSpec]
-    """Shards that an earlier run asked for."""
-
-
-def order_of(data: DataConfig) -> Order:
-    """The shards of all splits, with those that lie in data.dir as they are.
+def shards_of(data: DataConfig) -> list[ShardSpec]:
+    """The shards of all splits, in the order in which they are made.
 
     Raises:
-        ValueError: fewer prompts than asked for, or than were asked for then.
+        ValueError: fewer prompts than requested.
     """
-    order = Order({}, [], [])
-    for split in SPLITS:
-        made, num_asked = _ends_on_disk(data, split), getattr(data, f"num_{split}")
-        ends = made if made and num_asked <= made[-1] else [*made, num_asked]
-        size: dict[str, Any] = {f"num_{split}": ends[-1]}
-        try:
-            prompts = load_prompts(replace(data, **size), split)
-        except ValueError as error:
-            if ends[-1] == num_asked:
-                raise
-            raise ValueError(
-                f"{data.dir} was made of {ends[-1]:,} {split} prompts, not of these ({error}); choose another data.dir"
-            ) from error
-        order.split[split] = [_part(prompts[:end]) for end in ends]
-        num_before = 0
-        for spec in _shards(split, prompts, ends=ends, size=data.rows_per_shard):
-            (order.specs if num_before < num_asked else order.others).append(spec)
-            num_before += len(spec.prompts)
-    return order
+    return [spec for split in SPLITS for spec in cut_shards(split, load_prompts(data, split), data.rows_per_shard)]
 
 
-def _part(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """A split up to some size, for the manifest; with the prompts of each set, where there are several."""
-    sets = Counter(prompt.set for prompt in prompts if prompt.set)
-    return {"prompts": len(prompts), "sha256": digest(repr(prompts)), **({"sets": dict(sets)} if sets else {})}
-
-
-def cut_shards(split: str, prompts: Sequence[Prompt], size: int, *, first: int = 0) -> list[ShardSpec]:
-    """Shards of `size` consecutive prompts; `first`: the index of the first shard."""
+def cut_shards(split: str, prompts: Sequence[Prompt], size: int) -> list[ShardSpec]:
+    """Shards of `size` consecutive prompts."""
     starts = range(0, len(prompts), size)
-    return [
-        ShardSpec(split, index, tuple(prompts[start : start + size])) for index, start in enumerate(starts, start=first)
-    ]
+    return [ShardSpec(split, index, tuple(prompts[start : start + size])) for index, start in enumerate(starts)]
 
 
-def _shards(split: Split, prompts: Sequence[Prompt], *, ends: Sequence[int], size: int) -> list[ShardSpec]:
-    """Shards of every part, numbered through."""
-    specs: list[ShardSpec] = []
-    for start, end in pairwise([0, *ends]):
-        specs += cut_shards(split, prompts[start:end], size, first=len(specs))
-    return specs
+def refuse_other_prompts(specs: Iterable[ShardSpec], data: DataConfig) -> None:
+    """Forget short shards that have grown.
+
+    Raises:
+        ValueError: a shard was made of other prompts.
+    """
+    for spec in specs:
+        for made in prompts_made(spec, data):
+            num = min(len(made), len(spec.digests))
+            if made[:num] != spec.digests[:num]:
+                raise ValueError(
+                    f"{name_of(spec)} of {data.dir} was made of other prompts than {_sources(data)} has now; put the "
+                    f"earlier prompts back, choose another data.dir, or delete {data.dir} to start over"
+                )
+            if num < len(spec.digests):
+                forget(spec, data)
 
 
-def _ends_on_disk(data: DataConfig, split: Split) -> list[int]:
-    """Number of prompts up to the end of each part of a split, as data.dir was made; empty where nothing was made."""
-    if not (Path(data.dir) / "manifest.json").is_file():
-        return []
-    return [part["prompts"] for part in read_manifest(data.dir).get("split", {}).get(split, [])]
+def _sources(data: DataConfig) -> str:
+    return ", ".join(str(Path(source.path)) for source in data.prompt_sources)

@@ -19,7 +19,7 @@ from typing import Any
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
-from data_gen.pipeline.growth import order_of
+from data_gen.pipeline.growth import shards_of
 from data_gen.pipeline.pace import Effort, Pace
 from data_gen.pipeline.sizes import settled
 from data_gen.pipeline.stages import is_done, stages_of
@@ -117,7 +117,7 @@ def _settled(config: Config, *, is_needed: bool) -> DataConfig:
 def _missing(data: DataConfig, *, is_needed: bool) -> list[ShardSpec] | None:
     """The shards that are still to make; None, and a note, where the prompts are not at hand and not needed."""
     try:
-        return [spec for spec in order_of(data).specs if not is_done(spec, data)]
+        return [spec for spec in shards_of(data) if not is_done(spec, data)]
     except (FileNotFoundError, ValueError) as error:
         if is_needed:
             raise
@@ -223,7 +223,7 @@ def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
 
 def _report(data: DataConfig, totals: dict[str, Any]) -> str:
     """The totals as text, with a warning when the disk is too small."""
-    workers = min(data.ray.of(stage).num_workers for stage in stages_of(data)) if data.engine == "ray" else 1
+    workers = data.ray.num_workers if data.engine == "ray" else 1
     lines = [
         f"  rows              {totals['rows']:>15,}",
         f"  prompt tokens     {totals['prompt_tokens']:>15,}",

@@ -15,7 +15,7 @@ reaches its bytes: so the same shard is the same on any engine, in any order, an
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +37,7 @@ from data_gen.store import features, rows
 from lm.finite import REMEDY
 from lm.uniforms import seed_of, uniforms
 from store.json_files import read_json
-from store.shards import complete_shard, features_path, is_whole, rows_path, sidecar_path, write_shard
+from store.shards import complete_shard, features_path, is_whole, read_sidecar, rows_path, sidecar_path, write_shard
 from store.sums import CHECKED
 
 Stage = Literal["together", "respond", "draft", "target"]
@@ -184,7 +184,7 @@ def write_rows(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tenso
     table = rows.to_parquet(answers.exchanges, columns, from_target=from_target, mixes=data.mixes, has_sets=has_sets)
     num_rows, num_tokens = len(answers.exchanges), layout_of(answers.exchanges).num_tokens
     problems = [problem._asdict() for problem in answers.problems]
-    account = {"input": spec.num_requests, "ok": num_rows, "problems": problems}
+    account = {"prompts": spec.digests, "input": spec.num_requests, "ok": num_rows, "problems": problems}
     sizes = {"batch_size": data.batch_size, "chunk_mb": data.chunk_mb}  # of which the roundings of the forwards depend
     write_shard(
         rows_path(data.dir, spec.split, spec.index), table, rows=num_rows, tokens=num_tokens, **account, **sizes
@@ -207,7 +207,7 @@ def save_responses(spec: ShardSpec, answers: Answers, data: DataConfig) -> None:
         "exchanges": [exchange._asdict() for exchange in answers.exchanges],
         "problems": [problem._asdict() for problem in answers.problems],
     }
-    write_shard(_stage_path(spec, data, "respond"), json.dumps(content).encode())
+    write_shard(_stage_path(spec, data, "respond"), json.dumps(content).encode(), prompts=spec.digests)
 
 
 def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
@@ -280,6 +280,19 @@ def add_target(
         for timing in (data.feature_sets if labelled.broken else ())
     }
     return Labelled(columns | hidden | labelled.columns, labelled.broken)
+
+
+def prompts_made(spec: ShardSpec, data: DataConfig) -> Iterator[list[str]]:
+    """Digests of the prompts that the shard on disk, or its responses, were made of."""
+    for path in (rows_path(data.dir, spec.split, spec.index), _stage_path(spec, data, "respond")):
+        if sidecar_path(path).is_file():
+            yield read_sidecar(path, keys=("prompts",))["prompts"]
+
+
+def forget(spec: ShardSpec, data: DataConfig) -> None:
+    """Let a shard count as missing, in every stage."""
+    sidecar_path(rows_path(data.dir, spec.split, spec.index)).unlink(missing_ok=True)
+    forget_stages(spec, data)
 
 
 def forget_stages(spec: ShardSpec, data: DataConfig) -> None:

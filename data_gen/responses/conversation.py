@@ -2,6 +2,7 @@
 turns before it.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,11 @@ class ShardSpec:
     split: str
     index: int
     prompts: tuple[Prompt, ...]
+
+    @property
+    def digests(self) -> list[str]:
+        """A digest of each prompt, by which a later run recognizes it."""
+        return [hashlib.sha256(ascii(prompt).encode()).hexdigest()[:16] for prompt in self.prompts]
 
     @property
     def num_requests(self) -> int:

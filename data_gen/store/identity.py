@@ -3,8 +3,6 @@ its logits.
 
     weights        sha256 over all of the weights files (and the model's own code, where it has some)
     config         sha256 over config.json and generation_config.json, without the version that wrote them
-    fingerprint    sha256 over the first and last MiB of each weights file: what descriptions held before `weights`,
-                   kept to recognise those
 
 Each large file is hashed once: its hash is kept in the user's cache under its path, size and time of change.
 """
@@ -60,7 +58,6 @@ def describe_model(source: ModelSource) -> dict[str, Any]:
         "name": folder.name if local else source.path,
         "revision": source.revision,
         "commit": commit,
-        "fingerprint": _fingerprint(folder) if local else None,
         "weights": _weights(folder) if local else None,
         "config": _configs(folder) if local else None,
         "dtype": source.dtype,
@@ -81,7 +78,7 @@ def _commit_and_width(source: ModelSource) -> tuple[str | None, int]:
 
 def same_model(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool | None:
     """Whether two descriptions are of the same weights; None where they share nothing that decides it."""
-    for key in ("weights", "fingerprint", "commit"):
+    for key in ("weights", "commit"):
         if first.get(key) and second.get(key):
             return bool(first[key] == second[key])
     return None
@@ -136,18 +133,6 @@ def _configs(folder: Path) -> str:
         values = json.loads(path.read_text()) if path.is_file() else {}
         configs.append({key: value for key, value in values.items() if key not in _UNTOLD})
     return _digest([json.dumps(configs, sort_keys=True)])
-
-
-def _fingerprint(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_SAMPLE_BYTES))
-            file.seek(max(0, size - _SAMPLE_BYTES))
-            digest.update(file.read())
-    return digest.hexdigest()
 
 
 def _digest(lines: Sequence[str]) -> str:

@@ -257,18 +257,17 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
     expected = {"sampling": asdict(pair.sampling), "mixing_ratio": data.mixing_ratio, "mixes": data.mixes}
     on_disk = {name: manifest.get(name) for name in expected}
     for name, source in (("target", pair.target), ("draft", pair.draft)):
-        hashed = "weights" if "weights" in manifest[name] else "fingerprint"
         described = _described(source)
-        if described is None and manifest[name].get(hashed) and manifest[name].get("name") == Path(source.path).name:
+        if described is None and manifest[name].get("weights") and manifest[name].get("name") == Path(source.path).name:
             if is_first_process():
                 print(
                     f"warning: the {name} {source.path} is not on this machine, so it is not compared: the data was "
-                    f"made with {hashed} {manifest[name][hashed][:12]} of a directory of this name, by "
+                    f"made with weights {manifest[name]['weights'][:12]} of a directory of this name, by "
                     f"{data.dir}/manifest.json",
                     file=sys.stderr,
                 )
             continue
-        keys = (hashed,) if described else ("name", "revision")
+        keys = ("weights",) if described else ("name", "revision")
         described = described or {"name": source.path, "revision": source.revision}
         expected |= {f"{name} {key}": described[key] for key in keys}
         on_disk |= {f"{name} {key}": manifest[name].get(key) for key in keys}

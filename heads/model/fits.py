@@ -103,5 +103,5 @@ def _named_apart(described: Mapping[str, Any], other: Mapping[str, Any]) -> tupl
 
 
 def _exactly(description: Mapping[str, Any]) -> str:
-    keys = ("weights", "fingerprint", "commit", "revision", "hidden_size")
+    keys = ("weights", "commit", "revision", "hidden_size")
     return next((f"{key} {description[key]}" for key in keys if description.get(key)), "unknown")

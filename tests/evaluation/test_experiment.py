@@ -18,7 +18,7 @@ from heads.model.provenance import Provenance
 
 COMMANDS = {**GENERATE, **MEASURE}
 ROOT = Path(__file__, "../../..").resolve()
-FOREIGN = {"path": "somewhere/else", "name": "else", "fingerprint": "0" * 64}
+FOREIGN = {"path": "somewhere/else", "name": "else", "weights": "0" * 64}
 SMALL = ["--decode.num_dev=1", "--decode.num_test=1", "--decode.max_new_tokens=8", "--decode.max_draft_length=4"]
 TIMES = ["--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05"]
 

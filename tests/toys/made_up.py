@@ -64,7 +64,7 @@ def write_features(directory: Path, split: str, index: int, *, num_rows: int, se
 
 def write_manifest(directory: Path) -> None:
     """What `data_gen` says about data, as far as heads read it."""
-    model = {"revision": None, "commit": None, "fingerprint": None, "dtype": "float32", "hidden_size": HIDDEN}
+    model = {"revision": None, "commit": None, "weights": None, "dtype": "float32", "hidden_size": HIDDEN}
     manifest = {
         "target": {"name": "made-up/target", **model},
         "draft": {"name": "made-up/draft", **model},

@@ -3,6 +3,7 @@ differs.
 """
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from data_gen.labels.labeller import Labeller
+from data_gen.pipeline.check import check
 from data_gen.pipeline.command import make
+from data_gen.pipeline.worker import Worker
 from data_gen.store.manifest import settle
 from store.shards import list_shards, read_sidecar, rows_path
 from tests.data_gen.on_disk import assert_same_rows, files_of, rows_of
@@ -20,26 +23,31 @@ CPU_ALLOCATOR = (
 )
 
 
-def test_a_larger_run_keeps_the_shards_of_the_smaller_one_byte_for_byte(toy_config, with_data, tmp_path, capsys):
+def test_a_larger_run_is_the_run_at_once_and_keeps_whole_shards(toy_config, with_data, tmp_path, capsys):
     few = with_data(toy_config, num_train=4, num_test=2)
     make(few)
-    before = files_of(few.data.dir)
+    kept = rows_path(few.data.dir, "train", 0).stat().st_mtime_ns
     make(toy_config)
     after = files_of(few.data.dir)
-    assert {name: after[name] for name in before} == before
-    assert [read_sidecar(path)["rows"] for path in list_shards(few.data.dir, "train")] == [3, 1, 3, 1]
+    assert rows_path(few.data.dir, "train", 0).stat().st_mtime_ns == kept
     whole = with_data(toy_config, dir=str(tmp_path / "at once"))
     make(whole)
-    assert [row["id"] for row in rows_of(toy_config)] == [row["id"] for row in rows_of(whole)]
-
-    rows_path(few.data.dir, "train", 1).unlink()
-    make(toy_config)
-    assert files_of(few.data.dir) == after, "a lost shard of the smaller run is made as it was"
+    assert after == files_of(whole.data.dir), "the short last shard is made again"
 
     capsys.readouterr()
     make(few)
-    assert "3 shards beyond data.num_* are there and stay" in capsys.readouterr().out
+    assert "2 shards beyond data.num_* are there and stay" in capsys.readouterr().out
     assert files_of(few.data.dir) == after
+    check(few)
+
+
+def test_responses_of_a_short_shard_are_made_again_too(toy_config, with_data, tmp_path):
+    config = with_data(toy_config, mode="sequential")
+    make(with_data(config, num_train=4, num_test=2), stages="respond")
+    make(config)
+    whole = with_data(config, dir=str(tmp_path / "at once"))
+    make(whole)
+    assert files_of(config.data.dir) == files_of(whole.data.dir)
 
 
 def test_a_smaller_run_makes_no_more_than_it_asks_for(toy_config, with_data):
@@ -53,31 +61,41 @@ def test_a_smaller_run_makes_no_more_than_it_asks_for(toy_config, with_data):
 def test_other_prompts_do_not_join_the_data(toy_config, with_data, prompts_file):
     make(with_data(toy_config, num_train=4))
     prompts_file.write_text(prompts_file.read_text().replace("Say it", "Write it"))
-    with pytest.raises(ValueError, match=r"its prompts: .* has changed: .* put the earlier file back, or"):
+    with pytest.raises(ValueError, match=r"train-00000 of .* was made of other prompts than .* put the earlier"):
         make(toy_config)
-    prompts_file.write_text('{"id": "one", "prompt": "x"}\n')
-    with pytest.raises(ValueError, match="was made of 4 train prompts, not of these"):
-        make(with_data(toy_config, num_train=1, num_test=0))
 
 
-@pytest.mark.parametrize("is_old", [False, True])
-def test_a_file_that_has_grown_is_named_with_its_rows_then_and_now(toy_config, with_data, prompts_file, is_old):
-    config = with_data(toy_config, num_train=None)
-    make(config)
-    manifest = Path(config.data.dir, "manifest.json")
-    then = f"{len(prompts_file.read_text().splitlines())} rows then"
-    if is_old:
-        made = json.loads(manifest.read_text())
-        del made["recorded"]["num_prompts"]
-        manifest.write_text(json.dumps(made))
-        then = r"at least \d+ rows then"
-    lines = prompts_file.read_text().splitlines()
-    more = [json.dumps({"id": f"more{number}", "prompt": f"Say {number}"}) for number in range(5)]
-    prompts_file.write_text("\n".join([*lines, *more]) + "\n")
-    with pytest.raises(
-        ValueError, match=rf"{prompts_file.name} has changed: {then}, {len(lines) + 5} now; put the earl"
-    ):
-        make(config)
+def test_a_package_may_be_updated_within_its_minor_version(toy_config):
+    make(toy_config)
+    path = Path(toy_config.data.dir, "manifest.json")
+    for name, version, is_refused in (("pyarrow", "1.0", False), ("torch", "9.9", True)):
+        manifest = json.loads(path.read_text())
+        manifest["versions"]["transformers"] = f"{manifest['versions']['transformers']}.post1"
+        manifest["recorded" if name == "pyarrow" else "versions"][name] = version
+        path.write_text(json.dumps(manifest))
+        with pytest.raises(ValueError, match=r"versions\.torch") if is_refused else nullcontext():
+            make(toy_config)
+
+
+def test_check_finds_what_an_unfinished_run_lacks(toy_config, monkeypatch):
+    """The run ends after its first shard."""
+    monkeypatch.setattr(Worker, "_make", once(Worker._make))
+    with pytest.raises(KeyboardInterrupt):
+        make(toy_config)
+    with pytest.raises(ValueError, match=r"^12 shards in .* are broken or missing"):
+        check(toy_config)
+
+
+def once(function):
+    """The function, which is interrupted from its second call on."""
+    calls = iter([function])
+
+    def called(*arguments):
+        for first in calls:
+            return first(*arguments)
+        raise KeyboardInterrupt
+
+    return called
 
 
 def test_a_shard_made_in_other_batches_has_the_same_rows(toy_config, with_data):
@@ -128,13 +146,11 @@ def test_another_file_of_responses_is_refused_and_a_longer_one_goes_on(toy_confi
     path.write_text("".join(lines))
     config = with_data(toy_config, source="file", responses=str(path), num_train=4)
     make(config)
-    before = files_of(config.data.dir)
     path.write_text("".join(lines) + '{"id": "later", "response": "x"}\n')
     make(with_data(config, num_train=8))
-    after = files_of(config.data.dir)
-    assert {name: after[name] for name in before} == before
+    assert len(rows_of(config)) == 8
     path.write_text("".join(lines).replace("[5, 1]", "[6, 1]") + '{"id": "later", "response": "x"}\n')
-    with pytest.raises(ValueError, match=r"differs in responses\.0\.sha256"):
+    with pytest.raises(ValueError, match=r"is not the file of responses that .* was made of"):
         make(config)
 
 
@@ -159,11 +175,8 @@ def test_a_folder_of_another_generator_is_not_grown_and_named(toy_config, there)
     ("broken", "complaint"),
     [
         ("null", "expected a JSON object, got NoneType"),
-        ("{}", "differs in format: None there, 1 in this run"),
+        ("{}", "differs in format: None there, 2 in this run"),
         ('{"format": 1, "target": null}', "target is 'None', and an object is expected; put the original back"),
-        ('{"format": 1, "split": {"train": [3]}}', "no list of parts"),
-        ('{"format": 1, "split": {"train": [{"prompts": "many", "sha256": ""}]}}', "no list of parts"),
-        ('{"format": 1, "responses": 5}', "no list of parts"),
         ('{"format": 1', "no whole JSON"),
     ],
 )

@@ -119,5 +119,5 @@ def test_moved_models_are_the_same_models_and_trained_ones_are_not(toy_config, t
     weights = bytearray((moved / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (moved / "model.safetensors").write_bytes(weights)
-    with pytest.raises(ValueError, match=r"draft\.(fingerprint|weights)"):
+    with pytest.raises(ValueError, match=r"draft\.weights"):
         make(config)

@@ -252,7 +252,7 @@ def test_rows_tell_the_sets_apart(toy_config, with_data, two_sets):
     rows = [row for path in list_shards(config.data.dir, "train") for row in read_rows(path).to_pylist()]
     assert [row["set"] for row in rows] == [row["id"].split("/")[0] for row in rows]
     assert {row["set"] for row in rows} == {"large", "small"}
-    (part,) = json.loads((Path(config.data.dir) / "manifest.json").read_text())["split"]["train"]
+    part = json.loads((Path(config.data.dir) / "manifest.json").read_text())["split"]["train"]
     assert part["sets"] == {"large": 3, "small": 1}
     summary = stats(config, plots=False)
     assert {name: summary[f"set {name}"]["rows"] for name in part["sets"]} == part["sets"]

@@ -48,14 +48,6 @@ def test_a_flipped_byte_is_named_and_its_shard_made_again_byte_for_byte(toy_conf
     assert files_of(config.data.dir) == whole
 
 
-def test_a_broken_shard_beyond_what_is_asked_for_is_made_again_too(toy_config, with_data):
-    make(toy_config)
-    whole = files_of(toy_config.data.dir)
-    flip(rows_path(toy_config.data.dir, "train", 2))
-    make(with_data(toy_config, num_train=3))
-    assert files_of(toy_config.data.dir) == whole
-
-
 def test_a_broken_result_of_an_earlier_stage_is_made_again(toy_config, with_data, monkeypatch, capsys):
     config = with_data(toy_config, mode="sequential")
     make(config)

@@ -147,7 +147,7 @@ def test_without_a_micro_model_the_answer_is_one_line(name, capsys, tmp_path):
 
 
 def test_a_head_at_the_wrong_level_is_refused_and_named(capsys, tmp_path):
-    other = {"fingerprint": "0" * 64, "path": "somewhere/else"}
+    other = {"weights": "0" * 64, "path": "somewhere/else"}
     heads = [head_of("micro", tmp_path), head_of("draft", tmp_path, draft=other)]
     with pytest.raises(SystemExit):
         command("hierarchy", tmp_path, *FEW, "--level_heads", json.dumps(heads))

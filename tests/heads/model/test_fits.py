@@ -13,7 +13,7 @@ WARM = {"temperature": 1.0, "top_k": None, "top_p": None}
 HERE = {
     "path": "models/draft",
     "name": "draft",
-    "fingerprint": "a" * 64,
+    "weights": "a" * 64,
     "commit": None,
     "revision": None,
     "hidden_size": 4,
@@ -35,8 +35,8 @@ def test_a_head_of_another_sampling_is_refused_with_both_named():
 @pytest.mark.parametrize(
     "other",
     [
-        {"path": "models/other", "name": "draft", "fingerprint": "b" * 64},
-        {"path": "org/draft", "name": "org/draft", "commit": "b" * 40, "fingerprint": "b" * 64},
+        {"path": "models/other", "name": "draft", "weights": "b" * 64},
+        {"path": "org/draft", "name": "org/draft", "commit": "b" * 40, "weights": "b" * 64},
         {"path": "org/other", "name": "org/other", "commit": "b" * 40},
         {"path": "models/wide", "name": "draft", "hidden_size": 8},
     ],
@@ -53,7 +53,7 @@ def test_a_head_of_another_model_is_refused_with_both_named(role, other):
     "same",
     [
         {},
-        {"path": "elsewhere/copy", "name": "copy", "fingerprint": "a" * 64},
+        {"path": "elsewhere/copy", "name": "copy", "weights": "a" * 64},
         {"path": "org/draft", "name": "org/draft", "commit": "b" * 40},
         {"path": "checkpoints/draft", "name": "checkpoints/draft", "revision": None},
         HERE | {"dtype": "bfloat16"},
@@ -65,9 +65,9 @@ def test_a_head_that_says_nothing_else_passes(same):
 
 def test_two_models_at_one_path_are_told_apart_by_their_weights():
     with pytest.raises(
-        ValueError, match=r"models/draft \(fingerprint b+\) where pair.draft is models/draft \(fingerprint a+\)"
+        ValueError, match=r"models/draft \(weights b+\) where pair.draft is models/draft \(weights a+\)"
     ):
-        check_fits(head(draft=HERE | {"fingerprint": "b" * 64}), "h", draft=HERE | {"role": "pair.draft"})
+        check_fits(head(draft=HERE | {"weights": "b" * 64}), "h", draft=HERE | {"role": "pair.draft"})
 
 
 def test_revisions_on_the_hub_are_different_models():
