@@ -1,19 +1,17 @@
-"""A large target read once: what a draft learns from, kept in shards, so that epochs cost the draft alone.
+"""Readings: a large target's features and predictions on its own responses, computed once and kept in shards, so that
+training a draft costs no forwards of the target.
 
-Of every text, a prompt and the target's own response to it, a *reading* holds
-
-    features    the target's residual streams behind the layers that the draft reads, at every token
-    likeliest   the NUM_LIKELIEST most probable next tokens at temperature 1 with their log-probabilities, at every
+    features    the residual stream after the layers that the draft reads, at every token
+    likeliest   the NUM_LIKELIEST most probable next tokens at temperature 1, and their log-probabilities, at every
                 position whose next token belongs to the response
 
-A shard is `readings-NNNNN.safetensors` with its sum, a fixed run of texts; a run that was stopped goes on with the
-first that is missing.
+A shard is `readings-NNNNN.safetensors` with its sum and holds a fixed range of texts; a stopped run resumes with the
+first missing shard.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,29 +28,29 @@ from store.shards import is_whole, read_sidecar, write_shard
 NUM_LIKELIEST = 64
 _TEXTS_PER_SHARD = 128
 _BATCH_SIZE = 8
-_SIGMA_OF_MEDIAN = 1.4826  # standard deviation of a normal over the median of its distances from the mean
+_SIGMA_OF_MEDIAN = 1.4826  # standard deviation of a normal over the median of its absolute values
 
 
 class Text(NamedTuple):
-    """A prompt and a response of the target, as token ids."""
+    """A prompt and a response of the target."""
 
     prompt_ids: list[int]
     response_ids: list[int]
 
 
 class Reading(NamedTuple):
-    """What the target says along one text."""
+    """The target's features and predictions on one text."""
 
     ids: Int[Tensor, " position"]
     num_prompt: int
     features: Float[Tensor, "position feature"]
     likeliest: Int[Tensor, "response top"]
-    """At i: the most probable tokens at the place of response token i."""
+    """At i: the most probable tokens at the position of response token i."""
     log_p: Float[Tensor, "response top"]
 
 
-def texts_of(path: Path) -> list[Text]:
-    """The responses of a file that `acceptance-heads responses` wrote.
+def read_responses(path: Path) -> list[Text]:
+    """The responses in a file that `acceptance-heads responses` wrote.
 
     Raises:
         ValueError: a line without ids.
@@ -66,30 +64,30 @@ def texts_of(path: Path) -> list[Text]:
     return [text for text in texts if text.response_ids]
 
 
-def apart(texts: Sequence[Text]) -> list[Text]:
-    """The texts of which the last shard, which is held out, shares no prompt with any other: where several answer one
-    of the last prompts, the last of them stays. A second answer to a prompt tells much of the first.
+def without_leakage(texts: Sequence[Text]) -> list[Text]:
+    """The texts without those that share a prompt with the last shard, which is held out. Of several responses to one
+    of its prompts, the last stays.
     """
     kept: list[Text] = []
-    last: set[tuple[int, ...]] = set()
+    held_out: set[tuple[int, ...]] = set()
     for text in reversed(texts):
         prompt = tuple(text.prompt_ids)
-        if prompt not in last:
+        if prompt not in held_out:
             kept.append(text)
-            if len(last) < _TEXTS_PER_SHARD:
-                last.add(prompt)
+            if len(held_out) < _TEXTS_PER_SHARD:
+                held_out.add(prompt)
     return kept[::-1]
 
 
 def read_target(
     target: PreTrainedModel, texts: Sequence[Text], directory: Path, *, layer_ids: Sequence[int]
 ) -> list[Path]:
-    """Read the texts with the target, as far as that is not done; the paths of all shards.
+    """Compute the readings of the texts that are not on disk yet; returns the paths of all shards.
 
-    The residual stream is kept after `layer_ids`, as transformers counts hidden states: 1 is after the first layer.
+    `layer_ids` count as transformers' hidden states do: 1 is after the first layer.
 
     Raises:
-        ValueError: the folder holds readings of other texts, layers or another target.
+        ValueError: the directory holds readings of other texts, layers or another target.
     """
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -107,20 +105,23 @@ def read_target(
     return paths
 
 
-def readings_in(path: Path) -> Iterator[Reading]:
-    """The readings of one shard."""
+def load_readings(path: Path) -> Iterator[Reading]:
+    """The readings in a shard."""
     tensors = load_file(path)
-    ends = [0, *accumulate(tensors["lengths"].tolist())]
-    responses = [0, *accumulate((tensors["lengths"] - tensors["num_prompt"]).tolist())]
-    spans = zip(pairwise(ends), pairwise(responses), tensors["num_prompt"].tolist(), strict=True)
-    for whole, response, num_prompt in spans:
-        at, said = slice(*whole), slice(*response)
-        likeliest, log_p = tensors["likeliest"][said].long(), tensors["log_p"][said]
-        yield Reading(tensors["ids"][at].long(), num_prompt, tensors["features"][at], likeliest, log_p)
+    lengths, num_prompt = tensors["lengths"].tolist(), tensors["num_prompt"].tolist()
+    num_response = (tensors["lengths"] - tensors["num_prompt"]).tolist()
+    by_text = (
+        tensors["ids"].long().split(lengths),
+        num_prompt,
+        tensors["features"].split(lengths),
+        tensors["likeliest"].long().split(num_response),
+        tensors["log_p"].split(num_response),
+    )
+    return map(Reading._make, zip(*by_text, strict=True))
 
 
 def likeliest_tokens(paths: Sequence[Path], num: int, *, vocab_size: int) -> Int[Tensor, " reduced"]:
-    """The `num` tokens that have most of the target's probability over all readings, in the order of their ids."""
+    """The `num` tokens with most of the target's probability over all readings, sorted by id."""
     mass = torch.zeros(vocab_size, dtype=torch.float64)
     for path in paths:
         tensors = load_file(path)
@@ -129,26 +130,26 @@ def likeliest_tokens(paths: Sequence[Path], num: int, *, vocab_size: int) -> Int
 
 
 def feature_sizes(path: Path) -> Float[Tensor, " feature"]:
-    """The size of each feature in one shard: the standard deviation of a normal of the same median distance from 0,
-    which a few huge entries do not move.
+    """The standard deviation of each feature in one shard, estimated from its median absolute value, which a few huge
+    entries do not move.
     """
     return load_file(path)["features"].float().abs().median(0).values.clamp(min=1e-6) * _SIGMA_OF_MEDIAN
 
 
 def _key(target: PreTrainedModel, texts: Sequence[Text], layer_ids: Sequence[int]) -> str:
-    """What decides the numbers of a shard: the texts, the layers, and some of the target's weights."""
+    """A hash of the texts, the layers and some of the target's weights."""
     weights = target.get_output_embeddings().weight[:64].float().sum().item()
     return sha256(json.dumps([texts, list(layer_ids), weights]).encode()).hexdigest()[:16]
 
 
 @torch.inference_mode()
 def _shard(target: PreTrainedModel, texts: Sequence[Text], layer_ids: Sequence[int]) -> bytes:
-    order = sorted(range(len(texts)), key=lambda place: sum(map(len, texts[place])))  # little padding
-    found: dict[int, Reading] = {}
+    order = sorted(range(len(texts)), key=lambda index: sum(map(len, texts[index])))  # little padding
+    readings: dict[int, Reading] = {}
     for start in range(0, len(order), _BATCH_SIZE):
-        places = order[start : start + _BATCH_SIZE]
-        found |= dict(zip(places, _read(target, [texts[place] for place in places], layer_ids), strict=True))
-    ids, num_prompt, *columns = zip(*(found[place] for place in range(len(texts))), strict=True)
+        indices = order[start : start + _BATCH_SIZE]
+        readings |= zip(indices, _read(target, [texts[index] for index in indices], layer_ids), strict=True)
+    ids, num_prompt, *columns = zip(*(readings[index] for index in range(len(texts))), strict=True)
     features, likeliest, log_p = map(torch.cat, columns)
     tensors = {"ids": torch.cat(ids).int(), "features": features, "likeliest": likeliest.int(), "log_p": log_p.half()}
     lengths = {"lengths": torch.tensor([len(row) for row in ids]), "num_prompt": torch.tensor(num_prompt)}
@@ -157,12 +158,12 @@ def _shard(target: PreTrainedModel, texts: Sequence[Text], layer_ids: Sequence[i
 
 def _read(target: PreTrainedModel, texts: Sequence[Text], layer_ids: Sequence[int]) -> Iterator[Reading]:
     rows = [torch.tensor([*text.prompt_ids, *text.response_ids]) for text in texts]
-    # padding stands on the right, where a causal model cannot see it
+    # padded on the right, where a causal model cannot see it
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     output = target.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
     features = torch.cat([output.hidden_states[layer_id] for layer_id in layer_ids], -1)
-    for place, (row, text) in enumerate(zip(rows, texts, strict=True)):
+    for index, (row, text) in enumerate(zip(rows, texts, strict=True)):
         start, end = len(text.prompt_ids) - 1, len(row) - 1
-        logits = target.get_output_embeddings()(output.last_hidden_state[place, start:end])
+        logits = target.get_output_embeddings()(output.last_hidden_state[index, start:end])
         log_p, likeliest = logits.float().log_softmax(-1).topk(min(NUM_LIKELIEST, logits.shape[-1]), -1)
-        yield Reading(row, len(text.prompt_ids), features[place, : len(row)].clone(), likeliest, log_p)
+        yield Reading(row, len(text.prompt_ids), features[index, : len(row)].clone(), likeliest, log_p)

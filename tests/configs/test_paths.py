@@ -13,8 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from checkpoints.recipes.__main__ import tiny
-from checkpoints.recipes.recipe import make_feature_drafts, make_trio
+from checkpoints.recipes.tiny import make_feature_drafts, make_trio, tiny
 from configs.command import run
 from configs.paths import check_local, local_path
 from configs.schema import Config, ModelSource, PairConfig, PromptSource

@@ -32,7 +32,7 @@ CEILINGS = {
     "decode": (5921, 4200),
     "evaluation": (13596, 7400),
     "serve": (1035, 800),
-    "checkpoints/recipes": (2095, 1400),
+    "checkpoints/recipes": (1758, 1400),
     "benchmarks": (799, 800),
     "tests": (30343, 18000),
 }

@@ -3,22 +3,16 @@ repository.
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.recipes.feature_drafts import (
-    FEATURE_DRAFTS,
-    NUM_DEPTHS,
-    TargetReading,
-    acceptance_rates,
-    new_feature_draft,
-    said,
-)
-from checkpoints.recipes.recipe import Recipe, make_feature_drafts
-from checkpoints.recipes.training import StoryBatch, encode_story, padded
+from checkpoints.recipes.feature_drafts import FEATURE_DRAFTS, log_q_by_depth, new_feature_draft
+from checkpoints.recipes.stories import NUM_DEPTHS, StoryBatch, TargetReading, acceptance_rates, encode_story, padded
+from checkpoints.recipes.tiny import Recipe, make_feature_drafts
 from configs.schema import ModelSource, PairConfig
 from data_gen.stories.stories import stories
 from lm import load_model, load_pair
@@ -43,7 +37,7 @@ def folder_with_target(path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_in_the_released_layouts(tmp_path, monkeypatch):
-    monkeypatch.setattr("checkpoints.recipes.recipe.acceptance_rates", lambda *_: [])
+    monkeypatch.setattr("checkpoints.recipes.tiny.acceptance_rates", lambda *_: torch.zeros(5, 1))
     first, again, other = (folder_with_target(tmp_path / name) for name in "abc")
     for folder, seed in ((first, 0), (again, 0), (other, 1)):
         make_feature_drafts(folder, seed=seed, recipe=TOY_RECIPE)
@@ -64,9 +58,9 @@ def test_what_is_said_of_a_text_at_each_depth_is_what_decoding_says(kind):
     for parameter in draft.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)  # cross-attention begins at zero
     ids = torch.randint(3, target.config.vocab_size, (2, 12))
-    told = TargetReading.of(target, StoryBatch(ids, torch.ones(2, 11, dtype=torch.bool)))
-    places = told.is_learned.nonzero().tolist()
-    for depth, log_q in enumerate(said(draft, told), 1):
+    reading = TargetReading.of(target, StoryBatch(ids, torch.ones(2, 11, dtype=torch.bool)))
+    places = reading.is_learned.nonzero().tolist()
+    for depth, log_q in enumerate(log_q_by_depth(draft, reading), 1):
         for row, (text, place) in zip(log_q, places, strict=True):
             tapped = TappedModel(target, draft)
             tapped.forward(ids[text, : place + 1 - depth].tolist())
@@ -79,7 +73,7 @@ def test_what_is_said_of_a_text_at_each_depth_is_what_decoding_says(kind):
 def test_the_embedded_feature_drafts_agree_with_their_target_at_every_depth(kind, least):
     pair = pair_of(kind)
     batch = padded([encode_story(story, pair.tokenizer) for story in stories("test", 16)], pair.tokenizer.pad_token_id)
-    assert min(acceptance_rates(pair.drafting, pair.target, [batch])) > least
+    assert acceptance_rates(partial(log_q_by_depth, pair.drafting), pair.target, [batch]).mean(-1).min() > least
 
 
 def test_the_embedded_feature_drafts_are_finite_bfloat16_of_at_most_2_mb():

@@ -3,22 +3,29 @@ accepted unevenly.
 """
 
 import hashlib
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.recipes.figures import NAMES, trio_acceptance_rates
-from checkpoints.recipes.recipe import ModelShape, Recipe, make_trio
-from checkpoints.recipes.tokenizer import ASSISTANT, END, train_tokenizer
-from checkpoints.recipes.training import encode_story, padded, story_batches
+from checkpoints.recipes.stories import (
+    ASSISTANT,
+    END,
+    acceptance_rates,
+    encode_story,
+    padded,
+    story_batches,
+    train_tokenizer,
+)
+from checkpoints.recipes.tiny import TRIO, ModelShape, Recipe, log_q, make_trio
 from configs.schema import ModelSource, PairConfig
 from data_gen.stories.stories import stories
 from lm import Pair, load_pair
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
-TOY = ModelShape(num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2)
+TOY = ModelShape(num_hidden_layers=1, hidden_size=16, intermediate_size=32, num_attention_heads=2)
 TOY_RECIPE = Recipe(
     target=TOY,
     draft=TOY,
@@ -33,7 +40,7 @@ TOY_RECIPE = Recipe(
 
 @pytest.fixture(scope="module")
 def trio() -> Pair:
-    sources = {name: ModelSource(path=str(TINY / name), dtype="float32") for name in NAMES}
+    sources = {name: ModelSource(path=str(TINY / name), dtype="float32") for name in TRIO}
     return load_pair(PairConfig(**sources))
 
 
@@ -42,22 +49,15 @@ def digest(directory: Path) -> dict[str, str]:
     return {str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-@pytest.fixture
-def _no_measuring(monkeypatch):
-    monkeypatch.setattr("checkpoints.recipes.recipe.measure", lambda out_dir: {"size_bytes": 0.0})
-
-
-@pytest.mark.usefixtures("_no_measuring")
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path):
     for name, seed in {"a": 0, "b": 0, "c": 1}.items():
         make_trio(tmp_path / name, seed=seed, recipe=TOY_RECIPE)
     first, again, other = (digest(tmp_path / name) for name in "abc")
     assert set(first) == set(again)
     assert first == again
-    assert all(first[f"{name}/model.safetensors"] != other[f"{name}/model.safetensors"] for name in NAMES)
+    assert all(first[f"{name}/model.safetensors"] != other[f"{name}/model.safetensors"] for name in TRIO)
 
 
-@pytest.mark.usefixtures("_no_measuring")
 def test_models_on_disk_are_replaced_only_on_request(tmp_path):
     make_trio(tmp_path, recipe=TOY_RECIPE)
     before = digest(tmp_path)
@@ -68,13 +68,12 @@ def test_models_on_disk_are_replaced_only_on_request(tmp_path):
     assert digest(tmp_path) != before
 
 
-@pytest.mark.usefixtures("_no_measuring")
 def test_an_interrupted_recipe_writes_nothing(tmp_path, monkeypatch):
-    def interrupt(*_, **__):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("checkpoints.recipes.recipe.imitator", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr("checkpoints.recipes.tiny.imitation_loss", interrupt)
+    with pytest.raises(SystemExit):  # Lightning's
         make_trio(tmp_path / "out", recipe=TOY_RECIPE)
     assert not (tmp_path / "out").exists()
 
@@ -113,22 +112,23 @@ def test_the_chat_template_ends_where_the_target_speaks(trio):
 
 
 def test_the_trio_shares_one_tokenizer_and_takes_at_most_6_mb():
-    files = {name: {file.name: file.read_bytes() for file in (TINY / name).iterdir()} for name in NAMES}
+    files = {name: {file.name: file.read_bytes() for file in (TINY / name).iterdir()} for name in TRIO}
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert len({files[model][name] for model in NAMES}) == 1
+        assert len({files[model][name] for model in TRIO}) == 1
     assert sum(len(content) for of_model in files.values() for content in of_model.values()) <= 6_000_000
 
 
 def test_the_trio_is_stored_as_finite_bfloat16():
-    for name in NAMES:
+    for name in TRIO:
         for tensor in load_file(TINY / name / "model.safetensors").values():
             assert tensor.dtype == torch.bfloat16
             assert tensor.isfinite().all()
 
 
 def test_acceptance_is_high_and_uneven_and_the_micro_is_accepted_less(trio):
-    models = {"target": trio.target, "draft": trio.draft, "micro": trio.micro}
-    rates = trio_acceptance_rates(models, trio.tokenizer, num_prompts=16, seed=0)
+    batch = padded([encode_story(story, trio.tokenizer) for story in stories("test", 16)], trio.tokenizer.pad_token_id)
+    models = {"draft": trio.draft, "micro": trio.micro}
+    rates = {name: acceptance_rates(partial(log_q, model), trio.target, [batch]) for name, model in models.items()}
     assert 0.65 <= rates["draft"].mean() <= 0.9
     assert rates["draft"].std() >= 0.2
     assert rates["micro"].mean() <= rates["draft"].mean() - 0.03

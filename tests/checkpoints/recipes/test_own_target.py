@@ -2,25 +2,25 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.recipes.learning import Distillation, learn
+from checkpoints.recipes.distillation import Distillation, distil
+from checkpoints.recipes.own_target import Eagle3Draft, SmallDraft
 from checkpoints.recipes.readings import (
     Text,
-    apart,
     feature_sizes,
     likeliest_tokens,
+    load_readings,
+    read_responses,
     read_target,
-    readings_in,
-    texts_of,
+    without_leakage,
 )
-from checkpoints.recipes.reduced import Reduced
-from checkpoints.recipes.small import Small, SmallShape
-from checkpoints.recipes.training import encode_story
+from checkpoints.recipes.stories import encode_story
 from configs.schema import ModelSource, PairConfig
 from data_gen.stories.stories import stories
 from decode import SpeculativeDecoder
@@ -33,17 +33,15 @@ LAYERS = (2, 5, 7)
 DISTILLATION = Distillation(num_epochs=2, num_deep_epochs=1, batch_size=4, learning_rate=4e-3, is_mixed=False)
 
 
-def reduced_draft(target, paths):
+def new_draft(kind, target, paths):
     torch.manual_seed(0)
-    return Reduced(target, LAYERS, likeliest_tokens(paths, 200, vocab_size=768), feature_sizes(paths[0]))
+    if kind == "eagle3":
+        return Eagle3Draft(target, LAYERS, likeliest_tokens(paths, 200, vocab_size=768), feature_sizes(paths[0]))
+    tokenizer = load_tokenizer(ModelSource(path=str(TINY / "target")))
+    return SmallDraft(target, tokenizer, hidden_size=64, num_layers=1)
 
 
-def small_draft(target, paths):
-    torch.manual_seed(0)
-    return Small(target, SmallShape(hidden_size=64, num_layers=1, intermediate_size=128))
-
-
-DRAFTS = {"eagle3": reduced_draft, "small": small_draft}
+DRAFTS = ("eagle3", "small")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +63,7 @@ def paths(target, texts, tmp_path, monkeypatch):
 
 
 def test_a_reading_is_what_the_target_says_of_the_text_alone(target, texts, paths):
-    readings = [reading for path in paths for reading in readings_in(path)]
+    readings = [reading for path in paths for reading in load_readings(path)]
     assert [reading.ids.tolist() for reading in readings] == [[*text.prompt_ids, *text.response_ids] for text in texts]
     for reading in readings[:3]:
         with torch.no_grad():
@@ -88,48 +86,48 @@ def test_a_reading_that_was_stopped_goes_on_and_another_is_refused(target, texts
 
 def test_the_vocabulary_is_what_the_target_says_most(paths):
     ids = likeliest_tokens(paths, 50, vocab_size=768)
-    first = torch.cat([reading.likeliest[:, 0] for path in paths for reading in readings_in(path)])
+    first = torch.cat([reading.likeliest[:, 0] for path in paths for reading in load_readings(path)])
     assert (ids[1:] > ids[:-1]).all()
     assert torch.isin(first.mode().values, ids)
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_a_draft_learns_and_one_that_was_stopped_ends_in_the_same_weights(kind, target, paths, tmp_path, monkeypatch):
-    whole, made = DRAFTS[kind](target, paths), DRAFTS[kind]
-    figures = learn(whole, paths, tmp_path / "whole", DISTILLATION)
+    whole, made = new_draft(kind, target, paths), partial(new_draft, kind)
+    figures = distil(whole, paths, tmp_path / "whole", DISTILLATION)
     still = replace(DISTILLATION, num_epochs=1, learning_rate=0.0)
-    before = learn(made(target, paths), paths, tmp_path / "none", still)
+    before = distil(made(target, paths), paths, tmp_path / "none", still)
     most = {"eagle3": 0.8, "small": 0.95}[kind]  # in eight steps
     assert figures["divergences"][0] < most * before["divergences"][0]
     assert len(figures["acceptance_rates"]) == (5 if kind == "eagle3" else 1)
 
-    def stop(checkpoint, trainer, module, outputs, batch, batch_idx):
-        trainer.save_checkpoint(checkpoint.path)
+    def stop(run, outputs, batch, batch_idx):
+        run.trainer.save_checkpoint(tmp_path / "parts" / "checkpoint.pt")
         if batch_idx == 4:
             raise ConnectionError
 
     with monkeypatch.context() as patch:
-        patch.setattr("checkpoints.recipes.fit._TimedCheckpoint.on_train_batch_end", stop)
+        patch.setattr("checkpoints.recipes.fit._Run.on_train_batch_end", stop)
         with pytest.raises(ConnectionError):
-            learn(made(target, paths), paths, tmp_path / "parts", DISTILLATION)
+            distil(made(target, paths), paths, tmp_path / "parts", DISTILLATION)
     parts = made(target, paths)
-    learn(parts, paths, tmp_path / "parts", DISTILLATION)
+    distil(parts, paths, tmp_path / "parts", DISTILLATION)
     for name, tensor in whole.module.state_dict().items():
         assert torch.equal(tensor, parts.module.state_dict()[name]), name
     with pytest.raises(ValueError, match="of another run, which differs in seed"):
-        learn(parts, paths, tmp_path / "parts", replace(DISTILLATION, seed=1))
+        distil(parts, paths, tmp_path / "parts", replace(DISTILLATION, seed=1))
     with pytest.raises(ValueError, match="differs in readings"):
-        learn(parts, paths[:2], tmp_path / "parts", DISTILLATION)
-    other = {"eagle3": small_draft, "small": reduced_draft}[kind](target, paths)
+        distil(parts, paths[:2], tmp_path / "parts", DISTILLATION)
+    other = new_draft({"eagle3": "small", "small": "eagle3"}[kind], target, paths)
     with pytest.raises(ValueError, match="differs in shapes"):
-        learn(other, paths, tmp_path / "parts", DISTILLATION)
+        distil(other, paths, tmp_path / "parts", DISTILLATION)
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_what_is_saved_decodes_as_the_target(kind, target, paths, tmp_path):
-    draft, source = DRAFTS[kind](target, paths), ModelSource(path=str(TINY / "target"), dtype="float32")
-    learn(draft, paths, tmp_path / "work", DISTILLATION)
-    draft.save(tmp_path / "draft", *([] if kind == "eagle3" else [load_tokenizer(source)]))
+    draft, source = new_draft(kind, target, paths), ModelSource(path=str(TINY / "target"), dtype="float32")
+    distil(draft, paths, tmp_path / "work", DISTILLATION)
+    draft.save(tmp_path / "draft")
     if kind == "eagle3":
         tensors = load_file(tmp_path / "draft" / "model.safetensors")
         assert not [name for name in tensors if name.startswith(("lm_head", "embed"))]
@@ -138,10 +136,9 @@ def test_what_is_saved_decodes_as_the_target(kind, target, paths, tmp_path):
     if kind == "eagle3":
         head = pair.drafting.lm_head.weight
         assert torch.equal(head, pair.target.get_output_embeddings().weight[pair.drafting.target_ids])
-    models = PairModels(pair)
-    greedy = Sampling(temperature=0.0)
+    models, greedy = PairModels(pair), Sampling(temperature=0.0)
     decoder: SpeculativeDecoder = models.decoder(models.drafter(FixedLength(4)), sampling=greedy, max_draft_length=4)
-    ids = next(readings_in(paths[0])).ids[:20].tolist()
+    ids = next(load_readings(paths[0])).ids[:20].tolist()
     alone = pair.target.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, 20:]
     generation = decoder.generate(ids, 16)
     assert list(generation.token_ids) == alone.tolist()
@@ -150,26 +147,26 @@ def test_what_is_saved_decodes_as_the_target(kind, target, paths, tmp_path):
 
 def test_a_width_that_no_head_fits_is_refused(target):
     with pytest.raises(ValueError, match="hidden_size is 96; take a multiple of 64 up to 128"):
-        Small(target, SmallShape(hidden_size=96))
+        SmallDraft(target, None, hidden_size=96, num_layers=1)
 
 
 def test_responses_are_read_from_the_file_that_data_writes(tmp_path):
     path = tmp_path / "responses.jsonl"
     path.write_text('{"id": "0", "prompt_ids": [1, 2], "response_ids": [3]}\n{"prompt_ids": [1], "response_ids": []}\n')
-    assert texts_of(path) == [Text([1, 2], [3])]
+    assert read_responses(path) == [Text([1, 2], [3])]
     path.write_text('{"prompt": "x"}\n')
     with pytest.raises(ValueError, match=r"responses.jsonl:1 has no prompt_ids"):
-        texts_of(path)
+        read_responses(path)
 
 
 def test_no_prompt_is_taught_and_held_out():
     texts = [Text([place % 250], [1]) for place in range(300)]  # the last fifty repeat the first fifty prompts
-    kept = apart(texts)
+    kept = without_leakage(texts)
     assert kept == texts[50:]
-    assert apart(kept) == kept
-    assert apart(texts[:100]) == texts[:100]
-    assert apart([]) == []
+    assert without_leakage(kept) == kept
+    assert without_leakage(texts[:100]) == texts[:100]
+    assert without_leakage([]) == []
     # few prompts: the last shard is cut out of the last 128 texts, which must not repeat one another either
-    assert apart([Text([place % 140], [place]) for place in range(280)]) == [
+    assert without_leakage([Text([place % 140], [place]) for place in range(280)]) == [
         *(Text([place % 140], [place]) for place in (*range(12), *range(140, 280)))
     ]

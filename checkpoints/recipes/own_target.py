@@ -1,0 +1,227 @@
+"""Drafts for your own target, trained on its responses: `eagle3`, an EAGLE-3 draft with a reduced vocabulary (arXiv
+2503.01840), and `small`, a Llama with the target's vocabulary, which every engine can run.
+
+Departures of `eagle3`, for a small target and few texts: the output head is the target's own rows, frozen, so one layer
+is trained and saved; this layer is initialised as the target's last and reads the highest of the three features as that
+one does; features are divided by their sizes, since a few of a residual stream are hundreds of times as large as the
+rest, and the saved weights include that.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from checkpoints.recipes.distillation import Batch, Distillation, Draft, distil
+from checkpoints.recipes.feature_drafts import layer_config, save_draft, unrolled
+from checkpoints.recipes.readings import feature_sizes, likeliest_tokens, read_responses, read_target, without_leakage
+from configs.paths import local_path
+from configs.schema import ModelSource
+from lm import load_model, load_tokenizer
+from lm.features.eagle import Eagle3
+from store.shards import atomic_directory, write_atomic
+
+_RANDOM_SHARE = 0.3  # of torch's initial weights, where EAGLE-3's layer has inputs that the target's has not
+_HEAD_SIZE = 64
+
+
+def eagle3(
+    *,
+    target: str,
+    responses: str,
+    out: str,
+    vocab_size: int = 8192,
+    num_epochs: int = Distillation.num_epochs,
+    num_deep_epochs: int = Distillation.num_deep_epochs,
+    learning_rate: float = Distillation.learning_rate,
+) -> None:
+    """Train an EAGLE-3 draft with a reduced vocabulary on a target's responses; resumes.
+
+    Args:
+        target: directory of the target.
+        responses: the target's own responses, a file of `acceptance-heads responses`; some of the last 128 are held
+            out, and other responses to their prompts are not used.
+        out: the folder that gets the draft; OUT-work beside it has the checkpoint, OUT-readings the target's features.
+        vocab_size: tokens that the draft can predict: the target's likeliest.
+        num_epochs: passes over the responses.
+        num_deep_epochs: the last of them, which train three depths; the others train the first token of drafts.
+        learning_rate: the peak.
+    """
+    directory, model, paths, layer_ids = _read(target, responses, out)
+    ids = likeliest_tokens(paths[:-1], vocab_size, vocab_size=model.config.get_text_config().vocab_size)
+    settings = Distillation(num_epochs=num_epochs, num_deep_epochs=num_deep_epochs, learning_rate=learning_rate)
+    torch.manual_seed(settings.seed)
+    _train(Eagle3Draft(model, layer_ids, ids, feature_sizes(paths[0])), directory, paths, settings)
+
+
+def small(
+    *,
+    target: str,
+    responses: str,
+    out: str,
+    hidden_size: int = 192,
+    num_layers: int = 2,
+    num_epochs: int = Distillation.num_epochs,
+    learning_rate: float = 1e-3,
+) -> None:
+    """Train a small Llama with the target's vocabulary on a target's responses; resumes.
+
+    Args:
+        target: directory of the target.
+        responses: the target's own responses, as for `eagle3`.
+        out: the folder that gets the draft; OUT-work beside it has the checkpoint, OUT-readings the target's features.
+        hidden_size: width of the draft, a multiple of 64.
+        num_layers: layers of the draft.
+        num_epochs: passes over the responses.
+        learning_rate: the peak.
+    """
+    directory, model, paths, _ = _read(target, responses, out)
+    settings = Distillation(num_depths=1, num_epochs=num_epochs, learning_rate=learning_rate, batch_size=8)
+    tokenizer = load_tokenizer(ModelSource(path=target))
+    torch.manual_seed(settings.seed)
+    _train(SmallDraft(model, tokenizer, hidden_size=hidden_size, num_layers=num_layers), directory, paths, settings)
+
+
+def _read(target: str, responses: str, out: str) -> tuple[Path, PreTrainedModel, list[Path], tuple[int, ...]]:
+    """The directory of the draft, the target in float32, the shards of its readings, and the layers in them."""
+    directory, model = Path(local_path(out, "--out")), load_model(ModelSource(path=target))
+    num_layers = model.config.get_text_config().num_hidden_layers
+    layer_ids = (2, num_layers // 2, num_layers - 3)
+    every_text = read_responses(Path(local_path(responses, "--responses")))
+    texts = without_leakage(every_text)
+    if num_dropped := len(every_text) - len(texts):
+        print(f"{num_dropped} of {len(every_text)} responses share a prompt with held-out ones, and are dropped")
+    paths = read_target(model, texts, directory.with_name(f"{directory.name}-readings"), layer_ids=layer_ids)
+    return directory, model.float().requires_grad_(False), paths, layer_ids
+
+
+def _train(draft: Draft, directory: Path, paths: list[Path], settings: Distillation) -> None:
+    """Train a draft and write it with its figures."""
+    figures = distil(draft, paths, directory.with_name(f"{directory.name}-work"), settings)
+    draft.save(directory)
+    write_atomic(directory / "figures.json", json.dumps(figures, indent=1).encode())
+    rates = ", ".join(f"{rate:.3f}" for rate in figures["acceptance_rates"])
+    print(f"{directory}: acceptance_rate on held-out texts, depth by depth: {rates}")
+
+
+class Eagle3Draft:
+    """The draft in training."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        layer_ids: Sequence[int],
+        target_ids: Int[Tensor, " reduced"],
+        sizes: Float[Tensor, " feature"],
+    ) -> None:
+        """Args:
+        target: its embeddings, output rows, last layer and last norm initialise the draft.
+        layer_ids: layers of the target that the draft reads.
+        target_ids: the draft's vocabulary.
+        sizes: of each feature (`checkpoints.recipes.readings.feature_sizes`).
+        """
+        of_target = target.config.get_text_config()
+        config = layer_config(target, is_tied=False)
+        config.draft_vocab_size, config.eagle_aux_hidden_state_layer_ids = len(target_ids), list(layer_ids)
+        self._draft = Eagle3(config, tuple(layer_ids), target_size=of_target.hidden_size)
+        body: Any = target.base_model
+        self._draft.norm.load_state_dict(body.norm.state_dict())
+        self._draft.reduce(target_ids)
+        self._draft.bind(target)
+        self.module: nn.Module = self._draft
+        self._sizes = sizes
+        self._initialise_as(body.layers[-1], of_target.hidden_size)
+        self.index_of = torch.full((of_target.vocab_size,), -1)
+        self.index_of[target_ids] = torch.arange(len(target_ids))
+
+    @torch.no_grad()
+    def _initialise_as(self, last: Any, width: int) -> None:
+        """Copy a layer of the target, and pass it the highest feature unchanged. Weights for the token and the other
+        features are random, smaller than torch's.
+        """
+        layer: Any = self._draft.layers[0]
+        layer.mlp.load_state_dict(last.mlp.state_dict())
+        layer.hidden_norm.load_state_dict(last.input_layernorm.state_dict())
+        layer.post_attention_layernorm.load_state_dict(last.post_attention_layernorm.state_dict())
+        layer.self_attn.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(layer.self_attn, name).weight[:, width:] = getattr(last.self_attn, name).weight
+        self._draft.fc.weight.mul_(_RANDOM_SHARE)
+        self._draft.fc.weight[:, -width:] += self._sizes[-width:].diag()
+
+    def logits(self, batch: Batch, num_depths: int) -> Iterator[Float[Tensor, "learned reduced"]]:
+        is_learned = batch.is_learned[:, 1:]  # entry t predicts token t + 2, as the target does at position t + 1
+        for outputs in islice(unrolled(self._draft, batch.ids, batch.features / self._sizes), num_depths):
+            assert self._draft.lm_head is not None
+            yield self._draft.lm_head(outputs.hidden[is_learned])
+
+    def save(self, directory: Path) -> None:
+        """Write the draft in the layout of EAGLE-3, without the rows that are the target's own."""
+        target_ids = self._draft.target_ids
+        assert target_ids is not None
+        state = {name: tensor for name, tensor in self._draft.state_dict().items() if not name.startswith("lm_head.")}
+        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in state.items()}
+        tensors["fc.weight"] = self._draft.fc.weight / self._sizes
+        tensors["d2t"] = target_ids - torch.arange(len(target_ids))
+        save_draft(directory, self._draft.config, "LlamaForCausalLMEagle3", tensors)
+
+
+class SmallDraft:
+    """The draft in training."""
+
+    def __init__(
+        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, hidden_size: int, num_layers: int
+    ) -> None:
+        """Args:
+        target: the draft gets its vocabulary, context and embeddings.
+        tokenizer: the target's, which is saved with the draft.
+        hidden_size: a multiple of 64, at most the target's.
+        num_layers: the layers of the draft.
+
+        Raises:
+            ValueError: no such hidden_size is possible.
+        """
+        of_target = target.config.get_text_config()
+        if hidden_size % _HEAD_SIZE or not 0 < hidden_size <= of_target.hidden_size:
+            raise ValueError(
+                f"hidden_size is {hidden_size}; take a multiple of {_HEAD_SIZE} up to {of_target.hidden_size}"
+            )
+        names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+        config = LlamaConfig(
+            **{name: getattr(of_target, name) for name in names},
+            hidden_size=hidden_size,
+            intermediate_size=4 * hidden_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=hidden_size // _HEAD_SIZE,
+            tie_word_embeddings=True,
+        )
+        self._model, self._tokenizer = LlamaForCausalLM(config), tokenizer
+        self._model.model.embed_tokens.weight.data.copy_(_reduced(target.get_output_embeddings().weight, hidden_size))
+        self.module: nn.Module = self._model
+        self.index_of = torch.arange(of_target.vocab_size)
+
+    def logits(self, batch: Batch, num_depths: int) -> Iterator[Float[Tensor, "learned vocab"]]:
+        """Logits at one depth: a model that reads tokens alone predicts the same at every depth."""
+        hidden = self._model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
+        yield self._model.lm_head(hidden[batch.is_learned])
+
+    def save(self, directory: Path) -> None:
+        """Write the draft in bfloat16, with the tokenizer."""
+        with atomic_directory(directory) as folder:
+            self._model.bfloat16().save_pretrained(folder)
+            self._tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def _reduced(rows: Float[Tensor, "vocab hidden"], size: int) -> Float[Tensor, "vocab small"]:
+    """The rows in their first `size` principal directions, scaled as the embeddings of a new model."""
+    centred = rows.float() - rows.float().mean(0)
+    _, directions = torch.linalg.eigh(centred.T @ centred)
+    reduced = centred @ directions[:, -size:]
+    return reduced * (0.02 / reduced.std())

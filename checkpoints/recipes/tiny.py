@@ -1,0 +1,287 @@
+"""The recipe of `checkpoints/tiny`: a target, a draft and a micro with one tokenizer, then feature drafts.
+
+    target   deep and narrow; learns to work out the answers of `data_gen.stories`, by cross-entropy.
+    draft    one layer; learns the phrases, distilled from the target: KL(p || q) at each answer position. With a second
+             layer it would also learn to look up words in the prompt, be accepted 95 % of the time, and leave little to
+             predict.
+    micro    one layer, much narrower, for hierarchies of three models.
+    eagle, glide, dspark    feature drafts for the target.
+
+Distillation makes both models equally unsure about free choices of wording, so a token drawn from q is accepted
+although its entropy is high. Where something has to be worked out, p is nearly one-hot and q is spread. On a CPU depth,
+not width, decides t_target / t_draft.
+
+Same seed, recipe, machine and thread count give the same bytes. Training is in float32, files are in bfloat16.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from checkpoints.recipes.dspark import DSparkRecipe, dspark_figures, dspark_loss, new_dspark
+from checkpoints.recipes.feature_drafts import (
+    FEATURE_DRAFTS,
+    feature_loss,
+    log_q_by_depth,
+    new_feature_draft,
+    save_draft,
+    save_feature_draft,
+)
+from checkpoints.recipes.fit import Pupil, fit
+from checkpoints.recipes.stories import (
+    MAX_TOKENS,
+    StoryBatch,
+    TargetReading,
+    acceptance_rates,
+    encode_story,
+    story_batches,
+    train_tokenizer,
+)
+from configs.paths import local_path
+from configs.schema import ModelSource
+from data_gen.stories.stories import Story, stories, story_stream
+from lm import load_model, load_tokenizer
+from store.progress import Bar
+from store.shards import atomic_directory
+
+TRIO = ("target", "draft", "micro")
+_FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+_FILES |= {"chat_template.jinja", "figures.json"}
+"""Files of a model's directory; a directory with anything else is never overwritten."""
+_STORY_SEED = 1 << 32  # added to the seed, so that heads of experiments (seeds 0, 1, …) are trained on other stories
+Batches = Callable[[int], Iterator[StoryBatch]]
+"""The batches from a step on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Size of one model, in the words of `LlamaConfig`."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything but seed and machine that decides the models' bytes."""
+
+    target: ModelShape = ModelShape(num_hidden_layers=10, hidden_size=128, intermediate_size=352, num_attention_heads=4)
+    draft: ModelShape = ModelShape(num_hidden_layers=1, hidden_size=96, intermediate_size=256, num_attention_heads=3)
+    micro: ModelShape = ModelShape(num_hidden_layers=1, hidden_size=24, intermediate_size=64, num_attention_heads=1)
+    vocab_size: int = 768
+    num_tokenizer_stories: int = 4000
+    batch_size: int = 16
+    target_steps: int = 2000
+    distil_steps: int = 1200
+    feature_draft_batch_size: int = 8
+    feature_draft_steps: int = 400
+    learning_rate: float = 4e-3
+    dspark: DSparkRecipe = field(default_factory=DSparkRecipe)
+    num_threads: int = 1  # more would gain little, since the models are small
+
+
+RECIPE = Recipe()
+
+
+def tiny(
+    *,
+    dir: str = "checkpoints/tiny",
+    seed: int = 0,
+    models: Literal["all", "trio", "feature_drafts", "dspark"] = "all",
+    overwrite: bool = False,
+) -> None:
+    """Train the embedded models: about 30 minutes on one core.
+
+    Args:
+        dir: the folder that gets target, draft and micro, eagle, glide and dspark; dspark-work beside them has the
+            checkpoint from which an interrupted run of dspark resumes.
+        seed: decides the weights and the stories.
+        models: trio is target, draft and micro; feature_drafts are an EAGLE, a GliDe and a DSpark draft for the target
+            that is there; dspark is the last alone.
+        overwrite: replace models that are there already.
+    """
+    if models in ("all", "trio"):
+        make_trio(dir, seed=seed, overwrite=overwrite)
+    if models in ("all", "feature_drafts"):
+        make_feature_drafts(dir, seed=seed, overwrite=overwrite)
+    if models != "trio":
+        make_dspark(dir, seed=seed, overwrite=overwrite)
+
+
+def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe = RECIPE, overwrite: bool = False) -> None:
+    """Train the trio, and write it once all three are trained; prints acceptance rates on the test split."""
+    directory = local_path(out_dir, "--dir")
+    _refuse_present(directory, TRIO, overwrite=overwrite)
+    torch.set_num_threads(recipe.num_threads)
+    models, tokenizer = _train_trio(seed, recipe)
+    for name, model in models.items():
+        with atomic_directory(directory / name) as folder:
+            model.bfloat16().save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    held_out = _held_out(tokenizer, recipe.batch_size, seed)
+    figures: dict[str, float] = {}
+    for name in TRIO[1:]:
+        rates = acceptance_rates(partial(log_q, models[name].float()), models["target"].float(), held_out)
+        figures |= {f"{name}_acceptance_mean": rates.mean().item(), f"{name}_acceptance_std": rates.std().item()}
+    _print(figures)
+
+
+def make_feature_drafts(
+    out_dir: str | Path, *, seed: int = 0, recipe: Recipe = RECIPE, overwrite: bool = False
+) -> None:
+    """Train an EAGLE and a GliDe draft for `out_dir`/target; prints acceptance rates on the test split."""
+    directory = local_path(out_dir, "--dir")
+    target, tokenizer = _load_target(directory, FEATURE_DRAFTS, seed, recipe, overwrite=overwrite)
+    drafts = {kind: new_feature_draft(kind, target) for kind in FEATURE_DRAFTS}
+    size, num_steps = recipe.feature_draft_batch_size, recipe.feature_draft_steps
+    batches = _batches_of(_new_stories(seed, size * num_steps), tokenizer, size, seed)
+    fit(
+        [Pupil(draft, partial(feature_loss, draft), has_muon=False) for draft in drafts.values()],
+        lambda start: map(partial(TargetReading.of, target), batches(start)),
+        title="train eagle and glide",
+        num_steps=num_steps,
+        learning_rate=recipe.learning_rate,
+    )
+    figures: dict[str, float] = {}
+    for kind, draft in drafts.items():
+        save_feature_draft(draft, directory / kind)
+        rates = acceptance_rates(partial(log_q_by_depth, draft), target, _held_out(tokenizer, size, seed))
+        figures |= {f"{kind}_acceptance_mean_{depth}": rate for depth, rate in enumerate(rates.mean(-1).tolist(), 1)}
+    _print(figures)
+
+
+def make_dspark(out_dir: str | Path, *, seed: int = 0, recipe: Recipe = RECIPE, overwrite: bool = False) -> None:
+    """Train a DSpark draft with its confidence head for `out_dir`/target; resumes."""
+    directory, settings = local_path(out_dir, "--dir"), recipe.dspark
+    target, tokenizer = _load_target(directory, ["dspark"], seed, recipe, overwrite=overwrite)
+    draft, work = new_dspark(target, settings), directory / "dspark-work"
+    texts = _new_stories(seed, settings.batch_size * settings.num_steps)
+    batches = _batches_of(texts, tokenizer, settings.batch_size, seed)
+    fit(
+        [Pupil(draft, partial(dspark_loss, draft, target, settings.num_anchors, seed))],
+        lambda start: enumerate(batches(start), start),
+        title="train dspark",
+        num_steps=settings.num_steps,
+        learning_rate=settings.learning_rate,
+        directory=work,
+        key=asdict(settings) | {"seed": seed},
+    )
+    figures = dspark_figures(draft.bfloat16().float(), target, _held_out(tokenizer, settings.batch_size, seed))
+    save_draft(directory / "dspark", draft.config, "Qwen3DSparkModel", draft.state_dict())
+    text = json.dumps(figures, indent=2, sort_keys=True) + "\n"
+    (directory / "dspark" / "figures.json").write_text(text, encoding="utf-8")
+    shutil.rmtree(work, ignore_errors=True)
+    print(json.dumps(figures))
+
+
+def _load_target(
+    directory: Path, names: Sequence[str], seed: int, recipe: Recipe, *, overwrite: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The embedded target, frozen, and its tokenizer, unless the drafts `names` are there."""
+    _refuse_present(directory, names, overwrite=overwrite)
+    source = ModelSource(path=str(directory / "target"), dtype="float32", device_map="cpu")
+    target, tokenizer = load_model(source), load_tokenizer(source)
+    torch.set_num_threads(recipe.num_threads)
+    torch.manual_seed(seed)
+    return target.requires_grad_(False), tokenizer
+
+
+def _refuse_present(directory: Path, names: Sequence[str], *, overwrite: bool) -> None:
+    """Raise ValueError for models that are there, unless they may be overwritten and hold no other files."""
+    present = [directory / name for name in names if (directory / name).exists()]
+    if present and not overwrite:
+        raise ValueError(f"{present[0]} exists; choose another directory, or overwrite it (--overwrite true)")
+    for path in present:
+        if others := {file.name for file in path.iterdir()} - _FILES if path.is_dir() else {path.name}:
+            raise ValueError(f"{path} holds {min(others)}, which overwriting would delete; choose another directory")
+
+
+def _new_stories(seed: int, num_stories: int) -> list[Story]:
+    stream = islice(story_stream("train", _STORY_SEED + seed), num_stories)
+    return list(Bar(stream, desc="write stories", total=num_stories, unit="stories"))
+
+
+def _batches_of(texts: Sequence[Story], tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int) -> Batches:
+    rows = [encode_story(story, tokenizer) for story in Bar(texts, desc="tokenize", unit="stories")]
+    settings = {"batch_size": batch_size, "seed": seed, "pad_id": tokenizer.pad_token_id}
+    return lambda start: islice(story_batches(rows, **settings), start, None)
+
+
+def _held_out(tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int) -> list[StoryBatch]:
+    """Batches of the test split."""
+    return list(islice(_batches_of(stories("test", 256, seed=seed), tokenizer, batch_size, seed)(0), 8))
+
+
+def _train_trio(seed: int, recipe: Recipe) -> tuple[dict[str, LlamaForCausalLM], PreTrainedTokenizerBase]:
+    torch.manual_seed(seed)
+    texts = _new_stories(seed, recipe.batch_size * max(recipe.target_steps, recipe.distil_steps))
+    tokenizer = train_tokenizer(texts[: recipe.num_tokenizer_stories], recipe.vocab_size)
+    batches = _batches_of(texts, tokenizer, recipe.batch_size, seed)
+    models = {name: _new_model(getattr(recipe, name), tokenizer) for name in TRIO}
+    target, *drafts = models.values()
+    num_steps, rate = recipe.target_steps, recipe.learning_rate
+    pupil = Pupil(target, partial(text_loss, target))
+    fit([pupil], batches, title="train target", num_steps=num_steps, learning_rate=rate)
+    target.bfloat16().float()  # rounded as it will be stored, so that the others learn from the target that is shipped
+    fit(
+        [Pupil(draft, partial(imitation_loss, draft)) for draft in drafts],
+        lambda start: map(partial(TargetReading.of, target), batches(num_steps + start)),
+        title="distil draft and micro",
+        num_steps=recipe.distil_steps,
+        learning_rate=rate,
+    )
+    return models, tokenizer
+
+
+def text_loss(model: LlamaForCausalLM, batch: StoryBatch) -> Float[Tensor, ""]:
+    """-log p of the answers, in nats per token."""
+    log_p = _log_probs(model, batch.ids[:, :-1], batch.is_learned)
+    return functional.nll_loss(log_p, batch.ids[:, 1:][batch.is_learned])
+
+
+def imitation_loss(model: LlamaForCausalLM, reading: TargetReading) -> Float[Tensor, ""]:
+    """KL(p || q). Unlike total variation it spreads q out where the model does not know, and policies read that."""
+    return reading.divergence(*log_q(model, reading))
+
+
+def log_q(model: LlamaForCausalLM, reading: TargetReading) -> list[Float[Tensor, "learned vocab"]]:
+    """log q at the learned positions, as `acceptance_rates` takes it."""
+    return [_log_probs(model, reading.tokens, reading.is_learned)]
+
+
+def _log_probs(
+    model: LlamaForCausalLM, tokens: Int[Tensor, "batch position"], is_learned: Bool[Tensor, "batch position"]
+) -> Float[Tensor, "learned vocab"]:
+    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+    return model.lm_head(hidden[is_learned]).log_softmax(-1)
+
+
+def _new_model(shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """A model with random weights from torch's global generator."""
+    config = LlamaConfig(
+        **asdict(shape),
+        vocab_size=len(tokenizer),
+        max_position_embeddings=MAX_TOKENS,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _print(figures: Mapping[str, float]) -> None:
+    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
