@@ -144,7 +144,7 @@ ENGINES: dict[EngineName, Engine] = {
         ),
         line=_vllm,
         off="vllm serve TARGET",
-        remark="Its adaptive verification is for DSpark drafts alone.",
+        remark="Its adaptive verification (V2 runner), which verifies less of each draft, is not replayed.",
         drafts_whole=True,
         has_batches=True,
     ),

@@ -201,7 +201,7 @@ def test_links_of_the_pages_lead_somewhere(page: Path):
 
 def test_a_dead_link_fails_this_test():
     page = ROOT / "docs/results/demo.md"
-    alive = "[a](../laws.md) [b](https://x.org/y.md) ![c](demo.md#the-demo-on-a-clock) `docs/laws.md` `[d](no.md)`"
+    alive = "[a](../laws.md) [b](https://x.org/y.md) ![c](demo.md#make-it-again) `docs/laws.md` `[d](no.md)`"
     assert dead_links(page, alive) == []
     for dead in ("[a](laws.md)", "[a](demo.md#no-heading)", '<img src="no.svg">', "`docs/no.md`", "[a](#no-heading)"):
         assert len(dead_links(page, f"{alive} {dead}")) == 1

@@ -1,4 +1,7 @@
-"""The recipes of docs/data.md run as they are written, on the toy pair; launchers that are not here set variables."""
+"""The recipes of docs/several-machines.md run as they are written, on the toy pair.
+
+Launchers that are not here set variables.
+"""
 
 import os
 import re
@@ -14,7 +17,7 @@ from data_gen.pipeline.command import make
 from tests.data_gen.on_disk import files_of
 
 ROOT = Path(__file__, "../../../..").resolve()
-PAGE = (ROOT / "docs" / "data.md").read_text()
+PAGE = (ROOT / "docs" / "several-machines.md").read_text()
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 for RANK in 0 1 2; do SLURM_PROCID=$RANK SLURM_LOCALID=$RANK SLURM_STEP_NUM_TASKS=3 "$@" & done; wait

@@ -1,4 +1,4 @@
-"""The table of docs/data.md with what `plan --sample 0` says of every shipped experiment: `python -m
+"""The table of docs/large-models.md with what `plan --sample 0` says of every shipped experiment: `python -m
 tests.data_gen.pipeline.plan_table` writes it anew; a test holds the page to it.
 
 Models of the hub are known by the sizes of their config.json (`test_memory.PUBLISHED`) and no prompts are looked for
@@ -13,7 +13,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
-PAGE = Path(__file__, "../../../../docs/data.md").resolve()
+PAGE = Path(__file__, "../../../../docs/large-models.md").resolve()
 HEAD = (
     "| experiment | GPUs | rows | response tokens | disk, GB | fullest stage | GB on each GPU |",
     "|---|---|---:|---:|---:|---|---:|",

@@ -1,4 +1,4 @@
-"""docs/data.md says of the shipped experiments what `plan` says today."""
+"""docs/large-models.md says of the shipped experiments what `plan` says today."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The repository of `docs/engines.md`, which `generate` loads by its name, decodes as `speculative_generate` does."""
+"""The repository in `docs/transformers.md`, loaded by its name, decodes as `speculative_generate` does."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from decode import SpeculativeOutput
 from decode.policies import FixedLength
 from tests.toys.random_pairs import random_pair
 
-PAGE = Path(__file__).parents[3] / "docs/engines.md"
+PAGE = Path(__file__).parents[3] / "docs/transformers.md"
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
 
