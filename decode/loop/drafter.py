@@ -94,15 +94,8 @@ class PolicyDrafter:
     """Name of the model in messages."""
     verifies = False
     """Whether the model verifies what is drafted below it."""
-    has_point_masses = False
-    """Whether a drafted token follows from the text before it, whatever the sampling."""
 
     def __init__(self, model: DraftModel, policy: Policy) -> None:
-        if policy.least > 0 and not self.has_point_masses:
-            raise ValueError(
-                f"{type(policy).__name__} gives drafts of fewer than {policy.least} tokens up, which keeps the law "
-                "only where the draft proposes its likeliest token (law 4.3); give it to a PointMassDrafter"
-            )
         self.model, self.policy = model, policy
         self._takes_lessons = bool(policy.nothing_learned)
         self._may_stop_before = policy.stops_before

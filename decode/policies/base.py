@@ -10,8 +10,7 @@ verified:
     after        after the draw: the drawn token is kept whatever the answer; if that is to stop, it is the last   (A in
                  law 4.3)
 
-There is no way to say "drop the token just drawn", which would change the output distribution; `least` gives a whole
-draft up, and is refused unless no chance decided it. Every method is
+There is no way to say "drop the token just drawn", which would change the output distribution. Every method is
 *elementwise*: it works on Python floats (the loop, one sequence) and, unchanged, on numpy arrays (replay, one lane per
 setting and prompt), so branch with `numpy.where` and combine conditions with `&` and `|`. State is a tuple of numbers,
 or a NamedTuple of them or of such tuples, that each method returns anew; parameters may be arrays.
@@ -159,16 +158,6 @@ class Policy:
         Signals and heads in their order, with JOINT between them.
         """
         return JOINT.join(sorted(self.signals & frozenset(AfterDraw._fields)))
-
-    @property
-    def least(self) -> Number:
-        """The fewest tokens of a draft that is verified: a shorter one is given up, its forwards paid for nothing.
-
-        Above 0 it is legal (law 4.3) only where the draft's distributions are point masses, of which no drawn token
-        tells more than the text before it; the loop and replay refuse it elsewhere. A draft that an EOS ends is never
-        given up.
-        """
-        return 0
 
     def start(self) -> State:
         """State at the start of a generation."""

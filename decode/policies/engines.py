@@ -31,16 +31,15 @@ class LlamaCpp(Policy):
     """llama.cpp's drafting from a draft model (0.5.0-dev of 2026-10-01, `common/speculative.cpp`, draft-simple).
 
     At most `n_max` tokens, and at least 1; the draft ends before a token whose probability is below `p_min`, the
-    forward that gave it paid; a draft of fewer than `n_min` tokens is given up, and none is begun where fewer are
-    allowed. The token is the likeliest one, and its probability is that among the ten likeliest, since the draft's
-    sampler is top-k 10 alone: at temperature 1, not cumulative along the draft.
+    forward that gave it paid. The token is the likeliest one, and its probability is that among the ten likeliest,
+    since the draft's sampler is top-k 10 alone: at temperature 1, not cumulative along the draft. Its minimum length,
+    n-min, is replayed alone (`evaluation.flags.short_drafts`).
 
-    Departure: llama.cpp goes on drafting beyond an end-of-text token, whose followers verification never reaches; here
-    it ends the draft, which is then never given up.
+    Departure: llama.cpp drafts beyond an end-of-text token, whose followers verification never reaches; here that token
+    ends the draft.
     """
 
     n_max: Number = 3
-    n_min: Number = 0
     p_min: Number = 0.0
     signals = frozenset({"top_prob"})
     stop_kind: ClassVar[str] = ""  # type: ignore[misc]
@@ -48,12 +47,7 @@ class LlamaCpp(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("n_max", self.n_max, 1)
-        check_count("n_min", self.n_min, 0)
         check_unit("p_min", self.p_min)
-
-    @property
-    def least(self) -> Number:
-        return self.n_min
 
     def limit(self, state: State) -> Number:
         return self.n_max

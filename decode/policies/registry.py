@@ -63,8 +63,8 @@ class Registered(NamedTuple):
     """
 
 
-def _within(longest: int) -> tuple[int, ...]:
-    """The lengths of `_SOME` up to the longest, which is among them."""
+def lengths_within(longest: int) -> tuple[int, ...]:
+    """Draft lengths to choose from: those of `_SOME` up to the longest, which is among them."""
     return (*(length for length in _SOME if length < longest), longest)
 
 
@@ -92,21 +92,21 @@ POLICIES: dict[str, Registered] = {
     "head": Registered(HeadPolicy, "head", lambda _: {"max_rejection_prob": LOGISTIC}),
 }
 """All policies, in the order of tables."""
-_COARSE = (0.0, *_spaced(0.05, 0.95, 19))
+COARSE = (0.0, *_spaced(0.05, 0.95, 19))
 _SOME = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32)
 """Draft lengths, the more of them the shorter."""
 RULES: dict[str, Registered] = {
     "llama_cpp": Registered(
         LlamaCpp,
         "llama.cpp's rule",
-        lambda longest: {"n_max": _within(longest), "n_min": (0, 1, 2, 3, 5), "p_min": _COARSE},
+        lambda longest: {"n_max": lengths_within(longest), "p_min": COARSE},
     ),
     "assisted": Registered(
         Assisted,
         "transformers' rule",
         lambda longest: {
-            "num_assistant_tokens": _within(longest),
-            "assistant_confidence_threshold": _COARSE,
+            "num_assistant_tokens": lengths_within(longest),
+            "assistant_confidence_threshold": COARSE,
             "is_heuristic": (False, True),
         },
     ),

@@ -103,10 +103,13 @@ def grids_with(experiment: Experiment, heads: Mapping[str, AcceptanceHead], *, h
     return grids_of(decode.grid, heads, max_draft_length=decode.max_draft_length, policies=policies)
 
 
-def make_grid(family: str, name: str, parameters: Mapping[str, Sequence[Any]], **fixed: Any) -> Grid:
+def make_grid(
+    family: str, name: str, parameters: Mapping[str, Sequence[Any]], *, kind: type[Policy] | None = None, **fixed: Any
+) -> Grid:
     """All combinations of the values of some parameters of the policy `name`.
 
     Args:
+        kind: class of the policy, in place of the registry's.
         fixed: further arguments of the policy, such as a head.
     """
     if empty := [key for key, values in parameters.items() if not len(values)]:
@@ -117,7 +120,9 @@ def make_grid(family: str, name: str, parameters: Mapping[str, Sequence[Any]], *
     settings = tuple(dict(zip(parameters, values, strict=True)) for values in product(*parameters.values()))
     # A policy whose parameters are arrays is all settings side by side (`evaluation.traces.replay`).
     arrays: dict[str, Any] = {key: np.array([setting[key] for setting in settings]) for key in parameters}
-    return Grid(family, name, make_policy("head" if name.startswith("head:") else name, **(arrays | fixed)), settings)
+    registered_name = "head" if name.startswith("head:") else name
+    policy = kind(**arrays, **fixed) if kind else make_policy(registered_name, **arrays, **fixed)
+    return Grid(family, name, policy, settings)
 
 
 def head_grid(name: str, head: AcceptanceHead, parameters: Mapping[str, Sequence[Any]]) -> Grid:

@@ -102,7 +102,7 @@ class Contest:
         """The engine's rule at every setting, under each way of drafting."""
         entry, longest = registered(self.engine.rule), self.home.dev.max_draft_length
         values = (self.engine.values or entry.values)(longest)
-        grid = make_grid(FLAGS, self.engine.rule, values)
+        grid = make_grid(FLAGS, self.engine.rule, values, kind=self.engine.kind)
         return {drafting: arm_of(grid, traces) for drafting, traces in self.traces.items()}
 
     @cached_property
@@ -141,8 +141,9 @@ class Contest:
 
     def _at(self, setting: Setting) -> list[Option]:
         """The setting under the default way of drafting."""
-        policy = make_grid(DEFAULT, self.engine.rule, {name: [value] for name, value in setting.items()})
-        return self._options(arm_of(policy, self.home), next(iter(self.traces)))
+        values = {name: [value] for name, value in setting.items()}
+        grid = make_grid(DEFAULT, self.engine.rule, values, kind=self.engine.kind)
+        return self._options(arm_of(grid, self.home), next(iter(self.traces)))
 
     def _options(self, arm: Arm, drafting: Drafting) -> list[Option]:
         """The engine's settings, with what it pays for them."""

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from json import dumps as to_json
 from typing import Any, NamedTuple
 
+from decode.policies.base import Policy
 from evaluation.flag_types import EngineName
+from evaluation.flags import short_drafts
+from evaluation.flags.short_drafts import ShortDrafts
 from lm import Sampling
 
 Setting = Mapping[str, Any]
@@ -35,6 +38,8 @@ class Engine:
     """Version whose sources were read."""
     rule: str
     """Name of its rule in the registry."""
+    kind: type[Policy] | None = None
+    """Class of its rule, where that has more than the registry's, which every loop can run."""
     values: Callable[[int], Mapping[str, Sequence[Any]]] | None = None
     """Settings to choose from, made of the longest draft; None: those of the registry."""
     default: Setting | None
@@ -127,6 +132,8 @@ ENGINES: dict[EngineName, Engine] = {
     "llama.cpp": Engine(
         version="0.5.0-dev (0c1e570)",
         rule="llama_cpp",
+        kind=ShortDrafts,
+        values=short_drafts.values,
         default={"n_max": 3, "n_min": 0, "p_min": 0.0},
         draftings=(LIKELIEST,),
         line=_llama_cpp,

@@ -91,8 +91,8 @@ def replay_settings(trace: Trace, policy: Policy) -> Replayed:
         policy: parameters that are arrays [setting] are settings side by side; all such arrays have one length.
 
     Raises:
-        ValueError: array parameters of several lengths; a policy that gives short drafts up, on a trace of drafts
-            that chance decides.
+        ValueError: array parameters of several lengths; a policy that discards short drafts and has memory, or is
+            replayed on a trace of drawn drafts.
     """
     shape = (_num_settings(policy), len(trace.rows))
     totals = _totals(trace, policy, keeps_rounds=False)
@@ -119,11 +119,11 @@ def replay_rounds(trace: Trace, policy: Policy) -> Rounds:
 
 
 def _totals(trace: Trace, policy: Policy, *, keeps_rounds: bool) -> "Totals":
-    if np.any(np.asarray(policy.least) > 0) and not trace.has_point_masses:
+    if np.any(_min_length(policy) > 0) and (policy.has_memory or not trace.has_point_masses):
         raise ValueError(
-            f"{type(policy).__name__} gives drafts of fewer than {np.max(policy.least)} tokens up, which keeps the "
-            "law only where the draft proposes its likeliest token (law 4.3); replay it on such a trace, or at "
-            "temperature 0"
+            f"{type(policy).__name__} discards drafts of fewer than {np.max(_min_length(policy))} tokens, which keeps "
+            "the law only where the draft proposes its likeliest token (law 4.3) and no round depends on the one "
+            "before; replay it on such a trace, or at temperature 0, and without `end`"
         )
     num_rows = len(trace.rows)
     num_lanes = _num_settings(policy) * num_rows
@@ -161,7 +161,7 @@ class Lockstep:
 
     def __init__(self, tokens: Tokens, policy: Policy, lanes: TraceLanes) -> None:
         self.tokens, self.policy, self.lanes = tokens, policy, lanes
-        self.gives_up = bool(np.any(np.asarray(policy.least) > 0))
+        self.gives_up = bool(np.any(_min_length(policy) > 0))
         self.lesson: State = mapped(lambda value: np.full(len(lanes.index), value), policy.nothing_learned)
         size = len(lanes.index)
         # a state may hold one number for all lanes; compaction needs one of each
@@ -185,7 +185,7 @@ class Lockstep:
         limit = self.policy.limit(self.state) if tokens.oracle is None else tokens.oracle.take(lanes.start)
         allowed = np.minimum(np.minimum(limit, lanes.room), tokens.longest.take(lanes.start)).astype(np.int64)
         if self.gives_up:
-            allowed = np.where(allowed < self.policy.least, 0, allowed)
+            allowed = np.where(allowed < _min_length(self.policy), 0, allowed)
         first_rejected, fork = tokens.rejected.take(lanes.start), tokens.fork.take(lanes.start)
         if begins.all():  # with a fixed length always, and cheaper than the masks
             lanes.position, lanes.allowed, lanes.stop, lanes.fork = (
@@ -262,7 +262,7 @@ class Lockstep:
         lanes = self.lanes
         path = lanes.start + lanes.position - 1
         last = np.clip(np.where(path < lanes.fork, path, path + lanes.shift), 0, len(self.tokens.is_eos) - 1)
-        return (lanes.position < self.policy.least) & ~((lanes.position > 0) & self.tokens.is_eos.take(last))
+        return (lanes.position < _min_length(self.policy)) & ~((lanes.position > 0) & self.tokens.is_eos.take(last))
 
     def _outcome(self) -> Outcome:
         """Outcome of each lane's round, if it ends here; where it does not, nobody reads it."""
@@ -286,6 +286,13 @@ class Lockstep:
 def merged(mask: Array, new: State, old: State) -> State:
     """The new state where the mask says so."""
     return mapped(lambda value, before: before if value is before else np.where(mask, value, before), new, old)
+
+
+def _min_length(policy: Policy) -> Array:
+    """Drafts of fewer tokens are discarded unverified; only rules that no loop has say so
+    (`evaluation.flags.short_drafts`).
+    """
+    return np.asarray(getattr(policy, "discards_below", 0))
 
 
 def _array_fields(policy: Policy) -> Iterator[tuple[str, Array]]:

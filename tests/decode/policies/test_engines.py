@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 
 from configs.schema import ModelSource
 from decode import ModelDrafter, SpeculativeDecoder
-from decode.drafters.point_mass import PointMassDrafter
 from decode.policies import Assisted, DSparkConfidence, LlamaCpp
 from decode.policies.base import BeforeDraw
 from decode.policies.engines import CalibratedTopProb
 from decode.policies.registry import POLICIES, RULES, parse_policy
 from lm import Sampling, load_model
+from tests.evaluation.flags.point_mass import PointMassDrafter
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = [[5, 17, 33, 60 + i, 12, 9 + i] for i in range(4)]
@@ -117,7 +117,7 @@ def test_a_calibration_of_offset_0_and_slope_1_is_p_min_itself():
 
 
 def test_rules_go_by_name_and_compete_only_where_they_are_named():
-    assert parse_policy("llama_cpp:n_max=8,p_min=0.6") == LlamaCpp(8, 0, 0.6)
+    assert parse_policy("llama_cpp:n_max=8,p_min=0.6") == LlamaCpp(8, 0.6)
     assert parse_policy("assisted:num_assistant_tokens=4") == Assisted(4)
     assert parse_policy("dspark:min_confidence=0.3,is_product=true") == DSparkConfidence(0.3, is_product=True)
     assert not RULES.keys() & POLICIES.keys()

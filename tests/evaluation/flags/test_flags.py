@@ -9,9 +9,7 @@ import pytest
 
 from configs.command import run
 from decode import SpeculativeDecoder
-from decode.drafters.point_mass import PointMassDrafter
 from decode.loop.drafter import ModelDrafter
-from decode.policies import LlamaCpp
 from decode.policies.registry import make_policy
 from evaluation.__main__ import COMMANDS
 from evaluation.costs.model import CostModel
@@ -21,10 +19,12 @@ from evaluation.flags.choice import DEFAULT, FIXED, FLAGS, NONE, Contest, Times
 from evaluation.flags.engines import ENGINES
 from evaluation.flags.in_batches import BatchChoice
 from evaluation.flags.ours import ours
+from evaluation.flags.short_drafts import ShortDrafts
 from evaluation.intervals import Splits
 from evaluation.traces.replay import Replayed, replay_settings
 from heads import AcceptanceHead
 from lm import Sampling
+from tests.evaluation.flags.point_mass import PointMassDrafter
 from tests.toys.small_pair import EOS, LENGTH, LIMIT, PROMPTS, VOCAB, model, trace
 
 GREEDY = Sampling(temperature=0)
@@ -42,7 +42,7 @@ def contest_at(traces, t_draft_s=1.0, t_target_s=20.0) -> Contest:
     return Contest(LLAMA, traces, Times.of(CostModel.constant(t_draft_s, t_target_s), LLAMA))
 
 
-def decoded_speed(policy: LlamaCpp, cost: CostModel) -> float:
+def decoded_speed(policy: ShortDrafts, cost: CostModel) -> float:
     """Tokens per second of the dev prompts, decoded; a round reads what it verifies once more with the draft."""
     drafter = PointMassDrafter(model(2), policy, vocab_size=VOCAB)
     decoder = SpeculativeDecoder(
@@ -59,7 +59,10 @@ def test_the_flags_are_the_fastest_of_decoding_every_setting(traces):
     contest = contest_at(traces)
     chosen = contest.choice(FLAGS, contest.options).option
     settings = product(*SEARCHED.values())
-    decoded = {values: decoded_speed(LlamaCpp(*values), contest.times.alone) for values in settings}
+    decoded = {
+        values: decoded_speed(ShortDrafts(**dict(zip(SEARCHED, values, strict=True))), contest.times.alone)
+        for values in settings
+    }
     assert chosen.speeds.dev == pytest.approx(max(decoded.values()), rel=1e-9)
     assert decoded[tuple(chosen.setting.values())] == pytest.approx(max(decoded.values()), rel=1e-9)
     assert max(decoded.values()) > 1.01 * min(decoded.values())
@@ -68,7 +71,7 @@ def test_the_flags_are_the_fastest_of_decoding_every_setting(traces):
 @pytest.mark.parametrize(
     ("engine", "setting"),
     [
-        ("llama.cpp", {"n_max": 5, "n_min": 0, "p_min": 0.4}),
+        ("llama.cpp", {"n_max": 5, "p_min": 0.4}),
         ("vllm", {"k": 4}),
         ("sglang", {"k": 2}),
         ("transformers", {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.3, "is_heuristic": True}),

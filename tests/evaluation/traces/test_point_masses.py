@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from decode import SpeculativeDecoder
-from decode.drafters.point_mass import PointMassDrafter
 from decode.policies import CumulativeTokenProb, FixedLength, LlamaCpp
+from decode.policies.registry import make_policy
+from evaluation.flags.short_drafts import ShortDrafts
 from evaluation.traces.disk import Place, read_trace, write_trace
 from evaluation.traces.replay import replay_settings
 from lm import CachedModel, Draws, Sampling
+from tests.evaluation.flags.point_mass import PointMassDrafter
 from tests.evaluation.traces.test_replay import COUNTED, Diary
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
 from tests.toys.loop import PROMPT, SAMPLINGS
@@ -26,8 +28,8 @@ WARM = Sampling(temperature=0.8, top_k=8)
 RULES = {
     "fixed": FixedLength(2),
     "p_min": LlamaCpp(n_max=3, p_min=0.6),
-    "n_min": LlamaCpp(n_max=3, n_min=2, p_min=0.6),
-    "n_min_of_3": LlamaCpp(n_max=3, n_min=3, p_min=0.4),
+    "n_min": ShortDrafts(n_max=3, n_min=2, p_min=0.6),
+    "n_min_of_3": ShortDrafts(n_max=3, n_min=3, p_min=0.4),
     "product": CumulativeTokenProb(0.3),
     "diary": Diary(),
 }
@@ -98,9 +100,24 @@ def test_at_temperature_0_replay_and_decoding_agree_prompt_by_prompt(rule):
         assert [int(getattr(counts, name)[0, row]) for name in COUNTED] == [getattr(real, name) for name in COUNTED]
 
 
-def test_giving_drafts_up_is_refused_on_a_trace_of_drawn_drafts():
-    with pytest.raises(ValueError, match=r"fewer than 2 tokens up.*likeliest"):
-        replay_settings(trace(WARM), LlamaCpp(n_min=np.array([0, 2])))
+class ShortAndRemembering(ShortDrafts):
+    """A rule that discards short drafts and learns from each round, which loop and replay would count differently."""
+
+    def end(self, state, outcome):
+        return state
+
+
+@pytest.mark.parametrize(
+    ("sampling", "policy"), [(WARM, ShortDrafts(n_min=np.array([0, 2]))), (LIKELIEST, ShortAndRemembering(n_min=2))]
+)
+def test_discarding_short_drafts_is_refused_where_replay_would_not_be_exact(sampling, policy):
+    with pytest.raises(ValueError, match=r"drafts of fewer than 2 tokens.*likeliest"):
+        replay_settings(trace(sampling), policy)
+
+
+def test_no_loop_has_a_minimum_length():
+    with pytest.raises(ValueError, match="llama_cpp has no parameter 'n_min'"):
+        make_policy("llama_cpp", n_min=2)
 
 
 def test_the_drafts_sampling_is_kept_on_disk(likeliest, tmp_path):

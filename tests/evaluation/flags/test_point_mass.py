@@ -5,15 +5,16 @@
 import pytest
 
 from decode import ModelDrafter, SpeculativeDecoder
-from decode.drafters.point_mass import PointMassDrafter
 from decode.policies import FixedLength, HeadPolicy, LlamaCpp, TokenProb
+from evaluation.flags.short_drafts import ShortDrafts
+from tests.evaluation.flags.point_mass import PointMassDrafter
 from tests.toys.enumeration import ToyModel, assert_same_law
 from tests.toys.loop import PROMPT, SAMPLINGS, law, toy_head
 
 RULES = {
     "fixed": FixedLength(2),
     "p_min": LlamaCpp(n_max=4, p_min=0.51),
-    "n_min": LlamaCpp(n_max=4, n_min=2, p_min=0.51),
+    "n_min": ShortDrafts(n_max=4, n_min=2, p_min=0.51),
     "token_prob": TokenProb(0.6),
 }
 
@@ -53,11 +54,6 @@ def test_a_short_draft_is_given_up_and_its_forwards_are_paid():
     given_up = [played for played in rounds if not played.drafted and played.counts.num_draft_forwards]
     assert given_up
     assert all(played.num_accepted == 0 and len(played.emitted) == 1 for played in given_up)
-
-
-def test_a_policy_that_gives_drawn_drafts_up_is_refused():
-    with pytest.raises(ValueError, match=r"fewer than 2 tokens up.*PointMassDrafter"):
-        ModelDrafter(ToyModel(2), RULES["n_min"])
 
 
 class GivesDrawnDraftsUp(PointMassDrafter):

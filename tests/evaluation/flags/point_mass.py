@@ -5,7 +5,8 @@ rejection the token comes from p without y, norm(max(0, p - q)). A target that d
 llama.cpp's does, has the same law: the drawn token is y with probability p(y), and is else drawn from p without y. At
 temperature 0 this is the ordinary drafter.
 
-How long such a draft is depends on no chance, so that a policy may give a short one up (`Policy.least`).
+The length of such a draft depends on no draw, so that a short one may be discarded: an engine's loop, which `flags`
+replays (`evaluation.flags.short_drafts`).
 """
 
 from jaxtyping import Float
@@ -22,20 +23,22 @@ _LIKELIEST = Sampling(temperature=0)
 class PointMassDrafter(ModelDrafter):
     """One model drafts its likeliest tokens until its policy says stop."""
 
-    has_point_masses = True
-
     def start(self, session: Session) -> None:
         super().start(session)
         self._fused, self.reads_at_end = None, False  # both draw from the session's own law
 
+    @property
+    def _min_length(self) -> int:
+        return getattr(self.policy, "discards_below", 0)
+
     def begin(self, committed: list[int], max_tokens: int) -> int:
         num_tokens = super().begin(committed, max_tokens)
-        self._num_tokens = num_tokens if num_tokens >= self.policy.least else 0
+        self._num_tokens = num_tokens if num_tokens >= self._min_length else 0
         return self._num_tokens
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         proposal = super().propose(committed, max_tokens)
-        if len(proposal.tokens) < self.policy.least and proposal.stop_reason != "eos":
+        if len(proposal.tokens) < self._min_length and proposal.stop_reason != "eos":
             proposal.tokens, proposal.laws, proposal.entropies = [], [], []
             proposal.stop_reason, self._seen = "policy", []
         return proposal
