@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lm.forwards import device_of
+from lm.forwards import body_of, device_of
 from lm.kv_buffer import make_cache
 from lm.probe import refusal_of, refusing
 
@@ -64,7 +64,7 @@ def expand(model: PreTrainedModel, num_layers: int) -> None:
 def _outputs(model: PreTrainedModel) -> tuple[Tensor, ...]:
     """Outputs that must not change: hidden states and logits of some tokens, and logits of one more through a cache."""
     ids, cache = torch.tensor([_TOKENS], device=device_of(model)), make_cache(model, 8)
-    hidden = model.base_model(input_ids=ids).last_hidden_state
+    hidden = body_of(model)(input_ids=ids).last_hidden_state
     logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
     return hidden, logits, model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits
 
@@ -73,7 +73,7 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList | None:
     """The list of the model's layers: the outermost that is as long as the config says, if there is one."""
     length = model.config.get_text_config().num_hidden_layers
     found = (
-        module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module) == length
+        module for module in body_of(model).modules() if isinstance(module, nn.ModuleList) and len(module) == length
     )
     return next(found, None)
 

@@ -34,6 +34,24 @@ def device_of(model: PreTrainedModel) -> torch.device:
     return next(model.get_input_embeddings().parameters()).device
 
 
+def body_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The layers below the output layer: token ids to final hidden states.
+
+    Raises:
+        ValueError: the model has none of its own.
+    """
+    if model.base_model is not model:
+        return model.base_model
+    # Llama4ForCausalLM names a part of its wrapper as its base model, and is then its own
+    body = next((part for part in model.children() if isinstance(part, PreTrainedModel)), None)
+    if body is None:
+        raise ValueError(
+            f"{type(model).__name__} has no layers apart from its output layer, so no final hidden states; load it "
+            "with AutoModelForCausalLM"
+        )
+    return body
+
+
 def num_logits_of(model: PreTrainedModel) -> int:
     """How many ids a model has logits for, padding included."""
     return int(model.config.get_text_config().vocab_size)
@@ -88,7 +106,7 @@ def _hidden_states(
     # will do. Attention multiplies the hidden states of what it does not see by 0, and 0 * NaN is NaN: so a row is
     # padded with an id that it has, not with one of another row.
     ids = torch.tensor([list(row) + [row[0]] * (width - len(row)) for row in rows], device=device_of(model))
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    hidden = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
     return [hidden[index, start : len(row)] for index, (row, start) in enumerate(zip(rows, starts, strict=True))]
 
 
@@ -96,8 +114,18 @@ def _hidden_states(
 def logits_of(
     model: PreTrainedModel, hidden: Float[Tensor, "token hidden"], vocab_size: int
 ) -> Float[Tensor, "token vocab"]:
-    """Logits of the tokenizer's ids from final hidden states."""
-    logits = model.get_output_embeddings()(hidden)[..., :vocab_size]
+    """Logits of the tokenizer's ids from final hidden states.
+
+    Raises:
+        ValueError: further layers stand between both (Electra).
+    """
+    head = model.get_output_embeddings()
+    if (width := getattr(head, "in_features", hidden.shape[-1])) != hidden.shape[-1]:
+        raise ValueError(
+            f"{type(model).__name__} has further layers between its hidden states of {hidden.shape[-1]} numbers and "
+            f"its output layer, which takes {width}; choose a model of another family"
+        )
+    logits = head(hidden)[..., :vocab_size]
     # Gemma 2 and its kin squash their logits after the output layer.
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -161,7 +189,7 @@ def check_output_layer(model: PreTrainedModel, vocab_size: int) -> None:
     """Raise ValueError unless `logits_of` gives what the model itself gives (some families scale their logits after the
     output layer), and the body takes the cache that responses are made with.
     """
-    if "past_key_values" not in signature(model.base_model.forward).parameters:
+    if "past_key_values" not in signature(body_of(model).forward).parameters:
         raise ValueError(
             f"{type(model).__name__} takes no past_key_values, so responses of several tokens would be wrong; choose "
             "a model with attention"

@@ -20,6 +20,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 _NUM_LIKELIEST = 256
 """Tokens that hold top-p's mass in nearly every law of a language model."""
+_MIN_TEMPERATURE = 1e-30
 _MARGIN = 1e-5
 """Mass around top-p within which the rounding of another order of sums could decide otherwise."""
 
@@ -64,6 +65,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
             raise ValueError(f"temperature is {self.temperature}; it must be at least 0 (0 is greedy)")
+        if 0 < self.temperature < _MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature is {self.temperature}, and logits divided by less than {_MIN_TEMPERATURE} exceed "
+                "float32; set it to 0, which is greedy"
+            )
         if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
             raise ValueError(f"top_k is {self.top_k}; it must be a whole number from 1, or null to keep every token")
         if self.top_p is not None and not 0 < self.top_p <= 1:

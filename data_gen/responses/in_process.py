@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from data_gen.responses.exchange import Problem, Progress, Request, Response
 from lm import Sampling
 from lm.finite import REMEDY, non_finite
-from lm.forwards import SHORTER, alike, device_of, logits_of
+from lm.forwards import SHORTER, alike, body_of, device_of, logits_of
 from lm.frequencies import frequencies_of
 from lm.kv_buffer import forget, keep, make_cache, seat, takes_turns
 from lm.models.mode import refuse_training
@@ -175,7 +175,7 @@ class _Batch:
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         """[row, hidden] after the last token of each row."""
-        output = self._source.model.base_model(
+        output = body_of(self._source.model)(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache
         )
         return output.last_hidden_state[:, -1]

@@ -187,8 +187,10 @@ def _loaded(
     draft: PreTrainedModel | FeatureDraft | str | PathLike[str], target: PreTrainedModel
 ) -> PreTrainedModel | FeatureDraft:
     """The draft itself, or the one at a path, in the target's dtype and on its device."""
-    if not isinstance(draft, str | PathLike):
+    if isinstance(draft, PreTrainedModel | FeatureDraft):
         return draft
+    if not isinstance(draft, str | PathLike):
+        raise ValueError(f"draft_model is {draft!r:.80}; it must be a model of transformers, a feature draft or a path")
     source = ModelSource(path=str(draft), dtype=str(target.dtype).removeprefix("torch."))  # type: ignore[arg-type]
     return load_model(source).to(target.device)  # type: ignore[arg-type]
 

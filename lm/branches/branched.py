@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from lm.forwards import device_of
+from lm.forwards import body_of, device_of
 from lm.models.masked import Branching, additive
 
 
@@ -51,7 +51,7 @@ class Branched:
             depths: the place of each token in its branch, 0 first.
         """
         positions, seen = self._branching.feed(owners, depths)
-        output = self.model.base_model(
+        output = body_of(self.model)(
             input_ids=tokens[None],
             attention_mask=additive(seen, self.model.dtype)[None, None],
             position_ids=positions[None],
@@ -70,7 +70,7 @@ def trunk(model: PreTrainedModel, ids: list[int]) -> tuple[DynamicCache, Float[T
     """A cache that holds `ids`, and the final hidden states after each."""
     cache = DynamicCache()  # every layer keeps everything: what a branch sees is for the mask to say
     with torch.inference_mode():
-        output = model.base_model(
+        output = body_of(model)(
             input_ids=torch.tensor([ids], device=device_of(model)), past_key_values=cache, use_cache=True
         )
     return cache, output.last_hidden_state[0]

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lm.branches.branched import Branched, trunk
-from lm.forwards import device_of
+from lm.forwards import body_of, device_of
 from lm.frequencies import refuse_crossing
 from lm.models.mode import refuse_training
 from lm.probe import probe
@@ -78,7 +78,7 @@ def _feeds(model: PreTrainedModel) -> Iterator[tuple[Float[Tensor, "1 state"], F
     in_one_forward = tree.feed(tokens, owners, depths).split([len(tokens) for _, tokens in _BRANCHES])
     for hidden, (num_seen, tokens) in zip(in_one_forward, _BRANCHES, strict=True):
         ids = torch.tensor([[*prefix[:num_seen], *(token % num_ids for token in tokens)]], device=device)
-        alone = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, num_seen:]
+        alone = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0, num_seen:]
         yield hidden.flatten()[None], alone.flatten()[None]
 
 

@@ -60,6 +60,7 @@ def load_feature_draft(
     if source.quantization not in (None, "8bit"):
         raise released.refusal(f"quantization is {source.quantization}", "of feature drafts it is 8bit or null")
     makers = {"eagle": _eagle, "eagle3": _eagle3, "speculators": _speculators, "glide": _glide, "dspark": _dspark}
+    released.check_kind()
     with init_empty_weights():
         draft = makers[released.layout or "eagle"](released, target, num_layers)
     _fill(draft, released, dtype)
@@ -115,7 +116,7 @@ def _speculators(released: Released, target: PreTrainedModel, num_layers: int) -
         raise released.refusal(
             "config.json lacks norm_before_residual, for which readers assume different values", "write true or false"
         )
-    config = released.llama(keys.get("transformer_layer_config") or {})
+    config = released.llama(keys.get("transformer_layer_config", {}))
     for name in _KEYS:
         setattr(config, name, keys.get(name))
     return _of_layers(released, config, target, num_layers)
@@ -207,7 +208,8 @@ def _dspark(released: Released, target: PreTrainedModel, num_layers: int) -> Fea
 
 def _needed_of_blocks(config: Qwen3Config) -> dict[str, tuple[bool, str]]:
     """(whether a key of a DSpark draft has a value that it can have, those values), by key."""
-    ids, last = list(config.target_layer_ids), config.num_target_layers - 1
+    ids, last = config.target_layer_ids, config.num_target_layers - 1
+    is_list = isinstance(ids, list) and all(type(layer_id) is int for layer_id in ids)
     has_markov = config.markov_rank in range(1, config.vocab_size + 1)
     kinds = ", ".join(MARKOV_HEADS)
     return {
@@ -215,7 +217,7 @@ def _needed_of_blocks(config: Qwen3Config) -> dict[str, tuple[bool, str]]:
         "mask_token_id": (config.mask_token_id in range(config.vocab_size), f"an id below {config.vocab_size}"),
         # what follows the target's last layer is normed in some readers and not in others
         "target_layer_ids": (
-            bool(ids) and ids == sorted({*ids}) and all(layer_id in range(-1, last) for layer_id in ids),
+            is_list and bool(ids) and ids == sorted({*ids}) and all(layer_id in range(-1, last) for layer_id in ids),
             f"rising numbers from -1, the embedding, to {last - 1}, before the last layer",
         ),
         "markov_rank": (has_markov or config.markov_rank == 0, f"0 or a width of at most {config.vocab_size}"),

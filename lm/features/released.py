@@ -5,7 +5,8 @@ eagle         SafeAILab's EAGLE-1/2: Llama's keys with one layer; `fc.weight`, `
 eagle3        SafeAILab's EAGLE-3: `draft_vocab_size`, or "Eagle3" in `architectures`; `midlayer.*`
 speculators   `speculators_model_type`; `layers.0.*`
 glide         `large_hidden_size`; Llama's names, and `cross_attn`
-dspark        DeepSpec's DSpark and DFlash: "DSpark" in `architectures`; Qwen3's names
+dspark        DeepSpec's DSpark and DFlash: `markov_rank`, or "DSpark" in `architectures`; Qwen3's names. Directories of
+              z-lab and SpecForge, whose keys are nested, are refused by name
 """
 
 import json
@@ -27,6 +28,20 @@ from lm.features.dspark import markov_width
 LayerConfig = TypeVar("LayerConfig", bound=PreTrainedConfig)
 _NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")
 """Keys of config.json that no layer is made from."""
+_MOST = 2**17
+_WHOLE = {
+    **dict.fromkeys(("hidden_size", "large_hidden_size", "target_hidden_size"), (1, _MOST)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "large_num_attention_heads"), (1, _MOST)),
+    **dict.fromkeys(("intermediate_size", "head_dim"), (1, 2**20)),
+    **dict.fromkeys(("num_hidden_layers", "num_target_layers"), (1, 2**12)),
+    **dict.fromkeys(("vocab_size", "draft_vocab_size"), (1, 2**24)),
+    "max_position_embeddings": (1, 2**40),
+    **dict.fromkeys(("block_size", "markov_rank", "mask_token_id"), (-1, 2**24)),
+}
+"""Keys that are whole numbers, with what may be made into layers; each layout narrows the last three."""
+_NESTED = ("dflash_config", "dspark_config")
+_PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token", "mask_hidden")
+"""Keys or tensors of P-EAGLE, whose draft gives all its tokens in one forward."""
 
 
 class Released:
@@ -66,7 +81,7 @@ class Released:
         kind = keys.get("model_type", kinds[0])
         if kind not in kinds:
             raise self.refusal(f"its layer is of model_type {kind}", f"{name}'s is the one that is known here")
-        self._check_layer(keys)
+        _check_layer(self.path, keys)
         try:
             return made(**{key: value for key, value in keys.items() if key not in _NO_KEYS})
         except (TypeError, ValueError, StrictDataclassError) as error:
@@ -74,22 +89,41 @@ class Released:
                 f"its config.json is no {name}'s ({' '.join(str(error).split())[:200]})", "fetch the release again"
             ) from error
 
-    def _check_layer(self, keys: dict[str, Any]) -> None:
-        """Refuse what no layer can be made of, by its own name."""
-        rope = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
-        if isinstance(rope, dict) and "mrope" in (rope.get("rope_type"), rope.get("type")):
-            raise self.refusal("its rotary positions (mrope) are those of images in a text", "use a text model's draft")
-        for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"):
-            value = keys.get(name, 1)
-            if value is not None and (type(value) is not int or value < 1):
-                raise self.refusal(f"its {name} is {value!r:.40}", "write a whole number of at least 1")
-        activation = keys.get("hidden_act", "silu")
-        if activation not in ACT2FN:
-            raise self.refusal(f"its hidden_act is {activation!r:.40}", "transformers knows no such activation")
-
     def refusal(self, subject: str, remedy: str) -> ValueError:
         """The error that refuses the directory: what is wrong, and what to do."""
-        return ValueError(f"the feature draft {self.path} cannot be used: {subject}; {remedy}")
+        return _refusal(self.path, subject, remedy)
+
+    def check_kind(self) -> None:
+        """Raise ValueError for a kind of draft that shares a layout's names and is not read."""
+        _check_layer(self.path, self.config)
+        if nested := [name for name in _NESTED if name in self.config]:
+            remedy = "DeepSpec's layout is read, with those keys at the top level of config.json"
+            raise self.refusal(f"its keys are nested in {nested[0]}, as z-lab and SpecForge write them", remedy)
+        if any(name in self.config or name in self.tensors for name in _PARALLEL):
+            raise self.refusal("it drafts all its tokens in one forward (P-EAGLE)", "use an EAGLE-3 draft")
+
+
+def _refusal(path: str, subject: str, remedy: str) -> ValueError:
+    return ValueError(f"the feature draft {path} cannot be used: {subject}; {remedy}")
+
+
+def _check_layer(path: str, keys: Any) -> None:
+    """Refuse what no layer can be made of, by its own name."""
+    if not isinstance(keys, dict):
+        raise _refusal(path, f"its transformer_layer_config is {keys!r:.40}", "fetch the release again")
+    rope = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+    if isinstance(rope, dict) and "mrope" in (rope.get("rope_type"), rope.get("type")):
+        raise _refusal(path, "its rotary positions (mrope) are those of images in a text", "use a text model's draft")
+    for name, (minimum, most) in _WHOLE.items():
+        value = keys.get(name)
+        if name in keys and value is not None and (type(value) is not int or not minimum <= value <= most):
+            raise _refusal(path, f"its {name} is {value!r:.40}", f"write a whole number from {minimum} to {most}")
+    theta = keys.get("rope_theta", 1.0)
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < float("inf"):
+        raise _refusal(path, f"its rope_theta is {theta!r:.40}", "write a number above 0, or leave it out")
+    activation = keys.get("hidden_act", "silu")
+    if not isinstance(activation, str) or activation not in ACT2FN:
+        raise _refusal(path, f"its hidden_act is {activation!r:.40}", "transformers knows no such activation")
 
 
 def released_layout_of(source: ModelSource) -> str | None:
@@ -105,9 +139,10 @@ def released_layout_of(source: ModelSource) -> str | None:
         return "speculators"
     if "large_hidden_size" in config:
         return "glide"
-    if any("DSpark" in str(name) for name in config.get("architectures") or ()):
+    architectures = str(config.get("architectures"))
+    if "DSpark" in architectures or any(name in config for name in ("markov_rank", *_NESTED)):
         return "dspark"
-    if "draft_vocab_size" in config or any("Eagle3" in str(name) for name in config.get("architectures") or ()):
+    if "draft_vocab_size" in config or "Eagle3" in architectures:
         return "eagle3"
     # EAGLE-1's config is that of a Llama with one layer, so its weights have to tell
     is_eagle = config.get("num_hidden_layers") == 1 and any("fc.weight" in _names(file) for file in _files(source))
@@ -125,17 +160,24 @@ def width_of(source: ModelSource) -> int | None:
     config, layout = _config_of(source) or {}, released_layout_of(source)
     if layout is None:
         return None
-    size = config.get("transformer_layer_config", config).get("hidden_size")
-    if layout != "dspark":
+    size = _layer_keys(source, config).get("hidden_size")
+    if layout != "dspark" or size is None:
         return size
     return size + markov_width(config.get("markov_rank", 0), config.get("markov_head_type"))
 
 
 def max_positions_of(source: ModelSource) -> int:
     """The longest text that a feature draft reads, by its config.json; Llama's default where that says nothing."""
-    config = _config_of(source) or {}
+    layer = _layer_keys(source, _config_of(source) or {})
+    return int(layer.get("max_position_embeddings") or LlamaConfig().max_position_embeddings)
+
+
+def _layer_keys(source: ModelSource, config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a draft's layer, in its config.json or nested in it; ValueError for values that no layer can have."""
     layer = config.get("transformer_layer_config", config)
-    return int(layer.get("max_position_embeddings", LlamaConfig().max_position_embeddings))
+    for keys in (config, layer):
+        _check_layer(source.path, keys)
+    return layer
 
 
 def _config_of(source: ModelSource) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ leaves the features where they are, until the tokens in between are fed again.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lm.caches.buffers import BufferLayer
 from lm.expanded import layers_of
 from lm.features.draft import FeatureDraft
 from lm.features.glide import Glide, KeysValues, cached_keys_values
+from lm.forwards import body_of
 from lm.models.cached import CachedModel
 from lm.trees.cached import TreeModel
 
@@ -116,7 +118,7 @@ def read_modules(model: PreTrainedModel, draft: FeatureDraft) -> list[nn.Module]
     """
     layer_ids = draft.target_layer_ids
     if layer_ids is None:
-        return [model.base_model]
+        return [body_of(model)]
     layers = layers_of(model) or nn.ModuleList()
     if max(layer_ids, default=0) > len(layers):
         raise ValueError(
@@ -130,7 +132,9 @@ def watched(modules: Sequence[nn.Module]) -> Iterator[dict[int, Float[Tensor, "t
     """Outputs of these parts of a model, by their place in the list, while one sequence runs through it."""
     seen: dict[int, Tensor] = {}
     # only while it is needed: a hook that stayed would keep what it notes as long as the model lives
-    hooks = [module.register_forward_hook(partial(_note, seen, place)) for place, module in enumerate(modules)]
+    hooks = [
+        module.register_forward_hook(partial(_note, seen, place, get_ident())) for place, module in enumerate(modules)
+    ]
     try:
         yield seen
     finally:
@@ -138,7 +142,9 @@ def watched(modules: Sequence[nn.Module]) -> Iterator[dict[int, Float[Tensor, "t
             hook.remove()
 
 
-def _note(seen: dict[int, Tensor], place: int, module: nn.Module, inputs: Any, output: Any) -> None:
-    """A forward hook that notes the output's rows for the one sequence of the batch."""
+def _note(seen: dict[int, Tensor], place: int, thread: int, module: nn.Module, inputs: Any, output: Any) -> None:
+    """A forward hook that notes the output's rows for the one sequence of the batch, in forwards of its own thread."""
+    if get_ident() != thread:
+        return
     output = getattr(output, "last_hidden_state", output)
     seen[place] = (output[0] if isinstance(output, tuple) else output)[0]

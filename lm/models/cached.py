@@ -8,7 +8,9 @@ whose cache does neither is refused (`lm.models.probe`).
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from inspect import signature
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -257,7 +259,7 @@ class CachedModel:
         if not self.with_hidden:
             return self.model(input_ids=ids, use_cache=True, **taken).logits[0, -num_rows:]
         # only while it is needed: a hook that stayed would keep this object, and its cache, as long as the model lives
-        hook = head_of(self.model).register_forward_pre_hook(self._keep_hidden)
+        hook = head_of(self.model).register_forward_pre_hook(partial(self._keep_hidden, get_ident()))
         try:
             return self.model(input_ids=ids, use_cache=True, **taken).logits[0, -num_rows:]
         finally:
@@ -277,5 +279,6 @@ class CachedModel:
             self._positions = torch.arange(2 * end, device=self._device)[None]
         return self._positions[:, self._length : end]
 
-    def _keep_hidden(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self.hidden = inputs[0][0]
+    def _keep_hidden(self, thread: int, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if get_ident() == thread:  # another thread may run the same model
+            self.hidden = inputs[0][0]

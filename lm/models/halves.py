@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lm.forwards import device_of
+from lm.forwards import body_of, device_of
 from lm.kv_buffer import make_cache
 
 
@@ -43,8 +43,12 @@ def halves_of(model: PreTrainedModel) -> Halves | None:
     """
     if _is_watched(model) or hasattr(model, "_hf_hook"):
         return None
-    body, head = model.base_model, model.get_output_embeddings()
-    if body is model or head is None:
+    head = model.get_output_embeddings()
+    try:
+        body = body_of(model)
+    except ValueError:
+        return None
+    if head is None:
         return None
     state = body, head, _is_watched(body)
     tried = _TRIED.get(model)
@@ -104,9 +108,11 @@ def _is_whole(halves: Halves, model: PreTrainedModel) -> bool:
             states = halves.body(
                 input_ids=ids, past_key_values=apart, use_cache=True, position_ids=positions
             ).last_hidden_state
-        # it needs what was wrapped around it, or another cache
-        except (AttributeError, KeyError, TypeError, ValueError):
-            return False
-        if states.device != expected.device or not torch.equal(halves.head(states), expected):
+            if states.device != expected.device or not torch.equal(halves.head(states), expected):
+                return False
+        except torch.OutOfMemoryError:
+            raise
+        # it needs what was wrapped around it, another cache, or layers between both halves
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
             return False
     return True

@@ -56,7 +56,7 @@ def test_impossible_tokens_stay_impossible():
     ("settings", "said"),
     [({"temperature": -0.1}, "temperature"), ({"top_k": 0}, "top_k"), ({"top_p": 0.0}, "top_p"),
      ({"top_p": 1.2}, "top_p"),
-     ({"temperature": float("nan")}, "temperature")],
+     ({"temperature": float("nan")}, "temperature"), ({"temperature": 1e-300}, "set it to 0")],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):

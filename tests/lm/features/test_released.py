@@ -83,6 +83,25 @@ BROKEN = {
     "rotary positions of images": ("eagle3", {"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, {}, "mrope"),
     "no heads": ("eagle3", {"num_attention_heads": 0}, {}, "num_attention_heads is 0; write a whole number"),
     "an unknown activation": ("eagle", {"hidden_act": "sillu"}, {}, "hidden_act is 'sillu'"),
+    "a width that nobody makes": ("eagle", {"hidden_size": 2**62}, {}, "hidden_size is 4611686018427387904; write a"),
+    "no number of layers": ("speculators", {"num_hidden_layers": "x"}, {}, "num_hidden_layers is 'x'"),
+    "a base that is no number": ("eagle", {"rope_theta": "x"}, {}, "rope_theta is 'x'; write a number above 0"),
+    "z-lab's and SpecForge's keys": (
+        "dspark_rnn",
+        {"dflash_config": {"mask_token_id": 6}},
+        {},
+        "nested in dflash_config",
+    ),
+    "SpecForge's keys for DSpark": (
+        "dspark_rnn",
+        {"dspark_config": {}, "architectures": []},
+        {},
+        "nested in dspark_config",
+    ),
+    "P-EAGLE": ("eagle3", {}, {"mask_hidden": torch.zeros(1)}, r"one forward \(P-EAGLE\)"),
+    "ids of layers that are no list": ("dspark_rnn", {"target_layer_ids": None}, {}, "target_layer_ids is None"),
+    "a nested list of layers": ("dspark_rnn", {"target_layer_ids": [[0]]}, {}, r"target_layer_ids is \[\[0\]\]"),
+    "a rank that is no number": ("dspark_rnn", {"markov_rank": "x"}, {}, "markov_rank is 'x'"),
     "two layers": ("eagle3", {}, {"layers.1.mlp.up_proj.weight": torch.zeros(1)}, "more than one layer"),
     "no states of the target": (
         "eagle3",
@@ -141,6 +160,14 @@ def test_what_does_not_fit_is_refused_in_one_line(what, tmp_path):
         load_feature_draft(source, target(), num_layers=LAYERS)
     assert "\n" not in str(raised.value)
     assert str(tmp_path) in str(raised.value)
+
+
+@pytest.mark.parametrize("architectures", ["DSparkQwen3", None, 5, True, {"a": 1}, [None]])
+def test_odd_architectures_leave_the_layout_to_the_other_keys(architectures, tmp_path):
+    config, tensors = released("dspark_rnn")
+    source = ModelSource(path=str(write(tmp_path, config | {"architectures": architectures}, tensors)))
+    assert released_layout_of(source) == "dspark"
+    assert width_of(source) == load_feature_draft(source, target(), num_layers=LAYERS).hidden_size
 
 
 def test_what_readers_disagree_on_must_be_said(tmp_path):

@@ -1,12 +1,24 @@
 """A forward of the two halves is the forward of the whole, or is not taken."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
+from threading import Barrier
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    ElectraConfig,
+    Gemma2Config,
+    GPT2Config,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+)
 
 from lm import CachedModel
+from lm.features.taps import watched
+from lm.forwards import check_output_layer, hidden_states, logits_of
 from lm.models.halves import halves_of
 from tests.toys.small_pair import SIZES
 
@@ -37,6 +49,49 @@ def test_models_are_taken_apart_only_where_nothing_follows_the_head(config, has_
     model = model_of(config)
     assert (halves_of(model) is not None) == has_halves
     assert_rows_are_those_of_the_whole(model)
+
+
+def test_a_model_that_is_its_own_base_model_has_hidden_states():
+    model = model_of(
+        Llama4TextConfig(**SIZES, num_key_value_heads=2, head_dim=8, intermediate_size_mlp=16, num_local_experts=2)
+    )
+    assert isinstance(model, Llama4ForCausalLM)
+    assert_rows_are_those_of_the_whole(model)
+    states = hidden_states(model, [TOKENS], [0])
+    torch.testing.assert_close(logits_of(model, states, 40), model(torch.tensor([TOKENS])).logits[0].detach())
+
+
+def test_layers_between_hidden_states_and_the_output_layer_decode_and_yield_no_labels():
+    sizes = {name: size for name, size in SIZES.items() if name in ElectraConfig().to_dict()}
+    model = model_of(ElectraConfig(**sizes, embedding_size=8, is_decoder=True))
+    logits = CachedModel(model).forward(TOKENS, 2)
+    torch.testing.assert_close(logits, model(torch.tensor([TOKENS])).logits[0, -2:].detach())
+    with pytest.raises(ValueError, match="hidden states of 16 numbers and its output layer, which takes 8"):
+        check_output_layer(model, SIZES["vocab_size"])
+
+
+@pytest.mark.parametrize("kind", ["heads", "features"])
+def test_two_threads_on_one_model_read_their_own_hidden_states(kind):
+    """Both are inside a forward at once, where one's hooks saw the other's states."""
+    model, meeting = model_of(SOFT_CAPPED), Barrier(2)
+    texts = [TOKENS, TOKENS[::-1]]
+
+    def states_of(text):
+        if kind == "heads":
+            cached = CachedModel(model, with_hidden=True)
+            cached.forward(text, len(text))
+            return cached.hidden
+        with torch.inference_mode(), watched([model.model.layers[0]]) as seen:
+            model(torch.tensor([text]))
+        return seen[0]
+
+    expected = [states_of(text) for text in texts]
+    for module in (model.model.layers[1], model.lm_head):
+        module.register_forward_hook(lambda *_: [meeting.wait(20), None][1])
+    with ThreadPoolExecutor(2) as pool:
+        states = list(pool.map(states_of, texts))
+    for own, alone in zip(states, expected, strict=True):
+        torch.testing.assert_close(own, alone, rtol=0, atol=0)
 
 
 def test_a_model_whose_whole_is_watched_is_called_as_a_whole():
