@@ -19,6 +19,7 @@ from data_gen.pipeline.share import Share, share_of
 from data_gen.pipeline.sizes import settled
 from data_gen.pipeline.stages import Stage, forget_all_stages, is_done, name_of, stages_of
 from data_gen.pipeline.worker import Job, Worker, check_lengths, steps_of
+from data_gen.prompts.pool import unreadable
 from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.source import check_labels
@@ -189,8 +190,8 @@ def _account(data: DataConfig, specs: Sequence[ShardSpec], *, num_made: int, don
     paths = [
         path for split in SPLITS for path in sorted(Path(data.dir, "rows").glob(f"{split}-*.parquet")) if is_whole(path)
     ]
-    totals = account(paths)
-    write_errors(data.dir, paths)
+    totals, (problems, num_records) = account(paths), unreadable(data)
+    write_errors(data.dir, paths, problems)
     if len(paths) > len(specs):
         print(
             f"{data.dir}: {len(paths) - len(specs)} shards beyond data.num_* are there and stay; training reads them, "
@@ -201,6 +202,15 @@ def _account(data: DataConfig, specs: Sequence[ShardSpec], *, num_made: int, don
         f"({num_made} made now); "
         f"{totals['error']:,} errors and {totals['skipped']:,} skipped of {totals['input']:,} prompts, see errors.jsonl"
     )
+    if problems:
+        print(
+            f"{data.dir}: {len(problems):,} of {num_records:,} records of data.prompts cannot be read, see errors.jsonl"
+        )
+    if len(problems) > data.max_error_share * num_records:
+        raise ValueError(
+            f"{len(problems):,} of {num_records:,} records of data.prompts cannot be read, more than "
+            f"data.max_error_share = {data.max_error_share:g}; everything else is written; see {data.dir}/errors.jsonl"
+        )
     _refuse_errors(totals, data)
     print("next: acceptance-heads train --config …")
 

@@ -5,16 +5,19 @@ A known set is one entry of `SETS`; nothing else in the project knows its name. 
 one array, since `datasets` refuses a whole file for one odd record.
 """
 
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from configs.schema import PromptSource
-from data_gen.prompts.prompt import Prompt, json_lines, prompts_of
+from data_gen.prompts.prompt import Prompt, json_records, open_lines, prompts_of, say_once
 from data_gen.prompts.splits import Split
+from data_gen.responses.exchange import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +63,10 @@ def set_of(source: PromptSource) -> PromptSet:
         FileNotFoundError: no known set, no file, no directory, and no hub id.
     """
     path = Path(source.path)
+    if not path.name:
+        raise ValueError(f"data.prompts names no set: {source.path!r}; set it to {_FORMS}")
     if path.is_file():  # a file may have the name of a set
-        return PromptSet(**vars(source) | {"path": _BUILDERS.get(path.suffix, "json"), "data_files": source.path})
+        return PromptSet(**vars(source) | {"path": _BUILDERS.get(_ending(path), "json"), "data_files": source.path})
     if source.path in SETS and not path.is_dir():
         return _as_asked(SETS[source.path], source)
     is_hub_id = _HUB_ID.fullmatch(source.path) and path.suffix not in (*_BUILDERS, ".jsonl", ".json")
@@ -72,7 +77,13 @@ def set_of(source: PromptSource) -> PromptSet:
 
 def set_name(path: str) -> str:
     """What a set is called: the name of its file without the ending, or the last part of a path or hub id."""
-    return Path(path).stem if Path(path).suffix in (*_BUILDERS, ".jsonl", ".json") else Path(path).name
+    name = path.removesuffix(".gz")
+    return Path(name).stem if Path(name).suffix in (*_BUILDERS, ".jsonl", ".json") else Path(path).name
+
+
+def _ending(path: Path) -> str:
+    """The ending of a file's name, apart from .gz."""
+    return Path(path.name.removesuffix(".gz")).suffix
 
 
 def _as_asked(known: PromptSet, source: PromptSource) -> PromptSet:
@@ -88,44 +99,54 @@ def _as_asked(known: PromptSet, source: PromptSource) -> PromptSet:
 
 
 def load(prompt_set: PromptSet, split: Split) -> list[Prompt]:
-    """The prompts of a set from which `split` is taken: its own test part for test where it has one, else the part that
-    all splits share.
-
-    Raises:
-        FileNotFoundError: the hub cannot be reached and the set is not in its cache.
-        ValueError: a record without any of the expected fields, or a file that cannot be read.
-    """
-    part = prompt_set.test_split if split == "test" and prompt_set.test_split is not None else prompt_set.split
-    if prompt_set.path == "json" and prompt_set.data_files is not None and Path(prompt_set.data_files).is_file():
-        where, records = prompt_set.data_files, _json_records(Path(prompt_set.data_files))
-    else:
-        where = f"{prompt_set.data_files or prompt_set.path} [{part}]"
-        numbered = enumerate(_records(prompt_set, part))
-        records = ((f"{where} record {index}", str(index), record) for index, record in numbered)
-    prompts = prompts_of(records, prompt_set.columns)
+    """The prompts of `read`; records that cannot be read are left out, and counted once on stderr."""
+    prompts, problems = read(prompt_set, split)
+    if problems:
+        num = len(problems) + len(prompts)
+        say_once(
+            f"{len(problems)} of {num:,} records cannot be read and are left out, {problems[0].id} first: "
+            f"{problems[0].reason}; `data` lists them in errors.jsonl"
+        )
     if not prompts:
-        raise ValueError(f"{where} is empty: it holds no prompt")
+        raise ValueError(f"{prompt_set.data_files or prompt_set.path} is empty: it holds no prompt")
     return prompts
 
 
-def _json_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def read(prompt_set: PromptSet, split: Split) -> tuple[list[Prompt], list[Problem]]:
+    """The prompts of a set from which `split` is taken, and the records that cannot be read: its own test part for test
+    where it has one, else the part that all splits share.
+
+    Raises:
+        FileNotFoundError: the hub cannot be reached and the set is not in its cache.
+        ValueError: a file that cannot be read, or in which at least half of the records cannot be.
+    """
+    part = prompt_set.test_split if split == "test" and prompt_set.test_split is not None else prompt_set.split
+    if prompt_set.path == "json" and prompt_set.data_files is not None and Path(prompt_set.data_files).is_file():
+        return prompts_of(_json_records(Path(prompt_set.data_files)), prompt_set.columns)
+    where = f"{prompt_set.data_files or prompt_set.path} [{part}]"
+    numbered = enumerate(_records(prompt_set, part))
+    records = ((f"{where} record {index}", str(index), record) for index, record in numbered)
+    return prompts_of(records, prompt_set.columns)
+
+
+def _json_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any] | ValueError]]:
     """(file and line or record, the record's number from 0, record) of JSONL, or of a file that is one array."""
-    if path.suffix != ".json" or not _begins_with(path, b"["):
-        for number, record in json_lines(path):
-            yield f"{path}:{number}", str(number - 1), record
-        return
     try:
-        records = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        if _ending(path) != ".json" or not _begins_with(path, b"["):
+            for number, record in json_records(path):
+                yield f"{path}:{number}", str(number - 1), record
+            return
+        with open_lines(path) as file:
+            records = json.load(file)
+    except (ValueError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path}: expected an array of JSON objects; {error}") from error
     for number, record in enumerate(records):
-        if not isinstance(record, dict):
-            raise ValueError(f"{path} record {number}: expected a JSON object, got {type(record).__name__}")
-        yield f"{path} record {number}", str(number), record
+        problem = ValueError(f"expected a JSON object, got {type(record).__name__}")
+        yield f"{path} record {number}", str(number), record if isinstance(record, dict) else problem
 
 
 def _begins_with(path: Path, sign: bytes) -> bool:
-    with path.open("rb") as file:
+    with open_lines(path) as file:
         return file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(sign)
 
 
@@ -137,7 +158,7 @@ def _records(prompt_set: PromptSet, part: str) -> Iterable[dict[str, Any]]:
 
     logging.set_verbosity_error()  # retries are told by the error that ends them
     name = f"prompt set {prompt_set.data_files or prompt_set.path}"
-    options = {"sep": "\t"} if str(prompt_set.data_files).endswith(".tsv") else {}
+    options = {"sep": _separator(Path(str(prompt_set.data_files)))} if prompt_set.path == "csv" else {}
     try:
         return list(
             load_dataset(prompt_set.path, prompt_set.name, split=part, data_files=prompt_set.data_files, **options)
@@ -148,6 +169,15 @@ def _records(prompt_set: PromptSet, part: str) -> Iterable[dict[str, Any]]:
         ) from error
     except (ValueError, DatasetsError) as error:
         raise ValueError(f"{name}: {_line(error.__cause__ or error)}") from error
+
+
+def _separator(path: Path) -> str:
+    """What stands between the columns of a CSV or TSV: some programs write semicolons."""
+    if _ending(path) == ".tsv":
+        return "\t"
+    with open_lines(path) as file:
+        header = file.readline()
+    return ";" if header.count(b";") > header.count(b",") else ","
 
 
 def _line(error: BaseException) -> str:

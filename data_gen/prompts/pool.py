@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.schema import DataConfig, PromptSource
-from data_gen.prompts.hub import load, set_name, set_of
+from data_gen.prompts.hub import load, read, set_name, set_of
 from data_gen.prompts.prompt import Prompt, say_once
 from data_gen.prompts.splits import Split, in_hash_order, split_by_id, without_duplicates
+from data_gen.responses.exchange import Problem
 from data_gen.stories.stories import stories
 
 WEIGHTS = (40, 10, 2)
@@ -73,16 +74,24 @@ def sources_of(config: DataConfig) -> dict[str, PromptSource]:
             f"data.prompts names {twice[0]!r} twice, and names tell sets apart; rename a file, or raise its weight"
         )
     for source in sources:
-        if not Path(source.path).name:
-            raise ValueError(
-                f"data.prompts names no set: {source.path!r}; give stories, a known set, a file, a directory or "
-                "org/name"
-            )
         if not source.weight > 0:
             raise ValueError(
                 f"the weight of {source.path} in data.prompts is {source.weight}; it must be greater than 0"
             )
     return dict(zip(names, sources, strict=True))
+
+
+def unreadable(config: DataConfig) -> tuple[list[Problem], int]:
+    """Problems of the records that cannot be read, and the number of records in all."""
+    problems, num_records = list[Problem](), 0
+    for source in config.prompt_sources:
+        if source.path != "stories" or Path(source.path).exists():
+            prompt_set = set_of(source)
+            parts: tuple[Split, ...] = ("train",) if prompt_set.test_split is None else ("train", "test")
+            for prompts, failed in (read(prompt_set, part) for part in parts):
+                problems += failed
+                num_records += len(prompts) + len(failed)
+    return problems, num_records
 
 
 def _apart(

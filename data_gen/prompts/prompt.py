@@ -7,13 +7,16 @@ material that belongs to the question; `system` and `system_prompt`; `tools`; an
 conversation brings along are dropped, because the target writes its own. docs/data.md has the table.
 """
 
+import gzip
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from data_gen.responses.exchange import Problem
 
 _ID_FIELDS = ("id", "idx", "task_id", "question_id")
 _CONVERSATIONS = {"messages", "conversations", "conversation"}
@@ -82,43 +85,34 @@ def is_text(text: str) -> bool:
     return True
 
 
-def read_jsonl(path: str | Path) -> list[Prompt]:
-    """Every prompt of a JSONL file; errors as `prompts_of` has them, and FileNotFoundError."""
-    return prompts_of((f"{path}:{number}", str(number - 1), record) for number, record in json_lines(path))
-
-
 def prompts_of(
-    records: Iterable[tuple[str, str, dict[str, Any]]], columns: Mapping[str, str] | None = None
-) -> list[Prompt]:
-    """Every prompt of a set.
+    records: Iterable[tuple[str, str, dict[str, Any] | ValueError]], columns: Mapping[str, str] | None = None
+) -> tuple[list[Prompt], list[Problem]]:
+    """Every prompt of a set, and a problem for each record that cannot be read.
 
     Args:
-        records: (where it stands, its id if it has none, the record).
+        records: (where it is, its id if it has none, the record or why it is none).
         columns: field that is looked for -> the set's own name of it.
 
     Raises:
-        ValueError: a malformed record (where it stands, what was expected and what is there), or a repeated id.
+        ValueError: at least half of the records cannot be read: columns or the form of the file are others.
     """
     prompts: dict[str, Prompt] = {}
+    problems: list[Problem] = []
     unused: set[str] = set()
     for where, default_id, record in records:
-        if absent := [name for name in (columns or {}).values() if name not in record]:
-            raise ValueError(
-                f"{where}: no column {absent[0]!r}, which columns names; there are {', '.join(sorted(record))}"
-            )
         try:
-            prompt = prompt_of(
-                record | {name: record[column] for name, column in (columns or {}).items()}, default_id=default_id
-            )
+            prompt = _prompt_in(record, default_id, columns or {})
+            if prompt.id in prompts:
+                raise ValueError(f"id {prompt.id!r} is on an earlier line too; ids name rows, so give each its own")
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        unused |= _unused(record)
-        if prompt.id in prompts:
-            raise ValueError(
-                f"{where}: id {prompt.id!r} stands on an earlier line too; ids decide the split, so give each prompt "
-                "one of its own"
-            )
+            problems.append(Problem(where, "error", str(error)))
+            continue
         prompts[prompt.id] = prompt
+        unused |= _unused(record) if isinstance(record, dict) else set()
+    if problems and len(problems) >= len(prompts):
+        num = f" ({len(problems)} of {len(problems) + len(prompts)} records cannot be read)"
+        raise ValueError(f"{problems[0].id}: {problems[0].reason}{num}")
     if unused := unused - set((columns or {}).values()):
         names = sorted(unused)
         say_once(
@@ -126,7 +120,15 @@ def prompts_of(
             f"{', '.join(names)}; if one belongs to them, name what it is: data.prompts: "
             f"{{path: ..., columns: {{context: {names[0]}}}}} (or system, tools, ...)"
         )
-    return list(prompts.values())
+    return list(prompts.values()), problems
+
+
+def _prompt_in(record: dict[str, Any] | ValueError, default_id: str, columns: Mapping[str, str]) -> Prompt:
+    if isinstance(record, ValueError):
+        raise record
+    if absent := [name for name in columns.values() if name not in record]:
+        raise ValueError(f"no column {absent[0]!r}, which columns names; there are {', '.join(sorted(record))}")
+    return prompt_of(record | {name: record[column] for name, column in columns.items()}, default_id=default_id)
 
 
 @cache
@@ -141,21 +143,33 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         ValueError: a line that is no JSON object.
     """
-    with Path(path).open("rb") as lines:
+    for number, record in json_records(path):
+        if isinstance(record, ValueError):
+            raise ValueError(f"{path}:{number}: {record}") from record
+        yield number, record
+
+
+def json_records(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
+    """The same, with the error in place of a line that is no JSON object."""
+    with open_lines(path) as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line.decode("utf-8-sig"))
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{path}:{number}: the line is no text in UTF-8; save the file in that encoding"
-                ) from error
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}:{number}: expected one JSON object on the line; {error}") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"{path}:{number}: expected a JSON object, got {type(record).__name__}")
-            yield number, record
+            if line.strip():
+                yield number, _object_in(line)
+
+
+def open_lines(path: str | Path) -> IO[bytes]:
+    """A file of lines, unpacked where its name ends in .gz."""
+    return gzip.open(path, "rb") if Path(path).suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
+
+
+def _object_in(line: bytes) -> dict[str, Any] | ValueError:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return ValueError("the line is no text in UTF-8; save the file in that encoding")
+    except (ValueError, RecursionError) as error:
+        return ValueError(f"expected one JSON object on the line; {error}")
+    return record if isinstance(record, dict) else ValueError(f"expected a JSON object, got {type(record).__name__}")
 
 
 def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:

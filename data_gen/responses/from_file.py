@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from data_gen.prompts.prompt import json_lines
+from data_gen.prompts.prompt import json_lines, open_lines
 from data_gen.responses.exchange import FinishReason, Problem, Progress, Request, Response
 from data_gen.responses.spelling import Spelling
 
@@ -33,7 +33,7 @@ class ResponseFile:
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
         """The file's response to each request; a `Problem` where it has none or one that is too long or malformed."""
-        with open(self.path, "rb") as file:
+        with open_lines(self.path) as file:
             answers: list[Response | Problem] = []
             for request in requests:
                 offset = self._offsets.get(request.id)
@@ -93,7 +93,7 @@ def _are_ids(value: Any) -> bool:
 def _line_offsets(path: str) -> list[int]:
     """Byte offset of each line's beginning."""
     offsets, position = [], 0
-    with open(path, "rb") as file:
+    with open_lines(path) as file:
         for line in file:
             offsets.append(position)
             position += len(line)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from data_gen.responses.exchange import Problem
 from store.shards import SIDECAR_REMEDY, read_sidecar, sidecar_path, write_atomic
 
 _COUNTED = ("input", "ok", "tokens")
@@ -35,9 +36,16 @@ def has_errors(path: Path) -> bool:
     return any(problem["outcome"] == "error" for problem in read_sidecar(path, keys=("problems",))["problems"])
 
 
-def write_errors(directory: str | Path, paths: Iterable[Path]) -> None:
-    """Write DIR/errors.jsonl, one {id, outcome, reason, shard} per line, in the order of the shards."""
-    lines = [
+def write_errors(directory: str | Path, paths: Iterable[Path], unreadable: Iterable[Problem] = ()) -> None:
+    """Write DIR/errors.jsonl, one {id, outcome, reason, shard} per line, in the order of the shards.
+
+    Args:
+        directory: the folder of the data.
+        paths: the shards of rows.
+        unreadable: records of the prompts' files that are in no shard.
+    """
+    lines = [json.dumps({**problem._asdict(), "shard": None}) + "\n" for problem in unreadable]
+    lines += [
         json.dumps({**problem, "shard": path.stem}) + "\n"
         for path in paths
         for problem in read_sidecar(path)["problems"]

@@ -173,11 +173,11 @@ class SpeculativeDecoder:
             raise ValueError("the prompt has no tokens; a generation starts from at least 1 (a BOS token will do)")
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
-        if num_prompt_tokens + max_new_tokens - 1 > self.target.max_length:
+        if (room := self.target.max_length + 1 - num_prompt_tokens) < max_new_tokens:
+            remedy = f", or set max_new_tokens to at most {room:.0f}" if room > 0 else ""
             raise ValueError(
                 f"{num_prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the target's context of "
-                f"{self.target.max_length}; shorten the prompt, or set max_new_tokens to at most "
-                f"{self.target.max_length + 1 - num_prompt_tokens}"
+                f"{self.target.max_length:.0f}; shorten the prompt{remedy}"
             )
 
     @torch.inference_mode()

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from configs.schema import Config
+from configs.schema import Config, PromptSource
 from data_gen.official import json_file
 from data_gen.pipeline.command import make
-from data_gen.prompts.prompt import read_jsonl
+from data_gen.prompts import hub
 from data_gen.prompts.splits import split_by_id
 from data_gen.responses.exchange import Request
 from data_gen.responses.from_file import ResponseFile
@@ -80,6 +80,12 @@ def texts(folder: Path, config: Config) -> dict[str, Boundary]:
     prompts, responses, official, split = paths.values()
     spelling = Spelling(load_pair_tokenizer(config.pair), frozenset({1}))
 
+    def read_prompts() -> None:
+        intact, problems = hub.read(hub.set_of(PromptSource(path=str(prompts))), "train")
+        split_by_id(intact, weights=(1, 1, 1), seed=0)
+        for problem in problems:
+            raise ValueError(f"{problem.id}: {problem.reason}")
+
     def read_responses() -> None:
         source = ResponseFile(str(responses), spelling, max_new_tokens=4)
         source.respond([Request(name, "<u>q", [2, 84]) for name in ("1", "2", "3#2", "4")], 0, lambda count: None)
@@ -89,9 +95,8 @@ def texts(folder: Path, config: Config) -> dict[str, Boundary]:
             keys = ("log_p_7b", "log_p_70b")
             json_file.parse(item, str(number), keys=keys, where=f"{official} item {number}")
 
-    even = {"weights": (1, 1, 1), "seed": 0}
-    reads: list[Callable[[], object]] = [lambda: split_by_id(read_jsonl(prompts), **even), read_responses]
-    reads += [read_official, lambda: split_by_id([], **even, split_ids=str(split))]
+    reads: list[Callable[[], object]] = [read_prompts, read_responses]
+    reads += [read_official, lambda: split_by_id([], weights=(1, 1, 1), seed=0, split_ids=str(split))]
     return {
         path.name: Boundary(read, path, path.suffix[1:], path.name)
         for read, path in zip(reads, paths.values(), strict=True)

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from configs.schema import DataConfig
+from configs.schema import DataConfig, PromptSource
 from data_gen.pipeline.sizes import settled
 from data_gen.prompts import hub
+from data_gen.prompts.hub import load, set_of
 from data_gen.prompts.pool import WEIGHTS, load_prompts
-from data_gen.prompts.prompt import Prompt, prompt_of, read_jsonl
+from data_gen.prompts.prompt import Prompt, prompt_of
 from data_gen.prompts.splits import SPLITS, split_by_id
 from data_gen.prompts.templates import encode, render
 
@@ -104,14 +105,14 @@ def test_every_known_form_of_record_is_read(record, expected):
         ('{"prompt": null}', r":2: expected prompt to be a string, got None"),
         ('{"id": "\\ud800", "prompt": "x"}', r":2: expected the id to be text, got half a character"),
         ('{"prompt": "\xff"}', r":2: the line is no text in UTF-8"),
-        ('{"id": "0", "prompt": "again"}', r":2: id '0' stands on an earlier line too"),
+        ('{"id": "0", "prompt": "again"}', r":2: id '0' is on an earlier line too"),
     ],
 )
 def test_a_malformed_line_is_named_by_file_and_line(tmp_path, line, complaint):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line + "\n", encoding="latin-1")
     with pytest.raises(ValueError, match=complaint) as error:
-        read_jsonl(path)
+        load(set_of(PromptSource(path=str(path))), "train")
     assert str(path) in str(error.value)
 
 
@@ -159,7 +160,7 @@ def test_no_text_is_in_two_splits_of_several_sets(tmp_path):
 def test_filled_columns_that_no_prompt_uses_are_named(record, unused, tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps(record) + "\n")
-    read_jsonl(path)
+    load(set_of(PromptSource(path=str(path))), "train")
     assert f"{unused}; if one belongs to them, name what it is" in capsys.readouterr().err
 
 

@@ -1,5 +1,6 @@
 """Prompt sets of every form that `datasets` reads, and several of them at once."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from data_gen.store.rows import read_rows
 from store.shards import list_shards
 
 RECORDS = [{"question": f"q{number}", "key": f"k{number}"} for number in range(6)]
+NAMES = ["set.csv", "semicolon.csv", "set.tsv", "set.json", "set.jsonl", "set.jsonl.gz", "set.parquet", "directory"]
 COLUMNS = {"prompt": "question", "id": "key"}
 
 
@@ -28,7 +30,10 @@ def write(path: Path) -> Path:
     """The records, in the form that the path's ending names; a directory: Parquet in it."""
     frame = pd.DataFrame(RECORDS)
     if path.suffix in (".csv", ".tsv"):
-        frame.to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",")
+        sep = "\t" if path.suffix == ".tsv" else ";" if path.stem == "semicolon" else ","
+        frame.to_csv(path, index=False, sep=sep)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress("".join(json.dumps(record) + "\n" for record in RECORDS).encode()))
     elif path.suffix == ".json":
         path.write_text(json.dumps(RECORDS, indent=1))
     elif path.suffix == ".jsonl":
@@ -48,7 +53,7 @@ def all_of(**source: object) -> dict[str, str]:
     return {prompt.id: prompt.text for prompt in load_prompts(config, "train")}
 
 
-@pytest.mark.parametrize("name", ["set.csv", "set.tsv", "set.json", "set.jsonl", "set.parquet", "directory"])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_form_is_read_under_a_column_map(tmp_path, name):
     expected = {record["key"]: record["question"] for record in RECORDS}
     assert all_of(path=str(write(tmp_path / name)), columns=COLUMNS) == expected
@@ -160,6 +165,30 @@ def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch):
     for path in ("folder/gone.jsonl", "./folder/gone", "/folder/gone", "gone"):
         with pytest.raises(FileNotFoundError, match="neither there nor known"):
             all_of(path=path)
+
+
+def test_a_record_that_cannot_be_read_is_counted_and_the_run_continues(toy_config, with_data, tmp_path, capsys):
+    lines = [json.dumps({"prompt": f"Say {number}"}) for number in range(38)]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join([*lines[:5], "{broken", *lines[5:], '{"prompt": 5}']) + "\n")
+    config = with_data(toy_config, prompts=str(path), split_weights=(1, 0, 0), num_train=4, num_test=0)
+    make(config)
+    problems = [json.loads(line) for line in (Path(config.data.dir) / "errors.jsonl").read_text().splitlines()]
+    assert [(problem["id"], problem["shard"]) for problem in problems] == [(f"{path}:6", None), (f"{path}:40", None)]
+    shown = capsys.readouterr()
+    assert shown.err.count(f"2 of 40 records cannot be read and are left out, {path}:6 first: expected one JSON") == 1
+    assert "2 of 40 records of data.prompts cannot be read, see errors.jsonl" in shown.out
+    with pytest.raises(ValueError, match=r"2 of 40 records of data\.prompts cannot .* than data\.max_error_share"):
+        make(with_data(config, max_error_share=0.04))
+    path.write_text("\n".join([*lines[:2], "[1]", "[2]"]))
+    with pytest.raises(ValueError, match=r"prompts.jsonl:3: expected a JSON object, got list \(2 of 4 records"):
+        make(with_data(config, dir=str(tmp_path / "other")))
+
+
+@pytest.mark.parametrize("path", ["/", ".", ""])
+def test_a_path_without_a_name_is_no_set(path):
+    with pytest.raises(ValueError, match=r"data.prompts names no set: "):
+        hub.set_of(PromptSource(path=path))
 
 
 def test_half_a_character_is_a_problem_row_and_not_the_end_of_a_run(toy_config, with_data, tmp_path):
