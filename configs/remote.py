@@ -20,8 +20,10 @@ class ServerConfig:
     """token_ids is exact, where the server takes lists; auto: token_ids for vllm, else text."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further fields of the request body."""
-    api_key_variable: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key; servers of one's own mostly need none."""
+    api_key_variable: str | None = None
+    """Environment variable whose value is sent as the key. null: OPENAI_API_KEY to https://api.openai.com, and no key
+    to any other address.
+    """
     concurrency: int = 32
     """Requests in flight at once, at each address."""
     num_logprobs: int | None = None

@@ -2,8 +2,9 @@
 
 Each takes so many requests at once as data.server.concurrency says; a request goes to the one with the fewest, in the
 order in which requests were submitted. One that does not answer any more, after the client library's retries, is left
-out from then on, and the others take its requests over; when none is left the run stops. Seeds are of the request, so
-nothing depends on which server answers it, as far as servers with one model answer alike.
+out from then on, and the others take its requests over; when none is left the run stops. A request at which a second
+server fails, or the only one answers 500, is refused itself. Seeds are of the request, so nothing depends on which
+server answers it, as far as servers with one model answer alike.
 """
 
 import json
@@ -23,6 +24,25 @@ from configs.remote import ServerConfig
 Answer = TypeVar("Answer")
 _GONE = (openai.APIConnectionError, openai.InternalServerError)
 """Refused connections, time-outs, 5xx."""
+_BROKE, _MOST_FAILURES = 500, 2
+"""Status by which a server says that it failed at this request, and the number of servers that may fail at one."""
+_OFFICIAL = "https://api.openai.com/"
+
+
+def _key_for(url: str, variable: str | None) -> str:
+    """The key that a server is sent: that of a named variable; by default OPENAI_API_KEY, to its own address alone.
+
+    Raises:
+        ValueError: the variable is not set.
+    """
+    if variable is None:
+        return os.environ.get("OPENAI_API_KEY", "none") if url.startswith(_OFFICIAL) else "none"
+    if variable not in os.environ:
+        raise ValueError(
+            f"data.server.api_key_variable is {variable}, and no environment variable of this name is set; set it, or "
+            "leave the setting out"
+        )
+    return os.environ[variable]
 
 
 class RefusedError(ValueError):
@@ -41,7 +61,7 @@ class Servers:
         self._clients = {
             url: openai.OpenAI(
                 base_url=url,
-                api_key=os.environ.get(config.api_key_variable, "none"),
+                api_key=_key_for(url, config.api_key_variable),
                 max_retries=config.max_retries,
                 timeout=config.timeout_s,
             )
@@ -77,12 +97,21 @@ class Servers:
             RefusedError: this request is refused, or its answer is no JSON.
             ValueError: no server answers any more, or one says that every request is in vain (key, model).
         """
+        failed: dict[str, openai.APIError] = {}
         while True:
-            with self._place() as url:
+            with self._place(but=failed) as url:
                 try:
-                    return self.ask_at(url, body)
+                    answer = self.ask_at(url, body)
                 except _GONE as error:
-                    self._leave_out(url, error)
+                    failed[url] = error
+                    if getattr(error, "status_code", None) != _BROKE:
+                        self._leave_out(url, error)
+                    if len(failed) == _MOST_FAILURES:
+                        raise RefusedError(f"two servers fail at this request: {self._says(url, error)}") from error
+                    continue
+            for other, error in failed.items():  # it is not the request
+                self._leave_out(other, error)
+            return answer
 
     def ask_at(self, url: str, body: Mapping[str, Any]) -> Any:
         """The same of one of them; what says that it is gone is raised as it is."""
@@ -121,16 +150,20 @@ class Servers:
         return answers
 
     @contextmanager
-    def _place(self) -> Iterator[str]:
-        """The address of a server that takes one more request, for as long as the block lasts."""
+    def _place(self, but: Mapping[str, openai.APIError]) -> Iterator[str]:
+        """The address of a server that takes one more request, for as long as the block lasts; none at which it
+        failed.
+        """
 
         def free() -> list[str]:
-            return [url for url, num in self._num_under_way.items() if num < self.config.concurrency]
+            return [url for url, num in self._num_under_way.items() if num < self.config.concurrency and url not in but]
 
         with self._changed:
-            self._changed.wait_for(lambda: free() or not self._num_under_way)
+            self._changed.wait_for(lambda: free() or self._num_under_way.keys() <= but.keys())
             if not self._num_under_way:
                 raise ValueError(self._end)
+            if not free():
+                raise RefusedError("; ".join(self._says(url, error) for url, error in but.items()))
             url = min(free(), key=self._num_under_way.__getitem__)
             self._num_under_way[url] += 1
         try:

@@ -16,6 +16,8 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
+import torch
+
 from configs.remote import ServerConfig
 from data_gen.responses.exchange import Exchange, FinishReason, Laws, Problem, Progress, Request, Response
 from data_gen.responses.hopeless import LatestRows
@@ -27,6 +29,7 @@ from lm.uniforms import seed_of
 
 _NUM_SEEDS = 2**31
 """Servers take seeds of 31 bits."""
+_NUM_IDS = 2**31
 _REMEDY = (
     "check data.server, data.template and what stands between here and the server, then run the same command again: it "
     "keeps the whole shards"
@@ -148,9 +151,10 @@ class CompletionsServer:
         plain = body | {"temperature": 1.0, "top_p": 1.0, "extra_body": body["extra_body"] | {"top_k": -1}}
         for url, plain_answer in self.servers.try_each(plain).items():
             try:
-                places = _told_places(_choice(answers[url]))
-                self.reader.laws(places)
-                if _is_tempered(places, _told_places(_choice(plain_answer)), self.sampling.temperature):
+                places, plain_places = (_told_places(_choice(answer)) for answer in (answers[url], plain_answer))
+                for told in (places, plain_places):
+                    self._laws(told, [None])
+                if _is_tempered(places, plain_places, self.sampling.temperature):
                     raise NotDeterminedError(
                         "its log-probabilities depend on the temperature; start the server with --logprobs-mode "
                         "raw_logprobs, or choose data.labels: target"
@@ -173,13 +177,42 @@ class CompletionsServer:
         }
         choice = _choice(self.servers.ask(body))
         places = [*_read_places(choice)[len(exchange.prompt_ids) :], *_told_places(choice)]
-        return self._reader_laws(places, len(exchange.response_ids))
+        return self._laws(places, [*exchange.response_ids[:-1], None])
 
-    def _reader_laws(self, places: Sequence[Mapping[int, float]], num_tokens: int) -> Laws:
+    def _laws(self, places: Sequence[Mapping[int, float]], tokens: Sequence[int | None]) -> Laws:
+        """The laws at the places of these tokens; None: a token that the server did not read or draw there.
+
+        Raises:
+            RefusedError: log-probabilities of other tokens than these.
+            NotDeterminedError: a law does not follow.
+        """
         assert self.reader is not None
-        if len(places) != num_tokens:
-            raise NotDeterminedError(f"the server told {len(places)} laws of a response of {num_tokens} tokens")
+        if len(places) != len(tokens):
+            raise NotDeterminedError(f"the server told {len(places)} laws of a response of {len(tokens)} tokens")
+        for number, (place, token) in enumerate(zip(places, tokens, strict=True)):
+            wrong = next((name for name in place if not 0 <= name < _NUM_IDS), None)
+            if wrong is not None:
+                raise RefusedError(f"garbage from the server, log-probability of token id {wrong} at place {number}")
+            if token is not None and token not in place:
+                raise RefusedError(
+                    f"the server's log-probabilities at place {number} do not name the token {token} of the response: "
+                    "they are of another place, or of another response"
+                )
         return self.reader.laws(places)
+
+    def _laws_of_drawn(self, places: Sequence[Mapping[int, float]], tokens: Sequence[int]) -> Laws:
+        """The laws at the places of tokens that the server drew; refused where one had no probability."""
+        laws = self._laws(places, tokens)
+        has_prob = ((laws.ids == torch.tensor(tokens).unsqueeze(-1)) & (laws.probs > 0)).any(-1)
+        for number in (~has_prob).nonzero().flatten().tolist():
+            support = laws.ids[number][laws.probs[number] > 0].tolist()
+            # tokens that are equally likely may fall on either side of a limit
+            if places[number][tokens[number]] < min(places[number][token] for token in support):
+                raise RefusedError(
+                    f"the token {tokens[number]} at place {number} of the response has probability 0 under "
+                    "pair.sampling by the server's log-probabilities: it samples otherwise, or they are of another place"
+                )
+        return laws
 
     def _settings_for(self, request: Request) -> dict[str, Any]:
         """The request's body, in which the server reads exactly `prompt_ids`: as ids, or as text that it turns into
@@ -234,7 +267,7 @@ class CompletionsServer:
             raise RefusedError(f"{num_tokens} tokens from the server; it was asked for at most {most}")
         if self.reader is None:
             return answer
-        return answer._replace(laws=self._reader_laws(_told_places(choice), num_tokens))
+        return answer._replace(laws=self._laws_of_drawn(_told_places(choice), answer.response_ids))
 
 
 def _choice(completion: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
 
@@ -17,8 +17,9 @@ from data_gen.pipeline.command import make
 from data_gen.prompts.prompt import Prompt
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.exchange import Answers
+from data_gen.responses.request_queue import _key_for
 from tests.data_gen.on_disk import files_of
-from tests.toys.answering import Answering, close_half_way, completion
+from tests.toys.answering import Answering, all_rows, close_half_way, completion, problems
 
 
 def echo(body, attempt):
@@ -99,6 +100,46 @@ def test_the_others_take_over_the_requests_of_a_server_that_dies(served, server,
     make(config)
     assert files_of(config.data.dir) == one_at_a_time
     assert "1 others take its requests over" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3])
+def test_a_prompt_at_which_servers_fail_is_the_problem_of_its_row(served, server, second, num_servers, capsys):
+    """The prompt that ends in xx makes every server answer 500; all others are answered."""
+
+    def answer(body, attempt):
+        return (500, {"error": {"message": "boom"}}) if "xx" in body["prompt"] else echo(body, attempt)
+
+    with another() as third:
+        servers = (server, second, third)[:num_servers]
+        for each in servers:
+            each.answer = answer
+        config = asking(served, *servers, concurrency=2)
+        make(replace(config, data=replace(config.data, max_error_share=1.0)))
+    failed = problems(config)
+    assert len(failed) + len(all_rows(config)) == 12
+    assert failed
+    assert all("answers 500" in reason for reason in failed.values())
+    assert "take its requests over" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("variable", "expected"), [(None, "Bearer none"), ("OWN_KEY", "Bearer own"), ("NO_KEY", None)])
+def test_a_key_is_sent_only_to_a_server_that_it_was_named_for(served, server, monkeypatch, variable, expected):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setenv("OWN_KEY", "own")
+    seen = set()
+
+    class Keyed(Answering):
+        def do_POST(self) -> None:  # noqa: N802
+            seen.add(self.headers["Authorization"])
+            super().do_POST()
+
+    server.RequestHandlerClass = Keyed
+    server.answer = echo
+    config = asking(served, server, api_key_variable=variable)
+    with pytest.raises(ValueError, match="NO_KEY, and no environment") if expected is None else nullcontext():
+        make(config)
+    assert seen == ({expected} if expected else set())
+    assert _key_for("https://api.openai.com/v1", None) == "secret"
 
 
 def test_when_the_last_server_dies_the_run_stops_and_goes_on_later(served, server, second, one_at_a_time):

@@ -97,6 +97,50 @@ def test_labels_of_responses_that_are_there_already_are_those_that_came_with_the
     assert all(body["max_tokens"] == 1 for body in server.bodies)
 
 
+def shifted(choice):
+    places = choice["logprobs"]["top_logprobs"]
+    places[:] = [*places[1:], places[0]]
+
+
+def rotated(choice):
+    choice["token_ids"] = [*choice["token_ids"][1:], choice["token_ids"][0]]
+
+
+def named(name):
+    return lambda choice: choice["logprobs"]["top_logprobs"][0].update({f"token_id:{name}": -3.0})
+
+
+def sampled_from_all(choice):
+    """The token of the first place is none of the likeliest."""
+    place = choice["logprobs"]["top_logprobs"][0]
+    place[f"token_id:{choice['token_ids'][0]}"] = -50.0
+
+
+@pytest.mark.parametrize(
+    ("lie", "reason"),
+    [
+        (shifted, r"at place \d do not name the token|has probability 0 under pair\.sampling"),
+        (rotated, "not what its token ids spell|do not name the token"),
+        (named(-5), "log-probability of token id -5 at place 0"),
+        (named(10**30), "log-probability of token id 10{30} at place 0"),
+        (sampled_from_all, r"at place 0 of the response has probability 0 under pair\.sampling"),
+        (lambda choice: choice["logprobs"].update(top_logprobs=[]), "told 0 laws of a response of 1 tokens"),
+    ],
+)
+def test_labels_of_a_misaligned_server_are_refused(told, server, models, tokenizer, lie, reason):
+    honest = ServedModel(models["target"], tokenizer)
+
+    def answer(body, attempt):
+        status, reply = honest(body, attempt)
+        lie(reply["choices"][0])
+        return status, reply
+
+    server.answer = answer
+    with pytest.raises(ValueError, match=reason) as error:
+        make(sampled(told, top_k=2))
+    assert "\n" not in str(error.value)
+
+
 def test_one_stage_after_the_other_gives_the_bytes_of_one_run_and_needs_the_draft_alone(told, with_data):
     config = sampled(told, top_k=20)
     one = with_data(config, mode="sequential", dir=config.data.dir + "-one")
@@ -136,7 +180,8 @@ def test_a_place_whose_law_does_not_follow_is_an_error_of_its_row_and_a_retry_ke
         logprobs = reply["choices"][0]["logprobs"]
         if len(body["prompt"]) > 25 and body["max_tokens"] > 1 and logprobs:
             marked.append(body["prompt"])
-            logprobs["top_logprobs"][-1] = {f"token_id:{token}": -4.0 for token in range(10, 60)}
+            tokens = {*range(10, 60), reply["choices"][0]["token_ids"][-1]}
+            logprobs["top_logprobs"][-1] = {f"token_id:{token}": -4.0 for token in tokens}
         return status, reply
 
     server.answer = flat
