@@ -67,8 +67,9 @@ def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> boo
     if all(map(is_whole, [*paths, rows_path(data.dir, spec.split, spec.index)])):
         return True
     laws = ("laws",) if data.labels == "server" else ()
-    left = {"respond": ("respond", *laws), "draft": ("draft", *data.feature_sets)}.get(stage, ())
-    return bool(left) and all(is_whole(_stage_path(spec, data, name)) for name in left)
+    left = {"respond": ("respond", *laws), "draft": ("draft",)}.get(stage, ())
+    states = [is_whole(_states_path(spec, data, timing)) for timing in data.feature_sets] if stage == "draft" else []
+    return bool(left) and all([*(is_whole(_stage_path(spec, data, name)) for name in left), *states])
 
 
 def label_and_mix(
@@ -144,7 +145,7 @@ def write_files(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tens
     layout = layout_of(answers.exchanges)
     for timing in data.feature_sets:
         mixes = data.mixes if timing == "fed" else 1
-        path, unfinished = features_path(data.dir, timing, spec.split, spec.index), _stage_path(spec, data, timing)
+        path, unfinished = features_path(data.dir, timing, spec.split, spec.index), _states_path(spec, data, timing)
         facts = {"rows": len(answers.exchanges) * mixes, "tokens": layout.num_tokens * mixes}
         if timing in columns:
             write_shard(path, _features_of(timing, columns, layout, mixes), **facts)
@@ -276,7 +277,7 @@ def add_target(
     inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
     labelled = labeller.label(answers.exchanges, inputs, with_hidden=False, progress=progress)
     hidden = {
-        timing: features.read_features(_stage_path(spec, data, timing))["hidden"]
+        timing: features.read_features(_states_path(spec, data, timing))["hidden"]
         for timing in (data.feature_sets if labelled.broken else ())
     }
     return Labelled(columns | hidden | labelled.columns, labelled.broken)
@@ -311,6 +312,14 @@ def forget_all_stages(specs: Sequence[ShardSpec], data: DataConfig) -> None:
         (folder / CHECKED).unlink(missing_ok=True)
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
+
+
+def _states_path(spec: ShardSpec, data: DataConfig, timing: str) -> Path:
+    """Where the hidden states of the stage draft are: its own file, or the shard itself, if a run was killed after it
+    had moved them there.
+    """
+    path = _stage_path(spec, data, timing)
+    return path if path.is_file() else features_path(data.dir, timing, spec.split, spec.index)
 
 
 def _stage_path(spec: ShardSpec, data: DataConfig, stage: str) -> Path:

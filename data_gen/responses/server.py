@@ -210,7 +210,7 @@ class CompletionsServer:
             if places[number][tokens[number]] < min(places[number][token] for token in support):
                 raise RefusedError(
                     f"the token {tokens[number]} at place {number} of the response has probability 0 under "
-                    "pair.sampling by the server's log-probabilities: it samples otherwise, or they are of another place"
+                    "pair.sampling by the log-probabilities: the server samples otherwise, or they are of another place"
                 )
         return laws
 

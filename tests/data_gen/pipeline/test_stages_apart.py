@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from data_gen.pipeline import stages
 from data_gen.pipeline.command import make
 from data_gen.pipeline.worker import Worker
 from tests.data_gen.on_disk import files_of
@@ -41,6 +42,30 @@ def test_a_stage_that_is_there_is_not_made_again_and_the_rest_of_a_run_goes_on_f
     assert files_of(staged.data.dir) == left
     monkeypatch.undo()
     make(staged)
+    whole = with_data(staged, dir=staged.data.dir + "-whole")
+    make(whole)
+    assert files_of(staged.data.dir) == files_of(whole.data.dir)
+
+
+@pytest.mark.parametrize("num_written", [0, 1])
+def test_a_run_that_is_killed_before_it_writes_rows_needs_no_earlier_stage(
+    toy_config, with_data, monkeypatch, num_written
+):
+    """Hidden states of all timings, or of the first alone, have been moved when the process dies."""
+    staged = with_data(toy_config, mode="sequential", features=("fed", "drawn"))
+    for stage in ("respond", "draft"):
+        make(staged, stages=stage)
+
+    def die(*arguments, **named):
+        raise KeyboardInterrupt
+
+    name, complete = ("complete_shard", stages.complete_shard) if num_written else ("write_rows", None)
+    calls = iter([complete] * num_written)
+    monkeypatch.setattr(stages, name, lambda *arguments, **named: next(calls, die)(*arguments, **named))
+    with pytest.raises(KeyboardInterrupt):
+        make(staged, stages="target")
+    monkeypatch.undo()
+    make(staged, stages="target")
     whole = with_data(staged, dir=staged.data.dir + "-whole")
     make(whole)
     assert files_of(staged.data.dir) == files_of(whole.data.dir)
