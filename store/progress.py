@@ -1,5 +1,5 @@
 """The one progress bar of the project: a line that is redrawn on a terminal, and in a log a line at each tenth, or
-after five minutes without one.
+after half a minute without one.
 """
 
 import io
@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 AnyMade = TypeVar("AnyMade")
-_QUIET_S = 300.0
+_QUIET_S = 30.0
 """Seconds after which a log gets a line though no further tenth is done."""
+_REDRAWN_S = 1.0
 _COUNT, _SCALED = "{n:.0f}/{total_fmt} {unit}", "{n_fmt}{unit}/{total_fmt}{unit}"
 
 
@@ -31,8 +32,8 @@ def _size_of(terminal: Any) -> dict[str, Any]:
 class Bar(tqdm):
     """A progress bar on stderr.
 
-    Where stderr is no terminal, a line at the start, at each 10 %, after five minutes without one and at the end, as a
-    log wants it.
+    Where stderr is no terminal, a line at the start, at each 10 %, after half a minute without one and at the end, as a
+    log wants it. `update(0)` says that the work continues.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class Bar(tqdm):
             **settings: further arguments of tqdm, such as `disable`.
         """
         self._log = None if sys.stderr.isatty() else sys.stderr
-        self._tenth, self._shown, self._told = -1, "", time.monotonic()
+        self._tenth, self._shown = -1, ""
+        self._told = self._drawn = time.monotonic()
         count = _SCALED if settings.get("unit_scale") else _COUNT
         if self._log is None:
             form = f"{{desc}}{{percentage:3.0f}}%|{{bar}}| {count} [{{elapsed}}<{{remaining}}{{postfix}}]"
@@ -64,15 +66,28 @@ class Bar(tqdm):
         drawing["smoothing"] = 0  # what remains is told by the whole run so far: many units come in bursts
         super().__init__(iterable, desc=f"{desc}: ", unit=unit, total=total, bar_format=form, **drawing | settings)
 
+    def update(self, n: float | None = 1) -> bool | None:
+        """Count `n` more units."""
+        result = super().update(n)
+        if n == 0 and time.monotonic() - self._drawn > _REDRAWN_S:
+            self._drawn = time.monotonic()
+            self.refresh()
+        return result
+
     def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
         """Redraw the line, or write one to the log if another tenth is done; `msg` and `pos` are tqdm's."""
         if self._log is None:
             return super().display(msg, pos)
         tenth = int(10 * self.n / self.total + 1e-9) if self.total else 0
-        if tenth > self._tenth or time.monotonic() - self._told > _QUIET_S:
+        is_quiet = time.monotonic() - self._told > _QUIET_S
+        if tenth > self._tenth or is_quiet:
             self._tenth, self._told = tenth, time.monotonic()
-            self._write()
+            self._write(even_if_shown=is_quiet)
         return True
+
+    def count(self, num: float) -> None:
+        """Count `num` more units: a `Progress` of data."""
+        self.update(num)
 
     def counted(self, made: AnyMade) -> AnyMade:
         """What was made, counted as one: for comprehensions."""
@@ -83,10 +98,11 @@ class Bar(tqdm):
         """End the bar; a log gets its last count, unless it has it."""
         if self._log is not None and not self.disable:
             self._write()
+            self._told = float("inf")
         super().close()
 
-    def _write(self) -> None:
+    def _write(self, *, even_if_shown: bool = False) -> None:
         counted = f"{self.desc}{self.n:.0f}"
-        if counted != self._shown and self._log is not None:
+        if self._log is not None and (even_if_shown or counted != self._shown):
             self._shown = counted
             print(self, file=self._log, flush=True)

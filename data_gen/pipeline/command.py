@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from configs.hints import meant
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline.growth import refuse_other_prompts, shards_of
 from data_gen.pipeline.lockstep import begin, in_lockstep
@@ -20,7 +21,9 @@ from data_gen.pipeline.sizes import settled
 from data_gen.pipeline.stages import Stage, forget_all_stages, is_done, name_of, stages_of
 from data_gen.pipeline.worker import Job, Worker, check_lengths, steps_of
 from data_gen.prompts.pool import unreadable
+from data_gen.prompts.prompt import say_once
 from data_gen.prompts.splits import SPLITS
+from data_gen.prompts.templates import TEMPLATES
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.source import check_labels
 from data_gen.store.errors import account, has_errors, write_errors
@@ -32,6 +35,7 @@ from store.progress import Bar
 from store.shards import SHARD_FOLDERS, clean_partial, is_whole, rows_path
 from store.sums import forget_broken, shards_in
 
+_FEW_PROMPTS = 50
 _OF_ALL = ("manifest", "errors")
 """Files that every process writes, each in its turn."""
 
@@ -69,6 +73,7 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
     with ExitStack() as work:
         work.enter_context(share.writing(data.dir))
         every = shards_of(data)
+        hint_at_few(sum(len(spec.prompts) for spec in every), "data.prompts")
         manifest = make_manifest(pair, data, tokenizer=tokenizer, split=_sizes(every))
         check_lengths(pair, data)  # first: the remedy changes the manifest, and one that was settled would refuse it
         with share.turn(data.dir):  # what takes long, prompts and hashes, is done before: others wait for this
@@ -102,6 +107,15 @@ def _share(data: DataConfig, rank: int | None, world_size: int | None) -> Share:
             "data.engine: local, or start one process (--rank 0 --world_size 1)"
         )
     return share
+
+
+def hint_at_few(num_prompts: int, setting: str) -> None:
+    """Warn once of prompts so few that heads learn little and no comparison is certain."""
+    if num_prompts < _FEW_PROMPTS:
+        say_once(
+            f"note: {num_prompts} prompts of {setting} are enough to try things out; heads need some hundred to learn "
+            f"from, and dev and test at least {_FEW_PROMPTS} each to tell which is faster"
+        )
 
 
 def _sizes(specs: Sequence[ShardSpec]) -> dict[str, Any]:
@@ -258,6 +272,8 @@ def _run_here(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
 def check_settings(pair: PairConfig, data: DataConfig) -> None:
     """Raise ValueError for settings that lack something, before anything is loaded."""
     Sampling(**vars(pair.sampling))
+    if data.template not in TEMPLATES:
+        raise ValueError(f"data.template is {data.template!r}; {meant(data.template, TEMPLATES)}")
     is_feature_draft = released_layout_of(pair.draft) is not None
     if (data.mode, data.mixes) != ("together", 1) and is_feature_draft:
         raise ValueError(

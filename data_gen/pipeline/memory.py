@@ -88,12 +88,13 @@ class Need(NamedTuple):
         return max(0, int((memory - sum(self.fixed.values())) // sum(self.per_sequence.values())))
 
 
-def needs(config: Config, num_gpus: int = 1) -> list[Need]:
+def needs(config: Config, num_gpus: int = 1, *, head_weights: int = 0) -> list[Need]:
     """The stages of data, training and evaluation that this experiment has, in order.
 
     Args:
         config: the experiment.
         num_gpus: processes of a GPU each, into which models with `tp_plan` are cut.
+        head_weights: weights of all heads together.
 
     Raises:
         ValueError: a model that cannot be cut into so many slices.
@@ -111,7 +112,7 @@ def needs(config: Config, num_gpus: int = 1) -> list[Need]:
     if sliced:
         stages = [need._replace(stage=f"{need.stage}, on each GPU", is_per_gpu=True) for need in stages]
     if data.num_train != 0:  # null is all that there are
-        stages.append(_training(sizes["draft"], data, config.heads))
+        stages.append(_training(sizes["draft"], data, config.heads, head_weights=head_weights))
     return [*stages, _decoding(sizes, config)]
 
 
@@ -223,15 +224,12 @@ def _data_stages(pair: dict[str, Size], data: DataConfig) -> list[Need]:
     return [Need("responses", _weights(answering), per_sequence, data.batch_size, "data.batch_size"), *labels]
 
 
-def _training(draft: Size, data: DataConfig, heads: HeadsConfig) -> Need:
+def _training(draft: Size, data: DataConfig, heads: HeadsConfig, *, head_weights: int) -> Need:
     """Bytes on one GPU in training: every rank holds all heads, and with online features the draft."""
-    width, kinds = draft.hidden_size, len(heads.timings) * len(heads.scalars) * len(heads.embeddings) + heads.specdec
-    weight_count = (
-        kinds * len(heads.reject_weights) * sum(depth * (width + 1) * width + width + 1 for depth in heads.depths)
-    )
+    width = draft.hidden_size
     widest = max(heads.depths) * _FLOATS_PER_BLOCK + 1
     per_sequence = {"activations": 4.0 * widest * len(heads.reject_weights) * width * data.max_new_tokens}
-    fixed = {"heads": 4.0 * _FLOATS_PER_WEIGHT * weight_count}
+    fixed = {"heads": 4.0 * _FLOATS_PER_WEIGHT * head_weights}
     if heads.features == "online":
         fixed |= {"draft weights": draft.weights, "logits": _LABELLING_CHUNKS * data.chunk_mb * 2**20}
         per_sequence["draft"] = draft.activations_per_position * (data.max_prompt_tokens + data.max_new_tokens)

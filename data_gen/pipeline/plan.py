@@ -1,17 +1,18 @@
-"""`python -m data_gen plan`: what a run will take, before anything large starts.
+"""What a run takes, before anything large starts.
 
-First the memory of each stage, by arithmetic (`data_gen.pipeline.memory`), beside the GPUs that the YAML states. Then
-the run is made twice for a few prompts in a temporary folder and timed, one stage's models at a time; the rest is
-extrapolated by steps and tokens (`data_gen.pipeline.pace`). Without a sample (`--sample 0`, which needs each model's
-config.json and nothing else of it) sizes are upper bounds from the YAML, and no time is estimated.
+First the memory of each stage, by arithmetic (`data_gen.pipeline.memory`), beside the GPUs that the YAML states. Then a
+sample is made in a temporary folder and timed, one stage's models at a time, in about half a minute; the rest follows
+by tokens. Without a sample (`--sample 0`, which needs each model's config.json and nothing else of it) sizes are upper
+bounds from the YAML, and no time is estimated.
 """
 
+import math
 import shutil
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,16 @@ from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
 from data_gen.pipeline.growth import shards_of
-from data_gen.pipeline.pace import Effort, Pace
 from data_gen.pipeline.sizes import settled
-from data_gen.pipeline.stages import is_done, stages_of
-from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker, check_lengths
+from data_gen.pipeline.stages import is_done, name_of, stages_of
+from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker, check_lengths, steps_of
 from data_gen.prompts.prompt import Prompt
-from data_gen.prompts.splits import Split
 from data_gen.responses.conversation import ShardSpec
 from data_gen.store.rows import read_rows
 from lm import free_memory, load_config
 from lm.features.released import released_layout_of, width_of
 from lm.parallel import refuse_sliced
+from store.progress import Bar
 from store.shards import rows_path
 
 _ROW_BYTES_PER_TOKEN = 32
@@ -39,8 +39,11 @@ _SAFETENSORS_BYTES_PER_TOKEN = 29
 """Bytes of one feature position without its hidden state: six float32, one int32, one bool."""
 
 
-_FEWER = 8
-"""How many times as many prompts the larger of the two samples has."""
+_BUDGET_S = 30.0
+"""Seconds that a sample may take, beside loading the models."""
+_WARM_PROMPTS, _WARM_TOKENS, _FEWEST_PROMPTS = 2, 8, 4
+_SHARD_S = 600.0
+"""Seconds of a shard from which on a smaller one is advised: a stopped run loses its last shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,51 +52,56 @@ class Estimate:
 
     prompt_tokens: float
     response_tokens: float
-    longest_response: int
     row_bytes: float
     feature_bytes: float
-    pace: Pace | None
-    """None where nothing was measured."""
+    token_s: float | None = None
+    """Seconds of a response token through all stages; None where nothing was measured."""
+    origin: str = "upper bounds, nothing measured"
+    is_cut: bool = False
+    """The sample was cut to the seconds that it may take."""
 
 
-def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
+def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str, Any]:
     """Rows, tokens, forward passes, disk and time of a run, before running it.
 
     Args:
-        sample: prompts that are made and timed; 0 loads no model.
+        config: the experiment.
+        sample: prompts that are made and timed, or fewer in half a minute; 0 loads no model.
+        head_weights: weights of all heads together.
     """
     check_settings(config.pair, config.data)
-    _check_memory(config, is_measured=sample > 0)  # from config.json alone, so before prompts are looked for
+    _check_memory(
+        config, is_measured=sample > 0, head_weights=head_weights
+    )  # from config.json alone, so before prompts are looked for
     pair, data = config.pair, _settled(config, is_needed=sample > 0)
     missing = _missing(data, is_needed=sample > 0)
     prompts = [prompt for spec in missing or () for prompt in spec.prompts]
-    shards = _shards_of(data) if missing is None else [spec.num_requests for spec in missing]
-    num_rows = sum(shards)
+    num_rows = sum(spec.num_requests for spec in missing or ())
+    if missing is None:
+        num_rows = (data.num_train or 0) + data.num_dev + data.num_test
     if num_rows == 0:
         print(f"{data.dir}: every shard is there, nothing to do")
         return {"rows": 0}
     if sample:
         check_lengths(pair, data)
-    if sample:
         refuse_sliced(config.pair, "a measured plan (--sample 0 measures nothing)")
     estimate = _measure(pair, data, prompts[:sample]) if sample else _bound(pair, data)
-    totals = _totals(data, shards, estimate)
+    totals = _totals(data, num_rows, estimate)
     sets = Counter(prompt.set for prompt in prompts if prompt.set)
-    origin = f"measured on {sample} prompts" if sample else "upper bounds, nothing measured"
-    print(f"{data.dir}: {num_rows:,} rows to make ({origin})")
+    print(f"{data.dir}: {num_rows:,} rows to make ({estimate.origin})")
     if sets:
         print("  prompts           " + ", ".join(f"{name} {count:,}" for name, count in sets.items()))
     print(_report(data, totals))
     return totals
 
 
-def _check_memory(config: Config, *, is_measured: bool) -> None:
+def _check_memory(config: Config, *, is_measured: bool, head_weights: int) -> None:
     """Print the arithmetic; what does not fit is refused before models are loaded, and else warned of."""
     if released_layout_of(config.pair.draft):
         print("memory is not reckoned with a feature draft, which takes about as much as one layer of the target")
         return
     gpus = memory.gpus_of(config.pair.gpus)
-    needs = memory.needs(config, max(1, len(gpus)))
+    needs = memory.needs(config, max(1, len(gpus)), head_weights=head_weights)
     whose = "the GPUs of this machine"
     if config.pair.gpus:
         whose = f"the GPUs that the YAML names, pair.gpus {config.pair.gpus} (null: {whose})"
@@ -125,80 +133,96 @@ def _missing(data: DataConfig, *, is_needed: bool) -> list[ShardSpec] | None:
         return None
 
 
-def _shards_of(data: DataConfig) -> list[int]:
-    """Rows of each shard, where prompts are not at hand and every one is taken to be of one turn."""
-    per_shard = data.rows_per_shard
-    return [
-        min(per_shard, num_rows - start)
-        for num_rows in (data.num_train or 0, data.num_dev, data.num_test)
-        for start in range(0, num_rows, per_shard)
-    ]
-
-
-def _totals(data: DataConfig, shards: Sequence[int], estimate: Estimate) -> dict[str, Any]:
-    """The totals of shards of so many rows."""
-    num_rows, effort = sum(shards), _effort_of(data, shards, estimate.longest_response, estimate.response_tokens)
+def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, Any]:
     disk_bytes = num_rows * (estimate.row_bytes + estimate.feature_bytes)
+    num_tokens = num_rows * estimate.response_tokens
     # disk_usage needs a folder that exists, and data.dir may not yet
     folder = next(path for path in (Path(data.dir).absolute(), *Path(data.dir).absolute().parents) if path.exists())
     return {
         "rows": num_rows,
         "prompt_tokens": round(num_rows * estimate.prompt_tokens),
-        "response_tokens": round(num_rows * estimate.response_tokens),
-        "target_decode_forwards": round(effort.num_steps),
+        "response_tokens": round(num_tokens),
+        "target_decode_forwards": round(num_tokens / data.batch_size) if data.source == "transformers" else 0,
         "target_sequence_forwards": num_rows if data.labels == "target" else 0,
         "draft_sequence_forwards": num_rows * (1 + (data.mixes if "fed" in data.feature_sets else 0)),
         "disk_bytes": round(disk_bytes),
         "free_bytes": shutil.disk_usage(folder).free,
-        "time_s": None if estimate.pace is None else estimate.pace.seconds(effort),
+        "time_s": None if estimate.token_s is None else estimate.token_s * num_tokens,
+        "is_cut": estimate.is_cut,
     }
 
 
-def _effort_of(data: DataConfig, shards: Sequence[int], longest: int | float, mean: int | float) -> Effort:
-    return Effort.of(
-        shards, longest=longest, mean=mean, batch_size=data.batch_size, is_decoded=data.source == "transformers"
-    )
-
-
 def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estimate:
-    """The estimate of a run on some prompts; two of them warm up first, and the time to load models is not counted."""
+    """The estimate of a sample of these prompts; the time to load models is not counted."""
     with tempfile.TemporaryDirectory() as folder:
         sampled = replace(data, dir=folder)
-        samples: dict[Split, list[Prompt]] = {"dev": prompts[: max(1, len(prompts) // _FEWER)], "test": prompts}
-        seconds = dict.fromkeys(samples, 0.0)
+        spec, seconds = ShardSpec("train", 0, tuple(prompts)), 0.0
         for stage in stages_of(data):
-            worker = Worker(Job(pair=pair, data=sampled, stage=stage))
-            worker.make(ShardSpec("train", 0, tuple(prompts[:2])), lambda count: None)
-            for split, sample in samples.items():
-                start = time.perf_counter()
-                worker.make(ShardSpec(split, 0, tuple(sample)), lambda count: None)
-                seconds[split] += time.perf_counter() - start
+            with Bar(total=steps_of(stage) * len(prompts), unit="steps", desc="sample: loading models") as bar:
+                worker = Worker(Job(pair=pair, data=sampled, stage=stage))
+                bar.set_description(f"sample: {stage}")
+                if stage == stages_of(data)[0]:
+                    sampled, spec, stage_s = _sized(worker, sampled, prompts, bar)
+                else:
+                    worker.resize(sampled)
+                    stage_s = _timed(worker, spec, bar)
+            seconds += stage_s
             del worker
             free_memory()  # the next stage loads models of its own
-        table = read_rows(rows_path(folder, "test", 0), ["prompt_ids", "response_ids"]).to_pydict()
-        num_rows = len(table["prompt_ids"])
-        if num_rows == 0:
+        table = read_rows(rows_path(folder, spec.split, spec.index), ["prompt_ids", "response_ids"]).to_pydict()
+        responses = list(map(len, table["response_ids"]))
+        if not responses:
             raise ValueError(
                 f"none of the {len(prompts)} sampled prompts gave a row; see errors.jsonl of a small run for the "
                 "reasons, or raise --sample"
             )
-        efforts = [_effort_made(data, folder, split) for split in samples]
+        is_cut = sampled.max_new_tokens < data.max_new_tokens
+        # a response that was cut short may have any length up to the limit
+        lengths = [data.max_new_tokens if is_cut and num == sampled.max_new_tokens else num for num in responses]
+        token_bytes = _bytes_of(folder, spec) / sum(responses)
+        limit = f" of at most {sampled.max_new_tokens} tokens" if is_cut else ""
         return Estimate(
             prompt_tokens=statistics.fmean(map(len, table["prompt_ids"])),
-            response_tokens=statistics.fmean(map(len, table["response_ids"])),
-            longest_response=max(map(len, table["response_ids"])),
-            row_bytes=sum(path.stat().st_size for path in Path(folder, "rows").glob("test-*.parquet")) / num_rows,
-            feature_bytes=sum(path.stat().st_size for path in Path(folder, "features").rglob("test-*.safetensors"))
-            / num_rows,
-            pace=Pace.of(efforts, list(seconds.values())),
+            response_tokens=statistics.fmean(lengths),
+            row_bytes=token_bytes * statistics.fmean(lengths),
+            feature_bytes=0.0,
+            token_s=seconds / sum(responses),
+            origin=f"about, by a sample of {len(spec.prompts)} prompts{limit}",
+            is_cut=is_cut or len(spec.prompts) < len(prompts),
         )
 
 
-def _effort_made(data: DataConfig, folder: str, split: Split) -> Effort:
-    """The effort of a sample's one shard."""
-    responses = read_rows(rows_path(folder, split, 0), ["response_ids"]).to_pydict()["response_ids"]
-    lengths = [len(ids) for ids in responses] or [0]
-    return _effort_of(data, [len(lengths)], max(lengths), statistics.fmean(lengths))
+def _sized(
+    worker: Worker, data: DataConfig, prompts: Sequence[Prompt], bar: Bar
+) -> tuple[DataConfig, ShardSpec, float]:
+    """Run the first stage on more and more of the prompts while the budget lasts; the settings, shard and seconds of
+    the last run.
+    """
+    worker.resize(replace(data, max_new_tokens=min(_WARM_TOKENS, data.max_new_tokens)))
+    warm_up = ShardSpec("dev", 0, tuple(prompts[:_WARM_PROMPTS]))
+    warm_s = [_timed(worker, warm_up, bar) for _ in range(2)][-1]
+    token_s = warm_s / _WARM_TOKENS * _FEWEST_PROMPTS / _WARM_PROMPTS
+    data = replace(data, max_new_tokens=min(data.max_new_tokens, max(_WARM_TOKENS, int(_BUDGET_S / token_s))))
+    worker.resize(data)
+    started_s, num, index = time.monotonic(), _FEWEST_PROMPTS, 0
+    while True:
+        spec = ShardSpec("train", index, tuple(prompts[:num]))
+        seconds = _timed(worker, spec, bar)
+        if num >= len(prompts) or time.monotonic() - started_s + 2 * seconds > _BUDGET_S:
+            return data, spec, seconds
+        num, index = 2 * num, index + 1
+
+
+def _timed(worker: Worker, spec: ShardSpec, bar: Bar) -> float:
+    """Seconds of a stage on one shard."""
+    bar.reset(total=steps_of(worker.stage) * spec.num_requests)
+    start_s = time.perf_counter()
+    worker.make(spec, bar.count)
+    return time.perf_counter() - start_s
+
+
+def _bytes_of(folder: str, spec: ShardSpec) -> int:
+    return sum(path.stat().st_size for path in Path(folder).rglob(f"{name_of(spec)}.*") if path.suffix != ".json")
 
 
 def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
@@ -214,10 +238,8 @@ def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
     return Estimate(
         prompt_tokens=float(data.max_prompt_tokens),
         response_tokens=float(tokens),
-        longest_response=tokens,
         row_bytes=float(tokens * _ROW_BYTES_PER_TOKEN),
         feature_bytes=float(num_features * tokens * position_bytes),
-        pace=None,
     )
 
 
@@ -241,13 +263,27 @@ def _report(data: DataConfig, totals: dict[str, Any]) -> str:
     ]
     if totals["time_s"] is not None:
         shared = f" / {workers} workers = {duration(totals['time_s'] / workers)}" if workers > 1 else ""
-        lines.append(f"  time              {duration(totals['time_s']):>15} on this machine{shared}")
+        lines.append(f"  time        about {duration(totals['time_s']):>15} on this machine, or less{shared}")
+        if advised := shard_size(data, totals):
+            lines.append(
+                f"warning: a shard of {data.rows_per_shard} responses takes about "
+                f"{duration(totals['time_s'] / totals['rows'] * data.rows_per_shard)}, and a stopped run loses its "
+                f"last one; set data.rows_per_shard to {advised}"
+            )
     if totals["disk_bytes"] > totals["free_bytes"]:
         lines.append(
             "warning: the disk is too small; use a larger one, fewer prompts, one timing of data.features, or fewer "
             "data.mixes"
         )
     return "\n".join(lines)
+
+
+def shard_size(data: DataConfig, totals: Mapping[str, Any]) -> int | None:
+    """Responses of a shard of about ten minutes, where shards as they are take longer."""
+    row_s = (totals.get("time_s") or 0) / max(1, totals["rows"])
+    if row_s * min(data.rows_per_shard, totals["rows"]) <= _SHARD_S:
+        return None
+    return max(1, 2 ** int(math.log2(max(1, _SHARD_S / row_s))))
 
 
 def duration(seconds: float) -> str:

@@ -98,10 +98,10 @@ class Worker:
         self._latest = LatestRows(max_error_share=data.max_error_share)
         has_feature_draft = job.stage == "together" and "draft" not in models
         self._feature_draft = feature_draft_of(pair, models["target"]) if has_feature_draft else None
-        self._prepare(data)
+        self.resize(data)
 
-    def _prepare(self, data: DataConfig) -> None:
-        """Make the source and the labellers anew, for the batch size of `data`."""
+    def resize(self, data: DataConfig) -> None:
+        """Build the source and the labellers for the batch size and the limits of `data`."""
         self.data, pair, models, vocab_size = data, self.job.pair, self._models, self._vocab_size
         self.source: ResponseSource | None = None
         self.chains: ChainLabeller | None = None
@@ -182,7 +182,7 @@ class Worker:
         torch.cuda.empty_cache()
         # above the bar
         tqdm.write(f"{where} with data.batch_size {data.batch_size}; going on with {size}", file=sys.stderr)
-        self._prepare(replace(data, batch_size=size))
+        self.resize(replace(data, batch_size=size))
 
     def _make(self, spec: ShardSpec, progress: Progress, answers: Answers | None) -> None:
         drafted: dict[str, Tensor] = {}

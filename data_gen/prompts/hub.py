@@ -17,7 +17,6 @@ from typing import Any
 from configs.schema import PromptSource
 from data_gen.prompts.prompt import Prompt, json_records, open_lines, prompts_of, say_once
 from data_gen.prompts.splits import Split
-from data_gen.responses.exchange import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +101,17 @@ def load(prompt_set: PromptSet, split: Split) -> list[Prompt]:
     """The prompts of `read`; records that cannot be read are left out, and counted once on stderr."""
     prompts, problems = read(prompt_set, split)
     if problems:
-        num = len(problems) + len(prompts)
+        num, (where, reason) = len(problems) + len(prompts), next(iter(problems.items()))
         say_once(
-            f"{len(problems)} of {num:,} records cannot be read and are left out, {problems[0].id} first: "
-            f"{problems[0].reason}; `data` lists them in errors.jsonl"
+            f"{len(problems)} of {num:,} records cannot be read and are left out, {where} first: {reason}; `data` "
+            "lists them in errors.jsonl"
         )
     if not prompts:
         raise ValueError(f"{prompt_set.data_files or prompt_set.path} is empty: it holds no prompt")
     return prompts
 
 
-def read(prompt_set: PromptSet, split: Split) -> tuple[list[Prompt], list[Problem]]:
+def read(prompt_set: PromptSet, split: Split) -> tuple[list[Prompt], dict[str, str]]:
     """The prompts of a set from which `split` is taken, and the records that cannot be read: its own test part for test
     where it has one, else the part that all splits share.
 

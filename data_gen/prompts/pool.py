@@ -9,7 +9,6 @@ from configs.schema import DataConfig, PromptSource
 from data_gen.prompts.hub import load, read, set_name, set_of
 from data_gen.prompts.prompt import Prompt, say_once
 from data_gen.prompts.splits import Split, in_hash_order, split_by_id, without_duplicates
-from data_gen.responses.exchange import Problem
 from data_gen.stories.stories import stories
 
 WEIGHTS = (40, 10, 2)
@@ -81,15 +80,15 @@ def sources_of(config: DataConfig) -> dict[str, PromptSource]:
     return dict(zip(names, sources, strict=True))
 
 
-def unreadable(config: DataConfig) -> tuple[list[Problem], int]:
-    """Problems of the records that cannot be read, and the number of records in all."""
-    problems, num_records = list[Problem](), 0
+def unreadable(config: DataConfig) -> tuple[dict[str, str], int]:
+    """Where each record is that cannot be read, with the reason, and the number of records in all."""
+    problems, num_records = dict[str, str](), 0
     for source in config.prompt_sources:
         if source.path != "stories" or Path(source.path).exists():
             prompt_set = set_of(source)
             parts: tuple[Split, ...] = ("train",) if prompt_set.test_split is None else ("train", "test")
             for prompts, failed in (read(prompt_set, part) for part in parts):
-                problems += failed
+                problems |= failed
                 num_records += len(prompts) + len(failed)
     return problems, num_records
 

@@ -16,8 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from data_gen.responses.exchange import Problem
-
 _ID_FIELDS = ("id", "idx", "task_id", "question_id")
 _CONVERSATIONS = {"messages", "conversations", "conversation"}
 _QUESTIONS = ("instruction", "question", "prompt", "text")
@@ -87,8 +85,8 @@ def is_text(text: str) -> bool:
 
 def prompts_of(
     records: Iterable[tuple[str, str, dict[str, Any] | ValueError]], columns: Mapping[str, str] | None = None
-) -> tuple[list[Prompt], list[Problem]]:
-    """Every prompt of a set, and a problem for each record that cannot be read.
+) -> tuple[list[Prompt], dict[str, str]]:
+    """Every prompt of a set, and for each record that cannot be read where it is and why.
 
     Args:
         records: (where it is, its id if it has none, the record or why it is none).
@@ -98,7 +96,7 @@ def prompts_of(
         ValueError: at least half of the records cannot be read: columns or the form of the file are others.
     """
     prompts: dict[str, Prompt] = {}
-    problems: list[Problem] = []
+    problems: dict[str, str] = {}
     unused: set[str] = set()
     for where, default_id, record in records:
         try:
@@ -106,13 +104,14 @@ def prompts_of(
             if prompt.id in prompts:
                 raise ValueError(f"id {prompt.id!r} is on an earlier line too; ids name rows, so give each its own")
         except ValueError as error:
-            problems.append(Problem(where, "error", str(error)))
+            problems[where] = str(error)
             continue
         prompts[prompt.id] = prompt
         unused |= _unused(record) if isinstance(record, dict) else set()
     if problems and len(problems) >= len(prompts):
-        num = f" ({len(problems)} of {len(problems) + len(prompts)} records cannot be read)"
-        raise ValueError(f"{problems[0].id}: {problems[0].reason}{num}")
+        where, reason = next(iter(problems.items()))
+        num = f"{len(problems)} of {len(problems) + len(prompts)} records cannot be read"
+        raise ValueError(f"{where}: {reason} ({num})")
     if unused := unused - set((columns or {}).values()):
         names = sorted(unused)
         say_once(

@@ -109,8 +109,8 @@ class Servers:
                     if len(failed) == _MOST_FAILURES:
                         raise RefusedError(f"two servers fail at this request: {self._says(url, error)}") from error
                     continue
-            for other, error in failed.items():  # it is not the request
-                self._leave_out(other, error)
+            for other, failure in failed.items():  # it is not the request
+                self._leave_out(other, failure)
             return answer
 
     def ask_at(self, url: str, body: Mapping[str, Any]) -> Any:

@@ -6,10 +6,9 @@ from the sidecars when a run ends.
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from data_gen.responses.exchange import Problem
 from store.shards import SIDECAR_REMEDY, read_sidecar, sidecar_path, write_atomic
 
 _COUNTED = ("input", "ok", "tokens")
@@ -36,15 +35,16 @@ def has_errors(path: Path) -> bool:
     return any(problem["outcome"] == "error" for problem in read_sidecar(path, keys=("problems",))["problems"])
 
 
-def write_errors(directory: str | Path, paths: Iterable[Path], unreadable: Iterable[Problem] = ()) -> None:
+def write_errors(directory: str | Path, paths: Iterable[Path], unreadable: Mapping[str, str] | None = None) -> None:
     """Write DIR/errors.jsonl, one {id, outcome, reason, shard} per line, in the order of the shards.
 
     Args:
         directory: the folder of the data.
         paths: the shards of rows.
-        unreadable: records of the prompts' files that are in no shard.
+        unreadable: where each record of the prompts is that is in no shard -> the reason.
     """
-    lines = [json.dumps({**problem._asdict(), "shard": None}) + "\n" for problem in unreadable]
+    unread = [{"id": where, "outcome": "error", "reason": reason} for where, reason in (unreadable or {}).items()]
+    lines = [json.dumps({**problem, "shard": None}) + "\n" for problem in unread]
     lines += [
         json.dumps({**problem, "shard": path.stem}) + "\n"
         for path in paths

@@ -2,9 +2,11 @@
 
 import json
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 from configs.paths import local_path
 from configs.schema import (
@@ -17,17 +19,18 @@ from configs.schema import (
     PromptSource,
     SamplingConfig,
 )
-from data_gen.pipeline.command import check_settings
+from data_gen.pipeline.command import check_settings, hint_at_few
+from data_gen.pipeline.plan import shard_size
 from data_gen.prompts.hub import load, set_of
 from evaluation.costs.plan import plan
 from lm import load_pair_tokenizer
 from store.shards import write_atomic
 
 _HELD_OUT_SHARE, _MOST_HELD_OUT, _MOST_TRAIN = 0.1, 100, 4000
-_TOLD = ("rows", "response tokens", "disk", "time", "evaluate", "warning", "note", "not measured")
+_TOLD = ("rows", "response tokens", "disk", "time", "train", "evaluate", "together", "warning", "note", "not measured")
 """Beginnings of the lines of `plan` that the YAML repeats."""
 _SAMPLE = 32
-"""Prompts that are made and timed for what the YAML says of time."""
+"""Prompts that are made and timed, or fewer in half a minute, for what the YAML says of time."""
 
 
 def init(
@@ -69,7 +72,11 @@ def init(
     num_prompts = len(load(set_of(source), "train"))
     config = _experiment(pair, source, num_prompts=num_prompts, name=path.stem)
     check_settings(pair, config.data)
-    text = _yaml(config, num_prompts=num_prompts, takes=_plan(config), path=path)
+    hint_at_few(num_prompts, prompts)
+    lines, totals = _plan(config)
+    if rows_per_shard := shard_size(config.data, totals):
+        config = replace(config, data=replace(config.data, rows_per_shard=rows_per_shard))
+    text = _yaml(config, num_prompts=num_prompts, takes=lines, path=path)
     write_atomic(path, text.encode())
     print(f"{text}\nwrote {path}; next: acceptance-heads all --config {path}")
     return path
@@ -97,17 +104,20 @@ def _experiment(pair: PairConfig, source: PromptSource, *, num_prompts: int, nam
     )
 
 
-def _plan(config: Config) -> list[str]:
-    """What `plan` says of the experiment on this machine; where the models do not fit, the reason first."""
+def _plan(config: Config) -> tuple[list[str], dict[str, Any]]:
+    """What `plan` says of the experiment on this machine, and its totals; where the models do not fit, the reason
+    first.
+    """
     said = StringIO()
     with redirect_stdout(said):
         try:
-            plan(config, sample=_SAMPLE)
+            totals = plan(config, sample=_SAMPLE)
         except ValueError as error:
             print(f"not measured: {error}")
-            plan(config, sample=0)
-    # of the arithmetic of memory only what does not fit
-    return [line for line in map(str.strip, said.getvalue().splitlines()) if line.startswith(_TOLD)]
+            totals = plan(config, sample=0)
+    # of the arithmetic of memory only what does not fit, and no advice that is followed
+    lines = map(str.strip, said.getvalue().splitlines())
+    return [line for line in lines if line.startswith(_TOLD) and not line.startswith("warning: a shard")], totals
 
 
 def _yaml(config: Config, *, num_prompts: int, takes: list[str], path: Path) -> str:
@@ -119,6 +129,8 @@ def _yaml(config: Config, *, num_prompts: int, takes: list[str], path: Path) -> 
     top_p = "" if pair.sampling.top_p is None else f", top_p: {pair.sampling.top_p:g}"
     num_train = "null" if data.num_train is None else f"{data.num_train}"
     left = "all that dev and test leave" if data.num_train is None else f"null takes all of the {num_prompts:,}"
+    is_slow = data.rows_per_shard != DataConfig.rows_per_shard
+    shard = f", rows_per_shard: {data.rows_per_shard}" if is_slow else ""
     lines = [
         f"# acceptance-heads all --config {path}: data, training, export, evaluation, threshold.",
         f"# {num_prompts:,} prompts; what they take (`acceptance-heads plan --config {path}`):",
@@ -129,7 +141,7 @@ def _yaml(config: Config, *, num_prompts: int, takes: list[str], path: Path) -> 
         f"  sampling: {{temperature: {pair.sampling.temperature:g}{top_p}}}  # heads are trained for one sampling",
         f"data: {{dir: {data.dir}, prompts: {prompts}, template: {data.template},",
         f"  num_train: {num_train}, num_dev: {data.num_dev}, num_test: {data.num_test},  # num_train: {left}",
-        f"  max_new_tokens: {data.max_new_tokens}}}",
+        f"  max_new_tokens: {data.max_new_tokens}{shard}}}",
         f"heads: {{dir: {config.heads.dir}}}",
         f"decode: {{dir: {decode.dir}, num_dev: {decode.num_dev}, num_test: {decode.num_test}}}",
     ]

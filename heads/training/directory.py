@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config, ModelSource, PairConfig
+from data_gen.store.manifest import digest, read_manifest
 from heads.batches.module import is_first_process
 from heads.training.checkpoints import check_whole, run_of
 from store.json_files import read_json
@@ -30,7 +31,7 @@ from store.shards import clean_partial, write_atomic
 
 _FREE_TO_CHANGE = {
     "pair": {"gpus", "num_threads", "trust_remote_code"},  # the last one is of older runs
-    "data": {"batch_size", "chunk_mb", "engine", "ray"},
+    "data": {"dir", "batch_size", "chunk_mb", "engine", "ray"},  # its manifest is compared
     "heads": {"dir", "checkpoint_every_n_steps"},
     "trainer": {
         "logger",
@@ -129,17 +130,31 @@ def _described(config: Config) -> dict[str, Any]:
     packages = ("torch", "pytorch-lightning", "transformers", "safetensors", "torchmetrics")
     described = {
         "config": asdict(config),
+        "data": _digest_of_data(config.data.dir),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "command": sys.argv,
     }
     return json.loads(json.dumps(described, default=lambda value: type(value).__name__))  # type: ignore[no-any-return]
 
 
+def _digest_of_data(directory: str) -> str | None:
+    """A digest of everything that the data was made with, wherever it is now; None where there is no manifest."""
+    if not (Path(directory) / "manifest.json").is_file():
+        return None
+    made = {name: value for name, value in read_manifest(directory).items() if name not in ("recorded", "split")}
+    return digest(json.dumps(made, sort_keys=True))
+
+
 def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, path: Path) -> None:
     """Raise ValueError for the first key in which two configs differ; what run.json was written without has its
     default.
     """
-    written = _over(_DEFAULTS, on_disk["config"])
+    written, data = _over(_DEFAULTS, on_disk["config"]), described["config"]["data"]["dir"]
+    if None not in (on_disk.get("data"), described["data"]) and on_disk["data"] != described["data"]:
+        raise ValueError(
+            f"{path} holds a run on other data than {data} has now; choose another heads.dir, delete that one, or pass "
+            "--resume false to start over in it"
+        )
     for section in ("pair", "data", "heads", "trainer"):
         old, new = written[section] or {}, described["config"][section]
         for key in sorted((old.keys() | new.keys()) - _FREE_TO_CHANGE[section]):

@@ -42,11 +42,16 @@ def settled(config: Config) -> Config:
         chosen.append(f"learning rate {heads.learning_rate:g} for a draft {width:,} wide (heads.learning_rate)")
     if trainer.get("max_epochs") is None and trainer.get("max_steps", -1) in (None, -1):
         num = _num_responses(config)
-        trainer["max_epochs"] = min(max(math.ceil(_STEPS * heads.batch_size / num), _EPOCHS[0]), _EPOCHS[1])
+        trainer["max_epochs"] = epochs_of(num, heads.batch_size)
         chosen.append(f"{trainer['max_epochs']} epochs for {num:,} responses (trainer.max_epochs)")
     if chosen and is_first_process():
         print(f"by rule: {', '.join(chosen)}")
     return replace(config, data=sizes.settled(config.data, heads), heads=heads, trainer=trainer)
+
+
+def epochs_of(num_responses: int, batch_size: int) -> int:
+    """Epochs by rule."""
+    return min(max(math.ceil(_STEPS * batch_size / max(1, num_responses)), _EPOCHS[0]), _EPOCHS[1])
 
 
 def _num_responses(config: Config) -> int:

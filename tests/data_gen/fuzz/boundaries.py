@@ -83,8 +83,8 @@ def texts(folder: Path, config: Config) -> dict[str, Boundary]:
     def read_prompts() -> None:
         intact, problems = hub.read(hub.set_of(PromptSource(path=str(prompts))), "train")
         split_by_id(intact, weights=(1, 1, 1), seed=0)
-        for problem in problems:
-            raise ValueError(f"{problem.id}: {problem.reason}")
+        for where, reason in problems.items():
+            raise ValueError(f"{where}: {reason}")
 
     def read_responses() -> None:
         source = ResponseFile(str(responses), spelling, max_new_tokens=4)

@@ -7,6 +7,7 @@ import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,10 +15,16 @@ from configs.command import config_of, parser_for
 from configs.schema import Config
 from configs.shipped import NAMES
 from data_gen.pipeline import memory
+from data_gen.pipeline import plan as planning
 from data_gen.pipeline.command import make
 from data_gen.pipeline.plan import plan
 from data_gen.pipeline.worker import Worker
+from data_gen.store.rows import read_rows
+from evaluation.costs.plan import head_weights
+from heads.grid import grid
+from heads.training.stack import HeadStack
 from lm import load_model
+from store.shards import rows_path
 
 GB = 1e9
 NAMED = (
@@ -124,6 +131,37 @@ def test_a_quantised_70b_fits_one_gpu(tmp_path: Path):
     assert memory.size_of(quantised).weights == pytest.approx((2 * 0.524 + 136.9 * (0.5 + 1 / 16) / 2) * GB, rel=0.01)
     needs = memory.needs(replace(config, pair=replace(config.pair, target=quantised)))
     assert memory.problems(needs, memory.gpus_of("1x80")) == []
+
+
+def test_a_sample_of_a_slow_pair_is_cut_to_its_seconds(toy_config, with_data, monkeypatch, capsys):
+    """A clock on which each token of a response takes a second; 32 prompts of 10 tokens would take five minutes."""
+    clock, made = SimpleNamespace(now_s=0.0), Worker.make
+
+    def timed(worker, spec, progress):
+        made(worker, spec, progress)
+        clock.now_s += sum(
+            map(len, read_rows(rows_path(worker.data.dir, spec.split, spec.index)).to_pydict()["response_ids"])
+        )
+
+    monkeypatch.setattr(Worker, "make", timed)
+    monkeypatch.setattr(
+        planning, "time", SimpleNamespace(perf_counter=lambda: clock.now_s, monotonic=lambda: clock.now_s)
+    )
+    totals = planning.plan(with_data(toy_config, rows_per_shard=256), sample=8)
+    assert clock.now_s < 3 * planning._BUDGET_S
+    assert totals["is_cut"]
+    assert totals["time_s"] == pytest.approx(totals["response_tokens"], rel=0.01)
+    assert "about, by a sample of 4 prompts" in capsys.readouterr().out
+    assert planning.shard_size(toy_config.data, {"time_s": 1200 * 12, "rows": 12}) == 1
+    assert planning.shard_size(replace(toy_config.data, rows_per_shard=256), {"time_s": 1e5, "rows": 1000}) == 4
+    assert planning.shard_size(toy_config.data, {"time_s": 5.0, "rows": 12}) is None
+
+
+def test_weights_of_heads_are_those_of_the_heads_that_train(toy_config):
+    heads = replace(toy_config.heads, normalised=(False, True), depths=(0, 2))
+    config = replace(toy_config, heads=heads)
+    stacks = [HeadStack(shape, weights, hidden_size=8, seed=0) for shape, weights in grid(heads).items()]
+    assert head_weights(config) == sum(parameter.numel() for stack in stacks for parameter in stack.parameters())
 
 
 def test_plan_says_whose_gpus_it_reckons_with(toy_config, capsys: pytest.CaptureFixture):

@@ -241,7 +241,7 @@ def test_what_is_advised_skips_the_timing(tmp_path):
     parser = parser_for(plan)
     given = ["--config", "tiny", "--decode.dir", str(tmp_path), *flags.split()]
     config = config_of(parser, parser.parse_args(given))
-    assert "times nothing" in timing_line(config, is_measured=True)
+    assert "times nothing" in timing_line(config, is_measured=True)[0]
     assert costs_for(Experiment(config)).t_draft_s == 0.001
     assert not (tmp_path / "costs.jsonl").exists()
 
@@ -249,7 +249,7 @@ def test_what_is_advised_skips_the_timing(tmp_path):
 def test_a_plan_that_measures_nothing_says_what_will_be_timed(tmp_path):
     parser = parser_for(plan)
     config = config_of(parser, parser.parse_args(["--config", "tiny", "--decode.dir", str(tmp_path)]))
-    line = timing_line(config, is_measured=False)
+    line, _ = timing_line(config, is_measured=False)
     assert line.startswith("evaluate: times t_draft, t_target and 9 kinds of stop (9 more lie between them), ")
     assert line.endswith(SKIP)
 

@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from zipfile import ZipFile
@@ -184,3 +185,15 @@ def test_an_export_that_was_killed_while_it_wrote_is_made_again(tmp_path: Path, 
     save_whole(AcceptanceHead(4, 2), path)
     assert AcceptanceHead.from_pretrained(path).depth == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["head"]
+
+
+def test_a_run_resumes_on_data_that_has_moved_and_on_no_other(data_dir: Path, tmp_path: Path):
+    config = make_config(data_dir, tmp_path / "run", trainer=ONE)
+    train(config)
+    shutil.copytree(data_dir, tmp_path / "moved")
+    moved = replace(config, data=replace(config.data, dir=str(tmp_path / "moved")))
+    assert RunDirectory(tmp_path / "run").prepare(moved, resume=True)[1] is not None
+    manifest = tmp_path / "moved" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"generator": "another"}))
+    with pytest.raises(ValueError, match="holds a run on other data"):
+        RunDirectory(tmp_path / "run").prepare(moved, resume=True)
