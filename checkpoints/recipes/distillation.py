@@ -91,19 +91,12 @@ def divergences_and_rates(
 
 
 def distil(draft: Draft, paths: Sequence[Path], directory: Path, distillation: Distillation) -> dict[str, Any]:
-    """Train a draft, or resume; returns its figures on the last shard of the readings, which is held out.
-
-    Raises:
-        ValueError: there are fewer than two shards, or the checkpoint belongs to another run.
-    """
+    """Train a draft, or resume; returns its figures on the last shard of the readings, which is held out."""
     if len(paths) < 2:
         raise ValueError(f"there are {len(paths)} shards of readings, and one is held out; read more responses")
-    groups = [group for epoch in range(distillation.num_epochs) for group in _groups(paths[:-1], distillation, epoch)]
+    *training, held_out = paths
+    groups = [group for epoch in range(distillation.num_epochs) for group in _groups(training, distillation, epoch)]
     num_steps = sum(group.num_batches for group in groups)
-    key = asdict(distillation) | {
-        "readings": [read_sidecar(path, keys=("key",))["key"] for path in paths],
-        "shapes": {name: list(tensor.shape) for name, tensor in draft.module.state_dict().items()},
-    }
 
     def loss(batch_and_depths: tuple[Batch, int]) -> Float[Tensor, ""]:
         with torch.autocast("cpu", torch.bfloat16, enabled=distillation.is_mixed):
@@ -118,56 +111,53 @@ def distil(draft: Draft, paths: Sequence[Path], directory: Path, distillation: D
         num_steps=num_steps,
         learning_rate=distillation.learning_rate,
         directory=directory,
-        key=key,
+        key=asdict(distillation)
+        | {
+            "readings": [read_sidecar(path, keys=("key",))["key"] for path in paths],
+            "shapes": {name: list(tensor.shape) for name, tensor in draft.module.state_dict().items()},
+        },
     )
-    return {"steps": num_steps, **_figures(draft, paths[-1], distillation), **asdict(distillation)}
+    return {"steps": num_steps, **_figures(draft, held_out, distillation), **asdict(distillation)}
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Shards whose texts are shuffled together."""
+class _Group(NamedTuple):
+    """Shards whose texts are shuffled together, as batches of texts of about one length."""
 
     paths: Sequence[Path]
+    num_batches: int
     batch_size: int
     num_depths: int
     seed: str
 
-    @property
-    def num_batches(self) -> int:
-        num_texts = sum(read_sidecar(path, keys=("texts",))["texts"] for path in self.paths)
-        return -(-num_texts // self.batch_size)
-
-    def batches(self, start: int = 0) -> Iterator[Batch]:
-        """Batches of texts of about one length, in random order, from batch `start` on."""
+    def batches(self, start: int = 0) -> Iterator[tuple[Batch, int]]:
+        """The batches from `start` on, each with the number of depths to train."""
         rng = random.Random(self.seed)
         readings = [reading for path in self.paths for reading in load_readings(path)]
         readings.sort(key=lambda reading: len(reading.ids) + rng.random())
         parts = [readings[first : first + self.batch_size] for first in range(0, len(readings), self.batch_size)]
         rng.shuffle(parts)
-        yield from map(_padded, parts[start:])
+        return ((_padded(part), self.num_depths) for part in parts[start:])
 
 
 def _groups(paths: Sequence[Path], distillation: Distillation, epoch: int) -> Iterator[_Group]:
-    """The groups of an epoch, in random order."""
-    order = list(paths)
+    order, size = list(paths), distillation.batch_size
     random.Random(f"{distillation.seed} {epoch}").shuffle(order)
     is_deep = epoch >= distillation.num_epochs - distillation.num_deep_epochs
-    num_depths = distillation.num_depths if is_deep else 1
     for start in range(0, len(order), _SHARDS_TOGETHER):
         group = order[start : start + _SHARDS_TOGETHER]
-        yield _Group(group, distillation.batch_size, num_depths, f"{distillation.seed} {epoch} {start}")
+        num_texts = sum(read_sidecar(path, keys=("texts",))["texts"] for path in group)
+        seed = f"{distillation.seed} {epoch} {start}"
+        yield _Group(group, -(-num_texts // size), size, distillation.num_depths if is_deep else 1, seed)
 
 
 def _batches(groups: Sequence[_Group], start: int) -> Iterator[tuple[Batch, int]]:
-    """The batches of all groups from a step on, each with the number of depths to train."""
     for group in groups:
         if start < group.num_batches:
-            yield from ((batch, group.num_depths) for batch in group.batches(start))
+            yield from group.batches(start)
         start = max(0, start - group.num_batches)
 
 
 def _padded(readings: Sequence[Reading]) -> Batch:
-    pad = torch.nn.utils.rnn.pad_sequence
     likeliest, log_p, is_learned = [], [], []
     for reading in readings:
         start = reading.num_prompt - 1  # the position that predicts the first response token
@@ -175,22 +165,16 @@ def _padded(readings: Sequence[Reading]) -> Batch:
         log_p.append(functional.pad(reading.log_p.float(), (0, 0, start, 1), value=float("-inf")))
         position = torch.arange(len(reading.ids))
         is_learned.append((position >= max(start, NUM_DEPTHS + 1)) & (position < len(reading.ids) - 1))
-    return Batch(
-        pad([reading.ids for reading in readings], batch_first=True),
-        pad([reading.features.float() for reading in readings], batch_first=True),
-        pad(is_learned, batch_first=True),
-        pad(likeliest, batch_first=True),
-        pad(log_p, batch_first=True, padding_value=float("-inf")),
-    )
+    ids, features = [reading.ids for reading in readings], [reading.features.float() for reading in readings]
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    return Batch(pad(ids), pad(features), pad(is_learned), pad(likeliest), pad(log_p, padding_value=float("-inf")))
 
 
 @torch.no_grad()
 def _figures(draft: Draft, path: Path, distillation: Distillation) -> dict[str, list[float]]:
     """Mean divergence and acceptance_rate by depth."""
     [group] = _groups([path], distillation, 0)
-    by_batch = zip(*(divergences_and_rates(draft, batch, NUM_DEPTHS) for batch in group.batches()), strict=True)
-    means = [torch.stack(rows).double().mean(0).tolist() for rows in by_batch]
-    return {
-        name: [round(mean, 4) for mean in row]
-        for name, row in zip(("divergences", "acceptance_rates"), means, strict=True)
-    }
+    by_batch = zip(*(divergences_and_rates(draft, batch, NUM_DEPTHS) for batch, _ in group.batches()), strict=True)
+    divergences, rates = (torch.stack(rows).double().mean(0).tolist() for rows in by_batch)
+    figures = {"divergences": divergences, "acceptance_rates": rates}
+    return {name: [round(value, 4) for value in values] for name, values in figures.items()}

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, Qwen3Config
 
+from checkpoints.recipes.feature_drafts import DraftRecipe
 from checkpoints.recipes.stories import StoryBatch
 from lm import acceptance_rate
 from lm.features.dspark import DSpark
@@ -28,7 +29,7 @@ _DECAY = 4.0  # positions over which the weight falls to 1 / e
 
 
 @dataclass(frozen=True, kw_only=True)
-class DSparkRecipe:
+class DSparkRecipe(DraftRecipe):
     """What decides a draft, besides target, texts and seed."""
 
     block_size: int = 7
@@ -36,9 +37,7 @@ class DSparkRecipe:
     markov_rank: int = 32
     num_anchors: int = 32
     """Blocks per text and step."""
-    batch_size: int = 8
     num_steps: int = 600
-    learning_rate: float = 4e-3
 
 
 class BlockPredictions(NamedTuple):
@@ -64,26 +63,28 @@ def new_dspark(target: PreTrainedModel, recipe: DSparkRecipe) -> DSpark:
     of_target = target.config.get_text_config()
     names = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
     names += ["max_position_embeddings", "rms_norm_eps", "pad_token_id", "eos_token_id", "bos_token_id"]
+    num_layers = of_target.num_hidden_layers
     config = Qwen3Config(
         **{name: getattr(of_target, name) for name in names},
         num_hidden_layers=recipe.num_layers,
         rope_parameters=dict(of_target.rope_parameters),
         tie_word_embeddings=False,
+        block_size=recipe.block_size,
+        num_anchors=recipe.num_anchors,
+        markov_rank=recipe.markov_rank,
+        markov_head_type="vanilla",
+        target_layer_ids=[1, num_layers // 2 - 1, num_layers - 2],
+        num_target_layers=num_layers,
+        mask_token_id=of_target.pad_token_id,  # no text has this token
+        enable_confidence_head=True,
+        confidence_head_with_markov=True,
     )
-    num_layers = of_target.num_hidden_layers
-    for name in ("block_size", "num_anchors", "markov_rank"):
-        setattr(config, name, getattr(recipe, name))
-    config.target_layer_ids, config.num_target_layers = [1, num_layers // 2 - 1, num_layers - 2], num_layers
-    config.mask_token_id, config.markov_head_type = of_target.pad_token_id, "vanilla"  # no text has this token
-    config.enable_confidence_head = config.confidence_head_with_markov = True
-    draft, body = DSpark(config), cast(Any, target.base_model)
-    cast(Any, draft.norm).load_state_dict(body.norm.state_dict())
-    for module, source in (
-        (draft.embed_tokens, target.get_input_embeddings()),
-        (draft.lm_head, target.get_output_embeddings()),
-    ):
-        cast(Any, module).load_state_dict(source.state_dict())
-        cast(Any, module).requires_grad_(False)
+    draft: Any = DSpark(config)
+    draft.norm.load_state_dict(cast(Any, target.base_model).norm.state_dict())
+    draft.embed_tokens.load_state_dict(target.get_input_embeddings().state_dict())
+    draft.lm_head.load_state_dict(target.get_output_embeddings().state_dict())
+    draft.embed_tokens.requires_grad_(False)
+    draft.lm_head.requires_grad_(False)
     draft.bind(target)
     return draft
 
@@ -119,13 +120,10 @@ def predict_blocks(
     return BlockPredictions(log_q, p, batch.ids[rows, positions + 1], draft.confidence(hidden), is_inside)
 
 
-def dspark_loss(
-    draft: DSpark, target: PreTrainedModel, num_anchors: int, seed: int, step_and_batch: tuple[int, StoryBatch]
-) -> Float[Tensor, ""]:
-    """The loss of random blocks, which seed and step decide."""
-    step, batch = step_and_batch
-    anchors = random_anchors(batch, num_anchors, torch.Generator().manual_seed((seed << 32) + step))
-    return loss_of(predict_blocks(draft, target, batch, anchors))
+def dspark_loss(draft: DSpark, target: PreTrainedModel, seed: int, batch: StoryBatch) -> Float[Tensor, ""]:
+    """The loss of random blocks, which seed and batch decide."""
+    generator = torch.Generator().manual_seed((seed << 32) + batch.index)
+    return loss_of(predict_blocks(draft, target, batch, random_anchors(batch, draft.config.num_anchors, generator)))
 
 
 def loss_of(blocks: BlockPredictions) -> Float[Tensor, ""]:
@@ -150,9 +148,6 @@ def dspark_figures(draft: DSpark, target: PreTrainedModel, batches: Sequence[Sto
     confidence = torch.cat([part.confidence.sigmoid() for part in parts])
     counts = torch.cat([part.is_inside for part in parts])
     columns = {"acceptance_rates": rate, "confidences": confidence, "brier": (confidence - rate) ** 2}
-    figures: dict[str, Any] = {
-        name: [round(mean, 4) for mean in ((values * counts).sum(0) / counts.sum(0)).tolist()]
-        for name, values in columns.items()
-    }
-    figures["acceptance_length"] = round(1 + (rate * counts).cumprod(-1).sum(-1).mean().item(), 4)
-    return figures
+    means = {name: (values * counts).sum(0) / counts.sum(0) for name, values in columns.items()}
+    figures: dict[str, Any] = {name: [round(mean, 4) for mean in row.tolist()] for name, row in means.items()}
+    return figures | {"acceptance_length": round(1 + (rate * counts).cumprod(-1).sum(-1).mean().item(), 4)}

@@ -12,7 +12,9 @@ For large targets use SpecForge or speculators, whose drafts load.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -24,17 +26,26 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from checkpoints.recipes.stories import NUM_DEPTHS, TargetReading
+from checkpoints.recipes.stories import NUM_DEPTHS, StoryBatch, TargetReading, acceptance_rates
 from lm.features.draft import FeatureDraft, Outputs
+from lm.features.dspark import DSpark
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide, delayed
 from store.shards import atomic_directory
 
-FEATURE_DRAFTS = ("eagle", "glide")
 DEPTH_WEIGHT = 0.8  # of each draft position over the one before
 _BLOCK_SIZE = 5  # of GliDe: cross-attention sees the target's keys up to the block before
 _NUM_TRAINED_DEPTHS = 3  # of EAGLE
 _NO_KEYS = ("architectures", "dtype", "transformers_version")  # of the target's config; its draft has its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRecipe:
+    """What decides the drafts, besides target, texts and seed."""
+
+    batch_size: int = 8
+    num_steps: int = 400
+    learning_rate: float = 4e-3
 
 
 def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
@@ -78,6 +89,12 @@ def feature_loss(draft: FeatureDraft, reading: TargetReading) -> Float[Tensor, "
         distance = functional.smooth_l1_loss(states, reading.states[:, 1:][is_learned])
         losses.append(DEPTH_WEIGHT**depth * (divergence + distance))
     return torch.stack(losses).sum()
+
+
+def feature_figures(draft: FeatureDraft, target: PreTrainedModel, batches: Iterable[StoryBatch]) -> dict[str, Any]:
+    """Mean acceptance_rate by depth."""
+    rates = acceptance_rates(partial(log_q_by_depth, draft), target, batches).mean(-1)
+    return {"acceptance_rates": [round(rate, 4) for rate in rates.tolist()]}
 
 
 def log_q_by_depth(draft: FeatureDraft, reading: TargetReading) -> Iterator[Float[Tensor, "learned vocab"]]:
@@ -126,9 +143,10 @@ def unrolled(
 
 def save_feature_draft(draft: FeatureDraft, directory: Path) -> None:
     """Write a draft in its released layout."""
-    is_glide = isinstance(draft, Glide)
-    tensors = {("model." if is_glide else "") + name: tensor for name, tensor in draft.state_dict().items()}
-    save_draft(directory, draft.config, "LlamaForCausalLM", tensors, **({} if is_glide else {"bias": True}))
+    architecture = "Qwen3DSparkModel" if isinstance(draft, DSpark) else "LlamaForCausalLM"
+    prefix = "model." if isinstance(draft, Glide) else ""
+    tensors = {prefix + name: tensor for name, tensor in draft.state_dict().items()}
+    save_draft(directory, draft.config, architecture, tensors, **({"bias": True} if isinstance(draft, Eagle) else {}))
 
 
 def save_draft(

@@ -47,7 +47,7 @@ def fit(
     directory: Path | None = None,
     key: Mapping[str, Any] | None = None,
 ) -> None:
-    """Train models on the same batches, or resume their training.
+    """Train models on the same batches, or resume their training from the checkpoint in `directory`.
 
     Args:
         pupils: the models, initialised.
@@ -55,11 +55,8 @@ def fit(
         title: for the progress bar.
         num_steps: steps of the whole run.
         learning_rate: the peak of AdamW; Muon's is 5 times as high, since its updates have unit singular values.
-        directory: gets the checkpoint; None: the run cannot be resumed.
+        directory: None writes no checkpoint.
         key: values that decide the run; a checkpoint with other values is refused.
-
-    Raises:
-        ValueError: the checkpoint belongs to another run.
     """
     quiet()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's own
@@ -97,11 +94,8 @@ class _Run(pl.LightningModule):
         if self._path is None or not self._path.exists():
             return 0
         state = torch.load(self._path, weights_only=True, mmap=True)["run"]
-        if differing := [name for name in self._key if state["key"].get(name) != self._key[name]]:
-            raise ValueError(
-                f"{self._path} is of another run, which differs in {', '.join(differing)}; choose another --out, or "
-                "delete it"
-            )
+        if differing := ", ".join(name for name in self._key if state["key"].get(name) != self._key[name]):
+            raise ValueError(f"{self._path} is of another run, which differs in {differing}; delete it or change --out")
         return int(state["step"])
 
     def configure_optimizers(self) -> Any:
@@ -109,10 +103,9 @@ class _Run(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Update every parameter once, with each pupil's gradients clipped to norm 1."""
-        # linear warm-up, then a cosine
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, batch_idx / self._num_steps)))
-        share = _FINAL_SHARE + (1 - _FINAL_SHARE) * cosine
-        share = min(1.0, (batch_idx + 1) / min(_WARMUP_STEPS, self._num_steps)) * share
+        warm_up = min(1.0, (batch_idx + 1) / min(_WARMUP_STEPS, self._num_steps))
+        share = warm_up * (_FINAL_SHARE + (1 - _FINAL_SHARE) * cosine)
         losses = []
         for pupil, optimisers in zip(self._pupils, self._optimisers, strict=True):
             loss = pupil.loss(batch)

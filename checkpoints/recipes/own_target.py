@@ -120,11 +120,13 @@ class Eagle3Draft:
         target_ids: Int[Tensor, " reduced"],
         sizes: Float[Tensor, " feature"],
     ) -> None:
-        """Args:
-        target: its embeddings, output rows, last layer and last norm initialise the draft.
-        layer_ids: layers of the target that the draft reads.
-        target_ids: the draft's vocabulary.
-        sizes: of each feature (`checkpoints.recipes.readings.feature_sizes`).
+        """Initialise the draft from the target's embeddings, output rows, last layer and last norm.
+
+        Args:
+            target: the model to draft for.
+            layer_ids: layers of the target that the draft reads.
+            target_ids: the draft's vocabulary.
+            sizes: of each feature (`checkpoints.recipes.readings.feature_sizes`).
         """
         of_target = target.config.get_text_config()
         config = layer_config(target, is_tied=False)
@@ -146,10 +148,13 @@ class Eagle3Draft:
         features are random, smaller than torch's.
         """
         layer: Any = self._draft.layers[0]
-        layer.mlp.load_state_dict(last.mlp.state_dict())
-        layer.hidden_norm.load_state_dict(last.input_layernorm.state_dict())
-        layer.post_attention_layernorm.load_state_dict(last.post_attention_layernorm.state_dict())
-        layer.self_attn.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())
+        for module, source in (
+            (layer.mlp, last.mlp),
+            (layer.hidden_norm, last.input_layernorm),
+            (layer.post_attention_layernorm, last.post_attention_layernorm),
+            (layer.self_attn.o_proj, last.self_attn.o_proj),
+        ):
+            module.load_state_dict(source.state_dict())
         for name in ("q_proj", "k_proj", "v_proj"):
             getattr(layer.self_attn, name).weight[:, width:] = getattr(last.self_attn, name).weight
         self._draft.fc.weight.mul_(_RANDOM_SHARE)
@@ -173,25 +178,17 @@ class Eagle3Draft:
 
 
 class SmallDraft:
-    """The draft in training."""
+    """A Llama in training. Its embeddings, which are its output rows too, start as the target's in their principal
+    directions.
+    """
 
     def __init__(
         self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, hidden_size: int, num_layers: int
     ) -> None:
-        """Args:
-        target: the draft gets its vocabulary, context and embeddings.
-        tokenizer: the target's, which is saved with the draft.
-        hidden_size: a multiple of 64, at most the target's.
-        num_layers: the layers of the draft.
-
-        Raises:
-            ValueError: no such hidden_size is possible.
-        """
         of_target = target.config.get_text_config()
         if hidden_size % _HEAD_SIZE or not 0 < hidden_size <= of_target.hidden_size:
-            raise ValueError(
-                f"hidden_size is {hidden_size}; take a multiple of {_HEAD_SIZE} up to {of_target.hidden_size}"
-            )
+            limit = f"take a multiple of {_HEAD_SIZE} up to {of_target.hidden_size}"
+            raise ValueError(f"hidden_size is {hidden_size}; {limit}")
         names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
         config = LlamaConfig(
             **{name: getattr(of_target, name) for name in names},

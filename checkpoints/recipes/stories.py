@@ -8,6 +8,7 @@ A space before a number is a token of its own too, so it says that a number foll
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from random import Random
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ class StoryBatch(NamedTuple):
     ids: Int[Tensor, "batch position"]
     is_learned: Bool[Tensor, "batch position-1"]
     """True at i if the token at i + 1 belongs to an answer, its end token included."""
+    index: int = 0
 
 
 def story_batches(rows: Sequence[Encoded], *, batch_size: int, seed: int, pad_id: int) -> Iterator[StoryBatch]:
@@ -80,15 +82,15 @@ def story_batches(rows: Sequence[Encoded], *, batch_size: int, seed: int, pad_id
 
     An epoch has every row once, except for the rows that do not fill a chunk of 16 batches.
     """
-    rng, order = Random(seed), list(range(len(rows)))
+    rng, order, index = Random(seed), list(range(len(rows))), count()
     chunk_size = min(len(rows), batch_size * _BATCHES_SORTED_TOGETHER)
     while True:
         rng.shuffle(order)
         for start in range(0, len(order) - chunk_size + 1, chunk_size):
-            chunk = sorted((rows[index] for index in order[start : start + chunk_size]), key=lambda row: len(row[0]))
+            chunk = sorted((rows[row] for row in order[start : start + chunk_size]), key=lambda row: len(row[0]))
             batches = [padded(chunk[at : at + batch_size], pad_id) for at in range(0, chunk_size, batch_size)]
             rng.shuffle(batches)
-            yield from batches
+            yield from (batch._replace(index=next(index)) for batch in batches)
 
 
 def padded(rows: Sequence[Encoded], pad_id: int) -> StoryBatch:

@@ -16,26 +16,25 @@ Same seed, recipe, machine and thread count give the same bytes. Training is in 
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from checkpoints.recipes.dspark import DSparkRecipe, dspark_figures, dspark_loss, new_dspark
 from checkpoints.recipes.feature_drafts import (
-    FEATURE_DRAFTS,
+    DraftRecipe,
+    feature_figures,
     feature_loss,
-    log_q_by_depth,
     new_feature_draft,
-    save_draft,
     save_feature_draft,
 )
 from checkpoints.recipes.fit import Pupil, fit
@@ -86,9 +85,8 @@ class Recipe:
     batch_size: int = 16
     target_steps: int = 2000
     distil_steps: int = 1200
-    feature_draft_batch_size: int = 8
-    feature_draft_steps: int = 400
     learning_rate: float = 4e-3
+    feature_drafts: DraftRecipe = field(default_factory=DraftRecipe)
     dspark: DSparkRecipe = field(default_factory=DSparkRecipe)
     num_threads: int = 1  # more would gain little, since the models are small
 
@@ -116,9 +114,9 @@ def tiny(
     if models in ("all", "trio"):
         make_trio(dir, seed=seed, overwrite=overwrite)
     if models in ("all", "feature_drafts"):
-        make_feature_drafts(dir, seed=seed, overwrite=overwrite)
+        make_drafts(dir, ["eagle", "glide"], seed=seed, overwrite=overwrite)
     if models != "trio":
-        make_dspark(dir, seed=seed, overwrite=overwrite)
+        make_drafts(dir, ["dspark"], seed=seed, overwrite=overwrite)
 
 
 def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe = RECIPE, overwrite: bool = False) -> None:
@@ -131,72 +129,49 @@ def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe = RECIPE, ov
         with atomic_directory(directory / name) as folder:
             model.bfloat16().save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    held_out = _held_out(tokenizer, recipe.batch_size, seed)
-    figures: dict[str, float] = {}
+    target, held_out = models["target"].float(), _held_out(tokenizer, recipe.batch_size, seed)
     for name in TRIO[1:]:
-        rates = acceptance_rates(partial(log_q, models[name].float()), models["target"].float(), held_out)
-        figures |= {f"{name}_acceptance_mean": rates.mean().item(), f"{name}_acceptance_std": rates.std().item()}
-    _print(figures)
+        rates = acceptance_rates(partial(log_q, models[name].float()), target, held_out)
+        print(f"{name}: acceptance rate {rates.mean():.3f}, standard deviation over positions {rates.std():.3f}")
 
 
-def make_feature_drafts(
-    out_dir: str | Path, *, seed: int = 0, recipe: Recipe = RECIPE, overwrite: bool = False
+def make_drafts(
+    out_dir: str | Path, kinds: Sequence[str], *, seed: int = 0, recipe: Recipe = RECIPE, overwrite: bool = False
 ) -> None:
-    """Train an EAGLE and a GliDe draft for `out_dir`/target; prints acceptance rates on the test split."""
-    directory = local_path(out_dir, "--dir")
-    target, tokenizer = _load_target(directory, FEATURE_DRAFTS, seed, recipe, overwrite=overwrite)
-    drafts = {kind: new_feature_draft(kind, target) for kind in FEATURE_DRAFTS}
-    size, num_steps = recipe.feature_draft_batch_size, recipe.feature_draft_steps
+    """Train drafts for `out_dir`/target on the same batches, and write them with figures on the test split; resumes."""
+    directory, is_dspark = local_path(out_dir, "--dir"), "dspark" in kinds
+    _refuse_present(directory, kinds, overwrite=overwrite)
+    source = ModelSource(path=str(directory / "target"), dtype="float32", device_map="cpu")
+    target, tokenizer = load_model(source).requires_grad_(False), load_tokenizer(source)
+    torch.set_num_threads(recipe.num_threads)
+    torch.manual_seed(seed)
+    settings = recipe.dspark if is_dspark else recipe.feature_drafts
+    size, num_steps, work = settings.batch_size, settings.num_steps, directory / f"{'-'.join(kinds)}-work"
     batches = _batches_of(_new_stories(seed, size * num_steps), tokenizer, size, seed)
+    drafts: dict[str, Any]
+    if is_dspark:
+        drafts = {"dspark": new_dspark(target, recipe.dspark)}
+        pupils = [Pupil(draft, partial(dspark_loss, draft, target, seed)) for draft in drafts.values()]
+    else:
+        drafts = {kind: new_feature_draft(kind, target) for kind in kinds}
+        pupils = [Pupil(draft, partial(feature_loss, draft), has_muon=False) for draft in drafts.values()]
     fit(
-        [Pupil(draft, partial(feature_loss, draft), has_muon=False) for draft in drafts.values()],
-        lambda start: map(partial(TargetReading.of, target), batches(start)),
-        title="train eagle and glide",
+        pupils,
+        batches if is_dspark else lambda start: map(partial(TargetReading.of, target), batches(start)),
+        title=f"train {' and '.join(kinds)}",
         num_steps=num_steps,
-        learning_rate=recipe.learning_rate,
-    )
-    figures: dict[str, float] = {}
-    for kind, draft in drafts.items():
-        save_feature_draft(draft, directory / kind)
-        rates = acceptance_rates(partial(log_q_by_depth, draft), target, _held_out(tokenizer, size, seed))
-        figures |= {f"{kind}_acceptance_mean_{depth}": rate for depth, rate in enumerate(rates.mean(-1).tolist(), 1)}
-    _print(figures)
-
-
-def make_dspark(out_dir: str | Path, *, seed: int = 0, recipe: Recipe = RECIPE, overwrite: bool = False) -> None:
-    """Train a DSpark draft with its confidence head for `out_dir`/target; resumes."""
-    directory, settings = local_path(out_dir, "--dir"), recipe.dspark
-    target, tokenizer = _load_target(directory, ["dspark"], seed, recipe, overwrite=overwrite)
-    draft, work = new_dspark(target, settings), directory / "dspark-work"
-    texts = _new_stories(seed, settings.batch_size * settings.num_steps)
-    batches = _batches_of(texts, tokenizer, settings.batch_size, seed)
-    fit(
-        [Pupil(draft, partial(dspark_loss, draft, target, settings.num_anchors, seed))],
-        lambda start: enumerate(batches(start), start),
-        title="train dspark",
-        num_steps=settings.num_steps,
         learning_rate=settings.learning_rate,
         directory=work,
         key=asdict(settings) | {"seed": seed},
     )
-    figures = dspark_figures(draft.bfloat16().float(), target, _held_out(tokenizer, settings.batch_size, seed))
-    save_draft(directory / "dspark", draft.config, "Qwen3DSparkModel", draft.state_dict())
-    text = json.dumps(figures, indent=2, sort_keys=True) + "\n"
-    (directory / "dspark" / "figures.json").write_text(text, encoding="utf-8")
+    held_out = _held_out(tokenizer, size, seed)
+    for kind, draft in drafts.items():
+        figures = (dspark_figures if is_dspark else feature_figures)(draft.bfloat16().float(), target, held_out)
+        save_feature_draft(draft, directory / kind)
+        text = json.dumps(figures, indent=2, sort_keys=True) + "\n"
+        (directory / kind / "figures.json").write_text(text, encoding="utf-8")
+        print(f"{kind}: {json.dumps(figures)}")
     shutil.rmtree(work, ignore_errors=True)
-    print(json.dumps(figures))
-
-
-def _load_target(
-    directory: Path, names: Sequence[str], seed: int, recipe: Recipe, *, overwrite: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The embedded target, frozen, and its tokenizer, unless the drafts `names` are there."""
-    _refuse_present(directory, names, overwrite=overwrite)
-    source = ModelSource(path=str(directory / "target"), dtype="float32", device_map="cpu")
-    target, tokenizer = load_model(source), load_tokenizer(source)
-    torch.set_num_threads(recipe.num_threads)
-    torch.manual_seed(seed)
-    return target.requires_grad_(False), tokenizer
 
 
 def _refuse_present(directory: Path, names: Sequence[str], *, overwrite: bool) -> None:
@@ -281,7 +256,3 @@ def _new_model(shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> LlamaFo
         bos_token_id=None,
     )
     return LlamaForCausalLM(config)
-
-
-def _print(figures: Mapping[str, float]) -> None:
-    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from checkpoints.recipes.tiny import make_feature_drafts, make_trio, tiny
+from checkpoints.recipes.tiny import make_drafts, make_trio, tiny
 from configs.command import run
 from configs.paths import check_local, local_path
 from configs.schema import Config, ModelSource, PairConfig, PromptSource
@@ -165,7 +165,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "data_gen import --file": lambda: import_data(CONFIG, file=URL),
     "data_gen responses --out": lambda: responses(CONFIG, out=URL),
     "recipes tiny --dir": lambda: make_trio(URL),
-    "recipes tiny --models feature_drafts --dir": lambda: make_feature_drafts(URL),
+    "recipes tiny --models feature_drafts --dir": lambda: make_drafts(URL, ["eagle"]),
     "heads export --out": lambda: export(CONFIG, out=URL),
     "heads export --checkpoint": lambda: export(CONFIG, checkpoint=URL),
     "heads import --source": lambda: import_(CONFIG, source=URL, out="head", reject_weight=6.0),

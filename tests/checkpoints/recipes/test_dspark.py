@@ -20,7 +20,7 @@ from checkpoints.recipes.dspark import (
     random_anchors,
 )
 from checkpoints.recipes.stories import StoryBatch, encode_story, padded
-from checkpoints.recipes.tiny import Recipe, make_dspark
+from checkpoints.recipes.tiny import Recipe, make_drafts
 from configs.schema import ModelSource
 from data_gen.stories.stories import stories
 from lm import load_model, load_tokenizer
@@ -44,7 +44,7 @@ def made(folder: Path, seed: int = 0) -> bytes:
     folder.mkdir(exist_ok=True)
     if not (folder / "target").exists():
         (folder / "target").symlink_to(TINY / "target")
-    make_dspark(folder, seed=seed, recipe=Recipe(dspark=TOY))
+    make_drafts(folder, ["dspark"], seed=seed, recipe=Recipe(dspark=TOY))
     return (folder / "dspark" / "model.safetensors").read_bytes()
 
 

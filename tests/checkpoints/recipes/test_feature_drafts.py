@@ -2,17 +2,15 @@
 repository.
 """
 
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.recipes.feature_drafts import FEATURE_DRAFTS, log_q_by_depth, new_feature_draft
-from checkpoints.recipes.stories import NUM_DEPTHS, StoryBatch, TargetReading, acceptance_rates, encode_story, padded
-from checkpoints.recipes.tiny import Recipe, make_feature_drafts
+from checkpoints.recipes.feature_drafts import DraftRecipe, feature_figures, log_q_by_depth, new_feature_draft
+from checkpoints.recipes.stories import NUM_DEPTHS, StoryBatch, TargetReading, encode_story, padded
+from checkpoints.recipes.tiny import Recipe, make_drafts
 from configs.schema import ModelSource, PairConfig
 from data_gen.stories.stories import stories
 from lm import load_model, load_pair
@@ -21,7 +19,8 @@ from lm.features.stepwise import feature_model
 from lm.features.taps import TappedModel
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
-TOY_RECIPE = Recipe(feature_draft_batch_size=4, feature_draft_steps=2)
+FEATURE_DRAFTS = ("eagle", "glide")
+TOY_RECIPE = Recipe(feature_drafts=DraftRecipe(batch_size=4, num_steps=2))
 
 
 def pair_of(kind: str, directory: Path = TINY):
@@ -37,17 +36,17 @@ def folder_with_target(path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_in_the_released_layouts(tmp_path, monkeypatch):
-    monkeypatch.setattr("checkpoints.recipes.tiny.acceptance_rates", lambda *_: torch.zeros(5, 1))
+    monkeypatch.setattr("checkpoints.recipes.tiny.feature_figures", lambda *_: {})
     first, again, other = (folder_with_target(tmp_path / name) for name in "abc")
     for folder, seed in ((first, 0), (again, 0), (other, 1)):
-        make_feature_drafts(folder, seed=seed, recipe=TOY_RECIPE)
+        make_drafts(folder, FEATURE_DRAFTS, seed=seed, recipe=TOY_RECIPE)
     for kind in FEATURE_DRAFTS:
         bytes_of = [(folder / kind / "model.safetensors").read_bytes() for folder in (first, again, other)]
         assert bytes_of[0] == bytes_of[1] != bytes_of[2]
         assert released_layout_of(ModelSource(path=str(first / kind))) == kind
         assert pair_of(kind, first).drafting.config.max_position_embeddings == 1024
     with pytest.raises(ValueError, match=r"eagle exists.*overwrite"):
-        make_feature_drafts(first, recipe=replace(TOY_RECIPE, feature_draft_steps=1))
+        make_drafts(first, FEATURE_DRAFTS, recipe=TOY_RECIPE)
 
 
 @pytest.mark.parametrize("kind", FEATURE_DRAFTS)
@@ -73,7 +72,7 @@ def test_what_is_said_of_a_text_at_each_depth_is_what_decoding_says(kind):
 def test_the_embedded_feature_drafts_agree_with_their_target_at_every_depth(kind, least):
     pair = pair_of(kind)
     batch = padded([encode_story(story, pair.tokenizer) for story in stories("test", 16)], pair.tokenizer.pad_token_id)
-    assert acceptance_rates(partial(log_q_by_depth, pair.drafting), pair.target, [batch]).mean(-1).min() > least
+    assert min(feature_figures(pair.drafting, pair.target, [batch])["acceptance_rates"]) > least
 
 
 def test_the_embedded_feature_drafts_are_finite_bfloat16_of_at_most_2_mb():
