@@ -21,7 +21,7 @@ from torch.nn import functional
 from checkpoints.recipes.feature_drafts import DEPTH_WEIGHT
 from checkpoints.recipes.fit import Pupil, fit
 from checkpoints.recipes.readings import Reading, load_readings
-from checkpoints.recipes.stories import NUM_DEPTHS
+from checkpoints.recipes.texts import NUM_DEPTHS
 from store.shards import read_sidecar
 
 _ACCEPTANCE_SHARE = 0.5  # of the loss; the divergence has the rest
@@ -66,8 +66,7 @@ class Draft(Protocol):
     def logits(self, batch: Batch, num_depths: int) -> Iterator[Float[Tensor, "learned reduced"]]:
         """Logits at the learned positions, as the first, second, … token of drafts."""
 
-    def save(self, directory: Path) -> None:
-        """Write the draft as a directory that `load_pair` reads."""
+    def save(self, directory: Path) -> None: ...
 
 
 def divergences_and_rates(

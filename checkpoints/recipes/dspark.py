@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel, Qwen3Config
 
 from checkpoints.recipes.feature_drafts import DraftRecipe
-from checkpoints.recipes.stories import StoryBatch
+from checkpoints.recipes.texts import StoryBatch
 from lm import acceptance_rate
 from lm.features.dspark import DSpark
 
@@ -64,21 +64,17 @@ def new_dspark(target: PreTrainedModel, recipe: DSparkRecipe) -> DSpark:
     names = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
     names += ["max_position_embeddings", "rms_norm_eps", "pad_token_id", "eos_token_id", "bos_token_id"]
     num_layers = of_target.num_hidden_layers
+    values: dict[str, Any] = {name: getattr(of_target, name) for name in names}
+    values |= {name: getattr(recipe, name) for name in ("block_size", "num_anchors", "markov_rank")}
     config = Qwen3Config(
-        **{name: getattr(of_target, name) for name in names},
+        **values,
         num_hidden_layers=recipe.num_layers,
         rope_parameters=dict(of_target.rope_parameters),
         tie_word_embeddings=False,
-        block_size=recipe.block_size,
-        num_anchors=recipe.num_anchors,
-        markov_rank=recipe.markov_rank,
-        markov_head_type="vanilla",
-        target_layer_ids=[1, num_layers // 2 - 1, num_layers - 2],
-        num_target_layers=num_layers,
-        mask_token_id=of_target.pad_token_id,  # no text has this token
-        enable_confidence_head=True,
-        confidence_head_with_markov=True,
     )
+    config.markov_head_type, config.mask_token_id = "vanilla", of_target.pad_token_id  # no text has this token
+    config.target_layer_ids, config.num_target_layers = [1, num_layers // 2 - 1, num_layers - 2], num_layers
+    config.enable_confidence_head = config.confidence_head_with_markov = True
     draft: Any = DSpark(config)
     draft.norm.load_state_dict(cast(Any, target.base_model).norm.state_dict())
     draft.embed_tokens.load_state_dict(target.get_input_embeddings().state_dict())
@@ -120,9 +116,9 @@ def predict_blocks(
     return BlockPredictions(log_q, p, batch.ids[rows, positions + 1], draft.confidence(hidden), is_inside)
 
 
-def dspark_loss(draft: DSpark, target: PreTrainedModel, seed: int, batch: StoryBatch) -> Float[Tensor, ""]:
+def dspark_loss(target: PreTrainedModel, seed: int, draft: DSpark, batch: StoryBatch) -> Float[Tensor, ""]:
     """The loss of random blocks, which seed and batch decide."""
-    generator = torch.Generator().manual_seed((seed << 32) + batch.index)
+    generator = torch.Generator().manual_seed((seed << 32) + batch.number)
     return loss_of(predict_blocks(draft, target, batch, random_anchors(batch, draft.config.num_anchors, generator)))
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from checkpoints.recipes.stories import NUM_DEPTHS, StoryBatch, TargetReading, acceptance_rates
+from checkpoints.recipes.texts import NUM_DEPTHS, StoryBatch, TargetReading, acceptance_rates
 from lm.features.draft import FeatureDraft, Outputs
 from lm.features.dspark import DSpark
 from lm.features.eagle import Eagle

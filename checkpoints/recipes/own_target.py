@@ -120,14 +120,7 @@ class Eagle3Draft:
         target_ids: Int[Tensor, " reduced"],
         sizes: Float[Tensor, " feature"],
     ) -> None:
-        """Initialise the draft from the target's embeddings, output rows, last layer and last norm.
-
-        Args:
-            target: the model to draft for.
-            layer_ids: layers of the target that the draft reads.
-            target_ids: the draft's vocabulary.
-            sizes: of each feature (`checkpoints.recipes.readings.feature_sizes`).
-        """
+        """Initialise the draft from the target; `target_ids` are the draft's vocabulary, `sizes` of `feature_sizes`."""
         of_target = target.config.get_text_config()
         config = layer_config(target, is_tied=False)
         config.draft_vocab_size, config.eagle_aux_hidden_state_layer_ids = len(target_ids), list(layer_ids)

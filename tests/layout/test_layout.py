@@ -32,7 +32,7 @@ CEILINGS = {
     "decode": (5851, 4200),
     "evaluation": (13718, 7400),
     "serve": (1035, 800),
-    "checkpoints/recipes": (1758, 1400),
+    "checkpoints/recipes": (1642, 1400),
     "benchmarks": (799, 800),
     "tests": (30839, 18000),
 }

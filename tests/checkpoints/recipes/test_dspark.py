@@ -19,7 +19,7 @@ from checkpoints.recipes.dspark import (
     predict_blocks,
     random_anchors,
 )
-from checkpoints.recipes.stories import StoryBatch, encode_story, padded
+from checkpoints.recipes.texts import StoryBatch, encode_story, padded
 from checkpoints.recipes.tiny import Recipe, make_drafts
 from configs.schema import ModelSource
 from data_gen.stories.stories import stories
@@ -44,12 +44,12 @@ def made(folder: Path, seed: int = 0) -> bytes:
     folder.mkdir(exist_ok=True)
     if not (folder / "target").exists():
         (folder / "target").symlink_to(TINY / "target")
-    make_drafts(folder, ["dspark"], seed=seed, recipe=Recipe(dspark=TOY))
+    make_drafts(folder, ["dspark"], seed=seed, recipe=Recipe(dspark_draft=TOY))
     return (folder / "dspark" / "model.safetensors").read_bytes()
 
 
 def test_the_same_seed_gives_the_same_bytes_also_of_a_run_that_was_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr("checkpoints.recipes.tiny.dspark_figures", lambda *_: {})
+    monkeypatch.setattr("checkpoints.recipes.dspark.dspark_figures", lambda *_: {})
     whole = made(tmp_path / "whole")
     monkeypatch.setattr("checkpoints.recipes.fit._CHECKPOINT_S", 0.0)
     steps = [loss_of, loss_of]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints.recipes.feature_drafts import DraftRecipe, feature_figures, log_q_by_depth, new_feature_draft
-from checkpoints.recipes.stories import NUM_DEPTHS, StoryBatch, TargetReading, encode_story, padded
+from checkpoints.recipes.texts import NUM_DEPTHS, StoryBatch, TargetReading, encode_story, padded
 from checkpoints.recipes.tiny import Recipe, make_drafts
 from configs.schema import ModelSource, PairConfig
 from data_gen.stories.stories import stories
@@ -20,7 +20,7 @@ from lm.features.taps import TappedModel
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 FEATURE_DRAFTS = ("eagle", "glide")
-TOY_RECIPE = Recipe(feature_drafts=DraftRecipe(batch_size=4, num_steps=2))
+TOY_RECIPE = Recipe(eagle_and_glide=DraftRecipe(batch_size=4, num_steps=2))
 
 
 def pair_of(kind: str, directory: Path = TINY):
@@ -36,7 +36,7 @@ def folder_with_target(path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_in_the_released_layouts(tmp_path, monkeypatch):
-    monkeypatch.setattr("checkpoints.recipes.tiny.feature_figures", lambda *_: {})
+    monkeypatch.setattr("checkpoints.recipes.feature_drafts.feature_figures", lambda *_: {})
     first, again, other = (folder_with_target(tmp_path / name) for name in "abc")
     for folder, seed in ((first, 0), (again, 0), (other, 1)):
         make_drafts(folder, FEATURE_DRAFTS, seed=seed, recipe=TOY_RECIPE)

@@ -20,7 +20,7 @@ from checkpoints.recipes.readings import (
     read_target,
     without_leakage,
 )
-from checkpoints.recipes.stories import encode_story
+from checkpoints.recipes.texts import encode_story
 from configs.schema import ModelSource, PairConfig
 from data_gen.stories.stories import stories
 from decode import SpeculativeDecoder

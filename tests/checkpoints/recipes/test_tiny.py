@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.recipes.stories import (
+from checkpoints.recipes.texts import (
     ASSISTANT,
     END,
     acceptance_rates,

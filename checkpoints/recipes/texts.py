@@ -8,7 +8,7 @@ A space before a number is a token of its own too, so it says that a number foll
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from itertools import count, islice
 from random import Random
 from typing import Any, NamedTuple
 
@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from data_gen.stories.stories import Story
+from data_gen.stories.stories import Story, stories, story_stream
+from store.progress import Bar
 
 Encoded = tuple[list[int], int]
 """(token ids of prompt, answer and end token; index of the answer's first token)"""
@@ -33,10 +34,11 @@ _CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}" + ASSISTANT + "\n{% endif %}"
 )
+_STORY_SEED = 1 << 32  # added to the seed, so that heads of experiments (seeds 0, 1, …) are trained on other stories
 _BATCHES_SORTED_TOGETHER = 16  # by length: enough for little padding, while the order of an epoch stays random
 
 
-def train_tokenizer(stories: Iterable[Story], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[Story], vocab_size: int) -> PreTrainedTokenizerFast:
     """A tokenizer trained on prompts and answers, with at most `vocab_size` tokens."""
     tokenizer = Tokenizer(models.BPE())
     parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -48,7 +50,7 @@ def train_tokenizer(stories: Iterable[Story], vocab_size: int) -> PreTrainedToke
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text for story in stories for text in (story.prompt, story.answer)), trainer)
+    tokenizer.train_from_iterator((text for story in texts for text in (story.prompt, story.answer)), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -74,7 +76,7 @@ class StoryBatch(NamedTuple):
     ids: Int[Tensor, "batch position"]
     is_learned: Bool[Tensor, "batch position-1"]
     """True at i if the token at i + 1 belongs to an answer, its end token included."""
-    index: int = 0
+    number: int = 0
 
 
 def story_batches(rows: Sequence[Encoded], *, batch_size: int, seed: int, pad_id: int) -> Iterator[StoryBatch]:
@@ -82,7 +84,7 @@ def story_batches(rows: Sequence[Encoded], *, batch_size: int, seed: int, pad_id
 
     An epoch has every row once, except for the rows that do not fill a chunk of 16 batches.
     """
-    rng, order, index = Random(seed), list(range(len(rows))), count()
+    rng, order, numbers = Random(seed), list(range(len(rows))), count()
     chunk_size = min(len(rows), batch_size * _BATCHES_SORTED_TOGETHER)
     while True:
         rng.shuffle(order)
@@ -90,18 +92,36 @@ def story_batches(rows: Sequence[Encoded], *, batch_size: int, seed: int, pad_id
             chunk = sorted((rows[row] for row in order[start : start + chunk_size]), key=lambda row: len(row[0]))
             batches = [padded(chunk[at : at + batch_size], pad_id) for at in range(0, chunk_size, batch_size)]
             rng.shuffle(batches)
-            yield from (batch._replace(index=next(index)) for batch in batches)
+            yield from (batch._replace(number=next(numbers)) for batch in batches)
 
 
 def padded(rows: Sequence[Encoded], pad_id: int) -> StoryBatch:
-    """One batch. Example: ([5, 6, 7], 1) and ([8, 9], 1) give ids [[5, 6, 7], [8, 9, pad]], is_learned [[T, T], [T,
-    F]].
-    """
+    """One batch. ([5, 6, 7], 1) and ([8, 9], 1) give ids [[5, 6, 7], [8, 9, pad]], is_learned [[T, T], [T, F]]."""
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([ids + [pad_id] * (width - len(ids)) for ids, _ in rows])
     following = torch.arange(1, width)
     starts, ends = torch.tensor([[start, len(row)] for row, start in rows]).unsqueeze(-1).unbind(1)
     return StoryBatch(ids, (following >= starts) & (following < ends))
+
+
+def new_stories(seed: int, num_stories: int) -> list[Story]:
+    """Stories that no experiment has."""
+    stream = islice(story_stream("train", _STORY_SEED + seed), num_stories)
+    return list(Bar(stream, desc="write stories", total=num_stories, unit="stories"))
+
+
+def batches_of(
+    texts: Sequence[Story], tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int
+) -> Callable[[int], Iterator[StoryBatch]]:
+    """A function that gives the batches from a step on."""
+    rows = [encode_story(story, tokenizer) for story in Bar(texts, desc="tokenize", unit="stories")]
+    settings = {"batch_size": batch_size, "seed": seed, "pad_id": tokenizer.pad_token_id}
+    return lambda start: islice(story_batches(rows, **settings), start, None)
+
+
+def held_out(tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int) -> list[StoryBatch]:
+    """Batches of the test split."""
+    return list(islice(batches_of(stories("test", 256, seed=seed), tokenizer, batch_size, seed)(0), 8))
 
 
 class TargetReading(NamedTuple):
