@@ -1,5 +1,5 @@
-"""What the site has beside the pages of this folder: every command and setting, the Python API, and files of the
-repository's root. All of it is read from the code when the site is built, so that nothing is written twice.
+"""Generate the site's pages that are not files in this folder: commands, settings, the Python API, and files of the
+repository's root. They are read from the code when the site is built.
 """
 
 import ast
@@ -14,14 +14,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # the build may run in an environment that has no acceptance-heads
+sys.path.insert(0, str(ROOT))  # acceptance-heads may not be installed where the site is built
 
 from configs.front import COMMANDS
 from configs.screens import SECTIONS, TRAINING, Option, options_of, settings_of, summary_of, usage_of
 
 ROOMS = ("decode", "heads", "data_gen")
 FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md")
-# nbconvert puts loaders of MathJax and Mermaid from another host into every notebook; ours has neither in it.
+# nbconvert adds loaders of MathJax and Mermaid from another host to every notebook; ours uses neither.
 _LOADERS = re.compile(r'<script (?:src=""|type="(?:module|text/x-mathjax-config)")>.*?</script>', re.DOTALL)
 _TITLES = {"pair": "the models", "data": "prompts and rows", "heads": "the sweep", "decode": "policies and evaluation"}
 
@@ -38,30 +38,30 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """A page without such loaders, so that the site works offline."""
+    """Remove those loaders, so that the site works offline."""
     return _LOADERS.sub("", html) if page.file.src_uri.endswith(".ipynb") else html
 
 
 def commands() -> str:
-    """Every command with its flags, in the order in which one needs them."""
-    about = "Every command takes `--help`; one with `--config` takes every [setting](settings.md) as a flag too."
+    """Every command with its flags, in the order of use."""
+    about = "Every command has `--help`. A command with `--config` also takes every [setting](settings.md) as a flag."
     lines = ["# Commands", "", about, ""]
     for name, entry in COMMANDS.items():
         lines += [f"## {name}", "", summary_of(entry.target), ""]
         lines += ["```text", usage_of(name, entry.target), "```", ""]
         if shown := [setting for setting in entry.settings if not setting.startswith("trainer.")]:
             links = ", ".join(f"[`{setting}`](settings.md#{_anchor(setting)})" for setting in shown)
-            lines += [f"The settings that matter most here: {links}.", ""]
+            lines += [f"Most important settings: {links}.", ""]
         if options := options_of(entry.target):
             lines += [*_table(options, has_kind=False), ""]
         if name in TRAINING:
-            lines += ["And `--trainer.NAME`, the arguments of pytorch_lightning.Trainer.", ""]
+            lines += ["Also `--trainer.NAME`: any argument of pytorch_lightning.Trainer.", ""]
     return "\n".join(lines)
 
 
 def settings() -> str:
     """Every setting of the YAML, section by section."""
-    lines = ["# Settings", "", "What a YAML may say; each is also a flag, as `--data.num_train 4096`.", ""]
+    lines = ["# Settings", "", "Every key of the YAML. Each is also a flag, for example `--data.num_train 4096`.", ""]
     for section in SECTIONS:
         lines += [f"## {section}: {_TITLES[section]}", "", *_table(settings_of(section), has_kind=True), ""]
     trainer = "Any argument of pytorch_lightning.Trainer, such as `max_epochs`, `devices`, `precision` and `logger`."
@@ -69,9 +69,9 @@ def settings() -> str:
 
 
 def api() -> str:
-    """The rooms and their public names, with the docstrings of both."""
+    """The packages and their public names, with their docstrings."""
     text_alone = ["members: false", "show_root_heading: false", "show_root_toc_entry: false"]
-    about = "What the rooms export. Everything else has its own module, and its docstring there."
+    about = "The public names of the packages that users import."
     lines = ["# Python API", "", about, ""]
     for room in ROOMS:
         lines += [f"## {room}", "", f"::: {room}", "    options:", *(f"      {option}" for option in text_alone), ""]
@@ -81,21 +81,21 @@ def api() -> str:
 
 
 def exported(room: str) -> list[str]:
-    """`__all__` of a room, read without importing it."""
+    """`__all__` of a package, read without importing it."""
     tree = ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8"))
     assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
     return list(ast.literal_eval(assigned["__all__"]))
 
 
 def _table(options: Iterable[Option], *, has_kind: bool) -> Iterator[str]:
-    """Rows of flag, default and text, as HTML, since a type may hold a bar."""
+    """Rows of flag, default and text, as HTML, because a type may contain a bar."""
     yield '<div class="options" markdown="0"><table>'
     for option in options:
         name = option.flag.removeprefix("--") if has_kind else option.flag
         default = f" <small>[{escape(option.default)}]</small>" if option.default else ""
         kind = f"<br><small>{escape(option.kind.replace('None', 'null'))}</small>" if has_kind else ""
         text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(option.text))
-        broken = re.sub(r"([._])", r"\1<wbr>", name)  # where a narrow screen may break it
+        broken = re.sub(r"([._])", r"\1<wbr>", name)  # a narrow screen may break the line here
         yield f'<tr id="{_anchor(name)}"><td><code>{broken}</code>{kind}</td><td>{text}{default}</td></tr>'
     yield "</table></div>"
 
