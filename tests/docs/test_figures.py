@@ -1,4 +1,6 @@
-"""Every figure that the README and the index pages quote is on the results page, or in its tables, that they link."""
+"""Every figure that the README and the index pages quote is on the results page, or in its tables, that they link;
+pages have the parts and the length that readers expect.
+"""
 
 import re
 from collections.abc import Iterator
@@ -77,6 +79,12 @@ def test_a_results_page_asks_answers_and_says_how_to_make_it_again(page: Path):
     assert found == sorted(found)
     answer = text.split("**Answer.**")[1].split("\n\n")[0]
     assert len(re.findall(r"[.?](?:\s|$)", answer)) <= 2, "two sentences"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")], ids=lambda page: page.stem)
+def test_a_page_that_is_not_a_reference_stays_short(page: Path):
+    most = 120 if page.stem == "README" else 150
+    assert page.stem in ("families", "laws", "log") or page.read_text(encoding="utf-8").count("\n") <= most
 
 
 def test_every_table_beside_the_pages_is_linked():
