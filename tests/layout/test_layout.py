@@ -34,7 +34,7 @@ CEILINGS = {
     "serve": (1035, 800),
     "checkpoints/recipes": (1642, 1400),
     "benchmarks": (799, 800),
-    "tests": (30839, 18000),
+    "tests": (30846, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 240
