@@ -66,7 +66,7 @@ class Bar(tqdm):
         drawing["smoothing"] = 0  # what remains is told by the whole run so far: many units come in bursts
         super().__init__(iterable, desc=f"{desc}: ", unit=unit, total=total, bar_format=form, **drawing | settings)
 
-    def update(self, n: float | None = 1) -> bool | None:
+    def update(self, n: int | float | None = 1) -> bool | None:
         """Count `n` more units."""
         result = super().update(n)
         if n == 0 and time.monotonic() - self._drawn > _REDRAWN_S:

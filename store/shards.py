@@ -25,7 +25,7 @@ SHARD_FOLDERS = ("rows", "features/*", "stages/*")
 SIDECAR_REMEDY = "delete it and run the same command again: it makes the shard anew"
 _COUNTS = {"bytes", "rows", "tokens", "input", "ok"}
 """Facts that are whole numbers."""
-_DIRECTORY_WAIT_S = 600
+_DIRECTORY_WAIT_S = 600.0
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 

@@ -147,7 +147,7 @@ def test_what_is_saved_decodes_as_the_target(kind, target, paths, tmp_path):
 
 def test_a_width_that_no_head_fits_is_refused(target):
     with pytest.raises(ValueError, match="hidden_size is 96; take a multiple of 64 up to 128"):
-        SmallDraft(target, None, hidden_size=96, num_layers=1)
+        SmallDraft(target, load_tokenizer(ModelSource(path=str(TINY / "target"))), hidden_size=96, num_layers=1)
 
 
 def test_responses_are_read_from_the_file_that_data_writes(tmp_path):
