@@ -30,8 +30,6 @@ _LARGE_BYTES = 2**26
 """Size from which on a file's hash is kept."""
 _SLOW_BYTES = 2**32
 """Size from which on the user is told what takes so long."""
-HASHES = ("weights", "config")
-"""Entries of a description that are hashes of whole files."""
 _UNTOLD = ("transformers_version", "_name_or_path")
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from decode.experiment import Experiment
 from decode.policies.batch import BatchCosts, Curve
-from evaluation.costs.machine import key_of, recorded
+from evaluation.costs.machine import loop_key, recorded
 from store.keyed import KeyedStore
 
 
 def keep_curves(experiment: Experiment, curves: BatchCosts) -> Path:
     """Write them, with the loop that they are of; the file."""
-    store = _stored(experiment)
-    store.keep([(key_of(experiment), {name: asdict(curve) for name, curve in curves._asdict().items()})])
+    store = curves_store(experiment)
+    store.keep([(loop_key(experiment), {name: asdict(curve) for name, curve in curves._asdict().items()})])
     return store.path
 
 
@@ -24,8 +24,8 @@ def kept_curves(experiment: Experiment) -> BatchCosts | None:
     Raises:
         ValueError: a file that holds something else.
     """
-    store = _stored(experiment)
-    curves = recorded(store, experiment) if experiment.decode.as_recorded else store.get(key_of(experiment))
+    store = curves_store(experiment)
+    curves = recorded(store, experiment) if experiment.decode.as_recorded else store.get(loop_key(experiment))
     if curves is None:
         return None
     return BatchCosts(
@@ -33,6 +33,7 @@ def kept_curves(experiment: Experiment) -> BatchCosts | None:
     )
 
 
-def _stored(experiment: Experiment) -> KeyedStore:
+def curves_store(experiment: Experiment) -> KeyedStore:
+    """The curves of every loop that was measured; batches run eagerly, whatever decode.compile says."""
     remedy = "delete the line, and measure anew with `evaluation bench --batch`"
     return KeyedStore(experiment.directory / "batch_costs.jsonl", remedy=remedy, fields=BatchCosts._fields)

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from configs.schema import Config, ModelSource
+from data_gen.store.identity import describe_model
 from data_gen.store.manifest import digest
-from decode.experiment import Experiment
+from decode.experiment import Experiment, Level
 from decode.policies import FixedLength
 from decode.policies.registry import registered
 from evaluation.bench.arms import Racer, Timed, Written, generations_of, warm_up
@@ -43,6 +44,7 @@ from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
 from evaluation.costs.model import CostModel
 from evaluation.flag_types import RaceRules
+from evaluation.keys import class_key, code_key, head_key, machine_key, models_key, policy_key, prompts_key
 from evaluation.turns import in_turns
 from lm import Pair, Sampling, load_config, load_model
 from store.keyed import KeyedStore
@@ -55,6 +57,9 @@ SAMPLINGS = {
 }
 _CONSTANTS = (2, 5, 10)
 """Lengths of transformers' constant schedule where no best fixed length is known."""
+_NO_PART = {"as_recorded", "compile", "datasets", "dir", "heads", "hierarchies", "num_test", "perfect_head", "ratios"}
+_NO_PART |= {"prompts_per_shard", "stop_share", "t_draft_s", "t_target_s", "trace_hidden", "verify_shares"}
+"""Settings of `decode` that do not decide what dev chooses, or that a key has in another form."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +102,11 @@ class Race:
         self.experiment = Experiment(config)
         self._samplings = SAMPLINGS | {"own": self.experiment.sampling}
         # made here, so that heads and policies of one's own are checked before anything is measured
-        named = [self.experiment.policy(spec) for spec in terms.policies]
-        self._checked = named or self.experiment.heads
+        self._named = [self.experiment.policy(spec) for spec in terms.policies]
+        self._checked = self._named or self.experiment.heads
         for name in config.decode.policies:
             registered(name)
-        if named and not any(isinstance(policy, FixedLength) for policy in named):
+        if self._named and not any(isinstance(policy, FixedLength) for policy in self._named):
             raise ValueError(
                 f"--policies names {', '.join(terms.policies)}, and gains are measured from a fixed length; name one, "
                 "too, as fixed_length:k=5"
@@ -149,42 +154,61 @@ class Race:
             for dataset in rules.datasets or known[:1]:
                 for name in samplings:
                     cell = Cell(ratio, dataset, name)
-                    asked = {**cell._asdict(), **asdict(self._terms), "rules": asdict(replace(rules, datasets=()))}
-                    if ratio is None:
-                        asked.pop("t_draft_ms")
-                    yield self._once("cell", asked, partial(self._measured, cell, asked))
+                    key = self.key(cell)
+                    yield self._once(key, partial(self._measured, cell, key))
 
-    def _once(self, kind: str, asked: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _once(self, key: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The value kept under this key, or a value that is made now and kept."""
-        key = self._key(kind, asked)
         kept = self._store.get(key)
         if kept is None:
             kept = make()
             self._store.keep([(key, kept)])
         return kept
 
-    def _key(self, kind: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """All that a value of this kind depends on."""
-        models = {level: self.experiment.described(level) for level in ("target", "draft")}
-        layers = {level: getattr(self.experiment.models, level).extra_layers for level in models}
-        decode = self.experiment.decode
-        key: dict[str, Any] = {"kind": kind, **asked, "models": models, "extra_layers": layers, "heads": decode.heads}
-        key |= {"compile": decode.compile, "threads": self.experiment.models.num_threads}
-        if decode.abroad_weights != (1, 1):  # left out as before there was a choice
-            key["abroad_weights"] = list(decode.abroad_weights)
-        key |= {"own": self.experiment.sampling.as_dict(), "datasets": list(self.experiment.datasets)}
-        # the families that compete; left out of the key where all do
+    def key(self, cell: Cell) -> dict[str, Any]:
+        """Everything that a cell's value depends on."""
+        terms = asdict(replace(self._terms, rules=replace(self._terms.rules, datasets=())))
+        key = {"kind": "cell", **cell._asdict(), "law": self._samplings[cell.sampling].as_dict(), "terms": terms}
+        return key | self._competing_key(cell) | self._run_key
+
+    def _competing_key(self, cell: Cell) -> dict[str, Any]:
+        """What competes in a cell and on which prompts: the policies that were named, or all that dev chooses from."""
+        experiment, decode = self.experiment, asdict(self.experiment.decode)
+        timed = experiment.prompts(cell.dataset, "test", num=self._terms.num_prompts)
+        key = {"prompts": prompts_key(experiment, timed)}
+        if self._named:
+            return key | {"policies": list(map(policy_key, self._named))}
+        home = next(iter(experiment.datasets))
         return key | {
-            name: value for name in ("policies", "grid") if (value := getattr(decode, name)) and kind == "cell"
+            "decode": {name: value for name, value in decode.items() if name not in _NO_PART},
+            "classes": {name: class_key(registered(name).kind) for name in decode["policies"]},
+            "heads": {name: head_key(head) for name, head in experiment.heads.items()},
+            "dev": [prompts_key(experiment, experiment.prompts(name, "dev")) for name in (home, cell.dataset)],
         }
 
-    def _measured(self, cell: Cell, asked: Mapping[str, Any]) -> dict[str, Any]:
+    @cached_property
+    def _run_key(self) -> dict[str, Any]:
+        """What all cells depend on: models, costs, machine, code."""
+        levels: tuple[Level, ...] = ("target", "draft")
+        assistant = self._assistant_source
+        return {
+            "models": models_key(self.experiment, *levels),
+            "assistant": None if assistant is None else describe_model(assistant),
+            "default_schedule": about_default(),
+            "max_draft_length": self.experiment.decode.max_draft_length,
+            "compile": self.experiment.decode.compile,
+            "costs": asdict(self._cost),
+            **machine_key(self.experiment),
+            "code": code_key(),
+        }
+
+    def _measured(self, cell: Cell, key: Mapping[str, Any]) -> dict[str, Any]:
         sampling = self._samplings[cell.sampling]
         speed = Speed(0, 0, self._cost) if cell.ratio is None else self._slowed(cell.ratio, cell.dataset)
         chosen = self._chosen(cell, speed.cost)
         pair = self.experiment.pair if cell.ratio is None else Experiment(speed.of(self._config)).pair
         arms = self._arms(pair, sampling, chosen)
-        rows = self._rows(cell, asked, arms)
+        rows = self._rows(cell, key, arms)
         return {
             "ratio_wished": cell.ratio,
             "dataset": cell.dataset,
@@ -210,14 +234,14 @@ class Race:
         }
 
     def _rows(
-        self, cell: Cell, asked: Mapping[str, Any], arms: Mapping[str, tuple[Racer, Timed]]
+        self, cell: Cell, key: Mapping[str, Any], arms: Mapping[str, tuple[Racer, Timed]]
     ) -> list[list[dict[str, Any]]]:
         """The rows of each prompt, one per cycle; each is kept as soon as every arm has had its turn."""
         prompts, num_cycles = self._prompts(cell.dataset), self._terms.rules.cycles
         settings = [(name, racer.setting) for name, (racer, _) in arms.items()]
-        race = digest(repr((sorted(self._key("cell", asked).items(), key=str), settings)))
+        race = digest(repr((sorted(key.items(), key=str), settings)))
         kept: dict[tuple[int, int], dict[str, Any]] = {
-            (key["prompt"], key["cycle"]): row for key, row in self._store.entries() if key.get("race") == race
+            (of["prompt"], of["cycle"]): row for of, row in self._store.entries() if of.get("race") == race
         }
         is_warm, total = cell.ratio is not None, len(prompts) * num_cycles
         with Bar(
@@ -250,7 +274,7 @@ class Race:
             watch = Stopwatch(models=self.experiment.models, vocab_size=vocab_size, prompt=self._prompts(dataset)[0])
             return watch.slowed(self._cost, **wish).as_dict()
 
-        return speed_from(self._once("speed", wish, make), self._cost)
+        return speed_from(self._once({"kind": "speed", **wish, **self._run_key}, make), self._cost)
 
     def _chosen(self, cell: Cell, cost: CostModel) -> Mapping[str, Racer]:
         name, terms = cell.sampling, self._terms

@@ -1,26 +1,24 @@
 """The times of this machine, measured once and kept in DIR/costs.jsonl, so that a second evaluation agrees with the
 first.
 
-The file holds one entry per loop: pair, dtypes, sampling, eager or compiled, device, threads. What an entry lacks
-(stops of heads that were trained since) is measured and added.
+The file holds one entry per loop: everything that `key_of` names. What an entry lacks (stops of heads that were trained
+since) is measured and added.
 """
 
-import platform
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from data_gen.store.identity import HASHES
-from decode.experiment import Experiment, Level
+from data_gen.prompts.splits import Split
+from decode.experiment import Experiment
 from decode.policies.base import Policy
 from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
 from evaluation.costs.model import RECORDED, CostModel, StopShares, TimeErrors, check_ratio
 from evaluation.costs.stops import policies_by_kind, sizes, time_stops
 from evaluation.costs.waiting import Timing
+from evaluation.keys import machine_key, models_key, prompts_key
 from store.keyed import KeyedStore
 
 NUM_PROMPTS = 4
@@ -119,7 +117,7 @@ def _times_beside_trace(experiment: Experiment) -> dict[str, Any] | None:
 
 def recorded(store: KeyedStore, experiment: Experiment) -> dict[str, Any] | None:
     """The last entry of the trace's sampling and longest draft, wherever its models lay."""
-    shared = {name: key_of(experiment)[name] for name in ("sampling", "max_draft_length")}
+    shared = {"sampling": experiment.sampling.as_dict(), "max_draft_length": experiment.decode.max_draft_length}
     return next((value for key, value in store.entries()[::-1] if shared.items() <= key.items()), None)
 
 
@@ -201,32 +199,42 @@ def missing_of(
 
 def loop_of(experiment: Experiment) -> Loop:
     """The loop that the config describes, on a few dev prompts of the first dataset."""
-    num = max(experiment.decode.num_dev, NUM_PROMPTS)
-    prompts = experiment.prompt_ids(next(iter(experiment.datasets)), "dev", num=num)[:NUM_PROMPTS]
-    return Loop.of(experiment, prompts=prompts, max_new_tokens=min(experiment.decode.max_new_tokens, _TOKENS))
+    prompts = experiment.prompt_ids(*_timed_prompts(experiment), num=_num_prompts(experiment))[:NUM_PROMPTS]
+    return Loop.of(experiment, prompts=prompts, max_new_tokens=_num_tokens(experiment))
 
 
 def key_of(experiment: Experiment) -> dict[str, Any]:
-    """The settings that the times of a loop depend on."""
-    levels: tuple[Level, ...] = ("target", "draft")
-    return {
-        **{
-            level: {**asdict(getattr(experiment.models, level)), **_shape(experiment.described(level))}
-            for level in levels
-        },
-        "sampling": experiment.sampling.as_dict(),
-        "max_draft_length": experiment.decode.max_draft_length,
+    """Everything that the times of a loop depend on."""
+    prompts = experiment.prompts(*_timed_prompts(experiment), num=_num_prompts(experiment))
+    return loop_key(experiment) | {
         "compile": experiment.decode.compile,
-        "device": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else platform.processor() or platform.machine(),
-        "threads": experiment.models.num_threads or torch.get_num_threads(),
+        "prompts": prompts_key(experiment, prompts),
+        "max_new_tokens": _num_tokens(experiment),
     }
 
 
-def _shape(described: Mapping[str, Any]) -> dict[str, Any]:
-    """A description without the hashes of all weights: times do not depend on their values."""
-    return {name: value for name, value in described.items() if name not in HASHES}
+def loop_key(experiment: Experiment) -> dict[str, Any]:
+    """The models, the sampling, the longest draft and the machine of a loop, whatever it is timed on."""
+    return {
+        **models_key(experiment, "target", "draft"),
+        "sampling": experiment.sampling.as_dict(),
+        "max_draft_length": experiment.decode.max_draft_length,
+        **machine_key(experiment),
+    }
+
+
+def _timed_prompts(experiment: Experiment) -> tuple[str, Split]:
+    """The dataset and the split whose first prompts are timed."""
+    return next(iter(experiment.datasets)), "dev"
+
+
+def _num_prompts(experiment: Experiment) -> int:
+    """How many prompts are read to find `NUM_PROMPTS` that fit."""
+    return max(experiment.decode.num_dev, NUM_PROMPTS)
+
+
+def _num_tokens(experiment: Experiment) -> int:
+    return min(experiment.decode.max_new_tokens, _TOKENS)
 
 
 def measure_loop(loop: Loop) -> dict[str, Any]:

@@ -4,15 +4,14 @@ with the micro.
 A competitor whose paper leaves a length open has several settings; `evaluation hierarchy` chooses among them on dev.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from hashlib import sha256
 from itertools import product
+from json import dumps
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
-
+from data_gen.store.manifest import digest
 from decode.drafters.factory import PairModels
 from decode.drafters.hierarchies.hsddw import hsddw
 from decode.drafters.hierarchies.interleaved import InterleavedDrafter
@@ -23,6 +22,7 @@ from decode.policies.entropy import Entropy, SelfVerify
 from decode.policies.head import HeadPolicy
 from decode.policies.length import FixedLength
 from evaluation.competitors import Competitor, Setting
+from evaluation.keys import policy_key
 from heads.model.head import AcceptanceHead
 from lm import CachedModel
 
@@ -35,10 +35,9 @@ _INNER = ((3, 5), *product((1, 2, 4), (3, 6, 10)))
 _SCHEDULES = ((1, 3), *product((1, 2, 3), (1, 2)))
 
 
-def version_of(heads: Iterable[AcceptanceHead]) -> str:
-    """Version of a setting with these heads, whose paths may hold other weights tomorrow; empty for none."""
-    weights = b"".join(save(dict(head.state_dict())) for head in heads)
-    return sha256(weights).hexdigest()[:8] if weights else ""
+def version_of(*policies: Policy) -> str:
+    """Version of a setting with these policies: a path may hold another head tomorrow, a module another class."""
+    return digest(dumps(list(map(policy_key, policies)), sort_keys=True))[:8]
 
 
 def competitors_of(trio: PairModels) -> list[Competitor]:
@@ -82,7 +81,7 @@ def with_heads(
         max_rejection_prob: the threshold of both heads, on their calibrated probabilities.
     """
     policies = [HeadPolicy(head, max_rejection_prob=max_rejection_prob, is_calibrated=True) for head in heads]
-    labels, version = [f"{Path(path).name} r<={max_rejection_prob:g}" for path in paths], version_of(heads)
+    labels, version = [f"{Path(path).name} r<={max_rejection_prob:g}" for path in paths], version_of(*policies)
 
     def full() -> Drafter:
         return hsddw(trio.micro, trio.draft, window=WINDOW, policies=(policies[0], policies[1]))

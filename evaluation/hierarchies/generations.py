@@ -2,8 +2,8 @@
 `evaluation hierarchy` share them.
 
     DIR/manifest.json        what decides the tokens
-    DIR/decoded.jsonl        prompt (a hash of its token ids), arm and setting -> counts, draft lengths, seconds,
-                             repeats (`store.keyed`)
+    DIR/decoded.jsonl        prompt (a hash of its token ids), arm, setting and run (a hash of the machine and the code)
+                             -> counts, draft lengths, seconds, repeats (`store.keyed`)
 
 Hierarchies cannot be replayed from a trace: which tokens an inner verification drops depends on its draws. So they are
 decoded, once.
@@ -29,6 +29,8 @@ class Key(NamedTuple):
     prompt: str
     arm: str
     setting: str
+    run: str = ""
+    """Digest of the machine, the code and how models are loaded, which decide the seconds."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ def read_decoded(directory: Path) -> dict[Key, Decoded]:
     Raises:
         ValueError: a line that is no generation.
     """
-    return {Key(**key): _parsed(value) for key, value in _stored(directory).entries()}
+    entries = _stored(directory).entries()
+    # entries of earlier versions name no run
+    return {Key(**key): _parsed(value) for key, value in entries if key.keys() == set(Key._fields)}
 
 
 def _stored(directory: Path) -> KeyedStore:

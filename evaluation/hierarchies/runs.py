@@ -5,6 +5,7 @@ it slows down, all do.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from json import dumps
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_gen.store.manifest import settle
+from data_gen.store.manifest import digest, settle
 from decode.drafters.factory import PairModels
-from decode.experiment import LEVELS, Experiment
+from decode.experiment import LEVELS, Experiment, Level
 from decode.loop.counts import Counts
 from decode.loop.decoder import Generation, SpeculativeDecoder
 from evaluation.competitors import Competitor, Setting, fastest
 from evaluation.hierarchies.generations import Decoded, Key, append_decoded, prompt_key, read_decoded
 from evaluation.hierarchies.times import Times, fit_times, swapped
 from evaluation.intervals import Spent
+from evaluation.keys import code_key, machine_key, models_key
 from evaluation.turns import in_turns
 from lm import RandomDraws, Sampling
 from lm.uniforms import GENERATOR, seed_of
@@ -87,6 +89,8 @@ class ResumableLoop:
     max_draft_length: int
     max_new_tokens: int
     seed: int
+    run: str = ""
+    """As a `Key` has it."""
 
     def play(
         self, competitors: Sequence[Competitor], prompts: Sequence[Sequence[int]], *, repeats: int = 1
@@ -110,7 +114,8 @@ class ResumableLoop:
     ) -> list[Candidate]:
         pairs = [(competitor, setting) for competitor in competitors for setting in competitor.settings]
         keys = [
-            [Key(prompt_key(ids), competitor.name, setting.key) for competitor, setting in pairs] for ids in prompts
+            [Key(prompt_key(ids), competitor.name, setting.key, self.run) for competitor, setting in pairs]
+            for ids in prompts
         ]
         stored = read_decoded(self.directory)
         is_there = {key for key, generation in stored.items() if generation.repeats >= repeats}
@@ -162,12 +167,19 @@ def resumable_loop(
     settings = {name: getattr(experiment.decode, name) for name in ("max_draft_length", "max_new_tokens", "seed")}
     directory = experiment.directory / folder / dataset
     directory.mkdir(parents=True, exist_ok=True)
-    models: dict[str, Any] = {
-        level: experiment.described(level) for level in LEVELS if getattr(experiment.models, level) is not None
-    }
+    levels = [level for level in LEVELS if getattr(experiment.models, level) is not None]
+    models: dict[str, Any] = {level: experiment.described(level) for level in levels}
     manifest = {"format": 1, **models, "sampling": experiment.sampling.as_dict(), **settings, "generator": GENERATOR}
     settle(directory, manifest, setting="decode.dir")
-    return ResumableLoop(directory=directory, trio=trio, sampling=experiment.sampling, **settings)
+    return ResumableLoop(
+        directory=directory, trio=trio, sampling=experiment.sampling, run=run_key(experiment, levels), **settings
+    )
+
+
+def run_key(experiment: Experiment, levels: Sequence[Level]) -> str:
+    """A digest of everything that decides seconds and is in neither the manifest nor a setting's key."""
+    models = models_key(experiment, *levels)
+    return digest(dumps([models, machine_key(experiment), code_key()], sort_keys=True))[:16]
 
 
 def trio_times(runs: Sequence[Candidate]) -> Times:

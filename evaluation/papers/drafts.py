@@ -188,4 +188,4 @@ def _stop_of(experiment: Experiment, spec: str, name: str) -> StopChoices:
         ", ".join(f"{key}={value}" for key, value in pick.items()): replace(policy, **pick)  # type: ignore[type-var]
         for pick in choices
     }
-    return StopChoices(name, settings, version_of(policy.heads))
+    return StopChoices(name, settings, version_of(policy))

@@ -21,9 +21,11 @@ two models, the exchange between them free.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from json import dumps
 
 import torch
 
+from data_gen.store.manifest import digest
 from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
 from evaluation.competitors import Competitor
@@ -31,6 +33,7 @@ from evaluation.hierarchies.configurations import NO_DRAFT, WINDOW, competitors_
 from evaluation.hierarchies.runs import MICRO_ALONE, Candidate, resumable_loop, trio_times
 from evaluation.hierarchies.times import Times, redundancy, target_utilisation
 from evaluation.intervals import Spent
+from evaluation.keys import models_key
 from evaluation.papers.drafts import EAGLE_1, Contest, DraftModels, Kind, contest_of, eagle_2, lengths_of, stops_of
 from evaluation.papers.gains import by_key, finalists_of, gain_cells, joined, lines_of, shown_speed_up, stop_verdict
 from evaluation.sheet import Sheet
@@ -114,7 +117,7 @@ def eagle_finalists(
     if not isinstance(beside.pair.drafting, Eagle):
         raise ValueError(f"--eagle is {path}, a {type(beside.pair.drafting).__name__} draft; give an EAGLE's directory")
     stops, lengths, models = stops_of(beside, specs), lengths_of(beside, kinds), DraftModels(beside)
-    version = str(beside.described("draft")["weights"])[:8]
+    version = digest(dumps(models_key(beside, "draft"), sort_keys=True))[:8]
     contests = [contest_of(kind, stops, models, lengths=lengths, version=version) for kind in kinds]
     loops = [
         (resumable_loop(experiment, dataset, trio), experiment.prompt_ids(dataset, "dev"))

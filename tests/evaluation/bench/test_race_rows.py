@@ -44,8 +44,10 @@ class Toy(Race):
 
     _cost = CostModel.constant(0.001, 0.005)
 
-    def _key(self, kind, asked):
-        return {"kind": kind, **asked}
+    _named, _run_key = (), {}
+
+    def _competing_key(self, cell):
+        return {}
 
     def _prompts(self, dataset):
         return [[place, len(dataset)] for place in range(self._terms.num_prompts)]
