@@ -19,7 +19,7 @@ from decode.drafters.factory import PairModels
 from decode.drafters.trees.shapes import Dynamic, Shape, Static
 from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
-from decode.policies.registry import POLICIES, read_spec
+from decode.policies.registry import POLICIES, RULES, read_spec, registered
 from evaluation.competitors import Competitor, Setting
 from evaluation.hierarchies.configurations import NO_DRAFT, version_of
 
@@ -154,12 +154,20 @@ def stops_of(experiment: Experiment, specs: Sequence[str]) -> list[StopChoices]:
     """Each with its choices, under a short name.
 
     Raises:
-        ValueError: a spec that does not parse, a head that does not fit this run.
+        ValueError: a spec that does not parse, a head that does not fit this run, an engine's rule.
         FileNotFoundError: no exported head at that path.
     """
-    short = [_short(spec) for spec in specs]
-    names = short if len(set(short)) == len(short) else specs
-    return [_stop_of(experiment, spec, name) for spec, name in zip(dict.fromkeys(specs), names, strict=False)]
+    unique = list(dict.fromkeys(specs))
+    for spec in unique:
+        if (rule := read_spec(spec)[0]) in RULES:
+            known = ", ".join(name for name in POLICIES if name not in ("fixed_length", "heuristic"))
+            raise ValueError(
+                f"--stops names {rule}, an engine's rule, whose settings `acceptance-heads flags` chooses; name one "
+                f"of {known}"
+            )
+    short = list(map(_short, unique))
+    names = short if len(set(short)) == len(short) else unique
+    return [_stop_of(experiment, spec, name) for spec, name in zip(unique, names, strict=True)]
 
 
 def _short(spec: str) -> str:
@@ -173,7 +181,7 @@ def _stop_of(experiment: Experiment, spec: str, name: str) -> StopChoices:
     configured = experiment.decode.grid.get(kind)
     grid = {
         key: values
-        for key, values in (configured or POLICIES[kind].values(experiment.decode.max_draft_length)).items()
+        for key, values in (configured or registered(kind).values(experiment.decode.max_draft_length)).items()
         if key not in given
     }
     choices = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]

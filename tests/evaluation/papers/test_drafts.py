@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from configs.command import run
+from configs.command import config_of, parser_for, run
+from decode.experiment import Experiment
 from decode.loop.counts import Counts
 from evaluation.__main__ import COMMANDS
 from evaluation.competitors import Competitor, Setting
 from evaluation.hierarchies.generations import Decoded
 from evaluation.hierarchies.runs import Candidate
 from evaluation.intervals import Spent
-from evaluation.papers.drafts import Contest
+from evaluation.papers.drafts import Contest, stops_of
 from evaluation.papers.gains import by_key, finalists_of, fitted, joined, line_rows, lines_of, stop_verdict
 
 SMALL = (
@@ -211,6 +212,10 @@ REFUSED = {
     "no dev prompts": (("--paper", "svip-trees", "--decode.num_dev", "0"), "decode.num_dev"),
     "too short": (("--paper", "svip-trees", "--decode.max_draft_length", "5"), "published length of 6"),
     "no such stop": (("--paper", "svip-trees", "--stops", "[entropi]"), "there is no policy"),
+    "an engine's rule": (
+        ("--paper", "svip-trees", "--stops", "[llama_cpp]"),
+        "--stops names llama_cpp, an engine's rule",
+    ),
 }
 
 
@@ -221,3 +226,16 @@ def test_what_makes_no_table_is_refused_in_one_line(what, capsys, tmp_path):
         run(COMMANDS, argv=flags_of(tmp_path, *flags))
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_stop_that_is_named_twice_has_one_row_of_its_own_name(tmp_path):
+    parser = parser_for(COMMANDS["tables"])
+    config = config_of(parser, parser.parse_args([*flags_of(tmp_path)[1:], "--paper", "svip-trees"]))
+    specs = ("entropy", "entropy", "max_prob:min_max_prob=0.5", "entropy", "token_prob")
+    stops = stops_of(Experiment(config), specs)
+    assert [stop.name for stop in stops] == ["entropy", "max_prob:min_max_prob=0.5", "token_prob"]
+    assert [type(policy).__name__ for stop in stops for policy in list(stop.settings.values())[:1]] == [
+        "Entropy",
+        "MaxProb",
+        "TokenProb",
+    ]
