@@ -142,13 +142,21 @@ def ratio_of(cell: Mapping[str, Any]) -> float:
 
 
 def verdict_of(cell: Mapping[str, Any], standings: Sequence[Standing]) -> str:
-    """Lead of our fastest arm over each schedule, and the arms of ours that are behind one."""
-    drafting = [standing for standing in standings if standing.family not in (*SCHEDULES, ALONE, UNASSISTED)]
-    best = max(drafting, key=lambda standing: standing.spent.tokens_per_s)
+    """Lead of our arm that dev chose over each schedule, and the arms of ours that are behind one.
+
+    Policies that were named have no figures of dev: of them the fastest on the timed prompts is reported as such.
+    """
+    arms = list(zip(cell["arms"], standings, strict=True))
+    ours = [(arm, standing) for arm, standing in arms if standing.family not in (*SCHEDULES, ALONE, UNASSISTED)]
+    if on_dev := [(arm, standing) for arm, standing in ours if arm["on_dev"] is not None]:
+        how, (_, best) = "dev chose", max(on_dev, key=lambda pair: float(pair[0]["on_dev"]))
+    else:
+        how = "fastest of the named policies on these very prompts:"
+        _, best = max(ours, key=lambda pair: pair[1].spent.tokens_per_s)
     against = ", ".join(f"{_gain(best, name)} % over {name_of(name)}" for name in SCHEDULES if name in best.over)
     behind = [
         f"{name_of(standing.family)} behind {name_of(name)}"
-        for standing in drafting
+        for _, standing in ours
         for name in SCHEDULES
         if name in standing.over and standing.over[name].value < 0
     ]
@@ -156,11 +164,11 @@ def verdict_of(cell: Mapping[str, Any], standings: Sequence[Standing]) -> str:
     if not against:
         lead = "" if best.family == BASELINE else f", {_short(best.over[BASELINE])} % over the best fixed length"
         return (
-            f"{where}: fastest of ours {name_of(best.family)}{lead}; without --race.assistant no schedule of "
+            f"{where}: {how} {name_of(best.family)}{lead}; without --race.assistant no schedule of "
             "transformers runs beside it."
         )
     return (
-        f"{where}: fastest of ours {name_of(best.family)}: {against}. "
+        f"{where}: {how} {name_of(best.family)}: {against}. "
         f"{'Lost: ' + '; '.join(behind) if behind else 'None of ours is behind'}."
     )
 

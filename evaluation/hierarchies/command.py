@@ -108,7 +108,8 @@ def report_dataset(
         f"{directory.name}: {len(runs[0].decoded)} test prompts, settings chosen on "
         f"{len(dev[0].decoded) if dev else 0} dev prompts"
     )
-    for sheet in (ablation_sheet(frame), arms_sheet(frame, times, given=given, title=title), gain_sheet(gain)):
+    sheets = [ablation_sheet(frame), arms_sheet(frame, times, given=given, title=title)]
+    for sheet in (*sheets, gain_sheet(gain, split="dev" if dev else "test")):
         sheet.print()
-    conclusion = third_level_verdict(runs, gain, times=times)
+    conclusion = third_level_verdict(runs, dev, gain, times=times)
     return {"times": asdict(times), "arms": loads(frame.to_json(orient="records")), "verdict": conclusion}

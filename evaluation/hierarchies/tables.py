@@ -87,8 +87,10 @@ def arms_sheet(frame: pd.DataFrame, times: Times, *, given: Times, title: str) -
     return Sheet(title, rows, note, names=2)
 
 
-def gain_sheet(gain: pd.DataFrame) -> Sheet:
-    """Gain of the best hierarchy over the best plain speculation, in per cent, and where it is positive."""
+def gain_sheet(gain: pd.DataFrame, *, split: str) -> Sheet:
+    """Gain of the best hierarchy over the best plain speculation, in per cent, and where it is positive; `split` is
+    that of the prompts that choose and report.
+    """
     rows = []
     for draft_ratio, group in gain.groupby("draft_ratio"):
         shown = group.set_index("micro_ratio")
@@ -102,7 +104,7 @@ def gain_sheet(gain: pd.DataFrame) -> Sheet:
         "best hierarchy over best plain speculation in per cent (s.e.), modelled, each at its best setting; columns: "
         "t_micro / t_draft"
     )
-    return Sheet(title, rows)
+    return Sheet(title, rows, f"both sides are chosen on the prompts that they are reported on, the {split} prompts")
 
 
 def _speed_ups(row: Mapping[Any, Any]) -> dict[str, str]:
@@ -111,19 +113,19 @@ def _speed_ups(row: Mapping[Any, Any]) -> dict[str, str]:
     return {heading: f"{row[name]:.3f}" for heading, name in names.items()}
 
 
-def third_level_verdict(runs: Sequence[Candidate], gain: pd.DataFrame, *, times: Times) -> str:
-    """The result of the figures in words: whether a third level pays."""
-    plain, hierarchical = (
-        max((run for run in runs if run.competitor.num_levels == levels), key=lambda run: run.measured.tokens_per_s)
-        for levels in (2, 3)
-    )
+def third_level_verdict(
+    runs: Sequence[Candidate], dev: Sequence[Candidate], gain: pd.DataFrame, *, times: Times
+) -> str:
+    """The result of the figures in words: whether a third level pays. Dev chooses both sides, test reports them."""
+    plain, hierarchical = (_chosen(runs, dev or runs, levels, times) for levels in (2, 3))
     here = gain_over(plain.measured, hierarchical.measured)
+    chosen_on = "chosen on dev" if dev else "chosen on these very prompts"
     draft_ratio, micro_ratio = times.t_draft_s / times.t_target_s, times.t_micro_s / times.t_draft_s
     lines = [
         f"Measured here (t_draft / t_target = {draft_ratio:.3f}, t_micro / t_draft = {micro_ratio:.2f}): the best "
         "hierarchy, "
         f"{hierarchical.name}, is {100 * here.value:+.1f} % (s.e. {100 * here.standard_error:.1f}) "
-        f"against the best plain speculation, {plain.name}."
+        f"against the best plain speculation, {plain.name}, both {chosen_on}."
     ]
     for ratio, group in gain.groupby("draft_ratio"):
         name = "as here" if group["is_here"].any() else f"{ratio:g}"
@@ -139,6 +141,13 @@ def third_level_verdict(runs: Sequence[Candidate], gain: pd.DataFrame, *, times:
             "counts at given ratios; for measured speed-ups delete the folder and run again."
         )
     return "\n".join(lines)
+
+
+def _chosen(runs: Sequence[Candidate], dev: Sequence[Candidate], levels: int, times: Times) -> Candidate:
+    """The run of the competitor with so many models that is fastest on dev, by the cost model."""
+    of_levels = [run for run in dev if run.competitor.num_levels == levels]
+    best = max(of_levels, key=lambda run: times.speedup(run.counts)).competitor.name
+    return next(run for run in runs if run.competitor.name == best)
 
 
 def _row(run: Candidate, times: Times, *, alone: Candidate, plain: Candidate, given: Times) -> dict[str, object]:

@@ -78,7 +78,7 @@ def test_every_arm_runs_in_every_cell_and_finished_cells_are_kept(config, slowed
     monkeypatch.setattr(Race, "_arms", lambda *_: pytest.fail("a finished cell was measured again"))
     assert bench(config, **ASKED)["cells"] == document["cells"]
     last = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
-    assert last.startswith("stories, T=0.7, top-p 0.9 at ratio 3.00: fastest of ours")
+    assert last.startswith("stories, T=0.7, top-p 0.9 at ratio 3.00: fastest of the named policies on these")
     assert last.endswith(".")
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         bench(config, **ASKED | {"num_tokens": 5})
@@ -172,7 +172,14 @@ def test_a_race_without_a_fixed_length_is_refused_before_anything_runs(config, m
 
 def made_up(**seconds):
     arms = [
-        {"family": name, "setting": name, "is_foreign": False, "tokens": [10] * len(values), "seconds": values}
+        {
+            "family": name,
+            "setting": name,
+            "is_foreign": False,
+            "on_dev": None,
+            "tokens": [10] * len(values),
+            "seconds": values,
+        }
         for name, values in seconds.items()
     ]
     speed = {"draft_layers": 0, "target_layers": 0, "t_draft_s": 0.01, "t_target_s": [0.05]}
@@ -216,6 +223,14 @@ def test_a_lost_cell_says_so():
     assert verdict_of(won, standings_of(won)).endswith("None of ours is behind.")
 
 
+def test_dev_chooses_which_arm_of_ours_is_reported_and_test_does_not():
+    on_dev = {"fixed_length": 5.0, "entropy": 6.0, "max_prob": 7.0}
+    chosen = CELL | {"arms": [arm | {"on_dev": on_dev.get(arm["family"])} for arm in CELL["arms"]]}
+    assert "dev chose largest probability: -" in verdict_of(chosen, standings_of(chosen)), "entropy is faster on test"
+    named = verdict_of(CELL, standings_of(CELL))
+    assert "fastest of the named policies on these very prompts: entropy (SVIP): +" in named
+
+
 def test_the_best_constant_schedule_is_what_gains_are_measured_from():
     faster = CELL["arms"][-1] | {"setting": "k=9", "seconds": [2.0, 2.0]}
     assert standings_of(CELL | {"arms": [*CELL["arms"], faster]})[1].over[CONSTANT].value == pytest.approx(-0.2)
@@ -223,8 +238,7 @@ def test_the_best_constant_schedule_is_what_gains_are_measured_from():
 
 def test_the_best_training_free_policy_is_what_heads_have_to_lead():
     arms = [
-        {"family": family, "setting": "", "is_foreign": False, "tokens": [10, 10], "seconds": [1.0, 1.0]}
-        for family in ("head", "head_drawn", "auto_drawn")
+        CELL["arms"][0] | {"family": family, "seconds": [1.0, 1.0]} for family in ("head", "head_drawn", "auto_drawn")
     ]
     cell = CELL | {"arms": [*CELL["arms"], *arms]}
     assert standings_of(cell)[-2].over["training-free"].value == pytest.approx(1.0), (

@@ -6,7 +6,7 @@ from decode import Counts
 from evaluation.competitors import Competitor, Setting
 from evaluation.hierarchies.generations import Decoded
 from evaluation.hierarchies.runs import Candidate, at_settings, best_on_dev
-from evaluation.hierarchies.tables import paying, third_level_frame
+from evaluation.hierarchies.tables import paying, third_level_frame, third_level_verdict
 from evaluation.hierarchies.times import Times
 
 SHORT, LONG = (Setting(label, lambda: None) for label in ("n=1 K=3", "n=4 K=10"))
@@ -51,3 +51,16 @@ def test_dev_decides_and_without_dev_the_first_setting_stands():
     best = best_on_dev(runs, lambda run: run.counts.num_draft_forwards)
     assert [one.settings for one in at_settings([FIXED], best)] == [(LONG,)]
     assert [one.settings for one in at_settings([FIXED], {})] == [(SHORT,)]
+
+
+def test_dev_chooses_both_sides_and_test_reports_them():
+    plain = Competitor("sd", 2, (SHORT,))
+    dev = [run_of(plain, SHORT, 0, 10, 3), run_of(HSDDW, SHORT, 20, 4, 2), run_of(FIXED, SHORT, 20, 8, 2)]
+    test = [run_of(plain, SHORT, 0, 10, 3), run_of(HSDDW, SHORT, 20, 40, 9), run_of(FIXED, SHORT, 2, 2, 1)]
+    times = Times(t_micro_s=0.01, t_draft_s=0.1, t_target_s=1.0)
+    said = third_level_verdict(test, dev, third_level_frame(dev, times), times=times)
+    assert "the best hierarchy, HSDDW n=1 K=3, is" in said
+    assert "both chosen on dev." in said
+    alone = third_level_verdict(test, [], third_level_frame(test, times), times=times)
+    assert "pre-verified, fixed lengths n=1 K=3, is" in alone
+    assert "both chosen on these very prompts." in alone
