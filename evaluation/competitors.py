@@ -15,7 +15,7 @@ same gain.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
@@ -36,6 +36,8 @@ class Setting:
     """Identifies what the label does not say, such as a head's weights."""
     models: PairModels | None = None
     """Models that the drafter is built on, whose target verifies; None: the trio."""
+    stops: Mapping[str, str] = field(default_factory=dict)
+    """micro, draft -> the `Policy.stop_kind` that each of its forwards pays (law 4.9)."""
 
     @property
     def key(self) -> str:

@@ -23,6 +23,8 @@ from configs.schema import Config
 from decode.drafters.factory import PairModels
 from decode.experiment import BETWEEN, Experiment
 from evaluation.competitors import Competitor
+from evaluation.costs.machine import shares_of
+from evaluation.costs.stops import policies_by_kind
 from evaluation.hierarchies.configurations import competitors_of, with_heads
 from evaluation.hierarchies.runs import Candidate, ResumableLoop, at_settings, best_on_dev, resumable_loop, trio_times
 from evaluation.hierarchies.tables import (
@@ -34,7 +36,7 @@ from evaluation.hierarchies.tables import (
     third_level_plot,
     third_level_verdict,
 )
-from evaluation.hierarchies.times import Times
+from evaluation.hierarchies.times import at_ratios
 from evaluation.sheet import announce, printing, say
 from store.shards import write_atomic
 
@@ -59,22 +61,23 @@ def hierarchy(
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     experiment = Experiment(config, needs_micro=True)
-    given = Times(t_micro_s=ratios[0], t_draft_s=ratios[1], t_target_s=1.0)
     trio = PairModels(lambda: experiment.pair, with_hidden=level_heads is not None)
-    competitors = competitors_of(trio)
+    competitors, heads = competitors_of(trio), []
     if level_heads is not None:
         heads = [
             experiment.load_head(path, drafting=low, verifying=high)
             for path, (low, high) in zip(level_heads, BETWEEN, strict=True)
         ]
         competitors += with_heads(trio, heads, level_heads, max_rejection_prob=max_rejection_prob)
+    # at other times than this machine's a stop costs what it does in a replay
+    shares = shares_of(experiment, policies_by_kind(heads), {}).of
     loops = {dataset: resumable_loop(experiment, dataset, trio) for dataset in experiment.datasets}
     documents = {}
     for dataset, loop in loops.items():
         prompts = {"dev": experiment.prompt_ids(dataset, "dev"), "test": experiment.prompt_ids(dataset, "test")}
         dev, runs = play(loop, competitors, prompts)
         with printing(aside=json):
-            documents[dataset] = report_dataset(runs, dev, given=given, directory=loop.directory)
+            documents[dataset] = report_dataset(runs, dev, ratios=ratios, shares=shares, directory=loop.directory)
     with printing(aside=json):
         written = announce(loop.directory / name for loop in loops.values() for name in _FILES)
         for dataset, document in documents.items():
@@ -91,16 +94,21 @@ def play(
         raise ValueError("there are no test prompts to compare hierarchies on; raise decode.num_test")
     dev = loop.play(competitors, prompts["dev"]) if prompts["dev"] else []
     times = trio_times(dev) if dev else None
-    best = best_on_dev(dev, lambda run: times.speedup(run.counts)) if times else {}
+    best = best_on_dev(dev, lambda run: run.speedup(times)) if times else {}
     return dev, loop.play(at_settings(competitors, best), prompts["test"])
 
 
 def report_dataset(
-    runs: Sequence[Candidate], dev: Sequence[Candidate], *, given: Times, directory: Path
+    runs: Sequence[Candidate],
+    dev: Sequence[Candidate],
+    *,
+    ratios: tuple[float, float],
+    shares: Mapping[str, float],
+    directory: Path,
 ) -> dict[str, Any]:
     """Print the tables of one dataset and write them; the same as JSON."""
-    times = trio_times([*dev, *runs])
-    frame, gain = arms_frame(runs, times, given=given), third_level_frame(dev or runs, times)
+    times, given = trio_times([*dev, *runs]), at_ratios(*ratios, shares)
+    frame, gain = arms_frame(runs, times, given=given), third_level_frame(dev or runs, times, shares)
     frame.to_csv(directory / "arms.csv", index=False)
     gain.to_csv(directory / "gain.csv", index=False)
     write_atomic(directory / "gain.svg", third_level_plot(gain, directory.name).svg.encode())

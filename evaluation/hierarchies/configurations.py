@@ -4,7 +4,7 @@ with the micro.
 A competitor whose paper leaves a length open has several settings; `evaluation hierarchy` chooses among them on dev.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from json import dumps
@@ -51,16 +51,20 @@ def competitors_of(trio: PairModels) -> list[Competitor]:
     def interleaved(m: int, n: int) -> Callable[[], Drafter]:
         return lambda: InterleavedDrafter(trio.micro, trio.draft, m=m, n=n)
 
+    kind = SelfVerify().stop_kind  # Entropy's too
+    on_draft, on_both = {"draft": kind}, {"micro": kind, "draft": kind}
     return [
         _competitor(NO_DRAFT, 1, ("", alone("draft", FixedLength(0)))),
         _competitor("sd", 2, *((f"K={k}", alone("draft", FixedLength(k))) for k in _LENGTHS)),
         _competitor("sd with the micro", 2, *((f"K={k}", alone("micro", FixedLength(k))) for k in _LENGTHS)),
-        _competitor("sd + self-verify", 2, (_UP_TO, lambda: _self_verified(trio.draft))),
-        _competitor("sd + SVIP", 2, ("h=0.3", alone("draft", Entropy()))),
+        _competitor("sd + self-verify", 2, (_UP_TO, lambda: _self_verified(trio.draft)), stops=on_draft),
+        _competitor("sd + SVIP", 2, ("h=0.3", alone("draft", Entropy())), stops=on_draft),
         _competitor("sd + pre-verify", 3, (f"K={WINDOW}", full(configuration="pre-verify"))),
-        _competitor("sd + pre-verify + self-verify", 3, (_UP_TO, full(configuration="pre-verify + self-verify"))),
-        _competitor("HSDDW", 3, (_UP_TO, full())),
-        _competitor("HSDDW without bonus", 3, (_UP_TO, full(bonus=False))),
+        _competitor(
+            "sd + pre-verify + self-verify", 3, (_UP_TO, full(configuration="pre-verify + self-verify")), stops=on_both
+        ),
+        _competitor("HSDDW", 3, (_UP_TO, full()), stops=on_both),
+        _competitor("HSDDW without bonus", 3, (_UP_TO, full(bonus=False)), stops=on_both),
         _competitor(
             "pre-verified, fixed lengths", 3, *((f"n={n} K={k}", _pre_verified(trio, n, k)) for n, k in _INNER)
         ),
@@ -86,9 +90,11 @@ def with_heads(
     def full() -> Drafter:
         return hsddw(trio.micro, trio.draft, window=WINDOW, policies=(policies[0], policies[1]))
 
+    kinds = {level: policy.stop_kind for level, policy in zip(("micro", "draft"), policies, strict=True)}
+    head = Setting(labels[1], _alone(trio, "draft", policies[1]), version, stops={"draft": kinds["draft"]})
     return [
-        Competitor("sd with head", 2, (Setting(labels[1], _alone(trio, "draft", policies[1]), version),)),
-        Competitor("HSDDW with heads", 3, (Setting(" + ".join(labels), full, version),)),
+        Competitor("sd with head", 2, (head,)),
+        Competitor("HSDDW with heads", 3, (Setting(" + ".join(labels), full, version, stops=kinds),)),
     ]
 
 
@@ -96,8 +102,10 @@ def _alone(trio: PairModels, name: str, policy: Policy) -> Callable[[], Drafter]
     return lambda: ModelDrafter(getattr(trio, name), policy)
 
 
-def _competitor(name: str, num_levels: int, *settings: tuple[str, Callable[[], Drafter]]) -> Competitor:
-    return Competitor(name, num_levels, tuple(Setting(label, build) for label, build in settings))
+def _competitor(
+    name: str, num_levels: int, *settings: tuple[str, Callable[[], Drafter]], stops: Mapping[str, str] | None = None
+) -> Competitor:
+    return Competitor(name, num_levels, tuple(Setting(label, build, stops=stops or {}) for label, build in settings))
 
 
 def _self_verified(draft: CachedModel) -> Drafter:

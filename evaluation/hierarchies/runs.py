@@ -72,7 +72,11 @@ class Candidate:
 
     def modelled(self, times: Times) -> Spent:
         """Throughput by the cost model with three times."""
-        return self.spent([times.seconds(counts) for counts in self.each])
+        return self.spent([times.seconds(counts, self.setting.stops) for counts in self.each])
+
+    def speedup(self, times: Times) -> float:
+        """Speed-up over the target alone by the cost model."""
+        return times.speedup(self.counts, self.setting.stops)
 
     def spent(self, seconds: Sequence[float]) -> Spent:
         """The emitted tokens of each prompt, with these seconds."""
@@ -183,10 +187,11 @@ def run_key(experiment: Experiment, levels: Sequence[Level]) -> str:
 
 
 def trio_times(runs: Sequence[Candidate]) -> Times:
-    """t_micro, t_draft and t_target, fitted over all generations."""
+    """t_micro, t_draft, t_target and stops, fitted over all generations."""
     return fit_times(
         [generation for run in runs for generation in run.decoded],
         is_micro=[run.is_micro for run in runs for _ in run.decoded],
+        stops=[run.setting.stops for run in runs for _ in run.decoded],
     )
 
 

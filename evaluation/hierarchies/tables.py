@@ -14,7 +14,7 @@ import pandas as pd
 
 from evaluation.figure import GREY, Plot, figure_of, plot_of
 from evaluation.hierarchies.runs import Candidate
-from evaluation.hierarchies.times import COUNTED, Times, break_even, redundancy, target_utilisation
+from evaluation.hierarchies.times import COUNTED, Times, at_ratios, break_even, redundancy, target_utilisation
 from evaluation.intervals import gain_over
 from evaluation.sheet import Sheet
 
@@ -39,7 +39,7 @@ def arms_frame(runs: Sequence[Candidate], times: Times, *, given: Times) -> pd.D
     """One row per competitor: counts of three models, sigma, eta, measured and modelled speed-ups. The first run is the
     target alone.
     """
-    plain = max((run for run in runs if run.competitor.name == "sd"), key=lambda run: times.speedup(run.counts))
+    plain = max((run for run in runs if run.competitor.name == "sd"), key=lambda run: run.speedup(times))
     return pd.DataFrame([_row(run, times, alone=runs[0], plain=plain, given=given) for run in runs])
 
 
@@ -146,7 +146,7 @@ def third_level_verdict(
 def _chosen(runs: Sequence[Candidate], dev: Sequence[Candidate], levels: int, times: Times) -> Candidate:
     """The run of the competitor with so many models that is fastest on dev, by the cost model."""
     of_levels = [run for run in dev if run.competitor.num_levels == levels]
-    best = max(of_levels, key=lambda run: times.speedup(run.counts)).competitor.name
+    best = max(of_levels, key=lambda run: run.speedup(times)).competitor.name
     return next(run for run in runs if run.competitor.name == best)
 
 
@@ -164,9 +164,9 @@ def _row(run: Candidate, times: Times, *, alone: Candidate, plain: Candidate, gi
         "tokens_per_s": run.measured.tokens_per_s,
         "speedup": run.measured.tokens_per_s / alone.measured.tokens_per_s,
         "speedup_se": gain_over(alone.measured, run.measured).standard_error,
-        "speedup_modelled": times.speedup(counts),
-        "speedup_at_ratios": given.speedup(counts),
-        "break_even": break_even(counts, plain.counts, times) if has_both else None,
+        "speedup_modelled": run.speedup(times),
+        "speedup_at_ratios": run.speedup(given),
+        "break_even": break_even(counts, plain.counts, times, run.setting.stops) if has_both else None,
     }
 
 
@@ -177,27 +177,29 @@ def _below(value: float | None) -> str:
     return f"{value:.2f}" if value > 0 else "never"
 
 
-def third_level_frame(runs: Sequence[Candidate], times: Times) -> pd.DataFrame:
+def third_level_frame(
+    runs: Sequence[Candidate], times: Times, shares: Mapping[str, float] | None = None
+) -> pd.DataFrame:
     """The gain, and who wins on each side, on a fine grid of t_micro / t_draft, at round t_draft / t_target and at the
     fitted one.
 
-    `standard_error` is the gain's, with the two winners held fixed: it does not know that each is the best of several
-    on the same prompts.
+    `shares` are t_stop / t_draft of each kind of stop. `standard_error` is the gain's, with the two winners held fixed:
+    it does not know that each is the best of several on the same prompts.
     """
     here = times.t_draft_s / times.t_target_s
     sides = [[run for run in runs if (run.competitor.num_levels == 3) == is_three] for is_three in (False, True)]
     rows = []
     for draft_ratio in sorted({*_DRAFT_RATIOS, here}):
         for micro_ratio in _FINE:
-            at = Times(t_micro_s=micro_ratio * draft_ratio, t_draft_s=draft_ratio, t_target_s=1.0)
-            plain, hierarchical = (max(side, key=lambda run: at.speedup(run.counts)) for side in sides)
+            at = at_ratios(micro_ratio * draft_ratio, draft_ratio, shares or {})
+            plain, hierarchical = (max(side, key=lambda run: run.speedup(at)) for side in sides)
             is_column = micro_ratio in MICRO_RATIOS  # a bootstrap for every point of the fine grid would take minutes
             rows.append(
                 {
                     "draft_ratio": draft_ratio,
                     "micro_ratio": micro_ratio,
                     "is_here": draft_ratio == here,
-                    "gain": at.speedup(hierarchical.counts) / at.speedup(plain.counts) - 1,
+                    "gain": hierarchical.speedup(at) / plain.speedup(at) - 1,
                     "standard_error": gain_over(plain.modelled(at), hierarchical.modelled(at)).standard_error
                     if is_column
                     else None,

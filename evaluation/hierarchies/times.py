@@ -10,16 +10,17 @@ and 14.46 % fit: 1 / 0.1446 = 6.9 tokens per round, 5.9 of them accepted out of 
 being 10. Departure: gamma is here what the target was handed; for the configurations that do not loop the program
 counts what micro and draft drew, rejected micro tokens included.
 
-    T = t_micro F_micro + t_draft F_draft + t_target N_target            F: forwards (law 4.9 with a third time)
+    T = (t_micro + t_stop) F_micro + (t_draft + t_stop) F_draft + t_target N_target    F: forwards (law 4.9)
 
 fitted by non-negative least absolute deviations over generations of all arms (a stall of the machine moves no time),
-drafting and verifying each by its own clock, the rounds that read the prompt left out. What stops cost is in the
-forwards that were timed, not charged apart. A verifying forward counts like a drafting one. R² is of the whole, stalls
-included: a low one says that the machine was not quiet, or that verification grows with what it verifies.
+drafting and verifying each by its own clock, the rounds that read the prompt left out. t_stop is the time of each kind
+of stop, paid by the forwards of the models that a competitor stops (`Setting.stops`). A verifying forward counts like a
+drafting one. R² is of the whole, stalls included: a low one says that the machine was not quiet, or that verification
+grows with what it verifies.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Float
@@ -38,6 +39,7 @@ COUNTED = {
 }
 """Names that tables have for the counts of three models."""
 _REWEIGHTINGS = 30
+UNSTOPPED: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +49,43 @@ class Times:
     t_micro_s: float
     t_draft_s: float
     t_target_s: float
+    t_stop_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that each kind of stop adds to a forward."""
     r2: float | None = None
     """R² of the fit; None where the times were given."""
 
-    def seconds(self, counts: Counts) -> float:
-        """Seconds that the model predicts for these counts."""
+    def seconds(self, counts: Counts, stops: Mapping[str, str] = UNSTOPPED) -> float:
+        """Seconds that the model predicts for these counts, with these stops (`Setting.stops`)."""
         return (
             self.t_micro_s * counts.num_micro_forwards
             + self.t_draft_s * counts.num_draft_forwards
             + self.t_target_s * counts.num_target
+            + self.stops_s(counts, stops)
         )
 
-    def speedup(self, counts: Counts) -> float:
+    def stops_s(self, counts: Counts, stops: Mapping[str, str]) -> float:
+        """The part of these seconds that stops take."""
+        forwards = stopped_forwards(counts, stops)
+        return float(sum(self.t_stop_s.get(kind, 0.0) * number for kind, number in forwards.items()))
+
+    def speedup(self, counts: Counts, stops: Mapping[str, str] = UNSTOPPED) -> float:
         """Speed-up over the target alone, which takes t_target per token."""
-        return counts.num_emitted * self.t_target_s / self.seconds(counts)
+        return counts.num_emitted * self.t_target_s / self.seconds(counts, stops)
+
+
+def at_ratios(t_micro: float, t_draft: float, shares: Mapping[str, float]) -> Times:
+    """Times in target forwards; `shares`: t_stop / t_draft of each kind of stop."""
+    t_stop_s = {kind: share * t_draft for kind, share in shares.items()}
+    return Times(t_micro_s=t_micro, t_draft_s=t_draft, t_target_s=1.0, t_stop_s=t_stop_s)
+
+
+def stopped_forwards(counts: Counts, stops: Mapping[str, str]) -> dict[str, int]:
+    """Kind of stop -> the forwards that pay it."""
+    forwards: dict[str, int] = {}
+    for level, kind in stops.items():
+        number = counts.num_micro_forwards if level == "micro" else counts.num_draft_forwards
+        forwards[kind] = forwards.get(kind, 0) + int(number)
+    return forwards
 
 
 def redundancy(counts: Counts) -> float:
@@ -85,7 +110,7 @@ def swapped(counts: Counts) -> Counts:
     )
 
 
-def break_even(hierarchy: Counts, plain: Counts, times: Times) -> float:
+def break_even(hierarchy: Counts, plain: Counts, times: Times, stops: Mapping[str, str] = UNSTOPPED) -> float:
     """t_micro / t_draft below which the hierarchy is the faster one, at these t_draft and t_target; at most 0: never.
 
     From T_hierarchy / N = T_plain / N' solved for t_micro.
@@ -94,26 +119,31 @@ def break_even(hierarchy: Counts, plain: Counts, times: Times) -> float:
         hierarchy: counts and seconds of drafting with the micro.
         plain: counts and seconds of drafting without it.
         times: t_draft_s and t_target_s; its t_micro_s is not read.
+        stops: those of the hierarchy; plain speculation at a fixed length has none.
     """
     assert not plain.num_micro_forwards, "plain speculation with the draft has no micro forwards"
     rest_s = times.t_draft_s * hierarchy.num_draft_forwards + times.t_target_s * hierarchy.num_target
+    rest_s += times.stops_s(hierarchy, stops)
     spare_s = times.seconds(plain) * hierarchy.num_emitted / plain.num_emitted - rest_s
     return float(spare_s / (hierarchy.num_micro_forwards * times.t_draft_s))
 
 
-def fit_times(decoded: Sequence[Decoded], *, is_micro: Sequence[bool]) -> Times:
-    """The three times that explain the measured seconds best.
+def fit_times(
+    decoded: Sequence[Decoded], *, is_micro: Sequence[bool], stops: Sequence[Mapping[str, str]] | None = None
+) -> Times:
+    """The three times, and those of stops, that explain the measured seconds best.
 
     Args:
         decoded: generations of several arms, so that the three counts vary apart.
         is_micro: whether a generation's drafter was the micro alone.
+        stops: the stops of each generation (`Setting.stops`); None: there are none.
 
     Raises:
         ValueError: fewer than four generations with a second round, or none that a model's time could be read from.
     """
-    pairs = [
-        (generation, micro) for generation, micro in zip(decoded, is_micro, strict=True) if generation.later.num_target
-    ]
+    each_stops = [UNSTOPPED] * len(decoded) if stops is None else stops
+    rows = [row for row in zip(decoded, is_micro, each_stops, strict=True) if row[0].later.num_target]
+    pairs = [(generation, micro) for generation, micro, _ in rows]
     if len(pairs) < 4:
         raise ValueError(
             f"fitting three times needs at least 4 generations of several rounds, there are {len(pairs)}; raise "
@@ -121,7 +151,11 @@ def fit_times(decoded: Sequence[Decoded], *, is_micro: Sequence[bool]) -> Times:
         )
     forwards = np.array([_forwards(generation.later, micro) for generation, micro in pairs], dtype=np.float64)
     seconds = np.array([(generation.later_draft_s, generation.later_target_s) for generation, _ in pairs])
-    t_micro_s, t_draft_s = least_absolute(forwards[:, :2], seconds[:, 0])
+    stopped = [stopped_forwards(generation.later, of_setting) for generation, _, of_setting in rows]
+    kinds = list(dict.fromkeys(kind for by_kind in stopped for kind in by_kind))
+    stop_columns = np.array([[by_kind.get(kind, 0) for kind in kinds] for by_kind in stopped], dtype=np.float64)
+    drafting = np.hstack([forwards[:, :2], stop_columns])
+    t_micro_s, t_draft_s, *t_stop_s = least_absolute(drafting, seconds[:, 0])
     (t_target_s,) = least_absolute(forwards[:, 2:], seconds[:, 1])
     if not t_draft_s or not t_target_s:
         raise ValueError(
@@ -129,9 +163,15 @@ def fit_times(decoded: Sequence[Decoded], *, is_micro: Sequence[bool]) -> Times:
             "raise decode.num_dev and decode.num_test, or run on a quieter machine"
         )
     total = seconds.sum(1)
-    residual = total - forwards @ [t_micro_s, t_draft_s, t_target_s]
+    residual = total - drafting @ [t_micro_s, t_draft_s, *t_stop_s] - forwards[:, 2] * t_target_s
     r2 = 1 - float(residual @ residual) / float(((total - total.mean()) ** 2).sum())
-    return Times(t_micro_s=float(t_micro_s), t_draft_s=float(t_draft_s), t_target_s=float(t_target_s), r2=r2)
+    return Times(
+        t_micro_s=float(t_micro_s),
+        t_draft_s=float(t_draft_s),
+        t_target_s=float(t_target_s),
+        t_stop_s=dict(zip(kinds, map(float, t_stop_s), strict=True)),
+        r2=r2,
+    )
 
 
 def least_absolute(

@@ -6,7 +6,15 @@ import pytest
 
 from decode import Counts, Generation, Round
 from evaluation.hierarchies.generations import Decoded, Key, append_decoded, prompt_key, read_decoded
-from evaluation.hierarchies.times import Times, break_even, fit_times, redundancy, swapped, target_utilisation
+from evaluation.hierarchies.times import (
+    Times,
+    at_ratios,
+    break_even,
+    fit_times,
+    redundancy,
+    swapped,
+    target_utilisation,
+)
 
 
 def counts(micro: int, draft: int, target: int, **more: int) -> Counts:
@@ -33,6 +41,24 @@ def test_the_three_times_are_found_again_from_generations_that_obey_them():
     times = fit_times(generations, is_micro=[False] * 4)
     assert (times.t_micro_s, times.t_draft_s, times.t_target_s) == pytest.approx((0.001, 0.004, 0.02))
     assert times.r2 == pytest.approx(1.0)
+
+
+def test_a_stop_is_paid_at_every_forward_of_the_models_that_it_stops():
+    """2 ms a stop: HSDDW pays it at micro's forwards and at the draft's, plain speculation nowhere."""
+    stops = {"micro": "entropy", "draft": "entropy"}
+    stopped = [decoded(5, 2, 1), decoded(7, 7, 1), decoded(3, 9, 2)]
+    dearer = [
+        replace(one, later_draft_s=one.later_draft_s + 0.002 * number)
+        for one, number in zip(stopped, (7, 14, 12), strict=True)
+    ]
+    generations = [decoded(0, 3, 2), decoded(6, 1, 2), decoded(1, 0, 5), *dearer]
+    times = fit_times(generations, is_micro=[False] * 6, stops=[{}] * 3 + [stops] * 3)
+    assert (times.t_micro_s, times.t_draft_s, times.t_stop_s["entropy"]) == pytest.approx((0.001, 0.004, 0.002))
+    assert times.seconds(counts(5, 2, 1), stops) == pytest.approx(times.seconds(counts(5, 2, 1)) + 7 * 0.002)
+    plain, hierarchy = counts(0, 50, 10, num_emitted=50), counts(60, 20, 10, num_emitted=54)
+    there = replace(times, t_micro_s=times.t_draft_s * break_even(hierarchy, plain, times, stops))
+    assert there.speedup(hierarchy, stops) == pytest.approx(there.speedup(plain))
+    assert at_ratios(0.1, 0.5, {"entropy": 0.2}).t_stop_s == {"entropy": 0.1}
 
 
 def test_a_stalled_generation_moves_no_time():
