@@ -11,7 +11,7 @@ import numpy as np
 
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, Policy, State
 from decode.policies.checks import check_count, check_unit
-from decode.policies.learning import logit_of, sigmoid
+from decode.policies.learning import sigmoid
 
 
 def check_places(offsets: tuple[float, ...], slopes: tuple[float, ...]) -> None:
@@ -95,50 +95,6 @@ class Assisted(Policy):
         is_whole = outcome.num_accepted == outcome.num_drafted
         changed = np.where(is_whole, k + 2, np.maximum(k - 1, 1))
         return (np.where(self.is_heuristic, changed, k),)
-
-
-@dataclass(frozen=True)
-class CalibratedTopProb(Policy):
-    """llama.cpp's confidence, calibrated by place in the draft: which no engine has yet.
-
-    With c the largest probability among the ten likeliest, P_j = sigmoid(offsets[j] + slopes[j] logit(c)) at place j,
-    the last of them from there on. The draft ends before the token with which the product of P falls below 1 -
-    max_rejection_prob; without `is_cumulative` before the first token whose own P does, which is a p-min of its own for
-    each place, sigmoid((logit(1 - max_rejection_prob) - offsets[j]) / slopes[j]). At most `n_max` tokens.
-    """
-
-    offsets: tuple[float, ...]
-    slopes: tuple[float, ...]
-    max_rejection_prob: Number = 0.5
-    n_max: Number = 20
-    is_cumulative: bool = True
-    signals = frozenset({"top_prob"})
-    stop_kind: ClassVar[str] = ""  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_unit("max_rejection_prob", self.max_rejection_prob)
-        check_count("n_max", self.n_max, 1)
-        check_places(self.offsets, self.slopes)
-
-    def start(self) -> State:
-        return (1.0,)
-
-    def begin(self, state: State) -> State:
-        return (1.0 + 0.0 * state[0],)
-
-    def limit(self, state: State) -> Number:
-        return self.n_max
-
-    def stop_before(self, state: State, seen: BeforeDraw) -> Number:
-        return self._survival(state, seen) < 1.0 - self.max_rejection_prob
-
-    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
-        return (self._survival(state, drawn) if self.is_cumulative else state[0],), False
-
-    def _survival(self, state: State, seen: BeforeDraw | AfterDraw) -> Number:
-        """P of the newest token, times that of those before it where they count."""
-        return state[0] * at_place(seen.position, logit_of(seen.top_prob), self.offsets, self.slopes)
 
 
 @dataclass(frozen=True)

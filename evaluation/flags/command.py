@@ -18,8 +18,7 @@ from evaluation.costs.model import CostModel, TimeErrors
 from evaluation.flag_types import EngineName, Milliseconds, Sizes
 from evaluation.flags.answer import Answer, answer_sheet, batch_line, batch_sheet, sentences_of
 from evaluation.flags.assisted import times_of_assisted
-from evaluation.flags.calibration import Calibrated, calibrate, calibration_sheet
-from evaluation.flags.choice import FLAGS, Contest, Times, Traces
+from evaluation.flags.choice import Contest, Times, Traces
 from evaluation.flags.engines import ENGINES, Drafting, Engine
 from evaluation.flags.in_batches import BatchChoice, choose_in_batches
 from evaluation.flags.ours import ours
@@ -62,23 +61,17 @@ def flags(
     check_batches(engine, for_, sizes)
     with printing(aside=json):
         experiment, contest = contest_for(config, for_, given)
-        best = ours(contest, experiment.heads, drawn=traces_of(experiment, None))
-        answer = Answer.of(for_, contest, best.choices)
+        answer = Answer.of(for_, contest, ours(contest, experiment.heads, drawn=traces_of(experiment, None)))
         answer_sheet(answer).print()
         for sentence in sentences_of(answer):
             say(sentence)
         print(f"\n  {answer.line}\n")
-        calibrated = None
-        if engine.rule == "llama_cpp" and best.drawn is not None:
-            calibrated = calibrate(contest, best.drawn, answer.choices[FLAGS])
-            calibration_sheet(calibrated).print()
-            say(calibrated.sentence)
         chosen = choose_in_batches(contest, sizes, given, answer.flags.option.drafting) if sizes else []
         if chosen:
             batch_sheet(chosen, contest.times.alone).print()
             print(f"\n  {batch_line(for_, chosen)}\n")
     if json:
-        print(to_json(document(answer, calibrated, chosen)))
+        print(to_json(document(answer, chosen)))
 
 
 def contest_for(config: Config, name: EngineName, given: Given | None) -> tuple[Experiment, Contest]:
@@ -155,12 +148,11 @@ def _of_transformers(experiment: Experiment) -> CostModel:
     )
 
 
-def document(answer: Answer, calibrated: Calibrated | None, chosen: list[BatchChoice]) -> Mapping[str, Any]:
+def document(answer: Answer, chosen: list[BatchChoice]) -> Mapping[str, Any]:
     """Everything as JSON has it."""
     return {
         **answer.as_dict(),
         "costs": asdict(answer.cost),
-        "calibration": None if calibrated is None else calibrated.as_dict(),
         "batches": [choice.as_dict() for choice in chosen],
         "batch_line": batch_line(answer.name, chosen) if chosen else None,
     }

@@ -5,7 +5,6 @@ tokens are, and on the engine's own, where these are others.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from evaluation.contest.arms import BASELINE, Arm, Pick, picks_of, replay_dataset
 from evaluation.contest.grids import BOUNDS, grids_of
@@ -19,17 +18,8 @@ from heads.model.head import AcceptanceHead
 NAMES = {TRAINING_FREE: "our best policy without training", HEADS: "our best head"}
 
 
-class Ours(NamedTuple):
-    """The best of ours, chosen on dev."""
-
-    choices: dict[str, Choice]
-    """Of the policies that need no training, and of the heads, where there are some."""
-    drawn: Pick | None
-    """The fastest drawn-time head on the engine's own drafts, at its threshold."""
-
-
-def ours(contest: Contest, heads: Mapping[str, AcceptanceHead], *, drawn: Splits[Trace]) -> Ours:
-    """Our policies on the engine's drafts and on those of our loop.
+def ours(contest: Contest, heads: Mapping[str, AcceptanceHead], *, drawn: Splits[Trace]) -> dict[str, Choice]:
+    """The best of our policies without training and of our heads, on the engine's drafts and on those of our loop.
 
     Args:
         contest: the engine's.
@@ -51,7 +41,7 @@ def ours(contest: Contest, heads: Mapping[str, AcceptanceHead], *, drawn: Splits
             continue
         label, best = max(picks, key=lambda labelled: labelled[1].tokens_per_s_on_dev(cost))
         found[NAMES[group]] = Choice(NAMES[group], option_of(best, contest, label))
-    return Ours(found, picks_of(arms_of[""], cost).get("head_drawn"))
+    return found
 
 
 def _arms(traces: Splits[Trace], contest: Contest, heads: Mapping[str, AcceptanceHead]) -> list[Arm]:
@@ -63,7 +53,7 @@ def _arms(traces: Splits[Trace], contest: Contest, heads: Mapping[str, Acceptanc
     return [*replays.arms, *replays.auto_arms(cost, is_online=(False,))]
 
 
-def option_of(pick: Pick, contest: Contest, label: str = "") -> Option:
+def option_of(pick: Pick, contest: Contest, label: str) -> Option:
     """What an arm did at its setting."""
     dev, test = pick.arm.spent(contest.times.speculating)
     return Option(f"{pick.family}{label}", pick.values, Splits(dev.at(pick.setting), test.at(pick.setting)))

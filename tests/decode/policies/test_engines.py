@@ -4,7 +4,6 @@ hand.
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -12,8 +11,6 @@ from transformers import PreTrainedModel
 from configs.schema import ModelSource
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import Assisted, DSparkConfidence, LlamaCpp
-from decode.policies.base import BeforeDraw
-from decode.policies.engines import CalibratedTopProb
 from decode.policies.registry import POLICIES, RULES, parse_policy
 from lm import Sampling, load_model
 from tests.evaluation.flags.point_mass import PointMassDrafter
@@ -106,16 +103,6 @@ def test_llama_cpp_drops_the_token_below_p_min_and_pays_its_forward(pair):
     assert {"policy", "limit"} <= reasons
 
 
-def test_a_calibration_of_offset_0_and_slope_1_is_p_min_itself():
-    seen = BeforeDraw(np.zeros(6, int), *(np.zeros(6) for _ in range(4)), np.linspace(0.1, 0.9, 6))
-    own = LlamaCpp(p_min=0.5).stop_before((), seen)
-    calibrated = CalibratedTopProb((0.0,), (1.0,), 0.5, is_cumulative=False)
-    assert np.array_equal(calibrated.stop_before(calibrated.start(), seen), own)
-    at_second = seen._replace(position=np.ones(6, int))
-    shifted = CalibratedTopProb((0.0, 9.0), (1.0, 1.0), 0.5, is_cumulative=False)
-    assert not shifted.stop_before(shifted.start(), at_second)[1:].any()
-
-
 def test_rules_go_by_name_and_compete_only_where_they_are_named():
     assert parse_policy("llama_cpp:n_max=8,p_min=0.6") == LlamaCpp(8, 0.6)
     assert parse_policy("assisted:num_assistant_tokens=4") == Assisted(4)
@@ -129,7 +116,7 @@ def test_rules_go_by_name_and_compete_only_where_they_are_named():
         (lambda: LlamaCpp(n_max=0), "n_max is 0"),
         (lambda: LlamaCpp(p_min=1.2), "p_min is 1.2"),
         (lambda: Assisted(0), "num_assistant_tokens is 0"),
-        (lambda: CalibratedTopProb((0.0,), ()), "offsets and slopes"),
+        (lambda: DSparkConfidence(offsets=(0.0,), slopes=()), "offsets and slopes"),
     ],
 )
 def test_settings_that_no_engine_takes_are_refused(made, problem):

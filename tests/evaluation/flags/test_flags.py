@@ -14,11 +14,9 @@ from decode.policies.registry import make_policy
 from evaluation.__main__ import COMMANDS
 from evaluation.costs.model import CostModel
 from evaluation.flags.answer import Answer, batch_line, sentences_of
-from evaluation.flags.calibration import calibrate
 from evaluation.flags.choice import DEFAULT, FIXED, FLAGS, NONE, Contest, Times
 from evaluation.flags.engines import ENGINES
 from evaluation.flags.in_batches import BatchChoice
-from evaluation.flags.ours import ours
 from evaluation.flags.short_drafts import ShortDrafts
 from evaluation.intervals import Splits
 from evaluation.traces.replay import Replayed, replay_settings
@@ -110,18 +108,6 @@ def test_gains_are_over_the_default_the_best_fixed_length_and_no_speculation(tra
     assert gain.value == pytest.approx(choices[FLAGS].tokens_per_s / choices[DEFAULT].tokens_per_s - 1)
 
 
-def test_a_calibrated_confidence_is_judged_beside_the_head(traces):
-    contest = contest_at(traces)
-    head = AcceptanceHead(16, 0, "drawn")
-    best = ours(contest, {"plain": head}, drawn=contest.home)
-    assert best.drawn is not None
-    calibrated = calibrate(contest, best.drawn, contest.choices()[FLAGS])
-    before, after = calibrated.divergence
-    assert after < before
-    assert len(calibrated.offsets) == len(calibrated.slopes) == LENGTH
-    assert "Neither is a flag" in calibrated.sentence
-
-
 def test_vllm_has_all_sizes_of_batches_in_one_setting():
     chosen = [
         BatchChoice(size=size, number=number, tokens_per_s=1.0, over_none=0.0, over_one=0.0)
@@ -163,7 +149,6 @@ def test_the_command_prints_the_line_of_every_engine(engine, written, tiny, caps
     assert written in found["line"]
     assert found["line"] in shown
     assert {choice["what"] for choice in found["choices"]} >= {NONE, FIXED, FLAGS, "our best head"}
-    assert (found["calibration"] is not None) == (engine == "llama.cpp")
     assert [choice["size"] for choice in found["batches"]] == ([1, 2] if batch else [])
     assert found["costs"]["t_target_s"][:5] == pytest.approx([0.006, 0.00625, 0.0065, 0.00675, 0.007])
 
