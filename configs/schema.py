@@ -314,8 +314,6 @@ class DecodeConfig:
     """Seconds of a stop (signals, head) over those of a draft step, at `ratios` and given times. size: bytes of the
     head over bytes of the draft; measured: as on this machine; a number: of the dearest stop, the others in proportion.
     Measured times have measured stops."""
-    hierarchies: bool = False
-    """bench also runs HSDDW and Chen's variant (needs pair.micro): seconds per prompt."""
     verify_shares: tuple[float, ...] = (0.0, 0.2)
     """With `evaluate --batch`, at `ratios` and given times: seconds of each further verified token over those of a
     draft step.

@@ -5,8 +5,6 @@ from typing import Literal
 
 Sizes = tuple[int, ...] | int | str
 """Sizes of batches as a command line names them: [1, 4, 16], 4, or 1,4,16."""
-Part = Literal["policies", "lengths", "overheads"]
-"""Measurements of a bench."""
 EngineName = Literal["llama.cpp", "vllm", "sglang", "transformers"]
 Milliseconds = float | int | str
 """A number, or numbers of tokens with theirs: 1:30,5:33."""

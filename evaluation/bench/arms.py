@@ -12,7 +12,6 @@ import torch
 
 from decode.loop.decoder import SpeculativeDecoder
 from decode.policies.base import Policy
-from evaluation.turns import in_turns
 from heads.model.head import AcceptanceHead
 from lm import Sampling
 
@@ -61,13 +60,3 @@ def warm_up(arms: Mapping[str, Timed], prompts: Sequence[list[int]]) -> None:
     """One turn that is not measured."""
     for timed in arms.values():
         timed(prompts[0], len(prompts))
-
-
-def timed_in_turns(arms: Mapping[str, Timed], prompts: Sequence[list[int]]) -> dict[str, list[float]]:
-    """Seconds of every arm on every prompt, the arms in turns; one unmeasured turn first."""
-    warm_up(arms, prompts)
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for seed, (prompt, order) in enumerate(in_turns(arms, prompts)):
-        for name in order:
-            seconds[name].append(arms[name](prompt, seed).seconds)
-    return seconds

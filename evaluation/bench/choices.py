@@ -23,16 +23,15 @@ TRAINED = ("head_", "auto_")
 class Choices:
     """The setting that each family runs at under one sampling."""
 
-    def __init__(self, config: Config, name: str, sampling: Sampling, *, cost: CostModel) -> None:
+    def __init__(self, config: Config, name: str, sampling: Sampling) -> None:
         """Args:
         config: the experiment.
         name: the name of the sampling.
         sampling: the sampling of the cells.
-        cost: the costs of the pair as it is, which decide which head of each timing `auto` reads.
         """
         of_pair = Sampling(**vars(config.pair.sampling))
         self.experiment = Experiment(config if sampling == of_pair else _under(config, name, sampling))
-        self._name, self._cost = name, cost
+        self._name = name
         self._replays: dict[str, Replays] = {}
 
     @cached_property

@@ -1,5 +1,5 @@
-"""Every policy family and every schedule of transformers in turns, one cell per ratio of times, dataset and sampling;
-finished rows are kept.
+"""Every policy family and every schedule of transformers in turns, one cell per dataset and sampling; finished rows are
+kept.
 
 DIR/bench.jsonl holds the tokens and seconds of every arm on each prompt of each cycle, a row, as soon as all arms have
 had their turn, and each finished cell under what it was asked for. What is there is not measured again; an interrupted
@@ -9,13 +9,13 @@ had learnt is lost then.
 Policies run as they were named, or each family at what is fastest on dev at the costs of the cell: heads and `auto` on
 the dev prompts of the first dataset, their home, all others on those of the dataset that is raced, a favour to them. A
 trace is of one sampling, so each sampling has a trace of dev prompts of its own, in DIR/bench/SAMPLING (that of the
-config's sampling is the one of every command), recorded with the models as they are: extra layers change no token.
-Heads were trained under one sampling, too; elsewhere they run as foreign heads, which is said beside them.
+config's sampling is the one of every command). Heads were trained under one sampling, too; elsewhere they run as
+foreign heads, which is said beside them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
@@ -38,7 +38,6 @@ from evaluation.bench.schedules import (
     assisted,
     constant,
 )
-from evaluation.bench.speeds import Speed, Stopwatch, speed_from
 from evaluation.contest.arms import ALONE, BASELINE
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
@@ -57,7 +56,7 @@ SAMPLINGS = {
 }
 _CONSTANTS = (2, 5, 10)
 """Lengths of transformers' constant schedule where no best fixed length is known."""
-_NO_PART = {"as_recorded", "compile", "datasets", "dir", "heads", "hierarchies", "num_test", "perfect_head", "ratios"}
+_NO_PART = {"as_recorded", "compile", "datasets", "dir", "heads", "num_test", "perfect_head", "ratios"}
 _NO_PART |= {"prompts_per_shard", "stop_share", "t_draft_s", "t_target_s", "trace_hidden", "verify_shares"}
 """Settings of `decode` that do not decide what dev chooses, or that a key has in another form."""
 
@@ -68,7 +67,6 @@ class RaceTerms:
 
     num_prompts: int
     num_tokens: int
-    t_draft_ms: float
     policies: tuple[str, ...]
     families: tuple[str, ...]
     constants: tuple[int, ...]
@@ -78,16 +76,8 @@ class RaceTerms:
 class Cell(NamedTuple):
     """What a cell of a race is of."""
 
-    ratio: float | None
-    """t_target / t_draft wished; None: the pair as it is."""
     dataset: str
     sampling: str
-
-    @property
-    def title(self) -> str:
-        """The name of the cell on progress bars."""
-        ratio = "" if self.ratio is None else f"ratio {self.ratio:g}, "
-        return f"{ratio}{self.dataset}, {self.sampling}"
 
 
 class Race:
@@ -135,35 +125,25 @@ class Race:
     def _prompts(self, dataset: str) -> list[list[int]]:
         return self.experiment.prompt_ids(dataset, "test", num=self._terms.num_prompts)
 
-    def cells(self, ratios: Sequence[float], samplings: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """One record per ratio (none: the pair as it is), dataset and sampling, each as soon as it is there.
+    def cells(self, samplings: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """One record per dataset and sampling, each as soon as it is there.
 
         Raises:
-            ValueError: a dataset that there is not; ratios of a feature draft.
+            ValueError: a dataset that there is not.
         """
         known, rules = list(self.experiment.datasets), self._terms.rules
         for name in rules.datasets:
             if name not in known:
                 raise ValueError(f"--race.datasets names {name!r}; decode.datasets are {', '.join(known)}")
-        if ratios and self.experiment.has_feature_draft:
-            raise ValueError(
-                "--ratios slows both models by extra layers, and a feature draft takes none; set "
-                "pair.target.extra_layers"
-            )
-        for ratio in ratios or (None,):
-            for dataset in rules.datasets or known[:1]:
-                for name in samplings:
-                    cell = Cell(ratio, dataset, name)
-                    key = self.key(cell)
-                    yield self._once(key, partial(self._measured, cell, key))
-
-    def _once(self, key: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The value kept under this key, or a value that is made now and kept."""
-        kept = self._store.get(key)
-        if kept is None:
-            kept = make()
-            self._store.keep([(key, kept)])
-        return kept
+        for dataset in rules.datasets or known[:1]:
+            for name in samplings:
+                cell = Cell(dataset, name)
+                key = self.key(cell)
+                kept = self._store.get(key)
+                if kept is None:
+                    kept = self._measured(cell, key)
+                    self._store.keep([(key, kept)])
+                yield kept
 
     def key(self, cell: Cell) -> dict[str, Any]:
         """Everything that a cell's value depends on."""
@@ -204,16 +184,16 @@ class Race:
 
     def _measured(self, cell: Cell, key: Mapping[str, Any]) -> dict[str, Any]:
         sampling = self._samplings[cell.sampling]
-        speed = Speed(0, 0, self._cost) if cell.ratio is None else self._slowed(cell.ratio, cell.dataset)
-        chosen = self._chosen(cell, speed.cost)
-        pair = self.experiment.pair if cell.ratio is None else Experiment(speed.of(self._config)).pair
-        arms = self._arms(pair, sampling, chosen)
+        arms = self._arms(self.experiment.pair, sampling, self._chosen(cell))
         rows = self._rows(cell, key, arms)
         return {
-            "ratio_wished": cell.ratio,
             "dataset": cell.dataset,
             "sampling": cell.sampling,
-            "speed": speed.as_dict(),
+            "times": {
+                "t_draft_s": self._cost.t_draft_s,
+                "t_target_s": list(self._cost.t_target_s),
+                "origin": self._cost.origin,
+            },
             "num_tokens": self._terms.num_tokens,
             "cycles": self._terms.rules.cycles,
             "run": self._terms.rules.run,
@@ -243,9 +223,12 @@ class Race:
         kept: dict[tuple[int, int], dict[str, Any]] = {
             (of["prompt"], of["cycle"]): row for of, row in self._store.entries() if of.get("race") == race
         }
-        is_warm, total = cell.ratio is not None, len(prompts) * num_cycles
+        is_warm, total = False, len(prompts) * num_cycles
         with Bar(
-            desc=f"bench: {cell.title}", total=total * len(arms), initial=len(kept) * len(arms), unit="texts"
+            desc=f"bench: {cell.dataset}, {cell.sampling}",
+            total=total * len(arms),
+            initial=len(kept) * len(arms),
+            unit="texts",
         ) as bar:
             timed = {name: _ticking(generation, bar) for name, (_, generation) in arms.items()}
             for cycle in range(num_cycles):
@@ -265,25 +248,14 @@ class Race:
                     kept[place, cycle] = row
         return [[kept[place, cycle] for cycle in range(num_cycles)] for place in range(len(prompts))]
 
-    def _slowed(self, ratio: float, dataset: str) -> Speed:
-        wish = {"ratio": ratio, "t_draft_s": 1e-3 * self._terms.t_draft_ms}
-
-        def make() -> dict[str, Any]:
-            print(f"bench: looking for the layers of ratio {ratio:g}", flush=True)
-            vocab_size = self.experiment.pair.vocab_size
-            watch = Stopwatch(models=self.experiment.models, vocab_size=vocab_size, prompt=self._prompts(dataset)[0])
-            return watch.slowed(self._cost, **wish).as_dict()
-
-        return speed_from(self._once({"kind": "speed", **wish, **self._run_key}, make), self._cost)
-
-    def _chosen(self, cell: Cell, cost: CostModel) -> Mapping[str, Racer]:
+    def _chosen(self, cell: Cell) -> Mapping[str, Racer]:
         name, terms = cell.sampling, self._terms
         if name not in self._choices:
-            self._choices[name] = Choices(self._config, name, self._samplings[name], cost=self._cost)
+            self._choices[name] = Choices(self._config, name, self._samplings[name])
         choices = self._choices[name]
         if terms.policies:
             return choices.named(terms.policies)
-        return choices.at(cost, terms.families, dataset=cell.dataset, num_fixed=terms.rules.num_fixed)
+        return choices.at(self._cost, terms.families, dataset=cell.dataset, num_fixed=terms.rules.num_fixed)
 
     @cached_property
     def _assistant(self) -> PreTrainedModel | None:

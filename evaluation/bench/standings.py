@@ -128,17 +128,16 @@ def summary_sheet(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]])
 
 def title_of(cell: Mapping[str, Any]) -> str:
     """Title of a cell: its sampling, its times and its texts."""
-    speed, num_prompts = cell["speed"], len(cell["arms"][0]["seconds"])
-    times = f"t_draft {1e3 * speed['t_draft_s']:.2f} ms, t_target/t_draft {ratio_of(cell):.2f}"
+    num_prompts = len(cell["arms"][0]["seconds"])
+    times = f"t_draft {1e3 * cell['times']['t_draft_s']:.2f} ms, t_target/t_draft {ratio_of(cell):.2f}"
     texts = f"{num_prompts} prompts of {cell['dataset']}, at most {cell['num_tokens']} tokens, {cell['cycles']} times"
-    layers = f"extra layers {speed['draft_layers']} and {speed['target_layers']}"
     sampling, schedule = SAMPLING_NAMES[cell["sampling"]], cell["default_schedule"]
-    return f"{sampling}: {times} ({layers}); {texts}; default schedule: {schedule}"
+    return f"{sampling}: {times}; {texts}; default schedule: {schedule}"
 
 
 def ratio_of(cell: Mapping[str, Any]) -> float:
     """The cell's t_target(0) / t_draft."""
-    return float(cell["speed"]["t_target_s"][0] / cell["speed"]["t_draft_s"])
+    return float(cell["times"]["t_target_s"][0] / cell["times"]["t_draft_s"])
 
 
 def verdict_of(cell: Mapping[str, Any], standings: Sequence[Standing]) -> str:

@@ -148,9 +148,9 @@ def test_a_mistyped_setting_gets_a_hint(flags, hint, capsys):
 
 def test_what_is_none_of_a_few_is_told_which(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", "--config", "tiny", "--parts", "[speeds]"])
+        main(["tables", "--config", "tiny", "--paper", "speeds"])
     [line] = capsys.readouterr().err.splitlines()
-    assert "--parts: speeds is none of policies, lengths, overheads" in line
+    assert "--paper: speeds is none of specdec++, svip, svip-trees, hsddw" in line
 
 
 def test_a_yaml_that_cannot_be_read_is_named(tmp_path, capsys):

@@ -115,7 +115,6 @@ def test_bench_runs_the_policies_that_are_named_and_no_schedule_of_transformers(
 
 REFUSED = {
     "hierarchy": ("hierarchy", ["--pair.micro.path", "checkpoints/tiny/micro"], "a feature draft"),
-    "the loop's parts": ("bench", ["--parts", "[overheads]", "--num_prompts", "1"], "a feature draft"),
     "an assistant that is not there": (
         "bench",
         ["--race.assistant", "no/such/model", "--num_prompts", "1"],

@@ -24,7 +24,7 @@ from heads.model.provenance import Provenance
 from store.keyed import KeyedStore
 
 ROOT = Path(__file__, "../../..").resolve()
-TERMS = RaceTerms(2, 4, 10.0, (), (), (), RaceRules())
+TERMS = RaceTerms(2, 4, (), (), (), RaceRules())
 NAMED = replace(TERMS, policies=("fixed_length:k=2", "head:{head},max_rejection_prob=0.4"))
 
 
@@ -68,7 +68,7 @@ def cell_of(config, terms, sampling="own"):
     """(the store of a race, the key of its cell)."""
     policies = tuple(spec.format(head=head_of(config)) for spec in terms.policies)
     made = Race(config, replace(terms, policies=policies))
-    return KeyedStore(made.path, remedy=""), made.key(Cell(None, "prompts", sampling))
+    return KeyedStore(made.path, remedy=""), made.key(Cell("prompts", sampling))
 
 
 def decoded_of(config):

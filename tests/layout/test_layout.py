@@ -17,7 +17,7 @@ MORE_PARAMETERS = {
     "decode.generate.in_transformers.speculative_generate": 11,
     "decode.generate.command.generate": 8,
     "evaluation.costs.init.init": 8,  # a command's flags
-    "evaluation.bench.command.bench": 15,  # the same
+    "evaluation.bench.command.bench": 11,  # the same
     "evaluation.report.command.evaluate": 8,  # the same
     "heads.model.head.__init__": 8,  # entries of config.json, each by its name
 }

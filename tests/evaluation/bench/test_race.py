@@ -14,12 +14,9 @@ from decode.policies.registry import POLICIES
 from evaluation.bench.batch_sizes import size_verdict
 from evaluation.bench.choices import Choices
 from evaluation.bench.command import bench
-from evaluation.bench.lengths import hierarchy_verdict, length_verdict
-from evaluation.bench.overheads import overhead_verdict
 from evaluation.bench.plots import race_plot
 from evaluation.bench.race import SAMPLINGS, Race
 from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
-from evaluation.bench.speeds import Speed, Stopwatch
 from evaluation.bench.standings import standings_of, summary_sheet, verdict_of
 from evaluation.contest.arms import ALONE
 from evaluation.costs.model import CostModel
@@ -33,7 +30,6 @@ from lm import Sampling
 ROOT = Path(__file__, "../../../..").resolve()
 COST = CostModel.constant(0.001, 0.005)
 ASKED = {
-    "ratios": (3.0,),
     "samplings": ("nucleus",),
     "policies": ("fixed_length:k=2", "fixed_length:k=3", "entropy:max_sqrt_entropy=0.5"),
     "constants": (2,),
@@ -57,53 +53,31 @@ def config(tmp_path, monkeypatch):
     return config_of(parser, parser.parse_args(["--config", "configs/tiny.yaml", *spelt]))
 
 
-@pytest.fixture
-def slowed(monkeypatch):
-    """Two and three extra layers, without a clock."""
-    monkeypatch.setattr(
-        Stopwatch, "slowed", lambda self, natural, *, ratio, t_draft_s: Speed(2, 3, natural.with_ratio(ratio))
-    )
-
-
-def test_every_arm_runs_in_every_cell_and_finished_cells_are_kept(config, slowed, monkeypatch, capsys):
+def test_every_arm_runs_in_every_cell_and_finished_cells_are_kept(config, monkeypatch, capsys):
     document = bench(config, **ASKED, json=True)
     assert json.loads(capsys.readouterr().out) == document
-    assert [(cell["ratio_wished"], cell["sampling"]) for cell in document["cells"]] == [(3.0, "nucleus")]
+    assert [(cell["dataset"], cell["sampling"]) for cell in document["cells"]] == [("stories", "nucleus")]
     (cell,) = document["cells"]
     families = [arm["family"] for arm in cell["arms"]]
     assert families == [ALONE, "fixed_length", "fixed_length", "entropy", UNASSISTED, DEFAULT, HEURISTIC, CONSTANT]
-    assert (cell["speed"]["draft_layers"], cell["speed"]["target_layers"]) == (2, 3)
+    assert cell["times"] == {"t_draft_s": 0.001, "t_target_s": [0.005], "origin": "given"}
     assert (Path(config.decode.dir) / "plots" / "bench.svg").read_text().startswith("<svg")
 
     monkeypatch.setattr(Race, "_arms", lambda *_: pytest.fail("a finished cell was measured again"))
     assert bench(config, **ASKED)["cells"] == document["cells"]
     last = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
-    assert last.startswith("stories, T=0.7, top-p 0.9 at ratio 3.00: fastest of the named policies on these")
+    assert last.startswith("stories, T=0.7, top-p 0.9 at ratio 5.00: fastest of the named policies on these")
     assert last.endswith(".")
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         bench(config, **ASKED | {"num_tokens": 5})
 
 
-def test_every_part_of_bench_ends_in_sentences():
-    rows = [
-        {"threads": 1, "sampling": "greedy", "k": k, "ours_tokens_per_s": speed, "against_assisted": speed / 100}
-        for k, speed in ((2, 120.0), (5, 150.0), (8, 90.0))
-    ]
-    assert length_verdict(rows).startswith("greedy, 1 thread: K = 5 is the fastest fixed length, 1.50 times")
-    drafters = [
-        {"threads": 2, "sampling": "greedy", "drafter": name, "tokens_per_s": speed, "against_alone": speed / 100}
-        for name, speed in (("sd K=2", 120.0), ("HSDDW K<=10", 110.0))
-    ]
-    assert hierarchy_verdict(drafters) == (
-        "greedy, 2 threads: sd K=2 is the fastest drafter, 1.20 times the target alone."
-    )
+def test_the_fastest_policy_of_every_size_is_named_in_a_sentence():
     sizes = [
         {"batch_size": size, "policy": policy, "tokens_per_s": speed, "against_fixed": speed / 100}
         for size, policy, speed in ((1, "entropy", 110.0), (1, "fixed_length:k=2", 100.0), (4, "entropy", 90.0))
     ]
     assert "entropy in batches of 1 (+10.0%), entropy in batches of 4 (-10.0%)." in size_verdict(sizes)
-    overheads = [{"threads": 1, "outside_share_greedy": 0.5, "outside_own_share_greedy": 0.03}]
-    assert "outside its forwards 3.0% (greedy) of a generation" in overhead_verdict(overheads)
 
 
 def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(config, tmp_path):
@@ -112,7 +86,7 @@ def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(confi
         tmp_path / "heads" / "exported" / "linear"
     )
     for name, is_foreign in (("greedy", True), ("sampled", False)):
-        choices = Choices(config, name, SAMPLINGS[name], cost=COST)
+        choices = Choices(config, name, SAMPLINGS[name])
         chosen = choices.at(COST, ("head_drawn", "auto_drawn"))
         assert list(chosen) == ["fixed_length", "head_drawn", "auto_drawn"]
         assert choices.replays(choices.home).traces.dev.sampling == SAMPLINGS[name]
@@ -125,7 +99,7 @@ def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(confi
 
 def test_a_race_records_dev_alone_and_an_evaluation_the_rest(config):
     for name in ("greedy", "own"):
-        choices = Choices(config, name, (SAMPLINGS | {"own": Sampling(**vars(config.pair.sampling))})[name], cost=COST)
+        choices = Choices(config, name, (SAMPLINGS | {"own": Sampling(**vars(config.pair.sampling))})[name])
         dev = choices.replays(choices.home).traces.dev
         folder = trace_folder(choices.experiment)
         assert places_in(folder.directory, choices.home, "dev")
@@ -151,7 +125,7 @@ def test_policies_of_ones_own_compete_and_a_cell_without_them_is_not_theirs(conf
     for name in names:
         monkeypatch.setitem(POLICIES, name, POLICIES["entropy"])  # so that its end removes what the race enters
         del POLICIES[name]
-    asked = ASKED | {"ratios": (), "samplings": ("own",), "policies": ("fixed_length:k=2", *names)}
+    asked = ASKED | {"samplings": ("own",), "policies": ("fixed_length:k=2", *names)}
     (cell,) = bench(config, **asked)["cells"]
     assert [arm["family"] for arm in cell["arms"]][:4] == [ALONE, "fixed_length", *names]
 
@@ -182,16 +156,14 @@ def made_up(**seconds):
         }
         for name, values in seconds.items()
     ]
-    speed = {"draft_layers": 0, "target_layers": 0, "t_draft_s": 0.01, "t_target_s": [0.05]}
     return {
         "dataset": "stories",
         "sampling": "greedy",
         "num_tokens": 10,
         "cycles": 1,
-        "speed": speed,
+        "times": {"t_draft_s": 0.01, "t_target_s": [0.05], "origin": "given"},
         "default_schedule": "",
         "arms": arms,
-        "ratio_wished": 5,
     }
 
 

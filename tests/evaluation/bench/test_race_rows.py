@@ -21,7 +21,6 @@ from tests.toys.small_pair import EOS, PROMPTS
 TERMS = RaceTerms(
     num_prompts=3,
     num_tokens=8,
-    t_draft_ms=10.0,
     policies=("fixed_length:k=1", "fixed_length:k=2"),
     families=(),
     constants=(),
@@ -52,7 +51,7 @@ class Toy(Race):
     def _prompts(self, dataset):
         return [[place, len(dataset)] for place in range(self._terms.num_prompts)]
 
-    def _chosen(self, cell, cost):
+    def _chosen(self, cell):
         return {}
 
     def _arms(self, pair, sampling, chosen):
@@ -71,7 +70,7 @@ class Toy(Race):
 
 def raced(path, *, datasets=(), run=0, terms=TERMS, stops_after=None):
     race = Toy(path, replace(terms, rules=RaceRules(cycles=2, datasets=datasets, run=run)), stops_after=stops_after)
-    return race, list(race.cells((), ("greedy",)))
+    return race, list(race.cells(("greedy",)))
 
 
 def test_a_race_that_was_stopped_goes_on_with_its_next_row_and_says_the_same(tmp_path):

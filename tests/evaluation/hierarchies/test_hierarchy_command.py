@@ -1,4 +1,4 @@
-"""`evaluation hierarchy`, `evaluate` and `bench` with three models, and `evaluation theory`, on the embedded trio and a
+"""`evaluation hierarchy` and `evaluation theory`, on the embedded trio and a
 handful of tokens.
 """
 
@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.command import config_of, parser_for, run
+from configs.command import run
 from evaluation.__main__ import COMMANDS
-from evaluation.bench.lengths import hierarchy_rows, hierarchy_sheet
 from evaluation.hierarchies import configurations
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
-from lm import Sampling, load_pair
+from lm import Sampling
 
 ROOT = Path(__file__, "../../../..").resolve()
 WIDTHS = {"micro": 24, "draft": 96}
@@ -116,18 +115,6 @@ def test_hierarchy_plays_every_arm_heads_included_and_goes_on_where_it_was_kille
     assert "differs in generator: 'MT19937' there, 'PCG64DXSM' in this run" in capsys.readouterr().err
 
 
-def test_bench_times_three_models_beside_two():
-    config = config_of(parser := parser_for(COMMANDS["bench"]), parser.parse_args(["--config", "configs/tiny.yaml"]))
-    rows = list(
-        hierarchy_rows(
-            load_pair(config.pair), [[5, 6, 7]], {"greedy": Sampling(temperature=0)}, lengths=(2,), num_tokens=6
-        )
-    )
-    assert {row["drafter"] for row in rows} >= {"target alone", "sd K=2", "HSDDW K<=10", "interleaved (Chen) m=1 n=1"}
-    assert all(row["against_sd"] == pytest.approx(1) for row in rows if row["drafter"] == "sd K=2")
-    assert len(hierarchy_sheet([{"threads": 1, **row} for row in rows]).rows) == len(rows)
-
-
 def test_theory_writes_its_table_and_figure_and_agrees_with_the_loop(capsys, tmp_path):
     command("theory", tmp_path, "--num_rounds", "30")
     said = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
@@ -138,10 +125,9 @@ def test_theory_writes_its_table_and_figure_and_agrees_with_the_loop(capsys, tmp
     assert all(Path(path).stat().st_size > 0 for path in found["written"])
 
 
-@pytest.mark.parametrize("name", ["hierarchy", "bench"])
-def test_without_a_micro_model_the_answer_is_one_line(name, capsys, tmp_path):
+def test_without_a_micro_model_the_answer_is_one_line(capsys, tmp_path):
     with pytest.raises(SystemExit) as stopped:
-        command(name, tmp_path, "--pair.micro", "null", "--decode.hierarchies", "true")
+        command("hierarchy", tmp_path, "--pair.micro", "null")
     assert stopped.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: pair.micro is not set")
 
