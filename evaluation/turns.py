@@ -4,7 +4,10 @@ would meet each time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from time import perf_counter
 from typing import TypeVar
+
+from store.progress import Bar
 
 AnyCompetitor = TypeVar("AnyCompetitor")
 AnyPrompt = TypeVar("AnyPrompt")
@@ -26,3 +29,22 @@ def in_turns(
     for turn, prompt in enumerate(prompts, first):
         start = turn % len(members)
         yield prompt, members[start:] + members[:start]
+
+
+def turns_within(budget_s: float, fewest: int, *, desc: str, unit: str) -> Iterator[int]:
+    """Numbers of turns until another one would exceed the budget, by the mean of those before; a bar shows them.
+
+    Args:
+        budget_s: seconds.
+        fewest: turns that are taken however long they take.
+        desc: what is timed.
+        unit: what a turn is called.
+    """
+    started_s, number = perf_counter(), 0
+    with Bar(total=fewest, desc=desc, unit=unit) as bar:
+        while number < bar.total:
+            yield number
+            number += 1
+            turn_s = (perf_counter() - started_s) / number
+            bar.total = max(number, fewest, int(budget_s / turn_s))
+            bar.update()

@@ -14,14 +14,15 @@ from typing import Any
 from data_gen.prompts.splits import Split
 from decode.experiment import Experiment
 from decode.policies.base import Policy
+from evaluation.costs import measure, stops
 from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
 from evaluation.costs.model import RECORDED, CostModel, StopShares, TimeErrors, check_ratio
 from evaluation.costs.stops import policies_by_kind, sizes, time_stops
-from evaluation.costs.waiting import Timing
 from evaluation.keys import machine_key, models_key, prompts_key
 from store.keyed import KeyedStore
 
 NUM_PROMPTS = 4
+SKIP = "--decode.t_draft_s SECONDS --decode.t_target_s SECONDS --decode.stop_share size"
 _TOKENS = 96
 _MEASURED = ("t_draft_s", "t_target_s", "origin", "errors", "fit", "stops")
 
@@ -172,29 +173,31 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
         policies: one policy for each kind of stop, by its kind.
         again: measure everything anew.
     """
-    times, missing = missing_of(experiment, policies, again=again)
+    times = None if again else kept_costs(experiment.directory).get(key_of(experiment))
+    missing = {kind: policy for kind, policy in policies.items() if times is None or kind not in times["stops"]}
     if times is None or missing:
         loop, store = loop_of(experiment), kept_costs(experiment.directory)
-        timing = Timing(missing, has_forwards=times is None)
-        print(timing.warning(loop, kept_in=str(store.path)), file=sys.stderr, flush=True)
+        compiled = ", plus one compilation per kind of stop" if loop.compile is True else ""
+        print(
+            f"costs: timing this machine once, {about_timing()}{compiled}; kept in {store.path}. Other work on the "
+            f"machine distorts the times. To skip it, give the times: {SKIP}",
+            file=sys.stderr,
+            flush=True,
+        )
         times = measure_loop(loop) if times is None else times
         times["stops"] |= {kind: tuple(stop) for kind, stop in time_stops(loop, missing).items()}
         store.keep([(key_of(experiment), times)])
     return times
 
 
-def missing_of(
-    experiment: Experiment, policies: Mapping[str, Policy], *, again: bool = False
-) -> tuple[dict[str, Any] | None, dict[str, Policy]]:
-    """(this loop's entry in DIR/costs.jsonl, None where it is still to be measured; policies whose stops it lacks).
+def about_timing() -> str:
+    """About how long a machine is timed."""
+    return f"about {round(timing_budget_s())} s on a small pair"
 
-    Args:
-        experiment: the models and settings of the loop.
-        policies: one policy for each kind of stop, by its kind.
-        again: take nothing from the file, as if it were empty.
-    """
-    times = None if again else kept_costs(experiment.directory).get(key_of(experiment))
-    return times, {kind: policy for kind, policy in policies.items() if times is None or kind not in times["stops"]}
+
+def timing_budget_s() -> float:
+    """Seconds that the timing of a machine takes unless its models are large."""
+    return measure.BUDGET_S + stops.BUDGET_S
 
 
 def loop_of(experiment: Experiment) -> Loop:

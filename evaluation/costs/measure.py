@@ -23,10 +23,9 @@ from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.policies import FixedLength, Policy
-from evaluation.costs.budget import turns_within
 from evaluation.costs.model import CostModel, TimeErrors
 from evaluation.traces.trace import Array
-from evaluation.turns import in_turns
+from evaluation.turns import in_turns, turns_within
 from lm import KINDS, CachedModel, Compile, CompiledModel, Pair, Sampling
 
 TIMED_LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)

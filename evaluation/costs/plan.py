@@ -9,17 +9,12 @@ import torch
 from configs.schema import Config
 from data_gen.pipeline.plan import duration
 from data_gen.pipeline.plan import plan as plan_data
-from decode.experiment import Experiment
-from evaluation.costs.machine import loop_of, missing_of
-from evaluation.costs.stops import policies_by_kind
-from evaluation.costs.waiting import SKIP, Timing
+from evaluation.costs.machine import SKIP, about_timing, timing_budget_s
 from heads.grid import grid
 from heads.training.recipe import epochs_of
 from lm import load_config
 from lm.features.released import width_of
 
-_ANY_WIDTH = 8
-"""Hidden size of the heads that stand for those to come: their kinds of stop do not depend on it."""
 _FLOPS_PER_WEIGHT, _OVER_PRODUCTS = 6, 4.0
 """Operations of a weight and a token in a training step, and how much longer a step takes than its matrix products
 (`checkpoints/tiny`: 4; wider heads less).
@@ -41,8 +36,7 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
     if known_s:
         known_s.append(training_s(config, totals, num_weights))
         print(f"train: about {duration(known_s[-1])} on this machine's processor, or less")
-    # what had to be cut is too slow to be timed once more
-    line, timing_s = timing_line(config, is_measured=sample > 0 and not totals.get("is_cut"))
+    line, timing_s = timing_line(config)
     print(line)
     if known_s:
         print(f"together about {duration(sum(known_s) + timing_s)}, and evaluate and tune record and replay traces")
@@ -75,26 +69,8 @@ def training_s(config: Config, totals: dict[str, Any], num_weights: int) -> floa
     return _OVER_PRODUCTS * _FLOPS_PER_WEIGHT * num_weights * tokens * num_epochs * product_s / (2 * width**3)
 
 
-def timing_line(config: Config, *, is_measured: bool) -> tuple[str, float]:
-    """One line on what `evaluate` times with all heads of the config's grid and how to skip it, and about how many
-    seconds it takes.
-
-    Args:
-        config: the experiment.
-        is_measured: load the models and say about how long.
-    """
+def timing_line(config: Config) -> tuple[str, float]:
+    """One line on what `evaluate` times and how to skip it, and about how many seconds it takes on a small pair."""
     if config.decode.t_draft_s is not None:
         return "evaluate: times nothing, decode.t_draft_s and decode.t_target_s are given", 0.0
-    policies = policies_by_kind(shape.head(_ANY_WIDTH) for shape in grid(config.heads))
-    if not is_measured:
-        timing = Timing(policies)
-        line = f"evaluate: times {timing.what}, {duration(timing.budget_s)} on a small pair; skip it with {SKIP}"
-        return line, timing.budget_s
-    experiment = Experiment(config)
-    times, missing = missing_of(experiment, policies)
-    if times is not None and not missing:
-        return f"evaluate: times nothing, the times of this machine are in {experiment.directory}/costs.jsonl", 0.0
-    timing = Timing(missing, has_forwards=times is None)
-    expected_s = timing.expected_s(loop_of(experiment))
-    line = f"evaluate: timing about {duration(expected_s)} on this machine, once: {timing.what}; skip it with {SKIP}"
-    return line, expected_s
+    return f"evaluate: times this machine once, {about_timing()}; skip it with {SKIP}", timing_budget_s()

@@ -28,9 +28,9 @@ from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
 from decode.policies.registry import POLICIES, make_policy
 from decode.policies.scores import ScoringPolicy
-from evaluation.costs.budget import turns_within
 from evaluation.costs.measure import Loop, typical
 from evaluation.costs.rotation import Draft, Rotation, shuffled
+from evaluation.turns import turns_within
 from heads.model.head import AcceptanceHead
 from lm.features.dspark import DSpark
 

@@ -22,9 +22,8 @@ from torch import nn
 
 from evaluation.bench.arms import Timed, warm_up
 from evaluation.bench.schedules import assisted, constant
-from evaluation.costs.budget import turns_within
 from evaluation.costs.model import CostModel, TimeErrors
-from evaluation.turns import in_turns
+from evaluation.turns import in_turns, turns_within
 from lm import Pair, Sampling
 
 LENGTHS = (None, 1, 2, 4, 8, 16)

@@ -145,15 +145,9 @@ def test_a_race_without_a_fixed_length_is_refused_before_anything_runs(config, m
 
 
 def made_up(**seconds):
+    unchosen = {"is_foreign": False, "on_dev": None}
     arms = [
-        {
-            "family": name,
-            "setting": name,
-            "is_foreign": False,
-            "on_dev": None,
-            "tokens": [10] * len(values),
-            "seconds": values,
-        }
+        {"family": name, "setting": name, "tokens": [10] * len(values), "seconds": values} | unchosen
         for name, values in seconds.items()
     ]
     return {

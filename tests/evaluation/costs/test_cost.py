@@ -15,14 +15,13 @@ from decode.loop.decoder import Generation, Round
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
 from decode.policies.bounds import Oracle, PerfectHead
-from evaluation.costs.budget import turns_within
-from evaluation.costs.machine import costs_for
+from evaluation.costs.machine import SKIP, costs_for
 from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
 from evaluation.costs.model import CostModel, StopShares
 from evaluation.costs.plan import plan, timing_line
 from evaluation.costs.stops import policies_by_kind, sizes
-from evaluation.costs.waiting import SKIP, Timing
 from evaluation.traces.replay import replay_settings
+from evaluation.turns import turns_within
 from heads import AcceptanceHead
 from lm import Pair, Sampling
 from tests.toys.random_pairs import random_pair
@@ -196,33 +195,6 @@ def loop() -> Loop:
     return Loop(pair=pair, prompts=[[5, 6, 7], [9, 8]], sampling=Sampling(), max_draft_length=4, max_new_tokens=24)
 
 
-def test_a_warning_says_what_is_timed_how_long_and_how_to_skip_it(loop, monkeypatch):
-    monkeypatch.setattr(Timing, "expected_s", lambda self, loop: 95.0)
-    warning = Timing({"entropy": Entropy()}, has_forwards=False).warning(loop, kept_in="here/costs.jsonl")
-    assert "about 1.6 min: 1 kind of stop\n" in warning
-    assert "kept in here/costs.jsonl" in warning
-    compiled = Timing({"entropy": Entropy()}).warning(replace(loop, compile=True), kept_in="here")
-    assert "1 kind of stop; each kind is compiled before it" in compiled
-    assert warning.endswith(SKIP)
-
-
-def test_what_is_timed_names_the_kinds_that_lie_between():
-    heads = [AcceptanceHead(8, depth) for depth in (0, 1, 4)]
-    assert Timing(policies_by_kind(heads)).what == "t_draft, t_target and 5 kinds of stop (1 more lie between them)"
-    assert Timing({}).what == "t_draft, t_target"
-
-
-def test_what_is_said_of_timing_follows_the_budgets_and_the_fewest_turns(loop, monkeypatch):
-    policies = policies_by_kind([])
-    said = []
-    for budget_s in (0.0, 50.0, 100.0):
-        for module in ("stops", "measure"):
-            monkeypatch.setattr(f"evaluation.costs.{module}.BUDGET_S", budget_s)
-        said.append(Timing(policies).expected_s(loop))
-    assert 0 < said[0] < said[1]
-    assert said[2] - said[1] == pytest.approx(100, rel=0.1)  # two budgets, of forwards and of stops
-
-
 def test_turns_end_with_the_budget_but_not_before_the_fewest(capsys):
     assert list(turns_within(0.0, 3, desc="few", unit="turns")) == [0, 1, 2]
     turns = [sleep(0.01) for _ in turns_within(0.1, 1, desc="many", unit="turns")]
@@ -241,7 +213,7 @@ def test_what_is_advised_skips_the_timing(tmp_path):
     parser = parser_for(plan)
     given = ["--config", "tiny", "--decode.dir", str(tmp_path), *flags.split()]
     config = config_of(parser, parser.parse_args(given))
-    assert "times nothing" in timing_line(config, is_measured=True)[0]
+    assert "times nothing" in timing_line(config)[0]
     assert costs_for(Experiment(config)).t_draft_s == 0.001
     assert not (tmp_path / "costs.jsonl").exists()
 
@@ -249,8 +221,8 @@ def test_what_is_advised_skips_the_timing(tmp_path):
 def test_a_plan_that_measures_nothing_says_what_will_be_timed(tmp_path):
     parser = parser_for(plan)
     config = config_of(parser, parser.parse_args(["--config", "tiny", "--decode.dir", str(tmp_path)]))
-    line, _ = timing_line(config, is_measured=False)
-    assert line.startswith("evaluate: times t_draft, t_target and 9 kinds of stop (9 more lie between them), ")
+    line, _ = timing_line(config)
+    assert line.startswith("evaluate: times this machine once, about ")
     assert line.endswith(SKIP)
 
 
