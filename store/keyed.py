@@ -15,7 +15,7 @@ from typing import Any
 from store.json_files import checked_object, parse_json
 from store.lock import only_writer
 
-_WAIT_S = 60
+_WAIT_S = 60.0
 
 Key = Mapping[str, Any]
 
