@@ -123,7 +123,6 @@ def dspark_loss(target: PreTrainedModel, seed: int, draft: DSpark, batch: StoryB
 
 
 def loss_of(blocks: BlockPredictions) -> Float[Tensor, ""]:
-    """The loss in the module's docstring."""
     weight = blocks.is_inside * torch.exp(-torch.arange(blocks.is_inside.shape[1]) / _DECAY)
     entropy = functional.nll_loss(blocks.log_q.flatten(0, 1), blocks.next_ids.flatten(), reduction="none")
     distance = (blocks.log_q.exp() - blocks.p).abs().sum(-1)

@@ -77,7 +77,6 @@ def layer_config(target: PreTrainedModel, *, is_tied: bool) -> LlamaConfig:
 
 
 def feature_loss(draft: FeatureDraft, reading: TargetReading) -> Float[Tensor, ""]:
-    """The loss in the module's docstring."""
     if isinstance(draft, Glide):
         mask = delayed(reading.tokens.shape[1], draft.config.block_size)
         return reading.divergence(_glide_log_q(draft, reading, mask))
@@ -92,7 +91,6 @@ def feature_loss(draft: FeatureDraft, reading: TargetReading) -> Float[Tensor, "
 
 
 def feature_figures(draft: FeatureDraft, target: PreTrainedModel, batches: Iterable[StoryBatch]) -> dict[str, Any]:
-    """Mean acceptance_rate by depth."""
     rates = acceptance_rates(partial(log_q_by_depth, draft), target, batches).mean(-1)
     return {"acceptance_rates": [round(rate, 4) for rate in rates.tolist()]}
 
@@ -142,7 +140,6 @@ def unrolled(
 
 
 def save_feature_draft(draft: FeatureDraft, directory: Path) -> None:
-    """Write a draft in its released layout."""
     architecture = "Qwen3DSparkModel" if isinstance(draft, DSpark) else "LlamaForCausalLM"
     prefix = "model." if isinstance(draft, Glide) else ""
     tensors = {prefix + name: tensor for name, tensor in draft.state_dict().items()}

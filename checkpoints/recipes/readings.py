@@ -61,14 +61,13 @@ def read_responses(path: Path) -> list[Text]:
 
 
 def without_leakage(texts: Sequence[Text]) -> list[Text]:
-    """The texts without those that share a prompt with the last shard, which is held out. Of several responses to one
-    of its prompts, the last stays.
+    """The texts without those that share a prompt with the last shard, which is held out; the last response to each of
+    its prompts stays.
     """
     kept: list[Text] = []
     held_out: set[tuple[int, ...]] = set()
     for text in reversed(texts):
-        prompt = tuple(text.prompt_ids)
-        if prompt not in held_out:
+        if (prompt := tuple(text.prompt_ids)) not in held_out:
             kept.append(text)
             if len(held_out) < _TEXTS_PER_SHARD:
                 held_out.add(prompt)

@@ -1,5 +1,5 @@
-"""A trace that can be published: without its prompts, which belong to whoever wrote them and which replay does not
-read, and with the logits of some heads in the place of the hidden states, which are fifty times as much.
+"""A trace that can be published: without prompts, which belong to their authors and which replay does not need; and
+with the logits of some heads in place of the hidden states, which are fifty times as large.
 """
 
 import json
@@ -18,11 +18,11 @@ from store.sums import check_sums
 
 
 def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:
-    """Copy the trace of an evaluation, and the times beside it, for others to evaluate, replay and tune on with
-    `--decode.as_recorded true`: no prompts are in it, and no hidden states.
+    """Copy a trace and its times for others to evaluate, replay and tune on (`--decode.as_recorded true`), without
+    prompts and hidden states.
 
     Args:
-        decode_dir: the decode.dir of the evaluation, whose trace has first draws alone and hidden states.
+        decode_dir: decode.dir of the evaluation; its trace has first draws only, and hidden states.
         out: the folder that becomes another decode.dir.
         heads: directories of the heads whose logits the copy holds.
     """
@@ -32,20 +32,19 @@ def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:
     trace, scorers = source / "trace", [AcceptanceHead.from_pretrained(path).eval() for path in heads]
     manifest = read_manifest(trace, command="trace")
     datasets = sorted(folder.parent.name for folder in trace.glob("*/rows"))
-    places = [place for dataset in datasets for split in SPLITS for place in places_in(trace, dataset, split)]
-    check_sums([path for place in places for path in place.paths(trace)], command="trace")
+    shards = [shard for dataset in datasets for split in SPLITS for shard in places_in(trace, dataset, split)]
+    check_sums([path for shard in shards for path in shard.paths(trace)], command="trace")
     with atomic_directory(directory) as unfinished:
         if (source / "costs.jsonl").is_file():
             shutil.copy(source / "costs.jsonl", unfinished)
         facts: dict[str, Any] = {**manifest, "trace_hidden": False, "heads": list(heads)}
         write_atomic(unfinished / "trace" / "manifest.json", json.dumps(facts, indent=1).encode())
-        for place in places:
-            if (shard := read_shard(trace, place, manifest)) is not None:
-                rows = tuple(replace(row, prompt_ids=()) for row in shard.rows)
-                scores = {head.fingerprint(): shard.logit(head) for head in scorers}
-                shard = replace(shard, rows=rows, scores=shard.scores | scores, inputs=None)
-            write_trace(
-                unfinished / "trace", place, trace=shard, problems=read_sidecar(place.paths(trace)[0])["problems"]
-            )
+        for shard in shards:
+            if (content := read_shard(trace, shard, manifest)) is not None:
+                rows = tuple(replace(row, prompt_ids=()) for row in content.rows)
+                scores = {head.fingerprint(): content.logit(head) for head in scorers}
+                content = replace(content, rows=rows, scores=content.scores | scores, inputs=None)
+            problems = read_sidecar(shard.paths(trace)[0])["problems"]
+            write_trace(unfinished / "trace", shard, trace=content, problems=problems)
     num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    print(f"{directory}: {len(places)} shards, logits of {len(heads)} heads, {num_bytes / 1e6:.1f} MB")
+    print(f"{directory}: {len(shards)} shards, logits of {len(heads)} heads, {num_bytes / 1e6:.1f} MB")

@@ -81,8 +81,8 @@ def tiny(
     """Train the embedded models: about 30 minutes on one core.
 
     Args:
-        dir: the folder that gets target, draft and micro, eagle, glide and dspark; dspark-work beside them has the
-            checkpoint from which an interrupted run of dspark resumes.
+        dir: the folder that gets target, draft and micro, eagle, glide and dspark; feature drafts resume from
+            checkpoints beside them (eagle-glide-work, dspark-work).
         seed: decides the weights and the stories.
         models: trio is target, draft and micro; feature_drafts are an EAGLE, a GliDe and a DSpark draft for the target
             that is there; dspark is the last alone.
