@@ -5,15 +5,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from jsonargparse import ArgumentError
 from pytorch_lightning import Trainer
 
-from configs.command import config_of, one_line, parser_for, run
+from configs.command import run
 from configs.schema import Config
 from data_gen.pipeline.command import make
 from data_gen.pipeline.plan import plan
@@ -21,7 +19,7 @@ from evaluation.traces.command import trace
 from heads.training.command import train
 from tests.data_gen.faults.stages import Child, at, experiment
 from tests.data_gen.fuzz.boundaries import TEXTS, Boundary, files, made, texts
-from tests.data_gen.fuzz.breaking import BROKEN, NASTY, Draw
+from tests.data_gen.fuzz.breaking import BROKEN, Draw
 
 _MAX_LINE = 1500
 _FILES = ["rows", "sidecar of rows", "features", "sidecar of features", "manifest", "costs", "checkpoint"]
@@ -83,46 +81,6 @@ def test_broken_files_are_refused_by_name(stored, name: str):
     assert stored.keys() == set(_FILES)
     outcomes = broken(40, lambda draw: broken_file(stored[name], draw))
     assert outcomes["refused"] > 8
-
-
-@pytest.mark.slow
-def test_a_config_with_one_broken_setting_is_read_or_refused_in_one_line():
-    parser = parser_for(_nothing, trainer=Trainer)
-    names = sorted(_leaves(parser.get_defaults().as_dict()))
-
-    def case(draw: Draw) -> str:
-        name = draw(st.sampled_from(names)) if draw(st.integers(0, 9)) else draw(st.text(max_size=12))
-        whole: dict[str, Any] = {"pair": {"target": {"path": "a"}, "draft": {"path": "b"}}}
-        *sections, last = name.split(".")
-        section = whole
-        for key in sections:
-            section = section.setdefault(key, {})
-        section[last] = draw(NASTY)
-        return tried(lambda: _parsed(parser, json.dumps(whole)), "")
-
-    outcomes = broken(300, case)
-    assert min(outcomes["read"], outcomes["refused"]) > 20, outcomes
-
-
-def _parsed(parser: Any, text: str) -> None:
-    try:
-        config_of(parser, parser.parse_string(text))
-    except ArgumentError as error:
-        raise ValueError(one_line(error)) from error
-
-
-def _nothing(config: Config) -> None:
-    """Do nothing."""
-
-
-def _leaves(values: dict[str, Any], name: str = "") -> list[str]:
-    """The dotted names of all settings."""
-    return [
-        leaf
-        for key, value in values.items()
-        for leaf in (_leaves(value, f"{name}{key}.") if isinstance(value, dict) and value else [name + key])
-        if key not in ("config", "print_config")
-    ]
 
 
 _BAD_SETTINGS = """
