@@ -186,6 +186,8 @@ def _parsed(parser: ArgumentParser, argv: Iterable[str], command: Command) -> Na
         )
         problem = _as_written(one_line(error), command)
         _fail(f"{problem} ({_meant(' '.join(str(error).split()), parser) or hint})")
+    except ValueError as error:  # of a null character where the parser looks for a file
+        _fail(f"the settings cannot be read: {error}; look for a null character in them")
 
 
 def _as_written(problem: str, command: Command) -> str:
@@ -196,34 +198,22 @@ def _as_written(problem: str, command: Command) -> str:
 
 
 _UNKNOWN = r"nrecognized arguments: --([\w.]+)|Group '(?P<group>[\w.]+)' does not accept option '(?P<key>\w+)'"
-_NO_TUPLE = (
-    r'key "([\w.]+)": (?:Expected a <class \'tuple\'>. Got value|Does not validate .*\[tuple.* Given value): '
-    r"([^\s\[\]]+)$"
-)
-_NO_CHOICE, _QUOTED = r"Expected a typing\.Literal\[(.*?)\]\. Got value: (\S+)$", r"'([^']*)'"
 
 
 def _meant(problem: str, parser: ArgumentParser) -> str | None:
-    """What the user probably meant, where the parser's complaint tells: an option of a similar name, or a list."""
+    """What the user probably meant, where the parser does not know an option: those of similar names."""
     if found := re.search(_UNKNOWN, problem):
         is_flag = found["group"] is None
         near = similar(found[1] if is_flag else f"{found['group']}.{found['key']}", parser._option_string_actions)
         dashes = "--" if is_flag else ""
         return f"did you mean {' or '.join(dashes + name for name in near)}?" if near else None
-    if found := re.search(_NO_CHOICE, problem):
-        near = get_close_matches(found[2], re.findall(_QUOTED, found[1]), n=1)
-        return f"did you mean {near[0]}?" if near else None
-    if found := re.search(_NO_TUPLE, problem):
-        return f"a list is wanted: --{found[1]} '[{found[2]}]'"
     return None
 
 
 def _plain(problem: str) -> str:
     """A complaint of the parser about a value of several possible types in a few words: the package that its class
-    lacks, what the class itself said, or the value and the types; likewise about a value that is none of a few.
+    lacks, what the class itself said, or the value and the types.
     """
-    if found := re.search(_NO_CHOICE, problem):
-        return f"{problem[: found.start()]}{found[2]} is none of {', '.join(re.findall(_QUOTED, found[1]))}"
     if lacking := re.search(r"class_path '(?:[\w.]*\.)?(\w+)': Requirement '([\w-]+)", problem):
         return f"{lacking[1]} needs {lacking[2]}, which is not installed: pip install {lacking[2]}"
     union = re.search(r"Does not validate against any of the Union subtypes Subtypes: (.*?) Errors: ", problem)

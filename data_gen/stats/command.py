@@ -16,10 +16,10 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
 
     Args:
         split: train, dev or test.
-        plots: also draw SPLIT-entropy.png, SPLIT-entropy_ratio.png and SPLIT-bounds.png into DIR/stats.
+        plots: also draw DIR/stats/SPLIT.png.
     """
     # pandas and matplotlib take a while to import, and every command of data_gen imports this file
-    from data_gen.stats.plots import draw_all
+    from data_gen.stats.plots import draw
     from data_gen.stats.positions import positions_by_set, read_positions, summarise
 
     directory = Path(config.data.dir)
@@ -42,7 +42,8 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
         )
     )
     if plots and positions["acceptance_rate"].size:
-        print("\n".join(f"  {path}" for path in draw_all(positions, summary, folder=folder, split=split)))
+        draw(positions, summary, folder / f"{split}.png")
+        print(f"  {folder / f'{split}.png'}")
     rate = summary["acceptance_rate_mean"]
     print(
         f"The target accepts a drafted token of {split} with probability {rate:.2f} on average; all figures: "

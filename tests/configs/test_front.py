@@ -108,7 +108,7 @@ def test_it_runs_beside_a_users_own_modules_of_our_names(tmp_path):
     for name in ("train.py", "heads/__init__.py", "configs/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('the user has this')\n")
-    asked = [SCRIPT, "plan", "--config", "tiny"]
+    asked = [SCRIPT, "plan", "--config", "tiny", "--sample", "0"]
     done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "disk" in done.stdout
@@ -129,12 +129,8 @@ def test_screens_follow_the_code():
             ["--pair.trust_remote_code", "true"],
             "did you mean --pair.target.trust_remote_code or --pair.draft.trust_remote_code?",
         ),
-        (["--heads.depths", "2"], "a list is wanted: --heads.depths '[2]'"),
-        (["--heads.timings", "drawn"], "a list is wanted: --heads.timings '[drawn]'"),
         (["--num_train", "5"], "did you mean --data.num_train or --heads.num_train?"),
         (["--decode.num_devv", "5"], "did you mean --decode.num_dev?"),
-        (["--heads.timings", "[drwan]"], "did you mean drawn?"),
-        (["--pair.target.dtype", "flaot32"], "did you mean float32?"),
         (["--sampel", "5"], "did you mean --sample?"),
         (["--data.nothing_like_it", "5"], "--help.all lists every option"),
     ],
@@ -144,13 +140,6 @@ def test_a_mistyped_setting_gets_a_hint(flags, hint, capsys):
         main(["plan", "--config", "tiny", *flags])
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith(f"({hint})")
-
-
-def test_what_is_none_of_a_few_is_told_which(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["tables", "--config", "tiny", "--paper", "speeds"])
-    [line] = capsys.readouterr().err.splitlines()
-    assert "--paper: speeds is none of specdec++, svip, svip-trees, hsddw" in line
 
 
 def test_a_yaml_that_cannot_be_read_is_named(tmp_path, capsys):
@@ -194,12 +183,6 @@ def test_a_mistyped_name_gets_the_one_that_was_meant(argv, said, capsys, monkeyp
         main(argv)
     [line] = capsys.readouterr().err.splitlines()
     assert said in line
-
-
-def test_a_single_value_where_a_list_or_null_is_wanted_gets_a_hint(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["hierarchy", "--config", "tiny", "--level_heads", "mine"])
-    assert capsys.readouterr().err.endswith("(a list is wanted: --level_heads '[mine]')\n")
 
 
 def test_a_mistyped_setting_of_a_yaml_gets_a_hint(tmp_path, capsys):

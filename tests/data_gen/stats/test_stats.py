@@ -40,8 +40,7 @@ def test_stats_summarise_a_run_and_draw_its_plots(toy_config, capsys):
     assert summary["rows"] == summary["prompts_input"] == 8
     assert summary["pinsker_violations"] == summary["bretagnolle_huber_violations"] == 0.0
     assert summary["c"] == pytest.approx((summary["cross_entropy_mean_nats"] / summary["entropy_mean_nats"] - 1) / 2)
-    plots = sorted(path.name for path in Path(toy_config.data.dir, "stats").glob("*.png"))
-    assert plots == ["train-bounds.png", "train-entropy.png", "train-entropy_ratio.png"]
+    assert Path(toy_config.data.dir, "stats", "train.png").is_file()
 
 
 def test_stats_refuse_a_corrupted_shard(toy_config):
