@@ -14,11 +14,14 @@ What is asked of it, one of three ways:
                       own, asked token by token. Criteria are given scores=None, as `generate` gives them unless
                       `output_scores` is set. Processors must depend on their arguments alone: each is asked about
                       drafted prefixes that may be discarded.
+    by `partial`      `streamer`: `custom_generate=functools.partial(speculative_generate, streamer=streamer)` is given
+                      each round. `generate` hands its own `streamer`, `assistant_model` and `synced_gpus` on to no
+                      callable, so that they are ignored.
     changes nothing   `use_cache`, `logits_to_keep`, `prefill_chunk_size`, compilation settings; negative prompts
                       without guidance; `tokenizer` and `assistant_tokenizer`, which `generate` drops. So it refuses
                       `stop_strings` itself: give `StopStringCriteria` among the stopping criteria.
     is refused        with a ValueError that names it: every other keyword that is not None (`pixel_values`,
-                      `token_type_ids`, …); `streamer`, `assistant_model`, `synced_gpus`; batches, several sequences,
+                      `token_type_ids`, …); batches, several sequences,
                       beams and whatever else is neither greedy search nor sampling; encoder-decoders; padding, embedded
                       prompts, positions of one's own; a cache handed in, or one that is not dynamic; classifier-free
                       guidance and SynthID watermarks, which are not functions of the tokens; `output_scores` and its
@@ -29,7 +32,7 @@ What is asked of it, one of three ways:
 With `return_dict_in_generate` the result holds the sequences and the rounds; its `past_key_values` is None.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from os import PathLike
@@ -40,6 +43,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import (
+    BaseStreamer,
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
     MaxLengthCriteria,
@@ -47,7 +51,7 @@ from transformers.generation import (
 
 from configs.schema import ModelSource
 from decode.drafters.factory import draft_of, target_of
-from decode.generate.refusals import check_heads, check_supported, dropped_by_generate
+from decode.generate.refusals import check_heads, check_supported
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.base import Policy
@@ -121,6 +125,7 @@ def speculative_generate(
     allow_foreign_heads: bool = False,
     vocab_size: int | None = None,
     generator: torch.Generator | Draws | None = None,
+    streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Int[Tensor, "batch length"]:
     """The prompt and what the target says after it, as `generate` returns them; raises ValueError for what
@@ -140,11 +145,12 @@ def speculative_generate(
         allow_foreign_heads: let a head pass that was trained with another draft, target or sampling than these.
         vocab_size: ids of the tokenizer, where the target's logits are padded beyond what the draft takes.
         generator: source of chance; None: torch's global one, as `generate` uses.
+        streamer: takes the prompt, then the tokens of each round; give it by `functools.partial`.
         model_kwargs: what else `generate` prepared or was given.
     """
     if generation_config is None or draft_model is None:
         raise ValueError(_NO_DRAFT)
-    check_supported(model, input_ids, generation_config, logits_processor or [], model_kwargs | dropped_by_generate())
+    check_supported(model, input_ids, generation_config, logits_processor or [], model_kwargs)
     policy, draft_model = requested_policy(policy, generation_config), _loaded(draft_model, model)
     if not allow_foreign_heads:
         check_heads(policy, draft=draft_model, target=model, config=generation_config)
@@ -154,7 +160,16 @@ def speculative_generate(
     sampling = ProcessedSampling(float(generation_config.do_sample), processors=logits_processor, num_ids=num_ids)
     eos_ids = _eos_ids_of(stopping_criteria or [], generation_config)
     decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=eos_ids)
-    generation = _generation(decoder, input_ids, stopping_criteria or [], generation_config, generator)
+    rounds_so_far: list[Round] = []
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    for round_ in _rounds(decoder, input_ids, stopping_criteria or [], generation_config, generator):
+        rounds_so_far.append(round_)
+        if streamer is not None:
+            streamer.put(torch.tensor(round_.emitted))
+    if streamer is not None:
+        streamer.end()
+    generation = Generation.of(rounds_so_far)
     return _output(input_ids, generation, is_dict=bool(generation_config.return_dict_in_generate))
 
 
@@ -209,14 +224,14 @@ def _eos_ids_of(criteria: Sequence[StoppingCriteria], config: GenerationConfig) 
     return frozenset(chain.from_iterable(ids.flatten().tolist() for ids in eos)) if eos else eos_ids_of(config)
 
 
-def _generation(
+def _rounds(
     decoder: SpeculativeDecoder,
     input_ids: Tensor,
     criteria: Sequence[StoppingCriteria],
     config: GenerationConfig,
     generator: torch.Generator | Draws | None,
-) -> Generation:
-    """The generation, cut after the token at which a criterion says stop; its last round keeps what it really
+) -> Iterator[Round]:
+    """Rounds of the generation, the last one cut after the token at which a criterion says stop; it keeps what it
     drafted.
     """
     # the loop itself knows EOS ids and lengths; the other criteria are asked, token by token
@@ -227,13 +242,11 @@ def _generation(
     max_length: int = min(lengths) if lengths else config.max_length  # type: ignore[assignment]
     # a token is emitted before anybody is asked whether to stop, as in `generate`
     rounds = decoder.stream(input_ids[0].tolist(), max(1, max_length - input_ids.shape[1]), generator=generator)
-    rounds_so_far: list[Round] = []
+    ids = input_ids
     for round_ in rounds:
-        rounds_so_far.append(round_)
-        tokens = list(chain.from_iterable(round_.emitted for round_ in rounds_so_far))
-        for length in range(len(tokens) - len(round_.emitted) + 1, len(tokens) + 1) if asked else ():
-            ids = torch.cat([input_ids, input_ids.new_tensor([tokens[:length]])], dim=-1)
+        for place, token in enumerate(round_.emitted) if asked else ():
+            ids = torch.cat([ids, ids.new_tensor([[token]])], dim=-1)
             if bool(asked(ids, None).all()):
-                rounds_so_far[-1] = round_.cut(len(round_.emitted) - (len(tokens) - length))
-                return Generation.of(rounds_so_far)
-    return Generation.of(rounds_so_far)
+                yield round_.cut(place + 1)
+                return
+        yield round_

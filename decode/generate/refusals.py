@@ -2,7 +2,6 @@
 not fit.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import (
-    GenerationMixin,
     GenerationMode,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -36,34 +34,13 @@ _MODES = (
     "force_words_ids",
 )
 _REMEDY = "it would be dropped without a word, since only token ids are read; leave it out"
-_DROPPED = {
-    "streamer": "generate hands it on to no custom_generate; take the rounds of SpeculativeDecoder.stream",
-    "assistant_model": "generate hands it on to no custom_generate; name it draft_model",
-    "synced_gpus": "a loop that drafts keeps no other process in step; unshard the model, or leave it out",
-}
-"""Keywords that `generate` hands on to no custom_generate, with what to do instead."""
 _IMAGES = "these are the images, sounds or videos of the prompt, and only token ids are read; give a prompt of text"
-_REMEDIES = {**_DROPPED, "mm_encoder_outputs": _IMAGES}
+_REMEDIES = {"mm_encoder_outputs": _IMAGES}
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _IMPURE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 _DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel | FeatureDraft, dict[str, Any]] = WeakKeyDictionary()
 """Descriptions of models whose heads were checked before: reading a model's files takes longer than a short generation.
 """
-
-
-def dropped_by_generate() -> dict[str, Any]:
-    """Keywords that the `generate` which called us was given and hands on to nobody: a reader of its streamer, say,
-    would wait for ever.
-    """
-    # For a callable custom_generate, `GenerationMixin._extract_generation_mode_kwargs` (transformers 5.23) drops the
-    # streamer, assistant_model and synced_gpus that it was given, whatever the callable's signature asks for: they are
-    # parameters of `generate` itself, and the callable gets those of its **kwargs alone. No hook is called between with
-    # their values, so they are read in the frame of the `generate` that called.
-    generate, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
-    while frame is not None and frame.f_code is not generate:
-        frame = frame.f_back
-    given = {} if frame is None else {name: frame.f_locals.get(name) for name in _DROPPED}
-    return {name: value for name, value in given.items() if value is not False}
 
 
 def check_supported(
@@ -102,7 +79,10 @@ def check_supported(
     unread = {
         name: value
         for name, value in kwargs.items()
-        if value is not None and name not in _PREPARED and not (isinstance(value, Mapping) and not value)
+        if value is not None
+        and value is not False
+        and name not in _PREPARED
+        and not (isinstance(value, Mapping) and not value)
     }
     refusals[
         "; ".join(f"{name} ({_described(value)}): {_REMEDIES.get(name, _REMEDY)}" for name, value in unread.items())

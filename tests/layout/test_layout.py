@@ -14,7 +14,7 @@ FILES = {name: module for name, module in MODULES.items() if not module.is_packa
 MAX_FILES, MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 15, 400, 48, 7
 MORE_PARAMETERS = {
     # what transformers' generate hands on, each by its name
-    "decode.generate.in_transformers.speculative_generate": 11,
+    "decode.generate.in_transformers.speculative_generate": 12,
     "decode.generate.command.generate": 8,
     "evaluation.costs.init.init": 8,  # a command's flags
     "evaluation.bench.command.bench": 11,  # the same

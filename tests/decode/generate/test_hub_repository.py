@@ -49,8 +49,6 @@ def test_what_a_repository_cannot_do_is_refused_as_ours_refuses_it(repository):
     settings = {"custom_generate": repository, "trust_remote_code": True, "draft_model": draft, "max_new_tokens": 4}
     with pytest.raises(ValueError, match="does not support a batch of 2"):
         target.generate(PROMPT.repeat(2, 1), **settings)
-    with pytest.raises(ValueError, match="assistant_model"):
-        target.generate(PROMPT, assistant_model=draft, **settings)
 
 
 def test_a_repository_that_nobody_trusts_is_not_run(repository):

@@ -2,6 +2,9 @@
 name.
 """
 
+from functools import partial
+from itertools import chain
+
 import pytest
 import torch
 from transformers import (
@@ -15,10 +18,9 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
-    TextIteratorStreamer,
     WatermarkingConfig,
 )
-from transformers.generation import EosTokenCriteria
+from transformers.generation import BaseStreamer, EosTokenCriteria
 
 from decode import speculative_generate
 from decode.policies import Assisted, FixedLength, Heuristic
@@ -75,7 +77,6 @@ def filled(target: PreTrainedModel) -> DynamicCache:
         ({"num_assistant_tokens": 0}, "num_assistant_tokens is 0"),
         ({"inputs": torch.tensor([[3, 40]])}, "token id 40.*ids 0 to 39"),
         ({"forced_eos_token_id": 39, "vocab_size": 30, "max_new_tokens": 2}, "leave no token among the 30 ids"),
-        ({"streamer": TextIteratorStreamer(Letters())}, "streamer .*SpeculativeDecoder.stream"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes, said):
@@ -108,15 +109,41 @@ def taking(target: PreTrainedModel, name: str) -> PreTrainedModel:
         ("past_key_values", filled),
         ("past_key_values", lambda target: StaticCache(config=target.config, max_cache_len=32)),
         ("inputs_embeds", lambda target: target.get_input_embeddings()(PROMPT).detach()),
-        ("assistant_model", lambda target: random_pair("llama")[1]),
-        ("synced_gpus", lambda target: True),
     ],
 )
-def test_what_belongs_to_a_model_or_is_dropped_by_generate_is_refused_by_name(name, make):
+def test_what_belongs_to_a_model_is_refused_by_name(name, make):
     target, draft = random_pair("llama")
     said = "cache handed in" if name == "past_key_values" else name
     with pytest.raises(ValueError, match=said):
         generate(target, draft, None if name == "inputs_embeds" else PROMPT, **{name: make(target)})
+
+
+class Written(BaseStreamer):
+    """Everything that a streamer is given."""
+
+    def __init__(self):
+        self.pieces, self.has_ended = [], False
+
+    def put(self, value):
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self):
+        self.has_ended = True
+
+
+@pytest.mark.parametrize("num_stop", [None, 3])
+def test_a_streamer_is_given_the_prompt_and_each_round_as_it_comes(num_stop):
+    target, draft = random_pair("llama")
+    streamer = Written()
+    criteria = [lambda ids, scores: torch.tensor([ids.shape[1] - PROMPT.shape[1] == num_stop])] if num_stop else []
+    settings = {"draft_model": draft, "policy": FixedLength(4), "stopping_criteria": StoppingCriteriaList(criteria)}
+    generate = partial(speculative_generate, streamer=streamer)
+    ids = target.generate(PROMPT, custom_generate=generate, **GREEDY, **settings)[0].tolist()
+    assert streamer.has_ended
+    assert streamer.pieces[0] == PROMPT[0].tolist()
+    assert list(chain.from_iterable(streamer.pieces)) == ids
+    assert max(map(len, streamer.pieces[1:])) > 1
+    assert num_stop is None or len(ids) == PROMPT.shape[1] + num_stop
 
 
 def test_batches_and_encoder_decoders_are_refused(monkeypatch):
