@@ -38,7 +38,6 @@ from lm.finite import REMEDY
 from lm.uniforms import seed_of, uniforms
 from store.json_files import read_json
 from store.shards import complete_shard, features_path, is_whole, read_sidecar, rows_path, sidecar_path, write_shard
-from store.sums import CHECKED
 
 Stage = Literal["together", "respond", "draft", "target"]
 _SUFFIXES = {"respond": "responses"} | dict.fromkeys(("laws", "draft", "fed", "drawn"), "safetensors")
@@ -309,7 +308,6 @@ def forget_all_stages(specs: Sequence[ShardSpec], data: DataConfig) -> None:
     for spec in specs:
         forget_stages(spec, data)
     for folder in (*(Path(data.dir) / "stages" / stage for stage in _SUFFIXES), Path(data.dir) / "stages"):
-        (folder / CHECKED).unlink(missing_ok=True)
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
 

@@ -2,7 +2,6 @@
 again.
 """
 
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -144,59 +143,3 @@ def test_an_unreadable_shard_is_named_among_the_others(tmp_path, monkeypatch):
     problems = dict(problems_of(paths))
     assert list(problems) == paths[1:]
     assert problems[paths[1]].startswith(f"{paths[1]} cannot be read (Input/output error); mend the disk")
-
-
-def test_what_was_found_sound_is_written_down_until_the_file_changes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sums, "_SHOWN_BYTES", 0)
-    paths, read = [tmp_path / "rows" / f"train-{index:05d}.parquet" for index in range(3)], []
-    for path in paths:
-        write_shard(path, b"x" * 100)
-    verify = sums.verify_shard
-    monkeypatch.setattr(
-        sums, "verify_shard", lambda path, *, command: read.append(path) or verify(path, command=command)
-    )
-
-    def looks() -> list[Path]:
-        read.clear()
-        problems = dict(problems_of(paths))
-        assert all("corrupted" in problem for problem in problems.values())
-        return sorted(read)
-
-    assert looks() == paths
-    assert looks() == []
-    flip(paths[1])
-    assert looks() == looks() == paths[1:2], "what is broken is looked at until it is sound"
-    write_shard(paths[1], b"x" * 100)
-    sidecar_path(paths[2]).write_text(sidecar_path(paths[2]).read_text() + " ")
-    assert looks() == paths[1:]
-    assert looks() == []
-    shutil.copytree(tmp_path, tmp_path / "copy")
-    paths = [tmp_path / "copy" / "rows" / path.name for path in paths]
-    assert looks() == paths, "a copy is another file"
-    checked = paths[0].parent / sums.CHECKED
-    checked.write_text("[")
-    with pytest.raises(ValueError, match=r"checked\.json: no whole JSON .* delete it"):
-        looks()
-
-
-def test_a_thorough_check_reads_what_is_written_down_and_takes_out_what_is_broken(tmp_path, monkeypatch):
-    """A disk that forgets changes no time of a file: its bytes alone tell."""
-    monkeypatch.setattr(sums, "_SHOWN_BYTES", 0)
-    path = tmp_path / "train-00000.parquet"
-    write_shard(path, b"x" * 100)
-    monkeypatch.setattr(sums, "_identity", lambda path: "as ever")
-    monkeypatch.setattr(shards, "_sha256", shards._sha256.__wrapped__)
-    assert dict(problems_of([path])) == {}
-    flip(path)
-    assert dict(problems_of([path])) == {}
-    assert list(dict(problems_of([path], is_thorough=True))) == [path]
-    assert list(dict(problems_of([path]))) == [path]
-
-
-def test_a_folder_that_cannot_be_written_to_is_checked_each_time(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sums, "_SHOWN_BYTES", 0)
-    path = tmp_path / "train-00000.parquet"
-    write_shard(path, b"x")
-    (tmp_path / sums.CHECKED).mkdir()  # even root cannot write there
-    assert dict(problems_of([path])) == {}
-    assert "is checked again next time" in capsys.readouterr().err

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save
 
 from configs.schema import Config, ModelSource
 from data_gen.store.identity import describe_model
-from heads.batches.features import FeatureShard
 from heads.batches.loader import BatchLoader, read_ahead
 from heads.batches.order import Share, batches, in_order, num_batches, own_batches, shuffled
 from heads.training.command import train
@@ -278,35 +277,6 @@ def test_the_first_of_several_processes_takes_the_sums(tmp_path: Path, monkeypat
     monkeypatch.setattr(rank_zero_only, "rank", 0)
     with pytest.raises(ValueError, match="corrupted"):
         feature_data(make_config(data_dir, tmp_path))
-
-
-def test_numbers_are_looked_at_once_and_again_where_a_file_or_the_columns_have_changed(tmp_path: Path, monkeypatch):
-    """Another process, epoch or run does not look again; a file with the same numbers that was written anew counts."""
-    monkeypatch.setattr("store.sums._SHOWN_BYTES", 0)
-    data_dir, looked = write_data(tmp_path / "data"), []
-    check = FeatureShard.check
-    monkeypatch.setattr(FeatureShard, "check", lambda shard: looked.append(shard.path.name) or check(shard))
-    config = make_config(data_dir, tmp_path, num_train=64)
-    every = ["dev-00000.safetensors", "test-00000.safetensors", "train-00000.safetensors", "train-00001.safetensors"]
-
-    def looks(config: Config = config) -> list[str]:
-        looked.clear()
-        list(feature_data(config).loader("train"))
-        return sorted(looked)
-
-    assert looks() == every
-    assert looks() == []
-    path = features_path(data_dir, "fed", "train", 1)
-    (tmp_path / "copy").write_bytes(path.read_bytes())
-    (tmp_path / "copy").replace(path)
-    assert looks() == every[3:]
-    assert looks(make_config(data_dir, tmp_path, timings=("fed", "prefix"))) == sorted(2 * every), (
-        "with acceptance_rate"
-    )
-    rewrite(path, hidden=load_file(path)["hidden"].clone().index_fill_(0, torch.tensor([50]), torch.inf))
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"train-00001.*hidden of row \d+ is NaN or infinite"):
-            looks()
 
 
 def test_threads_that_are_slow_change_no_batch(data_dir: Path, tmp_path: Path):
