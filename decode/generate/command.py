@@ -29,7 +29,7 @@ def generate(
     *,
     prompt: str,
     policy: str | None = None,
-    tree: Literal["eagle1", "eagle2", "cape"] | None = None,
+    tree: Literal["eagle2", "cape"] | None = None,
     max_new_tokens: int | None = None,
     json: bool = False,
     rejected: bool = True,
@@ -43,7 +43,7 @@ def generate(
         policy: when to stop: a name (a wrong one prints them all), auto, head:PATH or your own as my_module:Unsure,
             with parameters: entropy:max_sqrt_entropy=0.4, my_module:Unsure:floor=0.2. null: the verdict of
             evaluate or tune (decode.dir/verdict.json), else the best head of heads.dir, else cumulative_token_prob.
-        tree: draft trees of EAGLE-1, EAGLE-2 or CaPE; policies then count levels. null: chains.
+        tree: draft trees of EAGLE-2 or CaPE; policies then count levels. null: chains.
         max_new_tokens: null: decode.max_new_tokens.
         json: one JSON document with every round in place of the coloured text.
         rejected: show rejected drafts too.

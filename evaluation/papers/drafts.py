@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decode.drafters.factory import PairModels
-from decode.drafters.trees.shapes import Dynamic, Shape, Static
+from decode.drafters.trees.shapes import Dynamic, Shape
 from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from decode.policies.registry import POLICIES, RULES, read_spec, registered
@@ -39,9 +39,6 @@ class Kind(NamedTuple):
     """The length that its paper fixes."""
     read_every: tuple[int, ...] = (1,)
     """Levels after which a stop may be heeded."""
-
-
-EAGLE_1 = Kind("EAGLE-1", Static(), published=5)
 
 
 def eagle_2(width: int, num_nodes: int) -> Kind:
@@ -115,7 +112,7 @@ def contest_of(
     """
     unit = "k={}" if kind.shape is None else "levels={}"
     published = [kind.published] if kind.published else []
-    most = (kind.shape and kind.shape.num_levels) or max(lengths, default=0)
+    most = max(lengths, default=0)
     lengths = sorted({*(k for k in lengths if k <= most), *published})
     fixed = {k: models.setting(unit.format(k), FixedLength(k), kind, version=version) for k in lengths}
 

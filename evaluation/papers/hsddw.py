@@ -7,8 +7,8 @@ no choice on dev.
     Table 3   all prompts, those on mathematics, and the rest, where categories name mathematics
     Table 4   sigma, eta and speed-up
 
-EAGLE takes its turns beside the others where a directory of an EAGLE draft is given: as EAGLE-1's tree, which the paper
-quotes, as EAGLE-2's and as a chain, each also at the fixed length that is fastest on dev, and under stops
+EAGLE takes its turns beside the others where a directory of an EAGLE draft is given: as EAGLE-2's tree and as
+a chain, each also at the fixed length that is fastest on dev, and under stops
 (`evaluation.papers.drafts`).
 
 PEARL works on two devices: it is decoded here, with gamma the nearest to t_target / t_draft, and its speed-up is
@@ -34,7 +34,7 @@ from evaluation.hierarchies.runs import MICRO_ALONE, Candidate, resumable_loop, 
 from evaluation.hierarchies.times import Times, redundancy, target_utilisation
 from evaluation.intervals import Spent
 from evaluation.keys import models_key
-from evaluation.papers.drafts import EAGLE_1, Contest, DraftModels, Kind, contest_of, eagle_2, lengths_of, stops_of
+from evaluation.papers.drafts import Contest, DraftModels, Kind, contest_of, eagle_2, lengths_of, stops_of
 from evaluation.papers.gains import by_key, finalists_of, gain_cells, joined, lines_of, shown_speed_up, stop_verdict
 from evaluation.sheet import Sheet
 from lm.features.eagle import Eagle
@@ -68,7 +68,7 @@ def hsddw_tables(
     trio = PairModels(lambda: experiment.pair)
     names = [NO_DRAFT, *dict.fromkeys([*_ABLATION, *_MODELS.values()])]
     competitors = [at_window(competitor) for competitor in competitors_of(trio) if competitor.name in names]
-    kinds = (EAGLE_1, eagle_2(*tree), Kind("EAGLE, chain"))
+    kinds = (eagle_2(*tree), Kind("EAGLE, chain"))
     finalists = eagle_finalists(experiment, trio, eagle, specs, kinds) if eagle else []
     arms = [*competitors, *(competitor for finalist in finalists for competitor in finalist.competitors)]
     runs: dict[str, RunsByName] = {}

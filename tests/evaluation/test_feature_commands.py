@@ -43,7 +43,6 @@ def called(name: str, kind: str, *flags: str) -> None:
     [
         ("eagle", "null"),
         ("glide", "null"),
-        ("eagle", "eagle1"),
         ("eagle", "eagle2"),
         ("glide", "cape"),
         ("draft", "cape"),
@@ -200,7 +199,7 @@ def test_heads_of_a_feature_draft_from_data_to_a_generation(capsys, tmp_path):
         ("fed", "eagle", None),
     ]
     capsys.readouterr()
-    for path, tree in ((exported[1], "null"), (exported[0], "eagle1")):
+    for path, tree in ((exported[1], "null"), (exported[0], "eagle2")):
         policy = f"head:{path},max_rejection_prob=0.4"
         asked = ["--prompt", TEXT, "--max_new_tokens", "16", "--policy", policy, "--json", "true", "--tree", tree]
         run(COMMANDS, argv=["generate", *flags, *asked])

@@ -10,8 +10,7 @@ As printed, the replacement is drawn from plain p instead. Then a drafted positi
 
     min(p, q) + (1 - sum_v min(p, q)(v)) p
 
-which is p only if q = p: the paper admits that "the distribution of outputs may differ". `PrintedDecoder` is that loop,
-so that the bias can be shown and tested.
+which is p only if q = p: the paper admits that "the distribution of outputs may differ". A test shows the bias.
 
 Departures. The printed k is the place of the first rejected token; the listing returns x_1 … x_k, the rejected token
 among them, and draws the next from p_{k+1}, where Table A.1 and Theorem 3.2 count k tokens in all. Mended, as they
@@ -19,15 +18,11 @@ count: k - 1 tokens are accepted, and the replacement is drawn at the rejected p
 EOS or at the length limit.
 """
 
-from jaxtyping import Float
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Proposal
 from decode.loop.session import Session, cached
-from lm import CachedModel, Draws, Verdict
-from lm.verification import num_accepted
+from lm import CachedModel
 
 
 class InterleavedDrafter:
@@ -98,11 +93,3 @@ class InterleavedDrafter:
         proposal.entropies.append(0.0)
         if token in self._session.eos_ids:
             proposal.stop_reason = "eos"
-
-
-class PrintedDecoder(SpeculativeDecoder):
-    """The loop of Chen's Algorithm 2 as printed: biased."""
-
-    def _verify(self, proposal: Proposal, p: Float[Tensor, "rows vocab"], draws: Draws) -> Verdict:
-        count = num_accepted(proposal.tokens, proposal.laws, p, draws)
-        return Verdict(count, draws.token(p[count]))

@@ -97,8 +97,7 @@ class TreeDrafter(PolicyDrafter):
         self._outputs: dict[int, tuple[Float[Tensor, " vocab"], Float[Tensor, "1 hidden"] | None]] = {}
         self._growth = Growth(self.shape, self._session.eos_ids)
         self.proposal = TreeProposal(num_allowed=max_tokens, takes_lessons=self._takes_lessons)
-        most = max_tokens if self.shape.num_levels is None else min(max_tokens, self.shape.num_levels)
-        num_levels = int(min(self.policy.limit(self.state), most, self.model.max_length - len(committed) + 1))
+        num_levels = int(min(self.policy.limit(self.state), max_tokens, self.model.max_length - len(committed) + 1))
         fed: Tree | None = Tree()
         while self._growth.depth < num_levels and fed is not None and self._grow(committed, fed):
             fed = self._growth.expand()

@@ -11,7 +11,7 @@ from math import inf
 from jaxtyping import Float
 from torch import Tensor
 
-from decode.drafters.trees.shapes import Place, Shape
+from decode.drafters.trees.shapes import Shape
 from lm.trees.tree import ROOT, Tree
 
 
@@ -28,7 +28,6 @@ class Growth:
         self.parents: list[int] = []
         self.scores: list[float] = []
         """Sum of log q along the path of each candidate."""
-        self.places: list[Place] = []
         self.depth = 0
         self.level: list[int] = []
         """The candidates of the deepest level."""
@@ -42,21 +41,16 @@ class Growth:
         Raises:
             ValueError: they are not finite.
         """
-        places = [() if node == ROOT else self.places[node] for node in self.expanded]
-        nums = [
-            self._shape.num_children(*place_and_prob)
-            for place_and_prob in zip(places, log_q.amax(-1).exp().tolist(), strict=True)
-        ]
+        nums = [self._shape.num_children(max_prob) for max_prob in log_q.amax(-1).exp().tolist()]
         values, ids = (column.tolist() for column in log_q.topk(min(max(nums), log_q.shape[-1])))
         start = len(self.tokens)
         for row, node in enumerate(self.expanded):
             before = 0.0 if node == ROOT else self.scores[node]
-            for rank, (value, token) in enumerate(list(zip(values[row], ids[row], strict=True))[: nums[row]]):
+            for value, token in list(zip(values[row], ids[row], strict=True))[: nums[row]]:
                 if value > -inf:
                     self.tokens.append(token)
                     self.parents.append(node)
                     self.scores.append(before + min(value, 0.0))
-                    self.places.append((*places[row], rank))
         if start == len(self.tokens):
             raise ValueError(
                 "a distribution to choose candidates from is not finite; load the model in float32 or check its weights"
@@ -66,7 +60,7 @@ class Growth:
 
     def drop_level(self) -> None:
         """Take the last level away again."""
-        for column in (self.tokens, self.parents, self.scores, self.places):
+        for column in (self.tokens, self.parents, self.scores):
             del column[len(column) - len(self.level) :]
         self.level, self.depth = [], self.depth - 1
 
@@ -74,8 +68,7 @@ class Growth:
         """Choose the nodes that get children: all that are fed to the draft by now, as a tree; None where there is
         nothing to expand.
         """
-        open_ = [node for node in self.open if self._shape.num_children(self.places[node], 0.0)]
-        self.expanded = sorted(self._best(open_, self._shape.num_expanded))
+        self.expanded = sorted(self._best(self.open, self._shape.num_expanded))
         self._fed += self.expanded
         return self._tree_of(self._fed) if self.expanded else None
 

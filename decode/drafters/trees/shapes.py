@@ -1,8 +1,5 @@
-"""How a tree of drafts branches: EAGLE-1's static tree, EAGLE-2's dynamic one, and CaPE's expansion of a greedy chain.
+"""How a tree of drafts branches: EAGLE-2's dynamic tree, and CaPE's expansion of a greedy chain.
 
-EAGLE-1 (arXiv 2401.15077; `mc_sim_7b_63` of SafeAILab/EAGLE at cb7e084): 25 candidates whose places never change:
-    (0, 2) is the third most probable child of the most probable token. The code draws them from q where the temperature
-    is above 0; here they are the most probable at any temperature, as in EAGLE-2.
 EAGLE-2 (arXiv 2406.16858; `topK_genrate` of SafeAILab/EAGLE at cb7e084): every level offers the `width` most probable
     children of each expanded node; of these the `width` best by the sum of log q along their path are expanded next; of
     all candidates the best `num_nodes` are verified. Published: width 10, 59 nodes, 6 levels.
@@ -14,12 +11,7 @@ CaPE (GliDe with a CaPE, arXiv 2402.02082; cape.sh of its code at edf4c9a): a gr
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-Place = tuple[int, ...]
-"""Place of a candidate: how many siblings of each node of its path, itself the last, are more probable; () is the root.
-"""
 _BANDS = ((0.3, 8), (0.6, 6), (0.8, 4), (1.0, 2))
-_LEVELS = ("0 1 2 3", "00 01 02 10 11 20 21 30", "000 001 002 010 011 020 021 100", "0000 0001 0002", "00000 00001")
-_EAGLE_1 = tuple(tuple(map(int, place)) for level in _LEVELS for place in level.split())
 
 
 @runtime_checkable
@@ -36,43 +28,9 @@ class Shape(Protocol):
         """How many candidates, the best of all, are verified; None: all."""
         ...
 
-    @property
-    def num_levels(self) -> int | None:
-        """The most levels; None: as many as the policy lets grow."""
+    def num_children(self, max_prob: float) -> int:
+        """Candidates after a node, where the draft's largest probability is so large."""
         ...
-
-    def num_children(self, place: Place, max_prob: float) -> int:
-        """Candidates after the node at this place, where the draft's largest probability is so large."""
-        ...
-
-
-@dataclass(frozen=True)
-class Static:
-    """EAGLE-1's tree, the same in every round."""
-
-    places: tuple[Place, ...] = _EAGLE_1
-    num_nodes: int | None = None
-
-    def __post_init__(self) -> None:
-        known = {(), *self.places}
-        for place in self.places:
-            needed = [place[:-1], *((*place[:-1], rank) for rank in range(place[-1]))] if place else [None]
-            if missing := [place_before for place_before in needed if place_before not in known]:
-                raise ValueError(
-                    f"places has {place} and not {missing[0]}; a candidate stands behind its parent and beside "
-                    "likelier ones"
-                )
-
-    @property
-    def num_expanded(self) -> int:
-        return max(len(self.places), 1)
-
-    @property
-    def num_levels(self) -> int | None:
-        return max(map(len, self.places), default=0)
-
-    def num_children(self, place: Place, max_prob: float) -> int:
-        return sum(child[:-1] == place for child in self.places)
 
 
 @dataclass(frozen=True)
@@ -81,7 +39,6 @@ class Dynamic:
 
     width: int = 10
     num_nodes: int | None = 59
-    num_levels: int | None = None
 
     def __post_init__(self) -> None:
         if self.width < 1:
@@ -95,7 +52,7 @@ class Dynamic:
     def num_expanded(self) -> int:
         return self.width
 
-    def num_children(self, place: Place, max_prob: float) -> int:
+    def num_children(self, max_prob: float) -> int:
         return self.width
 
 
@@ -107,11 +64,10 @@ class Cape:
     """(largest probability up to which, candidates), in rising order; the last is for every larger one."""
     num_expanded: int = 1
     num_nodes: int | None = None
-    num_levels: int | None = None
 
-    def num_children(self, place: Place, max_prob: float) -> int:
+    def num_children(self, max_prob: float) -> int:
         return next((count for below, count in self.bands if max_prob < below), self.bands[-1][1])
 
 
-SHAPES: dict[str, Shape] = {"eagle1": Static(), "eagle2": Dynamic(), "cape": Cape()}
+SHAPES: dict[str, Shape] = {"eagle2": Dynamic(), "cape": Cape()}
 """Published shapes, by the names that commands have for them."""

@@ -7,7 +7,7 @@ import torch
 
 from decode.drafters.trees.decoder import TreeDecoder
 from decode.drafters.trees.drafter import TreeDrafter
-from decode.drafters.trees.shapes import Cape, Dynamic, Static
+from decode.drafters.trees.shapes import Cape, Dynamic
 from decode.policies import CumulativeTokenProb, FixedLength, Policy
 from lm import Sampling, feature_model
 from lm.features.taps import TappedTreeModel
@@ -16,7 +16,12 @@ from tests.toys.enumeration import assert_same_law, law_of
 from tests.toys.loop import SAMPLINGS
 from tests.toys.random_drafts import draft, target
 
-SHAPES = {"eagle": Static(), "eagle3": Dynamic(3, 8), "reduced": Dynamic(2, 4), "glide": Cape(((0.5, 3), (1.0, 2)))}
+SHAPES = {
+    "eagle": Dynamic(3, 12),
+    "eagle3": Dynamic(3, 8),
+    "reduced": Dynamic(2, 4),
+    "glide": Cape(((0.5, 3), (1.0, 2))),
+}
 
 
 def tree_decoder_of(kind: str, policy: Policy, sampling: Sampling) -> TreeDecoder:

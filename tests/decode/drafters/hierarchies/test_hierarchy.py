@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from decode import Drafter, ModelDrafter, SpeculativeDecoder
-from decode.drafters.hierarchies.interleaved import InterleavedDrafter, PrintedDecoder
+from decode.drafters.hierarchies.interleaved import InterleavedDrafter
 from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.policies import FixedLength, Policy
-from lm import Sampling
+from lm import Sampling, Verdict
+from lm.verification import num_accepted
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS
 from tests.toys.observed import observed
@@ -139,6 +140,14 @@ def test_interleaved_models_preserve_the_target_law_under_every_sampling(samplin
 def test_interleaved_models_inside_a_hierarchy_preserve_the_target_law():
     inner = InterleavedDrafter(ToyModel(NANO), ToyModel(MICRO), m=1, n=1)
     assert_lossless(PreVerifiedDrafter(inner, ToyModel(DRAFT), POLICIES["self_verify"], rounds=InnerRounds(window=2)))
+
+
+class PrintedDecoder(SpeculativeDecoder):
+    """The loop of Chen's Algorithm 2 as printed: biased."""
+
+    def _verify(self, proposal, p, draws):
+        count = num_accepted(proposal.tokens, proposal.laws, p, draws)
+        return Verdict(count, draws.token(p[count]))
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 0), (1, 1), (2, 1)])

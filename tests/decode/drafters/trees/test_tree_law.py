@@ -9,9 +9,7 @@ import lm.trees.verification
 from decode import Counts, ModelDrafter, SpeculativeDecoder
 from decode.drafters.trees.decoder import TreeDecoder, TreeRound
 from decode.drafters.trees.drafter import TreeDrafter
-from decode.drafters.trees.growth import Growth
-from decode.drafters.trees.shapes import SHAPES as PUBLISHED
-from decode.drafters.trees.shapes import Cape, Dynamic, Shape, Static
+from decode.drafters.trees.shapes import Cape, Dynamic, Shape
 from decode.policies import AdaEDL, Entropy, FixedLength, HeadPolicy, Policy
 from lm import Draws, Sampling
 from tests.toys.enumeration import assert_same_law, law_of
@@ -23,7 +21,6 @@ SHAPES = {
     "dynamic": Dynamic(2, 4),
     "cape": Cape(((0.5, 3), (1.0, 2))),
     "greedy chain": Dynamic(1, None),
-    "static": Static(((0,), (1,), (0, 0), (0, 1), (1, 0))),
 }
 
 
@@ -84,37 +81,6 @@ def test_every_shape_keeps_the_target_law_under_every_sampling(shape):
         assert_target_law(FixedLength(2), SHAPES[shape], sampling, eos_ids=(), read_every=2)
 
 
-def test_eagle_1s_tree_has_its_candidates_at_their_places():
-    shape, vocab_size = PUBLISHED["eagle1"], 9
-    growth, generator, after = Growth(shape, frozenset()), torch.Generator().manual_seed(0), {}
-    while growth.depth < 6:
-        log_q = torch.randn(len(growth.expanded), vocab_size, generator=generator).log_softmax(-1)
-        paths = [
-            () if node < 0 else tuple(growth.tokens[each] for each in growth.path(node)) for node in growth.expanded
-        ]
-        after |= dict(zip(paths, log_q.argsort(descending=True).tolist(), strict=True))
-        growth.add_level(log_q)
-        if growth.expand() is None:
-            break
-    tree = growth.tree()
-    found = {tuple(tree.tokens_of(tree.path(node))) for node in range(len(tree))}
-    expected = set()
-    for place in shape.places:
-        path = ()
-        for rank in place:
-            path = (*path, after[path][rank])
-        expected.add(path)
-    assert (len(tree), tree.depth, shape.num_levels) == (25, 5, 5)
-    assert found == expected
-
-
-def test_a_static_tree_with_a_gap_is_refused():
-    with pytest.raises(ValueError, match=r"places has \(1,\) and not \(0,\)"):
-        Static(((1,),))
-    with pytest.raises(ValueError, match=r"places has \(0, 0\) and not \(0,\)"):
-        Static(((0, 0),))
-
-
 def _unwarped(self, logits, committed, tree):
     return logits.softmax(-1)
 
@@ -143,7 +109,6 @@ def test_greedy_output_equals_transformers_generate(architecture):
         (FixedLength(4), Dynamic(3, 10)),
         (Entropy(0.6), Cape()),
         (AdaEDL(), Dynamic(4, None)),
-        (FixedLength(9), Static()),
     ):
         decoder = TreeDecoder(target, TreeDrafter(draft, policy, shape), sampling=Sampling(temperature=0.0))
         generation = decoder.generate(prompt, 30)
