@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -19,6 +20,9 @@ from lm.arrays import array_of
 from lm.uniforms import BELOW_ONE, Bits
 
 _BLOCK = 256
+"""Numbers that are made, or added up, at once."""
+_WIDE = 8192
+"""Vocabulary from which two steps find a token faster than one (`inverted_by_blocks`)."""
 
 
 @runtime_checkable
@@ -86,7 +90,9 @@ class RandomDraws(Draws):
         Raises:
             ValueError: a law with NaN in it.
         """
-        if law.is_cpu:  # Python's search in one row costs half of what numpy's does, and a third of what torch's does
+        if law.is_cpu and law.shape[-1] >= _WIDE:
+            token = inverted_by_blocks(law, next(self._tokens))
+        elif law.is_cpu:  # Python's search in one row costs half of what numpy's does, and a third of what torch's does
             rising, numbers = self._cumulative.get(law.shape[-1]) or self._prepared(law.shape[-1])
             torch.cumsum(law.detach() if law.requires_grad else law, -1, dtype=torch.float64, out=rising)
             token = bisect_right(numbers, numbers[-1] * (next(self._tokens) * BELOW_ONE))
@@ -162,6 +168,26 @@ def inverted(law: Float[Tensor, " vocab"], uniform: float | Float[Tensor, " 1"])
     cumulative = law.cumsum(-1, dtype=torch.float64)
     # entries that do not exceed it are counted, since compiled code has no search; beside NaN nothing is less or more
     return (~(cumulative > cumulative[-1:] * (uniform * BELOW_ONE))).sum(-1, keepdim=True)
+
+
+def inverted_by_blocks(law: Float[Tensor, " vocab"], uniform: float) -> int:
+    """`inverted` of a wide law on the CPU: sums of blocks tell the block, and its own sums the place.
+
+    A running sum of float64 numbers takes them one by one: 49,152 take 170 µs, and these two steps a sixth of it.
+    """
+    row = law.detach().double()
+    num_whole = len(row) // _BLOCK
+    sums = torch.cat([row[: num_whole * _BLOCK].view(num_whole, _BLOCK).sum(-1), row[num_whole * _BLOCK :].sum()[None]])
+    cumulative = sums.cumsum(0).numpy()
+    level = cumulative[-1] * (uniform * BELOW_ONE)
+    if np.isnan(level):
+        return len(row)
+    block = int(cumulative.searchsorted(level, side="right"))
+    within = row[block * _BLOCK : (block + 1) * _BLOCK].cumsum(0).numpy() + (cumulative[block - 1] if block else 0.0)
+    place = int(within.searchsorted(level, side="right"))
+    if place == len(within):  # both sums are rounded: the block's last token that has a probability
+        place = int(within.searchsorted(within[-1]))
+    return block * _BLOCK + place
 
 
 def greedy_token(law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:

@@ -11,7 +11,7 @@ sorts on the CPU only what it must (`QuickTopP`), which changes no bit of the re
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -75,6 +75,23 @@ class Sampling:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1], or be null to keep every token")
         object.__setattr__(self, "_warpers", self._made_warpers())
+
+    @classmethod
+    def of(cls, processors: Sequence[object]) -> "Sampling | None":
+        """The sampling that a list of transformers' processors is; None for one with others than the three warpers."""
+        kinds = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+        warpers: dict[type, Any] = {type(processor): processor for processor in processors}
+        is_in_order = [type(processor) for processor in processors] == [kind for kind in kinds if kind in warpers]
+        is_plain = all(
+            getattr(warper, "filter_value", -torch.inf) == -torch.inf and getattr(warper, "min_tokens_to_keep", 1) == 1
+            for warper in warpers.values()
+        )
+        if not (is_in_order and is_plain):
+            return None
+        names = ("temperature", "top_k", "top_p")
+        return Sampling(
+            **{name: getattr(warpers[kind], name) for name, kind in zip(names, kinds, strict=True) if kind in warpers}
+        )
 
     @property
     def is_greedy(self) -> bool:

@@ -87,11 +87,11 @@ class ProcessedSampling(Sampling):
 
     def processed(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
         """Row i follows all but the last rows - 1 - i of `token_ids`."""
+        if not self.processors:
+            return logits.float()  # as transformers does
         ids = torch.tensor([token_ids], device=logits.device)
         first = len(token_ids) - len(logits) + 1
-        logits = logits.to(torch.float32, copy=True)  # as transformers does, and processors may write in place
-        if not self.processors:
-            return logits
+        logits = logits.to(torch.float32, copy=True)  # processors may write in place
         process: Any = self.processors  # transformers' annotations ask for a LongTensor
         width = logits.shape[-1]
         logits = torch.nn.functional.pad(logits, (0, max(0, self.num_ids - width)), value=-torch.inf)
@@ -137,12 +137,11 @@ def speculative_generate(
         logits_processor: applied to target and draft.
         stopping_criteria: asked token by token.
         generation_config: what plain `generate` takes, as far as `decode.generate.in_transformers` lists it.
-        draft_model: drafts, with the target's ids; or a feature draft of the target; or the path of a model, which is
-            loaded at every call, in the target's dtype and on its device.
-        policy: when to stop drafting, as an object or written as for `--policy` ("fixed_length:k=4"); None:
-            transformers' settings of assisted generation (`requested_policy`), and without them its heuristic.
+        draft_model: drafts, with the target's ids; a feature draft of the target; or the path of a model, which is
+            loaded at every call.
+        policy: when to stop drafting, as an object or as for `--policy` ("fixed_length:k=4"); None: `requested_policy`.
         max_draft_length: upper bound of every round.
-        allow_foreign_heads: let a head pass that was trained with another draft, target or sampling than these.
+        allow_foreign_heads: let a head pass that was trained with other models or another sampling.
         vocab_size: ids of the tokenizer, where the target's logits are padded beyond what the draft takes.
         generator: source of chance; None: torch's global one, as `generate` uses.
         streamer: takes the prompt, then the tokens of each round; give it by `functools.partial`.
@@ -156,20 +155,11 @@ def speculative_generate(
         check_heads(policy, draft=draft_model, target=model, config=generation_config)
     target = target_of(model, draft_model, vocab_size=vocab_size)
     drafter = ModelDrafter(draft_of(draft_model, target, with_hidden=bool(policy.heads)), policy)
-    num_ids = model.config.get_text_config().vocab_size
-    sampling = ProcessedSampling(float(generation_config.do_sample), processors=logits_processor, num_ids=num_ids)
+    sampling = _sampling_of(logits_processor, generation_config, model)
     eos_ids = _eos_ids_of(stopping_criteria or [], generation_config)
     decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=eos_ids)
-    rounds_so_far: list[Round] = []
-    if streamer is not None:
-        streamer.put(input_ids.cpu())
-    for round_ in _rounds(decoder, input_ids, stopping_criteria or [], generation_config, generator):
-        rounds_so_far.append(round_)
-        if streamer is not None:
-            streamer.put(torch.tensor(round_.emitted))
-    if streamer is not None:
-        streamer.end()
-    generation = Generation.of(rounds_so_far)
+    rounds = _rounds(decoder, input_ids, stopping_criteria or [], generation_config, generator)
+    generation = Generation.of(list(rounds if streamer is None else _streamed(rounds, input_ids, streamer)))
     return _output(input_ids, generation, is_dict=bool(generation_config.return_dict_in_generate))
 
 
@@ -208,6 +198,22 @@ def _loaded(
         raise ValueError(f"draft_model is {draft!r:.80}; it must be a model of transformers, a feature draft or a path")
     source = ModelSource(path=str(draft), dtype=str(target.dtype).removeprefix("torch."))  # type: ignore[arg-type]
     return load_model(source).to(target.device)  # type: ignore[arg-type]
+
+
+def _sampling_of(processors: LogitsProcessorList | None, config: GenerationConfig, model: PreTrainedModel) -> Sampling:
+    """The sampling that plain `generate` has; processors that are warpers alone look at no token, and cost less."""
+    warped = Sampling.of(processors or []) if config.do_sample else None
+    num_ids = model.config.get_text_config().vocab_size
+    return warped or ProcessedSampling(float(config.do_sample), processors=processors, num_ids=num_ids)
+
+
+def _streamed(rounds: Iterator[Round], input_ids: Tensor, streamer: BaseStreamer) -> Iterator[Round]:
+    """The rounds, each of which the streamer is given first."""
+    streamer.put(input_ids.cpu())
+    for round_ in rounds:
+        streamer.put(torch.tensor(round_.emitted))
+        yield round_
+    streamer.end()
 
 
 def _output(input_ids: Tensor, generation: Generation, *, is_dict: bool) -> SpeculativeOutput | Tensor:

@@ -2,9 +2,17 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, TopPLogitsWarper
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from lm import Sampling, cross_entropy, entropy
+from lm.draws import inverted, inverted_by_blocks
 from lm.sampling import QuickTopP
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5], [0.0, 0.1, 3.0, 0.2, -2.0]], dtype=torch.float64)
@@ -90,3 +98,29 @@ def test_top_p_sorts_only_the_rows_that_its_likeliest_tokens_leave_open(monkeypa
     assert sorted_rows == [1]
     QuickTopP(0.9)(None, logits[[0, 2]])
     assert sorted_rows == [1]
+
+
+@pytest.mark.parametrize(
+    ("processors", "expected"),
+    [
+        ([], Sampling()),
+        ([TemperatureLogitsWarper(0.7), TopKLogitsWarper(5), TopPLogitsWarper(0.9)], Sampling(0.7, 5, 0.9)),
+        ([TopPLogitsWarper(0.9)], Sampling(top_p=0.9)),
+        ([TopKLogitsWarper(5), TemperatureLogitsWarper(0.7)], None),
+        ([TopPLogitsWarper(0.9, min_tokens_to_keep=2)], None),
+        ([RepetitionPenaltyLogitsProcessor(1.3), TemperatureLogitsWarper(0.7)], None),
+    ],
+)
+def test_a_list_of_warpers_alone_is_a_sampling(processors, expected):
+    assert Sampling.of(processors) == expected
+
+
+@pytest.mark.parametrize("width", [8192, 8193, 50257])
+def test_two_steps_draw_what_one_step_draws(width):
+    law = torch.randn(width, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
+    law[::3] = 0
+    for uniform in [*torch.rand(300, dtype=torch.float64).tolist(), 0.0, 1 - 2.0**-53]:
+        token = inverted_by_blocks(law, uniform)
+        assert law[token] > 0
+        assert token == int(inverted(law, uniform))
+    assert inverted_by_blocks(law.index_fill(0, torch.tensor([5]), torch.nan), 0.5) == width
