@@ -7,6 +7,7 @@ vocabulary of 152k as with one of 4k.
 
 from collections.abc import Iterator, Sequence
 from inspect import signature
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -34,7 +35,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
     return next(model.get_input_embeddings().parameters()).device
 
 
-def body_of(model: PreTrainedModel) -> PreTrainedModel:
+def body_of(model: PreTrainedModel) -> Any:
     """The layers below the output layer: token ids to final hidden states.
 
     Raises:
@@ -86,11 +87,9 @@ def hidden_states(
     for is_far in (False, True):
         places = [place for place, row in enumerate(rows) if (len(row) > frequencies.bound) == is_far]
         for place in places:
-            # the text before the first wanted state has been read in one forward, or with the same frequencies
-            num_prompt = starts[place] + frequencies.reads_again
             length = len(rows[place])
             subject = f"a sequence of {length} tokens, of which {length - starts[place]} are looked at, is read at once"
-            refuse_crossing(model, num_prompt, length, subject=subject, remedy=SHORTER)
+            refuse_crossing(model, starts[place] + 1, length, subject=subject, remedy=SHORTER)
         if places:
             states = _hidden_states(model, [rows[place] for place in places], [starts[place] for place in places])
             parts |= dict(zip(places, states, strict=True))

@@ -45,7 +45,7 @@ def problems_of(
     """Each shard that is not what was written, in order, with what is wrong; `is_thorough`: show the progress however
     little there is.
     """
-    looks = [partial(verify_shard, command=command), *([] if look is None else [look])]
+    looks: list[Look] = [partial(verify_shard, command=command), *([] if look is None else [look])]
     sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
     is_hidden = not is_thorough and sum(sizes) < _SHOWN_BYTES
     pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="sums")

@@ -144,7 +144,7 @@ def speculative_generate(
         allow_foreign_heads: let a head pass that was trained with other models or another sampling.
         vocab_size: ids of the tokenizer, where the target's logits are padded beyond what the draft takes.
         generator: source of chance; None: torch's global one, as `generate` uses.
-        streamer: takes the prompt, then the tokens of each round; give it by `functools.partial`.
+        streamer: takes the prompt and each round; give it by `functools.partial`.
         model_kwargs: what else `generate` prepared or was given.
     """
     if generation_config is None or draft_model is None:

@@ -126,7 +126,7 @@ class Batch:
     def _seat(self, place: _Place, number: int, prompt_ids: list[int], limit: int, draws: Draws) -> None:
         place.number, place.committed = number, list(prompt_ids)
         place.end = len(prompt_ids) + limit
-        place.session = Session(self._sampling, self._eos_ids, draws)
+        place.session = Session(self._sampling, self._eos_ids, draws, prompt_ids)
         place.session.take(place.target, "target", verifies=True)
         place.target.reset()
         place.drafter.start(place.session)

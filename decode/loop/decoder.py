@@ -118,6 +118,11 @@ class SpeculativeDecoder:
             model.check_mode()
             for ids in all_ids:
                 Session(self.sampling, self.eos_ids, draws[0], ids).check_prompt(model, role)
+            if len({model.limit_of(len(ids)) for ids in all_ids}) > 1:
+                raise ValueError(
+                    f"prompts are on both sides of the length where the {role} changes its rotary frequencies "
+                    f"(`lm.frequencies`), up to {max(map(len, all_ids))} tokens; decode the long ones apart"
+                )
         target, draft = self._seats(self.target, num_seats), self._seats(self.drafter.model, num_seats)
         policy = batched(self.drafter.policy, num_seats)
         drafters = [ModelDrafter(seat, policy) for seat in draft.seats]
@@ -173,11 +178,12 @@ class SpeculativeDecoder:
             raise ValueError("the prompt has no tokens; a generation starts from at least 1 (a BOS token will do)")
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
-        if (room := self.target.max_length + 1 - num_prompt_tokens) < max_new_tokens:
+        limit = self.target.limit_of(num_prompt_tokens)
+        if (room := limit + 1 - num_prompt_tokens) < max_new_tokens:
             remedy = f", or set max_new_tokens to at most {room:.0f}" if room > 0 else ""
             raise ValueError(
                 f"{num_prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the target's context of "
-                f"{self.target.max_length:.0f}; shorten the prompt{remedy}"
+                f"{limit:.0f}; shorten the prompt{remedy}"
             )
 
     @torch.inference_mode()

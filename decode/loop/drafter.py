@@ -178,8 +178,7 @@ class ModelDrafter(PolicyDrafter):
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         num_tokens = self.begin(committed, max_tokens)
-        is_on_device = self.reads_at_end and num_tokens > 0 and self._session.sampling.sees_no_tokens
-        if is_on_device and not self._reads_again(len(committed), num_tokens):
+        if self.reads_at_end and num_tokens > 0 and self._session.sampling.sees_no_tokens:
             self._propose_on_device(committed, num_tokens)
             return self.proposal
         ids = list(committed)
@@ -190,12 +189,6 @@ class ModelDrafter(PolicyDrafter):
     def num_forwards(self, num_steps: int) -> int:
         """Forwards of the draft for so many tokens: one each, or one for all of a block (law 4.9)."""
         return min(num_steps, 1) if isinstance(self.model, BlockModel) else num_steps
-
-    def _reads_again(self, num_committed: int, num_tokens: int) -> bool:
-        """Does the model give up its cache within the draft, and need all tokens on the host?"""
-        return isinstance(self.model, CachedModel) and self.model.reads_again(
-            num_committed, num_committed + num_tokens - 1
-        )
 
     def take(self, token: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
         self.proposal.num_draft_forwards = self.num_forwards(self.proposal.num_draft_forwards + 1)

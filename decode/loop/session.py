@@ -31,6 +31,7 @@ class Session:
         draws: source of uniforms; at temperature 0 `GreedyDraws` takes its place.
         prompt_ids: what every model reads first; each must have an embedding for every one of them.
         """
+        self.num_prompt = len(prompt_ids)
         self._prompt_range = min(prompt_ids, default=0), max(prompt_ids, default=0)
         self.sampling, self.eos_ids = sampling, eos_ids
         self.draws = GreedyDraws() if sampling.is_greedy else draws

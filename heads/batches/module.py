@@ -164,7 +164,7 @@ class FeatureData(pl.LightningDataModule):
         ends = accumulate((read_sidecar(path, keys=("rows",))["rows"] for path in paths), initial=0)
         return [path for path, start in zip(paths, ends, strict=False) if start < self.heads.num_train * times]
 
-    def _look(self) -> Look:
+    def _look(self) -> Look | None:
         """Check of each shard, beside its sum: its numbers are finite and in their range."""
 
         def at(path: Path) -> None:

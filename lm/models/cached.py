@@ -23,7 +23,7 @@ from lm.caches.buffers import BufferLayer
 from lm.caches.snapshots import Snapshots
 from lm.eos import eos_ids_of
 from lm.forwards import device_of, num_logits_of
-from lm.frequencies import Keys, keys_of
+from lm.frequencies import Frequencies, frequencies_of
 from lm.kv_buffer import make_cache
 from lm.models.halves import halves_of, head_of
 from lm.models.mode import refuse_training
@@ -45,8 +45,10 @@ class CachedModel:
 
     remedy = "choose a model whose whole state is in a cache that transformers can add tokens to"
     """Advice for a model that is refused."""
-    _keys: Keys | None = None
-    """Keys of a model whose frequencies change with the length of its text (`lm.frequencies`)."""
+    _max_length = float("inf")
+    _frequencies: Frequencies | None = None
+    _is_far = False
+    """Whether the text is beyond the model's change of frequencies (`lm.frequencies`) from its first forward on."""
     session: Any = None
     """The generation that uses this model, or did last (`decode.loop.session`)."""
 
@@ -99,8 +101,14 @@ class CachedModel:
 
     @property
     def max_length(self) -> float:
-        """The most tokens that may be fed; infinite where the config names no limit."""
-        return self._max_length
+        """The most tokens that may be fed of the session's text; infinite where the config names no limit."""
+        return self.limit_of(self.session.num_prompt) if self.session is not None else self._max_length
+
+    def limit_of(self, num_prompt: int) -> float:
+        """The most tokens that may be fed of a text with so long a prompt (`lm.frequencies`)."""
+        if self._frequencies is None or self._frequencies.is_far(num_prompt - 1):
+            return self._max_length
+        return min(self._max_length, self._frequencies.bound)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -131,7 +139,7 @@ class CachedModel:
         self._device = device_of(self.model)
         self._single = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         self._positions = torch.arange(_CAPACITY, device=self._device)[None]
-        self._keys = keys_of(self.model)
+        self._frequencies = frequencies_of(self.model)
         self._empty()
 
     def _empty(self) -> None:
@@ -174,38 +182,33 @@ class CachedModel:
             token_ids: the whole sequence; its first len(self) tokens are in the cache, the rest is fed.
             num_rows: how many rows are asked for, at most the number of tokens fed.
         """
-        forward = self._forward if self._keys is None else self._forward_apart
+        self._check_side(len(token_ids) - num_rows + 1, len(token_ids))
         if torch.is_inference_mode_enabled():  # the loop enters it once a round: entering costs as much as a softmax
-            return forward(token_ids, num_rows)
+            return self._forward(token_ids, num_rows)
         with torch.inference_mode():
-            return forward(token_ids, num_rows)
+            return self._forward(token_ids, num_rows)
+
+    def _check_side(self, num_first: int, end: int) -> None:
+        """Raise ValueError if the text, with `end` tokens, is on both sides of a change of frequencies.
+
+        Args:
+            num_first: tokens that are read at once where none is cached.
+            end: tokens that are cached after the forward.
+        """
+        if self._frequencies is None:
+            return
+        if self._length == 0:
+            self._is_far = num_first > self._frequencies.bound
+        if end > self._frequencies.bound and not (self._is_far and self._frequencies.is_far(end)):
+            raise self._frequencies.refusal(f"the text has {end} tokens", "shorten the prompt, or lower max_new_tokens")
 
     @torch.inference_mode()
     def forward_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
         """Logits that follow a token which was drawn from the last row of the forward before: it never visits the
         host.
         """
-        assert not self.reads_again(self._length, self._length + 1), (
-            "the whole text is read again here, and its tokens are not known"
-        )
+        self._check_side(0, self._length + 1)
         return self._logits(token.view(1, 1).to(self._device), 1)
-
-    def reads_again(self, start: int, end: int) -> bool:
-        """Is the cache of a text of `start` tokens given up before it has `end` (`lm.frequencies`)?"""
-        return self._keys is not None and self._keys.reads_again(start, end)
-
-    def _forward_apart(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
-        """The rows of `_forward`, in one forward for each set of frequencies that the text is read with."""
-        assert self._keys is not None
-        parts = []
-        for feed in self._keys.feeds(self._length, len(token_ids), num_rows):
-            if self._keys.begin(feed):
-                self._empty()
-            rows = self._forward(token_ids[: feed.end], max(1, feed.num_rows))
-            parts += [(rows, self.hidden)] * (feed.num_rows > 0)
-        kept = [hidden for _, hidden in parts if hidden is not None]
-        self.hidden = torch.cat(kept) if kept else None
-        return torch.cat([rows for rows, _ in parts])
 
     def _forward(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
         fed = token_ids[self._length :]

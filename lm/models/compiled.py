@@ -11,8 +11,6 @@ What is compiled holds for the parameters that the model had then (`lm.models.ca
 model with other ones, of another dtype, or elsewhere is compiled anew after the next `reset`. Do not change its
 structure while a `CompiledModel` is in use.
 
-A feed or its padding that would reach another set of rotary frequencies (`lm.frequencies`) runs eagerly too.
-
 `forward_then` compiles what a caller makes of the logits together with the forward.
 
 Departures from `CachedModel`: attention reads the whole capacity, masked, so a capacity far beyond the sequence costs
@@ -109,10 +107,8 @@ class CompiledModel(CachedModel):
         if not torch.is_inference_mode_enabled():
             with torch.inference_mode():
                 return self.forward_then(token_ids, tail)
-        self.reserve(len(token_ids) + (_WIDTHS[-1] if self._keys is not None else 0))
-        if self._is_apart(token_ids):
-            logits = self._forward_apart(token_ids, 1)
-            return tail(logits, self.hidden, torch.tensor(token_ids[-1:], device=self._device))
+        self._check_side(len(token_ids) - 1, len(token_ids))
+        self.reserve(len(token_ids))
         if len(token_ids) - self._length > 1:
             self._forward(token_ids[:-1], 1)
         self.hidden = None
@@ -130,16 +126,13 @@ class CompiledModel(CachedModel):
         """
         num_fed = len(token_ids) - self._length
         assert 1 <= num_rows <= num_fed, f"{num_rows} rows asked of {num_fed} fed tokens"
-        if num_rows == 1 and num_fed == 2 and self._length > 0 and not self._spans(2):
+        if num_rows == 1 and num_fed == 2 and self._length > 0:
             self._forward(token_ids[:-1], 1)
             return self._forward(token_ids, 1)
         width = next((width for width in _WIDTHS if width >= num_fed), num_fed)
-        is_compiled = (
-            width in _WIDTHS
-            and 0 < self._length <= self._max_length - width
-            and not self._spans(width)
-            and self._is_tried
-        )
+        # padding beyond the bound would change the frequencies of all
+        limit = self._max_length if self._is_far else self.limit_of(0)
+        is_compiled = width in _WIDTHS and 0 < self._length <= limit - width and self._is_tried
         width = width if is_compiled else num_fed
         if self._length + width > self._capacity:
             self._grow(self._length + width)
@@ -155,21 +148,6 @@ class CompiledModel(CachedModel):
             rows = slice(num_fed - num_rows, num_fed)
             logits, self.hidden = logits[rows], None if self.hidden is None else self.hidden[rows]
         return logits
-
-    def _forward_apart(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
-        self.reserve(len(token_ids) + _WIDTHS[-1])  # growing feeds everything at once again, so it comes first
-        return super()._forward_apart(token_ids, num_rows)
-
-    def _is_apart(self, token_ids: Sequence[int]) -> bool:
-        """Is one forward over all but the last token, and a step of the last, not enough for these tokens?"""
-        if self._keys is None:
-            return False
-        first, *others = self._keys.feeds(self._length, len(token_ids), 1)
-        return bool(others) or self._keys.is_other(first) or self._spans(len(token_ids) - self._length)
-
-    def _spans(self, num_fed: int) -> bool:
-        """Would a forward of the next `num_fed` tokens have tokens on both sides of the bound?"""
-        return self._keys is not None and self._length < self._keys.frequencies.bound < self._length + num_fed
 
     def _logits(self, ids: Int[Tensor, "1 fed"], num_rows: int) -> Float[Tensor, "rows vocab"]:
         """One token that only the device knows (`forward_drawn`)."""
@@ -222,9 +200,7 @@ class CompiledModel(CachedModel):
         """Room for `length` tokens, empty: what was cached is fed again."""
         while self._capacity < length:
             self._capacity *= 2
-        keys = self._keys
         self.reset()
-        self._keys = keys  # the text is the same
 
     def _set_length(self, length: int) -> None:
         self._length = length

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from lm.caches.ragged import RaggedFeed, RaggedLayer
 from lm.forwards import device_of
-from lm.frequencies import frequencies_of, keys_of
+from lm.frequencies import frequencies_of
 from lm.models.cached import CachedModel
 from lm.models.halves import halves_of
 from lm.models.masked import additive, visible
@@ -47,13 +47,12 @@ class Seat(CachedModel):
         like: a model of one sequence, with the same model and vocabulary, that keeps hidden states or not.
         """
         self.model, self.vocab_size, self.with_hidden = like.model, like.vocab_size, like.with_hidden
-        self.hidden, self._max_length, self._device = None, like.max_length, seats.device
+        self.hidden, self._max_length, self._device = None, like._max_length, seats.device
         self.row, self._seats = row, seats
         self.reset()
 
     def reset(self) -> None:
-        self._length = 0
-        self._keys = keys_of(self.model)
+        self._length, self._frequencies = 0, frequencies_of(self.model)
 
     def roll_back(self, length: int) -> None:
         self._length = min(self._length, length)
@@ -82,7 +81,6 @@ class Seats:
             ValueError: a model whose sequences cannot be rolled back one by one.
         """
         self.model, self.vocab_size = cached.model, cached.vocab_size
-        self._frequencies = frequencies_of(self.model)
         self.device = device_of(cached.model)  # now: `cached` knows where the model was at its last reset
         self._cache = DynamicCache(config=self.model.config)
         others = {type(layer).__name__ for layer in self._cache.layers if type(layer) is not DynamicLayer}
@@ -98,31 +96,14 @@ class Seats:
     @torch.inference_mode()
     def forward(self, asks: Sequence[Ask]) -> list[Float[Tensor, "rows vocab"]]:
         """Logits that follow each of the last `num_rows` tokens of every sequence that asks."""
-        return self._forward(asks) if self._frequencies is None else self._forward_apart(asks)
-
-    def _forward_apart(self, asks: Sequence[Ask]) -> list[Float[Tensor, "rows vocab"]]:
-        """`_forward` of all that have the near frequencies, then of all that have the far ones: a forward's longest row
-        decides for all.
-        """
-        planned = [
-            ask.seat._keys.feeds(len(ask.seat), len(ask.token_ids), ask.num_rows)  # type: ignore[union-attr]
-            for ask in asks
-        ]
-        parts: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in asks]
-        for is_far in (False, True):
-            going = [(place, feed) for place, feeds in enumerate(planned) for feed in feeds if feed.is_far == is_far]
-            for place, feed in going:
-                if asks[place].seat._keys.begin(feed):  # type: ignore[union-attr]
-                    asks[place].seat._length = 0
-            alike = [
-                Ask(asks[place].seat, asks[place].token_ids[: feed.end], max(1, feed.num_rows)) for place, feed in going
-            ]
-            for (place, feed), logits in zip(going, self._forward(alike) if alike else (), strict=True):
-                if feed.num_rows:
-                    parts[place].append((logits, asks[place].seat.hidden))
-        for ask, rows in zip(asks, parts, strict=True):
-            ask.seat.hidden = torch.cat([hidden for _, hidden in rows if hidden is not None])
-        return [torch.cat([logits for logits, _ in rows]) for rows in parts]
+        for ask in asks:
+            ask.seat._check_side(len(ask.token_ids) - ask.num_rows, len(ask.token_ids))
+        sides = {ask.seat._is_far for ask in asks}
+        if len(sides) > 1:
+            frequencies = frequencies_of(self.model)
+            assert frequencies is not None, "only with these are there sides"
+            raise frequencies.refusal("a batch has short and long texts", "decode the long prompts apart")
+        return self._forward(asks)
 
     def _forward(self, asks: Sequence[Ask]) -> list[Float[Tensor, "rows vocab"]]:
         """Logits that follow each of the last `num_rows` tokens, in one forward; sequences that lack many tokens have
@@ -131,11 +112,7 @@ class Seats:
         for ask in asks:
             num_fed = len(ask.token_ids) - len(ask.seat)
             assert 1 <= ask.num_rows <= num_fed, f"{ask.num_rows} rows asked of {num_fed} fed tokens"
-        behind = [
-            ask
-            for ask in asks
-            if len(ask.token_ids) - len(ask.seat) - ask.num_rows > _CATCH_UP and not self._spans(ask)
-        ]
+        behind = [ask for ask in asks if len(ask.token_ids) - len(ask.seat) - ask.num_rows > _CATCH_UP]
         if behind:
             self._hidden_states([ask._replace(token_ids=ask.token_ids[: -ask.num_rows]) for ask in behind])
             for ask in behind:
@@ -154,12 +131,6 @@ class Seats:
             ask.seat.hidden = states
             ask.seat._length = len(ask.token_ids)
         return list(logits.split(sizes))
-
-    def _spans(self, ask: Ask) -> bool:
-        """Would the tokens that are fed before an ask's rows have other frequencies than the rows?"""
-        return self._frequencies is not None and len(ask.token_ids) - ask.num_rows <= self._frequencies.bound < len(
-            ask.token_ids
-        )
 
     def _hidden_states(
         self, asks: Sequence[Ask]

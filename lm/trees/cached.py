@@ -57,15 +57,6 @@ class TreeModel(CachedModel):
         super().roll_back(min(length, len(self) - len(self._tree)))
         self._tree = EMPTY
 
-    def check_reach(self, num_prompt: int, num_new: int) -> None:
-        """Raise ValueError if trees along a text of so many tokens, the last of which is never fed, could cross a
-        change of frequencies.
-        """
-        # the prompt's last token may be fed with the first tree
-        if self._keys is not None and self._keys.frequencies.crosses(num_prompt - 1, num_prompt + num_new - 1):
-            subject = f"{num_prompt} prompt tokens and {num_new} new ones make a text of {num_prompt + num_new}"
-            raise self._keys.frequencies.refusal(subject, "lower max_new_tokens, or draft chains instead of trees")
-
     @torch.inference_mode()
     def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
         """Logits that follow the text's last token, unless the cache holds it, and each node that the cache lacks.
@@ -73,13 +64,8 @@ class TreeModel(CachedModel):
         Args:
             token_ids: the whole text; its tokens that are not in the cache are fed.
             tree: begins with the nodes that are in the cache.
-
-        Raises:
-            ValueError: a text and a tree on both sides of a model's change of frequencies (`lm.frequencies`).
         """
-        deepest = len(token_ids) + tree.depth
-        if self._keys is not None and self._keys.begin_at_once(len(token_ids), deepest):
-            self._empty()
+        self._check_side(len(token_ids), len(token_ids) + tree.depth)
         num_pending = len(token_ids) - (len(self) - len(self._tree))
         assert num_pending == 0 or not len(self._tree), "a text that has grown leaves its tree behind: roll back first"
         if num_pending > _MOST_PENDING:

@@ -87,15 +87,6 @@ class TreeDecoder(SpeculativeDecoder):
         super().__init__(model, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=eos_ids)
         self._tree_target = model
 
-    def _check(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
-        """Check the models like those of chains; besides, no tree may have nodes on both sides of a change of
-        frequencies.
-        """
-        super()._check(num_prompt_tokens, max_new_tokens)
-        for model in (self.target, getattr(self.drafter, "model", None)):
-            if isinstance(model, TreeModel):
-                model.check_reach(num_prompt_tokens, max_new_tokens)
-
     @torch.inference_mode()
     def _round(self, committed: list[int], num_left: int, draws: Draws) -> TreeRound:
         started_s = perf_counter()
