@@ -25,16 +25,16 @@ MORE_PARAMETERS = {
 CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
     "configs": (1518, 1000),
-    "store": (810, 500),
-    "lm": (6153, 4000),
-    "data_gen": (7144, 4400),
+    "store": (746, 500),
+    "lm": (6032, 4000),
+    "data_gen": (7142, 4400),
     "heads": (5135, 3600),
-    "decode": (5807, 4200),
-    "evaluation": (13022, 7400),
+    "decode": (5732, 4200),
+    "evaluation": (13019, 7400),
     "serve": (1035, 800),
     "checkpoints/recipes": (1636, 1400),
     "benchmarks": (799, 800),
-    "tests": (30893, 18000),
+    "tests": (30639, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 240
