@@ -128,8 +128,7 @@ def speculative_generate(
     streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Int[Tensor, "batch length"]:
-    """The prompt and what the target says after it, as `generate` returns them; raises ValueError for what
-    `decode.generate.in_transformers` lists as refused.
+    """The prompt and what the target says after it; ValueError for what `decode.generate.in_transformers` refuses.
 
     Args:
         model: the target. `generate` passes it, and the four that follow.

@@ -29,7 +29,7 @@ CEILINGS = {
     "lm": (6032, 4000),
     "data_gen": (7142, 4400),
     "heads": (5135, 3600),
-    "decode": (5732, 4200),
+    "decode": (5731, 4200),
     "evaluation": (13019, 7400),
     "serve": (1035, 800),
     "checkpoints/recipes": (1636, 1400),
