@@ -85,7 +85,7 @@ class Bar(tqdm):
             self._write(even_if_shown=is_quiet)
         return True
 
-    def count(self, num: float) -> None:
+    def count(self, num: int | float) -> None:
         """Count `num` more units: a `Progress` of data."""
         self.update(num)
 
