@@ -1,5 +1,4 @@
-"""Closed forms under i.i.d. acceptance, in time units of one target forward, checked on the real loop by
-`evaluation.theory.monte_carlo`.
+"""Closed forms under i.i.d. acceptance, in time units of one target forward; tests hold the real loop to them.
 
 Every drafted token passes with the same probability, independently: a (the acceptance_rate). One draft forward takes c.
 

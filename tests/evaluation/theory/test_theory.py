@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from evaluation.theory import closed_forms as theory
-from evaluation.theory.monte_carlo import (
+from lm import acceptance_rate
+from tests.evaluation.theory.monte_carlo import (
     acceptance_rounds,
     interleaved_rounds,
     pearl_steps,
     pre_verified_rounds,
     two_level_rounds,
 )
-from lm import acceptance_rate
 
 NUM_ROUNDS = 300
 

@@ -1,15 +1,11 @@
-"""The closed forms of `evaluation.theory.closed_forms` against the real loop: tokens per target forward, measured under
-i.i.d. acceptance.
+"""Tokens per target forward of the real loop under i.i.d. acceptance.
 
 Models that give the same distribution after every prefix make acceptance i.i.d.: a token drawn from q passes with
-probability sum_v min(p, q), whatever came before. Nothing of the loop is replaced, only the models:
+probability sum_v min(p, q). Nothing of the loop is replaced, only the models:
 
-    two levels, Chen      p = (1/2, 1/2, 0, 0), q = (a/2, a/2, (1-a)/2, (1-a)/2):  sum_v min = a, for any a, and for two
-                          drafts at once
+    two levels, Chen      p = (1/2, 1/2, 0, 0), q = (a/2, a/2, (1-a)/2, (1-a)/2):  sum_v min = a
     pre-verified          tokens are pairs (u, v). Micro and draft differ in u alone, draft and target in v alone, so
-                          that the draft's
-                          verdict on a token says nothing about the target's, which i.i.d. acceptance at both levels
-                          needs
+                          that the draft's verdict says nothing about the target's
 """
 
 from collections.abc import Sequence
@@ -63,7 +59,7 @@ class ConstantModel(CachedModel):
     num_embeddings = num_logits
 
     def check_mode(self) -> None:
-        """Do nothing: a law has no modes."""
+        return
 
     def reset(self) -> None:
         self._length = 0
@@ -90,11 +86,9 @@ class Simulated:
     def z_score(self, expected: float) -> float:
         """How many standard errors the mean lies from `expected`; 0 where both agree and nothing varies."""
         difference = self.mean - expected
-        return (
-            difference / self.standard_error
-            if self.standard_error > 0
-            else (0.0 if abs(difference) < 1e-9 else float("inf"))
-        )
+        if not self.standard_error:
+            return 0.0 if abs(difference) < 1e-9 else float("inf")
+        return difference / self.standard_error
 
 
 def tokens_per_round(target: CachedModel, drafter: Drafter, *, num_rounds: int, seed: int = 0) -> Simulated:
@@ -112,19 +106,16 @@ def tokens_per_round(target: CachedModel, drafter: Drafter, *, num_rounds: int, 
 
 
 def two_level_rounds(rate: float, draft_length: int, *, num_rounds: int, seed: int = 0) -> Simulated:
-    """Tokens per round of the loop with two models, beside `theory.expected_tokens`."""
     drafter = ModelDrafter(_accepted_at(rate), FixedLength(draft_length))
     return tokens_per_round(_accepted_at(1.0), drafter, num_rounds=num_rounds, seed=seed)
 
 
 def interleaved_rounds(rates: tuple[float, float], *, m: int, n: int, num_rounds: int, seed: int = 0) -> Simulated:
-    """`theory.interleaved_tokens`, measured; rates are (small, medium)."""
     drafter = InterleavedDrafter(*(_accepted_at(rate) for rate in rates), m=m, n=n)
     return tokens_per_round(_accepted_at(1.0), drafter, num_rounds=num_rounds, seed=seed)
 
 
 def pre_verified_rounds(rates: tuple[float, float], *, m: int, n: int, num_rounds: int, seed: int = 0) -> Simulated:
-    """`theory.pre_verified_tokens`, measured; rates are (micro under draft, draft under target)."""
     (draft_u, micro_u), (target_v, draft_v) = (_overlapping(rate) for rate in rates)
     pairs = (micro_u, draft_v), (draft_u, draft_v), (draft_u, target_v)
     micro, draft, target = (ConstantModel(torch.outer(u, v).flatten()) for u, v in pairs)
@@ -134,9 +125,6 @@ def pre_verified_rounds(rates: tuple[float, float], *, m: int, n: int, num_round
 
 
 def acceptance_rounds(q: Sequence[float], p: Sequence[float], *, num_rounds: int, seed: int = 0) -> Simulated:
-    """The acceptance_rate of constant q and p, measured: one drafted token per round, less the token that every round
-    adds.
-    """
     tokens = tokens_per_round(
         ConstantModel(p), ModelDrafter(ConstantModel(q), FixedLength(1)), num_rounds=num_rounds, seed=seed
     )
@@ -144,9 +132,7 @@ def acceptance_rounds(q: Sequence[float], p: Sequence[float], *, num_rounds: int
 
 
 def pearl_steps(rate: float, gamma: int, *, num_rounds: int, seed: int = 0) -> Simulated:
-    """`theory.pearl_tokens`, measured. Steps depend on each other: the error is that of a ratio over runs that begin by
-    pre-verifying.
-    """
+    """Steps depend on each other: the error is that of a ratio over runs that begin by pre-verifying."""
     decoder = PearlDecoder(_accepted_at(1.0), _accepted_at(rate), gamma=gamma, eos_ids=frozenset())
     generator = torch.Generator().manual_seed(seed)
     runs: list[list[float]] = []
