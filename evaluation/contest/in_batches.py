@@ -29,6 +29,7 @@ from evaluation.tuning.rule import batch_auto_for
 from heads.measures.calibration import fit_logistic
 from heads.measures.histogram import observe
 from heads.model.head import AcceptanceHead, Timing
+from store.progress import Bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +127,14 @@ class BatchContest:
         families = {family: arms for family, arms in by_family(self._replays.arms).items() if family not in BOUNDS}
         grids = [fastest_on_dev(arms, cost).arm.grid for arms in families.values()]
         entries = [Splits(Entry(grid, traces.dev), Entry(grid, traces.test)) for grid in grids]
+        members = [(grid, dev, size) for grid, (dev, _) in zip(grids, entries, strict=True) for size in self._sizes]
         loads = {
             (grid.family, size): dev.loads(size)
-            for grid, (dev, _) in zip(grids, entries, strict=True)
-            for size in self._sizes
+            for grid, dev, size in Bar(members, desc="batches: replay on dev", unit="loads")
         }
         for setup in self._setups:
             found = []
-            for size in self._sizes:
+            for size in Bar(self._sizes, desc=f"batches: ratio {setup.cost.ratio:.3g}", unit="sizes"):
                 chosen = [self._best(dev, test, loads[dev.grid.family, size], setup, size) for dev, test in entries]
                 chosen += list(self._autos(setup, size))
                 baseline = next(spent.tokens_per_s for grid, _, spent in chosen if grid.family == BASELINE)

@@ -15,23 +15,24 @@ from data_gen.store.manifest import read_manifest
 from decode.experiment import Experiment
 from evaluation.batches.curves import kept_curves
 from evaluation.clock.results import check_clock, clock_dataset
-from evaluation.contest.arms import Replays, picks_of, replay_dataset
+from evaluation.contest.arms import ALONE, Replays, picks_of, replay_dataset
 from evaluation.contest.grids import Grid, grids_with
 from evaluation.contest.in_batches import compare_in_batches, setups_of, sizes_of
 from evaluation.contest.recommended import recommend, write_verdict
 from evaluation.contest.results import results_of, yardstick_of
-from evaluation.contest.tables import ordered, result_frame, write_counts
+from evaluation.contest.tables import ordered, result_frame, result_sheet, write_counts
 from evaluation.contest.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame, travel_sheet
 from evaluation.costs.machine import costs_for
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
 from evaluation.flag_types import Sizes
 from evaluation.report.gains import speed_up_bars, verification_curve
-from evaluation.report.page import Page, has_heads, report_arms, write_report
+from evaluation.report.page import RATIOS, Page, Ranking, has_heads, write_report
 from evaluation.report.plots import all_plots
-from evaluation.report.verdict import Answer, answer_of
+from evaluation.report.verdict import Answer, answer_of, best_runnable
 from evaluation.sheet import announce, printing, say
 from evaluation.traces.recording import trace_folder
+from store.progress import Bar
 from store.shards import write_atomic
 
 
@@ -179,8 +180,22 @@ def show(
     dataset = judged.dataset
     plots = [*bars, *all_plots(replays, judged.picks, cost, shown=page.answers[dataset][0].deciding)]
     page.plots.extend([plot.of(dataset) for plot in plots] if is_one_of_several else plots)
-    page.datasets[dataset], page.here[dataset] = report_arms(replays, cost), judged.arms[len(replays.arms) :]
-    page.picks[dataset] = judged.picks
+    page.rankings[dataset], page.picks[dataset] = rankings(judged, replays, cost), judged.picks
+
+
+def rankings(here: Judged, replays: Replays, cost: CostModel) -> list[Ranking]:
+    """Every policy of a dataset at these costs and at every ratio of the page, by ratio."""
+    at = [(cost, here)]
+    _, *others = cost.at_ratios(RATIOS)
+    for other in Bar(others, desc=f"evaluate: {here.dataset} at other times", unit="ratios"):
+        at.append((other, judge(here.dataset, replays, other, is_online=(False,))))
+    num_prompts = replays.traces.test.num_prompts
+    found = []
+    for times, judged in at:
+        sheet = result_sheet(judged.results, times, dataset=here.dataset, num_prompts=num_prompts)._replace(note="")
+        families = [ALONE, *(result.family for result in judged.results)]
+        found.append(Ranking(times.ratio, sheet, families, best_runnable(judged, times), is_here=times is cost))
+    return sorted(found, key=lambda ranking: ranking.ratio)
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -211,9 +226,9 @@ def compare_at(
     return frame
 
 
-def judge(dataset: str, replays: Replays, cost: CostModel) -> Judged:
-    """Every family of one dataset at one cost."""
-    arms = [*replays.arms, *replays.auto_arms(cost), replays.oracle_arm(cost)]
+def judge(dataset: str, replays: Replays, cost: CostModel, *, is_online: Sequence[bool] = (False, True)) -> Judged:
+    """Every family of one dataset at one cost; `is_online`: the forms of `auto` that compete."""
+    arms = [*replays.arms, *replays.auto_arms(cost, is_online=is_online), replays.oracle_arm(cost)]
     picks = picks_of(arms, cost)
     yardstick = yardstick_of(picks, cost)
     results = ordered(results_of(picks, cost, yardstick))

@@ -1,38 +1,39 @@
-"""report.html: the evaluation as one page that works offline, in which a reader sets the times of their own hardware.
-
-The page holds the replayed counts of every setting on every prompt and recomputes times, dev-chosen settings and
-intervals itself (law 4.9), so the ranking follows the sliders: t_target / t_draft, what a verified token adds, what the
-dearest stop adds to a draft step. Nothing is fetched from anywhere. Very large grids are thinned to stay under
-`MAX_NUMBERS` counts a split. Batches, which the page cannot replay (law 4.13), are shown as
-evaluated: a reader picks one of the costs, what a verified token takes, and the batch size.
+"""report.html: the evaluation as one page that works offline. Everything on it is computed here; its slider switches
+between tables that are already there, one for each ratio of times.
 """
 
-import base64
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
-from typing import Any
+from string import Template
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from decode.policies.base import JOINT
 from evaluation.clock.results import ClockReport
-from evaluation.contest.arms import Arm, Pick, Replays, picks_of
-from evaluation.contest.colours import colours_of
-from evaluation.contest.grids import BOUNDS, label_of
-from evaluation.contest.tables import NAMES
+from evaluation.contest.arms import Pick
+from evaluation.contest.grids import BOUNDS
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
 from evaluation.report.verdict import Answer, called
-from evaluation.traces.replay import Replayed
-from evaluation.traces.trace import Array
+from evaluation.sheet import Sheet, crossed
 from store.shards import write_atomic
 
-MAX_NUMBERS = 400_000
-"""Counts of one kind, split and dataset: about 1 MB each in the page."""
-RATIOS = (1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 40.0)
-"""t_target / t_draft at which the rule of law 4.11 is solved for the page, which cannot solve it itself."""
+RATIOS = (1.5, 2.0, 3.0, 4.0, 5.0, 8.0, 12.0, 20.0, 30.0, 40.0)
+"""t_target / t_draft of the slider's steps, beside that of the evaluation."""
+
+
+class Ranking(NamedTuple):
+    """Every policy of one dataset at one ratio of times."""
+
+    ratio: float
+    sheet: Sheet
+    families: Sequence[str]
+    """Family of each row."""
+    best: str
+    """The family that dev chooses of those that can be run."""
+    is_here: bool = False
+    """Whether these are the times of the evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +45,11 @@ class Page:
     directory: Path
     """Folder that report.html and all files beside it are written to."""
     cost: CostModel
-    """Times at which the page opens, and those that its rows and sentences have."""
+    """Times of the evaluation."""
     answers: dict[str, list[Answer]] = field(default_factory=dict)
     """Those of each dataset, a cost each; the first is that of `cost`."""
-    datasets: dict[str, Sequence[Arm]] = field(default_factory=dict)
-    """The arms of each, bounds included."""
-    here: dict[str, Sequence[Arm]] = field(default_factory=dict)
-    """Arms of each that are made for `cost`."""
+    rankings: dict[str, list[Ranking]] = field(default_factory=dict)
+    """Those of each dataset, by ratio; every dataset has the same ratios."""
     picks: dict[str, Mapping[str, Pick]] = field(default_factory=dict)
     """Family -> what dev chose at `cost`, of each."""
     plots: list[Plot] = field(default_factory=list)
@@ -60,165 +59,110 @@ class Page:
     """The rows of batches.csv, where there were batches."""
 
 
-def report_arms(replays: Replays, cost: CostModel) -> list[Arm]:
-    """Every arm of a dataset, and the rule solved at several ratios."""
-    timing = replays.fastest_timing(cost)
-    rules = [
-        replace(arm, ratio=ratio)
-        for ratio in RATIOS
-        for arm in replays.auto_arms(cost.with_ratio(ratio), is_online=(False,), timing=timing)
-    ]
-    return [*replays.arms, *rules]
-
-
 def write_report(page: Page) -> None:
     """Write the evaluation as one page, report.html, into the page's directory."""
-    families = {arm.grid.family for arms in page.datasets.values() for arm in arms}
-    data = {
-        "names": dict(NAMES),
-        "colours": colours_of(sorted(families)),
-        "about": page.about,
-        "ratio": page.cost.ratio,
-        "stop": max(page.cost.shares.values(), default=0.0),
-        "curve": _is_curve(page.cost),
-        "answers": [_answer(answer) for answers in page.answers.values() for answer in answers],
-        "datasets": [_dataset(name, arms, page) for name, arms in page.datasets.items()],
-        "plots": [_plot(plot) for plot in page.plots],
-        "clocks": [_clock(report) for report in page.clocks],
-        "batches": page.batches,
+    steps = next(iter(page.rankings.values()), [])
+    labels = [f"{step.ratio:.3g}{' (here)' * step.is_here}" for step in steps]
+    parts = {
+        "about": escape(page.about),
+        "answers": "".join(_answers(name, page) for name in page.answers),
+        "rankings": "".join(_rankings(name, of_dataset, page) for name, of_dataset in page.rankings.items()),
+        "last": max(0, len(steps) - 1),
+        "here": next((place for place, step in enumerate(steps) if step.is_here), 0),
+        "labels": json.dumps(labels or [""]),
+        "batches": _batches(page.batches),
+        "clocks": _clocks(page.clocks),
+        "plots": "".join(map(_figure, page.plots)),
     }
-    template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    # A text that holds </script> would end the page's script.
-    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    write_atomic(page.directory / "report.html", template.replace("__DATA__", embedded).encode())
+    template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    write_atomic(page.directory / "report.html", template.substitute(parts).encode())
 
 
 def has_heads(report: Path) -> bool:
     """Whether a written page compares heads."""
     text = report.read_text(encoding="utf-8")
-    return any(f'"family":"{prefix}' in text for prefix in ("head_", "auto_"))
+    return any(f'data-family="{prefix}' in text for prefix in ("head_", "auto_"))
 
 
-def _is_curve(cost: CostModel) -> bool:
-    """Whether a verification costs more, or less, with more drafted tokens."""
-    return len(set(cost.t_target_s)) > 1
+def _answers(dataset: str, page: Page) -> str:
+    """The sentence, the picture and the stages of one dataset, those at other times folded."""
+    here, *elsewhere = page.answers[dataset]
+    heading = f"<h2>{escape(dataset)}</h2>" if len(page.answers) > 1 else ""
+    folded = (f"<details><summary>at {escape(other.costs)}</summary>{_answer(other)}</details>" for other in elsewhere)
+    return heading + _answer(here) + "".join(folded)
 
 
-def _answer(answer: Answer) -> dict[str, Any]:
-    table, best = answer.table, called(answer.best)
-    return {
-        "dataset": answer.dataset,
-        "costs": answer.costs,
-        "verdict": answer.verdict,
-        "explained": answer.explained,
-        "note": table.note,
-        "title": table.title,
-        "columns": table.columns,
-        "rows": [
-            {"cells": [row.get(column, "") for column in table.columns], "best": row["stage"] == best}
-            for row in table.rows
-        ],
-        "picture": _plot(answer.picture),
-    }
+def _answer(answer: Answer) -> str:
+    rows = answer.table.rows
+    verdict = escape(answer.verdict).replace(" %", "&nbsp;%")
+    explained = f'<p class="note">{escape(answer.explained)}.</p>' if answer.explained else ""
+    table = _table(answer.table, classes=["best" * (row["stage"] == called(answer.best)) for row in rows])
+    return f'<p class="verdict">{verdict}</p>{explained}{_figure(answer.picture)}{table}'
 
 
-def _dataset(name: str, arms: Sequence[Arm], page: Page) -> dict[str, Any]:
-    listed = [*arms, *page.here.get(name, ())]
-    first = {split: getattr(arms[0], split) for split in ("dev", "test")}
-    shapes = {split: replayed.per_prompt(replayed.counts.num_emitted)[0] for split, replayed in first.items()}
-    num_settings = sum(len(arm.grid.settings) for arm in arms)
-    step = max(1, -(-num_settings * max(map(len, shapes.values())) // MAX_NUMBERS))  # rounded up
-    return {
-        "name": name,
-        **{split: {"rows": len(emitted), "tokens": int(emitted.sum())} for split, emitted in shapes.items()},
-        "arms": [_arm(arm, step, page.cost) | {"here": place >= len(arms)} for place, arm in enumerate(listed)],
-        "picks": _picks([arm for arm in listed if arm.ratio is None], page.cost, listed=listed, step=step),
-        "gains": page.answers[name][0].gains if name in page.answers else {},
-    }
+def _rankings(dataset: str, rankings: Sequence[Ranking], page: Page) -> str:
+    heading = f"<h3>{escape(dataset)}</h3>" if len(page.rankings) > 1 else ""
+    return heading + "".join(
+        f'<div data-step="{step}"{"" if ranking.is_here else " hidden"}>{_ranking(ranking)}</div>'
+        for step, ranking in enumerate(rankings)
+    )
 
 
-def _picks(arms: Sequence[Arm], cost: CostModel, *, listed: Sequence[Arm], step: int) -> dict[str, tuple[int, int]]:
-    """Family -> (place of its arm among those that are listed, place of its setting there) at these costs."""
-    return {
-        family: (
-            next(place for place, arm in enumerate(listed) if arm is pick.arm),
-            _shown(pick.arm, step, cost).index(pick.setting),
-        )
-        for family, pick in picks_of(arms, cost).items()
-    }
+def _ranking(ranking: Ranking) -> str:
+    kinds = dict.fromkeys(BOUNDS, "bound") | {ranking.best: "best"}
+    classes = [kinds.get(family, "") for family in ranking.families]
+    return _table(ranking.sheet, classes=classes, families=ranking.families)
 
 
-def _shown(arm: Arm, step: int, cost: CostModel) -> list[int]:
-    """Settings that the page holds: every so many, and the one that dev chooses at these costs."""
-    best = int(cost.tokens_per_s(arm.dev).argmax())
-    return sorted({*range(0, len(arm.grid.settings), step), best})
+def _batches(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One table for each dataset, ratio and share of a verified token."""
+    tables: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        share = "as measured" if row["verify_share"] is None else f"{row['verify_share']:g} t_draft"
+        title = f"{row['dataset']}: a target forward costs {row['ratio']:.2f} draft forwards ({row['costs']}), "
+        tables.setdefault(f"{title}a verified token {share}", []).append(row)
+    sheets = (Sheet(title, crossed("policy", map(_cell, members))) for title, members in tables.items())
+    note = (
+        "Tokens/s of the whole batch at the setting that dev chose for its size, gain over the best fixed length, and "
+        "seconds of a request; predicted (law 4.13)."
+    )
+    return f'<h2>In batches</h2><p class="note">{note}</p>{"".join(map(_table, sheets))}' if tables else ""
 
 
-def _weight(kind: str, stops: Mapping[str, float]) -> float:
-    """Seconds of a stop in units of the dearest one."""
-    parts = (stops.get(part, 0.0) for part in kind.split(JOINT))
-    return stops.get(kind, sum(parts)) / (max(stops.values(), default=0.0) or 1.0)
+def _cell(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    figures = f"{row['tokens_per_s']:.1f}, {row['gain']:+.1%}, {row['request_s']:.3g} s"
+    return called(row["family"]), f"batch {row['batch_size']}", figures
 
 
-def _plot(plot: Plot) -> dict[str, str]:
-    return {"svg": plot.svg, "caption": plot.caption}
+def _clocks(reports: Sequence[ClockReport]) -> str:
+    parts = (
+        f"{_table(report.sheet._replace(title=f'{report.dataset}: {report.about}'))}"
+        f'<p class="note">{escape(report.verdict)}</p>{_figure(report.plot)}'
+        for report in reports
+    )
+    return f"<h2>On a clock</h2>{''.join(parts)}" if reports else ""
 
 
-def _clock(report: ClockReport) -> dict[str, Any]:
-    sheet = report.sheet
-    return {
-        "title": f"{report.dataset}: {report.about}",
-        "columns": sheet.columns,
-        "rows": [list(row.values()) for row in sheet.rows],
-        "verdict": report.verdict,
-        "plot": _plot(report.plot),
-    }
+def _figure(plot: Plot) -> str:
+    return f"<figure>{plot.svg}<figcaption>{escape(plot.caption)}</figcaption></figure>"
 
 
-def _extra(lengths: Array, cost: CostModel) -> Array:
-    """What verifications cost beyond one t_target each, in units of t_target."""
-    return cost.target_s(lengths) / cost.t_target_s[0] - 1
+def _table(sheet: Sheet, *, classes: Iterable[str] = (), families: Iterable[str] = ()) -> str:
+    """A sheet; `classes` and `families` of its rows, where they have some."""
+    of_rows, columns = zip(sheet.rows, _padded(classes), _padded(families), strict=False), sheet.columns
+    body = "".join(
+        f'<tr class="{name}" data-family="{escape(family)}">'
+        + "".join(f"<td>{escape(str(row.get(column, '')))}</td>" for column in columns)
+        + "</tr>"
+        for row, name, family in of_rows
+    )
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    note = f'<p class="note">{escape(sheet.note)}</p>' if sheet.note else ""
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<h3>{escape(sheet.title)}</h3><div class="scroll">{table}</div>{note}'
 
 
-def _arm(arm: Arm, step: int, cost: CostModel) -> dict[str, Any]:
-    shown = _shown(arm, step, cost)
-    settings = [arm.grid.settings[setting] for setting in shown]
-    return {
-        "family": arm.grid.family,
-        "name": arm.grid.name,
-        "ratio": arm.ratio,
-        "bound": arm.grid.family in BOUNDS,
-        "stop": _weight(arm.test.stop_kind, cost.shares),
-        "settings": [label_of(arm.grid.name, setting) for setting in settings],
-        "ticks": [_short(next(iter(setting.values()), "")) for setting in settings],
-        "dev": _counts(arm.dev, shown, cost),
-        "test": _counts(arm.test, shown, cost),
-    }
-
-
-def _counts(replayed: Replayed, settings: list[int], cost: CostModel) -> dict[str, dict[str, Any]]:
-    counts = replayed.counts
-    names = {
-        "forwards": "num_draft_forwards",
-        "target": "num_target",
-        "drafted": "num_drafted",
-        "accepted": "num_accepted",
-    }
-    packed = {short: _packed(replayed.per_prompt(getattr(counts, name)[settings])) for short, name in names.items()}
-    if _is_curve(cost):
-        extra = _extra(np.arange(replayed.lengths.shape[-1]), cost)
-        packed["extra"] = _packed((replayed.per_prompt(replayed.lengths @ extra))[settings])
-    return packed
-
-
-def _packed(values: Array) -> dict[str, str]:
-    """Little-endian numbers in base64: unsigned of 16 bits each, or of 32 where one of them needs more; fractions as
-    floats of 32 bits.
-    """
-    is_small = values.max(initial=0) < 2**16
-    form = "f4" if np.issubdtype(values.dtype, np.floating) else "u2" if is_small else "u4"
-    return {"form": form, "numbers": base64.b64encode(values.astype(f"<{form}").tobytes()).decode()}
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _padded(values: Iterable[str]) -> Iterable[str]:
+    yield from values
+    while True:
+        yield ""

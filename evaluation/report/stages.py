@@ -67,11 +67,6 @@ class Stage:
         return "" if self.result else _MISSING[self.family]
 
     @property
-    def share(self) -> str:
-        """`percent_of_gain` in a cell; empty where there is none."""
-        return "" if self.percent_of_gain is None else f"{round(self.percent_of_gain)} %"
-
-    @property
     def speeds(self) -> Gain:
         """Tokens per second, as the gain has its parts: the best fixed length's times 1 + gain and its ends."""
         assert self.result is not None
@@ -135,7 +130,6 @@ def stage_sheet(stages: Sequence[Stage], cost: CostModel, *, title: str, beside:
         if stage.result and stage.added:
             row["tokens/s"] = f"{_speed(speed)} ({_speed(low)}, {_speed(high)})"
             row |= {"gain": stage.result.gain.words, "adds": stage.added.words}
-            row["share"] = stage.share
         rows.append(row)
     behind = " and ".join(stage.name for stage in stages if stage.added and stage.added.value < 0)
     lost = f". {behind}: behind the row above, so that the row below first wins back what is lost" if behind else ""
@@ -143,10 +137,10 @@ def stage_sheet(stages: Sequence[Stage], cost: CostModel, *, title: str, beside:
     note = (
         "predicted (law 4.9). gain: tokens/s over the best fixed length's, with its 95 % interval (paired bootstrap of "
         "test prompts, at the settings that dev chose); tokens/s has the same interval, times the best fixed "
-        "length's. adds: over the row above. share: of the oracle's whole gain. Bold: the best on dev of "
+        "length's. adds: over the row above. Bold: the best on dev of "
         f"what can be run{lost}{listed}"
     )
-    columns = ("stage", "what it knows", "setting", "tokens/s", "gain", "adds", "share")
+    columns = ("stage", "what it knows", "setting", "tokens/s", "gain", "adds")
     return Sheet(title, rows, note, names=3, headings=columns)
 
 
@@ -178,7 +172,7 @@ def stage_plot(stages: Sequence[Stage], cost: CostModel, *, dataset: str) -> Plo
         text, end = stage.missing.partition(":")[0], base
         if stage.result:
             value, low, end, _ = stage.speeds
-            text = f"{_speed(value)} ({stage.share})" if stage.share else _speed(value)
+            text = _speed(value)
             axes.barh(row, min(before, value) - base, left=base, color=colours[stage.family], alpha=0.35, height=0.62)
             axes.barh(row, max(value - before, 0), left=before, color=colours[stage.family], height=0.62)
             if row:
@@ -198,7 +192,7 @@ def stage_plot(stages: Sequence[Stage], cost: CostModel, *, dataset: str) -> Plo
     return plot_of(
         f"gain-{cost.slug}",
         f"Where the oracle's gain goes at {cost.title}: {dataset}. Full colour is what a stage adds to the one above "
-        "it, in brackets in per cent of the oracle's whole gain; whiskers are 95 % intervals, paired with the best "
+        "it; whiskers are 95 % intervals, paired with the best "
         "fixed length. No policy that can be run reaches the perfect head or the oracle.",
         figure,
     )

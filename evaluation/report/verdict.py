@@ -53,8 +53,6 @@ class Answer:
     """Families that decide: those of the stages, and the best of each kind of policy."""
     best: str
     """Family that is fastest on dev of those that can be run."""
-    gains: Mapping[str, str]
-    """Gain of each family, as the sheet has it."""
     explained: str
     """Name of the best head in words; empty where there are no heads."""
     picture: Plot
@@ -77,10 +75,8 @@ class Answer:
 
 def answer_of(judged: Judged, cost: CostModel, *, heads: Mapping[str, AcceptanceHead], num_prompts: int) -> Answer:
     """Sentence, rows and picture of one dataset at one cost."""
-    speeds = judged.speeds_on_dev(cost)
     heads_of = [row for row in judged.results if row.name.startswith("head:")]
     names = {row.family: row.name.removeprefix("head:") for row in heads_of}
-    runnable = [family for family in speeds if kind_of(family) != colours.LIMITS]
     champion = names.get(judged.yardstick.champions.get(HEADS, ""), "")
     sheet = result_sheet(judged.results, cost, dataset=judged.dataset, num_prompts=num_prompts)
     deciding, stages = deciding_families(judged, cost), stages_of(judged, heads=names)
@@ -97,11 +93,16 @@ def answer_of(judged: Judged, cost: CostModel, *, heads: Mapping[str, Acceptance
         table=stage_sheet(stages, cost, title=sheet.title, beside=beside),
         sheet=sheet,
         deciding=deciding,
-        best=max(runnable, key=speeds.__getitem__),
-        gains={result.family: result.gain.text for result in judged.results if result.family != BASELINE},
+        best=best_runnable(judged, cost),
         explained=f"{champion}: {explained(heads[champion])}" if champion in heads else "",
         picture=stage_plot(stages, cost, dataset=judged.dataset),
     )
+
+
+def best_runnable(judged: Judged, cost: CostModel) -> str:
+    """The family that is fastest on dev of those that can be run."""
+    speeds = judged.speeds_on_dev(cost)
+    return max((family for family in speeds if kind_of(family) != colours.LIMITS), key=speeds.__getitem__)
 
 
 def called(family: str) -> str:

@@ -121,7 +121,6 @@ def test_a_stage_that_did_not_compete_says_why_and_the_others_share_the_whole_ga
 def test_where_the_oracle_gains_nothing_there_are_no_shares():
     stages = stages_at(dict.fromkeys(SPEEDS, 100.0))
     assert [stage.percent_of_gain for stage in stages] == [None] * 5
-    assert stage_sheet(stages, COST, title="", beside=()).column("share") == [""] * 6
 
 
 def test_the_table_the_picture_and_the_record_have_the_same_figures():
@@ -136,7 +135,6 @@ def test_the_table_the_picture_and_the_record_have_the_same_figures():
         f"{speed:.0f} ({low:.0f}, {high:.0f})",
         head.result.gain.words,
         head.added.words,
-        "10 %",
     ]
     assert sheet.column("tokens/s")[:2] == ["50.0", "100"]
     assert "entropy (SVIP), 0.4: +18 % (16, 20)" in sheet.note
@@ -148,7 +146,7 @@ def test_the_table_the_picture_and_the_record_have_the_same_figures():
         head.percent_of_gain,
     )
     svg = stage_plot(stages, COST, dataset="made").svg
-    assert all(f">{text}<" in svg for text in ("100", "120 (20 %)", "130 (10 %)", "150 (20 %)", "200 (50 %)"))
+    assert all(f">{text}<" in svg for text in ("100", "120", "130", "150", "200"))
 
 
 def test_the_pictures_of_near_ratios_are_two_files():
