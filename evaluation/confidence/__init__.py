@@ -1,1 +1,1 @@
-"""How far a block's confidences can be trusted, place by place (law 4.8c)."""
+"""How well calibrated a block's confidences are, by position (law 4.8c)."""

@@ -1,150 +1,149 @@
-"""python -m evaluation judge: how far the confidences of a DSpark draft can be trusted, on these prompts and under this
-`Sampling`.
+"""python -m evaluation judge: how well calibrated a DSpark draft's confidences are on your prompts, by position.
+
+They predict the acceptance rate before a token is drawn. Compared are the draft's own confidence head, the same with an
+offset and slope fitted on dev (one, or one per position), and your prefix heads. A token is weighted by the probability
+that verification reaches it.
 """
 
-import json as json_format
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from configs.schema import Config
 from data_gen.pipeline.sizes import settled
 from decode.experiment import Experiment
-from evaluation.confidence.drafts import Drafts
-from evaluation.confidence.predictors import OF_TOKEN, OWN, pooled, predictors
-from evaluation.sheet import Sheet, announce, printing
+from evaluation.sheet import Sheet, announce, crossed, printing, shown
+from heads import AcceptanceHead
+from heads.batches.features import RATE, of_timing
 from heads.batches.module import FeatureData
+from heads.measures.calibration import fit_logistic
 from heads.measures.histogram import Histogram
 from heads.measures.scores import auroc, measures
+from heads.measures.survival import by_place
 from lm import Sampling
 from lm.features.dspark import DSpark
 from lm.features.released import released_layout_of
+from store.progress import Bar
 from store.shards import write_atomic
 
+OWN = "confidence head"
+PER_POSITION = f"{OWN}, an offset and slope per position"
 
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """One predictor on test: over all places, and place by place."""
 
-    predictor: str
-    brier: float
-    gain: float
-    """The share of the confidence head's Brier score that is saved."""
-    kl: float
-    """KL of the prediction from the truth, in nats: what training lowers."""
-    ece: float
-    auroc: float
-    survival_brier: float
-    by_place: dict[str, list[float]]
-    """brier, ece and auroc of tokens; survival_brier, survival_ece, and the means of predicted and true survival."""
+class Drafts(NamedTuple):
+    """Every draft of a split, one after the other."""
+
+    rate: Float[Tensor, " tokens"]
+    """acceptance_rate, which is predicted."""
+    acceptance_prob: Float[Tensor, " tokens"]
+    logits: Mapping[str, Float[Tensor, " tokens"]]
+    """Predictions of the draft's own head and of yours, by name."""
+    lengths: Int[Tensor, " drafts"]
+    block_size: int
+
+    def histograms(self, logit: Float[Tensor, " tokens"]) -> tuple[Histogram, Histogram]:
+        """Histograms of tokens and of the survival of drafts, by position."""
+        prob, size = self.acceptance_prob, self.block_size
+        lengths, rate = self.lengths, self.rate[None]
+        return by_place(logit[None], label=rate, acceptance_prob=prob, row_lengths=lengths, num_places=size)
 
 
 def judge(config: Config, *, json: bool = False) -> None:
-    """Judge a DSpark draft's confidence head on your prompts, place by place; beside refits and heads of yours.
+    """Measure how well calibrated a DSpark draft's confidence head is on your prompts, beside refits and your heads.
 
     Args:
-        config: of the experiment, whose pair.draft is a DSpark draft; the data is there. Its heads are those of
-            decode.heads or of heads.dir/exported; prefix heads count.
+        config: of the experiment, whose pair.draft is a DSpark draft and whose data exists. Prefix heads of
+            decode.heads, or of heads.dir/exported, are measured too.
         json: print everything as one JSON document on stdout; tables then go to stderr.
 
     Raises:
         FileNotFoundError: no data.
         ValueError: no draft with a confidence head, or no test prompts.
     """
-    sampling = Sampling(**vars(config.pair.sampling))
     with printing(aside=json):
-        judged = list(_judged(*_drafts(config)))
-        for sheet in sheets(judged, title=f"{config.data.dir}, test split; {sampling.text}"):
-            sheet.print()
+        scores = [score_of(name, *histograms) for name, histograms in predictors(*_drafts(config))]
+        title = f"{config.data.dir}, test split; {Sampling(**vars(config.pair.sampling)).text}"
+        columns = {name: (name, "" if name == "predictor" else ".5f") for name in scores[0] if name != "by_position"}
+        note = "survival: every token of the draft so far is accepted"
+        Sheet(f"confidences at all positions; {title}", shown(scores, columns), note).print()
+        for name in ("brier", "ece", "survival_ece"):
+            values = ((one["predictor"], enumerate(one["by_position"][name], 1)) for one in scores)
+            cells = ((predictor, str(k), f"{x:.4f}") for predictor, numbered in values for k, x in numbered)
+            Sheet(f"{name} by position; {title}", crossed("predictor", cells)).print()
         path = Path(config.decode.dir) / "confidence.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        document = json_format.dumps([vars(one) for one in judged], indent=1)
-        write_atomic(path, document.encode())
+        write_atomic(path, dumps(scores, indent=1).encode())
         announce([path])
     if json:
-        print(json_format.dumps([vars(one) for one in judged]))
+        print(dumps(scores))
 
 
 def _drafts(config: Config) -> tuple[Drafts, Drafts]:
     """The drafts of dev and test."""
     experiment, sets, path = Experiment(config), config.heads, config.pair.draft.path
-    remedy = "and a confidence head is judged: name a DSpark draft that has one as pair.draft"
     if released_layout_of(config.pair.draft) != "dspark":
-        raise ValueError(f"pair.draft is {path}, which is no DSpark draft, {remedy}")
+        raise ValueError(f"pair.draft is {path}, which is not a DSpark draft; set it to one with a confidence head")
     if not config.data.num_test:
-        raise ValueError("data.num_test is 0, and confidences are judged on the test split; set it, and make the data")
+        raise ValueError("data.num_test is 0, but judge needs a test split; set it and run `acceptance-heads data`")
     sets = replace(sets, timings=("prefix",), scalars=(True,), embeddings=(False,), specdec=False, features="cached")
     data = FeatureData(settled(config.data, sets, is_told=False), sets, pair=config.pair)
     heads = {name: head for name, head in experiment.heads.items() if head.timing == "prefix"}
     draft = experiment.pair.drafting
-    assert isinstance(draft, DSpark), "its layout says so"
+    assert isinstance(draft, DSpark), "its layout is DSpark's"
     if draft.confidence_head is None:
-        raise ValueError(f"pair.draft is {path}, which has none (enable_confidence_head is false), {remedy}")
-    dev, test = (Drafts.of(data, split, draft, heads) for split in ("dev", "test"))
-    return dev, test
+        raise ValueError(f"pair.draft is {path}, which has no confidence head; set it to a DSpark draft with one")
+    return _read(data, "dev", draft, heads), _read(data, "test", draft, heads)
 
 
-def _judged(dev: Drafts, test: Drafts) -> Iterator[Judged]:
-    own: float | None = None
-    for name, predicted in predictors(dev, test):
-        token, survival = test.histograms(predicted)
-        whole, of_tokens, of_survival = measures(pooled(token)), measures(token), measures(survival)
-        brier = float(whole.brier)
-        own = brier if own is None else own
-        yield Judged(
-            predictor=name,
-            brier=brier,
-            gain=1 - brier / own,
-            kl=float(whole.kl),
-            ece=float(whole.ece),
-            auroc=float(auroc(pooled(token))),
-            survival_brier=float(measures(pooled(survival)).brier),
-            by_place={
-                "brier": of_tokens.brier.tolist(),
-                "ece": of_tokens.ece.tolist(),
-                "auroc": auroc(token).tolist(),
-                "survival_brier": of_survival.brier.tolist(),
-                "survival_ece": of_survival.ece.tolist(),
-                "predicted_survival": _mean_prediction(survival),
-                "survival": (survival.accepted.sum(-1) / survival.total).tolist(),
-            },
-        )
+@torch.inference_mode()
+def _read(data: FeatureData, split: str, draft: DSpark, heads: Mapping[str, AcceptanceHead]) -> Drafts:
+    parts = []
+    for batch in Bar(data.loader(split), desc=f"read {split}", unit="batches"):
+        features = of_timing(batch, "prefix")
+        hidden = features.hidden.float().to(draft.device, draft.dtype)
+        logits = {OWN: draft.confidence(hidden).float().cpu()}
+        for name, head in heads.items():
+            scalars = features.columns(head.inputs.scalars) if head.inputs.scalars else None
+            logits[name] = head.calibrated_logit(head(features.hidden, scalars)).float()
+        prob = batch["drawn"].acceptance_prob.float()
+        parts.append((features.scalars[RATE].float(), prob, features.row_lengths, *logits.values()))
+    rate, prob, lengths, *columns = map(torch.cat, zip(*parts, strict=True))
+    return Drafts(rate, prob, dict(zip((OWN, *heads), columns, strict=True)), lengths, draft.block_size)
 
 
-def _mean_prediction(survival: Histogram) -> list[float]:
-    values: list[float] = ((survival.mean_logit.sigmoid() * survival.weight).sum(-1) / survival.total).tolist()
-    return values
+def predictors(dev: Drafts, test: Drafts) -> Iterator[tuple[str, tuple[Histogram, Histogram]]]:
+    """Every predictor with its histograms on test, the draft's own first."""
+    own, (by_position, _) = test.logits[OWN], dev.histograms(dev.logits[OWN])
+    position = torch.cat([torch.arange(length) for length in test.lengths.tolist()])
+    slope, offset = fit_logistic(pooled(by_position))
+    slopes, offsets = (values[position] for values in fit_logistic(by_position))
+    refits = {f"{OWN}, one offset and slope": slope * own + offset, PER_POSITION: slopes * own + offsets}
+    for name, logit in {OWN: own, **refits, **test.logits}.items():
+        yield name, test.histograms(logit)
 
 
-def sheets(judged: Sequence[Judged], *, title: str) -> list[Sheet]:
-    """One table over all places, and one for each measure by place."""
-    rows = [
-        {
-            "predictor": one.predictor,
-            "Brier": f"{one.brier:.5f}",
-            "less than the confidence head's": "" if one.predictor in (OWN, OF_TOKEN) else f"{one.gain:+.1%}",
-            "KL": f"{one.kl:.4f}",
-            "ECE": f"{one.ece:.4f}",
-            "AUROC": f"{one.auroc:.4f}",
-            "Brier of survival": f"{one.survival_brier:.5f}",
-        }
-        for one in judged
-    ]
-    note = (
-        "Brier score and ECE against the acceptance rate before the token is drawn, each token weighed by how often "
-        f"verification looks at it; those of {OF_TOKEN} against that token's acceptance probability, which is another "
-        "quantity. Survival: that the whole draft up to a place is accepted."
-    )
-    named = {"brier": "Brier", "ece": "ECE", "auroc": "AUROC", "survival_ece": "ECE of survival"}
-    return [
-        Sheet(f"confidences over all places; {title}", rows, note),
-        *(Sheet(f"{label} by place; {title}", _by_place(judged, name)) for name, label in named.items()),
-    ]
+def pooled(by_position: Histogram) -> Histogram:
+    """The histogram of all positions together, [1]."""
+    return Histogram(*(part.sum(0, keepdim=True) for part in by_position))
 
 
-def _by_place(judged: Sequence[Judged], name: str) -> list[dict[str, Any]]:
-    return [
-        {"predictor": one.predictor} | {str(place): f"{value:.4f}" for place, value in enumerate(one.by_place[name], 1)}
-        for one in judged
-    ]
+def score_of(name: str, token: Histogram, survival: Histogram) -> dict[str, Any]:
+    """The measures of one predictor, over all positions and by position."""
+    whole, of_tokens, of_survival = measures(pooled(token)), measures(token), measures(survival)
+    predicted = (survival.mean_logit.sigmoid() * survival.weight).sum(-1) / survival.total
+    columns = {"brier": of_tokens.brier, "ece": of_tokens.ece, "auroc": auroc(token)}
+    columns |= {"survival_brier": of_survival.brier, "survival_ece": of_survival.ece}
+    columns |= {"predicted_survival": predicted, "survival": survival.accepted.sum(-1) / survival.total}
+    return {
+        "predictor": name,
+        **{measure: float(getattr(whole, measure)) for measure in ("brier", "kl", "ece")},
+        "auroc": float(auroc(pooled(token))),
+        "survival_brier": float(measures(pooled(survival)).brier),
+        "by_position": {measure: values.tolist() for measure, values in columns.items()},
+    }

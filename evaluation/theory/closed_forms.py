@@ -24,13 +24,6 @@ and E[(1 - b^{L+1}) / (1 - b)] over its length L is
 
     pre_verified_tokens  (1 - b phi(b)^m) / (1 - b)
 
-PEARL (arXiv 2408.11850) with gamma tokens a step, draft and target at work at the same time: of every step that
-pre-verifies, a fraction a goes on to steps that post-verify, 1 / (1 - a^gamma) of them in the mean, and all these emit
-1 / (1 - a) tokens together:
-
-    pearl_tokens        (1 / (1 - a)) / (1 + a / (1 - a^gamma))                         per step, of which each takes
-    pearl_speedup       the same / (max(gamma c, 1) + exchange)
-
 The pre-verified form has the shape of Cascade Speculative Drafting's expected walltime improvement (arXiv 2312.11462)
 and is derived here.
 """
@@ -100,21 +93,6 @@ def pre_verified_speedup(rates: tuple[float, float], costs: tuple[float, float],
     """
     _check_costs(*costs)
     return pre_verified_tokens(*rates, m=m, n=n) / (1 + m * (n * costs[0] + costs[1]))
-
-
-def pearl_tokens(acceptance_rate: float, gamma: int) -> float:
-    """Mean tokens per step of PEARL: 1 … gamma."""
-    if gamma < 1:
-        raise ValueError(f"gamma is {gamma}; PEARL drafts at least 1 token a step")
-    # 1 / (1 - a) over 1 + a / (1 - a^gamma), written so that a = 1 is no exception
-    series = sum(_powers(acceptance_rate, gamma))
-    return series / ((1 - acceptance_rate) * series + acceptance_rate)
-
-
-def pearl_speedup(acceptance_rate: float, gamma: int, cost: float, *, exchange: float = 0.0) -> float:
-    """How much faster than the target alone, on two devices; `exchange` is what a step adds, in target forwards."""
-    _check_costs(cost, exchange)
-    return pearl_tokens(acceptance_rate, gamma) / (max(gamma * cost, 1.0) + exchange)
 
 
 def inner_length_generating(inner_rate: float, n: int) -> Callable[[float], float]:

@@ -50,7 +50,7 @@ def theory(
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     small, medium, inner = rates
-    forms_of = [*_two_level({small: costs[0], medium: costs[1]}), *_pearl(medium, costs[1])]
+    forms_of = list(_two_level({small: costs[0], medium: costs[1]}))
     forms_of += _schedules(interleaved=(small, medium), pre_verified=(inner, medium), costs=costs)
     bounds = [
         {"KL in nats": f"{kl:g}", "Pinsker": f"{forms.pinsker(kl):.3f}"}
@@ -117,13 +117,6 @@ def _two_level(costs: dict[float, float]) -> Iterator[Form]:
         for length in sorted({0, 1, max(best - 2, 0), best, best + 2}):
             name = f"a={rate} K={length}" + (" (best)" if length == best else "")
             yield _form("Leviathan", name, forms.expected_tokens(rate, length), forms.speedup(rate, length, cost))
-
-
-def _pearl(rate: float, cost: float) -> Iterator[Form]:
-    """PEARL's tokens per step; its speed-up is that of two devices."""
-    for gamma in sorted({1, 2, max(round(1 / cost), 1) if cost else 8}):
-        tokens, speedup = forms.pearl_tokens(rate, gamma), forms.pearl_speedup(rate, gamma, cost)
-        yield _form("PEARL, on two devices", f"a={rate} gamma={gamma}", tokens, speedup)
 
 
 def _schedules(

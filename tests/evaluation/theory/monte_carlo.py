@@ -19,7 +19,6 @@ from torch import Tensor
 
 from decode.drafters.hierarchies.interleaved import InterleavedDrafter
 from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
-from decode.drafters.parallel.pearl import PearlDecoder, Step
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy
@@ -129,27 +128,6 @@ def acceptance_rounds(q: Sequence[float], p: Sequence[float], *, num_rounds: int
         ConstantModel(p), ModelDrafter(ConstantModel(q), FixedLength(1)), num_rounds=num_rounds, seed=seed
     )
     return Simulated(tokens.mean - 1, tokens.standard_error, tokens.num_rounds)
-
-
-def pearl_steps(rate: float, gamma: int, *, num_rounds: int, seed: int = 0) -> Simulated:
-    """Steps depend on each other: the error is that of a ratio over runs that begin by pre-verifying."""
-    decoder = PearlDecoder(_accepted_at(1.0), _accepted_at(rate), gamma=gamma, eos_ids=frozenset())
-    generator = torch.Generator().manual_seed(seed)
-    runs: list[list[float]] = []
-    num_steps = 0
-    while num_steps < num_rounds:
-        for round_ in islice(decoder.stream([0], 10**9, generator=generator), _ROUNDS_PER_GENERATION):
-            is_first = isinstance(round_, Step) and round_.strategy == "pre-verify"
-            if is_first:
-                runs.append([0.0, 0.0])
-            runs[-1][0] += len(round_.emitted)
-            runs[-1][1] += 1
-            num_steps += 1
-        runs.pop()  # cut off
-    tokens, steps = torch.tensor(runs, dtype=torch.float64).T
-    mean = tokens.sum() / steps.sum()
-    error = (tokens - mean * steps).std() / (steps.mean() * sqrt(len(runs)))
-    return Simulated(float(mean), float(error), num_steps)
 
 
 def _accepted_at(rate: float) -> ConstantModel:

@@ -14,7 +14,6 @@ from lm import acceptance_rate
 from tests.evaluation.theory.monte_carlo import (
     acceptance_rounds,
     interleaved_rounds,
-    pearl_steps,
     pre_verified_rounds,
     two_level_rounds,
 )
@@ -131,18 +130,3 @@ def test_the_measured_acceptance_rate_is_the_sum_of_minima():
 def test_what_is_no_rate_length_cost_or_divergence_is_refused(wrong):
     with pytest.raises(ValueError, match="is"):
         wrong()
-
-
-@pytest.mark.parametrize(("rate", "gamma"), [(0.6, 3), (0.9, 5), (0.4, 1), (0.0, 3)])
-def test_pearls_tokens_per_step_are_those_of_the_loop(rate, gamma):
-    measured = pearl_steps(rate, gamma, num_rounds=600)
-    assert abs(measured.z_score(theory.pearl_tokens(rate, gamma))) < 4
-
-
-def test_pearls_closed_form_is_the_published_ratio_and_has_its_limits():
-    assert theory.pearl_tokens(0.7, 4) == pytest.approx((1 / 0.3) / (1 + 0.7 / (1 - 0.7**4)))
-    assert theory.pearl_tokens(1.0, 6) == 6
-    assert theory.pearl_tokens(0.3, 1) == pytest.approx(1.0)
-    assert theory.pearl_speedup(0.7, 4, 0.5, exchange=0.1) == pytest.approx(theory.pearl_tokens(0.7, 4) / 2.1)
-    with pytest.raises(ValueError, match="gamma is 0"):
-        theory.pearl_tokens(0.5, 0)
