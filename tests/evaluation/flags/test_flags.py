@@ -159,7 +159,7 @@ def test_the_command_prints_the_line_of_every_engine(engine, written, tiny, caps
         (["--for", "llama.cpp", "--batch", "4"], "leave it out for llama.cpp"),
         (["--for", "transformers", "--pair.sampling.temperature", "0.5", *TIMES], "to its draft twice"),
         (["--for", "vllm", "--t_draft_ms", "1"], "go together"),
-        (["--for", "lama.cpp"], "did you mean llama.cpp"),
+        (["--for", "lama.cpp"], "--for: Expected a typing.Literal['llama.cpp'"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(asked, problem, tiny, capsys):
