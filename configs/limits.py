@@ -38,9 +38,8 @@ _MOST = 10**9
 _COUNT, _COUNT_OR_NONE = Limit(1, _MOST), Limit(0, _MOST)
 _POSITIVE, _AT_LEAST_ZERO, _SHARE = Limit(0, is_open=True), Limit(0), Limit(0, 1)
 _SEED = Limit(0, 2**32 - 1)
-_EXTRA_LAYERS, _THREADS, _CONNECTIONS = Limit(0, 1000), Limit(1, 1024), Limit(1, 4096)
+_THREADS, _CONNECTIONS = Limit(1, 1024), Limit(1, 4096)
 LIMITS = {
-    **{f"pair.{model}.extra_layers": _EXTRA_LAYERS for model in ("target", "draft", "micro")},
     "pair.sampling.temperature": _AT_LEAST_ZERO,
     "pair.sampling.top_k": _COUNT,
     "pair.sampling.top_p": Limit(0, 1, is_open=True),

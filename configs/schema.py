@@ -34,9 +34,6 @@ class ModelSource:
     quantization: Literal["4bit", "8bit"] | dict[str, Any] | None = None
     """4bit (NF4) or 8bit, of bitsandbytes, or the fields of another method of transformers, as {quant_method: hqq,
     nbits: 4}; 8bit of a feature draft needs no package. Another law: data and heads are of the quantised model."""
-    extra_layers: int = 0
-    """Append so many layers that change no output, to the bit, and take their time: a larger model's times. Data,
-    traces and heads of the model stay valid; costs do not."""
 
 
 @dataclass(frozen=True, kw_only=True)

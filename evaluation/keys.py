@@ -1,7 +1,7 @@
 """What kept values depend on: the parts of the keys of every keyed store (`store.keyed`).
 
-A value that was kept is only returned for the same models, heads, prompts, machine and code. A setting that a key lacks
-is a wrong number, so keys name what they leave out instead of what they hold.
+A kept value is returned only for the same models, heads, prompts, machine and code. A setting missing from a key gives
+wrong numbers, so keys list what they leave out.
 """
 
 import inspect
@@ -27,13 +27,13 @@ _ROOMS = ("lm", "heads", "decode", "evaluation")
 """Folders whose code decides how long a generation takes."""
 _ELSEWHERE = ("path", "revision", "trust_remote_code")
 """Settings of a model that say where it is; its description has the commit and the hash of its weights."""
-_AFTERWARDS = ("recommended", "metrics")
-"""Entries of a head's config that decide none of its scores."""
+_REMOVED = {"extra_layers": 0}  # removed settings, as earlier keys hold them: kept values are still found
+_AFTERWARDS = ("recommended", "metrics")  # entries of a head's config that do not change its scores
 
 
 def models_key(experiment: Experiment, *levels: Level) -> dict[str, Any]:
     """Each model's description, its weights included, and how it is loaded."""
-    sources = {level: asdict(getattr(experiment.models, level)) for level in levels}
+    sources = {level: _REMOVED | asdict(getattr(experiment.models, level)) for level in levels}
     return {
         level: {name: value for name, value in source.items() if name not in _ELSEWHERE} | experiment.described(level)
         for level, source in sources.items()
@@ -60,7 +60,7 @@ def head_key(head: AcceptanceHead) -> str:
 
 
 def policy_key(policy: Policy) -> dict[str, Any]:
-    """A policy's class, its code where it is not ours, and its parameters."""
+    """A policy's class, its code if the class is custom, and its parameters."""
     kind = type(policy)
     values = {field.name: getattr(policy, field.name) for field in fields(policy)}  # type: ignore[arg-type]
     return {"policy": f"{kind.__module__}:{kind.__qualname__}", "code": class_key(kind)} | {

@@ -30,7 +30,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from configs.schema import ModelSource, PairConfig
 from lm.eos import eos_ids_of
-from lm.expanded import expand
 from lm.features.draft import FeatureDraft
 from lm.features.loading import feature_draft_of
 from lm.features.released import released_layout_of
@@ -175,7 +174,7 @@ def load_model(source: ModelSource, *, device: torch.device | None = None) -> Pr
             "again"
         )
     refuse_offloaded(model, source)
-    expand(model.eval(), source.extra_layers)
+    model.eval()
     return model
 
 
@@ -270,7 +269,7 @@ def weight_bytes(source: ModelSource) -> float:
     dtype.
     """
     model = without_weights(source)
-    layers, width = model.config.get_text_config().num_hidden_layers, dtype_bytes(source, model.config)
+    width = dtype_bytes(source, model.config)
     tables = {
         id(weight): weight.numel()
         for layer in (model.get_input_embeddings(), model.get_output_embeddings())
@@ -278,7 +277,7 @@ def weight_bytes(source: ModelSource) -> float:
     }
     in_layers = model.num_parameters() - sum(tables.values())
     quantised = width if source.quantization is None else min(width, _quantised_bytes(source.quantization))
-    return float(sum(tables.values()) * width + in_layers * quantised * (layers + source.extra_layers) / layers)
+    return float(sum(tables.values()) * width + in_layers * quantised)
 
 
 def dtype_bytes(source: ModelSource, config: PretrainedConfig) -> int:

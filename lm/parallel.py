@@ -70,8 +70,6 @@ def check_slices(source: ModelSource, config: PretrainedConfig, count: int) -> N
     for name, value in (("device_map", source.device_map), ("quantization", source.quantization)):
         if value is not None:
             raise ValueError(f"{where} is {source.tp_plan} and {name} {value!r}; slices take no {name}, leave one out")
-    if source.extra_layers:
-        raise ValueError(f"{where} is {source.tp_plan} and extra_layers {source.extra_layers}; leave one of them out")
     text = config.get_text_config()
     if not getattr(text, "base_model_tp_plan", None):
         raise ValueError(

@@ -1,13 +1,12 @@
 """Tokens per second of a real vLLM: `VLLM_PYTHON=VENV/bin/python python -m benchmarks.serve.clock --head HEAD
 [--turns 5] [--layers '[14,60]']`.
 
-The embedded trio with layers that change nothing (`lm.expanded`), so many more that a draft step takes about 10 ms and
-a verification five times as long; both are measured. One engine speculates, in which every request brings its policy,
-another does not; arms take turns, each serving the same prompts, EOS ignored, as many at a time as `--concurrency`
-says. HEAD: a drawn-time head that `evaluation tune` has been at. The engine computes with one thread, and seconds are
-those of its process, which other work on the machine does not lengthen; what the clock on the wall says stands beside.
-After each turn one JSON document of all turns so far: of every arm and concurrency tokens per second, and its ratio to
-the best fixed length's with a 90 % interval (by resampling turns).
+The embedded trio, slowed by added layers that change no output: a draft step takes about 10 ms and a verification
+five times as long; both are measured. One engine speculates, with a policy per request; another does not. The arms
+take turns, each serving the same prompts, EOS ignored, `--concurrency` at a time. HEAD: a drawn-time head that
+`evaluation tune` has calibrated. The engine computes with one thread, and seconds are those of its process; wall time
+is printed beside. After each turn one JSON document of all turns so far: tokens per second of each arm and concurrency
+and its ratio to the best fixed length's, with a 90 % interval (by resampling turns).
 """
 
 import json
@@ -15,6 +14,7 @@ import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +82,16 @@ def serve_clock(
 
     Args:
         turns: of every arm.
-        layers: more of the draft and of the target.
+        layers: number of layers added to the draft and to the target.
         temperature: 0: every arm writes the same text, and only work differs.
         concurrency: requests at a time.
     """
     python = interpreter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        models = {role: slow(role, num, folder / role) for role, num in zip(("draft", "target"), layers, strict=True)}
+        added = dict(zip(("draft", "target"), layers, strict=True))
+        sources = {role: ModelSource(path=str(TRIO / role), dtype="float32") for role in added}
+        models = {role: saved(sources[role], folder / role, num_layers=num) for role, num in added.items()}
         settings = {"policy": "fixed_length:k=2", "heads": {"head": head}, "allow_foreign_heads": True}
         arguments = {"max_num_seqs": max(concurrency)}
         job = {**models, "longest": LONGEST, "settings": settings, "arguments": arguments}
@@ -103,14 +105,16 @@ def serve_clock(
             alone.close()
 
 
-def slow(role: str, num_layers: int, folder: Path) -> str:
-    """A model of the trio with so many layers that change nothing; the directory."""
-    return saved(ModelSource(path=str(TRIO / role), dtype="float32", extra_layers=num_layers), folder)
-
-
-def saved(source: ModelSource, folder: Path) -> str:
-    """The model that a source describes and its tokenizer, as vLLM loads them; the directory."""
-    load_model(source).save_pretrained(folder)
+def saved(source: ModelSource, folder: Path, *, num_layers: int = 0) -> str:
+    """Save a model, with `num_layers` more layers whose outputs are zero, and its tokenizer as vLLM loads them."""
+    model = load_model(source)
+    for index in range(num_layers):
+        layer = deepcopy(model.model.layers[index])
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            projection.weight.data.zero_()
+        model.model.layers.append(layer)
+    model.config.get_text_config().num_hidden_layers += num_layers
+    model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source.path).save_pretrained(folder)
     return str(folder)
 

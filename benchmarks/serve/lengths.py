@@ -1,21 +1,18 @@
 """The best `num_speculative_tokens` of a real vLLM, on a clock: `VLLM_PYTHON=VENV/bin/python python -m
 benchmarks.serve.lengths --config tiny [--lengths '[1,2,3,5,8]'] [--prompts 24]`.
 
-One arm per length and one that does not speculate, each an engine of its own (a length is set when it starts), all of
-them up at once; one request at a time, greedy, so that every arm writes the same text, which is checked. Each test
-prompt goes to all arms, one right after the other, and another arm begins on the next. Seconds are CPU seconds of the
-engine's process, which computes with one thread and which other work on the machine lengthens least; what the clock on
-the wall says stands beside. Drafts and accepted tokens are vLLM's own counters. The last line is one JSON document.
-
-What `acceptance-heads flags --for vllm` asks for comes from the same counters, which every server has. A step is a
-round, or the reading of a prompt, after which there is one token and a draft too; step(K) is the time of one with K
-drafted tokens.
+One arm per length and one without speculation; each is an engine, because the length is set when an engine starts. All
+serve one request at a time, greedily, so that every arm writes the same text, which is checked. The arms take turns on
+each test prompt. Seconds are CPU seconds of the engine's process, which computes with one thread; wall time is printed
+beside. Drafts and accepted tokens are vLLM's counters, which `acceptance-heads flags --for vllm` needs. A step is a
+round or the reading of a prompt, which also ends in one token and a draft; step(K) is its time with K drafted tokens.
+The last line is one JSON document.
 
     two numbers      t_target_ms = step(0);  t_draft_ms = (step(K) - step(0)) / K: all that a round costs more is in it
     three numbers    t_draft_ms = (step(K) - step(k)) / (K - k);  t_target_ms = step(0) for one token, and
                      step(k) - k * t_draft_ms for more, so that what speculation costs once a round is apart
 
-"flags" has both as they are given to the command, and "predicted_ms" of an arm what the three say of its step.
+"flags" holds both as arguments of the command; "predicted_ms" is the step time of an arm by the three numbers.
 """
 
 import json
@@ -37,8 +34,7 @@ from evaluation.turns import in_turns
 ALONE = 0  # the length of the arm that does not speculate
 SMALL = {"max_num_seqs": 1, "block_size": 32, "num_gpu_blocks_override": 64}  # so that all engines fit into memory
 LONGEST = 21  # tokens of the longest verification that flags looks at
-Seen = Mapping[int, Sequence["Answered"]]
-"""Length -> what it spent on each prompt."""
+Seen = Mapping[int, Sequence["Answered"]]  # by length: what it spent on each prompt
 
 
 class Answered(NamedTuple):
@@ -57,11 +53,11 @@ class Answered(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What three steps say of all, in milliseconds."""
+    """Parameters of the time of a step, in milliseconds, from three measured steps."""
 
     alone_ms: float  # a step without speculation
-    average_ms: float  # what a step with K drafted tokens takes more, for each of them
-    t_draft_ms: float  # what a further drafted token takes
+    average_ms: float  # extra time of a step with K drafted tokens, per token
+    t_draft_ms: float  # extra time per further drafted token
     round_ms: float  # a step that speculates, without its drafted tokens
 
     @classmethod
@@ -77,7 +73,7 @@ class Numbers(NamedTuple):
 
     @property
     def three(self) -> str:
-        """The longer forwards are told twice, since what lies beyond the last is extrapolated."""
+        # round_ms twice: beyond its last entry the command extrapolates
         by_tokens = f"1:{self.alone_ms:.3f},2:{self.round_ms:.3f},{LONGEST}:{self.round_ms:.3f}"
         return f"--t_draft_ms {self.t_draft_ms:.3f} --t_target_ms {by_tokens}"
 
@@ -131,9 +127,9 @@ def timed(engines: Mapping[int, EngineProcess], prompts: Sequence[Sequence[int]]
     for length, engine in engines.items():
         answered(engine, prompts[0], max_tokens, "warm")
         print(f"length {length}: ready", flush=True)
-    for place, (prompt, order) in enumerate(in_turns(engines, prompts)):
+    for index, (prompt, order) in enumerate(in_turns(engines, prompts)):
         for length in order:
-            seen[length].append(answered(engines[length], prompt, max_tokens, str(place)))
+            seen[length].append(answered(engines[length], prompt, max_tokens, str(index)))
     return seen
 
 

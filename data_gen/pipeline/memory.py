@@ -174,10 +174,10 @@ def size_of(source: ModelSource) -> Size:
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    all_layers, residuals = layers + source.extra_layers, 4.0 * text.hidden_size * width
+    residuals = 4.0 * text.hidden_size * width
     return Size(
         weights=weight_bytes(source),
-        kv_per_position=2.0 * all_layers * key_heads * head_width * width,
+        kv_per_position=2.0 * layers * key_heads * head_width * width,
         activations_per_position=residuals + (2 * inner + (heads + 2 * key_heads) * head_width) * width,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,

@@ -7,8 +7,8 @@ heads.dir/logs/               CSV and TensorBoard
 heads.dir/val_metrics.json    everything measured, with the name of its run, tables.md the same for reading, plots/*.png
 heads.dir/exported/NAME/      heads, by `acceptance-heads export`
 
-A run that starts over takes a new name, and what an earlier one left stays until it is written over. Names tell the two
-apart at any moment: a checkpoint is gone on from, and metrics go into an export, only under the name of their own run.
+A run that starts over takes a new name; files of an earlier run stay until they are overwritten. A checkpoint is only
+resumed, and metrics are only exported, under the name of their own run.
 """
 
 import json
@@ -124,9 +124,7 @@ class RunDirectory:
 
 
 def _described(config: Config) -> dict[str, Any]:
-    """The run's settings, as run.json states them beside the name: JSON values, and what is none (a callback in the
-    trainer section) by its type.
-    """
+    """The settings in run.json, as JSON values; an object, such as a callback of the trainer, by its type's name."""
     packages = ("torch", "pytorch-lightning", "transformers", "safetensors", "torchmetrics")
     described = {
         "config": asdict(config),
@@ -146,9 +144,7 @@ def _digest_of_data(directory: str) -> str | None:
 
 
 def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, path: Path) -> None:
-    """Raise ValueError for the first key in which two configs differ; what run.json was written without has its
-    default.
-    """
+    """Raise ValueError for the first key in which two configs differ; a key missing in run.json has its default."""
     written, data = _over(_DEFAULTS, on_disk["config"]), described["config"]["data"]["dir"]
     if None not in (on_disk.get("data"), described["data"]) and on_disk["data"] != described["data"]:
         raise ValueError(
@@ -192,12 +188,14 @@ def _refuse_processes(written: int | None, processes: int, *, dropout: float, pa
         )
 
 
+_REMOVED = {"extra_layers"}  # settings of older runs that changed no weight
 _MODEL = ModelSource(path="")
 _DEFAULTS = json.loads(json.dumps(asdict(Config(pair=PairConfig(target=_MODEL, draft=_MODEL)))))
 
 
 def _over(defaults: Any, values: Any) -> Any:
-    """`values`, with the keys that it lacks from `defaults`."""
-    if not isinstance(values, dict) or not isinstance(defaults, dict):
+    """`values` without removed settings, and with the keys that it lacks from `defaults`."""
+    if not isinstance(values, dict):
         return values
-    return defaults | {key: _over(defaults.get(key), value) for key, value in values.items()}
+    defaults = defaults if isinstance(defaults, dict) else {}
+    return defaults | {key: _over(defaults.get(key), value) for key, value in values.items() if key not in _REMOVED}

@@ -33,7 +33,7 @@ _ELSEWHERE = "use it with the target that it was trained for"
 
 def feature_draft_of(pair: PairConfig, target: PreTrainedModel) -> FeatureDraft:
     """The feature draft that pair.draft names, loaded by `load_feature_draft`."""
-    num_layers = target.config.get_text_config().num_hidden_layers - pair.target.extra_layers
+    num_layers = target.config.get_text_config().num_hidden_layers
     dtype = None if pair.draft.dtype == "auto" else getattr(torch, pair.draft.dtype)
     return load_feature_draft(pair.draft, target, num_layers=num_layers, dtype=dtype)
 
@@ -46,17 +46,14 @@ def load_feature_draft(
     Args:
         source: directory or hub repository of the draft; its device is the target's, whatever `device_map` says.
         target: the model whose states the draft reads.
-        num_layers: layers of the target, without those that change nothing (`ModelSource.extra_layers`).
+        num_layers: layers of the target.
         dtype: dtype of the draft's weights; None: as stored.
 
     Raises:
         ValueError: weights that are pickled, missing, surplus, or of another shape; a draft that does not fit the
-            target; extra layers, or a quantisation that is not of 8 bits.
+            target; a quantisation that is not of 8 bits.
     """
     released = Released(source)
-    if source.extra_layers:
-        remedy = "only models of their own take extra layers: leave it out"
-        raise released.refusal(f"extra_layers is {source.extra_layers}", remedy)
     if source.quantization not in (None, "8bit"):
         raise released.refusal(f"quantization is {source.quantization}", "of feature drafts it is 8bit or null")
     makers = {"eagle": _eagle, "eagle3": _eagle3, "speculators": _speculators, "glide": _glide, "dspark": _dspark}

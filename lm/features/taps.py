@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lm.caches.buffers import BufferLayer
-from lm.expanded import layers_of
 from lm.features.draft import FeatureDraft
 from lm.features.glide import Glide, KeysValues, cached_keys_values
 from lm.forwards import body_of
@@ -125,6 +124,15 @@ def read_modules(model: PreTrainedModel, draft: FeatureDraft) -> list[nn.Module]
             f"the draft reads the target behind layers {layer_ids}, and {len(layers)} are found in it; {_REMEDY}"
         )
     return [layers[place - 1] if place else model.get_input_embeddings() for place in layer_ids]
+
+
+def layers_of(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The list of the model's layers: the outermost that is as long as the config says, if there is one."""
+    length = model.config.get_text_config().num_hidden_layers
+    found = (
+        module for module in body_of(model).modules() if isinstance(module, nn.ModuleList) and len(module) == length
+    )
+    return next(found, None)
 
 
 @contextmanager

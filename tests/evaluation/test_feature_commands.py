@@ -130,7 +130,6 @@ REFUSED = {
         "drafted eagerly",
     ),
     "compiled": ("generate", ["--prompt", TEXT, "--decode.compile", "true"], "runs eagerly"),
-    "extra layers": ("generate", ["--prompt", TEXT, "--pair.draft.extra_layers", "2"], "extra_layers"),
 }
 
 

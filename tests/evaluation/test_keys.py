@@ -198,3 +198,7 @@ def test_a_custom_policy_whose_file_changes_is_another_one(config, tmp_path, mon
     before = cell_of(config, named)[1]
     path.write_text(path.read_text() + "# changed\n")
     assert cell_of(config, named)[1] != before
+
+
+def test_keys_agree_with_those_from_before_extra_layers_was_removed(config):
+    assert keys.models_key(Experiment(config), "draft")["draft"]["extra_layers"] == 0

@@ -24,9 +24,9 @@ MORE_PARAMETERS = {
 
 CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
-    "configs": (1518, 1000),
+    "configs": (1514, 1000),
     "store": (746, 500),
-    "lm": (6032, 4000),
+    "lm": (5933, 4000),
     "data_gen": (7142, 4400),
     "heads": (5135, 3600),
     "decode": (5731, 4200),
@@ -34,7 +34,7 @@ CEILINGS = {
     "serve": (1035, 800),
     "checkpoints/recipes": (1636, 1400),
     "benchmarks": (799, 800),
-    "tests": (30678, 18000),
+    "tests": (30563, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 240

@@ -20,7 +20,7 @@ NARROW = """
 import resource, sys
 from configs.schema import ModelSource
 from lm import load_model
-import lm.pair, lm.expanded
+import lm.pair
 load_model(ModelSource(path=sys.argv[2], device_map="cpu"))  # whatever is imported late is there now
 held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (held + 2**26,) * 2)
@@ -94,7 +94,6 @@ def test_settings_that_cannot_be_honoured_end_in_one_line(settings, said: str):
     [
         ({"device_map": "cpu"}, 2, "device_map 'cpu'; slices take no device_map"),
         ({"quantization": "4bit"}, 2, "slices take no quantization"),
-        ({"extra_layers": 2}, 2, "extra_layers 2; leave one of them out"),
         ({}, 3, "in 3 processes, and num_attention_heads 4 is no multiple of 3"),
     ],
 )

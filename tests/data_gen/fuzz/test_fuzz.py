@@ -89,7 +89,7 @@ make data.max_prompt_tokens=1 data.num_train=1000000000000000000 data.mixes=0 da
 make data.prompts=/dev/null data.prompts=nothing.jsonl data.source=file data.source=server data.features=[]
 make data.features=[fed,fed] data.split_weights=[0,0,0] data.split_weights=[1] data.dir=/dev/null/x data.dir=/proc/x
 make data.engine=slurm pair.num_threads=-1 pair.target.path=/ pair.target.path=/no/such pair.draft.device_map=cuda:7
-make pair.draft.device_map={x:1} pair.draft.extra_layers=-1 pair.sampling.top_k=0 pair.sampling.top_k=1000000000000
+make pair.draft.device_map={x:1} pair.sampling.top_k=0 pair.sampling.top_k=1000000000000
 make pair.sampling.top_p=2 pair.sampling.top_p=.nan pair.sampling.temperature=-1 pair.sampling.temperature=.inf
 train heads.batch_size=0 heads.batch_size=1000000000 heads.depths=[] heads.depths=[-1] heads.depths=[0,0]
 train heads.reject_weights=[0] heads.reject_weights=[.nan] heads.reject_weights=[1e300] heads.learning_rate=.nan

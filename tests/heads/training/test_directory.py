@@ -104,12 +104,13 @@ def test_a_stop_by_hand_reaches_the_command_line(data_dir: Path, tmp_path: Path,
         train(make_config(data_dir, tmp_path, trainer=ONE))
 
 
-def test_a_run_from_before_a_setting_existed_has_its_default(data_dir: Path, tmp_path: Path):
+def test_a_run_without_a_new_setting_or_with_a_removed_one_is_resumed(data_dir: Path, tmp_path: Path):
     config = make_config(data_dir, tmp_path, trainer=ONE)
     directory = RunDirectory(tmp_path)
     directory.prepare(config, resume=True)
     written = directory.read()
-    del written["config"]["heads"]["dropout"], written["config"]["pair"]["draft"]["extra_layers"]
+    del written["config"]["heads"]["dropout"], written["config"]["pair"]["draft"]["quantization"]
+    written["config"]["pair"]["target"]["extra_layers"] = 3
     (tmp_path / "run.json").write_text(json.dumps(written))
     WholeCheckpoints().save_checkpoint({"hyper_parameters": {"facts": {"run": written["run"]}}}, directory.checkpoint)
     assert directory.prepare(config, resume=True) == (written["run"], str(directory.checkpoint))
