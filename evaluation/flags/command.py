@@ -4,11 +4,9 @@ Nothing of the engine runs: a trace has what its rule looks at, and the times ar
 measured (of transformers in its own loop, else in ours). Settings are chosen on dev and judged on test.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from json import dumps as to_json
 from pathlib import Path
-from typing import Any
 
 from configs.schema import Config
 from decode.experiment import Experiment
@@ -16,12 +14,11 @@ from evaluation.contest.in_batches import sizes_of
 from evaluation.costs.machine import NUM_PROMPTS, costs_for, kept_costs, key_of
 from evaluation.costs.model import CostModel, TimeErrors
 from evaluation.flag_types import EngineName, Milliseconds, Sizes
-from evaluation.flags.answer import Answer, answer_sheet, batch_line, batch_sheet, sentences_of
+from evaluation.flags.answer import Answer
 from evaluation.flags.assisted import times_of_assisted
-from evaluation.flags.choice import Contest, Times, Traces
+from evaluation.flags.choice import Contest, Traces
 from evaluation.flags.engines import ENGINES, Drafting, Engine
-from evaluation.flags.in_batches import BatchChoice, choose_in_batches
-from evaluation.flags.ours import ours
+from evaluation.flags.in_batches import batch_line, batch_sheet, choose_in_batches
 from evaluation.flags.times import Given, given_times
 from evaluation.intervals import Splits
 from evaluation.sheet import printing, say
@@ -56,57 +53,47 @@ def flags(
         batch: also choose a number for batches of so many sequences, of an engine that takes one for each: 1,4,16.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
-    engine, given = ENGINES[for_], given_times(t_draft_ms, t_target_ms, log)
-    sizes = sizes_of(batch)
-    check_batches(engine, for_, sizes)
+    engine, given, sizes = ENGINES[for_], given_times(t_draft_ms, t_target_ms, log), sizes_of(batch)
+    if sizes is not None and not engine.has_batches:
+        able = ", ".join(name for name, other in ENGINES.items() if other.has_batches)
+        raise ValueError(f"--batch needs an engine whose sequences draft in lockstep ({able}); leave it out for {for_}")
     with printing(aside=json):
-        experiment, contest = contest_for(config, for_, given)
-        answer = Answer.of(for_, contest, ours(contest, experiment.heads, drawn=traces_of(experiment, None)))
-        answer_sheet(answer).print()
-        for sentence in sentences_of(answer):
+        experiment = Experiment(config if given is None else given.put_into(config))
+        engine.check(experiment.sampling)
+        cost = cost_for(experiment, for_, given)
+        contest = Contest(engine, traces_for(experiment, engine), cost)
+        ours = contest.ours(experiment.heads, drawn=traces_of(experiment, None))
+        answer = Answer(for_, contest, contest.choices() | ours)
+        answer.sheet().print()
+        for sentence in answer.sentences():
             say(sentence)
         print(f"\n  {answer.line}\n")
-        chosen = choose_in_batches(contest, sizes, given, answer.flags.option.drafting) if sizes else []
-        if chosen:
-            batch_sheet(chosen, contest.times.alone).print()
-            print(f"\n  {batch_line(for_, chosen)}\n")
+        choices = choose_in_batches(contest, sizes, given, answer.flags.drafting) if sizes else []
+        line = batch_line(for_, choices) if choices else None
+        if choices:
+            batch_sheet(choices, cost).print()
+            print(f"\n  {line}\n")
     if json:
-        print(to_json(document(answer, chosen)))
-
-
-def contest_for(config: Config, name: EngineName, given: Given | None) -> tuple[Experiment, Contest]:
-    """The experiment, and what competes in it for an engine.
-
-    Raises:
-        ValueError: a sampling under which no trace has the engine's drafts; a trace of other settings.
-    """
-    experiment, engine = Experiment(config if given is None else given.put_into(config)), ENGINES[name]
-    engine.check(experiment.sampling)
-    times = Times.of(cost_for(experiment, name, given), engine)
-    return experiment, Contest(engine, traces_for(experiment, engine), times)
-
-
-def check_batches(engine: Engine, name: str, sizes: tuple[int, ...] | None) -> None:
-    """Raise ValueError where an engine drafts for one sequence at a time, and batches are asked for."""
-    if sizes is not None and not engine.has_batches:
-        able = ", ".join(other for other, known in ENGINES.items() if known.has_batches)
-        raise ValueError(f"--batch is for engines whose sequences draft in lockstep ({able}); leave it out for {name}")
+        batches = [choice._asdict() for choice in choices]
+        print(to_json({**answer.as_dict(), "costs": asdict(cost), "batches": batches, "batch_line": line}))
 
 
 def traces_for(experiment: Experiment, engine: Engine) -> Traces:
-    """The trace of each way in which the engine drafts, all datasets together; recorded where there is none."""
-    found: dict[Drafting, tuple[Path, Splits[Trace]]] = {}
+    """The trace of each way in which the engine drafts; recorded if it does not exist."""
+    folders: set[Path] = set()
+    traces: dict[Drafting, Splits[Trace]] = {}
     for drafting in engine.draftings:
-        law = drafting.law(experiment.sampling)
-        directory = trace_folder(experiment, draft_sampling=law).directory
-        # at temperature 0 drawing and taking the likeliest are one
-        if directory not in (known for known, _ in found.values()):
-            found[drafting] = directory, traces_of(experiment, law)
-    return {drafting: traces for drafting, (_, traces) in found.items()}
+        sampling = drafting.law(experiment.sampling)
+        directory = trace_folder(experiment, draft_sampling=sampling).directory
+        # at temperature 0, drawing and taking the likeliest are the same
+        if directory not in folders:
+            folders.add(directory)
+            traces[drafting] = traces_of(experiment, sampling)
+    return traces
 
 
 def traces_of(experiment: Experiment, draft_sampling: Sampling | None) -> Splits[Trace]:
-    """The trace whose drafts are drawn so, all datasets together; recorded where there is none."""
+    """The trace of drafts under this sampling, all datasets together; recorded if it does not exist."""
     folder = trace_folder(experiment, draft_sampling=draft_sampling)
     folder.refuse_other()
     folder.complete()
@@ -115,7 +102,7 @@ def traces_of(experiment: Experiment, draft_sampling: Sampling | None) -> Splits
 
 
 def cost_for(experiment: Experiment, name: EngineName, given: Given | None) -> CostModel:
-    """The costs of one sequence: given, or measured in the engine's loop where that is here, or in ours."""
+    """The costs of one sequence: given, or measured, of transformers in its own loop, else in ours."""
     if given is not None:
         return given.model(costs_for(experiment), experiment.decode.max_draft_length)
     if name == "transformers" and experiment.decode.t_draft_s is None:
@@ -146,13 +133,3 @@ def _of_transformers(experiment: Experiment) -> CostModel:
         ours_.elsewhere,
         errors,
     )
-
-
-def document(answer: Answer, chosen: list[BatchChoice]) -> Mapping[str, Any]:
-    """Everything as JSON has it."""
-    return {
-        **answer.as_dict(),
-        "costs": asdict(answer.cost),
-        "batches": [choice.as_dict() for choice in chosen],
-        "batch_line": batch_line(answer.name, chosen) if chosen else None,
-    }

@@ -10,13 +10,14 @@ import pytest
 from configs.command import run
 from decode import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
+from decode.policies import FixedLength
 from decode.policies.registry import make_policy
 from evaluation.__main__ import COMMANDS
 from evaluation.costs.model import CostModel
-from evaluation.flags.answer import Answer, batch_line, sentences_of
-from evaluation.flags.choice import DEFAULT, FIXED, FLAGS, NONE, Contest, Times
+from evaluation.flags.answer import Answer
+from evaluation.flags.choice import DEFAULT, FIXED, FLAGS, NONE, Contest, fastest_on_dev
 from evaluation.flags.engines import ENGINES
-from evaluation.flags.in_batches import BatchChoice
+from evaluation.flags.in_batches import BatchChoice, batch_line
 from evaluation.flags.short_drafts import ShortDrafts
 from evaluation.intervals import Splits
 from evaluation.traces.replay import Replayed, replay_settings
@@ -37,7 +38,7 @@ def traces():
 
 
 def contest_at(traces, t_draft_s=1.0, t_target_s=20.0) -> Contest:
-    return Contest(LLAMA, traces, Times.of(CostModel.constant(t_draft_s, t_target_s), LLAMA))
+    return Contest(LLAMA, traces, CostModel.constant(t_draft_s, t_target_s))
 
 
 def decoded_speed(policy: ShortDrafts, cost: CostModel) -> float:
@@ -55,13 +56,13 @@ def decoded_speed(policy: ShortDrafts, cost: CostModel) -> float:
 
 def test_the_flags_are_the_fastest_of_decoding_every_setting(traces):
     contest = contest_at(traces)
-    chosen = contest.choice(FLAGS, contest.options).option
+    chosen = fastest_on_dev(contest.options)
     settings = product(*SEARCHED.values())
     decoded = {
-        values: decoded_speed(ShortDrafts(**dict(zip(SEARCHED, values, strict=True))), contest.times.alone)
+        values: decoded_speed(ShortDrafts(**dict(zip(SEARCHED, values, strict=True))), contest.alone)
         for values in settings
     }
-    assert chosen.speeds.dev == pytest.approx(max(decoded.values()), rel=1e-9)
+    assert chosen.spent.dev.tokens_per_s == pytest.approx(max(decoded.values()), rel=1e-9)
     assert decoded[tuple(chosen.setting.values())] == pytest.approx(max(decoded.values()), rel=1e-9)
     assert max(decoded.values()) > 1.01 * min(decoded.values())
 
@@ -82,27 +83,27 @@ def test_an_engine_pays_for_what_was_decoded_what_it_pays_for_its_replay(engine,
         model(1, 2), drafter, sampling=GREEDY, max_draft_length=LENGTH, eos_ids=frozenset({EOS})
     )
     played = Replayed.of([decoder.generate(prompt, LIMIT) for prompt in PROMPTS[:20]], LENGTH)
-    times = Times.of(CostModel(1.0, (20.0, 21.0, 22.0)), ENGINES[engine])
+    contest = Contest(ENGINES[engine], traces, CostModel(1.0, (20.0, 21.0, 22.0)))
     replayed = replay_settings(next(iter(traces.values())).dev, policy)
-    for decoded, expected in zip(times.spent(played, [setting]), times.spent(replayed, [setting]), strict=True):
+    for decoded, expected in zip(contest.spent(played, [setting]), contest.spent(replayed, [setting]), strict=True):
         assert np.allclose(decoded, expected, rtol=1e-12, atol=0)
 
 
 def test_where_a_draft_costs_what_it_saves_the_answer_is_not_to_speculate(traces):
     contest = contest_at(traces, t_draft_s=20.0)
-    answer = Answer.of("llama.cpp", contest, {})
+    answer = Answer("llama.cpp", contest, contest.choices())
     assert answer.short_of_hindsight == pytest.approx(0, abs=0.05)
     assert not answer.speculates
     assert answer.line == "llama-server -m TARGET.gguf"
-    assert "do not speculate" in next(sentences_of(answer))
+    assert "do not speculate" in next(answer.sentences())
     assert answer.flags.over(answer.choices[NONE]).value == 0
 
 
 def test_gains_are_over_the_default_the_best_fixed_length_and_no_speculation(traces):
     choices = contest_at(traces).choices()
     assert choices[NONE].tokens_per_s == pytest.approx(1 / 20)
-    assert choices[FIXED].option.setting.keys() == {"k"}
-    assert dict(choices[DEFAULT].option.setting) == {"n_max": 3, "n_min": 0, "p_min": 0.0}
+    assert choices[FIXED].setting.keys() == {"k"}
+    assert dict(choices[DEFAULT].setting) == {"n_max": 3, "n_min": 0, "p_min": 0.0}
     gain = choices[FLAGS].over(choices[DEFAULT])
     assert gain.low <= gain.value <= gain.high
     assert gain.value == pytest.approx(choices[FLAGS].tokens_per_s / choices[DEFAULT].tokens_per_s - 1)
@@ -168,22 +169,20 @@ def test_what_makes_no_sense_is_refused_in_one_line(asked, problem, tiny, capsys
     assert problem in capsys.readouterr().err
 
 
-def test_the_second_reading_of_llama_cpps_draft_is_paid_in_each_round():
-    times = Times.of(CostModel(1.0, (4.0, 5.0)), LLAMA)
-    assert times.alone.t_target_s == (4.0, 5.0)
-    assert times.speculating.t_target_s == (5.0, 6.0)
-    assert np.array_equal(Times.of(CostModel(1.0, (4.0,)), ENGINES["vllm"]).speculating.t_target_s, (4.0,))
+def test_the_second_reading_of_llama_cpps_draft_is_paid_in_each_round(traces):
+    contest = Contest(LLAMA, traces, CostModel(1.0, (4.0, 5.0)))
+    assert contest.alone.t_target_s == (4.0, 5.0)
+    assert contest.speculating.t_target_s == (5.0, 6.0)
+    assert Contest(ENGINES["vllm"], traces, CostModel(1.0, (4.0,))).speculating.t_target_s == (4.0,)
 
 
 def test_vllm_drafts_its_full_number_in_every_round_and_once_more_for_each_text(traces):
     """Between the two costs lies what drafts that end with their text would save."""
-    cost = CostModel.constant(1.0, 20.0)
-    engine = ENGINES["vllm"]
-    contests = [
-        Contest(changed, traces, Times.of(cost, changed)) for changed in (engine, replace(engine, drafts_whole=False))
-    ]
-    whole, ending = (contest.options[3] for contest in contests)
+    cost, engine = CostModel.constant(1.0, 20.0), ENGINES["vllm"]
+    kinds = engine, replace(engine, drafts_whole=False)
+    whole, ending = (Contest(kind, traces, cost).options[3] for kind in kinds)
     assert whole.setting == ending.setting == {"k": 4}
-    rounds, num_texts = contests[0].arms[next(iter(traces))].dev.counts.num_target[3].sum(), 20
+    [(dev, _)] = traces.values()
+    rounds, num_texts = replay_settings(dev, FixedLength(4)).counts.num_target.sum(), 20
     assert whole.spent.dev.seconds.sum() == 20.0 * rounds + 4 * (rounds + num_texts)
     assert ending.spent.dev.seconds.sum() <= (20.0 + 4) * rounds
