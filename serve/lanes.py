@@ -6,7 +6,7 @@ batch gets a token. A *lane* is what one request's policy knows; `Lanes` says af
 engine may end the round once none does. What a row draws after its lane has stopped is dropped unseen, so that law 4.3
 holds; requests come, go, wait and come back between rounds. The policies are those of `decode.policies`, one state per
 request, and are told what `decode.loop.drafter` tells them, but for one thing: an engine reveals whether a token was
-accepted, not with which probability, so that `Policy.lesson` gets 1 or 0, the right number on average and at
+accepted, not with which probability, so that `Policy.feedback` gets 1 or 0, the right number on average and at
 temperature 0 the same. Of rows with a rule for batches (`auto`) `serve.pace` decides together which go on.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decode.policies.base import AfterDraw, Outcome, Policy, Seen, lessons_of
+from decode.policies.base import AfterDraw, Outcome, Policy, Seen, feedback_of
 from decode.policies.batch import BatchRule
 from serve.pace import ServedPace
 
@@ -86,7 +86,7 @@ class Lane:
             num_accepted=num_accepted,
             num_allowed=self._room,
             rejected_entropy=self._seen[num_accepted][1].entropy if is_rejected else 0.0,
-            lesson=lessons_of(self.policy, self._seen, revealed),
+            feedback=feedback_of(self.policy, self._seen, revealed),
         )
 
 

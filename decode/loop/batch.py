@@ -194,7 +194,7 @@ class Batch:
         """Verify one sequence's draft, and free its place if it ends."""
         proposal = place.drafter.proposal
         verdict = verify(proposal.tokens, proposal.laws, p, place.session.draws)
-        proposal.reveal(verdict.num_accepted, p, place.session.draws)
+        proposal.set_acceptance_probs(verdict.num_accepted, p, place.session.draws)
         # a round of one sequence has no seconds of its own: they are the batch's (`BatchRound`)
         round_ = settle_round(
             place.committed, proposal, verdict, target=place.target, drafter=place.drafter, eos_ids=self._eos_ids

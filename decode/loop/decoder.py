@@ -196,7 +196,7 @@ class SpeculativeDecoder:
         logits = self.target.forward(fed, len(proposal.tokens) + 1)
         p = self.sampling.laws_after(logits, fed)
         verdict = self._verify(proposal, p, draws)
-        proposal.reveal(verdict.num_accepted, p, draws)
+        proposal.set_acceptance_probs(verdict.num_accepted, p, draws)
         return settle_round(
             committed,
             proposal,

@@ -17,7 +17,7 @@ from decode.loop.fused import fused_step
 from decode.loop.reading import nothing_of
 from decode.loop.session import Session, cached
 from decode.loop.signals import reader_of
-from decode.policies.base import AfterDraw, Outcome, Policy, Seen, State, lessons_of
+from decode.policies.base import AfterDraw, Outcome, Policy, Seen, State, feedback_of
 from lm import CachedModel, DraftModel, Draws, revealed_probs
 from lm.features.stepwise import BlockModel
 
@@ -28,37 +28,35 @@ class Proposal:
 
     tokens: list[int] = field(default_factory=list)
     laws: list[Float[Tensor, " vocab"]] = field(default_factory=list)
-    """q of each token: the very law that it was drawn from, as `lm.draws` has laws."""
+    """q of each token: the distribution that it was drawn from, in the form of `lm.draws`."""
     entropies: list[float] = field(default_factory=list)
-    """H(q) in nats of each token, where the policy asked for it."""
+    """H(q) of each token in nats, if the policy requests it."""
     stop_reason: str = "limit"
     """limit, policy, eos."""
     num_allowed: int = 0
-    """The most tokens that the loop let this round draft."""
-    takes_lessons: bool = False
-    """Whoever verifies is to `reveal` what the policy learns from."""
+    """Maximum draft length of this round."""
+    takes_feedback: bool = False
+    """The policy learns from acceptance probabilities: call `set_acceptance_probs` after verification."""
     acceptance_probs: Sequence[float] = ()
-    """Acceptance probabilities of the accepted tokens and of the first rejected one, once verification has revealed
-    them.
-    """
+    """Acceptance probabilities of the accepted tokens and of the first rejected one, set after verification."""
     num_draft_forwards: int = 0
     num_micro: int = 0
     num_micro_forwards: int = 0
 
-    def reveal(self, num_accepted: int, p: Float[Tensor, "rows vocab"], draws: Draws) -> None:
-        """Fill in `acceptance_probs`, where lessons are taken; the arguments are those of the verification."""
-        if self.takes_lessons:
+    def set_acceptance_probs(self, num_accepted: int, p: Float[Tensor, "rows vocab"], draws: Draws) -> None:
+        """Set `acceptance_probs` if the policy takes feedback; the arguments are those of the verification."""
+        if self.takes_feedback:
             self.acceptance_probs = revealed_probs(num_accepted, self.tokens, self.laws, p, draws)
 
-    def outcome(self, num_accepted: int, lesson: State) -> Outcome:
-        """The round's outcome, as policies learn it; the lesson is that of `lessons_of`."""
+    def outcome(self, num_accepted: int, feedback: State) -> Outcome:
+        """The round's outcome, as `Policy.end` receives it; `feedback` comes from `feedback_of`."""
         is_rejected = num_accepted < len(self.tokens)
         return Outcome(
             num_drafted=len(self.tokens),
             num_accepted=num_accepted,
             num_allowed=self.num_allowed,
             rejected_entropy=self.entropies[num_accepted] if is_rejected else 0.0,
-            lesson=lesson,
+            feedback=feedback,
         )
 
 
@@ -97,7 +95,7 @@ class PolicyDrafter:
 
     def __init__(self, model: DraftModel, policy: Policy) -> None:
         self.model, self.policy = model, policy
-        self._takes_lessons = bool(policy.nothing_learned)
+        self._takes_feedback = bool(policy.zero_feedback)
         self._may_stop_before = policy.stops_before
         self._signals = reader_of(policy, model)
 
@@ -111,7 +109,7 @@ class PolicyDrafter:
     def begin(self, committed: list[int], max_tokens: int) -> int:
         """Begin a draft after `committed`: `proposal` is empty, and will hold so many tokens at the most."""
         self.state = self.policy.begin(self.state)
-        self.proposal = Proposal(num_allowed=max_tokens, takes_lessons=self._takes_lessons)
+        self.proposal = Proposal(num_allowed=max_tokens, takes_feedback=self._takes_feedback)
         self._seen: list[Seen] = []
         self._num_tokens = int(
             min(self.policy.limit(self.state), max_tokens, self.model.max_length - len(committed) + 1)
@@ -145,8 +143,8 @@ class PolicyDrafter:
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
         self.roll_back(len(committed) - 1)
-        lesson = lessons_of(self.policy, self._seen, self.proposal.acceptance_probs)
-        self.state = self.policy.end(self.state, self.proposal.outcome(num_accepted, lesson))
+        feedback = feedback_of(self.policy, self._seen, self.proposal.acceptance_probs)
+        self.state = self.policy.end(self.state, self.proposal.outcome(num_accepted, feedback))
 
 
 class ModelDrafter(PolicyDrafter):

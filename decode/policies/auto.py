@@ -152,8 +152,9 @@ class Auto(ScoringPolicy):
 
     def start(self) -> AutoState:
         rate, profit = self._prior()
+        learned = self.initial_calibration
         return AutoState(
-            1.0, 1.0, 0.0, self.prior_tokens, self.prior_tokens / rate, 0.0, profit, self.prior_rounds, self.untaught
+            1.0, 1.0, 0.0, self.prior_tokens, self.prior_tokens / rate, 0.0, profit, self.prior_rounds, learned
         )
 
     def begin(self, state: AutoState) -> AutoState:  # type: ignore[override]
@@ -185,7 +186,7 @@ class Auto(ScoringPolicy):
             idle=np.where(has_drafted, 0.0, state.idle + 1.0),
             profit=state.profit + weight * (outcome.num_accepted - extra_s / self.t_target_s - state.profit),
             rounds=state.rounds + has_drafted,
-            learned=learned_from(state.learned, outcome.lesson),
+            learned=learned_from(state.learned, outcome.feedback),
         )
 
     def _rate(self, state: AutoState) -> Number:

@@ -109,10 +109,8 @@ class Outcome(NamedTuple):
     """The most tokens that the loop let this round draft."""
     rejected_entropy: Number
     """H(q) where the first rejected token was drawn; 0 where none was rejected."""
-    lesson: State = ()
-    """`Policy.lesson`, summed over the tokens whose outcome verification revealed: the accepted ones and the first
-    rejected one.
-    """
+    feedback: State = ()
+    """Sum of `Policy.feedback` over the accepted tokens and the first rejected one."""
 
 
 class Policy:
@@ -180,20 +178,17 @@ class Policy:
         return state, False
 
     @property
-    def nothing_learned(self) -> State:
-        """The lesson of a round that reveals no token; () where the policy takes no lessons."""
+    def zero_feedback(self) -> State:
+        """Feedback of a round without verified tokens; () if the policy takes no feedback."""
         return ()
 
-    def lesson(self, state: State, drawn: AfterDraw, acceptance_prob: Number) -> State:
-        """The numbers that a drafted token teaches once verification has revealed its acceptance_prob, min(1, p(y) /
-        q(y)); lessons are summed.
+    def feedback(self, state: State, drawn: AfterDraw, acceptance_prob: Number) -> State:
+        """Numbers that the policy learns from one verified token; they are summed over the tokens of a round.
 
         Args:
-            state: the very state that `after` was given with the token, so without it: what the policy knew when the
-                token was drawn. The loop, batches, trees, hierarchies, replay and an engine's lanes all hand over this
-                one.
-            drawn: as `after` saw the token.
-            acceptance_prob: 0 or 1 at temperature 0.
+            state: the state that `after` received with the token, which does not include that token.
+            drawn: the token as `after` received it.
+            acceptance_prob: min(1, p(y) / q(y)); 0 or 1 at temperature 0.
         """
         return ()
 
@@ -203,13 +198,13 @@ class Policy:
 
 
 Seen = tuple[State, AfterDraw]
-"""Everything that `Policy.after` was given with a drafted token; `Policy.lesson` is given the same."""
+"""Arguments of `Policy.after` for a drafted token; `Policy.feedback` receives the same."""
 
 
-def lessons_of(policy: Policy, seen: Iterable[Seen], acceptance_probs: Iterable[float]) -> State:
-    """`Policy.lesson`, summed over the tokens whose acceptance_prob was revealed: the first of those that were seen."""
-    revealed = zip(seen, acceptance_probs, strict=False)
-    return reduce(partial(mapped, add), (policy.lesson(*each, prob) for each, prob in revealed), policy.nothing_learned)
+def feedback_of(policy: Policy, seen: Iterable[Seen], acceptance_probs: Iterable[float]) -> State:
+    """Sum of `Policy.feedback` over the first tokens of `seen`, whose acceptance probabilities are known."""
+    verified = zip(seen, acceptance_probs, strict=False)
+    return reduce(partial(mapped, add), (policy.feedback(*each, prob) for each, prob in verified), policy.zero_feedback)
 
 
 def mapped(function: Callable[..., Any], *states: State) -> State:

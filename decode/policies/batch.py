@@ -134,7 +134,7 @@ class BatchAuto(ScoringPolicy, BatchRule):
     # the state is (survival, worth, what was learned): of this sequence alone, in its draft so far
 
     def start(self) -> State:
-        return 1.0, 0.0, self.untaught
+        return 1.0, 0.0, self.initial_calibration
 
     def begin(self, state: State) -> State:
         survival, _, learned = state
@@ -151,7 +151,7 @@ class BatchAuto(ScoringPolicy, BatchRule):
 
     def end(self, state: State, outcome: Outcome) -> State:
         survival, worth, learned = state
-        return survival, worth, learned_from(learned, outcome.lesson)
+        return survival, worth, learned_from(learned, outcome.feedback)
 
     def worth(self, state: State, seen: BeforeDraw | None = None) -> Number:
         return state[1]

@@ -110,7 +110,7 @@ class HeadPolicy(ScoringPolicy):
         return bool(self.is_learning)
 
     def start(self) -> State:
-        return 1.0, self.untaught
+        return 1.0, self.initial_calibration
 
     def begin(self, state: Any) -> State:
         return 1.0, *state[1:]
@@ -133,4 +133,4 @@ class HeadPolicy(ScoringPolicy):
         )
 
     def end(self, state: Any, outcome: Outcome) -> State:
-        return 1.0, learned_from(state[1], outcome.lesson)
+        return 1.0, learned_from(state[1], outcome.feedback)

@@ -58,16 +58,16 @@ class Learned(NamedTuple):
 FIRST = Learned(_CENTRE, _PRIOR)
 """The state before the first round."""
 NOTHING = (0.0,) * 3, (0.0,) * 6
-"""The lesson of no token. A lesson is a pair of sums over tokens: the gradient, sum of (p - a) x, in the order of
+"""Feedback of no token. Feedback is a pair of sums over tokens: the gradient, sum of (p - a) x, in the order of the
 weights, and the curvature, sum of a (1 - a) x x', in the order of the precision.
 """
 
 
-def learned_from(before: Any, lesson: Any) -> Any:
-    """The state after a round and its lesson; the same as before where the policy takes no lessons."""
-    if not lesson:
+def learned_from(before: Any, feedback: Any) -> Any:
+    """The state after a round; unchanged if the policy takes no feedback."""
+    if not feedback:
         return before
-    gradient, curvature = lesson
+    gradient, curvature = feedback
     grown = tuple(p0 + _MEMORY * (p - p0) + h for p0, p, h in zip(_PRIOR, before.precision, curvature, strict=True))
     pull = (1.0 - _MEMORY) * _PRIOR[0]
     steps = _solved(grown, *(g - pull * (w - w0) for g, w, w0 in zip(gradient, before.weights, _CENTRE, strict=True)))
@@ -81,11 +81,11 @@ def score_of(weights: tuple[Number, Number, Number], inputs: tuple[Number, Numbe
     return sigmoid(shift + slope * inputs[0] + token * inputs[1])
 
 
-def lesson_of(weights: tuple[Number, Number, Number], inputs: tuple[Number, Number], acceptance_prob: Number) -> State:
-    """The lesson of one token."""
+def token_feedback(weights: tuple[Number, Number, Number], inputs: tuple[Number, Number], prob: Number) -> State:
+    """Feedback of one token, whose acceptance probability is `prob`."""
     f, token = inputs
     score = score_of(weights, inputs)
-    error, v = acceptance_prob - score, score * (1.0 - score)
+    error, v = prob - score, score * (1.0 - score)
     vf, vl = v * f, v * token
     return (error, error * f, error * token), (v, vf, vl, vf * f, vf * token, vl * token)
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from decode.policies.base import JOINT, AfterDraw, BeforeDraw, Number, Policy, State
-from decode.policies.learning import FIRST, NOTHING, cut, lesson_of, logit_of, score_of, sigmoid
+from decode.policies.learning import FIRST, NOTHING, cut, logit_of, score_of, sigmoid, token_feedback
 
 if TYPE_CHECKING:
     from heads.model.head import AcceptanceHead
@@ -99,12 +99,12 @@ class ScoringPolicy(Policy):
         return self._scales[1] is None
 
     @property
-    def untaught(self) -> State:
+    def initial_calibration(self) -> State:
         """State that a generation starts from; () where nothing is learned."""
         return FIRST if self.is_learning else ()
 
     @property
-    def nothing_learned(self) -> State:
+    def zero_feedback(self) -> State:
         return NOTHING if self.is_learning else ()
 
     @property
@@ -148,8 +148,8 @@ class ScoringPolicy(Policy):
         assert late is not None
         return carried * sigmoid((seen.prefix_logit + late[0]) / late[1])
 
-    def lesson(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
-        return lesson_of(state[-1].weights, self._inputs(drawn), acceptance_prob) if self.is_learning else ()
+    def feedback(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
+        return token_feedback(state[-1].weights, self._inputs(drawn), acceptance_prob) if self.is_learning else ()
 
     def _inputs(self, seen: Any) -> tuple[Number, Number]:
         """Inputs of the regression for the token: the head's calibrated logit, and that of `_own_signal`."""

@@ -79,11 +79,11 @@ class Unstopping(Policy):
         return self.policy.stops_before
 
     @property
-    def nothing_learned(self) -> State:
-        return self.policy.nothing_learned
+    def zero_feedback(self) -> State:
+        return self.policy.zero_feedback
 
-    def lesson(self, state: State, drawn: AfterDraw, acceptance_prob: Number) -> State:
-        return self.policy.lesson(state, drawn, acceptance_prob)
+    def feedback(self, state: State, drawn: AfterDraw, acceptance_prob: Number) -> State:
+        return self.policy.feedback(state, drawn, acceptance_prob)
 
     def start(self) -> State:
         return self.policy.start()

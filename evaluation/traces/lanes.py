@@ -25,7 +25,7 @@ class Tokens(NamedTuple):
     oracle: Int[Array, " positions+1"] | None
     """Tokens that it drafts in a round from each place on; None for policies that know no outcomes."""
     acceptance_prob: Float[Array, " drafts+1"] | None
-    """Acceptance probabilities that lessons are made of; None for policies that take none."""
+    """Acceptance probabilities that feedback is computed from; None for policies without feedback."""
     has_blocks: bool
     """Whether a round costs one forward of the draft, however many tokens it drafts."""
 
@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
         rejected, fork = (np.append(places, trace.num_positions) for places in (trace.rejected, trace.fork))
         branch, longest = np.append(trace.branch, 0), np.append(trace.longest, 0)
         oracle = np.append(policy.lengths(trace.rejected, trace.offsets), 0) if isinstance(policy, Oracle) else None
-        revealed = np.append(trace.signals["acceptance_prob"], 0.0) if policy.nothing_learned else None
+        revealed = np.append(trace.signals["acceptance_prob"], 0.0) if policy.zero_feedback else None
         return cls(
             rejected,
             fork,

@@ -162,7 +162,7 @@ class Lockstep:
     def __init__(self, tokens: Tokens, policy: Policy, lanes: TraceLanes) -> None:
         self.tokens, self.policy, self.lanes = tokens, policy, lanes
         self.gives_up = bool(np.any(_min_length(policy) > 0))
-        self.lesson: State = mapped(lambda value: np.full(len(lanes.index), value), policy.nothing_learned)
+        self.feedback: State = mapped(lambda value: np.full(len(lanes.index), value), policy.zero_feedback)
         size = len(lanes.index)
         # a state may hold one number for all lanes; compaction needs one of each
         self.state = mapped(lambda value: np.array(np.broadcast_to(value, size), dtype=np.float64), policy.start())
@@ -199,7 +199,7 @@ class Lockstep:
             lanes.allowed = np.where(begins, allowed, lanes.allowed)
             lanes.stop, lanes.fork = np.where(begins, first_rejected, lanes.stop), np.where(begins, fork, lanes.fork)
         lanes.shift = tokens.branch.take(lanes.fork) - lanes.fork
-        self.lesson = mapped(lambda value: np.where(begins, 0.0, value), self.lesson)
+        self.feedback = mapped(lambda value: np.where(begins, 0.0, value), self.feedback)
 
     def _step(self, totals: Totals) -> None:
         """One draft step of every lane, and verification where the draft ended."""
@@ -217,9 +217,9 @@ class Lockstep:
             draws = wants & ~np.asarray(self.policy.stop_before(self.state, drawn.before), dtype=bool)
         state, stops = self.policy.after(self.state, drawn)
         if tokens.acceptance_prob is not None:
-            lesson = self.policy.lesson(self.state, drawn, tokens.acceptance_prob.take(at))
+            feedback = self.policy.feedback(self.state, drawn, tokens.acceptance_prob.take(at))
             is_revealed = draws & (path <= lanes.stop)
-            self.lesson = mapped(lambda total, new: total + np.where(is_revealed, new, 0.0), self.lesson, lesson)
+            self.feedback = mapped(lambda total, new: total + np.where(is_revealed, new, 0.0), self.feedback, feedback)
         self.state = merged(draws, state, self.state)
         lanes.position = lanes.position + draws
         return ~draws | stops | tokens.is_eos.take(at) | (lanes.position >= lanes.allowed), wants & ~draws
@@ -270,15 +270,15 @@ class Lockstep:
         accepted = np.minimum(lanes.position, lanes.stop - lanes.start)
         at_stop = np.minimum(lanes.stop + lanes.shift, len(self.tokens.is_eos) - 1)
         rejected_entropy = 0.0 if entropy is None else np.where(accepted < lanes.position, entropy.take(at_stop), 0.0)
-        return Outcome(lanes.position, accepted, lanes.room, rejected_entropy, self.lesson)
+        return Outcome(lanes.position, accepted, lanes.room, rejected_entropy, self.feedback)
 
     def _compact(self) -> None:
         """Drop lanes that have ended, once they are many."""
         alive = self.lanes.start < self.lanes.end
         if alive.mean() <= _LEAST_ALIVE:
             self.lanes = self.lanes.at(alive)
-            self.state, self.lesson = (
-                mapped(lambda value: value[alive], numbers) for numbers in (self.state, self.lesson)
+            self.state, self.feedback = (
+                mapped(lambda value: value[alive], numbers) for numbers in (self.state, self.feedback)
             )
             self.policy = _expanded(self.policy, alive)
 

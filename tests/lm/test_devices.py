@@ -306,7 +306,7 @@ def test_a_draft_may_be_moved_between_two_generations(decoder_of, policy):
 class Taught(Policy):
     """Looks at no token; learns of each after verification, and of the first that was rejected."""
 
-    nothing_learned = (0.0,)
+    zero_feedback = (0.0,)
 
     def __init__(self, signals):
         self.signals, self.told = frozenset(signals), []
@@ -314,12 +314,12 @@ class Taught(Policy):
     def limit(self, state):
         return 3
 
-    def lesson(self, state, drawn, acceptance_prob):
+    def feedback(self, state, drawn, acceptance_prob):
         self.told.append((drawn.position, drawn.entropy, acceptance_prob))
         return (acceptance_prob,)
 
     def end(self, state, outcome):
-        self.told.append((outcome.rejected_entropy, *outcome.lesson))
+        self.told.append((outcome.rejected_entropy, *outcome.feedback))
         return state
 
 

@@ -27,7 +27,7 @@ from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from decode.policies.checks import check_unit
 from decode.policies.engines import LlamaCpp
-from decode.policies.learning import FIRST, NOTHING, learned_from, lesson_of, logit_of, score_of
+from decode.policies.learning import FIRST, NOTHING, learned_from, logit_of, score_of, token_feedback
 from decode.policies.registry import POLICIES as REGISTERED
 from decode.policies.registry import RULES
 from heads import AcceptanceHead
@@ -47,7 +47,7 @@ class LearnedProb(Policy):
 
     max_rejection_prob: Number = 0.7
     signals = frozenset({"token_prob", "max_prob"})
-    nothing_learned = NOTHING
+    zero_feedback = NOTHING
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,11 +63,11 @@ class LearnedProb(Policy):
         survival = self._survival(state, drawn)
         return (survival, state[1]), 1.0 - survival > self.max_rejection_prob
 
-    def lesson(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
-        return lesson_of(state[1].weights, self._inputs(drawn), acceptance_prob)
+    def feedback(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
+        return token_feedback(state[1].weights, self._inputs(drawn), acceptance_prob)
 
     def end(self, state: Any, outcome: Outcome) -> State:
-        return 1.0, learned_from(state[1], outcome.lesson)
+        return 1.0, learned_from(state[1], outcome.feedback)
 
     def _survival(self, state: Any, seen: Any) -> Number:
         """Survival probability of the draft with the newest token in it."""
@@ -125,7 +125,7 @@ class Recalling(Policy):
     """Learns of a token by what it had drawn before it in the round, and drafts as many tokens next as that says."""
 
     signals = frozenset({"token_prob"})
-    nothing_learned = (0.0,)
+    zero_feedback = (0.0,)
 
     def start(self):
         return 0.0, 0.1
@@ -139,11 +139,11 @@ class Recalling(Policy):
     def after(self, state, drawn):
         return (state[0] + drawn.token_prob, state[1]), False
 
-    def lesson(self, state, drawn, acceptance_prob):
+    def feedback(self, state, drawn, acceptance_prob):
         return (acceptance_prob / (1.0 + state[0]),)
 
     def end(self, state, outcome):
-        return 0.0, 0.5 * state[1] + outcome.lesson[0]
+        return 0.0, 0.5 * state[1] + outcome.feedback[0]
 
 
 POLICIES: dict[str, Policy] = {

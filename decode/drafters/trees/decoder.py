@@ -96,7 +96,7 @@ class TreeDecoder(SpeculativeDecoder):
         tree, target = proposal.tree, self._tree_target
         p = self._laws(target.forward_tree(committed, tree), committed, tree)
         path, next_token = verify_tree(tree, p, draws)
-        if proposal.takes_lessons:
+        if proposal.takes_feedback:
             proposal.acceptance_probs = node_probs(tree, proposal.best, p, draws)
         proposal.accepted = path
         emitted = tree.tokens_of(path)

@@ -23,7 +23,7 @@ from decode.drafters.trees.growth import Growth
 from decode.drafters.trees.shapes import Dynamic, Shape
 from decode.loop.drafter import PolicyDrafter, Proposal
 from decode.loop.session import cached
-from decode.policies.base import Outcome, Policy, Seen, State, lessons_of
+from decode.policies.base import Outcome, Policy, Seen, State, feedback_of
 from lm.entropy import entropy
 from lm.features.stepwise import BlockModel, GlideModel, TreeDraft
 from lm.trees.cached import TreeModel
@@ -88,7 +88,7 @@ class TreeDrafter(PolicyDrafter):
                 f"a GliDe draft feeds one chain, and {self.shape} expands {self.shape.num_expanded} nodes a level; "
                 "use CaPE's tree"
             )
-        self._looks = type(policy).after is not Policy.after or self._may_stop_before or self._takes_lessons
+        self._looks = type(policy).after is not Policy.after or self._may_stop_before or self._takes_feedback
 
     def propose(self, committed: list[int], max_tokens: int) -> TreeProposal:
         """Draft at most `max_tokens` levels after `committed`."""
@@ -96,7 +96,7 @@ class TreeDrafter(PolicyDrafter):
         self._path = _Path([], [], self.state)
         self._outputs: dict[int, tuple[Float[Tensor, " vocab"], Float[Tensor, "1 hidden"] | None]] = {}
         self._growth = Growth(self.shape, self._session.eos_ids)
-        self.proposal = TreeProposal(num_allowed=max_tokens, takes_lessons=self._takes_lessons)
+        self.proposal = TreeProposal(num_allowed=max_tokens, takes_feedback=self._takes_feedback)
         num_levels = int(min(self.policy.limit(self.state), max_tokens, self.model.max_length - len(committed) + 1))
         fed: Tree | None = Tree()
         while self._growth.depth < num_levels and fed is not None and self._grow(committed, fed):
@@ -163,15 +163,15 @@ class TreeDrafter(PolicyDrafter):
         if is_rejected and "entropy" in self.policy.signals:
             rejected_entropy = float(entropy(self._outputs[ROOT if last == ROOT else self._nodes[last]][0]))
         num_drafted = max(below, default=0)
-        return Outcome(num_drafted, num_accepted, self.proposal.num_allowed, rejected_entropy, self._lesson())
+        return Outcome(num_drafted, num_accepted, self.proposal.num_allowed, rejected_entropy, self._feedback())
 
-    def _lesson(self) -> State:
-        """Sum of the lessons of the best path's tokens, up to the first that was not accepted."""
-        if not self.proposal.takes_lessons:
+    def _feedback(self) -> State:
+        """Sum of the feedback of the best path's tokens, up to the first that was not accepted."""
+        if not self.proposal.takes_feedback:
             return ()
         accepted = set(self.proposal.accepted)
         num_revealed = next(
             (place + 1 for place, node in enumerate(self.proposal.best) if node not in accepted),
             len(self.proposal.best),
         )
-        return lessons_of(self.policy, self._path.seen[:num_revealed], self.proposal.acceptance_probs)
+        return feedback_of(self.policy, self._path.seen[:num_revealed], self.proposal.acceptance_probs)

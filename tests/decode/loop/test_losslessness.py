@@ -48,11 +48,9 @@ def test_policies_that_remember_preserve_the_target_law_over_longer_drafts_and_m
 
 
 class Heeds(Policy):
-    """Drafts one token after a round whose lesson was large, else three: what was revealed decides the next draft, and
-    not this one.
-    """
+    """Drafts one token after a round with large feedback, else three: feedback decides the next draft, not this one."""
 
-    nothing_learned = (0.0,)
+    zero_feedback = (0.0,)
 
     def start(self) -> State:
         return (0.0,)
@@ -60,11 +58,11 @@ class Heeds(Policy):
     def limit(self, state: State) -> float:
         return 1 if state[0] > 1 else 3
 
-    def lesson(self, state: State, drawn: AfterDraw, acceptance_prob: float) -> State:
+    def feedback(self, state: State, drawn: AfterDraw, acceptance_prob: float) -> State:
         return (acceptance_prob,)
 
     def end(self, state: State, outcome: Outcome) -> State:
-        return outcome.lesson
+        return outcome.feedback
 
 
 @pytest.mark.parametrize("max_new_tokens", [3, pytest.param(4, marks=pytest.mark.slow)])

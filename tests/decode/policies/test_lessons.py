@@ -19,12 +19,12 @@ from tests.toys.trees import tree_decoder_of
 
 
 class Pupil(Policy):
-    """Notes what `after` and `lesson` are told; its state says which round it is, and which tokens were drawn in it
+    """Notes what `after` and `feedback` are told; its state says which round it is, and which tokens were drawn in it
     before.
     """
 
     signals = frozenset({"token_prob"})
-    nothing_learned = (0.0,)
+    zero_feedback = (0.0,)
 
     def __init__(self) -> None:
         self.asked: list[tuple[State, AfterDraw]] = []
@@ -41,18 +41,18 @@ class Pupil(Policy):
         self.asked.append((state, drawn))
         return (state[0], state[1] + drawn.token_prob), drawn.position >= 2
 
-    def lesson(self, state: State, drawn: AfterDraw, acceptance_prob: float) -> State:
+    def feedback(self, state: State, drawn: AfterDraw, acceptance_prob: float) -> State:
         assert 0.0 <= acceptance_prob <= 1.0
         self.taught.append((state, drawn))
         return (1.0,)
 
     def end(self, state: State, outcome: Outcome) -> State:
-        self.sums.append(outcome.lesson)
+        self.sums.append(outcome.feedback)
         return state
 
 
 def assert_told_what_was_known(pupil: Pupil) -> None:
-    """Each lesson comes with the state and the token that `after` was given together; some are of tokens behind the
+    """Each feedback comes with the state and the token that `after` was given together; some are of tokens behind the
     first of a round.
     """
     assert pupil.taught
@@ -130,7 +130,7 @@ def test_a_policy_without_lessons_is_told_none():
 
     class Listener(FixedLength):
         def end(self, state: State, outcome: Outcome) -> State:
-            told.append(outcome.lesson)
+            told.append(outcome.feedback)
             return state
 
     decoder_of(Listener(2)).generate(PROMPT, 8, generator=seeded())

@@ -36,7 +36,7 @@ class Diary(Policy):
     fed_head = toy_head("fed", seed=1)
     drawn_head = toy_head("drawn", seed=2)
 
-    nothing_learned = (0.0,)
+    zero_feedback = (0.0,)
 
     def start(self):
         return 0.1, 0.0
@@ -64,12 +64,12 @@ class Diary(Policy):
         )
         return (mixed, state[1]), mixed > 0.7
 
-    def lesson(self, state, drawn, acceptance_prob):
+    def feedback(self, state, drawn, acceptance_prob):
         return (acceptance_prob * (0.61 + 0.7 * drawn.token_prob + 0.23 * drawn.position + 0.37 * state[0]),)
 
     def end(self, state, outcome):
-        *numbers, (lesson,) = outcome
-        mixed = 3.1 * lesson + sum(
+        *numbers, (feedback,) = outcome
+        mixed = 3.1 * feedback + sum(
             weight * number for weight, number in zip((0.31, 0.43, 0.59, 7.0), numbers, strict=True)
         )
         return clear(state[0] + mixed), state[1]
@@ -143,7 +143,7 @@ def test_a_lesson_of_one_token_too_many_is_seen(monkeypatch):
 
 
 class Foresight(LearnedProb):
-    """Illegal: in a trace lessons can be had before the draft has ended, and this one acts on them at once; no loop
+    """Illegal: a trace has feedback before the draft has ended, and this one acts on it at once; no loop
     can.
     """
 
@@ -151,9 +151,9 @@ class Foresight(LearnedProb):
         object.__setattr__(self, "foreseen", False)
         return super().start()
 
-    def lesson(self, state, drawn, acceptance_prob):
+    def feedback(self, state, drawn, acceptance_prob):
         object.__setattr__(self, "foreseen", acceptance_prob < 0.5)
-        return super().lesson(state, drawn, acceptance_prob)
+        return super().feedback(state, drawn, acceptance_prob)
 
     def after(self, state, drawn):
         return state, self.foreseen & (drawn.position > 0)
