@@ -5,9 +5,9 @@ from math import sqrt
 from typing import Any
 
 from evaluation.bench.schedules import DEFAULT
-from evaluation.bench.standings import PRODUCT, SAMPLING_NAMES, best_of, name_of
+from evaluation.bench.standings import SAMPLING_NAMES, best_of, name_of
 from evaluation.competitors import Standing
-from evaluation.contest.arms import ALONE, BASELINE
+from evaluation.contest.families import ALONE, BASELINE, PRODUCT
 from evaluation.intervals import Gain
 from evaluation.sheet import Sheet
 

@@ -9,14 +9,15 @@ from configs.schema import Config, SamplingConfig
 from decode.experiment import Experiment
 from decode.policies.registry import read_spec
 from evaluation.bench.arms import Racer
-from evaluation.contest.arms import BASELINE, Pick, Replays, picks_of, replay_dataset
-from evaluation.contest.grids import BOUNDS, grids_of
+from evaluation.contest.arms import Pick, Replays, picks_of, replay_dataset
+from evaluation.contest.families import BASELINE, BOUNDS
+from evaluation.contest.families import family as family_named
+from evaluation.contest.grids import grids_of
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Splits
 from evaluation.traces.recording import TraceFolder, trace_folder
 from lm import Sampling
 
-TRAINED = ("head_", "auto_")
 """How the families of trained heads begin, whose settings are chosen at home."""
 
 
@@ -74,7 +75,7 @@ class Choices:
         picks = self._picks(dataset or self.home, cost)
         trained = picks if dataset in (None, self.home) else self._picks(self.home, cost)
         known = {
-            family: trained[family] if family.startswith(TRAINED) else pick
+            family: trained[family] if family_named(family).needs_training else pick
             for family, pick in picks.items()
             if family not in BOUNDS
         }

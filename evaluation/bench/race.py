@@ -38,7 +38,7 @@ from evaluation.bench.schedules import (
     assisted,
     constant,
 )
-from evaluation.contest.arms import ALONE, BASELINE
+from evaluation.contest.families import ALONE, BASELINE
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
 from evaluation.costs.model import CostModel

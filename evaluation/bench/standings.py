@@ -18,14 +18,12 @@ import numpy as np
 from decode.policies.registry import POLICIES
 from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
 from evaluation.competitors import Standing
-from evaluation.contest.arms import ALONE, BASELINE
-from evaluation.contest.results import TRAINING_FREE
-from evaluation.contest.tables import NAMES
+from evaluation.contest.families import ALONE, BASELINE, PRODUCT, TRAINING_FREE
+from evaluation.contest.families import family as family_named
 from evaluation.intervals import Gain, Spent
 from evaluation.sheet import Sheet
 
 SCHEDULES = (DEFAULT, HEURISTIC, CONSTANT)
-PRODUCT = "cumulative_token_prob"
 SAMPLING_NAMES = {"greedy": "greedy", "sampled": "T=1", "nucleus": "T=0.7, top-p 0.9", "own": "as in the config"}
 
 
@@ -119,7 +117,7 @@ def summary_sheet(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]])
         }
         for cell, standings in cells
         for standing in standings
-        if standing.family.startswith(("head_", "auto_"))
+        if family_named(standing.family).needs_training
     ]
     headings = ("ratio", "dataset", "sampling", "policy", "setting", *rivals.values())
     note = "gain in per cent over each rival, and its 95 % interval over prompts"
@@ -180,7 +178,7 @@ def best_of(standings: Sequence[Standing], family: str) -> Standing | None:
 
 def name_of(family: str) -> str:
     """Name of a family or a rival in tables and plots."""
-    return f"best {family}" if family == TRAINING_FREE else NAMES.get(family, family)
+    return f"best {family}" if family == TRAINING_FREE else family_named(family).label
 
 
 def _gain(standing: Standing, rival: str) -> str:

@@ -20,10 +20,9 @@ from decode.experiment import Experiment
 from decode.policies import FixedLength
 from evaluation.clock.primed import PrimedLoop
 from evaluation.clock.turns import Clocked, clock
-from evaluation.contest.arms import ALONE, BASELINE, Pick, replay_arms
-from evaluation.contest.colours import colours_of
-from evaluation.contest.grids import BOUNDS, Grid
-from evaluation.contest.tables import NAMES
+from evaluation.contest.arms import Pick, replay_arms
+from evaluation.contest.families import ALONE, BASELINE, BOUNDS, families, family, styles_of
+from evaluation.contest.grids import Grid
 from evaluation.costs.model import CostModel
 from evaluation.figure import GREY, Plot, figure_of, legend_below, plot_of
 from evaluation.intervals import Spent, Splits, gain_over
@@ -71,7 +70,7 @@ class ClockReport:
         )
         against_pace = {row["family"]: (1 + row["difference"]) / (1 + self.common) - 1 for row in self.rows}
         apart = ", ".join(
-            f"{family} {difference:+.1%}" for family, difference in against_pace.items() if abs(difference) > TOLERANCE
+            f"{name} {difference:+.1%}" for name, difference in against_pace.items() if abs(difference) > TOLERANCE
         )
         pace = f"{self.common:+.1%} is the median of all families, the machine's pace"
         return (
@@ -95,7 +94,7 @@ class ClockReport:
         note = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
         rows = [
             {
-                "policy": NAMES.get(row["family"], row["family"]),
+                "policy": family(row["family"]).label,
                 **cells,
                 "of it draft / verify / rest": " / ".join(f"{row[part]:+.1%}" for part in _PARTS),
                 "predicted gain": row["predicted_gain"].text,
@@ -115,10 +114,10 @@ class ClockReport:
         ends = np.array([min(predicted.min(), clocked.min()), max(predicted.max(), clocked.max())])
         axes.fill_between(ends, ends * (1 - TOLERANCE), ends * (1 + TOLERANCE), color=GREY, alpha=0.25, linewidth=0)
         axes.plot(ends, ends, color=GREY, linestyle="--", linewidth=1)
-        colours = colours_of(row["family"] for row in self.rows)
+        styles = styles_of(row["family"] for row in self.rows)
         for row, *place in zip(self.rows, predicted, clocked, strict=True):
-            family = row["family"]
-            axes.plot(*place, "o", color=colours[family], markersize=5, label=NAMES.get(family, family))
+            colour, _, marker = styles[row["family"]]
+            axes.plot(*place, marker, color=colour, markersize=5, label=family(row["family"]).label)
         axes.set(xlabel="predicted tokens/s", ylabel="clocked tokens/s")
         legend_below(axes)
         return plot_of(
@@ -218,8 +217,8 @@ def clock_dataset(
     """The first test prompts of one dataset, every turn of each once, on the loop of the config."""
     loop, rows, dataset = PrimedLoop.of(experiment), rows_of(test, num_prompts), test.rows[0].dataset
     alone = Grid(ALONE, ALONE, FixedLength(0), ({},))
-    families = [family for family in NAMES if family in picks and family not in BOUNDS]
-    runners = [Pick(next(replay_arms([alone], Splits(test, test))), 0), *(picks[family] for family in families)]
+    names = [name for name in families() if name in picks and name not in BOUNDS]
+    runners = [Pick(next(replay_arms([alone], Splits(test, test))), 0), *(picks[name] for name in names)]
     clocked = clock(loop, runners, test.select(rows), rows, repeats=repeats, name=dataset)
     return report_of(clocked, runners, cost, dataset=dataset, rows=rows)
 

@@ -15,6 +15,7 @@ from decode.loop.counts import Counts
 from decode.policies.base import Policy
 from decode.policies.bounds import Oracle
 from evaluation.competitors import fastest
+from evaluation.contest.families import HEADS_OF, ORACLE, family
 from evaluation.contest.grids import Grid, bounds, label_of
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Spent, Splits
@@ -23,15 +24,6 @@ from evaluation.traces.trace import Trace
 from evaluation.tuning.rule import auto_for
 from heads.model.head import AcceptanceHead, Timing
 from store.progress import Bar
-
-ALONE, BASELINE = "target_alone", "fixed_length"
-"""Families: the target without a draft, and what gains are measured from."""
-_HEADS: dict[Timing, tuple[str, ...]] = {
-    "fed": ("head_specdec", "head_fed"),
-    "drawn": ("head_drawn",),
-    "prefix": ("head_prefix",),
-}
-"""timing -> the families of its heads."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ class Replays:
         """Fastest head on dev among those of each timing whose stop costs least."""
         stop_s = {arm.grid.name: cost.stop_s(arm.grid.policy.stop_kind) for arm in self.arms}
         found: dict[Timing, str] = {}
-        for families in _HEADS.values():
+        for families in HEADS_OF.values():
             arms = [arm for arm in self.arms if arm.grid.family in families]
             least = min((stop_s[arm.grid.name] for arm in arms), default=0.0)
             found |= fastest_heads([arm for arm in arms if stop_s[arm.grid.name] <= least], cost)
@@ -130,13 +122,12 @@ class Replays:
             f"auto_{head.timing}{'_online' * learns}": auto_for(head, self.traces.dev, cost, is_online=learns)
             for learns in is_online
         }
-        return list(replay_arms((Grid(family, family, rule, ({},)) for family, rule in rules.items()), self.traces))
+        return list(replay_arms((Grid(name, name, rule, ({},)) for name, rule in rules.items()), self.traces))
 
     def fastest_timing(self, cost: CostModel) -> Timing | None:
         """Timing of the head that is fastest on dev; None where no heads compete."""
-        timings = {family: timing for timing, families in _HEADS.items() for family in families}
-        arms = [arm for arm in self.arms if arm.grid.family in timings]
-        return timings[fastest_on_dev(arms, cost).family] if arms else None
+        arms = [arm for arm in self.arms if family(arm.grid.family).timing]
+        return family(fastest_on_dev(arms, cost).family).timing if arms else None
 
     def oracle_arm(self, cost: CostModel) -> Arm:
         """Gain that knowledge of the outcomes is worth at these costs; the arm without costs is it wherever drafting an
@@ -144,7 +135,7 @@ class Replays:
         """
         dev = self.traces.dev
         oracle = Oracle(cost.round_s(dev.max_draft_length, has_blocks=dev.block_size is not None))
-        return next(replay_arms([Grid("oracle", "oracle", oracle, ({},))], self.traces))
+        return next(replay_arms([Grid(ORACLE, ORACLE, oracle, ({},))], self.traces))
 
 
 def replay_dataset(
@@ -164,7 +155,7 @@ def replay_dataset(
         perfect_head: the trace knows acceptance along branches too, which the bounds of the perfect head need.
         name: of the dataset, for the progress bar.
     """
-    ends = [grid for grid in bounds() if perfect_head or grid.family == "oracle"]
+    ends = [grid for grid in bounds() if perfect_head or grid.family == ORACLE]
     with Bar(total=sum(len(grid.settings) for grid in [*grids, *ends]), desc=f"replay: {name}", unit="settings") as bar:
         arms = list(replay_arms(grids, traces, bar.update))
         arms += replay_arms(ends, traces, bar.update)
@@ -182,12 +173,8 @@ def replay_arms(
 
 def fastest_heads(arms: Sequence[Arm], cost: CostModel) -> dict[Timing, str]:
     """Timing -> name of the head that is fastest on dev, whatever it reads."""
-    rivals = {timing: [arm for arm in arms if arm.grid.family in families] for timing, families in _HEADS.items()}
-    return {
-        timing: fastest_on_dev(of_timing, cost).arm.grid.name.removeprefix("head:")
-        for timing, of_timing in rivals.items()
-        if of_timing
-    }
+    rivals = {timing: [arm for arm in arms if arm.grid.family in families] for timing, families in HEADS_OF.items()}
+    return {timing: fastest_on_dev(of_timing, cost).arm.grid.head for timing, of_timing in rivals.items() if of_timing}
 
 
 def by_family(arms: Iterable[Arm]) -> dict[str, list[Arm]]:
@@ -209,7 +196,6 @@ def fastest_on_dev(arms: Iterable[Arm], cost: CostModel) -> Pick:
 
 
 def _at_best(arms: Iterable[Arm], cost: CostModel) -> list[Pick]:
-    """Each arm at the setting that is fastest on dev."""
     return [Pick(arm, int(cost.tokens_per_s(arm.dev).argmax())) for arm in arms]
 
 

@@ -16,10 +16,11 @@ from decode.experiment import Experiment
 from decode.policies import HeadPolicy, Policy
 from decode.policies.bounds import Oracle, PerfectHead
 from decode.policies.registry import LOGISTIC, POLICIES, make_policy, registered
+from evaluation.contest.families import ORACLE
 from heads.model.head import AcceptanceHead
 
-BOUNDS = ("perfect_fed", "perfect_drawn", "oracle")
-"""Families that no policy can reach, since they know the outcome or the true acceptance probabilities."""
+_HEAD = "head:"
+"""How the names of heads' grids begin."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,16 @@ class Grid:
     name: str
     policy: Policy
     settings: tuple[Mapping[str, Any], ...]
-    """Name of each setting in tables."""
+
+    @property
+    def head(self) -> str:
+        """Name of the head that the policy reads; empty if it reads none."""
+        return head_in(self.name)
+
+
+def head_in(name: str) -> str:
+    """Name of the head in the name of a grid; empty if there is none."""
+    return name.removeprefix(_HEAD) if name.startswith(_HEAD) else ""
 
 
 def label_of(name: str, setting: Mapping[str, Any]) -> str:
@@ -38,7 +48,7 @@ def label_of(name: str, setting: Mapping[str, Any]) -> str:
     values = ", ".join(
         f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in setting.items()
     )
-    return f"{name.removeprefix('head:')}: {values}" if name.startswith("head:") else values or "-"
+    return f"{head}: {values}" if (head := head_in(name)) else values or "-"
 
 
 def default_values(max_draft_length: int, policies: Sequence[str] = ()) -> dict[str, dict[str, Sequence[Any]]]:
@@ -120,14 +130,14 @@ def make_grid(
     settings = tuple(dict(zip(parameters, values, strict=True)) for values in product(*parameters.values()))
     # A policy whose parameters are arrays is all settings side by side (`evaluation.traces.replay`).
     arrays: dict[str, Any] = {key: np.array([setting[key] for setting in settings]) for key in parameters}
-    registered_name = "head" if name.startswith("head:") else name
+    registered_name = "head" if head_in(name) else name
     policy = kind(**arrays, **fixed) if kind else make_policy(registered_name, **arrays, **fixed)
     return Grid(family, name, policy, settings)
 
 
 def head_grid(name: str, head: AcceptanceHead, parameters: Mapping[str, Sequence[Any]]) -> Grid:
     """All thresholds of one head."""
-    return make_grid(family_of(head), f"head:{name}", parameters, head=head)
+    return make_grid(family_of(head), f"{_HEAD}{name}", parameters, head=head)
 
 
 def family_of(head: AcceptanceHead) -> str:
@@ -143,4 +153,4 @@ def bounds() -> Iterator[Grid]:
     for timing in ("fed", "drawn"):
         policy = HeadPolicy(PerfectHead(timing), np.array(LOGISTIC))  # type: ignore[arg-type]
         yield Grid(f"perfect_{timing}", f"perfect_{timing}", policy, settings)
-    yield Grid("oracle", "oracle", Oracle(), ({},))
+    yield Grid(ORACLE, ORACLE, Oracle(), ({},))

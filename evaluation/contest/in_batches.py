@@ -16,9 +16,9 @@ from decode.policies.bounds import PerfectHead
 from decode.policies.engines import LargestProb, OwnConfidence
 from evaluation.batches.load import Load, LoadSpent, load_of, queue_of
 from evaluation.batches.lockstep import step_through
-from evaluation.contest.arms import BASELINE, Replays, by_family, fastest_on_dev
-from evaluation.contest.grids import BOUNDS, Grid
-from evaluation.contest.tables import NAMES
+from evaluation.contest.arms import Replays, by_family, fastest_on_dev
+from evaluation.contest.families import BASELINE, BOUNDS, PERFECT, families, family
+from evaluation.contest.grids import Grid
 from evaluation.costs.model import RECORDED, CostModel
 from evaluation.flag_types import Sizes
 from evaluation.intervals import Splits
@@ -124,8 +124,11 @@ class BatchContest:
         """Results of every setup in turn, all sizes and families."""
         cost, traces = self._setups[0].cost, self._replays.traces
         # a bound knows of no other sequence, and bounds nothing in a batch; a perfect head in the batch's rule does
-        families = {family: arms for family, arms in by_family(self._replays.arms).items() if family not in BOUNDS}
-        grids = [fastest_on_dev(arms, cost).arm.grid for arms in families.values()]
+        grids = [
+            fastest_on_dev(arms, cost).arm.grid
+            for name, arms in by_family(self._replays.arms).items()
+            if name not in BOUNDS
+        ]
         entries = [Splits(Entry(grid, traces.dev), Entry(grid, traces.test)) for grid in grids]
         members = [(grid, dev, size) for grid, (dev, _) in zip(grids, entries, strict=True) for size in self._sizes]
         loads = {
@@ -181,11 +184,11 @@ class BatchContest:
         if traces.dev.block_size is not None:
             estimator = batch_auto_for(estimator_of(traces.dev), traces.dev, setup.curves(""), size)
             variants |= {"auto_max_prob": estimator, "auto_max_prob_learning": _learning(estimator)}
-        if "perfect_drawn" in by_family(self._replays.arms):
-            variants["perfect_drawn"] = batch_auto_for(PerfectHead("drawn"), traces.dev, setup.curves(""), size)
-        for family, rule in variants.items():
+        if PERFECT in by_family(self._replays.arms):
+            variants[PERFECT] = batch_auto_for(PerfectHead("drawn"), traces.dev, setup.curves(""), size)
+        for name, rule in variants.items():
             load = step_through(traces.test, rule, queue_of(len(traces.test.rows), size), size)
-            yield Grid(family, family, rule, ({},)), {}, load.spent(rule.costs)
+            yield Grid(name, name, rule, ({},)), {}, load.spent(rule.costs)
 
     def _rivals(self, cost: CostModel) -> dict[Timing, list[AcceptanceHead]]:
         """Two heads of each timing: the fastest for one sequence, and the fastest of the cheapest, since in a batch a
@@ -288,16 +291,19 @@ def batch_frame(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -
 
 def batch_sheet(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -> Sheet:
     """Families down, batch sizes across."""
-    ordered = sorted(results, key=lambda result: (list(NAMES).index(result.family), result.batch_size))
+    names = list(families())
+    ordered = sorted(results, key=lambda result: (names.index(result.family), result.batch_size))
     return Sheet(
         f"{dataset} in batches, settings chosen on dev at each size; {setup.title}",
-        crossed("policy", ((NAMES[result.family], f"batch {result.batch_size}", _cell(result)) for result in ordered)),
+        crossed(
+            "policy", ((family(result.family).label, f"batch {result.batch_size}", _cell(result)) for result in ordered)
+        ),
         (
             "setting; tokens/s of the whole batch, over the best fixed length's; seconds of a request. Predicted (law "
             "4.13). No oracle: it knows of no other sequence, so that it bounds nothing in a batch"
             + (
                 ""
-                if any(result.family == "perfect_drawn" for result in results)
+                if any(result.family == PERFECT for result in results)
                 else "; no perfect head: the trace was recorded with decode.perfect_head false"
             )
         ),

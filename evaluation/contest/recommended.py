@@ -12,9 +12,10 @@ from typing import Any
 
 from decode.experiment import Experiment
 from decode.policies.chosen import VERDICT
-from evaluation.contest.arms import BASELINE, Arm, Pick, Replays, picks_of
-from evaluation.contest.results import HEADS, TRAINING_FREE, champions_of
-from evaluation.contest.tables import NAMES, values_of
+from evaluation.contest.arms import Arm, Pick, Replays, picks_of
+from evaluation.contest.families import BASELINE, HEADS, TRAINING_FREE, family
+from evaluation.contest.results import champions_of
+from evaluation.contest.tables import values_of
 from evaluation.costs.model import CostModel
 from evaluation.intervals import gain_over
 from evaluation.traces.replay import joined
@@ -36,7 +37,7 @@ def recommend(every: Sequence[Replays], cost: CostModel, experiment: Experiment)
         elif group == HEADS:
             reasons.append(f"no head beats it {'here' if lead.value <= 0 else 'beyond chance'}, {lead.words}")
     pick, gain = champions[best], gain_over(spent[BASELINE], spent[best])
-    path = experiment.head_paths.get(pick.arm.grid.name.removeprefix("head:"))
+    path = experiment.head_paths.get(pick.arm.grid.head)
     over = f"{gain.words} over the best fixed length" if best != BASELINE else "as the best fixed length"
     return {
         "sentence": f"Use {named(pick)}: {'; '.join(reasons)}.",
@@ -64,15 +65,14 @@ def named(pick: Pick) -> str:
     values = values_of(pick.values)
     if pick.family == BASELINE:
         return f"fixed length {values}" if pick.values["k"] else "no draft (fixed length 0)"
-    name = pick.arm.grid.name
-    name = f"head {name.removeprefix('head:')}" if name.startswith("head:") else NAMES.get(pick.family, pick.family)
+    name = f"head {head}" if (head := pick.arm.grid.head) else family(pick.family).label
     return f"{name} at {values}" if values else name
 
 
 def spec_of(pick: Pick, path: str | None) -> str:
     """The policy as `generate --policy` takes it."""
     values = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in pick.values.items()]
-    name = "head" if pick.arm.grid.name.startswith("head:") else pick.arm.grid.name
+    name = "head" if pick.arm.grid.head else pick.arm.grid.name
     return f"{name}:{','.join([*([path] if path else []), *values])}".removesuffix(":")
 
 

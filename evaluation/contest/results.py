@@ -2,23 +2,15 @@
 4.10).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from decode.policies.registry import POLICIES
-from evaluation.contest.arms import BASELINE, Pick, total
+from evaluation.contest.arms import Pick, total
+from evaluation.contest.families import BASELINE, GROUPS, HEADS, ORACLE, PERFECT, TRAINING_FREE
 from evaluation.contest.grids import label_of
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Gain, Spent, gain_over
-
-TRAINING_FREE, HEADS = "training-free", "heads"
-GROUPS: dict[str, Callable[[str], bool]] = {
-    TRAINING_FREE: lambda family: family in POLICIES,
-    HEADS: lambda family: family.startswith("head_"),
-    BASELINE: lambda family: family == BASELINE,
-}
-"""Groups of families, of which the best are compared: whether a family belongs to each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +92,8 @@ def result_of(pick: Pick, cost: CostModel, yardstick: Yardstick) -> Result:
         speed_up=spent.tokens_per_s * yardstick.t_target_s,
         gain=gain_over(rivals[BASELINE], spent),
         lead=gain_over(rivals[yardstick.champions[TRAINING_FREE]], spent),
-        percent_of_oracle=_percent_of(rivals["oracle"], spent),
-        percent_of_perfect=_percent_of(rivals["perfect_drawn"], spent) if "perfect_drawn" in rivals else float("nan"),
+        percent_of_oracle=_percent_of(rivals[ORACLE], spent),
+        percent_of_perfect=_percent_of(rivals[PERFECT], spent) if PERFECT in rivals else float("nan"),
     )
 
 

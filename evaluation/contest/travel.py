@@ -18,9 +18,9 @@ import pandas as pd
 import torch
 
 from evaluation.contest.arms import Arm, Pick, picks_of
-from evaluation.contest.grids import bounds
-from evaluation.contest.results import TRAINING_FREE, Result, Yardstick, result_of
-from evaluation.contest.tables import NAMES, ordered, result_frame
+from evaluation.contest.families import AUTO, BOUNDS, PERFECT, TRAINING_FREE, family
+from evaluation.contest.results import Result, Yardstick, result_of
+from evaluation.contest.tables import ordered, result_frame
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Gain, gain_over
 from evaluation.sheet import Sheet, spread
@@ -44,11 +44,11 @@ class Judged:
 
     def speeds_on_dev(self, cost: CostModel) -> dict[str, float]:
         """Throughput of every family on dev, by which settings and families are chosen."""
-        return {family: pick.tokens_per_s_on_dev(cost) for family, pick in self.picks.items()}
+        return {name: pick.tokens_per_s_on_dev(cost) for name, pick in self.picks.items()}
 
-    def gain(self, family: str) -> str:
+    def gain(self, name: str) -> str:
         """Gain over the best fixed length; empty where the family did not compete."""
-        return next((f"{result.gain.value:+.1%}" for result in self.results if result.family == family), "")
+        return next((f"{result.gain.value:+.1%}" for result in self.results if result.family == name), "")
 
 
 class Travelled(NamedTuple):
@@ -70,8 +70,8 @@ def travel(home: Judged, away: Judged, *, test: Trace, cost: CostModel) -> list[
         cost: of both.
     """
     there, travelled = away.yardstick.spent, []
-    for family, pick in picks_of(_moved(home.arms, away.arms, test), cost).items():
-        kept = gain_over(there[family], pick.spent(cost)) if family in there else None
+    for name, pick in picks_of(_moved(home.arms, away.arms, test), cost).items():
+        kept = gain_over(there[name], pick.spent(cost)) if name in there else None
         travelled.append(Travelled(result_of(pick, cost, away.yardstick), kept))
     places = {
         result.family: place
@@ -118,9 +118,9 @@ def _moved(home: Sequence[Arm], away: Sequence[Arm], test: Trace) -> Iterator[Ar
     """Home's arms with the foreign test in place of their own; what was replayed there already, which is most, is not
     replayed again.
     """
-    replayed = {(arm.grid.family, arm.grid.name): arm.test for arm in away if not arm.grid.family.startswith("auto_")}
+    replayed = {(arm.grid.family, arm.grid.name): arm.test for arm in away if family(arm.grid.family).kind != AUTO}
     for arm in home:
-        if arm.grid.family not in {grid.family for grid in bounds()}:
+        if arm.grid.family not in BOUNDS:
             known = replayed.get((arm.grid.family, arm.grid.name))
             yield Arm(arm.grid, arm.dev, replay_settings(test, arm.grid.policy) if known is None else known)
 
@@ -129,7 +129,7 @@ def travel_sheet(travelled: Sequence[Travelled], home: Judged, away: Judged, cos
     """Gains at home, travelled and tuned at the other set, side by side."""
     rows = [
         {
-            "policy": NAMES.get(result.family, result.family),
+            "policy": family(result.family).label,
             "setting from home": result.label,
             "at home": home.gain(result.family),
             "travelled": result.gain.text,
@@ -139,8 +139,8 @@ def travel_sheet(travelled: Sequence[Travelled], home: Judged, away: Judged, cos
         }
         for result, kept in travelled
     ]
-    gains = {"at home": home.gain("perfect_drawn"), "tuned there": away.gain("perfect_drawn")}
-    champion = NAMES[away.yardstick.champions[TRAINING_FREE]]
+    gains = {"at home": home.gain(PERFECT), "tuned there": away.gain(PERFECT)}
+    champion = family(away.yardstick.champions[TRAINING_FREE]).label
     return Sheet(
         f"from {home.dataset} to {away.dataset}; {cost.title}",
         [*rows, {"policy": "perfect head", "setting from home": "tuned there", **gains}],

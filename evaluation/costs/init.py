@@ -121,7 +121,6 @@ def _plan(config: Config) -> tuple[list[str], dict[str, Any]]:
 
 
 def _yaml(config: Config, *, num_prompts: int, takes: list[str], path: Path) -> str:
-    """The file: only what somebody may want to change, everything else has its default."""
     pair, data, decode = config.pair, config.data, config.decode
     [source] = data.prompt_sources
     columns = f", columns: {json.dumps(dict(source.columns))}" if source.columns else ""

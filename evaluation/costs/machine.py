@@ -227,7 +227,6 @@ def loop_key(experiment: Experiment) -> dict[str, Any]:
 
 
 def _timed_prompts(experiment: Experiment) -> tuple[str, Split]:
-    """The dataset and the split whose first prompts are timed."""
     return next(iter(experiment.datasets)), "dev"
 
 

@@ -94,7 +94,6 @@ class Loop:
         return PairModels(self.pair, self.compile, kind=self._warm)
 
     def _warm(self, model: PreTrainedModel, **settings: Any) -> CachedModel:
-        """The model with all widths compiled that the loop will feed."""
         made = KINDS[self.compile](model, **settings)
         if isinstance(made, CompiledModel):
             made.warm_up(self.max_draft_length + 1 if model is self.pair.target else 1)
@@ -213,7 +212,6 @@ def _line(by_length: dict[int, list[float]]) -> tuple[float, float]:
 
 
 def _straight(by_length: dict[int, list[float]], longest: int) -> Array:
-    """Seconds at k = 1 … longest on a line that does not fall."""
     offset, slope = _line(by_length)
     if slope <= 0:  # noise, or one length only
         offset, slope = typical([value for values in by_length.values() for value in values]), 0.0

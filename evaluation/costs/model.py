@@ -23,6 +23,8 @@ from evaluation.traces.trace import Array, Trace
 
 RECORDED = "recorded"
 """Origin of times that a published trace brought along."""
+_UNCERTAIN = 0.1
+"""Times with a larger relative error should be measured again."""
 
 
 class StopShares(NamedTuple):
@@ -40,14 +42,6 @@ class TimeErrors(NamedTuple):
     verifying: float = 0.0
     stopping: Mapping[str, float] = {}
     """Relative errors of stops, by kind."""
-
-    @property
-    def text(self) -> str:
-        """What titles say of them; of the stops the largest. Empty where the times are given."""
-        stop = max(self.stopping.values(), default=0.0)
-        errors = (("t_draft", self.drafting), ("t_target", self.verifying), ("a stop", stop))
-        said = ", ".join(f"{name} ± {100 * error:.0f} %" for name, error in errors if error)
-        return f"; standard errors: {said}" if said else ""
 
 
 NO_STOPS, CERTAIN = StopShares("stops free", {}), TimeErrors()
@@ -97,10 +91,16 @@ class CostModel:
 
     @property
     def title(self) -> str:
-        """Name of the costs in titles of tables and plots: the ratio, its origin, the assumed seconds of stops, and how
-        sure measured times are.
+        """Name of the costs in titles of tables and plots: the ratio, its origin, the source of the stops' times, and
+        the largest error of the measured times.
         """
-        return f"t_target/t_draft = {self.ratio:.2f} ({self.origin}; {self.stop_origin}{self.errors.text})"
+        # a stop's error counts in draft steps: a large part of a tiny time changes nothing
+        of_stops = (error * self.t_stop_s.get(kind, 0.0) for kind, error in self.errors.stopping.items())
+        error = max(self.errors.drafting, self.errors.verifying, max(of_stops, default=0.0) / self.t_draft_s)
+        precision = f"; times ± {100 * error:.0f} %" if error else ""
+        if error > _UNCERTAIN:
+            precision = "; these times are uncertain: measure them again with `acceptance-heads costs --again`"
+        return f"t_target/t_draft = {self.ratio:.2f} ({self.origin}; {self.stop_origin}{precision})"
 
     @property
     def slug(self) -> str:

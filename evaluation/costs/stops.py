@@ -192,7 +192,6 @@ def drafted_length(loop: Loop) -> int:
 
 
 def _stops_of(cycles: Sequence[Sequence[Draft]], mixtures: Mapping[str, Mapping[str, float]]) -> dict[str, Stop]:
-    """The stop of every kind, from the drafts of the timed kinds and those of the fixed length."""
     levels_s = [median(draft.step_s for draft in cycle) for cycle in cycles]
     paces: dict[str, list[list[float]]] = {}
     for cycle, level_s in zip(cycles, levels_s, strict=True):

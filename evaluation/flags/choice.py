@@ -11,9 +11,9 @@ import numpy as np
 
 from decode.policies import FixedLength
 from decode.policies.registry import registered
-from evaluation.contest.arms import BASELINE, picks_of, replay_arms, replay_dataset
-from evaluation.contest.grids import BOUNDS, Grid, grids_of, make_grid
-from evaluation.contest.results import GROUPS, HEADS, TRAINING_FREE
+from evaluation.contest.arms import picks_of, replay_arms, replay_dataset
+from evaluation.contest.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE
+from evaluation.contest.grids import Grid, grids_of, make_grid
 from evaluation.contest.travel import calibrated_on
 from evaluation.costs.model import CostModel
 from evaluation.flags.engines import Drafting, Engine, Setting

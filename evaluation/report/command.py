@@ -15,7 +15,8 @@ from data_gen.store.manifest import read_manifest
 from decode.experiment import Experiment
 from evaluation.batches.curves import kept_curves
 from evaluation.clock.results import check_clock, clock_dataset
-from evaluation.contest.arms import ALONE, Replays, picks_of, replay_dataset
+from evaluation.contest.arms import Replays, picks_of, replay_dataset
+from evaluation.contest.families import ALONE
 from evaluation.contest.grids import Grid, grids_with
 from evaluation.contest.in_batches import compare_in_batches, setups_of, sizes_of
 from evaluation.contest.recommended import recommend, write_verdict
@@ -99,7 +100,7 @@ def folder_of(experiment: Experiment, grids: Sequence[Grid]) -> Path:
 
     Says so at once where there are no heads, and how they are made.
     """
-    if any(grid.name.startswith("head:") for grid in grids):
+    if any(grid.head for grid in grids):
         return experiment.directory
     report, without = experiment.directory / "report.html", experiment.directory / "no-heads"
     lacking = "decode.policies names no head" if experiment.heads else f"No trained heads in {experiment.exported}"

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from evaluation.contest.colours import colours_of
+from evaluation.contest.families import BASELINE, family, styles_of
 from evaluation.contest.results import Result
-from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel
 from evaluation.figure import GREY, Plot, figure_of, plot_of
 
@@ -17,14 +16,15 @@ def speed_up_bars(results: Sequence[Result], cost: CostModel, *, best: str) -> P
     is the family that dev chooses, which is marked.
     """
     figure, axes = figure_of(0.3 * len(results) + 1.0)
-    base = next(result.speed_up for result in results if result.family == "fixed_length")
+    base = next(result.speed_up for result in results if result.family == BASELINE)
     shown = sorted(results, key=lambda result: result.speed_up)
     values = np.array([result.speed_up for result in shown])
     low, high = (base * (1 + np.array([getattr(result.gain, end) for result in shown])) for end in ("low", "high"))
     errors = np.maximum(0, np.stack([values - low, high - values]))
-    colours = colours_of(result.family for result in results)
-    labels = [NAMES.get(result.family, result.family) for result in shown]
-    axes.barh(labels, values, xerr=errors, color=[colours[result.family] for result in shown], ecolor=GREY, capsize=2)
+    styles = styles_of(result.family for result in results)
+    labels = [family(result.family).label for result in shown]
+    colours = [styles[result.family].colour for result in shown]
+    axes.barh(labels, values, xerr=errors, color=colours, ecolor=GREY, capsize=2)
     axes.get_yticklabels()[[result.family for result in shown].index(best)].set_fontweight("bold")
     axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
     axes.margins(y=0.01)

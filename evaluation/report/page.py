@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from evaluation.clock.results import ClockReport
 from evaluation.contest.arms import Pick
-from evaluation.contest.grids import BOUNDS
+from evaluation.contest.families import BOUNDS, families, family
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
-from evaluation.report.verdict import Answer, called
+from evaluation.report.verdict import Answer
 from evaluation.sheet import Sheet, crossed
 from store.shards import write_atomic
 
@@ -81,11 +81,10 @@ def write_report(page: Page) -> None:
 def has_heads(report: Path) -> bool:
     """Whether a written page compares heads."""
     text = report.read_text(encoding="utf-8")
-    return any(f'data-family="{prefix}' in text for prefix in ("head_", "auto_"))
+    return any(f'data-family="{name}"' in text for name, family in families().items() if family.needs_training)
 
 
 def _answers(dataset: str, page: Page) -> str:
-    """The sentence, the picture and the stages of one dataset, those at other times folded."""
     here, *elsewhere = page.answers[dataset]
     heading = f"<h2>{escape(dataset)}</h2>" if len(page.answers) > 1 else ""
     folded = (f"<details><summary>at {escape(other.costs)}</summary>{_answer(other)}</details>" for other in elsewhere)
@@ -96,7 +95,7 @@ def _answer(answer: Answer) -> str:
     rows = answer.table.rows
     verdict = escape(answer.verdict).replace(" %", "&nbsp;%")
     explained = f'<p class="note">{escape(answer.explained)}.</p>' if answer.explained else ""
-    table = _table(answer.table, classes=["best" * (row["stage"] == called(answer.best)) for row in rows])
+    table = _table(answer.table, classes=["best" * (row["stage"] == family(answer.best).label) for row in rows])
     return f'<p class="verdict">{verdict}</p>{explained}{_figure(answer.picture)}{table}'
 
 
@@ -115,7 +114,6 @@ def _ranking(ranking: Ranking) -> str:
 
 
 def _batches(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One table for each dataset, ratio and share of a verified token."""
     tables: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         share = "as measured" if row["verify_share"] is None else f"{row['verify_share']:g} t_draft"
@@ -131,7 +129,7 @@ def _batches(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell(row: Mapping[str, Any]) -> tuple[str, str, str]:
     figures = f"{row['tokens_per_s']:.1f}, {row['gain']:+.1%}, {row['request_s']:.3g} s"
-    return called(row["family"]), f"batch {row['batch_size']}", figures
+    return family(row["family"]).label, f"batch {row['batch_size']}", figures
 
 
 def _clocks(reports: Sequence[ClockReport]) -> str:
@@ -149,14 +147,15 @@ def _figure(plot: Plot) -> str:
 
 def _table(sheet: Sheet, *, classes: Iterable[str] = (), families: Iterable[str] = ()) -> str:
     """A sheet; `classes` and `families` of its rows, where they have some."""
-    of_rows, columns = zip(sheet.rows, _padded(classes), _padded(families), strict=False), sheet.columns
+    of_rows = zip(sheet.rows, _padded(classes), _padded(families), strict=False)
+    named = {column: ' class="name"' * (number < sheet.names) for number, column in enumerate(sheet.columns)}
     body = "".join(
         f'<tr class="{name}" data-family="{escape(family)}">'
-        + "".join(f"<td>{escape(str(row.get(column, '')))}</td>" for column in columns)
+        + "".join(f"<td{css}>{escape(str(row.get(column, '')))}</td>" for column, css in named.items())
         + "</tr>"
         for row, name, family in of_rows
     )
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    head = "".join(f"<th{css}>{escape(column)}</th>" for column, css in named.items())
     note = f'<p class="note">{escape(sheet.note)}</p>' if sheet.note else ""
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<h3>{escape(sheet.title)}</h3><div class="scroll">{table}</div>{note}'

@@ -6,10 +6,8 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 from scipy.special import expit
 
-from evaluation.contest.arms import BASELINE, Arm, Pick, Replays
-from evaluation.contest.colours import colours_of
-from evaluation.contest.grids import BOUNDS
-from evaluation.contest.tables import NAMES
+from evaluation.contest.arms import Arm, Pick, Replays
+from evaluation.contest.families import BASELINE, BOUNDS, COLOURS, HEADS, PRODUCT, family, styles_of
 from evaluation.costs.model import CostModel
 from evaluation.figure import BLUE, GREY, RED, Plot, figure_of, legend_below, plot_of
 from evaluation.traces.trace import Array, Trace
@@ -19,16 +17,17 @@ Picks = Mapping[str, Pick]
 _BINS = 15
 _FEWEST = 5
 """Tokens in a bin that the reliability plot shows."""
-_MOST_DISCARDED = 2.5
+_BEYOND_CHOSEN = 2.0
+"""Axes of the rates end at this many times the largest rate that dev chose, so that no outlier squeezes the others."""
 _MEANINGS = {
-    "max_rejection_prob": "risk of a rejection at which drafting stops",
-    "min_token_prob": "least probability of the newest token to go on",
-    "min_max_prob": "least probability of the likeliest token to go on",
+    "max_rejection_prob": "rejection probability at which drafting stops",
+    "min_token_prob": "minimum probability of the newest token",
+    "min_max_prob": "minimum probability of the likeliest token",
     "max_sqrt_entropy": "square root of the entropy at which drafting stops (nats)",
 }
 """Parameter -> what its values mean."""
-_TIMINGS: Mapping[str, str] = {"fed": "head_fed", "drawn": "head_drawn", "prefix": "head_prefix"}
-"""Timing -> family whose colour its best head has."""
+_LINES: Mapping[Timing, str] = {"fed": "--", "drawn": "-", "prefix": ":"}
+"""Timing -> line of its best head."""
 
 
 def all_plots(replays: Replays, picks: Picks, cost: CostModel, *, shown: Collection[str] | None = None) -> list[Plot]:
@@ -49,30 +48,27 @@ def pareto(picks: Picks, *, shown: Collection[str] | None = None) -> Plot:
     chose; `shown`: families, None for all.
     """
     figure, axes = figure_of(4.2)
-    colours = colours_of(picks)
-    right, top = 0.0, 0.0
-    for family, pick in picks.items():
-        if shown is not None and family not in shown:
-            continue
+    members = {name: pick for name, pick in picks.items() if shown is None or name in shown}
+    styles, right, top = styles_of(members), 0.0, 0.0
+    for name, pick in members.items():
         verified, discarded = _rates(pick.arm)
-        near = discarded < _MOST_DISCARDED
-        right, top = (
-            max(most, float(rate[near].max(initial=0.0))) for most, rate in ((right, verified), (top, discarded))
-        )
-        axes.plot(verified, discarded, ".", markersize=5, color=colours[family], label=NAMES.get(family, family))
-        chosen = verified[pick.setting], discarded[pick.setting]
-        axes.plot(*chosen, "o", markersize=9, fillstyle="none", markeredgewidth=1.6, color=colours[family])
+        best = float(verified[pick.setting]), float(discarded[pick.setting])
+        right, top = max(right, best[0]), max(top, best[1])
+        colour, _, marker = styles[name]
+        axes.plot(verified, discarded, marker, markersize=3, color=colour, label=family(name).label)
+        axes.plot(*best, "o", markersize=9, fillstyle="none", markeredgewidth=1.6, color=colour)
     axes.set(
         xlabel="verifications per emitted token",
         ylabel="discarded tokens per emitted token",
-        ylim=(-0.05, 1.05 * top + 0.05),
-        xlim=(0, 1.05 * right),
+        ylim=(-0.02, _BEYOND_CHOSEN * top + 0.05),
+        xlim=(0, _BEYOND_CHOSEN * right),
     )
     legend_below(axes)
     return plot_of(
         "pareto",
-        "What is wasted against how often the target runs, one point per setting of each policy that decides; the ring "
-        "is the setting chosen on dev. Nearer to the lower left is better (SpecDec++, Figure 4).",
+        "Wasted tokens against target forwards, one point per setting. The ring marks the setting chosen on dev; "
+        f"settings beyond {_BEYOND_CHOSEN:g} times the chosen rates are cut off. Lower left is better "
+        "(SpecDec++, Figure 4).",
         figure,
     )
 
@@ -81,56 +77,55 @@ def thresholds(picks: Picks, cost: CostModel) -> list[Plot]:
     """Speed-up over the threshold of each family with one parameter, at its best arm; a plot for each meaning of a
     threshold.
     """
-    colours, by_meaning = colours_of(picks), dict[str, list[Pick]]()
-    for family, pick in picks.items():
+    by_meaning = dict[str, list[Pick]]()
+    for name, pick in picks.items():
         values = [list(setting.items()) for setting in pick.arm.grid.settings]
-        if family in BOUNDS or len(values) <= 4 or any(len(items) != 1 for items in values):
+        if name in BOUNDS or len(values) <= 4 or any(len(items) != 1 for items in values):
             continue
         ((parameter, value),) = values[0]
         if isinstance(value, float):
-            by_meaning.setdefault(_meaning(family, parameter), []).append(pick)
+            by_meaning.setdefault(_meaning(name, parameter), []).append(pick)
     plots = []
-    for place, (meaning, members) in enumerate(by_meaning.items(), 1):
+    for number, (meaning, members) in enumerate(by_meaning.items(), 1):
+        styles = styles_of(pick.family for pick in members)
         figure, axes = figure_of(3.2 + 0.2 * len(members) / 2)
         for pick in members:
-            colour, label = colours[pick.family], NAMES.get(pick.family, pick.family)
+            colour, line, _ = styles[pick.family]
             values = [next(iter(setting.values())) for setting in pick.arm.grid.settings]
             speed_up = cost.tokens_per_s(pick.arm.test) * cost.t_target_s[0]
-            axes.plot(values, speed_up, color=colour, label=label)
+            axes.plot(values, speed_up, color=colour, linestyle=line, label=family(pick.family).label)
             axes.plot(values[pick.setting], speed_up[pick.setting], "o", markersize=6, color=colour)
         axes.set(xlabel=meaning, ylabel="predicted speed-up")
         legend_below(axes)
-        caption = f"Predicted speed-up over the target alone by {meaning}, on test; the dot is what dev chose."
-        plots.append(plot_of(f"thresholds-{place}", caption, figure))
+        caption = f"Predicted speed-up over the target alone by {meaning}, on test. The dot marks dev's choice."
+        plots.append(plot_of(f"thresholds-{number}", caption, figure))
     return plots
 
 
 def draft_lengths(picks: Picks, cost: CostModel, *, shown: Collection[str] | None = None) -> Plot:
     """How long drafts are at the dev-chosen settings; `shown`: families, None for all."""
     figure, axes = figure_of(3.8)
-    colours = colours_of(picks)
-    for family, (arm, setting) in picks.items():
-        if shown is not None and family not in shown:
-            continue
-        lengths, label = arm.test.lengths[setting].sum(0), NAMES.get(family, family)
-        if family == BASELINE:  # a single spike would flatten every other line
+    members = {name: pick for name, pick in picks.items() if shown is None or name in shown}
+    styles = styles_of(members)
+    for name, (arm, setting) in members.items():
+        lengths, (colour, line, _), label = arm.test.lengths[setting].sum(0), styles[name], family(name).label
+        if name == BASELINE:  # a single spike would flatten every other line
             length = next(iter(arm.grid.settings[setting].values()))
-            axes.axvline(length, color=colours[family], linestyle="--", label=f"{label} ({length})")
+            axes.axvline(length, color=colour, linestyle="-.", label=f"{label}: {length}")
             continue
         share = 100 * lengths / lengths.sum()
-        axes.step(np.arange(len(lengths)), share, where="mid", color=colours[family], label=label)
+        axes.step(np.arange(len(lengths)), share, where="mid", color=colour, linestyle=line, label=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="drafted tokens in a round", ylabel="% of rounds")
     legend_below(axes)
     return plot_of(
-        "draft_lengths", f"How long drafts are, where a target forward costs {cost.ratio:.1f} draft forwards.", figure
+        "draft_lengths", f"Draft lengths, where a target forward costs {cost.ratio:.1f} draft forwards.", figure
     )
 
 
 def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Plot:
     """Calibrated prediction against the share accepted, over the tokens that the draft draws first at each position."""
     figure, axes = figure_of(3.8)
-    colours = colours_of(())
     drawn, is_accepted = trace.first_drawn[trace.is_drafted], trace.is_first_accepted[trace.is_drafted]
     axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
     for timing, head in heads.items():
@@ -142,13 +137,13 @@ def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Pl
         some = count >= _FEWEST
         mean = np.bincount(index, prob, _BINS)[some] / count[some]
         share, label = np.bincount(index, accepted, _BINS)[some] / count[some], f"best {SAID[timing]} head"
-        axes.plot(mean, share, marker="o", markersize=3, color=colours[_TIMINGS[timing]], label=label)
-    axes.set(xlabel="predicted chance of acceptance", ylabel="share that was accepted", xlim=(0, 1), ylim=(0, 1))
+        axes.plot(mean, share, _LINES[timing], marker="o", markersize=3, color=COLOURS[HEADS], label=label)
+    axes.set(xlabel="predicted probability of acceptance", ylabel="accepted share of tokens", xlim=(0, 1), ylim=(0, 1))
     legend_below(axes)
     return plot_of(
         "reliability",
-        "Are heads right about their chances? On the dashed line a head that says 70 % is right 70 % of the time; test "
-        "tokens, calibrated.",
+        "Are the heads' predictions right? On the grey diagonal, a prediction of 70 % comes true for 70 % of the "
+        "tokens. Calibrated predictions on test tokens.",
         figure,
     )
 
@@ -164,15 +159,15 @@ def entropies(trace: Trace) -> Plot:
             continue
         mean = f"{label} (mean {entropy[mask].mean():.2f})"
         axes.hist(entropy[mask], bins=bins, histtype="step", density=True, color=colour, linewidth=1.5, label=mean)
-    axes.set(xlabel="entropy of the draft's distribution (nats)", ylabel="density of tokens")
+    axes.set(xlabel="entropy of the draft's distribution (nats)", ylabel="density of tokens, log scale", yscale="log")
     legend_below(axes)
     return plot_of("entropy", "Entropy of the draft where its token was accepted and where it was rejected.", figure)
 
 
-def _meaning(family: str, parameter: str) -> str:
+def _meaning(name: str, parameter: str) -> str:
     """Meaning of a threshold, as the label of an axis; policies whose thresholds mean the same share one."""
-    if family == "cumulative_token_prob":  # the same parameter as of one token's, of another probability
-        return "least probability of the whole draft to go on"
+    if name == PRODUCT:  # its parameter has the name of token_prob's, but bounds another probability
+        return "minimum probability of the whole draft"
     return _MEANINGS.get(parameter, parameter.replace("_", " "))
 
 

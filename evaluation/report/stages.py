@@ -19,17 +19,24 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.contest.arms import BASELINE
-from evaluation.contest.colours import colours_of
-from evaluation.contest.results import HEADS, TRAINING_FREE, Result
-from evaluation.contest.tables import NAMES, values_of
+from evaluation.contest.families import (
+    BASELINE,
+    HEADS,
+    ORACLE,
+    PERFECT,
+    PRODUCT,
+    TRAINING_FREE,
+    family,
+    styles_of,
+)
+from evaluation.contest.results import Result
+from evaluation.contest.tables import values_of
 from evaluation.contest.travel import Judged
 from evaluation.costs.model import CostModel
 from evaluation.figure import GREY, Plot, figure_of, plot_of
 from evaluation.intervals import Gain, gain_over
 from evaluation.sheet import Sheet, flat
 
-PRODUCT, PERFECT, ORACLE = "cumulative_token_prob", "perfect_drawn", "oracle"
 _MISSING = {
     PRODUCT: "not compared: decode.policies lacks it",
     HEADS: "not compared: no trained heads (acceptance-heads export)",
@@ -59,7 +66,7 @@ class Stage:
     @property
     def name(self) -> str:
         """Name in tables and in the picture."""
-        return "best head" if self.family == HEADS else NAMES.get(self.family, self.family)
+        return "best head" if self.family == HEADS else family(self.family).label
 
     @property
     def missing(self) -> str:
@@ -104,16 +111,16 @@ def stages_of(judged: Judged, *, heads: Mapping[str, str]) -> list[Stage]:
     stages: list[Stage] = []
     unseen: list[str] = []  # knowledge of missing stages, which the next one that has figures adds too
     before: Result | None = None
-    for family, knows in known.items():
-        result = results.get(family)
+    for name, knows in known.items():
+        result = results.get(name)
         figures: dict[str, Any] = {}
         if result:
-            figures = {"setting": " at ".join(filter(None, (heads.get(family, ""), values_of(result.setting))))}
+            figures = {"setting": " at ".join(filter(None, (heads.get(name, ""), values_of(result.setting))))}
         if result and before:
             share = 100 * (result.tokens_per_s - before.tokens_per_s) / whole if whole > 0 else None
-            figures |= {"added": gain_over(spent[before.family], spent[family]), "percent_of_gain": share}
+            figures |= {"added": gain_over(spent[before.family], spent[name]), "percent_of_gain": share}
         unseen.append(knows)
-        stages.append(Stage(family=family, knows="; ".join(unseen) if result else knows, result=result, **figures))
+        stages.append(Stage(family=name, knows="; ".join(unseen) if result else knows, result=result, **figures))
         before, unseen = (result, []) if result else (before, unseen)
     return stages
 
@@ -159,22 +166,21 @@ def console_sheet(sheet: Sheet, *, best: str, more: int) -> Sheet:
 
 
 def _speed(tokens_per_s: float) -> str:
-    """Whole tokens per second, and a tenth of slow models."""
     return f"{tokens_per_s:.{0 if tokens_per_s >= 100 else 1}f}"
 
 
 def stage_plot(stages: Sequence[Stage], cost: CostModel, *, dataset: str) -> Plot:
     """Tokens per second of each stage, in full colour from where the one before it ends."""
     figure, axes = figure_of(0.55 * len(stages) + 1.2)
-    colours = colours_of(stage.family for stage in stages)
+    styles = styles_of(stage.family for stage in stages)
     base = before = stages[0].speeds.value
     for row, stage in enumerate(stages):
-        text, end = stage.missing.partition(":")[0], base
+        text, end, colour = stage.missing.partition(":")[0], base, styles[stage.family].colour
         if stage.result:
             value, low, end, _ = stage.speeds
             text = _speed(value)
-            axes.barh(row, min(before, value) - base, left=base, color=colours[stage.family], alpha=0.35, height=0.62)
-            axes.barh(row, max(value - before, 0), left=before, color=colours[stage.family], height=0.62)
+            axes.barh(row, min(before, value) - base, left=base, color=colour, alpha=0.35, height=0.62)
+            axes.barh(row, max(value - before, 0), left=before, color=colour, height=0.62)
             if row:
                 axes.errorbar(value, row, xerr=[[value - low], [end - value]], color=GREY, capsize=3, linewidth=1.2)
             before = value

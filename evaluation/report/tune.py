@@ -10,7 +10,8 @@ from typing import Any
 
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.contest.arms import BASELINE, Pick, Replays, fastest_on_dev, picks_of, replay_dataset
+from evaluation.contest.arms import Pick, Replays, fastest_on_dev, picks_of, replay_dataset
+from evaluation.contest.families import BASELINE
 from evaluation.contest.grids import grids_with
 from evaluation.contest.recommended import recommend, write_verdict
 from evaluation.costs.machine import costs_for
@@ -116,7 +117,7 @@ def written_to(experiment: Experiment, result: Tuned) -> str:
 def tuned_heads(replays: Replays, cost: CostModel) -> tuple[Pick, list[Tuned]]:
     """(the best fixed length, every head at its best threshold on dev and under the rule, the fastest on dev first)."""
     baseline = picks_of(replays.arms, cost)[BASELINE]
-    arms = {arm.grid.name.removeprefix("head:"): arm for arm in replays.arms}
+    arms = {arm.grid.head: arm for arm in replays.arms}
     found = [
         tune_head(name, fastest_on_dev([arms[name]], cost), replays, cost=cost, baseline=baseline)
         for name in Bar(replays.heads, desc="tune: auto", unit="heads")

@@ -10,16 +10,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from data_gen.labels.scalars import SCALARS
-from evaluation.contest import colours
-from evaluation.contest.arms import BASELINE
-from evaluation.contest.colours import kind_of
-from evaluation.contest.results import HEADS, TRAINING_FREE, Result, lead_of
-from evaluation.contest.tables import NAMES, result_sheet, values_of
+from evaluation.contest.families import (
+    AUTO,
+    BASELINE,
+    BOUND,
+    CUSTOM,
+    ENGINES,
+    ENTROPIES,
+    HEADS,
+    ORACLE,
+    PAPERS,
+    PERFECT,
+    PROBABILITIES,
+    TRAINING_FREE,
+    family,
+)
+from evaluation.contest.grids import head_in
+from evaluation.contest.results import Result, lead_of
+from evaluation.contest.tables import result_sheet, values_of
 from evaluation.contest.travel import Judged
 from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
 from evaluation.intervals import Gain
-from evaluation.report.stages import ORACLE, PERFECT, Stage, console_sheet, stage_plot, stage_sheet, stages_of
+from evaluation.report.stages import Stage, console_sheet, stage_plot, stage_sheet, stages_of
 from evaluation.sheet import Sheet
 from heads.model.head import SAID, AcceptanceHead
 
@@ -31,7 +44,7 @@ _SCORED = {
 }
 _SCALARS = {"log_token_prob": "the token's log-probability", "entropy": "the entropy of the draft's distribution"}
 _ALWAYS = (BASELINE, PERFECT, ORACLE)
-_ONE_OF_EACH = (colours.PROBABILITIES, colours.ENTROPIES, colours.PAPERS, colours.HEADS, colours.AUTO)
+_ONE_OF_EACH = (PROBABILITIES, ENTROPIES, PAPERS, HEADS, AUTO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +77,7 @@ class Answer:
 
     def printed(self, *, has_all: bool) -> list[Sheet]:
         """The sheets for a console, the best row in bold: the stages and, if wanted, every row."""
-        best, num_stages = called(self.best), sum(stage.result is not None for stage in self.stages)
+        best, num_stages = family(self.best).label, sum(stage.result is not None for stage in self.stages)
         bold = [
             {name: f"[bold]{cell}[/bold]" if cell and row["policy"] == best else cell for name, cell in row.items()}
             for row in self.sheet.rows
@@ -75,13 +88,12 @@ class Answer:
 
 def answer_of(judged: Judged, cost: CostModel, *, heads: Mapping[str, AcceptanceHead], num_prompts: int) -> Answer:
     """Sentence, rows and picture of one dataset at one cost."""
-    heads_of = [row for row in judged.results if row.name.startswith("head:")]
-    names = {row.family: row.name.removeprefix("head:") for row in heads_of}
+    names = {row.family: head for row in judged.results if (head := head_in(row.name))}
     champion = names.get(judged.yardstick.champions.get(HEADS, ""), "")
     sheet = result_sheet(judged.results, cost, dataset=judged.dataset, num_prompts=num_prompts)
     deciding, stages = deciding_families(judged, cost), stages_of(judged, heads=names)
     beside = [
-        f"{' at '.join(filter(None, (called(result.family), values_of(result.setting))))}: {result.gain.words}"
+        f"{' at '.join(filter(None, (family(result.family).label, values_of(result.setting))))}: {result.gain.words}"
         for result in judged.results
         if result.family in set(deciding) - {stage.family for stage in stages}
     ]
@@ -102,12 +114,7 @@ def answer_of(judged: Judged, cost: CostModel, *, heads: Mapping[str, Acceptance
 def best_runnable(judged: Judged, cost: CostModel) -> str:
     """The family that is fastest on dev of those that can be run."""
     speeds = judged.speeds_on_dev(cost)
-    return max((family for family in speeds if kind_of(family) != colours.LIMITS), key=speeds.__getitem__)
-
-
-def called(family: str) -> str:
-    """Name of a family in tables, in plots and on the page."""
-    return NAMES.get(family, family)
+    return max((name for name in speeds if family(name).kind != BOUND), key=speeds.__getitem__)
 
 
 def deciding_families(judged: Judged, cost: CostModel) -> list[str]:
@@ -117,9 +124,9 @@ def deciding_families(judged: Judged, cost: CostModel) -> list[str]:
     speeds = judged.speeds_on_dev(cost)
     shown = {*_ALWAYS, *judged.yardstick.champions.values()}
     for kind in _ONE_OF_EACH:
-        members = [family for family in speeds if kind_of(family) == kind]
+        members = [name for name in speeds if family(name).kind == kind]
         shown |= {max(members, key=speeds.__getitem__)} if members else set()
-    shown |= {family for family in speeds if kind_of(family) == colours.OWN}
+    shown |= {name for name in speeds if family(name).kind in (CUSTOM, ENGINES)}
     return [result.family for result in judged.results if result.family in shown]
 
 
@@ -161,14 +168,12 @@ def explained(head: AcceptanceHead) -> str:
 
 
 def _as_said(result: Result, head: str) -> str:
-    """A policy with its setting, as a sentence names it."""
     value = values_of(result.setting)
-    return f"{f'head {head}' if head else called(result.family)}{f' at {value}' if value else ''}"
+    return f"{f'head {head}' if head else family(result.family).label}{f' at {value}' if value else ''}"
 
 
-def _rival(family: str) -> str:
-    """A policy behind "over", with its article."""
-    name = called(family)
+def _rival(rival: str) -> str:
+    name = family(rival).label
     return f"the {name}" if name[0].islower() else name
 
 

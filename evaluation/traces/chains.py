@@ -80,7 +80,6 @@ class ChainRecorder(Recorder):
         )
 
     def _begun(self, path: Path, group: Tensor, limits: Tensor, response_ids: list[int]) -> _Drafts:
-        """The first token of each draft: the response's own, or the rejected draw."""
         is_rejected = path.is_rejected[group]
         rejected = (path.is_rejected.cumsum(0) - 1)[group].clamp(min=0)
         on_path, off_path = (
@@ -105,7 +104,6 @@ class ChainRecorder(Recorder):
     def _draft_on(
         self, chains: Chains | BlockChains, drafts: _Drafts, target_hidden: Tensor, response: Tensor, chance: Tensor
     ) -> None:
-        """Every further token of some drafts."""
         eos = torch.tensor(sorted(self.eos_ids), device=response.device, dtype=response.dtype)
         alive = torch.arange(len(drafts.starts), device=response.device)
         for place in range(1, self.max_draft_length):
@@ -156,7 +154,6 @@ class ChainRecorder(Recorder):
     def _with_target(
         self, told: Told, drafts: _Drafts, drawn: DrawnTokens, prob: Tensor, lengths: Tensor, num_prompt: int
     ) -> Tensor:
-        """acceptance_prob of every token, also of those after a rejection."""
         owners = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         places = torch.arange(len(owners), device=lengths.device) - (lengths.cumsum(0) - lengths)[owners]
         in_branch = places >= drafts.passing[owners]  # the rejected token, and what follows it

@@ -206,7 +206,6 @@ class Recorder:
     def _branches(
         self, tree: Branched, first: DrawnTokens, limits: Tensor, chance: Tensor
     ) -> tuple[DrawnTokens, Tensor]:
-        """Every branch with its first token, and their lengths."""
         rest = grow(tree, first.token, limits, chance, sampling=self.drafting, eos_ids=self.eos_ids)
         tree.cut()
         owners = torch.arange(len(first.token), device=limits.device)

@@ -58,14 +58,12 @@ class PlayedDraws(Draws):
         return count
 
     def _begin(self, start: int) -> None:
-        """Begin a round at `start`."""
         stop, fork = (places[start] if start < len(self._path) else start for places in (self._rejected, self._forks))
         self._start, self._num_passing = start, stop - start
         self._drafted = iter([*self._path[start:fork], *self._branches.get(fork, ())])
         self._next = None
 
     def _recorded(self) -> int | None:
-        """Outcome of the next draw, if the trace knows it."""
         if self._next is None:
             return next(self._drafted, None)
         place = self._next

@@ -136,7 +136,6 @@ class TraceFolder:
                 yield from ((disk.Place(dataset, spec.split, spec.index, draw), spec) for spec in specs)
 
     def _record(self, place: disk.Place, spec: ShardSpec, pair: Pair, progress: Callable[[int], None]) -> None:
-        """Record one shard and write it."""
         decode = self.decode
         draw = ("draw", place.draw) if place.draw else ()
         seed = seed_of(decode.seed, "trace", place.dataset, spec.split, spec.index, *draw)
@@ -281,7 +280,6 @@ def _recorded_shards(directory: Path, dataset: str, split: Split) -> list[ShardS
 
 
 def _name_of(sampling: Sampling) -> str:
-    """A sampling in a folder's name."""
     if sampling.is_greedy:
         return "likeliest"
     return "-".join(f"{name}{value:g}" for name, value in sampling.as_dict().items() if value is not None)

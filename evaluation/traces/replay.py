@@ -202,7 +202,6 @@ class Lockstep:
         self.feedback = mapped(lambda value: np.where(begins, 0.0, value), self.feedback)
 
     def _step(self, totals: Totals) -> None:
-        """One draft step of every lane, and verification where the draft ended."""
         self._conclude(*self._drafted(self.lanes.position < self.lanes.allowed), totals)
 
     def _drafted(self, wants: Array) -> tuple[Array, Array]:
@@ -225,7 +224,6 @@ class Lockstep:
         return ~draws | stops | tokens.is_eos.take(at) | (lanes.position >= lanes.allowed), wants & ~draws
 
     def _places(self) -> Array:
-        """Flat index of the token that each lane would draft next."""
         path = self.lanes.start + self.lanes.position
         at = np.where(path < self.lanes.fork, path, path + self.lanes.shift)
         # lanes that wait for the others, or have ended, point anywhere
@@ -238,7 +236,6 @@ class Lockstep:
         return AfterDraw(**(_ABSENT | signals | {"position": self.lanes.position}))
 
     def _conclude(self, ended: Array, has_unused_forward: Array, totals: Totals) -> None:
-        """Verify the lanes whose draft ended."""
         lanes = self.lanes
         over = (ended & (lanes.start < lanes.end)).nonzero()[0]
         index, start, drawn = lanes.index[over], lanes.start[over], lanes.position[over]
@@ -313,7 +310,6 @@ def _num_settings(policy: Policy) -> int:
 
 
 def _expanded(policy: Policy, index: Array) -> Policy:
-    """The policy with its array parameters indexed, one number per lane."""
     result = copy.copy(policy)
     for name, value in list(_array_fields(policy)):
         object.__setattr__(result, name, value[index])

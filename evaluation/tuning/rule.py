@@ -76,7 +76,6 @@ def batch_auto_for(head: Any, trace: Trace, costs: BatchCosts, size: int) -> Bat
 
 
 def _index(trace: Trace, head: Any) -> dict[str, Any]:
-    """The index as both rules take it."""
     index = index_of(trace, head)
     return {
         "next_mean": index.next_mean,

@@ -30,7 +30,7 @@ CEILINGS = {
     "data_gen": (7142, 4400),
     "heads": (5133, 3600),
     "decode": (5725, 4200),
-    "evaluation": (12351, 7400),
+    "evaluation": (12339, 7400),
     "serve": (1035, 800),
     "checkpoints/recipes": (1636, 1400),
     "benchmarks": (799, 800),

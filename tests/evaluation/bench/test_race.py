@@ -18,7 +18,7 @@ from evaluation.bench.plots import race_plot
 from evaluation.bench.race import SAMPLINGS, Race
 from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
 from evaluation.bench.standings import standings_of, summary_sheet, verdict_of
-from evaluation.contest.arms import ALONE
+from evaluation.contest.families import ALONE
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Spent, gain_over
 from evaluation.traces.disk import places_in

@@ -10,7 +10,7 @@ from evaluation.bench.plots import race_plot
 from evaluation.bench.race import Race, RaceTerms
 from evaluation.bench.schedules import UNASSISTED, assisted
 from evaluation.bench.standings import standings_of
-from evaluation.contest.arms import ALONE
+from evaluation.contest.families import ALONE
 from evaluation.costs.model import CostModel
 from evaluation.flag_types import RaceRules
 from evaluation.intervals import Gain

@@ -9,9 +9,9 @@ from decode.policies.auto import Auto
 from decode.policies.bounds import PerfectHead
 from decode.policies.registry import LOGISTIC, POLICIES, make_policy
 from evaluation.contest.arms import Replays, by_family, fastest_heads, picks_of, replay_arms, replay_dataset
+from evaluation.contest.families import family
 from evaluation.contest.grids import bounds, default_values, grids_of, head_grid, make_grid
 from evaluation.contest.results import Result, results_of, yardstick_of
-from evaluation.contest.tables import NAMES
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Splits
 from evaluation.traces.replay import replay_settings
@@ -185,7 +185,7 @@ def test_a_policy_of_ones_own_competes_on_its_own_grid(tmp_path, monkeypatch):
     try:
         *_, grid = grids_of({}, {}, max_draft_length=5, policies=(name,))
         assert grid.settings == ({"floor": 0.1}, {"floor": 0.3})
-        assert NAMES[name] == "Unsure (competing_policy)"
+        assert family(name).label == "Unsure (competing_policy)"
         *_, grid = grids_of({name: {"floor": [0.7]}}, {}, max_draft_length=5, policies=(name,))
         assert grid.settings == ({"floor": 0.7},)
     finally:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from evaluation.contest.arms import BASELINE
-from evaluation.contest.results import HEADS, TRAINING_FREE, Result, Yardstick, lead_of
+from evaluation.contest.families import BASELINE, HEADS, PERFECT, PRODUCT, TRAINING_FREE
+from evaluation.contest.results import Result, Yardstick, lead_of
 from evaluation.contest.travel import Judged
 from evaluation.costs.model import CostModel
 from evaluation.intervals import Spent, gain_over
-from evaluation.report.stages import PERFECT, PRODUCT, console_sheet, stage_plot, stage_sheet, stages_of
+from evaluation.report.stages import console_sheet, stage_plot, stage_sheet, stages_of
 
 COST = CostModel.constant(0.01, 0.02)
 SPEEDS = {BASELINE: 100.0, PRODUCT: 120.0, "entropy": 118.0, "head_drawn": 130.0, PERFECT: 150.0, "oracle": 200.0}

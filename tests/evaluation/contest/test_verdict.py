@@ -1,12 +1,10 @@
 """The sentence and the rows that decide have the figures of the table, say plainly where training does not pay, and are
-the same on console and page; every family has a colour of its own.
+the same on console and page; no plot needs more than eight colours.
 """
 
 import html
 import json
 import re
-from colorsys import rgb_to_hls
-from itertools import combinations
 
 import pytest
 import torch
@@ -14,17 +12,16 @@ import torch
 from decode.experiment import Experiment
 from decode.policies import FixedLength
 from evaluation.contest.arms import replay_dataset
-from evaluation.contest.colours import HEADS, LENGTHS, LIMITS, OWN, PROBABILITIES, colours_of, kind_of
+from evaluation.contest.families import COLOURS, CUSTOM, GROUPS, TRAINING_FREE, families, family, styles_of
 from evaluation.contest.grids import Grid, default_values, grids_of
-from evaluation.contest.results import TRAINING_FREE, lead_of
-from evaluation.contest.tables import NAMES
+from evaluation.contest.results import lead_of
 from evaluation.costs.model import CostModel, StopShares
 from evaluation.figure import INK, figure_of, legend_below, plot_of
 from evaluation.intervals import Gain, Splits
 from evaluation.report.command import folder_of, judge, rankings
 from evaluation.report.page import Page, has_heads, write_report
 from evaluation.report.plots import all_plots, thresholds
-from evaluation.report.verdict import _doubt, answer_of, called, deciding_families, explained
+from evaluation.report.verdict import _doubt, answer_of, deciding_families, explained
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling
@@ -65,14 +62,13 @@ def compared(splits, heads):
 def test_the_sentence_has_the_figures_of_the_rows(compared, heads, t_draft_s):
     cost = CostModel.constant(t_draft_s, 1.0, "measured")
     judged = judge("made", compared[0], cost)
-    answer = answer_of(judged, cost, heads=heads, num_prompts=80)
-    verdict = answer.verdict
+    verdict = (answer := answer_of(judged, cost, heads=heads, num_prompts=80)).verdict
     results = {result.family: result for result in judged.results}
     own, free = (results[judged.yardstick.champions[group]] for group in ("heads", TRAINING_FREE))
     length, lead = results["fixed_length"].setting["k"], lead_of(judged.yardstick)
     assert verdict.startswith(f"On this machine (a target forward costs {1 / t_draft_s:.1f} draft forwards): head")
     assert f"predicted {own.gain.words} over the best fixed length ({length})" in verdict
-    over = f", {lead.words} over the {called(free.family)}, which needs no training"
+    over = f", {lead.words} over the {family(free.family).label}, which needs no training"
     assert (over in verdict) == (free.family != "fixed_length")
     head = next(stage for stage in answer.stages if stage.family == own.family)
     assert head.result == own
@@ -111,7 +107,7 @@ def test_one_row_of_each_kind_decides_and_bounds_stand_last(compared):
     _, judged, _ = compared
     shown = deciding_families(judged, CURVE)
     assert (shown[0], shown[-2:]) == ("fixed_length", ["perfect_drawn", "oracle"])
-    kinds = [kind_of(family) for family in shown[:-2]]
+    kinds = [family(name).kind for name in shown[:-2]]
     assert len(set(kinds)) == len(kinds)
     assert {judged.yardstick.champions["heads"], judged.yardstick.champions[TRAINING_FREE]} <= set(shown)
 
@@ -125,17 +121,17 @@ def test_the_console_has_the_stages_and_if_wanted_every_row_with_the_best_in_bol
     others = len(whole.rows) - len(stages.rows)
     assert f"--all: {others} more rows" in stages.note
     assert [row["policy"] for row in whole.rows if "[bold]" in row["tokens/s"]] == [
-        f"[bold]{called(answer.best)}[/bold]"
+        f"[bold]{family(answer.best).label}[/bold]"
     ]
 
 
 def test_what_decides_but_is_no_stage_stands_in_the_note_with_its_gain(compared):
     _, judged, answer = compared
-    stages = {stage.family for stage in answer.stages}
-    beside = [result for result in judged.results if result.family in set(answer.deciding) - stages]
+    beside_stages = set(answer.deciding) - {stage.family for stage in answer.stages}
+    beside = [result for result in judged.results if result.family in beside_stages]
     assert beside
     for result in beside:
-        assert called(result.family) in answer.table.note
+        assert family(result.family).label in answer.table.note
         assert result.gain.words in answer.table.note
 
 
@@ -148,30 +144,39 @@ def test_the_name_of_a_head_is_explained_in_words():
     )
 
 
-def test_no_two_families_have_one_colour_and_a_policy_of_ones_own_has_one():
-    colours = colours_of([*NAMES, "mine", "yours"])
-    assert len(set(colours.values())) == len(colours) >= len(NAMES) + 2
-    assert kind_of("mine") == OWN
-    assert [kind_of(family) for family in ("head_drawn", "cumulative_token_prob")] == [HEADS, PROBABILITIES]
-    assert set(default_values(5)) - {"head"} <= {family for family in colours if kind_of(family) != OWN}
-
-
-def test_kinds_of_policies_are_told_apart_by_hue():
-    """Of two families of different kinds, greys apart, no hue is within ten degrees of the other's."""
-    hues = [
-        (kind_of(family), 360 * hue)
-        for family, colour in colours_of([*NAMES, "mine"]).items()
-        if kind_of(family) not in (LENGTHS, LIMITS)
-        for hue in [rgb_to_hls(*(int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)))[0]]
+def test_every_family_has_the_colour_of_its_kind_and_a_line_and_marker_of_its_own():
+    assert len(set(COLOURS.values())) <= 8
+    styles = styles_of(names := [*families(), "mine", "yours"])
+    assert {name: style.colour for name, style in styles.items()} == {
+        name: COLOURS[family(name).kind] for name in names
+    }
+    deciding = [
+        "fixed_length",
+        "cumulative_token_prob",
+        "entropy",
+        "head_specdec",
+        "head_drawn",
+        "auto_drawn",
+        "oracle",
     ]
-    for (kind, hue), (other, other_hue) in combinations(hues, 2):
-        apart = abs(hue - other_hue)
-        assert kind == other or min(apart, 360 - apart) > 10, (kind, other)
+    assert len({style.colour for style in styles_of(deciding).values()}) == len(deciding)
+    assert len(set(styles_of(["token_prob", "cumulative_token_prob", "max_prob", "mine", "yours"]).values())) == 5
+    assert (family("mine").kind, family("mine").label) == (CUSTOM, "mine")
+
+
+def test_the_groups_and_the_need_of_training_follow_from_the_kind():
+    heads = ["head_specdec", "head_fed", "head_drawn", "head_prefix"]
+    assert [name for name in families() if GROUPS["heads"](name)] == heads
+    assert {name for name in families() if GROUPS[TRAINING_FREE](name)} == set(default_values(5)) - {"head"}
+    assert all(
+        family(name).needs_training == (name in (*heads, "auto_fed")) for name in (*heads, "auto_fed", "entropy")
+    )
 
 
 def test_thresholds_of_two_meanings_are_on_two_axes(compared):
     plots = thresholds(compared[1].picks, CURVE)
-    by_family = {name: [plot.name for plot in plots if f">{NAMES[name]}<" in plot.svg] for name in NAMES}
+    labels = {name: entry.label for name, entry in families().items()}
+    by_family = {name: [plot.name for plot in plots if f">{label}<" in plot.svg] for name, label in labels.items()}
     assert by_family["head_fed"] == by_family["head_drawn"]
     meanings = ("head_drawn", "entropy", "token_prob", "cumulative_token_prob", "max_prob")
     assert len({tuple(by_family[family]) for family in meanings}) == len(plots) == len(meanings)
@@ -226,7 +231,7 @@ def test_the_page_opens_with_the_rows_and_the_sentence_of_the_console(compared, 
 
     def rows_of(part):
         return [
-            [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)]
+            [html.unescape(cell) for cell in re.findall(r"<td.*?>(.*?)</td>", row)]
             for row in re.findall(r"<tr.*?</tr>", part.split("<tbody>")[1].split("</tbody>")[0])
         ]
 

@@ -1,0 +1,128 @@
+"""What competes in an evaluation: the label, kind, colour and head timing of every family, in the order of table rows.
+
+A family is a set of settings of which dev chooses one: all thresholds of one policy, or of all heads of one timing.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import NamedTuple
+
+from decode.policies.registry import POLICIES, RULES
+from heads.model.head import Timing
+
+ALONE, BASELINE, PRODUCT = "target_alone", "fixed_length", "cumulative_token_prob"
+"""The target without a draft, the family that gains are measured from, and the best-known rule without training."""
+PERFECT, ORACLE = "perfect_drawn", "oracle"
+LENGTHS, PROBABILITIES, ENTROPIES, CUSTOM, ENGINES = "lengths", "probabilities", "entropies", "custom", "engines"
+PAPERS, HEADS, AUTO, BOUND = "SpecDec++", "heads", "auto", "bounds"
+TRAINING_FREE = "training-free"
+COLOURS = {
+    LENGTHS: "#8c6d4f",
+    PROBABILITIES: "#3b6fb6",
+    ENTROPIES: "#2a9d8f",
+    CUSTOM: "#d0589c",
+    ENGINES: "#d0589c",  # they compete only where they are named, and no plot needs more than eight colours
+    PAPERS: "#d19a1c",
+    HEADS: "#c4532d",
+    AUTO: "#8e5bb0",
+    BOUND: "#98a2b3",
+}
+"""Kind of policy -> its colour; families of one kind differ by line style and marker."""
+_LINES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+class Family(NamedTuple):
+    """What tables and plots know of a family."""
+
+    label: str
+    kind: str
+    timing: Timing | None = None
+    """Of its trained heads."""
+
+    @property
+    def needs_training(self) -> bool:
+        """Whether it reads a trained head."""
+        return self.kind in (PAPERS, HEADS, AUTO)
+
+
+class Style(NamedTuple):
+    """How plots draw a family."""
+
+    colour: str
+    line: str
+    marker: str
+
+
+_KINDS = {
+    BASELINE: LENGTHS,
+    "heuristic": LENGTHS,
+    "token_prob": PROBABILITIES,
+    PRODUCT: PROBABILITIES,
+    "max_prob": PROBABILITIES,
+    "entropy": ENTROPIES,
+    "self_verify": ENTROPIES,
+    "ada_edl": ENTROPIES,
+} | dict.fromkeys(RULES, ENGINES)
+"""Kinds of the policies that `decode.policies.registry` has from the start; those that users add are CUSTOM."""
+_TRAINED_AND_BOUNDS = {
+    "head_specdec": Family("SpecDec++", PAPERS, "fed"),
+    "head_fed": Family("best head, fed-time with scalars", HEADS, "fed"),
+    "head_drawn": Family("best head, drawn-time", HEADS, "drawn"),
+    "head_prefix": Family("best prefix head", HEADS, "prefix"),
+    "auto_fed": Family("auto, fed-time head", AUTO),
+    "auto_fed_online": Family("auto online, fed-time", AUTO),
+    "auto_drawn": Family("auto, drawn-time head", AUTO),
+    "auto_drawn_online": Family("auto online, drawn-time", AUTO),
+    "auto_drawn_learning": Family("auto online, head learning", AUTO),
+    "auto_prefix": Family("auto, prefix head", AUTO),
+    "auto_prefix_online": Family("auto online, prefix head", AUTO),
+    "auto_prefix_learning": Family("auto online, prefix, learning", AUTO),
+    "auto_confidence": Family("auto, DSpark's confidence", AUTO),
+    "auto_confidence_learning": Family("auto online, confidence learning", AUTO),
+    "auto_max_prob": Family("auto, largest probability (vLLM)", AUTO),
+    "auto_max_prob_learning": Family("auto online, largest probability learning", AUTO),
+    "perfect_fed": Family("perfect head, fed-time", BOUND),
+    PERFECT: Family("perfect head", BOUND),
+    ORACLE: Family("oracle", BOUND),
+}
+BOUNDS = tuple(name for name, family in _TRAINED_AND_BOUNDS.items() if family.kind == BOUND)
+"""Families that no policy can reach, because they know the outcome or the true acceptance probabilities."""
+HEADS_OF: dict[Timing, tuple[str, ...]] = {
+    timing: tuple(name for name, family in _TRAINED_AND_BOUNDS.items() if family.timing == timing)
+    for timing in ("fed", "drawn", "prefix")
+}
+"""Timing -> the families of its heads."""
+
+
+def families() -> dict[str, Family]:
+    """Every known family by name, in the order of table rows; custom policies appear once they are registered."""
+    registered = {
+        name: Family(entry.label, _KINDS.get(name, CUSTOM))
+        for name, entry in (POLICIES | RULES).items()
+        if name != "head"
+    }
+    return {ALONE: Family("target alone", LENGTHS), **registered, **_TRAINED_AND_BOUNDS}
+
+
+def family(name: str) -> Family:
+    """The entry of a family; a name that nobody registered is its own label, and CUSTOM."""
+    return families().get(name, Family(name, CUSTOM))
+
+
+GROUPS: dict[str, Callable[[str], bool]] = {
+    TRAINING_FREE: lambda name: name in POLICIES,
+    HEADS: lambda name: family(name).kind in (PAPERS, HEADS),
+    BASELINE: lambda name: name == BASELINE,
+}
+"""Groups whose best families are compared with each other -> whether a family belongs to it."""
+
+
+def styles_of(names: Iterable[str]) -> dict[str, Style]:
+    """A style for each family of a plot: the colour of its kind, and a line and marker of its own within that kind."""
+    numbers = {kind: count() for kind in COLOURS}
+    styles = {}
+    for name in dict.fromkeys(names):
+        number = next(numbers[kind := family(name).kind])
+        styles[name] = Style(COLOURS[kind], _LINES[number % len(_LINES)], _MARKERS[number % len(_MARKERS)])
+    return styles
