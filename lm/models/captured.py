@@ -4,7 +4,7 @@ kernels alone.
 `torch.compile` finds out before every call whether what it compiled still holds, and gathers the tensors that it reads
 anew; with a small model that takes as long as the model. Here the first call keeps the compiled graph and the very
 tensors that it was given, and later ones call the one on the others: what a tensor holds may change, which tensors they
-are may not. Who makes a `Captured` knows when it no longer holds, and makes another.
+are may not. Who makes a `GuardFreeGraph` knows when it no longer holds, and makes another.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ Tail = Callable[[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int
 
 
 def holder(device: torch.device) -> tuple[int, Thread | None]:
-    """What a `Captured` belongs to: (the number of threads that it was compiled for, the thread that captured its CUDA
+    """What a `GuardFreeGraph` belongs to: (the number of threads that it was compiled for, the thread that captured its CUDA
     graphs). Each thread has a manager that captures graphs, replays them and keeps their memory: another thread needs
     others.
     """
     return torch.get_num_threads(), current_thread() if device.type == "cuda" else None
 
 
-class Captured:
+class GuardFreeGraph:
     """A function, compiled at its first call; every `holder` needs one of its own."""
 
     def __init__(self, function: Callable[[], Tensors], device: torch.device) -> None:

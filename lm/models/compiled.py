@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from lm.caches.static import StaticBufferCache
 from lm.models.cached import CachedModel
-from lm.models.captured import Captured, Tail, Tensors, holder
+from lm.models.captured import GuardFreeGraph, Tail, Tensors, holder
 
 _WIDTHS = (1, 4, 6, 8, 12, 16, 24)
 """Numbers of tokens that a compiled forward feeds; a verification of K drafted tokens feeds K + 1."""
@@ -54,7 +54,7 @@ class CompiledModel(CachedModel):
         """
         self._capacity = capacity
         self._made_for: Hashable = None
-        self._steps: dict[Hashable, Captured] = {}
+        self._steps: dict[Hashable, GuardFreeGraph] = {}
         self._fed: dict[int, tuple[Int[Tensor, "1 width"], np.ndarray | None]] = {}
         """Ids of the forwards of each width, and the same memory for the host to write, where it is the CPU's."""
         self.makers: dict[Hashable, Any] = {}
@@ -168,7 +168,7 @@ class CompiledModel(CachedModel):
         key = width, tail, holder(self._device)
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = Captured(lambda: self._step(ids, tail), ids.device)
+            step = self._steps[key] = GuardFreeGraph(lambda: self._step(ids, tail), ids.device)
         return step()
 
     def _step(self, ids: Int[Tensor, "1 width"], tail: Tail | None = None) -> Tensors:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lm.models.cached import CachedModel
-from lm.models.captured import Captured, Tail, Tensors, holder
+from lm.models.captured import GuardFreeGraph, Tail, Tensors, holder
 from lm.models.compiled import CompiledModel
 
 Inputs = tuple[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int[Tensor, " 1"]]
@@ -28,7 +28,7 @@ class CompiledTailModel(CachedModel):
         """Makers of tails, as in `CompiledModel`."""
         self._inputs: Inputs | None = None
         """Memory for what tails read, at one place for good."""
-        self._tails: dict[Hashable, Captured] = {}
+        self._tails: dict[Hashable, GuardFreeGraph] = {}
         super().__init__(model, vocab_size=vocab_size, with_hidden=with_hidden)
 
     def forward_then(self, token_ids: Sequence[int], tail: Tail) -> Tensors:
@@ -51,7 +51,7 @@ class CompiledTailModel(CachedModel):
         step = self._tails.get(key)
         if step is None:
             # a copy, since what a tail returns may be the very logits, which the next forward overwrites
-            made = Captured(lambda: tail(kept_logits.clone(), kept_hidden, kept_token), logits.device)
+            made = GuardFreeGraph(lambda: tail(kept_logits.clone(), kept_hidden, kept_token), logits.device)
             step = self._tails[key] = made
         return step()
 

@@ -46,7 +46,7 @@ def stepped(model):
 @pytest.mark.parametrize(("device", "num_per_thread"), [("cuda", 1), ("cpu", 0)])
 def test_a_graph_is_replayed_by_the_thread_that_captured_it(kind, device, num_per_thread, monkeypatch):
     for place in (compiled, compiled_tail):
-        monkeypatch.setattr(place, "Captured", Graphs)
+        monkeypatch.setattr(place, "GuardFreeGraph", Graphs)
         monkeypatch.setattr(place, "holder", lambda _, holder=place.holder: holder(torch.device(device)))
     monkeypatch.setattr(Graphs, "num_captured", 0)
     model = kind(AutoModelForCausalLM.from_config(CONFIG).eval())
