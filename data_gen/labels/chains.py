@@ -35,7 +35,7 @@ from data_gen.labels.laws import (
 from data_gen.responses.exchange import Exchange, Progress
 from lm import FeatureDraft, Sampling
 from lm.branches.branched import Branched
-from lm.branches.chains import BlockChains, Chains, Told, chains_of, told_of
+from lm.branches.chains import BlockChains, Chains, TargetOutputs, chains_of, run_target
 from lm.branches.probe import check_branches, check_length
 from lm.features.dspark import DSpark
 from lm.finite import REMEDY, NonFiniteError, refuse_non_finite
@@ -119,7 +119,7 @@ class ChainLabeller:
         ids = (prompt + response)[: max(len(prompt) + len(response) - 1, 1 + self.draft.lag)]
         check_branches(self.target)
         check_length(self.target, len(ids) + self.draft_length, num_prompt=len(prompt))
-        reading = told_of(self.target, self.draft, ids)
+        reading = run_target(self.target, self.draft, ids)
         chains = chains_of(self.draft, reading, ids)
         at_once = min(_DRAFTS_AT_ONCE, max(1, chunk_rows(self.vocab_size, self.chunk_mb) // self.draft_length))
         # a prompt of one token has no state of the target's for EAGLE to begin with: its first draft begins one token
@@ -146,7 +146,7 @@ class ChainLabeller:
     def _group(
         self,
         chains: Chains | BlockChains,
-        reading: Told,
+        reading: TargetOutputs,
         begins: Tensor,
         limits: Tensor,
         uniform: Tensor,
@@ -199,7 +199,7 @@ class ChainLabeller:
         return steps
 
     def _p_logits(
-        self, reading: Told, begins: Tensor, tokens: Tensor, lengths: Tensor
+        self, reading: TargetOutputs, begins: Tensor, tokens: Tensor, lengths: Tensor
     ) -> Float[Tensor, "drafted vocab"]:
         """The target's logits for each drafted token, in one forward over all but the last of each draft."""
         device = output_device_of(self.target)

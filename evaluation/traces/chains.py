@@ -23,7 +23,7 @@ from torch import Tensor
 from evaluation.traces.branches import DrawnTokens, read_signals
 from evaluation.traces.coupling import BRANCHES_AT_ONCE, Path, Recorder, RowRecording
 from lm import FeatureDraft, acceptance_prob, residual_probs
-from lm.branches.chains import BlockChains, Chains, Told, chains_of, told_of
+from lm.branches.chains import BlockChains, Chains, TargetOutputs, chains_of, run_target
 from lm.branches.probe import check_branches, check_length
 from lm.uniforms import draw
 
@@ -56,7 +56,7 @@ class ChainRecorder(Recorder):
         ids = (prompt_ids + response_ids)[: max(len(prompt_ids) + len(response_ids) - 1, 1 + self.draft.lag)]
         check_branches(self.target)
         check_length(self.target, len(ids) + self.max_draft_length, num_prompt=len(prompt_ids))
-        along = told_of(self.target, self.draft, ids)
+        along = run_target(self.target, self.draft, ids)
         chains = chains_of(self.draft, along, ids)
         starts = torch.arange(len(response_ids), device=self.draft.device)
         first = chains.begin((starts + len(prompt_ids)).clamp(min=1 + self.draft.lag))
@@ -152,7 +152,7 @@ class ChainRecorder(Recorder):
         return DrawnTokens.joined(drafts.steps).at(order), torch.cat(drafts.probs)[order], lengths
 
     def _with_target(
-        self, told: Told, drafts: _Drafts, drawn: DrawnTokens, prob: Tensor, lengths: Tensor, num_prompt: int
+        self, told: TargetOutputs, drafts: _Drafts, drawn: DrawnTokens, prob: Tensor, lengths: Tensor, num_prompt: int
     ) -> Tensor:
         owners = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         places = torch.arange(len(owners), device=lengths.device) - (lengths.cumsum(0) - lengths)[owners]

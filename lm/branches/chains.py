@@ -6,7 +6,7 @@ distribution is therefore that of the text, fed with the target's states; every 
 outputs. So what a feature draft says after a token depends on where its round began, and each place of a text has a
 chain of its own:
 
-    chains = chains_of(draft, told_of(target, draft, ids), ids)
+    chains = chains_of(draft, run_target(target, draft, ids), ids)
     hidden = chains.begin(lengths)              one chain per length n; what gives each its first distribution
     hidden = chains.feed(tokens, owners)        one more token of some chains; what gives each its next
 
@@ -36,24 +36,25 @@ _BLOCKS_AT_ONCE = 64
 """Bounds the attention mask of one forward."""
 
 
-class Told(NamedTuple):
+class TargetOutputs(NamedTuple):
     """Cache, hidden states and features of the target for one text."""
 
     cache: DynamicCache
-    """A cache that holds the text, at least."""
+    """A cache that holds at least the text."""
     hidden: Float[Tensor, "token hidden"]
     """State of each token, after the final norm."""
     features: Float[Tensor, "1 token feature"]
-    """Features of each token that its draft reads; of width 0 where that is the cache alone."""
+    """Features that the draft reads, per token; width 0 if it reads only the cache."""
 
 
 @torch.inference_mode()
-def told_of(target: PreTrainedModel, draft: FeatureDraft, ids: Sequence[int]) -> Told:
-    """What one forward of the target gives for a text."""
+def run_target(target: PreTrainedModel, draft: FeatureDraft, ids: Sequence[int]) -> TargetOutputs:
+    """Run one forward of the target over a text."""
     with watched(read_modules(target, draft)) as seen:
         cache, hidden = trunk(target, list(ids))
     parts = [part.to(draft.device) for _, part in sorted(seen.items())]
-    return Told(cache, hidden, torch.cat(parts or [hidden.new_zeros(len(ids), 0, device=draft.device)], -1)[None])
+    features = torch.cat(parts or [hidden.new_zeros(len(ids), 0, device=draft.device)], -1)[None]
+    return TargetOutputs(cache, hidden, features)
 
 
 class Chains:
@@ -62,7 +63,7 @@ class Chains:
     most = float("inf")
     """The most tokens of a chain."""
 
-    def __init__(self, draft: FeatureDraft, told: Told, ids: Sequence[int]) -> None:
+    def __init__(self, draft: FeatureDraft, told: TargetOutputs, ids: Sequence[int]) -> None:
         """Args:
             draft: a draft that is bound to the target.
             told: cache, states and features of the target for the text.
@@ -141,7 +142,7 @@ class BlockChains:
     `Chains`.
     """
 
-    def __init__(self, draft: DSpark, told: Told, ids: Sequence[int]) -> None:
+    def __init__(self, draft: DSpark, told: TargetOutputs, ids: Sequence[int]) -> None:
         self.draft, self._length, self.most = draft, len(ids), float(draft.block_size)
         self._tokens = torch.tensor(list(ids), device=draft.device)
         self._cache = draft.new_cache(2 * len(ids))
@@ -180,6 +181,6 @@ class BlockChains:
         return self.draft.block(self._tokens[places][None], places[None], cache=self._cache, mask=mask)[0]
 
 
-def chains_of(draft: FeatureDraft, told: Told, ids: Sequence[int]) -> Chains | BlockChains:
+def chains_of(draft: FeatureDraft, told: TargetOutputs, ids: Sequence[int]) -> Chains | BlockChains:
     """The chains of a draft of any kind; the arguments and errors are those of `Chains`."""
     return BlockChains(draft, told, ids) if isinstance(draft, DSpark) else Chains(draft, told, ids)

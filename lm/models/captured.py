@@ -22,9 +22,9 @@ Tail = Callable[[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int
 
 
 def holder(device: torch.device) -> tuple[int, Thread | None]:
-    """What a `GuardFreeGraph` belongs to: (the number of threads that it was compiled for, the thread that captured its CUDA
-    graphs). Each thread has a manager that captures graphs, replays them and keeps their memory: another thread needs
-    others.
+    """Key of a `GuardFreeGraph`: (number of threads that it was compiled for, thread that captured its CUDA graphs).
+
+    Each thread manages its own CUDA graphs and their memory, so that another thread cannot replay them.
     """
     return torch.get_num_threads(), current_thread() if device.type == "cuda" else None
 

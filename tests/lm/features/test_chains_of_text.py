@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lm import TappedModel, feature_model
-from lm.branches.chains import Chains, chains_of, told_of
+from lm.branches.chains import Chains, chains_of, run_target
 from lm.features.glide import Glide
 from tests.toys.random_drafts import BLOCKS, KINDS, TARGETS, config, draft, target
 
@@ -31,7 +31,7 @@ def alone(kind: str, family: str, text: list[int], tokens: list[int]) -> torch.T
 @pytest.mark.parametrize("family", TARGETS)
 @pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_each_chain_is_a_round_of_its_own(kind, family):
-    chains = chains_of(draft(kind, family), told_of(target(family), draft(kind, family), TEXT), TEXT)
+    chains = chains_of(draft(kind, family), run_target(target(family), draft(kind, family), TEXT), TEXT)
     num_steps = int(min(4, chains.most - 1))
     for _ in range(2):  # the second time the first chains are in the way
         states = [chains.begin(torch.tensor(LENGTHS))]
@@ -46,7 +46,7 @@ def test_each_chain_is_a_round_of_its_own(kind, family):
 
 @pytest.mark.parametrize("kind", ["eagle", "glide", "rnn"])
 def test_a_chain_that_has_ended_leaves_the_others_as_they_are(kind):
-    chains = chains_of(draft(kind), told_of(target(), draft(kind), TEXT), TEXT)
+    chains = chains_of(draft(kind), run_target(target(), draft(kind), TEXT), TEXT)
     chains.begin(torch.tensor(LENGTHS))
     chains.feed(torch.tensor([tokens[0] for tokens in DRAWN]), torch.arange(5))
     chains.feed(torch.tensor([DRAWN[1][1], DRAWN[3][1]]), torch.tensor([1, 3]))
@@ -62,5 +62,5 @@ def test_a_glide_draft_of_two_layers_is_refused_with_one_line():
         .bind(target())
     )
     with pytest.raises(ValueError, match="has 2 layers") as refusal:
-        Chains(made, told_of(target(), made, TEXT), TEXT)
+        Chains(made, run_target(target(), made, TEXT), TEXT)
     assert "\n" not in str(refusal.value)
