@@ -17,7 +17,7 @@ import numpy as np
 
 from decode.policies.base import AfterDraw, Outcome, Policy, Seen, feedback_of
 from decode.policies.batch import BatchRule
-from serve.pace import ServedPace
+from serve.pace import MeasuredController
 
 
 class RequestRow(NamedTuple):
@@ -93,8 +93,8 @@ class Lane:
 class Lanes:
     """All requests that are alive, by id, and the rows of the round that is being drafted."""
 
-    def __init__(self, pace: ServedPace | None = None) -> None:
-        self._pace = pace or ServedPace()
+    def __init__(self, controller: MeasuredController | None = None) -> None:
+        self._controller = controller or MeasuredController()
         self._alive: dict[str, Lane] = {}
         self._rows: list[Lane] = []
 
@@ -111,7 +111,7 @@ class Lanes:
         self._alive = {request: lane for request, lane in self._alive.items() if request in alive}
         self._rows = [self._lane(row) for row in rows]
         ended = [row for row, lane in zip(rows, self._rows, strict=True) if lane.end(row.verified, row.num_accepted)]
-        self._pace.begin(
+        self._controller.begin(
             len(rows),
             num_ended=len(ended),
             num_tokens=sum(len(row.verified) + 1 for row in ended),
@@ -134,7 +134,7 @@ class Lanes:
         for lane, token, drawn in zip(self._rows, tokens, signals, strict=True):
             if lane.is_going:
                 lane.take(token, drawn)
-        self._pace.step()
+        self._controller.step()
         self._choose()
         return self.is_going
 
@@ -144,9 +144,9 @@ class Lanes:
         if not undecided:
             return
         num_others = sum(lane.is_going for lane in self._rows) - len(undecided)
-        worth = np.array([float(lane.policy.worth(lane.state)) for lane in undecided])  # type: ignore[attr-defined]
+        values = [lane.policy.expected_tokens(lane.state) for lane in undecided]  # type: ignore[attr-defined]
         num_tokens = sum(len(lane.tokens) + 1 for lane in self._rows) + num_others
-        chosen = self._pace.chosen(worth, num_tokens, is_paid=num_others > 0)
+        chosen = self._controller.chosen(np.array(values, dtype=float), num_tokens, is_paid=num_others > 0)
         for lane, goes_on in zip(undecided, chosen, strict=True):
             lane.is_going = bool(goes_on)
 

@@ -65,7 +65,7 @@ class Measured:
         return Curve.line(max(first_s, _LEAST * self._seconds), slope_s)
 
 
-class ServedPace:
+class MeasuredController:
     """Told of every round and every draft step of the engine; says which rows of the batch's rule go on."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
@@ -100,19 +100,19 @@ class ServedPace:
             self._first_s = now_s - self._at_s
         self._num_steps, self._at_s = self._num_steps + 1, now_s
 
-    def chosen(self, worth: Any, num_tokens: int, *, is_paid: bool) -> Any:
+    def chosen(self, expected_tokens: Any, num_tokens: int, *, is_paid: bool) -> Any:
         """The rows that go on, bool [row].
 
         Args:
-            worth: the worth of one more token, [row] of those that the rule decides for.
+            expected_tokens: [row] of those that the rule decides for.
             num_tokens: the tokens that verification is to be fed without them, those of the coming step included.
             is_paid: whether the coming step is made anyway.
         """
         if self._costs is None or (self._idle >= _PROBE_EVERY and self._num_steps < 2):
-            return np.ones(len(worth), dtype=bool)
-        target, sizes = self._costs.target, np.arange(1, len(worth) + 1)
+            return np.ones(len(expected_tokens), dtype=bool)
+        target, sizes = self._costs.target, np.arange(1, len(expected_tokens) + 1)
         step_s = 0.0 if is_paid or self._num_steps == 0 else self._costs.draft(self._num_rows)
-        return gaining(worth, self.throughput * (target(num_tokens + sizes) - target(num_tokens) + step_s))
+        return gaining(expected_tokens, self.throughput * (target(num_tokens + sizes) - target(num_tokens) + step_s))
 
     @property
     def throughput(self) -> float:

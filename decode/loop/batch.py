@@ -91,7 +91,7 @@ class Batch:
         self._places = [_Place(drafter, seat) for drafter, seat in zip(drafters, target.seats, strict=True)]
         self._sampling, self._eos_ids = sampling, eos_ids
         policy = drafters[0].policy
-        self._rule = policy.pace() if isinstance(policy, BatchRule) else None
+        self._controller = policy.controller() if isinstance(policy, BatchRule) else None
         self._rounds: list[list[Round]] = []
 
     @property
@@ -150,8 +150,8 @@ class Batch:
             ended_s - drafted_s,
             num_joined,
         )
-        if self._rule is not None:
-            self._rule.end(batch_round.steps, batch_round.num_tokens, batch_round.num_emitted)
+        if self._controller is not None:
+            self._controller.end(batch_round.steps, batch_round.num_tokens, batch_round.num_emitted)
         return batch_round
 
     def _drafted(self, busy: list[_Place], max_draft_length: int) -> tuple[int, ...]:
@@ -173,12 +173,12 @@ class Batch:
 
     def _chosen(self, going: list[_Place], busy: list[_Place]) -> list[_Place]:
         """Seats that the batch's rule lets draft on, among those whose sequences want to."""
-        if self._rule is None or not going:
+        if self._controller is None or not going:
             return going
         drafters = [place.drafter for place in going]
-        worths = [drafter.policy.worth(drafter.state) for drafter in drafters]  # type: ignore[attr-defined]
-        worth = np.array([float(value) for value in worths])
-        chosen = self._rule.chosen(worth, sum(place.num_planned for place in busy))
+        values = [drafter.policy.expected_tokens(drafter.state) for drafter in drafters]  # type: ignore[attr-defined]
+        expected_tokens = np.array([float(value) for value in values])
+        chosen = self._controller.chosen(expected_tokens, sum(place.num_planned for place in busy))
         for place, goes_on in zip(going, chosen, strict=True):
             if not goes_on:
                 place.drafter.proposal.stop_reason = "policy"

@@ -83,14 +83,14 @@ class BatchCosts(NamedTuple):
 
 
 class BatchRule:
-    """A policy whose sequences are asked together: the loop hands their `worth` to what `pace` gives."""
+    """A policy that decides for a whole batch: its `controller` chooses sequences by their `expected_tokens`."""
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether `worth` is that of a step whose signals before the draw are known."""
+        """Whether `expected_tokens` needs the signals of the next step before its draw."""
         return False
 
-    def worth(self, state: Any, seen: BeforeDraw | None = None) -> Number:
+    def expected_tokens(self, state: Any, seen: BeforeDraw | None = None) -> Number:
         """Tokens that one more draft step of this sequence is expected to bring, its price not deducted.
 
         Args:
@@ -99,7 +99,7 @@ class BatchRule:
         """
         raise NotImplementedError
 
-    def pace(self) -> Pace:
+    def controller(self) -> BatchController:
         """The rule's state for one run of a batch."""
         raise NotImplementedError
 
@@ -131,7 +131,7 @@ class BatchAuto(ScoringPolicy, BatchRule):
     prior_rounds: float = 16.0
     is_learning: bool | None = False
 
-    # the state is (survival, worth, what was learned): of this sequence alone, in its draft so far
+    # the state of one sequence: (survival, expected_tokens, learned calibration)
 
     def start(self) -> State:
         return 1.0, 0.0, self.initial_calibration
@@ -150,18 +150,18 @@ class BatchAuto(ScoringPolicy, BatchRule):
         return (carried, product * index, learned), False
 
     def end(self, state: State, outcome: Outcome) -> State:
-        survival, worth, learned = state
-        return survival, worth, learned_from(learned, outcome.feedback)
+        survival, expected_tokens, learned = state
+        return survival, expected_tokens, learned_from(learned, outcome.feedback)
 
-    def worth(self, state: State, seen: BeforeDraw | None = None) -> Number:
+    def expected_tokens(self, state: State, seen: BeforeDraw | None = None) -> Number:
         return state[1]
 
-    def price_s(self, numbers: Any, num_tokens: int) -> Any:
-        """Seconds of one more draft step for so many sequences, where num_tokens are to be verified so far."""
+    def step_cost_s(self, numbers: Any, num_tokens: int) -> Any:
+        """Seconds of one more draft step for `numbers` sequences if `num_tokens` are verified without it."""
         return self.costs.target(num_tokens + numbers) - self.costs.target(num_tokens) + self.costs.draft(numbers)
 
-    def pace(self) -> Pace:
-        return Pace(self)
+    def controller(self) -> BatchController:
+        return BatchController(self)
 
     def prior(self) -> float:
         """lambda of the best fixed length, if every token were accepted with probability `next_mean`."""
@@ -190,10 +190,10 @@ class BlockAuto(BatchAuto):
     def looks_ahead(self) -> bool:  # type: ignore[override]
         return self.head.timing == "prefix"
 
-    def worth(self, state: State, seen: BeforeDraw | None = None) -> Number:
-        return super().worth(state) if seen is None else self.scored_before(state[0], state[2], seen)
+    def expected_tokens(self, state: State, seen: BeforeDraw | None = None) -> Number:
+        return super().expected_tokens(state) if seen is None else self.scored_before(state[0], state[2], seen)
 
-    def price_s(self, numbers: Any, num_tokens: int) -> Any:
+    def step_cost_s(self, numbers: Any, num_tokens: int) -> Any:
         return self.costs.target(num_tokens + numbers) - self.costs.target(num_tokens)
 
     def prior(self) -> float:
@@ -202,8 +202,8 @@ class BlockAuto(BatchAuto):
         return float((tokens / (self.costs.draft(size) + self.costs.target(size * (lengths + 1)))).max())
 
 
-class Pace:
-    """The rule for one run of a batch, with the lambda that it learns: tokens over seconds."""
+class BatchController:
+    """Applies the rule in one run of a batch and learns lambda: tokens over seconds."""
 
     def __init__(self, rule: BatchAuto) -> None:
         self.rule = rule
@@ -211,42 +211,40 @@ class Pace:
         self.seconds = rule.prior_rounds * float(rule.costs.target(rule.batch_size))
         self.tokens = rate * self.seconds
 
-    def chosen(self, worth: Any, num_tokens: int) -> Any:
-        """The sequences that go on, bool [sequence].
+    def chosen(self, expected_tokens: Any, num_tokens: int) -> Any:
+        """Which sequences continue, bool [sequence].
 
         Args:
-            worth: [sequence] worth of those that may go on.
+            expected_tokens: [sequence] of each sequence that may continue.
             num_tokens: tokens that the whole batch feeds the verification so far.
         """
-        sizes = np.arange(1, len(worth) + 1)
-        return gaining(worth, self.tokens / self.seconds * self.rule.price_s(sizes, num_tokens))
+        sizes = np.arange(1, len(expected_tokens) + 1)
+        return gaining(expected_tokens, self.tokens / self.seconds * self.rule.step_cost_s(sizes, num_tokens))
 
     def end(self, steps: Any, num_tokens: int, num_emitted: int) -> None:
-        """Learn from a round that is over."""
+        """Learn lambda from a finished round."""
         if self.rule.throughput is None:
             self.tokens += num_emitted
             self.seconds += float(self.rule.costs.round_s(np.array(steps, dtype=np.float64), num_tokens))
 
 
-def gaining(worth: Any, price: Any) -> Any:
-    """The sequences that gain most from one more step together, bool [sequence]; none where that would be a loss.
+def gaining(expected_tokens: Any, price: Any) -> Any:
+    """The set of sequences that gains most from one more step, bool [sequence]; empty if every set loses.
 
     Args:
-        worth: [sequence] tokens that the step is expected to bring to each.
-        price: [sequence] tokens that it costs if one, two, ... of them take it.
+        expected_tokens: [sequence] tokens that the step is expected to add.
+        price: [sequence] cost in tokens if one, two, ... sequences take the step.
     """
-    order = np.argsort(-worth, kind="stable")
-    gain = np.cumsum(worth[order]) - price
+    order = np.argsort(-expected_tokens, kind="stable")
+    gain = np.cumsum(expected_tokens[order]) - price
     best = int(gain.argmax())
-    result = np.zeros(len(worth), dtype=bool)
+    result = np.zeros(len(expected_tokens), dtype=bool)
     result[order[: best + 1]] = gain[best] >= 0
     return result
 
 
 def batched(policy: Policy, batch_size: int, costs: BatchCosts | None = None) -> Policy:
-    """The policy as a batch runs it: itself, or of `auto` the batch's rule, with these curves or the times of one
-    sequence as lines.
-    """
+    """The policy for a batch: the batch rule for `auto`, with `costs` or lines from its times; else unchanged."""
     if not isinstance(policy, Auto):
         return policy
     costs = costs or BatchCosts(Curve.line(policy.t_draft_s), Curve.line(policy.t_target_s, policy.t_verify_s))

@@ -20,7 +20,7 @@ class _Seats(Lockstep):
 
     def __init__(self, trace: Trace, policy: Policy, rows: Int[Array, " request"], size: int) -> None:
         self.every = TraceLanes.of(trace, np.arange(len(rows)), rows)
-        self.pace = policy.pace() if isinstance(policy, BatchRule) else None
+        self.controller = policy.controller() if isinstance(policy, BatchRule) else None
         first = np.arange(len(rows)) < size
         super().__init__(Tokens.of(trace, policy), policy, self.every.at(first))
         self.next = int(first.sum())
@@ -32,14 +32,14 @@ class _Seats(Lockstep):
 
     def chosen(self, going: Array) -> Array:
         """Seats that the batch's rule lets draft on, among those whose sequences want to."""
-        if self.pace is None or not going.any():
+        if self.controller is None or not going.any():
             return going
         at = going.nonzero()[0]
         rule: Any = self.policy
         seen = self._drawn(self._places()).before if rule.looks_ahead else None
-        worth = np.broadcast_to(rule.worth(self.state, seen), going.shape)[at]
+        expected_tokens = np.broadcast_to(rule.expected_tokens(self.state, seen), going.shape)[at]
         result = np.zeros_like(going)
-        result[at] = self.pace.chosen(worth, int((self.lanes.position + 1)[self.busy].sum()))
+        result[at] = self.controller.chosen(expected_tokens, int((self.lanes.position + 1)[self.busy].sum()))
         return result
 
     def round(self, totals: Totals) -> tuple[list[int], int]:
@@ -99,8 +99,8 @@ def step_through(
             steps.append(taken)
             num_tokens.append(verified)
             emitted.append(int(totals.rounds[-1][-1].sum()))
-            if seats.pace is not None:
-                seats.pace.end(taken, verified, emitted[-1])
+            if seats.controller is not None:
+                seats.controller.end(taken, verified, emitted[-1])
             ends[index[was_busy & ~seats.busy]] = len(steps)
             is_full = seats.refill() and is_full
             begins[before : seats.next] = len(steps)

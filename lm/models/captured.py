@@ -1,10 +1,8 @@
-"""A function of tensors that stay where they are, compiled: calling it takes no arguments, checks nothing, and is the
-kernels alone.
+"""A compiled function of fixed tensors: calling it takes no arguments, runs no guards, and only launches the kernels.
 
-`torch.compile` finds out before every call whether what it compiled still holds, and gathers the tensors that it reads
-anew; with a small model that takes as long as the model. Here the first call keeps the compiled graph and the very
-tensors that it was given, and later ones call the one on the others: what a tensor holds may change, which tensors they
-are may not. Who makes a `GuardFreeGraph` knows when it no longer holds, and makes another.
+Before every call `torch.compile` checks its guards and collects its inputs, which takes as long as a small model. Here
+the first call keeps the compiled graph and its input tensors, and later calls run the graph on them. Contents of the
+tensors may change, the tensors may not: the caller makes another `GuardFreeGraph` for other tensors.
 """
 
 from collections.abc import Callable, Sequence

@@ -26,10 +26,10 @@ CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
     "configs": (1514, 1000),
     "store": (746, 500),
-    "lm": (5933, 4000),
+    "lm": (5932, 4000),
     "data_gen": (7142, 4400),
     "heads": (5133, 3600),
-    "decode": (5725, 4200),
+    "decode": (5723, 4200),
     "evaluation": (12339, 7400),
     "serve": (1035, 800),
     "checkpoints/recipes": (1636, 1400),

@@ -11,7 +11,7 @@ import pytest
 from decode.policies import AfterDraw, FixedLength, Policy
 from decode.policies.batch import BatchRule
 from serve.lanes import Lanes, RequestRow
-from serve.pace import Measured, ServedPace
+from serve.pace import Measured, MeasuredController
 
 EASY, HARD, SHARE = 0.98, 0.3, 0.8
 MEAN = SHARE * EASY + (1 - SHARE) * HARD
@@ -31,7 +31,7 @@ class Known(Policy, BatchRule):
     def after(self, state, drawn):
         return (state[0] * drawn.token_prob,), False
 
-    def worth(self, state):
+    def expected_tokens(self, state):
         return state[0] * MEAN
 
 
@@ -47,8 +47,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(0)
-        self.pace = ServedPace(lambda: self.now)
-        self.lanes = Lanes(self.pace)
+        self.controller = MeasuredController(lambda: self.now)
+        self.lanes = Lanes(self.controller)
         self.verified: dict[str, tuple[list[int], int]] = {}
 
     def run(self, policies: list[Policy], num_rounds: int) -> float:
@@ -118,11 +118,11 @@ def test_the_rule_is_as_fast_as_the_best_fixed_length_or_faster_with_times_that_
 def test_costs_and_throughput_are_those_of_the_engine():
     engine = Engine(steps, verification(0.001))
     rate = engine.run([Known()] * 4, 300)
-    costs = engine.pace._costs
+    costs = engine.controller._costs
     assert costs.draft(4) == pytest.approx(steps(4))
     for tokens in (12, 24):  # the first step, which is always made, counts to the target
         assert costs.target(tokens) == pytest.approx(verification(0.001)(tokens) + steps(4), rel=0.1)
-    assert engine.pace.throughput == pytest.approx(rate, rel=0.15)
+    assert engine.controller.throughput == pytest.approx(rate, rel=0.15)
 
 
 def test_a_rule_that_served_many_serves_one_as_if_it_had_served_no_other():
@@ -160,11 +160,11 @@ def test_rows_of_the_rule_take_steps_that_others_pay():
 def test_a_step_that_reads_a_prompt_says_nothing_of_verification():
     engine = Engine(steps, verification(0.0))
     engine.run([Known()], 50)
-    before = engine.pace._costs.target(8)
+    before = engine.controller._costs.target(8)
     engine.now += 1000.0  # a long prompt
     engine.round([RequestRow("new", Known(), (), 0, LONGEST, frozenset())])
     engine.round([RequestRow("newer", Known(), (), 0, LONGEST, frozenset())])
-    assert engine.pace._costs.target(8) == pytest.approx(before)
+    assert engine.controller._costs.target(8) == pytest.approx(before)
 
 
 def test_a_measured_line_forgets_and_never_falls():

@@ -150,7 +150,7 @@ def test_a_full_batch_of_one_policy_is_always_full(size):
 
 
 def test_the_rule_is_law_4_13_where_curves_are_lines():
-    pace = replace(RULES["known"], throughput=2.0).pace()
+    pace = replace(RULES["known"], throughput=2.0).controller()
     own_price, step_price = 2.0 * 0.05, 2.0 * 0.2
     generator = np.random.default_rng(0)
     for _ in range(300):
