@@ -1,12 +1,11 @@
-"""The speed of data and training beside what they cannot do without: `python -m benchmarks.pace --config
-configs/tiny.yaml [--rows 96] [--epochs 3] [--repeats 3]`.
+"""Speed of data generation and training: `python -m benchmarks.pace --config configs/tiny.yaml [--rows 96] [--epochs 3]
+[--repeats 3]`.
 
-labelling   labels, both feature sets and their files, beside the bare forwards that they need
-reading     the data module is made, which checks every shard (open), and one epoch's batches are taken (epoch)
-sweep       every head of depths 0-4 x reject weights 1, 3, 6, 12 in one run, beside 20 runs of their own (separate)
+labelling   labels, both feature sets and their files, compared with the necessary forwards (bare)
+reading     creating the data module, which checks every shard (open), and reading one epoch (epoch)
+sweep       every head of depths 0-4 x reject weights 1, 3, 6, 12 in one run, compared with 20 runs (separate)
 
-Arms of a line take turns, with one thread; medians of this process's CPU time are reported. The last line is one JSON
-document.
+Arms of a group take turns, with one thread. Prints medians of this process's CPU time; the last line is JSON.
 """
 
 import json
@@ -45,9 +44,9 @@ def pace(config: Config, *, rows: int = 96, epochs: int = 3, repeats: int = 3) -
     """Measure all three.
 
     Args:
-        rows: responses that are labelled, read and learned from.
-        epochs: of every training run.
-        repeats: turns of the arms, after one that warms up.
+        rows: number of responses.
+        epochs: epochs of every training run.
+        repeats: measured turns of each arm, after one for warm-up.
     """
     quiet()
     torch.set_num_threads(1)
@@ -71,45 +70,45 @@ def pace(config: Config, *, rows: int = 96, epochs: int = 3, repeats: int = 3) -
 
 
 def seconds(arms: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median CPU seconds of each arm, in turns."""
+    """Median CPU seconds of each arm; arms take turns."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for _, order in in_turns(arms, range(repeats + 1)):
         for name in order:
-            since = time.process_time()
+            start_s = time.process_time()
             arms[name]()
-            times[name].append(time.process_time() - since)
+            times[name].append(time.process_time() - start_s)
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
 def labelling(config: Config) -> dict[str, Callable[[], Any]]:
-    """Labelling of responses, and nothing but the forwards for it, with logits only where they are used."""
+    """Labelling of responses, and only the forwards that it needs."""
     worker = Worker(Job(pair=config.pair, data=config.data, stage="together"))
     spec = ShardSpec("train", 0, tuple(load_prompts(config.data, "train")))
     answers = ask(spec, worker.source, tokenizer=worker.tokenizer, data=worker.data, progress=lambda count: None)
-    how: dict[str, Any] = {"labeller": worker.labeller, "data": worker.data, "progress": lambda count: None}
+    settings: dict[str, Any] = {"labeller": worker.labeller, "data": worker.data, "progress": lambda count: None}
 
     def label() -> None:
-        columns = stages.label_and_mix(spec, answers.exchanges, **how).columns
+        columns = stages.label_and_mix(spec, answers.exchanges, **settings).columns
         stages.write_files(spec, answers, columns=columns, data=worker.data)
 
     return {"bare": lambda: bare(worker.labeller, answers.exchanges, worker.data.batch_size), "labelling": label}
 
 
 def bare(labeller: Labeller, exchanges: list[Exchange], size: int) -> None:
-    """Draft and target over the texts with logits, and the draft once more for fed-time features."""
+    """Forwards of draft and target with logits, and another forward of the draft for fed-time features."""
     order = sorted(exchanges, key=lambda exchange: -len(exchange.prompt_ids) - len(exchange.response_ids))
     for start in range(0, len(order), size):
         prompts = [exchange.prompt_ids for exchange in order[start : start + size]]
-        whole = [exchange.prompt_ids + exchange.response_ids for exchange in order[start : start + size]]
+        texts = [exchange.prompt_ids + exchange.response_ids for exchange in order[start : start + size]]
         for model in (labeller.draft, labeller.target):
-            hidden = forwards.hidden_states(model, [ids[:-1] for ids in whole], [len(ids) - 1 for ids in prompts])
+            hidden = forwards.hidden_states(model, [ids[:-1] for ids in texts], [len(ids) - 1 for ids in prompts])
             for chunk in forwards.chunks(len(hidden), forwards.chunk_rows(labeller.vocab_size, labeller.chunk_mb)):
                 forwards.logits_of(model, hidden[chunk], labeller.vocab_size)
-        forwards.hidden_states(labeller.draft, whole, [len(ids) for ids in prompts])
+        forwards.hidden_states(labeller.draft, texts, [len(ids) for ids in prompts])
 
 
 def reading(config: Config) -> dict[str, Callable[[], Any]]:
-    """The data module, and an epoch of its batches for a consumer that does nothing else."""
+    """Creating the data module, and reading an epoch of its batches."""
     loader = FeatureData(config.data, config.heads, pair=config.pair).train_dataloader()
     return {
         "open": lambda: FeatureData(config.data, config.heads, pair=config.pair),
@@ -118,7 +117,7 @@ def reading(config: Config) -> dict[str, Callable[[], Any]]:
 
 
 def training(config: Config, epochs: int) -> dict[str, Callable[[], Any]]:
-    """All heads in one run, and each in a run of its own, without validation."""
+    """All heads in one run, and one run per head, without validation."""
 
     def fit(depths: tuple[int, ...], weights: tuple[float, ...]) -> None:
         heads = replace(config.heads, depths=depths, reject_weights=weights, specdec=False)

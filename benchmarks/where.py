@@ -1,4 +1,4 @@
-"""Where and when a benchmark ran, as its last line says it."""
+"""Where and when a benchmark ran, for its report."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ import time
 
 
 def measured_where() -> dict[str, str]:
-    """Machine and its load, date and commit (empty outside of a checkout)."""
+    """Machine with its load, date, and commit (empty outside of a git checkout)."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"

@@ -1,8 +1,7 @@
-"""Acceptance-prediction heads: the head itself, its loss and metrics, the training of a whole sweep at once, export and
-import.
+"""Acceptance-prediction heads: model, loss, metrics, training, export and import.
 
-    head = train_heads(config)                       the best head for the data of an experiment (`data_gen.make_data`)
-    head = AcceptanceHead.from_pretrained(path)      one that is exported, from a directory or from the hub
+head = train_heads(config)                       the best head for the data of an experiment (`data_gen.make_data`)
+head = AcceptanceHead.from_pretrained(path)      an exported head, from a directory or from the hub
 """
 
 from typing import TYPE_CHECKING

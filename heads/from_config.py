@@ -1,4 +1,4 @@
-"""Heads for the data of an experiment, in a line of Python: `heads.train_heads`."""
+"""Training from Python: `heads.train_heads`."""
 
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -15,28 +15,28 @@ from heads.training.command import train
 def train_heads(
     config: Config, *, max_epochs: int | None = None, force: bool = False, **settings: Any
 ) -> AcceptanceHead:
-    """Train the heads of an experiment, export the best, and return it; resumes, as `acceptance-heads train` does.
+    """Train the heads of an experiment, export the best one and return it; resumes, as `acceptance-heads train` does.
 
     Args:
-        config: the experiment, whose data is there (`data_gen.make_data`).
-        max_epochs: passes over the data; None: as config.trainer says.
+        config: the experiment; its data must exist (`data_gen.make_data`).
+        max_epochs: passes over the data; None: the value of config.trainer.
         force: return the best head even if it is worse than the draft's own signals, which need no training.
-        settings: of `configs.schema.HeadsConfig`, such as depths=(1, 2), in place of the config's.
+        settings: fields of `configs.schema.HeadsConfig` that override the config's, such as depths=(1, 2).
 
     Returns:
-        The head of the least calibrated KL on dev, also in config.heads.dir/exported, where `decode.complete` finds it.
+        The head with the lowest calibrated KL on dev, also in config.heads.dir/exported for `decode.complete`.
 
     Raises:
-        ValueError: a setting that is not there or out of range; no head beats the draft's own signals.
+        ValueError: an unknown setting or one out of range; no head beats the draft's own signals.
         FileNotFoundError: no data.
     """
     if unknown := sorted(settings.keys() - (HeadsConfig.__dataclass_fields__.keys() - {"dir"})):
-        raise ValueError(f"{unknown[0]!r} is no setting of train_heads; HeadsConfig lists them")
+        raise ValueError(f"train_heads has no setting {unknown[0]!r}; see the fields of HeadsConfig")
     trainer = {"devices": 1, **config.trainer} | ({} if max_epochs is None else {"max_epochs": max_epochs})
     config = replace(config, heads=replace(config.heads, **settings), trainer=trainer)
     check_limits(config)
-    train(config)  # says what the heads are worth
-    with redirect_stdout(StringIO()):  # export says the same once more
+    train(config)
+    with redirect_stdout(StringIO()):  # export repeats the verdict that train has printed
         paths = export(config, head="best", force=force)
     heads = [AcceptanceHead.from_pretrained(path) for path in paths]
     return min(heads, key=lambda head: float(head.provenance.metrics["calibrated_kl"]))

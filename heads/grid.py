@@ -1,4 +1,4 @@
-"""The grid of a sweep: which heads there are, what they are called, and which of them share their matrix products."""
+"""The grid of a sweep: its heads, their names, and which of them are stacked."""
 
 import re
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from heads.model.provenance import Provenance
 
 @dataclass(frozen=True, order=True)
 class HeadShape:
-    """Inputs, depth and architecture, which heads must have in common to be stacked."""
+    """Inputs, depth and architecture. Heads of one shape are stacked: they share their matrix products."""
 
     timing: Timing
     inputs: Inputs
@@ -34,8 +34,8 @@ class HeadShape:
 
     @property
     def kind(self) -> str:
-        """fed, drawn, prefix or candidate, +s with scalars, +e with the token's embedding, + the architecture where it
-        is not the paper's.
+        """fed, drawn, prefix or candidate; +s with scalars, +e with the token's embedding, +ARCHITECTURE if it is not
+        the paper's.
         """
         return kind_of(self.timing, self.inputs, self.architecture)
 
@@ -51,39 +51,39 @@ class HeadSpec:
     reject_weight: float
 
     def __str__(self) -> str:
-        """Name of the head, for example fed+s-d3-w6: a fed-time head with scalars, three blocks, reject weight 6."""
+        """fed+s-d3-w6, for example: a fed-time head with scalars, three blocks and reject weight 6."""
         return f"{self.shape}-w{self.reject_weight:g}"
 
 
 def grid(config: HeadsConfig) -> dict[HeadShape, tuple[float, ...]]:
-    """Every head of the sweep: for each shape the reject weights that are stacked in it, in the order of the config.
+    """Shape -> reject weights of its heads, in the order of the config.
 
     Raises:
-        ValueError: an empty axis, an impossible depth, timing, scalar or weight, the same value twice, nothing that a
-            prefix head may read.
+        ValueError: an empty axis; an invalid depth, timing, scalar or weight; a repeated value; prefix heads whose
+            every combination of inputs reads the token.
     """
     for name in ("timings", "scalars", "embeddings", "normalised", "depths", "architectures", "reject_weights"):
         values = [tuple(value) if isinstance(value, list) else value for value in getattr(config, name)]
         if not values:
-            raise ValueError(f"heads.{name} is empty, so the sweep has no head; name at least one value")
+            raise ValueError(f"heads.{name} is empty, so the sweep has no heads; name at least one value")
         if len(set(values)) != len(values):
-            raise ValueError(f"heads.{name} is {values}; name every value once")
+            raise ValueError(f"heads.{name} is {values}; name each value once")
     for weight in (*config.reject_weights, config.accept_weight):
         if not 0 < weight < float("inf"):
-            raise ValueError(f"a loss weight is {weight}; it must be a positive number")
+            raise ValueError(f"heads.reject_weights or heads.accept_weight has {weight}; use a positive number")
     papers: list[tuple[Timing, Inputs, str]] = [("fed", Inputs(), PAPERS)] if config.specdec else []
     product_of = product(config.timings, config.scalars, config.embeddings, config.normalised)
     combined = [
         (timing, Inputs.of(scalars, embedding, timing, normed)) for timing, scalars, embedding, normed in product_of
     ]
-    of_drawn_tokens = [(timing, inputs) for timing, inputs in combined if timing != "prefix" or not inputs.reads_token]
-    if missing := set(config.timings) - {timing for timing, _ in of_drawn_tokens}:
+    possible = [(timing, inputs) for timing, inputs in combined if timing != "prefix" or not inputs.reads_token]
+    if missing := set(config.timings) - {timing for timing, _ in possible}:
         raise ValueError(
-            f"heads.timings has {missing.pop()}, and every combination of heads.scalars {list(config.scalars)} and "
-            "heads.embeddings "
-            f"{list(config.embeddings)} reads the token, which is not drawn yet then; add false to both"
+            f"heads.timings has {missing.pop()}, but every combination of heads.scalars {list(config.scalars)} and "
+            f"heads.embeddings {list(config.embeddings)} reads the token, which a prefix head scores before it is "
+            "drawn; add false to both"
         )
-    named = [(*inputs, architecture) for inputs, architecture in product(of_drawn_tokens, config.architectures)]
+    named = [(*inputs, architecture) for inputs, architecture in product(possible, config.architectures)]
     # without blocks every architecture is the same linear head
     shapes = [
         HeadShape(timing, inputs, depth, architecture if depth else PAPERS)
@@ -96,17 +96,15 @@ def grid(config: HeadsConfig) -> dict[HeadShape, tuple[float, ...]]:
 
 
 def scalar_names(shapes: Iterable[HeadShape]) -> tuple[str, ...]:
-    """Every scalar that a sweep reads: the standard ones, which each head is compared with, then those that some head
-    takes besides.
-    """
+    """Every scalar that a sweep reads: the standard ones, which every head is compared with, then the heads' others."""
     return tuple(dict.fromkeys([*STANDARD, *(name for shape in shapes for name in shape.inputs.scalars)]))
 
 
 def specs(shapes: dict[HeadShape, tuple[float, ...]]) -> list[HeadSpec]:
-    """All heads, stack after stack: the order of every [heads] axis of the project."""
+    """All heads, stack by stack: the order of every [heads] axis of the project."""
     return [HeadSpec(shape, weight) for shape, weights in shapes.items() for weight in weights]
 
 
 def module_key(name: str) -> str:
-    """`name` without characters that torch refuses in a module's name."""
+    """`name` without the characters that torch does not allow in a module's name."""
     return re.sub(r"[^0-9A-Za-z_+-]", "_", name)

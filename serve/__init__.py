@@ -1,6 +1,4 @@
-"""The policies inside the engine that people serve with: every request of a batch stops its draft where its own policy
-says.
-"""
+"""The stopping policies inside a serving engine: each request of a batch ends its drafts by its own policy."""
 
 KEY = "acceptance_heads"
-"""Under which a server's configuration, and a request's extra arguments, say how drafts stop."""
+"""Key of the settings in a server's configuration, and of a policy in a request's extra arguments."""

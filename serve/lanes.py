@@ -1,13 +1,14 @@
 """Requests of a serving engine that draft in lockstep, each with its own policy and its own draft length (laws 4.3,
 4.13).
 
-An engine drafts for its whole batch at once: a round is a number of draft steps, and in each of them every row of the
-batch gets a token. A *lane* is what one request's policy knows; `Lanes` says after every step which rows go on, and the
-engine may end the round once none does. What a row draws after its lane has stopped is dropped unseen, so that law 4.3
-holds; requests come, go, wait and come back between rounds. The policies are those of `decode.policies`, one state per
-request, and are told what `decode.loop.drafter` tells them, but for one thing: an engine reveals whether a token was
-accepted, not with which probability, so that `Policy.feedback` gets 1 or 0, the right number on average and at
-temperature 0 the same. Of rows with a rule for batches (`auto`) `serve.pace` decides together which go on.
+An engine drafts for its whole batch at once: in each draft step of a round, every row gets a token. A *lane* has the
+policy state of one request. After each step `Lanes` decides which rows continue; the engine ends the round once none
+does. Tokens that a row draws after its lane has stopped are discarded without being read (law 4.3). Between rounds,
+requests can join, leave, wait and return.
+
+Policies get the same inputs as from `decode.loop.drafter`, with one exception: an engine reveals whether a token was
+accepted, not its acceptance probability, so feedback is 1 or 0, which is right on average and exact at temperature 0.
+Rows whose policy has a batch rule (`auto`) are decided together by `serve.pace`.
 """
 
 from collections.abc import Container, Sequence
@@ -26,15 +27,15 @@ class RequestRow(NamedTuple):
     request: str
     """Id of the request."""
     policy: Policy
-    """Policy of the request; the same in all of its rounds."""
+    """The same in all rounds of the request."""
     verified: Sequence[int]
-    """The drafted tokens that the target has just verified; an engine may verify fewer than were drafted, or none."""
+    """Drafted tokens that the target has just verified; an engine may verify only some of the draft, or none."""
     num_accepted: int
-    """Number of those that were accepted."""
+    """Number of verified tokens that were accepted."""
     room: int
-    """The most tokens to draft now; 0 where the request still reads its prompt, or has ended."""
+    """Maximum draft length of this round; 0 while the prompt is processed, or after the request has ended."""
     stop_ids: frozenset[int]
-    """Tokens that end the request; nothing is drafted after one."""
+    """Tokens that end the request; no token is drafted after one."""
 
 
 class Lane:
@@ -44,35 +45,34 @@ class Lane:
         self.policy, self.state = policy, policy.start()
         self.tokens: list[int] = []
         self.is_going = False
-        self._is_open = False  # whether a round was begun that has not ended
+        self._is_open = False  # whether a round has begun and not ended
 
     def begin(self, room: int, stop_ids: frozenset[int]) -> None:
         """Begin a round of at most `room` tokens."""
         self.state = self.policy.begin(self.state)
         self._room, self._stop_ids = room, stop_ids
         self._longest = int(min(self.policy.limit(self.state), room))
-        self.tokens, self._seen = [], list[Seen]()
+        self.tokens, self._steps = [], list[Seen]()
         self.is_going, self._is_open = self._longest > 0, True
 
     def take(self, token: int, drawn: AfterDraw) -> None:
-        """One draft step's token joins the draft, unless the policy stops before it."""
+        """Append a draft step's token, unless the policy stops before it."""
         if self.policy.stop_before(self.state, drawn.before):
             self.is_going = False
             return
         self.tokens.append(token)
-        self._seen.append((self.state, drawn))
+        self._steps.append((self.state, drawn))
         self.state, stop = self.policy.after(self.state, drawn)
         self.is_going = not (stop or token in self._stop_ids or len(self.tokens) >= self._longest)
 
     def end(self, verified: Sequence[int], num_accepted: int) -> bool:
-        """Tell the policy how its round ended; a draft that was not verified (the request had to wait) is as if it had
-        never been.
+        """Report the round's outcome to the policy; a draft that was not verified (the request had to wait) is ignored.
 
         Returns:
-            Whether there was a round, and it was verified.
+            Whether a round was verified.
         """
-        is_void = list(verified) != self.tokens[: len(verified)] or bool(self.tokens and not verified)
-        was_verified = self._is_open and not is_void
+        is_unverified = list(verified) != self.tokens[: len(verified)] or bool(self.tokens and not verified)
+        was_verified = self._is_open and not is_unverified
         if was_verified:
             self.state = self.policy.end(self.state, self._outcome(len(verified), num_accepted))
         self._is_open, self.tokens = False, []
@@ -85,13 +85,13 @@ class Lane:
             num_drafted=num_verified,
             num_accepted=num_accepted,
             num_allowed=self._room,
-            rejected_entropy=self._seen[num_accepted][1].entropy if is_rejected else 0.0,
-            feedback=feedback_of(self.policy, self._seen, revealed),
+            rejected_entropy=self._steps[num_accepted][1].entropy if is_rejected else 0.0,
+            feedback=feedback_of(self.policy, self._steps, revealed),
         )
 
 
 class Lanes:
-    """All requests that are alive, by id, and the rows of the round that is being drafted."""
+    """All unfinished requests, by id, and the rows of the current round."""
 
     def __init__(self, controller: MeasuredController | None = None) -> None:
         self._controller = controller or MeasuredController()
@@ -99,11 +99,11 @@ class Lanes:
         self._rows: list[Lane] = []
 
     def begin(self, rows: Sequence[RequestRow], alive: Container[str]) -> bool:
-        """Begin a round: the rows' last ones are over, and requests that are not alive any more are forgotten.
+        """Begin a round, after reporting the outcome of each row's last one; forget finished requests.
 
         Args:
-            rows: the rows of the engine's batch, in its order.
-            alive: every request that may come back, in a row or waiting.
+            rows: rows of the engine's batch, in its order.
+            alive: ids of all unfinished requests, including waiting ones.
 
         Returns:
             Whether any row drafts.
@@ -126,11 +126,7 @@ class Lanes:
         return self.is_going
 
     def step(self, tokens: Sequence[int], signals: Sequence[AfterDraw]) -> bool:
-        """A draft step of every row is done; those that have stopped ignore it.
-
-        Returns:
-            Whether any row goes on.
-        """
+        """Record a draft step; rows that have stopped ignore it. Returns whether any row continues."""
         for lane, token, drawn in zip(self._rows, tokens, signals, strict=True):
             if lane.is_going:
                 lane.take(token, drawn)
@@ -139,20 +135,20 @@ class Lanes:
         return self.is_going
 
     def _choose(self) -> None:
-        """Let the batch's rule choose which rows draft on, among those whose requests have it and want to."""
+        """Apply the batch rule to the rows that have it and have not stopped."""
         undecided = [lane for lane in self._rows if lane.is_going and isinstance(lane.policy, BatchRule)]
         if not undecided:
             return
         num_others = sum(lane.is_going for lane in self._rows) - len(undecided)
         values = [lane.policy.expected_tokens(lane.state) for lane in undecided]  # type: ignore[attr-defined]
         num_tokens = sum(len(lane.tokens) + 1 for lane in self._rows) + num_others
-        chosen = self._controller.chosen(np.array(values, dtype=float), num_tokens, is_paid=num_others > 0)
-        for lane, goes_on in zip(undecided, chosen, strict=True):
-            lane.is_going = bool(goes_on)
+        continues = self._controller.continues(np.array(values, dtype=float), num_tokens, is_paid=num_others > 0)
+        for lane, is_going in zip(undecided, continues, strict=True):
+            lane.is_going = bool(is_going)
 
     @property
     def is_going(self) -> bool:
-        """Whether any row drafts on."""
+        """Whether any row continues to draft."""
         return any(lane.is_going for lane in self._rows)
 
     @property
@@ -162,15 +158,15 @@ class Lanes:
 
     @property
     def drafts(self) -> list[list[int]]:
-        """The tokens of each row that the target is to verify."""
+        """Draft of each row."""
         return [list(lane.tokens) for lane in self._rows]
 
     def __len__(self) -> int:
-        """The number of requests that are remembered."""
+        """Number of unfinished requests."""
         return len(self._alive)
 
     def _lane(self, row: RequestRow) -> Lane:
         lane = self._alive.get(row.request)
-        if lane is None or lane.policy != row.policy:  # another request took the id
+        if lane is None or lane.policy != row.policy:  # the id was reused
             lane = self._alive[row.request] = Lane(row.policy)
         return lane

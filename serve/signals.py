@@ -1,8 +1,8 @@
-"""What the policies of a batch see of one draft step (law 4.3), read for all rows at once.
+"""The policies' inputs from one draft step (law 4.3), for all rows at once, with one transfer to the host.
 
-The numbers are those of `decode.loop.signals`, which reads them for one sequence: of the untruncated temperature-1
-distribution, and head scores at the head's timing (laws 4.8 to 4.8c). Since rows draft in lockstep they are at one
-position, and what a fed-time head scores next is what this step drew. One transfer to the host per step.
+They are the same as in `decode.loop.signals`: signals of the untruncated distribution at temperature 1, and head scores
+at the head's timing (laws 4.8 to 4.8c). All rows are at the same draft position, so a fed-time head
+scores in each step the tokens of the step before.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class BatchSignals:
 
     def __init__(self, embedding: Embedding) -> None:
         """Args:
-        embedding: rows of the draft's input embeddings.
+        embedding: token ids -> the draft's input embeddings.
         """
         self._embedding = embedding
         self._before: tuple[dict[str, Tensor], Tensor] | None = None
@@ -40,27 +40,27 @@ class BatchSignals:
         *,
         policies: Sequence[Policy],
     ) -> tuple[list[int], list[AfterDraw]]:
-        """The tokens of a step and what each row's policy sees of it.
+        """The tokens of a step, and the signals for each row's policy.
 
         Args:
-            position: tokens drafted before these in the round.
-            logits: of the draft, before any sampling transform.
-            hidden: that produced them.
-            token: drawn, one per row.
-            policies: of each row.
+            position: draft position of the tokens, from 0.
+            logits: the draft's logits, before any sampling transform.
+            hidden: the hidden states that gave the logits.
+            token: drafted token of each row.
+            policies: policy of each row.
         """
         columns = self._columns(position, logits, hidden, token, policies)
         # float64 holds every id exactly
         values = torch.stack([token.double(), *(column.double() for column in columns.values())]).tolist()
         numbers = dict(zip(columns, values[1:], strict=True))
         return [int(value) for value in values[0]], [
-            _seen(policy, position, row, numbers) for row, policy in enumerate(policies)
+            _row_signals(policy, position, row, numbers) for row, policy in enumerate(policies)
         ]
 
     def _columns(
         self, position: int, logits: Tensor, hidden: Tensor, token: Tensor, policies: Sequence[Policy]
     ) -> dict[str | AcceptanceHead, Float[Tensor, " rows"]]:
-        """Signals by their names and scores by their heads, as far as any policy asks for them."""
+        """Signals by name and scores by head, if any policy reads them."""
         wanted = frozenset[str]().union(*(policy.signals for policy in policies))
         if not wanted:
             return {}
@@ -85,12 +85,14 @@ class BatchSignals:
     def _scored(
         self, head: AcceptanceHead, hidden: Tensor, scalars: dict[str, Tensor], token: Tensor
     ) -> Float[Tensor, " rows"]:
-        """The head's logits for tokens of which these scalars are known."""
+        """The head's logits for these tokens, which have these scalars."""
         return head(hidden, *head.inputs.among(scalars, lambda: self._embedding(token)))
 
 
-def _seen(policy: Policy, position: int, row: int, numbers: dict[str | AcceptanceHead, list[float]]) -> AfterDraw:
-    """Signals that one row's policy sees; those that it did not ask for mean nothing."""
+def _row_signals(
+    policy: Policy, position: int, row: int, numbers: dict[str | AcceptanceHead, list[float]]
+) -> AfterDraw:
+    """Signals of one row; those that its policy does not read are placeholders."""
     if not numbers:
         return nothing_of(position)
     fed, prefix, drawn = policy.fed_head, policy.prefix_head, policy.drawn_head

@@ -1,1 +1,1 @@
-"""What is written and found again: shards with their sums, JSON, and locks; the ground floor, which every room uses."""
+"""Files on disk: checksummed shards, JSON, keyed results and locks."""

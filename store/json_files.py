@@ -1,4 +1,4 @@
-"""JSON that the project wrote itself: a file that was truncated, or broken by hand, is named with line and remedy."""
+"""JSON files of the project; errors in a truncated or hand-edited file name the line and a remedy."""
 
 import json
 from collections.abc import Collection
@@ -7,37 +7,37 @@ from typing import Any
 
 
 def read_json(path: Path, *, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
-    """The object in a file.
+    """The object in a JSON file.
 
     Args:
-        path: the path of the file.
-        remedy: a clause that says what the user can do about a broken file, the end of the message.
-        keys: the keys that the object must have.
+        path: the file.
+        remedy: end of error messages: how the user can repair a broken file.
+        keys: keys that the object must have.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it holds no whole JSON object, or one without these keys.
+        FileNotFoundError: no such file.
+        ValueError: not a complete JSON object, or a key is missing.
     """
-    return parse_json(path.read_bytes(), place=str(path), remedy=remedy, keys=keys)
+    return parse_json(path.read_bytes(), source=str(path), remedy=remedy, keys=keys)
 
 
-def parse_json(text: bytes, *, place: str, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
-    """The object in some text; `place` is what messages call it, the other arguments are those of `read_json`."""
+def parse_json(text: bytes, *, source: str, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
+    """The object in a JSON text; error messages begin with `source`. Other arguments as for `read_json`."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        where = place if error.lineno == 1 else f"{place}:{error.lineno}"
-        raise ValueError(f"{where}: no whole JSON ({error.msg} at column {error.colno}); {remedy}") from error
+        location = source if error.lineno == 1 else f"{source}:{error.lineno}"
+        raise ValueError(f"{location}: invalid JSON ({error.msg} at column {error.colno}); {remedy}") from error
     except (UnicodeDecodeError, RecursionError) as error:
-        cause = "its bytes are no text" if isinstance(error, UnicodeDecodeError) else "it is nested too deeply"
-        raise ValueError(f"{place}: no JSON, {cause}; {remedy}") from error
-    return checked_object(value, place=place, remedy=remedy, keys=keys)
+        cause = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "nested too deeply"
+        raise ValueError(f"{source}: invalid JSON ({cause}); {remedy}") from error
+    return checked_object(value, source=source, remedy=remedy, keys=keys)
 
 
-def checked_object(value: Any, *, place: str, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
-    """The value, which is a JSON object with these keys; else ValueError, as for `read_json`."""
+def checked_object(value: Any, *, source: str, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
+    """`value` if it is an object with these keys; else ValueError, as for `parse_json`."""
     if not isinstance(value, dict):
-        raise ValueError(f"{place}: expected a JSON object, got {type(value).__name__}; {remedy}")
+        raise ValueError(f"{source}: expected a JSON object, got {type(value).__name__}; {remedy}")
     if missing := [key for key in keys if key not in value]:
-        raise ValueError(f"{place}: no {missing[0]!r} in it; {remedy}")
+        raise ValueError(f"{source}: missing key {missing[0]!r}; {remedy}")
     return value

@@ -1,9 +1,8 @@
-"""One writer per directory: a lock that ends with its process, however that ends, and that names the process which
-holds it.
+"""One writer per directory: a lock that names its holder and that the kernel releases when the process ends.
 
-The lock is `filelock`'s, and so the kernel's (`flock`), which takes it back when the process is gone. Beyond that this
-file names the holder in the lock file and leaves neither file nor empty folder behind. A filesystem without `flock` is
-refused: the mere existence of a file, `filelock`'s way out there, outlives a process that is killed.
+The lock is `filelock`'s, based on `flock`. The lock file names the holder; neither it nor an empty folder remains
+afterwards. Filesystems without `flock` are refused: `filelock`'s fallback, the existence of a file, outlives a killed
+process.
 """
 
 import errno
@@ -24,10 +23,10 @@ from configs.paths import local_path
 LOCK = ".lock"
 _ATTEMPTS = 100
 _HANDOVER_S = 0.1
-"""So long a holder that ends just now is waited for."""
+"""Wait for a holder that is just ending."""
 _POLL_S = 0.005
 _SILENT_S = 1.0
-"""A longer wait is told of."""
+"""A longer wait is reported on stderr."""
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
@@ -35,40 +34,38 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 def only_writer(
     directory: str | Path, *, setting: str, name: str = LOCK, wait_s: float = _HANDOVER_S
 ) -> Iterator[None]:
-    """While the block runs no other process enters it with this directory; nothing of the lock is left afterwards.
+    """Run the block as the only process that holds this directory's lock.
 
     Args:
-        directory: the folder, which is made if it is not there, and removed again if the block leaves it empty.
-        setting: the key of the config that names the directory, for the message.
-        name: the lock; processes that share the directory by a rule of their own take different ones.
-        wait_s: seconds for which a holder is waited for; beyond the first, stderr says so.
+        directory: the folder; created if needed, and removed again if the block leaves it empty.
+        setting: the config key of the directory, for messages.
+        name: file name of the lock; locks of different names do not exclude each other.
+        wait_s: how long to wait for another holder; a wait of more than a second is reported on stderr.
 
     Raises:
-        ValueError: another process writes there, or it is a URL or a file, or cannot be written to, or its filesystem
-            knows no locks.
+        ValueError: another process holds the lock; the directory is a URL or a file, cannot be written to, or its
+            filesystem has no locks.
     """
     path = local_path(directory, setting) / name
     lock = _locked(path, setting, wait_s)
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     try:
-        with suppress(OSError):  # a full disk is for those to name who have something to write
+        with suppress(OSError):  # on a full disk, the writer of the actual data reports the error
             path.write_text(json.dumps(holder))
         yield
     finally:
-        # while it is held: whoever has the file open and gets its lock next sees that it has lost its name
+        # removed while locked, so that a process that has the file open notices that it was unlinked
         _remove(path)
         lock.release()
 
 
 def state(path: Path, **facts: str) -> None:
-    """Write facts into the file of a lock that this process holds, beside who holds it, for others to read."""
+    """Add facts to the lock file that this process holds, for others to read."""
     path.write_text(json.dumps(_facts(path) | facts))
 
 
 def holder_of(path: Path) -> dict[str, Any] | None:
-    """What the holder of a lock says of itself; None where nobody holds it, and the file, left by a process that was
-    killed, is gone then.
-    """
+    """Facts about the process that holds a lock; None if nobody does, and a stale lock file is then removed."""
     try:
         with FileLock(path, timeout=0, fallback_to_soft=False):
             _remove(path)
@@ -78,9 +75,9 @@ def holder_of(path: Path) -> dict[str, Any] | None:
 
 
 def in_words(holder: Mapping[str, Any]) -> str:
-    """The process that says this of itself."""
+    """A phrase that names the holder of a lock."""
     names = ("pid", "host", "since")
-    if not all(name in holder for name in names):  # it has not said yet, or has just ended
+    if not all(name in holder for name in names):  # the process has just started or just ended
         return "another process"
     return "process {} on {} since {}".format(*(holder[name] for name in names))
 
@@ -94,15 +91,15 @@ def _locked(path: Path, setting: str, wait_s: float) -> FileLock:
             lock.acquire(timeout=wait)
         except Timeout as error:
             if (wait := next(waits, 0)) > 0:
-                print(f"{path.parent} is in use by {in_words(_facts(path))}; waiting for its turn", file=sys.stderr)
+                print(f"{path.parent} is in use by {in_words(_facts(path))}; waiting for it to finish", file=sys.stderr)
                 continue
-            who = in_words(_facts(path))
             raise ValueError(
-                f"{path.parent} is in use by {who}; wait until it ends, stop it, or choose another {setting}"
+                f"{path.parent} is in use by {in_words(_facts(path))}; wait until it ends, stop it, or choose another "
+                f"{setting}"
             ) from error
         except OSError as error:
             if isinstance(error, FileNotFoundError | FileExistsError) and attempt + 1 < _ATTEMPTS:
-                continue  # the folder was empty, and whoever held the lock has just removed it
+                continue  # the previous holder has just removed the empty folder
             raise _refusal(path, error, setting) from error
         break
     return lock
@@ -111,12 +108,12 @@ def _locked(path: Path, setting: str, wait_s: float) -> FileLock:
 def _refusal(path: Path, error: OSError, setting: str) -> ValueError:
     if error.errno not in _NO_LOCKS:
         return ValueError(
-            f"{setting} is {path.parent}, where nothing can be written ({error.strerror}); choose another {setting}"
+            f"{setting} is {path.parent}, which cannot be written to ({error.strerror}); choose another {setting}"
         )
     _remove(path)
     return ValueError(
-        f"{setting} is {path.parent}, on a filesystem without file locks (flock: {error.strerror}), so that two runs "
-        "there could destroy each other's files; mount it with locks (NFS: a running lockd, or local_lock=flock; "
+        f"{setting} is {path.parent}, on a filesystem without file locks (flock: {error.strerror}), where two runs "
+        "could overwrite each other's files; mount it with locks (NFS: a running lockd, or local_lock=flock; "
         f"Lustre: flock), or choose a {setting} on another disk"
     )
 
@@ -130,5 +127,5 @@ def _remove(path: Path) -> None:
 def _facts(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # it has not said yet, or has just ended
+    except (OSError, ValueError, TypeError):  # the holder has just started or just ended
         return {}

@@ -1,9 +1,11 @@
-"""Shards on disk: written under a temporary name, fsynced and renamed; then the same for a sidecar that states size and
-sha256.
+"""Shards on disk, each with a sidecar that has its size and sha256.
 
-`DIR/rows/{split}-{index:05d}.parquet`, `DIR/features/{timing}/{split}-{index:05d}.safetensors`; beside each, `<same
-name>.json` with at least rows, tokens, bytes, sha256. The sidecar comes last, so a shard that has one is whole. A
-process that dies at any moment leaves either a whole shard or one that the next run makes again.
+    DIR/rows/{split}-{index:05d}.parquet
+    DIR/features/{timing}/{split}-{index:05d}.safetensors
+    <shard>.json                                              sidecar: at least rows, tokens, bytes, sha256
+
+Both are written to a temporary name, fsynced and renamed; the sidecar comes last, so a shard that has one is complete.
+A process that is killed leaves a complete shard or one that the next run makes again.
 """
 
 import errno
@@ -22,9 +24,9 @@ from store.json_files import read_json
 from store.lock import only_writer
 
 SHARD_FOLDERS = ("rows", "features/*", "stages/*")
-SIDECAR_REMEDY = "delete it and run the same command again: it makes the shard anew"
+SIDECAR_REMEDY = "delete it and run the same command again, which makes the shard again"
 _COUNTS = {"bytes", "rows", "tokens", "input", "ok"}
-"""Facts that are whole numbers."""
+"""Integer facts of a sidecar."""
 _DIRECTORY_WAIT_S = 600.0
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -40,16 +42,15 @@ def features_path(directory: str | Path, timing: str, split: str, index: int) ->
 
 
 def sidecar_path(path: Path) -> Path:
-    """The file with the size and sha256 of `path`; a shard without it is not whole."""
+    """Path of a shard's sidecar; a shard without one is incomplete."""
     return path.with_name(path.name + ".json")
 
 
 def write_shard(path: Path, content: bytes | memoryview, **facts: Any) -> None:
-    """Write `content` and then its sidecar {**facts, bytes, sha256}, each atomically; an older content's sidecar goes
-    first.
+    """Write `content` and then its sidecar {**facts, bytes, sha256}, each atomically; removes an old sidecar first.
 
     Raises:
-        ValueError: the disk is full; no incomplete file is left.
+        ValueError: the disk is full; no incomplete file remains.
     """
     sidecar_path(path).unlink(missing_ok=True)
     write_atomic(path, content)
@@ -57,22 +58,21 @@ def write_shard(path: Path, content: bytes | memoryview, **facts: Any) -> None:
 
 
 def complete_shard(unfinished: Path, path: Path, contents: Mapping[int, bytes], **facts: Any) -> None:
-    """Make a shard that lacks some bytes the whole shard `path`, in its own place on the disk.
+    """Fill the missing bytes of a shard in place and rename it to `path`, without copying the rest.
 
-    Both sidecars go first. A process that is killed before the new one is written has to make the unfinished shard
-    again; the rest of it is not copied, which is the purpose.
+    Both sidecars are removed first, so if the process is killed the unfinished shard must be made again.
 
     Args:
-        unfinished: the path of the shard as it was written before.
-        path: its path when it is whole, in the same file system.
-        contents: place in the file -> the bytes that belong there.
-        **facts: those of `path`'s sidecar.
+        unfinished: path of the incomplete shard.
+        path: path of the complete shard, in the same file system.
+        contents: offset in the file -> missing bytes.
+        **facts: facts for the sidecar.
     """
     for shard in (path, unfinished):
         sidecar_path(shard).unlink(missing_ok=True)
     with unfinished.open("r+b") as file:
-        for place, content in contents.items():
-            file.seek(place)
+        for offset, content in contents.items():
+            file.seek(offset)
             file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -88,19 +88,14 @@ def _write_sidecar(path: Path, facts: Mapping[str, Any], *, num_bytes: int, sha2
 
 
 def write_atomic(path: Path, content: bytes | memoryview) -> None:
-    """Write the whole file or nothing, even if the machine loses power.
-
-    Raises:
-        ValueError: the disk is full.
-    """
+    """Write a file completely or not at all, even if the machine loses power; ValueError if the disk is full."""
     with atomic_file(path) as file:
         file.write(content)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to, which takes the place of `path` once the block has ended, whole; if it raises, `path` stays
-    as it was.
+    """A file that replaces `path` when the block ends; if the block raises, `path` is unchanged.
 
     Raises:
         ValueError: the disk is full, or the path is a URL.
@@ -118,8 +113,8 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         if error.errno in _FULL:
             free = shutil.disk_usage(path.parent).free
             raise ValueError(
-                f"no space for {path}: {free:,} bytes are free on the disk (or a file-size limit is set); free some "
-                "space and run the same command again: it keeps what is whole"
+                f"no space for {path}: {free:,} bytes are free on the disk, or a file-size limit is set; free some "
+                "space and run the same command again, which continues with the files that are complete"
             ) from error
         raise
     finally:
@@ -128,7 +123,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _sync_folder(path: Path) -> None:
-    """A new name is in its folder, and is on disk only once that is."""
+    """Flush a folder, so that a new name in it survives a power failure."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -138,21 +133,20 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """A new folder to write to, which takes the place of `path` once the block has ended; if it raises, `path` stays as
-    it was. Other processes that write the same directory wait.
+    """A folder that replaces `path` when the block ends; if the block raises, `path` is unchanged. Other writers wait.
 
-    A directory of files cannot be replaced in one step: the old one is renamed first. If the process is killed between
-    the two renames, the next writer puts the old directory back.
+    The old directory is renamed before the new one takes its name. If the process is killed between the two renames,
+    the next writer restores the old directory.
 
     Raises:
-        ValueError: nothing can be written beside `path`, or another process has been writing it for ten minutes.
+        ValueError: the parent folder cannot be written to, or another process has been writing for ten minutes.
     """
     partial, previous = (path.with_name(f".{path.name}.{suffix}") for suffix in ("partial", "previous"))
     with only_writer(path.parent, setting="directory", name=f".{path.name}.lock", wait_s=_DIRECTORY_WAIT_S):
         if previous.exists() and not path.exists():
             previous.rename(path)
-        for left_over in (partial, previous):
-            shutil.rmtree(left_over, ignore_errors=True)
+        for stale in (partial, previous):
+            shutil.rmtree(stale, ignore_errors=True)
         partial.mkdir()
         try:
             yield partial
@@ -167,51 +161,49 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def read_sidecar(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
-    """The facts about a shard; `keys`: those that the caller reads, beside size and sha256."""
+    """The facts in a shard's sidecar; ValueError if bytes, sha256 or one of `keys` is missing."""
     facts = read_json(sidecar_path(path), remedy=SIDECAR_REMEDY, keys=("bytes", "sha256", *keys))
     for name in _COUNTS & facts.keys():
         if type(facts[name]) is not int or facts[name] < 0:
             raise ValueError(
-                f"{sidecar_path(path)}: {name} is {facts[name]!r:.80}, and a whole number is expected; {SIDECAR_REMEDY}"
+                f"{sidecar_path(path)}: {name} is {facts[name]!r:.80}, expected an integer of at least 0; "
+                f"{SIDECAR_REMEDY}"
             )
     return facts
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a shard has a sidecar, and the size that it states; its sha256 is compared by `store.sums`, before it is
-    read.
-    """
+    """Whether a shard has a sidecar and the size in it; `store.sums` compares the sha256."""
     return path.is_file() and sidecar_path(path).is_file() and path.stat().st_size == read_sidecar(path)["bytes"]
 
 
 def verify_shard(path: Path, *, command: str = "data") -> None:
-    """Raise ValueError unless the shard's content is what was written; readers call `store.sums.check_sums` first.
+    """Raise ValueError unless a shard matches its sidecar. Readers call `store.sums.check_sums`, which caches results.
 
     Args:
-        path: the path of the shard.
-        command: the command of `acceptance-heads` that makes it, for the message.
+        path: the shard.
+        command: the command of `acceptance-heads` that makes it, for messages.
     """
     again = f"run `acceptance-heads {command}` again"
     if not path.is_file():
         raise ValueError(f"{path} is missing; {again}")
     if not sidecar_path(path).is_file():
-        raise ValueError(f"{path} has no sidecar {sidecar_path(path).name}: its writing was interrupted; {again}")
+        raise ValueError(f"{path} has no sidecar {sidecar_path(path).name}, so it is incomplete; {again}")
     facts = read_sidecar(path)
     if path.stat().st_size != facts["bytes"]:
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {facts['bytes']:,}: truncated; {again}")
+        raise ValueError(
+            f"{path} is truncated: it has {path.stat().st_size:,} bytes instead of {facts['bytes']:,}; {again}"
+        )
     if sha256_of(path) != facts["sha256"]:
         raise ValueError(
-            f"{path} does not have the sha256 of its sidecar: corrupted; delete it and its sidecar and {again}, which "
-            "makes it again"
+            f"{path} is corrupted: its sha256 differs from its sidecar's; delete it and the sidecar, and {again}"
         )
     if facts.get("shard", path.stem) != path.stem:
-        raise ValueError(f"{path} was written as {facts['shard']} and has another's name: delete both and {again}")
+        raise ValueError(f"{path} was written as {facts['shard']} and renamed; delete both and {again}")
 
 
 def sha256_of(path: Path) -> str:
-    """sha256 of a file, read once in this process as long as it stays the same file of the same size and time of
-    change.
-    """
+    """sha256 of a file, cached until its inode, size or modification time changes."""
     facts = path.stat()
     return _sha256(path, facts.st_ino, facts.st_size, facts.st_mtime_ns)
 
@@ -223,11 +215,11 @@ def _sha256(path: Path, *_facts: int) -> str:
 
 
 def list_shards(directory: str | Path, split: str, timing: str | None = None) -> list[Path]:
-    """Every shard of one split in order, all of them whole: rows, or with `timing` features.
+    """The shards of one split in order: rows, or features of `timing`.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: one is missing in the middle, or not whole.
+        FileNotFoundError: there are none.
+        ValueError: one is missing or incomplete.
     """
     folder = Path(directory) / "rows" if timing is None else Path(directory) / "features" / timing
     suffix = "parquet" if timing is None else "safetensors"
@@ -236,21 +228,18 @@ def list_shards(directory: str | Path, split: str, timing: str | None = None) ->
         raise FileNotFoundError(f"no {split} shards in {folder}; run `acceptance-heads data` with this config first")
     for index, path in enumerate(paths):
         if path.stem != f"{split}-{index:05d}" or not is_whole(path):
-            absent = folder / f"{split}-{index:05d}.{suffix}"
-            raise ValueError(
-                f"{absent} is missing or not whole, so the data is not finished; run `acceptance-heads data` to go on"
-            )
+            missing = folder / f"{split}-{index:05d}.{suffix}"
+            raise ValueError(f"{missing} is missing or incomplete; run `acceptance-heads data` to finish the data")
     return paths
 
 
 def clean_partial(directory: str | Path, *folders: str, names: Container[str] | None = None) -> None:
-    """Remove the temporary files of writers that were killed; the caller holds the lock of the directory
-    (`store.lock`).
+    """Remove the temporary files of killed writers; the caller holds the directory's lock (`store.lock`).
 
     Args:
-        directory: the folder, to which this process alone writes.
-        folders: patterns of the folders in it that hold shards; others may belong to another process, or to the user.
-        names: names without endings of the files whose partial ones are this process's to remove; None: all.
+        directory: the folder.
+        folders: patterns of its subfolders that have shards.
+        names: stems of the files whose temporary files may be removed; None: all.
     """
     for path in (path for folder in (".", *folders) for path in Path(directory).glob(f"{folder}/.*.partial")):
         name, _, pid = path.name.removeprefix(".").removesuffix(".partial").rpartition(".")

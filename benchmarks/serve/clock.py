@@ -1,12 +1,13 @@
-"""Tokens per second of a real vLLM: `VLLM_PYTHON=VENV/bin/python python -m benchmarks.serve.clock --head HEAD
-[--turns 5] [--layers '[14,60]']`.
+"""Tokens per second in vLLM: `VLLM_PYTHON=VENV/bin/python python -m benchmarks.serve.clock --head HEAD [--turns 5]
+[--layers '[14,60]']`.
 
-The embedded trio, slowed by added layers that change no output: a draft step takes about 10 ms and a verification
-five times as long; both are measured. One engine speculates, with a policy per request; another does not. The arms
-take turns, each serving the same prompts, EOS ignored, `--concurrency` at a time. HEAD: a drawn-time head that
-`evaluation tune` has calibrated. The engine computes with one thread, and seconds are those of its process; wall time
-is printed beside. After each turn one JSON document of all turns so far: tokens per second of each arm and concurrency
-and its ratio to the best fixed length's, with a 90 % interval (by resampling turns).
+The models are the embedded trio with extra layers whose outputs are zero: a draft step takes about 10 ms and a
+verification five times as long. One engine speculates, with a policy per request; another does not. Arms take turns on
+the same prompts, with EOS ignored. HEAD is a drawn-time head after `acceptance-heads tune`.
+
+Engines use one thread. Speeds are per CPU second of the engine's process, which other work on the machine does not
+affect; wall-clock ratios are reported too. After each turn one JSON document reports all turns: tokens per second of
+every arm and concurrency, and the ratio to the best fixed length with a 90 % interval (by resampling turns).
 """
 
 import json
@@ -28,8 +29,8 @@ from configs.command import run
 from evaluation.turns import in_turns
 from lm import load_model
 
-LONGEST, NUM_TOKENS, REQUESTS_PER_SEAT, ALONE = 20, 40, 2, "no speculation"
-_FEWEST = 4  # requests of a turn, at least: one at a time differs by its prompts
+LONGEST, NUM_TOKENS, REQUESTS_PER_ROW, ALONE = 20, 40, 2, "no speculation"
+_MIN_REQUESTS = 4  # per turn, because prompts differ
 ARMS = {
     **{f"fixed length {k}": f"fixed_length:k={k}" for k in (2, 4, 6, 10)},
     "SVIP": "entropy:max_sqrt_entropy=0.46",
@@ -40,7 +41,7 @@ ARMS = {
 
 
 class EngineProcess:
-    """One engine in a process of its own."""
+    """One engine in a separate process."""
 
     def __init__(self, python: str, job: dict[str, Any], path: Path) -> None:
         path.write_text(json.dumps(job))
@@ -52,18 +53,18 @@ class EngineProcess:
         self._result()
 
     def served(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The answers of a batch and the seconds that they took."""
-        assert self._process.stdin is not None, "a pipe was asked for"
+        """Serve a batch; the result is that of `benchmarks.serve.engine`."""
+        assert self._process.stdin is not None, "Popen was given a pipe"
         self._process.stdin.write(json.dumps(batch) + "\n")
         return self._result()
 
     def _result(self) -> dict[str, Any]:
-        assert self._process.stdout is not None, "a pipe was asked for"
+        assert self._process.stdout is not None, "Popen was given a pipe"
         for line in self._process.stdout:
             if line.startswith(MARK):
                 return json.loads(line.removeprefix(MARK))
         self._log.seek(0)
-        raise SystemExit(f"vLLM has ended: {self._log.read()[-4000:]}")
+        raise SystemExit(f"vLLM exited; the end of its log:\n{self._log.read()[-4000:]}")
 
     def close(self) -> None:
         self._process.terminate()
@@ -81,10 +82,11 @@ def serve_clock(
     """Serve all arms in turns.
 
     Args:
-        turns: of every arm.
-        layers: number of layers added to the draft and to the target.
-        temperature: 0: every arm writes the same text, and only work differs.
-        concurrency: requests at a time.
+        head: directory of a drawn-time head.
+        turns: measured turns of every arm.
+        layers: number of extra layers of draft and target.
+        temperature: sampling temperature; at 0 every arm generates the same text.
+        concurrency: numbers of concurrent requests.
     """
     python = interpreter()
     with tempfile.TemporaryDirectory() as name:
@@ -120,50 +122,50 @@ def saved(source: ModelSource, folder: Path, *, num_layers: int = 0) -> str:
 
 
 Turns = Mapping[tuple[int, str], list[dict[str, Any]]]
-"""(concurrency, arm) -> what the engine answered in each turn, as `benchmarks.serve.engine` has it."""
+"""(concurrency, arm) -> result of `benchmarks.serve.engine` in each turn."""
 
 
 def timed(
     stopping: EngineProcess, alone: EngineProcess, *, turns: int, sizes: Sequence[int], temperature: float
 ) -> Iterator[dict[str, Any]]:
-    """Time the two engines in turns and yield the summary after each turn; one turn before the first warms both up."""
+    """Time the two engines in turns, after one turn for warm-up; yields a summary after each turn."""
     prompts, times = requests_of(pair_of_the_trio(), [""], 36), {}
-    seen = defaultdict[tuple[int, str], list[dict[str, Any]]](list)
+    results = defaultdict[tuple[int, str], list[dict[str, Any]]](list)
     for turn in range(turns + 1):
         arms = (ALONE, *ARMS) if turn else (ALONE, "auto")
         for size, order in in_turns(arms, sizes if turn else sizes[-1:], first=turn):
             for arm in order:
-                how = {"policy": ARMS.get(arm), "max_tokens": NUM_TOKENS}
-                requests = [prompt | how for prompt in prompts_for(prompts, size, turn)]
+                settings = {"policy": ARMS.get(arm), "max_tokens": NUM_TOKENS}
+                requests = [prompt | settings for prompt in prompts_for(prompts, size, turn)]
                 batch = {"name": f"{turn}/{size}/{arm}", "requests": requests, "temperature": temperature}
                 engine = alone if arm == ALONE else stopping
                 result = engine.served(batch | {"concurrency": size, "ignore_eos": True})
                 if turn:
-                    seen[size, arm].append(result)
+                    results[size, arm].append(result)
                 times[size] = result.get("times") or times.get(size)
         if turn:
-            yield {"turns": turn, "cells": [cell(size, seen) for size in sizes], "times_s": times}
+            yield {"turns": turn, "cells": [cell(size, results) for size in sizes], "times_s": times}
 
 
 def prompts_for(prompts: list[dict[str, Any]], size: int, turn: int) -> list[dict[str, Any]]:
-    """The prompts of a turn: other ones in every turn, the same for every arm."""
-    count = max(REQUESTS_PER_SEAT * size, _FEWEST)
-    return [prompts[(turn * count + place) % len(prompts)] for place in range(count)]
+    """The prompts of a turn, the same for every arm."""
+    count = max(REQUESTS_PER_ROW * size, _MIN_REQUESTS)
+    return [prompts[(turn * count + index) % len(prompts)] for index in range(count)]
 
 
-def cell(size: int, seen: Turns) -> dict[str, Any]:
-    """One concurrency. Every arm has written as many tokens in a turn, so that seconds alone differ."""
+def cell(size: int, results: Turns) -> dict[str, Any]:
+    """The arms at one concurrency. In a turn every arm generates equally many tokens, so ratios of seconds suffice."""
     fixed = [arm for arm, spec in ARMS.items() if spec.startswith("fixed")]
-    best, rows, random = max(fixed, key=lambda arm: speed(seen[size, arm])), {}, np.random.default_rng(0)
+    best, rows, random = max(fixed, key=lambda arm: speed(results[size, arm])), {}, np.random.default_rng(0)
     for arm in (ALONE, *ARMS):
-        pairs = list(zip(seen[size, best], seen[size, arm], strict=True))
+        pairs = list(zip(results[size, best], results[size, arm], strict=True))
         seconds = np.array([[turn["cpu_seconds"] for turn in pair] for pair in pairs])
         resampled = seconds[random.integers(len(pairs), size=(2000, len(pairs)))].sum(1)
         low, high = np.quantile(resampled[:, 0] / resampled[:, 1], (0.05, 0.95)).tolist()
-        gain = speed(seen[size, arm]) / speed(seen[size, best])
+        gain = speed(results[size, arm]) / speed(results[size, best])
         on_the_wall = sum(base["seconds"] for base, _ in pairs) / sum(turn["seconds"] for _, turn in pairs)
         rows[arm] = {
-            "tokens_per_s": round(speed(seen[size, arm]), 1),
+            "tokens_per_s": round(speed(results[size, arm]), 1),
             "over_best_fixed": [round(value, 3) for value in (gain, low, high)],
             "on_the_wall": round(on_the_wall, 3),
             "mean_draft_length": round(float(np.mean([mean_draft_length(turn) for _, turn in pairs])), 2),
@@ -172,13 +174,13 @@ def cell(size: int, seen: Turns) -> dict[str, Any]:
 
 
 def mean_draft_length(turn: Mapping[str, Any]) -> float:
-    """The mean length of a turn's drafts, 0 where there were none."""
+    """Mean draft length of a turn; 0 without drafts."""
     lengths = [drafted for answer in turn["answers"] for drafted, _ in answer["rounds"]]
     return sum(lengths) / max(len(lengths), 1)
 
 
 def speed(turns: Sequence[Mapping[str, Any]]) -> float:
-    """Tokens per CPU second of the engine's process, over these turns together."""
+    """Tokens per CPU second of the engine's process, over all turns."""
     num_tokens = sum(NUM_TOKENS * len(turn["answers"]) for turn in turns)
     return num_tokens / sum(turn["cpu_seconds"] for turn in turns)
 

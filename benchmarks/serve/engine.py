@@ -1,19 +1,19 @@
-"""The part that runs where vLLM is: `python -m benchmarks.serve.engine JOB RESULT`, both JSON, or `… JOB` alone, which
-takes batches one by one.
+"""The program for the environment with vLLM: `python -m benchmarks.serve.engine JOB RESULT`, both JSON files.
 
 JOB      [{"target", "draft" (null: no speculation), "longest", "settings" (null: no plugin), "arguments" (more of
-         `LLM`'s), "batches": [{"name", "requests": [{"prompt_ids", "max_tokens", "policy"}], and perhaps
+         `LLM`'s), "batches": [{"name", "requests": [{"prompt_ids", "max_tokens", "policy"}], and optionally
          "temperature" (0), "top_p" (1), "concurrency" (all at once), "ignore_eos" (false),
          "abort_at": a step at which every third request is aborted,
-         "is_illegal": drop drawn tokens that are not the likeliest, under policies that see max_prob}]}]
-RESULT   [{name of a batch: {"answers", "counters", "seconds", "cpu_seconds", "rss_mib", "num_lanes"}}], engine by
-         engine
+         "is_illegal": drop drafted tokens that are not the likeliest, under policies that read max_prob}]}]
+RESULT   [{name of a batch: {"answers", "counters", "seconds", "cpu_seconds", "rss_mib", "num_lanes"}}], by engine
 answers  {"token_ids" (null: aborted), "rounds": [[tokens verified, tokens accepted], ...]} of each request
 
-Counters are vLLM's own, and num_lanes the requests that the plugin remembers at the end. Engines run in this process,
-one after the other, so that what the plugin learns of each round can be recorded. One by one, JOB is one engine
-without "batches"; each line of the input is a batch, and each line of the output that begins with MARK its result, with
-"times", the costs that the plugin has measured so far. The first such line says that the engine is ready.
+"counters" are vLLM's, "num_lanes" the plugin's requests at the end. Engines run in this process, so that the plugin's
+rounds can be recorded.
+
+With JOB alone, it is one engine without "batches". Each line of stdin is a batch, and each line of stdout that begins
+with MARK a result, with "times", the costs that the plugin has measured so far. The first one means that the engine is
+ready.
 """
 
 import gc
@@ -54,23 +54,23 @@ def main(job_path: str, result_path: str) -> None:
 
 
 def session(job_path: str) -> None:
-    """Serve batch by batch until the input ends."""
+    """Serve a batch per line of stdin."""
     written = Written(process_time)
     engine = Engine(json.loads(Path(job_path).read_text()), written)
     print(MARK + "{}", flush=True)
     for line in sys.stdin:
         result = engine.served(json.loads(line))
-        costs = None if written.stops is None else written.stops._lanes._pace._costs
+        costs = None if written.stops is None else written.stops._lanes._controller._costs
         times = None if costs is None else {name: curve.seconds for name, curve in costs._asdict().items()}
         print(MARK + json.dumps(result | {"times": times}), flush=True)
 
 
 class Written:
-    """A record of every request's rounds, written as the plugin is told of them."""
+    """Records every request's rounds as the plugin gets them."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         """Args:
-        clock: that the plugin measures draft and verification with.
+        clock: the plugin's clock for draft and verification.
         """
         from serve.engine.stops import Stops
 
@@ -78,27 +78,25 @@ class Written:
         self.stops: Stops | None = None
         verified = Stops.verified
 
-        def kept(stops: Stops, sampled: Any, requests: Any, batch: Any, is_discarded: Any) -> None:
+        def recorded(stops: Stops, sampled: Any, requests: Any, batch: Any, is_discarded: Any) -> None:
             verified(stops, sampled, requests, batch, is_discarded)
-            self.stops, stops._lanes._pace.clock = stops, clock
-            for row, reads in zip(stops._rows, is_discarded.tolist(), strict=False):  # the mask has all seats
-                if not reads:
+            self.stops, stops._lanes._controller.clock = stops, clock
+            for row, is_prompt in zip(stops._rows, is_discarded.tolist(), strict=False):  # the mask can be longer
+                if not is_prompt:
                     self.rounds[row.request].append([len(row.verified), row.num_accepted])
 
-        Stops.verified = kept  # type: ignore[method-assign]
+        Stops.verified = recorded  # type: ignore[method-assign]
 
     def of(self, request_id: str) -> list[list[int]]:
-        """Without the step that read the prompt's end, which verifies nothing; inside the engine an id may have an
-        ending of its own.
-        """
-        found = [
+        """Rounds of a request, without the last step of its prompt; the engine may append a suffix to the id."""
+        matches = [
             rounds for name, rounds in self.rounds.items() if name == request_id or name.startswith(f"{request_id}-")
         ]
-        return found[0][1:] if found else []
+        return matches[0][1:] if matches else []
 
 
 class Engine:
-    """One `LLM` of vLLM, with the plugin's records."""
+    """An `LLM` of vLLM with a record of the plugin's rounds."""
 
     def __init__(self, job: dict[str, Any], written: Written) -> None:
         from vllm import LLM
@@ -108,16 +106,16 @@ class Engine:
         self._llm = LLM(**_arguments(job))
 
     def served(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The answers of a batch, with the rounds that they were written in."""
+        """Serve a batch; returns an entry of RESULT."""
         self._written.rounds.clear()
-        before, since, cpu_since = self._counters(), perf_counter(), process_time()
+        before, start_s, cpu_start_s = self._counters(), perf_counter(), process_time()
         with _illegal() if batch.get("is_illegal") else nullcontext():
             finished = self._finished(batch)
-        spent = {"seconds": perf_counter() - since, "cpu_seconds": process_time() - cpu_since}
-        names = [f"{batch['name']}/{place}" for place in range(len(batch["requests"]))]
+        elapsed = {"seconds": perf_counter() - start_s, "cpu_seconds": process_time() - cpu_start_s}
+        names = [f"{batch['name']}/{index}" for index in range(len(batch["requests"]))]
         after, stops = self._counters(), self._written.stops
         return {
-            **spent,
+            **elapsed,
             "answers": [{"token_ids": finished.get(name), "rounds": self._written.of(name)} for name in names],
             "counters": {name: after[name] - before[name] for name in COUNTERS},
             "rss_mib": int(Path("/proc/self/statm").read_text().split()[1]) // _PAGES_PER_MIB,
@@ -125,14 +123,14 @@ class Engine:
         }
 
     def _finished(self, batch: dict[str, Any]) -> dict[str, list[int]]:
-        """The tokens of those requests that came to their end, by request."""
+        """Tokens of the requests that finished, by request id."""
         engine, finished, num_steps = self._llm.llm_engine, dict[str, list[int]](), 0
         waiting = deque(enumerate(batch["requests"]))
         while waiting or engine.has_unfinished_requests():
             while waiting and engine.get_num_unfinished_requests() < batch.get("concurrency", len(batch["requests"])):
-                place, request = waiting.popleft()
+                index, request = waiting.popleft()
                 engine.add_request(
-                    f"{batch['name']}/{place}",
+                    f"{batch['name']}/{index}",
                     {"prompt_token_ids": request["prompt_ids"]},
                     self._params(batch, request),
                 )
@@ -141,7 +139,7 @@ class Engine:
                     finished[output.request_id] = list(output.outputs[0].token_ids)
             num_steps += 1
             if num_steps == batch.get("abort_at"):
-                engine.abort_request([f"{batch['name']}/{place}" for place in range(0, len(batch["requests"]), 3)])
+                engine.abort_request([f"{batch['name']}/{index}" for index in range(0, len(batch["requests"]), 3)])
         return finished
 
     def _params(self, batch: dict[str, Any], request: dict[str, Any]) -> Any:
@@ -158,15 +156,15 @@ class Engine:
         )
 
     def _counters(self) -> dict[str, int]:
-        found = dict.fromkeys(COUNTERS, 0)
+        counts = dict.fromkeys(COUNTERS, 0)
         for metric in self._llm.get_metrics():
             name = metric.name.removeprefix("vllm:")
-            if name in found:
-                found[name] += metric.value
-        return found
+            if name in counts:
+                counts[name] += metric.value
+        return counts
 
     def close(self) -> None:
-        """Free the memory that the next engine needs."""
+        """Free the engine's memory."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self._llm.llm_engine.engine_core.shutdown()
@@ -176,7 +174,7 @@ class Engine:
 
 
 def _arguments(job: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `LLM`: float32 and eager, so that tokens can be compared one by one."""
+    """Arguments of `LLM`: float32 and eager, so that tokens are reproducible."""
     arguments = {
         "model": job["target"],
         "dtype": "float32",
@@ -200,7 +198,7 @@ def _arguments(job: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _illegal() -> Any:
-    """A decision that no policy can express: it looks at a drawn token, stops, and drops it."""
+    """Violate law 4.3, as no policy can: read a drafted token, stop, and drop it."""
     from serve.lanes import Lane
 
     take = Lane.take
@@ -210,7 +208,7 @@ def _illegal() -> Any:
         if lane.tokens and drawn.token_prob < _ALMOST * drawn.max_prob:
             lane.is_going = False
             lane.tokens.pop()
-            lane._seen.pop()
+            lane._steps.pop()
 
     Lane.take = dropped  # type: ignore[method-assign]
     yield

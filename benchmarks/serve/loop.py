@@ -13,20 +13,16 @@ from lm import Pair, load_pair
 ROOT = Path(__file__).parents[2]
 TRIO = ROOT / "checkpoints/tiny"
 LENGTHS = (40, 64, 24)
-"""Tokens that requests ask for, so that they end one after the other."""
+"""max_tokens of requests; different, so that they do not end together."""
 
 
 def interpreter() -> str:
-    """The interpreter of the environment that has vLLM.
-
-    Raises:
-        ValueError: VLLM_PYTHON does not name one.
-    """
+    """The interpreter of the environment that has vLLM, from VLLM_PYTHON; ValueError if it is not set."""
     python = os.environ.get("VLLM_PYTHON")
     if not python:
         raise ValueError(
-            "set VLLM_PYTHON to the interpreter of an environment with vLLM (the first lines of "
-            "tests/serve/vllm/engine.py say how to make one)"
+            "VLLM_PYTHON is not set; set it to the interpreter of an environment with vLLM (the docstring of "
+            "tests/serve/vllm/engine.py shows how to make one)"
         )
     return python
 
@@ -38,18 +34,18 @@ def pair_of_the_trio() -> Pair:
 
 
 def requests_of(pair: Pair, specs: list[str], count: int, *, shared: bool = False) -> list[dict[str, Any]]:
-    """Test prompts, each with the next policy and another length.
+    """Test prompts, which cycle through the policies and `LENGTHS`.
 
     Args:
-        pair: for its tokenizer.
+        pair: its tokenizer is used.
         specs: policies.
-        count: of requests; prompts come again after 36.
-        shared: begin all of them as the first one does.
+        count: number of requests; prompts repeat after 36.
+        shared: prefix every prompt with the first one.
     """
     data = DataConfig(num_test=36)
     ids = [encode(prompt, pair.tokenizer, data.template) for prompt in load_prompts(data, "test")]
-    chosen = islice(zip(cycle(ids), cycle(specs), cycle(LENGTHS), strict=False), count)
+    requests = islice(zip(cycle(ids), cycle(specs), cycle(LENGTHS), strict=False), count)
     return [
-        {"prompt_ids": (ids[0] + one if shared else one), "policy": spec, "max_tokens": most}
-        for one, spec, most in chosen
+        {"prompt_ids": (ids[0] + prompt_ids if shared else prompt_ids), "policy": spec, "max_tokens": max_tokens}
+        for prompt_ids, spec, max_tokens in requests
     ]

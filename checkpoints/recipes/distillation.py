@@ -92,7 +92,7 @@ def divergences_and_rates(
 def distil(draft: Draft, paths: Sequence[Path], directory: Path, distillation: Distillation) -> dict[str, Any]:
     """Train a draft, or resume; returns its figures on the last shard of the readings, which is held out."""
     if len(paths) < 2:
-        raise ValueError(f"there are {len(paths)} shards of readings, and one is held out; read more responses")
+        raise ValueError(f"there are {len(paths)} shards of readings, but 2 are needed; use more responses")
     *training, held_out = paths
     groups = [group for epoch in range(distillation.num_epochs) for group in _groups(training, distillation, epoch)]
     num_steps = sum(group.num_batches for group in groups)

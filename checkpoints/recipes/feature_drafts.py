@@ -72,8 +72,8 @@ def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
 def layer_config(target: PreTrainedModel, *, is_tied: bool) -> LlamaConfig:
     """The config of one Llama layer of the target's width."""
     keys = target.config.get_text_config().to_diff_dict()
-    kept = {name: value for name, value in keys.items() if not name.startswith("_") and name not in _NO_KEYS}
-    return LlamaConfig(**kept | {"num_hidden_layers": 1, "tie_word_embeddings": is_tied})
+    shared = {name: value for name, value in keys.items() if not name.startswith("_") and name not in _NO_KEYS}
+    return LlamaConfig(**shared | {"num_hidden_layers": 1, "tie_word_embeddings": is_tied})
 
 
 def feature_loss(draft: FeatureDraft, reading: TargetReading) -> Float[Tensor, ""]:
@@ -130,11 +130,11 @@ def unrolled(
     t - k + m at depth m + 1. The first k entries have no root, and their outputs mean nothing.
     """
     cache, positions = DynamicCache(), torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
-    distance = positions[0][:, None] - positions[0]  # [entry, seen entry]
+    distance = positions[0][:, None] - positions[0]  # [entry, visible entry]
     inputs = draft.entering(states[:, :-1])
     for depth in count():
-        seen = [distance >= depth, *(distance == depth - other for other in range(1, depth + 1))]
-        outputs = draft(tokens[:, 1:], inputs, positions, cache=cache, mask=torch.cat(seen, -1)[None, None])
+        visible = [distance >= depth, *(distance == depth - other for other in range(1, depth + 1))]
+        outputs = draft(tokens[:, 1:], inputs, positions, cache=cache, mask=torch.cat(visible, -1)[None, None])
         yield outputs
         inputs = functional.pad(outputs.states[:, :-1], (0, 0, 1, 0))
 

@@ -95,7 +95,7 @@ class _Run(pl.LightningModule):
             return 0
         state = torch.load(self._path, weights_only=True, mmap=True)["run"]
         if differing := ", ".join(name for name in self._key if state["key"].get(name) != self._key[name]):
-            raise ValueError(f"{self._path} is of another run, which differs in {differing}; delete it or change --out")
+            raise ValueError(f"{self._path} belongs to a run that differs in {differing}; delete it, or change --out")
         return int(state["step"])
 
     def configure_optimizers(self) -> Any:

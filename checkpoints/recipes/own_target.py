@@ -96,7 +96,7 @@ def _read(target: str, responses: str, out: str) -> tuple[Path, PreTrainedModel,
     every_text = read_responses(Path(local_path(responses, "--responses")))
     texts = without_leakage(every_text)
     if num_dropped := len(every_text) - len(texts):
-        print(f"{num_dropped} of {len(every_text)} responses share a prompt with held-out ones, and are dropped")
+        print(f"dropped {num_dropped} of {len(every_text)} responses, which share a prompt with held-out responses")
     paths = read_target(model, texts, directory.with_name(f"{directory.name}-readings"), layer_ids=layer_ids)
     return directory, model.float().requires_grad_(False), paths, layer_ids
 
@@ -107,7 +107,7 @@ def _train(draft: Draft, directory: Path, paths: list[Path], settings: Distillat
     draft.save(directory)
     write_atomic(directory / "figures.json", json.dumps(figures, indent=1).encode())
     rates = ", ".join(f"{rate:.3f}" for rate in figures["acceptance_rates"])
-    print(f"{directory}: acceptance_rate on held-out texts, depth by depth: {rates}")
+    print(f"{directory}: acceptance_rate on held-out texts by depth: {rates}")
 
 
 class Eagle3Draft:
@@ -180,7 +180,7 @@ class SmallDraft:
     ) -> None:
         of_target = target.config.get_text_config()
         if hidden_size % _HEAD_SIZE or not 0 < hidden_size <= of_target.hidden_size:
-            limit = f"take a multiple of {_HEAD_SIZE} up to {of_target.hidden_size}"
+            limit = f"use a multiple of {_HEAD_SIZE} up to {of_target.hidden_size}"
             raise ValueError(f"hidden_size is {hidden_size}; {limit}")
         names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
         config = LlamaConfig(

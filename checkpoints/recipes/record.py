@@ -1,6 +1,4 @@
-"""A trace that can be published: without prompts, which belong to their authors and which replay does not need; and
-with the logits of some heads in place of the hidden states, which are fifty times as large.
-"""
+"""Copying a trace for publication, without prompts, and with logits of heads in place of the large hidden states."""
 
 import json
 import shutil
@@ -28,7 +26,7 @@ def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:
     """
     source, directory = Path(local_path(decode_dir, "--decode_dir")), Path(local_path(out, "--out"))
     if directory.exists():
-        raise ValueError(f"{directory} is there already; choose another --out, or delete it")
+        raise ValueError(f"{directory} exists already; choose another --out, or delete it")
     trace, scorers = source / "trace", [AcceptanceHead.from_pretrained(path).eval() for path in heads]
     manifest = read_manifest(trace, command="trace")
     datasets = sorted(folder.parent.name for folder in trace.glob("*/rows"))

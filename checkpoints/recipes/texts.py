@@ -4,7 +4,7 @@ The tokenizer is a byte-level BPE with one token per digit, and this chat templa
 
     <|user|>\\n{prompt}\\n<|assistant|>\\n{answer}<|end|>
 
-A space before a number is a token of its own too, so it says that a number follows and nothing about which.
+A space before a number is a separate token too, so it predicts that a number follows, but not which one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

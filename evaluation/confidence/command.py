@@ -25,7 +25,7 @@ from heads.batches.module import FeatureData
 from heads.measures.calibration import fit_logistic
 from heads.measures.histogram import Histogram
 from heads.measures.scores import auroc, measures
-from heads.measures.survival import by_place
+from heads.measures.survival import by_row_position
 from lm import Sampling
 from lm.features.dspark import DSpark
 from lm.features.released import released_layout_of
@@ -51,7 +51,7 @@ class Drafts(NamedTuple):
         """Histograms of tokens and of the survival of drafts, by position."""
         prob, size = self.acceptance_prob, self.block_size
         lengths, rate = self.lengths, self.rate[None]
-        return by_place(logit[None], label=rate, acceptance_prob=prob, row_lengths=lengths, num_places=size)
+        return by_row_position(logit[None], label=rate, acceptance_prob=prob, row_lengths=lengths, num_positions=size)
 
 
 def judge(config: Config, *, json: bool = False) -> None:

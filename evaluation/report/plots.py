@@ -11,7 +11,7 @@ from evaluation.contest.families import BASELINE, BOUNDS, COLOURS, HEADS, PRODUC
 from evaluation.costs.model import CostModel
 from evaluation.figure import BLUE, GREY, RED, Plot, figure_of, legend_below, plot_of
 from evaluation.traces.trace import Array, Trace
-from heads.model.head import SAID, AcceptanceHead, Timing
+from heads.model.head import TIMING_LABELS, AcceptanceHead, Timing
 
 Picks = Mapping[str, Pick]
 _BINS = 15
@@ -136,7 +136,7 @@ def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Pl
         count = np.bincount(index, minlength=_BINS)
         some = count >= _FEWEST
         mean = np.bincount(index, prob, _BINS)[some] / count[some]
-        share, label = np.bincount(index, accepted, _BINS)[some] / count[some], f"best {SAID[timing]} head"
+        share, label = np.bincount(index, accepted, _BINS)[some] / count[some], f"best {TIMING_LABELS[timing]} head"
         axes.plot(mean, share, _LINES[timing], marker="o", markersize=3, color=COLOURS[HEADS], label=label)
     axes.set(xlabel="predicted probability of acceptance", ylabel="accepted share of tokens", xlim=(0, 1), ylim=(0, 1))
     legend_below(axes)

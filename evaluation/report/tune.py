@@ -20,7 +20,7 @@ from evaluation.intervals import Gain, Splits, gain_over
 from evaluation.sheet import Sheet, announce, printing, say
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import join_traces
-from heads.model.head import SAID, update_config
+from heads.model.head import TIMING_LABELS, update_config
 from store.progress import Bar
 
 _RULE = (
@@ -165,7 +165,7 @@ def threshold_sheet(
     rows = [
         {
             "head": head.head,
-            "what": SAID[head.timing],
+            "what": TIMING_LABELS[head.timing],
             "threshold": f"{head.max_rejection_prob:.4f}",
             "predicted gain": head.gain.words,
             "tokens/s": f"{head.tokens_per_s:.1f}",

@@ -34,7 +34,7 @@ from evaluation.figure import Plot
 from evaluation.intervals import Gain
 from evaluation.report.stages import Stage, console_sheet, stage_plot, stage_sheet, stages_of
 from evaluation.sheet import Sheet
-from heads.model.head import SAID, AcceptanceHead
+from heads.model.head import TIMING_LABELS, AcceptanceHead
 
 _SCORED = {
     "drawn": "the moment it is drawn",
@@ -163,7 +163,7 @@ def explained(head: AcceptanceHead) -> str:
     depth = "a linear layer" if not head.depth else f"{head.depth} hidden layer{'s' * (head.depth > 1)}"
     weight = head.provenance.reject_weight / head.provenance.accept_weight
     weighed = "" if weight == 1 else f", trained with rejections weighed {weight:g} times"
-    scored = f"a {SAID[head.timing]} head scores a token {_SCORED[head.timing]}"
+    scored = f"a {TIMING_LABELS[head.timing]} head scores a token {_SCORED[head.timing]}"
     return f"{scored}; this one reads {listed}, and has {depth}{weighed}"
 
 

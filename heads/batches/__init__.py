@@ -1,1 +1,1 @@
-"""What heads train on: features, in batches."""
+"""Training batches of features."""

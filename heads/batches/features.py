@@ -1,18 +1,14 @@
-"""What heads train on: the positions of some responses, flat, as `data_gen` stored them.
+"""Training features: the drafted positions of some responses (law 4.6), flat, as `data_gen` stored them.
 
-    hidden [tokens, hidden]      at the timing's state, stored dtype
-    scalars {name: [tokens]}     those that the sweep reads (`data_gen.labels.scalars`), and acceptance_rate where a
-                                 prefix head learns it
-    acceptance_prob [tokens]     the label; acceptance_rate takes its place for prefix heads (`of_timing`)
+    hidden [tokens, hidden]      hidden state at the heads' timing, in the stored dtype
+    scalars {name: [tokens]}     the scalars that the sweep reads (`data_gen.labels.scalars`), and the labels of prefix
+                                 and candidate heads
+    acceptance_prob [tokens]     the label; `of_timing` replaces it for prefix and candidate heads
     token [tokens]               the drafted token y
-    row_lengths [rows]           tokens of each row, for what needs to know where a response ends; in a feature draft's
-                                 data the tokens of each draft
+    row_lengths [rows]           tokens of each response, or of each draft of a feature draft
 
-acceptance_rate (the mean of acceptance_prob over y) was tried as the label of the others too: on a 6.2M/0.95M pair and
-Alpaca it made every drawn-time head worse on dev, at 1,024 responses (KL 0.382 against 0.374) and at 4,096 (0.368
-against 0.356).
-
-Only positions whose token the draft drew are kept (law 4.6): the loss is taken nowhere else.
+acceptance_rate (the mean of acceptance_prob over y) is a worse label for drawn-time heads: on a 6.2M/0.95M pair and
+Alpaca their KL on dev rose from 0.374 to 0.382 at 1,024 responses and from 0.356 to 0.368 at 4,096.
 """
 
 from collections.abc import Sequence
@@ -29,25 +25,23 @@ from torch import Tensor
 from store.shards import read_sidecar
 
 RATE = "acceptance_rate"
-"""Label of prefix heads, where other heads are trained on acceptance_prob."""
+"""Label of prefix heads."""
 TARGET_PROB = "target_prob"
 """Label of candidate heads."""
 LABELS = {"fed": "acceptance_prob", "drawn": "acceptance_prob", "prefix": RATE, "candidate": TARGET_PROB}
-"""Timing of a head -> what it predicts."""
+"""Timing of a head -> its label."""
 FEATURE_SETS = {"fed": "fed", "drawn": "drawn", "prefix": "drawn", "candidate": "drawn"}
-"""Timing of a head -> the feature set that it reads: a prefix or candidate head, the states that the tokens were drawn
-from.
-"""
+"""Timing of a head -> its feature set."""
 _COLUMNS = ("hidden", "acceptance_prob", "token", "is_drafted")
 _PROBABILITIES = ("acceptance_prob", RATE, TARGET_PROB)
 NO_RATE = (
-    "has no acceptance_rate, which prefix heads are trained on: data made with data.mode sequential, or imported, "
-    "lacks it; make the data with data.mode together, or leave prefix out of heads.timings"
+    "has no acceptance_rate, the label of prefix heads (data of data.mode sequential and imported data lack it); make "
+    "the data with data.mode together, or remove prefix from heads.timings"
 )
 
 
 class Features(NamedTuple):
-    """Positions of some rows, one feature set."""
+    """Drafted positions of some rows, of one feature set."""
 
     hidden: Float[Tensor, "tokens hidden"]
     scalars: dict[str, Float[Tensor, " tokens"]]
@@ -65,13 +59,13 @@ Batch = dict[str, Features]
 
 
 def of_timing(batch: Batch, timing: str) -> Features:
-    """Inputs of heads of this timing, with the label that they are trained on and measured by as acceptance_prob."""
+    """The features of heads of this timing, with their label as acceptance_prob."""
     features, label = batch[FEATURE_SETS[timing]], LABELS[timing]
     return features if label == "acceptance_prob" else features._replace(acceptance_prob=features.scalars[label])
 
 
 def has_tokens(batch: Batch) -> bool:
-    """Whether there is a token in it: of several processes one may have none."""
+    """Whether the batch has any token; with several processes, the part of one process may have none."""
     return any(len(features.token) for features in batch.values())
 
 
@@ -79,16 +73,15 @@ class Row(NamedTuple):
     """One row of a shard."""
 
     features: Features
-    """`hidden` of every position, still in the file, which is mapped; all else of the drafted positions alone."""
+    """`hidden` has every position and is still in the mapped file; all else has only the drafted positions."""
     drafted: Int[Tensor, " tokens"]
     """The drafted positions."""
 
 
 class FeatureShard:
-    """One safetensors file of features, mapped, read in runs of rows.
+    """One memory-mapped safetensors file of features.
 
-    Before the first is read, the caller has compared the file with its sidecar (`store.sums`) and its numbers with what
-    they can be (`check`).
+    Before reading, callers compare the file with its sidecar (`store.sums`) and the range of its numbers (`check`).
     """
 
     def __init__(self, path: Path, scalars: Sequence[str]) -> None:
@@ -98,11 +91,7 @@ class FeatureShard:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states.
-
-        Raises:
-            ValueError: the file is broken, or lacks a column that is to be read.
-        """
+        """Width of the hidden states; ValueError if the file is broken or lacks a column."""
         with self._open("hidden", *self.scalars) as file:
             return int(file.get_slice("hidden").get_shape()[-1])
 
@@ -112,11 +101,7 @@ class FeatureShard:
             return file.get_tensor("row_offsets").diff().tolist()  # type: ignore[no-any-return]
 
     def read(self, start: int, stop: int) -> list[Row]:
-        """Rows start … stop - 1.
-
-        Raises:
-            ValueError: the file lacks a tensor.
-        """
+        """Rows start … stop - 1; ValueError if the file lacks a tensor."""
         with self._open("row_offsets", *_COLUMNS, *self.scalars) as file:
             offsets = file.get_tensor("row_offsets")[start : stop + 1]
             first, last = int(offsets[0]), int(offsets[-1])
@@ -126,7 +111,7 @@ class FeatureShard:
         rows = [self._row(columns, *bounds) for bounds in pairwise((offsets - first).tolist())]
         if ends is None:
             return rows
-        # a feature draft's data: `ends` are those of all drafts of the shard, so a row has those that end within it
+        # data of a feature draft: `ends` are of all drafts of the shard, and a row has the drafts that end within it
         lengths = [ends[(ends > a) & (ends <= b)].diff(prepend=a.view(1)) for a, b in pairwise(offsets)]
         return [
             row._replace(features=row.features._replace(row_lengths=of_drafts))
@@ -135,17 +120,15 @@ class FeatureShard:
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """Names of the columns that `check` looks at."""
+        """Names of the columns that `check` reads."""
         return ("hidden", "acceptance_prob", *self.scalars)
 
     def check(self) -> None:
-        """Raise ValueError if a hidden state, a label or a scalar is no finite number, or a probability lies outside
-        [0, 1].
-        """
+        """Raise ValueError if a number is not finite or a probability is outside [0, 1]."""
         with self._open("row_offsets", *self.numbers) as file:
             for name in self.numbers:
                 values = file.get_tensor(name)
-                # a NaN is both the least and the greatest; one pass, where isfinite writes a flag per number
+                # aminmax returns NaN if there is one; it needs one pass, while isfinite writes a flag per number
                 extremes = torch.stack(values.aminmax()) if values.numel() else torch.zeros(2)
                 if not _allowed(name, extremes).all():
                     self._refuse(name, ~_allowed(name, values), file.get_tensor("row_offsets"))
@@ -155,7 +138,7 @@ class FeatureShard:
             file = safe_open(self.path, framework="pt")
         except SafetensorError as error:
             raise ValueError(
-                f"{self.path} is no whole safetensors file ({error}); delete it and run `acceptance-heads data` again"
+                f"{self.path} is not a complete safetensors file ({error}); delete it and run `acceptance-heads data`"
             ) from error
         missing = sorted(set(names) - set(file.keys()))
         if RATE in missing:
@@ -172,7 +155,8 @@ class FeatureShard:
         row = int(torch.searchsorted(offsets, position, right=True)) - 1
         kind = "outside [0, 1] or not finite" if name in _PROBABILITIES else "NaN or infinite"
         raise ValueError(
-            f"{self.path}: {name} of row {row} is {kind}; the models or the shard are broken, make the features again"
+            f"{self.path}: {name} of row {row} is {kind}; check the models, delete the shard and run "
+            "`acceptance-heads data` again"
         )
 
     def _row(self, columns: dict[str, Tensor], start: int, stop: int) -> Row:
@@ -189,12 +173,12 @@ class FeatureShard:
 
 
 def _allowed(name: str, values: Tensor) -> Tensor:
-    """Where the values are such as the column may have."""
+    """Mask of the values that are in the column's range."""
     return (values >= 0) & (values <= 1) if name in _PROBABILITIES else torch.isfinite(values)
 
 
 def gathered(rows: Sequence[Row]) -> Features:
-    """The drafted positions of rows, one row after the other; hidden states are copied once, from the file."""
+    """The drafted positions of rows, concatenated; hidden states are copied once, from the file."""
     lengths = [len(row.drafted) for row in rows]
     stored = rows[0].features.hidden
     is_pinned = torch.cuda.is_available()
@@ -205,7 +189,7 @@ def gathered(rows: Sequence[Row]) -> Features:
 
 
 def join(rows: Sequence[Features]) -> Features:
-    """Rows one after the other."""
+    """Rows, concatenated."""
     return _joined(rows, torch.cat([row.hidden for row in rows]))
 
 
@@ -219,8 +203,8 @@ def _joined(rows: Sequence[Features], hidden: Float[Tensor, "tokens hidden"]) ->
     )
 
 
-def none_of(shards: Sequence[FeatureShard]) -> Features:
-    """No row, in the types and widths of some shards, of which one has rows."""
+def empty_features(shards: Sequence[FeatureShard]) -> Features:
+    """Features of no rows, with the dtypes and widths of the shards; at least one shard has rows."""
     shard = next(shard for shard in shards if shard.num_rows)
     first: Features = apply_to_collection(shard.read(0, 1)[0].features, Tensor, lambda values: values[:0])
     return first

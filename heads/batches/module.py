@@ -1,4 +1,4 @@
-"""The LightningDataModule: train, dev and test batches of cached features, or of rows for online features."""
+"""The LightningDataModule: train, dev and test batches of cached features."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -24,29 +24,28 @@ from heads.batches.loader import BatchLoader, block_reader
 from heads.batches.order import Item, Share
 from heads.grid import grid, scalar_names
 from store.shards import list_shards, read_sidecar
-from store.sums import Look, check_sums
+from store.sums import ShardCheck, check_sums
 
 
 class FeatureData(pl.LightningDataModule):
-    """Batches of `heads.batch_size` responses from data.dir, of which each process takes its part; each block is read
-    by one of them.
+    """Batches of `heads.batch_size` responses from data.dir, shared by all processes.
 
     Attributes:
-        timings: the feature sets that the sweep reads.
-        scalars: the scalars that it reads.
-        columns: those, and the labels of prefix and of candidate heads if there are any.
+        timings: feature sets that the sweep reads.
+        scalars: scalars that the sweep reads.
+        columns: `scalars`, and the labels of prefix and candidate heads if there are any.
         hidden_size: width of the draft's hidden states.
     """
 
     def __init__(self, data: DataConfig, heads: HeadsConfig, *, pair: PairConfig) -> None:
         """Args:
-            data: where the features are, and how they were made.
-            heads: which features are read, and how they are batched.
+            data: the `data` section of the config.
+            heads: the `heads` section of the config.
             pair: the models that the data must have been made with.
 
         Raises:
             FileNotFoundError: no data.
-            ValueError: shards missing, empty, of several widths, not what was written, or made for another draft.
+            ValueError: shards missing, empty, corrupted, of several widths, or made for other models.
         """
         super().__init__()
         self.data, self.heads, shapes = data, heads, grid(heads)
@@ -61,11 +60,11 @@ class FeatureData(pl.LightningDataModule):
         self._rows_per_item: dict[str, int] = {timing: data.mixes if timing == "fed" else 1 for timing in self.timings}
         self._names: dict[str, list[list[str]]] = {}
         splits = [split for split in ("train", "dev", "test") if split != "test" or data.num_test]
-        if is_first_process():  # which starts the others, or is waited for
+        if is_first_process():  # the others start later, or wait for it
             paths = (
                 path for split in splits for paths in self._read(split) for path in self._of_num_train(split, paths)
             )
-            check_sums(paths, look=self._look())
+            check_sums(paths, check=self._range_check())
         self._shards = {split: self._open(split) for split in splits}
         self.hidden_size = self._width()
 
@@ -77,9 +76,7 @@ class FeatureData(pl.LightningDataModule):
 
     @cached_property
     def tested(self) -> tuple[str, ...]:
-        """Names of the sets that a finished sweep is measured on: dev, train and test, and where prompts come from
-        several sets dev/NAME and test/NAME.
-        """
+        """Splits that a finished sweep is measured on: dev, train, test, and dev/SET, test/SET if there are sets."""
         held_out = [split for split in ("dev", "test") if split in self._shards]
         by_set = [
             f"{split}/{name}"
@@ -89,41 +86,36 @@ class FeatureData(pl.LightningDataModule):
         return "dev", "train", *held_out[1:], *by_set
 
     def test_dataloader(self) -> list[BatchLoader]:
-        """Loaders in the order of `tested`; that of train has as many responses as dev has, which is enough to see how
-        far heads overfit.
-        """
+        """Loaders in the order of `tested`; train has as many responses as dev, enough to measure overfitting."""
         num_train = min(self.num_responses("train"), self.num_responses("dev"))
         parts = [name.partition("/") for name in self.tested]
         return [self.loader(split, num=num_train if split == "train" else None, only=name) for split, _, name in parts]
 
     def loader(self, split: str, *, seed: int | None = None, num: int | None = None, only: str = "") -> BatchLoader:
-        """Batches of one split, of its first `num` responses, or of those of one set (`only`); shuffled if there is a
-        seed.
-        """
+        """Batches of one split, of its first `num` responses or of one prompt set (`only`); shuffled with a seed."""
         read, lengths = self._source(split)
         if split == "train" and self.heads.num_train is not None:
             lengths = _first(lengths, self.heads.num_train)
         if num is not None:
             lengths = _first(lengths, num)
         sets = self._sets(split) if only else None
-        chosen = None if sets is None else lambda item: sets[item.block.shard][item.block.start + item.place] == only
+        in_set = None if sets is None else lambda item: sets[item.block.shard][item.block.start + item.offset] == only
         share = Share(self.trainer.global_rank, self.trainer.world_size) if self.trainer else None
-        return BatchLoader(read, lengths, batch_size=self.heads.batch_size, seed=seed, share=share, chosen=chosen)
+        return BatchLoader(read, lengths, batch_size=self.heads.batch_size, seed=seed, share=share, is_included=in_set)
 
     def first_scalars(self, timing: str) -> Float[Tensor, "tokens scalar"]:
-        """The scalars that the sweep reads, of the first training shard that has any."""
+        """The scalars of the first training shard that has drafted tokens."""
         for shard in (shard for shard in self._shards["train"][timing] if shard.num_rows):
             columns = torch.cat([row.features.columns(self.scalars) for row in shard.read(0, shard.num_rows)])
             if len(columns):
                 return columns
-        raise ValueError(f"train features of {self.data.dir} hold no drafted token; make them with more prompts")
+        raise ValueError(f"train features of {self.data.dir} have no drafted tokens; raise data.num_train")
 
     def num_responses(self, split: str) -> int:
-        """Responses of one split."""
         return self.loader(split).num_items
 
     def _source(self, split: str) -> tuple[Callable[[Sequence[Item]], Any], list[list[int]]]:
-        """A function that reads some responses of a split, and the tokens of each response of each shard."""
+        """A function that reads responses of a split, and the tokens of each response of each shard."""
         shards, first = self._shards[split], self.timings[0]
         times = self._rows_per_item[first]
         # a response has the tokens of all of its mixings
@@ -134,44 +126,38 @@ class FeatureData(pl.LightningDataModule):
         return block_reader(shards, self._rows_per_item), lengths
 
     def _sets(self, split: str) -> list[list[str]]:
-        """The set of each response of each shard; no shard where prompts come from one set.
-
-        Raises:
-            ValueError: rows without sets, which were made from one.
-        """
+        """The prompt set of each response of each shard; empty if the data has one set."""
         if split not in self._names:
             paths = list_shards(self.data.dir, split) if isinstance(self.manifest["prompts"], list) else []
             if paths and "set" not in pq.read_schema(paths[0]).names:
                 raise ValueError(
-                    f"{paths[0]} has no column set, and data.prompts of {self.data.dir} is a list of sets; make the "
-                    "data again"
+                    f"{paths[0]} has no column 'set', but data.prompts of {self.data.dir} is a list of sets; make the "
+                    "data again with `acceptance-heads data`"
                 )
             self._names[split] = [read_rows(path, ("set",)).column("set").to_pylist() for path in paths]
         return self._names[split]
 
     def _read(self, split: str) -> list[list[Path]]:
-        """The shards that are read of a split: those of each feature set, and for dev and test the rows that tell which
-        set a response is of.
-        """
+        """Paths of a split's shards: of each feature set, and of the rows if they are needed for prompt sets."""
         has_sets = split != "train" and isinstance(self.manifest["prompts"], list)
         return [list_shards(self.data.dir, split, timing) for timing in (*self.timings, *([None] if has_sets else []))]
 
     def _of_num_train(self, split: str, paths: list[Path]) -> list[Path]:
-        """The shards of train that hold the first heads.num_train responses; all shards of any other split."""
+        """The shards that have the first heads.num_train training responses; all shards of another split."""
         if split != "train" or self.heads.num_train is None:
             return paths
         times = self.data.mixes if "fed" in paths[0].parts else 1
         ends = accumulate((read_sidecar(path, keys=("rows",))["rows"] for path in paths), initial=0)
         return [path for path, start in zip(paths, ends, strict=False) if start < self.heads.num_train * times]
 
-    def _look(self) -> Look | None:
-        """Check of each shard, beside its sum: its numbers are finite and in their range."""
+    def _range_check(self) -> ShardCheck | None:
+        """The check that every number of a shard is finite and in its range."""
 
-        def at(path: Path) -> None:
+        def check(path: Path) -> None:
             if path.suffix == ".safetensors":
                 FeatureShard(path, self.columns).check()
 
-        return at
+        return check
 
     def _open(self, split: str) -> dict[str, list[FeatureShard]]:
         shards: dict[str, list[FeatureShard]] = {
@@ -185,13 +171,12 @@ class FeatureData(pl.LightningDataModule):
             ]
             if len(present) < len(of_index) or len(set(counts)) > 1 or counts[0] != int(counts[0]):
                 raise ValueError(
-                    f"{split} features do not fit together: {', '.join(str(shard.path) for shard in present)} hold "
+                    f"{split} features do not fit together: {', '.join(str(shard.path) for shard in present)} have "
                     f"{counts} responses with data.mixes {self.data.mixes}; make them again with this config"
                 )
         if not sum(shard.num_tokens for of_timing in shards.values() for shard in of_timing):
             raise ValueError(
-                f"{split} features of {self.data.dir} hold no token at all; raise data.num_{split} and make the data "
-                "again"
+                f"{split} features of {self.data.dir} have no tokens; raise data.num_{split} and make the data again"
             )
         return shards
 
@@ -206,27 +191,23 @@ class FeatureData(pl.LightningDataModule):
         for path, width in widths.items():
             if width != first:
                 raise ValueError(
-                    f"{path} has hidden states of width {width}, other shards {first}: features of different drafts; "
-                    "make them again"
+                    f"{path} has hidden states of width {width}, other shards {first}, so they come from different "
+                    "drafts; delete the features and make them again"
                 )
         return first
 
 
 def is_first_process() -> bool:
-    """Whether this is the first of the processes that train together, which writes and speaks for all."""
+    """Whether this is rank 0, the process that writes files and prints."""
     return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def _first(lengths: Sequence[list[int]], count: int) -> list[list[int]]:
-    """The lengths of the first `count` responses, shard by shard.
-
-    Raises:
-        ValueError: there are fewer.
-    """
+    """The lengths of the first `count` responses, by shard; ValueError if there are fewer."""
     total = sum(map(len, lengths))
     if not 0 < count <= total:
         raise ValueError(
-            f"heads.num_train is {count} and there are {total} training responses; take at most those, or null for all"
+            f"heads.num_train is {count}, but there are {total} training responses; use 1 to {total}, or null for all"
         )
     first = []
     for shard in lengths:
@@ -237,22 +218,21 @@ def _first(lengths: Sequence[list[int]], count: int) -> list[list[int]]:
 
 
 def _check_features(manifest: dict[str, Any], needed: Sequence[str], *, directory: str) -> None:
-    """Raise ValueError where the data was made without features that the heads read."""
-    made = manifest.get("features", needed)
-    if lacking := [name for name in needed if name not in made]:
+    """Raise ValueError if the data was made without features that the heads read."""
+    available = manifest.get("features", needed)
+    if missing := [name for name in needed if name not in available]:
         raise ValueError(
-            f"{directory} was made with {' and '.join(made) or 'no'} features, and heads.timings and heads.specdec ask "
-            f"for {lacking[0]} features as well: train heads without, or leave data.features out and make the data in "
-            "another data.dir (`acceptance-heads responses` keeps the responses)"
+            f"{directory} was made with {' and '.join(available) or 'no'} features, but heads.timings and "
+            f"heads.specdec need {missing[0]} features; change them, or make the data in another data.dir without "
+            "data.features (`acceptance-heads responses` keeps the responses)"
         )
 
 
 def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConfig) -> None:
     """Raise ValueError unless the data was made with the models and the sampling of this pair.
 
-    Training on cached features reads no model. So one that lay in a directory where the data was made, and is not on
-    this machine, counts as the one that the manifest holds the hash of, if the directory's name is the same; a warning
-    says so.
+    Training on cached features needs no model. If a model is not on this machine, only the name of its directory is
+    compared, with a warning.
     """
     expected = {"sampling": asdict(pair.sampling), "mixing_ratio": data.mixing_ratio, "mixes": data.mixes}
     on_disk = {name: manifest.get(name) for name in expected}
@@ -261,9 +241,8 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
         if described is None and manifest[name].get("weights") and manifest[name].get("name") == Path(source.path).name:
             if is_first_process():
                 print(
-                    f"warning: the {name} {source.path} is not on this machine, so it is not compared: the data was "
-                    f"made with weights {manifest[name]['weights'][:12]} of a directory of this name, by "
-                    f"{data.dir}/manifest.json",
+                    f"warning: the {name} {source.path} is not on this machine, so only its name was compared with "
+                    f"{data.dir}/manifest.json; the data was made with weights {manifest[name]['weights'][:12]}",
                     file=sys.stderr,
                 )
             continue
@@ -274,15 +253,13 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
     for key, value in expected.items():
         if on_disk[key] != value:
             raise ValueError(
-                f"{data.dir}/manifest.json: the data was made with {key} {on_disk[key]!r}, and this config has "
-                f"{value!r}; point data.dir at data of this pair, or make it with `acceptance-heads data`"
+                f"{data.dir}/manifest.json: the data was made with {key} {on_disk[key]!r}, but this config has "
+                f"{value!r}; set data.dir to data of this pair, or make it with `acceptance-heads data`"
             )
 
 
 def _described(source: ModelSource) -> dict[str, Any] | None:
-    """The description of a model that lies in a directory of this machine; None where there is none, or nothing that
-    can be read.
-    """
+    """The description of a local model; None if it is not on this machine."""
     if not Path(source.path).is_dir():
         return None
     try:

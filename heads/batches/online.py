@@ -1,7 +1,6 @@
 """Online features: the frozen draft runs over each batch of rows, once for all heads.
 
-Nothing but rows (Parquet) is read; no hidden state is ever stored. Equal to cached features up to the precision in
-which those are stored.
+No hidden states are stored; the features equal cached ones up to the precision in which those are stored.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from lm.forwards import chunk_rows, chunks, hidden_states, logits_of
 from store.shards import list_shards
 
 _CHUNK_MB = 64
-"""Bound of one float32 [tokens, vocabulary] chunk."""
+"""Size of one float32 [tokens, vocabulary] chunk."""
 
 
 class Row(NamedTuple):
@@ -36,17 +35,17 @@ class Row(NamedTuple):
     acceptance_prob: list[float]
     log_p: list[float]
     acceptance_rate: list[float] | None
-    """Unknown to a sequential run."""
+    """None for data of data.mode sequential."""
     from_target: list[list[bool]]
-    """Coins of each mixing."""
+    """For each mixing, which tokens are the target's."""
 
 
 def row_reader(paths: Sequence[Path], mixes: int) -> Callable[[Sequence[Item]], list[Row]]:
-    """A function that reads some responses of one split; it keeps the last 16 shards."""
+    """A function that reads responses of one split; it caches 16 shards."""
     table = lru_cache(16)(lambda shard: read_rows(paths[shard], Row._fields))
 
     def row(item: Item) -> Row:
-        [values] = table(item.block.shard).slice(item.block.start + item.place, 1).to_pylist()
+        [values] = table(item.block.shard).slice(item.block.start + item.offset, 1).to_pylist()
         coins = values["from_target"]
         return Row(**values | {"from_target": coins if mixes > 1 else [coins]})
 
@@ -54,7 +53,7 @@ def row_reader(paths: Sequence[Path], mixes: int) -> Callable[[Sequence[Item]], 
 
 
 class RowData(FeatureData):
-    """Batches of rows, for the draft that `draft` runs over them inside the step."""
+    """Batches of rows; `draft` computes their features inside the training step."""
 
     draft: "DraftFeatures"
 
@@ -69,7 +68,7 @@ class RowData(FeatureData):
     def _read(self, split: str) -> list[list[Path]]:
         return [list_shards(self.data.dir, split)]
 
-    def _look(self) -> None:
+    def _range_check(self) -> None:
         return None
 
     def _open(self, split: str) -> dict[str, list[FeatureShard]]:
@@ -83,22 +82,22 @@ class RowData(FeatureData):
 
 
 class DraftFeatures:
-    """Rows -> features, by the frozen draft."""
+    """Computes the features of rows with the frozen draft."""
 
     def __init__(self, draft: PreTrainedModel, *, vocab_size: int, timings: Sequence[str]) -> None:
         self.draft, self.vocab_size, self.timings = draft.eval().requires_grad_(False), vocab_size, timings
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Row], device: torch.device) -> Batch:
-        """The features of some rows, timing by timing, on `device`, which the draft is moved to first."""
+        """The features of some rows by timing, on `device`; moves the draft there."""
         self.draft.to(device)
         if not rows:
-            return {timing: self._none(device) for timing in self.timings}
+            return {timing: self._empty(device) for timing in self.timings}
         lengths = [len(row.response_ids) for row in rows]
         drawn, scalars = (part.split(lengths) for part in self._drawn(rows))
         batch = {}
         for timing in self.timings:
-            # (row, its coins, its hidden states): once per mixing for fed-time, once per response for drawn-time
+            # fed-time features have one sequence per mixing, drawn-time features one per response
             if timing == "fed":
                 mixings = [(index, coins) for index, row in enumerate(rows) for coins in row.from_target]
                 states: Sequence[Tensor] = self._fed([(rows[index], coins) for index, coins in mixings])
@@ -112,15 +111,13 @@ class DraftFeatures:
             batch[timing] = join(parts)
         return batch
 
-    def _none(self, device: torch.device) -> Features:
+    def _empty(self, device: torch.device) -> Features:
         empty = torch.empty(0, device=device)
         hidden = empty.new_empty(0, self.draft.config.get_text_config().hidden_size, dtype=self.draft.dtype)
         return Features(hidden, dict.fromkeys((*SCALARS, RATE, TARGET_PROB), empty), empty, empty.long(), empty.long())
 
     def _drawn(self, rows: Sequence[Row]) -> tuple[Float[Tensor, "token hidden"], Float[Tensor, "token scalar"]]:
-        """The states that the tokens were drawn from, and every scalar of the tokens, by the formulas by which
-        `data_gen` stores them.
-        """
+        """The states that the tokens were drawn from, and every scalar of the tokens, as `data_gen` computes them."""
         sequences = [row.prompt_ids + row.response_ids[:-1] for row in rows]
         hidden = hidden_states(self.draft, sequences, [len(row.prompt_ids) - 1 for row in rows])
         tokens = torch.tensor([token for row in rows for token in row.draft_ids], device=hidden.device)
@@ -131,7 +128,7 @@ class DraftFeatures:
         return hidden, torch.cat(parts)
 
     def _fed(self, mixings: Sequence[tuple[Row, list[bool]]]) -> Sequence[Tensor]:
-        """The states after each token of each mixed sequence was fed."""
+        """The states after each token of each mixed sequence."""
         sequences = [
             row.prompt_ids
             + [x if coin else y for coin, x, y in zip(coins, row.response_ids, row.draft_ids, strict=True)]
@@ -142,7 +139,7 @@ class DraftFeatures:
 
 
 def _lengths(path: Path) -> list[int]:
-    """The number of tokens of each row of a shard, its prompt's included, as the draft is fed them."""
+    """Tokens of each row of a shard, prompt included."""
     prompts, responses = (
         pc.list_value_length(column) for column in read_rows(path, ("prompt_ids", "response_ids")).columns
     )
@@ -152,13 +149,13 @@ def _lengths(path: Path) -> list[int]:
 def _features(row: Row, hidden: Tensor, scalars: Tensor, *, coins: list[bool], device: torch.device) -> Features:
     """The drafted positions of one row."""
     drafted = torch.tensor([not coin for coin in coins])
-    drafted_there = drafted.to(hidden.device)
-    columns = dict(zip(SCALARS, scalars[drafted_there].to(device).unbind(-1), strict=True))
+    drafted_on_device = drafted.to(hidden.device)
+    columns = dict(zip(SCALARS, scalars[drafted_on_device].to(device).unbind(-1), strict=True))
     columns[TARGET_PROB] = torch.tensor(row.log_p)[drafted].exp().clamp(max=1).to(device)
     if row.acceptance_rate is not None:
         columns[RATE] = torch.tensor(row.acceptance_rate)[drafted].to(device)
     return Features(
-        hidden=hidden[drafted_there].to(device),
+        hidden=hidden[drafted_on_device].to(device),
         scalars=columns,
         acceptance_prob=torch.tensor(row.acceptance_prob)[drafted].to(device),
         token=torch.tensor(row.draft_ids)[drafted].to(device),

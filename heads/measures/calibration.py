@@ -1,9 +1,8 @@
-"""Fitting what turns a logit into an acceptance probability.
+"""Calibration: from a logit to an acceptance probability.
 
 A head's calibrated logit is (f + ln(w_rej / w_acc)) / T: the shift undoes the loss weights (law 4.7), and T minimises
-the cross-entropy on dev. In s = 1 / T the cross-entropy is convex, so Newton's method from s = 1 finds it. A bare
-signal, such as log q(y), is given the best a z + b of a one-dimensional logistic regression, likewise by Newton: the
-fairest it can be made.
+the cross-entropy on dev. The cross-entropy is convex in s = 1 / T, so Newton's method from s = 1 finds the minimum. A
+signal such as log q(y) gets the a z + b of a one-dimensional logistic regression, for a fair comparison.
 """
 
 from dataclasses import replace
@@ -30,13 +29,13 @@ def fit_temperature(histogram: Histogram, shift: Float[Tensor, " heads"]) -> Flo
         prob = (z * slope[:, None]).sigmoid()
         gradient = ((histogram.weight * prob * z).sum(-1) - label) / total
         curvature = (histogram.weight * prob * (1 - prob) * z * z).sum(-1) / total + _RIDGE
-        # short steps: far from the optimum the curvature is near zero and a whole Newton step overshoots
+        # far from the optimum the curvature is near zero, and a full Newton step would overshoot
         slope = (slope - (gradient / curvature).clamp(-0.5, 0.5)).clamp(0.05, 20.0)
     return 1 / slope
 
 
 def fit_logistic(histogram: Histogram) -> tuple[Float[Tensor, " signals"], Float[Tensor, " signals"]]:
-    """(a, b) of the logistic regression of P on each signal z; z is standardised inside, for Newton's sake."""
+    """(a, b) of the logistic regression of P on each signal z; z is standardised so that Newton's method converges."""
     total = histogram.total.clamp_min(1e-300)
     mean = (histogram.weight * histogram.mean_logit).sum(-1) / total
     scale = ((histogram.weight * (histogram.mean_logit - mean[:, None]) ** 2).sum(-1) / total).sqrt().clamp_min(1e-9)
@@ -60,10 +59,8 @@ def fit_logistic(histogram: Histogram) -> tuple[Float[Tensor, " signals"], Float
 def recalibrated(
     head: AcceptanceHead, logit: Float[Tensor, " tokens"], acceptance_prob: Float[Tensor, " tokens"]
 ) -> AcceptanceHead:
-    """The head with slope and offset of its calibrated logit refitted to these tokens, such as those of another
-    `Sampling`.
-
-    What it says then is raw and calibrated at once.
+    """The head with slope and offset of its calibrated logit refitted to other tokens, such as those of another
+    `Sampling`; its raw and calibrated probabilities are the same.
     """
     slope, offset = map(float, fit_logistic(observe(head.calibrated_logit(logit)[None], acceptance_prob[None])))
     plain = replace(head.provenance, accept_weight=1.0, reject_weight=1.0, calibration_temperature=1.0)

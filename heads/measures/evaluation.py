@@ -1,8 +1,7 @@
-"""Everything that is measured of a finished sweep on one split, as JSON values.
+"""All metrics of a finished sweep on one split, as JSON values.
 
-Beside the heads stand what they must beat: log q(y) alone and H(q) alone, each made as good as one signal can be by a
-logistic regression fitted on the very split, and a constant. A head that does not beat them has not converged, or has
-nothing to say.
+Heads are compared with log q(y) alone, H(q) alone and a constant. Each signal is calibrated by a logistic regression on
+the same split, which favours it; a head that still does not beat it has not converged or is of no use.
 """
 
 import math
@@ -49,9 +48,7 @@ class Evaluation(nn.Module):
 
     @torch.no_grad()
     def update(self, logits: Mapping[str, Tensor], batch: Batch) -> None:
-        """One batch: for each timing the logits of its heads, [heads, tokens], and the features that they were computed
-        from.
-        """
+        """Add a batch: timing -> [heads, tokens] logits, and the features that they were computed from."""
         for timing, logit in logits.items():
             features = of_timing(batch, timing)
             label, lengths = features.acceptance_prob, features.row_lengths
@@ -94,7 +91,7 @@ class Evaluation(nn.Module):
 
 
 def _draft_results(metric: DraftMetric, num_heads: int) -> list[dict[str, Any]]:
-    """The metrics of each head by draft position and of the survival product."""
+    """Metrics of each head by draft position, and of its survival predictions."""
     token = metric.token.compute()
     by_position, of_survival = (_unstack(measures(part)) for part in (token, metric.survival.compute()))
     along = [values | {"auroc": score} for values, score in zip(by_position, auroc(token).tolist(), strict=True)]
@@ -113,7 +110,7 @@ def _signal_results(histogram: Histogram) -> dict[str, Any]:
 
 
 def _label_results(histogram: Histogram) -> dict[str, float]:
-    """Figures of the split that no prediction changes."""
+    """Statistics of the split's labels."""
     total, mean = float(histogram.total[0]), float(histogram.accepted[0].sum() / histogram.total[0])
     label_entropy = float(histogram.entropy[0] / histogram.total[0])
     entropy_of_mean = -sum(prob * math.log(prob) for prob in (mean, 1 - mean) if prob > 0)

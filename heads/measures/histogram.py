@@ -1,10 +1,8 @@
-"""A histogram of logits against soft labels: all that the metrics and the calibration of a head need, in constant
-memory.
+"""A histogram of logits against soft labels: constant memory for all metrics and the calibration of a head.
 
-Per bin of the logit z: sum of w, of w P and of w z (w = 1, or the weight of a position); besides, sum of w P z, and of
-w P^2 and w H(P), which no prediction changes. Bins are 1/64 wide over [-16, 16]; a bin is evaluated at its own mean
-logit, so the error of a smooth function g is about g'' / 98,304, below 3e-6 for the cross-entropy. Sums over processes
-are sums of histograms, so the metrics are right under DDP.
+Bins of the logit z are 1/64 wide over [-16, 16]. Each bin is evaluated at its mean logit, so the error of a smooth
+function g is about g'' / 98,304, below 3e-6 for the cross-entropy. Histograms of several processes add up, so the
+metrics are exact under DDP.
 """
 
 from typing import NamedTuple
@@ -26,7 +24,7 @@ class Histogram(NamedTuple):
     logit: Float[Tensor, "*lead bin"]
     """Sum of w z."""
     product: Float[Tensor, "*lead"]
-    """Sum of w P z: with it the linear part of the cross-entropy is exact."""
+    """Sum of w P z, which makes the linear part of the cross-entropy exact."""
     squares: Float[Tensor, "*lead"]
     """Sum of w P^2."""
     entropy: Float[Tensor, "*lead"]
@@ -39,7 +37,7 @@ class Histogram(NamedTuple):
 
     @property
     def mean_logit(self) -> Float[Tensor, "*lead bin"]:
-        """The logit that stands for each bin; 0 for an empty one."""
+        """Mean logit of each bin; 0 for an empty one."""
         return torch.where(self.weight > 0, self.logit / self.weight.clamp_min(1e-300), torch.zeros_like(self.logit))
 
 
@@ -48,12 +46,12 @@ def observe(
     acceptance_prob: Float[Tensor, "#lead tokens"],
     weight: Float[Tensor, "#lead tokens"] | None = None,
 ) -> Histogram:
-    """The histogram of some observations.
+    """The histogram of some tokens.
 
     Args:
         logit: z, one row per head (or per head and position).
-        acceptance_prob: soft labels P in [0, 1], by row, or one row for all.
-        weight: weights w, by row, or one row for all; None: 1.
+        acceptance_prob: soft labels P in [0, 1]; one row per head, or one for all.
+        weight: weights w, likewise; None: 1.
     """
     z, p = logit.double(), acceptance_prob.double().expand_as(logit)
     w = torch.ones_like(z) if weight is None else weight.double().expand_as(z)

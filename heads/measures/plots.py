@@ -44,9 +44,7 @@ def heat_map(result: Result, specs: Sequence[HeadSpec]) -> Figure:
 
 
 def reliability_diagrams(result: Result, specs: Sequence[HeadSpec]) -> Figure:
-    """Predicted against true acceptance probability, raw and calibrated, of the best head of each kind of inputs at
-    each reject weight.
-    """
+    """Predicted and true acceptance probability, raw and calibrated, of the best head per kind and reject weight."""
     kinds = by_kind(specs)
     figure = Figure(figsize=(8, 0.6 + 3.7 * len(kinds)), layout="constrained")
     axes = figure.subplots(len(kinds), 2, squeeze=False, sharex=True, sharey=True)
@@ -66,9 +64,7 @@ def reliability_diagrams(result: Result, specs: Sequence[HeadSpec]) -> Figure:
 
 
 def along_draft(result: Result, specs: Sequence[HeadSpec]) -> Figure:
-    """Plot by draft position: ECE of token and of survival predictions, calibrated, of the best head of each kind of
-    inputs.
-    """
+    """Calibrated token KL, token ECE and survival ECE by draft position, of the best head of each kind of inputs."""
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     axes = figure.subplots(1, 3)
     panels = (
@@ -86,9 +82,7 @@ def along_draft(result: Result, specs: Sequence[HeadSpec]) -> Figure:
 
 
 def learning_curves(result: Result, specs: Sequence[HeadSpec], *, history: list[dict[str, Any]]) -> Figure:
-    """Calibrated KL on dev at each validation, one panel per kind of inputs, with the better signal alone as the line
-    to beat.
-    """
+    """Calibrated KL on dev at each validation, one panel per kind of inputs, with the better signal as a baseline."""
     kinds = by_kind(specs)
     figure = Figure(figsize=(1.2 + 4.2 * len(kinds), 4), layout="constrained")
     axes = figure.subplots(1, len(kinds), squeeze=False, sharey=True)

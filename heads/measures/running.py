@@ -1,6 +1,4 @@
-"""torchmetrics over histograms: their states are sums, so an epoch's result is right over any batches and any number of
-processes.
-"""
+"""torchmetrics over histograms: sums, so an epoch's result is exact for any batches and any number of processes."""
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +8,11 @@ from heads.measures.histogram import Histogram, observe
 from heads.measures.survival import by_position
 
 NUM_POSITIONS = 8
-"""Draft positions that are reported one by one."""
+"""Number of draft positions with metrics of their own."""
 
 
 class LogitHistogram(Metric):
-    """`Histogram` of several rows of logits, added up over batches and processes."""
+    """A `Histogram`, summed over batches and processes."""
 
     full_state_update = False
 
@@ -24,7 +22,7 @@ class LogitHistogram(Metric):
             self.add_state(name, default=value, dist_reduce_fx="sum")
 
     def update(self, values: Histogram) -> None:
-        """Add what some tokens come to."""
+        """Add a histogram."""
         for name, value in values._asdict().items():
             getattr(self, name).add_(value)
 
@@ -34,7 +32,7 @@ class LogitHistogram(Metric):
 
 
 class DraftMetric(nn.Module):
-    """The two histograms of `heads.measures.survival.by_position`, for one way of making a probability of the logit."""
+    """The two histograms of `heads.measures.survival.by_position`, for raw or for calibrated logits."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()

@@ -2,11 +2,11 @@
 (`heads.measures.histogram`).
 
 bce    mean of -P ln P̂ - (1 - P) ln(1 - P̂)
-kl     bce - mean of H(P): binary KL(P || P̂) >= 0 (the official SpecDec++ code adds H where it must be taken away)
+kl     bce - mean of H(P): binary KL(P || P̂) >= 0 (the official SpecDec++ code adds H instead of subtracting it)
 brier  mean of (P̂ - P)^2
 ece    sum over 15 equal bins of P̂ of (share of the bin) |mean P̂ - mean P|
 auroc  probability that an accepted token is scored above a rejected one, each token counting P as accepted and 1 - P as
-       rejected, ties one half; the same for raw and calibrated, for both are increasing in z
+       rejected, ties one half; the same for raw and calibrated logits, since both increase with z
 """
 
 from typing import NamedTuple

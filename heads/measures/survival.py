@@ -1,14 +1,11 @@
-"""What token-wise predictions come to along a draft: reach-weighted metrics by draft position, the survival product.
+"""Predictions along a draft: metrics by draft position, weighted by reach, and of the survival probability.
 
 A draft of k tokens that starts at position s survives with probability S_k(s) = P_s … P_{s+k-1}; a head predicts the
-product of its own. Drafts are taken to start at every position of a response. Draft position k is reached with
-probability S_{k-1}, so tokens are weighted by it: the k-th drafted token that verification really looks at is an easier
-one than the average.
+product of its own probabilities. Drafts start at every position of a response. Verification reaches draft position k
+with probability S_{k-1}, so tokens have this weight: tokens that it reaches are easier than average.
 
-The labels are those along the target's response, whose tokens the draft need not have drawn; decoding along a real
-branch differs after the first rejection. In a feature draft's data the rows are its drafts, and a draft is taken to
-start at each of their places, too. These are indications for choosing heads; `evaluation evaluate` replays the real law
-(law 4.10).
+The labels follow the target's response, which the draft need not have drawn, so these metrics are approximate. They are
+for choosing heads; `evaluate` replays decoding exactly (law 4.10).
 """
 
 import torch
@@ -20,7 +17,7 @@ from heads.measures.histogram import Histogram, observe
 
 
 def reach_of(acceptance_prob: Float[Tensor, " tokens"], row_lengths: Int[Tensor, " rows"]) -> Float[Tensor, " tokens"]:
-    """Probability that verification looks at each token: the product of the acceptance_probs before it in its row."""
+    """Probability that verification reaches each token: the product of the acceptance_probs before it in its row."""
     if not len(row_lengths):
         return acceptance_prob
     mask = _mask(row_lengths)
@@ -35,12 +32,12 @@ def by_position(
     row_lengths: Int[Tensor, " rows"],
     num_positions: int,
 ) -> tuple[Histogram, Histogram]:
-    """Two histograms of some responses, with one row per head and draft position 1 … K, flattened to [heads * K]: the
-    prediction of the k-th token against P, weighted by S_{k-1}; the predicted survival of k tokens against S_k.
+    """Two histograms over [heads * K], one row per head and draft position 1 … K: the prediction of the k-th token
+    against P, weighted by S_{k-1}; the predicted survival of k tokens against S_k.
 
     Args:
-        logit: the prediction that is to be judged (calibrated, or raw).
-        row_lengths: the tokens of each response; a draft does not run over its end.
+        logit: predictions, raw or calibrated.
+        row_lengths: tokens of each response, where drafts end.
     """
     logit, prob = logit.double(), acceptance_prob.double()
     num_tokens = len(prob)
@@ -58,39 +55,39 @@ def by_position(
     return _interleave(token, missing), _interleave(survival, missing)
 
 
-def by_place(
+def by_row_position(
     logit: Float[Tensor, "heads tokens"],
     *,
     label: Float[Tensor, "#heads tokens"],
     acceptance_prob: Float[Tensor, " tokens"],
     row_lengths: Int[Tensor, " rows"],
-    num_places: int,
+    num_positions: int,
 ) -> tuple[Histogram, Histogram]:
-    """The two histograms of `by_position` where every row is one draft, as blocks are, flattened to [heads * place].
+    """The two histograms of `by_position` for rows that are one draft each, as blocks are, over [heads * K].
 
     Args:
-        logit: the prediction that is to be judged.
-        label: what each predicts of a token, its acceptance_prob or the acceptance_rate before it is drawn.
-        acceptance_prob: that of the tokens, which decides how many drafts reach a place.
-        row_lengths: the tokens of each draft.
-        num_places: places of a draft.
+        logit: predictions.
+        label: true values of the predictions: acceptance_prob, or acceptance_rate for prefix heads.
+        acceptance_prob: of the drafted tokens; decides how many drafts reach a position.
+        row_lengths: tokens of each draft.
+        num_positions: K.
     """
     mask = _mask(row_lengths)
 
-    def places(flat: Tensor) -> Float[Tensor, "lead rows place"]:
+    def rows_of(flat: Tensor) -> Float[Tensor, "lead rows position"]:
         padded = _padded(flat.double(), mask)
-        return F.pad(padded, (0, num_places - mask.shape[1]))
+        return F.pad(padded, (0, num_positions - mask.shape[1]))
 
-    survival = places(acceptance_prob[None]).cumprod(-1)
-    is_there = F.pad(mask, (0, num_places - mask.shape[1])).double()
-    reach = F.pad(survival[..., :-1], (1, 0), value=1.0) * is_there
-    log_survival = F.logsigmoid(places(logit)).cumsum(-1)
+    survival = rows_of(acceptance_prob[None]).cumprod(-1)
+    is_inside = F.pad(mask, (0, num_positions - mask.shape[1])).double()
+    reach = F.pad(survival[..., :-1], (1, 0), value=1.0) * is_inside
+    log_survival = F.logsigmoid(rows_of(logit)).cumsum(-1)
 
-    def by_row(values: Float[Tensor, "lead rows place"]) -> Float[Tensor, "lead_place rows"]:
+    def by_row(values: Float[Tensor, "lead rows position"]) -> Float[Tensor, "lead_position rows"]:
         return values.expand(len(logit), -1, -1).transpose(1, 2).flatten(0, 1)
 
-    token = observe(by_row(places(logit)), by_row(places(label)), by_row(reach))
-    return token, observe(by_row(_logit_of_log(log_survival)), by_row(survival), by_row(is_there[None]))
+    token = observe(by_row(rows_of(logit)), by_row(rows_of(label)), by_row(reach))
+    return token, observe(by_row(_logit_of_log(log_survival)), by_row(survival), by_row(is_inside[None]))
 
 
 def _tokens_left(row_lengths: Int[Tensor, " rows"]) -> Int[Tensor, " tokens"]:

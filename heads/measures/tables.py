@@ -1,6 +1,4 @@
-"""The results of a sweep as text: a table like Table 3 of SpecDec++ (arXiv 2405.19715), a longer one, and
-val_metrics.json.
-"""
+"""The results of a sweep as tables (one like Table 3 of SpecDec++, arXiv 2405.19715) and as val_metrics.json."""
 
 import json
 import math
@@ -24,9 +22,7 @@ def by_kind(specs: Sequence[HeadSpec]) -> dict[str, list[HeadSpec]]:
 
 
 def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
-    """Markdown: for each kind of inputs KL by depth and reject weight (the paper's table), then every head, then the
-    signals alone.
-    """
+    """Markdown: KL by depth and reject weight for each kind of inputs (the paper's table), then every head."""
     labels = [
         f"{split}, {timing}-time: {labels['num_tokens']:,.0f} tokens, mean acceptance_prob "
         f"{labels['mean_acceptance_prob']:.3f}; KL of a constant {labels['constant_kl']:.4f}"
@@ -41,7 +37,7 @@ def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
 
 
 def by_set(results: Mapping[str, Result], specs: Sequence[HeadSpec]) -> str:
-    """Markdown: the best head on dev of each kind of inputs, on each set of prompts; nothing where there is one set."""
+    """Markdown: the best head of each kind of inputs on each set of prompts; empty if there is one set."""
     sets = [name for name in results if "/" in name]
     if not sets:
         return ""
@@ -56,14 +52,10 @@ def by_set(results: Mapping[str, Result], specs: Sequence[HeadSpec]) -> str:
 
 
 def best_heads(result: Result, specs: Sequence[HeadSpec], *, metric: str = "calibrated_kl") -> dict[str, str]:
-    """The best head of each kind of inputs, by a metric of `result`.
-
-    Raises:
-        ValueError: a metric that is not there.
-    """
+    """The best head of each kind of inputs by a metric of `result`; ValueError for an unknown metric."""
     known = sorted(name for name, value in result["heads"][str(specs[0])].items() if isinstance(value, float))
     if metric not in known:
-        raise ValueError(f"metric {metric!r} is unknown; one of {', '.join(known)}")
+        raise ValueError(f"metric {metric!r} is unknown; use one of {', '.join(known)}")
     sign = -1 if metric == "auroc" else 1
     best: dict[str, str] = {}
     for spec in sorted(specs, key=lambda spec: sign * result["heads"][str(spec)][metric]):
@@ -72,9 +64,7 @@ def best_heads(result: Result, specs: Sequence[HeadSpec], *, metric: str = "cali
 
 
 def write_metrics(path: Path, results: dict[str, Result], *, run: str | None, history: list[dict[str, Any]]) -> None:
-    """All results and the learning curves of a run, as JSON; NaN (a draft position that no response reaches) becomes
-    null.
-    """
+    """Write results and learning curves as JSON; NaN (a draft position that no response reaches) becomes null."""
     measured = {"run": run, "results": results, "history": history}
     finite = apply_to_collection(measured, float, lambda value: None if math.isnan(value) else value)
     text = json.dumps(finite, indent=1)

@@ -1,4 +1,4 @@
-"""What a finished sweep comes to, in a sentence for each timing: its best head against what needs no training."""
+"""The result of a sweep in one sentence per timing: its best head against the draft's own signals."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 from heads.grid import HeadSpec
 from heads.measures.evaluation import Result
 from heads.measures.tables import best_heads
-from heads.model.head import SAID
+from heads.model.head import TIMING_LABELS
 
 _REMEDY = "more data (data.num_train), longer training (trainer.max_epochs) or a higher rate (heads.learning_rate)"
 
 
 class Rival(NamedTuple):
-    """The signal of the draft that heads of a timing must beat."""
+    """The draft's own signal that heads of a timing must beat."""
 
     name: str
     title: str
@@ -22,28 +22,27 @@ LOG_Q, ENTROPY = Rival("log_token_prob", "log q(y)"), Rival("negative_entropy", 
 
 
 def verdict(result: Result, specs: Sequence[HeadSpec]) -> str:
-    """Sentences on the best head of each timing, by calibrated KL, with a warning for each timing of which none beats
-    its signal.
+    """One sentence on the best head of each timing, and a warning for each timing whose heads do not beat its signal.
 
     Args:
-        result: what was measured on dev.
+        result: measurements on dev.
         specs: the heads of the sweep.
     """
     lines = [_sentence(result, specs, timing) for timing in _timings(specs)]
     worse = [timing for timing, beats in beats_signal(result, specs).items() if not beats]
     if len(worse) < len(lines):
         lines += [
-            f"Warning: no {SAID[timing]} head beats {_rival(timing).title} alone, which needs no training: decode with "
-            f"none of them, or try {_REMEDY}."
+            f"Warning: no {TIMING_LABELS[timing]} head beats {_rival(timing).title} alone, which needs no training. "
+            f"Do not decode with these heads; try {_REMEDY}."
             for timing in worse
         ]
     else:
-        lines.append(f"No head beats the draft's own signals, which need no training: try {_REMEDY}.")
+        lines.append(f"No head beats the draft's own signals, which need no training; try {_REMEDY}.")
     return "\n".join(lines)
 
 
 def beats_signal(result: Result, specs: Sequence[HeadSpec]) -> dict[str, bool]:
-    """Timing -> whether its best head has a lower KL than the signal alone, both calibrated on dev."""
+    """Timing -> whether its best head has a lower KL than its signal, both calibrated on dev."""
     return {
         timing: _best(result, specs, timing)[1]["calibrated_kl"]
         < result["signals"][timing][_rival(timing).name]["calibrated_kl"]
@@ -54,12 +53,12 @@ def beats_signal(result: Result, specs: Sequence[HeadSpec]) -> dict[str, bool]:
 def _sentence(result: Result, specs: Sequence[HeadSpec], timing: str) -> str:
     (name, head), rival = _best(result, specs, timing), _rival(timing)
     alone = result["signals"][timing][rival.name]
-    saved = 1 - head["calibrated_kl"] / alone["calibrated_kl"]
-    less = f"{abs(saved):.0%} {'less' if saved > 0 else 'more'} KL than {rival.title}"
+    reduction = 1 - head["calibrated_kl"] / alone["calibrated_kl"]
     return (
-        f"Best {SAID[timing]} head on dev: {name}, KL {head['calibrated_kl']:.3f} nats per token, AUROC "
-        f"{head['auroc']:.3f}; {rival.title} alone {alone['calibrated_kl']:.3f}, {alone['auroc']:.3f}; a constant "
-        f"{result['labels'][timing]['constant_kl']:.3f}, 0.5: {less}."
+        f"Best {TIMING_LABELS[timing]} head on dev: {name} with KL {head['calibrated_kl']:.3f} nats per token and "
+        f"AUROC {head['auroc']:.3f}, {abs(reduction):.0%} {'less' if reduction > 0 else 'more'} KL than "
+        f"{rival.title} alone (KL {alone['calibrated_kl']:.3f}, AUROC {alone['auroc']:.3f}). A constant has KL "
+        f"{result['labels'][timing]['constant_kl']:.3f}."
     )
 
 
@@ -74,5 +73,5 @@ def _best(result: Result, specs: Sequence[HeadSpec], timing: str) -> tuple[str, 
 
 
 def _rival(timing: str) -> Rival:
-    """A prefix head knows the distribution but no token, so neither may its rival."""
+    """H(q) for a prefix head, which does not know the token; else log q(y)."""
     return ENTROPY if timing == "prefix" else LOG_Q

@@ -1,9 +1,8 @@
 """Architectures: what one residual block of a head computes.
 
-A head is a stream h of the draft's width that blocks add to, h_d = h_{d-1} + block_d(h_{d-1}), read out by one linear
-layer (`heads.model.formula`). What a block is made of and what it adds is an entry of `ARCHITECTURES`, nothing else:
-training, export, the loop on every device, compiled steps, batches and replay take blocks from this table, and a config
-asks for them by name (docs/extending.md).
+A head is a residual stream h of the draft's width, h_d = h_{d-1} + block_d(h_{d-1}), followed by one linear layer
+(`heads.model.formula`). Training, export, decoding and replay read the blocks from `ARCHITECTURES`, so
+a new architecture needs only an entry there (docs/extending.md).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,21 +17,21 @@ PAPERS = "resnet"
 """SpecDec++'s block (arXiv 2405.19715, section 3.2): SiLU(W h + b)."""
 
 Weights = Mapping[str, Tensor]
-"""Parameters of one block by their names in its module; of several heads, with a leading axis of heads each."""
+"""Parameters of one block by name; with a leading axis of heads where several heads are stacked."""
 
 
 class Architecture(NamedTuple):
     """One kind of block."""
 
     block: Callable[[int], nn.Module]
-    """Makes the parameters of a block for streams of a width, with their initial values."""
+    """Width -> module with the initial parameters of a block."""
     added: Callable[[Weights, Float[Tensor, "heads tokens hidden"]], Float[Tensor, "heads tokens hidden"]]
-    """What a block of each of several heads adds to that head's stream."""
+    """(weights, stream) -> what the block adds to the stream."""
     step: Callable[[Weights, Float[Tensor, " hidden"]], Float[Tensor, " hidden"]] | None = None
-    """The same, in memory of its own, for one head and one token in as few calls as can be; None: `added`."""
+    """The same for one head and one token, in new memory and with few torch calls; None: use `added`."""
 
     def added_to_token(self, weights: Weights, stream: Float[Tensor, " hidden"]) -> Float[Tensor, " hidden"]:
-        """What a block of one head adds to one token's stream."""
+        """What a block of one head adds to the stream of one token."""
         if self.step is not None:
             return self.step(weights, stream)
         return self.added({name: weight[None] for name, weight in weights.items()}, stream[None, None])[0, 0]
@@ -47,22 +46,18 @@ def _papers_step(weights: Weights, stream: Tensor) -> Tensor:
 
 
 ARCHITECTURES = {PAPERS: Architecture(lambda width: nn.Linear(width, width), _papers_added, _papers_step)}
-"""Every kind of block that a head can be made of, by name."""
+"""Name -> architecture."""
 
 
 def architecture_of(name: str) -> Architecture:
-    """The architecture of this name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """`ARCHITECTURES[name]`; ValueError if there is none."""
     if name not in ARCHITECTURES:
-        raise ValueError(f"architecture is {name!r}; one of {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"architecture is {name!r}; use one of {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]
 
 
 def blocks_of(weights: Weights) -> list[dict[str, Tensor]]:
-    """The parameters of each block, first to last, among those of a head (blocks.0.weight, blocks.0.bias, …)."""
+    """Parameters of each block in order, from a head's parameters (blocks.0.weight, blocks.0.bias, …)."""
     blocks: dict[int, dict[str, Tensor]] = {}
     for name, weight in weights.items():
         if name.startswith("blocks."):

@@ -1,4 +1,4 @@
-"""The README.md beside an exported head: what it is, what it was trained on, how it fared, how to use it."""
+"""The model card (README.md) of an exported head: shape, usage, training data, metrics, threshold."""
 
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,17 @@ from heads.model.inputs import Inputs
 _WHEN = {
     "fed": "once the token has been fed to the draft",
     "drawn": "once the token is drawn",
-    "prefix": "before a token is drawn and whichever it will be",
+    "prefix": "before the token is drawn",
     "candidate": "once the token is chosen for a tree",
 }
-"""Words for each timing."""
+"""Timing -> when a head scores a token."""
 _SPECDEC = "SpecDec++ (arXiv 2405.19715)"
 _TRUTHS = {"prefix": "acceptance_rate", "candidate": "the target's probability of the token"}
 _TEXT = Path(__file__).with_name("card.jinja")
 
 
 def model_card(config: dict[str, Any], *, num_parameters: int) -> ModelCard:
-    """The card of one head, from its config.json alone."""
+    """The card of one head, from its config.json."""
     names = ("front_matter", "summary", "usage", "trained_on", "measured", "threshold")
     sections = _sections(config, num_parameters)
     text = "\n\n".join(sections[name] for name in names if sections[name])
@@ -31,10 +31,10 @@ def model_card(config: dict[str, Any], *, num_parameters: int) -> ModelCard:
 
 
 def description(config: dict[str, Any], *, num_parameters: int) -> str:
-    """What the card says of a head, for a terminal: what it is, how it fared, its threshold, its training."""
+    """The card's sections for a terminal: summary, metrics, threshold, training data."""
     sections = _sections(config, num_parameters)
     sections["threshold"] = sections["threshold"] or (
-        "## Recommended threshold\n\nnone yet; `acceptance-heads tune` finds it"
+        "## Recommended threshold\n\nnone yet; run `acceptance-heads tune` to choose one"
     )
     return "\n\n".join(sections[name] for name in ("summary", "measured", "threshold", "trained_on") if sections[name])
 
@@ -42,8 +42,8 @@ def description(config: dict[str, Any], *, num_parameters: int) -> str:
 def _sections(config: dict[str, Any], num_parameters: int) -> dict[str, str]:
     """The macros of card.jinja, filled in."""
     timing = config["timing"]
-    taken = Inputs.of(config["scalars"], config.get("embedding", False), timing)
-    inputs = ["the draft's final hidden state", " and ".join(SCALARS[name].symbol for name in taken.scalars)]
+    extra = Inputs.of(config["scalars"], config.get("embedding", False), timing)
+    inputs = ["the draft's final hidden state", " and ".join(SCALARS[name].symbol for name in extra.scalars)]
     mixing = {"token mixing ratio": config.get("mixing_ratio")} if timing == "fed" else {}
     numbers = {name: value for name, value in config.get("metrics", {}).items() if isinstance(value, int | float)}
     facts = {"architecture": PAPERS, "embedding": False} | config
@@ -51,9 +51,9 @@ def _sections(config: dict[str, Any], num_parameters: int) -> dict[str, str]:
     facts |= {
         "papers": PAPERS,
         "num_parameters": num_parameters,
-        "inputs": [text for text in (*inputs, "the token's embedding" * taken.embedding) if text],
+        "inputs": [text for text in (*inputs, "the token's embedding" * extra.embedding) if text],
         "when": _WHEN[timing],
-        "method": _SPECDEC if timing == "fed" else f"the loss and architecture of {_SPECDEC}, at another time",
+        "method": _SPECDEC if timing == "fed" else f"the loss and architecture of {_SPECDEC}, with another timing",
         "training": mixing | config.get("training", {}),
         "numbers": numbers,
         "truth": _TRUTHS.get(timing, "the true acceptance probability"),

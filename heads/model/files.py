@@ -1,4 +1,4 @@
-"""A head on disk: `config.json` and `model.safetensors`, written whole and read strictly. Nothing is ever unpickled."""
+"""A head on disk: `config.json` and `model.safetensors`, written atomically and read strictly. Nothing is unpickled."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -23,40 +23,31 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "mixing_ratio": (int, float, type(None)),
     **dict.fromkeys(("draft", "target", "sampling", "training", "metrics", "recommended"), (dict,)),
 }
-"""Types of what config.json may hold."""
+"""Key of config.json -> allowed types."""
 _LARGEST = 1e15
-"""Weights stay below it: a product of two layers of them, over any width, still is a number in float32."""
+"""Largest weight: a product of two layers of such weights, over any width, is still finite in float32."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 IS_PICKLED = (
-    "is a pickled checkpoint, which can run code when read; convert it where you trust it: "
+    "is a pickled checkpoint, which can run code when it is loaded; if you trust it, convert it: "
     "`safetensors.torch.save_file({name: t.clone() for name, t in torch.load(path, weights_only=True).items()}, "
-    "'model.safetensors')` "
-    "(clone, since the official blocks share their tensors)"
+    "'model.safetensors')` (clone, because the official blocks share their tensors)"
 )
 
 
 def write_head_files(directory: Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
-    """Write both files, each to a temporary name first, so that no half-written file ever has the final name.
-
-    Raises:
-        ValueError: the disk is full.
-    """
+    """Write both files, each atomically; ValueError if the disk is full."""
     contiguous = {name: t.contiguous().cpu() for name, t in tensors.items()}
     write_atomic(directory / WEIGHTS, save(contiguous, metadata={"format": "pt"}))
     write_atomic(directory / "config.json", config_text(config))
 
 
 def config_text(config: dict[str, Any]) -> bytes:
-    """config.json, as it is written."""
+    """The bytes of config.json."""
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 
 def read_head_config(path: Path) -> dict[str, Any]:
-    """The config.json of a head, its types checked.
-
-    Raises:
-        ValueError: it is no whole JSON object, or holds a value of another type.
-    """
+    """The config.json of a head; ValueError if it is not a JSON object or a value has the wrong type."""
     remedy = "export the head again with `acceptance-heads export`"
     config = read_json(path, remedy=remedy)
     for key, kinds in _KINDS.items():
@@ -65,7 +56,7 @@ def read_head_config(path: Path) -> dict[str, Any]:
         is_list_of_others = isinstance(value, list) and not all(isinstance(item, str) for item in value)
         if key in config and (not isinstance(value, kinds) or is_number_for_bool or is_list_of_others):
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise ValueError(f"{path}: {key} is {value!r}, where {names} belongs; {remedy}")
+            raise ValueError(f"{path}: {key} is {value!r}, expected {names}; {remedy}")
     return config
 
 
@@ -76,8 +67,8 @@ def read_head_files(
 
     Args:
         directory: of the head.
-        config: its config.json, None if there is none.
-        expected: name and shape of each tensor that a config stands for.
+        config: its config.json; None if there is none.
+        expected: config -> name and shape of each tensor.
     """
     if config is None:
         raise FileNotFoundError(
@@ -86,16 +77,15 @@ def read_head_files(
     for key in ("hidden_size", "num_layers"):
         if key not in config:
             raise ValueError(
-                f"config.json of {str(directory)!r} has no {key!r}, so it describes no acceptance head; export one "
-                "with "
+                f"config.json of {str(directory)!r} has no {key!r}, so this is not an acceptance head; export one with "
                 "`acceptance-heads export`"
             )
     path = directory / WEIGHTS
     if not path.is_file():
         pickled = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLES)
         if pickled:
-            raise ValueError(f"{str(directory)!r} has no {WEIGHTS} but {pickled[0]}, which {IS_PICKLED}")
-        raise FileNotFoundError(f"no {WEIGHTS} in {str(directory)!r}; a pickled checkpoint is not read")
+            raise ValueError(f"{str(directory)!r} has no {WEIGHTS}, and its {pickled[0]} {IS_PICKLED}")
+        raise FileNotFoundError(f"no {WEIGHTS} in {str(directory)!r}; export the head with `acceptance-heads export`")
     tensors = read_safetensors(path)
     check_width(config["hidden_size"], tensors, source=directory)
     try:
@@ -106,24 +96,20 @@ def read_head_files(
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of one safetensors file.
-
-    Raises:
-        ValueError: not safetensors (truncated, or a pickle by that name).
-    """
+    """Every tensor of a safetensors file; ValueError if it is truncated or a pickle."""
     if path.suffix in PICKLES:
         raise ValueError(f"{path} {IS_PICKLED}")
     try:
         return load_file(path)
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
-        raise ValueError(f"{path} is no whole safetensors file ({error}); fetch or export it again") from error
+        raise ValueError(f"{path} is not a complete safetensors file ({error}); fetch or export it again") from error
 
 
 def check_width(hidden_size: int, tensors: Mapping[str, Tensor], *, source: object) -> None:
-    """Raise ValueError unless some tensor is as wide as config.json says, before anything of that width is made."""
+    """Raise ValueError unless some tensor has the width of config.json, before anything of that width is allocated."""
     if not any(hidden_size in tensor.shape for tensor in tensors.values()):
         raise ValueError(
-            f"config.json of {str(source)!r} has hidden_size {hidden_size} and no tensor of {WEIGHTS} is so wide; "
+            f"config.json of {str(source)!r} has hidden_size {hidden_size}, but no tensor of {WEIGHTS} has that width; "
             "export the head again"
         )
 
@@ -131,20 +117,16 @@ def check_width(hidden_size: int, tensors: Mapping[str, Tensor], *, source: obje
 def checked(
     tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], *, source: object
 ) -> dict[str, Tensor]:
-    """The tensors in float32; ValueError naming what is missing, left over, misshapen, no float or too large."""
+    """The tensors in float32; ValueError naming every tensor that is missing, unexpected, misshapen or not finite."""
     problems = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     problems += [f"{name} is not part of the architecture" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):
         if tuple(tensors[name].shape) != expected[name]:
-            problems.append(f"{name} has shape {tuple(tensors[name].shape)} where config.json implies {expected[name]}")
+            problems.append(f"{name} has shape {tuple(tensors[name].shape)}, expected {expected[name]}")
         elif tensors[name].dtype not in FLOATS:
-            problems.append(
-                f"{name} has dtype {tensors[name].dtype}, where float16, bfloat16, float32 or float64 belongs"
-            )
+            problems.append(f"{name} has dtype {tensors[name].dtype}, expected float16, bfloat16, float32 or float64")
         elif not (tensors[name].abs() < _LARGEST).all():
-            problems.append(
-                f"{name} has NaN, or values beyond {_LARGEST:g}, with which float32 does not compute a score"
-            )
+            problems.append(f"{name} has NaN or values above {_LARGEST:g}, which overflow float32")
     if problems:
         raise ValueError(
             f"weights of head {str(source)!r} do not fit its config.json: {'; '.join(problems)}; export the head again"

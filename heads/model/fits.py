@@ -1,7 +1,7 @@
-"""Whether a head fits the models and the sampling that it is about to be used with (law 4.1).
+"""Does a head fit the models and the sampling that it is about to be used with (law 4.1)?
 
-A head predicts one target's verdict on one draft's tokens under one `Sampling`. With another of the three it still
-runs; only its predictions are wrong, and nothing downstream can notice. So there is this one check, at every entrance.
+A head predicts whether one target accepts one draft's tokens under one `Sampling`. Any other gives wrong
+predictions that nothing downstream can notice, so every command checks this before it uses a head.
 """
 
 from collections.abc import Mapping
@@ -27,26 +27,26 @@ def check_fits(
     sampling: Mapping[str, Any] | None = None,
     remedy: str = _REMEDY,
 ) -> None:
-    """Pass a head that was trained for this use, or that does not say what it was trained for.
+    """Raise ValueError unless a head was trained for this use, or does not record what it was trained for.
 
     Args:
-        head: with its provenance.
-        name: what messages call it.
-        draft: the model whose hidden states it is to read, as `describe_model` or `description_of` describes it, and
-            optionally its `role`, what messages call it (such as pair.draft); None: not compared.
-        target: the model whose verdict it is to predict, likewise.
+        head: the head, with its provenance.
+        name: its name in messages.
+        draft: description of the draft (`describe_model`, `description_of`), optionally with its `role`, which messages
+            name (such as pair.draft); None: not compared.
+        target: description of the target, likewise.
         sampling: temperature, top_k, top_p; None: not compared.
-        remedy: how messages end.
+        remedy: end of the message.
 
     Raises:
         ValueError: the head's provenance names another draft, another target or another sampling.
     """
     trained = head.provenance
-    for role, trained_with, here in (("the draft", trained.draft, draft), ("the target", trained.target, target)):
-        if here is not None and _differ(trained_with, here):
-            old, new = _named_apart(trained_with, here)
+    for role, trained_with, current in (("the draft", trained.draft, draft), ("the target", trained.target, target)):
+        if current is not None and _differ(trained_with, current):
+            old, new = _distinct_names(trained_with, current)
             raise ValueError(
-                f"the head {name} was trained with {old} where {here.get('role', role)} is {new}; {remedy}"
+                f"the head {name} was trained with {old}, but {current.get('role', role)} is {new}; {remedy}"
             )
     if (
         sampling is not None
@@ -54,14 +54,12 @@ def check_fits(
         and any(trained.sampling.get(key) != value for key, value in sampling.items())
     ):
         raise ValueError(
-            f"the head {name} was trained for sampling {trained.sampling} and this run's is {dict(sampling)}; {remedy}"
+            f"the head {name} was trained for sampling {trained.sampling}, but this run has {dict(sampling)}; {remedy}"
         )
 
 
 def description_of(model: PreTrainedModel | FeatureDraft) -> dict[str, Any]:
-    """A model in memory, as far as it knows where it came from; one that was built from a config says nothing but its
-    width.
-    """
+    """Description of a model in memory; only the width is known of a model that was built from a config."""
     path = model.name_or_path
     if path and Path(path).is_dir():
         return {"path": path, **describe_model(ModelSource(path=path))}
@@ -71,11 +69,10 @@ def description_of(model: PreTrainedModel | FeatureDraft) -> dict[str, Any]:
 
 
 def _differ(described: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two descriptions are of different models; what one of them does not say is not held against it.
+    """Whether two descriptions are of different models; a key that one of them lacks is not compared.
 
-    The weights decide, or the commit on the hub: either recognises a copy under another path. Descriptions that share
-    neither (a hub id and a local copy, or an imported head) are told apart by the last part of their names, and by
-    their revisions.
+    Hashes of the weights, or commits on the hub, recognise a copy under another path. Descriptions that share neither
+    (a hub id and a local copy, or an imported head) are compared by the last part of their names and by revision.
     """
     if _both_say("hidden_size", described, other) and described["hidden_size"] != other["hidden_size"]:
         return True
@@ -90,18 +87,16 @@ def _both_say(key: str, described: Mapping[str, Any], other: Mapping[str, Any]) 
     return bool(described.get(key)) and bool(other.get(key))
 
 
-def _named_apart(described: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str]:
-    """Paths of the two models; where both have one path (a model that was trained on), what identifies the weights as
-    well.
-    """
+def _distinct_names(described: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str]:
+    """Paths of two models; with an identifier of the weights if both paths are the same (a model trained further)."""
     old, new = (
         str(description.get("path") or description.get("name") or "another model") for description in (described, other)
     )
     if old != new:
         return old, new
-    return f"{old} ({_exactly(described)})", f"{new} ({_exactly(other)})"
+    return f"{old} ({_identifier(described)})", f"{new} ({_identifier(other)})"
 
 
-def _exactly(description: Mapping[str, Any]) -> str:
+def _identifier(description: Mapping[str, Any]) -> str:
     keys = ("weights", "commit", "revision", "hidden_size")
     return next((f"{key} {description[key]}" for key in keys if description.get(key)), "unknown")

@@ -2,20 +2,16 @@
 one shape at once.
 
     h_0 = hidden [+ U x + c]                     x: the inputs beside the hidden state (`heads.model.inputs`)
-    h_d = h_{d-1} + SiLU(W_d h_{d-1} + b_d)      d = 1 … D, every block with weights of its own; of another
-                                                 architecture, what its block adds (`heads.model.architectures`)
+    h_d = h_{d-1} + SiLU(W_d h_{d-1} + b_d)      d = 1 … D; other blocks: `heads.model.architectures`
     f   = w . h_D [+ v . x] + b                  one logit; D = 0 is linear (no U)
 
-Hidden state and embedding may come normalised (`Inputs.is_normalised`), and training may drop numbers of the stream
-(`Dropout`).
-
-Weights go by their names in `AcceptanceHead.state_dict()`, with a leading axis of heads:
+Hidden state and embedding may be normalised (`Inputs.is_normalised`). Weights have their names in
+`AcceptanceHead.state_dict()` and a leading axis of heads:
 
     mix.{weight, bias} = U, c    blocks.{d - 1}.{weight, bias} = W_d, b_d    out.{weight, bias} = w, b
     skip.weight = v
 
-The formula stands here for every batch of tokens. `heads.model.stepwise` writes it out again for speed, one token at a
-time, and a test holds it to this one.
+`heads.model.stepwise` repeats the formula for one token at a time, for speed; a test compares the two.
 """
 
 from collections.abc import Mapping
@@ -29,17 +25,15 @@ from heads.model.architectures import ARCHITECTURES, PAPERS, Architecture, block
 
 
 class Dropout(NamedTuple):
-    """Dropout in training: h_0 and what each block adds lose a share of their numbers, and the others grow to make up
-    for it.
-    """
+    """Dropout in training, on h_0 and on what each block adds."""
 
     rate: float
     generator: torch.Generator
 
     def mask(self, like: Float[Tensor, "heads tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
-        """0 or 1 / (1 - rate), one for all heads: what each multiplies by."""
-        kept = 1.0 - self.rate
-        return torch.empty_like(like[0]).bernoulli_(kept, generator=self.generator).div_(kept)
+        """0 or 1 / (1 - rate), the same for all heads."""
+        keep_prob = 1.0 - self.rate
+        return torch.empty_like(like[0]).bernoulli_(keep_prob, generator=self.generator).div_(keep_prob)
 
 
 def stack_forward(
@@ -50,7 +44,7 @@ def stack_forward(
     *,
     architecture: Architecture = ARCHITECTURES[PAPERS],
 ) -> Float[Tensor, "heads tokens"]:
-    """The logit f of every head for every token; a head without blocks has no dropout."""
+    """The logit f of every head for every token. Heads without blocks have no dropout."""
     blocks = blocks_of(weights)
     stream = hidden
     if "mix.weight" in weights:

@@ -1,17 +1,18 @@
-"""The acceptance-prediction head: its weights, its calibration, its files. What it computes is `heads.model.formula`.
+"""The acceptance-prediction head: weights, calibration and files. `heads.model.formula` has its forward pass.
 
     raw probability         sigmoid(f)                   what the paper's thresholds apply to
     calibrated probability  sigmoid((f + ln(w_rej / w_acc)) / temperature)
 
-The loss's optimum is f* = logit(P) - ln(w_rej / w_acc) (law 4.7), so the shift undoes the weights; the temperature is
-fitted on dev.
+The loss's optimum is f* = logit(P) - ln(w_rej / w_acc) (law 4.7), so the shift undoes the loss weights; the temperature
+is fitted on dev. `timing` names the hidden state that a head reads and what it predicts:
 
-Departures from the official code: one logit in place of two (a softmax over two logits sees their difference only), and
-blocks that are not one shared object. `timing` says which hidden state the head reads: fed (after the token was fed,
-the paper's) or drawn (the state that produced the distribution the token was drawn from; law 4.8b). A prefix head reads
-the same state as a drawn-time one before there is a token, so what it predicts is the mean over what may be drawn,
-acceptance_rate (law 4.8c). A candidate head reads what a drawn-time one reads, of a token that a tree of drafts offers:
-such a one is accepted with the target's own probability p(y).
+    fed        the state after the token was fed to the draft (the paper's); acceptance_prob
+    drawn      the state whose distribution the token is drawn from (law 4.8b); acceptance_prob
+    prefix     the same state before the token is drawn (law 4.8c); acceptance_rate, the mean over possible tokens
+    candidate  the same state, for a token that a tree offers; p(y), with which the target accepts it
+
+Departures from the official code: one logit in place of two (a softmax over two logits sees only their difference), and
+separate blocks in place of one shared block.
 """
 
 import hashlib
@@ -38,18 +39,23 @@ from heads.model.provenance import Provenance
 from store.shards import write_atomic
 
 Timing = Literal["fed", "drawn", "prefix", "candidate"]
-SAID: Mapping[str, str] = {"fed": "fed-time", "drawn": "drawn-time", "prefix": "prefix", "candidate": "candidate"}
-"""What people say before "head", for each timing."""
-_MOST_BLOCKS = 1000
-_OF_THE_HUB = {"revision", "token", "cache_dir", "force_download", "local_files_only"}
+TIMING_LABELS: Mapping[str, str] = {
+    "fed": "fed-time",
+    "drawn": "drawn-time",
+    "prefix": "prefix",
+    "candidate": "candidate",
+}
+"""Timing -> adjective before "head" in messages."""
+_MAX_DEPTH = 1000
+_HUB_ARGUMENTS = {"revision", "token", "cache_dir", "force_download", "local_files_only"}
 
 
 class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
     """Predicts the acceptance_prob of a drafted token from the draft's final hidden state.
 
     Attributes:
-        inputs: what it reads beside the hidden state.
-        provenance: what the head was trained on; goes into config.json.
+        inputs: its inputs beside the hidden state.
+        provenance: its training data and metrics, stored in config.json.
     """
 
     def __init__(
@@ -68,27 +74,26 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             hidden_size: width of the draft's hidden state.
             depth: D, the number of residual blocks; 0 is a linear head.
             timing: fed, drawn, prefix or candidate.
-            scalars: also take (log q(y), H(q)), of a prefix head H(q), or scalars by name (`data_gen.labels.scalars`),
-                in this order.
-            embedding: also take the draft's input embedding of the token (of width hidden_size).
-            is_normalised: bring hidden state and embedding to mean 0 and variance 1 first (not in the paper).
-            architecture: what its blocks compute (`heads.model.architectures`).
+            scalars: also read (log q(y), H(q)), or H(q) alone for a prefix head, or scalars by name
+                (`data_gen.labels.scalars`), in this order.
+            embedding: also read the draft's input embedding of the token (of width hidden_size).
+            is_normalised: normalise hidden state and embedding to mean 0 and variance 1 first (not in the paper).
+            architecture: key of `heads.model.architectures.ARCHITECTURES`.
 
         Raises:
-            ValueError: a width below 1, a negative depth, another timing or architecture, a scalar that does not exist,
-                a prefix head that reads the token.
+            ValueError: a width below 1, a negative depth, an unknown timing, architecture or scalar, a prefix head that
+                reads the token.
         """
         super().__init__()
         check_shape(hidden_size, depth, timing, architecture)
         self.hidden_size, self.depth, self.timing, self.architecture = hidden_size, depth, timing, architecture
         self.inputs = Inputs.of(scalars, embedding, timing, is_normalised)
         if timing == "prefix" and self.inputs.reads_token:
-            asked = (
-                f"scalars are {list(self.inputs.scalars)}, embedding {embedding}, and a prefix head scores a token "
-                "before it is drawn"
-            )
             readable = ", ".join(name for name, scalar in SCALARS.items() if not scalar.reads_token)
-            raise ValueError(f"{asked}; it reads no embedding, and of the scalars {readable} alone")
+            raise ValueError(
+                f"scalars are {list(self.inputs.scalars)} and embedding is {embedding}, but a prefix head scores a "
+                f"token before it is drawn; set embedding to false and use only the scalars {readable}"
+            )
         self.provenance = provenance or Provenance()
         num_inputs = self.inputs.width(hidden_size)
         self.mix = nn.Linear(num_inputs, hidden_size) if num_inputs and depth else None
@@ -110,14 +115,14 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
 
         Args:
             hidden: the draft's final hidden state (after the final norm), at the head's timing; any float dtype.
-            scalars: those of `inputs`, in their order; needed exactly if the head takes any.
-            embedding: the draft's input embedding of the token; needed exactly if the head takes it.
+            scalars: those of `inputs`, in their order; only if the head reads any.
+            embedding: the draft's input embedding of the token; only if the head reads it.
 
         Raises:
-            ValueError: an input missing, or given to a head that does not take it.
+            ValueError: an input is missing, or given to a head that does not read it.
         """
         inputs = self.inputs.concatenated(scalars, embedding)
-        # a head is a stack of one, so that the formula stands in one place
+        # one head is a stack of one, so that the formula is written once
         weights = {name: parameter[None] for name, parameter in self.named_parameters()}
         dtype = self.out.weight.dtype
         x = None if inputs is None else inputs.to(dtype).reshape(1, -1, inputs.shape[-1])
@@ -128,7 +133,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
 
     @property
     def calibration_shift(self) -> float:
-        """ln(w_rej / w_acc), which undoes the weights of the loss."""
+        """ln(w_rej / w_acc), which undoes the loss weights."""
         return math.log(self.provenance.reject_weight / self.provenance.accept_weight)
 
     @property
@@ -137,7 +142,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         return self.provenance.calibration_temperature
 
     def calibrated_logit(self, logit: Any) -> Any:
-        """(logit + shift) / temperature, elementwise on a float, an array or a tensor."""
+        """(logit + shift) / temperature, for a float, an array or a tensor."""
         return (logit + self.calibration_shift) / self.temperature
 
     def raw(self, logit: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
@@ -145,12 +150,12 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         return logit.sigmoid()
 
     def calibrated(self, logit: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
-        """sigmoid(calibrated_logit): an estimate of acceptance_prob itself."""
+        """sigmoid(calibrated_logit): an estimate of acceptance_prob."""
         return self.calibrated_logit(logit).sigmoid()
 
     @property
     def shape_name(self) -> str:
-        """Timing, inputs and depth, such as drawn+s+e-d4: what decides how long a score takes."""
+        """Timing, inputs and depth, such as drawn+s+e-d4: heads of one shape take equally long."""
         return f"{kind_of(self.timing, self.inputs, self.architecture)}-d{self.depth}"
 
     @property
@@ -167,10 +172,10 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         }
 
     def fingerprint(self) -> str:
-        """sha256 over architecture and weights: under this name a trace keeps the head's scores."""
+        """sha256 over architecture and weights: the key of the head's scores in a trace."""
         inputs = self.inputs.config
         shape = f"{self.timing} {inputs['scalars']} {inputs['embedding']} {self.depth}"
-        # what a head of the paper has not is named only where it is, so that scores that were kept are found again
+        # departures from the paper's head are named only where they apply, so that older traces keep their keys
         shape += " normalised" * self.inputs.is_normalised
         shape += f" {self.architecture}" * (self.architecture != PAPERS)
         digest = hashlib.sha256(shape.encode())
@@ -180,59 +185,54 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         return digest.hexdigest()
 
     def generate_model_card(self, *_args: Any, **_kwargs: Any) -> Any:
-        """The README.md beside the weights."""
+        """The model card (README.md)."""
         return model_card(self.config, num_parameters=sum(p.numel() for p in self.parameters()))
 
-    def save_pretrained(self, save_directory: str | Path, **how: Any) -> str | None:
-        """Write the head into a directory, which is made if it is not there; `how` is what `PyTorchModelHubMixin`
-        takes.
+    def save_pretrained(self, save_directory: str | Path, **arguments: Any) -> str | None:
+        """Write the head into a directory, which is created if needed; `arguments` are `PyTorchModelHubMixin`'s.
 
         Raises:
             ValueError: the directory is a URL, or the disk is full.
         """
-        return super().save_pretrained(local_path(save_directory, "save_directory"), **how)
+        return super().save_pretrained(local_path(save_directory, "save_directory"), **arguments)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         write_head_files(save_directory, {name: t.detach() for name, t in self.state_dict().items()}, self.config)
         self.generate_model_card().save(save_directory / "README.md")
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **how: Any) -> "AcceptanceHead":
-        """A head from a directory or from the hub.
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **arguments: Any) -> "AcceptanceHead":
+        """A head from a directory or from the hub, read strictly from safetensors.
 
         Raises:
-            FileNotFoundError: nothing there, neither on this disk nor on the hub.
-            ValueError: its config.json is no whole JSON object, or has values that cannot be.
+            FileNotFoundError: no head there, or a file is missing.
+            ValueError: an invalid config.json; a pickled checkpoint; tensors missing, unexpected, misshapen or not
+                finite.
         """
         directory = local_directory(
-            pretrained_model_name_or_path, **{key: how.pop(key) for key in _OF_THE_HUB & how.keys()}
+            pretrained_model_name_or_path, **{key: arguments.pop(key) for key in _HUB_ARGUMENTS & arguments.keys()}
         )
         if not directory.is_dir():
-            raise FileNotFoundError(f"no exported head at {directory}, which is a file; name the directory of a head")
+            raise FileNotFoundError(f"{directory} is a file, not an exported head; name the head's directory")
         if (directory / "config.json").is_file():
             read_head_config(directory / "config.json")
         try:
-            return super().from_pretrained(directory, **how)
-        except JSONDecodeError as error:  # a byte order mark, which is read above and not there
+            return super().from_pretrained(directory, **arguments)
+        except JSONDecodeError as error:  # a byte order mark, which read_head_config accepts and the mixin does not
             raise ValueError(f"{directory / 'config.json'}: {error}; export the head again") from error
 
     @classmethod
-    def _from_pretrained(cls, *, model_id: str, config: dict[str, Any] | None = None, **where: Any) -> "AcceptanceHead":
-        """Strict: every tensor of the architecture, none besides, of the right shape, finite, from safetensors.
-
-        Raises:
-            FileNotFoundError: no config.json or no model.safetensors.
-            ValueError: tensors missing, left over, of another shape, or not finite; a pickled checkpoint; another
-                architecture.
-        """
+    def _from_pretrained(
+        cls, *, model_id: str, config: dict[str, Any] | None = None, **arguments: Any
+    ) -> "AcceptanceHead":
         tensors = read_head_files(Path(model_id), config, expected=cls._expected)
         head = cls.from_config(config or {})
         head.load_state_dict(tensors, strict=True)
-        return head.eval().to(where.get("map_location", "cpu"))
+        return head.eval().to(arguments.get("map_location", "cpu"))
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "AcceptanceHead":
-        """A head with random weights, as config.json describes it."""
+        """A head with random weights, from a config.json."""
         optional = ("timing", "scalars", "embedding", "is_normalised", "architecture")
         return cls(
             config["hidden_size"],
@@ -243,36 +243,35 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
 
     @classmethod
     def _expected(cls, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that the architecture has."""
         with torch.device("meta"):
             return {name: tuple(t.shape) for name, t in cls.from_config(config).state_dict().items()}
 
     def _zero_at_start(self) -> Iterator[nn.Linear]:
-        """Layers whose weights start at zero: the head starts as one that reads the hidden state alone.
+        """Layers whose weights start at zero, so that a new head reads only the hidden state.
 
-        Blocks start as torch's linear layers do, as in the official code, whose zeros are commented out.
+        Blocks keep torch's initialisation, as in the official code, whose zero initialisation is commented out.
         """
         yield from (linear for linear in (self.mix, self.skip) if linear is not None)
 
 
 def kind_of(timing: str, inputs: Inputs, architecture: str) -> str:
-    """Timing and inputs, such as drawn+s+e, and + the architecture where it is not the paper's."""
+    """Timing and inputs, such as drawn+s+e; +ARCHITECTURE if it is not the paper's."""
     return timing + inputs.label + f"+{architecture}" * (architecture != PAPERS)
 
 
 def check_shape(hidden_size: int, depth: int, timing: str, architecture: str = PAPERS) -> None:
-    """Raise ValueError for an architecture that cannot be."""
+    """Raise ValueError for an impossible shape."""
     if hidden_size < 1:
-        raise ValueError(f"hidden_size is {hidden_size}; it must be at least 1, the draft's width")
-    if not 0 <= depth <= _MOST_BLOCKS:
-        raise ValueError(f"depth is {depth}; it must be at least 0 (a linear head) and at most {_MOST_BLOCKS}")
+        raise ValueError(f"hidden_size is {hidden_size}; use the draft's width, at least 1")
+    if not 0 <= depth <= _MAX_DEPTH:
+        raise ValueError(f"depth is {depth}; it must be from 0 (a linear head) to {_MAX_DEPTH}")
     if timing not in get_args(Timing):
-        raise ValueError(f"timing is {timing!r}; one of {', '.join(get_args(Timing))}")
+        raise ValueError(f"timing is {timing!r}; use one of {', '.join(get_args(Timing))}")
     architecture_of(architecture)
 
 
 def update_config(directory: str | Path, **changes: Any) -> None:
-    """Change keys of a saved head's config.json, as `evaluation tune` does with `recommended`."""
+    """Change keys of a saved head's config.json, as `tune` does with `recommended`."""
     path = Path(directory) / "config.json"
     config = read_head_config(path) | changes
     Provenance.from_dict(config)

@@ -9,14 +9,14 @@ from configs.paths import check_local
 from configs.schema import ModelSource
 
 FILES = ("config.json", "model.safetensors", "README.md")
-"""Files of an exported head, and all that is fetched."""
+"""Files of an exported head; no others are downloaded."""
 
 
 def draft_directory(source: ModelSource) -> Path:
-    """Folder with every file of a draft: itself if it is a path, else a snapshot of its repository.
+    """The directory of a draft; a hub id is downloaded.
 
     Raises:
-        FileNotFoundError: nothing there, on this disk or on the hub, or the hub cannot be reached.
+        FileNotFoundError: neither a local directory nor a repository that can be downloaded.
     """
     path = Path(source.path)
     if path.is_dir():
@@ -25,22 +25,21 @@ def draft_directory(source: ModelSource) -> Path:
         return Path(snapshot_download(source.path, revision=source.revision))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"no draft at {source.path!r}: there is no such directory, and the hub gives no such repository "
-            f"({first_line(error)}); fetch it where there is a network, and name its directory as pair.draft.path"
+            f"no draft at {source.path!r}: no such directory, and the download from the hub failed "
+            f"({first_line(error)}); set pair.draft.path to a local directory, or run where the hub can be reached"
         ) from error
 
 
 def local_directory(source: str | Path, **where: Any) -> Path:
-    """Folder with the files of `source`: itself if it is a path, else a snapshot of the repository of that name
-    (owner/name).
+    """The local path of a head; a hub id (owner/name) is downloaded.
 
     Args:
-        source: a local file or directory, or a name on the hub.
-        where: revision, token and what else `snapshot_download` takes.
+        source: a local file or directory, or a hub id.
+        where: revision, token and other arguments of `snapshot_download`.
 
     Raises:
-        FileNotFoundError: nothing there, on this disk or on the hub, or the hub cannot be reached.
-        ValueError: it is a URL.
+        FileNotFoundError: neither a local path nor a repository that can be downloaded.
+        ValueError: a URL.
     """
     check_local(source, "the path of a head", may_be_on_hub=True)
     path = Path(source)
@@ -48,18 +47,17 @@ def local_directory(source: str | Path, **where: Any) -> Path:
         return path
     if path.is_absolute() or len(path.parts) != 2 or path.parent.exists():
         raise FileNotFoundError(
-            f"no exported head at {path}; `acceptance-heads export` writes one directory per head of a sweep"
+            f"no exported head at {path}; run `acceptance-heads export`, which writes one directory per head of a sweep"
         )
     try:
         return Path(snapshot_download(str(source), allow_patterns=list(FILES), **where))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"no head at {str(source)!r}: there is no such directory, and the hub gives no such repository "
-            f"({first_line(error)}); check "
-            "the name, `hf auth login` for a private one, or fetch it where there is a network"
+            f"no head at {str(source)!r}: no such directory, and the download from the hub failed "
+            f"({first_line(error)}); check the name, run `hf auth login` for a private one, or name a local directory"
         ) from error
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a message that has any, else the kind of the error."""
+    """The first line of an error's message, or its type if the message is empty."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

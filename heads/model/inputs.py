@@ -1,7 +1,6 @@
-"""What a head reads beside the hidden state: some scalars of `data_gen.labels.scalars`, in their order, then the
-token's embedding.
+"""A head's inputs beside the hidden state: scalars (`data_gen.labels.scalars`), then the token's embedding.
 
-A prefix head scores a token before it is drawn (law 4.8c), so it reads nothing of the token.
+A prefix head scores a token before it is drawn (law 4.8c), so it has no input that depends on the token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,49 +14,43 @@ from torch.nn import functional
 from data_gen.labels.scalars import SCALARS
 
 STANDARD = ("log_token_prob", "entropy")
-"""Scalars that `true` stands for in a config and in config.json; for a prefix head, those among them that do not read
-the token.
-"""
+"""Meaning of `scalars: true` in a config and in config.json; for a prefix head, those that do not read the token."""
 
 EPSILON = 1e-5
 """Added to the variance that `normalised` divides by."""
 
 
 class Inputs(NamedTuple):
-    """The inputs of one head, in the order in which its weights read them."""
+    """The inputs of one head, in the order of its weights' columns."""
 
     scalars: tuple[str, ...] = ()
     embedding: bool = False
     is_normalised: bool = False
-    """Hidden state and embedding each go through `normalised` first."""
+    """Hidden state and embedding are each `normalised` first."""
 
     @classmethod
     def of(
         cls, scalars: bool | Sequence[str], embedding: bool, timing: str = "drawn", is_normalised: bool = False
     ) -> "Inputs":
-        """Inputs as a config or config.json names them.
-
-        Raises:
-            ValueError: a scalar that does not exist, or one twice.
-        """
+        """The inputs that a config or config.json names; ValueError for an unknown or repeated scalar."""
         if isinstance(scalars, bool):
             standard = tuple(name for name in STANDARD if timing != "prefix" or not SCALARS[name].reads_token)
             return cls(standard if scalars else (), bool(embedding), bool(is_normalised))
         for name in scalars:
             if name not in SCALARS or list(scalars).count(name) > 1:
                 raise ValueError(
-                    f"scalars are {list(scalars)}; true, false, or some of {', '.join(SCALARS)}, each once"
+                    f"scalars are {list(scalars)}; use true, false, or some of {', '.join(SCALARS)}, each once"
                 )
         return cls(tuple(scalars), bool(embedding), bool(is_normalised))
 
     @property
     def reads_token(self) -> bool:
-        """Whether any of them is of the token that is scored."""
+        """Whether any input depends on the token that is scored."""
         return self.embedding or any(SCALARS[name].reads_token for name in self.scalars)
 
     @property
     def label(self) -> str:
-        """+s for the standard scalars, others by name, +e for the embedding, +n where they are normalised."""
+        """+s for the standard scalars, others by name, +e for the embedding, +n if normalised."""
         names = ("s", *self.scalars[len(STANDARD) :]) if self.scalars[: len(STANDARD)] == STANDARD else self.scalars
         return "".join(f"+{name}" for name in (*names, *("e" * self.embedding), *("n" * self.is_normalised)))
 
@@ -72,46 +65,44 @@ class Inputs(NamedTuple):
         }
 
     def taken(self, states: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:
-        """Hidden states or embeddings as the head's weights read them."""
+        """Hidden states or embeddings, normalised if the head normalises them."""
         return normalised(states) if self.is_normalised else states
 
     def among(
         self, columns: Mapping[str, Float[Tensor, "*tokens"]], embedding: Callable[[], Float[Tensor, "*tokens hidden"]]
     ) -> tuple[Float[Tensor, "*tokens scalar"] | None, Float[Tensor, "*tokens hidden"] | None]:
-        """What these inputs are among all that is known of some tokens: `scalars` and `embedding` of a head's forward.
+        """The arguments `scalars` and `embedding` of a head's forward, for some tokens.
 
         Args:
             columns: scalars by name, in nats.
-            embedding: makes the tokens' rows of the draft's input embeddings, where they are read.
+            embedding: a function that returns the draft's input embeddings of the tokens; called only if they are read.
         """
         scalars = torch.stack([columns[name] for name in self.scalars], -1) if self.scalars else None
         return scalars, embedding() if self.embedding else None
 
     def width(self, hidden_size: int) -> int:
-        """Numbers per token; an embedding is as wide as a hidden state."""
+        """Numbers per token."""
         return len(self.scalars) + hidden_size * self.embedding
 
     def concatenated(
         self, scalars: Float[Tensor, "*tokens scalar"] | None, embedding: Float[Tensor, "*tokens hidden"] | None
     ) -> Float[Tensor, "*tokens input"] | None:
-        """x of law 4.7: all inputs side by side; None for a head that reads the hidden state alone.
+        """x of law 4.7: all inputs side by side; None if the head reads only the hidden state.
 
         Raises:
-            ValueError: an input missing, or given to a head that does not take it.
+            ValueError: an input is missing, or given to a head that does not read it.
         """
-        for name, given, is_taken in (
+        for name, value, is_read in (
             ("scalars", scalars, bool(self.scalars)),
             ("embedding", embedding, self.embedding),
         ):
-            if (given is not None) != is_taken:
-                raise ValueError(
-                    f"the head {'needs' if is_taken else 'takes no'} {name} and got "
-                    f"{'none' if given is None else 'some'}"
-                )
+            if (value is not None) != is_read:
+                problem = f"needs {name}; pass it" if is_read else f"takes no {name}; leave it out"
+                raise ValueError(f"the head {problem}")
         parts = [part for part in (scalars, None if embedding is None else self.taken(embedding)) if part is not None]
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0] if parts else None
 
 
 def normalised(states: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:
-    """Each state at mean 0 and variance 1: a LayerNorm without weights, which the next linear layer has anyway."""
+    """Each state scaled to mean 0 and variance 1: LayerNorm without weights, since a linear layer follows."""
     return functional.layer_norm(states, states.shape[-1:], eps=EPSILON)

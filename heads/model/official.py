@@ -1,15 +1,12 @@
 """Reading a released SpecDec++ head (arXiv 2405.19715) into an `AcceptanceHead`.
 
-The official module is `Sequential(ResBlock, …, ResBlock, Linear(hidden, 2))`, in which all D blocks are one and the
-same object:
+The official module is `Sequential(ResBlock, …, ResBlock, Linear(hidden, 2))`, whose D blocks are one shared object:
 
-    model.0.linear.{weight, bias}, …, model.{D-1}.linear.{weight, bias}   the same tensors D times; safetensors stores
-        them once, and the
-                                                                          metadata names the aliases
-    model.{D}.{weight, bias}                                              two logits, softmax, class 1 = accept
+    model.{0 … D-1}.linear.{weight, bias}   the same tensors D times; the file stores them once, aliases in its metadata
+    model.{D}.{weight, bias}                two logits, softmax, class 1 = accept
 
-softmax(z)_1 = sigmoid(z_1 - z_0), so one logit with the difference of the two rows says the same; and the shared block
-is written out D times. Official heads are fed-time, without scalars, for labels at temperature 1 (decoding there uses
+softmax(z)_1 = sigmoid(z_1 - z_0), so the difference of the two rows gives the same probability with one logit. The
+shared block is copied D times. Official heads are fed-time, without scalars, for labels at temperature 1 (decoded with
 top-k 50), trained with w_acc = 1.
 """
 
@@ -30,7 +27,8 @@ def read_official_head(source: str | Path, provenance: Provenance) -> Acceptance
     """The head in a directory (config.json and model.safetensors) of the official format.
 
     Args:
-        provenance: what the official config does not say: reject weight, models.
+        source: a local path or a hub id.
+        provenance: what the official config does not contain: reject weight, models.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -61,11 +59,11 @@ def read_official_head(source: str | Path, provenance: Provenance) -> Acceptance
 
 def _shape(config: dict[str, Any], path: Path) -> tuple[int, int]:
     if "hidden_size" not in config:
-        raise ValueError(f"{path} has no 'hidden_size', so it describes no SpecDec++ head")
+        raise ValueError(f"{path} has no 'hidden_size', so it is not a SpecDec++ head; name the directory of one")
     hidden_size, depth = config["hidden_size"], config.get("num_layers", 0)
     if type(hidden_size) is not int or type(depth) is not int:
         raise ValueError(
-            f"{path}: hidden_size is {hidden_size!r} and num_layers {depth!r}, where numbers belong; fetch it again"
+            f"{path}: hidden_size is {hidden_size!r} and num_layers {depth!r}, expected integers; fetch it again"
         )
     try:
         check_shape(hidden_size, depth, "fed")
@@ -75,18 +73,16 @@ def _shape(config: dict[str, Any], path: Path) -> tuple[int, int]:
 
 
 def _with_aliases(path: Path, depth: int) -> dict[str, Tensor]:
-    """All tensors, also under the names that the file leaves out: its metadata maps each such name to the one that is
-    stored.
+    """All tensors, including the aliases in the file's metadata.
 
-    A file without such metadata that holds one block of several can only mean the shared block, as the official module
-    has no other.
+    In a file without aliases, a single stored block is the shared one, as the official module has no other.
     """
     tensors = read_safetensors(path)
     try:
         with safe_open(path, framework="pt") as file:
             aliases = file.metadata() or {}
     except SafetensorError as error:
-        raise ValueError(f"{path} is no whole safetensors file ({error})") from error
+        raise ValueError(f"{path} is not a complete safetensors file ({error}); fetch it again") from error
     tensors |= {name: tensors[stored] for name, stored in aliases.items() if stored in tensors}
     blocks = [i for i in range(depth) if f"model.{i}.linear.weight" in tensors]
     if len(blocks) == 1:
@@ -103,7 +99,7 @@ def _official_shapes(hidden_size: int, depth: int) -> dict[str, tuple[int, ...]]
 
 
 def _converted(tensors: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
-    """Our names: one logit z_1 - z_0, every block on its own."""
+    """Tensors of an `AcceptanceHead`: one logit z_1 - z_0, D separate blocks."""
     weight, bias = tensors[f"model.{depth}.weight"], tensors[f"model.{depth}.bias"]
     renamed = {"out.weight": (weight[1] - weight[0])[None], "out.bias": (bias[1] - bias[0])[None]}
     for i in range(depth):

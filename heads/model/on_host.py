@@ -1,8 +1,7 @@
 """A head on the CPU, one token at a time, from numbers to a number.
 
-A draft step of a small model takes half a millisecond, and a head in torch's calls alone a third of that. What stands
-before the blocks is added up by numpy in memory that is reserved once; the blocks are the calls that the draft has just
-made itself, and so are at hand.
+A draft step of a small model takes half a millisecond, and the torch calls of a head would take a third of that. So
+numpy computes the stream up to the first block, in preallocated memory, and torch only the blocks.
 """
 
 import math
@@ -13,20 +12,20 @@ import torch
 from torch import Tensor
 
 from heads.model.inputs import EPSILON
-from heads.model.stepwise import OfEmbedding, StepwiseHead
+from heads.model.stepwise import EmbeddingTerms, StepwiseHead
 
 
 class HostHead:
-    """`StepwiseHead` from numbers to a number. One object scores one token at a time."""
+    """`StepwiseHead` from numbers to a number. Not reentrant: its memory is reused."""
 
     def __init__(self, head: StepwiseHead, *, names: Sequence[str] | None = None) -> None:
         """Args:
         head: on the CPU.
-        names: of the numbers that `score` is given, the head's scalars among them; None: the head's scalars alone.
+        names: names of the numbers that `score` gets, the head's scalars among them; None: only the head's scalars.
         """
         self._head, self._has_embedding = head, head.inputs.embedding
         scalars = head.inputs.scalars
-        self._places = [(scalars if names is None else tuple(names)).index(name) for name in scalars]
+        self._columns_read = [(scalars if names is None else tuple(names)).index(name) for name in scalars]
         self._dtype = torch.float64 if head.dtype == torch.float64 else torch.float32
         self._added = head.architecture.added_to_token
         self._blocks = [{name: self._of(weight) for name, weight in block.items()} for block in head.blocks]
@@ -47,8 +46,8 @@ class HostHead:
 
         Args:
             hidden: the draft's final hidden state at the head's timing.
-            numbers: `names`, in their order.
-            token_id: the token that is scored, read if the head takes its embedding.
+            numbers: values of `names`, in their order.
+            token_id: the token that is scored; only if the head reads its embedding.
         """
         values = self._values
         row, logit = self._of_token(token_id) if self._has_embedding else (self._mix_bias, 0.0)
@@ -58,8 +57,8 @@ class HostHead:
             values[:] = hidden
         else:
             np.add(hidden, row, out=values, casting="unsafe")
-        if self._places:
-            self._scalars[:] = scalars = [numbers[place] for place in self._places]
+        if self._columns_read:
+            self._scalars[:] = scalars = [numbers[index] for index in self._columns_read]
             for slope, scalar in zip(self._slopes, scalars, strict=True):
                 logit += slope * scalar
             if self._columns is not None:
@@ -70,20 +69,20 @@ class HostHead:
         return logit + torch.addmv(self._out_bias, self._out, stream).item()
 
     def _normalised(self, hidden: np.ndarray) -> np.ndarray:
-        """`heads.model.inputs.normalised` of one state."""
+        """`heads.model.inputs.normalised` in numpy."""
         centred = hidden.astype(self._values.dtype) - hidden.mean(dtype=self._values.dtype)
         centred *= 1.0 / math.sqrt(centred.dot(centred) / len(centred) + EPSILON)
         return centred
 
     def _of_token(self, token_id: int | None) -> tuple[np.ndarray | None, float]:
-        """Terms that the token's embedding adds to the stream and to the logit."""
+        """What the token's embedding adds to the stream and to the logit."""
         assert token_id is not None
         rows, logits = self._table
         if logits is None:
             (rows, logits), token_id = self._as_arrays(self._head.of_embedding(torch.tensor([token_id]))), 0
         return None if rows is None else rows[token_id], logits.item(token_id)
 
-    def _as_arrays(self, added: OfEmbedding) -> tuple[np.ndarray | None, np.ndarray]:
+    def _as_arrays(self, added: EmbeddingTerms) -> tuple[np.ndarray | None, np.ndarray]:
         return None if added.stream is None else self._of(added.stream).numpy(), self._of(added.logit).numpy()
 
     def _of(self, weight: Tensor) -> Tensor:

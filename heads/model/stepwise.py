@@ -1,9 +1,9 @@
-"""A head for one token at a time: `heads.model.formula` as bare calls on its weights.
+"""A head for one token at a time: `heads.model.formula` as few torch calls on its weights.
 
-What a token's embedding e adds is linear, U_e e + c to the stream and v_e . e to the logit, so it is worked out once
-for the whole vocabulary: a step looks a row up in place of an embedding and two products. `StepwiseHead` computes with
-tensors, on any device and inside a compiled step; `heads.model.on_host` does the same with numpy.
-tests/decode/loop/test_signals.py holds both to `AcceptanceHead.forward`.
+A token's embedding e adds U_e e + c to the stream and v_e . e to the logit. Both are computed once for the whole
+vocabulary, so a step reads a table row instead of computing two products. `StepwiseHead` works with tensors, on any
+device and inside a compiled step; `heads.model.on_host` does the same with numpy.
+tests/decode/loop/test_signals.py compares both with `AcceptanceHead.forward`.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from heads.model.head import AcceptanceHead
 from heads.model.inputs import normalised
 
 _LARGEST_TABLE = 2**24
-"""Numbers in a table (64 MiB). A larger one is not made: beside a draft of that size two products are nothing."""
+"""Numbers in a table (64 MiB). No larger one is built: two products cost little beside a draft of that size."""
 
 
 class Vocabulary(NamedTuple):
@@ -28,46 +28,44 @@ class Vocabulary(NamedTuple):
 
     num_tokens: int
     embedding: Callable[[Int[Tensor, " tokens"]], Float[Tensor, "tokens hidden"]]
-    """Rows of them."""
+    """Token ids -> embeddings."""
     module: nn.Module | None = None
-    """The module that holds them; a head's table of one is built once. None: it is built for each `StepwiseHead`."""
+    """The embedding module; each head builds one table for it. None: each `StepwiseHead` builds its own."""
 
 
-class OfEmbedding(NamedTuple):
-    """Terms that embeddings of tokens add."""
+class EmbeddingTerms(NamedTuple):
+    """What embeddings of tokens add."""
 
     stream: Float[Tensor, "tokens hidden"] | None
     """U_e e + c; None for a head without blocks."""
     logit: Float[Tensor, " tokens"]
-    """The term v_e . e of the logit. e."""
+    """v_e . e"""
 
 
-_TABLES: WeakKeyDictionary[AcceptanceHead, WeakKeyDictionary[nn.Module, tuple[Any, OfEmbedding | None]]] = (
+_TABLES: WeakKeyDictionary[AcceptanceHead, WeakKeyDictionary[nn.Module, tuple[Any, EmbeddingTerms | None]]] = (
     WeakKeyDictionary()
 )
-"""The table of each head for each embedding module, and the state of both from which it was computed."""
+"""Head -> embedding module -> (state of both when the table was computed, table)."""
 
 
 class StepwiseHead:
-    """One head's weights, read once, on its device."""
+    """One head's weights on its device."""
 
     def __init__(self, head: AcceptanceHead, vocabulary: Vocabulary | None = None) -> None:
         """Args:
-        head: in evaluation; its device is where the draft's hidden states are.
-        vocabulary: for a head that takes the embedding.
+        head: in evaluation mode, on the device of the draft's hidden states.
+        vocabulary: the draft's embeddings; only for a head that reads them.
         """
-        assert vocabulary is not None or not head.inputs.embedding, (
-            "a head that takes the embedding needs those of the draft"
-        )
+        assert vocabulary is not None or not head.inputs.embedding, "this head reads the draft's embeddings"
         weights = {name: weight.detach() for name, weight in head.named_parameters()}
         self.inputs, self.dtype = head.inputs, head.out.weight.dtype
         self.architecture, self.blocks = architecture_of(head.architecture), blocks_of(weights)
         self.out, self.out_bias = weights["out.weight"], weights["out.bias"]
         self.mix_bias = weights.get("mix.bias")
-        self.mix_scalars, self._mix_embedding = _apart(weights.get("mix.weight"), len(head.inputs.scalars))
-        self.skip_scalars, self._skip_embedding = _apart(weights.get("skip.weight"), len(head.inputs.scalars))
+        self.mix_scalars, self._mix_embedding = _split_columns(weights.get("mix.weight"), len(head.inputs.scalars))
+        self.skip_scalars, self._skip_embedding = _split_columns(weights.get("skip.weight"), len(head.inputs.scalars))
         self._vocabulary = vocabulary
-        self.table = self._kept_table(head)
+        self.table = self._cached_table(head)
 
     def __call__(
         self,
@@ -79,8 +77,8 @@ class StepwiseHead:
 
         Args:
             hidden: the draft's final hidden state at the head's timing.
-            scalars: the head's, in its order, if it takes any.
-            token: the token that is scored, read if the head takes its embedding.
+            scalars: the head's scalars in its order; only if it reads any.
+            token: the token that is scored; only if the head reads its embedding.
         """
         stream, logit = hidden.to(self.dtype), self.out_bias
         if self.inputs.is_normalised:
@@ -92,7 +90,7 @@ class StepwiseHead:
         elif self.mix_bias is not None:
             stream = stream + self.mix_bias
         if self.inputs.scalars:
-            assert scalars is not None, "the head takes scalars"
+            assert scalars is not None, "the head reads scalars"
             scalars = scalars.to(self.dtype)
             stream = stream if self.mix_scalars is None else torch.addmv(stream, self.mix_scalars, scalars)
             logit = torch.addmv(logit, self.skip_scalars, scalars)  # type: ignore[arg-type]
@@ -100,51 +98,51 @@ class StepwiseHead:
             stream = stream + self.architecture.added_to_token(block, stream)
         return torch.addmv(logit, self.out, stream)
 
-    def of_embedding(self, tokens: Int[Tensor, " tokens"]) -> OfEmbedding:
-        """Terms that the embeddings of these tokens add; only for a head that takes it."""
+    def of_embedding(self, tokens: Int[Tensor, " tokens"]) -> EmbeddingTerms:
+        """What the embeddings of these tokens add; only for a head that reads them."""
         if self.table is None:
-            return self._worked_out(tokens)
+            return self._computed_terms(tokens)
         stream, logit = self.table
-        return OfEmbedding(None if stream is None else stream.index_select(0, tokens), logit.index_select(0, tokens))
+        return EmbeddingTerms(None if stream is None else stream.index_select(0, tokens), logit.index_select(0, tokens))
 
-    def _kept_table(self, head: AcceptanceHead) -> OfEmbedding | None:
-        """The table, built again only where weights of the head or of the embeddings have changed since."""
+    def _cached_table(self, head: AcceptanceHead) -> EmbeddingTerms | None:
+        """The table, rebuilt only if weights of the head or of the embeddings have changed."""
         module = None if self._vocabulary is None else self._vocabulary.module
-        read = [] if module is None else [*head.parameters(), *module.parameters(), *module.buffers()]
-        # parts of an embedding (an adapter) can be switched without a trace, and inference tensors count no changes
-        if self._vocabulary is None or module is None or [*module.children()] or any(t.is_inference() for t in read):
-            return self._made_table()
+        sources = [] if module is None else [*head.parameters(), *module.parameters(), *module.buffers()]
+        # changes are invisible in inference tensors, and when a submodule of the embedding (an adapter) is switched
+        if self._vocabulary is None or module is None or [*module.children()] or any(t.is_inference() for t in sources):
+            return self._new_table()
         token = torch.zeros(1, dtype=torch.long, device=self.out.device)
         state = (
             self._vocabulary.embedding(token).dtype,
-            [(StorageWeakRef(t.untyped_storage()), t._version, t.dtype) for t in read],
+            [(StorageWeakRef(t.untyped_storage()), t._version, t.dtype) for t in sources],
         )
         tables = _TABLES.setdefault(head, WeakKeyDictionary())
         if module not in tables or tables[module][0] != state:
-            tables[module] = state, self._made_table()
+            tables[module] = state, self._new_table()
         return tables[module][1]
 
-    def _made_table(self) -> OfEmbedding | None:
-        """The same for the whole vocabulary; None where it would be too large, or the head takes no embedding."""
+    def _new_table(self) -> EmbeddingTerms | None:
+        """The terms of the whole vocabulary; None if they are too many or the head reads no embedding."""
         if (
             self._vocabulary is None
             or not self.inputs.embedding
             or self._vocabulary.num_tokens * self.out.shape[1] > _LARGEST_TABLE
         ):
             return None
-        with torch.inference_mode(False), torch.no_grad():  # one made in inference mode could not be used outside it
-            return self._worked_out(torch.arange(self._vocabulary.num_tokens, device=self.out.device))
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be used outside inference mode
+            return self._computed_terms(torch.arange(self._vocabulary.num_tokens, device=self.out.device))
 
-    def _worked_out(self, tokens: Int[Tensor, " tokens"]) -> OfEmbedding:
+    def _computed_terms(self, tokens: Int[Tensor, " tokens"]) -> EmbeddingTerms:
         assert self._vocabulary is not None
         assert self._skip_embedding is not None
         embeddings = self._vocabulary.embedding(tokens).detach().to(self.dtype)
         embeddings = normalised(embeddings) if self.inputs.is_normalised else embeddings
         mix, bias = self._mix_embedding, self.mix_bias
         stream = None if mix is None or bias is None else embeddings @ mix.T + bias
-        return OfEmbedding(stream, embeddings @ self._skip_embedding[0])
+        return EmbeddingTerms(stream, embeddings @ self._skip_embedding[0])
 
 
-def _apart(weight: Tensor | None, num_scalars: int) -> tuple[Tensor | None, Tensor | None]:
+def _split_columns(weight: Tensor | None, num_scalars: int) -> tuple[Tensor | None, Tensor | None]:
     """The columns that read scalars, and those that read the embedding."""
     return (None, None) if weight is None else (weight[:, :num_scalars], weight[:, num_scalars:])

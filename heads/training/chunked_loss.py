@@ -1,10 +1,9 @@
 """Loss and gradients of a stack over chunks of tokens.
 
-These heads are narrow: what lies between their matrix products (bias, SiLU, additions, the loss) is a few passes over
-[heads, tokens, hidden], and over a whole batch each pass goes to main memory and back and costs as much as a product.
-So tokens are taken in chunks whose activations stay in a core's cache; autograd runs over each chunk at once, and only
-the sums of the parameters' gradients outlive it. Memory does not grow with the batch.
-`tests/heads/training/test_sweep.py` holds loss and gradients to those of the whole batch.
+Heads are narrow, so the elementwise passes over [heads, tokens, hidden] between their matrix products are limited by
+memory bandwidth: over a whole batch each costs as much as a product. Chunks keep the activations in a core's cache.
+Autograd runs on each chunk, and only the sums of the gradients are kept, so memory does not grow with the batch.
+`tests/heads/training/test_sweep.py` compares loss and gradients with those of the whole batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +19,12 @@ from heads.model.formula import Dropout, stack_forward
 from heads.training.loss import Targets, weighted_bce
 
 CHUNK_BYTES = 512 * 1024
-"""Bytes of one [heads, chunk, hidden] float32 tensor; a block keeps a few of them."""
+"""Bytes of one [heads, chunk, hidden] float32 tensor; a block needs a few of them."""
 _GPU_CHUNK_BYTES = 64 * 1024 * 1024
-"""The same on a GPU, which wants few large kernels where a core wants what its cache holds."""
+"""The same on a GPU, where few large kernels are faster."""
 LEAST_CHUNK = 256
-"""Tokens. The weights of a wide block outgrow the cache and are read anew for each chunk: one of 32 takes 1.7 times as
-long at width 384, 1.4 at 1,024 and at 4,096; beyond 256 little changes."""
+"""Minimum tokens per chunk. Weights of wide blocks exceed the cache and are read once per chunk: chunks of 32 tokens
+take 1.7 times as long at width 384, and 1.4 times at 1,024 and 4,096; larger chunks than 256 hardly help."""
 
 
 def stack_loss(
@@ -37,12 +36,12 @@ def stack_loss(
     dropout: Dropout | None,
     architecture: Architecture,
 ) -> Float[Tensor, " heads"]:
-    """The loss of each head of a stack, differentiable in its weights alone.
+    """The loss of each head of a stack, differentiable only in the weights.
 
     Args:
-        weights: by name, as `heads.model.formula` takes them.
-        inputs: scalars (standardised) and embedding side by side, or None.
-        dropout: its masks are drawn chunk by chunk.
+        weights: by name, as in `heads.model.formula`.
+        inputs: standardised scalars and embedding side by side, or None.
+        dropout: generates new masks for each chunk.
     """
     names, count = tuple(weights), len(weights["out.bias"])
     size = _chunk_size(count, hidden)
@@ -59,17 +58,19 @@ def stack_loss(
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss_of: Callable[[Sequence[Tensor], int], Tensor], starts: range, *given: Tensor) -> Tensor:
-        values = [value.detach().requires_grad_() for value in given]
-        grads = [torch.zeros_like(value) for value in given]
-        loss = given[0].new_zeros(len(given[0]))
+    def forward(
+        ctx: Any, loss_of: Callable[[Sequence[Tensor], int], Tensor], starts: range, *weights: Tensor
+    ) -> Tensor:
+        values = [weight.detach().requires_grad_() for weight in weights]
+        grads = [torch.zeros_like(weight) for weight in weights]
+        loss = weights[0].new_zeros(len(weights[0]))
         for start in starts:
             with torch.enable_grad():
-                of_chunk = loss_of(values, start)
-                of_values = torch.autograd.grad(of_chunk.sum(), values)
-            for total, grad in zip(grads, of_values, strict=True):
+                chunk_loss = loss_of(values, start)
+                chunk_grads = torch.autograd.grad(chunk_loss.sum(), values)
+            for total, grad in zip(grads, chunk_grads, strict=True):
                 total.add_(grad)
-            loss += of_chunk.detach()
+            loss += chunk_loss.detach()
         ctx.save_for_backward(*grads)
         return loss
 
@@ -80,6 +81,5 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _chunk_size(count: int, hidden: Tensor) -> int:
-    """Number of tokens in a chunk."""
     num_bytes = CHUNK_BYTES if hidden.device.type == "cpu" else _GPU_CHUNK_BYTES
     return max(LEAST_CHUNK, num_bytes // (4 * count * hidden.shape[1]))

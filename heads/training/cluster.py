@@ -1,9 +1,8 @@
-"""A run under a batch system: a signal stops it, the same command starts it again, and it goes on from its checkpoint.
+"""Training under a batch system: a signal stops the run, and the same command resumes it from its checkpoint.
 
-Lightning has checkpoints of its own for SLURM (hpc_ckpt_N.ckpt, written wherever in a step SIGUSR1 comes). They are
-turned off here: heads.dir/last.ckpt lies between two steps and bears the name of its run. SIGUSR1, which SLURM and Grid
-Engine can send ahead of a time limit, stops the run as SIGTERM does, with a checkpoint. Whether the job is queued again
-is SLURM's to decide, or the job script's.
+SIGUSR1, which SLURM and Grid Engine can send before a time limit, stops the run as SIGTERM does, with a checkpoint.
+SLURM or the job script decides whether the job is queued again. Lightning's SLURM checkpoints (hpc_ckpt_N.ckpt) are
+disabled, because they can be written in the middle of a step.
 """
 
 import signal
@@ -16,18 +15,18 @@ from pytorch_lightning.plugins.environments import ClusterEnvironment, SLURMEnvi
 
 
 def environments(plugins: Sequence[Any]) -> list[ClusterEnvironment]:
-    """The environment to add to a trainer's plugins: SLURM's without requeueing, where Lightning would choose SLURM's.
+    """The environment to add to a trainer's plugins: under SLURM, SLURM's without requeueing.
 
     Raises:
-        ValueError: the plugins have one that requeues, or srun was started with --ntasks alone.
+        ValueError: a plugin that requeues, or srun was started with --ntasks only.
     """
-    given = [plugin for plugin in plugins if isinstance(plugin, ClusterEnvironment)]
-    if any(isinstance(plugin, SLURMEnvironment) and plugin.auto_requeue for plugin in given):
+    configured = [plugin for plugin in plugins if isinstance(plugin, ClusterEnvironment)]
+    if any(isinstance(plugin, SLURMEnvironment) and plugin.auto_requeue for plugin in configured):
         raise ValueError(
-            "trainer.plugins has a SLURMEnvironment with auto_requeue, which writes checkpoints that no run goes on "
-            "from; give it auto_requeue: false, or leave it out"
+            "trainer.plugins has a SLURMEnvironment with auto_requeue, whose checkpoints cannot be resumed; set its "
+            "auto_requeue to false, or remove it"
         )
-    if given or TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():
+    if configured or TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():
         return []
     try:
         return [SLURMEnvironment(auto_requeue=False)]
@@ -37,8 +36,8 @@ def environments(plugins: Sequence[Any]) -> list[ClusterEnvironment]:
 
 @contextmanager
 def stopped_by_sigusr1() -> Iterator[None]:
-    """Within: SIGUSR1 does what SIGTERM does."""
-    if threading.current_thread() is not threading.main_thread():  # where Python lets no handler be set
+    """Treat SIGUSR1 as SIGTERM while the block runs."""
+    if threading.current_thread() is not threading.main_thread():  # Python sets signal handlers only there
         yield
         return
     before = signal.signal(signal.SIGUSR1, lambda number, frame: signal.raise_signal(signal.SIGTERM))

@@ -1,4 +1,4 @@
-"""The command `train`: every head of the grid in one run. Run again, it goes on from its last checkpoint."""
+"""The command `train`: every head of the grid in one run, which resumes from its last checkpoint."""
 
 import signal
 import sys
@@ -17,16 +17,15 @@ from heads.training.run import build, report
 from heads.training.trainer import make_trainer, quiet
 
 _STOPPED = 128 + signal.SIGTERM
-"""A shell's exit code of a process that SIGTERM has ended."""
+"""Exit code of a process that SIGTERM ended, by the convention of shells."""
 
 
 def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
-    """Train the sweep of a config, test it on dev and test, write tables, plots and metrics.
+    """Train every head of a config, measure them on dev and test, and write tables, plots and metrics.
 
     Args:
-        config: the experiment; its run stands in heads.dir.
-        resume: go on from heads.dir's last checkpoint, if there is one; a run of another config there is refused. Off:
-            start over.
+        config: the experiment; the run is written to heads.dir.
+        resume: continue from the last checkpoint in heads.dir, if there is one of the same config; false: start over.
     """
     quiet()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
@@ -44,11 +43,11 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
             raise ValueError(f"trainer: {error}") from error
         except SIGTERMException as error:  # Lightning's own exit code is 0, as if the run were done
             print(
-                "stopped by a signal; what was written is whole, the same command goes on from there", file=sys.stderr
+                "stopped by a signal; run the same command again to continue from the last checkpoint", file=sys.stderr
             )
             raise SystemExit(_STOPPED) from error
         except SystemExit:
-            if trainer.interrupted:  # Lightning makes an exit without a word of a stop by hand
+            if trainer.interrupted:  # Lightning turns Ctrl-C into a silent exit
                 raise KeyboardInterrupt from None
             raise
         return report(sweep, directory) if trainer.is_global_zero else sweep.results

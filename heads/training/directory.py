@@ -1,14 +1,13 @@
-"""heads.dir: which run stands there, and how the next one begins.
+"""heads.dir: the files of a training run, and whether the next run resumes.
 
 heads.dir/run.json            name of the run, resolved config, number of processes, versions, command line
-heads.dir/last.ckpt           the newest checkpoint, with the name of its run; also after each validation, on SIGTERM
-                              and Ctrl-C
+heads.dir/last.ckpt           the newest checkpoint: every few minutes, after each validation, on SIGTERM and Ctrl-C
 heads.dir/logs/               CSV and TensorBoard
-heads.dir/val_metrics.json    everything measured, with the name of its run, tables.md the same for reading, plots/*.png
+heads.dir/val_metrics.json    all metrics; tables.md and plots/*.png show them
 heads.dir/exported/NAME/      heads, by `acceptance-heads export`
 
-A run that starts over takes a new name; files of an earlier run stay until they are overwritten. A checkpoint is only
-resumed, and metrics are only exported, under the name of their own run.
+A run that starts over gets a new name, and files of the earlier run remain until they are overwritten. Checkpoint and
+metrics contain the name of their run, so a run neither resumes from nor exports files of another.
 """
 
 import json
@@ -30,8 +29,8 @@ from store.lock import only_writer
 from store.shards import clean_partial, write_atomic
 
 _FREE_TO_CHANGE = {
-    "pair": {"gpus", "num_threads", "trust_remote_code"},  # the last one is of older runs
-    "data": {"dir", "batch_size", "chunk_mb", "engine", "ray"},  # its manifest is compared
+    "pair": {"gpus", "num_threads", "trust_remote_code"},  # trust_remote_code: of older versions
+    "data": {"dir", "batch_size", "chunk_mb", "engine", "ray"},  # the manifest is compared instead
     "heads": {"dir", "checkpoint_every_n_steps"},
     "trainer": {
         "logger",
@@ -47,9 +46,7 @@ _FREE_TO_CHANGE = {
         "num_nodes",
     },
 }
-"""Keys in which a resumed run may differ: they change its weights in the rounding at most. Processes are compared by
-their number.
-"""
+"""Keys in which a resumed run may differ, because they change at most rounding. The number of processes is compared."""
 
 
 @dataclass(frozen=True)
@@ -65,33 +62,31 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """Metrics that the run measured at its end."""
+        """Path of the metrics that the run writes at its end."""
         return self.path / "val_metrics.json"
 
     def alone(self) -> AbstractContextManager[None]:
-        """The lock of heads.dir; of several processes of one run the first holds it for all."""
+        """The lock of heads.dir; rank 0 holds it for all processes of a run."""
         return only_writer(self.path, setting="heads.dir") if is_first_process() else nullcontext()
 
     def prepare(self, config: Config, *, resume: bool, processes: int = 1) -> tuple[str, str | None]:
-        """Settle whether there is a checkpoint to go on from, and write run.json.
-
-        Of several processes of one run the first writes; the others come to the same decision from what they read.
+        """Decide whether to resume, and write run.json (rank 0 only; other ranks reach the same decision).
 
         Args:
             config: the experiment.
-            resume: whether to go on from a checkpoint that is there.
-            processes: the number of processes of this run.
+            resume: whether to resume from an existing checkpoint.
+            processes: number of processes of this run.
 
         Returns:
-            The name of the run, and the checkpoint that it goes on from.
+            The name of the run, and the checkpoint to resume from.
 
         Raises:
-            ValueError: there is a checkpoint of another config, a broken one, or one of another number of processes
-                that this number would not go on from alike.
+            ValueError: a broken checkpoint, or one of another config or an incompatible number of processes.
         """
         if requeued := next(self.path.glob("hpc_ckpt_*.ckpt"), None):
             raise ValueError(
-                f"Lightning would load {requeued}, left by SLURM's requeueing, instead of its run; delete it"
+                f"{requeued} was written by SLURM's requeueing; delete it, or Lightning would load it instead of "
+                f"{self.checkpoint}"
             )
         described = _described(config)
         on_disk = self.read() if resume else {}
@@ -102,29 +97,29 @@ class RunDirectory:
             if on_disk:
                 _refuse_difference(on_disk, described, path=self.path)
                 _refuse_processes(on_disk.get("processes"), processes, dropout=config.heads.dropout, path=self.path)
-        goes_on = has_checkpoint and (not on_disk or on_disk["run"] == saved)
-        run = saved if goes_on else on_disk["run"] if on_disk else uuid.uuid4().hex
+        is_resumed = has_checkpoint and (not on_disk or on_disk["run"] == saved)
+        run = saved if is_resumed else on_disk["run"] if on_disk else uuid.uuid4().hex
         if is_first_process():
             self.path.mkdir(parents=True, exist_ok=True)
             clean_partial(self.path)
             text = json.dumps({"run": run, "processes": processes, **described}, indent=1) + "\n"
             write_atomic(self.path / "run.json", text.encode())
-        return run, str(self.checkpoint) if goes_on else None
+        return run, str(self.checkpoint) if is_resumed else None
 
     def read(self) -> dict[str, Any]:
         """run.json; empty if there is none."""
         path = self.path / "run.json"
         if not path.is_file():
             return {}
-        remedy = "delete it to go on without comparing configs"
+        remedy = "delete it to continue without comparing configs"
         on_disk = read_json(path, remedy=remedy, keys=("run", "config"))
         if not isinstance(on_disk["config"], dict):
-            raise ValueError(f"{path}: config is {on_disk['config']!r}, where an object belongs; {remedy}")
+            raise ValueError(f"{path}: config is {on_disk['config']!r}, expected an object; {remedy}")
         return on_disk
 
 
 def _described(config: Config) -> dict[str, Any]:
-    """The settings in run.json, as JSON values; an object, such as a callback of the trainer, by its type's name."""
+    """The content of run.json beside the run's name; values that are not JSON (callbacks) become their type's name."""
     packages = ("torch", "pytorch-lightning", "transformers", "safetensors", "torchmetrics")
     described = {
         "config": asdict(config),
@@ -136,55 +131,47 @@ def _described(config: Config) -> dict[str, Any]:
 
 
 def _digest_of_data(directory: str) -> str | None:
-    """A digest of everything that the data was made with, wherever it is now; None where there is no manifest."""
+    """A digest of the manifest without paths; None if there is no manifest."""
     if not (Path(directory) / "manifest.json").is_file():
         return None
-    made = {name: value for name, value in read_manifest(directory).items() if name not in ("recorded", "split")}
-    return digest(json.dumps(made, sort_keys=True))
+    manifest = {name: value for name, value in read_manifest(directory).items() if name not in ("recorded", "split")}
+    return digest(json.dumps(manifest, sort_keys=True))
 
 
 def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, path: Path) -> None:
-    """Raise ValueError for the first key in which two configs differ; a key missing in run.json has its default."""
+    """Raise ValueError for the first setting that differs; settings that run.json lacks have their default."""
+    remedy = "choose another heads.dir, or pass --resume false to start over in this one"
     written, data = _over(_DEFAULTS, on_disk["config"]), described["config"]["data"]["dir"]
     if None not in (on_disk.get("data"), described["data"]) and on_disk["data"] != described["data"]:
-        raise ValueError(
-            f"{path} holds a run on other data than {data} has now; choose another heads.dir, delete that one, or pass "
-            "--resume false to start over in it"
-        )
+        raise ValueError(f"{path} has a run that was trained on other data than {data} contains now; {remedy}")
     for section in ("pair", "data", "heads", "trainer"):
         old, new = written[section] or {}, described["config"][section]
         for key in sorted((old.keys() | new.keys()) - _FREE_TO_CHANGE[section]):
             if old.get(key) != new.get(key):
-                name, there, here = _innermost(f"{section}.{key}", old.get(key), new.get(key))
-                raise ValueError(
-                    f"{path} holds a run with {name} = {there!r}, and this config says {here!r}; choose another "
-                    "heads.dir, delete that one, or pass --resume false to start over in it"
-                )
+                name, before, now = _innermost(f"{section}.{key}", old.get(key), new.get(key))
+                raise ValueError(f"{path} has a run with {name} = {before!r}, but this config has {now!r}; {remedy}")
 
 
-def _innermost(name: str, there: Any, here: Any) -> tuple[str, Any, Any]:
-    """The first setting within two differing ones, such as pair.draft.path within pair.draft, and both its values."""
-    if not (isinstance(there, dict) and isinstance(here, dict)):
-        return name, there, here
-    key = min(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
-    return _innermost(f"{name}.{key}", there.get(key), here.get(key))
+def _innermost(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
+    """The first nested setting that differs, such as pair.draft.path within pair.draft, with both values."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return name, old, new
+    key = min(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return _innermost(f"{name}.{key}", old.get(key), new.get(key))
 
 
 def _refuse_processes(written: int | None, processes: int, *, dropout: float, path: Path) -> None:
-    """Raise ValueError unless a run of `written` processes ends, on `processes`, in the same steps and up to rounding
-    weights.
-    """
-    remedy = "pass --resume false to start over in it"
+    """Raise ValueError if resuming a run of `written` processes on `processes` would change more than rounding."""
+    remedy = "pass --resume false to start over"
     if written is None:
         raise ValueError(
-            f"{path} holds a run from before heads.batch_size was that of all processes together; {remedy} or, if it "
-            'ran in one process, add "processes": 1 to its run.json'
+            f"{path} has a run of an older version, whose heads.batch_size was per process; {remedy}, or add "
+            '"processes": 1 to its run.json if it ran in one process'
         )
     if written != processes and dropout:
         raise ValueError(
-            f"{path} holds a run of {written} processes, this one has {processes}, and with heads.dropout {dropout:g} "
-            "what a step drops depends on their number; set trainer.devices and trainer.num_nodes to "
-            f"{written} in all, or {remedy}"
+            f"{path} has a run of {written} processes, but this one has {processes}, and heads.dropout {dropout:g} "
+            f"depends on their number; set trainer.devices x trainer.num_nodes to {written}, or {remedy}"
         )
 
 

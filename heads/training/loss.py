@@ -2,10 +2,9 @@
 
     L = sum_i [w_acc P_i softplus(-f_i) + w_rej (1 - P_i) softplus(f_i)] / sum_i [w_acc P_i + w_rej (1 - P_i)]
 
-Its population optimum is f* = logit(P) - ln(w_rej / w_acc). A token may have a weight, which its two terms, above and
-below, are multiplied by (`heads.reached`). The denominator depends on the labels alone; across
-processes it is averaged (`mean_over_processes`), so that two processes with half a batch each take the same step as one
-process with the whole.
+Its population optimum is f* = logit(P) - ln(w_rej / w_acc). Token weights (`heads.reached`) multiply a token's terms in
+numerator and denominator. The denominator is averaged over processes (`mean_over_processes`), so that two processes
+with half a batch each take the same step as one with the whole batch.
 """
 
 from typing import NamedTuple
@@ -17,9 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 
 
 def mean_over_processes(values: Tensor) -> Tensor:
-    """`values`, averaged over the processes of the run: of denominators, so that averaged gradients are those of the
-    batch.
-    """
+    """`values`, averaged over the processes of the run."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return values
     total = values.clone()
@@ -28,7 +25,7 @@ def mean_over_processes(values: Tensor) -> Tensor:
 
 
 class Targets(NamedTuple):
-    """Targets and weights that the loss needs besides logits."""
+    """The loss's arguments besides the logits."""
 
     accepted: Float[Tensor, " tokens"]
     """P in [0, 1] times the token's weight, shared by all heads."""
@@ -43,7 +40,7 @@ class Targets(NamedTuple):
     def of(
         cls, label: Tensor, accept_weight: Tensor, reject_weight: Tensor, token_weight: Tensor | None = None
     ) -> "Targets":
-        """Targets with the batch's own denominator; without weights every token counts 1."""
+        """Targets of a batch, with its own denominator; without token weights every token has weight 1."""
         accepted, rejected = label, 1 - label
         if token_weight is not None:
             accepted, rejected = token_weight * accepted, token_weight * rejected
@@ -51,12 +48,12 @@ class Targets(NamedTuple):
         return cls(accepted, rejected, accept_weight, reject_weight, mass)
 
     def at(self, part: slice) -> "Targets":
-        """Targets of some of the tokens, with the denominator of all."""
+        """Targets of some tokens, with the denominator of all."""
         return self._replace(accepted=self.accepted[part], rejected=self.rejected[part])
 
     @property
-    def of_logits(self) -> tuple[Float[Tensor, "heads tokens"], Float[Tensor, "heads tokens"]]:
-        """(what multiplies softplus(f), what multiplies f and is subtracted), as softplus(-f) = softplus(f) - f."""
+    def coefficients(self) -> tuple[Float[Tensor, "heads tokens"], Float[Tensor, "heads tokens"]]:
+        """(a, b) of the numerator a softplus(f) - b f, since softplus(-f) = softplus(f) - f."""
         accept = self.accept_weight[:, None] * self.accepted
         return accept + self.reject_weight[:, None] * self.rejected, accept
 
@@ -64,7 +61,7 @@ class Targets(NamedTuple):
 def weighted_bce(logit: Float[Tensor, "heads tokens"], targets: Targets) -> Float[Tensor, " heads"]:
     """L of each head."""
     logit = logit.float()
-    total, accept = targets.of_logits
+    total, accept = targets.coefficients
     return (total * F.softplus(logit) - accept * logit).sum(-1) / targets.mass.clamp_min(
         torch.finfo(torch.float32).tiny
     )

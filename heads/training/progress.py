@@ -9,7 +9,7 @@ from store.progress import Bar
 
 
 class RunProgress(pl.callbacks.ProgressBar):
-    """Lightning's bars replaced by the project's: one of training, in optimiser steps, and one of each test."""
+    """One bar for training, in optimiser steps, and one for each test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,44 +17,36 @@ class RunProgress(pl.callbacks.ProgressBar):
         self._is_hidden = False
 
     def disable(self) -> None:
-        """Show nothing; Lightning calls this in all processes but the first."""
+        """Hide the bars; Lightning calls this on every rank but 0."""
         self._is_hidden = True
 
     def enable(self) -> None:
-        """Show bars again."""
         self._is_hidden = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin at the steps that a resumed run has made."""
         total = num_optimizer_steps(trainer)
         self._bar = Bar(total=total, desc="train", unit="steps", initial=trainer.global_step, disable=self._is_hidden)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Count the step, where the batch ended one."""
         assert self._bar is not None
         self._bar.set_postfix_str(f"epoch {trainer.current_epoch + 1}", refresh=False)
         self._bar.update(trainer.global_step - self._bar.n)
 
     def on_train_end(self, *_: Any) -> None:
-        """End the bar of the training."""
         self._close()
 
     def on_exception(self, *_: Any) -> None:
-        """End whatever bar is open, so that the message has a line of its own."""
-        self._close()
+        self._close()  # so that the error message starts on a new line
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin the bar of a test, which goes through all its splits."""
         batches = trainer.num_test_batches
         self._bar = Bar(total=sum(batches), desc="test", unit="batches", disable=self._is_hidden)
 
     def on_test_batch_end(self, *_: Any, **__: Any) -> None:
-        """Count the batch."""
         assert self._bar is not None
         self._bar.update()
 
     def on_test_end(self, *_: Any) -> None:
-        """End the bar of the test."""
         self._close()
 
     def _close(self) -> None:

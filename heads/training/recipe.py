@@ -1,9 +1,8 @@
-"""The rate and the length of a training, by rule, where the YAML leaves them open.
+"""Default learning rate and number of epochs, where the config sets none.
 
-SpecDec++ trains for three epochs at 5e-5: millions of tokens, a width of 4096. With some hundred responses of a small
-draft that moves a head nowhere (AUROC 0.5). Adam moves each weight by about the rate per step, and a head of width d
-adds d of them up, so the rate goes with 1 / d; and few responses are read more often, up to where the best weights on
-dev (`heads.select`) no longer get better.
+SpecDec++ trains for three epochs at 5e-5, on millions of tokens at width 4096. For a few hundred responses of a small
+draft that is far too little (AUROC 0.5). Adam changes each weight by about the learning rate per step and a head of
+width d sums d of them, so the rate is proportional to 1 / d. Small data sets are read for more epochs.
 """
 
 import math
@@ -23,39 +22,38 @@ _HIGHEST_RATE = 1e-2
 _STEPS = 400
 """Optimiser steps that suffice at that rate."""
 _EPOCHS = (3, 30)
-"""The fewest, which are the paper's, and the most."""
+"""Minimum (the paper's) and maximum."""
 
 
 def settled(config: Config) -> Config:
-    """The experiment with a learning rate and a number of epochs, and with the sizes of its data; says which rate and
-    number were chosen, and how to choose others.
+    """The experiment with defaults filled in for learning rate, epochs and data sizes; prints the chosen values.
 
     Raises:
         FileNotFoundError: no data to train on.
     """
-    grid(config.heads)  # what no sweep can be is refused before any data is read
+    grid(config.heads)  # report invalid settings before any data is read
     manifest = read_manifest(config.data.dir, keys=("draft",))
-    heads, trainer, chosen = config.heads, dict(config.trainer), []
+    heads, trainer, choices = config.heads, dict(config.trainer), []
     if heads.learning_rate is None:
         width = manifest["draft"]["hidden_size"]
         heads = replace(heads, learning_rate=min(_HIGHEST_RATE, float(f"{_RATE_TIMES_WIDTH / width:.2g}")))
-        chosen.append(f"learning rate {heads.learning_rate:g} for a draft {width:,} wide (heads.learning_rate)")
+        choices.append(f"heads.learning_rate {heads.learning_rate:g} for a draft of width {width:,}")
     if trainer.get("max_epochs") is None and trainer.get("max_steps", -1) in (None, -1):
         num = _num_responses(config)
         trainer["max_epochs"] = epochs_of(num, heads.batch_size)
-        chosen.append(f"{trainer['max_epochs']} epochs for {num:,} responses (trainer.max_epochs)")
-    if chosen and is_first_process():
-        print(f"by rule: {', '.join(chosen)}")
+        choices.append(f"trainer.max_epochs {trainer['max_epochs']} for {num:,} responses")
+    if choices and is_first_process():
+        print(f"chosen automatically: {', '.join(choices)}")
     return replace(config, data=sizes.settled(config.data, heads), heads=heads, trainer=trainer)
 
 
 def epochs_of(num_responses: int, batch_size: int) -> int:
-    """Epochs by rule."""
+    """Epochs that give about `_STEPS` optimiser steps."""
     return min(max(math.ceil(_STEPS * batch_size / max(1, num_responses)), _EPOCHS[0]), _EPOCHS[1])
 
 
 def _num_responses(config: Config) -> int:
-    """Responses that heads are trained on."""
+    """Number of training responses."""
     data, heads = config.data, config.heads
     feature_set = next(FEATURE_SETS[timing] for timing in heads.timings)
     has_rows = (Path(data.dir) / "rows").is_dir()

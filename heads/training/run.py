@@ -1,4 +1,4 @@
-"""A training run: the module and the data that are built from a config, and the report of what they came to."""
+"""A training run: module and data from a config, and the report of the results."""
 
 from dataclasses import asdict
 from typing import Any
@@ -26,15 +26,15 @@ _CPU = torch.device("cpu")
 
 
 def build(config: Config, *, run: str | None = None, device: torch.device = _CPU) -> tuple[Sweep, FeatureData]:
-    """The module and the data of a config, checked against each other.
+    """The LightningModule and the data module of a config.
 
     Args:
         config: the experiment.
-        run: the run's name, which goes into its checkpoints.
-        device: the device on which the steps of this process run.
+        run: name of the run, stored in its checkpoints.
+        device: device of this process's training steps.
 
     Raises:
-        FileNotFoundError, ValueError: from the data, or a draft that is not the one that the data was made with.
+        FileNotFoundError, ValueError: missing or invalid data, or a draft other than the one that made the data.
     """
     data: FeatureData
     draft = embedding = None
@@ -42,7 +42,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     if config.heads.features == "online":
         if released_layout_of(config.pair.draft):
             raise ValueError(
-                "heads.features is online, and a feature draft's states need the target: set heads.features: cached"
+                "heads.features is online, but a feature draft needs the target's states; set heads.features to cached"
             )
         data = RowData(config.data, config.heads, pair=config.pair)
         vocab_size = emitted_vocab_size(config.pair)
@@ -53,8 +53,8 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
         data = FeatureData(config.data, config.heads, pair=config.pair)
     if config.heads.reached and not data.manifest.get("draft_length"):
         raise ValueError(
-            f"heads.reached is true, and the rows of {config.data.dir} are responses, not drafts, as their draft is a "
-            "model of its own: leave it out"
+            f"heads.reached is true, but it needs data of a feature draft, and {config.data.dir} was made with a "
+            "separate draft model; set heads.reached to false"
         )
     facts = {
         "run": run,
@@ -68,41 +68,39 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
 
 
 def _draft_of(pair: PairConfig) -> PreTrainedModel | FeatureDraft:
-    """The draft alone, or with its target where it reads the target's states."""
+    """The draft; loaded with its target if it reads the target's states."""
     if released_layout_of(pair.draft):
         return load_pair(pair).drafting
     return load_model(pair.draft, device=_CPU)
 
 
 def input_embedding(draft: PreTrainedModel | FeatureDraft, hidden_size: int) -> Float[Tensor, "vocab hidden"]:
-    """The draft's input embedding, for heads that read it."""
+    """The draft's input embeddings."""
     layer = draft.embedding if isinstance(draft, FeatureDraft) else draft.get_input_embeddings()
     embedding = layer.get_parameter("weight").detach().float().cpu().clone()
     if embedding.shape[1] != hidden_size:
         raise ValueError(
-            f"the draft's embeddings are {embedding.shape[1]} wide and its hidden states {hidden_size}; "
-            "heads.embeddings needs them equal, set it to [false]"
+            f"the draft's embeddings have width {embedding.shape[1]} and its hidden states {hidden_size}, but "
+            "heads.embeddings needs equal widths; set it to [false]"
         )
     return embedding
 
 
 def report(sweep: Sweep, directory: RunDirectory) -> dict[str, Any]:
-    """Write val_metrics.json, tables.md and the plots; print the verdict and where they are. Returns the results by
-    split.
-    """
+    """Write val_metrics.json, tables.md and the plots; print the verdict. Returns the results by split."""
     write_metrics(directory.metrics, sweep.results, run=sweep.facts["run"], history=sweep.history)
     texts = [tables(result, sweep.specs, split=name) for name, result in sweep.results.items() if "/" not in name]
     sets = by_set(sweep.results, sweep.specs)
     write_atomic(directory.path / "tables.md", "\n".join([*texts, sets]).encode())
     plots = save_plots(directory.path / "plots", sweep.results["dev"], history=sweep.history, specs=sweep.specs)
     print(verdict(sweep.results["dev"], sweep.specs))
-    print(f"all figures: {directory.path / 'tables.md'}, {directory.metrics}; {len(plots)} plots: {plots[0].parent}")
+    print(f"all metrics: {directory.path / 'tables.md'}, {directory.metrics}; {len(plots)} plots: {plots[0].parent}")
     print("next: acceptance-heads export --config …")
     return sweep.results
 
 
 def _scalar_stats(data: FeatureData) -> dict[str, list[list[float]]]:
-    """Mean and deviation of each scalar that the sweep reads, over the first training shard, by feature set."""
+    """Feature set -> [mean, standard deviation] of each scalar, over the first training shard."""
     stats: dict[str, list[list[float]]] = {}
     for timing in data.timings if any(data.heads.scalars) else ():
         scalars = data.first_scalars(timing).double()
@@ -115,7 +113,7 @@ def _provenance(config: Config, data: FeatureData) -> dict[str, Any]:
     settings = {key: config.trainer.get(key) for key in ("max_epochs", "max_steps", "precision")}
     trainer = {key: value for key, value in settings.items() if value not in (None, -1)}
     return {
-        # a feature draft's drafts are its own
+        # data of feature drafts is not mixed
         "mixing_ratio": None if manifest.get("draft_length") else manifest["mixing_ratio"],
         "draft": {"path": recorded.get("draft_path"), **manifest["draft"]},
         "target": {"path": recorded.get("target_path"), **manifest["target"]},

@@ -1,4 +1,4 @@
-"""How many optimiser steps a run takes, known before it starts."""
+"""Number of optimiser steps of a run, known before it starts."""
 
 import math
 
@@ -6,19 +6,14 @@ import pytorch_lightning as pl
 
 
 def num_optimizer_steps(trainer: pl.Trainer) -> int:
-    """Steps of the whole run: what warm-up and cosine are measured against.
+    """Optimiser steps of the whole run; ValueError if neither epochs nor steps are limited.
 
-    Lightning's own `estimated_stepping_batches` sets up the loader, which makes it forget the state of a resumed one;
-    so this asks the data module for a loader.
-
-    Raises:
-        ValueError: neither epochs nor steps are limited.
+    Lightning's `estimated_stepping_batches` would set up the loader and so discard the state of a resumed one.
     """
     if trainer.max_epochs in (-1, None):
         if trainer.max_steps == -1:
             raise ValueError(
-                "trainer.max_epochs and trainer.max_steps are both -1: the cosine schedule needs an end, set one of "
-                "them"
+                "trainer.max_epochs and trainer.max_steps are both -1, but the cosine schedule needs an end; set one"
             )
         return trainer.max_steps
     assert trainer.max_epochs is not None
@@ -30,11 +25,10 @@ def num_optimizer_steps(trainer: pl.Trainer) -> int:
 
 
 def training_plan(trainer: pl.Trainer, batch_size: int) -> str:
-    """One line: how many processes share each batch, and how many steps the whole run takes."""
+    """One line with the number of steps, the batch size and the number of processes."""
     processes, accumulated = trainer.world_size, trainer.accumulate_grad_batches
-    shared = f", {batch_size // processes:,} each" if processes > 1 else ""
+    shared = f", {batch_size // processes:,} on each of {processes:,} processes" if processes > 1 else ""
     of_batches = f" of {accumulated:,} batches" if accumulated > 1 else ""
     return (
-        f"training in {processes:,} process{'es' if processes > 1 else ''}, a batch of {batch_size:,} responses in "
-        f"all{shared}, {num_optimizer_steps(trainer):,} steps{of_batches}"
+        f"training for {num_optimizer_steps(trainer):,} steps{of_batches}, {batch_size:,} responses per batch{shared}"
     )

@@ -1,12 +1,11 @@
 """Heads of one shape, stacked: their matrix products run as one batched product per block.
 
-Adam acts on each number by itself and no head's loss sees another head's weights, so a stack trains exactly as its
-heads would alone, from the same initial values, up to the rounding of the products
-(`tests/heads/training/test_sweep.py`: 1e-6). Initial values are drawn per head from (seed, name of the shape), so they
-do not depend on which other heads are in the grid.
+Adam is elementwise and the losses are independent, so stacked heads train exactly as they would alone, up to rounding
+(`tests/heads/training/test_sweep.py`: 1e-6). Initial values depend only on (seed, name of the shape), not on the other
+heads of the grid.
 
-Scalars are standardised here, by the mean and deviation of the training data, to put them on the scale of the hidden
-state; `head` folds the standardisation into the exported weights, so that an exported head takes them in nats.
+Scalars are standardised with the mean and standard deviation of the training data. `head` folds this into the exported
+weights, so an exported head reads scalars in nats.
 """
 
 import zlib
@@ -27,9 +26,7 @@ from heads.training.loss import Targets, weighted_bce
 
 
 class HeadStack(nn.Module):
-    """All reject weights of one shape. Parameters are those of `AcceptanceHead`, with a leading axis and `_` for `.` in
-    their names.
-    """
+    """All heads of one shape, one per reject weight: parameters of `AcceptanceHead` with a leading axis of heads."""
 
     scalar_mean: Tensor
     scalar_scale: Tensor
@@ -39,20 +36,20 @@ class HeadStack(nn.Module):
         self.shape, self.hidden_size = shape, hidden_size
         self.specs = [HeadSpec(shape, weight) for weight in reject_weights]
         heads = [_seeded_head(spec, hidden_size, seed) for spec in self.specs]
-        # torch takes no dot in a parameter's name
+        # torch does not allow a dot in a parameter's name
         self._names = {name: name.replace(".", "_") for name in heads[0].state_dict()}
         for name, parameter_name in self._names.items():
             self.register_parameter(
                 parameter_name, nn.Parameter(torch.stack([head.state_dict()[name] for head in heads]))
             )
-        # checkpoints have both buffers, also of heads that take no scalars
+        # checkpoints have both buffers even if the heads read no scalars
         num_scalars = len(shape.inputs.scalars or STANDARD)
         self.register_buffer("scalar_mean", torch.zeros(num_scalars))
         self.register_buffer("scalar_scale", torch.ones(num_scalars))
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Parameters by their names in `AcceptanceHead.state_dict()`, as `heads.model.formula` takes them."""
+        """Parameters by their names in `AcceptanceHead.state_dict()`, as in `heads.model.formula`."""
         return {name: self.get_parameter(parameter_name) for name, parameter_name in self._names.items()}
 
     def forward(
@@ -66,14 +63,14 @@ class HeadStack(nn.Module):
 
         Args:
             hidden: at the shape's timing, float32.
-            scalars: those that the shape takes, in nats.
-            embedding: of the token, if the shape takes it.
+            scalars: the shape's scalars, in nats.
+            embedding: input embedding of the token, if the shape reads it.
             dropout: in training; all heads share its masks.
         """
-        inputs, count, taken = self._inputs(scalars, embedding), len(self.specs), self.shape.inputs.taken(hidden)
+        inputs, count, stream = self._inputs(scalars, embedding), len(self.specs), self.shape.inputs.taken(hidden)
         x = None if inputs is None else inputs.expand(count, *inputs.shape)
         architecture = ARCHITECTURES[self.shape.architecture]
-        return stack_forward(self.weights, taken.expand(count, *taken.shape), x, dropout, architecture=architecture)
+        return stack_forward(self.weights, stream.expand(count, *stream.shape), x, dropout, architecture=architecture)
 
     def loss(
         self,
@@ -84,8 +81,8 @@ class HeadStack(nn.Module):
         targets: Targets,
         dropout: Dropout | None = None,
     ) -> Float[Tensor, " heads"]:
-        """The loss of every head over a batch: `weighted_bce` of `forward`, by chunks of tokens unless under autocast,
-        whose scaled gradients must not be computed before they are scaled.
+        """The loss of every head over a batch, in chunks of tokens; not under autocast, because chunked gradients are
+        computed before the gradient scaler scales the loss.
         """
         if torch.is_autocast_enabled(hidden.device.type):
             return weighted_bce(self(hidden, scalars, embedding, dropout), targets)
@@ -99,15 +96,13 @@ class HeadStack(nn.Module):
         )
 
     def dropout(self, rate: float, *step: int) -> Dropout | None:
-        """Masks of one step: what it drops depends on the shape and these numbers alone, so that a resumed run drops
-        the same.
-        """
+        """Masks of one step, which depend only on the shape and `step`, so that a resumed run has the same ones."""
         seed = zlib.crc32(f"{self.shape}/{step}".encode())
         return Dropout(rate, torch.Generator(self.scalar_mean.device).manual_seed(seed)) if rate else None
 
     @torch.no_grad()
     def head(self, index: int, provenance: Provenance | None = None) -> AcceptanceHead:
-        """One head of the stack, on its own, with the standardisation of scalars folded into its weights."""
+        """One head of the stack, with the standardisation of scalars folded into its weights."""
         head = self.shape.head(self.hidden_size, provenance)
         weights = {name: weight[index].detach().clone() for name, weight in self.weights.items()}
         if self.shape.inputs.scalars:
@@ -116,10 +111,8 @@ class HeadStack(nn.Module):
         return head.eval()
 
     def _fold_standardisation(self, weights: dict[str, Tensor]) -> None:
-        """Rewrite weights on (s - mean) / scale as weights on s; what is constant goes into the bias of the same
-        sum.
-        """
-        of_scalars = slice(len(self.shape.inputs.scalars))  # they come first among the inputs
+        """Rewrite weights of (s - mean) / scale as weights of s, and add the constant to the bias."""
+        of_scalars = slice(len(self.shape.inputs.scalars))  # scalars come first among the inputs
         for weight, bias in (("mix.weight", "mix.bias"), ("skip.weight", "out.bias")):
             if weight in weights:
                 weights[weight][:, of_scalars] /= self.scalar_scale
@@ -131,9 +124,7 @@ class HeadStack(nn.Module):
 
 
 def _seeded_head(spec: HeadSpec, hidden_size: int, seed: int) -> AcceptanceHead:
-    """A head whose initial values depend on (seed, shape) alone: heads that differ in the reject weight only start
-    alike.
-    """
+    """A head whose initial values depend only on (seed, shape), not on the reject weight."""
     shape = spec.shape
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(f"{seed}/{shape}".encode()))

@@ -1,9 +1,8 @@
 """The LightningModule that trains every head of the grid at once: one optimiser, one pass over the data per epoch.
 
-The heads are independent: the loss is a sum with one term per head, and Adam treats each number by itself, so nothing
-couples them. What would (clipping by the norm of all gradients together) is done per head here. Each head's weights at
-its best calibrated KL on dev are kept beside the current ones, as if every head had been a run of its own with its own
-best checkpoint.
+The heads are independent: the loss is a sum with one term per head, Adam is elementwise, and gradients are clipped per
+head. The weights of each head at its best calibrated KL on dev are kept beside the current ones, as the best checkpoint
+of a separate run would be.
 """
 
 import copy
@@ -58,10 +57,10 @@ class Sweep(pl.LightningModule):
     ) -> None:
         """Args:
         heads: the `heads` section of the config.
-        facts: run (its name), hidden_size, scalar_stats {feature set: [means, deviations]}, provenance (what all
-            `Provenance` share).
-        draft: a function that runs the frozen draft, for online features.
-        embedding: the draft's [vocab, hidden] input embedding, for heads that take it.
+        facts: run (its name), hidden_size, scalar_stats {feature set: [means, standard deviations]}, provenance
+            (fields that all heads share).
+        draft: computes online features with the frozen draft.
+        embedding: the draft's [vocab, hidden] input embeddings, for heads that read them.
         """
         super().__init__()
         self.save_hyperparameters({"heads": heads, "facts": facts})
@@ -163,7 +162,7 @@ class Sweep(pl.LightningModule):
         self.results = {names[index]: evaluation.compute() for index, evaluation in sorted(self._evaluations.items())}
 
     def configure_optimizers(self) -> Any:
-        # fused Adam unscales float16's gradients itself, so only after they were clipped; the other way round is right
+        # fused Adam would unscale float16 gradients after clipping; they must be unscaled before
         is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         assert self.config.learning_rate is not None, "settled by heads.training.recipe"
         optimizer = torch.optim.Adam(self.stacks.parameters(), lr=self.config.learning_rate, fused=not is_scaled)
@@ -174,7 +173,7 @@ class Sweep(pl.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
-        """Clip by norm, per head: a grid of heads is clipped as each head alone would be."""
+        """Clip the gradient norm of each head separately, as if it were trained alone."""
         if not gradient_clip_val:
             return
         if gradient_clip_algorithm == "value":
@@ -198,13 +197,13 @@ class Sweep(pl.LightningModule):
 
     @torch.no_grad()
     def use_selected(self) -> None:
-        """Make the selected weights of each head the current ones; a head that was never validated keeps its last."""
+        """Replace the current weights by each head's best ones; a head that was never validated keeps its current."""
         if self.config.select == "last":
             return
         self._copy(self.best_kl.isfinite(), source=self.best, destination=self.stacks)
 
     def heads(self) -> dict[str, AcceptanceHead]:
-        """Every head by name, with the current weights (see `use_selected`) and what is known about it."""
+        """Every head by name, with its current weights (see `use_selected`) and its provenance."""
         exported, shared = {}, self.facts["provenance"]
         temperatures = iter(self.temperature.tolist())
         for _, stack in self.items():
@@ -219,22 +218,22 @@ class Sweep(pl.LightningModule):
         return exported
 
     def _inputs(self, stack: HeadStack, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """hidden, scalars and embedding of the tokens that a stack is to score: what it takes of them."""
+        """hidden, scalars and embedding of the tokens that a stack scores."""
         features = of_timing(batch, stack.shape.timing)
 
         def embedded() -> Tensor:
-            assert self.embedding is not None, "a head that takes the token's embedding needs the draft's"
+            assert self.embedding is not None, "a head that reads the token's embedding needs the draft's embeddings"
             return self.embedding[features.token]
 
         return features.hidden.to(stack.scalar_mean.dtype), *stack.shape.inputs.among(features.scalars, embedded)
 
     def _reach(self, batch: Batch, stack: HeadStack) -> Tensor | None:
-        """How much each token counts; None: all the same."""
+        """Weight of each token; None: all have weight 1."""
         drafts = batch[FEATURE_SETS[stack.shape.timing]]
         return reach_of(drafts.acceptance_prob, drafts.row_lengths) if self.config.reached else None
 
     def _features(self, batch: Any) -> Batch:
-        """Cached features as they are; rows through the frozen draft, once for all heads."""
+        """The batch's features, computed by the frozen draft if they are online."""
         return batch if self._draft is None else self._draft(batch, self.device)
 
     def _shift(self, reject_weights: Tensor) -> Tensor:
@@ -248,10 +247,10 @@ class Sweep(pl.LightningModule):
         self.temperature.copy_(torch.where(is_better, temperature, self.temperature))
         self._copy(is_better, source=self.stacks, destination=self.best)
 
-    def _copy(self, is_chosen: Tensor, *, source: nn.ModuleDict, destination: nn.ModuleDict) -> None:
-        for chosen, key in zip(self._by_stack(is_chosen), self.stacks, strict=True):
+    def _copy(self, is_copied: Tensor, *, source: nn.ModuleDict, destination: nn.ModuleDict) -> None:
+        for mask, key in zip(self._by_stack(is_copied), self.stacks, strict=True):
             for new, old in zip(source[key].parameters(), destination[key].parameters(), strict=True):
-                old.copy_(torch.where(_per_head(chosen, old), new, old))
+                old.copy_(torch.where(_per_head(mask, old), new, old))
 
     def _stack(self, shape: HeadShape, weights: tuple[float, ...]) -> HeadStack:
         stack = HeadStack(shape, weights, hidden_size=self.facts["hidden_size"], seed=self.config.seed)
@@ -263,10 +262,10 @@ class Sweep(pl.LightningModule):
         return stack
 
     def _by_stack(self, of_heads: Tensor) -> tuple[Tensor, ...]:
-        """The values of all heads, as one tensor for each stack."""
+        """A [heads] tensor split by stack."""
         return of_heads.split([len(stack.specs) for _, stack in self.items()])
 
 
 def _per_head(values: Tensor, like: Tensor) -> Tensor:
-    """The [heads] values with as many axes as `like`, the first of which is that of the heads."""
+    """[heads] values reshaped to broadcast with `like`, whose first axis is heads."""
     return values.view(-1, *[1] * (like.dim() - 1))

@@ -1,6 +1,4 @@
-"""What Lightning is told: the `trainer` section of a config, with loggers, checkpoints and what else it leaves open
-filled in.
-"""
+"""Lightning's Trainer, from the `trainer` section of a config with defaults for loggers, checkpoints and others."""
 
 import logging
 import warnings
@@ -27,13 +25,13 @@ def make_trainer(config: Config) -> pl.Trainer:
     """The Trainer of a config.
 
     Raises:
-        ValueError: what Lightning refuses (no such device, arguments that exclude each other), weights in half
-            precision, and a batch that its processes cannot share equally.
+        ValueError: arguments that Lightning rejects, weights in half precision, or a batch size that is not divisible
+            by the number of processes.
     """
     precision = config.trainer.get("precision")
     if precision in ("bf16-true", "16-true"):
         raise ValueError(
-            f"trainer.precision is {precision}: steps of heads.learning_rate are lost in weights of 16 bits; "
+            f"trainer.precision is {precision}, but 16-bit weights are too coarse for steps of heads.learning_rate; "
             f"use {precision.replace('true', 'mixed')}"
         )
     try:
@@ -42,17 +40,14 @@ def make_trainer(config: Config) -> pl.Trainer:
         raise ValueError(f"trainer: {error}") from error
     if config.heads.batch_size % trainer.world_size:
         raise ValueError(
-            f"heads.batch_size is {config.heads.batch_size} and {trainer.world_size} processes (trainer.devices x "
-            f"trainer.num_nodes) share each batch; make it a multiple of {trainer.world_size}, or train on fewer "
-            "devices"
+            f"heads.batch_size is {config.heads.batch_size}, but {trainer.world_size} processes (trainer.devices x "
+            f"trainer.num_nodes) share each batch; use a multiple of {trainer.world_size}, or fewer devices"
         )
     return trainer
 
 
 def trainer_arguments(config: Config) -> dict[str, Any]:
-    """The `trainer` section, with what it leaves open filled in: three epochs (the paper's), one device, loggers,
-    checkpoints.
-    """
+    """The `trainer` section with defaults: three epochs (the paper's), one device, loggers, checkpoints."""
     arguments = {name: value for name, value in config.trainer.items() if value is not None}
     if "max_epochs" not in arguments and arguments.get("max_steps", -1) == -1:
         arguments["max_epochs"] = PAPER_EPOCHS
@@ -77,26 +72,24 @@ def trainer_arguments(config: Config) -> dict[str, Any]:
 
 
 def _takes_bar(arguments: Mapping[str, Any]) -> bool:
-    """False where bars are switched off, or the user's callbacks have one, beside which Lightning takes no other."""
-    has_own = any(isinstance(callback, pl.callbacks.ProgressBar) for callback in _listed(arguments.get("callbacks")))
-    return arguments.get("enable_progress_bar", True) and not arguments.get("barebones") and not has_own
+    """False if bars are disabled or the user's callbacks have one, since Lightning allows only one."""
+    has_bar = any(isinstance(callback, pl.callbacks.ProgressBar) for callback in _listed(arguments.get("callbacks")))
+    return arguments.get("enable_progress_bar", True) and not arguments.get("barebones") and not has_bar
 
 
 def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:
-    """What writes checkpoints after each validation and on exceptions; in between every so many steps or minutes."""
-    place: dict[str, Any] = {"dirpath": Path(heads.dir), "filename": "last", "enable_version_counter": False}
+    """Callbacks that write checkpoints after each validation, on exceptions, and every N steps or minutes."""
+    path: dict[str, Any] = {"dirpath": Path(heads.dir), "filename": "last", "enable_version_counter": False}
     steps = heads.checkpoint_every_n_steps
-    between = {"train_time_interval": _INTERVAL} if steps is None else {"every_n_train_steps": steps}
-    return [StepCheckpoint(**place, **between), EpochCheckpoint(**place, every_n_epochs=1, save_on_exception=True)]
+    interval = {"train_time_interval": _INTERVAL} if steps is None else {"every_n_train_steps": steps}
+    return [StepCheckpoint(**path, **interval), EpochCheckpoint(**path, every_n_epochs=1, save_on_exception=True)]
 
 
 def quiet() -> None:
-    """Silence Lightning's start-up lines; warnings stay, but for two that a first training of little data always
-    has.
-    """
-    # run.json lies in heads.dir before the first checkpoint, and `RunDirectory` refuses what another run left there
+    """Silence Lightning's start-up lines and two warnings that every small training run would cause."""
+    # run.json is in heads.dir before the first checkpoint, and `RunDirectory` refuses files of another run
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-    # the interval counts the steps of all epochs, and figures on dev are logged after each epoch anyway
+    # the interval counts steps of all epochs, and metrics on dev are logged after each epoch anyway
     warnings.filterwarnings("ignore", r"The number of training batches \(\d+\) is smaller than the logging interval")
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,3 +1,1 @@
-"""The vLLM side of the plugin: its V1 runner, one supported release at a time; everything that needs no vLLM is one
-floor up.
-"""
+"""The vLLM plugin, for the V1 runner of one release; `serve` has the parts that do not need vLLM."""

@@ -1,7 +1,7 @@
-"""The entry point: vLLM calls `register` in each of its processes, before it makes anything.
+"""The plugin's entry point: vLLM calls `register` at the start of each of its processes.
 
-Nothing changes for a server whose `--additional-config` has no `acceptance_heads`. One that has it is checked where it
-is configured, before any model is loaded, so that what does not fit ends the start with one line.
+A server without `acceptance_heads` in `--additional-config` is unchanged. With it, the configuration is checked before
+any model is loaded, and an error ends the start with one line.
 """
 
 import sys
@@ -13,9 +13,7 @@ from serve import KEY
 
 
 def register() -> None:
-    """Put the stopping proposer in the place of vLLM's, and the check behind its configuration; a second call changes
-    nothing.
-    """
+    """Replace vLLM's proposer, and check its configuration after it is created; idempotent."""
     import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.spec_decode import draft_model
@@ -32,8 +30,8 @@ def register() -> None:
 def _checked(create: Any, version: str) -> Any:
 
     @wraps(create)
-    def checked(*args: Any, **how: Any) -> Any:
-        config = create(*args, **how)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        config = create(*args, **kwargs)
         if KEY in (config.additional_config or {}):
             from serve.engine.conditions import check_conditions
             from serve.engine.policies import policies_of
@@ -52,6 +50,6 @@ def _checked(create: Any, version: str) -> Any:
 
 
 def is_server() -> bool:
-    """True in a process that was started as vLLM's own program, where one line says more than a traceback."""
+    """Whether vLLM's own program runs in this process, where an error is one line and not a traceback."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return Path(sys.argv[0]).name == "vllm" or (spec is not None and spec.name.startswith("vllm."))

@@ -1,6 +1,4 @@
-"""The policies of a server, from vLLM's configuration: both where it is configured, which refuses, and in the process
-that drafts.
-"""
+"""The policies of a server, from vLLM's configuration."""
 
 import logging
 from collections.abc import Callable
@@ -13,17 +11,17 @@ from serve.settings import Policies, Settings
 
 
 def policies_of(config: Any) -> Policies:
-    """The policies that a `VllmConfig` asks for.
+    """The policies of a `VllmConfig`.
 
     Raises:
-        ValueError: settings or heads that do not fit.
+        ValueError: invalid settings, or heads that do not fit.
         FileNotFoundError: no exported head at a path.
     """
     drafting = config.speculative_config
-    warn = logging.getLogger("vllm." + KEY).warning  # below vLLM's own, so that it prints where the server prints
+    warn = logging.getLogger("vllm." + KEY).warning  # a child of vLLM's logger, which has its handlers
     if drafting.draft_sample_method == "greedy":
         warn(
-            '%s: drafts are greedy, and accepted less often at temperature > 0; set "draft_sample_method": '
+            '%s: draft_sample_method is greedy, which lowers acceptance at temperature > 0; set "draft_sample_method": '
             '"probabilistic" in --speculative-config',
             KEY,
         )

@@ -1,12 +1,12 @@
-"""vLLM's proposer of a draft model, with drafts that end request by request.
+"""vLLM's proposer for a draft model, with a draft length per request. It overrides:
 
-Four of its methods are overridden. `prepare_next_token_ids_padded` is where a step's verified tokens pass by; `propose`
-drafts for the whole batch; `_sample_draft_tokens`, once per draft step, sees hidden states and logits of every row, and
-leaves the loop once no row goes on. The first draft forward runs even where no row drafts, since it keeps the draft's
-cache in step. The runner takes lists of lists for drafts, and cuts the draft's probabilities to their lengths.
+    prepare_next_token_ids_padded    reads the tokens that the target has just verified
+    propose                          drafts for the whole batch; returns lists, to whose lengths the runner cuts the
+                                     draft's probabilities
+    _sample_draft_tokens             reads each draft step's states and logits; ends the loop once no row continues
 
-The class is made from vLLM's own at run time, so that this file can be imported without vLLM; and a server that does
-not ask for it loads nothing more of the project than this.
+The first draft forward always runs, because it updates the draft's cache. The class is derived at run time, so that
+this file can be imported without vLLM, and a server without the plugin's settings imports nothing else of the project.
 """
 
 from contextlib import suppress
@@ -18,14 +18,12 @@ from torch import Tensor
 from serve import KEY
 
 
-class _NoneGoesOnError(Exception):
-    """Leaves vLLM's loop over draft steps."""
+class _AllRowsStoppedError(Exception):
+    """Ends vLLM's loop over draft steps."""
 
 
 def stopping(base: type) -> type:
-    """The proposer `base`, with drafts that end where policies say; without a configuration for them it is as it
-    was.
-    """
+    """The proposer class `base` with stopping policies; unchanged if the configuration has none."""
 
     class StoppingProposer(base):  # type: ignore[misc, valid-type]
         def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
@@ -41,12 +39,12 @@ def stopping(base: type) -> type:
                 self._stops.verified(*step)
             return super().prepare_next_token_ids_padded(*step)
 
-        def propose(self, num_speculative_tokens: int, *args: Any, **how: Any) -> Any:
+        def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> Any:
             if self._stops is None:
-                return super().propose(num_speculative_tokens, *args, **how)
+                return super().propose(num_speculative_tokens, *args, **kwargs)
             self._stops.begin(num_speculative_tokens)
-            with suppress(_NoneGoesOnError):
-                super().propose(num_speculative_tokens, *args, **how)
+            with suppress(_AllRowsStoppedError):
+                super().propose(num_speculative_tokens, *args, **kwargs)
             self._last_draft_probs = self._stops.probs
             return self._stops.drafts
 
@@ -55,12 +53,12 @@ def stopping(base: type) -> type:
             if stops is None:
                 return super()._sample_draft_tokens(hidden_states, sampling_metadata)
             if not stops.is_going:
-                raise _NoneGoesOnError
+                raise _AllRowsStoppedError
             logits = self.model.compute_logits(hidden_states)
-            token, probs = self._sample_from_logits(logits.clone(), sampling_metadata)  # which scales them in place
+            token, probs = self._sample_from_logits(logits.clone(), sampling_metadata)  # it scales its input in place
             stops.step(logits, hidden_states, token, probs)
             if not stops.is_going:
-                raise _NoneGoesOnError
+                raise _AllRowsStoppedError
             return token, probs
 
     return StoppingProposer

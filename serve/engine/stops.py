@@ -1,4 +1,4 @@
-"""The stopping side of vLLM's proposer: the requests of its batch, and what they have drafted in this round."""
+"""The policies behind vLLM's proposer: the requests of its batch and their drafts in the current round."""
 
 from collections.abc import Container
 from typing import Any
@@ -14,13 +14,13 @@ from serve.signals import BatchSignals, Embedding
 
 
 class Stops:
-    """Told of every step of vLLM's loop; says when the loop may end, and what it drafted."""
+    """Reads every step of vLLM's draft loop; decides when it ends and which tokens are drafts."""
 
     def __init__(self, config: Any, device: torch.device, embedding: Embedding) -> None:
         """Args:
         config: a `VllmConfig`.
-        device: the device of the draft.
-        embedding: a function that gives the rows of the draft's input embeddings.
+        device: device of the draft.
+        embedding: token ids -> the draft's input embeddings.
         """
         self._policies = policies_of(config)
         for head in self._policies.heads:
@@ -32,34 +32,34 @@ class Stops:
         self._alive: Container[str] = ()
 
     def verified(self, sampled: Tensor, requests: dict[str, Any], batch: Any, is_discarded: Tensor) -> None:
-        """A step of the target has run; the arguments are those of vLLM's `prepare_next_token_ids_padded`."""
+        """Record a step of the target; arguments as in vLLM's `prepare_next_token_ids_padded`."""
         self._rows = rows_of(sampled.tolist(), requests, batch, is_discarded.tolist(), self._policies)
         self._alive = requests
 
     def begin(self, longest: int) -> None:
-        """A round of at most so many tokens begins."""
+        """Begin a round of at most `longest` tokens."""
         self._position, self._probs = 0, list[Tensor]()
         self._lanes.begin([row._replace(room=min(row.room, longest)) for row in self._rows], self._alive)
 
     @property
     def is_going(self) -> bool:
-        """Whether any request drafts on."""
+        """Whether any request continues to draft."""
         return self._lanes.is_going
 
     def step(self, logits: Tensor, hidden: Tensor, token: Tensor, probs: Tensor | None) -> None:
-        """A draft step has run.
+        """Record a draft step.
 
         Args:
-            logits: the draft's logits [rows, vocab], not yet scaled.
+            logits: the draft's unscaled logits [rows, vocab].
             hidden: the hidden states [rows, hidden] that gave them.
-            token: the tokens [rows] that were drawn.
-            probs: the probabilities [rows, vocab] that they were drawn from; None: greedily.
+            token: drafted tokens [rows].
+            probs: probabilities [rows, vocab] that they were sampled from; None: greedy.
         """
-        tokens, seen = self._signals.read(self._position, logits, hidden, token, policies=self._lanes.policies)
+        tokens, signals = self._signals.read(self._position, logits, hidden, token, policies=self._lanes.policies)
         self._position += 1
         if probs is not None:
             self._probs.append(probs)
-        self._lanes.step(tokens, seen)
+        self._lanes.step(tokens, signals)
 
     @property
     def drafts(self) -> list[list[int]]:
@@ -68,5 +68,5 @@ class Stops:
 
     @property
     def probs(self) -> Tensor | None:
-        """Probabilities that the tokens of every step were drawn from, [rows, steps, vocab]."""
+        """Probabilities that the drafted tokens were sampled from, [rows, steps, vocab]."""
         return torch.stack(self._probs, dim=1).contiguous() if self._probs else None

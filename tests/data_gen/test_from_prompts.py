@@ -41,5 +41,5 @@ def test_a_training_in_python_says_once_what_its_heads_are_worth(tmp_path, monke
 
 def test_a_setting_that_heads_do_not_have_is_refused():
     pair = PairConfig(**{name: ModelSource(path=path) for name, path in MODELS.items()})
-    with pytest.raises(ValueError, match="'learning_rat' is no setting of train_heads"):
+    with pytest.raises(ValueError, match="train_heads has no setting 'learning_rat'"):
         train_heads(Config(pair=pair), learning_rat=0.1)

@@ -45,7 +45,7 @@ def test_what_was_tried_is_passed():
         ({}, "0.99.1", f"install vllm=={TRIED[-1]}"),
         ({"speculative_config": None}, VERSION, '"method": "draft_model"'),
         ({"speculative_config": Some(method="eagle")}, VERSION, '"method": "draft_model"'),
-        ({"speculative_config": Some(method="draft_model", parallel_drafting=True)}, VERSION, "leave it out"),
+        ({"speculative_config": Some(method="draft_model", parallel_drafting=True)}, VERSION, "remove it"),
         ({"scheduler_config": Some(async_scheduling=True)}, VERSION, "--no-async-scheduling"),
         ({"use_v2_model_runner": True}, VERSION, "VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"parallel_config": Some(tensor_parallel_size=2)}, VERSION, "--tensor-parallel-size 1"),

@@ -171,16 +171,16 @@ def test_a_measured_line_forgets_and_never_falls():
     measured = Measured()
     assert measured.curve is None
     for number, seconds in ((4, 3.0), (8, 3.2), (16, 3.6)) * 40:
-        measured.see(number, seconds)
+        measured.add(number, seconds)
     assert measured.curve(32) - measured.curve(16) == pytest.approx(0.8, rel=0.2)
     for number in (4, 16) * 100:
-        measured.see(number, 20.0 - number)
+        measured.add(number, 20.0 - number)
     assert measured.curve(4) == measured.curve(16) == pytest.approx(10.0, rel=0.05)
 
 
 def test_one_slow_step_is_an_accident():
     measured = Measured()
     for _ in range(50):
-        measured.see(4, 1.0)
-    measured.see(4, 1000.0)
+        measured.add(4, 1.0)
+    measured.add(4, 1000.0)
     assert measured.curve(4) < 1.1

@@ -22,13 +22,15 @@ def test_every_truncation_is_refused_with_the_name_of_the_file_and_the_remedy(tm
 def test_the_line_is_named_and_a_whole_file_is_read(tmp_path):
     path = tmp_path / "facts.json"
     path.write_text('{\n"rows": 1,\n"problems": oops}')
-    with pytest.raises(ValueError, match=r"facts\.json:3: no whole JSON \(Expecting value at column 13\)"):
+    with pytest.raises(ValueError, match=r"facts\.json:3: invalid JSON \(Expecting value at column 13\)"):
         read_json(path, remedy="")
     path.write_text(WHOLE)
     assert read_json(path, remedy="") == json.loads(WHOLE)
 
 
-@pytest.mark.parametrize(("content", "why"), [(b"[1]", "got list"), (b"\xff\xfe\x00", "no text"), (b"{}", "no 'rows'")])
+@pytest.mark.parametrize(
+    ("content", "why"), [(b"[1]", "got list"), (b"\xff\xfe\x00", "not UTF-8"), (b"{}", "missing key 'rows'")]
+)
 def test_what_is_no_object_of_the_keys_is_refused(tmp_path, content, why):
     path = tmp_path / "facts.json"
     path.write_bytes(content)

@@ -80,7 +80,7 @@ def test_a_reading_that_was_stopped_goes_on_and_another_is_refused(target, texts
     paths[1].unlink()
     again = read_target(target, texts, tmp_path / "readings", layer_ids=LAYERS)
     assert [path.read_bytes() for path in again] == whole
-    with pytest.raises(ValueError, match="reading of other responses, layers or another target"):
+    with pytest.raises(ValueError, match="made from other responses, layers or another target"):
         read_target(target, texts, tmp_path / "readings", layer_ids=(1, 2, 3))
 
 
@@ -114,7 +114,7 @@ def test_a_draft_learns_and_one_that_was_stopped_ends_in_the_same_weights(kind, 
     distil(parts, paths, tmp_path / "parts", DISTILLATION)
     for name, tensor in whole.module.state_dict().items():
         assert torch.equal(tensor, parts.module.state_dict()[name]), name
-    with pytest.raises(ValueError, match="of another run, which differs in seed"):
+    with pytest.raises(ValueError, match="run that differs in seed"):
         distil(parts, paths, tmp_path / "parts", replace(DISTILLATION, seed=1))
     with pytest.raises(ValueError, match="differs in readings"):
         distil(parts, paths[:2], tmp_path / "parts", DISTILLATION)
@@ -146,7 +146,7 @@ def test_what_is_saved_decodes_as_the_target(kind, target, paths, tmp_path):
 
 
 def test_a_width_that_no_head_fits_is_refused(target):
-    with pytest.raises(ValueError, match="hidden_size is 96; take a multiple of 64 up to 128"):
+    with pytest.raises(ValueError, match="hidden_size is 96; use a multiple of 64 up to 128"):
         SmallDraft(target, load_tokenizer(ModelSource(path=str(TINY / "target"))), hidden_size=96, num_layers=1)
 
 

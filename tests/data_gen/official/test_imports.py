@@ -143,7 +143,7 @@ def test_heads_train_on_imported_data(imports, tmp_path, features):
     results = train(replace(config, heads=heads, trainer=trainer))
     assert {name.split("-")[0] for name in results["test"]["heads"]} == {"fed+s", "drawn+s"}
     assert all(math.isfinite(head["calibrated_kl"]) for head in results["dev"]["heads"].values())
-    with pytest.raises(ValueError, match=r"has no acceptance_rate.* or leave prefix out of heads\.timings"):
+    with pytest.raises(ValueError, match=r"has no acceptance_rate.* or remove prefix from heads\.timings"):
         train(
             replace(
                 config, heads=replace(heads, dir=str(tmp_path / "prefix"), timings=("drawn", "prefix")), trainer=trainer

@@ -147,7 +147,7 @@ def test_a_rank_waits_for_a_turn_and_not_for_a_run_of_one_process(toy_config, mo
         pytest.raises(ValueError, match=rf"data is in use by process {pid} .*; wait until it ends"),
     ):
         make(toy_config, rank=0, world_size=2)
-    assert f"in use by process {pid} on" in capfd.readouterr().err.replace("waiting for its turn", "", 1)
+    assert f"in use by process {pid} on" in capfd.readouterr().err.replace("waiting for it to finish", "", 1)
 
 
 def test_of_ranks_that_end_at_once_exactly_the_last_accounts(tmp_path):

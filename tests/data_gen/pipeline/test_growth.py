@@ -177,7 +177,7 @@ def test_a_folder_of_another_generator_is_not_grown_and_named(toy_config, there)
         ("null", "expected a JSON object, got NoneType"),
         ("{}", "differs in format: None there, 2 in this run"),
         ('{"format": 1, "target": null}', "target is 'None', and an object is expected; put the original back"),
-        ('{"format": 1', "no whole JSON"),
+        ('{"format": 1', "invalid JSON"),
     ],
 )
 def test_a_broken_manifest_is_refused_in_one_line(toy_config, broken, complaint):

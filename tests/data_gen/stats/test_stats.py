@@ -49,7 +49,7 @@ def test_stats_refuse_a_corrupted_shard(toy_config):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="sha256 of its sidecar: corrupted"):
+    with pytest.raises(ValueError, match="is corrupted: its sha256"):
         stats(toy_config, plots=False)
 
 

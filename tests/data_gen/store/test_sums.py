@@ -42,7 +42,7 @@ def test_a_flipped_byte_is_named_and_its_shard_made_again_byte_for_byte(toy_conf
     capsys.readouterr()
     make(config)
     said = capsys.readouterr()
-    assert all(f"{path} does not hold the bytes that were written" in said.err for path in broken)
+    assert all(f"{path} is corrupted" in said.err for path in broken)
     assert "(2 made now)" in said.out
     assert files_of(config.data.dir) == whole
 
@@ -62,7 +62,7 @@ def test_a_broken_result_of_an_earlier_stage_is_made_again(toy_config, with_data
     monkeypatch.undo()
     flip(Path(config.data.dir) / "stages" / "draft" / "train-00001.safetensors")
     make(config)
-    assert "train-00001.safetensors does not hold the bytes that were written" in capsys.readouterr().err
+    assert "train-00001.safetensors is corrupted" in capsys.readouterr().err
     assert files_of(config.data.dir) == whole
 
 
@@ -82,12 +82,9 @@ def test_check_names_every_broken_shard_and_changes_nothing(toy_config, capsys):
     with pytest.raises(ValueError, match=r"5 shards in .* are broken or missing"):
         check(toy_config)
     said = capsys.readouterr().out
-    assert all(
-        f"{path} does not have the sha256 of its sidecar: corrupted; delete it and its sidecar" in said
-        for path in broken
-    )
+    assert all(f"{path} is corrupted: its sha256 differs from its sidecar's; delete it" in said for path in broken)
     assert "fed/train-00000.safetensors is missing" in said
-    assert "fed/train-00001.safetensors.json: no whole JSON" in said
+    assert "fed/train-00001.safetensors.json: invalid JSON" in said
     assert f"{lost} is missing or was not finished" in said
     assert files_of(toy_config.data.dir) == before
 
@@ -109,7 +106,7 @@ def test_check_ends_with_exit_code_2_and_shows_a_bar(toy_config, tmp_path, capsy
 def test_responses_of_a_broken_shard_are_not_handed_on(toy_config, tmp_path):
     make(toy_config)
     flip(rows_path(toy_config.data.dir, "test", 0))
-    with pytest.raises(ValueError, match=r"test-00000\.parquet does not have the sha256"):
+    with pytest.raises(ValueError, match=r"test-00000\.parquet is corrupted"):
         responses(toy_config, out=str(tmp_path / "out.jsonl"))
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -142,4 +139,4 @@ def test_an_unreadable_shard_is_named_among_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(sums, "verify_shard", failing)
     problems = dict(problems_of(paths))
     assert list(problems) == paths[1:]
-    assert problems[paths[1]].startswith(f"{paths[1]} cannot be read (Input/output error); mend the disk")
+    assert problems[paths[1]].startswith(f"{paths[1]} cannot be read (Input/output error); repair the disk")

@@ -138,4 +138,4 @@ def test_a_head_at_the_wrong_level_is_refused_and_named(capsys, tmp_path):
     with pytest.raises(SystemExit):
         command("hierarchy", tmp_path, *FEW, "--level_heads", json.dumps(heads))
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "somewhere/else where pair.draft is checkpoints/tiny/draft" in error
+    assert "somewhere/else, but pair.draft is checkpoints/tiny/draft" in error

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 from configs.schema import Config, ModelSource
 from data_gen.store.identity import describe_model
 from heads.batches.loader import BatchLoader, read_ahead
-from heads.batches.order import Share, batches, in_order, num_batches, own_batches, shuffled
+from heads.batches.order import Share, batches, evaluation_batches, in_order, num_batches, shuffled
 from heads.training.command import train
 from heads.training.sweep import Sweep
 from store import shards
@@ -30,7 +30,7 @@ EVERY = [(shard, i) for shard, lengths in enumerate(LENGTHS) for i in range(len(
 
 
 def numbers(items: object) -> list[tuple[int, int]]:
-    return [(item.block.shard, item.block.start + item.place) for item in items]  # type: ignore[attr-defined]
+    return [(item.block.shard, item.block.start + item.offset) for item in items]  # type: ignore[attr-defined]
 
 
 def order(epoch: int = 0) -> list[tuple[int, int]]:
@@ -82,7 +82,9 @@ def test_processes_cut_the_very_batches_of_one_and_up_to_sixteen_share_no_block(
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 60])
 def test_evaluation_takes_each_response_once_over_all_processes(world_size: int):
-    shares = [list(own_batches(in_order([400, 240, 7]), 32, Share(rank, world_size))) for rank in range(world_size)]
+    shares = [
+        list(evaluation_batches(in_order([400, 240, 7]), 32, Share(rank, world_size))) for rank in range(world_size)
+    ]
     assert sorted(number for share in shares for batch in share for number in numbers(batch)) == EVERY
     assert all(shares), "a process without a block has an empty batch, since it takes part in the sums"
 
@@ -177,7 +179,7 @@ def break_data(directory: Path, how: str) -> None:
         ("nan", r"train-00001.*hidden of row \d+ is NaN"),
         ("probability", r"acceptance_prob of row 0 is outside"),
         ("width", "width 8"),
-        ("empty", "no token at all"),
+        ("empty", "no tokens; raise data"),
     ],
 )
 def test_broken_features_are_refused_and_named(tmp_path: Path, how: str, says: str):
@@ -224,12 +226,12 @@ def test_a_target_that_is_not_on_this_machine_is_the_manifests_with_a_warning(da
     shutil.rmtree(target)
     feature_data(config)
     (warning,) = capsys.readouterr().err.splitlines()
-    assert f"warning: the target {target} is not on this machine, so it is not compared" in warning
+    assert f"warning: the target {target} is not on this machine, so only its name was compared" in warning
     target.mkdir()
     feature_data(config)
     assert "warning: the target" in capsys.readouterr().err, "an empty mount point"
     renamed = replace(config, pair=replace(config.pair, target=ModelSource(path=str(tmp_path / "gone"))))
-    with pytest.raises(ValueError, match=r"made with target name 'target', and this config has '.*gone'"):
+    with pytest.raises(ValueError, match=r"made with target name 'target', but this config has '.*gone'"):
         feature_data(renamed)
     target.rmdir()
     shutil.copytree(other, target)
@@ -252,7 +254,7 @@ def test_a_flipped_byte_is_found_before_the_first_step(tmp_path: Path, monkeypat
     path.write_bytes(content)
     steps = []
     monkeypatch.setattr(Sweep, "training_step", lambda *_args: steps.append(1))
-    with pytest.raises(ValueError, match=rf"{path.name} does not have the sha256 of its sidecar: corrupted"):
+    with pytest.raises(ValueError, match=rf"{path.name} is corrupted: its sha256"):
         train(make_config(data_dir, tmp_path / "run", timings=("fed", "drawn")))
     assert not steps
 

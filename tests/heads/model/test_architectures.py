@@ -72,5 +72,5 @@ def test_the_grid_names_it_and_refuses_others():
     names = ["fed-d0-w6", "fed-d2-w6", "drawn+s-d0-w6", "drawn+s-d2-w6"]
     assert [str(spec) for spec in specs(grid(config))] == names
     assert [str(spec) for spec in specs(grid(with_both))] == [*names, "drawn+s+gated-d2-w6"]
-    with pytest.raises(ValueError, match="architecture is 'convolution'; one of resnet, gated"):
+    with pytest.raises(ValueError, match="architecture is 'convolution'; use one of resnet, gated"):
         grid(HeadsConfig(architectures=("convolution",)))

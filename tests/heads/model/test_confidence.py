@@ -93,9 +93,9 @@ def test_a_command_reads_it_as_a_head_of_the_experiments_sampling(tmp_path):
     assert torch.equal(head.out.weight, own.out.weight)
     assert (head.timing, head.provenance.mixing_ratio) == ("prefix", None)
     assert head.provenance.draft["path"] == str(TINY / "dspark")
-    with pytest.raises(ValueError, match=r"does not say its reject weight; give --reject_weight"):
+    with pytest.raises(ValueError, match=r"does not record its reject weight; pass --reject_weight"):
         import_(config, source=str(TINY / "draft"), out=str(tmp_path / "other"))
-    with pytest.raises(ValueError, match=r"--reject_weight is 6\.0, .* trained without one; leave it out"):
+    with pytest.raises(ValueError, match=r"--reject_weight is 6\.0, .* trained without one; remove it"):
         import_(config, source=str(TINY / "dspark"), reject_weight=6.0, out=str(tmp_path / "other"))
 
 
@@ -118,12 +118,12 @@ def test_the_card_says_for_which_sampling_and_draft(source, tmp_path):
     [
         (
             AcceptanceHead(WIDTH, 2, "prefix"),
-            r"is prefix-d2, and a confidence head is one linear layer; export a linear",
+            r"is prefix-d2, but a confidence head is one linear layer; export a linear",
         ),
         (AcceptanceHead(WIDTH, 0, "prefix", scalars=True), r"confidence head is one linear layer"),
-        (AcceptanceHead(WIDTH, 0, "drawn"), r"is drawn-d0, and a confidence head"),
-        (AcceptanceHead(96, 0, "prefix"), r"reads 96 numbers and this draft's confidence head 160; export a head that"),
-        (AcceptanceHead(200, 0, "prefix"), r"reads 200 numbers and this draft's confidence head the first 160"),
+        (AcceptanceHead(WIDTH, 0, "drawn"), r"is drawn-d0, but a confidence head"),
+        (AcceptanceHead(96, 0, "prefix"), r"width 96, but this draft's confidence head has 160; export a head that"),
+        (AcceptanceHead(200, 0, "prefix"), r"width 200, but engines pass .* the first 160 numbers; train"),
     ],
 )
 def test_a_head_that_its_format_cannot_say_is_refused(head, problem, source, tmp_path):
@@ -134,9 +134,9 @@ def test_a_head_that_its_format_cannot_say_is_refused(head, problem, source, tmp
 
 def test_nothing_is_overwritten_but_an_export(source, tmp_path):
     head = random_head()
-    with pytest.raises(ValueError, match="is the draft itself, which would be changed; name another directory"):
+    with pytest.raises(ValueError, match="is the draft itself, which would be overwritten; name another directory"):
         write_confidence_head(head, "head", source=source, out=source)
-    with pytest.raises(ValueError, match="no export of a confidence head; name another directory"):
+    with pytest.raises(ValueError, match="not an exported confidence head; name another directory"):
         write_confidence_head(head, "head", source=TINY / "dspark", out=source)
     assert (source / "notes.txt").exists()
     out = write_confidence_head(head, "head", source=source, out=tmp_path / "out")
@@ -144,12 +144,14 @@ def test_nothing_is_overwritten_but_an_export(source, tmp_path):
 
 
 def test_a_directory_without_a_confidence_head_is_refused(source, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no draft at .*nowhere; pair.draft.path names the directory"):
+    with pytest.raises(FileNotFoundError, match=r"no draft at .*nowhere; set pair.draft.path"):
         write_confidence_head(random_head(), "head", source=tmp_path / "nowhere", out=tmp_path / "out")
-    with pytest.raises(ValueError, match=r"has no confidence_head.proj.weight .* name a DSpark draft that has one"):
+    with pytest.raises(
+        ValueError, match=r"has no tensor confidence_head.proj.weight.* set pair.draft to a DSpark draft"
+    ):
         write_confidence_head(random_head(), "head", source=TINY / "draft", out=tmp_path / "out")
     (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"no whole safetensors file .* fetch or export it again"):
+    with pytest.raises(ValueError, match=r"not a complete safetensors file .* fetch or export it again"):
         write_confidence_head(random_head(), "head", source=source, out=tmp_path / "out")
     draft = draft_in(TINY / "dspark")
     draft.confidence_head = None

@@ -71,7 +71,7 @@ def test_heads_that_are_worse_than_log_q_are_exported_by_force_alone(config, tmp
     monkeypatch.setattr("heads.command.beats_signal", lambda result, specs: {"fed": False})
     with pytest.raises(
         ValueError,
-        match=r"(?s)Best fed-time head on dev: .* Pass --force \(in Python force=True\) to .*: fed-d2-w6\.$",
+        match=r"(?s)Best fed-time head on dev: .* Pass --force \(force=True in Python\) to .*: fed-d2-w6\.$",
     ):
         export(config, head="fed-d2-w6", out=str(tmp_path))
     assert not list(tmp_path.iterdir())

@@ -44,7 +44,7 @@ def test_a_head_of_another_sampling_is_refused_with_both_named():
 def test_a_head_of_another_model_is_refused_with_both_named(role, other):
     with pytest.raises(
         ValueError,
-        match=f"the head h was trained with {other['path']} where the {role} is models/draft; .*allow_foreign",
+        match=f"the head h was trained with {other['path']}, but the {role} is models/draft; .*allow_foreign",
     ):
         check_fits(head(**{role: other}), "h", **{role: HERE})
 
@@ -64,9 +64,7 @@ def test_a_head_that_says_nothing_else_passes(same):
 
 
 def test_two_models_at_one_path_are_told_apart_by_their_weights():
-    with pytest.raises(
-        ValueError, match=r"models/draft \(weights b+\) where pair.draft is models/draft \(weights a+\)"
-    ):
+    with pytest.raises(ValueError, match=r"models/draft \(weights b+\), but pair.draft is models/draft \(weights a+\)"):
         check_fits(head(draft=HERE | {"weights": "b" * 64}), "h", draft=HERE | {"role": "pair.draft"})
 
 

@@ -128,10 +128,10 @@ def test_what_the_hub_does_not_give_or_take_is_one_line(tmp_path: Path, repos, m
     with pytest.raises(FileNotFoundError, match=r"no head at 'no/such': .* `hf auth login`"):
         AcceptanceHead.from_pretrained("no/such")
     path = save_whole(AcceptanceHead(6, 1), tmp_path / "head")
-    with pytest.raises(ValueError, match=r"does not take .* name it owner/name"):
+    with pytest.raises(ValueError, match=r"cannot upload .* pass --repo as owner/name"):
         push(path=str(path), repo="two words")
     (path / "model.safetensors").write_bytes(b"cut")
-    with pytest.raises(ValueError, match="no whole safetensors"):
+    with pytest.raises(ValueError, match="not a complete safetensors"):
         push(path=str(path), repo="someone/broken")
     assert repos == {}
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

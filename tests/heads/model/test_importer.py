@@ -63,9 +63,9 @@ def test_imported_head_gives_the_official_probability(tmp_path: Path, num_layers
     assert list(facts)[-2:] == ["draft", "target"], "hashes stand last"
     shown = capsys.readouterr().out
     assert "Predicts, once the token has been fed to the draft, the probability" in shown
-    assert "none yet; `acceptance-heads tune` finds it" in shown
+    assert "none yet; run `acceptance-heads tune`" in shown
     assert "{" not in shown
-    assert f"into {path}; next: acceptance-heads inspect --path {path}" in shown
+    assert f"to {path}; next: acceptance-heads inspect --path {path}" in shown
     inspect(path=str(path), json=True)
     assert json.loads(capsys.readouterr().out) == facts
 
@@ -87,7 +87,10 @@ def test_a_missing_alias_can_only_mean_the_shared_block(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("dtype", "hidden_size", "says"),
-    [(torch.int64, 6, "has dtype torch.int64"), (torch.float32, 2**62, "no tensor of model.safetensors is so wide")],
+    [
+        (torch.int64, 6, "has dtype torch.int64"),
+        (torch.float32, 2**62, "no tensor of model.safetensors has that width"),
+    ],
 )
 def test_official_weights_that_are_no_floats_or_of_another_width_are_refused(tmp_path, dtype, hidden_size, says):
     write_official(tmp_path / "official", 1)
@@ -128,7 +131,7 @@ def test_an_import_destroys_nothing_but_a_head(tmp_path: Path):
     (mine / "thesis.tex").write_text("years of work")
     for out in (mine, tmp_path / "official", mine / "thesis.tex"):
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        with pytest.raises(ValueError, match="is no exported head"):
+        with pytest.raises(ValueError, match="is not an exported head"):
             import_(make_config(tmp_path, tmp_path), **how, out=str(out), reject_weight=6.0)
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     for reject_weight in (6.0, 3.0):

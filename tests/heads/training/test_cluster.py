@@ -21,7 +21,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_requeue_checkpoint_of_lightning_is_refused(data_dir: Path, tmp_path: Path):
     (tmp_path / "hpc_ckpt_1.ckpt").touch()
-    with pytest.raises(ValueError, match=r"hpc_ckpt_1\.ckpt, left by SLURM's requeueing.*delete it"):
+    with pytest.raises(ValueError, match=r"hpc_ckpt_1\.ckpt was written by SLURM's requeueing.*delete it"):
         train(make_config(data_dir, tmp_path))
 
 
@@ -33,7 +33,7 @@ def test_slurm_s_environment_requeues_nothing(data_dir: Path, tmp_path: Path):
     assert not chosen.auto_requeue
     for given in (LightningEnvironment(), SLURMEnvironment(auto_requeue=False)):
         assert environments([given]) == [], "an environment that the YAML names stays"
-    with pytest.raises(ValueError, match=r"SLURMEnvironment with auto_requeue.*auto_requeue: false"):
+    with pytest.raises(ValueError, match=r"SLURMEnvironment with auto_requeue.*auto_requeue to false"):
         make_trainer(make_config(data_dir, tmp_path, trainer={"plugins": [SLURMEnvironment()]}))
 
 

@@ -122,7 +122,7 @@ def test_nodes_and_strategy_reach_the_trainer(data_dir: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--trainer.precision", "bf16-true"], r"lost in weights of 16 bits; use bf16-mixed"),
+        (["--trainer.precision", "bf16-true"], r"trainer.precision is bf16-true.* use bf16-mixed"),
         (["--trainer.accelerator", "gpu"], r"trainer: No supported gpu backend"),
         (["--trainer.devices", "0"], r"trainer\.devices is 0"),
         (["--trainer.max_epochs", "-1"], r"the cosine schedule needs an end"),

@@ -64,11 +64,10 @@ def test_the_schedule_is_that_of_one_process(data_dir: Path, tmp_path: Path, dev
     assert num_optimizer_steps(trainer) == 16
     line = training_plan(trainer, config.heads.batch_size)
     if int(devices) == 1:
-        assert line == "training in 1 process, a batch of 8 responses in all, 16 steps"
+        assert line == "training for 16 steps, 8 responses per batch"
     else:
         assert (
-            line
-            == f"training in {devices} processes, a batch of 8 responses in all, {8 // int(devices)} each, 16 steps"
+            line == f"training for 16 steps, 8 responses per batch, {8 // int(devices)} on each of {devices} processes"
         )
 
 
@@ -78,9 +77,9 @@ def test_a_batch_that_processes_cannot_share_equally_is_refused(
     with pytest.raises(SystemExit, match="2"):
         train_by_command(make_config(data_dir, tmp_path / "run"), tmp_path, "--trainer.devices", "3")
     assert (
-        "error: heads.batch_size is 8 and 3 processes (trainer.devices x trainer.num_nodes)" in capsys.readouterr().err
+        "error: heads.batch_size is 8, but 3 processes (trainer.devices x trainer.num_nodes)" in capsys.readouterr().err
     )
-    with pytest.raises(ValueError, match=r"heads.batch_size is 8 and 6 processes .*make it a multiple of 6"):
+    with pytest.raises(ValueError, match=r"heads.batch_size is 8, but 6 processes .*use a multiple of 6"):
         make_trainer(make_config(data_dir, tmp_path, trainer={"devices": 3, "num_nodes": 2, "strategy": "ddp"}))
 
 
@@ -106,7 +105,7 @@ def test_a_resume_on_another_number_of_processes_goes_on_unless_dropout_depends_
         assert directory.prepare(config, resume=True, processes=1)[1]
         if rate:
             with pytest.raises(
-                ValueError, match=r"a run of 1 processes, this one has 8, and with heads.dropout 0.1 .*--resume false"
+                ValueError, match=r"a run of 1 processes, but this one has 8, and heads.dropout 0.1 .*--resume false"
             ):
                 directory.prepare(config, resume=True, processes=8)
             assert directory.read()["processes"] == 1, "what was refused has written nothing"
@@ -123,7 +122,7 @@ def test_a_run_whose_batch_was_that_of_each_process_is_not_gone_on_from(data_dir
     written = directory.read()
     del written["processes"]
     (tmp_path / "run.json").write_text(json.dumps(written))
-    with pytest.raises(ValueError, match=r"from before heads.batch_size was that of all processes .*\"processes\": 1"):
+    with pytest.raises(ValueError, match=r"heads.batch_size was per process.*\"processes\": 1"):
         directory.prepare(config, resume=True)
     assert directory.prepare(config, resume=False)[1] is None
 
@@ -139,7 +138,7 @@ def test_one_process_goes_on_in_two_and_ends_in_the_steps_of_one(data_dir: Path,
         train_by_command(replace(broken, trainer=broken.trainer | {"callbacks": [by_name(StopAfterFive)]}), tmp_path)
     assert saved(tmp_path / "broken")["global_step"] == 5
     said = run(replace(broken, trainer=broken.trainer | {"devices": 2}), tmp_path)
-    assert "training in 2 processes, a batch of 8 responses in all, 4 each, 24 steps" in said
+    assert "training for 24 steps, 8 responses per batch, 4 on each of 2 processes" in said
     expected, found = saved(tmp_path / "whole"), saved(tmp_path / "broken")
     assert (found["global_step"], found["epoch"]) == (expected["global_step"], expected["epoch"]) == (24, 2)
     assert found["lr_schedulers"] == expected["lr_schedulers"]

@@ -81,6 +81,6 @@ def test_what_is_behind_a_rejected_token_teaches_nothing(data_dir, tmp_path):
 
 def test_rows_that_are_responses_are_refused(data_dir, tmp_path):
     with pytest.raises(
-        ValueError, match=r"heads.reached is true, and the rows of .* are responses, not drafts.*leave it"
+        ValueError, match=r"heads.reached is true, but it needs data of a feature draft.*set heads.reached to false"
     ):
         train(make_config(data_dir, tmp_path, reached=True))

@@ -175,7 +175,7 @@ def test_prefix_heads_take_of_a_grid_what_is_known_before_the_draw():
         "prefix-d1-w1",
         "prefix+entropy-d1-w1",
     }
-    with pytest.raises(ValueError, match=r"heads.timings has prefix, and every combination .* reads the token"):
+    with pytest.raises(ValueError, match=r"heads.timings has prefix, but every combination .* reads the token"):
         grid(HeadsConfig(timings=("drawn", "prefix"), scalars=(("log_token_prob",),)))
 
 

@@ -137,7 +137,7 @@ def test_a_run_writes_tables_metrics_plots_and_logs_and_ends_with_a_verdict(data
     fed, drawn, *others = capsys.readouterr().out.splitlines()
     assert fed.startswith("Best fed-time head on dev: ")
     assert drawn.startswith("Best drawn-time head on dev: ")
-    assert others[-2].startswith(f"all figures: {tmp_path / 'run' / 'tables.md'}")
+    assert others[-2].startswith(f"all metrics: {tmp_path / 'run' / 'tables.md'}")
     assert others[-1] == "next: acceptance-heads export --config …"
     written = json.loads((tmp_path / "run" / "val_metrics.json").read_text())
     assert set(results["dev"]["heads"]) == set(written["results"]["dev"]["heads"])
