@@ -19,11 +19,11 @@ from data_gen.store.manifest import git_commit
 from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from evaluation.batches.curves import keep_curves
-from evaluation.bench.abroad import abroad_sheets
 from evaluation.bench.batch_sizes import measure_sizes, size_sheet, size_verdict
 from evaluation.bench.plots import race_plot
 from evaluation.bench.race import Race, RaceTerms
 from evaluation.bench.standings import records_of, standing_sheet, standings_of, summary_sheet, verdict_of
+from evaluation.bench.transfer import transfer_sheets
 from evaluation.contest.in_batches import sizes_of
 from evaluation.costs.measure import Loop
 from evaluation.flag_types import RaceRules, Sizes
@@ -88,7 +88,7 @@ def _raced(race: Race, samplings: Sequence[str]) -> list[dict[str, Any]]:
     if len(cells) > 1:
         summary_sheet(cells).print(_WIDTH)
     if len({cell["dataset"] for cell, _ in cells}) > 1:
-        for sheet in abroad_sheets(cells):
+        for sheet in transfer_sheets(cells):
             sheet.print(_WIDTH)
     plot, path = race_plot(cells), race.experiment.directory / "plots" / "bench.svg"
     write_atomic(path, plot.svg.encode())

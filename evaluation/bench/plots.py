@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from evaluation.bench.abroad import Judged
 from evaluation.bench.schedules import UNASSISTED
 from evaluation.bench.standings import SAMPLING_NAMES, SCHEDULES, best_of, name_of
+from evaluation.bench.transfer import CellStandings
 from evaluation.contest.families import ALONE, BASELINE
 from evaluation.figure import GREY, Plot, panels_of, plot_of
 
 
-def race_plot(cells: Sequence[Judged]) -> Plot:
+def race_plot(cells: Sequence[CellStandings]) -> Plot:
     """Gain over the best fixed length: one panel per dataset and sampling, one row per family."""
     families = _families(cells)
     figure, panels = panels_of(len(cells), width=2.2 + 2.6 * len(cells), height=0.34 * len(families) + 1.4)
@@ -33,7 +33,7 @@ def race_plot(cells: Sequence[Judged]) -> Plot:
     return plot_of("bench", caption, figure)
 
 
-def _families(cells: Sequence[Judged]) -> list[str]:
+def _families(cells: Sequence[CellStandings]) -> list[str]:
     """Every family beside the best fixed length, in the order of the arms. Without a draft the target is so far behind
     that nothing else could be told apart: it is there only where nothing else is.
     """

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from evaluation.bench.abroad import abroad_sheets, gains_over, mean_gain
 from evaluation.bench.arms import Racer, Written
 from evaluation.bench.plots import race_plot
 from evaluation.bench.race import Race, RaceTerms
 from evaluation.bench.schedules import UNASSISTED, assisted
 from evaluation.bench.standings import standings_of
+from evaluation.bench.transfer import MEAN, gains_over, mean_gain, transfer_sheets
 from evaluation.contest.families import ALONE
 from evaluation.costs.model import CostModel
 from evaluation.flag_types import RaceRules
@@ -114,15 +114,15 @@ def test_the_target_alone_is_the_faster_of_its_two_ways(tmp_path):
     assert standings[2].over[ALONE].value == pytest.approx(4 / 1.25 - 1)
 
 
-def test_two_datasets_have_cells_of_their_own_and_a_mean_abroad(tmp_path):
+def test_two_datasets_have_cells_of_their_own_and_a_mean_of_transfer_sets(tmp_path):
     race, cells = raced(tmp_path, datasets=("home", "abroad"))
     assert [cell["dataset"] for cell in cells] == ["home", "abroad"]
     assert {prompt[1] for _, *prompt, _ in race.played} == {4, 6}
     judged = [(cell, standings_of(cell)) for cell in cells]
     gains = gains_over(judged, ALONE)["fixed_length"]
     assert "greedy" in race_plot(judged).svg
-    assert gains["greedy", "abroad"].value == pytest.approx(3.0), "each family at its fastest arm"
-    sheets = {sheet.title: sheet for sheet in abroad_sheets(judged)}
+    assert gains["greedy", MEAN].value == pytest.approx(3.0), "each family at its fastest arm"
+    sheets = {sheet.title: sheet for sheet in transfer_sheets(judged)}
     assert list(sheets) == ["over best fixed length", "over target alone"], "no product and no schedule ran"
     assert sheets["over target alone"].column("policy") == ["best fixed length"]
     with pytest.raises(ValueError, match=r"--race\.datasets names 'moon'; decode\.datasets are home, abroad"):
