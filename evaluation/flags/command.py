@@ -4,7 +4,7 @@ Nothing of the engine runs: a trace has what its rule looks at, and the times ar
 measured (of transformers in its own loop, else in ours). Settings are chosen on dev and judged on test.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from json import dumps as to_json
 from pathlib import Path
 
@@ -124,12 +124,5 @@ def _of_transformers(experiment: Experiment) -> CostModel:
     ours_ = costs_for(experiment)
     of_loop = TimeErrors(**times["errors"])
     errors = of_loop._replace(stopping={**ours_.errors.stopping, **of_loop.stopping})
-    return CostModel(
-        times["t_draft_s"],
-        tuple(times["t_target_s"]),
-        times["origin"],
-        ours_.t_stop_s,
-        ours_.stop_origin,
-        ours_.elsewhere,
-        errors,
-    )
+    target_s, origin = tuple(times["t_target_s"]), times["origin"]
+    return replace(ours_, t_draft_s=times["t_draft_s"], t_target_s=target_s, origin=origin, errors=errors)

@@ -63,16 +63,9 @@ def paper_tables(
         made = (_REPLAYED | clocked)[paper](Experiment(config, needs_micro=paper == "hsddw"))
         for sheet in made:
             sheet.print()
-        say(f"\n{_told(paper, is_clocked=paper in clocked)}")
+        figures = "measured on this machine" if paper in clocked else "predicted from a trace and times"
+        more = "hierarchy compares more drafters" if paper == "hsddw" else "evaluate compares every policy"
+        say(f"\nFigures of {paper}'s tables are {figures}: compare them with one another, not with the paper's.")
+        say(f"acceptance-heads {more}.")
     if json:
         print(to_json({"paper": paper, "tables": [sheet.as_dict() for sheet in made]}))
-
-
-def _told(paper: str, *, is_clocked: bool) -> str:
-    """What the figures of a paper's tables are, and where more lies."""
-    figures = "taken on this machine's clock" if is_clocked else "predicted from a trace and times"
-    others = "hierarchy compares more drafters" if paper == "hsddw" else "evaluate compares every policy"
-    return (
-        f"Figures of {paper}'s tables are {figures}, and are those of this pair: compare them with one another, not "
-        f"with the paper's. --json prints the same rows as data; acceptance-heads {others}."
-    )

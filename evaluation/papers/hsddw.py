@@ -21,6 +21,7 @@ two models, the exchange between them free.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from json import dumps
 
 import torch
@@ -201,19 +202,14 @@ def mathematics(
     for dataset, of_dataset in runs.items():
         is_math = ["math" in category.lower() for category in categories[dataset]]
         if 0 < sum(is_math) < len(is_math):
-            columns = {
-                "All": [True] * len(is_math),
-                "only Math": is_math,
-                "rm Math": [not is_one_of_math for is_one_of_math in is_math],
-            }
+            columns = {"All": {True, False}, "only Math": {True}, "rm Math": {False}}
             parts = {
-                column: {name: _part(run, chosen) for name, run in of_dataset.items()}
-                for column, chosen in columns.items()
+                column: {name: _part(run, [math in kept for math in is_math]) for name, run in of_dataset.items()}
+                for column, kept in columns.items()
             }
-            arms = {"AT": NO_DRAFT, "SD": "sd", "HSDDW": "HSDDW"}
             tables[dataset] = [
                 {"": row, **{column: speed_up(part, arm) for column, part in parts.items()}}
-                for row, arm in arms.items()
+                for row, arm in {"AT": NO_DRAFT, "SD": "sd", "HSDDW": "HSDDW"}.items()
             ]
     return tables
 
@@ -233,8 +229,4 @@ def utilisation_rows(runs: RunsByName) -> list[dict[str, str]]:
 
 def _part(run: Candidate, chosen: Sequence[bool]) -> Candidate:
     """The run over some of its prompts."""
-    return Candidate(
-        run.competitor,
-        run.setting,
-        tuple(generation for generation, is_chosen in zip(run.decoded, chosen, strict=True) if is_chosen),
-    )
+    return replace(run, decoded=tuple(compress(run.decoded, chosen)))

@@ -48,10 +48,8 @@ def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int, t
     kinds = {"3": [CHAIN, CAPE]} if not isinstance(drafting, Eagle) else {}
     kinds |= {"4": [eagle_2(*tree)]} if not isinstance(drafting, Glide) else {}
     lengths = lengths_of(experiment, [kind for kinds_of_table in kinds.values() for kind in kinds_of_table])
-    prompts: dict[Split, Prompts] = {
-        "dev": prompts_by_column(experiment, "dev"),
-        "test": prompts_by_column(experiment, "test"),
-    }
+    splits: tuple[Split, ...] = ("dev", "test")
+    prompts = {split: prompts_by_column(experiment, split) for split in splits}
     if not any(prompts["test"].values()):
         raise ValueError("there are no test prompts to decode; raise decode.num_test")
     table = TreeTable(experiment, prompts, stops, lengths, repeats)
@@ -102,9 +100,8 @@ class TreeTable:
         num_dev = sum(map(len, self._prompts["dev"].values()))
         title = (
             f"SVIP Table {number}: speed-up at T = {self._experiment.sampling.temperature:g}, settings chosen on "
-            f"{num_dev} dev prompts, "
+            f"{num_dev} dev prompts, clocked on {len(columns)} test prompts, medians of {self._repeats} turns"
         )
-        title += f"clocked on {len(columns)} test prompts, medians of {self._repeats} turns"
         return Sheet(title, line_rows(lines, runs[NO_DRAFT, ""].measured, columns), stop_verdict(lines, finalists))
 
     def _play(self, number: str, arms: Sequence[Competitor], split: Split, *, repeats: int = 1) -> list[Candidate]:

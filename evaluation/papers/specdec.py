@@ -36,7 +36,7 @@ from evaluation.turns import in_turns
 from heads.model.head import AcceptanceHead
 
 _NEAR = 0.99
-"""Table 3 sets throughputs in bold that are above this share of the largest of their dataset."""
+"""Table 3 prints throughputs above this share of the dataset's largest in bold."""
 LENGTHS = (2, 4, 6, 8, 10, 12, 14)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """K and h of the paper."""
@@ -47,6 +47,8 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 Best = tuple[float, float]
 """(tokens per second, setting) of the fastest of some settings on test."""
+Times = tuple[float, float, str]
+"""(t_draft, t_target) in seconds, and R² as it is printed."""
 
 
 def specdec_tables(experiment: Experiment) -> list[Sheet]:
@@ -58,9 +60,8 @@ def specdec_tables(experiment: Experiment) -> list[Sheet]:
     heads = {name: head for name, head in experiment.heads.items() if family_of(head) == "head_specdec"}
     if not heads:
         raise ValueError(
-            f"none of {len(experiment.heads)} heads is fed-time on the hidden state alone, as SpecDec++'s are; train "
-            "some with "
-            "heads.specdec true and export them"
+            f"none of {len(experiment.heads)} heads is fed-time and reads the hidden state alone, as SpecDec++'s are; "
+            "train some with heads.specdec true and export them"
         )
     folder = trace_folder(experiment)
     folder.complete()
@@ -70,10 +71,7 @@ def specdec_tables(experiment: Experiment) -> list[Sheet]:
         name: {dataset: best_threshold(head, test, cost) for dataset, test in tests.items()}
         for name, head in heads.items()
     }
-    fastest = max(
-        best,
-        key=lambda name: sum(speed / plain[dataset][0] for dataset, (speed, _) in best[name].items()),
-    )
+    fastest = max(best, key=lambda name: sum(speed / plain[dataset][0] for dataset, (speed, _) in best[name].items()))
     return [
         throughput_sheet(plain, best, cost),
         forward_times(experiment, heads[fastest]),
@@ -143,34 +141,29 @@ def forward_times(experiment: Experiment, head: AcceptanceHead) -> Sheet:
         experiment: the pair and the datasets that are timed.
         head: stops the drafts of the rows of SpecDec++.
     """
-    times: dict[str, dict[str, dict[str, Any]]] = {"stand-alone": {}, "SpecDec": {}, "SpecDec++": {}}
+    times: dict[str, dict[str, Times]] = {"stand-alone": {}, "SpecDec": {}, "SpecDec++": {}}
     for dataset in experiment.datasets:
         generated = generations(experiment, experiment.prompt_ids(dataset, "test", num=_PROMPTS), head)
         (t_draft, r2_draft), (t_target, r2_target) = (alone(generated[name]) for name in ("draft", "target"))
-        r2 = f"{r2_draft:.4f} & {r2_target:.4f}"
-        times["stand-alone"][dataset] = {"t_draft": t_draft, "t_target": t_target, "R^2": r2}
+        times["stand-alone"][dataset] = t_draft, t_target, f"{r2_draft:.4f} & {r2_target:.4f}"
         for setting in ("SpecDec", "SpecDec++"):
             fit = fit_costs(generated[setting])
-            times[setting][dataset] = {"t_draft": fit.t_draft_s, "t_target": fit.t_target_s, "R^2": f"{fit.r2:.4f}"}
+            times[setting][dataset] = fit.t_draft_s, fit.t_target_s, f"{fit.r2:.4f}"
     rows = [row for setting, by_dataset in times.items() for row in time_rows(setting, by_dataset)]
     return Sheet("SpecDec++ Table 2: forward times in seconds by regression, clocked", rows)
 
 
-def time_rows(setting: str, times: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """One row per dataset, and their average with its deviation; `times` has seconds, and R² as it is printed."""
+def time_rows(setting: str, times: Mapping[str, Times]) -> list[dict[str, str]]:
+    """One row per dataset, and their average with its deviation."""
     rows = [
-        {"Setting": setting, "Dataset": dataset, **{name: _seconds(value) for name, value in record.items()}}
-        for dataset, record in times.items()
+        {"Setting": setting, "Dataset": dataset, "t_draft": f"{draft:.5f}", "t_target": f"{target:.5f}", "R^2": r2}
+        for dataset, (draft, target, r2) in times.items()
     ]
     average = {"Setting": setting, "Dataset": "average"}
-    for column in ("t_draft", "t_target"):
-        seconds = [record[column] for record in times.values()]
+    drafts, targets, _ = zip(*times.values(), strict=True)
+    for column, seconds in (("t_draft", drafts), ("t_target", targets)):
         average[column] = f"{mean(seconds):.5f}" + (f" ± {stdev(seconds):.5f}" if len(seconds) > 1 else "")
     return [*rows, average]
-
-
-def _seconds(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.5f}"
 
 
 def generations(

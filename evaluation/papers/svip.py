@@ -41,17 +41,13 @@ def svip_tables(experiment: Experiment) -> list[Sheet]:
     tests = {dataset: trace.test for dataset, trace in traces.items()}
     figures = f"replayed on test, predicted at {cost.title}; h = {threshold:g} ({why})"
     is_greedy = experiment.sampling.is_greedy
-    lengths = [length for length in _LENGTHS if length <= experiment.decode.max_new_tokens] or [
-        experiment.decode.max_new_tokens
-    ]
+    longest = experiment.decode.max_new_tokens
+    lengths = [length for length in _LENGTHS if length <= longest] or [longest]
+    first, second = (1, 6) if is_greedy else (5, 2)
+    by_length = rows_by_length(tests, methods, lengths, cost)
     return [
-        Sheet(
-            f"SVIP Table {1 if is_greedy else 5}: speed-up by category, {figures}", category_rows(tests, methods, cost)
-        ),
-        Sheet(
-            f"SVIP Table {6 if is_greedy else 2}: speed-up by generation length, {figures}",
-            rows_by_length(tests, methods, lengths, cost),
-        ),
+        Sheet(f"SVIP Table {first}: speed-up by category, {figures}", category_rows(tests, methods, cost)),
+        Sheet(f"SVIP Table {second}: speed-up by generation length, {figures}", by_length),
     ]
 
 
