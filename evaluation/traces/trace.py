@@ -19,6 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,9 @@ CONFIDENCE = "confidence_logit"
 """The signal that a DSpark draft's own head gives."""
 _LATER_TURN = re.compile(r"#\d+$")
 _SHARED = ("sampling", "max_draft_length", "draft_sampling", "block_size")
-"""What traces that are joined have in common."""
+"""Fields that joined traces must agree on."""
+_PER_DRAFT = ("token", "is_eos")
+_PER_POSITION = ("is_rejected", "acceptance_rate", "num_passing")
 
 
 @dataclass(frozen=True)
@@ -242,21 +245,16 @@ class Trace:
         first = int(starts[here][0]) if len(lengths) else 0
         positions = np.concatenate([path, np.arange(first, first + lengths.sum())])
         inputs = self.inputs and self.inputs.at(torch.from_numpy(positions))
-        return Trace(
+        columns: dict[str, Any] = {name: getattr(self, name)[positions] for name in _PER_DRAFT}
+        columns |= {name: values[path] for name in _PER_POSITION if (values := getattr(self, name)) is not None}
+        return replace(
+            self,
             rows=(replace(whole, response_ids=whole.response_ids[: len(path)], limit=limit),),
-            sampling=self.sampling,
-            max_draft_length=self.max_draft_length,
-            token=self.token[positions],
-            is_eos=self.is_eos[positions],
             signals={name: values[positions] for name, values in self.signals.items()},
-            is_rejected=self.is_rejected[path],
-            acceptance_rate=self.acceptance_rate[path],
             branch_lengths=lengths,
             inputs=inputs,
             scores={name: values[positions] for name, values in self.scores.items()},
-            num_passing=None if self.num_passing is None else self.num_passing[path],
-            draft_sampling=self.draft_sampling,
-            block_size=self.block_size,
+            **columns,
         )
 
     def _perfect_logit(self, timing: str) -> Float[Array, " drafts"]:
@@ -287,29 +285,21 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
             [*paths, *(array[trace.num_positions :] for array, trace in zip(arrays, traces, strict=True))]
         )
 
-    return Trace(
+    def all_of(name: str) -> list[Array]:
+        return [getattr(trace, name) for trace in traces]
+
+    columns: dict[str, Any] = {name: drafts(all_of(name)) for name in _PER_DRAFT}
+    columns |= {name: np.concatenate(all_of(name)) for name in _PER_POSITION if getattr(first, name) is not None}
+    shared = {
+        field: [name for name in getattr(first, field) if all(name in getattr(trace, field) for trace in traces)]
+        for field in ("signals", "scores")
+    }
+    return replace(
+        first,
         rows=tuple(row for trace in traces for row in trace.rows),
-        sampling=first.sampling,
-        max_draft_length=first.max_draft_length,
-        token=drafts([trace.token for trace in traces]),
-        is_eos=drafts([trace.is_eos for trace in traces]),
-        signals={
-            name: drafts([trace.signals[name] for trace in traces])
-            for name in first.signals
-            if all(name in trace.signals for trace in traces)
-        },
-        is_rejected=np.concatenate([trace.is_rejected for trace in traces]),
-        acceptance_rate=np.concatenate([trace.acceptance_rate for trace in traces]),
-        branch_lengths=np.concatenate([trace.branch_lengths for trace in traces]),
+        signals={name: drafts([trace.signals[name] for trace in traces]) for name in shared["signals"]},
+        branch_lengths=np.concatenate(all_of("branch_lengths")),
         inputs=join_inputs([trace.inputs for trace in traces], [trace.num_positions for trace in traces]),
-        scores={
-            name: drafts([trace.scores[name] for trace in traces])
-            for name in first.scores
-            if all(name in t.scores for t in traces)
-        },
-        draft_sampling=first.draft_sampling,
-        block_size=first.block_size,
-        num_passing=None
-        if first.num_passing is None
-        else np.concatenate([trace.num_passing for trace in traces if trace.num_passing is not None]),
+        scores={name: drafts([trace.scores[name] for trace in traces]) for name in shared["scores"]},
+        **columns,
     )
