@@ -139,7 +139,7 @@ def stage_sheet(stages: Sequence[Stage], cost: CostModel, *, title: str, beside:
             row |= {"gain": stage.result.gain.words, "adds": stage.added.words}
         rows.append(row)
     behind = " and ".join(stage.name for stage in stages if stage.added and stage.added.value < 0)
-    lost = f". {behind}: behind the row above, so that the row below first wins back what is lost" if behind else ""
+    lost = f". {behind}: slower than the row above" if behind else ""
     listed = f". Beside them, over the best fixed length: {'; '.join(beside)}" if beside else ""
     note = (
         "predicted (law 4.9). gain: tokens/s over the best fixed length's, with its 95 % interval (paired bootstrap of "

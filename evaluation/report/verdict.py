@@ -179,11 +179,11 @@ def _rival(rival: str) -> str:
 
 def _doubt(lead: Gain, free_family: str, num_prompts: int) -> str:
     if lead.high < 0:
-        return f" No trained head pays here: take {_rival(free_family)}."
+        return f" No trained head is faster here: use {_rival(free_family)}."
     if lead.low > 0:
         return ""
     rival = "the best fixed length" if free_family == BASELINE else _rival(free_family)
     return (
-        f" That difference is not beyond chance on these {num_prompts} test prompts: {rival} may do as well; more of "
-        "them (decode.num_test) would tell."
+        f" With {num_prompts} test prompts this difference could be chance, and {rival} may be as fast; raise "
+        "decode.num_test to settle it."
     )

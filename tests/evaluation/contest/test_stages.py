@@ -91,8 +91,8 @@ def test_the_product_stands_even_where_dev_prefers_another_policy_without_traini
     assert [stage.family for stage in stages[:4]] == [BASELINE, PRODUCT, "entropy", "head_drawn"]
     assert [stage.percent_of_gain for stage in stages[2:4]] == [pytest.approx(-2), pytest.approx(12)]
     assert sum(stage.percent_of_gain for stage in stages[1:]) == pytest.approx(100)
-    assert "entropy (SVIP): behind the row above" in stage_sheet(stages, COST, title="", beside=()).note
-    assert "behind" not in stage_sheet(stages_at(SPEEDS), COST, title="", beside=()).note
+    assert "entropy (SVIP): slower than the row above" in stage_sheet(stages, COST, title="", beside=()).note
+    assert "slower than" not in stage_sheet(stages_at(SPEEDS), COST, title="", beside=()).note
     assert [stage.family for stage in stages_at(SPEEDS, free=BASELINE)[:3]] == [BASELINE, PRODUCT, "head_drawn"]
 
 

@@ -85,9 +85,9 @@ def test_a_gain_in_words_is_in_whole_per_cent():
         (Gain(0.1, 0.02, 0.2, 0.0), ""),
         (
             Gain(0.1, -0.02, 0.2, 0.0),
-            " That difference is not beyond chance on these 7 test prompts: the entropy (SVIP) may",
+            " With 7 test prompts this difference could be chance, and the entropy (SVIP) may be as fast; raise decode",
         ),
-        (Gain(-0.1, -0.2, -0.02, 0.0), " No trained head pays here: take the entropy (SVIP)."),
+        (Gain(-0.1, -0.2, -0.02, 0.0), " No trained head is faster here: use the entropy (SVIP)."),
     ],
 )
 def test_a_lead_that_shows_nothing_is_called_so(lead, says):
