@@ -15,7 +15,7 @@ from store.lazy import lazily
 
 if TYPE_CHECKING:
     from lm.arrays import array_of
-    from lm.draws import Chance, Draws, GreedyDraws, RandomDraws
+    from lm.draws import GreedySampler, RandomSampler, Sampler, UniformSource
     from lm.eos import eos_ids_of
     from lm.features.draft import FeatureDraft
     from lm.features.loading import feature_draft_of
@@ -56,19 +56,19 @@ else:
 __all__ = [
     "KINDS",
     "CachedModel",
-    "Chance",
     "Compile",
     "CompiledModel",
     "CompiledTailModel",
     "DraftModel",
-    "Draws",
     "FeatureDraft",
     "FeatureModel",
-    "GreedyDraws",
+    "GreedySampler",
     "Pair",
-    "RandomDraws",
+    "RandomSampler",
+    "Sampler",
     "Sampling",
     "TappedModel",
+    "UniformSource",
     "Verdict",
     "acceptance_prob",
     "acceptance_rate",

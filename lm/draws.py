@@ -1,9 +1,8 @@
-"""Where chance enters: every random draw of the project's loops goes through a `Draws`.
+"""Sampling of tokens: every random draw of the project's loops goes through a `Sampler`.
 
-A loop asks for two things only: a token from a law, and how many of a row of drafted tokens are accepted. A *law* is a
-row over the vocabulary that says what a token is drawn from: probabilities, for `RandomDraws`; for `GreedyDraws`, which
-take the largest entry, any row that is largest at the most probable token, so that logits do and cost no softmax. A
-test's draws walk every branch with its probability, and so compute the exact law of the loop's output.
+A loop needs two things: a token from a law, and the number of drafted tokens that are accepted. A *law* is a row over
+the vocabulary: probabilities for `RandomSampler`; for `GreedySampler`, which takes the largest entry, logits will do
+and save a softmax. The tests' samplers walk every branch with its probability, which gives the exact law of the output.
 """
 
 from bisect import bisect_right
@@ -26,7 +25,7 @@ _WIDE = 8192
 
 
 @runtime_checkable
-class Draws(Protocol):
+class Sampler(Protocol):
     """The source of chance of one generation."""
 
     def token(self, law: Float[Tensor, " vocab"]) -> int:
@@ -45,17 +44,17 @@ class Draws(Protocol):
 
 
 @runtime_checkable
-class Chance(Protocol):
+class UniformSource(Protocol):
     """Draws whose random number a compiled step can turn into a token by itself."""
 
-    def chance(self) -> tuple[float, int]:
+    def uniform(self) -> tuple[float, int]:
         """(a uniform in [0, 1) for the next token, the token's id where it is settled already, else -1); greedy steps
         read neither.
         """
         ...
 
 
-class RandomDraws(Draws):
+class RandomSampler(Sampler):
     """Draws from random numbers, by inversion; two independent streams, one for tokens and one for acceptance.
 
     The streams are seeded once and never reseeded, so the acceptance uniforms are independent of the drafted tokens,
@@ -108,7 +107,7 @@ class RandomDraws(Draws):
             return self.draw(law.cpu()).to(law.device)
         return inverted(law, next(self._tokens))
 
-    def chance(self) -> tuple[float, int]:
+    def uniform(self) -> tuple[float, int]:
         """The uniform that `token` would have used."""
         return next(self._tokens), -1
 
@@ -130,7 +129,7 @@ class RandomDraws(Draws):
         return count
 
 
-class GreedyDraws:
+class GreedySampler:
     """Temperature 0: the most probable token, the first of equals; no random number is used."""
 
     def token(self, law: Float[Tensor, " vocab"]) -> int:
@@ -152,7 +151,7 @@ class GreedyDraws:
         """The most probable token, with no transfer to the host; len(law), which is no token, if the law has NaN."""
         return greedy_token(law)
 
-    def chance(self) -> tuple[float, int]:
+    def uniform(self) -> tuple[float, int]:
         """Numbers that a greedy law does not read."""
         return 0.0, -1
 

@@ -5,8 +5,8 @@ from norm(max(0, p_i - q_i)), the *residual* token; after full acceptance emit o
 token. Each emitted token then has exactly the law p, whatever q was, as long as y_i was drawn from the very q_i that is
 passed here.
 
-At temperature 0 (`GreedyDraws`) every distribution is one-hot, and this comes to: accept while y_i is the target's most
-probable token, then emit the target's own. So `num_accepted`, `next_law` and `verify` take q and p as laws
+At temperature 0 (`GreedySampler`) every distribution is one-hot: accept while y_i is the target's most probable token,
+then emit the target's token. So `num_accepted`, `next_law` and `verify` take q and p as laws
 (`lm.draws`), which logits are at temperature 0; the other functions take probabilities.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lm.arrays import array_of
-from lm.draws import Draws, GreedyDraws, RandomDraws
+from lm.draws import GreedySampler, RandomSampler, Sampler
 
 
 class Verdict(NamedTuple):
@@ -57,15 +57,14 @@ def residual_probs(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vo
 
 
 def num_accepted(
-    tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws
+    tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Sampler
 ) -> int:
     """Length of the accepted prefix of a draft; the draws are asked about an empty draft too, so that they see every
     round.
 
     Args:
         tokens: drafted token ids y_1 … y_K.
-        q: the law that each token was drawn from, each on any device and as wide as p or narrower; `GreedyDraws` do not
-            look at it.
+        q: the law that each token was drawn from, on any device, at most as wide as p; `GreedySampler` ignores it.
         p: the target's laws at the same positions, with rows after them or not.
         draws: source of chance.
     """
@@ -77,7 +76,7 @@ def revealed_probs(
     tokens: Sequence[int],
     q: Sequence[Float[Tensor, " _"]],
     p: Float[Tensor, "rows vocab"],
-    draws: Draws,
+    draws: Sampler,
 ) -> list[float]:
     """`acceptance_prob` of the accepted tokens and of the first rejected one; the other arguments are those of
     `num_accepted`.
@@ -86,14 +85,14 @@ def revealed_probs(
 
 
 def next_law(
-    num_accepted: int, q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws
+    num_accepted: int, q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Sampler
 ) -> Float[Tensor, " vocab"]:
     """Law of the token after the accepted ones: the residual where one was rejected, else p (the bonus token).
 
     One-hot distributions that disagree have the residual p.
     """
     row = p[num_accepted]
-    if num_accepted == len(q) or isinstance(draws, GreedyDraws):
+    if num_accepted == len(q) or isinstance(draws, GreedySampler):
         return row
     return residual_probs(_widened(q[num_accepted].to(row.device), row.shape[-1]), row)
 
@@ -102,7 +101,7 @@ def verify(
     tokens: Sequence[int],
     q: Sequence[Float[Tensor, " _"]],
     p: Float[Tensor, "rows vocab"],
-    generator: torch.Generator | Draws | None = None,
+    generator: torch.Generator | Sampler | None = None,
 ) -> Verdict:
     """One verification of a draft (K = 0 is allowed: the bonus token is drawn from p).
 
@@ -110,23 +109,25 @@ def verify(
         tokens: drafted token ids y_1 … y_K.
         q: the law that each token was drawn from, each on any device; one narrower than p gets zeros.
         p: the target's laws at the same positions and at the one after.
-        generator: source of chance; anything that is no `Draws` is wrapped in `RandomDraws`.
+        generator: a torch generator or None is wrapped in `RandomSampler`.
 
     Raises:
         ValueError: the row that the next token is drawn from is not finite.
     """
-    draws = RandomDraws(generator) if generator is None or isinstance(generator, torch.Generator) else generator
+    draws = RandomSampler(generator) if generator is None or isinstance(generator, torch.Generator) else generator
     count = num_accepted(tokens, q, p, draws)
     return Verdict(count, draws.token(next_law(count, q, p, draws)))
 
 
 def _chances(
-    tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Draws
+    tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Sampler
 ) -> Iterable[float]:
-    """Chance of each drafted token to be accepted, one by one as they are asked for."""
+    """Acceptance probability of each drafted token, computed lazily."""
     if not tokens:
         return ()
-    return map(eq, tokens, _places_of_largest(p)) if isinstance(draws, GreedyDraws) else _acceptance_probs(tokens, q, p)
+    return (
+        map(eq, tokens, _places_of_largest(p)) if isinstance(draws, GreedySampler) else _acceptance_probs(tokens, q, p)
+    )
 
 
 def _acceptance_probs(

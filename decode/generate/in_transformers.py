@@ -58,7 +58,7 @@ from decode.policies.base import Policy
 from decode.policies.engines import Assisted
 from decode.policies.length import Heuristic
 from decode.policies.registry import parse_policy
-from lm import Draws, FeatureDraft, Sampling, eos_ids_of, load_model
+from lm import FeatureDraft, Sampler, Sampling, eos_ids_of, load_model
 
 ASSISTED = {
     "num_assistant_tokens": 20,
@@ -124,7 +124,7 @@ def speculative_generate(
     max_draft_length: int = 20,
     allow_foreign_heads: bool = False,
     vocab_size: int | None = None,
-    generator: torch.Generator | Draws | None = None,
+    generator: torch.Generator | Sampler | None = None,
     streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Int[Tensor, "batch length"]:
@@ -234,7 +234,7 @@ def _rounds(
     input_ids: Tensor,
     criteria: Sequence[StoppingCriteria],
     config: GenerationConfig,
-    generator: torch.Generator | Draws | None,
+    generator: torch.Generator | Sampler | None,
 ) -> Iterator[Round]:
     """Rounds of the generation, the last one cut after the token at which a criterion says stop; it keeps what it
     drafted.

@@ -21,7 +21,7 @@ from decode.loop.drafter import ModelDrafter
 from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session
 from decode.policies.batch import BatchRule
-from lm import CachedModel, Draws, Sampling, verify
+from lm import CachedModel, Sampler, Sampling, verify
 from lm.models.seats import Ask
 
 
@@ -100,7 +100,7 @@ class Batch:
         return [Generation.of(rounds) for rounds in self._rounds]
 
     def rounds(
-        self, prompts: Sequence[list[int]], limits: Sequence[int], draws: Sequence[Draws], *, max_draft_length: int
+        self, prompts: Sequence[list[int]], limits: Sequence[int], draws: Sequence[Sampler], *, max_draft_length: int
     ) -> Iterator[BatchRound]:
         """Play all prompts, as many at once as there are seats; the rest waits in its order.
 
@@ -123,7 +123,7 @@ class Batch:
                 return
             yield self._round(busy, max_draft_length, len(joining))
 
-    def _seat(self, place: _Place, number: int, prompt_ids: list[int], limit: int, draws: Draws) -> None:
+    def _seat(self, place: _Place, number: int, prompt_ids: list[int], limit: int, draws: Sampler) -> None:
         place.number, place.committed = number, list(prompt_ids)
         place.end = len(prompt_ids) + limit
         place.session = Session(self._sampling, self._eos_ids, draws, prompt_ids)

@@ -19,7 +19,7 @@ from decode.loop.drafter import Drafter, ModelDrafter, Proposal
 from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session, cached, check_free
 from decode.policies.batch import batched
-from lm import CachedModel, Draws, FeatureModel, RandomDraws, Sampling, Verdict, verify
+from lm import CachedModel, FeatureModel, RandomSampler, Sampler, Sampling, Verdict, verify
 from lm.models.seats import Seats
 
 
@@ -55,7 +55,7 @@ class SpeculativeDecoder:
         self._is_streaming = False
 
     def generate(
-        self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Draws | None = None
+        self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Sampler | None = None
     ) -> Generation:
         """All rounds of one generation; the ids and the limit may be of any integer type."""
         return Generation.of(self.stream(prompt_ids, max_new_tokens, generator=generator))
@@ -66,7 +66,7 @@ class SpeculativeDecoder:
         max_new_tokens: Limits,
         *,
         batch_size: SupportsIndex = 16,
-        generator: torch.Generator | Sequence[Draws] | None = None,
+        generator: torch.Generator | Sequence[Sampler] | None = None,
     ) -> list[Generation]:
         """One generation per prompt, `batch_size` at a time (law 4.13, `decode.loop.batch`); each of them as `generate`
         would write it.
@@ -93,7 +93,7 @@ class SpeculativeDecoder:
         max_new_tokens: Limits,
         *,
         batch_size: SupportsIndex = 16,
-        generator: torch.Generator | Sequence[Draws] | None = None,
+        generator: torch.Generator | Sequence[Sampler] | None = None,
     ) -> tuple[Batch, Iterator[BatchRound]]:
         """`generate_batch` round by round: (what collects the generations, what plays the rounds)."""
         if type(self.drafter) is not ModelDrafter or isinstance(self.drafter.model, FeatureModel):
@@ -109,7 +109,7 @@ class SpeculativeDecoder:
         for ids, limit in zip(all_ids, limits, strict=True):
             self._check(len(ids), limit)
         draws = (
-            [RandomDraws(generator) for _ in all_ids]
+            [RandomSampler(generator) for _ in all_ids]
             if generator is None or isinstance(generator, torch.Generator)
             else generator
         )
@@ -133,7 +133,7 @@ class SpeculativeDecoder:
         return Seats(model, num)
 
     def stream(
-        self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Draws | None = None
+        self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Sampler | None = None
     ) -> Iterator[Round]:
         """Rounds, each as soon as it is verified; one generation at a time, which holds the decoder until it ends or is
         closed.
@@ -145,7 +145,7 @@ class SpeculativeDecoder:
         """
         ids, limit = ids_of(prompt_ids), integer_of(max_new_tokens, "max_new_tokens")
         self._check(len(ids), limit)
-        draws = RandomDraws(generator) if generator is None or isinstance(generator, torch.Generator) else generator
+        draws = RandomSampler(generator) if generator is None or isinstance(generator, torch.Generator) else generator
         self._is_streaming = True
         try:
             with Session(self.sampling, self.eos_ids, draws, ids) as session:
@@ -187,7 +187,7 @@ class SpeculativeDecoder:
             )
 
     @torch.inference_mode()
-    def _round(self, committed: list[int], num_left: int, draws: Draws) -> Round:
+    def _round(self, committed: list[int], num_left: int, draws: Sampler) -> Round:
         """Play one round; extends `committed` by what it emits."""
         started_s = perf_counter()
         proposal = self.drafter.propose(committed, min(self.max_draft_length, num_left - 1))
@@ -207,7 +207,7 @@ class SpeculativeDecoder:
             clock_s=(started_s, drafted_s),
         )
 
-    def _verify(self, proposal: Proposal, p: Float[Tensor, "rows vocab"], draws: Draws) -> Verdict:
+    def _verify(self, proposal: Proposal, p: Float[Tensor, "rows vocab"], draws: Sampler) -> Verdict:
         """Law 4.2; `p` are the target's laws at each drafted token and at the one after."""
         if len(proposal.laws) != len(proposal.tokens):
             raise ValueError(

@@ -18,7 +18,7 @@ from decode.loop.reading import nothing_of
 from decode.loop.session import Session, cached
 from decode.loop.signals import reader_of
 from decode.policies.base import AfterDraw, Outcome, Policy, Seen, State, feedback_of
-from lm import CachedModel, DraftModel, Draws, revealed_probs
+from lm import CachedModel, DraftModel, Sampler, revealed_probs
 from lm.features.stepwise import BlockModel
 
 
@@ -43,7 +43,7 @@ class Proposal:
     num_micro: int = 0
     num_micro_forwards: int = 0
 
-    def set_acceptance_probs(self, num_accepted: int, p: Float[Tensor, "rows vocab"], draws: Draws) -> None:
+    def set_acceptance_probs(self, num_accepted: int, p: Float[Tensor, "rows vocab"], draws: Sampler) -> None:
         """Set `acceptance_probs` if the policy takes feedback; the arguments are those of the verification."""
         if self.takes_feedback:
             self.acceptance_probs = revealed_probs(num_accepted, self.tokens, self.laws, p, draws)

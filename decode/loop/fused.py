@@ -1,12 +1,9 @@
-"""A draft step as one compiled step: forward, sampling transform, draw, signals and heads in one graph, and one small
-tensor for the host.
+"""One compiled graph per draft step: forward, sampling transform, draw, signals and heads; the host reads one small
+tensor. `lm.CompiledTailModel` runs the forward eagerly and compiles the rest.
 
-Or all of that after an eager forward, where only the stop is compiled (`lm.CompiledTailModel`).
-
-The laws are those of `decode.loop.signals`, which serves drafts that are not compiled, and tests hold the two together.
-A token is drawn by inversion from a uniform that is handed in (`lm.draws.Chance`), from the very q that comes back for
-verification. The token that a fed-time head scores is the one that is fed, and its numbers wait on the device from the
-step before.
+The results equal those of `decode.loop.signals`, which serves eager drafts; tests compare the two.
+A token is drawn by inversion of q with a given uniform (`lm.draws.UniformSource`); verification gets the same q. A
+fed-time head scores the token that is fed; its signals stay on the device from the step before.
 """
 
 from math import exp
@@ -18,7 +15,7 @@ from torch import Tensor
 
 from decode.loop.reading import Reader, numbers_of, scored
 from decode.policies.base import AfterDraw, Policy
-from lm import Chance, CompiledModel, CompiledTailModel, Draws, Sampling
+from lm import CompiledModel, CompiledTailModel, Sampler, Sampling, UniformSource
 from lm.draws import greedy_token, inverted, refuse_no_token
 
 _INFINITY = float("inf")
@@ -56,14 +53,14 @@ class FusedStep(Reader):
             torch._dynamo.mark_static_address(tensor)
 
     def draw(
-        self, position: int, token_ids: list[int], draws: Chance
+        self, position: int, token_ids: list[int], draws: UniformSource
     ) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
         """Draw a token after these: it, the signals of the step, and the law that it was drawn from.
 
         Raises:
             ValueError: the law is not finite.
         """
-        uniform, forced = draws.chance()
+        uniform, forced = draws.uniform()
         if self._on_host is not None:
             self._on_host[0][0], self._on_host[1][0] = uniform, forced
         else:
@@ -109,12 +106,14 @@ class FusedStep(Reader):
         return law, torch.cat([columns[name].to(wide) if name in columns else nothing for name in _Step._fields])
 
 
-def fused_step(policy: Policy, model: object, sampling: Sampling, draws: Draws) -> FusedStep | None:
+def fused_step(policy: Policy, model: object, sampling: Sampling, draws: Sampler) -> FusedStep | None:
     """The step for this policy; None where nothing is compiled, the draft is in two places, or processors or draws are
     of other kinds.
     """
     if not (
-        isinstance(model, CompiledModel | CompiledTailModel) and isinstance(draws, Chance) and sampling.sees_no_tokens
+        isinstance(model, CompiledModel | CompiledTailModel)
+        and isinstance(draws, UniformSource)
+        and sampling.sees_no_tokens
     ):
         return None
     if model.device != model.output_device or model.device.type == "mps":  # which has no float64

@@ -12,7 +12,7 @@ from data_gen.labels.scalars import SCALARS, scalars_of
 from decode.policies.base import AfterDraw, Policy
 from heads.model.head import AcceptanceHead
 from heads.model.stepwise import StepwiseHead, Vocabulary
-from lm import DraftModel, Draws, FeatureModel
+from lm import DraftModel, FeatureModel, Sampler
 from lm.features.stepwise import BlockModel
 
 
@@ -43,7 +43,7 @@ class SignalReader(Protocol):
         position: int,
         logits: Float[Tensor, " vocab"],
         q: Float[Tensor, " vocab"],
-        draws: Draws,
+        draws: Sampler,
         *,
         row: int = -1,
         probs: Float[Tensor, " vocab"] | None = None,

@@ -16,25 +16,25 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lm import CachedModel, DraftModel, Draws, GreedyDraws, Sampling
+from lm import CachedModel, DraftModel, GreedySampler, Sampler, Sampling
 
 
 class Session:
     """State that one generation shares with its drafters. It is open while it is entered."""
 
     def __init__(
-        self, sampling: Sampling, eos_ids: frozenset[int], draws: Draws, prompt_ids: Sequence[int] = ()
+        self, sampling: Sampling, eos_ids: frozenset[int], draws: Sampler, prompt_ids: Sequence[int] = ()
     ) -> None:
         """Args:
         sampling: the one transform of all models.
         eos_ids: tokens that end the generation.
-        draws: source of uniforms; at temperature 0 `GreedyDraws` takes its place.
+        draws: source of uniforms; at temperature 0 `GreedySampler` takes its place.
         prompt_ids: what every model reads first; each must have an embedding for every one of them.
         """
         self.num_prompt = len(prompt_ids)
         self._prompt_range = min(prompt_ids, default=0), max(prompt_ids, default=0)
         self.sampling, self.eos_ids = sampling, eos_ids
-        self.draws = GreedyDraws() if sampling.is_greedy else draws
+        self.draws = GreedySampler() if sampling.is_greedy else draws
         self.is_open = False
         """Whether the models that it took are its own."""
         self._num_emitted: int | None = None

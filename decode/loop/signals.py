@@ -40,7 +40,7 @@ from decode.loop.reading import (
 )
 from decode.policies.base import AfterDraw, Policy
 from heads.model.on_host import HostHead
-from lm import DraftModel, Draws, array_of
+from lm import DraftModel, Sampler, array_of
 
 _INFINITY = float("inf")
 _NOTHING = OfToken(0.0, 0.0, 0.0)
@@ -92,7 +92,7 @@ class HostSignals(Reader):
         position: int,
         logits: Float[Tensor, " vocab"],
         q: Float[Tensor, " vocab"],
-        draws: Draws,
+        draws: Sampler,
         *,
         row: int = -1,
         probs: Float[Tensor, " vocab"] | None = None,
@@ -162,7 +162,7 @@ class DeviceSignals(Reader):
         position: int,
         logits: Float[Tensor, " vocab"],
         q: Float[Tensor, " vocab"],
-        draws: Draws,
+        draws: Sampler,
         *,
         row: int = -1,
         probs: Float[Tensor, " vocab"] | None = None,

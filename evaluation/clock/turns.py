@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from decode.loop.decoder import Generation, SpeculativeDecoder
 from evaluation.clock.primed import PrimedLoop
 from evaluation.contest.arms import Pick
-from evaluation.traces.played import PlayedDraws
+from evaluation.traces.played import PlayedSampler
 from evaluation.traces.replay import Replayed, lengths_of
 from evaluation.traces.trace import Array, Trace
 from evaluation.turns import in_turns
@@ -81,7 +81,7 @@ def clock(
 
 
 def _timed(decoder: SpeculativeDecoder, trace: Trace, row: int) -> tuple[Generation, tuple[float, ...]]:
-    asked, draws = trace.rows[row], PlayedDraws(trace, row)
+    asked, draws = trace.rows[row], PlayedSampler(trace, row)
     started_s = perf_counter()
     generation = decoder.generate(asked.prompt_ids, asked.limit, generator=draws)
     wall_s = perf_counter() - started_s

@@ -24,7 +24,7 @@ from evaluation.hierarchies.times import Times, fit_times, swapped
 from evaluation.intervals import Spent
 from evaluation.keys import code_key, machine_key, models_key
 from evaluation.turns import in_turns
-from lm import RandomDraws, Sampling
+from lm import RandomSampler, Sampling
 from lm.uniforms import GENERATOR, seed_of
 from store.lock import only_writer
 from store.progress import Bar
@@ -152,7 +152,7 @@ class ResumableLoop:
         for prompt_ids, order in turns:
             for key in order:
                 decoder = decoders[key.arm, key.setting]
-                repeated[key].append(decoder.generate(prompt_ids, self.max_new_tokens, generator=RandomDraws(seed)))
+                repeated[key].append(decoder.generate(prompt_ids, self.max_new_tokens, generator=RandomSampler(seed)))
         return {key: Decoded.of(generations) for key, generations in repeated.items()}
 
     def _decoder(self, setting: Setting) -> SpeculativeDecoder:

@@ -18,15 +18,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from evaluation.traces.trace import Trace
-from lm import Draws, RandomDraws
+from lm import RandomSampler, Sampler
 
 
-class PlayedDraws(Draws):
+class PlayedSampler(Sampler):
     """One row of a trace, as the chance of one generation from its prompt under its length limit."""
 
     def __init__(self, trace: Trace, row: int = 0) -> None:
         row_trace = trace.select([row])
-        self._random = RandomDraws(torch.Generator().manual_seed(row))
+        self._random = RandomSampler(torch.Generator().manual_seed(row))
         self._path = row_trace.token[: row_trace.num_positions].tolist()
         self._rejected, self._forks = row_trace.rejected.tolist(), row_trace.fork.tolist()
         at = row_trace.is_rejected.nonzero()[0]
@@ -46,9 +46,9 @@ class PlayedDraws(Draws):
         drawn, recorded = self._random.draw(law), self._recorded()
         return drawn if recorded is None else drawn.fill_(recorded)
 
-    def chance(self) -> tuple[float, int]:
+    def uniform(self) -> tuple[float, int]:
         """A uniform, and the recorded token, for a compiled step."""
-        (uniform, drawn), recorded = self._random.chance(), self._recorded()
+        (uniform, drawn), recorded = self._random.uniform(), self._recorded()
         return uniform, drawn if recorded is None else recorded
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:

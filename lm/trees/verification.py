@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from jaxtyping import Float
 from torch import Tensor
 
-from lm.draws import Draws, GreedyDraws
+from lm.draws import GreedySampler, Sampler
 from lm.trees.tree import ROOT, Tree
 
 
-def verify_tree(tree: Tree, p: Float[Tensor, "rows vocab"], draws: Draws) -> tuple[list[int], int]:
+def verify_tree(tree: Tree, p: Float[Tensor, "rows vocab"], draws: Sampler) -> tuple[list[int], int]:
     """One verification: (the accepted nodes, from the root's child on; the token after them). The token comes from what
     was left of p where children were refused, else it is the bonus token. With an empty tree it is drawn from p.
 
@@ -44,20 +44,20 @@ def verify_tree(tree: Tree, p: Float[Tensor, "rows vocab"], draws: Draws) -> tup
     return path, draws.token(p[node + 1])
 
 
-def node_probs(tree: Tree, path: Sequence[int], p: Float[Tensor, "rows vocab"], draws: Draws) -> list[float]:
+def node_probs(tree: Tree, path: Sequence[int], p: Float[Tensor, "rows vocab"], draws: Sampler) -> list[float]:
     """p(x) of each node of a path, which is what verification accepts it with as a first child; 0 or 1 at temperature
     0.
     """
     rows = [p[tree.parents[node] + 1] for node in path]
     tokens = tree.tokens_of(path)
-    if isinstance(draws, GreedyDraws):
+    if isinstance(draws, GreedySampler):
         return [float(token == int(row.argmax())) for token, row in zip(tokens, rows, strict=True)]
     return [float(row[token]) for token, row in zip(tokens, rows, strict=True)]
 
 
-def _refusals(tokens: Sequence[int], law: Float[Tensor, " vocab"], draws: Draws) -> Iterator[float]:
+def _refusals(tokens: Sequence[int], law: Float[Tensor, " vocab"], draws: Sampler) -> Iterator[float]:
     """The probability that each candidate is refused, given that those before it were."""
-    if isinstance(draws, GreedyDraws):
+    if isinstance(draws, GreedySampler):
         best = int(law.argmax())
         yield from (float(token != best) for token in tokens)
         return
@@ -68,11 +68,11 @@ def _refusals(tokens: Sequence[int], law: Float[Tensor, " vocab"], draws: Draws)
         left -= prob
 
 
-def _left(tokens: Sequence[int], law: Float[Tensor, " vocab"], draws: Draws) -> Float[Tensor, " vocab"]:
+def _left(tokens: Sequence[int], law: Float[Tensor, " vocab"], draws: Sampler) -> Float[Tensor, " vocab"]:
     """The law without these tokens, renormalised; the law itself where nothing is left, which rounding alone can bring
     about.
     """
-    if isinstance(draws, GreedyDraws):
+    if isinstance(draws, GreedySampler):
         return law
     left = law.clone()
     left[tokens] = 0.0

@@ -14,7 +14,7 @@ import decode.loop.rounds
 import lm.draws
 import lm.verification
 from decode import ModelDrafter, SpeculativeDecoder
-from lm import GreedyDraws, RandomDraws, residual_probs, revealed_probs, verify
+from lm import GreedySampler, RandomSampler, residual_probs, revealed_probs, verify
 from tests.toys.enumeration import ToyModel
 
 _propose, _round, _ratio = ModelDrafter.propose, SpeculativeDecoder._round, lm.verification._ratio
@@ -79,7 +79,7 @@ def _learn_ahead(self, committed, max_tokens):
     proposal = _propose(self, committed, max_tokens)
     fed = committed + proposal.tokens
     p = self._session.sampling.laws_after(ToyModel(1).forward(fed, len(proposal.tokens) + 1), fed)
-    chances = revealed_probs(len(proposal.tokens), proposal.tokens, proposal.laws, p, RandomDraws())
+    chances = revealed_probs(len(proposal.tokens), proposal.tokens, proposal.laws, p, RandomSampler())
     num_kept = next((i for i, chance in enumerate(chances) if chance < 0.5), len(chances))
     for column in (proposal.tokens, proposal.laws, proposal.entropies):
         del column[num_kept:]
@@ -148,7 +148,7 @@ def _forgetful_cache(self, length):
         del self.fed[length - 1 :]
 
 
-class _SharedUniforms(RandomDraws):
+class _SharedUniforms(RandomSampler):
     """One uniform serves a token's draw and its acceptance."""
 
     def __init__(self, generator=None):
@@ -157,7 +157,7 @@ class _SharedUniforms(RandomDraws):
         self._tokens, self._accepts = (lm.draws._stream(seed) for _ in range(2))
 
 
-class _Reseeded(RandomDraws):
+class _Reseeded(RandomSampler):
     """Every verification starts its acceptance uniforms anew from one seed."""
 
     def num_accepted(self, acceptance_probs):
@@ -165,7 +165,7 @@ class _Reseeded(RandomDraws):
         return super().num_accepted(acceptance_probs)
 
 
-class _CountAll(RandomDraws):
+class _CountAll(RandomSampler):
     """Counts every token that passes, and not only those before the first that fails."""
 
     def num_accepted(self, acceptance_probs):
@@ -195,8 +195,8 @@ MUTANTS = {
     "drop_by_value": (ModelDrafter, "propose", _drop_by_value),
     "learn_ahead": (ModelDrafter, "propose", _learn_ahead),
     "draft_past_eos": (ModelDrafter, "propose", _draft_past_eos),
-    "second_best": (GreedyDraws, "token", _second_best),
-    "all_agree": (GreedyDraws, "num_accepted", _all_agree),
+    "second_best": (GreedySampler, "token", _second_best),
+    "all_agree": (GreedySampler, "num_accepted", _all_agree),
     "emit_past_eos": (SpeculativeDecoder, "_round", _emit_past_eos),
     "overrun": (SpeculativeDecoder, "_round", _overrun),
     "no_bonus_token": (SpeculativeDecoder, "_round", _no_bonus_token),
@@ -206,7 +206,7 @@ MUTANTS = {
     "stale_cache": (ToyModel, "roll_back", _stale_cache),
     "forgetful_cache": (ToyModel, "roll_back", _forgetful_cache),
     "uncut_padding": (ToyModel, "forward", _uncut_forward),
-    "shared_uniforms": (decode.loop.decoder, "RandomDraws", _SharedUniforms),
-    "reseeded": (decode.loop.decoder, "RandomDraws", _Reseeded),
-    "count_all": (decode.loop.decoder, "RandomDraws", _CountAll),
+    "shared_uniforms": (decode.loop.decoder, "RandomSampler", _SharedUniforms),
+    "reseeded": (decode.loop.decoder, "RandomSampler", _Reseeded),
+    "count_all": (decode.loop.decoder, "RandomSampler", _CountAll),
 }

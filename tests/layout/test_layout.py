@@ -29,7 +29,7 @@ CEILINGS = {
     "lm": (5932, 4000),
     "data_gen": (7142, 4400),
     "heads": (4924, 3600),
-    "decode": (5723, 4200),
+    "decode": (5722, 4200),
     "evaluation": (12295, 7400),
     "serve": (1006, 800),
     "checkpoints/recipes": (1634, 1400),

@@ -17,7 +17,7 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, Policy
 from heads.model.head import AcceptanceHead
-from lm import CachedModel, RandomDraws, Sampling, revealed_probs, verify
+from lm import CachedModel, RandomSampler, Sampling, revealed_probs, verify
 from lm.kv_buffer import keep, make_cache
 from lm.uniforms import draw
 from tests.toys.places import Places, place_of, put
@@ -83,17 +83,17 @@ class Elsewhere(torch.Generator):
 
 def test_draws_take_a_generator_of_any_device():
     with Places():
-        draws = RandomDraws(Elsewhere().manual_seed(0))
+        draws = RandomSampler(Elsewhere().manual_seed(0))
         assert draws.token(torch.full((4,), 0.25, device=FIRST)) in range(4)
 
 
 def test_draws_are_the_same_where_there_is_no_float64():
     probs = torch.rand(20, generator=torch.Generator().manual_seed(0))
-    expected = [RandomDraws(torch.Generator().manual_seed(seed)).token(probs) for seed in range(9)]
+    expected = [RandomSampler(torch.Generator().manual_seed(seed)).token(probs) for seed in range(9)]
     drawn = [draw(probs[None], torch.tensor([0.1 * place], dtype=torch.float64)).item() for place in range(9)]
     with Places():
         there = probs.to("mps")
-        assert [RandomDraws(torch.Generator().manual_seed(seed)).token(there) for seed in range(9)] == expected
+        assert [RandomSampler(torch.Generator().manual_seed(seed)).token(there) for seed in range(9)] == expected
         assert [
             draw(there[None], torch.tensor([0.1 * place], dtype=torch.float64)).item() for place in range(9)
         ] == drawn
@@ -224,9 +224,9 @@ def test_the_host_reads_once_per_token_that_a_policy_looks_at_and_thrice_per_rou
 def test_a_token_is_verified_wherever_its_law_is_and_however_narrow(places, place):
     laws = [torch.rand(width).double() for width in (6, 4, 6)]
     laws, p = [law / law.sum() for law in laws], torch.rand(4, 6).double().softmax(-1)
-    tokens, draws = [1, 3, 5], [RandomDraws(torch.Generator().manual_seed(seed)) for seed in range(20)]
+    tokens, draws = [1, 3, 5], [RandomSampler(torch.Generator().manual_seed(seed)) for seed in range(20)]
     expected = revealed_probs(3, tokens, laws, p, draws[0]), [verify(tokens, laws, p, each) for each in draws]
-    draws = [RandomDraws(torch.Generator().manual_seed(seed)) for seed in range(20)]
+    draws = [RandomSampler(torch.Generator().manual_seed(seed)) for seed in range(20)]
     assert {verdict.num_accepted for verdict in expected[1]} >= {0, 1, 3}
     with Places():
         there = [law.to(each) for law, each in zip(laws, places, strict=True)]

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 import lm.caches.buffers
-from lm import CachedModel, GreedyDraws, RandomDraws
+from lm import CachedModel, GreedySampler, RandomSampler
 from lm.trees.cached import TreeModel
 from lm.trees.tree import Tree
 from lm.trees.verification import node_probs, verify_tree
@@ -20,13 +20,13 @@ def test_greedy_takes_the_longest_path_of_argmaxes_and_the_argmax_behind_it():
     logits = torch.zeros(5, _VOCAB)
     for row, token in enumerate((2, 0, 3, 1, 0)):
         logits[row, token] = 5.0
-    assert verify_tree(tree, logits, GreedyDraws()) == ([1, 2], 1)
-    assert node_probs(tree, [1, 2, 3], logits, GreedyDraws()) == [1.0, 1.0, 0.0]
+    assert verify_tree(tree, logits, GreedySampler()) == ([1, 2], 1)
+    assert node_probs(tree, [1, 2, 3], logits, GreedySampler()) == [1.0, 1.0, 0.0]
 
 
 def test_a_law_that_is_not_finite_is_refused():
     with pytest.raises(ValueError, match="not finite"):
-        verify_tree(Tree((1,), (-1,)), torch.full((2, _VOCAB), torch.nan), RandomDraws())
+        verify_tree(Tree((1,), (-1,)), torch.full((2, _VOCAB), torch.nan), RandomSampler())
 
 
 def test_a_tree_is_refused_that_is_none():

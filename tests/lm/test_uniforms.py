@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from lm import RandomDraws
+from lm import RandomSampler
 from lm.uniforms import uniforms
 
 _NUM_STREAMS = 70_000
@@ -14,8 +14,8 @@ _NUM_STREAMS = 70_000
 def test_every_bit_of_a_seed_counts(bit):
     other = 5 ^ 1 << bit
     assert not torch.isin(uniforms(5, 100), uniforms(other, 100)).any()
-    draws, others = RandomDraws(5), RandomDraws(other)
-    assert draws.chance() != others.chance()
+    draws, others = RandomSampler(5), RandomSampler(other)
+    assert draws.uniform() != others.uniform()
     probs = torch.arange(1, 100).div(100).tolist()
     assert [draws.num_accepted(probs[::-1]) for _ in range(20)] != [others.num_accepted(probs[::-1]) for _ in range(20)]
 
@@ -24,19 +24,19 @@ def test_every_bit_of_a_seed_counts(bit):
 def test_no_two_streams_of_one_generator_coincide():
     """Of 70,000 seeds of 32 bits two are equal with probability 0.43, as here; of 124 bits with probability 1e-28."""
     generator = torch.Generator().manual_seed(1)
-    assert len({RandomDraws(generator).chance() for _ in range(_NUM_STREAMS)}) == _NUM_STREAMS
+    assert len({RandomSampler(generator).uniform() for _ in range(_NUM_STREAMS)}) == _NUM_STREAMS
 
 
 def test_draws_of_two_generators_are_equal_where_the_generators_are():
     """A generator of torch on the CPU reads the lower 32 bits of its seed; the limit is that of its `manual_seed`."""
-    first, *others = (RandomDraws(torch.Generator().manual_seed(seed)).chance() for seed in (5, 5 + 2**32, 6))
+    first, *others = (RandomSampler(torch.Generator().manual_seed(seed)).uniform() for seed in (5, 5 + 2**32, 6))
     assert [other == first for other in others] == [True, False]
 
 
 def test_draws_of_a_seed_are_the_same_each_time_and_those_of_tokens_and_acceptance_differ():
-    draws, again = RandomDraws(7), RandomDraws(7)
-    tokens = [draws.chance() for _ in range(600)]
-    assert tokens == [again.chance() for _ in range(600)]
+    draws, again = RandomSampler(7), RandomSampler(7)
+    tokens = [draws.uniform() for _ in range(600)]
+    assert tokens == [again.uniform() for _ in range(600)]
     accepted = [draws.num_accepted([uniform]) for uniform, _ in tokens]
     assert 0 < sum(accepted) < 600  # of equal streams none would pass: uniform < uniform is false
     assert accepted == [again.num_accepted([uniform]) for uniform, _ in tokens]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lm import (
-    GreedyDraws,
-    RandomDraws,
+    GreedySampler,
+    RandomSampler,
     acceptance_prob,
     acceptance_rate,
     next_law,
@@ -92,15 +92,15 @@ def test_greedy_verification_keeps_what_the_target_would_have_said_and_reads_log
     logits = torch.tensor([[0.0, 2.0, -1.0], [3.0, 3.0, 1.0], [-5.0, -6.0, -4.0]], dtype=dtype)
     for tokens, expected in {(): (0, 1), (1, 0): (2, 2), (1, 1): (1, 0), (2, 0): (0, 1)}.items():
         rows = logits[: len(tokens) + 1]
-        assert verify(list(tokens), [torch.empty(3)] * len(tokens), rows, GreedyDraws()) == expected
-    assert GreedyDraws().draw(logits[1]).tolist() == [0]
+        assert verify(list(tokens), [torch.empty(3)] * len(tokens), rows, GreedySampler()) == expected
+    assert GreedySampler().draw(logits[1]).tolist() == [0]
 
 
 def test_greedy_draws_refuse_what_is_not_finite():
     row = torch.tensor([1.0, torch.nan, 0.0])
-    assert GreedyDraws().draw(row).tolist() == [3]
+    assert GreedySampler().draw(row).tolist() == [3]
     with pytest.raises(ValueError, match="not finite"):
-        GreedyDraws().token(row)
+        GreedySampler().token(row)
 
 
 def test_a_narrower_draft_vocabulary_has_probability_zero_beyond_its_end():
@@ -127,7 +127,7 @@ def test_probabilities_are_looked_at_up_to_the_first_rejection_and_those_that_ar
 
 def test_draws_serve_inside_and_outside_inference_mode_and_where_gradients_are_kept():
     generator = torch.Generator().manual_seed(0)
-    draws = RandomDraws(generator)
+    draws = RandomSampler(generator)
     logits = torch.tensor([[0.0, 5.0, 0.0], [0.0, 0.0, 5.0]], requires_grad=True)
     for mode in (True, False, True):
         with torch.inference_mode(mode):

@@ -20,7 +20,7 @@ from decode.policies.auto import Auto
 from decode.policies.batch import batched
 from decode.policies.head import HeadPolicy
 from heads import AcceptanceHead
-from lm import GreedyDraws, RandomDraws, Sampling
+from lm import GreedySampler, RandomSampler, Sampling
 from serve.lanes import Lane, Lanes, RequestRow
 from tests.toys.fake_engine import Asked, FakeEngine
 from tests.toys.loop import LearnedMaxProb, LearnedProb
@@ -74,8 +74,8 @@ class Watched(ModelDrafter):
         super().conclude(committed, num_accepted)
 
 
-def draws(place: int) -> RandomDraws:
-    return RandomDraws(torch.Generator().manual_seed(place))
+def draws(place: int) -> RandomSampler:
+    return RandomSampler(torch.Generator().manual_seed(place))
 
 
 def asked(policies: list[Policy], **how) -> list[Asked]:
@@ -85,7 +85,7 @@ def asked(policies: list[Policy], **how) -> list[Asked]:
             policy,
             list(prompt),
             LIMIT,
-            draws(i) if not how.get("greedy") else GreedyDraws(),
+            draws(i) if not how.get("greedy") else GreedySampler(),
             how.get("waits", frozenset()),
         )
         for i, (policy, prompt) in enumerate(zip(policies, PROMPTS, strict=False))

@@ -15,12 +15,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lm import CachedModel, Draws, Sampling
+from lm import CachedModel, Sampler, Sampling
 
 Output = TypeVar("Output", bound=Hashable)
 
 
-class Branches(Draws):
+class Branches(Sampler):
     """The draws of one run: scripted as far as the script goes, then the first possible answer each time."""
 
     def __init__(self, script: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ class Branches(Draws):
         return answer
 
 
-def law_of(play: Callable[[Draws], Output]) -> dict[Output, float]:
+def law_of(play: Callable[[Sampler], Output]) -> dict[Output, float]:
     """Probability of each output of `play`, exactly: the sum over all branches of its draws."""
     law: dict[Output, float] = defaultdict(float)
     script: list[int] | None = []

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from decode.policies import AfterDraw, Policy
-from lm import Draws, Sampling, verify
+from lm import Sampler, Sampling, verify
 from serve.lanes import Lanes, RequestRow
 from serve.signals import BatchSignals
 
@@ -23,7 +23,7 @@ class Asked:
     policy: Policy
     committed: list[int]
     max_new_tokens: int
-    draws: Draws
+    draws: Sampler
     waits_after: frozenset[int] = frozenset()
     """Rounds whose draft is not verified: the request loses its row, and comes back later."""
     rounds: list[tuple[list[int], list[AfterDraw]]] = field(default_factory=list)

@@ -31,7 +31,7 @@ from decode.policies.learning import FIRST, NOTHING, learned_from, logit_of, sco
 from decode.policies.registry import POLICIES as REGISTERED
 from decode.policies.registry import RULES
 from heads import AcceptanceHead
-from lm import Draws, Sampling
+from lm import Sampler, Sampling
 from lm.models.seats import Ask
 from tests.toys.enumeration import ToyModel, law_of
 from tests.toys.observed import observed
@@ -211,7 +211,7 @@ def law(
 ) -> dict[tuple[int, ...], float]:
     """The loop's law, exactly; law 4.4 holds on every branch."""
 
-    def play(draws: Draws) -> tuple[int, ...]:
+    def play(draws: Sampler) -> tuple[int, ...]:
         with observed(decoder) as seen:
             generation = decoder.generate(prompt, max_new_tokens, generator=draws)
         seen.check(generation, len(prompt))

@@ -32,7 +32,7 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter, Proposal
 from decode.loop.rounds import Round
 from decode.policies.length import FixedLength
-from lm import CachedModel, Draws, Sampling, next_law, num_accepted
+from lm import CachedModel, Sampler, Sampling, next_law, num_accepted
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class PearlDecoder(SpeculativeDecoder):
         yield from super()._rounds(*arguments)
 
     @torch.inference_mode()
-    def _round(self, committed: list[int], num_left: int, draws: Draws) -> Step:
+    def _round(self, committed: list[int], num_left: int, draws: Sampler) -> Step:
         started_s = perf_counter()
         waiting = self._waiting
         text, num_waiting = committed + waiting.tokens, len(waiting.tokens)

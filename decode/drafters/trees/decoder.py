@@ -19,7 +19,7 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter
 from decode.loop.rounds import Round
 from decode.loop.session import cached
-from lm import Draws, Sampling
+from lm import Sampler, Sampling
 from lm.trees.cached import TreeModel
 from lm.trees.tree import ROOT, Tree
 from lm.trees.verification import node_probs, verify_tree
@@ -88,7 +88,7 @@ class TreeDecoder(SpeculativeDecoder):
         self._tree_target = model
 
     @torch.inference_mode()
-    def _round(self, committed: list[int], num_left: int, draws: Draws) -> TreeRound:
+    def _round(self, committed: list[int], num_left: int, draws: Sampler) -> TreeRound:
         started_s = perf_counter()
         proposal = self.drafter.propose(committed, min(self.max_draft_length, num_left - 1))
         assert isinstance(proposal, TreeProposal)

@@ -13,7 +13,7 @@ from decode import Generation, ModelDrafter, SpeculativeDecoder
 from decode.loop.asked import limits_of
 from decode.loop.batch import Batch
 from decode.policies import Entropy, FixedLength, HeadPolicy
-from lm import RandomDraws, Sampling
+from lm import RandomSampler, Sampling
 from lm.models import seats
 from lm.models.seats import Seats
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
@@ -30,8 +30,8 @@ def toys(monkeypatch):
     )
 
 
-def seeded(seed: int) -> RandomDraws:
-    return RandomDraws(torch.Generator().manual_seed(seed))
+def seeded(seed: int) -> RandomSampler:
+    return RandomSampler(torch.Generator().manual_seed(seed))
 
 
 def timeless(generation: Generation) -> list:
@@ -190,7 +190,7 @@ def test_a_broken_batch_is_refused_before_it_decodes_and_would_not_pass(mutant, 
 
 
 def test_draws_that_rows_share_would_not_pass(monkeypatch):
-    monkeypatch.setattr(decode.loop.decoder, "RandomDraws", lambda generator: seeded(0))
+    monkeypatch.setattr(decode.loop.decoder, "RandomSampler", lambda generator: seeded(0))
     with pytest.raises(AssertionError):
         test_prompts_that_are_the_same_are_answered_by_chance_of_their_own()
 

@@ -17,7 +17,7 @@ from decode.generate.in_transformers import ProcessedSampling
 from decode.loop.fused import fused_step
 from decode.policies import AfterDraw, FixedLength, Policy
 from heads import AcceptanceHead
-from lm import CachedModel, Chance, CompiledModel, CompiledTailModel, RandomDraws, Sampling
+from lm import CachedModel, CompiledModel, CompiledTailModel, RandomSampler, Sampling, UniformSource
 from tests.toys.loop import SAMPLINGS
 
 SIZES = {
@@ -73,7 +73,7 @@ def drafted(kind, sampling, draws, heads):
     return first.tokens + second.tokens, torch.stack(first.laws + second.laws), torch.tensor(policy.seen)
 
 
-def assert_alike(sampling, heads, make_draws=lambda: RandomDraws(torch.Generator().manual_seed(3))):
+def assert_alike(sampling, heads, make_draws=lambda: RandomSampler(torch.Generator().manual_seed(3))):
     expected = drafted(CachedModel, sampling, make_draws(), heads)
     for kind in (CompiledModel, CompiledTailModel):
         tokens, laws, signals = drafted(kind, sampling, make_draws(), heads)
@@ -102,13 +102,13 @@ def test_heads_of_every_input_score_as_in_the_unfused_step(inputs):
 
 @pytest.mark.usefixtures("uncompiled")
 def test_a_settled_token_is_drawn_and_its_own_signals_are_read():
-    class Settled(RandomDraws):
+    class Settled(RandomSampler):
         def token(self, law):
             super().token(law)
             return 4
 
-        def chance(self):
-            return super().chance()[0], 4
+        def uniform(self):
+            return super().uniform()[0], 4
 
     heads = a_head("fed", True, True), a_head("drawn", True, True)
     assert_alike(Sampling(), heads, Settled)
@@ -122,7 +122,7 @@ def test_a_distribution_that_is_not_finite_is_refused(sampling):
     with torch.no_grad():
         model.lm_head.weight[5] = float("nan")
     drafter = ModelDrafter(CompiledModel(model), FixedLength(2))
-    drafter.start(Session(sampling, frozenset(), RandomDraws()))
+    drafter.start(Session(sampling, frozenset(), RandomSampler()))
     with pytest.raises(ValueError, match="not finite"):
         drafter.propose(list(PROMPT), 2)
 
@@ -135,8 +135,8 @@ def test_what_cannot_be_fused_is_not_and_a_step_outlives_its_drafter():
 
         num_accepted = draw = token
 
-    assert not isinstance(Told(), Chance)
-    policy, model, draws = FixedLength(2), CompiledModel(a_model()), RandomDraws()
+    assert not isinstance(Told(), UniformSource)
+    policy, model, draws = FixedLength(2), CompiledModel(a_model()), RandomSampler()
     assert fused_step(policy, model, Sampling(), Told()) is None
     assert fused_step(policy, model, ProcessedSampling(), draws) is None
     assert fused_step(policy, CachedModel(a_model()), Sampling(), draws) is None

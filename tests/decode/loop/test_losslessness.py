@@ -11,7 +11,7 @@ import torch
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import FixedLength, Heuristic, Policy
 from decode.policies.base import AfterDraw, Outcome, State
-from lm import Draws, Sampling
+from lm import Sampler, Sampling
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, law
 
@@ -125,7 +125,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(temperature, top_k, top_p
         ToyModel(1), ModelDrafter(ToyModel(1), FixedLength(2)), sampling=sampling, eos_ids=frozenset({2})
     )
 
-    def num_rejected(draws: Draws) -> int:
+    def num_rejected(draws: Sampler) -> int:
         return sum(played.next_kind == "residual" for played in decoder.generate(PROMPT, 4, generator=draws).rounds)
 
     assert law_of(num_rejected)[0] == pytest.approx(1.0, abs=1e-12)
@@ -141,7 +141,7 @@ def test_these_tests_see_every_policy_stop_early_and_late(policy):
 def test_every_round_emits_one_token_more_than_it_accepts_unless_the_drafts_eos_ends_it():
     decoder = decoder_of(FixedLength(2))
 
-    def check(draws: Draws) -> bool:
+    def check(draws: Sampler) -> bool:
         for played in decoder.generate(PROMPT, 4, generator=draws).rounds:
             is_ended = played.emitted[-1] == 2 and len(played.emitted) == played.num_accepted
             assert len(played.emitted) == played.num_accepted + (not is_ended)
@@ -153,7 +153,7 @@ def test_every_round_emits_one_token_more_than_it_accepts_unless_the_drafts_eos_
 def test_nothing_is_drafted_or_emitted_after_eos():
     decoder = decoder_of(FixedLength(3), eos_ids=(0, 2))
 
-    def check(draws: Draws) -> bool:
+    def check(draws: Sampler) -> bool:
         generation = decoder.generate(PROMPT, 4, generator=draws)
         for tokens in (generation.token_ids, *(played.drafted for played in generation.rounds)):
             assert not set(tokens[:-1]) & {0, 2}
@@ -165,7 +165,7 @@ def test_nothing_is_drafted_or_emitted_after_eos():
 def test_every_forward_feeds_the_tokens_that_the_cache_lacks_and_no_others():
     decoder = decoder_of(FixedLength(2), eos_ids=())
 
-    def check(draws: Draws) -> bool:
+    def check(draws: Sampler) -> bool:
         target, draft = decoder.target, decoder.drafter.model
         target.forwards, draft.forwards = [], []
         rounds = decoder.generate(PROMPT, 4, generator=draws).rounds

@@ -18,7 +18,7 @@ import torch
 from scipy.stats import chi2, ncx2
 
 from decode.policies import Entropy, FixedLength
-from lm import RandomDraws, Sampling
+from lm import RandomSampler, Sampling
 from tests.decode.mutants import MUTANTS
 from tests.toys.enumeration import ToyModel, law_of
 from tests.toys.loop import PROMPT, SAMPLINGS, decoder_of
@@ -74,7 +74,7 @@ def test_the_chi_square_test_has_power_against_mutants(mutant, monkeypatch):
 
 
 def test_both_streams_of_random_draws_are_uniform_and_independent():
-    draws = RandomDraws(torch.Generator().manual_seed(0))
+    draws = RandomSampler(torch.Generator().manual_seed(0))
     probs = torch.full((10,), 0.1)
     table = torch.zeros(10, 2)
     for _ in range(20000):
@@ -84,7 +84,7 @@ def test_both_streams_of_random_draws_are_uniform_and_independent():
 
 
 def test_a_token_of_probability_zero_is_never_drawn_nor_accepted():
-    draws = RandomDraws(torch.Generator().manual_seed(0))
+    draws = RandomSampler(torch.Generator().manual_seed(0))
     probs = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0])
     assert {draws.token(probs) for _ in range(500)} == {1, 3}
     assert {draws.num_accepted([1.0, 0.0]) for _ in range(500)} == {1}

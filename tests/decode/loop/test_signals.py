@@ -17,7 +17,7 @@ from heads import AcceptanceHead
 from heads.model import stepwise
 from heads.model.on_host import HostHead
 from heads.model.stepwise import StepwiseHead, Vocabulary
-from lm import CachedModel, RandomDraws, Sampling, entropy
+from lm import CachedModel, RandomSampler, Sampling, entropy
 from tests.toys.enumeration import ToyModel
 from tests.toys.extending import added_to
 from tests.toys.loop import PROMPT, decoder_of, toy_head
@@ -53,7 +53,7 @@ def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_th
     fed, drawn, prefix = (head_with_every_input(timing).requires_grad_(False) for timing in ("fed", "drawn", "prefix"))
     policy, model = Watch(fed, drawn, prefix), ToyModel(2, 5)
     drafter = ModelDrafter(model, policy)
-    drafter.start(Session(sampling, frozenset(), RandomDraws(torch.Generator().manual_seed(4))))
+    drafter.start(Session(sampling, frozenset(), RandomSampler(torch.Generator().manual_seed(4))))
     proposal = drafter.propose(list(PROMPT), 4)
     tokens = proposal.tokens
     scalars = []
@@ -81,7 +81,7 @@ def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_th
 
 def test_only_what_a_policy_asks_for_is_computed():
     drafter = ModelDrafter(ToyModel(2), FixedLength(3))
-    drafter.start(Session(Sampling(), frozenset(), RandomDraws(torch.Generator().manual_seed(0))))
+    drafter.start(Session(Sampling(), frozenset(), RandomSampler(torch.Generator().manual_seed(0))))
     assert drafter.propose(list(PROMPT), 3).entropies == [0.0, 0.0, 0.0]
 
 
@@ -147,7 +147,7 @@ def test_both_readers_draw_the_same_tokens_and_read_the_same_signals(asked):
 
     shown = []
     for reader in (HostSignals, DeviceSignals):
-        model, draws = ToyModel(2, 5), RandomDraws(torch.Generator().manual_seed(3))
+        model, draws = ToyModel(2, 5), RandomSampler(torch.Generator().manual_seed(3))
         heads = (head_with_every_input(timing) for timing in ("fed", "drawn", "prefix"))
         signals, ids, steps = reader(Asks(*heads), model), list(PROMPT), []
         for position in range(4):
@@ -182,7 +182,7 @@ def test_a_new_scalar_is_read_by_every_reader(timing, margin):
         signals = reader(policy, model)
         for position in range(3):
             logits = model.forward(ids)[-1]
-            draws = RandomDraws(torch.Generator().manual_seed(position))
+            draws = RandomSampler(torch.Generator().manual_seed(position))
             token, drawn = signals.draw(position, logits, logits.softmax(-1), draws)
             now = torch.stack([logits.max() - logits[token], entropy(logits)])
             scalars = now if timing == "drawn" else before

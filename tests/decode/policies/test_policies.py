@@ -18,7 +18,7 @@ from decode.policies.registry import POLICIES as BY_NAME
 from decode.policies.registry import Registered, make_policy, parse_policy
 from decode.policies.scores import sigmoid
 from heads import AcceptanceHead, Provenance
-from lm import RandomDraws, Sampling, acceptance_prob, entropy, residual_probs
+from lm import RandomSampler, Sampling, acceptance_prob, entropy, residual_probs
 from tests.toys.enumeration import ToyModel
 from tests.toys.loop import POLICIES, PROMPT, decoder_of
 
@@ -34,7 +34,7 @@ def direct_lengths(rule: str, seed: int, num_tokens: int) -> list[tuple[int, int
     heuristic: k starts at 5; all accepted: + 2, else - 1, at least 1.
     """
     target, draft = ToyModel(1), ToyModel(2)
-    draws, ids, k, rounds = RandomDraws(torch.Generator().manual_seed(seed)), list(PROMPT), 5, []
+    draws, ids, k, rounds = RandomSampler(torch.Generator().manual_seed(seed)), list(PROMPT), 5, []
 
     def probs(model, tokens):
         model.reset()

@@ -18,7 +18,7 @@ from scipy.stats import chi2
 
 from decode import ModelDrafter, SpeculativeDecoder
 from heads import AcceptanceHead
-from lm import CachedModel, RandomDraws, Sampling
+from lm import CachedModel, RandomSampler, Sampling
 from lm.uniforms import seed_of
 from tests.toys import small_pair
 from tests.toys.loop import AUTOS, POLICIES, RULE, SAMPLINGS, ToySeats, decoder_of
@@ -57,7 +57,7 @@ class LawCase:
 
     def answers(self, num: int, source: int) -> list[Outcome]:
         """Answers to the prompts in turns, each with draws of its own; all bits of the seed count."""
-        draws = [RandomDraws(seed_of(source, number)) for number in range(num)]
+        draws = [RandomSampler(seed_of(source, number)) for number in range(num)]
         prompts = [PROMPTS[number % 2] for number in range(num)]
         made = self.decoder.generate_batch(prompts, LENGTH, batch_size=BATCH_SIZE, generator=draws)
         return [generation.token_ids for generation in made]

@@ -15,7 +15,7 @@ from decode.policies.bounds import PerfectHead
 from evaluation.batches import lockstep
 from evaluation.batches.load import Load, load_of, queue_of
 from evaluation.batches.lockstep import step_through
-from evaluation.traces.played import PlayedDraws
+from evaluation.traces.played import PlayedSampler
 from evaluation.traces.replay import Lockstep, replay_rounds, replay_settings
 from evaluation.tuning.rule import batch_auto_for
 from lm import Sampling
@@ -70,7 +70,7 @@ def test_a_batch_of_replay_is_the_batch_of_the_loop(policy, size, monkeypatch):
         [row.prompt_ids for row in requests],
         [row.limit for row in requests],
         batch_size=size,
-        generator=[PlayedDraws(trace, row) for row in rows.tolist()],
+        generator=[PlayedSampler(trace, row) for row in rows.tolist()],
     )
     played = list(rounds)
     assert [each.token_ids for each in batch.generations] == [row.response_ids for row in requests]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import kstest
 
-from lm import RandomDraws
+from lm import RandomSampler
 from lm.uniforms import seed_of
 from tests.decode.mutants import MUTANTS
 from tests.evaluation.batches import sampled_laws
@@ -40,7 +40,7 @@ def test_a_batch_with_another_law_would_not_pass(mutant, monkeypatch):
 
 def test_neighbours_that_share_their_draws_would_not_pass(monkeypatch):
     case = case_of("toys batch_rule plain")
-    monkeypatch.setattr(sampled_laws, "RandomDraws", lambda seed: RandomDraws(seeds[seed]))
+    monkeypatch.setattr(sampled_laws, "RandomSampler", lambda seed: RandomSampler(seeds[seed]))
     source = 1
     seeds = {seed_of(source, place): place // 2 for place in range(NUM)}
     answers = case.answers(NUM, source)

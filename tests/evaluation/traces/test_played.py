@@ -12,7 +12,7 @@ from decode import ModelDrafter, SpeculativeDecoder
 from decode.loop.counts import Counts
 from decode.policies import AdaEDL, FixedLength, HeadPolicy, Policy
 from decode.policies.auto import Auto
-from evaluation.traces.played import PlayedDraws
+from evaluation.traces.played import PlayedSampler
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from heads import AcceptanceHead
@@ -37,7 +37,7 @@ def rows_that_differ(decoder: SpeculativeDecoder, policy: Policy, traced: Trace)
     replayed = replay_settings(traced, policy)
     different = []
     for number, row in enumerate(traced.rows):
-        generation = decoder.generate(row.prompt_ids, row.limit, generator=PlayedDraws(traced, number))
+        generation = decoder.generate(row.prompt_ids, row.limit, generator=PlayedSampler(traced, number))
         lengths = np.bincount([len(one.drafted) for one in generation.rounds], minlength=traced.max_draft_length + 1)
         counts = Counts(
             **{
@@ -103,7 +103,7 @@ def test_what_is_played_costs_the_draws_and_looks_of_a_loop_that_draws():
     _, every = traced("plain", 4, 3, (2,))
     number = int(np.flatnonzero([len(row.response_ids) == 4 for row in every.rows])[0])
     asked: list[float] = []
-    played = PlayedDraws(every, number)
+    played = PlayedSampler(every, number)
     passing = int(every.rejected[every.offsets[number]]) - int(every.offsets[number])
     assert played.num_accepted(asked.append(prob) or prob for prob in (0.1, 0.2, 0.3)) == min(passing, 3)
     assert len(asked) == min(passing + 1, 3)
@@ -117,5 +117,5 @@ def test_a_law_on_a_device_is_answered_with_a_tensor_of_the_recorded_token():
     _, every = traced("plain", 4, 3, (2,))
     law = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
     for number in range(0, len(every.rows), 50):
-        one, other = PlayedDraws(every, number), PlayedDraws(every, number)
+        one, other = PlayedSampler(every, number), PlayedSampler(every, number)
         assert [int(one.draw(law)) for _ in range(2)] == [other.token(law) for _ in range(2)]

@@ -14,7 +14,7 @@ from decode.policies.registry import make_policy
 from evaluation.flags.short_drafts import ShortDrafts
 from evaluation.traces.disk import Place, read_trace, write_trace
 from evaluation.traces.replay import replay_settings
-from lm import CachedModel, Draws, Sampling
+from lm import CachedModel, Sampler, Sampling
 from tests.evaluation.flags.point_mass import PointMassDrafter
 from tests.evaluation.traces.test_replay import COUNTED, Diary
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
@@ -49,7 +49,7 @@ def test_replay_has_the_law_of_a_loop_with_likeliest_drafts(rule, sampling, eos_
     drafter = PointMassDrafter(ToyModel(2), policy)
     decoder = SpeculativeDecoder(ToyModel(1), drafter, sampling=law, eos_ids=frozenset(eos_ids), max_draft_length=3)
 
-    def play(draws: Draws) -> tuple[int, ...]:
+    def play(draws: Sampler) -> tuple[int, ...]:
         counts = decoder.generate(PROMPT, 4, generator=draws).counts
         return tuple(getattr(counts, name) for name in COUNTED)
 

@@ -13,7 +13,7 @@ import decode.loop.drafter
 from decode.policies import FixedLength, Policy
 from decode.policies.base import AfterDraw
 from evaluation.traces.replay import replay_settings
-from lm import Draws, revealed_probs
+from lm import Sampler, revealed_probs
 from tests.toys.enumeration import assert_same_law, law_of
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, LearnedProb, decoder_of, toy_head
 from tests.toys.traces import EOS, traced
@@ -96,7 +96,7 @@ def assert_same_counts(
         replayed[tuple(map(int, numbers))] += weight
     decoder = decoder_of(policy, sampling=SAMPLINGS[sampling], eos_ids=eos_ids, length=length)
 
-    def play(draws: Draws) -> tuple[int, ...]:
+    def play(draws: Sampler) -> tuple[int, ...]:
         counts = decoder.generate(PROMPT, limit, generator=draws).counts
         return tuple(getattr(counts, name) for name in COUNTED)
 

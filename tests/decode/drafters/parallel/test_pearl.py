@@ -10,7 +10,7 @@ import torch
 
 import decode.drafters.parallel.pearl
 from decode.drafters.parallel.pearl import PearlDecoder, Step
-from lm import Draws, Sampling, acceptance_prob, num_accepted
+from lm import Sampler, Sampling, acceptance_prob, num_accepted
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
 from tests.toys.loop import PROMPT, SAMPLINGS
 from tests.toys.random_pairs import random_pair
@@ -25,7 +25,7 @@ def toy_pearl(gamma: int, sampling: Sampling, eos_ids: tuple[int, ...]) -> Pearl
 def assert_target_law(gamma: int, sampling: Sampling, eos_ids: tuple[int, ...] = ()) -> None:
     decoder = toy_pearl(gamma, sampling, eos_ids)
 
-    def play(draws: Draws) -> tuple[int, ...]:
+    def play(draws: Sampler) -> tuple[int, ...]:
         generation = decoder.generate(PROMPT, _LENGTH, generator=draws)
         counts = generation.counts
         num_own = sum(one.next_kind is not None for one in generation.rounds)

@@ -11,7 +11,7 @@ from decode.drafters.trees.decoder import TreeDecoder, TreeRound
 from decode.drafters.trees.drafter import TreeDrafter
 from decode.drafters.trees.shapes import Cape, Dynamic, Shape
 from decode.policies import AdaEDL, Entropy, FixedLength, HeadPolicy, Policy
-from lm import Draws, Sampling
+from lm import Sampler, Sampling
 from tests.toys.enumeration import assert_same_law, law_of
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, toy_head
 from tests.toys.random_pairs import CONFIGS, random_pair
@@ -27,7 +27,7 @@ SHAPES = {
 def tree_law(decoder: TreeDecoder, max_new_tokens: int) -> dict[tuple[int, ...], float]:
     """The loop's law, exactly; law 4.4 holds on every branch."""
 
-    def play(draws: Draws) -> tuple[int, ...]:
+    def play(draws: Sampler) -> tuple[int, ...]:
         generation = decoder.generate(PROMPT, max_new_tokens, generator=draws)
         counts = generation.counts
         assert counts.num_drafted == sum(len(played.drafted) for played in generation.rounds)

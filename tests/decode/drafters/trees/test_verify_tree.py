@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import lm.trees.verification
-from lm import Draws
+from lm import Sampler
 from lm.trees.tree import ROOT, Tree
 from lm.trees.verification import verify_tree
 from tests.toys.enumeration import assert_same_law, law_of
@@ -42,7 +42,7 @@ def test_a_two_level_tree_keeps_the_targets_law():
             first, second = [*tokens, 0, 0][:2]
             return cube[len(tokens), first, second]
 
-        def play(draws: Draws, tree: Tree = tree) -> tuple[int, ...]:
+        def play(draws: Sampler, tree: Tree = tree) -> tuple[int, ...]:
             rows = torch.stack([law_after(tree.tokens_of(tree.path(node))[:2]) for node in range(-1, len(tree))])
             path, token = verify_tree(tree, rows, draws)
             tokens = [*tree.tokens_of(path), token]
