@@ -80,7 +80,7 @@ class Written:
 
         def recorded(stops: Stops, sampled: Any, requests: Any, batch: Any, is_discarded: Any) -> None:
             verified(stops, sampled, requests, batch, is_discarded)
-            self.stops, stops._lanes._controller.clock = stops, clock
+            self.stops, stops._lanes._controller._clock = stops, clock
             for row, is_prompt in zip(stops._rows, is_discarded.tolist(), strict=False):  # the mask can be longer
                 if not is_prompt:
                     self.rounds[row.request].append([len(row.verified), row.num_accepted])
