@@ -30,7 +30,7 @@ CEILINGS = {
     "data_gen": (7142, 4400),
     "heads": (4924, 3600),
     "decode": (5722, 4200),
-    "evaluation": (12295, 7400),
+    "evaluation": (12285, 7400),
     "serve": (1006, 800),
     "checkpoints/recipes": (1634, 1400),
     "benchmarks": (795, 800),
