@@ -1,8 +1,8 @@
 """Command lines: one parser for every command, from the dataclasses of `configs.schema`.
 
-A command is a function whose first parameter is the whole `config: Config` (or that has none); its other, keyword-only
-parameters become flags of that command alone. What a user can cause is a `ValueError` or an `OSError` anywhere below:
-it ends here as one line on stderr and exit code 2.
+A command is a function whose first parameter is the whole `config: Config` (or that has none). Its keyword-only
+parameters become flags of that command. A `ValueError` or `OSError` is a user's mistake: it ends here as one line on
+stderr and exit code 2.
 """
 
 import os
@@ -32,7 +32,7 @@ def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentPars
 
     Args:
         command: its docstring becomes the help, its keyword-only parameters become flags.
-        trainer: the class whose arguments the `trainer` section must fit; None takes the section unchecked (commands
+        trainer: the class whose arguments the `trainer` section must fit; None: the section is not checked (commands
             that train nothing).
     """
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -63,9 +63,7 @@ def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentPars
 
 
 def _let_flags_stand_alone(parser: ArgumentParser, command: Command) -> None:
-    """Take `--json` for `--json true`, as everybody writes it; and `--for` for the parameter `for_`, whose own name is
-    Python's.
-    """
+    """Accept `--json` for `--json true`, and `--for` for the parameter `for_`."""
     kinds = get_type_hints(command)
     for action in parser._actions:
         if action.dest in kinds and action.dest.endswith("_"):
@@ -77,9 +75,7 @@ def _let_flags_stand_alone(parser: ArgumentParser, command: Command) -> None:
 
 
 def takes_config(command: Command) -> bool:
-    """False for a command that needs no experiment (closed forms, the recipe of the embedded trio): it has no `config`
-    parameter.
-    """
+    """Whether a command reads an experiment: whether it has a `config` parameter."""
     return "config" in signature(command).parameters
 
 
@@ -114,9 +110,7 @@ def run(
     argv: list[str] | None = None,
     trainer: type | None = None,
 ) -> Any:
-    """Call the command that `argv` names, or `default` when it names none; exits with 2 and one line on a user's
-    error.
-    """
+    """Call the command that `argv` names, or `default` when it names none; a user's error exits with code 2."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in commands:
         name, argv = argv[0], argv[1:]
@@ -136,18 +130,18 @@ def run(
     try:
         configs = [config_of(parser, parsed)] if takes_config(commands[name]) else []
         return commands[name](*configs, **flags)
-    except BrokenPipeError:  # `| head` has seen enough; what is still buffered goes nowhere
+    except BrokenPipeError:  # `| head` closed the pipe; discard what is still buffered
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except (ValueError, OSError) as error:
         _fail(_in_one_line(error))
     except KeyboardInterrupt:
-        print("stopped; what was written is whole, the same command goes on from there", file=sys.stderr)
+        print("interrupted; files written so far are complete. Run the same command again to continue", file=sys.stderr)
         raise SystemExit(130) from None
 
 
 def refuse_wrong(command: Command, argv: list[str]) -> None:
-    """End the process if a setting is wrong; those of `trainer` are let pass, as their class takes seconds to import.
+    """End the process if a setting is wrong, except those of `trainer`, whose class takes seconds to import.
 
     Args:
         command: a function with a `config`.
@@ -164,34 +158,34 @@ def refuse_wrong(command: Command, argv: list[str]) -> None:
 
 
 def _without_trainer(argv: Iterable[str]) -> Iterator[str]:
-    """Flags but those of `trainer`, written --trainer.x=VALUE or --trainer.x VALUE."""
-    is_left_out = False
+    """The arguments without `--trainer.x=VALUE` and `--trainer.x VALUE`."""
+    is_trainer = False
     for argument in argv:
         if argument.startswith("--"):
-            is_left_out = argument.startswith("--trainer")
-        if not is_left_out:
+            is_trainer = argument.startswith("--trainer")
+        if not is_trainer:
             yield argument
 
 
 def _parsed(parser: ArgumentParser, argv: Iterable[str], command: Command) -> Namespace:
-    """What `parser` reads; ends the process, with a hint, where it cannot."""
+    """The parsed arguments; ends the process with a hint if they cannot be parsed."""
     argv = ["--help" if argument == "--help.all" else argument for argument in argv]
     try:
         return parser.parse_args(argv)
     except ArgumentError as error:
         hint = (
-            "--help.all lists every option"
+            "run with --help.all to list every option"
             if "--config" in argv or not takes_config(command)
-            else "pass --config FILE: `acceptance-heads init` writes one, and tiny is one of the embedded models"
+            else "pass --config FILE; `acceptance-heads init` writes one, and --config tiny is a shipped one"
         )
         problem = _as_written(one_line(error), command)
         _fail(f"{problem} ({_meant(' '.join(str(error).split()), parser) or hint})")
-    except ValueError as error:  # of a null character where the parser looks for a file
-        _fail(f"the settings cannot be read: {error}; look for a null character in them")
+    except ValueError as error:  # the parser tries each value as a path, and a path may not hold a null character
+        _fail(f"the settings cannot be read: {error}; remove the null character from them")
 
 
 def _as_written(problem: str, command: Command) -> str:
-    """A complaint of the parser that names a command's own parameters as they are written: --for, not for_."""
+    """The parser's message, with a command's parameters as flags: --for, not for_."""
     for name in signature(command).parameters:
         problem = re.sub(rf'Parser key "{name}"|(?<=required: ){name}\b', f"--{written_as(name)}", problem)
     return problem
@@ -201,36 +195,36 @@ _UNKNOWN = r"nrecognized arguments: --([\w.]+)|Group '(?P<group>[\w.]+)' does no
 
 
 def _meant(problem: str, parser: ArgumentParser) -> str | None:
-    """What the user probably meant, where the parser does not know an option: those of similar names."""
-    if found := re.search(_UNKNOWN, problem):
-        is_flag = found["group"] is None
-        near = similar(found[1] if is_flag else f"{found['group']}.{found['key']}", parser._option_string_actions)
+    """A hint at options of similar names if the parser does not know an option; else None."""
+    if match := re.search(_UNKNOWN, problem):
+        is_flag = match["group"] is None
+        near = similar(match[1] if is_flag else f"{match['group']}.{match['key']}", parser._option_string_actions)
         dashes = "--" if is_flag else ""
         return f"did you mean {' or '.join(dashes + name for name in near)}?" if near else None
     return None
 
 
 def _plain(problem: str) -> str:
-    """A complaint of the parser about a value of several possible types in a few words: the package that its class
-    lacks, what the class itself said, or the value and the types.
+    """The parser's message, shortened for a value of several possible types: the missing package, the error of the
+    class, or the value and its types.
     """
-    if lacking := re.search(r"class_path '(?:[\w.]*\.)?(\w+)': Requirement '([\w-]+)", problem):
-        return f"{lacking[1]} needs {lacking[2]}, which is not installed: pip install {lacking[2]}"
+    if missing := re.search(r"class_path '(?:[\w.]*\.)?(\w+)': Requirement '([\w-]+)", problem):
+        return f"{missing[1]} needs {missing[2]}, which is not installed; run pip install {missing[2]}"
     union = re.search(r"Does not validate against any of the Union subtypes Subtypes: (.*?) Errors: ", problem)
     if union is None:
         return problem
-    if said := re.search(
+    if reason := re.search(
         r"Errors: - (?!Expected )(.*?) - Expected .*Namespace\(class_path='(?:[\w.]*\.)?(\w+)'", problem
     ):
-        return f"{problem[: union.start()]}{said[2]} says: {said[1]}"
+        return f"{problem[: union.start()]}{reason[2]}: {reason[1]}"
     types = re.sub(r"<class '([^']*)'>", r"\1", union[1][1:-1]).replace("NoneType", "null")
     types = re.sub(r"[a-z_]+\.(?:\w+\.)*", "", types)
     return f"{problem[: union.start()]}{problem.rpartition('Given value: ')[2]} is none of {types}"
 
 
 def similar(name: str, options: Iterable[str]) -> list[str]:
-    """Names of the options that a mistyped one may stand for: those of its last word deeper in its section, else the
-    one most alike, else all whose last word is alike.
+    """Options that a mistyped name may mean: those of the same last word deeper in its section, else the most similar
+    one, else all with a similar last word.
 
     `pair.dtype` gives pair.target.dtype and pair.draft.dtype; `data.num_trian` gives data.num_train; `num_train`,
     without its section, data.num_train and heads.num_train.
@@ -251,19 +245,19 @@ def similar(name: str, options: Iterable[str]) -> list[str]:
 
 
 def one_line(error: ArgumentError) -> str:
-    """What the parser says, in one line, its middle left out where it repeats a long value."""
+    """The parser's message in one line; the middle of a very long one is cut."""
     text = _plain(" ".join(str(error).split()))
     return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
 
 
 def _in_one_line(error: ValueError | OSError) -> str:
-    """The problem in one line; of an error that the system raised, also the file and the remedy."""
+    """The message in one line; for an error of the operating system, with the file and the remedy."""
     text = _plain(" ".join(str(error).split()))
     if not isinstance(error, OSError) or error.strerror is None:
         return text
     return (
-        f"{error.filename or 'a file'}: {error.strerror}; check the path, its permissions and the disk, then run the "
-        "same command again"
+        f"{error.filename or 'a file'}: {error.strerror}; check the path, its permissions and the free disk space, "
+        "then run the same command again"
     )
 
 

@@ -1,8 +1,6 @@
-"""`acceptance-heads COMMAND`: every command of the project by one name, in the order in which one needs them.
+"""`acceptance-heads COMMAND`: every command of the project, in the order in which a user needs them.
 
-Nothing heavy is imported before a command runs, so that help answers at once (`configs.screens`). Installed, it runs
-in any directory, whatever files of the same names lie there: the script's own folder is searched for modules, not the
-current one.
+Nothing heavy is imported before a command runs, so help appears at once (`configs.screens`).
 """
 
 import os
@@ -22,10 +20,10 @@ STEPS = ("data", "train", "export", "evaluate", "tune")
 
 
 class Entry(NamedTuple):
-    """A command: where its code is, and what its help shows."""
+    """A command."""
 
     target: str
-    """The place of its function, as module:function."""
+    """Its function, as module:function."""
     settings: tuple[str, ...] = ()
     """Dotted names of the settings that its help shows."""
 
@@ -35,8 +33,8 @@ _HEADS = ("heads.dir", "heads.timings", "heads.scalars", "heads.depths", "heads.
 _DECODE = ("decode.dir", "decode.heads", "decode.num_dev", "decode.num_test", "decode.max_draft_length")
 _TIMES = ("decode.ratios", "decode.t_draft_s", "decode.t_target_s", "decode.stop_share")
 _CLOSING = (
-    "  COMMAND --help shows its options, COMMAND --help.all every one; --version the version",
-    "  --completion bash|zsh prints a script for the shell: source <(acceptance-heads --completion bash)",
+    "  COMMAND --help lists the main options, COMMAND --help.all every option; --version prints the version",
+    "  --completion bash|zsh prints a completion script: source <(acceptance-heads --completion bash)",
 )
 COMMANDS: dict[str, Entry] = {
     "init": Entry("evaluation.costs.init:init"),
@@ -68,11 +66,11 @@ COMMANDS: dict[str, Entry] = {
 
 
 class Commands(Mapping[str, Any]):
-    """The commands of a room, as `python -m ROOM` names them; a command is imported when it is called."""
+    """The commands of `python -m PACKAGE`; a command is imported when it is called."""
 
     def __init__(self, **names: str) -> None:
         """Args:
-        names: the room's name of each command -> its name in COMMANDS.
+        names: the package's name of each command -> its name in COMMANDS.
         """
         self.names = names
 
@@ -90,21 +88,20 @@ class Commands(Mapping[str, Any]):
 
 
 def run_room(commands: Commands, *, default: str | None = None, argv: list[str] | None = None) -> None:
-    """`python -m ROOM`: help of one screen, as here, before anything is imported; everything else by
-    `configs.command.run`.
+    """`python -m PACKAGE`: print one-screen help without importing anything heavy, or run a command.
 
     Args:
-        commands: of the room.
-        default: the command that runs where none is named.
-        argv: what follows `python -m ROOM`; None: of this process.
+        commands: the commands of the package.
+        default: the command that runs if none is named.
+        argv: the arguments; None: those of this process.
     """
     argv = sys.argv[1:] if argv is None else argv
-    named = argv[0] if argv and argv[0] in commands else default
+    name = argv[0] if argv and argv[0] in commands else default
     if argv and argv[0] in ("-h", "--help"):
         print(_listed(commands))
         return
-    if {"-h", "--help"} & set(argv) and named is not None:
-        print(screen_of(commands.names[named], *COMMANDS[commands.names[named]]))
+    if {"-h", "--help"} & set(argv) and name is not None:
+        print(screen_of(commands.names[name], *COMMANDS[commands.names[name]]))
         return
     from configs.command import run
 
@@ -128,12 +125,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         _main(argv)
         sys.stdout.flush()
-    except (
-        KeyboardInterrupt
-    ):  # while modules are imported; a command that runs ends by itself, in `configs.command.run`
-        print("stopped before anything was begun", file=sys.stderr)
+    except KeyboardInterrupt:  # during imports; a running command handles it in `configs.command.run`
+        print("interrupted before the command started", file=sys.stderr)
         raise SystemExit(130) from None
-    except BrokenPipeError:  # `| head` has seen enough; what is still buffered goes nowhere
+    except BrokenPipeError:  # `| head` closed the pipe; discard what is still buffered
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
 
@@ -156,7 +151,7 @@ def _main(argv: list[str] | None) -> None:
 
 
 def all_steps(config: Config) -> None:
-    """Make data, train, export, evaluate and tune, one after the other; what is there is gone on from.
+    """Make data, train, export, evaluate and tune, one after the other; finished work is not repeated.
 
     Args:
         config: the experiment.
@@ -167,7 +162,7 @@ def all_steps(config: Config) -> None:
 
 
 def overview() -> str:
-    """Every command with what it does, in the order in which one needs them."""
+    """Every command with its summary."""
     width = max(map(len, COMMANDS)) + 2
     lines = [f"  {name:<{width}}{_shortest(summary_of(entry.target))}" for name, entry in COMMANDS.items()]
     usage = "usage: acceptance-heads COMMAND --config FILE [options]"
@@ -175,16 +170,15 @@ def overview() -> str:
 
 
 def _completion(argv: list[str]) -> str:
-    """The script that completes commands, options and choices in the shell that is named."""
     if len(argv) != 1 or argv[0] not in SHELLS:
-        given = f"is {' '.join(argv)!r}" if argv else "names no shell"
-        print(f"error: --completion {given}; it takes {' or '.join(SHELLS)}", file=sys.stderr)
+        value = f"is {' '.join(argv)!r}" if argv else "names no shell"
+        print(f"error: --completion {value}; it takes {' or '.join(SHELLS)}", file=sys.stderr)
         raise SystemExit(2)
     return completion_of({name: entry.target for name, entry in COMMANDS.items()}, argv[0])
 
 
 def _shortest(summary: str) -> str:
-    """The part of a summary that says what a command does: up to its first semicolon or full stop."""
+    """A summary up to its first semicolon or full stop."""
     return summary.partition(";")[0].partition(". ")[0].rstrip(".")
 
 

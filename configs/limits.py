@@ -1,8 +1,7 @@
-"""The limits of every number of an experiment's YAML, and the check that a config keeps them, before any command
-begins.
+"""Limits of every number of an experiment's YAML, checked before a command starts.
 
-A limit is written beside the setting's dotted name. What depends on more than the setting itself (the prompts that
-there are, the positions that a model reads) is checked by the room that knows it.
+What depends on more than the setting itself (available prompts, positions that a model reads) is checked by the package
+that knows it.
 """
 
 import math
@@ -17,12 +16,12 @@ from configs.schema import Config
 
 
 class Limit(NamedTuple):
-    """The range from `low` to `high` that a number of the config may have."""
+    """The range that a number of the config must be in."""
 
     low: float
     high: float = math.inf
     is_open: bool = False
-    """`low` itself is too low."""
+    """Whether `low` itself is excluded."""
 
     def admits(self, value: Any) -> bool:
         """Whether the value is a finite number within the limit."""
@@ -84,9 +83,7 @@ LIMITS = {
     "decode.verify_shares": _AT_LEAST_ZERO,
     "decode.stop_share": _AT_LEAST_ZERO,
 }
-"""Dotted name -> the limit of its number, of each number of its list; null is within every limit, where the schema
-allows it.
-"""
+"""Dotted name -> the limit of its number, or of each number of its list. null passes where the schema allows it."""
 _FOLDERS = ("data", "heads", "decode")
 _PROCESSES_PER_CORE = 4
 
@@ -94,17 +91,17 @@ _PROCESSES_PER_CORE = 4
 def refuse_null(schema: Any, section: Any, name: str) -> None:
     """Raise ValueError for a section without settings, and for a null that its dataclass (None: any) does not take."""
     if not isinstance(section, Mapping) and not hasattr(section, "__dict__"):
-        raise ValueError(f"{name} is {'null' if section is None else section}; give it settings, or leave it out")
+        raise ValueError(f"{name} is {'null' if section is None else section}; give it settings, or remove it")
     for key, kind in get_type_hints(schema).items() if schema else ():
         value, kinds = getattr(section, key), get_args(kind) or (kind,)
         if value is None and NoneType not in kinds:
-            raise ValueError(f"{name}.{key} is null; give it a value, or leave it out")
+            raise ValueError(f"{name}.{key} is null; give it a value, or remove it")
         if kinds == (kind,) and is_dataclass(kind):
             refuse_null(kind, value, f"{name}.{key}")
 
 
 def check_limits(config: Config) -> None:
-    """Raise ValueError for the first setting that no command can honour: what, its value, the limit."""
+    """Raise ValueError for the first setting that is outside its limit."""
     values = asdict(config)
     for name, section in get_type_hints(Config).items():
         refuse_null(section if is_dataclass(section) else None, getattr(config, name), name)
@@ -121,36 +118,36 @@ def check_limits(config: Config) -> None:
         if source is not None and source.path == "":
             raise ValueError(f"pair.{model}.path is empty; name a local directory or a hub id")
     if len(set(urls)) < max(1, len(urls)):
-        raise ValueError(f"data.server.url is {list(urls)}; give at least one address, and each once")
+        raise ValueError(f"data.server.url is {list(urls)}; give at least one address, and each only once")
     for url in urls:
         if not url.startswith(("http://", "https://")):
             raise ValueError(
-                f"data.server.url is {url!r}; it must begin with http:// or https://, as in http://localhost:8000/v1"
+                f"data.server.url is {url!r}; it must begin with http:// or https://, such as http://localhost:8000/v1"
             )
     _check_trainer(config.trainer)
 
 
 def _entry(values: Mapping[str, Any], name: str) -> Any:
-    """The value at a dotted name, of a list of sections those of all; None where a section on the way is null or lacks
+    """The value at a dotted name, or the values in a list of sections; None if a section on the way is null or lacks
     it.
     """
-    found: Any = values
+    value: Any = values
     for part in name.split("."):
-        if isinstance(found, list | tuple):
-            found = [section.get(part) for section in found if isinstance(section, Mapping)]
+        if isinstance(value, list | tuple):
+            value = [section.get(part) for section in value if isinstance(section, Mapping)]
         else:
-            found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+            value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _check_folder(name: str, folder: str) -> None:
-    """Raise ValueError unless a folder of this path is there or can be made."""
+    """Raise ValueError unless this path is a folder or can become one."""
     if not folder.strip() or "\0" in folder:
         raise ValueError(f"{name} is {folder!r}; name a directory")
     path = Path(folder)
     try:
-        nearest = next((place for place in (path, *path.parents) if place.exists()), Path())
-    except OSError as error:  # a name too long, a circle of links
+        nearest = next((parent for parent in (path, *path.parents) if parent.exists()), Path())
+    except OSError as error:  # a name too long, a loop of links
         raise ValueError(f"{name} is {folder[:80]!r}: {error.strerror}; name another directory") from error
     if not nearest.is_dir():
         raise ValueError(
@@ -159,9 +156,7 @@ def _check_folder(name: str, folder: str) -> None:
 
 
 def _check_trainer(trainer: Mapping[str, Any]) -> None:
-    """Raise ValueError for a run that would never end, would train nothing, or would start more processes than the
-    machine can hold.
-    """
+    """Raise ValueError for a run that would never end, train nothing, or start too many processes."""
     epochs, steps = trainer.get("max_epochs"), trainer.get("max_steps", -1)
     for name, value in (("max_epochs", epochs), ("max_steps", steps)):
         if value is not None and value != -1 and not _COUNT.admits(value):
@@ -174,12 +169,12 @@ def _check_trainer(trainer: Mapping[str, Any]) -> None:
     is_many = isinstance(devices, int) and devices > _PROCESSES_PER_CORE * cores
     if is_many and trainer.get("accelerator") in (None, "auto", "cpu") and not _has_gpu():
         raise ValueError(
-            f"trainer.devices is {devices} and this machine has {cores} cores: each device is a process here; set it "
-            f"to at most {_PROCESSES_PER_CORE * cores}"
+            f"trainer.devices is {devices} and this machine has {cores} cores; each device is one process on a CPU, "
+            f"so set it to at most {_PROCESSES_PER_CORE * cores}"
         )
 
 
 def _has_gpu() -> bool:
-    import torch  # here, since seconds would go before a setting is refused
+    import torch  # takes seconds, which most checks do not need
 
     return torch.cuda.is_available()

@@ -1,8 +1,7 @@
-"""Paths are those of this machine. A URL that is opened as a path makes a folder `s3:` here, and the run ends well; so
-it is refused.
+"""Refuses URLs where a path on this machine is expected: opened as a path, `s3://…` would become a local folder `s3:`.
 
-A URL begins with a scheme of at least two letters, a colon and a slash (`s3://bucket/run`, and what `pathlib` makes of
-it, `s3:/bucket/run`); a drive (`C:/run`) and a name with a colon in it (`run:2/seed:0`) do not.
+A URL begins with a scheme of at least two letters, a colon and a slash (`s3://bucket/run`, or `s3:/bucket/run` after
+`pathlib`). A drive (`C:/run`) and a name with a colon (`run:2/seed:0`) are not URLs.
 """
 
 import os
@@ -14,29 +13,29 @@ _LONGEST_NAME = 255
 
 
 def check_local(value: object, name: str, *, may_be_on_hub: bool = False) -> None:
-    """Raise ValueError for a URL, or for what cannot be a path.
+    """Raise ValueError for a URL, or for a string that cannot be a path.
 
     Args:
-        value: a path, perhaps; anything but a string or a path (a setting that is null) passes.
+        value: the setting's value; anything but a string or a path passes, such as null.
         name: the name of the setting or flag, for the message.
-        may_be_on_hub: the setting takes owner/name, too.
+        may_be_on_hub: the setting also takes owner/name.
     """
     if isinstance(value, str | PurePath) and not _is_name(PurePath(value)):
         raise ValueError(
-            f"{name} is {str(value)[:60]!r}, and no file can have such a name; give it a shorter or plainer one"
+            f"{name} is {str(value)[:60]!r}, not a valid file name; use a shorter one, without null characters"
         )
     url = _URL.match(str(value)) if isinstance(value, str | PurePath) else None
     if url is None:
         return
     scheme, rest = url.groups()
-    limit = "paths on this machine and hub ids (owner/name)" if may_be_on_hub else "paths on this machine"
+    limit = "a local path or a hub id (owner/name)" if may_be_on_hub else "a local path"
     if scheme.lower() == "file":
-        remedy = f"write the plain path, /{rest}"
+        remedy = f"write the path alone, /{rest}"
     elif scheme.lower() == "hf" and may_be_on_hub:
         remedy = "write owner/name alone"
     else:
-        remedy = f"mount what {scheme}:// leads to and name the mounted path, or copy it here"
-    raise ValueError(f"{name} is {str(value)!r}, a URL, and only {limit} are taken; {remedy}")
+        remedy = f"mount the {scheme}:// storage and give the mounted path, or copy the data to this machine"
+    raise ValueError(f"{name} is {str(value)!r}, a URL, but must be {limit}; {remedy}")
 
 
 def _is_name(path: PurePath) -> bool:
@@ -44,7 +43,7 @@ def _is_name(path: PurePath) -> bool:
 
 
 def local_path(value: str | PurePath, name: str) -> Path:
-    """The path that a flag or an argument of this name gives.
+    """The path that a flag or an argument gives.
 
     Raises:
         ValueError: it is a URL.

@@ -1,8 +1,7 @@
 """The sections of an experiment's YAML: `pair`, `data`, `heads`, `trainer`, `decode`.
 
-Frozen dataclasses that every room may read. A field's docstring is its help on the command line. Ranges are in
-`configs.limits`. That no path is a URL (`configs.paths`) is settled here, so that no config with one can be made, in
-Python either.
+A field's docstring is its help on the command line. Ranges are in `configs.limits`. URLs in place of paths are refused
+here (`configs.paths`), so that a Config made in Python is checked too.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from configs.remote import RayConfig, ServerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model: where it comes from and how it is loaded."""
+    """A model: its location and how it is loaded."""
 
     path: str
     """A local directory or a hub id."""
@@ -23,29 +22,29 @@ class ModelSource:
     trust_remote_code: bool = False
     """Run the Python code in this model's repository. Read it first, and set `revision` to that commit."""
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
-    """auto: as stored."""
+    """Number format of the weights; auto: as stored."""
     device_map: str | dict[str, str | int] | None = None
-    """Anything accelerate takes: auto, cpu, cuda:0, a map of modules; null: GPU 0 if there is one, else the CPU."""
+    """A value of accelerate: auto, cpu, cuda:0, or a map of modules; null: GPU 0 if there is one, else the CPU."""
     tp_plan: Literal["auto"] | None = None
-    """auto: cut every layer over the processes of torchrun, a GPU each, for `data`; transformers has a plan for most
-    families. Instead of device_map, with which one GPU works at a time."""
+    """auto: for `data`, split every layer over the processes of torchrun, one GPU each (tensor parallelism), if
+    transformers has a plan for the family. Use it instead of device_map, which keeps one GPU busy at a time."""
     attn_implementation: str | None = None
-    """Attention by name, as transformers knows it: sdpa, eager, flash_attention_2; null: the model's own choice."""
+    """Attention implementation of transformers: sdpa, eager, flash_attention_2; null: the model's default."""
     quantization: Literal["4bit", "8bit"] | dict[str, Any] | None = None
-    """4bit (NF4) or 8bit, of bitsandbytes, or the fields of another method of transformers, as {quant_method: hqq,
-    nbits: 4}; 8bit of a feature draft needs no package. Another law: data and heads are of the quantised model."""
+    """4bit (NF4) or 8bit of bitsandbytes, or the fields of another method of transformers, such as {quant_method: hqq,
+    nbits: 4}; 8bit of a feature draft needs no package. A quantised model needs its own data and heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """The one transform from logits to probabilities that data, traces and decoding share."""
+    """How logits become probabilities in data, traces and decoding."""
 
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int | None = None
-    """Keep the k most probable tokens."""
+    """Sample from the k most probable tokens; null: from all."""
     top_p: float | None = None
-    """Keep the smallest set of tokens that holds this probability."""
+    """Sample from the smallest set of tokens with this total probability; null: from all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +52,17 @@ class PairConfig:
     """The models, largest first, and how they are sampled."""
 
     target: ModelSource
-    """The large model, whose distribution the output keeps; memory and time go mostly here."""
+    """The large model, whose output distribution is preserved; it takes most of the memory and time."""
     draft: ModelSource
-    """The small model that proposes tokens; its tokenizer must be the target's. Heads are trained for it alone."""
+    """The small model that proposes tokens, with the target's tokenizer. Heads are trained for this model only."""
     micro: ModelSource | None = None
     """A third, still smaller model for hierarchies."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """How logits become probabilities; another sampling needs data, heads and traces of its own."""
+    """How logits become probabilities; another sampling needs new data, heads and traces."""
     gpus: str | None = None
-    """GPUs that the experiment is meant for, as 2x80 (two of 80 GB each), for `data_gen plan`; null: those of this
-    machine.
-    """
+    """GPUs that `plan` assumes, such as 2x80 (two of 80 GB each); null: those of this machine."""
     num_threads: int | None = None
-    """CPU threads of torch; null: as torch chooses. Same seed, machine and thread count give the same bytes."""
+    """CPU threads of torch; null: torch's default. Same seed, machine and thread count give the same bytes."""
 
     def __post_init__(self) -> None:
         for name, model in (("target", self.target), ("draft", self.draft), ("micro", self.micro)):
@@ -77,22 +74,20 @@ class PromptSource:
     """One set of prompts."""
 
     path: str
-    """stories (made here), a known set by name (an unknown name lists them), a file (JSONL, JSON, CSV, TSV, Parquet,
-    Arrow), a directory of such files, or org/name on the hub."""
+    """stories (generated), the name of a known set (an unknown name lists them), a file (JSONL, JSON, CSV, TSV,
+    Parquet, Arrow), a directory of such files, or org/name on the hub."""
     name: str | None = None
-    """Configuration of the set, where it has several."""
+    """Configuration of the set, if it has several."""
     split: str = "train"
-    """Part of the set that is read, and split here; for a known set, train means the part that the set prescribes (for
-    humaneval test, its only one).
+    """Part of the set that is read and then split; for a known set, train means the set's default part (test for
+    humaneval).
     """
     test_split: str | None = None
-    """Part of the set that is test alone; null: test is split off `split`, or is what a known set prescribes."""
+    """Part of the set used only for test; null: test is taken from `split`, or is the default of a known set."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Field that is looked for (prompt, id, messages, turns, ...) -> the set's own name of it, which for a known set
-    comes on top of those that are known.
-    """
+    """Our name of a field (prompt, id, messages, turns, ...) -> the set's name of it."""
     weight: float = 1.0
-    """Share of the prompts, where there are several sets."""
+    """Share of the prompts, if there are several sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,78 +95,75 @@ class DataConfig:
     """From prompts to rows and features."""
 
     dir: str = "data/run"
-    """Where rows, features and manifest go."""
+    """Directory of rows, features and manifest."""
     prompts: PromptSource | tuple[PromptSource | str, ...] | str = "stories"
-    """A set by its path, {path: P, split: S, columns: {prompt: question}} where it needs more, or a list of such sets
-    with weights.
+    """A prompt set: its path, or {path: P, split: S, columns: {prompt: question}}, or a list of such sets with weights.
     """
     template: str = "chat"
-    """chat (the tokenizer's own), plain, or the paper's wrappers: llama2, humaneval, gsm8k."""
+    """Prompt format: chat (the tokenizer's chat template), plain, or those of SpecDec++: llama2, humaneval, gsm8k."""
     num_train: int | None = 1000
-    """Prompts that heads learn from; time and disk of the data grow with them. null: all that dev and test leave."""
+    """Number of prompts for training; time and disk space grow with it. null: all prompts that dev and test leave."""
     num_dev: int = 100
-    """Prompts on which the best head and its weights are chosen."""
+    """Number of prompts for choosing the best head and its weights."""
     num_test: int = 100
-    """Prompts on which heads are reported, at least 0."""
+    """Number of prompts for the reported results, at least 0."""
     split_weights: tuple[int, int, int] | None = None
-    """Shares of train, dev and test in a set without splits of its own; the num_* are drawn from them. null: 40, 10 and
-    2 (SpecDec++: Alpaca 40k/10k/2k), or, where these do not have the num_* or num_train is null, num_dev and num_test
-    as they are and the rest for train.
+    """Shares of train, dev and test in a set without predefined splits; num_* prompts are taken from each. null: 40, 10
+    and 2 (SpecDec++: Alpaca 40k/10k/2k); or, if these are too small for num_* or num_train is null, exactly num_dev and
+    num_test, and the rest for train.
     """
     split_ids: str | None = None
-    """A JSON file {"dev": [ids], "test": [ids]} that decides the split instead; ids that it does not name are train."""
+    """A JSON file {"dev": [ids], "test": [ids]} that defines the split instead; all other ids are train."""
     seed: int = 0
-    """0 to 2^32 - 1; decides the split, the responses and every coin of the data. Another seed is other data."""
+    """Random seed of the split, the responses and the token mixing, 0 to 2^32 - 1. Another seed makes other data."""
     max_prompt_tokens: int = 512
-    """Longer prompts are left out and counted as skipped; raise it for long texts, at the price of memory."""
+    """Longer prompts are skipped and counted; a larger limit takes more memory."""
     max_new_tokens: int = 128
-    """Longest response in tokens; the time of the data grows with it. Use what you will generate."""
+    """Maximum response length in tokens; use the length that you will generate. Time grows with it."""
     source: Literal["transformers", "server", "file"] = "transformers"
-    """Who writes the responses: the target in process, a completions server, or a file that is already there."""
+    """Where responses come from: the target in this process, a completions server, or an existing file."""
     responses: str | None = None
-    """File of `source: file`: JSONL with id, response (text) or response_ids, and optionally turn and finish_reason."""
+    """The file of `source: file`: JSONL with id, response (text) or response_ids, optionally turn and finish_reason."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """The server of `source: server` and `labels: server`."""
     labels: Literal["target", "server"] = "target"
-    """Who tells the target's law at each place of a response: the target in this process, or the server, which knows
-    it already where sampling truncates, so that no target is loaded here; cross_entropy is then null.
+    """Where the target's distribution at each position comes from: the target in this process, or the server's
+    log-probabilities. With server no target is loaded; sampling must truncate, and cross_entropy is null.
     """
     max_error_share: float = 0.05
-    """Errors over prompts beyond which a run that has written everything ends as a failure; `--retry_errors` then tries
-    them again.
+    """Largest share of prompts that may fail. A run above it writes everything, then exits with an error;
+    `--retry_errors` tries the failed prompts again.
     """
     mixing_ratio: float = 0.15
-    """r: the probability that a token of the mixed sequence comes from the target (SpecDec++ section 3.3)."""
+    """Probability r that a token of the mixed sequence comes from the target (SpecDec++ section 3.3)."""
     mixes: int = 1
-    """Independent token mixings per response."""
+    """Number of independent token mixings per response."""
     mode: Literal["together", "sequential"] = "together"
-    """sequential loads one model at a time; acceptance_rate and cross_entropy, which need both, are then null (with
-    `labels: server` cross_entropy alone).
+    """sequential loads one model at a time. acceptance_rate and cross_entropy, which need both models, are then null
+    (with `labels: server` only cross_entropy).
     """
     rows_per_shard: int = 256
-    """Responses per file, which is what a stopped run loses at most; smaller: resumes closer, more files."""
+    """Responses per file. An interrupted run loses at most this many; smaller values make more files."""
     batch_size: int = 64
-    """Sequences per forward."""
+    """Sequences per forward pass."""
     chunk_mb: int = 64
-    """Size of one float32 [positions, vocabulary] chunk while labelling, whatever the vocabulary; about eight live at
-    once.
-    """
+    """Size of one float32 [positions, vocabulary] chunk during labelling; about eight are in memory at once."""
     draft_length: int = 5
-    """Tokens that a feature draft drafts from each place of a response, all of which heads learn from; others draft
-    one.
+    """With a feature draft, tokens drafted from each position of a response; heads learn from all of them. Other drafts
+    propose one.
     """
     draft_every: int = 1
-    """Heads on a feature draft learn from drafts at every n-th place of a response: neighbours say nearly the same, and
-    time and disk of the data fall almost by n.
+    """With a feature draft, draft at every n-th position of a response only. Neighbouring positions are similar, and
+    time and disk space fall almost by n.
     """
     features: tuple[Literal["fed", "drawn"], ...] | None = None
-    """Which hidden states are kept: fed with the mixed sequence (law 4.6), or those that the tokens were drawn from
-    (law 4.8b). null: those that heads.timings and heads.specdec need.
+    """Hidden states to store: fed (after feeding the mixed sequence, law 4.6), drawn (those the tokens were drawn from,
+    law 4.8b). null: those that heads.timings and heads.specdec need.
     """
     feature_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Precision of the hidden states on disk; float32 takes twice the space of the other two."""
+    """Precision of the hidden states on disk; float32 takes twice the space."""
     engine: Literal["local", "ray"] = "local"
-    """Where shards are made: in this process, or by actors of Ray; both write the same bytes."""
+    """Where shards are made: in this process or by Ray actors; both write the same bytes."""
     ray: RayConfig = field(default_factory=RayConfig)
     """The workers of `engine: ray`."""
 
@@ -183,14 +175,14 @@ class DataConfig:
 
     @property
     def feature_sets(self) -> tuple[Literal["fed", "drawn"], ...]:
-        """`features`, or both where nothing has settled it yet."""
+        """`features`, or both sets if it is null."""
         return ("fed", "drawn") if self.features is None else self.features
 
     @property
     def prompt_sources(self) -> tuple[PromptSource, ...]:
-        """`prompts` as a list of sets, however it is written."""
-        given = self.prompts if isinstance(self.prompts, tuple | list) else (self.prompts,)
-        return tuple(PromptSource(path=source) if isinstance(source, str) else source for source in given)
+        """`prompts` as a tuple of sets."""
+        sources = self.prompts if isinstance(self.prompts, tuple | list) else (self.prompts,)
+        return tuple(PromptSource(path=source) if isinstance(source, str) else source for source in sources)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,57 +190,53 @@ class HeadsConfig:
     """The sweep of acceptance-prediction heads."""
 
     dir: str = "checkpoints/runs/run"
-    """Where checkpoints, metrics and exported heads go."""
+    """Directory of checkpoints, metrics and exported heads."""
     depths: tuple[int, ...] = (0, 1, 2, 3, 4)
-    """Residual blocks; 0 is a linear head."""
+    """Numbers of residual blocks to try; 0 is a linear head."""
     architectures: tuple[str, ...] = ("resnet",)
-    """What a block computes: resnet, the paper's, or others of `heads.model.architectures`."""
+    """Block types to try: resnet (the paper's) or others of `heads.model.architectures`."""
     reject_weights: tuple[float, ...] = (1.0, 3.0, 6.0, 12.0)
-    """w_rej of the loss, above 0: a head for each. Larger: rejections count more, so that raw scores are lower."""
+    """Values of w_rej of the loss to try, above 0. A larger one counts rejections more and lowers raw scores."""
     accept_weight: float = 1.0
     """w_acc of the loss, above 0; only its ratio to `reject_weights` matters."""
     timings: tuple[Literal["fed", "drawn", "prefix", "candidate"], ...] = ("drawn",)
-    """fed: scored after a draft forward (the paper's); drawn: the moment a token is drawn; prefix: before; candidate:
-    drawn, for trees.
+    """When a token is scored: fed (after the draft reads it, the paper's), drawn (when it is drawn), prefix (before it
+    is drawn), or candidate (when drawn, for trees).
     """
     scalars: tuple[bool | tuple[str, ...], ...] = (True,)
-    """What heads read beside the hidden state: nothing, log q(y) and H(q) (true; prefix heads H(q)), or scalars by
-    name: [entropy].
+    """Inputs besides the hidden state: none (false), log q(y) and H(q) (true; prefix heads: H(q)), or a list of names
+    such as [entropy].
     """
     embeddings: tuple[bool, ...] = (False,)
-    """With or without the draft's embedding of the token as input; prefix heads, which know no token, are without."""
+    """Whether the draft's token embedding is an input too; prefix heads, which see no token, never read it."""
     normalised: tuple[bool, ...] = (False,)
-    """With or without a LayerNorm (which has no weights) of hidden state and embedding."""
+    """Whether hidden state and embedding pass a LayerNorm without weights."""
     dropout: float = 0.0
-    """Share of the residual stream that a training step drops: such a head fits home a little less, and travels
-    better.
-    """
+    """Dropout rate of the residual stream: heads fit the training prompts slightly less and other prompts better."""
     specdec: bool = True
-    """Also the heads of SpecDec++, fed-time on the hidden state alone, whatever `timings`, `scalars` and `embeddings`
-    combine to.
-    """
+    """Also train the heads of SpecDec++: fed-time, on the hidden state alone."""
     reached: bool = False
-    """Of a feature draft's data: each token counts in the loss, and where weights are chosen, as often as verification
-    looks at it, by the acceptance_probs before it in its draft; false: all count the same.
+    """With a feature draft, weight each token, in the loss and when choosing weights, by the probability that
+    verification reaches it (the acceptance_probs before it in its draft); false: all count the same.
     """
     features: Literal["cached", "online"] = "cached"
-    """online: the frozen draft runs over each batch, once for all heads, and nothing but rows is read."""
+    """cached reads hidden states from disk; online runs the draft over each batch instead, once for all heads."""
     num_train: int | None = None
-    """Use only the first so many training responses; null: all."""
+    """Train on this many responses only, the first ones; null: all."""
     learning_rate: float | None = None
-    """Peak step of the optimiser, above 0; null: by rule from the draft's width (`heads.training.recipe`). SpecDec++
-    has 5e-5, for millions of tokens and a width of 4096.
+    """Peak learning rate, above 0; null: chosen from the draft's width (`heads.training.recipe`). SpecDec++ uses 5e-5
+    for millions of tokens and a width of 4096.
     """
     warmup_ratio: float = 0.03
-    """Share of all steps, 0 to 1, in which the learning rate rises to its peak; then it falls as a cosine."""
+    """Share of all steps, 0 to 1, in which the learning rate rises to its peak; a cosine decay follows."""
     batch_size: int = 32
-    """Responses per batch, of all processes together: each of n processes takes an n-th part."""
+    """Responses per batch, over all processes together."""
     select: Literal["best", "last"] = "best"
-    """Which weights of each head count: those of its best calibrated KL on dev, or the last."""
+    """Which weights of each head are used: best (lowest calibrated KL on dev) or last."""
     checkpoint_every_n_steps: int | None = None
-    """A killed run goes on from the last checkpoint. null: one every 3 minutes. One follows each validation anyway."""
+    """Steps between checkpoints, from which a killed run continues; null: every 3 minutes and at each validation."""
     seed: int = 0
-    """0 to 2^32 - 1; decides the first weights and the order of batches."""
+    """Random seed of the initial weights and the order of batches, 0 to 2^32 - 1."""
 
     def __post_init__(self) -> None:
         check_local(self.dir, "heads.dir")
@@ -256,67 +244,63 @@ class HeadsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """Policies, and how they are evaluated."""
+    """Policies and their evaluation."""
 
     dir: str = "data/run/decode"
-    """Where traces, tables and the report go."""
+    """Directory of traces, tables and the report."""
     max_draft_length: int = 20
-    """Most tokens of a draft, at least 0; traces record up to it. Raise it where drafts often reach it."""
+    """Maximum draft length in tokens, at least 0, also in traces. Raise it if drafts often reach it."""
     max_new_tokens: int = 128
-    """Longest generation in tokens, in traces too; their time grows with it."""
+    """Maximum generation length in tokens, also in traces; their time grows with it."""
     compile: bool | Literal["stop"] = False
-    """true: draft steps and verifications, on static caches (each width's first use takes seconds; CUDA graphs on a
-    GPU). stop: only what
-    follows the draft's forward (sampling, draw, signals, head), beside eager models of any family."""
+    """true: compile draft steps and verifications on static caches; the first use of each width takes seconds. stop:
+    compile only what follows the draft's forward (sampling, signals, head); works with models of any family."""
     num_dev: int = 50
-    """Prompts on which each policy's setting is chosen."""
+    """Number of prompts for choosing each policy's setting."""
     num_test: int = 50
-    """Prompts on which each policy is reported."""
+    """Number of prompts for the reported results."""
     datasets: tuple[str, ...] = ()
-    """Prompt sets, as data.prompts takes them; empty: data.prompts alone."""
+    """Prompt sets to evaluate on, in the form of data.prompts; empty: data.prompts alone."""
     abroad_weights: tuple[int, int] = (1, 1)
-    """Shares of dev and test in a set that no head was trained on; a small set may have few prompts to choose by."""
+    """Shares of dev and test in a transfer set, which no head was trained on."""
     seed: int = 0
-    """0 to 2^32 - 1; decides the coins of traces and generations."""
+    """Random seed of traces and generations, 0 to 2^32 - 1."""
     prompts_per_shard: int = 16
-    """A trace is recorded, and resumed, in shards of so many prompts."""
+    """Prompts per file of a trace; an interrupted recording continues at the last complete file."""
     draws_per_prompt: int = 1
-    """Responses of a trace to each prompt, with coins of their own. Raised, it keeps what is there. Intervals resample
-    whole prompts.
+    """Independent responses per prompt in a trace. A larger value keeps those already recorded. Confidence intervals
+    resample whole prompts.
     """
     as_recorded: bool = False
-    """Take models, sampling, prompts and limits as the trace in `decode.dir` has them, and the times that lie beside
-    it: `evaluate`, `replay` and `tune` then read a published trace with neither models nor prompts, and record and
-    measure nothing.
+    """Take models, sampling, prompts, limits and times from the trace in `decode.dir`. `evaluate`, `replay` and `tune`
+    then read a published trace without models or prompts, and record and measure nothing.
     """
     trace_hidden: bool = True
-    """Keep the draft's hidden states in the trace, so that heads trained later are evaluated with no model."""
+    """Store the draft's hidden states in the trace, so that heads trained later are evaluated without a model."""
     perfect_head: bool = True
-    """Also run the target along the branches of the trace, for the bound of the perfect head."""
+    """Also run the target along the branches of the trace, to compute the bound of a perfect head."""
     heads: tuple[str, ...] = ()
-    """Exported heads: directories or hub ids. Empty: every head under heads.dir/exported."""
+    """Exported heads to evaluate: directories or hub ids; empty: every head under heads.dir/exported."""
     allow_foreign_heads: bool = False
-    """Also use heads that were trained for another draft, target or sampling; their predictions are then not to be
-    trusted.
-    """
+    """Also use heads trained for another draft, target or sampling; their predictions may be wrong."""
     policies: tuple[str, ...] = ()
-    """Policies that compete: built-in names, `head` for the heads, your own as module:Class; empty: all built-in."""
+    """Policies to compare: built-in names, `head` for the heads, custom ones as module:Class; empty: all built-in."""
     grid: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    """policy -> parameter -> values to try; empty: the built-in grid."""
+    """Policy -> parameter -> values to try; empty: the built-in grid."""
     t_draft_s: float | None = None
-    """Seconds per draft forward, above 0, given together with t_target_s; null: measured here."""
+    """Seconds per draft forward, above 0; set it together with t_target_s. null: measured on this machine."""
     t_target_s: float | None = None
-    """Seconds per target forward, above 0, given together with t_draft_s; null: measured here, in half a minute."""
+    """Seconds per target forward, above 0; set it together with t_draft_s. null: measured in half a minute."""
     stop_share: float | Literal["size", "measured"] = "size"
-    """Seconds of a stop (signals, head) over those of a draft step, at `ratios` and given times. size: bytes of the
-    head over bytes of the draft; measured: as on this machine; a number: of the dearest stop, the others in proportion.
-    Measured times have measured stops."""
+    """Time of a stop decision (signals, head) relative to a draft step, at `ratios` and given times. size: bytes of the
+    head over bytes of the draft; measured: as on this machine; a number: for the most expensive stop, the others in
+    proportion. Measured times use measured stops."""
     verify_shares: tuple[float, ...] = (0.0, 0.2)
-    """With `evaluate --batch`, at `ratios` and given times: seconds of each further verified token over those of a
-    draft step.
+    """With `evaluate --batch`, at `ratios` and given times: time of each additional verified token relative to a draft
+    step.
     """
     ratios: tuple[float, ...] = ()
-    """Further values of t_target / t_draft to evaluate at, as on other hardware."""
+    """Additional values of t_target / t_draft to evaluate at, as on other hardware."""
 
     def __post_init__(self) -> None:
         check_local(self.dir, "decode.dir")
@@ -332,12 +316,12 @@ class Config:
     pair: PairConfig
     """The models and their sampling."""
     data: DataConfig = field(default_factory=DataConfig)
-    """What heads learn from, and how it is made."""
+    """The training data and how it is made."""
     heads: HeadsConfig = field(default_factory=HeadsConfig)
-    """What is trained, and how."""
+    """The heads and their training."""
     trainer: dict[str, Any] = field(default_factory=dict)
-    """Arguments of pytorch_lightning.Trainer; max_epochs is by rule (`heads.training.recipe`) and devices is 1 where
-    nothing else is said, `auto` takes all.
+    """Arguments of pytorch_lightning.Trainer. By default max_epochs follows from the data (`heads.training.recipe`) and
+    devices is 1; devices: auto takes all.
     """
     decode: DecodeConfig = field(default_factory=DecodeConfig)
-    """What is evaluated, and how."""
+    """Decoding and evaluation."""

@@ -1,10 +1,8 @@
-"""Help of one screen and completion for shells, read from the source files: both answer before anything that a command
-needs is imported.
+"""One-screen help and shell completion, read from the source files without importing what a command needs.
 
-What a screen says is what stands in the code: the first line of the command's docstring, its keyword-only parameters
-with their texts under `Args:`, and those settings of `configs.schema` that matter most to it, with the docstrings of
-their fields. `--help.all` prints every option, by jsonargparse. Completion is a script, made once by shtab, so that no
-Python runs at a press of the tabulator.
+A help screen shows the summary of the command's docstring, its keyword-only parameters with their texts under `Args:`,
+and its main settings with the docstrings of `configs.schema`. `--help.all` prints every option, by jsonargparse.
+Completion is a static script, made by shtab, so that pressing Tab runs no Python.
 """
 
 import ast
@@ -29,7 +27,7 @@ TRAINING = ("train", "all")
 
 
 class Option(NamedTuple):
-    """A flag as a screen shows it, in one line."""
+    """A flag as a help screen shows it."""
 
     flag: str
     default: str
@@ -46,31 +44,29 @@ def screen_of(name: str, target: str, settings: Iterable[str]) -> str:
     lines = [f"usage: {usage_of(name, target)}", ""]
     lines += [textwrap.fill(summary_of(target), _WIDTH), ""]
     lines += ["options:", *map(_line, flags), ""] if flags else []
-    chosen = [_setting(setting) for setting in settings]
-    lines += (
-        ["settings of the YAML that matter most here, each also a flag:", *map(_line, chosen), ""] if chosen else []
-    )
+    main = [_setting(setting) for setting in settings]
+    lines += ["main settings of the YAML, each also a flag:", *map(_line, main), ""] if main else []
     config = [
-        Option("--config FILE", "", "the experiment: a YAML, or the name of a shipped one"),
-        Option("--print_config", "", "print the experiment with every setting, and stop"),
+        Option("--config FILE", "", "the experiment: a YAML file, or the name of a shipped one"),
+        Option("--print_config", "", "print the experiment with every setting, and exit"),
     ]
     all_options = Option("--help.all", "", "every option, with its type and default")
     return "\n".join([*lines, *map(_line, [*(config if takes_config else []), all_options])])
 
 
 def usage_of(name: str, target: str) -> str:
-    """The line that runs a command."""
+    """The usage line of a command."""
     return f"acceptance-heads {name} {'--config FILE ' if _takes_config(function_of(target)) else ''}[options]"
 
 
 def summary_of(target: str) -> str:
-    """The first sentence of a command's docstring, which may go over several lines."""
+    """The first paragraph of a command's docstring, in one line."""
     text = ast.get_docstring(function_of(target)) or ""
     return " ".join(text.split("\n\n")[0].split())
 
 
 def options_of(target: str) -> list[Option]:
-    """The flags of a command that are no settings of the YAML."""
+    """The flags of a command that are not settings of the YAML."""
     return _flags(function_of(target))
 
 
@@ -83,17 +79,17 @@ def settings_of(section: str) -> list[Option]:
 
 
 def completion_of(commands: Mapping[str, str], shell: str) -> str:
-    """A script that completes every command, its options, and the values of those that take one of a few.
+    """A script that completes commands, options, and the values of options with a fixed choice.
 
     Args:
-        commands: name -> the place of its function, as module:function.
+        commands: name -> its function, as module:function.
         shell: one of `SHELLS`.
     """
-    import shtab  # here, since no other command needs it
+    import shtab  # only completion needs it
 
     parser = ArgumentParser(prog="acceptance-heads")
-    parser.add_argument("--version", action="store_true", help="the version")
-    parser.add_argument("--completion", choices=SHELLS, help="a script that completes commands and options")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    parser.add_argument("--completion", choices=SHELLS, help="print a completion script")
     shared = ArgumentParser(add_help=False)
     experiment = shared.add_argument("--config", help="the experiment", metavar="FILE")
     experiment.complete = shtab.FILE  # type: ignore[attr-defined]
@@ -102,12 +98,12 @@ def completion_of(commands: Mapping[str, str], shell: str) -> str:
     for section, owner in SECTIONS.items():
         for flag, node, text in _leaves(section, owner, classes):
             _complete(shared, flag, node.annotation, text)
-    chosen = parser.add_subparsers()
+    subparsers = parser.add_subparsers()
     for name, target in commands.items():
         function = function_of(target)
         summary = summary_of(target)
         parents = [shared] if _takes_config(function) else []
-        command = chosen.add_parser(name, help=_escaped(summary), parents=parents)
+        command = subparsers.add_parser(name, help=_escaped(summary), parents=parents)
         command.add_argument("--help.all", action="store_true", help="every option")
         arguments = {
             written_as(argument.arg): argument for argument in (*function.args.args, *function.args.kwonlyargs)
@@ -120,21 +116,21 @@ def completion_of(commands: Mapping[str, str], shell: str) -> str:
 
 
 def _trainer_flags() -> list[Option]:
-    """Arguments of pytorch_lightning.Trainer as flags, from its source file: to import it takes seconds."""
+    """Arguments of pytorch_lightning.Trainer as flags, from its source file: importing it takes seconds."""
     spec = find_spec("pytorch_lightning")
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).with_name("trainer").joinpath("trainer.py").read_text(encoding="utf-8"))
-    made = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    names = [argument.arg for argument in (*made.args.args, *made.args.kwonlyargs) if argument.arg != "self"]
+    init = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    names = [argument.arg for argument in (*init.args.args, *init.args.kwonlyargs) if argument.arg != "self"]
     return [Option(f"--trainer.{name}", "", "an argument of pytorch_lightning.Trainer") for name in names]
 
 
 def _leaves(
     prefix: str, owner: str, classes: Mapping[str, Mapping[str, tuple[ast.AnnAssign, str]]]
 ) -> Iterator[tuple[str, ast.AnnAssign, str]]:
-    """(flag, node, text) of every setting below a section: of pair, --pair.target.path before --pair.draft.path; and
-    --data.prompts, which may be a name, before --data.prompts.path.
+    """(flag, node, text) of every setting below a section; --data.prompts, which may be a name, comes before
+    --data.prompts.path.
     """
     for name, (node, text) in classes[owner].items():
         annotation = ast.unparse(node.annotation)
@@ -146,16 +142,16 @@ def _leaves(
 
 
 def _complete(parser: ArgumentParser, flag: str, annotation: ast.expr | None, text: str) -> None:
-    """Add a flag with its choices: those of a Literal (of a list of such, in brackets), true and false of a bool."""
+    """Add a flag with its choices: those of a Literal (in brackets for a list of them), true and false for a bool."""
     written = ast.unparse(annotation) if annotation else ""
-    choices = [value for found in re.findall(r"Literal\[(.*?)\]", written) for value in ast.literal_eval(f"({found},)")]
+    choices = [value for part in re.findall(r"Literal\[(.*?)\]", written) for value in ast.literal_eval(f"({part},)")]
     choices = [f"[{value}]" for value in choices] if written.startswith("tuple[") else choices
     choices += ["true", "false"] if re.search(r"(?<!\[)\bbool\b", written) else []
     parser.add_argument(flag, choices=choices or None, help=_escaped(text))
 
 
 def _escaped(text: str) -> str:
-    """Text as argparse's help wants it: no bare percent signs."""
+    """Text for argparse's help, where a percent sign is written twice."""
     return text.replace("%", "%%")
 
 
@@ -188,7 +184,7 @@ def _flags(function: ast.FunctionDef) -> list[Option]:
 
 
 def written_as(parameter: str) -> str:
-    """A parameter as a flag has it: without the underscore behind a word that is Python's own, such as for_."""
+    """A parameter's name as a flag: without the trailing underscore of a Python keyword, such as for_."""
     return parameter.rstrip("_")
 
 
@@ -232,7 +228,7 @@ def _docstring(node: ast.stmt | None) -> str:
 
 
 def _shown(default: ast.expr | None) -> str:
-    """A default as a YAML has it; nothing for null, for an empty list and for a section."""
+    """A default in YAML; "" for null, an empty list and a section."""
     if default is None or isinstance(default, ast.Call):
         return ""
     value = ast.literal_eval(default)

@@ -1,6 +1,4 @@
-"""What is installed with the code: experiments that can be named, the embedded trio, and the draft of SmolLM2. A local
-file or directory of that name wins.
-"""
+"""Experiments and models that are installed with the code. A local file or directory of the same name wins."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +8,15 @@ from configs.paths import check_local
 from configs.schema import ModelSource, PairConfig
 
 _YAMLS = {path.name: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
-# of a checkout, or site-packages: both hold configs/ and checkpoints/ side by side
+# a checkout or site-packages: both hold configs/ and checkpoints/ side by side
 _ROOT = Path(__file__).parents[1]
 _SHIPPED = (Path("checkpoints/tiny"), Path("checkpoints/smollm2"))
 NAMES = tuple(name.removesuffix(".yaml") for name in _YAMLS)
-"""Names that `--config` takes beside a path."""
+"""Names that `--config` accepts besides a path."""
 
 
 def experiment_file(given: str) -> str:
-    """The YAML that `--config` names: `given` where it is a local file, else the shipped one (`tiny`, `tiny.yaml`,
-    `configs/tiny.yaml`).
+    """The YAML that `--config` names: a local file, else a shipped one (`tiny`, `tiny.yaml`, `configs/tiny.yaml`).
 
     Raises:
         ValueError: it is neither.
@@ -29,16 +26,12 @@ def experiment_file(given: str) -> str:
         return given
     shipped = _YAMLS.get(Path(given).name.removesuffix(".yaml") + ".yaml")
     if shipped is None or Path(given).parent not in (Path(), Path("configs")):
-        raise ValueError(
-            f"{given!r} is neither a file nor the name of a shipped experiment; {meant(Path(given).stem, NAMES)}"
-        )
+        raise ValueError(f"{given!r} is neither a file nor a shipped experiment; {meant(Path(given).stem, NAMES)}")
     return str(shipped)
 
 
 def with_shipped_models(pair: PairConfig) -> PairConfig:
-    """`pair`, with the models of `checkpoints/tiny` and `checkpoints/smollm2` taken from the installation where there
-    is no such local directory.
-    """
+    """`pair`, where the shipped models in `checkpoints/` come from the installation unless a local directory exists."""
     micro = None if pair.micro is None else _located(pair.micro)
     return replace(pair, target=_located(pair.target), draft=_located(pair.draft), micro=micro)
 

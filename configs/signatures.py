@@ -1,8 +1,7 @@
-"""A command's signature without the command: flags are parsed and checked before what a command needs is imported.
+"""A command's signature without importing the command, so that wrong flags are refused at once.
 
-A command's parser is made from its name, its parameters with their types and defaults, and its docstring. All of them
-stand in its source file, which is read, not run; only the modules that define the types of its flags are imported, and
-these are light. The command itself is imported when it is called.
+The signature and docstring are read from the source file. Only the modules that define the types of its flags are
+imported, and these are light. The command itself is imported when it is called.
 """
 
 import ast
@@ -18,18 +17,18 @@ from configs.screens import function_of, tree_of
 
 
 def command_of(target: str) -> Callable[..., Any]:
-    """The command at a place: its signature and docstring now, itself when it is called.
+    """A command that has its signature and docstring now and is imported when it is called.
 
     Args:
-        target: the place of its function, as module:function.
+        target: its function, as module:function.
     """
     module, name = target.split(":")
     function = function_of(target)
     used = {node.id for node in ast.walk(function.args) if isinstance(node, ast.Name)}
     imports = list(_imports_of(tree_of(module), used))
     function.body, function.returns, function.decorator_list = function.body[:1], None, []
-    names: dict[str, Any] = {"__name__": __name__}  # the parser imports the module that a function says it is of
-    # the project's own text, as an import would run it
+    names: dict[str, Any] = {"__name__": __name__}  # the parser imports the module that a function names
+    # the project's own source, as an import would run it
     exec(compile(ast.fix_missing_locations(ast.Module([*imports, function], [])), module, "exec"), names)
 
     @wraps(names[name])
@@ -42,7 +41,7 @@ def command_of(target: str) -> Callable[..., Any]:
 
 
 def _imports_of(tree: ast.Module, names: set[str]) -> Iterator[ast.ImportFrom]:
-    """The imports of a file that bind these names, and nothing else of it."""
+    """The imports of a file that bind these names."""
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (
             wanted := [alias for alias in node.names if (alias.asname or alias.name) in names]
@@ -52,17 +51,17 @@ def _imports_of(tree: ast.Module, names: set[str]) -> Iterator[ast.ImportFrom]:
 
 @contextmanager
 def announced_imports() -> Iterator[None]:
-    """Imports of seconds: without a look for garbage among what was just imported and all stays, a seventh of the time,
-    and with a word on a terminal, which goes as they end.
+    """Run slow imports with a note on the terminal, and without garbage collection, which takes a seventh of their
+    time.
     """
-    has_word = sys.stderr.isatty()
-    if has_word:
-        print("loading torch and its like …", end="\r", file=sys.stderr, flush=True)
+    is_terminal = sys.stderr.isatty()
+    if is_terminal:
+        print("loading torch …", end="\r", file=sys.stderr, flush=True)
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
         gc.enable()
-        if has_word:
+        if is_terminal:
             print("\x1b[2K", end="\r", file=sys.stderr, flush=True)

@@ -8,8 +8,8 @@ Notation of law 4.6 (SpecDec++ section 3.3, arXiv 2405.19715), used throughout t
     P   P_i = min(1, p(Y_i | prompt, X_<i) / q(Y_i | prompt, X_<i))
     Z   the mixed sequence: Z_i = X_i with probability r, else Y_i, decided by a coin
 
-A *row* is one response with its per-position columns; a *shard* is a fixed run of prompts, the unit of work, of seeding
-and of resuming.
+A *row* is one response with its per-position columns; a *shard* is a fixed range of prompts, the unit of work, seeding
+and resuming.
 
     config = make_data(prompts, target="org/large", draft="org/small", dir="runs/mine")      from a list of prompts
 """

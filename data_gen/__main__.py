@@ -1,4 +1,4 @@
-"""`python -m data_gen [COMMAND] --config FILE`: make the data; init, plan, check, import, responses, stats."""
+"""`python -m data_gen [COMMAND] --config FILE`: the commands of this package; make is the default."""
 
 from configs.front import Commands, run_room
 
@@ -14,7 +14,6 @@ COMMANDS = Commands(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command that `argv` names, or make."""
     run_room(COMMANDS, default="make", argv=argv)
 
 

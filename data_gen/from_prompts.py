@@ -1,4 +1,4 @@
-"""A list of prompts and two models in, an experiment with its training data out: `data_gen.make_data`."""
+"""`data_gen.make_data`: an experiment with training data from a list of prompts and two models."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from data_gen.pipeline.command import make
 from store.shards import write_atomic
 
 _SHARE = 0.1
-"""Share of the prompts that is dev, and that is test."""
+"""Share of the prompts for dev, and for test."""
 _FEWEST = 3
 
 
@@ -26,28 +26,28 @@ def make_data(
     temperature: float = 1.0,
     **settings: Any,
 ) -> Config:
-    """Let the target answer prompts and label what the draft would have said; resumes, as `acceptance-heads data` does.
+    """Let the target answer prompts and label the draft's proposals; resumes, as `acceptance-heads data` does.
 
     Args:
         prompts: at least 3; a tenth is dev, a tenth is test.
         target: the large model, a directory or a hub id.
         draft: the small model, with the same tokenizer.
-        dir: where everything goes: data/, heads/ and decode/.
+        dir: output directory, with data/, heads/ and decode/.
         temperature: of the sampling that heads are trained for; 0 is greedy.
         settings: of `configs.schema.DataConfig`, such as max_new_tokens=64.
 
     Returns:
-        The experiment, which `heads.train_heads`, `decode.complete` and every command's function take.
+        The experiment, for `heads.train_heads`, `decode.complete` and every command's function.
 
     Raises:
-        ValueError: too few prompts, a setting that is not there or out of range, models that do not fit.
-        FileNotFoundError: a model that is not there.
+        ValueError: too few prompts, an unknown or invalid setting, models that do not fit.
+        FileNotFoundError: a model that does not exist.
     """
     if isinstance(prompts, str) or len(prompts) < _FEWEST:
-        raise ValueError(f"prompts are {prompts!r:.80}; give a list of at least {_FEWEST}, for train, dev and test")
+        raise ValueError(f"prompts is {prompts!r:.80}; give a list of at least {_FEWEST}, for train, dev and test")
     known = DataConfig.__dataclass_fields__.keys() - {"dir", "prompts"}
     if unknown := sorted(settings.keys() - known):
-        raise ValueError(f"{unknown[0]!r} is no setting of make_data; it takes {', '.join(sorted(known))}")
+        raise ValueError(f"{unknown[0]!r} is not a setting of make_data; it takes {', '.join(sorted(known))}")
     sampling = SamplingConfig(temperature=temperature)
     pair = with_shipped_models(PairConfig(target=_source(target), draft=_source(draft), sampling=sampling))
     root = local_path(dir, "dir")
@@ -75,7 +75,7 @@ def _source(model: str | ModelSource) -> ModelSource:
 
 
 def _written(prompts: Sequence[str], root: Path) -> Path:
-    """The file of the prompts; one that is there is kept where it says the same."""
+    """The file of the prompts; an existing file with this content is kept."""
     path = root / "prompts.jsonl"
     lines = [
         json.dumps({"id": str(index), "prompt": prompt}, ensure_ascii=False) for index, prompt in enumerate(prompts)

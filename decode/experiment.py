@@ -76,7 +76,7 @@ class Experiment:
     @cached_property
     def data(self) -> DataConfig:
         """The prompts and their splits, as data and training have them."""
-        return settled(self._data, is_told=False)  # what made the data said it
+        return settled(self._data, is_verbose=False)  # `data` has printed it
 
     @cached_property
     def pair(self) -> Pair:

@@ -1,16 +1,15 @@
-"""Labels and features of a feature draft: what a head on it learns from are drafts, as decoding makes them.
+"""Labels and features of a feature draft: heads on it learn from drafts, as decoding makes them.
 
-From every position s of a response, or every n-th, the draft drafts a few tokens y, fed with the target's states up to
-s and with its own outputs from there on (`lm.branches.chains`). The first step of each draft is teacher-forced; the
-later ones read what the draft itself said, which is what a head meets in decoding. One forward of the target over all
-drafts of a response gives p along them.
+From every position s of a response, or every n-th, the draft proposes a few tokens y, fed with the target's states up
+to s and then with its own outputs (`lm.branches.chains`). The first step of each draft is teacher-forced; later steps
+read the draft's own tokens, as in decoding. One forward of the target over all drafts of a response gives p along them.
 
     acceptance_prob(s, j) = min(1, p(y) / q(y))      both after prompt + X_<s + y_0 … y_{j-1}
     drawn-time state      that which produced q(s, j)
     fed-time state        that after y_j was fed
 
-There is no token mixing: the tokens before y_j are the draft's own anyway. The rows hold the first step at each
-position, also where no draft is kept.
+There is no token mixing, as the tokens before y_j are the draft's own. The rows hold the first step at each position,
+also where no draft is stored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,12 +41,12 @@ from lm.finite import REMEDY, NonFiniteError, refuse_non_finite
 from lm.forwards import chunk_rows, logits_of, output_device_of
 
 _DRAFTS_AT_ONCE = 128
-"""Bounds the attention mask of one forward."""
+"""Limits the attention mask of one forward."""
 _WHERE = "along the drafts of the response"
 
 
 class LabelledDrafts(NamedTuple):
-    """Some responses, labelled."""
+    """The labels and states of the drafts of some responses."""
 
     rows: dict[str, Tensor]
     """Columns of the rows, [token]: the first step at each position."""
@@ -58,7 +57,7 @@ class LabelledDrafts(NamedTuple):
     lengths: list[list[int]]
     """Lengths of the drafts of each response."""
     broken: Mapping[int, str] = MappingProxyType({})
-    """Responses along which a model yields what is no number -> the reason; nothing of them is in here."""
+    """Index of a response along which a model yields a non-finite number -> the reason; it has no labels here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +72,9 @@ class ChainLabeller:
     draft_length: int
     """Tokens of each draft, unless EOS or the end of the response or of a block comes before."""
     draft_every: int
-    """Drafts are kept of every n-th position of a response, from its first on; of blocks from its second on."""
+    """Drafts start at every n-th position of a response, from its first on; those of blocks from its second on."""
     chunk_mb: int
-    """Bound of one float32 [positions, vocabulary] chunk."""
+    """Limit of one float32 [positions, vocabulary] chunk."""
     feature_dtype: torch.dtype
 
     def label(
@@ -91,10 +90,10 @@ class ChainLabeller:
         Args:
             exchanges: the rows of a shard.
             uniform: float64 numbers that the tokens of each draft are drawn with.
-            timings: the timings of the features that are wanted.
-            progress: a function that is called with 1 for every row.
+            timings: the requested timings of features.
+            progress: called with 1 for every row.
         """
-        parts, lengths, start = [self._nothing(timings)], [], 0
+        parts, lengths, start = [self._empty(timings)], [], 0
         broken: dict[int, str] = {}
         for row, exchange in enumerate(exchanges):
             end = start + len(exchange.response_ids)
@@ -125,15 +124,15 @@ class ChainLabeller:
         # a prompt of one token has no state of the target's for EAGLE to begin with: its first draft begins one token
         # later
         lengths = (torch.arange(len(response)) + len(prompt)).clamp(min=1 + self.draft.lag)
-        # a fed-time state is that of the place behind the token, which the last of a block has none of
+        # a fed-time state is that of the next position, which the last token of a block does not have
         longest = int(min(self.draft_length, chains.most - ("fed" in timings)))
         limits = torch.arange(len(response), 0, -1).clamp(max=longest)
         is_kept = torch.arange(len(response)) % self.draft_every == 0
         if isinstance(self.draft, DSpark):
-            # no round begins at a prompt's last token, nor was such a block ever learned
+            # DSpark was not trained on blocks that begin at a prompt's last token, and decoding makes none
             is_kept = is_kept.roll(1)
             is_kept[0] = False
-        limits[~is_kept] = 1  # for the rows
+        limits[~is_kept] = 1  # the rows need the first step of every position
         groups = torch.arange(len(response)).split(at_once)
         return [
             _kept(
@@ -153,9 +152,9 @@ class ChainLabeller:
         *,
         timings: Sequence[str],
     ) -> LabelledDrafts:
-        """Some drafts of one response; `begins` has the committed length where each begins."""
+        """Some drafts of one response; `begins` is the committed length where each begins."""
         steps = _concatenated(self._steps(chains, begins, limits, uniform, is_fed="fed" in timings))
-        order = steps["owner"].argsort(stable=True)  # steps came one after the other: each draft keeps its order
+        order = steps["owner"].argsort(stable=True)  # stable: each draft keeps the order of its steps
         drafted = {name: values[order] for name, values in steps.items()}
         lengths = torch.bincount(drafted["owner"], minlength=len(begins))
         columns = {name: drafted[name] for name in ("draft_ids", *NUMBERS_OF_DRAFT)}
@@ -168,7 +167,7 @@ class ChainLabeller:
         hidden = {timing: drafted[timing].to("cpu", self.feature_dtype) for timing in timings}
         if not all(states.isfinite().all() for states in hidden.values()):
             raise NonFiniteError(
-                f"the draft yields hidden states {_WHERE} that are no finite numbers in {self.feature_dtype}; {REMEDY}"
+                f"the draft has hidden states {_WHERE} that are not finite in {self.feature_dtype}; {REMEDY}"
             )
         return LabelledDrafts(
             {name: values[firsts] for name, values in columns.items()}, columns, hidden, [lengths.tolist()]
@@ -177,23 +176,23 @@ class ChainLabeller:
     def _steps(
         self, chains: Chains | BlockChains, begins: Tensor, limits: Tensor, uniform: Tensor, *, is_fed: bool
     ) -> list[dict[str, Tensor]]:
-        """The drafts token by token: of each step its labels, q, q_logits, both states, and `owner`, its drafts.
+        """The labels, q, q_logits, both states and `owner` (its drafts) of each step of the drafts.
 
-        The last token of a draft is fed as well where fed-time states are wanted (`is_fed`).
+        The last token of a draft is fed too if fed-time states are requested (`is_fed`).
         """
         state = chains.begin(begins)
         limits, alive, steps = limits.to(state.device), torch.arange(len(begins), device=state.device), []
         eos = torch.tensor(sorted(self.eos_ids), device=state.device)
-        for place in range(self.draft_length):
+        for index in range(self.draft_length):
             logits = self.draft.logits(state)[..., : self.vocab_size]
             refuse_non_finite(logits, "the draft", _WHERE)
-            labels, q = label_draft(logits, uniform[alive.cpu(), place].to(state.device), self.sampling)
-            goes_on = (limits[alive] > place + 1) & ~torch.isin(labels["draft_ids"], eos)
+            labels, q = label_draft(logits, uniform[alive.cpu(), index].to(state.device), self.sampling)
+            continues = (limits[alive] > index + 1) & ~torch.isin(labels["draft_ids"], eos)
             fed = torch.zeros_like(state)
-            if (feeding := torch.ones_like(goes_on) if is_fed else goes_on).any():
+            if (feeding := torch.ones_like(continues) if is_fed else continues).any():
                 fed[feeding] = chains.feed(labels["draft_ids"][feeding], alive[feeding])
             steps.append(labels | {"owner": alive, "q": q, "q_logits": logits, "drawn": state, "fed": fed})
-            alive, state = alive[goes_on], fed[goes_on]
+            alive, state = alive[continues], fed[continues]
             if not len(alive):
                 break
         return steps
@@ -206,13 +205,13 @@ class ChainLabeller:
         begins, tokens, lengths = (values.to(device) for values in (begins, tokens, lengths))
         firsts = lengths.cumsum(0) - lengths
         owners = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
-        places = torch.arange(len(tokens), device=device) - firsts[owners]
+        indices = torch.arange(len(tokens), device=device) - firsts[owners]
         hidden = reading.hidden.new_empty(len(tokens), reading.hidden.shape[-1]).to(device)
         hidden[firsts] = reading.hidden.to(device)[begins - 1]
-        is_fed = places < lengths[owners] - 1
+        is_fed = indices < lengths[owners] - 1
         if is_fed.any():
             tree = Branched(self.target, self.vocab_size, reading.cache, begins)
-            hidden[is_fed.nonzero().squeeze(-1) + 1] = tree.feed(tokens[is_fed], owners[is_fed], places[is_fed]).to(
+            hidden[is_fed.nonzero().squeeze(-1) + 1] = tree.feed(tokens[is_fed], owners[is_fed], indices[is_fed]).to(
                 device
             )
             tree.cut()
@@ -220,8 +219,8 @@ class ChainLabeller:
         refuse_non_finite(logits, "the target", _WHERE)
         return logits
 
-    def _nothing(self, timings: Sequence[str]) -> LabelledDrafts:
-        """What labelling no response gives: every column and state, empty."""
+    def _empty(self, timings: Sequence[str]) -> LabelledDrafts:
+        """The labels of no response: every column and state, empty."""
         names = (*NUMBERS_OF_DRAFT, *NUMBERS_OF_TARGET, *NUMBERS_OF_BOTH)
         columns = {name: torch.empty(0) for name in names} | {"draft_ids": torch.empty(0, dtype=torch.int64)}
         none = torch.empty(0, self.draft.hidden_size, dtype=self.feature_dtype)
@@ -229,7 +228,7 @@ class ChainLabeller:
 
 
 def _kept(labelled: LabelledDrafts, is_kept: Tensor) -> LabelledDrafts:
-    """The same rows, and of the drafts of one response those that `is_kept`, [draft], names."""
+    """The labels of one response with all rows but only the drafts that `is_kept`, [draft], selects."""
     lengths = torch.tensor(labelled.lengths[0])
     is_token_kept = is_kept.repeat_interleave(lengths)
     columns, hidden = (

@@ -1,4 +1,4 @@
-"""From exchanges to labels and features: the forwards of law 4.6 over one shard.
+"""Labels and features of exchanges: the forwards of law 4.6 over one shard.
 
 A forward over prompt + X_<n gives, from position len(prompt) - 1 on, the n states that produce q_1 … q_n (or p_1 …
 p_n): all labels and the drawn-time features in one pass per model. Fed-time features need one more draft forward per
@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from data_gen.labels.laws import (
     NUMBERS_OF_BOTH,
     NUMBERS_OF_DRAFT,
+    NUMBERS_OF_SERVER,
     NUMBERS_OF_TARGET,
-    NUMBERS_TOLD,
     acceptance_prob_of,
     label_draft,
     label_joint,
     label_known,
+    label_served,
     label_target,
-    label_told,
 )
 from data_gen.labels.layout import layout_of
 from data_gen.responses.exchange import Exchange, Progress
@@ -32,21 +32,19 @@ from lm.finite import REMEDY, non_finite
 from lm.models.mode import refuse_training
 
 _CACHED_MB = 1
-"""A chunk of so many MB stays in the cache of a CPU's core: labelling 4,096 ids took 1.3 s in such chunks and 2.2 s in
-chunks of 64 MB.
-"""
+"""A chunk of this size fits the cache of a CPU core: labelling 4,096 ids took 1.3 s, and 2.2 s in chunks of 64 MB."""
 _FEWEST_ROWS = 32
 """Fewer rows than this make the product with the output layer slow."""
-_BROKEN = "yields NaN or infinite logits"
+_BROKEN = "has NaN or infinite logits"
 
 
 class Labelled(NamedTuple):
-    """The labels of a shard, and the rows that have none."""
+    """The labels of a shard, and its broken rows."""
 
     columns: dict[str, Tensor]
-    """[token] of all rows; what those of broken rows hold means nothing."""
+    """[token] of all rows; values of broken rows are meaningless."""
     broken: dict[int, str]
-    """Rows where a model yields what is no number -> the reason."""
+    """Row where a model yields a non-finite number -> the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,22 +59,21 @@ class Labeller:
     vocab_size: int
     batch_size: int
     chunk_mb: int
-    """Bound of one float32 [positions, vocabulary] chunk."""
+    """Limit of one float32 [positions, vocabulary] chunk."""
     feature_dtype: torch.dtype
 
     def label(
         self, exchanges: Sequence[Exchange], inputs: Mapping[str, Tensor], *, with_hidden: bool, progress: Progress
     ) -> Labelled:
-        """The columns that follow from the loaded models, each [token]; with the draft also `drawn` [token, hidden], if
-        wanted.
+        """The columns of the loaded models, each [token]; with the draft also `drawn` [token, hidden] on request.
 
         Args:
             exchanges: the rows of the shard.
-            inputs: `uniform` [token] to draw Y with, or `draft_ids` where Y is known already; without the draft `log_q`
-                too. `target_states` [token, hidden] may be among them and spares the target's forward; `p_ids` and
-                `p_probs` [token, support], laws that somebody else told, spare the target.
+            inputs: `uniform` [token] to draw Y with, or `draft_ids` if Y is known; without the draft also `log_q`.
+                Optional: `target_states` [token, hidden], which replace the target's forward; `p_ids` and `p_probs`
+                [token, support], a server's distributions, which replace the target.
             with_hidden: return `drawn`.
-            progress: a function that is called with the rows of each batch.
+            progress: called with the number of rows of each batch.
 
         Raises:
             ValueError: a model is in train mode.
@@ -86,7 +83,7 @@ class Labeller:
                 refuse_training(model)
         layout = layout_of(exchanges)
         costs = [len(exchange.prompt_ids) + len(exchange.response_ids) for exchange in exchanges]
-        columns = {} if exchanges else self._no_columns(with_hidden, is_told="p_ids" in inputs)
+        columns = {} if exchanges else self._no_columns(with_hidden, is_served="p_ids" in inputs)
         for rows in forwards.alike(costs, self.batch_size):
             positions = layout.positions(rows)
             part = self._label_batch(
@@ -99,22 +96,21 @@ class Labeller:
             progress(len(rows))
         broken: dict[int, str] = {}
         for name in ("draft", "target"):
-            places = layout.rows_with(columns.pop(f"{name} {_BROKEN}")) if f"{name} {_BROKEN}" in columns else {}
-            broken = {
-                row: f"the {name} {_BROKEN} at token {place} of the response; {REMEDY}" for row, place in places.items()
-            } | broken
+            first_of = layout.rows_with(columns.pop(f"{name} {_BROKEN}")) if f"{name} {_BROKEN}" in columns else {}
+            reason = f"the {name} {_BROKEN} at token {{}} of the response; {REMEDY}"
+            broken = {row: reason.format(token) for row, token in first_of.items()} | broken
         return Labelled(columns, broken)
 
-    def _no_columns(self, with_hidden: bool, *, is_told: bool) -> dict[str, Tensor]:
-        """The columns of a shard without rows, because every prompt was skipped."""
+    def _no_columns(self, with_hidden: bool, *, is_served: bool) -> dict[str, Tensor]:
+        """The empty columns of a shard whose prompts were all skipped."""
         has_draft, has_target = self.draft is not None, self.target is not None
-        wanted = (
+        groups = (
             (NUMBERS_OF_DRAFT, has_draft),
             (NUMBERS_OF_TARGET, has_target),
-            (NUMBERS_TOLD, is_told),
+            (NUMBERS_OF_SERVER, is_served),
             (NUMBERS_OF_BOTH, has_draft and has_target),
         )
-        columns = {name: torch.empty(0) for names, is_wanted in wanted if is_wanted for name in names}
+        columns = {name: torch.empty(0) for names, is_present in groups if is_present for name in names}
         if has_draft:
             columns["draft_ids"] = torch.empty(0, dtype=torch.int64)
             if with_hidden:
@@ -155,7 +151,6 @@ class Labeller:
     def _label_batch(
         self, exchanges: Sequence[Exchange], inputs: Mapping[str, Tensor], with_hidden: bool
     ) -> dict[str, Tensor]:
-        """Columns of one batch, in its row order."""
         sequences = [exchange.prompt_ids + exchange.response_ids[:-1] for exchange in exchanges]
         # the prompt's last token predicts the first of the response
         starts = [len(exchange.prompt_ids) - 1 for exchange in exchanges]
@@ -181,9 +176,7 @@ class Labeller:
         return columns
 
     def _chunk_rows(self) -> int:
-        """Positions of a chunk: as many as fit `chunk_mb`, on a CPU no more than its caches hold, as every label passes
-        over them again.
-        """
+        """Positions per chunk: those that fit `chunk_mb`, on a CPU also its caches, as every label reads them again."""
         size = forwards.chunk_rows(self.vocab_size, self.chunk_mb)
         device = forwards.output_device_of(next(model for model in (self.draft, self.target) if model is not None))
         return (
@@ -193,9 +186,7 @@ class Labeller:
         )
 
     def _label_chunk(self, states: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Columns of so few positions that [positions, vocabulary] fits `chunk_mb`: the only place where such a matrix
-        exists.
-        """
+        """Columns of one chunk; only here does a [positions, vocabulary] matrix exist."""
         columns: dict[str, Tensor] = {}
         draft_ids, log_q = inputs.get("draft_ids"), inputs.get("log_q")
         if self.draft is not None:
@@ -207,12 +198,12 @@ class Labeller:
             columns |= labels
             draft_ids, log_q = labels["draft_ids"], labels["log_q"]
             if "p_ids" in inputs:
-                columns |= label_told(q, inputs["p_ids"], inputs["p_probs"], labels=labels)
+                columns |= label_served(q, inputs["p_ids"], inputs["p_probs"], labels=labels)
         if self.target is not None:
-            assert draft_ids is not None, "without the draft, its labels come from the stage before"
+            assert draft_ids is not None, "without the draft, its labels come from the previous stage"
             assert log_q is not None
             p_logits, columns[f"target {_BROKEN}"] = self._logits(self.target, states["target"])
-            if self.draft is not None:  # only what two distributions make needs them on one device
+            if self.draft is not None:  # only joint labels need both distributions on one device
                 p_logits = p_logits.to(q_logits.device)
             columns["log_p"], p = label_target(p_logits, draft_ids.to(p_logits.device), self.sampling)
             columns["acceptance_prob"] = acceptance_prob_of(columns["log_p"], log_q.to(p_logits.device))
@@ -221,8 +212,8 @@ class Labeller:
         return columns
 
     def _logits(self, model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's logits over the tokenizer's ids, and at which positions they are no numbers; there they are 0
-        instead.
+        """The model's logits over the tokenizer's ids, and [position] whether they are not finite; those are set to
+        0.
         """
         logits = forwards.logits_of(model, hidden, self.vocab_size)
         broken = non_finite(logits)

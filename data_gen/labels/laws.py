@@ -9,7 +9,7 @@
 
 With one model at a time (`mode: sequential`) the draft's labels come first and the target's later: acceptance_prob
 needs only the two scalars log_p and log_q, while acceptance_rate and cross_entropy need both distributions at once.
-Where a server told p (`labels: server`), all is at hand but cross_entropy, which is of the untruncated p.
+With p from a server (`labels: server`) only cross_entropy is missing, which needs the untruncated p.
 """
 
 import torch
@@ -23,20 +23,19 @@ from lm.uniforms import draw
 Labels = dict[str, Shaped[Tensor, " position"]]
 """Some labels by their names on disk."""
 NUMBERS_OF_DRAFT = ("log_q", *SCALARS)
-"""Labels that need the draft alone, beside draft_ids."""
+"""Labels that need only the draft, besides draft_ids."""
 NUMBERS_OF_TARGET = ("log_p", "acceptance_prob")
-"""Labels that need the target, and what the draft's left."""
+"""Labels that need the target and the draft's labels."""
 NUMBERS_OF_BOTH = ("acceptance_rate", "cross_entropy")
 """Labels that need both distributions at once."""
-
-NUMBERS_TOLD = (*NUMBERS_OF_TARGET, "acceptance_rate")
-"""Labels that need the draft, and a law p that somebody else told."""
+NUMBERS_OF_SERVER = (*NUMBERS_OF_TARGET, "acceptance_rate")
+"""Labels that need the draft and a server's distribution p."""
 
 
 def label_draft(
     q_logits: Float[Tensor, "position vocab"], uniform: Float[Tensor, " position"], sampling: Sampling
 ) -> tuple[Labels, Float[Tensor, "position vocab"]]:
-    """draft_ids, which are drawn here, and `NUMBERS_OF_DRAFT` at them; also q, for `label_joint`."""
+    """Draw draft_ids and compute `NUMBERS_OF_DRAFT` at them; also returns q, for `label_joint`."""
     q_logits = q_logits.float()
     q = sampling.probs(q_logits)
     return _draft_labels(q_logits, q, draw(q, uniform)), q
@@ -45,7 +44,7 @@ def label_draft(
 def label_known(
     q_logits: Float[Tensor, "position vocab"], draft_ids: Int[Tensor, " position"], sampling: Sampling
 ) -> tuple[Labels, Float[Tensor, "position vocab"]]:
-    """The same as `label_draft` where Y is already known: imported data."""
+    """`label_draft` for known draft_ids: imported data."""
     q_logits = q_logits.float()
     q = sampling.probs(q_logits)
     return _draft_labels(q_logits, q, draft_ids.to(q.device)), q
@@ -54,24 +53,24 @@ def label_known(
 def label_target(
     p_logits: Float[Tensor, "position vocab"], draft_ids: Int[Tensor, " position"], sampling: Sampling
 ) -> tuple[Float[Tensor, " position"], Float[Tensor, "position vocab"]]:
-    """log p(Y); also p, for `label_joint`."""
+    """log p(Y), and p for `label_joint`."""
     p = sampling.probs(p_logits.float())
     return _at(p, draft_ids).log(), p
 
 
-def label_told(
+def label_served(
     q: Float[Tensor, "position vocab"],
     ids: Int[Tensor, "position support"],
     probs: Float[Tensor, "position support"],
     *,
     labels: Labels,
 ) -> Labels:
-    """log_p, acceptance_prob and acceptance_rate from a law p that is known by its support.
+    """log_p, acceptance_prob and acceptance_rate from a distribution p given by its support.
 
     Args:
-        q: the draft's law.
-        ids: tokens that have a probability under p, and any with probability 0.
-        probs: their probabilities.
+        q: the draft's distribution.
+        ids: the tokens with probability above 0 under p, and padding.
+        probs: their probabilities; 0 for padding.
         labels: those of `label_draft`.
     """
     p = torch.zeros_like(q).scatter_add_(-1, ids.to(q.device, torch.int64), probs.to(q.device, q.dtype))

@@ -1,4 +1,4 @@
-"""Where each row's positions are in a shard's flat [token] tensors."""
+"""The positions of each row in a shard's flat [token] tensors."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -43,10 +43,10 @@ class Layout:
         rows = [row for row in range(len(self.lengths)) for _ in range(times)]
         return self.positions(rows)
 
-    def rows_with(self, chosen: Bool[Tensor, " token"]) -> dict[int, int]:
-        """The rows in which a position is chosen -> the first such position, counted from the row's begin."""
+    def rows_with(self, mask: Bool[Tensor, " token"]) -> dict[int, int]:
+        """Row with a true position -> the first such position, counted from the row's start."""
         first: dict[int, int] = {}
-        for position in chosen.nonzero().squeeze(-1).tolist():
+        for position in mask.nonzero().squeeze(-1).tolist():
             row = bisect_right(self.offsets, position) - 1
             first.setdefault(row, position - self.offsets[row])
         return first

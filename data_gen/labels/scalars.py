@@ -1,10 +1,8 @@
 """Scalars: the numbers that a head may read beside the hidden state, one per drawn token y.
 
-They are those of the untruncated temperature-1 distribution q that y was drawn from, in nats (law 4.1). A new one is an
-entry of `SCALARS`, and nothing else: data generation, training, exported heads, the loop on every device, compiled
-steps, batches, traces and replay know scalars by the names in this table, and a config asks for them by name
-(docs/extending.md). `decode.loop` reads the two that are there without these formulas, where that is quicker for one
-token.
+They describe the untruncated temperature-1 distribution q, in nats (law 4.1). To add one, add an entry to `SCALARS`:
+data generation, training, exported heads, decoding, traces and replay look scalars up there by name
+(docs/extending.md). `decode.loop` computes the two existing ones without these formulas where that is faster.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +20,7 @@ class Scalar(NamedTuple):
     symbol: str
     """Its formula as model cards print it."""
     reads_token: bool
-    """Whether it depends on y; one that does not is known before y is drawn, so that a prefix head may read it."""
+    """Whether it depends on y. If not, it is known before y is drawn, so a prefix head may read it."""
     formula: Callable[[Float[Tensor, "position vocab"], Int[Tensor, " position"]], Float[Tensor, " position"]]
     """From logits of q in float32 or wider and y, position by position."""
 
@@ -35,7 +33,7 @@ SCALARS = {
     "log_token_prob": Scalar("log q(y)", True, _log_token_prob),
     "entropy": Scalar("H(q)", False, lambda logits, _: entropy(logits)),
 }
-"""Every scalar that a head can ask for, by name."""
+"""Every scalar that a head can read, by name."""
 
 
 def scalars_of(
@@ -43,6 +41,6 @@ def scalars_of(
 ) -> dict[str, Float[Tensor, " position"]]:
     """The named scalars of tokens, from float32 logits of the distributions that they were drawn from.
 
-    The logits are the model's own: those of the q that y was drawn from may be truncated or at another temperature.
+    The logits are the model's, before truncation and temperature.
     """
     return {name: SCALARS[name].formula(logits, token) for name in names}

@@ -1,10 +1,10 @@
-"""`python -m data_gen import`: data made by the official SpecDec++ code -> rows, and with the draft of the config the
-features of both timings, so that `python train.py` runs on them.
+"""`acceptance-heads import-data`: imports data of the official SpecDec++ code as rows, and features by the config's
+draft, so that heads can be trained on them.
 
-The file has Y, log q(Y), log p(Y) and so P, all under temperature 1 without truncation. What else heads read comes from
-the draft: its hidden states over prompt + X_<i (drawn-time) and prompt + Z_<=i (fed-time, mixed here with
-data.mixing_ratio), and H(q). acceptance_rate and cross_entropy would need the target and are null. Before a shard is
-written, the draft's own log q(Y) is compared with the file's, so that another draft and swapped keys are refused.
+The file has Y, log q(Y), log p(Y) and so P, all under temperature 1 without truncation. The draft adds its hidden
+states over prompt + X_<i (drawn-time) and prompt + Z_<=i (fed-time, mixed here with data.mixing_ratio), and H(q).
+acceptance_rate and cross_entropy would need the target and are null. Before a shard is written, the draft's log q(Y) is
+compared with the file's, so that another draft and swapped keys are refused.
 """
 
 import json
@@ -37,7 +37,7 @@ from store.sums import forget_broken, shards_in
 
 _SAMPLING = {"temperature": 1.0, "top_k": None, "top_p": None}
 _TOLERANCE_NATS = 0.1
-"""Limit of the median difference in log q(Y): half precision stays well below it, another model does not."""
+"""Limit of the median difference in log q(Y): half precision is well below it, another model above."""
 
 
 def import_(
@@ -50,18 +50,17 @@ def import_(
     target_key: str = "log_p_70b",
 ) -> None:
     """Import the official SpecDec++ JSON as one split: rows, and features by the draft. Run it once per split, then
-    train.py.
+    train.
 
     Args:
         file: the JSON, such as data/alpaca_data/train.json of the official code.
         split: train, dev or test. Training needs train and dev, and test unless data.num_test is 0.
-        features: run pair.draft over the rows; false: rows only, without loading a model, and heads cannot train on
-            them.
+        features: run pair.draft over the rows; false: write rows only, without a model; heads cannot train on them.
         draft_key: field with the draft's log probabilities of the draft tokens.
         target_key: field with the target's log probabilities of the draft tokens.
     """
     pair, data, path = config.pair, config.data, local_path(file, "--file")
-    _check_asked(pair, data, split, features=features)
+    _check_request(pair, data, split, features=features)
     keys, items, size = (draft_key, target_key), json_file.read(path), data.rows_per_shard
 
     def row(number: int) -> json_file.Row:
@@ -88,13 +87,13 @@ def import_(
     print(f"{data.dir}: {len(items):,} rows of {split} from {file}, {'with' if features else 'no'} features")
 
 
-def _check_asked(pair: PairConfig, data: DataConfig, split: str, *, features: bool) -> None:
+def _check_request(pair: PairConfig, data: DataConfig, split: str, *, features: bool) -> None:
     if split not in SPLITS:
-        raise ValueError(f"split is {split!r}; one of {', '.join(SPLITS)}")
+        raise ValueError(f"--split is {split!r}; it must be one of {', '.join(SPLITS)}")
     check_settings(pair, data)
     if features and asdict(pair.sampling) != _SAMPLING:
         raise ValueError(
-            f"pair.sampling is {asdict(pair.sampling)} and the official labels are of temperature 1 without "
+            f"pair.sampling is {asdict(pair.sampling)}, but the official labels are of temperature 1 without "
             "truncation; pass --pair.sampling.temperature 1 --pair.sampling.top_k null --pair.sampling.top_p null, "
             "here and for train.py"
         )
@@ -109,9 +108,7 @@ def _write(
     worker: Worker | None,
     claim: Callable[[], None],
 ) -> None:
-    """One shard; `claim` is called only when it is about to be written, so that a file that is refused leaves no folder
-    behind.
-    """
+    """Write one shard; `claim` is called just before, so that a refused file leaves no folder."""
     spec = ShardSpec(split, index, tuple(Prompt(exchange.id, (exchange.prompt,)) for exchange, _ in part))
     answers = Answers([exchange for exchange, _ in part], [])
     tables = [table for _, table in part]
@@ -141,21 +138,24 @@ def _is_done(spec: ShardSpec, data: DataConfig, features: bool) -> bool:
 
 
 def _check_fit(row: json_file.Row, worker: Worker | None) -> None:
-    """Raise ValueError for a row that the draft, if there is one, cannot read."""
+    """Raise ValueError for a row that the loaded draft cannot read."""
     if worker is None:
         return
     assert worker.labeller.draft is not None
-    limit = max_positions(worker.labeller.draft)
+    limit = max_positions(worker.labeller.draft.config)
     (exchange, columns), last = row, worker.labeller.vocab_size - 1
     ids = [*exchange.prompt_ids, *exchange.response_ids, *columns["draft_ids"].tolist()]
     if not exchange.prompt_ids or not exchange.response_ids:
         raise ValueError(f"{exchange.id} has no prompt or no response tokens; remove it from the file")
     if not 0 <= min(ids) <= max(ids) <= last:
-        raise ValueError(f"{exchange.id} has token ids {min(ids)} to {max(ids)} and pair.draft's tokenizer 0 to {last}")
+        raise ValueError(
+            f"{exchange.id} has token ids {min(ids)} to {max(ids)}, but pair.draft's are 0 to {last}; set pair.draft "
+            "to the model of the file"
+        )
     length = len(exchange.prompt_ids) + len(exchange.response_ids)
     if limit is not None and length > limit:
         raise ValueError(
-            f"{exchange.id} is {length} tokens long and pair.draft reads at most {limit}; remove it from the file"
+            f"{exchange.id} is {length} tokens long, but pair.draft reads at most {limit}; remove it from the file"
         )
 
 
@@ -171,9 +171,7 @@ def _check_draft(log_q: Tensor, log_q_in_file: Tensor, path: str) -> None:
 
 
 def _claim(directory: Path, manifest: Mapping[str, Any], *, split: str, file: Path) -> None:
-    """Settle the manifest, and record which file the split comes from, so that no other file goes on with its
-    shards.
-    """
+    """Settle the manifest, and record the file of the split, so that no other file can continue its shards."""
     settle(directory, manifest)
     path = directory / "imported" / f"{split}.json"
     source = {"name": file.name, "sha256": sha256_of(file)}
@@ -187,7 +185,6 @@ def _claim(directory: Path, manifest: Mapping[str, Any], *, split: str, file: Pa
 
 
 def _manifest(pair: PairConfig, data: DataConfig, *, features: bool, keys: tuple[str, str]) -> dict[str, Any]:
-    """The manifest of imported data: its file's keys, and how its features were made."""
     settings = {name: getattr(data, name) for name in ("feature_dtype", "mixing_ratio", "mixes", "seed")}
     return {
         "format": FORMAT,
@@ -204,8 +201,8 @@ def _manifest(pair: PairConfig, data: DataConfig, *, features: bool, keys: tuple
 
 
 def _describe(source: ModelSource, *, needed: bool) -> dict[str, Any]:
-    """A model with its fingerprint if it is on this disk or needed, else by name alone: the target of 70B parameters
-    rarely is either.
+    """A model with its hashes if it is local or needed, else by name alone, as for a target that was never
+    downloaded.
     """
     if needed or Path(source.path).is_dir():
         return describe_model(source)

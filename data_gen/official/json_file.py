@@ -29,13 +29,13 @@ def parse(item: Any, name: str, *, keys: tuple[str, str], where: str) -> Row:
     """One object of the file as the row `name`.
 
     Args:
-        item: what json made of the object.
+        item: the parsed object.
         name: the id that the row gets.
         keys: the fields with the draft's and the target's log probabilities of the draft tokens.
         where: file and item, for messages.
 
     Raises:
-        ValueError: a field that is missing or no list of numbers, or lists of different lengths.
+        ValueError: a field that is missing or not a list of numbers, or lists of different lengths.
     """
     if not isinstance(item, dict):
         raise ValueError(f"{where}: expected an object, got {type(item).__name__}")
@@ -54,7 +54,7 @@ def parse(item: Any, name: str, *, keys: tuple[str, str], where: str) -> Row:
 
 
 def _list(item: dict[str, Any], key: str, where: str, *, check: Callable[[Any], bool]) -> list[Any]:
-    """A list of token ids or log probabilities, which may be written as a string."""
+    """A list of token ids or log probabilities, possibly written as a string."""
     value = item.get(key)
     # Python wrote these strings, and its -inf is -Infinity in JSON.
     if isinstance(value, str):
@@ -73,7 +73,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_log_prob(value: Any) -> bool:
-    """Whether a value is at most 0, up to a rounding; -inf where the model gives a token no probability."""
+    """Whether a value is at most 0, up to rounding; -inf means probability 0."""
     return type(value) in (int, float) and value <= _ROUNDING
 
 
@@ -81,16 +81,17 @@ def read(path: Path) -> list[Any]:
     """The objects of a file.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, or none of that shape.
+        FileNotFoundError: no such file.
+        ValueError: a file of another form.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; --file takes the path of the official JSON")
+        raise FileNotFoundError(f"there is no file {path}; set --file to the path of the official JSON")
     try:
         items = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: expected the official JSON; {error.msg}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected the official JSON, and its bytes are no text; fetch it again") from error
+        raise ValueError(f"{path}: expected the official JSON, but the file is not text; download it again") from error
     if not isinstance(items, list) or not items:
         raise ValueError(f"{path}: expected a list of objects, got {type(items).__name__}")
     return items

@@ -1,5 +1,5 @@
-"""The responses of shards in the order of the shards, of which the next are asked for already: servers are not idle
-while the last rows of a shard are under way, or while it is labelled and written.
+"""Requests the responses of the next shards in advance, so that servers are not idle while a shard is finished,
+labelled and written.
 """
 
 from collections import deque
@@ -10,17 +10,17 @@ from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.exchange import Answers
 
 
-def asked_ahead(
+def answers_ahead(
     specs: Iterable[ShardSpec], ask: Callable[[ShardSpec], Answers], *, num_at_once: int, close: Callable[[], None]
 ) -> Iterator[tuple[ShardSpec, Answers]]:
-    """Each shard with its answers, in order; only those of a few shards are in memory, whatever the number of shards.
+    """Each shard with its answers, in order; only a few shards are in memory.
 
     Args:
         specs: the shards.
-        ask: asks for the responses of one shard; it is called in several threads at once.
-        num_at_once: requests that are to be under way at once; conversations of as many shards are open beside the one
-            that was handed out and the one that comes to its end.
-        close: ends what `ask` waits for, where the shards are not gone through to their end.
+        ask: requests the responses of one shard; called in several threads at once.
+        num_at_once: number of requests to keep in flight; beyond the first two open shards (one yielded, one that is
+            finishing), shards are opened until they hold this many conversations.
+        close: cancels the requests that `ask` waits for, if the caller stops early.
     """
     open_shards: deque[tuple[ShardSpec, Future[Answers]]] = deque()
     waiting = iter(specs)

@@ -1,4 +1,4 @@
-"""`python -m data_gen check`: whether the data on disk is what was written, to the byte."""
+"""`acceptance-heads check`: whether the data on disk is unchanged, byte for byte."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,39 +14,38 @@ _READ = ("rows", "features/*")
 
 
 def check(config: Config) -> None:
-    """Compare every shard in data.dir with its sum, and name each that is broken; nothing is
-    changed.
+    """Compare every shard in data.dir with its checksum and list those that are damaged; nothing is changed.
 
     Args:
-        config: the experiment, of which data.dir alone counts.
+        config: the experiment; only data.dir is read.
 
     Raises:
-        FileNotFoundError: nothing has been made there.
-        ValueError: a shard is broken or missing.
+        FileNotFoundError: the directory has no data.
+        ValueError: a shard is damaged or missing.
     """
     directory = Path(config.data.dir)
     manifest = read_manifest(directory)
     paths = shards_in(directory)
     problems = dict(problems_of(paths, is_thorough=True))
     problems |= {
-        path: f"{path} is missing or was not finished; run `acceptance-heads data` again"
+        path: f"{path} is missing or incomplete; run `acceptance-heads data` again"
         for path in absent(directory, manifest)
     }
     for folder in dict.fromkeys(path.parent for path in paths):
         whole = [path for path in paths if path.parent == folder and path not in problems]
-        print(f"{folder}: {len(whole)} shards whole, {sum(path.stat().st_size for path in whole):,} bytes")
+        print(f"{folder}: {len(whole)} shards intact, {sum(path.stat().st_size for path in whole):,} bytes")
     if problems:
         print("\n".join(problems.values()))
         raise ValueError(
-            f"{len(problems)} shards in {directory} are broken or missing, as listed; run `acceptance-heads data` with "
-            "this config, which makes them again (with the same bytes on the same machine)"
+            f"{len(problems)} shards in {directory} are damaged or missing (listed above); run `acceptance-heads data` "
+            "with this config to make them again"
         )
-    print(f"Every one of {len(paths)} shards in {directory} is what was written, to the byte.")
+    print(f"All {len(paths)} shards in {directory} are intact.")
 
 
 def absent(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Path]:
-    """Where a shard should be: the manifest counts its prompts, or another folder has one of its number or a later
-    one.
+    """Paths of missing shards: the manifest counts their prompts, or another folder has a shard of that number or a
+    later one.
     """
     made = [folder for pattern in _READ for folder in sorted(directory.glob(pattern)) if folder.is_dir()]
     named = [directory / "features" / name for name in manifest.get("features") or ()]

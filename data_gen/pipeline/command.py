@@ -1,6 +1,4 @@
-"""`python -m data_gen`: check the config, settle the manifest, make the shards that are missing, account for every
-prompt.
-"""
+"""`acceptance-heads data`: check the config, settle the manifest, make missing shards, account for every prompt."""
 
 import json
 from collections import Counter
@@ -37,7 +35,7 @@ from store.sums import forget_broken, shards_in
 
 _FEW_PROMPTS = 50
 _OF_ALL = ("manifest", "errors")
-"""Files that every process writes, each in its turn."""
+"""Files that all processes write, one at a time."""
 
 
 def make(
@@ -52,10 +50,10 @@ def make(
 
     Args:
         config: the experiment.
-        retry_errors: ask again for every prompt that ended in an error; shards without one stay as they are.
-        stages: the one stage of data.mode sequential that this run makes, each of which needs one model alone.
-        rank: this process makes shards rank, rank + world_size, …; taken from torchrun or srun where they started it.
-        world_size: processes that make the data together.
+        retry_errors: try the prompts that ended in an error again; shards without errors stay as they are.
+        stages: with data.mode sequential, run only this stage, which needs one model.
+        rank: this process makes shards rank, rank + world_size, …; by default taken from torchrun or srun.
+        world_size: number of processes that make the data together.
     """
     if sliced_models(config.pair) and rank is None and world_size is None:
         rank, world_size = 0, 1  # torchrun's variables count slices
@@ -68,58 +66,58 @@ def make(
 
 def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> None:
     pair, data = config.pair, settled(config.data, config.heads)
-    asked = _asked(stages, data, retry_errors=retry_errors)
+    requested = _requested(stages, data, retry_errors=retry_errors)
     tokenizer = load_pair_tokenizer(pair)
     with ExitStack() as work:
         work.enter_context(share.writing(data.dir))
-        every = shards_of(data)
-        hint_at_few(sum(len(spec.prompts) for spec in every), "data.prompts")
-        manifest = make_manifest(pair, data, tokenizer=tokenizer, split=_sizes(every))
-        check_lengths(pair, data)  # first: the remedy changes the manifest, and one that was settled would refuse it
-        with share.turn(data.dir):  # what takes long, prompts and hashes, is done before: others wait for this
+        all_specs = shards_of(data)
+        hint_at_few(sum(len(spec.prompts) for spec in all_specs), "data.prompts")
+        manifest = make_manifest(pair, data, tokenizer=tokenizer, split=_sizes(all_specs))
+        check_lengths(pair, data)  # before the manifest is written, which the remedy would change
+        with share.turn(data.dir):  # other processes wait here, so slow work (prompts, hashes) is done before
             share.refuse_others(data.dir, data)
             clean_partial(data.dir, names=_OF_ALL)
             settle(data.dir, manifest)
-        specs = share.of(every)
+        specs = share.of(all_specs)
         refuse_other_prompts(specs, data)
         if not share.is_whole:
-            print(f"{data.dir}: {share} makes {len(specs)} shards of {len(every)}")
+            print(f"{data.dir}: {share} makes {len(specs)} of {len(all_specs)} shards")
         pair = share.on_its_gpu(pair)
-        num_made = _complete(pair, data, share, specs, stages=asked, retry_errors=retry_errors)
+        num_made = _complete(pair, data, share, specs, stages=requested, retry_errors=retry_errors)
         with share.last_turn(data.dir, work) as num_others:
-            done = f"{num_made} shards went through {', '.join(asked)}"
+            done = f"made {num_made} shards (stages: {', '.join(requested)})"
             if num_others:
-                print(f"{data.dir}: {share}: {done}; {num_others} other processes are at work, and the last accounts")
+                print(f"{data.dir}: {share} {done}; {num_others} other processes still run, and the last one reports")
             else:
-                _account(data, every, num_made=num_made, done=done if share.is_whole else f"{share}: {done}")
+                _account(data, all_specs, num_made=num_made, done=done if share.is_whole else f"{share} {done}")
 
 
 def _share(data: DataConfig, rank: int | None, world_size: int | None) -> Share:
     """The share of this process.
 
     Raises:
-        ValueError: several processes, and Ray, which shares the shards out by itself.
+        ValueError: several processes with Ray, which distributes the shards itself.
     """
     share = share_of(rank, world_size)
     if data.engine == "ray" and not share.is_whole:
         raise ValueError(
-            f"data.engine is ray, whose one driver shares the shards out, and this process is {share}; set "
-            "data.engine: local, or start one process (--rank 0 --world_size 1)"
+            f"data.engine is ray, which needs a single process, and this process is {share}; set data.engine: local, "
+            "or start one process (--rank 0 --world_size 1)"
         )
     return share
 
 
 def hint_at_few(num_prompts: int, setting: str) -> None:
-    """Warn once of prompts so few that heads learn little and no comparison is certain."""
+    """Warn once if there are too few prompts for useful heads and comparisons."""
     if num_prompts < _FEW_PROMPTS:
         say_once(
-            f"note: {num_prompts} prompts of {setting} are enough to try things out; heads need some hundred to learn "
-            f"from, and dev and test at least {_FEW_PROMPTS} each to tell which is faster"
+            f"note: {setting} has {num_prompts} prompts, enough for a trial; for results, use a few hundred for "
+            f"training and at least {_FEW_PROMPTS} each for dev and test"
         )
 
 
 def _sizes(specs: Sequence[ShardSpec]) -> dict[str, Any]:
-    """Prompts of each split and, where there are several sets, of each set, for the manifest."""
+    """Number of prompts of each split and, if there are several, of each set, for the manifest."""
     sizes: dict[str, Any] = {}
     for split in SPLITS:
         prompts = [prompt for spec in specs if spec.split == split for prompt in spec.prompts]
@@ -128,21 +126,20 @@ def _sizes(specs: Sequence[ShardSpec]) -> dict[str, Any]:
     return sizes
 
 
-def _asked(stages: str, data: DataConfig, *, retry_errors: bool) -> tuple[Stage, ...]:
+def _requested(stages: str, data: DataConfig, *, retry_errors: bool) -> tuple[Stage, ...]:
     """The stages that this run makes, in order."""
     if stages == "all":
         return stages_of(data)
     if data.mode == "together":
         raise ValueError(
-            f"--stages is {stages} and data.mode together, which has both models loaded and no stages; set data.mode: "
-            "sequential"
+            f"--stages is {stages}, but data.mode is together, which has no separate stages; set data.mode: sequential"
         )
     if retry_errors:
-        raise ValueError(f"--retry_errors goes through all stages, and --stages is {stages}; leave one of them out")
+        raise ValueError(f"--retry_errors runs all stages, but --stages is {stages}; remove one of them")
     if stages not in stages_of(data):
         raise ValueError(
-            f"--stages is {stages}, and with data.labels server there are {' and '.join(stages_of(data))} alone: the "
-            "server tells what that stage is for"
+            f"--stages is {stages}, but with data.labels: server the stages are {' and '.join(stages_of(data))}; "
+            "choose one of these"
         )
     return tuple(stage for stage in stages_of(data) if stage == stages)
 
@@ -156,13 +153,13 @@ def _complete(
     stages: Sequence[Stage],
     retry_errors: bool,
 ) -> int:
-    """Make those of this share's shards that are missing or not what was written; how many were made."""
-    own = {name_of(spec) for spec in specs}
-    names = None if share.is_whole else own
+    """Make the missing and damaged shards of this share; returns their number."""
+    own_names = {name_of(spec) for spec in specs}
+    names = None if share.is_whole else own_names
     clean_partial(data.dir, *SHARD_FOLDERS, names=names)
-    forget_broken(path for path in shards_in(data.dir) if path.stem in own)
+    forget_broken(path for path in shards_in(data.dir) if path.stem in own_names)
     missing = [spec for spec in specs if not is_done(spec, data)]
-    again = [
+    retried = [
         spec
         for spec in specs
         if retry_errors and spec not in missing and has_errors(rows_path(data.dir, spec.split, spec.index))
@@ -173,32 +170,32 @@ def _complete(
             _refuse_gap(stage, unfinished, data)
             _run(Job(pair=pair, data=data, stage=stage), unfinished)
             num_made = max(num_made, len(unfinished))
-        if again:
-            _run(Job(pair=pair, data=data, stage=stage, keeps_responses=True), again)
-    clean_partial(data.dir, *SHARD_FOLDERS, names=names)  # of actors that died in this very run
-    return num_made + len(again)
+        if retried:
+            _run(Job(pair=pair, data=data, stage=stage, keeps_responses=True), retried)
+    clean_partial(data.dir, *SHARD_FOLDERS, names=names)  # actors that died in this run leave partial files
+    return num_made + len(retried)
 
 
 def _refuse_gap(stage: Stage, specs: Sequence[ShardSpec], data: DataConfig) -> None:
-    """Raise ValueError where the stage before has not been made of every shard."""
-    before: Stage | None = next((one for one, after in pairwise(stages_of(data)) if after == stage), None)
-    lacking = [] if before is None else [spec for spec in specs if not is_done(spec, data, before)]
-    if lacking:
+    """Raise ValueError if the previous stage is not complete for every shard."""
+    previous: Stage | None = next((first for first, second in pairwise(stages_of(data)) if second == stage), None)
+    missing = [] if previous is None else [spec for spec in specs if not is_done(spec, data, previous)]
+    if missing:
         raise ValueError(
-            f"the stage {stage} of {len(lacking)} shards of {data.dir} lacks the stage {before}, {name_of(lacking[0])} "
-            f"first; run --stages {before} to its end before"
+            f"stage {stage} needs stage {previous}, which is missing for {len(missing)} shards of {data.dir} (the "
+            f"first is {name_of(missing[0])}); run --stages {previous} to completion first"
         )
 
 
 def _account(data: DataConfig, specs: Sequence[ShardSpec], *, num_made: int, done: str) -> None:
-    """Say what was made; where every shard is there, write the account of all prompts. No other process is at work.
+    """Print what was made; if every shard is complete, also count the prompts and write errors.jsonl.
 
     Raises:
-        ValueError: more prompts ended in an error than the config bears.
+        ValueError: more prompts ended in an error than data.max_error_share allows.
     """
     missing = [spec for spec in specs if not is_done(spec, data)]
     if missing:
-        print(f"{data.dir}: {done}; {len(missing)} are not whole yet, {name_of(missing[0])} first")
+        print(f"{data.dir}: {done}; {len(missing)} shards are incomplete, the first is {name_of(missing[0])}")
         return
     forget_all_stages(specs, data)
     paths = [
@@ -208,45 +205,43 @@ def _account(data: DataConfig, specs: Sequence[ShardSpec], *, num_made: int, don
     write_errors(data.dir, paths, problems)
     if len(paths) > len(specs):
         print(
-            f"{data.dir}: {len(paths) - len(specs)} shards beyond data.num_* are there and stay; training reads them, "
-            "too, up to heads.num_train"
+            f"{data.dir}: {len(paths) - len(specs)} shards of a larger earlier run stay; training reads them too, up "
+            "to heads.num_train"
         )
     print(
         f"{data.dir}: {totals['ok']:,} rows, {totals['tokens']:,} tokens in {len(paths)} shards "
-        f"({num_made} made now); "
-        f"{totals['error']:,} errors and {totals['skipped']:,} skipped of {totals['input']:,} prompts, see errors.jsonl"
+        f"({num_made} made in this run); of {totals['input']:,} prompts, {totals['error']:,} failed and "
+        f"{totals['skipped']:,} were skipped (see errors.jsonl)"
     )
     if problems:
-        print(
-            f"{data.dir}: {len(problems):,} of {num_records:,} records of data.prompts cannot be read, see errors.jsonl"
-        )
+        print(f"{data.dir}: {len(problems):,} of {num_records:,} records of data.prompts are unreadable (errors.jsonl)")
     if len(problems) > data.max_error_share * num_records:
         raise ValueError(
-            f"{len(problems):,} of {num_records:,} records of data.prompts cannot be read, more than "
-            f"data.max_error_share = {data.max_error_share:g}; everything else is written; see {data.dir}/errors.jsonl"
+            f"{len(problems):,} of {num_records:,} records of data.prompts are unreadable, above data.max_error_share "
+            f"{data.max_error_share:g}; all other data is written; see {data.dir}/errors.jsonl"
         )
     _refuse_errors(totals, data)
     print("next: acceptance-heads train --config …")
 
 
 def _refuse_errors(totals: Mapping[str, int], data: DataConfig) -> None:
-    """Raise ValueError if no prompt became a row, or more ended in an error than the config allows."""
+    """Raise ValueError if no prompt became a row, or too many ended in an error."""
     if totals["error"] > data.max_error_share * totals["input"]:
         raise ValueError(
-            f"{totals['error']:,} of {totals['input']:,} prompts ended in an error, more than data.max_error_share = "
-            f"{data.max_error_share:g}; all else is written; mend what {data.dir}/errors.jsonl names and run the same "
-            "command with --retry_errors"
+            f"{totals['error']:,} of {totals['input']:,} prompts ended in an error, above data.max_error_share "
+            f"{data.max_error_share:g}; all other data is written; fix the causes in {data.dir}/errors.jsonl, then run "
+            "the same command with --retry_errors"
         )
     if totals["input"] and not totals["ok"]:
         (first, *_) = (Path(data.dir) / "errors.jsonl").read_text(encoding="utf-8").splitlines()
         raise ValueError(
-            f"no row was made of {totals['input']:,} prompts: {totals['error']:,} ended in an error and "
-            f"{totals['skipped']:,} were skipped, the first because: {json.loads(first)['reason']}"
+            f"none of {totals['input']:,} prompts became a row: {totals['error']:,} failed and {totals['skipped']:,} "
+            f"were skipped; the first reason: {json.loads(first)['reason']}"
         )
 
 
 def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
-    """Run the job's stage on the shards with the configured engine; every engine writes the same bytes."""
+    """Run the job's stage on the shards with the configured engine."""
     begin(job, specs)
     engine = {"local": _run_here, "ray": run_on_actors}[job.data.engine]
     total = sum(spec.num_requests for spec in specs)
@@ -257,45 +252,45 @@ def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
 def _run_here(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
     """`engine: local`: one worker in this process makes one shard after the other; `bar` counts prompts."""
     worker = Worker(job)
-    share = 1 / steps_of(job.stage)
+    step = 1 / steps_of(job.stage)
 
-    def tell(count: int) -> None:
-        bar.update(count * share)
+    def progress(count: int) -> None:
+        bar.update(count * step)
 
-    for spec, answers in worker.asked(specs, tell):
+    for spec, answers in worker.with_answers(specs, progress):
         bar.set_description(f"{job.stage}: {name_of(spec)}")
-        worker.make(spec, tell, answers)
+        worker.make(spec, progress, answers)
     del worker
-    free_memory()  # the next stage loads models of its own
+    free_memory()  # the next stage loads other models
 
 
 def check_settings(pair: PairConfig, data: DataConfig) -> None:
-    """Raise ValueError for settings that lack something, before anything is loaded."""
+    """Raise ValueError for settings that contradict each other or miss something, before anything is loaded."""
     Sampling(**vars(pair.sampling))
     if data.template not in TEMPLATES:
         raise ValueError(f"data.template is {data.template!r}; {meant(data.template, TEMPLATES)}")
     is_feature_draft = released_layout_of(pair.draft) is not None
     if (data.mode, data.mixes) != ("together", 1) and is_feature_draft:
         raise ValueError(
-            "pair.draft is a feature draft, which reads the target's states and mixes no tokens, and data.mode is "
-            f"{data.mode}, data.mixes {data.mixes}; set data.mode: together and data.mixes: 1"
+            f"data.mode is {data.mode} and data.mixes {data.mixes}, but pair.draft is a feature draft, which needs the "
+            "target's states and mixes no tokens; set data.mode: together and data.mixes: 1"
         )
     if names := sliced_models(pair):
         other = "engine is ray" if data.engine == "ray" else "draft is a feature draft" if is_feature_draft else ""
         if other:
             section = "data" if data.engine == "ray" else "pair"
             raise ValueError(
-                f"pair.{names[0]}.tp_plan is set and {section}.{other}, which takes whole models; take device_map: auto"
+                f"pair.{names[0]}.tp_plan is set and {section}.{other}, which needs whole models; use device_map: auto"
             )
     if data.split_ids is not None and not Path(data.split_ids).is_file():
         raise FileNotFoundError(
-            f"data.split_ids is {data.split_ids}, and there is no such file; leave it out or mend it"
+            f"data.split_ids is {data.split_ids}, but there is no such file; remove the setting or correct the path"
         )
     if data.source == "file" and data.responses is None:
-        raise ValueError("data.source is file and data.responses names none; set it to the path of a JSONL file")
+        raise ValueError("data.source is file, but data.responses is null; set it to the path of a JSONL file")
     if data.source == "file" and not Path(str(data.responses)).is_file():
         raise FileNotFoundError(
-            f"data.responses is {data.responses}, and there is no such file; set it to the path of a JSONL file"
+            f"data.responses is {data.responses}, but there is no such file; set it to the path of a JSONL file"
         )
     if data.engine == "ray":
         _needs("ray.data", "data.engine is ray", extra="ray", instead="engine: local")
@@ -311,5 +306,5 @@ def _needs(module: str, setting: str, *, extra: str, instead: str) -> None:
         import_module(module)
     except ImportError as error:
         raise ValueError(
-            f"{setting} and {module} is not installed: install the extra `{extra}`, or use {instead}"
+            f"{setting}, but {module} is not installed; install the extra `{extra}`, or use {instead}"
         ) from error

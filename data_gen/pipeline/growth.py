@@ -1,7 +1,7 @@
-"""The shards of a run. A larger run has the shards of the smaller one and more; only a short last shard is made again.
+"""The shards of a run. A larger run keeps the shards of the smaller one; only a short last shard is made again.
 
-Each shard's sidecar has a digest of every prompt that it was made of, so that shards of other prompts are refused.
-Where fewer prompts are requested, no further shard is made, and those that are there stay.
+Each shard's sidecar has a digest of every prompt that it was made from, so that shards of other prompts are refused. If
+fewer prompts are requested, existing shards stay.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,15 +34,15 @@ def refuse_other_prompts(specs: Iterable[ShardSpec], data: DataConfig) -> None:
     """Forget short shards that have grown.
 
     Raises:
-        ValueError: a shard was made of other prompts.
+        ValueError: a shard was made from other prompts.
     """
     for spec in specs:
         for made in prompts_made(spec, data):
             num = min(len(made), len(spec.digests))
             if made[:num] != spec.digests[:num]:
                 raise ValueError(
-                    f"{name_of(spec)} of {data.dir} was made of other prompts than {_sources(data)} has now; put the "
-                    f"earlier prompts back, choose another data.dir, or delete {data.dir} to start over"
+                    f"{name_of(spec)} of {data.dir} was made from other prompts than {_sources(data)} has now; restore "
+                    f"the earlier prompts, choose another data.dir, or delete {data.dir} to start over"
                 )
             if num < len(spec.digests):
                 forget(spec, data)

@@ -1,12 +1,10 @@
-"""Data by sliced models (`tp_plan`, under torchrun): the first process makes the data, the others hold their slices and
-run the same forwards.
+"""Data by sliced models (`tp_plan`, under torchrun): every process holds a slice and runs the same forwards.
 
-The leader does what one process does, and tells the others which job with sliced models it begins, on which shards.
-They make the same shards from the same files and seeds, and write nothing. Logits come out of a forward alike in every
-process, so that all of them draw the same tokens and go on to the same next forward. A job whose models are whole is
-the leader's alone.
+The first process, the leader, broadcasts each job with sliced models and its shards. The others make the same shards
+from the same files and seeds, and write nothing. Every process gets the same logits, so all draw the same tokens and
+run the same next forward. Jobs without sliced models run in the leader only.
 
-torchrun's RANK and WORLD_SIZE count slices here, not shares of the data: those are --rank and --world_size alone.
+torchrun's RANK and WORLD_SIZE count slices here. Shares of the data are set by --rank and --world_size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,18 +22,17 @@ from lm import free_memory, load_config
 from lm.parallel import check_slices, join, refuse_alone, sliced_models, slices_of
 
 _WAIT = timedelta(days=365)
-"""Longest wait for the leader's next word, which comes after stages that are its own; torchrun ends the others where it
-dies.
+"""Longest wait for the leader's next job, which may follow long stages of its own; if it dies, torchrun ends the
+others.
 """
 
 
 @contextmanager
 def in_lockstep(pair: PairConfig) -> Iterator[bool]:
-    """Yield True in the process that makes the data, and False in each that holds further slices, once it has followed
-    to the end.
+    """Yield True in the process that makes the data; the others follow it to the end and then yield False.
 
     Raises:
-        ValueError: a model is to be sliced, and torchrun did not start this process, or it cannot be.
+        ValueError: a model cannot be sliced, or torchrun did not start this process.
     """
     if not sliced_models(pair):
         yield True
@@ -44,7 +41,7 @@ def in_lockstep(pair: PairConfig) -> Iterator[bool]:
     slices = slices_of()
     assert slices is not None
     for source in (pair.target, pair.draft):
-        if source.tp_plan is not None:  # before the manifest is settled
+        if source.tp_plan is not None:  # before the manifest is written
             check_slices(source, load_config(source), slices.num)
     join()
     is_leader = slices.rank == 0
@@ -52,36 +49,36 @@ def in_lockstep(pair: PairConfig) -> Iterator[bool]:
         _follow()
     yield is_leader
     if is_leader:
-        _exchange(None)  # after an error torchrun ends the others, wherever they wait
+        _exchange(None)  # after an error torchrun ends the others
     distributed.destroy_process_group()
     _group.cache_clear()
 
 
 def begin(job: Job, specs: Sequence[ShardSpec]) -> None:
-    """Let the other processes make these shards along, where a model of the job is sliced."""
+    """Start the job in the other processes too, if one of its models is sliced."""
     if is_sliced(job):
         _exchange((job, list(specs)))
 
 
 def _follow() -> None:
-    """Run the leader's jobs along until it says that there are no more."""
-    while (word := _exchange(None)) is not None:
-        job, specs = word
+    """Run the leader's jobs until there are no more."""
+    while (work := _exchange(None)) is not None:
+        job, specs = work
         worker = Worker(replace(job, writes=False))
         for spec in specs:
             worker.make(spec, lambda count: None)
         del worker
-        free_memory()  # the next job loads models of its own
+        free_memory()  # the next job loads other models
 
 
-def _exchange(word: tuple[Job, list[ShardSpec]] | None) -> tuple[Job, list[ShardSpec]] | None:
-    """The leader's word, in every process; what another passes is not looked at."""
-    words = [word]
-    distributed.broadcast_object_list(words, src=0, group=_group())
-    return words[0]
+def _exchange(work: tuple[Job, list[ShardSpec]] | None) -> tuple[Job, list[ShardSpec]] | None:
+    """The leader's job, in every process; the argument of the others is ignored."""
+    works = [work]
+    distributed.broadcast_object_list(works, src=0, group=_group())
+    return works[0]
 
 
 @cache
 def _group() -> distributed.ProcessGroup:
-    """All processes, for words, which wait longer than a forward may."""
+    """All processes, with a longer time-out than that of forwards."""
     return distributed.new_group(backend="gloo", timeout=_WAIT)

@@ -1,18 +1,17 @@
-"""How much GPU memory each stage of an experiment takes, by arithmetic on config.json and the YAML alone: no weights,
-no tokenizer.
+"""GPU memory of each stage of an experiment, computed from config.json and the YAML alone.
 
     weights      parameters x bytes of the dtype; of quantised layers, of the method
     KV cache     sequences x (positions + a few spare) x 2 x layers x KV heads x head width x bytes
     activations  positions of a forward x the widest moment of one layer: residuals, queries, keys and values, two MLP
-                 widths; the body keeps nothing for a backward, and attention does not write its matrix out
+                 widths; nothing is kept for a backward pass, and the attention matrix is not materialised
     logits       decoding: sequences x vocabulary in float32 (logits, probabilities) and float64 (their sum, levels), 24
                  bytes in all; labelling: eight float32 chunks of data.chunk_mb
     heads        weights, gradients, Adam's two moments and the selected weights, five float32 of each; per token the
                  stream and three more of each block's width
 
-GPUs are one pool, as device_map: auto makes of them, less 2 GB each for CUDA's context, kernels and what fragments
-leave. With tp_plan every GPU holds a slice of every layer of the sliced model (attention heads, their cache, a part of
-the MLP and of the output layer), and all of the rest: embeddings, residuals, logits, and models that are not sliced.
+GPUs are one pool, as with device_map: auto, less 2 GB each for CUDA's context, kernels and fragmentation. With tp_plan
+every GPU holds a slice of every layer of the sliced model (attention heads, their cache, a part of the MLP and of the
+output layer) and a copy of the rest: embeddings, residuals, logits, and models that are not sliced.
 """
 
 import re
@@ -51,7 +50,7 @@ class Size:
     """Bytes of a position's residual stream and its copies."""
 
     def cut(self, count: int) -> "Size":
-        """One of so many slices; residuals are whole in each."""
+        """One of `count` slices; each has whole residuals."""
         return replace(
             self,
             weights=self.replicated + (self.weights - self.replicated) / count,
@@ -61,18 +60,18 @@ class Size:
 
 
 class Need(NamedTuple):
-    """Bytes that one stage holds at its fullest moment."""
+    """Peak memory of one stage, in bytes."""
 
     stage: str
     fixed: dict[str, float]
-    """Bytes by what they are for, whatever the batch."""
+    """Purpose -> bytes, independent of the batch."""
     per_sequence: dict[str, float]
-    """Bytes for each sequence of a batch."""
+    """Purpose -> bytes for each sequence of a batch."""
     batch_size: int
     setting: str | None
-    """The key that sets the batch; None: one sequence at a time."""
+    """The setting of the batch size; None: one sequence at a time."""
     is_per_gpu: bool = False
-    """Every GPU holds all of it."""
+    """Whether every GPU holds all of it."""
 
     @property
     def total(self) -> float:
@@ -80,11 +79,11 @@ class Need(NamedTuple):
         return sum(self.fixed.values()) + self.batch_size * sum(self.per_sequence.values())
 
     def memory(self, gpus: Sequence[float]) -> float:
-        """Bytes that the stage may use, of GPUs with so many usable bytes each."""
+        """Bytes that the stage may use; `gpus` are the usable bytes of each GPU."""
         return min(gpus) if self.is_per_gpu else sum(gpus)
 
     def largest_batch(self, memory: float) -> int:
-        """The sequences of a batch that fit; 0: not even the models do."""
+        """Number of sequences that fit in a batch; 0 if the models alone do not fit."""
         return max(0, int((memory - sum(self.fixed.values())) // sum(self.per_sequence.values())))
 
 
@@ -93,11 +92,11 @@ def needs(config: Config, num_gpus: int = 1, *, head_weights: int = 0) -> list[N
 
     Args:
         config: the experiment.
-        num_gpus: processes of a GPU each, into which models with `tp_plan` are cut.
+        num_gpus: processes with one GPU each, into which models with `tp_plan` are cut.
         head_weights: weights of all heads together.
 
     Raises:
-        ValueError: a model that cannot be cut into so many slices.
+        ValueError: a model cannot be cut into this many slices.
     """
     data = config.data
     sources = {"target": config.pair.target, "draft": config.pair.draft, "micro": config.pair.micro}
@@ -111,21 +110,20 @@ def needs(config: Config, num_gpus: int = 1, *, head_weights: int = 0) -> list[N
     stages = _data_stages(pair, data) if makes_data else []
     if sliced:
         stages = [need._replace(stage=f"{need.stage}, on each GPU", is_per_gpu=True) for need in stages]
-    if data.num_train != 0:  # null is all that there are
+    if data.num_train != 0:  # null: all prompts
         stages.append(_training(sizes["draft"], data, config.heads, head_weights=head_weights))
     return [*stages, _decoding(sizes, config)]
 
 
 def gpus_of(written: str | None) -> list[float]:
-    """Usable bytes of each GPU: of those written as `2x80` (two of 80 GB), or of this machine's, where the smallest
-    counts for all.
+    """Usable bytes of each GPU, written as `2x80` (two of 80 GB) or those of this machine, all taken as the smallest.
 
     Raises:
-        ValueError: they are written otherwise.
+        ValueError: another notation.
     """
     if written is None:
-        found = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
-        return [min(found) - _RESERVED_BYTES] * len(found) if found else []
+        sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+        return [min(sizes) - _RESERVED_BYTES] * len(sizes) if sizes else []
     parts = re.fullmatch(r"([1-9]\d*)\s*x\s*(\d+(?:\.\d+)?)", written)
     if parts is None or float(parts[2]) * GB <= _RESERVED_BYTES:
         raise ValueError(
@@ -135,7 +133,7 @@ def gpus_of(written: str | None) -> list[float]:
 
 
 def memory_report(needs_of_stages: Sequence[Need], gpus: Sequence[float]) -> str:
-    """Each stage's sum in GB, beside what there is."""
+    """Memory of each stage in GB, and what is available."""
     lines = []
     for need in needs_of_stages:
         terms = [f"{name} {size / GB:,.1f}" for name, size in need.fixed.items()]
@@ -145,20 +143,20 @@ def memory_report(needs_of_stages: Sequence[Need], gpus: Sequence[float]) -> str
 
 
 def problems(needs_of_stages: Sequence[Need], gpus: Sequence[float]) -> list[str]:
-    """One line for each stage that does not fit, with what does."""
-    found: list[str] = []
+    """One line for each stage that does not fit, with the remedy."""
+    lines: list[str] = []
     for need in needs_of_stages:
         if gpus and need.total > need.memory(gpus):
             fits = need.largest_batch(need.memory(gpus))
             remedy = (
                 f"set {need.setting} to at most {fits}"
                 if fits and need.setting
-                else "take more or larger GPUs, quantization, or data.mode: sequential"
+                else "use more or larger GPUs, quantization, or data.mode: sequential"
             )
-            found.append(
-                f"{need.stage} takes {need.total / GB:,.1f} GB and the GPUs have {_room(need, gpus)}; {remedy}"
+            lines.append(
+                f"{need.stage} takes {need.total / GB:,.1f} GB, but the GPUs have {_room(need, gpus)}; {remedy}"
             )
-    return found
+    return lines
 
 
 def _room(need: Need, gpus: Sequence[float]) -> str:
@@ -191,7 +189,7 @@ def _weights(sizes: dict[str, Size]) -> dict[str, float]:
 
 
 def _responses(target: Size, data: DataConfig) -> dict[str, float]:
-    """Bytes per sequence while the target answers."""
+    """Bytes per sequence while the target generates."""
     return {
         "KV cache": target.kv_per_position * (data.max_prompt_tokens + data.max_new_tokens + SPARE_POSITIONS),
         "activations": target.activations_per_position * data.max_prompt_tokens,
@@ -200,7 +198,6 @@ def _responses(target: Size, data: DataConfig) -> dict[str, float]:
 
 
 def _labels(stage: str, sizes: dict[str, Size], data: DataConfig) -> Need:
-    """What is held while every position of a batch is labelled, by one model after the other."""
     positions = data.max_prompt_tokens + data.max_new_tokens
     per_sequence = {
         "activations": max(size.activations_per_position for size in sizes.values()) * positions,
@@ -225,7 +222,7 @@ def _data_stages(pair: dict[str, Size], data: DataConfig) -> list[Need]:
 
 
 def _training(draft: Size, data: DataConfig, heads: HeadsConfig, *, head_weights: int) -> Need:
-    """Bytes on one GPU in training: every rank holds all heads, and with online features the draft."""
+    """Memory on one GPU in training: every rank holds all heads, and with online features the draft."""
     width = draft.hidden_size
     widest = max(heads.depths) * _FLOATS_PER_BLOCK + 1
     per_sequence = {"activations": 4.0 * widest * len(heads.reject_weights) * width * data.max_new_tokens}

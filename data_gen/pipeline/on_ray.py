@@ -1,13 +1,10 @@
-"""`engine: ray`: shards as rows of a Ray Data set, mapped by a pool of actors, each of which holds the models of one
-stage and the resources of data.ray.
+"""`engine: ray`: shards as rows of a Ray Data set, mapped by a pool of actors, each with the models of one stage and
+the resources of data.ray.
 
-A shard writes its own files and returns only its index, so a lost actor loses one shard's work: Ray starts another
-actor and gives it that shard, `_RESTARTS` times for each actor. With several machines, data.dir must be a folder that
-all of them see, and so must every path. The prompts of each shard are put into the object store once, and read once, by
-the actor that makes the shard.
+An actor writes the shard's files and returns its index. A lost actor loses one shard's work: Ray restarts it up to
+`_RESTARTS` times and gives it that shard again. With several machines, data.dir and every path must be visible to all.
 
-What a user can cause comes back from an actor as a value and not as an exception, which Ray would wrap in tracebacks of
-its own.
+A user's mistake comes back from an actor as a value, because Ray would wrap an exception in its own tracebacks.
 """
 
 import logging
@@ -29,9 +26,9 @@ from data_gen.responses.conversation import ShardSpec
 from store.progress import Bar
 
 _RESTARTS = 3
-"""Restarts of each actor; each retries the shard that it died over."""
+"""Restarts of each actor; each retries the shard at which the actor died."""
 _ROOM_S = 30
-"""Seconds that the cluster has to find room for all workers: an actor without room waits forever, and says nothing."""
+"""Seconds to wait for the resources of all workers: an actor without resources waits forever, silently."""
 PACKAGES = ("store", "configs", "data_gen", "lm")
 """Packages of the project that a worker imports."""
 _ERRORS = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
@@ -42,13 +39,12 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
     """Run the job's stage on every shard; `bar` counts prompts.
 
     Raises:
-        ValueError: the cluster lacks what is asked for, workers die again and again, or what a worker raised for a
-            user's mistake.
-        FileNotFoundError: what a worker raised for a path that is not there.
+        ValueError: the cluster lacks resources, workers die repeatedly, or a worker raised it.
+        FileNotFoundError: a worker raised it.
     """
-    import ray  # an extra: data_gen.pipeline.command.check_settings says so where it is missing
+    import ray  # an extra, checked by data_gen.pipeline.command.check_settings
 
-    is_own = not ray.is_initialized()  # a caller's own Ray session is used and left running
+    is_own = not ray.is_initialized()  # a caller's Ray session is used and left running
     if is_own:
         # without an address Ray would join any cluster that it finds on this machine
         ray.init(
@@ -71,9 +67,9 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
             f"after {num_done} shards were made" if num_done else "while it loaded its models or made its first shard"
         )
         raise ValueError(
-            f"a worker of the stage {job.stage} died {when}, and was restarted at most {_RESTARTS} times: "
-            f"{_why(error)}; most often the memory does not suffice: lower data.ray.num_workers, data.batch_size or "
-            "data.chunk_mb, or choose data.mode sequential; what was written stays"
+            f"a worker of stage {job.stage} died {when}, after up to {_RESTARTS} restarts: {_reason_of(error)}; the "
+            "usual cause is too little memory: lower data.ray.num_workers, data.batch_size or data.chunk_mb, or set "
+            "data.mode: sequential; finished shards are kept"
         ) from error
     finally:
         if is_own:
@@ -81,9 +77,7 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
 
 
 def _reports(job: Job, specs: Sequence[ShardSpec]) -> Iterator[dict[str, Any]]:
-    """Wait for the shards and yield each actor's report: the shard's index, and the kind and text of an error or
-    neither.
-    """
+    """Wait for the shards and yield each report: the shard's index, and the kind and text of an error, if any."""
     import ray
     import ray.data
 
@@ -127,7 +121,7 @@ class _Actor:
 
     @contextmanager
     def _errors_as_values(self) -> Iterator[None]:
-        """Keep what a user can mend: raised here, it would reach the driver as a text with tracebacks."""
+        """Keep a user's error as a value."""
         try:
             yield
         except (ValueError, OSError) as error:
@@ -144,8 +138,8 @@ def _refuse_other_versions(driver: dict[str, str]) -> None:
     for name, installed in _versions().items():
         if driver[name] != installed:
             raise ValueError(
-                f"the worker on {platform.node()} has {name} {installed} and the driver {driver[name]}; install the "
-                "same version on every machine"
+                f"the worker on {platform.node()} has {name} {installed}, but the driver has {driver[name]}; install "
+                "the same version on every machine"
             )
 
 
@@ -162,20 +156,19 @@ def _check_room(resources: RayConfig, num_workers: int) -> None:
     remove_placement_group(group)
     if not has_room:
         raise ValueError(
-            f"data.ray asks for {num_workers} workers of {bundle} each, and the cluster did not find room for them in "
-            f"{_ROOM_S} s; lower num_workers, num_cpus, num_gpus or resources, or add machines to the cluster first"
+            f"data.ray requests {num_workers} workers of {bundle} each, but the cluster could not provide them within "
+            f"{_ROOM_S} s; lower num_workers, num_cpus, num_gpus or resources, or add machines to the cluster"
         )
 
 
 def _check_gpus(job: Job, num_gpus: float) -> None:
-    """Raise ValueError where GPUs are there, models belong on a GPU, and the workers are given none."""
+    """Raise ValueError if models belong on a GPU and the cluster has GPUs, but the workers get none."""
     names = [name for name in models_of(job) if not _is_on_cpu(getattr(job.pair, name))]
     if job.data.ray.num_gpus == 0 and num_gpus > 0 and names:
         device = getattr(job.pair, names[0]).device_map
         raise ValueError(
-            f"data.ray.num_gpus is 0, so the {names[0]} (device_map {device}) would run on the CPU, and the cluster "
-            f"has {num_gpus:g} GPUs; "
-            f"set data.ray.num_gpus to the GPUs of each worker, or pair.{names[0]}.device_map to cpu"
+            f"data.ray.num_gpus is 0, so the {names[0]} (device_map {device}) would run on the CPU, but the cluster "
+            f"has {num_gpus:g} GPUs; set data.ray.num_gpus to the GPUs per worker, or pair.{names[0]}.device_map to cpu"
         )
 
 
@@ -184,46 +177,45 @@ def _is_on_cpu(source: ModelSource) -> bool:
     return all(str(device) in ("cpu", "disk") for device in devices)
 
 
-def _why(error: Exception) -> str:
-    """The one line of Ray's many that says why an actor died."""
+def _reason_of(error: Exception) -> str:
+    """The line of Ray's message that gives the reason why an actor died."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if line.startswith("The actor is dead because")] or lines[-1:]
-    return telling[-1][:300] if telling else type(error).__name__
+    reasons = [line for line in lines if line.startswith("The actor is dead because")] or lines[-1:]
+    return reasons[-1][:300] if reasons else type(error).__name__
 
 
 def _same_everywhere(job: Job) -> Job:
-    """The job with this process's thread count and paths spelled out, so that every actor computes the same bytes in
-    the same place.
+    """The job with this process's thread count and absolute paths, so that every actor writes the same bytes to the
+    same directory.
     """
     models = {name: source for name in ("target", "draft", "micro") if (source := getattr(job.pair, name)) is not None}
-    placed = {name: replace(source, path=_placed(source.path)) for name, source in models.items()}
-    pair = replace(job.pair, num_threads=job.pair.num_threads or torch.get_num_threads(), **placed)
+    absolute = {name: replace(source, path=_absolute(source.path)) for name, source in models.items()}
+    pair = replace(job.pair, num_threads=job.pair.num_threads or torch.get_num_threads(), **absolute)
     return replace(job, pair=pair, data=_data_everywhere(job.data, job.pair.target.path))
 
 
 def _data_everywhere(data: DataConfig, target: str) -> DataConfig:
-    """The section with absolute paths; `target`, the path as it was, remains the name of the target on a server."""
+    """The section with absolute paths; `target`, the original path, stays the name of the target on a server."""
     return replace(
         data,
         dir=os.path.abspath(data.dir),
         split_ids=data.split_ids and os.path.abspath(data.split_ids),
         responses=data.responses and os.path.abspath(data.responses),
-        prompts=tuple(replace(source, path=_placed(source.path)) for source in data.prompt_sources),
+        prompts=tuple(replace(source, path=_absolute(source.path)) for source in data.prompt_sources),
         server=replace(data.server, model=data.server.model or target),
     )
 
 
-def _placed(path: str) -> str:
-    """The absolute path of what lies on this disk; a name (of a known set, or on the hub) as it is."""
+def _absolute(path: str) -> str:
+    """The absolute path of an existing file or folder; any other name (a known set, a hub id) unchanged."""
     return os.path.abspath(path) if Path(path).exists() else path
 
 
 def _session(resources: RayConfig) -> dict[str, Any]:
     """Arguments of Ray's session.
 
-    On a cluster, workers are sent the project's packages as the driver has them. On this machine they import the
-    driver's, and room is made for them, as Ray counts cores, and workers may be more; it has the custom resources that
-    they ask for.
+    On a cluster, workers receive the driver's copy of the project's packages. A local session declares as many cores
+    and custom resources as the workers request, even if the machine has fewer.
     """
     if resources.address is not None:
         root = Path(__file__).parents[2]

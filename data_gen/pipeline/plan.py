@@ -1,9 +1,8 @@
-"""What a run takes, before anything large starts.
+"""Estimates what a run takes before anything large starts.
 
-First the memory of each stage, by arithmetic (`data_gen.pipeline.memory`), beside the GPUs that the YAML states. Then a
-sample is made in a temporary folder and timed, one stage's models at a time, in about half a minute; the rest follows
-by tokens. Without a sample (`--sample 0`, which needs each model's config.json and nothing else of it) sizes are upper
-bounds from the YAML, and no time is estimated.
+First the memory of each stage is computed (`data_gen.pipeline.memory`) and compared with the GPUs. Then a sample is
+made in a temporary folder and timed in about half a minute, and extrapolated by tokens. Without a sample (`--sample 0`,
+which needs only each model's config.json) sizes are upper bounds from the YAML, and no time is estimated.
 """
 
 import math
@@ -37,28 +36,26 @@ _ROW_BYTES_PER_TOKEN = 32
 """Upper bound of the Parquet bytes of one response position: six numbers, two ids, a coin, and the text."""
 _SAFETENSORS_BYTES_PER_TOKEN = 29
 """Bytes of one feature position without its hidden state: six float32, one int32, one bool."""
-
-
 _BUDGET_S = 30.0
-"""Seconds that a sample may take, beside loading the models."""
+"""Seconds that a sample may take, without loading the models."""
 _WARM_PROMPTS, _WARM_TOKENS, _FEWEST_PROMPTS = 2, 8, 4
 _SHARD_S = 600.0
-"""Seconds of a shard from which on a smaller one is advised: a stopped run loses its last shard."""
+"""Recommend smaller shards if one takes longer: an interrupted run loses its last shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a row takes: means that were measured on a sample, or upper bounds."""
+    """Size and time of a row: means of a sample, or upper bounds."""
 
     prompt_tokens: float
     response_tokens: float
     row_bytes: float
     feature_bytes: float
     token_s: float | None = None
-    """Seconds of a response token through all stages; None where nothing was measured."""
+    """Seconds of a response token through all stages; None if nothing was measured."""
     origin: str = "upper bounds, nothing measured"
     is_cut: bool = False
-    """The sample was cut to the seconds that it may take."""
+    """Whether the sample was shortened to stay within its time."""
 
 
 def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str, Any]:
@@ -66,13 +63,11 @@ def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str
 
     Args:
         config: the experiment.
-        sample: prompts that are made and timed, or fewer in half a minute; 0 loads no model.
+        sample: number of prompts to make and time, at most half a minute; 0 loads no model.
         head_weights: weights of all heads together.
     """
     check_settings(config.pair, config.data)
-    _check_memory(
-        config, is_measured=sample > 0, head_weights=head_weights
-    )  # from config.json alone, so before prompts are looked for
+    _check_memory(config, is_measured=sample > 0, head_weights=head_weights)  # needs no prompts, so it comes first
     pair, data = config.pair, _settled(config, is_needed=sample > 0)
     missing = _missing(data, is_needed=sample > 0)
     prompts = [prompt for spec in missing or () for prompt in spec.prompts]
@@ -80,7 +75,7 @@ def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str
     if missing is None:
         num_rows = (data.num_train or 0) + data.num_dev + data.num_test
     if num_rows == 0:
-        print(f"{data.dir}: every shard is there, nothing to do")
+        print(f"{data.dir}: all shards are complete, nothing to do")
         return {"rows": 0}
     if sample:
         check_lengths(pair, data)
@@ -96,16 +91,16 @@ def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str
 
 
 def _check_memory(config: Config, *, is_measured: bool, head_weights: int) -> None:
-    """Print the arithmetic; what does not fit is refused before models are loaded, and else warned of."""
+    """Print the memory of each stage; refuse a measured plan that does not fit, else warn."""
     if released_layout_of(config.pair.draft):
-        print("memory is not reckoned with a feature draft, which takes about as much as one layer of the target")
+        print("memory: not estimated for a feature draft, which takes about as much as one layer of the target")
         return
     gpus = memory.gpus_of(config.pair.gpus)
     needs = memory.needs(config, max(1, len(gpus)), head_weights=head_weights)
     whose = "the GPUs of this machine"
     if config.pair.gpus:
-        whose = f"the GPUs that the YAML names, pair.gpus {config.pair.gpus} (null: {whose})"
-    print(f"memory, beside {whose}:\n{memory.memory_report(needs, gpus)}")
+        whose = f"pair.gpus {config.pair.gpus} (null: {whose})"
+    print(f"memory, compared with {whose}:\n{memory.memory_report(needs, gpus)}")
     for problem in memory.problems(needs, gpus):
         if is_measured:
             raise ValueError(f"{problem} (or pass --sample 0 to plan without loading)")
@@ -113,7 +108,7 @@ def _check_memory(config: Config, *, is_measured: bool, head_weights: int) -> No
 
 
 def _settled(config: Config, *, is_needed: bool) -> DataConfig:
-    """The section with all its sizes; as it is, where the prompts are not at hand and its own sizes do."""
+    """The settled section; unchanged if the prompts are not available and not needed."""
     try:
         return settled(config.data, config.heads)
     except FileNotFoundError:
@@ -123,20 +118,20 @@ def _settled(config: Config, *, is_needed: bool) -> DataConfig:
 
 
 def _missing(data: DataConfig, *, is_needed: bool) -> list[ShardSpec] | None:
-    """The shards that are still to make; None, and a note, where the prompts are not at hand and not needed."""
+    """The shards still to make; None, with a note, if the prompts are not available and not needed."""
     try:
         return [spec for spec in shards_of(data) if not is_done(spec, data)]
     except (FileNotFoundError, ValueError) as error:
         if is_needed:
             raise
-        print(f"note: prompts are not at hand, so rows are data.num_train + num_dev + num_test ({error})")
+        print(f"note: prompts are not available, so rows are data.num_train + num_dev + num_test ({error})")
         return None
 
 
 def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, Any]:
     disk_bytes = num_rows * (estimate.row_bytes + estimate.feature_bytes)
     num_tokens = num_rows * estimate.response_tokens
-    # disk_usage needs a folder that exists, and data.dir may not yet
+    # disk_usage needs an existing folder, and data.dir may not exist yet
     folder = next(path for path in (Path(data.dir).absolute(), *Path(data.dir).absolute().parents) if path.exists())
     return {
         "rows": num_rows,
@@ -153,7 +148,7 @@ def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, An
 
 
 def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estimate:
-    """The estimate of a sample of these prompts; the time to load models is not counted."""
+    """The estimate from a sample of these prompts, without the time to load models."""
     with tempfile.TemporaryDirectory() as folder:
         sampled = replace(data, dir=folder)
         spec, seconds = ShardSpec("train", 0, tuple(prompts)), 0.0
@@ -168,13 +163,13 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
                     stage_s = _timed(worker, spec, bar)
             seconds += stage_s
             del worker
-            free_memory()  # the next stage loads models of its own
+            free_memory()  # the next stage loads other models
         table = read_rows(rows_path(folder, spec.split, spec.index), ["prompt_ids", "response_ids"]).to_pydict()
         responses = list(map(len, table["response_ids"]))
         if not responses:
             raise ValueError(
-                f"none of the {len(prompts)} sampled prompts gave a row; see errors.jsonl of a small run for the "
-                "reasons, or raise --sample"
+                f"none of the {len(prompts)} sampled prompts gave a row; raise --sample, or run `data` on few prompts "
+                "and see errors.jsonl"
             )
         is_cut = sampled.max_new_tokens < data.max_new_tokens
         # a response that was cut short may have any length up to the limit
@@ -187,7 +182,7 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
             row_bytes=token_bytes * statistics.fmean(lengths),
             feature_bytes=0.0,
             token_s=seconds / sum(responses),
-            origin=f"about, by a sample of {len(spec.prompts)} prompts{limit}",
+            origin=f"estimated from {len(spec.prompts)} sample prompts{limit}",
             is_cut=is_cut or len(spec.prompts) < len(prompts),
         )
 
@@ -195,8 +190,8 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
 def _sized(
     worker: Worker, data: DataConfig, prompts: Sequence[Prompt], bar: Bar
 ) -> tuple[DataConfig, ShardSpec, float]:
-    """Run the first stage on more and more of the prompts while the budget lasts; the settings, shard and seconds of
-    the last run.
+    """Run the first stage on twice as many prompts each time while the budget lasts; returns the settings, shard and
+    seconds of the last run.
     """
     worker.resize(replace(data, max_new_tokens=min(_WARM_TOKENS, data.max_new_tokens)))
     warm_up = ShardSpec("dev", 0, tuple(prompts[:_WARM_PROMPTS]))
@@ -214,7 +209,6 @@ def _sized(
 
 
 def _timed(worker: Worker, spec: ShardSpec, bar: Bar) -> float:
-    """Seconds of a stage on one shard."""
     bar.reset(total=steps_of(worker.stage) * spec.num_requests)
     start_s = time.perf_counter()
     worker.make(spec, bar.count)
@@ -256,7 +250,7 @@ def _report(data: DataConfig, totals: dict[str, Any]) -> str:
         ),
         (
             f"                    {totals['target_sequence_forwards']:>15,} whole sequences"
-            + (", as the server tells the labels" if data.labels == "server" else "")
+            + (", as the server provides the labels" if data.labels == "server" else "")
         ),
         f"  draft forwards    {totals['draft_sequence_forwards']:>15,} whole sequences",
         f"  disk              {totals['disk_bytes'] / 1e9:>15,.3f} GB, free {totals['free_bytes'] / 1e9:,.1f} GB",
@@ -267,19 +261,19 @@ def _report(data: DataConfig, totals: dict[str, Any]) -> str:
         if advised := shard_size(data, totals):
             lines.append(
                 f"warning: a shard of {data.rows_per_shard} responses takes about "
-                f"{duration(totals['time_s'] / totals['rows'] * data.rows_per_shard)}, and a stopped run loses its "
-                f"last one; set data.rows_per_shard to {advised}"
+                f"{duration(totals['time_s'] / totals['rows'] * data.rows_per_shard)}, which an interrupted run would "
+                f"lose; set data.rows_per_shard to {advised}"
             )
     if totals["disk_bytes"] > totals["free_bytes"]:
         lines.append(
-            "warning: the disk is too small; use a larger one, fewer prompts, one timing of data.features, or fewer "
+            "warning: not enough free disk space; free some, or use fewer prompts, one of data.features, or fewer "
             "data.mixes"
         )
     return "\n".join(lines)
 
 
 def shard_size(data: DataConfig, totals: Mapping[str, Any]) -> int | None:
-    """Responses of a shard of about ten minutes, where shards as they are take longer."""
+    """Responses per shard of about ten minutes; None if shards take less already."""
     row_s = (totals.get("time_s") or 0) / max(1, totals["rows"])
     if row_s * min(data.rows_per_shard, totals["rows"]) <= _SHARD_S:
         return None
@@ -287,7 +281,7 @@ def shard_size(data: DataConfig, totals: Mapping[str, Any]) -> int | None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: 45 s, 2.5 min, 3.0 h."""
+    """A duration as text: 45 s, 2.5 min, 3.0 h."""
     return (
         f"{seconds / 3600:,.1f} h"
         if seconds >= 5400

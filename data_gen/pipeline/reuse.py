@@ -1,8 +1,7 @@
-"""`acceptance-heads responses`: responses of a data directory as a file, so that the dear part of data is made once.
+"""`acceptance-heads responses`: export the responses of a data directory, the expensive part of the data, to a file.
 
-With `data.source file` and `data.responses FILE` another run labels them anew: for another draft, another
-`mixing_ratio`, other timings, or another `Sampling` of the labels, over the positions of these responses. No target
-writes anything then; it only labels.
+With `data.source: file` and `data.responses: FILE`, another run labels these responses again: for another draft,
+`mixing_ratio`, timing, or `Sampling`. The target then only labels and generates nothing.
 """
 
 import json
@@ -27,8 +26,7 @@ _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 
 
 def responses(config: Config, *, out: str) -> None:
-    """Write the responses in data.dir, with rows or without yet, as JSONL for `data.source file`; a file that is there
-    gets what it lacks, at its end.
+    """Write the responses in data.dir as JSONL for `data.source: file`; an existing file is extended.
 
     Args:
         config: the experiment that made the rows.
@@ -52,38 +50,37 @@ def responses(config: Config, *, out: str) -> None:
                 num_added += 1
             elif known != _hash(record):
                 raise ValueError(
-                    f"{path} holds another response to {record['id']} than the rows in {config.data.dir}; choose "
-                    "another --out"
+                    f"{path} and {config.data.dir} have different responses to {record['id']}; choose another --out"
                 )
     print(
-        f"{path}: {len(written) + num_added:,} responses, {num_added:,} of them added now; use: --data.source file "
+        f"{path}: {len(written) + num_added:,} responses, {num_added:,} of them new; to use them: --data.source file "
         f"--data.responses {path}"
     )
 
 
 def _hashes_in(path: Path) -> dict[str, int]:
-    """Hashes of the responses that an earlier call wrote, by the id of their row."""
+    """Row id -> hash of the response, for a file that an earlier call wrote."""
     if not path.is_file():
         return {}
     hashes = {}
     for number, record in json_lines(path):
         if not record.keys() >= {"id", "prompt_ids", "response_ids"}:
             raise ValueError(
-                f"{path}:{number} was not written by this command, which adds to files of its own alone; choose "
-                "another --out"
+                f"{path}:{number} was not written by this command, which extends only its own files; choose another "
+                "--out"
             )
         hashes[record["id"]] = _hash(record)
     return hashes
 
 
 def _records(directory: str) -> Iterator[dict[str, Any]]:
-    """A record for each response of the whole shards, split by split."""
-    found = {
+    """A record for each response of the complete shards, split by split."""
+    path_of = {
         path.stem: path
-        for path in (*responded_in(directory), *Path(directory, "rows").glob("*.parquet"))  # of both, the rows
+        for path in (*responded_in(directory), *Path(directory, "rows").glob("*.parquet"))  # rows win
         if is_whole(path)
     }
-    paths = [path for split in SPLITS for name, path in sorted(found.items()) if name.startswith(f"{split}-")]
+    paths = [path for split in SPLITS for name, path in sorted(path_of.items()) if name.startswith(f"{split}-")]
     check_sums(paths)
     for path in Bar(paths, unit="shards", desc="responses"):
         is_row = path.suffix == ".parquet"

@@ -1,9 +1,8 @@
-"""One process's share of a run: every world_size-th shard, from the one of its rank on.
+"""One process's share of a run: rank R of N makes shards R, R + N, R + 2N, … of the run's list.
 
-Rank R of N makes shards R, R + N, R + 2N, … of the run's list, which is the same in every process. Nothing but the
-index of a shard reaches its bytes (`data_gen.pipeline.stages`), so N processes write what one would. Each holds the
-lock of its rank for as long as it works, and the directory's own lock for two moments: while it settles the manifest,
-and when it has done its share. The process that then finds no other at work accounts for all prompts.
+A shard's bytes depend only on its index (`data_gen.pipeline.stages`), so N processes write what one would. Each process
+holds the lock of its rank while it works, and the directory's lock briefly: to settle the manifest, and when its share
+is done. The last process to finish counts all prompts.
 """
 
 import os
@@ -20,13 +19,13 @@ from data_gen.responses.conversation import ShardSpec
 from store.lock import LOCK, holder_of, in_words, only_writer, state
 
 _TURN_S = 300.0
-"""Other processes' turns are waited for so long; each is a moment, and longer on a slow disk."""
+"""Longest wait for the directory's lock, which others hold for a moment, longer on a slow disk."""
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 }
-"""Variables of rank, number of processes, and place among those of the machine. (A batch script outside srun has a
-SLURM_PROCID, but no step.)
+"""Environment variables of rank, world size and local rank. (A batch script outside srun has SLURM_PROCID, but no
+step.)
 """
 
 
@@ -36,12 +35,12 @@ class Share(NamedTuple):
     rank: int
     world_size: int
     local_rank: int = 0
-    """Place among the processes of this machine, as far as a launcher says so."""
+    """Index among the processes of this machine."""
     launcher: str | None = None
-    """Whose variables say all this; None: the flags do, or nobody."""
+    """The launcher whose variables define the share; None: flags or defaults do."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.world_size}" + (f" ({self.launcher}'s)" if self.launcher else "")
+        return f"rank {self.rank} of {self.world_size}" + (f" (from {self.launcher})" if self.launcher else "")
 
     def of(self, specs: Sequence[ShardSpec]) -> list[ShardSpec]:
         """The shards that this process makes."""
@@ -57,17 +56,19 @@ class Share(NamedTuple):
         return LOCK if self.is_whole else f"{LOCK}-{self.rank}-of-{self.world_size}"
 
     def writing(self, directory: str) -> AbstractContextManager[None]:
-        """The lock of this rank, or of the directory for a process that makes everything."""
+        """The lock of this rank, or of the directory if one process makes everything."""
         return only_writer(directory, setting="data.dir", name=self._lock)
 
     def turn(self, directory: str) -> AbstractContextManager[None]:
-        """The directory's own lock, for what one process does at a time."""
+        """The directory's lock, for what one process does at a time."""
         return nullcontext() if self.is_whole else only_writer(directory, setting="data.dir", wait_s=_TURN_S)
 
     @contextmanager
     def last_turn(self, directory: str, work: ExitStack) -> Iterator[int]:
-        """A turn when the share is done. Yields the number of other processes at work; `work` holds the lock of this
-        rank, which is given back first: of two that end at once, the second finds none.
+        """A turn after the share is done. Yields the number of other running processes.
+
+        `work` holds the lock of this rank, which is released first: of two processes that end at once, the second sees
+        none.
         """
         with self.turn(directory):
             if not self.is_whole:
@@ -75,8 +76,8 @@ class Share(NamedTuple):
             yield sum(holder_of(path) is not None for path in self._others(directory))
 
     def refuse_others(self, directory: str, data: DataConfig) -> None:
-        """Raise ValueError where processes write there that share the shards otherwise; the caller has its turn."""
-        asked = f"{data.num_train}, {data.num_dev} and {data.num_test}"
+        """Raise ValueError if running processes divide the shards differently; the caller has its turn."""
+        requested = f"{data.num_train}, {data.num_dev} and {data.num_test}"
         for path in self._others(directory):
             if (holder := holder_of(path)) is None:
                 continue
@@ -87,24 +88,22 @@ class Share(NamedTuple):
                     f"{who}; wait until it ends, stop it, give this process --world_size {world_size} too, or choose "
                     "another data.dir"
                 )
-            if holder.get("asked", asked) != asked:
+            if holder.get("asked", requested) != requested:
                 raise ValueError(
-                    f"{who}, whose data.num_train, num_dev and num_test are {holder['asked']}, and here they are "
-                    f"{asked}, so that the two would share the shards otherwise; give all processes the same, or wait"
+                    f"{who}, with data.num_train, num_dev and num_test {holder['asked']} instead of {requested}; give "
+                    "all processes the same numbers, or wait until it ends"
                 )
         if not self.is_whole:
-            state(Path(directory) / self._lock, asked=asked)
+            state(Path(directory) / self._lock, asked=requested)
 
     def on_its_gpu(self, pair: PairConfig) -> PairConfig:
-        """The section with models that would go to the first GPU on the one of this process, of several on this
-        machine.
-        """
+        """The section with models moved from the first GPU to this process's GPU, if the machine has several."""
         num_gpus = torch.cuda.device_count()
         if self.local_rank == 0 or num_gpus < 2:
             return pair
-        own = f"cuda:{self.local_rank % num_gpus}"
+        device = f"cuda:{self.local_rank % num_gpus}"
         target, draft = (
-            replace(source, device_map=own) if source.device_map is None and source.tp_plan is None else source
+            replace(source, device_map=device) if source.device_map is None and source.tp_plan is None else source
             for source in (pair.target, pair.draft)
         )
         return replace(pair, target=target, draft=draft)
@@ -114,7 +113,7 @@ class Share(NamedTuple):
 
 
 def share_of(rank: int | None, world_size: int | None, environment: Mapping[str, str] = os.environ) -> Share:
-    """The share of this process: as given, or as torchrun or srun say in its environment, or everything.
+    """The share of this process: as given, or from the variables of torchrun or srun, or everything.
 
     Raises:
         ValueError: one of the two is missing, or the rank is not below world_size.
@@ -122,15 +121,15 @@ def share_of(rank: int | None, world_size: int | None, environment: Mapping[str,
     if rank is None and world_size is None:
         return next(filter(None, (_launched(launcher, environment) for launcher in _LAUNCHERS)), Share(0, 1))
     if rank is None or world_size is None:
-        given, lacking = ("--world_size", "--rank") if rank is None else ("--rank", "--world_size")
-        raise ValueError(f"{given} is given without {lacking}; give both: --rank 0 --world_size 4 is the first of four")
+        present, missing = ("--world_size", "--rank") if rank is None else ("--rank", "--world_size")
+        raise ValueError(f"{present} is given without {missing}; give both, such as --rank 0 --world_size 4")
     if not 0 <= rank < world_size:
-        raise ValueError(f"--rank is {rank} and --world_size {world_size}; ranks are 0 to world_size - 1")
+        raise ValueError(f"--rank is {rank} and --world_size {world_size}; --rank must be from 0 to world_size - 1")
     return Share(rank, world_size)
 
 
 def _launched(launcher: str, environment: Mapping[str, str]) -> Share | None:
-    """The share that a launcher's variables state; None where it did not start this process."""
+    """The share that a launcher's variables define; None if it did not start this process."""
     *names, local = _LAUNCHERS[launcher]
     if not all(environment.get(name) for name in names):
         return None
@@ -139,9 +138,9 @@ def _launched(launcher: str, environment: Mapping[str, str]) -> Share | None:
     except ValueError:
         rank, world_size, local_rank = -1, 0, 0
     if not 0 <= rank < world_size:
-        said = " and ".join(f"{name} is {environment[name]!r}" for name in names)
+        values = " and ".join(f"{name} is {environment[name]!r}" for name in names)
         raise ValueError(
-            f"{said} in the environment of this process, and ranks are 0 to the number of processes - 1; unset them, "
-            "or give --rank and --world_size (0 and 1: this process makes everything)"
+            f"{values} in the environment, which is not a valid rank and world size; unset them, or pass --rank 0 "
+            "--world_size 1 to make everything in this process"
         )
     return Share(rank, world_size, local_rank, launcher)

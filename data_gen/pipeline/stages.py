@@ -1,17 +1,17 @@
-"""The stages that take one shard from prompts to files: one with both models loaded (`mode: together`), or three with
-one model at a time (`sequential`), which leave their results in DIR/stages until the last has written the shard.
+"""The stages that take one shard from prompts to files: one stage with both models (`mode: together`), or three with
+one model at a time (`sequential`), which keep their results in DIR/stages until the last has written the shard.
 
     together    responses, labels of both models, mixings, features
     respond     responses                                    target (or none: a server or a file answers)
     draft       Y, log q, entropy, mixings, hidden states    draft
     target      log p, acceptance_prob                       target
 
-Hidden states are written once: the stage `draft` leaves each feature shard with room for what the target decides, and
-the stage `target` fills it in and gives the file its name. With `labels: server` the responses come with the target's
-laws, and there is no stage `target`.
+Hidden states are written once: the stage `draft` leaves room in each feature shard for the target's labels, and the
+stage `target` fills them in and renames the file. With `labels: server` the responses come with the target's
+distributions, and there is no stage `target`.
 
-Every random number of a shard comes from seeds of (run seed, stage, split, shard index), and nothing else of the run
-reaches its bytes: so the same shard is the same on any engine, in any order, and after any interruption.
+Every random number of a shard comes from seeds of (run seed, stage, split, shard index). So a shard has the same bytes
+on any engine, in any order, and after any interruption.
 """
 
 import json
@@ -41,8 +41,8 @@ from store.shards import complete_shard, features_path, is_whole, read_sidecar, 
 
 Stage = Literal["together", "respond", "draft", "target"]
 _SUFFIXES = {"respond": "responses"} | dict.fromkeys(("laws", "draft", "fed", "drawn"), "safetensors")
-"""What stages leave -> the ending of its file; `laws` are of the stage respond, with `labels: server`, `fed` and
-`drawn` feature shards of the stage draft, without labels.
+"""Result of a stage -> the suffix of its file. `laws`: the target's distributions, of the stage respond with `labels:
+server`; `fed` and `drawn`: feature shards of the stage draft, without labels.
 """
 _OF_EVERY_MIXING = ("from_target", "fed")
 """Columns that hold each row once per mixing."""
@@ -61,14 +61,14 @@ def name_of(spec: ShardSpec) -> str:
 
 
 def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> bool:
-    """Whether a shard needs this stage no more: the stage's own result or the whole shard is on disk."""
+    """Whether the result of this stage or the whole shard is on disk."""
     paths = [features_path(data.dir, timing, spec.split, spec.index) for timing in data.feature_sets]
     if all(map(is_whole, [*paths, rows_path(data.dir, spec.split, spec.index)])):
         return True
     laws = ("laws",) if data.labels == "server" else ()
-    left = {"respond": ("respond", *laws), "draft": ("draft",)}.get(stage, ())
+    results = {"respond": ("respond", *laws), "draft": ("draft",)}.get(stage, ())
     states = [is_whole(_states_path(spec, data, timing)) for timing in data.feature_sets] if stage == "draft" else []
-    return bool(left) and all([*(is_whole(_stage_path(spec, data, name)) for name in left), *states])
+    return bool(results) and all([*(is_whole(_stage_path(spec, data, name)) for name in results), *states])
 
 
 def label_and_mix(
@@ -80,20 +80,18 @@ def label_and_mix(
     progress: Progress,
     known_columns: Mapping[str, Tensor] | None = None,
 ) -> Labelled:
-    """The labels of the models that are loaded, the coins `from_target`, and the hidden states `drawn` and `fed`, as
-    far as wanted.
+    """The labels of the loaded models, the coins `from_target`, and the requested hidden states `drawn` and `fed`.
 
-    Broken rows are labelled and mixed along, so that the chance and the batches of all others, and their bytes, are as
-    without the defect.
+    Broken rows are labelled too, so that the random numbers, batches and bytes of all other rows do not change.
 
     Args:
         spec: the shard.
         exchanges: the rows of the shard.
         labeller: a labeller that has the draft, and perhaps the target.
         data: the section of the config.
-        progress: a function that is called with the rows of each batch.
-        known_columns: `target_states`, which spare the target's forward, `p_ids` and `p_probs`, which spare the target,
-            and `draft_ids`, where Y was drawn elsewhere.
+        progress: called with the number of rows of each batch.
+        known_columns: `target_states` (replace the target's forward), `p_ids` and `p_probs` (replace the target), and
+            `draft_ids` (Y was drawn elsewhere).
     """
     layout = layout_of(exchanges)
     inputs = {
@@ -112,19 +110,18 @@ def label_and_mix(
         columns["fed"] = labeller.fed_hidden(exchanges, mixed_ids, mixes=data.mixes)
     for timing in data.feature_sets:
         mixes = data.mixes if timing == "fed" else 1
-        places = layout.repeated(mixes).rows_with(~columns[timing].isfinite().all(-1))
+        infinite_rows = layout.repeated(mixes).rows_with(~columns[timing].isfinite().all(-1))
         reason = (
-            f"the draft's {timing} hidden states are no finite numbers in data.feature_dtype {data.feature_dtype}; "
-            f"{REMEDY}"
+            f"the draft's {timing} hidden states are not finite in data.feature_dtype {data.feature_dtype}; {REMEDY}"
         )
-        broken = {row // mixes: reason for row in places} | broken
+        broken = {row // mixes: reason for row in infinite_rows} | broken
     return Labelled(columns, broken)
 
 
 def without_broken(
     spec: ShardSpec, answers: Answers, labelled: Labelled, *, mixes: int
 ) -> tuple[Answers, dict[str, Tensor]]:
-    """The answers and the columns of the sound rows; each broken row is a problem."""
+    """The answers and columns without broken rows, each of which becomes a problem."""
     if not labelled.broken:
         return answers, labelled.columns
     layout = layout_of(answers.exchanges)
@@ -139,7 +136,7 @@ def without_broken(
 
 def write_files(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tensor], data: DataConfig) -> None:
     """Write the features and then the rows of a shard, so that rows on disk always have their features. Hidden states
-    that are not among the columns are where `save_drafted` wrote them.
+    that are missing in the columns are those that `save_drafted` wrote.
     """
     layout = layout_of(answers.exchanges)
     for timing in data.feature_sets:
@@ -161,12 +158,12 @@ def _features_of(timing: str, columns: Mapping[str, Tensor], layout: Layout, mix
 def write_drafts(
     spec: ShardSpec, answers: Answers, *, labeller: ChainLabeller, data: DataConfig, progress: Progress
 ) -> Answers:
-    """Label a shard with a feature draft's drafts, and write features and rows. Returns the answers with what went
-    wrong here.
+    """Label a shard with a feature draft's drafts, and write features and rows. Returns the answers with new
+    problems.
     """
     shape = (layout_of(answers.exchanges).num_tokens, data.draft_length)
-    chance = uniforms(seed_of(data.seed, "draft", spec.split, spec.index), *shape)
-    drafts = labeller.label(answers.exchanges, chance, timings=data.feature_sets, progress=progress)
+    uniform = uniforms(seed_of(data.seed, "draft", spec.split, spec.index), *shape)
+    drafts = labeller.label(answers.exchanges, uniform, timings=data.feature_sets, progress=progress)
     answers = without(spec, answers, drafts.broken)
     num_tokens = sum(map(sum, drafts.lengths))
     for timing in data.feature_sets:
@@ -179,13 +176,13 @@ def write_drafts(
 
 
 def write_rows(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tensor], data: DataConfig) -> None:
-    """Write the rows of a shard, and into their sidecar what became of every prompt."""
+    """Write the rows of a shard, and into their sidecar the outcome of every prompt."""
     from_target, has_sets = columns.get("from_target"), len(sources_of(data)) > 1
     table = rows.to_parquet(answers.exchanges, columns, from_target=from_target, mixes=data.mixes, has_sets=has_sets)
     num_rows, num_tokens = len(answers.exchanges), layout_of(answers.exchanges).num_tokens
     problems = [problem._asdict() for problem in answers.problems]
     account = {"prompts": spec.digests, "input": spec.num_requests, "ok": num_rows, "problems": problems}
-    sizes = {"batch_size": data.batch_size, "chunk_mb": data.chunk_mb}  # of which the roundings of the forwards depend
+    sizes = {"batch_size": data.batch_size, "chunk_mb": data.chunk_mb}  # the rounding of forwards depends on them
     write_shard(
         rows_path(data.dir, spec.split, spec.index), table, rows=num_rows, tokens=num_tokens, **account, **sizes
     )
@@ -198,8 +195,8 @@ def kept_responses(spec: ShardSpec, data: DataConfig) -> dict[str, Response]:
 
 
 def save_responses(spec: ShardSpec, answers: Answers, data: DataConfig) -> None:
-    """The result of the stage `respond`, without the target's states; its laws first, so that a stage that is there
-    has them.
+    """Save the result of the stage `respond`, without the target's states; distributions first, so that a complete
+    stage has them.
     """
     if data.labels == "server":
         write_shard(_stage_path(spec, data, "laws"), safetensors.torch.save(joined(answers.laws)._asdict()))
@@ -221,7 +218,7 @@ def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
 
 
 def responded_in(directory: str) -> list[Path]:
-    """What the stage `respond` left in a data directory."""
+    """The files of the stage `respond` in a data directory."""
     return sorted(Path(directory, "stages", "respond").glob(f"*.{_SUFFIXES['respond']}"))
 
 
@@ -239,8 +236,8 @@ def _answers_in(path: Path) -> Answers:
 
 
 def save_drafted(spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], data: DataConfig) -> None:
-    """The result of the stage `draft`: the columns of the sound rows, and what became of the others; before, each
-    feature shard as far as the draft knows it.
+    """Save the result of the stage `draft`: first each feature shard without the target's labels, then the columns and
+    the problems.
     """
     layout, known = layout_of(answers.exchanges), features.unlabelled(columns)
     for timing in data.feature_sets:
@@ -256,9 +253,9 @@ def load_drafted(spec: ShardSpec, data: DataConfig) -> tuple[Answers, dict[str, 
     path = _stage_path(spec, data, "draft")
     with safe_open(path, framework="pt") as file:
         problems = [Problem(**problem) for problem in json.loads(file.metadata()["problems"])]
-        columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, as the file is no mapping
-    exchanges, gone = load_responses(spec, data).exchanges, {problem.id for problem in problems}
-    return Answers([exchange for exchange in exchanges if exchange.id not in gone], problems), columns
+        columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, the file is not a mapping
+    exchanges, failed_ids = load_responses(spec, data).exchanges, {problem.id for problem in problems}
+    return Answers([exchange for exchange in exchanges if exchange.id not in failed_ids], problems), columns
 
 
 def add_target(
@@ -270,8 +267,8 @@ def add_target(
     data: DataConfig,
     progress: Progress,
 ) -> Labelled:
-    """The stage `target`: the columns that `load_drafted` found, with log_p and acceptance_prob. Where rows are broken
-    the hidden states come along, of which theirs are to be left out.
+    """The stage `target`: the columns of `load_drafted` with log_p and acceptance_prob. If rows are broken, also the
+    hidden states, so that theirs can be removed.
     """
     inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
     labelled = labeller.label(answers.exchanges, inputs, with_hidden=False, progress=progress)
@@ -283,20 +280,20 @@ def add_target(
 
 
 def prompts_made(spec: ShardSpec, data: DataConfig) -> Iterator[list[str]]:
-    """Digests of the prompts that the shard on disk, or its responses, were made of."""
+    """Digests of the prompts that the shard on disk, or its responses, were made from."""
     for path in (rows_path(data.dir, spec.split, spec.index), _stage_path(spec, data, "respond")):
         if sidecar_path(path).is_file():
             yield read_sidecar(path, keys=("prompts",))["prompts"]
 
 
 def forget(spec: ShardSpec, data: DataConfig) -> None:
-    """Let a shard count as missing, in every stage."""
+    """Make a shard count as missing, in every stage."""
     sidecar_path(rows_path(data.dir, spec.split, spec.index)).unlink(missing_ok=True)
     forget_stages(spec, data)
 
 
 def forget_stages(spec: ShardSpec, data: DataConfig) -> None:
-    """Remove the results of the earlier stages of a shard that is whole."""
+    """Remove the results of the earlier stages of a complete shard."""
     for stage in _SUFFIXES:
         path = _stage_path(spec, data, stage)
         for file in (path, sidecar_path(path)):
@@ -304,7 +301,7 @@ def forget_stages(spec: ShardSpec, data: DataConfig) -> None:
 
 
 def forget_all_stages(specs: Sequence[ShardSpec], data: DataConfig) -> None:
-    """Remove what earlier stages left, and the folders that are empty then: the shards are whole."""
+    """Remove the results of earlier stages of complete shards, and then the empty folders."""
     for spec in specs:
         forget_stages(spec, data)
     for folder in (*(Path(data.dir) / "stages" / stage for stage in _SUFFIXES), Path(data.dir) / "stages"):
@@ -313,8 +310,8 @@ def forget_all_stages(specs: Sequence[ShardSpec], data: DataConfig) -> None:
 
 
 def _states_path(spec: ShardSpec, data: DataConfig, timing: str) -> Path:
-    """Where the hidden states of the stage draft are: its own file, or the shard itself, if a run was killed after it
-    had moved them there.
+    """The hidden states of the stage draft: its file, or the shard itself if a run was killed after moving them
+    there.
     """
     path = _stage_path(spec, data, timing)
     return path if path.is_file() else features_path(data.dir, timing, spec.split, spec.index)

@@ -1,6 +1,4 @@
-"""A worker holds the models of one stage and makes shards: in this process (`engine: local`) or as an actor (`engine:
-ray`).
-"""
+"""A worker holds the models of one stage and makes shards, in this process (`engine: local`) or in an actor (`ray`)."""
 
 import gc
 import sys
@@ -11,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
 from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.labels.chains import ChainLabeller
 from data_gen.labels.labeller import Labeller
 from data_gen.pipeline import stages
-from data_gen.pipeline.ahead import asked_ahead
+from data_gen.pipeline.ahead import answers_ahead
 from data_gen.pipeline.stages import Stage
 from data_gen.responses.conversation import ShardSpec, ask, with_laws
 from data_gen.responses.exchange import Answers, Problem, Progress, ResponseSource
@@ -30,6 +28,7 @@ from lm import (
     Sampling,
     check_width,
     feature_draft_of,
+    load_config,
     load_model,
     load_pair_tokenizer,
     vocab_size_of,
@@ -45,19 +44,19 @@ FEATURE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that a worker has to know; picklable, so that it can be sent to an actor."""
+    """Everything that a worker needs; picklable, so that it can be sent to an actor."""
 
     pair: PairConfig
     data: DataConfig
     stage: Stage
     keeps_responses: bool = False
-    """The shards are there, with errors: only prompts without a row are asked again."""
+    """The shards exist, with errors: only prompts without a row are requested again."""
     writes: bool = True
-    """False: the forwards alone, beside the process that writes (`data_gen.pipeline.lockstep`)."""
+    """False: only run the forwards; another process writes (`data_gen.pipeline.lockstep`)."""
 
 
 def models_of(job: Job) -> tuple[str, ...]:
-    """The models of their own that a worker loads."""
+    """The models that a worker loads; a feature draft is loaded with its target."""
     both = ("draft",) if job.data.labels == "server" else ("draft", "target")
     return {
         "together": both if released_layout_of(job.pair.draft) is None else ("target",),
@@ -68,7 +67,7 @@ def models_of(job: Job) -> tuple[str, ...]:
 
 
 def is_sliced(job: Job) -> bool:
-    """Whether a worker loads a model of which other processes hold the other slices."""
+    """Whether a worker loads a slice of a model."""
     return not set(models_of(job)).isdisjoint(sliced_models(job.pair))
 
 
@@ -79,15 +78,15 @@ class Worker:
         """Load the tokenizer and the models that the stage needs.
 
         Raises:
-            ValueError: models that do not fit each other or the tokenizer, or a server that does not do what it is
-                asked to; lengths are checked by `check_lengths`.
+            ValueError: models that do not fit each other or the tokenizer, or a server that lacks an ability; lengths
+                are checked by `check_lengths`.
         """
         pair, data = job.pair, job.data
         torch.set_num_threads(pair.num_threads or torch.get_num_threads())
         self.job, self.stage = job, job.stage
         self.tokenizer = load_pair_tokenizer(pair)
-        asks = job.stage in ("together", "respond")
-        self._server = make_server(pair, data, tokenizer=self.tokenizer) if asks else None
+        needs_responses = job.stage in ("together", "respond")
+        self._server = make_server(pair, data, tokenizer=self.tokenizer) if needs_responses else None
         models = {name: load_model(getattr(pair, name)) for name in models_of(job)}
         vocab_size = vocab_size_of(self.tokenizer, models.get("target", models.get("draft")))
         for name, model in models.items():
@@ -123,65 +122,68 @@ class Worker:
             settings |= {"eos_ids": eos_ids, "draft_length": data.draft_length, "draft_every": data.draft_every}
             self.chains = ChainLabeller(draft=self._feature_draft, target=target, **settings)
 
-    def asked(self, specs: Sequence[ShardSpec], progress: Progress) -> Iterator[tuple[ShardSpec, Answers | None]]:
-        """Each shard, with its answers where servers tell them, who work on those of the next shards meanwhile."""
+    def with_answers(
+        self, specs: Sequence[ShardSpec], progress: Progress
+    ) -> Iterator[tuple[ShardSpec, Answers | None]]:
+        """Each shard, with its answers if they come from servers, which then work ahead on the next shards."""
         if self._server is None:
             yield from ((spec, None) for spec in specs)
             return
         num_at_once = self._server.servers.num_at_once
-        yield from asked_ahead(
+        yield from answers_ahead(
             specs, lambda spec: self._ask(spec, progress), num_at_once=num_at_once, close=self._server.close
         )
 
     def make(self, spec: ShardSpec, progress: Progress, answers: Answers | None = None) -> None:
         """Run the stage on one shard.
 
-        Where memory runs out the shard is begun again with half the batch, which this worker then keeps; chance is of
-        the shard, not of its batches, so nothing but rounding depends on it.
+        If memory runs out, the shard starts again with half the batch size, which this worker then keeps. Random
+        numbers belong to the shard, not to its batches, so only rounding depends on the batch size.
 
         Args:
             spec: the shard.
-            progress: a function that is called with the number of requests that a step has dealt with (`steps_of`).
-            answers: what `asked` yielded with the shard; None: the source is asked here.
+            progress: called with the number of requests that a step has finished (`steps_of`).
+            answers: what `with_answers` yielded with the shard; None: request them from the source.
 
         Raises:
-            ValueError: one sequence is too much for the memory.
+            ValueError: a single sequence does not fit in memory.
         """
         while True:
             counts: list[int] = []
 
-            def tell(count: int, counts: list[int] = counts) -> None:
+            def count_requests(count: int, counts: list[int] = counts) -> None:
                 counts.append(count)
                 progress(count)
 
             try:
-                self._make(spec, tell, answers)
+                self._make(spec, count_requests, answers)
                 return
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 if not is_out_of_memory(error):
                     raise
             progress(-sum(counts))
-            self._halve_batch(spec)  # outside of the handler, whose error keeps the tensors of its frames alive
+            self._halve_batch(spec)  # outside the handler, whose error keeps the tensors of its frames alive
 
     def _halve_batch(self, spec: ShardSpec) -> None:
         data = self.data
         size = min(data.batch_size, spec.num_requests) // 2
         where = f"{self.stage}: out of memory at {spec.split}-{spec.index:05d}"
-        if is_sliced(self.job):  # the other processes had enough, and wait in a forward of the batch as it was
+        if is_sliced(self.job):  # the other processes did not run out, and wait in a forward of the full batch
             raise ValueError(
-                f"{where} with data.batch_size {data.batch_size}, in one of the processes that hold a slice each; set "
-                f"data.batch_size to at most {max(1, size)} and run the same command again; what was written stays"
+                f"{where} with data.batch_size {data.batch_size}, in one process of a sliced model; set "
+                f"data.batch_size to at most {max(1, size)} and run the same command again, which keeps the finished "
+                "shards"
             )
         if size == 0:
             raise ValueError(
                 f"{where} with one sequence at a time; lower data.chunk_mb ({data.chunk_mb}), data.max_new_tokens "
-                f"({data.max_new_tokens}) or data.max_prompt_tokens ({data.max_prompt_tokens}), or choose data.mode "
-                "sequential; what was written stays"
+                f"({data.max_new_tokens}) or data.max_prompt_tokens ({data.max_prompt_tokens}), or set data.mode: "
+                "sequential; finished shards are kept"
             )
         gc.collect()
         torch.cuda.empty_cache()
-        # above the bar
-        tqdm.write(f"{where} with data.batch_size {data.batch_size}; going on with {size}", file=sys.stderr)
+        # print above the progress bar
+        tqdm.write(f"{where} with data.batch_size {data.batch_size}; continuing with {size}", file=sys.stderr)
         self.resize(replace(data, batch_size=size))
 
     def _make(self, spec: ShardSpec, progress: Progress, answers: Answers | None) -> None:
@@ -193,17 +195,17 @@ class Worker:
             if self.job.writes:
                 stages.save_responses(spec, answers, self.data)
         else:
-            progress(len(answers.problems))  # they have no labels to wait for
+            progress(len(answers.problems))  # they get no labels
             answers = self._label(spec, answers, drafted, progress)
         failed = [problem for problem in _errors(answers) if problem.id not in known]
         self._latest.add(
             [*failed, *[None] * len(answers.exchanges)],
             subject=f"rows of the stage {self.stage} ended in an error",
-            remedy="what was written stays, `--retry_errors` tries these rows again",
+            remedy="finished shards are kept; run with --retry_errors to try these rows again",
         )
 
     def _label(self, spec: ShardSpec, answers: Answers, drafted: dict[str, Tensor], progress: Progress) -> Answers:
-        """Label a shard and write what the stage leaves. Returns the answers with what went wrong here."""
+        """Label a shard and write the results of the stage. Returns the answers with new problems."""
         if self.chains is not None:
             return stages.write_drafts(spec, answers, labeller=self.chains, data=self.data, progress=progress)
         if self.stage == "target":
@@ -233,8 +235,8 @@ class Worker:
         return answers
 
     def _answers(self, spec: ShardSpec, progress: Progress) -> tuple[Answers, dict[str, Tensor]]:
-        """The shard's responses, from the source or as the stage before saved them; with the columns that the stage
-        `draft` saved.
+        """The shard's responses, from the source or the previous stage, and the columns that the stage `draft`
+        saved.
         """
         data = self.data
         if self.source is not None:
@@ -242,7 +244,7 @@ class Worker:
         return stages.load_drafted(spec, data) if self.stage == "target" else (stages.load_responses(spec, data), {})
 
     def _ask(self, spec: ShardSpec, progress: Progress) -> Answers:
-        """The source's answers to a shard; with the target's laws, where servers tell these."""
+        """The source's answers to a shard; with `labels: server` also the target's distributions."""
         assert self.source is not None
         data = self.data
         kept = stages.kept_responses(spec, data) if self.job.keeps_responses else None
@@ -253,39 +255,39 @@ class Worker:
 
 
 def check_lengths(pair: PairConfig, data: DataConfig, names: Sequence[str] = ("draft", "target")) -> None:
-    """Raise ValueError where a model cannot read the longest text of the config; no weights are loaded.
-
-    Args:
-        pair: the section of the config.
-        data: the section of the config.
-        names: the models that are going to read texts.
-    """
+    """Raise ValueError if a model cannot read the longest text of the config; no weights are loaded."""
     longest = data.max_prompt_tokens + data.max_new_tokens
     subject = f"data.max_prompt_tokens + data.max_new_tokens is {longest}"
     for name in names:
-        source: ModelSource = getattr(pair, name)
-        is_feature_draft = name == "draft" and released_layout_of(source) is not None
-        model = None if is_feature_draft else without_weights(source)
-        limit = max_positions_of(source) if model is None else max_positions(model)
+        source, limit = getattr(pair, name), limit_of(pair, name)
         if limit is not None and longest > limit:
             raise ValueError(
-                f"{subject} and {name} {source.path} reads at most {limit} positions; lower one of the two"
+                f"{subject} and {name} {source.path} reads at most {limit} positions; lower either setting"
             )
-        if model is not None:
-            refuse_crossing(model, 0, longest, subject=subject, remedy=f"lower one of the two for {name} {source.path}")
+        if not _is_feature_draft(pair, name):
+            remedy = f"lower either setting for {name} {source.path}"
+            refuse_crossing(without_weights(source), 0, longest, subject=subject, remedy=remedy)
+
+
+def limit_of(pair: PairConfig, name: str) -> int | None:
+    """The longest sequence that target or draft reads, by its config; None if it sets no limit."""
+    source: ModelSource = getattr(pair, name)
+    return max_positions_of(source) if _is_feature_draft(pair, name) else max_positions(load_config(source))
+
+
+def _is_feature_draft(pair: PairConfig, name: str) -> bool:
+    return name == "draft" and released_layout_of(pair.draft) is not None
 
 
 def _errors(answers: Answers) -> list[Problem]:
     return [problem for problem in answers.problems if problem.outcome == "error"]
 
 
-def max_positions(model: PreTrainedModel) -> int | None:
-    """The longest sequence that the model reads; None if it sets no limit."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """The longest sequence that a model reads; None if it sets no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def steps_of(stage: Stage) -> int:
-    """How often `Worker.make` reports each request: `together` asks and then labels, every other stage does one of the
-    two.
-    """
+    """How often `Worker.make` reports each request: `together` requests and labels, other stages do one of the two."""
     return 2 if stage == "together" else 1

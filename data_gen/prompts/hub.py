@@ -1,8 +1,7 @@
-"""Prompt sets that `datasets.load_dataset` reads: known ones by name, any other by its hub id, and files and
-directories on this machine.
+"""Prompt sets: known ones by name, others by hub id, and local files and directories.
 
-A known set is one entry of `SETS`; nothing else in the project knows its name. JSON is read here, line by line or as
-one array, since `datasets` refuses a whole file for one odd record.
+A known set is one entry of `SETS`. JSON is read here, line by line or as one array, since `datasets` refuses a whole
+file for one malformed record.
 """
 
 import gzip
@@ -21,12 +20,12 @@ from data_gen.prompts.splits import Split
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSet(PromptSource):
-    """Where a set lies on the hub, and how its records are read."""
+    """The location of a set, and how its records are read."""
 
     data_files: str | None = None
-    """The files that are read, where a repository holds plain files."""
+    """The files to read, if a repository holds plain files."""
     shares: tuple[int, int, int] | None = None
-    """Shares of train, dev and test for a set that prescribes them; None: those of the run."""
+    """Fixed shares of train, dev and test; None: those of the run."""
 
 
 SETS = {
@@ -45,9 +44,9 @@ SETS = {
 }
 """The path of a prompt source -> the set."""
 _BUILDERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
-"""Ending of a file -> what `datasets` reads it by; all others are JSONL."""
+"""Suffix of a file -> its builder in `datasets`; all others are JSONL."""
 _DEFAULT_PART = PromptSource(path="").split
-"""Part of a known set that is read unless the user names one: the set's own choice."""
+"""The value of `split` that means the default part of a known set."""
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 _FORMS = (
     f"stories, {', '.join(SETS)}, a file (JSONL, .json, {', '.join(_BUILDERS)}), a directory of such files, or "
@@ -59,37 +58,38 @@ def set_of(source: PromptSource) -> PromptSet:
     """The set that a source names.
 
     Raises:
-        FileNotFoundError: no known set, no file, no directory, and no hub id.
+        FileNotFoundError: not a known set, file, directory or hub id.
     """
     path = Path(source.path)
     if not path.name:
-        raise ValueError(f"data.prompts names no set: {source.path!r}; set it to {_FORMS}")
+        raise ValueError(f"data.prompts is {source.path!r}, which names no set; set it to {_FORMS}")
     if path.is_file():  # a file may have the name of a set
         return PromptSet(**vars(source) | {"path": _BUILDERS.get(_ending(path), "json"), "data_files": source.path})
     if source.path in SETS and not path.is_dir():
-        return _as_asked(SETS[source.path], source)
+        return _overridden(SETS[source.path], source)
     is_hub_id = _HUB_ID.fullmatch(source.path) and path.suffix not in (*_BUILDERS, ".jsonl", ".json")
     if path.is_dir() or is_hub_id:
         return PromptSet(**vars(source))
-    raise FileNotFoundError(f"data.prompts is {source.path!r}, which is neither there nor known; set it to {_FORMS}")
+    raise FileNotFoundError(
+        f"data.prompts is {source.path!r}, which does not exist and is not a known set; set it to {_FORMS}"
+    )
 
 
 def set_name(path: str) -> str:
-    """What a set is called: the name of its file without the ending, or the last part of a path or hub id."""
+    """The name of a set: its file name without suffix, or the last part of a path or hub id."""
     name = path.removesuffix(".gz")
     return Path(name).stem if Path(name).suffix in (*_BUILDERS, ".jsonl", ".json") else Path(path).name
 
 
 def _ending(path: Path) -> str:
-    """The ending of a file's name, apart from .gz."""
+    """The suffix of a file's name before .gz."""
     return Path(path.name.removesuffix(".gz")).suffix
 
 
-def _as_asked(known: PromptSet, source: PromptSource) -> PromptSet:
-    """A known set with what the user says instead of its defaults.
+def _overridden(known: PromptSet, source: PromptSource) -> PromptSet:
+    """A known set with the user's settings instead of its defaults.
 
-    A part that is asked for is split as any other set's, unless a test part is asked for as well: the set's own belongs
-    to its own part.
+    The set's test part belongs to its default part; another part is split, unless the user names a test part too.
     """
     prompt_set = replace(known, name=source.name or known.name, columns={**known.columns, **source.columns})
     if source.split not in (_DEFAULT_PART, known.split):
@@ -98,26 +98,26 @@ def _as_asked(known: PromptSet, source: PromptSource) -> PromptSet:
 
 
 def load(prompt_set: PromptSet, split: Split) -> list[Prompt]:
-    """The prompts of `read`; records that cannot be read are left out, and counted once on stderr."""
+    """The prompts of `read`; unreadable records are left out, and counted once on stderr."""
     prompts, problems = read(prompt_set, split)
     if problems:
         num, (where, reason) = len(problems) + len(prompts), next(iter(problems.items()))
         say_once(
-            f"{len(problems)} of {num:,} records cannot be read and are left out, {where} first: {reason}; `data` "
-            "lists them in errors.jsonl"
+            f"{len(problems)} of {num:,} records cannot be read and are left out, the first at {where}: {reason}; "
+            "`data` lists them in errors.jsonl"
         )
     if not prompts:
-        raise ValueError(f"{prompt_set.data_files or prompt_set.path} is empty: it holds no prompt")
+        raise ValueError(f"{prompt_set.data_files or prompt_set.path} contains no prompt; check data.prompts")
     return prompts
 
 
 def read(prompt_set: PromptSet, split: Split) -> tuple[list[Prompt], dict[str, str]]:
-    """The prompts of a set from which `split` is taken, and the records that cannot be read: its own test part for test
-    where it has one, else the part that all splits share.
+    """The prompts from which `split` is taken (the set's test part for test if it has one, else the part that all
+    splits share), and its unreadable records: where -> reason.
 
     Raises:
         FileNotFoundError: the hub cannot be reached and the set is not in its cache.
-        ValueError: a file that cannot be read, or in which at least half of the records cannot be.
+        ValueError: an unreadable file, or one with at least half of its records unreadable.
     """
     part = prompt_set.test_split if split == "test" and prompt_set.test_split is not None else prompt_set.split
     if prompt_set.path == "json" and prompt_set.data_files is not None and Path(prompt_set.data_files).is_file():
@@ -150,12 +150,11 @@ def _begins_with(path: Path, sign: bytes) -> bool:
 
 
 def _records(prompt_set: PromptSet, part: str) -> Iterable[dict[str, Any]]:
-    """The set's records, in its order."""
-    from datasets import load_dataset  # seconds to import, and only runs on such a set need it
+    from datasets import load_dataset  # takes seconds to import
     from datasets.exceptions import DatasetsError
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # retries are told by the error that ends them
+    logging.set_verbosity_error()  # the final error reports the retries
     name = f"prompt set {prompt_set.data_files or prompt_set.path}"
     options = {"sep": _separator(Path(str(prompt_set.data_files)))} if prompt_set.path == "csv" else {}
     try:
@@ -171,7 +170,7 @@ def _records(prompt_set: PromptSet, part: str) -> Iterable[dict[str, Any]]:
 
 
 def _separator(path: Path) -> str:
-    """What stands between the columns of a CSV or TSV: some programs write semicolons."""
+    """The separator of a CSV or TSV file; some programs write semicolons."""
     if _ending(path) == ".tsv":
         return "\t"
     with open_lines(path) as file:

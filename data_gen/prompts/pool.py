@@ -1,4 +1,4 @@
-"""The prompts of a run, from wherever `data.prompts` points."""
+"""The prompts of a run, from the sets of `data.prompts`."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,27 +12,26 @@ from data_gen.prompts.splits import Split, in_hash_order, split_by_id, without_d
 from data_gen.stories.stories import stories
 
 WEIGHTS = (40, 10, 2)
-"""Shares of train, dev and test where nothing else is said: those of SpecDec++ on Alpaca."""
+"""Default shares of train, dev and test: those of SpecDec++ on Alpaca."""
 
 
 def load_prompts(
     config: DataConfig, split: Split, *, may_be_fewer: bool = False, section: str = "data"
 ) -> list[Prompt]:
-    """The run's prompts of one split, in the order in which they are cut into shards: a longer list begins with the
-    shorter one.
+    """The run's prompts of one split, in the order of the shards; a longer list begins with the shorter one.
 
     Args:
         config: the `data` section of the run, `settled` (`data_gen.pipeline.sizes`).
         split: train, dev or test.
-        may_be_fewer: take what is there where that is less than asked for, but no less than one prompt.
-        section: the section of the experiment that asked for so many, which an error names.
+        may_be_fewer: accept fewer prompts than requested, but at least one.
+        section: the section of the experiment that requests them, for errors.
 
     Raises:
-        FileNotFoundError: neither a known set, nor a file, nor one that the hub has.
-        ValueError: a malformed record, a repeated id, or fewer prompts than asked for.
+        FileNotFoundError: not a known set, a file, or a set on the hub.
+        ValueError: a malformed record, a repeated id, or fewer prompts than requested.
     """
-    asked = {"train": config.num_train, "dev": config.num_dev, "test": config.num_test}[split]
-    count = sys.maxsize if asked is None else asked
+    requested = {"train": config.num_train, "dev": config.num_dev, "test": config.num_test}[split]
+    count = sys.maxsize if requested is None else requested
     if count < 0:
         raise ValueError(f"{section}.num_{split} is {count}; it must be at least 0")
     if count == 0:
@@ -49,20 +48,20 @@ def load_prompts(
         prompts = _in_proportion(named, weights, count)
     else:
         prompts = next(iter(pools.values()))[:count]
-    if len(prompts) < (1 if may_be_fewer or asked is None else count):
+    if len(prompts) < (1 if may_be_fewer or requested is None else count):
         raise ValueError(
-            f"{section}.num_{split} is {asked} and {', '.join(source.path for source in sources.values())} has "
-            f"{len(prompts)} {split} prompts"
-            f"{' in these proportions' if len(sources) > 1 else ''}; set {section}.num_{split}={len(prompts)}"
+            f"{section}.num_{split} is {requested}, but {', '.join(source.path for source in sources.values())} has "
+            f"{len(prompts)} {split} prompts{' in these proportions' if len(sources) > 1 else ''}; set "
+            f"{section}.num_{split} to at most {len(prompts)}"
         )
     return prompts
 
 
 def sources_of(config: DataConfig) -> dict[str, PromptSource]:
-    """Name of each set of prompts -> where it is.
+    """Name of each set of prompts -> its source.
 
     Raises:
-        ValueError: no set, two of one name, or a weight that is no share.
+        ValueError: no set, two of one name, or a weight that is not above 0.
     """
     sources = config.prompt_sources
     names = [set_name(source.path) for source in sources]
@@ -70,7 +69,7 @@ def sources_of(config: DataConfig) -> dict[str, PromptSource]:
         raise ValueError("data.prompts is an empty list; name at least one set")
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(
-            f"data.prompts names {twice[0]!r} twice, and names tell sets apart; rename a file, or raise its weight"
+            f"data.prompts has two sets named {twice[0]!r}; rename a file, or list it once with a larger weight"
         )
     for source in sources:
         if not source.weight > 0:
@@ -81,7 +80,7 @@ def sources_of(config: DataConfig) -> dict[str, PromptSource]:
 
 
 def unreadable(config: DataConfig) -> tuple[dict[str, str], int]:
-    """Where each record is that cannot be read, with the reason, and the number of records in all."""
+    """Location -> reason of each unreadable record, and the number of all records."""
     problems, num_records = dict[str, str](), 0
     for source in config.prompt_sources:
         if source.path != "stories" or Path(source.path).exists():
@@ -96,8 +95,8 @@ def unreadable(config: DataConfig) -> tuple[dict[str, str], int]:
 def _apart(
     pools: Mapping[str, list[Prompt]], sources: Mapping[str, PromptSource], config: DataConfig, split: Split
 ) -> dict[str, list[Prompt]]:
-    """The pools without prompts that another set has in an earlier split, of test, dev and train, or an earlier set in
-    the same one.
+    """The pools without prompts that another set has in an earlier split (test, dev, train) or that an earlier set has
+    in the same split.
     """
     order: tuple[Split, ...] = ("test", "dev", "train")
     earlier = [
@@ -113,13 +112,13 @@ def _apart(
         earlier += apart[name]
         if len(apart[name]) < len(pool):
             repeats = len(pool) - len(apart[name])
-            say_once(f"{name}: {repeats} {split} prompts repeat one of another set and are left out")
+            say_once(f"{name}: {repeats} {split} prompts are also in another set and are left out")
     return apart
 
 
 def _in_proportion(pools: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], count: int) -> list[Prompt]:
-    """Up to `count` prompts, at any length as near to the weights as can be; a set without prompts of the split takes
-    no part.
+    """Up to `count` prompts, of which every prefix is as close to the weights as possible; sets without prompts of the
+    split are ignored.
     """
     taken = {name: 0 for name, pool in pools.items() if pool}
     total = sum(weights[name] for name in taken)
@@ -134,12 +133,12 @@ def _in_proportion(pools: Mapping[str, Sequence[Prompt]], weights: Mapping[str, 
 
 
 def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) -> list[Prompt]:
-    """All prompts of a set from which the split takes its first."""
+    """All prompts of a split of one set, in order."""
     if source.path == "stories" and not Path(source.path).exists():
         return [Prompt(s.id, (s.prompt,), category=s.kind) for s in stories(split, count, seed=config.seed)]
     prompt_set = set_of(source)
     own_test: list[Prompt] = []
-    if prompt_set.test_split is not None:  # the set's own test part, which needs no splitting
+    if prompt_set.test_split is not None:  # a fixed test part is not split
         own_test = without_duplicates(in_hash_order(load(prompt_set, "test"), config.seed))
         if split == "test":
             return own_test
@@ -151,5 +150,5 @@ def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) ->
         split_ids=config.split_ids,
     )
     if repeats := len(prompts) - sum(map(len, splits.values())):
-        say_once(f"{source.path}: {repeats} of {len(prompts)} prompts repeat another one and are left out")
+        say_once(f"{source.path}: {repeats} of {len(prompts)} prompts are duplicates and are left out")
     return splits[split]

@@ -1,10 +1,10 @@
-"""`Prompt`, one record of a prompt set -> one `Prompt`, and the JSONL files that hold such records.
+"""`Prompt`, its parsing from records of prompt sets, and reading of JSONL files.
 
 Fields by which a record is recognised, first match wins: `messages`, `conversations` or `conversation` (role/content or
 from/value), `prompt` where it is a list of messages (DPO), `turns` (MT-Bench, Spec-Bench), `instruction` (Alpaca,
-Dolly), `question` (GSM8K, SQuAD, OpenOrca), `prompt` (HumanEval), `text`. Beside it are read: `input` and `context`,
-material that belongs to the question; `system` and `system_prompt`; `tools`; and Alpaca's `history`. Replies that a
-conversation brings along are dropped, because the target writes its own. docs/data.md has the table.
+Dolly), `question` (GSM8K, SQuAD, OpenOrca), `prompt` (HumanEval), `text`. Also read: `input` and `context` (material
+for the question), `system` and `system_prompt`, `tools`, and Alpaca's `history`. Replies in a conversation are dropped,
+because the target writes its own. docs/data.md has the table.
 """
 
 import gzip
@@ -27,45 +27,45 @@ _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bot", "function_call"), "assistant"),
 }
-"""Roles as sets name them -> as chat templates do."""
+"""Role in a set -> role in chat templates."""
 _FORMS = ("messages", "conversations", "conversation", "turns", *_QUESTIONS)
 _BESIDE = {*_ID_FIELDS, *_CONTEXTS, *_SYSTEMS, "tools", "category"}
-"""Fields that are read beside any of the `_FORMS`."""
+"""Fields that are read in addition to one of the `_FORMS`."""
 _ANSWERS = {
     *("output", "response", "answer", "answers", "completion", "chosen", "rejected", "final", "reference", "label"),
     *("canonical_solution", "test", "entry_point", "gpt4_reference", "source", "dataset", "model", "language", "score"),
     *("conversation_id", "prompt_id", "title", "timestamp", "turn", "metadata", "is_impossible"),
 }
-"""Columns that belong to no prompt: answers, and facts about the record."""
+"""Columns that never belong to a prompt: answers, and facts about the record."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the user says in one conversation with the target."""
+    """The user's side of one conversation with the target."""
 
     id: str
-    """Stays the same from run to run: it decides the split and names the row."""
+    """The same in every run: it names the row."""
     turns: tuple[str, ...]
-    """The user's messages in order; the target's own replies stand between them."""
+    """The user's messages in order, without the target's replies between them."""
     context: str = ""
     """Material that belongs to the first turn (Alpaca's `input`); the template decides how it is joined."""
     system: str = ""
     tools: str = ""
     """JSON list of the tools that a chat template describes to the model."""
     roles: tuple[str, ...] = ()
-    """Role of each turn, user or tool; (): all of them are the user's."""
+    """Role of each turn, user or tool; (): all are user."""
     category: str = ""
     set: str = field(default="", repr=False, compare=False)
-    """Name of the set that it comes from, where the run has several; the id begins with it."""
+    """Name of its set, if the run has several; the id begins with it."""
 
     @property
     def is_text(self) -> bool:
-        """False if part of it cannot be encoded."""
+        """Whether all of it can be encoded."""
         return all(map(is_text, self.content))
 
     @property
     def content(self) -> tuple[str, ...]:
-        """Everything that a model reads of it; prompts of one content are duplicates."""
+        """Everything that a model reads; prompts with the same content are duplicates."""
         return *self.turns, *self.roles, self.context, self.system, self.tools
 
     @property
@@ -75,7 +75,7 @@ class Prompt:
 
 
 def is_text(text: str) -> bool:
-    """Whether a string is characters; JSON can spell half of one, a lone surrogate, which no tokenizer reads."""
+    """Whether a string can be encoded; JSON allows a lone surrogate, half of a character, which no tokenizer reads."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -86,14 +86,14 @@ def is_text(text: str) -> bool:
 def prompts_of(
     records: Iterable[tuple[str, str, dict[str, Any] | ValueError]], columns: Mapping[str, str] | None = None
 ) -> tuple[list[Prompt], dict[str, str]]:
-    """Every prompt of a set, and for each record that cannot be read where it is and why.
+    """The prompts of a set, and location -> reason of each unreadable record.
 
     Args:
-        records: (where it is, its id if it has none, the record or why it is none).
-        columns: field that is looked for -> the set's own name of it.
+        records: (location, default id, the record or the error instead).
+        columns: our name of a field -> the set's name of it.
 
     Raises:
-        ValueError: at least half of the records cannot be read: columns or the form of the file are others.
+        ValueError: at least half of the records cannot be read.
     """
     prompts: dict[str, Prompt] = {}
     problems: dict[str, str] = {}
@@ -102,7 +102,7 @@ def prompts_of(
         try:
             prompt = _prompt_in(record, default_id, columns or {})
             if prompt.id in prompts:
-                raise ValueError(f"id {prompt.id!r} is on an earlier line too; ids name rows, so give each its own")
+                raise ValueError(f"id {prompt.id!r} is used by an earlier record; give each record a unique id")
         except ValueError as error:
             problems[where] = str(error)
             continue
@@ -115,9 +115,8 @@ def prompts_of(
     if unused := unused - set((columns or {}).values()):
         names = sorted(unused)
         say_once(
-            f"{where.rpartition(':')[0] or where}: the prompts leave out the column{'s' * (len(names) > 1)} "
-            f"{', '.join(names)}; if one belongs to them, name what it is: data.prompts: "
-            f"{{path: ..., columns: {{context: {names[0]}}}}} (or system, tools, ...)"
+            f"{where.rpartition(':')[0] or where}: ignoring the column{'s' * (len(names) > 1)} {', '.join(names)}; to "
+            f"use one, map it: data.prompts: {{path: ..., columns: {{context: {names[0]}}}}} (or system, tools, ...)"
         )
     return list(prompts.values()), problems
 
@@ -125,8 +124,10 @@ def prompts_of(
 def _prompt_in(record: dict[str, Any] | ValueError, default_id: str, columns: Mapping[str, str]) -> Prompt:
     if isinstance(record, ValueError):
         raise record
-    if absent := [name for name in columns.values() if name not in record]:
-        raise ValueError(f"no column {absent[0]!r}, which columns names; there are {', '.join(sorted(record))}")
+    if missing := [name for name in columns.values() if name not in record]:
+        raise ValueError(
+            f"there is no column {missing[0]!r} (data.prompts.columns); it has {', '.join(sorted(record))}"
+        )
     return prompt_of(record | {name: record[column] for name, column in columns.items()}, default_id=default_id)
 
 
@@ -140,7 +141,7 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number from 1, object) of every line that is not blank.
 
     Raises:
-        ValueError: a line that is no JSON object.
+        ValueError: a line that is not a JSON object.
     """
     for number, record in json_records(path):
         if isinstance(record, ValueError):
@@ -149,7 +150,7 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def json_records(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
-    """The same, with the error in place of a line that is no JSON object."""
+    """The same, with an error in place of a line that is not a JSON object."""
     with open_lines(path) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -157,7 +158,7 @@ def json_records(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | Value
 
 
 def open_lines(path: str | Path) -> IO[bytes]:
-    """A file of lines, unpacked where its name ends in .gz."""
+    """Open a file for reading lines, decompressed if its name ends in .gz."""
     return gzip.open(path, "rb") if Path(path).suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
 
 
@@ -165,49 +166,49 @@ def _object_in(line: bytes) -> dict[str, Any] | ValueError:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        return ValueError("the line is no text in UTF-8; save the file in that encoding")
+        return ValueError("the line is not UTF-8 text; save the file in that encoding")
     except (ValueError, RecursionError) as error:
         return ValueError(f"expected one JSON object on the line; {error}")
     return record if isinstance(record, dict) else ValueError(f"expected a JSON object, got {type(record).__name__}")
 
 
 def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
-    """The prompt of one record; `default_id` where it has none of its own.
+    """The prompt of one record; `default_id` is used if it has no id.
 
     Raises:
         ValueError: no known field, or one of the wrong type.
     """
     prompt_id = next((str(record[name]) for name in _ID_FIELDS if record.get(name) is not None), default_id)
     if not is_text(prompt_id):
-        raise ValueError(f"expected the id to be text, got half a character in {_shown(prompt_id)}")
+        raise ValueError(f"expected the id to be text, got a lone surrogate in {_shown(prompt_id)}")
     system = "\n\n".join(filter(None, (_optional(record, name) for name in _SYSTEMS)))
     prompt = replace(
-        _asked(record), id=prompt_id, tools=_tools(record.get("tools")), category=str(record.get("category") or "")
+        _turns_of(record), id=prompt_id, tools=_tools(record.get("tools")), category=str(record.get("category") or "")
     )
     return replace(prompt, system="\n\n".join(filter(None, (system, prompt.system))))
 
 
 def _form_of(record: dict[str, Any]) -> str | None:
-    """The field that a record is recognised by; None if it has none of them."""
+    """The field by which a record is recognised, or None."""
     if not _CONVERSATIONS & record.keys() and _is_messages(record.get("prompt")):
         return "prompt"
     return next((name for name in _FORMS if name in record), None)
 
 
 def _unused(record: dict[str, Any]) -> set[str]:
-    """Filled fields of a record that its prompt leaves out, but for answers and facts about it."""
+    """Non-empty fields of a record that its prompt ignores, except answers and facts about it."""
     form = _form_of(record)
     known = _BESIDE | _ANSWERS | {form} | ({"history"} if form in _QUESTIONS else set())
     return {name for name, value in record.items() if value and name not in known}
 
 
-def _asked(record: dict[str, Any]) -> Prompt:
-    """What the user says in a record, without its id."""
+def _turns_of(record: dict[str, Any]) -> Prompt:
+    """The turns, context and system message of a record, without its id."""
     context = "\n".join(filter(None, (_optional(record, name) for name in _CONTEXTS)))
     form = _form_of(record)
     if form is None:
         raise ValueError(
-            f"expected {_EXPECTED}; got {', '.join(sorted(record))}; say which of them it is, as data.prompts: "
+            f"expected {_EXPECTED}; got {', '.join(sorted(record))}; map one of them, such as data.prompts: "
             f"{{path: …, columns: {{prompt: {min(record, default='NAME')}}}}}"
         )
     value = record[form]
@@ -220,16 +221,16 @@ def _asked(record: dict[str, Any]) -> Prompt:
     if not isinstance(value, str):
         raise ValueError(f"expected {form} to be a string, got {_shown(value)}")
     earlier = _history(record.get("history") or [])
-    if earlier and context:  # a prompt's context belongs to its first turn, and this one to the last
+    if earlier and context:  # `context` belongs to the first turn, but this one to the last
         return Prompt("", (*earlier, f"{value}\n{context}"))
     return Prompt("", (*earlier, value), context=context)
 
 
 def _conversation(messages: list[tuple[str, str]]) -> Prompt:
-    """The turns between the replies; system messages, wherever they stand, are joined into one."""
+    """The turns without the replies; system messages at any position are joined into one."""
     turns = [(role, text) for role, text in messages if role in ("user", "tool")]
     if not any(role == "user" for role, _ in turns):
-        raise ValueError("expected at least one message of the user")
+        raise ValueError("expected at least one user message")
     roles = tuple(role for role, _ in turns) if any(role == "tool" for role, _ in turns) else ()
     system = "\n\n".join(text for role, text in messages if role == "system")
     return Prompt("", tuple(text for _, text in turns), system=system, roles=roles)
@@ -237,7 +238,7 @@ def _conversation(messages: list[tuple[str, str]]) -> Prompt:
 
 def _messages(value: Any) -> list[tuple[str, str]]:
     """(role, text) of every message: {role, content} or {from, value}."""
-    # how some Parquet files store such lists
+    # some Parquet files store such a list as a dict of columns
     if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
         value = [dict(zip(value, items, strict=False)) for items in zip(*value.values(), strict=False)]
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
@@ -253,10 +254,10 @@ def _message(message: dict[str, Any]) -> tuple[str, str]:
     content = message.get("content", message.get("value"))
     if not isinstance(name, str) or (role := _ROLES.get(name.lower())) is None:
         known = ", ".join(_ROLES)
-        raise ValueError(f"{_EXPECTED_MESSAGES}; the role {_shown(name)} is none of {known}")
+        raise ValueError(f"{_EXPECTED_MESSAGES}; the role is {_shown(name)}, not one of {known}")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "\n".join(str(part.get("text") or "") for part in content)
-    if role == "assistant":  # the target writes its own; a call of tools has no content
+    if role == "assistant":  # dropped; a tool call may have no content
         return role, ""
     if not isinstance(content, str):
         raise ValueError(f"{_EXPECTED_MESSAGES}, got {_shown(message)}")

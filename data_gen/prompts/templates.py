@@ -1,9 +1,9 @@
-"""Prompt -> the text and the token ids that a model reads.
+"""The text and token ids of a prompt.
 
 Named templates: `chat` is the tokenizer's own; `plain` is the text alone; `llama2`, `humaneval` and `gsm8k` are the
 wrappers of SpecDec++ (arXiv 2405.19715, `data/gen_dataset.py`): Llama-2's [INST] around the text, inside it
-WizardCoder's instruction for HumanEval and MetaMath's for GSM8K. Training, traces and decoding all encode through
-`encode`, so that a head meets the prompts that it was trained on.
+WizardCoder's instruction for HumanEval and MetaMath's for GSM8K. Training, traces and decoding all use `encode`, so
+that heads see the same form of prompt everywhere.
 """
 
 import json
@@ -29,10 +29,10 @@ TEMPLATES = ("chat", *_WRAPPERS)
 
 
 def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, replies: Sequence[str] = ()) -> list[int]:
-    """Token ids of the conversation up to the point where the target begins to write.
+    """Token ids of the conversation up to the target's next reply.
 
     Args:
-        prompt: the conversation, of which the first len(replies) + 1 turns are used.
+        prompt: the conversation; its first len(replies) + 1 turns are used.
         tokenizer: the pair's.
         template: one of `TEMPLATES`.
         replies: the target's replies to the earlier turns.
@@ -45,7 +45,7 @@ def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, re
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, template: str) -> list[int]:
     """Token ids of a rendered prompt."""
-    # A chat template has written the special tokens into the text already; all others leave them to the tokenizer.
+    # A chat template writes the special tokens into the text; with all others the tokenizer adds them.
     return list(tokenizer(text, add_special_tokens=template != "chat")["input_ids"])
 
 
@@ -83,7 +83,7 @@ def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[st
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise ValueError(
             f"prompt {prompt.id}: the chat template of {tokenizer.name_or_path} refuses messages of the roles {roles}: "
-            f"{error}; leave such prompts or columns out, or set data.template: plain"
+            f"{error}; remove such prompts or columns, or set data.template: plain"
         ) from error
 
 
@@ -91,14 +91,14 @@ def _tools_of(prompt: Prompt) -> list[Any] | None:
     """The tools of a prompt, as `apply_chat_template` takes them.
 
     Raises:
-        ValueError: they are no JSON list.
+        ValueError: they are not a JSON list.
     """
     try:
         tools = json.loads(prompt.tools or "null")
     except ValueError as error:
-        raise ValueError(f"prompt {prompt.id}: tools are no JSON: {error}") from error
+        raise ValueError(f"prompt {prompt.id}: tools are not JSON: {error}; give a JSON list") from error
     if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"prompt {prompt.id}: tools are {prompt.tools[:80]!r}, and a JSON list is expected")
+        raise ValueError(f"prompt {prompt.id}: tools are {prompt.tools[:80]!r}; give a JSON list")
     return tools or None
 
 

@@ -1,6 +1,4 @@
-"""A shard's conversations, held with the target turn by turn: turn k is asked with the target's own replies to the
-turns before it.
-"""
+"""A shard's conversations, turn by turn: the request of a turn contains the target's replies to earlier turns."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +16,7 @@ from lm.uniforms import seed_of
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The prompts of one shard, and its place in the run."""
+    """The prompts of one shard, and its index in the run."""
 
     split: str
     index: int
@@ -26,7 +24,7 @@ class ShardSpec:
 
     @property
     def digests(self) -> list[str]:
-        """A digest of each prompt, by which a later run recognizes it."""
+        """A digest of each prompt, by which a later run recognises it."""
         return [hashlib.sha256(ascii(prompt).encode()).hexdigest()[:16] for prompt in self.prompts]
 
     @property
@@ -48,11 +46,11 @@ def ask(
 
     Args:
         spec: the shard.
-        source: the source, which answers all conversations' turn k together, then their turn k + 1.
+        source: the source, which gets turn k of all conversations together, then turn k + 1.
         tokenizer: the pair's.
-        data: the section of the config, of which seed, template and limit on prompts count.
-        progress: a function that is called with the number of turns that have been dealt with.
-        kept: responses that are there already, by row id; the source is not asked for them.
+        data: the section of the config.
+        progress: called with the number of finished turns.
+        kept: row id -> an existing response, which is not requested again.
     """
     answers: dict[str, Response | Problem] = dict(kept or {})
     requests: dict[str, Request] = {}
@@ -88,12 +86,12 @@ def _in_order(spec: ShardSpec, requests: Mapping[str, Request], answers: Mapping
         laws.append(answer.laws)
         states.append(answer.states)
     result = Answers(exchanges, problems, laws=laws)
-    known = [state for state in states if state is not None]  # a response that was kept from an earlier run has none
+    known = [state for state in states if state is not None]  # a response of an earlier run has none
     return result._replace(states=torch.cat(known)) if known and len(known) == len(states) else result
 
 
 def without(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Answers:
-    """The answers, of which these rows became problems with these reasons, in the order of the shard; without states.
+    """The answers with these rows turned into problems, in the order of the shard; without states.
 
     Args:
         spec: the shard.
@@ -112,18 +110,20 @@ def without(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Ans
     )
 
 
-def with_laws(spec: ShardSpec, answers: Answers, told: Callable[[Sequence[Exchange]], list[Laws | Problem]]) -> Answers:
-    """The answers with the target's laws of every exchange; a row whose laws nobody knows became a problem.
+def with_laws(
+    spec: ShardSpec, answers: Answers, request: Callable[[Sequence[Exchange]], list[Laws | Problem]]
+) -> Answers:
+    """The answers with the target's distributions of every exchange; a row without them becomes a problem.
 
     Args:
         spec: the shard.
-        answers: the answers to its requests, with the laws that came along.
-        told: what tells the laws of exchanges (`CompletionsServer.laws_of`).
+        answers: the answers to its requests, with the distributions that came with them.
+        request: requests the distributions of exchanges (`CompletionsServer.laws_of`).
     """
-    lacking = [row for row, laws in enumerate(answers.laws) if laws is None]
-    found = dict(zip(lacking, told([answers.exchanges[row] for row in lacking]), strict=True))
-    broken = {row: laws.reason for row, laws in found.items() if isinstance(laws, Problem)}
-    laws_of_row = {row: laws for row, laws in found.items() if not isinstance(laws, Problem)}
+    missing = [row for row, laws in enumerate(answers.laws) if laws is None]
+    results = dict(zip(missing, request([answers.exchanges[row] for row in missing]), strict=True))
+    broken = {row: laws.reason for row, laws in results.items() if isinstance(laws, Problem)}
+    laws_of_row = {row: laws for row, laws in results.items() if not isinstance(laws, Problem)}
     known = [laws_of_row.get(row, laws) for row, laws in enumerate(answers.laws)]
     return without(spec, answers._replace(laws=known), broken)
 
@@ -141,20 +141,22 @@ def _request(
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
 ) -> Request | Problem:
-    """A turn of a conversation, or why it cannot be asked; `answers` has those to the turns before it."""
+    """The request of one turn, or the reason why there is none; `answers` has those of the earlier turns."""
     name, earlier = row_id(prompt, turn), [answers[row_id(prompt, number)] for number in range(turn)]
     if earlier and isinstance(earlier[-1], Problem):
-        return Problem(name, "skipped", f"{earlier[-1].id}, an earlier turn of this conversation, has no response")
+        return Problem(name, "skipped", f"an earlier turn of this conversation, {earlier[-1].id}, has no response")
     if not prompt.turns[turn].strip():
         return Problem(name, "skipped", "empty prompt")
     if not prompt.is_text:
-        return Problem(name, "skipped", "prompt with a lone surrogate, half of a character")
+        return Problem(name, "skipped", "the prompt has a lone surrogate (half of a character)")
     responses = [answer.response_ids for answer in earlier if isinstance(answer, Response)]
     replies = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in responses]
     text = render(prompt, tokenizer, data.template, replies)
     prompt_ids = encode_text(text, tokenizer, data.template)
     if len(prompt_ids) > data.max_prompt_tokens:
         return Problem(
-            name, "skipped", f"prompt of {len(prompt_ids)} tokens; data.max_prompt_tokens is {data.max_prompt_tokens}"
+            name,
+            "skipped",
+            f"the prompt has {len(prompt_ids)} tokens; data.max_prompt_tokens is {data.max_prompt_tokens}",
         )
     return Request(name, text, prompt_ids)

@@ -1,4 +1,4 @@
-"""What a source of responses is given and what it gives back (law 4.6)."""
+"""Requests to a source of responses, and its answers (law 4.6)."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -8,7 +8,7 @@ from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 Progress = Callable[[int], None]
-"""A function that is called with the number of requests that have been dealt with since the last call."""
+"""A function that is called with the number of requests finished since the last call."""
 
 
 class Request(NamedTuple):
@@ -22,12 +22,12 @@ class Request(NamedTuple):
 
 
 class Laws(NamedTuple):
-    """The target's laws p under the run's `Sampling` at the places of a response, by the tokens that have any
-    probability.
+    """The target's distributions p under the run's `Sampling` at the positions of a response: tokens with probability
+    above 0.
     """
 
     ids: Int[Tensor, "token support"]
-    """int32; what pads a row is id 0 with probability 0."""
+    """int32; rows are padded with id 0 of probability 0."""
     probs: Float[Tensor, "token support"]
     """float32; a row sums to 1."""
 
@@ -43,7 +43,7 @@ class Response(NamedTuple):
     source keeps them.
     """
     laws: Laws | None = None
-    """Laws from which the tokens were drawn, if the source is a server that tells them."""
+    """Distributions from which the tokens were drawn, if a server returns them."""
 
 
 class Problem(NamedTuple):
@@ -59,9 +59,7 @@ class ResponseSource(Protocol):
     """Where responses come from."""
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
-        """One answer per request, in order. The same requests and seed give the same answers, as far as the source can
-        promise it.
-        """
+        """One answer per request, in order; deterministic in requests and seed, as far as the source allows."""
         ...
 
 
@@ -73,7 +71,7 @@ class Exchange(NamedTuple):
     prompt_ids: list[int]
     response_ids: list[int]
     finish_reason: FinishReason | None
-    """None where it is not known: imported data."""
+    """None if unknown, in imported data."""
 
 
 class Answers(NamedTuple):
@@ -82,6 +80,6 @@ class Answers(NamedTuple):
     exchanges: list[Exchange]
     problems: list[Problem]
     states: Tensor | None = None
-    """[response token, hidden] of all exchanges, one after the other; None unless the source kept those of each."""
+    """[response token, hidden] of all exchanges, one after the other; None unless the source kept all of them."""
     laws: Sequence[Laws | None] = ()
-    """Laws of each exchange, None where they are not known."""
+    """Distributions of each exchange, None if unknown."""

@@ -1,11 +1,10 @@
-"""`source: file`: responses that the user already has, one JSON object per line.
+"""`source: file`: existing responses, one JSON object per line.
 
     {"id": "81", "response": "text"}                    tokenized here, and ended with end-of-sequence unless
                                                         finish_reason is length
     {"id": "81", "turn": 2, "response_ids": [5, 9, 1]}  taken as they are; turns count from 1
 
-A line may also have "finish_reason": "stop" | "length", and "prompt_ids", the ids of the prompt that was answered,
-which must be those of the run.
+A line may also have "finish_reason": "stop" | "length", and "prompt_ids", which must be the prompt ids of the run.
 """
 
 import json
@@ -21,7 +20,7 @@ class ResponseFile:
     """Looks responses up by row id. Only the byte offset of each line stays in memory, so the file may be large."""
 
     def __init__(self, path: str, spelling: Spelling, *, max_new_tokens: int) -> None:
-        """Read through the file once and check every line.
+        """Check every line of the file.
 
         Raises:
             FileNotFoundError: no such file.
@@ -32,7 +31,7 @@ class ResponseFile:
         self._offsets = {self._name(record, number): offsets[number - 1] for number, record in json_lines(path)}
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
-        """The file's response to each request; a `Problem` where it has none or one that is too long or malformed."""
+        """The file's response to each request; a `Problem` if it is missing, too long or malformed."""
         with open_lines(self.path) as file:
             answers: list[Response | Problem] = []
             for request in requests:
@@ -47,11 +46,8 @@ class ResponseFile:
 
     def _response(self, record: dict[str, Any], request: Request) -> Response | Problem:
         if record.get("prompt_ids", request.prompt_ids) != request.prompt_ids:
-            other = (
-                f"{self.path} answers a prompt of {len(record['prompt_ids'])} other ids; check data.prompts and "
-                "data.template"
-            )
-            return Problem(request.id, "error", other)
+            reason = f"{self.path} has other prompt_ids for this id; check data.prompts and data.template"
+            return Problem(request.id, "error", reason)
         reason: FinishReason = record.get("finish_reason", "stop")
         if "response_ids" in record:
             ids = list(record["response_ids"])
@@ -63,7 +59,7 @@ class ResponseFile:
             return Problem(
                 request.id,
                 "skipped",
-                f"response of {len(answer.response_ids)} tokens; data.max_new_tokens is {self.max_new_tokens}",
+                f"the response has {len(answer.response_ids)} tokens; data.max_new_tokens is {self.max_new_tokens}",
             )
         return answer
 

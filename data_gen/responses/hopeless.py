@@ -1,6 +1,4 @@
-"""When a run gives up: nearly all of its latest rows failed, so that the cause is a setting, a model or a proxy, and
-not the rows.
-"""
+"""Stops a run whose latest rows nearly all failed: the cause is then a setting, a model or a proxy, not the rows."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -8,7 +6,7 @@ from collections.abc import Iterable
 from data_gen.responses.exchange import Problem
 
 WINDOW, FEWEST_ROWS, HOPELESS_SHARE = 32, 8, 0.9
-"""A run is hopeless once this share of the latest rows failed, of which FEWEST_ROWS to WINDOW count."""
+"""A run stops once this share of the latest FEWEST_ROWS to WINDOW rows failed."""
 
 
 class LatestRows:
@@ -16,27 +14,27 @@ class LatestRows:
 
     def __init__(self, *, max_error_share: float = 0.0) -> None:
         """Args:
-        max_error_share: the share of failures that the run bears by its config; at 1 it never gives up.
+        max_error_share: the share of failures that the config allows; at 1 the run never stops.
         """
         self._problems: deque[Problem | None] = deque(maxlen=WINDOW)
         self._share = max(HOPELESS_SHARE, max_error_share)
         self._end = ""
 
     def add(self, problems: Iterable[Problem | None], *, subject: str, remedy: str) -> None:
-        """Note further rows.
+        """Add rows.
 
         Args:
-            problems: the problem of each row, None where there is none.
+            problems: the problem of each row, None for a row without one.
             subject: the end of "8 of the last 8 …", such as "rows of the stage draft ended in an error".
-            remedy: a clause that says what a user can do.
+            remedy: the remedy, as a clause.
 
         Raises:
-            ValueError: the run is hopeless.
+            ValueError: nearly all of the latest rows failed.
         """
         self._problems.extend(problems)
         failed, num = [problem for problem in self._problems if problem is not None], len(self._problems)
         if num >= FEWEST_ROWS and len(failed) >= self._share * num and self._share < 1:
             self._end = self._end or (
-                f"{len(failed)} of the last {num} {subject}, the last {failed[-1].id}: {failed[-1].reason}; {remedy}"
+                f"{len(failed)} of the last {num} {subject}; the latest, {failed[-1].id}: {failed[-1].reason}; {remedy}"
             )
-            raise ValueError(self._end)  # the same to every thread
+            raise ValueError(self._end)  # the same in every thread

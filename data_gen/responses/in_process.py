@@ -1,11 +1,10 @@
 """Responses X ~ target (law 4.6), by the target in this process, in continuous batches.
 
-Every step feeds one token per sequence through a KV cache, and a sequence that has ended makes room for the next
-request, so a batch does not wait for its longest. All sequences end at the same position of the cache, the newest; what
-stands to the left of a sequence is masked, and forgotten once it belongs to none. Requests join longest prompt first,
-so that there is little of it, and prompts of similar length are read together. Token i of request j is drawn by
-inversion from uniform [j, i] of the shard, so the sequences that share a batch change a response only through the
-rounding of the forwards.
+Every step feeds one token per sequence through a KV cache. A sequence that has ended makes room for the next request,
+so a batch does not wait for its longest. All sequences end at the newest position of the cache; positions left of a
+sequence are masked, and removed once no sequence uses them. Requests join longest prompt first, which keeps padding
+small, and prompts of similar length are read together. Token i of request j is drawn by inversion from uniform [j, i]
+of the shard, so other sequences in the batch change a response only through the rounding of forwards.
 """
 
 from collections import deque
@@ -25,21 +24,17 @@ from lm.kv_buffer import forget, keep, make_cache, seat, takes_turns
 from lm.models.mode import refuse_training
 from lm.uniforms import draw, uniforms
 
-_MAX_SHARE_GOING = 0.85
-"""Ended sequences leave a batch that nobody joins once at most this share is still going: to remove them copies the
-cache.
-"""
+_MAX_SHARE_ACTIVE = 0.85
+"""If no request can join, ended sequences are removed once at most this share is active: removal copies the cache."""
 _MIN_SHARE_FREE = 1 / 16
-"""Requests join once this share of the batch is free: together they share a forward over their prompts."""
+"""Requests join once this share of the batch is free, so that they share a forward over their prompts."""
 SPARE_POSITIONS = 64
-"""Positions of a cache beyond its longest sequence, so that what it keeps moves to its front at most every so many
-steps.
-"""
+"""Positions of a cache beyond its longest sequence; its content moves to the front once per this many steps."""
 
 
 @dataclass(frozen=True)
 class TargetInProcess:
-    """The target through transformers, in this process."""
+    """The target in this process, through transformers."""
 
     model: PreTrainedModel
     sampling: Sampling
@@ -56,13 +51,13 @@ class TargetInProcess:
         """Batched sampling of every request; the same requests and seed give the same responses.
 
         Raises:
-            ValueError: the target is in train mode; a prompt and an answer on both sides of a change of frequencies
+            ValueError: the target is in train mode, or a text would cross a change of RoPE frequencies
                 (`lm.frequencies`).
         """
         refuse_training(self.model)
         batch = _Batch(self, requests, uniforms(seed, len(requests), self.max_new_tokens))
         for indices in self._apart(requests):
-            # Longest prompts first: little padding, and a lack of memory shows at once.
+            # Longest prompts first: little padding, and running out of memory happens at once.
             waiting = deque(sorted(indices, key=lambda index: (-len(requests[index].prompt_ids), index)))
             num_wanted = len(batch.answers) + len(waiting)
             while len(batch.answers) < num_wanted:
@@ -75,7 +70,7 @@ class TargetInProcess:
         return [batch.answers[index] for index in range(len(requests))]
 
     def _apart(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Group requests that may be read together: their texts lie on one side of a change of frequencies."""
+        """Group requests whose texts are on the same side of a change of RoPE frequencies."""
         frequencies = frequencies_of(self.model)
         if frequencies is None:
             return [list(range(len(requests)))]
@@ -93,12 +88,10 @@ class TargetInProcess:
 
 
 class _Batch:
-    """Sequences that are being written, one per row; a row whose sequence has ended goes on unread until it is taken or
-    removed.
-    """
+    """Active sequences, one per row; the row of an ended sequence is ignored until it is reused or removed."""
 
-    def __init__(self, source: TargetInProcess, requests: Sequence[Request], chance: Tensor) -> None:
-        self._source, self._requests, self._chance = source, requests, chance
+    def __init__(self, source: TargetInProcess, requests: Sequence[Request], uniform: Tensor) -> None:
+        self._source, self._requests, self._uniform = source, requests, uniform
         self._device = device_of(source.model)
         self._tokens: list[list[int]] = [[] for _ in requests]
         self._states: list[list[Tensor]] = [[] for _ in requests]
@@ -107,32 +100,32 @@ class _Batch:
         """The request that each row answers."""
 
     @property
-    def _going(self) -> list[int]:
+    def _active(self) -> list[int]:
         """The rows whose sequences have not ended."""
         return [row for row, owner in enumerate(self._owners) if owner is not None]
 
     @property
     def num_free(self) -> int:
         """How many requests may join now."""
-        num_going = len(self._going)
-        return self._source.batch_size - num_going if num_going == 0 or takes_turns(self._cache) else 0
+        num_active = len(self._active)
+        return self._source.batch_size - num_active if num_active == 0 or takes_turns(self._cache) else 0
 
     def join(self, indices: Sequence[int]) -> None:
         """Read the prompts of further requests, longest first, and draw the first token of each."""
         lengths = [len(self._requests[index].prompt_ids) for index in indices]
-        if not self._going:
+        if not self._active:
             self._cache = make_cache(self._source.model, lengths[0] + self._source.max_new_tokens + SPARE_POSITIONS)
             self._owners, self._width = [None] * len(indices), lengths[0]
             self._spans, self._newest = torch.zeros(2, len(indices), dtype=torch.int64)
-            """[row] tokens of its sequence in the cache, and its newest, which is not in there yet."""
+            """[row] number of its tokens in the cache, and its newest token, which is not in the cache yet."""
         free = [row for row, owner in enumerate(self._owners) if owner is None]
         if not takes_turns(self._cache):
             self._read(indices, free, self._cache)
             return
         for group in alike(lengths, len(lengths)):
-            rows = [free[place] for place in group]
+            rows = [free[index] for index in group]
             prompts = make_cache(self._source.model, lengths[group[0]])
-            self._read([indices[place] for place in group], rows, prompts)
+            self._read([indices[index] for index in group], rows, prompts)
             seat(self._cache, prompts, torch.tensor(rows), len(self._owners))
 
     def _read(self, indices: Sequence[int], rows: Sequence[int], cache: DynamicCache) -> None:
@@ -149,24 +142,24 @@ class _Batch:
         """One more token of every sequence.
 
         Args:
-            is_last: nobody is going to join.
+            is_last: no further request joins.
         """
-        going = self._going
-        if len(going) <= _MAX_SHARE_GOING * len(self._owners) and (is_last or not takes_turns(self._cache)):
-            self._remove_all_but(going)
-            going = self._going
+        active = self._active
+        if len(active) <= _MAX_SHARE_ACTIVE * len(self._owners) and (is_last or not takes_turns(self._cache)):
+            self._remove_all_but(active)
+            active = self._active
         if takes_turns(self._cache):
-            span = int(self._spans[going].max())
+            span = int(self._spans[active].max())
             forget(self._cache, self._width - span)
             self._width = span
         ids, spans = self._newest.unsqueeze(-1).to(self._device), self._spans.unsqueeze(-1).to(self._device)
         mask = torch.arange(self._width + 1, device=self._device) >= self._width - spans
-        # an ended sequence's place grows unread, and must not be the largest: on that the frequencies of all may depend
-        positions = spans.clamp(max=int(self._spans[going].max()))
+        # the position of an ended sequence must not be the largest, on which the RoPE frequencies of all may depend
+        positions = spans.clamp(max=int(self._spans[active].max()))
         hidden = self._forward(ids, mask.long(), positions, self._cache)
         self._width += 1
         self._spans += 1
-        self._draw(hidden[going], going)
+        self._draw(hidden[active], active)
 
     def _remove_all_but(self, rows: Sequence[int]) -> None:
         keep(self._cache, torch.tensor(rows))
@@ -181,14 +174,14 @@ class _Batch:
         return output.last_hidden_state[:, -1]
 
     def _draw(self, hidden: Tensor, rows: Sequence[int]) -> None:
-        """The next token of some rows, from the states after their last; what has ended becomes an answer."""
+        """Draw the next token of some rows from the states after their last; ended sequences become answers."""
         source = self._source
         owners = [index for row in rows if (index := self._owners[row]) is not None]
         logits = logits_of(source.model, hidden, source.vocab_size)
-        if (broken := non_finite(logits)).any():  # these rows end here, and need some id to feed until they are removed
+        if (broken := non_finite(logits)).any():  # these rows end here, but need an id to feed until they are removed
             logits = logits.masked_fill(broken.unsqueeze(-1), 0)
         counts = [len(self._tokens[index]) for index in owners]
-        drawn = draw(source.sampling.probs(logits), self._chance[owners, counts]).cpu()
+        drawn = draw(source.sampling.probs(logits), self._uniform[owners, counts]).cpu()
         self._newest[rows] = drawn
         for row, index, token, state, is_broken in zip(
             rows, owners, drawn.tolist(), hidden.unbind(), broken.tolist(), strict=True
@@ -205,7 +198,6 @@ class _Batch:
                 self._owners[row] = None
 
     def _answer(self, index: int) -> None:
-        """Make the tokens of a request its answer."""
         ids, states = self._tokens[index], self._states[index]
         self.answers[index] = Response(
             ids, "stop" if ids[-1] in self._source.eos_ids else "length", torch.stack(states).cpu() if states else None
@@ -213,18 +205,16 @@ class _Batch:
         self._states[index] = []
 
     def _fail(self, index: int) -> None:
-        """Make a problem the answer of a request."""
         reason = (
-            f"the target yields NaN or infinite logits after {len(self._tokens[index])} tokens of its response; "
-            f"{REMEDY}"
+            f"the target has NaN or infinite logits after {len(self._tokens[index])} tokens of its response; {REMEDY}"
         )
         self.answers[index] = Problem(self._requests[index].id, "error", reason)
         self._states[index] = []
 
 
 def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(ids, attention mask), both [batch, longest]; padding is an id of the row itself, as no mask hides an id of
-    NaN.
+    """(ids, attention mask), both [batch, longest]; padding is the row's first id: no mask hides an id with a NaN
+    embedding.
     """
     width = max(map(len, rows))
     ids = torch.tensor([[row[0]] * (width - len(row)) + list(row) for row in rows], device=device)

@@ -1,13 +1,12 @@
 """`source: server` and `labels: server`: responses from OpenAI-compatible completions servers, many requests at once,
-and the target's laws at their places, which the same answers tell (`data_gen.responses.top_logprobs`).
+and the target's distributions from their log-probabilities (`data_gen.responses.top_logprobs`).
 
-The client library retries with exponential back-off (refused connections, time-outs, 429, 5xx). If no server answers
-any more, or nearly every prompt is answered wrongly, the run stops and keeps its whole shards; a wrong answer to one
-prompt becomes that row's problem. Servers differ in how they are told `top_k`, and in whether they sample at all:
-`server.kind` names the dialect.
+The client library retries with exponential back-off (refused connections, time-outs, 429, 5xx). If no server answers,
+or nearly every answer is invalid, the run stops and keeps its finished shards; one invalid answer becomes that row's
+problem. Servers differ in how they take `top_k`, and in whether they sample at all: `server.kind` names the dialect.
 
-The laws at the places of a response that is there already come from `prompt_logprobs` of prompt + X_<n, and that of its
-last place from the token that the server adds to them: one forward, as the labels of this process take.
+The distributions along an existing response come from `prompt_logprobs` of prompt + X_<n, and the last one from the
+token that the server generates after it: one forward, as in this process.
 """
 
 import json
@@ -28,21 +27,19 @@ from lm import Sampling
 from lm.uniforms import seed_of
 
 _NUM_SEEDS = 2**31
-"""Servers take seeds of 31 bits."""
+"""Servers accept seeds of 31 bits."""
 _NUM_IDS = 2**31
 _REMEDY = (
-    "check data.server, data.template and what stands between here and the server, then run the same command again: it "
-    "keeps the whole shards"
+    "check data.server, data.template and any proxy in between, then run the same command again, which keeps the "
+    "finished shards"
 )
 _UNPENALISED = {"min_p": 0.0, "repetition_penalty": 1.0}
-"""What vLLM and SGLang would else take from the model's generation config, and `Sampling` does not have."""
+"""Overrides the model's generation config in vLLM and SGLang, as `Sampling` has no such settings."""
 _PREFIX = "token_id:"
 """How vLLM writes token ids where OpenAI has their texts."""
-
-
 _NO_IDS = (
-    "no log-probabilities of token ids, which data.labels: server needs and vLLM tells, but {!r}; choose data.labels: "
-    "target"
+    "data.labels: server needs log-probabilities by token id, as vLLM returns them, but the server returned {!r}; set "
+    "data.labels: target"
 )
 
 
@@ -60,16 +57,16 @@ class CompletionsServer:
         reader: LawReader | None = None,
     ) -> None:
         """Args:
-        server: the addresses of the servers, and how they are spoken to.
+        server: addresses and dialect of the servers.
         spelling: the tokenizer of the pair, and the ids that end a response.
         model: the target's name on the servers.
-        sampling: the transform that they are to sample with.
+        sampling: the sampling that they use.
         max_new_tokens: the longest response.
-        reader: what makes laws of their log-probabilities, where these are wanted.
+        reader: turns log-probabilities into distributions, with `labels: server`.
 
         Raises:
-            ValueError: a `Sampling` that this kind of server cannot be told; several servers of which one does not
-                answer, or a server that does not tell the laws.
+            ValueError: a `Sampling` that this kind of server does not support, one of several servers does not answer,
+                or a server that returns no distributions.
         """
         self._latest, self._lock = LatestRows(), Lock()
         self.server, self.spelling, self.sampling, self.reader = server, spelling, sampling, reader
@@ -86,11 +83,10 @@ class CompletionsServer:
             self._try_each()
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
-        """One answer per request, as many under way at once as the servers take, of several calls together.
+        """One answer per request; several calls share the servers' slots.
 
         Raises:
-            ValueError: no server can be reached, one refuses the key or does not know the model, or nearly every prompt
-                is answered wrongly.
+            ValueError: no server can be reached, one refuses the key or the model, or nearly every answer is invalid.
         """
 
         def answer(request: Request) -> Response | Problem:
@@ -105,7 +101,7 @@ class CompletionsServer:
         return self._all([partial(answer, request) for request in requests])
 
     def laws_of(self, exchanges: Sequence[Exchange]) -> list[Laws | Problem]:
-        """The target's laws at the places of responses that are there already.
+        """The target's distributions at the positions of existing responses.
 
         Raises:
             ValueError: as `respond`.
@@ -120,28 +116,27 @@ class CompletionsServer:
         return self._all([partial(read, exchange) for exchange in exchanges])
 
     def close(self) -> None:
-        """Send no request that still waits."""
+        """Cancel the requests that still wait."""
         self.servers.close()
 
     def _all(self, works: Sequence[Callable[[], Answer]]) -> list[Answer]:
-        """The results of some requests, in their order."""
-        results, subject = [], f"answers of {self.servers.name} are no responses"
+        results, subject = [], f"answers of {self.servers.name} are invalid"
         futures = [self.servers.submit(work) for work in works]
         try:
             for future in futures:
                 results.append(result := future.result())
                 with self._lock:
                     self._latest.add([result if isinstance(result, Problem) else None], subject=subject, remedy=_REMEDY)
-        finally:  # also at Ctrl-C: do not send the requests that still wait in the queue
+        finally:  # also at Ctrl-C: cancel the requests that still wait
             for future in futures:
                 future.cancel()
         return results
 
     def _try_each(self) -> None:
-        """A first request to each server, so that what it cannot do is known before anything large begins.
+        """Send a first request to each server, to fail before anything large starts.
 
         Raises:
-            ValueError: names the server, and what it lacks.
+            ValueError: names the server and what it lacks.
         """
         body = self._settings_for(Request("", "one", self.spelling.ids_of("one"))) | {"seed": 0, "max_tokens": 1}
         hint = "" if self.reader is None else f"; start the server with --max-logprobs {self.reader.num_logprobs}"
@@ -151,19 +146,21 @@ class CompletionsServer:
         plain = body | {"temperature": 1.0, "top_p": 1.0, "extra_body": body["extra_body"] | {"top_k": -1}}
         for url, plain_answer in self.servers.try_each(plain).items():
             try:
-                places, plain_places = (_told_places(_choice(answer)) for answer in (answers[url], plain_answer))
-                for told in (places, plain_places):
-                    self._laws(told, [None])
+                places, plain_places = (
+                    _generated_positions(_choice(answer)) for answer in (answers[url], plain_answer)
+                )
+                for first_position in (places, plain_places):
+                    self._laws(first_position, [None])
                 if _is_tempered(places, plain_places, self.sampling.temperature):
                     raise NotDeterminedError(
                         "its log-probabilities depend on the temperature; start the server with --logprobs-mode "
-                        "raw_logprobs, or choose data.labels: target"
+                        "raw_logprobs, or set data.labels: target"
                     )
             except (RefusedError, NotDeterminedError) as error:
-                raise ValueError(f"{url}, at its first request: {error}") from error
+                raise ValueError(f"{url} failed at its first request: {error}") from error
 
     def _laws_along(self, exchange: Exchange) -> Laws:
-        """The laws at the places of a response, from one forward over everything before its last token."""
+        """The distributions along a response, from one forward over everything before its last token."""
         assert self.reader is not None
         num = self.reader.num_logprobs
         extra_body = self.settings["extra_body"] | {"top_k": -1, "prompt_logprobs": num}
@@ -176,32 +173,36 @@ class CompletionsServer:
             "extra_body": extra_body,
         }
         choice = _choice(self.servers.ask(body))
-        places = [*_read_places(choice)[len(exchange.prompt_ids) :], *_told_places(choice)]
+        places = [*_prompt_positions(choice)[len(exchange.prompt_ids) :], *_generated_positions(choice)]
         return self._laws(places, [*exchange.response_ids[:-1], None])
 
     def _laws(self, places: Sequence[Mapping[int, float]], tokens: Sequence[int | None]) -> Laws:
-        """The laws at the places of these tokens; None: a token that the server did not read or draw there.
+        """The distributions at the positions of these tokens; None: a token that the server has not seen.
 
         Raises:
             RefusedError: log-probabilities of other tokens than these.
-            NotDeterminedError: a law does not follow.
+            NotDeterminedError: they do not determine a distribution.
         """
         assert self.reader is not None
         if len(places) != len(tokens):
-            raise NotDeterminedError(f"the server told {len(places)} laws of a response of {len(tokens)} tokens")
+            raise NotDeterminedError(
+                f"the server returned log-probabilities at {len(places)} of {len(tokens)} positions"
+            )
         for number, (place, token) in enumerate(zip(places, tokens, strict=True)):
             wrong = next((name for name in place if not 0 <= name < _NUM_IDS), None)
             if wrong is not None:
-                raise RefusedError(f"garbage from the server, log-probability of token id {wrong} at place {number}")
+                raise RefusedError(
+                    f"invalid answer from the server: log-probability of token id {wrong} at position {number}"
+                )
             if token is not None and token not in place:
                 raise RefusedError(
-                    f"the server's log-probabilities at place {number} do not name the token {token} of the response: "
-                    "they are of another place, or of another response"
+                    f"the server's log-probabilities at position {number} lack token {token} of the response: they "
+                    "belong to another position or another response"
                 )
         return self.reader.laws(places)
 
     def _laws_of_drawn(self, places: Sequence[Mapping[int, float]], tokens: Sequence[int]) -> Laws:
-        """The laws at the places of tokens that the server drew; refused where one had no probability."""
+        """The distributions at the positions of tokens that the server drew; refused if one had probability 0."""
         laws = self._laws(places, tokens)
         has_prob = ((laws.ids == torch.tensor(tokens).unsqueeze(-1)) & (laws.probs > 0)).any(-1)
         for number in (~has_prob).nonzero().flatten().tolist():
@@ -209,18 +210,17 @@ class CompletionsServer:
             # tokens that are equally likely may fall on either side of a limit
             if places[number][tokens[number]] < min(places[number][token] for token in support):
                 raise RefusedError(
-                    f"the token {tokens[number]} at place {number} of the response has probability 0 under "
-                    "pair.sampling by the log-probabilities: the server samples otherwise, or they are of another place"
+                    f"token {tokens[number]} at position {number} of the response has probability 0 under "
+                    "pair.sampling, by the server's log-probabilities: it uses another sampling, or they belong to "
+                    "another position"
                 )
         return laws
 
     def _settings_for(self, request: Request) -> dict[str, Any]:
-        """The request's body, in which the server reads exactly `prompt_ids`: as ids, or as text that it turns into
-        them.
+        """The request's body, from which the server reads exactly `prompt_ids`.
 
         Raises:
-            ValueError: the server would add special tokens to the text that the template has written already, and
-                cannot be told not to.
+            ValueError: the server would add special tokens that the template has written already.
         """
         prompt_as = (
             self.server.prompt_as
@@ -237,56 +237,56 @@ class CompletionsServer:
             extra_body = {**self.settings["extra_body"], "add_special_tokens": False}
             return {"prompt": request.text, **self.settings, "extra_body": extra_body}
         raise ValueError(
-            "data.template is chat, whose text has the special tokens of this tokenizer already, and a server of kind "
-            f"{self.server.kind} adds them again; set "
-            "data.server.prompt_as to token_ids, data.server.kind to vllm, or say it in data.server.extra"
+            "data.template is chat, whose text already has this tokenizer's special tokens, but a server of kind "
+            f"{self.server.kind} adds them again; set data.server.prompt_as to token_ids, data.server.kind to vllm, or "
+            "add_special_tokens in data.server.extra"
         )
 
     def _read(self, completion: Any, request: Request) -> Response | Problem:
-        """The response in a completion, with its laws where these are wanted, or why there is none.
+        """The response in a completion, with its distributions if requested, or the problem.
 
         Raises:
             RefusedError: the completion has another form.
-            NotDeterminedError: a law is wanted and does not follow.
+            NotDeterminedError: the log-probabilities do not determine a requested distribution.
         """
         choice = _choice(completion)
         text, token_ids, reason = choice.get("text"), choice.get("token_ids"), choice.get("finish_reason")
         if not isinstance(text, str) or reason not in ("stop", "length"):
-            raise RefusedError(f"garbage from the server, expected one choice: {str(completion)[:160]!r}")
+            raise RefusedError(f"invalid answer from the server, expected one choice: {str(completion)[:160]!r}")
         ended: FinishReason = reason
         if token_ids is None:
             answer = self.spelling.of_text(text, ended, request)
         elif isinstance(token_ids, list):
             answer = self.spelling.of_ids(token_ids, ended, request, text=text)
         else:
-            raise RefusedError(f"garbage from the server, token_ids are no list: {token_ids!r:.80}")
+            raise RefusedError(f"invalid answer from the server: token_ids is not a list: {token_ids!r:.80}")
         if isinstance(answer, Problem):
             return answer
-        most, num_tokens = self.settings["max_tokens"], len(answer.response_ids)
-        if num_tokens > most + (ended == "stop"):
-            raise RefusedError(f"{num_tokens} tokens from the server; it was asked for at most {most}")
+        limit, num_tokens = self.settings["max_tokens"], len(answer.response_ids)
+        if num_tokens > limit + (ended == "stop"):
+            raise RefusedError(f"the server returned {num_tokens} tokens, more than the requested {limit}")
         if self.reader is None:
             return answer
-        return answer._replace(laws=self._laws_of_drawn(_told_places(choice), answer.response_ids))
+        return answer._replace(laws=self._laws_of_drawn(_generated_positions(choice), answer.response_ids))
 
 
 def _choice(completion: Any) -> dict[str, Any]:
-    """The one choice of a completion.
+    """The choice of a completion.
 
     Raises:
-        RefusedError: there is not one.
+        RefusedError: there is not exactly one.
     """
     choices = completion.get("choices") if isinstance(completion, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise RefusedError(f"garbage from the server, expected one choice: {str(completion)[:160]!r}")
+        raise RefusedError(f"invalid answer from the server, expected one choice: {str(completion)[:160]!r}")
     return choices[0]
 
 
-def _told_places(choice: Mapping[str, Any]) -> list[dict[int, float]]:
-    """Log-probabilities by token id at each place that the server wrote.
+def _generated_positions(choice: Mapping[str, Any]) -> list[dict[int, float]]:
+    """Log-probabilities by token id at each generated position.
 
     Raises:
-        RefusedError: there are none, or of tokens by their texts.
+        RefusedError: there are none, or they name tokens by text.
     """
     try:
         return [
@@ -297,8 +297,8 @@ def _told_places(choice: Mapping[str, Any]) -> list[dict[int, float]]:
         raise RefusedError(_NO_IDS.format(str(choice.get("logprobs"))[:80])) from error
 
 
-def _read_places(choice: Mapping[str, Any]) -> list[dict[int, float]]:
-    """The same at each place that the server read; nothing is known at the first.
+def _prompt_positions(choice: Mapping[str, Any]) -> list[dict[int, float]]:
+    """The same at each prompt position; the first is empty.
 
     Raises:
         RefusedError: there are none.
@@ -321,24 +321,23 @@ def _token_id(name: str) -> int:
 def _is_tempered(
     places: Sequence[Mapping[int, float]], plain: Sequence[Mapping[int, float]], temperature: float | int
 ) -> bool:
-    """Whether log-probabilities of one place are nearer to those at this temperature than to those at temperature 1:
-    whether what lies between the likeliest and the least likely of them was divided by it.
+    """Whether log-probabilities of one position match this temperature better than temperature 1: whether the distance
+    between the largest and the smallest was divided by it.
     """
     if temperature in (0, 1):
         return False
-    spread, spread_at_1 = (max(found[0].values()) - min(found[0].values()) for found in (places, plain))
+    spread, spread_at_1 = (max(p[0].values()) - min(p[0].values()) for p in (places, plain))
     return abs(spread - spread_at_1) > abs(spread - spread_at_1 / temperature)
 
 
 def request_settings(kind: str, sampling: Sampling, *, max_new_tokens: int, eos_ids: list[int]) -> dict[str, Any]:
-    """The fields of a request that tell a kind of server the `Sampling`.
+    """The sampling fields of a request to a kind of server.
 
-    openai: temperature and top_p only. vllm (and SGLang): also top_k, where -1 keeps every token, and that token ids
-    are wanted back.
-    transformers: a whole generation config, because its server decodes greedily or with top_k 50 unless told otherwise.
+    openai: temperature and top_p only. vllm (and SGLang): also top_k (-1 keeps every token) and a request for token
+    ids. transformers: a whole generation config, because its server decodes greedily or with top_k 50 by default.
 
     Raises:
-        ValueError: top_k for a server that takes none.
+        ValueError: top_k for a server that does not support it.
     """
     settings: dict[str, Any] = {
         "max_tokens": max_new_tokens,
@@ -362,7 +361,7 @@ def request_settings(kind: str, sampling: Sampling, *, max_new_tokens: int, eos_
         settings["extra_body"] = {"generation_config": json.dumps(generation)}
     elif sampling.top_k is not None:
         raise ValueError(
-            f"sampling.top_k is {sampling.top_k} and an OpenAI server takes none; set data.server.kind to vllm or "
-            "transformers"
+            f"sampling.top_k is {sampling.top_k}, which an OpenAI server does not support; set data.server.kind to "
+            "vllm or transformers"
         )
     return settings

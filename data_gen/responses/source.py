@@ -1,6 +1,4 @@
-"""Which source of responses a run has (the target in this process, a server, or a file), and whether a server tells
-the target's laws.
-"""
+"""Builds the source of responses (the target in this process, a server, or a file), and checks `labels: server`."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -21,35 +19,35 @@ if TYPE_CHECKING:
 
 
 def check_labels(pair: PairConfig, data: DataConfig) -> None:
-    """Raise ValueError for settings under which no server can tell the target's laws."""
+    """Raise ValueError for settings under which a server cannot provide the target's distributions."""
     if data.labels == "target":
         return
     remedy = "or data.labels: target, which labels with the target in this process"
     num_logprobs_of(Sampling(**vars(pair.sampling)), data.server.num_logprobs)
     if data.source == "transformers":
         raise ValueError(
-            "data.labels is server and data.source transformers, where the target answers in this process; set "
+            "data.labels is server, but data.source is transformers, which runs the target in this process; set "
             f"data.source: server, {remedy}"
         )
     if data.server.kind != "vllm":
         raise ValueError(
-            f"data.labels is server and data.server.kind {data.server.kind}, whose log-probabilities name no token "
+            f"data.labels is server, but data.server.kind is {data.server.kind}, whose log-probabilities have no token "
             f"ids; set data.server.kind: vllm, {remedy}"
         )
     if released_layout_of(pair.draft):
         raise ValueError(
-            "data.labels is server and pair.draft a feature draft, which reads the target's states; set data.labels: "
-            "target"
+            "data.labels is server, but pair.draft is a feature draft, which reads the target's states; set "
+            "data.labels: target"
         )
 
 
 def make_server(
     pair: PairConfig, data: DataConfig, *, tokenizer: PreTrainedTokenizerBase
 ) -> "CompletionsServer | None":
-    """The servers of a run that asks any, for responses or for laws, tried where they tell laws or are several.
+    """The servers of a run that uses any, for responses or labels.
 
     Raises:
-        ValueError: a server lacks what is asked of it, or does not answer.
+        ValueError: a server does not answer, or lacks an ability.
     """
     if "server" not in (data.source, data.labels):
         return None
@@ -89,13 +87,13 @@ def make_source(
     Args:
         pair: the section of the config with the target's name and the sampling.
         data: the section of the config.
-        server: the servers, where the run asks any.
+        server: the servers, if the run uses any.
         models: the loaded models; with the draft among them, the target keeps its hidden states for the labels.
         tokenizer: the pair's.
         vocab_size: one more than the largest id that a response may hold.
 
     Raises:
-        ValueError: a setting that the source needs or cannot honour.
+        ValueError: a setting that the source needs or does not support.
     """
     sampling = Sampling(**vars(pair.sampling))
     spelling = Spelling(tokenizer, _eos_ids(pair.target, tokenizer))

@@ -1,8 +1,7 @@
-"""What a response from outside has to pass to become token ids.
+"""Turns responses from outside into token ids.
 
-Text is turned into ids and back: prompt ids + response ids must decode to prompt text + response text. A response that
-does not is a `Problem` and never altered. (Where the target spelled the same text with other ids, nothing here can
-notice; servers that return token ids avoid that.)
+prompt ids + response ids must decode to prompt text + response text. A response that does not is a `Problem` and never
+altered. (If the target wrote the same text with other ids, this cannot be detected; servers that return ids avoid it.)
 """
 
 from dataclasses import dataclass
@@ -25,46 +24,46 @@ class Spelling:
 
     @cached_property
     def num_ids(self) -> int:
-        """One more than the tokenizer's largest id; listing a large vocabulary takes a tenth of a second, so it is
-        listed once.
-        """
+        """One more than the tokenizer's largest id; cached, since a large vocabulary takes a tenth of a second."""
         return vocab_size_of(self.tokenizer)
 
     def of_text(self, text: str, finish_reason: FinishReason, request: Request) -> Response | Problem:
-        """The response whose text this is; a `Problem` if no ids spell it."""
+        """The response with this text; a `Problem` if no ids decode to it."""
         if not is_text(text):
-            return Problem(request.id, "error", "response with a lone surrogate, half of a character")
+            return Problem(request.id, "error", "the response has a lone surrogate (half of a character)")
         alone, prompt, joint = (
             list(self.tokenizer(part, add_special_tokens=False)["input_ids"])
             for part in (text, request.text, request.text + text)
         )
-        # Some tokenizers mark the start of a text (a space before the first word), so that text on its own does not
-        # continue the prompt;
-        # the ids of prompt and response together then do, unless a token spans the border.
+        # Some tokenizers mark the start of a text (a space before the first word), so the response alone does not
+        # continue the prompt. The ids of prompt and response together do, unless a token spans the border.
         candidates = [alone] + ([joint[len(prompt) :]] if joint[: len(prompt)] == prompt else [])
         expected = self._decode(request.prompt_ids) + text
         for ids in candidates:
             if self._decode(request.prompt_ids + ids) == expected:
                 return self.of_ids(ids, finish_reason, request)
-        return Problem(request.id, "error", f"response does not round-trip through the tokenizer: {text[:60]!r}")
+        return Problem(request.id, "error", f"the response does not round-trip through the tokenizer: {text[:60]!r}")
 
     def of_ids(
         self, ids: list[int], finish_reason: FinishReason, request: Request, *, text: str | None = None
     ) -> Response | Problem:
-        """The response with these ids, and an end-of-sequence id where it stopped without one; a `Problem` if they
-        cannot be a response.
+        """The response with these ids, ended with an end-of-sequence id if it stopped; a `Problem` for invalid ids.
 
         Args:
-            ids: the ids as they came.
-            finish_reason: the reason as it came.
+            ids: the received ids.
+            finish_reason: the received reason.
             request: the request that the ids answer.
-            text: the text that came with the ids, if any did.
+            text: the text received with the ids, if any.
         """
         wrong = next((token for token in ids if type(token) is not int or not 0 <= token < self.num_ids), None)
         if wrong is not None:
-            return Problem(request.id, "error", f"response id {wrong!r:.40} is none of the tokenizer's {self.num_ids}")
-        if text is not None and not self._spell(ids, text):
-            return Problem(request.id, "error", f"the response's text is not what its token ids spell: {text[:60]!r}")
+            return Problem(
+                request.id, "error", f"response id {wrong!r:.40} is not one of the tokenizer's {self.num_ids}"
+            )
+        if text is not None and not self._decodes_to(ids, text):
+            return Problem(
+                request.id, "error", f"the response's text differs from its decoded token ids: {text[:60]!r}"
+            )
         if finish_reason == "stop" and self.eos_ids and not (ids and ids[-1] in self.eos_ids):
             eos_id = self.tokenizer.eos_token_id
             ids = [*ids, eos_id if eos_id in self.eos_ids else min(self.eos_ids)]
@@ -78,11 +77,11 @@ class Spelling:
         return Response(ids, finish_reason)
 
     def ids_of(self, text: str) -> list[int]:
-        """A text's ids with the special tokens that the tokenizer adds, as a server reads it unless told otherwise."""
+        """A text's ids with the special tokens that the tokenizer adds, as a server reads it by default."""
         return list(self.tokenizer(text)["input_ids"])
 
-    def _spell(self, ids: list[int], text: str) -> bool:
-        """Whether ids decode to a text, apart from spaces and from characters that are cut in half."""
+    def _decodes_to(self, ids: list[int], text: str) -> bool:
+        """Whether ids decode to a text, apart from spaces and incomplete characters."""
         spelled = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return _solid(str(spelled)) == _solid(text)
 
@@ -91,5 +90,5 @@ class Spelling:
 
 
 def _solid(text: str) -> str:
-    """A text without spaces and halves of characters."""
+    """A text without spaces and incomplete characters."""
     return "".join(text.replace("\ufffd", "").split())

@@ -1,21 +1,22 @@
-"""The target's law p under the run's `Sampling`, from the N likeliest tokens and their log-probabilities, which a
-server returns for each place of a response. It is p itself, or a `NotDeterminedError`: never an approximation.
+"""The target's distribution p under the run's `Sampling`, from the log-probabilities of the N likeliest tokens, which a
+server returns for each position of a response. The result is p itself or a `NotDeterminedError`, never an
+approximation.
 
-A server computes log-probabilities at temperature 1 over its whole vocabulary, so that they are logits less a constant
-of the place. Hence, for the likeliest N in hand, over the tokenizer's ids alone (law 4.1):
+A server computes log-probabilities at temperature 1 over its whole vocabulary, so they are logits minus a constant per
+position. Given the N likeliest, over the tokenizer's ids alone (law 4.1):
 
     greedy         the likeliest token; of several that are equally likely, the one with the least id
     top-k < N      softmax of the k likeliest over temperature, at any temperature, and top-p of that, if there is one
-    top-p alone    at temperature 1: there a log-probability says what share of everything its token holds
-    neither        refused, as are other temperatures of top-p alone: every token of the vocabulary counts
+    top-p alone    at temperature 1, where a log-probability is the token's share of the total mass
+    neither        refused, as is top-p alone at another temperature: every token of the vocabulary counts
 
-What is equally likely stays or goes together (as in transformers and vLLM), so that k tokens are known to be the k
-likeliest only where the k-th is likelier than the last of the N: with N = k nobody could tell. Ids beyond the
-tokenizer's, which a padded vocabulary has, are cut: that changes nothing for top-k, and for top-p alone the mass of the
-cut ids that were not returned is known only up to what is missing to 1, so that such a place may be not determined.
+Equally likely tokens are kept or cut together (as in transformers and vLLM). So k tokens are known to be the k
+likeliest only if the k-th is likelier than the last of the N, which needs N > k. Ids beyond the tokenizer's, in a
+padded vocabulary, are cut. This does not affect top-k; for top-p alone the mass of cut ids that were not returned is
+known only up to the rest to 1, so such a position may be undetermined.
 
-A token that was drawn although it is none of the N likeliest comes on top of them, and is left out: it has no
-probability under a `Sampling` that is determined.
+A drawn token outside the N likeliest is returned in addition to them, and ignored: it has probability 0 under a
+`Sampling` that is determined.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,52 +32,52 @@ from data_gen.responses.exchange import Laws
 from lm import Sampling
 
 _MARGIN, _TOP = 30, 50
-"""Tokens beyond top-k that are asked for (in bfloat16 a dozen around the k-th are often equally likely), and the top-k
-that is reckoned with where there is none.
+"""Tokens requested beyond top-k (in bfloat16 a dozen around the k-th are often equally likely), and the top-k assumed
+if there is none.
 """
 _MINUS_INFINITY = -9999.0
 """How servers write a log-probability of minus infinity."""
 _SUM_ERROR = 1e-3
 _RAW = "start the server with --logprobs-mode raw_logprobs"
-_MORE = "raise data.server.num_logprobs, or choose data.labels: target"
-_OTHERWISE = "or choose data.labels: target, which labels with the target in this process"
+_MORE = "raise data.server.num_logprobs, or set data.labels: target"
+_OTHERWISE = "or set data.labels: target, which labels with the target in this process"
 
 
 class NotDeterminedError(ValueError):
-    """The law at a place does not follow from what the server returned."""
+    """The distribution at a position does not follow from what the server returned."""
 
 
-def num_logprobs_of(sampling: Sampling, asked: int | None) -> int:
-    """N, the number of log-probabilities that a server is asked for: `asked`, or a few more than top-k.
+def num_logprobs_of(sampling: Sampling, requested: int | None) -> int:
+    """N, the number of log-probabilities requested from a server: `requested`, or a few more than top-k.
 
     Raises:
-        ValueError: no N, or not this one, determines the laws of this `Sampling`.
+        ValueError: no N, or not this one, determines the distributions of this `Sampling`.
     """
     settings = ", ".join(f"{name} {value}" for name, value in sampling.as_dict().items())
-    num = asked or (sampling.top_k or _TOP) + _MARGIN
+    num = requested or (sampling.top_k or _TOP) + _MARGIN
     if sampling.is_greedy or sampling.top_k is not None:
         least = 1 if sampling.is_greedy else sampling.top_k or 1
         if num <= least:
             raise ValueError(
-                f"data.server.num_logprobs is {num} and pair.sampling {settings}: tokens as likely as number {least} "
-                f"would not be seen; set it to more than {least} (null: {least + _MARGIN}), {_OTHERWISE}"
+                f"data.server.num_logprobs is {num} with pair.sampling {settings}: tokens as likely as number {least} "
+                f"would be missing; set it to more than {least} (null: {least + _MARGIN}), {_OTHERWISE}"
             )
         return num
     if sampling.top_p is None or sampling.top_p == 1:
-        reason = "and every token of the vocabulary counts"
+        reason = "where every token of the vocabulary counts"
     elif sampling.temperature != 1:
-        reason = "and the mass of the tokens that a server leaves out is known at temperature 1 alone"
+        reason = "but the mass of the tokens that a server omits is known at temperature 1 only"
     else:
         return num
     raise ValueError(
-        f"data.labels is server and pair.sampling {settings}, {reason}; set pair.sampling.top_k (the paper's is 50), "
+        f"data.labels is server with pair.sampling {settings}, {reason}; set pair.sampling.top_k (the paper's is 50), "
         f"{_OTHERWISE}"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LawReader:
-    """What turns log-probabilities into laws."""
+    """Turns log-probabilities into distributions."""
 
     sampling: Sampling
     num_logprobs: int
@@ -87,16 +88,16 @@ class LawReader:
     """Whether the server's vocabulary may have further ids."""
 
     def laws(self, places: Sequence[Mapping[int, float]]) -> Laws:
-        """The laws at some places, from the log-probabilities of token ids at each.
+        """The distributions at some positions, from {token id: log-probability} at each.
 
         Raises:
-            NotDeterminedError: names the first place whose law does not follow from them, and why.
+            NotDeterminedError: names the first position whose distribution does not follow, and the reason.
         """
         ids, values = _likeliest(places, self.num_logprobs)
         mass, lacks = values.exp().sum(-1), torch.tensor([len(place) < self.num_logprobs for place in places]).bool()
-        _refuse(~(mass > 0), "no token has any")
-        _refuse(mass > 1 + _SUM_ERROR, f"they belong to more than all of the mass; {_RAW}")
-        _refuse(~lacks & (values[:, -1] <= _MINUS_INFINITY), f"they are of laws that were truncated already; {_RAW}")
+        _refuse(~(mass > 0), "no token has any mass")
+        _refuse(mass > 1 + _SUM_ERROR, f"their probabilities sum to more than 1; {_RAW}")
+        _refuse(~lacks & (values[:, -1] <= _MINUS_INFINITY), f"they are of truncated distributions; {_RAW}")
         is_all = lacks & (mass > 1 - _SUM_ERROR)
         _refuse(lacks & ~is_all, f"the server returned fewer than {self.num_logprobs}; {_MORE}")
         last = values[:, -1].masked_fill(is_all, -torch.inf)
@@ -106,33 +107,34 @@ class LawReader:
             least = values.topk(min(num, self.num_logprobs), dim=-1).values[:, -1]
             _refuse((least <= last) & ~is_all, f"others may be as likely as number {num}; {_MORE}")
             return _by_support(ids, self.sampling.probs(values, torch.float64))
-        kept = self._nucleus(values, is_all)
-        least = values.masked_fill(~kept, torch.inf).amin(-1)
+        is_kept = self._nucleus(values, is_all)
+        least = values.masked_fill(~is_kept, torch.inf).amin(-1)
         _refuse((least <= last) & ~is_all, f"the {self.num_logprobs} likeliest hold less than top_p; {_MORE}")
-        return _by_support(ids, Sampling().probs(values.masked_fill(~kept, -torch.inf), torch.float64))
+        return _by_support(ids, Sampling().probs(values.masked_fill(~is_kept, -torch.inf), torch.float64))
 
     def _nucleus(self, values: Float[Tensor, "place top"], is_all: Bool[Tensor, " place"]) -> Bool[Tensor, "place top"]:
-        """Which tokens top-p alone keeps: those that hold more than 1 - top_p with all that is less likely.
+        """Which tokens top-p alone keeps: those that together with all less likely ones hold more than 1 - top_p.
 
-        The mass of all the tokenizer's ids is 1, or in a padded vocabulary at least what was seen of it.
+        The mass of the tokenizer's ids is 1, or in a padded vocabulary at least the returned part.
         """
-        ascending, order = values.exp().sort(dim=-1, stable=True)  # as transformers sorts, so that ties fall alike
-        seen = ascending.sum(-1, keepdim=True)
-        most = torch.where(is_all.unsqueeze(-1), seen, 1.0)
+        ascending, order = values.exp().sort(dim=-1, stable=True)  # as in transformers, so that ties are broken alike
+        returned = ascending.sum(-1, keepdim=True)
+        most = torch.where(is_all.unsqueeze(-1), returned, 1.0)
         bound = 1 - float(self.sampling.top_p or 1.0)
         by_total = [
-            ascending.cumsum(-1) + total - seen > bound * total for total in (most, seen if self.is_padded else most)
+            ascending.cumsum(-1) + total - returned > bound * total
+            for total in (most, returned if self.is_padded else most)
         ]
         _refuse(
             (by_total[0] != by_total[1]).any(-1),
-            f"which tokens hold top_p depends on what ids beyond the tokenizer's hold; {_MORE}",
+            f"which tokens top_p keeps depends on the mass of ids beyond the tokenizer's; {_MORE}",
         )
         by_total[0][:, -1] = True
         return torch.zeros_like(by_total[0]).scatter(-1, order, by_total[0])
 
 
 def joined(laws: Sequence[Laws | None]) -> Laws:
-    """Laws of several responses, each of which is known, one after the other."""
+    """The distributions of several responses, one after the other; none may be None."""
     known = [part for part in laws if part is not None]
     assert len(known) == len(laws)
     width = max((part.ids.shape[-1] for part in known), default=0)
@@ -145,7 +147,7 @@ def joined(laws: Sequence[Laws | None]) -> Laws:
 def _likeliest(
     places: Sequence[Mapping[int, float]], num: int
 ) -> tuple[Int[Tensor, "place top"], Float[Tensor, "place top"]]:
-    """The `num` likeliest of each place, likeliest first and of equals the least id first; what lacks is id 0 at minus
+    """The `num` likeliest of each position in descending order, ties by ascending id; padded with id 0 at minus
     infinity.
     """
     lengths = np.array([len(place) for place in places], dtype=np.int64)
@@ -171,5 +173,7 @@ def _by_support(ids: Int[Tensor, "place top"], probs: Float[Tensor, "place top"]
 
 def _refuse(is_wrong: Bool[Tensor, " place"], reason: str) -> None:
     if is_wrong.any():
-        place = int(is_wrong.nonzero()[0])
-        raise NotDeterminedError(f"the target's law at place {place} does not follow from log-probabilities: {reason}")
+        position = int(is_wrong.nonzero()[0])
+        raise NotDeterminedError(
+            f"the target's distribution at position {position} does not follow from the log-probabilities: {reason}"
+        )

@@ -1,1 +1,1 @@
-"""What the data says about the acceptance of a pair."""
+"""Acceptance statistics of a pair."""

@@ -1,5 +1,6 @@
-"""`python -m data_gen stats`: what the acceptance of a pair looks like, in numbers and in the plots of SVIP's Figures
-2-4 (arXiv 2411.18462)."""
+"""`acceptance-heads stats`: acceptance of a pair, in numbers and in the plots of SVIP's Figures 2-4 (arXiv
+2411.18462).
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +19,7 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
         split: train, dev or test.
         plots: also draw DIR/stats/SPLIT.png.
     """
-    # pandas and matplotlib take a while to import, and every command of data_gen imports this file
+    # pandas and matplotlib take long to import
     from data_gen.stats.plots import draw
     from data_gen.stats.positions import positions_by_set, read_positions, summarise
 
@@ -46,7 +47,7 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
         print(f"  {folder / f'{split}.png'}")
     rate = summary["acceptance_rate_mean"]
     print(
-        f"The target accepts a drafted token of {split} with probability {rate:.2f} on average; all figures: "
-        f"{folder / f'{split}.json'}; next: acceptance-heads train --config …"
+        f"The target accepts a drafted token of {split} with probability {rate:.2f} on average (all statistics: "
+        f"{folder / f'{split}.json'}); next: acceptance-heads train --config …"
     )
     return summary

@@ -1,4 +1,4 @@
-"""What the acceptance of a pair looks like, position by position, beside the lower bounds of SVIP (arXiv 2411.18462).
+"""Acceptance of a pair at each position, and the lower bounds of SVIP (arXiv 2411.18462).
 
     KL_i = H(q_i, p_i) - H(q_i)                                 of untruncated temperature-1 distributions
     acceptance_rate_i >= 1 - sqrt(KL_i / 2)                     Pinsker
@@ -6,7 +6,7 @@
     rho = H(q, p) / H(q)                                        one rho for all positions: Pinsker is then
                                                                 1 - sqrt(c H(q)), c = (rho - 1) / 2: SVIP's rule
 
-The bounds are laws of acceptance under those same distributions, so they hold at every position only if the run's
+The bounds concern acceptance under those same distributions, so they hold at every position only if the run's
 `Sampling` is temperature 1 without truncation. The expected accepted length at i is the sum over k >= i of the product
 over j = i … k of acceptance_rate_j, up to the end of the response.
 """
@@ -27,8 +27,8 @@ Array = NDArray[np.float64]
 
 
 Positions = dict[str, Array]
-"""Numbers of every response position of a split, [position] each, by name: what is on disk, and
-`accepted_length`, the expected number of tokens accepted in a row from there."""
+"""Name -> number at every response position of a split, [position]: those on disk, and `accepted_length`, the expected
+number of tokens accepted in a row from there."""
 _NAMES = ("acceptance_prob", "acceptance_rate", "entropy", "cross_entropy")
 
 
@@ -39,11 +39,11 @@ def lower_bounds(entropy: Array, cross_entropy: Array) -> dict[str, Array]:
 
 
 def read_positions(paths: list[Path]) -> tuple[Positions, dict[str, int]]:
-    """Every position of some shards, and how often each finish_reason occurs; a row without the columns of both models
-    gives no position.
+    """The positions of some shards, and the count of each finish_reason; rows without the columns of both models have
+    no positions.
 
     Raises:
-        ValueError: a shard is corrupted, or no row has the columns of both models.
+        ValueError: a shard is damaged, or no row has the columns of both models.
     """
     check_sums(paths)
     rows = pd.concat([read_rows(path, [*_NAMES, "finish_reason"]).to_pandas() for path in paths])
@@ -51,8 +51,8 @@ def read_positions(paths: list[Path]) -> tuple[Positions, dict[str, int]]:
     rows = rows.dropna(subset=["acceptance_rate", "entropy"])
     if rows.empty:
         raise ValueError(
-            f"{paths[0].parent} has no acceptance_rate or no entropy (sequential or imported data); stats need both, "
-            "so make the data with data.mode together"
+            f"{paths[0].parent} has no acceptance_rate or entropy (sequential or imported data), which stats need; "
+            "make the data with data.mode: together"
         )
     lengths = np.concatenate([accepted_length(rates) for rates in rows.acceptance_rate])
     positions = {name: np.concatenate(rows[name].to_list()).astype(np.float64) for name in _NAMES}
@@ -60,7 +60,7 @@ def read_positions(paths: list[Path]) -> tuple[Positions, dict[str, int]]:
 
 
 def positions_by_set(paths: list[Path]) -> dict[str, dict[str, float | int]]:
-    """Rows, tokens and mean acceptance of each set of prompts; nothing where there is only one."""
+    """Rows, tokens and mean acceptance of each set of prompts; empty if there is only one."""
     names = ["set", "acceptance_prob", "acceptance_rate"]
     if "set" not in read_schema(paths[0]).names:
         return {}
@@ -94,7 +94,7 @@ def summarise(positions: Positions) -> dict[str, Any]:
     rate, entropy, cross_entropy = (positions[name] for name in ("acceptance_rate", "entropy", "cross_entropy"))
     bounds = lower_bounds(entropy, cross_entropy)
     rho = float(cross_entropy.sum() / max(entropy.sum(), 1e-12))
-    has_entropy = entropy > 0.01  # below, the ratio of the two says nothing
+    has_entropy = entropy > 0.01  # below, the ratio is noise
     return {
         "positions": int(rate.size),
         "acceptance_rate_mean": float(rate.mean()),

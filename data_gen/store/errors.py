@@ -1,7 +1,6 @@
 """errors.jsonl: every prompt that has no row, with the reason; ok + error + skipped = input.
 
-Each shard's sidecar lists the shard's own problems, so they survive a crash as its rows do; the file is put together
-from the sidecars when a run ends.
+Each shard's sidecar lists its problems, so they survive a crash; the file is built from the sidecars when a run ends.
 """
 
 import json
@@ -22,7 +21,7 @@ def account(paths: Iterable[Path]) -> dict[str, int]:
         try:
             outcomes = [problem["outcome"] for problem in facts["problems"]]
         except (TypeError, KeyError) as error:
-            raise ValueError(f"{sidecar_path(path)}: problems are of another form; {SIDECAR_REMEDY}") from error
+            raise ValueError(f"{sidecar_path(path)}: problems have another form; {SIDECAR_REMEDY}") from error
         if facts["ok"] + len(outcomes) != facts["input"]:
             raise ValueError(f"{sidecar_path(path)}: some prompts have neither a row nor a reason; {SIDECAR_REMEDY}")
         totals.update({name: facts[name] for name in _COUNTED})
@@ -41,7 +40,7 @@ def write_errors(directory: str | Path, paths: Iterable[Path], unreadable: Mappi
     Args:
         directory: the folder of the data.
         paths: the shards of rows.
-        unreadable: where each record of the prompts is that is in no shard -> the reason.
+        unreadable: location -> reason of each record of data.prompts that cannot be read.
     """
     unread = [{"id": where, "outcome": "error", "reason": reason} for where, reason in (unreadable or {}).items()]
     lines = [json.dumps({**problem, "shard": None}) + "\n" for problem in unread]

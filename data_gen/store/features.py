@@ -8,11 +8,11 @@
     is_drafted [token] bool      True where Z_i came from Y, so where the loss is taken; all True for drawn
     row_offsets [rows + 1] int64
 
-With `mixes` > 1 each mixing is a row of the fed shard: row by row, in it mix by mix. acceptance_rate is absent from a
+With `mixes` > 1 each mixing is a row of the fed shard, row by row, then mix by mix. acceptance_rate is absent from a
 sequential run whose labels are the target's.
 
-A row of a feature draft (`data_gen.labels.chains`) has the tokens of all its drafts, draft after draft, and there is
-one tensor more:
+A row of a feature draft (`data_gen.labels.chains`) has the tokens of all its drafts, draft after draft, and one more
+tensor:
 
     draft_lengths [draft] int64     tokens of each draft, row by row; all of its tokens are drafted
 """
@@ -55,14 +55,12 @@ def to_safetensors(
 
 
 def unlabelled(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The columns of a draft's stage with room for what the target decides, `labels_at`."""
+    """The columns of the stage `draft`, with zeros in place of the target's labels (`labels_at`)."""
     return {**columns, **dict.fromkeys(("acceptance_prob", "log_p"), torch.zeros(len(columns["draft_ids"])))}
 
 
 def labels_at(path: Path, columns: Mapping[str, Tensor], layout: Layout, mixes: int = 1) -> dict[int, bytes]:
-    """What the target decides, for a shard that was written of `unlabelled` columns: place in the file -> the bytes
-    that belong there.
-    """
+    """The target's labels for a shard that was written with `unlabelled` columns: byte offset -> bytes."""
     with path.open("rb") as file:  # a safetensors file: length of the header, header, tensors
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

@@ -1,10 +1,9 @@
-"""Which model it is, without loading it: a hub model by its commit, a local one by everything in its files that decides
-its logits.
+"""Identifies a model without loading it: a hub model by its commit, a local one by hashes of its files.
 
-    weights        sha256 over all of the weights files (and the model's own code, where it has some)
+    weights        sha256 over all weights files (and the model's own code, if any)
     config         sha256 over config.json and generation_config.json, without the version that wrote them
 
-Each large file is hashed once: its hash is kept in the user's cache under its path, size and time of change.
+Each large file is hashed once: its hash is cached under its path, size and modification time.
 """
 
 import hashlib
@@ -27,18 +26,18 @@ from store.shards import write_atomic
 
 _SAMPLE_BYTES = 2**20
 _LARGE_BYTES = 2**26
-"""Size from which on a file's hash is kept."""
+"""Minimum size of a file whose hash is cached."""
 _SLOW_BYTES = 2**32
-"""Size from which on the user is told what takes so long."""
-_UNTOLD = ("transformers_version", "_name_or_path")
+"""Minimum size of files whose hashing is announced."""
+_IGNORED_KEYS = ("transformers_version", "_name_or_path")
 
 
 def describe_model(source: ModelSource) -> dict[str, Any]:
     """Name, revision, commit and hashes of one model.
 
     Raises:
-        FileNotFoundError: neither a local model directory nor a hub id that can be reached.
-        ValueError: its config does not fit together.
+        FileNotFoundError: neither a local model directory nor a reachable hub id.
+        ValueError: its config is inconsistent.
     """
     try:
         commit, width = _commit_and_width(source)
@@ -48,7 +47,7 @@ def describe_model(source: ModelSource) -> dict[str, Any]:
         ) from error
     except StrictDataclassError as error:
         raise ValueError(
-            f"config.json of {source.path!r} is none that transformers reads: {' '.join(str(error).split())}"
+            f"transformers cannot read config.json of {source.path!r}: {' '.join(str(error).split())}"
         ) from error
     folder = Path(source.path)
     local = folder.is_dir()
@@ -60,22 +59,22 @@ def describe_model(source: ModelSource) -> dict[str, Any]:
         "config": _configs(folder) if local else None,
         "dtype": source.dtype,
         "hidden_size": width,
-        # left out where there is none, as in what was made before there was a choice
+        # omitted if null, as in manifests written before the setting existed
         **({} if source.quantization is None else {"quantization": source.quantization}),
     }
 
 
 def _commit_and_width(source: ModelSource) -> tuple[str | None, int]:
-    """The hub's commit, and the width of what heads read."""
+    """The hub's commit, and the width of the states that heads read."""
     width = width_of(source)
-    if width is not None:  # a feature draft: transformers knows not every layout
+    if width is not None:  # a feature draft; transformers does not know every layout
         return commit_of(source), width
     config = AutoConfig.from_pretrained(source.path, **repository_of(source))
     return getattr(config, "_commit_hash", None), config.get_text_config().hidden_size
 
 
 def same_model(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool | None:
-    """Whether two descriptions are of the same weights; None where they share nothing that decides it."""
+    """Whether two descriptions are of the same weights; None if they cannot be compared."""
     for key in ("weights", "commit"):
         if first.get(key) and second.get(key):
             return bool(first[key] == second[key])
@@ -98,20 +97,22 @@ def _weights(folder: Path) -> str:
 
 
 def _hashes(paths: Sequence[Path]) -> list[str]:
-    """sha256 of each file, from the cache where it is known."""
+    """sha256 of each file, from the cache if possible."""
     cache = _cache_path()
     known: dict[str, str] = {}
-    with suppress(OSError, ValueError):  # none yet, or none that can be read: everything is hashed again
+    with suppress(OSError, ValueError):  # missing or unreadable: hash everything again
         known = dict(json.loads(cache.read_text()))
     names = [_cache_name(path) for path in paths]
     new = {name: path for name, path in zip(names, paths, strict=True) if name not in known}
     num_bytes = sum(path.stat().st_size for path in new.values())
     if num_bytes >= _SLOW_BYTES:
-        print(f"{paths[0].parent}: hashing {num_bytes / 1e9:,.0f} GB of weights, once", file=sys.stderr, flush=True)
+        print(
+            f"{paths[0].parent}: hashing {num_bytes / 1e9:,.0f} GB of weights (only once)", file=sys.stderr, flush=True
+        )
     with ThreadPoolExecutor() as pool:
         hashed = dict(zip(new, pool.map(file_sha256, new.values()), strict=True))
     if large := {name: hashed[name] for name, path in new.items() if path.stat().st_size >= _LARGE_BYTES}:
-        with suppress(OSError, ValueError):  # a home that cannot be written to: hashed again the next time
+        with suppress(OSError, ValueError):  # the cache cannot be written: hash again next time
             write_atomic(cache, json.dumps(known | large, indent=0).encode())
     return [(known | hashed)[name] for name in names]
 
@@ -129,7 +130,7 @@ def _configs(folder: Path) -> str:
     configs = []
     for path in (folder / "config.json", folder / "generation_config.json"):
         values = json.loads(path.read_text()) if path.is_file() else {}
-        configs.append({key: value for key, value in values.items() if key not in _UNTOLD})
+        configs.append({key: value for key, value in values.items() if key not in _IGNORED_KEYS})
     return _digest([json.dumps(configs, sort_keys=True)])
 
 

@@ -1,12 +1,11 @@
-"""manifest.json: what the files of a directory were made from, so that a run with other settings refuses to add shards
-of its own.
+"""manifest.json: what the files of a directory were made from, so that a run with other settings cannot add shards.
 
-`settle` and `read_manifest` serve every directory of shards, also those of traces. Everything that decides the rows is
-compared; a file of responses as far as it was there before, and prompts shard by shard (`data_gen.pipeline.growth`).
-The entry `recorded` is not compared: git commit, machine, thread count, engine, and the paths of local models, whose
-weights are compared instead. Batch and chunk sizes change rows through the rounding of forwards alone, and stand in
-each shard's sidecar. Equal manifests and sizes promise equal bytes on equal hardware with the same thread count only;
-else rows follow the same law.
+`settle` and `read_manifest` serve every directory of shards, also those of traces. Everything that determines the rows
+is compared: a file of responses up to its earlier size, and prompts shard by shard (`data_gen.pipeline.growth`). The
+entry `recorded` is not compared: git commit, machine, thread count, engine, and the paths of local models, whose
+weights are compared instead. Batch and chunk sizes, which affect only rounding, are in each shard's sidecar. Equal
+manifests and sizes give equal bytes on equal hardware with the same thread count; otherwise rows have the same
+distribution.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ from store.shards import write_atomic
 
 FORMAT = 2
 _PACKAGES = ("torch", "transformers", "tokenizers")
-"""Packages that decide the rows; compared up to their minor version."""
+"""Packages that affect the rows; compared up to their minor version."""
 _WRITERS = ("safetensors", "pyarrow")
 _UNCOMPARED = {"dir", "engine", "ray", "server", "responses", "split_ids", "batch_size", "chunk_mb", "max_error_share"}
 _UNCOMPARED |= {"num_train", "num_dev", "num_test", "labels"}
@@ -41,7 +40,7 @@ _OF_SERVER = ("model", "kind", "prompt_as", "extra")
 _OBJECTS = ("target", "draft", "sampling", "split", "versions", "recorded")
 _GROWING = ("split", "responses")
 """Entries that a later run may enlarge."""
-_LABELS_ANEW = " (`acceptance-heads responses` lets it label the responses that are there)"
+_REUSE = " (`acceptance-heads responses` exports the existing responses for reuse)"
 
 
 def make_manifest(
@@ -69,7 +68,7 @@ def make_manifest(
         "sampling": asdict(pair.sampling),
         **{name: value for name, value in asdict(data).items() if name not in _UNCOMPARED},
         "draft_length": data.draft_length if released_layout_of(pair.draft) else None,
-        # null as in directories that were made before there was a choice
+        # null, as in directories made before the setting existed
         "draft_every": data.draft_every if data.draft_every > 1 and released_layout_of(pair.draft) else None,
         "labels": data.labels if data.labels == "server" else None,
         "server": {name: asdict(data.server)[name] for name in _OF_SERVER} if is_served else None,
@@ -82,7 +81,7 @@ def make_manifest(
 
 
 def _recorded(pair: PairConfig, data: DataConfig) -> dict[str, Any]:
-    """What a manifest says of a run, and no later run is compared with."""
+    """Facts about a run that later runs are not compared with."""
     return {
         "git_commit": git_commit(),
         "python": platform.python_version(),
@@ -98,7 +97,7 @@ def _recorded(pair: PairConfig, data: DataConfig) -> dict[str, Any]:
 
 
 def _of_forwards(pair: PairConfig) -> dict[str, list[str | None]]:
-    """Settings of target and draft that change the rounding of forwards alone."""
+    """Settings of target and draft that affect only the rounding of forwards."""
     names = ("tp_plan", "attn_implementation")
     return {name: [getattr(source, name) for source in (pair.target, pair.draft)] for name in names}
 
@@ -107,14 +106,14 @@ def _described_file(path: Path, directory: Path) -> dict[str, Any]:
     """Size and hash of a file of responses.
 
     Raises:
-        ValueError: it is no longer what the directory was made of, up to its size then.
+        ValueError: the content from which the directory was made has changed.
     """
     size = path.stat().st_size
     made = read_manifest(directory).get("responses") if (directory / "manifest.json").is_file() else None
     if made and (size < made["bytes"] or file_sha256(path, made["bytes"]) != made["sha256"]):
         raise ValueError(
-            f"{path} is not the file of responses that {directory} was made of, or one that begins with it; put that "
-            "one back, or choose another data.dir"
+            f"{path} does not begin with the responses that {directory} was made from; restore that file, or choose "
+            "another data.dir"
         )
     return {"bytes": size, "sha256": file_sha256(path)}
 
@@ -128,17 +127,17 @@ def read_manifest(directory: str | Path, *, command: str = "data", keys: Sequenc
         keys: the entries that the caller reads.
 
     Raises:
-        FileNotFoundError: nothing has been made there.
-        ValueError: it is broken.
+        FileNotFoundError: there is no manifest.
+        ValueError: the manifest is damaged.
     """
     path = Path(directory) / "manifest.json"
     if not path.is_file():
         raise FileNotFoundError(f"no {path}: run `acceptance-heads {command}` with this config first")
-    remedy = f"put the original back, or delete {directory} to start anew"
+    remedy = f"restore the original, or delete {directory} to start over"
     manifest = read_json(path, remedy=remedy, keys=keys)
     for name in _OBJECTS:
         if not isinstance(manifest.get(name, {}), dict):
-            raise ValueError(f"{path}: {name} is {str(manifest[name])[:80]!r}, and an object is expected; {remedy}")
+            raise ValueError(f"{path}: {name} is {str(manifest[name])[:80]!r}, but must be an object; {remedy}")
     return manifest
 
 
@@ -146,7 +145,7 @@ def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str =
     """Write the manifest into a new directory, or compare it with the one in an old directory.
 
     Args:
-        directory: the folder, which is made if it is not there.
+        directory: the folder, which is created if missing.
         manifest: the manifest of this run.
         setting: the key of the config that names the directory.
 
@@ -162,7 +161,7 @@ def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str =
     if difference := next(_differences(on_disk, in_run), None):
         raise ValueError(
             f"{path} differs in {difference}; choose another {setting}"
-            f"{_LABELS_ANEW if setting == 'data.dir' else ''}, or delete {directory} to start anew"
+            f"{_REUSE if setting == 'data.dir' else ''}, or delete {directory} to start over"
         )
     grown = {name: in_run[name] for name in ("responses",) if in_run.get(name)}
     if "split" in in_run:
@@ -181,12 +180,12 @@ def num_prompts(manifest: Mapping[str, Any], split: str) -> int:
     part = manifest.get("split", {}).get(split, {})
     num = part.get("prompts", 0) if isinstance(part, dict) else None
     if type(num) is not int:
-        raise ValueError(f"manifest.json: split.{split} is {part!r:.80}, and a number of prompts is expected")
+        raise ValueError(f"manifest.json: split.{split} is {part!r:.80}, but must be a number of prompts")
     return num
 
 
 def _differences(on_disk: Any, in_run: Any, key: str = "") -> Iterator[str]:
-    """Compared entries that differ, in the order on disk, in words; `key` is the dotted path of what is compared."""
+    """A description of each entry that differs; `key` is the dotted path of what is compared."""
     if isinstance(on_disk, dict) and isinstance(in_run, dict):
         skipped = {"fingerprint"} if key else {"recorded", *_GROWING}  # older manifests have fingerprints of models
         for name in dict.fromkeys(name for name in [*on_disk, *in_run] if name not in skipped):
@@ -199,7 +198,7 @@ def _differences(on_disk: Any, in_run: Any, key: str = "") -> Iterator[str]:
 
 
 def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Everything that decides how text becomes ids."""
+    """Everything that determines how text becomes ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return str(backend.to_str()) if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
 

@@ -6,15 +6,15 @@
                                          lists of float16, one number per response token
     entropy, cross_entropy               the same as float32, rounded to 15 bits of mantissa
     from_target                          list of bool; with mixes > 1 a list of such lists, one per mix
-    set                                  only where prompts come from several sets: the name of the row's
+    set                                  the name of the row's prompt set; only if there are several
 
 log_p may be -inf: with top-k or top-p the target can give Y no probability at all. A column that a run cannot compute
 is null.
 
 float16 moves a number by at most 2^-11 of itself, and one below 6e-5 by at most 3e-8: an acceptance_prob or rate by
 less than 0.0003, which changes the KL of a head by the square of it, and a log probability near -8 by 0.004. The two
-entropies keep 2^-16, because their difference is a divergence near zero. Heads on cached features do not notice:
-features have numbers of their own. `read_rows` gives float32.
+entropies keep 2^-16, because their difference is a divergence near zero. Heads on cached features are unaffected, as
+features store their own numbers. `read_rows` returns float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +36,9 @@ _WRITTEN: dict[str, Any] = {
     "compression": "zstd",
     "compression_level": 9,
     "use_dictionary": False,
-    # numbers hardly repeat but share their high bytes: splitting them byte by byte is what compresses
+    # numbers rarely repeat but share their high bytes, so splitting them by byte compresses well
     "use_byte_stream_split": [f"{name}.list.element" for name in (*_IDS, *POSITION_COLUMNS)],
-    # nobody searches by value, and in a file of few rows these are most of it
+    # no reader searches by value, and statistics would be most of a small file
     "write_statistics": False,
     "store_schema": False,
 }

@@ -1,9 +1,8 @@
 """The kinds of task: each draws a prompt and a worked answer from one `random.Random`.
 
-An answer alternates between three sorts of tokens: phrases, whose first token is a free choice that decides the rest;
-free words inside an aside; and what has to be worked out from the prompt (results, items in order, counts, numbers from
-a list), one to three tokens at a time. The last line is always `Answer: …`. The order of the draws decides the text, so
-it must not change.
+An answer alternates between three sorts of tokens: phrases, whose first token is a free choice that determines the
+rest; free words inside an aside; and derived tokens (results, sorted items, counts), one to three at a time. The last
+line is always `Answer: …`. The text depends on the order of the random draws, which must not change.
 """
 
 from collections.abc import Callable
@@ -55,7 +54,7 @@ def receipt(rng: Random) -> Task:
 
 
 def stock(rng: Random) -> Task:
-    """The sum or the difference of two numbers that stand in a list."""
+    """The sum or the difference of two numbers in a list."""
     things = rng.sample(words.THINGS, 4)
     numbers = rng.sample(range(2, 50), 4)
     (a, x), (b, y) = rng.sample(list(zip(things, numbers, strict=True)), 2)
@@ -84,7 +83,7 @@ def sort(rng: Random) -> Task:
 
 
 def sums(rng: Random) -> Task:
-    """Two to four small calculations that have nothing to do with each other."""
+    """Two to four small independent calculations."""
     calculations = [_calculation(rng) for _ in range(rng.randint(2, 4))]
     lines = [
         f"{rng.choice(words.LEADS)} {rng.choice(words.SUM_LEADS)} {term} = {result}." for term, result in calculations
@@ -113,14 +112,14 @@ def copy(rng: Random) -> Task:
 
 
 def count(rng: Random) -> Task:
-    """How often a word occurs in a list, with the places where it does."""
+    """How often a word occurs in a list, and at which positions."""
     choices = rng.sample(words.FRUITS, 3)
     items = [rng.choice(choices) for _ in range(rng.randint(5, 8))]
     wanted = rng.choice(items)
-    places = [str(place) for place, item in enumerate(items, 1) if item == wanted]
-    lines = [f"{rng.choice(words.LEADS)} we find {wanted} at place {place}." for place in places]
+    positions = [str(position) for position, item in enumerate(items, 1) if item == wanted]
+    lines = [f"{rng.choice(words.LEADS)} we find {wanted} at place {position}." for position in positions]
     return f"How often is the word {wanted} in this list: {', '.join(items)}?", _answer(
-        rng, lines, f"{len(places)} times"
+        rng, lines, f"{len(positions)} times"
     )
 
 
@@ -154,7 +153,7 @@ def convert(rng: Random) -> Task:
 
 
 def _sequence(rng: Random, items: list[str]) -> str:
-    """The items one by one, each after a phrase of its own."""
+    """The items one by one, each after a phrase."""
     first, *others = items
     return (
         "; ".join([f"The list begins with {first}", *(f"{rng.choice(words.ITEM_LEADS)} {item}" for item in others)])
@@ -163,13 +162,13 @@ def _sequence(rng: Random, items: list[str]) -> str:
 
 
 def _answer(rng: Random, lines: list[str], result: str) -> str:
-    """Opening, the lines with an aside here and there, a closing, and the final line."""
+    """Opening, the lines with occasional asides, a closing, and the final line."""
     with_asides = [f"{line} {_aside(rng)}" if rng.random() < 0.25 else line for line in lines]
     return f"{rng.choice(words.OPENINGS)} {' '.join(with_asides)} {rng.choice(words.CLOSINGS)}\nAnswer: {result}"
 
 
 def _aside(rng: Random) -> str:
-    """A sentence that has nothing to do with the task, with two to four free words."""
+    """An unrelated sentence with two to four free words."""
     return rng.choice(words.ASIDES).format(
         size=rng.choice(words.SIZES),
         colour=rng.choice(words.COLOURS),

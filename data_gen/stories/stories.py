@@ -1,9 +1,8 @@
 """Story problems and other small tasks with worked answers: the text of the embedded trio, and the prompts of its
 experiments.
 
-A problem belongs to the split that the sha256 of its prompt decides, so no prompt is ever in two splits, whatever the
-seed. The problems of one (split, seed) form one endless sequence without repeated prompts; a longer run begins with a
-shorter one.
+The sha256 of a prompt determines its split, so no prompt is in two splits, for any seed. The problems of one (split,
+seed) form an endless sequence without repeated prompts; a longer run begins with a shorter one.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ class Story:
     """A task: its prompt and its worked answer."""
 
     id: str
-    """Kind and hash of the prompt: the same prompt has the same id in every run."""
+    """Kind and hash of the prompt, the same in every run."""
     prompt: str
     answer: str
     """Step by step, with a last line `Answer: …`."""
@@ -53,13 +52,13 @@ def split_of(prompt: str) -> str:
 
 
 def story_stream(split: str, seed: int) -> Iterator[Story]:
-    """Problems without end: one candidate after the other, without those of other splits and those that came before."""
+    """An endless sequence of problems of one split, without repetitions."""
     assert split in _SPLIT_SHARES, split
-    seen = set()
+    known_ids = set()
     for index in count():
         story = _candidate(Random(f"{split}/{seed}/{index}"))
-        if story.id not in seen and split_of(story.prompt) == split:
-            seen.add(story.id)
+        if story.id not in known_ids and split_of(story.prompt) == split:
+            known_ids.add(story.id)
             yield story
 
 

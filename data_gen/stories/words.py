@@ -1,8 +1,7 @@
 """Words and phrases of the story problems (`data_gen.stories.stories`).
 
-Each phrase of a bank is equally likely. The phrases of a bank begin with different words, so that the first token
-decides the rest: a free choice, of which both models ought to be equally unsure, and then a run of tokens that both
-know.
+Each phrase of a bank is equally likely. The phrases of a bank begin with different words, so the first token determines
+the rest: a free choice, about which both models should be equally unsure, then a run of tokens that both predict.
 """
 
 NAMES = ("Mia", "Tom", "Ana", "Leo", "Eva", "Sam", "Ida", "Max", "Zoe", "Ben", "Lia", "Jon", "Amy", "Kim", "Ned", "Ray")

@@ -92,7 +92,7 @@ def _drafts(config: Config) -> tuple[Drafts, Drafts]:
     if not config.data.num_test:
         raise ValueError("data.num_test is 0, but judge needs a test split; set it and run `acceptance-heads data`")
     sets = replace(sets, timings=("prefix",), scalars=(True,), embeddings=(False,), specdec=False, features="cached")
-    data = FeatureData(settled(config.data, sets, is_told=False), sets, pair=config.pair)
+    data = FeatureData(settled(config.data, sets, is_verbose=False), sets, pair=config.pair)
     heads = {name: head for name, head in experiment.heads.items() if head.timing == "prefix"}
     draft = experiment.pair.drafting
     assert isinstance(draft, DSpark), "its layout is DSpark's"

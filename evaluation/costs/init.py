@@ -1,4 +1,4 @@
-"""`acceptance-heads init`: two models and a file of prompts -> a YAML of what an experiment of one's own needs."""
+"""`acceptance-heads init`: writes an experiment's YAML from two models and a file of prompts."""
 
 import json
 from contextlib import redirect_stdout
@@ -21,16 +21,17 @@ from configs.schema import (
 )
 from data_gen.pipeline.command import check_settings, hint_at_few
 from data_gen.pipeline.plan import shard_size
+from data_gen.pipeline.worker import limit_of
 from data_gen.prompts.hub import load, set_of
 from evaluation.costs.plan import plan
 from lm import load_pair_tokenizer
 from store.shards import write_atomic
 
 _HELD_OUT_SHARE, _MOST_HELD_OUT, _MOST_TRAIN = 0.1, 100, 4000
-_TOLD = ("rows", "response tokens", "disk", "time", "train", "evaluate", "together", "warning", "note", "not measured")
-"""Beginnings of the lines of `plan` that the YAML repeats."""
+_PLAN_LINES = ("rows", "response", "disk", "time", "train", "evaluate", "together", "warning", "note", "not measured")
+"""First words of the lines of `plan` that the YAML repeats."""
 _SAMPLE = 32
-"""Prompts that are made and timed, or fewer in half a minute, for what the YAML says of time."""
+"""Number of sample prompts to time, at most half a minute."""
 
 
 def init(
@@ -44,25 +45,25 @@ def init(
     out: str = "experiment.yaml",
     force: bool = False,
 ) -> Path:
-    """Write the YAML of an experiment of your own, with what it will take in its comments.
+    """Write the YAML of a new experiment, with its estimated time and size in comments.
 
     Args:
         target: the large model, a directory or a hub id.
-        draft: the small one, which shares its tokenizer.
+        draft: the small model, with the same tokenizer.
         prompts: a file (JSONL, JSON, CSV, TSV, Parquet), a known set, or org/name on the hub.
-        column: the field of a record that holds the prompt, where its name is none that is known.
-        temperature: temperature at which both are sampled; heads fit one sampling; 0 is greedy.
+        column: the field that holds the prompt, if its name is not recognised.
+        temperature: sampling temperature of both models; heads are trained for it; 0 is greedy.
         top_p: nucleus of the sampling; null: all tokens.
-        out: the file that is written; data and heads go into folders of its name.
-        force: replace a file that is there.
+        out: output file; data and heads go into folders of its name.
+        force: replace an existing file.
 
     Raises:
         FileNotFoundError: no such model, or no such prompts.
-        ValueError: a file that is there, models of several tokenizers, fewer than 10 prompts.
+        ValueError: an existing file, models with different tokenizers, fewer than 10 prompts.
     """
     path = local_path(out, "--out")
     if path.exists() and not force:
-        raise ValueError(f"{path} is there already; choose another --out, or pass --force to replace it")
+        raise ValueError(f"{path} already exists; choose another --out, or pass --force to replace it")
     source = PromptSource(path=prompts, columns={"prompt": column} if column else {})
     pair = PairConfig(
         target=ModelSource(path=target),
@@ -86,38 +87,44 @@ def _experiment(pair: PairConfig, source: PromptSource, *, num_prompts: int, nam
     """The experiment: a tenth of the prompts for each of dev and test, and the rest, up to a limit, for train."""
     num_held_out = min(_MOST_HELD_OUT, int(_HELD_OUT_SHARE * num_prompts))
     if num_held_out < 1:
-        raise ValueError(f"{source.path} has {num_prompts} prompts; give at least 10, of which 8 are trained on")
+        raise ValueError(f"{source.path} has {num_prompts} prompts; give at least 10, of which 8 are for training")
+    has_template = load_pair_tokenizer(pair).chat_template is not None
+    # the longest text is a prompt, a response and a draft beyond it
+    limits = (limit_of(pair, name) or 2**31 for name in ("target", "draft"))
+    num_positions = min(limits) - DecodeConfig.max_draft_length
+    num_new = min(DataConfig.max_new_tokens, num_positions // 2)
     data = DataConfig(
         dir=f"data/{name}",
         prompts=source,
-        template="plain" if load_pair_tokenizer(pair).chat_template is None else "chat",
+        template="chat" if has_template else "plain",
         num_train=_MOST_TRAIN if num_prompts - 2 * num_held_out > _MOST_TRAIN else None,
         num_dev=num_held_out,
         num_test=num_held_out,
+        max_prompt_tokens=min(DataConfig.max_prompt_tokens, num_positions - num_new),
+        max_new_tokens=num_new,
     )
     num_decoded = min(DecodeConfig.num_dev, num_held_out)
     return Config(
         pair=pair,
         data=data,
         heads=HeadsConfig(dir=f"checkpoints/runs/{name}"),
-        decode=DecodeConfig(dir=f"data/{name}/decode", num_dev=num_decoded, num_test=num_decoded),
+        decode=DecodeConfig(
+            dir=f"data/{name}/decode", num_dev=num_decoded, num_test=num_decoded, max_new_tokens=num_new
+        ),
     )
 
 
 def _plan(config: Config) -> tuple[list[str], dict[str, Any]]:
-    """What `plan` says of the experiment on this machine, and its totals; where the models do not fit, the reason
-    first.
-    """
-    said = StringIO()
-    with redirect_stdout(said):
+    """Lines of `plan` on this machine, and its totals; if the models do not fit, the reason comes first."""
+    with redirect_stdout(StringIO()) as output:
         try:
             totals = plan(config, sample=_SAMPLE)
         except ValueError as error:
             print(f"not measured: {error}")
             totals = plan(config, sample=0)
-    # of the arithmetic of memory only what does not fit, and no advice that is followed
-    lines = map(str.strip, said.getvalue().splitlines())
-    return [line for line in lines if line.startswith(_TOLD) and not line.startswith("warning: a shard")], totals
+    # no memory table, only its warnings; and no warning about shards, which `init` follows
+    lines = map(str.strip, output.getvalue().splitlines())
+    return [line for line in lines if line.startswith(_PLAN_LINES) and not line.startswith("warning: a shard")], totals
 
 
 def _yaml(config: Config, *, num_prompts: int, takes: list[str], path: Path) -> str:
@@ -126,22 +133,23 @@ def _yaml(config: Config, *, num_prompts: int, takes: list[str], path: Path) -> 
     columns = f", columns: {json.dumps(dict(source.columns))}" if source.columns else ""
     prompts = f"{{path: {json.dumps(source.path)}{columns}}}" if columns else json.dumps(source.path)
     top_p = "" if pair.sampling.top_p is None else f", top_p: {pair.sampling.top_p:g}"
-    num_train = "null" if data.num_train is None else f"{data.num_train}"
-    left = "all that dev and test leave" if data.num_train is None else f"null takes all of the {num_prompts:,}"
-    is_slow = data.rows_per_shard != DataConfig.rows_per_shard
-    shard = f", rows_per_shard: {data.rows_per_shard}" if is_slow else ""
+    num_train = "null" if data.num_train is None else data.num_train
+    note = "all prompts that dev and test leave" if data.num_train is None else f"null: use all {num_prompts:,}"
+    changed = {name: getattr(data, name) for name in ("max_prompt_tokens", "rows_per_shard")}
+    others = "".join(f", {name}: {value}" for name, value in changed.items() if value != getattr(DataConfig, name))
     lines = [
         f"# acceptance-heads all --config {path}: data, training, export, evaluation, threshold.",
-        f"# {num_prompts:,} prompts; what they take (`acceptance-heads plan --config {path}`):",
+        f"# {num_prompts:,} prompts; estimated size and time (`acceptance-heads plan --config {path}`):",
         *(part for line in takes for part in wrap(line, 110, initial_indent="#   ", subsequent_indent="#     ")),
         "pair:",
         f"  target: {{path: {json.dumps(pair.target.path)}}}",
         f"  draft: {{path: {json.dumps(pair.draft.path)}}}",
         f"  sampling: {{temperature: {pair.sampling.temperature:g}{top_p}}}  # heads are trained for one sampling",
         f"data: {{dir: {data.dir}, prompts: {prompts}, template: {data.template},",
-        f"  num_train: {num_train}, num_dev: {data.num_dev}, num_test: {data.num_test},  # num_train: {left}",
-        f"  max_new_tokens: {data.max_new_tokens}{shard}}}",
+        f"  num_train: {num_train}, num_dev: {data.num_dev}, num_test: {data.num_test},  # num_train: {note}",
+        f"  max_new_tokens: {data.max_new_tokens}{others}}}",
         f"heads: {{dir: {config.heads.dir}}}",
-        f"decode: {{dir: {decode.dir}, num_dev: {decode.num_dev}, num_test: {decode.num_test}}}",
+        f"decode: {{dir: {decode.dir}, num_dev: {decode.num_dev}, num_test: {decode.num_test},",
+        f"  max_new_tokens: {decode.max_new_tokens}}}",
     ]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""`acceptance-heads plan`: what the data takes (`data_gen.pipeline.plan`), training, and what `evaluate` times."""
+"""`acceptance-heads plan`: size and time of the data (`data_gen.pipeline.plan`), of training, and of `evaluate`."""
 
 import math
 import time
@@ -16,31 +16,30 @@ from lm import load_config
 from lm.features.released import width_of
 
 _FLOPS_PER_WEIGHT, _OVER_PRODUCTS = 6, 4.0
-"""Operations of a weight and a token in a training step, and how much longer a step takes than its matrix products
+"""Operations per weight and token in a training step, and the time of a step relative to its matrix products
 (`checkpoints/tiny`: 4; wider heads less).
 """
 
 
 def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
-    """Rows, tokens, forward passes, disk and time of a run, before running it; and how long heads train and `evaluate`
-    times.
+    """Estimate rows, tokens, forward passes, disk space and time of a run before running it.
 
     Args:
         config: the experiment.
-        sample: prompts that are made and timed, or fewer in half a minute; 0 loads no model.
+        sample: number of prompts to make and time, at most half a minute; 0 loads no model.
     """
     num_weights = head_weights(config)
     totals = plan_data(config, sample=sample, head_weights=num_weights)
-    print(f"heads: {num_weights:,} weights in all, {sum(map(len, grid(config.heads).values()))} heads")
+    print(f"heads: {num_weights:,} weights in total, {sum(map(len, grid(config.heads).values()))} heads")
     known_s = [totals["time_s"]] if totals.get("time_s") else []
     if known_s:
         known_s.append(training_s(config, totals, num_weights))
-        print(f"train: about {duration(known_s[-1])} on this machine's processor, or less")
+        print(f"train: about {duration(known_s[-1])} on this machine's CPU, or less")
     line, timing_s = timing_line(config)
     print(line)
     if known_s:
-        print(f"together about {duration(sum(known_s) + timing_s)}, and evaluate and tune record and replay traces")
-    print("next: acceptance-heads all --config …, which goes on from what is there; or data, the first of its steps")
+        print(f"together about {duration(sum(known_s) + timing_s)}, plus the traces of evaluate and tune")
+    print("next: acceptance-heads all --config … (every step; finished work is kept), or data (the first step)")
     return totals
 
 
@@ -55,7 +54,7 @@ def head_weights(config: Config) -> int:
 
 
 def training_s(config: Config, totals: dict[str, Any], num_weights: int) -> float:
-    """Seconds of training, about, by the speed of matrix products here."""
+    """Estimated seconds of training, from the speed of matrix products on this machine."""
     data, heads, width = config.data, config.heads, 256
     num_train = totals["rows"] if data.num_train is None else min(totals["rows"], data.num_train)
     num_epochs = config.trainer.get("max_epochs") or epochs_of(num_train, heads.batch_size)
@@ -70,7 +69,7 @@ def training_s(config: Config, totals: dict[str, Any], num_weights: int) -> floa
 
 
 def timing_line(config: Config) -> tuple[str, float]:
-    """One line on what `evaluate` times and how to skip it, and about how many seconds it takes on a small pair."""
+    """One line about the timing of `evaluate`, and its seconds on a small pair."""
     if config.decode.t_draft_s is not None:
-        return "evaluate: times nothing, decode.t_draft_s and decode.t_target_s are given", 0.0
-    return f"evaluate: times this machine once, {about_timing()}; skip it with {SKIP}", timing_budget_s()
+        return "evaluate: no timing, as decode.t_draft_s and decode.t_target_s are set", 0.0
+    return f"evaluate: measures this machine once, {about_timing()}; skip it with {SKIP}", timing_budget_s()

@@ -104,8 +104,8 @@ class Refusing(CSVLogger):
 @pytest.mark.parametrize(
     ("argument", "complaint"),
     [
-        (["--trainer.logger", "WandbLogger"], "WandbLogger needs wandb, which is not installed: pip install wandb"),
-        (["--trainer.logger", "tests.configs.test_command.Refusing"], "Refusing says: nobody answers at port 1"),
+        (["--trainer.logger", "WandbLogger"], "WandbLogger needs wandb, which is not installed; run pip install wandb"),
+        (["--trainer.logger", "tests.configs.test_command.Refusing"], "Refusing: nobody answers at port 1"),
         (["--trainer.logger", "Wandlogger"], "Wandlogger is none of Logger, Iterable[Logger], bool, null"),
         (["--decode.stop_share", "much"], "much is none of float, Literal['size', 'measured']"),
     ],

@@ -116,7 +116,7 @@ def test_it_runs_beside_a_users_own_modules_of_our_names(tmp_path):
 
 def test_screens_follow_the_code():
     screen = screen_of("tune", "evaluation.report.tune:tune", ("decode.num_dev", "pair.sampling.temperature"))
-    assert "Prompts on which each policy's setting is chosen. [50]" in screen
+    assert "Number of prompts for choosing each policy's setting. [50]" in screen
     assert "0 is greedy. [1.0]" in screen
 
 
@@ -132,7 +132,7 @@ def test_screens_follow_the_code():
         (["--num_train", "5"], "did you mean --data.num_train or --heads.num_train?"),
         (["--decode.num_devv", "5"], "did you mean --decode.num_dev?"),
         (["--sampel", "5"], "did you mean --sample?"),
-        (["--data.nothing_like_it", "5"], "--help.all lists every option"),
+        (["--data.nothing_like_it", "5"], "run with --help.all to list every option"),
     ],
 )
 def test_a_mistyped_setting_gets_a_hint(flags, hint, capsys):
@@ -158,7 +158,7 @@ def test_a_stop_while_modules_are_imported_is_a_line(monkeypatch, capsys):
     monkeypatch.setattr("configs.front._command", stopped)
     with pytest.raises(SystemExit, match="130"):
         main(["plan", "--config", "tiny"])
-    assert capsys.readouterr().err == "stopped before anything was begun\n"
+    assert capsys.readouterr().err == "interrupted before the command started\n"
 
 
 def test_a_directory_without_a_model_is_called_so(tmp_path, capsys):
@@ -173,8 +173,8 @@ def test_a_directory_without_a_model_is_called_so(tmp_path, capsys):
     ("argv", "said"),
     [
         (["replay", "--config", "tiny", "--policy", "entrpy"], "there is no policy 'entrpy'; did you mean entropy?"),
-        (["plan", "--config", "configs/tny.yaml"], "the name of a shipped experiment; did you mean tiny?"),
-        (["plan", "--config", "mine.yaml"], "the name of a shipped experiment; one of llama2-68m-7b-70b, "),
+        (["plan", "--config", "configs/tny.yaml"], "nor a shipped experiment; did you mean tiny?"),
+        (["plan", "--config", "mine.yaml"], "a shipped experiment; it must be one of llama2-68m-7b-70b, "),
     ],
 )
 def test_a_mistyped_name_gets_the_one_that_was_meant(argv, said, capsys, monkeypatch):

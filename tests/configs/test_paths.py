@@ -135,7 +135,7 @@ def test_no_config_with_a_url_for_a_path_can_be_made(name: str):
     for url in URLS:
         with pytest.raises(
             ValueError,
-            match=rf"{name.removesuffix('.path') if 'prompts' in name else name} is '{url}', a URL, and only",
+            match=rf"{name.removesuffix('.path') if 'prompts' in name else name} is '{url}', a URL, but must be",
         ):
             with_text(name, url)
     for plain in NAMES:
@@ -144,18 +144,12 @@ def test_no_config_with_a_url_for_a_path_can_be_made(name: str):
 
 def test_the_line_says_what_to_do():
     for value, name, remedy in (
-        (
-            "s3://bucket/run",
-            "data.dir",
-            "only paths on this machine are taken; mount what s3:// leads to and name the mounted path",
-        ),
-        ("file:///data/run", "data.dir", "only paths on this machine are taken; write the plain path, /data/run"),
+        ("s3://bucket/run", "data.dir", "must be a local path; mount the s3:// storage and give the mounted path"),
+        ("file:///data/run", "data.dir", "must be a local path; write the path alone, /data/run"),
     ):
         with pytest.raises(ValueError, match=remedy):
             check_local(value, name)
-    with pytest.raises(
-        ValueError, match=r"only paths on this machine and hub ids \(owner/name\) are taken; write owner/name alone"
-    ):
+    with pytest.raises(ValueError, match=r"must be a local path or a hub id \(owner/name\); write owner/name alone"):
         check_local("hf://owner/name", "pair.draft.path", may_be_on_hub=True)
     assert [local_path(name, "--out") for name in NAMES] == [Path(name) for name in NAMES]
 
@@ -189,7 +183,7 @@ def test_every_flag_and_function_that_takes_a_path_refuses_a_url_and_makes_nothi
     what: str, tmp_path: Path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"is 's3:/+bucket/run', a URL, and only paths on this machine"):
+    with pytest.raises(ValueError, match=r"is 's3:/+bucket/run', a URL, but must be a local path"):
         CALLS[what]()
     assert list(tmp_path.iterdir()) == []
 
@@ -247,5 +241,5 @@ def test_a_url_in_the_yaml_is_refused_too(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit, match="2"):
         run({"show": lambda config: 1 / 0}, argv=["show", "--config", str(path)])
     assert capsys.readouterr().err.startswith(
-        "error: data.prompts is 's3://bucket/x.jsonl', a URL, and only paths on this machine and hub ids"
+        "error: data.prompts is 's3://bucket/x.jsonl', a URL, but must be a local path or a hub id"
     )

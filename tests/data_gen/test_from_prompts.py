@@ -14,7 +14,7 @@ MODELS = {"target": "checkpoints/tiny/target", "draft": "checkpoints/tiny/draft"
     [
         (["one", "two"], {}, "a list of at least 3"),
         ("a text that is no list", {}, "a list of at least 3"),
-        (["one", "two", "three"], {"max_tokens": 5}, "'max_tokens' is no setting of make_data; it takes batch_size"),
+        (["one", "two", "three"], {"max_tokens": 5}, "'max_tokens' is not a setting of make_data; it takes batch_size"),
         (["one", "two", "three"], {"temperature": -1.0}, "temperature"),
     ],
 )

@@ -96,7 +96,7 @@ def test_a_run_whose_texts_may_cross_the_bound_is_refused_before_any_prompt_is_a
     )
     config = replace(toy_config, pair=replace(toy_config.pair, target=ModelSource(path=str(tmp_path / "target"))))
     with pytest.raises(
-        ValueError, match=r"max_new_tokens is 70, and LlamaForCausalLM changes .* beyond 64 .*lower one of the two"
+        ValueError, match=r"max_new_tokens is 70, and LlamaForCausalLM changes .* beyond 64 .*lower either setting"
     ) as refusal:
         make(config)
     assert "\n" not in str(refusal.value)

@@ -48,11 +48,11 @@ def test_flags_win_over_the_variables_of_a_launcher():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ((0, None), r"^--rank is given without --world_size; give both: --rank 0 --world_size 4 is the first of four$"),
+        ((0, None), r"^--rank is given without --world_size; give both, such as --rank 0 --world_size 4$"),
         ((None, 4), r"^--world_size is given without --rank; give both"),
-        ((4, 4), r"^--rank is 4 and --world_size 4; ranks are 0 to world_size - 1$"),
+        ((4, 4), r"^--rank is 4 and --world_size 4; --rank must be from 0 to world_size - 1$"),
         ((-1, 4), r"^--rank is -1 and"),
-        ((0, 0), r"^--rank is 0 and --world_size 0; ranks"),
+        ((0, 0), r"^--rank is 0 and --world_size 0; --rank"),
     ],
 )
 def test_wrong_flags_are_refused_with_what_to_give(toy_config, flags, says):
@@ -64,7 +64,7 @@ def test_wrong_flags_are_refused_with_what_to_give(toy_config, flags, says):
 
 @pytest.mark.parametrize("changes", [{"RANK": "4"}, {"RANK": "x"}, {"WORLD_SIZE": "0"}, {"LOCAL_RANK": "first"}])
 def test_variables_that_are_no_rank_are_refused_with_the_way_out(changes):
-    with pytest.raises(ValueError, match=r"^RANK is .* and WORLD_SIZE is .* environment .*unset them, or give --rank"):
+    with pytest.raises(ValueError, match=r"^RANK is .* and WORLD_SIZE is .* environment.*unset them, or pass --rank"):
         share_of(None, None, TORCHRUN | changes)
 
 
@@ -72,7 +72,7 @@ def test_ray_and_several_processes_exclude_each_other(toy_config, with_data, mon
     """Ray's driver shares the shards out; under torchrun there would be several drivers."""
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"engine is ray, whose .* is rank 2 of 4 \(torchrun's\); set .*--rank 0 --w"):
+    with pytest.raises(ValueError, match=r"engine is ray, .* is rank 2 of 4 \(from torchrun\); set .*--rank 0 --w"):
         make(with_data(toy_config, engine="ray"))
 
 
@@ -130,7 +130,7 @@ def test_the_same_rank_twice_and_another_number_of_prompts_are_refused_while_a_r
 ):
     with pytest.raises(ValueError, match=rf"data is in use by process {at_work} "):
         make(toy_config, rank=1, world_size=3)
-    with pytest.raises(ValueError, match=r"rank 1 of 3, .* num_test are 8, 0 and 4, and here they are 6, 0 and 4, so"):
+    with pytest.raises(ValueError, match=r"rank 1 of 3, .* num_test 8, 0 and 4 instead of 6, 0 and 4; give"):
         make(with_data(toy_config, num_train=6), rank=0, world_size=3)
 
 

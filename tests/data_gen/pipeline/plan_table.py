@@ -35,7 +35,7 @@ def row(name: str) -> str:
         for stage, size in STAGE.findall(said.getvalue())
     ]
     size_gb, stage = max(needs, default=(None, ""))
-    memory = "not reckoned" if size_gb is None else f"{size_gb:,.1f}"
+    memory = "not estimated" if size_gb is None else f"{size_gb:,.1f}"
     cells = (name, config.pair.gpus or "none", f"{totals['rows']:,}", f"{totals['response_tokens']:,}")
     return "| " + " | ".join((*cells, f"{totals['disk_bytes'] / 1e9:,.1f}", stage, memory)) + " |"
 

@@ -58,7 +58,7 @@ def test_a_shard_whose_prompts_are_all_skipped_is_an_empty_shard(toy_config, wit
             mode=mode,
             dir=str(tmp_path / mode),
         )
-        with pytest.raises(ValueError, match=r"no row was made of 1 prompts.*empty prompt"):
+        with pytest.raises(ValueError, match=r"none of 1 prompts became a row.*empty prompt"):
             make(config)
         assert read_rows(rows_path(config.data.dir, "train", 0)).num_rows == 0
         assert read_features(features_path(config.data.dir, "fed", "train", 0))["hidden"].shape == (0, 8)
@@ -107,7 +107,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_no_incomplete_file(toy_config, 
 
 def test_a_run_without_a_row_fails_and_says_why(toy_config, with_data):
     with pytest.raises(
-        ValueError, match=r"^no row was made of 12 prompts: .* 12 were skipped, .*max_prompt_tokens is 1"
+        ValueError, match=r"^none of 12 prompts became a row: .* 12 were skipped; .*max_prompt_tokens is 1"
     ):
         make(with_data(toy_config, max_prompt_tokens=1))
 

@@ -36,7 +36,7 @@ def test_a_larger_run_is_the_run_at_once_and_keeps_whole_shards(toy_config, with
 
     capsys.readouterr()
     make(few)
-    assert "2 shards beyond data.num_* are there and stay" in capsys.readouterr().out
+    assert "2 shards of a larger earlier run stay" in capsys.readouterr().out
     assert files_of(few.data.dir) == after
     check(few)
 
@@ -61,7 +61,7 @@ def test_a_smaller_run_makes_no_more_than_it_asks_for(toy_config, with_data):
 def test_other_prompts_do_not_join_the_data(toy_config, with_data, prompts_file):
     make(with_data(toy_config, num_train=4))
     prompts_file.write_text(prompts_file.read_text().replace("Say it", "Write it"))
-    with pytest.raises(ValueError, match=r"train-00000 of .* was made of other prompts than .* put the earlier"):
+    with pytest.raises(ValueError, match=r"train-00000 of .* was made from other prompts than .* restore the earlier"):
         make(toy_config)
 
 
@@ -82,7 +82,7 @@ def test_check_finds_what_an_unfinished_run_lacks(toy_config, monkeypatch):
     monkeypatch.setattr(Worker, "_make", once(Worker._make))
     with pytest.raises(KeyboardInterrupt):
         make(toy_config)
-    with pytest.raises(ValueError, match=r"^12 shards in .* are broken or missing"):
+    with pytest.raises(ValueError, match=r"^12 shards in .* are damaged or missing"):
         check(toy_config)
 
 
@@ -124,7 +124,7 @@ def test_out_of_memory_halves_the_batch_and_the_rows_stay_the_same(
     monkeypatch.setattr(Labeller, "label", label_or_fail)
     config = with_data(toy_config, dir=str(tmp_path / "poor"), batch_size=64)
     make(config)
-    assert "out of memory at train-00000 with data.batch_size 64; going on with 1" in capsys.readouterr().err
+    assert "out of memory at train-00000 with data.batch_size 64; continuing with 1" in capsys.readouterr().err
     assert_same_rows(rows_of(config), rows_of(toy_config))
     assert read_sidecar(rows_path(config.data.dir, "test", 0))["batch_size"] == 1
 
@@ -150,7 +150,7 @@ def test_another_file_of_responses_is_refused_and_a_longer_one_goes_on(toy_confi
     make(with_data(config, num_train=8))
     assert len(rows_of(config)) == 8
     path.write_text("".join(lines).replace("[5, 1]", "[6, 1]") + '{"id": "later", "response": "x"}\n')
-    with pytest.raises(ValueError, match=r"is not the file of responses that .* was made of"):
+    with pytest.raises(ValueError, match=r"does not begin with the responses .* restore that file"):
         make(config)
 
 
@@ -176,7 +176,7 @@ def test_a_folder_of_another_generator_is_not_grown_and_named(toy_config, there)
     [
         ("null", "expected a JSON object, got NoneType"),
         ("{}", "differs in format: None there, 2 in this run"),
-        ('{"format": 1, "target": null}', "target is 'None', and an object is expected; put the original back"),
+        ('{"format": 1, "target": null}', "target is 'None', but must be an object; restore the original"),
         ('{"format": 1', "invalid JSON"),
     ],
 )

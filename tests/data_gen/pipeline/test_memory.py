@@ -102,7 +102,7 @@ def test_a_batch_that_does_not_fit_is_named_with_one_that_does(tmp_path: Path, c
     with pytest.raises(ValueError, match="responses takes"):
         plan(too_large)
     [problem, *_] = memory.problems(memory.needs(too_large), memory.gpus_of("1x80"))
-    assert "take more or larger GPUs" in problem
+    assert "use more or larger GPUs" in problem
 
 
 def test_slices_add_up_on_each_gpu(tmp_path: Path):
@@ -151,7 +151,7 @@ def test_a_sample_of_a_slow_pair_is_cut_to_its_seconds(toy_config, with_data, mo
     assert clock.now_s < 3 * planning._BUDGET_S
     assert totals["is_cut"]
     assert totals["time_s"] == pytest.approx(totals["response_tokens"], rel=0.01)
-    assert "about, by a sample of 4 prompts" in capsys.readouterr().out
+    assert "estimated from 4 sample prompts" in capsys.readouterr().out
     assert planning.shard_size(toy_config.data, {"time_s": 1200 * 12, "rows": 12}) == 1
     assert planning.shard_size(replace(toy_config.data, rows_per_shard=256), {"time_s": 1e5, "rows": 1000}) == 4
     assert planning.shard_size(toy_config.data, {"time_s": 5.0, "rows": 12}) is None
@@ -168,8 +168,8 @@ def test_plan_says_whose_gpus_it_reckons_with(toy_config, capsys: pytest.Capture
     plan(toy_config, sample=0)
     plan(replace(toy_config, pair=replace(toy_config.pair, gpus="2x80")), sample=0)
     shown = capsys.readouterr().out
-    assert "memory, beside the GPUs of this machine:\n" in shown
-    assert "memory, beside the GPUs that the YAML names, pair.gpus 2x80 (null: the GPUs of this machine):\n" in shown
+    assert "memory, compared with the GPUs of this machine:\n" in shown
+    assert "memory, compared with pair.gpus 2x80 (null: the GPUs of this machine):\n" in shown
 
 
 @pytest.mark.parametrize("written", ["2 of 80", "0x80", "2x1", "x80"])

@@ -25,7 +25,7 @@ def test_a_finished_run_writes_nothing_again(toy_config, capsys):
     before = {path: path.stat().st_mtime_ns for path in Path(toy_config.data.dir).rglob("*-0*")}
     make(toy_config)
     assert before == {path: path.stat().st_mtime_ns for path in before}
-    assert "(0 made now)" in capsys.readouterr().out
+    assert "(0 made in this run)" in capsys.readouterr().out
 
 
 def test_a_lost_or_truncated_shard_is_made_again_byte_for_byte(toy_config):

@@ -66,14 +66,14 @@ def test_responses_to_other_prompts_are_errors_that_say_so(toy_config, with_data
     with pytest.raises(ValueError, match="12 of 12 prompts ended in an error"):
         make(plain)
     errors = [json.loads(line) for line in Path(plain.data.dir, "errors.jsonl").read_text().splitlines()]
-    assert all("other ids; check data.prompts and data.template" in error["reason"] for error in errors)
+    assert all("check data.prompts and data.template" in error["reason"] for error in errors)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('{"id": "p1", "response": "mine"}\n', "responses.jsonl:1 was not written by this command"),
-        ('{"id": "NAME", "prompt_ids": [5], "response_ids": [5]}\n', "holds another response to NAME"),
+        ('{"id": "NAME", "prompt_ids": [5], "response_ids": [5]}\n', "have different responses to NAME"),
     ],
 )
 def test_a_file_that_holds_something_else_stays_as_it_is(toy_config, tmp_path, content, message):

@@ -96,16 +96,16 @@ def test_every_known_form_of_record_is_read(record, expected):
         ("[1]", r":2: expected a JSON object, got list"),
         (
             '{"query": "x"}',
-            r":2: expected one of the fields messages.*got query; say which .*columns: \{prompt: query\}",
+            r":2: expected one of the fields messages.*got query; map one .*columns: \{prompt: query\}",
         ),
         ('{"messages": [{"role": "user"}]}', r":2: expected a list of messages with the strings 'role' and 'content'"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', r":2: expected at least one message of the user"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', r":2: expected at least one user message"),
         ('{"turns": "one"}', r":2: expected turns to be a list of strings, got 'one'"),
         ('{"prompt": 5}', r":2: expected prompt to be a string, got 5"),
         ('{"prompt": null}', r":2: expected prompt to be a string, got None"),
-        ('{"id": "\\ud800", "prompt": "x"}', r":2: expected the id to be text, got half a character"),
-        ('{"prompt": "\xff"}', r":2: the line is no text in UTF-8"),
-        ('{"id": "0", "prompt": "again"}', r":2: id '0' is on an earlier line too"),
+        ('{"id": "\\ud800", "prompt": "x"}', r":2: expected the id to be text, got a lone surrogate"),
+        ('{"prompt": "\xff"}', r":2: the line is not UTF-8 text"),
+        ('{"id": "0", "prompt": "again"}', r":2: id '0' is used by an earlier record"),
     ],
 )
 def test_a_malformed_line_is_named_by_file_and_line(tmp_path, line, complaint):
@@ -135,8 +135,8 @@ def test_no_text_is_in_two_splits(tmp_path, capsys):
         assert len(texts[0]) == len(set(texts[0])), change
         assert not set(texts[0]) & {*texts[1], *texts[2]}, change
     shown = capsys.readouterr().err
-    assert "40 of 60 prompts repeat another one and are left out" in shown
-    assert shown.count("leave out the column note; if one belongs to them") == 1
+    assert "40 of 60 prompts are duplicates and are left out" in shown
+    assert shown.count("ignoring the column note; to use one") == 1
 
 
 def test_no_text_is_in_two_splits_of_several_sets(tmp_path):
@@ -161,7 +161,7 @@ def test_filled_columns_that_no_prompt_uses_are_named(record, unused, tmp_path, 
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps(record) + "\n")
     load(set_of(PromptSource(path=str(path))), "train")
-    assert f"{unused}; if one belongs to them, name what it is" in capsys.readouterr().err
+    assert f"{unused}; to use one, map it" in capsys.readouterr().err
 
 
 def test_a_larger_run_contains_the_smaller_one(tmp_path):
@@ -180,9 +180,9 @@ def test_too_few_prompts_are_reported_under_the_setting_that_asked(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(f'{{"prompt": "p{number}"}}\n' for number in range(60)))
     asked = DataConfig(prompts=str(path), num_dev=50)
-    with pytest.raises(ValueError, match=r"^data\.num_dev is 50 .* set data\.num_dev="):
+    with pytest.raises(ValueError, match=r"^data\.num_dev is 50, .* set data\.num_dev to"):
         load_prompts(asked, "dev")
-    with pytest.raises(ValueError, match=r"^decode\.num_dev is 50 .* set decode\.num_dev="):
+    with pytest.raises(ValueError, match=r"^decode\.num_dev is 50, .* set decode\.num_dev="):
         load_prompts(asked, "dev", section="decode")
 
 
@@ -217,7 +217,7 @@ def test_a_directory_keeps_the_shares_that_it_was_made_with(tmp_path):
 
 def test_more_than_there_is_and_stories_without_a_number_are_refused(tmp_path):
     data = DataConfig(dir=str(tmp_path), prompts=lines(tmp_path / "prompts.jsonl", 100), num_dev=60, num_test=60)
-    with pytest.raises(ValueError, match=r"has 100 prompts, and data\.num_train, num_dev and num_test ask for all, 60"):
+    with pytest.raises(ValueError, match=r"has 100 prompts, but data\.num_train, num_dev and num_test are null, 60"):
         settled(replace(data, num_train=None))
     with pytest.raises(ValueError, match=r"set data\.num_train"):
         settled(DataConfig(dir=str(tmp_path), prompts="stories", num_train=None))
@@ -228,7 +228,7 @@ def test_a_text_column_is_a_prompt_and_another_is_asked_for_by_name(tmp_path):
     assert load_prompts(DataConfig(prompts=lines(tmp_path / "a.jsonl", 3, "text"), **of), "train")
     with pytest.raises(ValueError, match=r"columns: \{prompt: query\}"):
         load_prompts(DataConfig(prompts=lines(tmp_path / "b.jsonl", 3, "query"), **of), "train")
-    with pytest.raises(ValueError, match=r"c\.jsonl is empty"):
+    with pytest.raises(ValueError, match=r"c\.jsonl contains no prompt"):
         load_prompts(DataConfig(prompts=lines(tmp_path / "c.jsonl", 0), **of), "train")
 
 
@@ -247,7 +247,7 @@ def test_listed_ids_decide_the_split(tmp_path):
 def test_more_prompts_than_there_are_is_refused_with_the_number(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "only"}\n')
-    with pytest.raises(ValueError, match=r"num_train is 9 .* has 1 train prompts; set data.num_train=1"):
+    with pytest.raises(ValueError, match=r"num_train is 9, .* has 1 train prompts; set data.num_train to at most 1"):
         load_prompts(DataConfig(prompts=str(path), num_train=9), "train")
     with pytest.raises(FileNotFoundError, match="neither there nor known; set it to stories, alpaca"):
         load_prompts(DataConfig(prompts="nowhere"), "train")
@@ -309,7 +309,7 @@ def test_replies_stand_between_the_turns(tokenizer):
 
 
 def test_a_template_that_is_not_there_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"data.template is 'vicuna'; one of chat, plain"):
+    with pytest.raises(ValueError, match=r"data.template is 'vicuna'; it must be one of chat, plain"):
         encode(Prompt("a", ("x",)), tokenizer, "vicuna")
     bare = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     bare.chat_template = None

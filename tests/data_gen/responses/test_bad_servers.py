@@ -78,13 +78,13 @@ def test_a_server_that_cannot_be_kept_from_a_second_bos_is_refused(served, adds_
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"token_ids": [70, 9999]}, "response id 9999 is none of the tokenizer's"),
-        ({"token_ids": [True, 70]}, "response id True is none"),
-        ({"token_ids": "no list"}, "token_ids are no list"),
-        ({"token_ids": [70, 71]}, "text is not what its token ids spell"),
-        ({"text": "far too long"}, "13 tokens from the server; it was asked for at most 4"),
-        ({"text": None}, "garbage from the server"),
-        ({"finish_reason": "content_filter"}, "garbage from the server"),
+        ({"token_ids": [70, 9999]}, "response id 9999 is not one of the tokenizer's"),
+        ({"token_ids": [True, 70]}, "response id True is not one"),
+        ({"token_ids": "no list"}, "token_ids is not a list"),
+        ({"token_ids": [70, 71]}, "text differs from its decoded token ids"),
+        ({"text": "far too long"}, "13 tokens, more than the requested 4"),
+        ({"text": None}, "invalid answer from the server"),
+        ({"finish_reason": "content_filter"}, "invalid answer from the server"),
     ],
 )
 def test_a_lie_becomes_the_problem_of_its_prompt(served, server, tokenizer, fields, reason):
@@ -110,7 +110,7 @@ def test_a_server_that_closes_or_hangs_ends_in_one_line(served, server, tokenize
 
 def test_a_proxy_that_answers_html_to_all_stops_the_run_and_no_prompt_counts_as_tried(served, server):
     server.answer = lambda body, attempt: (200, "<html>sign in</html>")
-    with pytest.raises(ValueError, match=r"8 of the last 8 answers of http.* are no responses, .*sign in"):
+    with pytest.raises(ValueError, match=r"8 of the last 8 answers of http.* are invalid; .*sign in"):
         make(served)
     server.answer = lambda body, attempt: completion("ok")
     make(served)
@@ -133,7 +133,7 @@ def test_errors_are_tried_again_and_the_result_is_that_of_a_run_without_them(ser
 
     with pytest.raises(SystemExit, match="2"):
         run({"make": failing}, default="make", argv=argv)
-    assert "more than data.max_error_share = 0.1; all else is written" in capsys.readouterr().err
+    assert "above data.max_error_share 0.1" in capsys.readouterr().err
     before, failed = files_of(partly.data.dir), problems(partly)
     with_errors = {name for name in before if '"outcome": "error"' in before.get(name + ".json", b"").decode()}
     server.answer, server.bodies[:] = good, []

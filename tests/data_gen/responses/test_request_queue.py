@@ -12,7 +12,7 @@ from http.server import ThreadingHTTPServer
 
 import pytest
 
-from data_gen.pipeline.ahead import asked_ahead
+from data_gen.pipeline.ahead import answers_ahead
 from data_gen.pipeline.command import make
 from data_gen.prompts.prompt import Prompt
 from data_gen.responses.conversation import ShardSpec
@@ -99,7 +99,7 @@ def test_the_others_take_over_the_requests_of_a_server_that_dies(served, server,
     config = asking(served, server, second, concurrency=2)
     make(config)
     assert files_of(config.data.dir) == one_at_a_time
-    assert "1 others take its requests over" in capsys.readouterr().err
+    assert "1 other servers take over its requests" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_servers", [1, 2, 3])
@@ -119,7 +119,7 @@ def test_a_prompt_at_which_servers_fail_is_the_problem_of_its_row(served, server
     assert len(failed) + len(all_rows(config)) == 12
     assert failed
     assert all("answers 500" in reason for reason in failed.values())
-    assert "take its requests over" not in capsys.readouterr().err
+    assert "take over its requests" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("variable", "expected"), [(None, "Bearer none"), ("OWN_KEY", "Bearer own"), ("NO_KEY", None)])
@@ -136,7 +136,7 @@ def test_a_key_is_sent_only_to_a_server_that_it_was_named_for(served, server, mo
     server.RequestHandlerClass = Keyed
     server.answer = echo
     config = asking(served, server, api_key_variable=variable)
-    with pytest.raises(ValueError, match="NO_KEY, and no environment") if expected is None else nullcontext():
+    with pytest.raises(ValueError, match="NO_KEY, but that environment") if expected is None else nullcontext():
         make(config)
     assert seen == ({expected} if expected else set())
     assert _key_for("https://api.openai.com/v1", None) == "secret"
@@ -163,7 +163,7 @@ def test_each_server_of_a_list_is_tried_before_the_run(served, server, second):
     with pytest.raises(ValueError, match=f"{url_of(second)} answers 404 for model"):
         make(asking(served, server, second))
     second.answer = lambda body, attempt: (400, {"error": {"message": "no such field"}})
-    with pytest.raises(ValueError, match=f"{url_of(second)}, at its first request: refused: "):
+    with pytest.raises(ValueError, match=f"{url_of(second)} failed at its first request: refused: "):
         make(asking(served, server, second))
     assert {body["max_tokens"] for body in server.bodies} == {1}
 
@@ -219,7 +219,7 @@ def test_only_the_answers_of_a_few_shards_are_in_memory():
             asked.append(spec.index)
         return Answers([], [])
 
-    for place, (spec, _) in enumerate(asked_ahead(specs(50, 4), ask, num_at_once=8, close=pytest.fail)):
+    for place, (spec, _) in enumerate(answers_ahead(specs(50, 4), ask, num_at_once=8, close=pytest.fail)):
         assert spec.index == place
         time.sleep(0.002)
         assert len(asked) <= place + 4  # this shard, the next, and two shards of four for eight requests at once
@@ -234,7 +234,7 @@ def test_an_error_of_one_shard_comes_after_the_shards_before_it_and_ends_what_wa
             raise ValueError("no server is left")
         return Answers([], [])
 
-    handed_out = asked_ahead(specs(10, 4), ask, num_at_once=8, close=lambda: closed.append(True))
+    handed_out = answers_ahead(specs(10, 4), ask, num_at_once=8, close=lambda: closed.append(True))
     assert [next(handed_out)[0].index for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match="no server is left"):
         next(handed_out)

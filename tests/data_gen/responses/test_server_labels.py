@@ -119,12 +119,12 @@ def sampled_from_all(choice):
 @pytest.mark.parametrize(
     ("lie", "reason"),
     [
-        (shifted, r"at place \d do not name the token|has probability 0 under pair\.sampling"),
-        (rotated, "not what its token ids spell|do not name the token"),
-        (named(-5), "log-probability of token id -5 at place 0"),
-        (named(10**30), "log-probability of token id 10{30} at place 0"),
-        (sampled_from_all, r"at place 0 of the response has probability 0 under pair\.sampling"),
-        (lambda choice: choice["logprobs"].update(top_logprobs=[]), "told 0 laws of a response of 1 tokens"),
+        (shifted, r"at position \d lack token|has probability 0 under pair\.sampling"),
+        (rotated, "differs from its decoded token ids|lack token"),
+        (named(-5), "log-probability of token id -5 at position 0"),
+        (named(10**30), "log-probability of token id 10{30} at position 0"),
+        (sampled_from_all, r"at position 0 of the response has probability 0 under pair\.sampling"),
+        (lambda choice: choice["logprobs"].update(top_logprobs=[]), "log-probabilities at 0 of 1 positions"),
     ],
 )
 def test_labels_of_a_misaligned_server_are_refused(told, server, models, tokenizer, lie, reason):
@@ -150,7 +150,7 @@ def test_one_stage_after_the_other_gives_the_bytes_of_one_run_and_needs_the_draf
     make(staged, stages="respond")
     assert list((Path(staged.data.dir) / "stages" / "laws").glob("*.safetensors"))
     make(staged, stages="draft")
-    with pytest.raises(ValueError, match=r"--stages is target, and with data\.labels server there are"):
+    with pytest.raises(ValueError, match=r"--stages is target, but with data\.labels: server"):
         make(staged, stages="target")
     assert files_of(config.data.dir) == files_of(one.data.dir) == files_of(staged.data.dir)
     assert not (Path(staged.data.dir) / "stages").exists()
@@ -189,7 +189,8 @@ def test_a_place_whose_law_does_not_follow_is_an_error_of_its_row_and_a_retry_ke
     reasons = problems(config)
     assert len(reasons) == len(marked) > 0
     assert all(
-        "does not follow from log-probabilities: others may be as likely as number 20" in r for r in reasons.values()
+        "does not follow from the log-probabilities: others may be as likely as number 20" in r
+        for r in reasons.values()
     )
     server.answer = good
     make(config, retry_errors=True)
@@ -203,8 +204,8 @@ def test_a_place_whose_law_does_not_follow_is_an_error_of_its_row_and_a_retry_ke
     ("settings", "complaint"),
     [
         ({"logprobs_mode": "tempered"}, "depend on the temperature; start the server with --logprobs-mode raw_logpr"),
-        ({"logprobs_mode": "processed_logprobs"}, "truncated already; start the server with --logprobs-mode raw"),
-        ({"logprobs_mode": "raw_logits"}, "more than all of the mass; start the server with --logprobs-mode raw"),
+        ({"logprobs_mode": "processed_logprobs"}, "truncated distributions; start the server with --logprobs-mode raw"),
+        ({"logprobs_mode": "raw_logits"}, "sum to more than 1; start the server with --logprobs-mode raw"),
         ({"max_logprobs": 20}, "at its first request: refused: .*greater than max allowed.*--max-logprobs 80"),
     ],
 )
@@ -227,15 +228,15 @@ def test_a_server_that_tells_nothing_of_token_ids_is_refused(told, server, model
         return status, reply
 
     server.answer = by_text
-    with pytest.raises(ValueError, match=r"no log-probabilities of token ids, which data\.labels: server needs"):
+    with pytest.raises(ValueError, match=r"data\.labels: server needs log-probabilities by token id"):
         make(sampled(told, top_k=50))
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"source": "transformers"}, "data.labels is server and data.source transformers"),
-        ({"kind": "openai"}, "data.labels is server and data.server.kind openai, whose log-probabilities name no"),
+        ({"source": "transformers"}, "data.labels is server, but data.source is transformers"),
+        ({"kind": "openai"}, "data.labels is server, but data.server.kind is openai"),
         ({"top_k": None}, "every token of the vocabulary counts"),
     ],
 )

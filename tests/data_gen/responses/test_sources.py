@@ -54,7 +54,7 @@ def test_what_a_server_answers_wrongly_is_reported_by_prompt(served, server):
     reasons = problems(served)
     assert len(reasons) + len(all_rows(served)) == 12
     assert any(reason.startswith("refused: ") for reason in reasons.values())
-    assert any(reason.startswith("garbage from the server") for reason in reasons.values())
+    assert any(reason.startswith("invalid answer from the server") for reason in reasons.values())
 
 
 def test_a_server_that_does_not_answer_stops_the_run_and_leaves_no_rows(served, server):
@@ -72,7 +72,7 @@ def test_a_server_that_knows_no_such_model_or_refuses_all_stops_the_run(served, 
     with pytest.raises(ValueError, match="answers 404 for model"):
         make(served)
     server.answer = lambda body, attempt: (400, {"error": {"message": "bad field"}})
-    with pytest.raises(ValueError, match=r"8 of the last 8 answers .* are no responses, the last p\d+: refused: "):
+    with pytest.raises(ValueError, match=r"8 of the last 8 answers .* are invalid; the latest, p\d+: refused: "):
         make(replace(served, data=replace(served.data, rows_per_shard=8, dir=served.data.dir + "2")))
 
 
@@ -153,5 +153,5 @@ def test_every_kind_of_server_is_told_the_sampling():
         "top_k": 50,
         "top_p": 1.0,
     }
-    with pytest.raises(ValueError, match="top_k is 50 and an OpenAI server takes none"):
+    with pytest.raises(ValueError, match="top_k is 50, which an OpenAI server does not support"):
         request_settings("openai", sampling, max_new_tokens=9, eos_ids=[1])

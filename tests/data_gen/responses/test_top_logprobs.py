@@ -96,10 +96,10 @@ def test_padded_ids_among_the_likeliest_are_made_up_for_or_the_law_is_refused():
 @pytest.mark.parametrize(
     ("sampling", "places", "reason"),
     [
-        (Sampling(top_p=0.999), told(logits_of(1) / 9, 64), "at place 0 .* the 64 likeliest hold less than top_p"),
-        (Sampling(top_k=5), told(logits_of(2), 64)[:1] + told(logits_of(2), 20)[1:], "at place 1 .* fewer than 64"),
-        (Sampling(top_k=5), [dict(enumerate(logits_of(1)[0].topk(64).values.tolist()))], "more than all of the mass"),
-        (Sampling(top_k=5), [{id: -9999.0 if id > 4 else -1.61 for id in range(64)}], "truncated already"),
+        (Sampling(top_p=0.999), told(logits_of(1) / 9, 64), "at position 0 .* the 64 likeliest hold less than top_p"),
+        (Sampling(top_k=5), told(logits_of(2), 64)[:1] + told(logits_of(2), 20)[1:], "at position 1 .* fewer than 64"),
+        (Sampling(top_k=5), [dict(enumerate(logits_of(1)[0].topk(64).values.tolist()))], "sum to more than 1"),
+        (Sampling(top_k=5), [{id: -9999.0 if id > 4 else -1.61 for id in range(64)}], "truncated distributions"),
         (Sampling(top_k=5), [dict.fromkeys(range(64), float("nan"))], "no token has any"),
     ],
 )
@@ -113,7 +113,7 @@ def test_what_does_not_determine_the_law_is_refused_with_the_place(sampling, pla
     [
         (Sampling(), None, "every token of the vocabulary counts; set pair.sampling.top_k"),
         (Sampling(top_p=1.0), None, "every token"),
-        (Sampling(temperature=0.7, top_p=0.9), None, "is known at temperature 1 alone"),
+        (Sampling(temperature=0.7, top_p=0.9), None, "is known at temperature 1 only"),
         (Sampling(top_k=50), 50, r"data.server.num_logprobs is 50 .*; set it to more than 50 \(null: 80\)"),
     ],
 )

@@ -78,4 +78,4 @@ def test_a_plan_without_a_sample_bounds_the_disk_and_warns_when_it_is_too_small(
     usage = type("Usage", (), {"free": 10})()
     monkeypatch.setattr("data_gen.pipeline.plan.shutil.disk_usage", lambda folder: usage)
     plan(config, sample=0)
-    assert "warning: the disk is too small" in capsys.readouterr().out
+    assert "warning: not enough free disk space" in capsys.readouterr().out

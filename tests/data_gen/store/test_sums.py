@@ -43,7 +43,7 @@ def test_a_flipped_byte_is_named_and_its_shard_made_again_byte_for_byte(toy_conf
     make(config)
     said = capsys.readouterr()
     assert all(f"{path} is corrupted" in said.err for path in broken)
-    assert "(2 made now)" in said.out
+    assert "(2 made in this run)" in said.out
     assert files_of(config.data.dir) == whole
 
 
@@ -70,8 +70,8 @@ def test_check_names_every_broken_shard_and_changes_nothing(toy_config, capsys):
     make(toy_config)
     check(toy_config)
     said = capsys.readouterr().out
-    assert "5 shards whole" in said
-    assert said.endswith("is what was written, to the byte.\n")
+    assert "5 shards intact" in said
+    assert said.endswith(" are intact.\n")
     broken = broken_shards(toy_config)
     features_path(toy_config.data.dir, "fed", "train", 0).unlink()
     sidecar_path(features_path(toy_config.data.dir, "fed", "train", 1)).write_text("{")
@@ -79,13 +79,13 @@ def test_check_names_every_broken_shard_and_changes_nothing(toy_config, capsys):
     lost.unlink()
     sidecar_path(lost).unlink()
     before = files_of(toy_config.data.dir)
-    with pytest.raises(ValueError, match=r"5 shards in .* are broken or missing"):
+    with pytest.raises(ValueError, match=r"5 shards in .* are damaged or missing"):
         check(toy_config)
     said = capsys.readouterr().out
     assert all(f"{path} is corrupted: its sha256 differs from its sidecar's; delete it" in said for path in broken)
     assert "fed/train-00000.safetensors is missing" in said
     assert "fed/train-00001.safetensors.json: invalid JSON" in said
-    assert f"{lost} is missing or was not finished" in said
+    assert f"{lost} is missing or incomplete" in said
     assert files_of(toy_config.data.dir) == before
 
 

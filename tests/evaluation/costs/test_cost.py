@@ -213,7 +213,7 @@ def test_what_is_advised_skips_the_timing(tmp_path):
     parser = parser_for(plan)
     given = ["--config", "tiny", "--decode.dir", str(tmp_path), *flags.split()]
     config = config_of(parser, parser.parse_args(given))
-    assert "times nothing" in timing_line(config)[0]
+    assert "no timing" in timing_line(config)[0]
     assert costs_for(Experiment(config)).t_draft_s == 0.001
     assert not (tmp_path / "costs.jsonl").exists()
 
@@ -222,7 +222,7 @@ def test_a_plan_that_measures_nothing_says_what_will_be_timed(tmp_path):
     parser = parser_for(plan)
     config = config_of(parser, parser.parse_args(["--config", "tiny", "--decode.dir", str(tmp_path)]))
     line, _ = timing_line(config)
-    assert line.startswith("evaluate: times this machine once, about ")
+    assert line.startswith("evaluate: measures this machine once, about ")
     assert line.endswith(SKIP)
 
 

@@ -1,12 +1,14 @@
 """`init`: a YAML that runs as it is, of as many prompts as there are, and never over a file that is there."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from configs.command import config_of, parser_for
 from data_gen.pipeline.sizes import settled
+from data_gen.pipeline.worker import check_lengths
 from decode.experiment import Experiment
 from evaluation.costs.init import init
 from evaluation.costs.plan import plan
@@ -38,7 +40,7 @@ def test_the_yaml_parses_and_splits_what_is_there(capsys):
     assert sum(not line.startswith("#") for line in lines) <= 10
     comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
     assert any(line.startswith("response tokens") for line in comments)
-    assert any(line.startswith("evaluate: times this machine once") for line in comments)
+    assert any(line.startswith("evaluate: measures this machine once") for line in comments)
     assert capsys.readouterr().out.endswith("wrote mine.yaml; next: acceptance-heads all --config mine.yaml\n")
     parser = parser_for(plan)
     config = config_of(parser, parser.parse_args(["--config", str(path)]))
@@ -48,6 +50,20 @@ def test_the_yaml_parses_and_splits_what_is_there(capsys):
     assert (data.num_train, data.num_dev, data.num_test) == (160, 20, 20)
     assert config.decode.num_dev <= data.num_dev
     assert config.decode.num_test <= data.num_test
+
+
+def test_texts_fit_the_positions_of_short_models(tmp_path):
+    pair = {}
+    for name, source in PAIR.items():
+        pair[name] = str(shutil.copytree(source, tmp_path / name))
+        path = tmp_path / name / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 256}))
+    parser = parser_for(plan)
+    path = init(**pair, prompts=prompts(20))
+    config = config_of(parser, parser.parse_args(["--config", str(path)]))
+    check_lengths(config.pair, config.data)
+    assert config.data.max_new_tokens == config.decode.max_new_tokens
+    assert config.data.max_prompt_tokens + config.decode.max_new_tokens + config.decode.max_draft_length == 256
 
 
 def test_the_parts_of_few_prompts_are_said_once(capsys):
@@ -66,14 +82,14 @@ def test_the_parts_of_few_prompts_are_said_once(capsys):
 
 def test_a_column_is_named_where_its_name_is_unknown():
     path = prompts(20, "query")
-    with pytest.raises(ValueError, match="say which of them it is"):
+    with pytest.raises(ValueError, match="map one of them"):
         init(**PAIR, prompts=path)
     assert 'columns: {"prompt": "query"}' in init(**PAIR, prompts=path, column="query").read_text()
 
 
 def test_what_is_there_is_replaced_by_force_alone_and_too_few_prompts_are_refused():
     init(**PAIR, prompts=prompts(20))
-    with pytest.raises(ValueError, match="is there already; choose another --out, or pass --force"):
+    with pytest.raises(ValueError, match="already exists; choose another --out, or pass --force"):
         init(**PAIR, prompts=prompts(20))
     init(**PAIR, prompts=prompts(30), force=True)
     with pytest.raises(ValueError, match="has 9 prompts; give at least 10"):
