@@ -46,8 +46,7 @@ def export(
     force: bool = False,
     format: Literal["head", "dspark"] = "head",
 ) -> list[Path]:
-    """Convert a Lightning checkpoint to one directory per head (safetensors, config.json, model card), or to a copy of
-    a DSpark draft whose confidence head is replaced.
+    """Write the heads of a checkpoint, one directory each, or a DSpark draft with the head in it.
 
     Args:
         config: the experiment; heads.dir holds the checkpoint.

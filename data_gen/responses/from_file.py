@@ -46,8 +46,8 @@ class ResponseFile:
 
     def _response(self, record: dict[str, Any], request: Request) -> Response | Problem:
         if record.get("prompt_ids", request.prompt_ids) != request.prompt_ids:
-            reason = f"{self.path} has other prompt_ids for this id; check data.prompts and data.template"
-            return Problem(request.id, "error", reason)
+            problem = f"{self.path} has other prompt_ids for this id; check data.prompts and data.template"
+            return Problem(request.id, "error", problem)
         reason: FinishReason = record.get("finish_reason", "stop")
         if "response_ids" in record:
             ids = list(record["response_ids"])

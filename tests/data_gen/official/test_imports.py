@@ -188,5 +188,5 @@ def test_a_row_that_the_draft_cannot_read_is_refused(imports, tmp_path):
     _, config, _ = imports
     path = tmp_path / "wide.json"
     path.write_text(json.dumps([item(prefix="[1, 31999]")]))
-    with pytest.raises(ValueError, match=r"train-0 has token ids 1 to 31999, but pair\.draft has 0 to 259"):
+    with pytest.raises(ValueError, match=r"train-0 has token ids 1 to 31999, but pair\.draft's are 0 to 259"):
         import_(config, file=str(path))

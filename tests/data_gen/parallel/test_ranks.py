@@ -123,7 +123,7 @@ def test_a_rank_makes_its_own_shards_and_the_last_accounts_for_all(toy_config, c
     make(toy_config, rank=1, world_size=2)
     assert sorted(path.stem for path in directory.glob("rows/*.parquet")) == ["test-00000", "train-00001"]
     said = capsys.readouterr().out
-    assert "rank 1 of 2 makes 2 shards of 5" in said
+    assert "rank 1 of 2 makes 2 of 5 shards" in said
     assert "rank 1 of 2 made 2 shards (stages: together); 3 shards are incomplete, the first is train-00000" in said
     assert not (directory / "errors.jsonl").exists()
     make(toy_config, rank=0, world_size=2)

@@ -182,7 +182,7 @@ def test_too_few_prompts_are_reported_under_the_setting_that_asked(tmp_path):
     asked = DataConfig(prompts=str(path), num_dev=50)
     with pytest.raises(ValueError, match=r"^data\.num_dev is 50, .* set data\.num_dev to"):
         load_prompts(asked, "dev")
-    with pytest.raises(ValueError, match=r"^decode\.num_dev is 50, .* set decode\.num_dev="):
+    with pytest.raises(ValueError, match=r"^decode\.num_dev is 50, .* set decode\.num_dev to"):
         load_prompts(asked, "dev", section="decode")
 
 
@@ -249,7 +249,7 @@ def test_more_prompts_than_there_are_is_refused_with_the_number(tmp_path):
     path.write_text('{"prompt": "only"}\n')
     with pytest.raises(ValueError, match=r"num_train is 9, .* has 1 train prompts; set data.num_train to at most 1"):
         load_prompts(DataConfig(prompts=str(path), num_train=9), "train")
-    with pytest.raises(FileNotFoundError, match="neither there nor known; set it to stories, alpaca"):
+    with pytest.raises(FileNotFoundError, match="does not exist and is not a known set; set it to stories, alpaca"):
         load_prompts(DataConfig(prompts="nowhere"), "train")
 
 

@@ -15,7 +15,7 @@ def test_a_run_gives_up_once_nearly_all_of_the_latest_rows_failed():
     latest = LatestRows()
     added(latest, *[False] * WINDOW, *[True] * (WINDOW - 4))
     with pytest.raises(
-        ValueError, match=r"^29 of the last 32 answers are no responses, the last p0: no answer; look at"
+        ValueError, match=r"^29 of the last 32 answers are no responses; the latest, p0: no answer; look at"
     ):
         added(latest, True)
 
