@@ -93,7 +93,7 @@ def import_(
     accept_weight: float = 1.0,
     mixing_ratio: float | None = 0.15,
 ) -> Path:
-    """Convert a released SpecDec++ head, or the confidence head of a DSpark draft, to the format of `export`.
+    """Convert a released SpecDec++ head or a DSpark draft's confidence head to the format of `export`.
 
     Args:
         config: the experiment; its pair names the head's draft and target, and the Sampling to use the head with.

@@ -170,9 +170,9 @@ def inverted(law: Float[Tensor, " vocab"], uniform: float | Float[Tensor, " 1"])
 
 
 def inverted_by_blocks(law: Float[Tensor, " vocab"], uniform: float) -> int:
-    """`inverted` of a wide law on the CPU: sums of blocks tell the block, and its own sums the place.
+    """`inverted` of a wide law on the CPU: sums of blocks find the block, and its own sums the token.
 
-    A running sum of float64 numbers takes them one by one: 49,152 take 170 µs, and these two steps a sixth of it.
+    A running sum of float64 numbers adds them one by one: 311 µs for 151,936 of them, and 158 in these two steps.
     """
     row = law.detach().double()
     num_whole = len(row) // _BLOCK

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 _ID_FIELDS = ("id", "idx", "task_id", "question_id")
 _CONVERSATIONS = {"messages", "conversations", "conversation"}
@@ -157,9 +158,9 @@ def json_records(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | Value
                 yield number, _object_in(line)
 
 
-def open_lines(path: str | Path) -> IO[bytes]:
+def open_lines(path: str | Path) -> BufferedIOBase:
     """Open a file for reading lines, decompressed if its name ends in .gz."""
-    return gzip.open(path, "rb") if Path(path).suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
+    return gzip.open(path, "rb") if Path(path).suffix == ".gz" else open(path, "rb")
 
 
 def _object_in(line: bytes) -> dict[str, Any] | ValueError:

@@ -55,7 +55,7 @@ class Drafts(NamedTuple):
 
 
 def judge(config: Config, *, json: bool = False) -> None:
-    """Measure how well calibrated a DSpark draft's confidence head is on your prompts, beside refits and your heads.
+    """Measure the calibration of a DSpark draft's confidence head on your prompts.
 
     Args:
         config: of the experiment, whose pair.draft is a DSpark draft and whose data exists. Prefix heads of

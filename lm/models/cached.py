@@ -108,7 +108,7 @@ class CachedModel:
         """The most tokens that may be fed of a text with so long a prompt (`lm.frequencies`)."""
         if self._frequencies is None or self._frequencies.is_far(num_prompt - 1):
             return self._max_length
-        return min(self._max_length, self._frequencies.bound)
+        return min(self._max_length, float(self._frequencies.bound))
 
     @property
     def eos_ids(self) -> frozenset[int]:

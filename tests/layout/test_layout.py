@@ -27,14 +27,14 @@ CEILINGS = {
     "configs": (1457, 1000),
     "store": (709, 500),
     "lm": (5932, 4000),
-    "data_gen": (7064, 4400),
+    "data_gen": (7065, 4400),
     "heads": (4923, 3600),
     "decode": (5722, 4200),
     "evaluation": (12292, 7400),
     "serve": (1006, 800),
     "checkpoints/recipes": (1634, 1400),
     "benchmarks": (795, 800),
-    "tests": (30567, 18000),
+    "tests": (30579, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 240

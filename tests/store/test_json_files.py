@@ -50,5 +50,5 @@ def test_a_broken_sidecar_is_named(tmp_path, content):
 
 def test_a_broken_manifest_is_named(tmp_path):
     (tmp_path / "manifest.json").write_text('{"rows"')
-    with pytest.raises(ValueError, match=r"manifest\.json.*start anew"):
+    with pytest.raises(ValueError, match=r"manifest\.json.*start over"):
         read_manifest(tmp_path)

@@ -96,7 +96,7 @@ def test_models_meant_for_a_gpu_are_not_put_on_the_cpu_of_a_cluster_with_gpus(on
     pair = replace(on_cluster.pair, target=replace(on_cluster.pair.target, device_map=device_map))
     with pytest.raises(
         ValueError,
-        match=r"^data\.ray\.num_gpus is 0, so the target .* would run on the CPU, and the cluster has 1 GPUs; set",
+        match=r"^data\.ray\.num_gpus is 0, so the target .* would run on the CPU, but the cluster has 1 GPUs; set",
     ):
         make(replace(on_cluster, pair=pair))
 

@@ -131,11 +131,21 @@ class Written(BaseStreamer):
         self.has_ended = True
 
 
+class StopsAfter(StoppingCriteria):
+    """Ends a text after so many new tokens."""
+
+    def __init__(self, num_tokens):
+        self.num_tokens = num_tokens
+
+    def __call__(self, input_ids, scores, **_):
+        return torch.tensor([input_ids.shape[1] - PROMPT.shape[1] == self.num_tokens])
+
+
 @pytest.mark.parametrize("num_stop", [None, 3])
 def test_a_streamer_is_given_the_prompt_and_each_round_as_it_comes(num_stop):
     target, draft = random_pair("llama")
     streamer = Written()
-    criteria = [lambda ids, scores: torch.tensor([ids.shape[1] - PROMPT.shape[1] == num_stop])] if num_stop else []
+    criteria = [StopsAfter(num_stop)] if num_stop else []
     settings = {"draft_model": draft, "policy": FixedLength(4), "stopping_criteria": StoppingCriteriaList(criteria)}
     generate = partial(speculative_generate, streamer=streamer)
     ids = target.generate(PROMPT, custom_generate=generate, **GREEDY, **settings)[0].tolist()

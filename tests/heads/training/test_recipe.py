@@ -69,11 +69,11 @@ def test_features_follow_from_what_heads_read(tmp_path: Path, timings, specdec, 
     [
         (
             {"features": ("fed",)},
-            r"\[fed\], and heads\.timings \[drawn\] reads drawn features; leave data\.features out",
+            r"\[fed\], but heads\.timings \[drawn\] needs drawn features; remove data\.features",
         ),
         (
             {"features": ("drawn",)},
-            r"\[drawn\], and heads\.specdec reads fed features; .* choose heads\.specdec: false",
+            r"\[drawn\], but heads\.specdec needs fed features; .* choose heads\.specdec: false",
         ),
     ],
 )
