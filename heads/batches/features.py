@@ -189,7 +189,7 @@ def gathered(rows: Sequence[Row]) -> Features:
 
 
 def join(rows: Sequence[Features]) -> Features:
-    """Rows, concatenated."""
+    """One `Features` with the tokens of all given rows, in their order."""
     return _joined(rows, torch.cat([row.hidden for row in rows]))
 
 
