@@ -1,4 +1,4 @@
-"""JSON files of the project; errors in a truncated or hand-edited file name the line and a remedy."""
+"""JSON objects in files; an error in a truncated or hand-edited file names the line and a remedy."""
 
 import json
 from collections.abc import Collection

@@ -16,19 +16,18 @@ from store.json_files import checked_object, parse_json
 from store.lock import only_writer
 
 _WAIT_S = 60.0
-
 Key = Mapping[str, Any]
 
 
 class KeyedStore:
-    """One file of entries."""
+    """The entries of one file, which need not exist yet.
+
+    Attributes:
+        path: the file.
+    """
 
     def __init__(self, path: Path, *, remedy: str, fields: Collection[str] = ()) -> None:
-        """Args:
-        path: the file, which need not exist yet.
-        remedy: end of error messages: how the user can repair a broken line.
-        fields: keys that every value must have.
-        """
+        """`remedy` ends error messages about a broken line; `fields` are keys that every value must have."""
         self.path, self._remedy, self._fields = path, remedy, fields
 
     def entries(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -37,8 +36,8 @@ class KeyedStore:
         for number, line in enumerate(self._complete_lines().splitlines(), start=1):
             about: dict[str, Any] = {"source": f"{self.path}:{number}", "remedy": self._remedy}
             entry = parse_json(line, keys=("key", "value"), **about)
-            key, value = (checked_object(entry[name], **about) for name in ("key", "value"))
-            entries[_canonical(key)] = key, checked_object(value, keys=self._fields, **about)
+            key = checked_object(entry["key"], **about)
+            entries[_canonical(key)] = key, checked_object(entry["value"], keys=self._fields, **about)
         return list(entries.values())
 
     def get(self, key: Key) -> dict[str, Any] | None:
@@ -47,11 +46,11 @@ class KeyedStore:
 
     def keep(self, entries: Iterable[tuple[Key, Mapping[str, Any]]]) -> None:
         """Add entries; a new value replaces the key's earlier one."""
-        lines = [json.dumps({"key": key, "value": value}) + "\n" for key, value in entries]
+        lines = "".join(json.dumps({"key": key, "value": value}) + "\n" for key, value in entries)
         lock = only_writer(self.path.parent, setting="directory", name=f".{self.path.name}.lock", wait_s=_WAIT_S)
         with lock, self.path.open("ab") as file:
             file.truncate(len(self._complete_lines()))
-            file.write("".join(lines).encode())
+            file.write(lines.encode())
 
     def _complete_lines(self) -> bytes:
         content = self.path.read_bytes() if self.path.is_file() else b""

@@ -15,12 +15,7 @@ from typing import Any
 
 
 def lazily(package: str, file: str) -> Callable[[str], Any]:
-    """A package's `__getattr__`, for the names that its first `if` statement imports.
-
-    Args:
-        package: `__name__` of the package.
-        file: `__file__` of the package, whose source is parsed.
-    """
+    """A package's `__getattr__` for the names that its first `if` statement imports; `file` is its `__file__`."""
     block = next(node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     modules = {alias.name: str(node.module) for node in imports for alias in node.names}

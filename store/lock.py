@@ -40,7 +40,7 @@ def only_writer(
         directory: the folder; created if needed, and removed again if the block leaves it empty.
         setting: the config key of the directory, for messages.
         name: file name of the lock; locks of different names do not exclude each other.
-        wait_s: how long to wait for another holder; a wait of more than a second is reported on stderr.
+        wait_s: how long to wait for another holder.
 
     Raises:
         ValueError: another process holds the lock; the directory is a URL or a file, cannot be written to, or its
@@ -48,8 +48,8 @@ def only_writer(
     """
     path = local_path(directory, setting) / name
     lock = _locked(path, setting, wait_s)
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     try:
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with suppress(OSError):  # on a full disk, the writer of the actual data reports the error
             path.write_text(json.dumps(holder))
         yield
@@ -76,10 +76,10 @@ def holder_of(path: Path) -> dict[str, Any] | None:
 
 def in_words(holder: Mapping[str, Any]) -> str:
     """A phrase that names the holder of a lock."""
-    names = ("pid", "host", "since")
-    if not all(name in holder for name in names):  # the process has just started or just ended
+    try:
+        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+    except KeyError:  # the process has just started or just ended
         return "another process"
-    return "process {} on {} since {}".format(*(holder[name] for name in names))
 
 
 def _locked(path: Path, setting: str, wait_s: float) -> FileLock:
@@ -89,19 +89,15 @@ def _locked(path: Path, setting: str, wait_s: float) -> FileLock:
     for attempt in range(_ATTEMPTS):
         try:
             lock.acquire(timeout=wait)
+            break
         except Timeout as error:
-            if (wait := next(waits, 0)) > 0:
-                print(f"{path.parent} is in use by {in_words(_facts(path))}; waiting for it to finish", file=sys.stderr)
-                continue
-            raise ValueError(
-                f"{path.parent} is in use by {in_words(_facts(path))}; wait until it ends, stop it, or choose another "
-                f"{setting}"
-            ) from error
-        except OSError as error:
-            if isinstance(error, FileNotFoundError | FileExistsError) and attempt + 1 < _ATTEMPTS:
-                continue  # the previous holder has just removed the empty folder
-            raise _refusal(path, error, setting) from error
-        break
+            in_use = f"{path.parent} is in use by {in_words(_facts(path))}"
+            if (wait := next(waits, 0)) <= 0:
+                raise ValueError(f"{in_use}; wait until it ends, stop it, or choose another {setting}") from error
+            print(f"{in_use}; waiting for it to finish", file=sys.stderr)
+        except OSError as error:  # the previous holder may have just removed the empty folder
+            if not isinstance(error, FileNotFoundError | FileExistsError) or attempt + 1 == _ATTEMPTS:
+                raise _refusal(path, error, setting) from error
     return lock
 
 

@@ -5,11 +5,10 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from tqdm import tqdm
 
-AnyItem = TypeVar("AnyItem")
 _QUIET_S = 30.0
 """Longest time between two lines of a log."""
 _REFRESH_S = 1.0
@@ -37,14 +36,7 @@ class Bar(tqdm):
         total: int | float | None = None,
         **settings: Any,
     ) -> None:
-        """
-        Args:
-            iterable: items to iterate over; None if `update` is called.
-            desc: the work, such as "replay: tiny".
-            unit: the unit of the count, such as "prompt".
-            total: number of units; None: the length of the iterable, if known.
-            **settings: further arguments of tqdm, such as `disable`.
-        """
+        """Arguments are tqdm's: `desc` is the work, such as "replay: tiny", `total` the number of units if known."""
         self._log = None if sys.stderr.isatty() else sys.stderr
         self._tenth, self._last_line = -1, ""
         self._last_line_s = self._last_refresh_s = time.monotonic()
@@ -80,11 +72,6 @@ class Bar(tqdm):
     def count(self, num: int | float) -> None:
         """Count `num` more units; returns nothing, as a `Progress` callback of `data_gen`."""
         self.update(num)
-
-    def counted(self, item: AnyItem) -> AnyItem:
-        """Count one unit and return `item`, for comprehensions."""
-        self.update()
-        return item
 
     def close(self) -> None:
         """End the bar; a log gets its final count, if it has not been written."""

@@ -5,15 +5,19 @@
     <shard>.json                                              sidecar: at least rows, tokens, bytes, sha256
 
 Both are written to a temporary name, fsynced and renamed; the sidecar comes last, so a shard that has one is complete.
-A process that is killed leaves a complete shard or one that the next run makes again.
+A process that is killed leaves a complete shard or one that the next run makes again. Every command that reads shards
+first compares each with its sidecar (`check_sums`), so that a corrupted one is reported at the start, not hours later.
 """
 
 import errno
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Container, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -22,6 +26,7 @@ from typing import IO, Any
 from configs.paths import check_local
 from store.json_files import read_json
 from store.lock import only_writer
+from store.progress import Bar
 
 SHARD_FOLDERS = ("rows", "features/*", "stages/*")
 SIDECAR_REMEDY = "delete it and run the same command again, which makes the shard again"
@@ -29,6 +34,12 @@ _COUNTS = {"bytes", "rows", "tokens", "input", "ok"}
 """Integer facts of a sidecar."""
 _DIRECTORY_WAIT_S = 600.0
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NAME = re.compile(r"(train|dev|test)-\d{5,}\.(parquet|safetensors|responses)(\.json)?")
+_MAX_THREADS = 8
+_MIN_BAR_BYTES = 2**27
+"""Total size from which a progress bar is shown; smaller checks take a tenth of a second."""
+ShardCheck = Callable[[Path], None]
+"""A function that raises ValueError for an invalid shard."""
 
 
 def rows_path(directory: str | Path, split: str, index: int) -> Path:
@@ -58,17 +69,12 @@ def write_shard(path: Path, content: bytes | memoryview, **facts: Any) -> None:
 
 
 def complete_shard(unfinished: Path, path: Path, contents: Mapping[int, bytes], **facts: Any) -> None:
-    """Fill the missing bytes of a shard in place and rename it to `path`, without copying the rest.
+    """Fill the missing bytes (offset in the file -> bytes) of a shard in place and rename it to `path`.
 
-    Both sidecars are removed first, so if the process is killed the unfinished shard must be made again.
-
-    Args:
-        unfinished: path of the incomplete shard.
-        path: path of the complete shard, in the same file system.
-        contents: offset in the file -> missing bytes.
-        **facts: facts for the sidecar.
+    Nothing else is copied, so both paths must be in one file system. If the process is killed, the unfinished shard
+    must be made again.
     """
-    for shard in (path, unfinished):
+    for shard in (path, unfinished):  # first: neither is complete until the end
         sidecar_path(shard).unlink(missing_ok=True)
     with unfinished.open("r+b") as file:
         for offset, content in contents.items():
@@ -135,8 +141,8 @@ def _sync_folder(path: Path) -> None:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """A folder that replaces `path` when the block ends; if the block raises, `path` is unchanged. Other writers wait.
 
-    The old directory is renamed before the new one takes its name. If the process is killed between the two renames,
-    the next writer restores the old directory.
+    The old directory is renamed before the new one takes its name; if the process is killed in between, the next writer
+    restores it.
 
     Raises:
         ValueError: the parent folder cannot be written to, or another process has been writing for ten minutes.
@@ -173,17 +179,12 @@ def read_sidecar(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a shard has a sidecar and the size in it; `store.sums` compares the sha256."""
+    """Whether a shard has a sidecar and the size in it; `check_sums` compares the sha256."""
     return path.is_file() and sidecar_path(path).is_file() and path.stat().st_size == read_sidecar(path)["bytes"]
 
 
 def verify_shard(path: Path, *, command: str = "data") -> None:
-    """Raise ValueError unless a shard matches its sidecar. Readers call `store.sums.check_sums`, which caches results.
-
-    Args:
-        path: the shard.
-        command: the command of `acceptance-heads` that makes it, for messages.
-    """
+    """Raise ValueError unless a shard matches its sidecar; `command` of `acceptance-heads` makes it, for messages."""
     again = f"run `acceptance-heads {command}` again"
     if not path.is_file():
         raise ValueError(f"{path} is missing; {again}")
@@ -204,12 +205,12 @@ def verify_shard(path: Path, *, command: str = "data") -> None:
 
 def sha256_of(path: Path) -> str:
     """sha256 of a file, cached until its inode, size or modification time changes."""
-    facts = path.stat()
-    return _sha256(path, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    stat = path.stat()
+    return _sha256(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 @cache
-def _sha256(path: Path, *_facts: int) -> str:
+def _sha256(path: Path, *_stat: int) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -234,14 +235,73 @@ def list_shards(directory: str | Path, split: str, timing: str | None = None) ->
 
 
 def clean_partial(directory: str | Path, *folders: str, names: Container[str] | None = None) -> None:
-    """Remove the temporary files of killed writers; the caller holds the directory's lock (`store.lock`).
+    """Remove the temporary files of killed writers in a directory and in these patterns of its subfolders.
 
-    Args:
-        directory: the folder.
-        folders: patterns of its subfolders that have shards.
-        names: stems of the files whose temporary files may be removed; None: all.
+    The caller holds the directory's lock. `names`: stems of the files whose temporary files may be removed; None: all.
     """
     for path in (path for folder in (".", *folders) for path in Path(directory).glob(f"{folder}/.*.partial")):
         name, _, pid = path.name.removeprefix(".").removesuffix(".partial").rpartition(".")
         if pid.isdigit() and (names is None or name.split(".")[0] in names):
             path.unlink(missing_ok=True)
+
+
+def check_sums(paths: Iterable[Path], *, command: str = "data", check: ShardCheck | None = None) -> None:
+    """Raise ValueError for the first shard that differs from its sidecar or fails `check`.
+
+    Args:
+        paths: the shards.
+        command: the command of `acceptance-heads` that makes them, for messages.
+        check: a further check of each shard.
+    """
+    for _, problem in problems_of(list(paths), command=command, check=check):
+        raise ValueError(problem)
+
+
+def problems_of(
+    paths: Sequence[Path], *, command: str = "data", check: ShardCheck | None = None, is_thorough: bool = False
+) -> Iterator[tuple[Path, str]]:
+    """Each shard that fails a check, in order, with its error message; `is_thorough`: always show a progress bar."""
+
+    def problem_of(path: Path) -> str | None:
+        try:
+            verify_shard(path, command=command)
+            if check is not None:
+                check(path)
+        except ValueError as error:
+            return str(error)
+        except OSError as error:
+            return (
+                f"{path} cannot be read ({error.strerror}); repair the disk, or delete the file and run "
+                f"`acceptance-heads {command}` again"
+            )
+        return None
+
+    sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
+    is_hidden = not is_thorough and sum(sizes) < _MIN_BAR_BYTES
+    settings: dict[str, Any] = {"unit": "B", "unit_scale": True, "disable": is_hidden, "leave": is_thorough}
+    pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="sums")
+    try:
+        with Bar(total=sum(sizes), desc="checking sums", **settings) as bar:
+            for path, size, problem in zip(paths, sizes, pool.map(problem_of, paths), strict=True):
+                bar.update(size)
+                if problem:
+                    yield path, problem
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def forget_broken(paths: Iterable[Path]) -> None:
+    """Delete the sidecars of corrupted shards, with a warning each, so that the shards are made again.
+
+    The caller holds the directory's lock.
+    """
+    for path, _ in problems_of([path for path in paths if is_whole(path)]):
+        print(f"warning: {path} is corrupted (its sha256 differs from its sidecar's); making it again", file=sys.stderr)
+        sidecar_path(path).unlink()
+
+
+def shards_in(directory: str | Path) -> list[Path]:
+    """Every shard of data.dir of which the file or its sidecar exists, folder by folder."""
+    paths = [path for folder in SHARD_FOLDERS for path in sorted(Path(directory).glob(f"{folder}/*-*"))]
+    names = [path for path in paths if _NAME.fullmatch(path.name)]
+    return list(dict.fromkeys(path.with_suffix("") if path.suffix == ".json" else path for path in names))

@@ -11,8 +11,7 @@ from data_gen.store.manifest import read_manifest
 from evaluation.traces.disk import places_in, read_shard, write_trace
 from evaluation.traces.recording import SPLITS
 from heads import AcceptanceHead
-from store.shards import atomic_directory, read_sidecar, write_atomic
-from store.sums import check_sums
+from store.shards import atomic_directory, check_sums, read_sidecar, write_atomic
 
 
 def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:

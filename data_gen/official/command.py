@@ -32,8 +32,16 @@ from data_gen.store.manifest import FORMAT, settle
 from store.json_files import read_json
 from store.lock import only_writer
 from store.progress import Bar
-from store.shards import SHARD_FOLDERS, clean_partial, is_whole, rows_path, sha256_of, write_atomic
-from store.sums import forget_broken, shards_in
+from store.shards import (
+    SHARD_FOLDERS,
+    clean_partial,
+    forget_broken,
+    is_whole,
+    rows_path,
+    sha256_of,
+    shards_in,
+    write_atomic,
+)
 
 _SAMPLING = {"temperature": 1.0, "top_k": None, "top_p": None}
 _TOLERANCE_NATS = 0.1

@@ -7,7 +7,7 @@ from typing import Any
 from configs.schema import Config
 from data_gen.prompts.splits import SPLITS
 from data_gen.store.manifest import num_prompts, read_manifest
-from store.sums import problems_of, shards_in
+from store.shards import problems_of, shards_in
 
 _READ = ("rows", "features/*")
 """Folders whose shards belong together."""

@@ -30,8 +30,7 @@ from lm import Sampling, free_memory, load_pair_tokenizer
 from lm.features.released import released_layout_of
 from lm.parallel import sliced_models
 from store.progress import Bar
-from store.shards import SHARD_FOLDERS, clean_partial, is_whole, rows_path
-from store.sums import forget_broken, shards_in
+from store.shards import SHARD_FOLDERS, clean_partial, forget_broken, is_whole, rows_path, shards_in
 
 _FEW_PROMPTS = 50
 _OF_ALL = ("manifest", "errors")

@@ -19,8 +19,7 @@ from data_gen.responses.exchange import Exchange
 from data_gen.store.manifest import read_manifest
 from data_gen.store.rows import read_rows
 from store.progress import Bar
-from store.shards import atomic_file, is_whole
-from store.sums import check_sums
+from store.shards import atomic_file, check_sums, is_whole
 
 _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 

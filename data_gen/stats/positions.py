@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pyarrow.parquet import read_schema
 
 from data_gen.store.rows import read_rows
-from store.sums import check_sums
+from store.shards import check_sums
 
 Array = NDArray[np.float64]
 

@@ -28,8 +28,7 @@ from evaluation.traces.branches import signal_names
 from evaluation.traces.inputs import InputTensors, TokenInputs
 from evaluation.traces.trace import CONFIDENCE, Trace, TraceRow, join_traces
 from lm import Sampling
-from store.shards import is_whole, write_shard
-from store.sums import check_sums
+from store.shards import check_sums, is_whole, write_shard
 
 _ROWS = pa.schema(
     {

@@ -35,8 +35,7 @@ from lm.frequencies import refuse_crossing
 from lm.uniforms import GENERATOR, seed_of, uniforms
 from store.lock import only_writer
 from store.progress import Bar
-from store.shards import clean_partial, is_whole, read_sidecar, write_atomic
-from store.sums import forget_broken, problems_of
+from store.shards import clean_partial, forget_broken, is_whole, problems_of, read_sidecar, write_atomic
 
 SPLITS: tuple[Split, ...] = ("dev", "test")
 _DECIDING = ("max_draft_length", "max_new_tokens", "seed", "prompts_per_shard", "trace_hidden", "perfect_head")

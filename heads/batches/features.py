@@ -81,7 +81,7 @@ class Row(NamedTuple):
 class FeatureShard:
     """One memory-mapped safetensors file of features.
 
-    Before reading, callers compare the file with its sidecar (`store.sums`) and the range of its numbers (`check`).
+    Before reading, callers compare the file with its sidecar (`store.shards`) and the range of its numbers (`check`).
     """
 
     def __init__(self, path: Path, scalars: Sequence[str]) -> None:

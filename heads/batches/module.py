@@ -23,8 +23,7 @@ from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard
 from heads.batches.loader import BatchLoader, block_reader
 from heads.batches.order import Item, Share
 from heads.grid import grid, scalar_names
-from store.shards import list_shards, read_sidecar
-from store.sums import ShardCheck, check_sums
+from store.shards import ShardCheck, check_sums, list_shards, read_sidecar
 
 
 class FeatureData(pl.LightningDataModule):

@@ -44,7 +44,7 @@ def test_a_log_has_a_line_after_a_long_silence(capsys, monkeypatch):
 def test_a_bar_that_ends_early_says_how_far_it_came(capsys):
     with Bar(total=40, desc="costs", unit="generations") as bar:
         for _ in range(5):
-            bar.counted(None)
+            bar.update()
     lines = counts(capsys.readouterr().err.splitlines())
     assert lines == ["costs: 0 %, 0/40 generations", "costs: 10 %, 4/40 generations", "costs: 12 %, 5/40 generations"]
 

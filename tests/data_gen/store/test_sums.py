@@ -13,9 +13,8 @@ from data_gen.pipeline import command
 from data_gen.pipeline.check import check
 from data_gen.pipeline.command import make
 from data_gen.pipeline.reuse import responses
-from store import shards, sums
-from store.shards import features_path, rows_path, sidecar_path, write_shard
-from store.sums import check_sums, problems_of
+from store import shards
+from store.shards import check_sums, features_path, problems_of, rows_path, sidecar_path, write_shard
 from tests.data_gen.on_disk import files_of
 
 
@@ -129,14 +128,14 @@ def test_an_unreadable_shard_is_named_among_the_others(tmp_path, monkeypatch):
     for path in paths:
         write_shard(path, b"x")
     flip(paths[2])
-    verify = sums.verify_shard
+    verify = shards.verify_shard
 
     def failing(path: Path, *, command: str) -> None:
         if path == paths[1]:
             raise OSError(5, "Input/output error", str(path))
         verify(path, command=command)
 
-    monkeypatch.setattr(sums, "verify_shard", failing)
+    monkeypatch.setattr(shards, "verify_shard", failing)
     problems = dict(problems_of(paths))
     assert list(problems) == paths[1:]
     assert problems[paths[1]].startswith(f"{paths[1]} cannot be read (Input/output error); repair the disk")

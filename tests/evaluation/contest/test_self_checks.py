@@ -25,8 +25,7 @@ from heads import AcceptanceHead
 from heads.command import export
 from heads.training.command import train
 from lm import Sampling
-from store.shards import read_sidecar, write_shard
-from store.sums import shards_in
+from store.shards import read_sidecar, shards_in, write_shard
 from tests.toys.small_pair import trace
 
 COSTS = [CostModel.constant(0.1, 1.0), CostModel(0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured")]
