@@ -1,8 +1,6 @@
-"""The table of docs/large-models.md with what `plan --sample 0` says of every shipped experiment: `python -m
-tests.data_gen.pipeline.plan_table` writes it anew; a test holds the page to it.
+"""Writes the table of docs/large-models.md from `plan --sample 0` of every shipped experiment; a test compares them.
 
-Models of the hub are known by the sizes of their config.json (`test_memory.PUBLISHED`) and no prompts are looked for
-there, so that the table is the same on every machine.
+Sizes of hub models come from `test_memory.PUBLISHED`, and prompts are not looked up.
 """
 
 import os

@@ -47,6 +47,8 @@ PUBLISHED = {
     "Qwen2.5-14B-Instruct": ("qwen2", 5120, 48, 40, 8, 13824, 152064),
     "Qwen2.5-7B-Instruct": ("qwen2", 3584, 28, 28, 4, 18944, 152064),
     "Qwen2.5-0.5B-Instruct": ("qwen2", 896, 24, 14, 2, 4864, 151936),
+    "Qwen2.5-Coder-1.5B-Instruct": ("qwen2", 1536, 28, 12, 2, 8960, 151936),
+    "Qwen2.5-Coder-0.5B-Instruct": ("qwen2", 896, 24, 14, 2, 4864, 151936),
     "SmolLM2-1.7B-Instruct": ("llama", 2048, 24, 32, 32, 8192, 49152),
     "SmolLM2-135M-Instruct": ("llama", 576, 30, 9, 3, 1536, 49152),
 }
@@ -63,8 +65,8 @@ def shipped(name: str, folder: Path) -> Config:
             path = folder / Path(source.path).name
             path.mkdir()
             values = {key: value for key, value in zip(NAMED, PUBLISHED[path.name], strict=True) if value is not None}
-            tied = {"tie_word_embeddings": path.name.startswith("SmolLM2") or "0.5B" in path.name}
-            (path / "config.json").write_text(json.dumps(values | tied | {"max_position_embeddings": 4096}))
+            values["tie_word_embeddings"] = any(name in path.name for name in ("SmolLM2", "0.5B", "Coder"))
+            (path / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 4096}))
             models[role] = replace(source, path=str(path))
     return replace(config, pair=replace(config.pair, **models), data=replace(config.data, dir=str(folder / "data")))
 
