@@ -29,7 +29,7 @@ from benchmarks.serve.loop import interpreter
 from configs.command import run
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.intervals import Spent, gain_over
+from evaluation.gain import Spent, gain_over
 from evaluation.turns import in_turns
 
 ALONE = 0  # the length of the arm without speculation

@@ -19,9 +19,9 @@ from scipy.optimize import isotonic_regression
 from decode.loop.batch import BatchRound
 from decode.policies import FixedLength, Policy
 from decode.policies.batch import BatchCosts, Curve, batched
-from evaluation.competitors import fastest
 from evaluation.costs.measure import Loop, typical
-from evaluation.sheet import Sheet, crossed
+from evaluation.hierarchies.built import fastest
+from evaluation.table import Table, crossed
 from evaluation.turns import in_turns
 
 _TURNS = 3
@@ -106,7 +106,7 @@ def _rising(seconds: Mapping[int, Sequence[float]]) -> Curve:
     return Curve(tuple(float(numbers[at]) for at in wanted), tuple(float(fitted[at]) for at in wanted))
 
 
-def size_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
+def size_sheet(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Policies down, sizes across."""
     ordered = sorted(rows, key=lambda row: int(row["batch_size"]))
     cells = (
@@ -114,7 +114,7 @@ def size_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
         for row in ordered
     )
     title = "tokens/s of continuous batches, all sequences together, medians over turns"
-    return Sheet(title, crossed("policy", cells), "in brackets: over the best fixed length's of the same turn")
+    return Table(title, crossed("policy", cells), "in brackets: over the best fixed length's of the same turn")
 
 
 def size_verdict(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -9,12 +9,12 @@ from configs.schema import Config, SamplingConfig
 from decode.experiment import Experiment
 from decode.policies.registry import read_spec
 from evaluation.bench.arms import Racer
+from evaluation.competitor import competitors_of
 from evaluation.contest.arms import Pick, Replays, picks_of, replay_dataset
-from evaluation.contest.families import BASELINE, BOUNDS
-from evaluation.contest.families import family as family_named
-from evaluation.contest.grids import grids_of
-from evaluation.costs.model import CostModel
-from evaluation.intervals import Splits
+from evaluation.families import BASELINE, BOUNDS
+from evaluation.families import family as family_named
+from evaluation.gain import Splits
+from evaluation.times import Times
 from evaluation.traces.recording import TraceFolder, trace_folder
 from lm import Sampling
 
@@ -51,7 +51,9 @@ class Choices:
         if dataset not in self._replays:
             decode, heads = self.experiment.decode, self.experiment.heads
             dev = self._folder.load_split(dataset, "dev")
-            grids = grids_of(decode.grid, heads, max_draft_length=decode.max_draft_length, policies=decode.policies)
+            grids = competitors_of(
+                decode.grid, heads, max_draft_length=decode.max_draft_length, policies=decode.policies
+            )
             traces = Splits(dev, dev.select([0]))  # nothing is reported on test here
             self._replays[dataset] = replay_dataset(
                 traces, grids, heads=heads, perfect_head=False, name=f"dev, {dataset}, {self._name}"
@@ -59,7 +61,7 @@ class Choices:
         return self._replays[dataset]
 
     def at(
-        self, cost: CostModel, families: Sequence[str] = (), *, dataset: str | None = None, num_fixed: int = 1
+        self, cost: Times, families: Sequence[str] = (), *, dataset: str | None = None, num_fixed: int = 1
     ) -> dict[str, Racer]:
         """Family -> its setting that is fastest on dev at these costs.
 
@@ -90,7 +92,7 @@ class Choices:
             for name, pick in kept.items()
         }
 
-    def _picks(self, dataset: str, cost: CostModel) -> dict[str, Pick]:
+    def _picks(self, dataset: str, cost: Times) -> dict[str, Pick]:
         replays = self.replays(dataset)
         return picks_of([*replays.arms, *replays.auto_arms(cost, is_online=(False,))], cost)
 
@@ -99,7 +101,7 @@ class Choices:
         return {spec: Racer(_family_of(spec), spec, self.experiment.policy(spec)) for spec in specs}
 
 
-def _next_best(best: Pick, cost: CostModel, num: int) -> list[Pick]:
+def _next_best(best: Pick, cost: Times, num: int) -> list[Pick]:
     """The arm's other settings, the fastest on dev first."""
     order = cost.tokens_per_s(best.arm.dev).argsort()[::-1]
     return [Pick(best.arm, int(setting)) for setting in order if setting != best.setting][:num]

@@ -27,7 +27,7 @@ from evaluation.bench.transfer import transfer_sheets
 from evaluation.contest.in_batches import sizes_of
 from evaluation.costs.measure import Loop
 from evaluation.flag_types import RaceRules, Sizes
-from evaluation.sheet import announce, printing, say
+from evaluation.table import announce, printing, say
 from store.shards import write_atomic
 
 _WIDTH = 240

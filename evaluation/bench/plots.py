@@ -7,7 +7,7 @@ import numpy as np
 from evaluation.bench.schedules import UNASSISTED
 from evaluation.bench.standings import SAMPLING_NAMES, SCHEDULES, best_of, name_of
 from evaluation.bench.transfer import CellStandings
-from evaluation.contest.families import ALONE, BASELINE
+from evaluation.families import ALONE, BASELINE
 from evaluation.figure import GREY, Plot, panels_of, plot_of
 
 

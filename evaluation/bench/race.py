@@ -38,12 +38,12 @@ from evaluation.bench.schedules import (
     assisted,
     constant,
 )
-from evaluation.contest.families import ALONE, BASELINE
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
-from evaluation.costs.model import CostModel
+from evaluation.families import ALONE, BASELINE
 from evaluation.flag_types import RaceRules
 from evaluation.keys import class_key, code_key, head_key, machine_key, models_key, policy_key, prompts_key
+from evaluation.times import Times
 from evaluation.turns import in_turns
 from lm import Pair, Sampling, load_config, load_model
 from store.keyed import KeyedStore
@@ -118,7 +118,7 @@ class Race:
         self._store = KeyedStore(self.path, remedy="delete the line, and it is measured again")
 
     @cached_property
-    def _cost(self) -> CostModel:
+    def _cost(self) -> Times:
         """Times of the pair as it is."""
         return costs_for(self.experiment)
 

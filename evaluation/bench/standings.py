@@ -17,11 +17,11 @@ import numpy as np
 
 from decode.policies.registry import POLICIES
 from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
-from evaluation.competitors import Standing
-from evaluation.contest.families import ALONE, BASELINE, PRODUCT, TRAINING_FREE
-from evaluation.contest.families import family as family_named
-from evaluation.intervals import Gain, Spent
-from evaluation.sheet import Sheet
+from evaluation.families import ALONE, BASELINE, PRODUCT, TRAINING_FREE
+from evaluation.families import family as family_named
+from evaluation.gain import Gain, Spent
+from evaluation.hierarchies.built import Standing
+from evaluation.table import Table
 
 SCHEDULES = (DEFAULT, HEURISTIC, CONSTANT)
 SAMPLING_NAMES = {"greedy": "greedy", "sampled": "T=1", "nucleus": "T=0.7, top-p 0.9", "own": "as in the config"}
@@ -74,7 +74,7 @@ def _spent(arm: Mapping[str, Any]) -> Spent:
     return Spent(np.array(arm["tokens"]), np.array(arm["seconds"]))
 
 
-def standing_sheet(cell: Mapping[str, Any], standings: Sequence[Standing]) -> Sheet:
+def standing_sheet(cell: Mapping[str, Any], standings: Sequence[Standing]) -> Table:
     """The table of one cell."""
     rivals = [name for name in (BASELINE, *SCHEDULES) if name in standings[0].over]
     rows = [
@@ -87,7 +87,7 @@ def standing_sheet(cell: Mapping[str, Any], standings: Sequence[Standing]) -> Sh
         }
         for arm, standing in zip(cell["arms"], standings, strict=True)
     ]
-    return Sheet(
+    return Table(
         title_of(cell),
         rows,
         "gain in per cent, its 95 % interval over prompts, and the median of the ratios of prompts; each rival is the "
@@ -102,7 +102,7 @@ def _row_name(standing: Standing) -> str:
     return "fixed length" if standing.family == BASELINE and not is_rival else name_of(standing.family)
 
 
-def summary_sheet(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> Sheet:
+def summary_sheet(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]]) -> Table:
     """One row per cell and family of heads: where trained heads stand."""
     known = {rival for _, standings in cells for rival in standings[0].over}
     rivals = {rival: f"over {name_of(rival)}" for rival in (BASELINE, TRAINING_FREE, *SCHEDULES) if rival in known}
@@ -121,7 +121,7 @@ def summary_sheet(cells: Sequence[tuple[Mapping[str, Any], Sequence[Standing]]])
     ]
     headings = ("ratio", "dataset", "sampling", "policy", "setting", *rivals.values())
     note = "gain in per cent over each rival, and its 95 % interval over prompts"
-    return Sheet("trained heads", rows, note, names=5, headings=headings)
+    return Table("trained heads", rows, note, names=5, headings=headings)
 
 
 def title_of(cell: Mapping[str, Any]) -> str:

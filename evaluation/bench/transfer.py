@@ -8,10 +8,10 @@ from typing import Any
 
 from evaluation.bench.schedules import DEFAULT
 from evaluation.bench.standings import SAMPLING_NAMES, best_of, name_of
-from evaluation.competitors import Standing
-from evaluation.contest.families import ALONE, BASELINE, PRODUCT
-from evaluation.intervals import Gain
-from evaluation.sheet import Sheet
+from evaluation.families import ALONE, BASELINE, PRODUCT
+from evaluation.gain import Gain
+from evaluation.hierarchies.built import Standing
+from evaluation.table import Table
 
 CellStandings = tuple[Mapping[str, Any], Sequence[Standing]]
 MEAN = "mean of transfer sets"
@@ -26,7 +26,7 @@ def mean_gain(gains: Sequence[Gain]) -> Gain:
     return Gain(value, value - _NORMAL * error, value + _NORMAL * error, error)
 
 
-def transfer_sheets(cells: Sequence[CellStandings]) -> Iterator[Sheet]:
+def transfer_sheets(cells: Sequence[CellStandings]) -> Iterator[Table]:
     """One table per rival: families down, datasets and their mean across."""
     note = "gain on a clock, with its 95 % interval over prompts; each family at its fastest arm"
     for rival in (BASELINE, PRODUCT, DEFAULT, ALONE):
@@ -36,7 +36,7 @@ def transfer_sheets(cells: Sequence[CellStandings]) -> Iterator[Sheet]:
             for family, gains in gains_over(cells, rival).items()
         ]
         if rows:
-            yield Sheet(f"over {name_of(rival)}", rows, note)
+            yield Table(f"over {name_of(rival)}", rows, note)
 
 
 def gains_over(cells: Sequence[CellStandings], rival: str) -> dict[str, dict[tuple[str, str], Gain]]:

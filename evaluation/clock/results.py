@@ -20,14 +20,14 @@ from decode.experiment import Experiment
 from decode.policies import FixedLength
 from evaluation.clock.primed import PrimedLoop
 from evaluation.clock.turns import Clocked, clock
+from evaluation.competitor import Competitor
 from evaluation.contest.arms import Pick, replay_arms
-from evaluation.contest.families import ALONE, BASELINE, BOUNDS, families, family, styles_of
-from evaluation.contest.grids import Grid
-from evaluation.costs.model import CostModel
+from evaluation.families import ALONE, BASELINE, BOUNDS, families, family, styles_of
 from evaluation.figure import GREY, Plot, figure_of, legend_below, plot_of
-from evaluation.intervals import Spent, Splits, gain_over
-from evaluation.sheet import Sheet, flat, shown
-from evaluation.traces.replay import Replayed
+from evaluation.gain import Spent, Splits, gain_over
+from evaluation.played import Played
+from evaluation.table import Table, flat, shown
+from evaluation.times import Times
 from evaluation.traces.trace import Array, Trace
 
 TOLERANCE = 0.03
@@ -89,7 +89,7 @@ class ClockReport:
         }
 
     @property
-    def sheet(self) -> Sheet:
+    def sheet(self) -> Table:
         """The table of every family."""
         note = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
         rows = [
@@ -102,7 +102,7 @@ class ClockReport:
             }
             for row, cells in zip(self.rows, shown(self.rows, _COLUMNS), strict=True)
         ]
-        return Sheet(f"{self.dataset} on a clock: {self.about}", rows, note, names=2)
+        return Table(f"{self.dataset} on a clock: {self.about}", rows, note, names=2)
 
     @property
     def plot(self) -> Plot:
@@ -128,7 +128,7 @@ class ClockReport:
 
 
 def report_of(
-    clocked: Clocked, runners: Sequence[Pick], cost: CostModel, *, dataset: str, rows: Sequence[int]
+    clocked: Clocked, runners: Sequence[Pick], cost: Times, *, dataset: str, rows: Sequence[int]
 ) -> ClockReport:
     """Every runner, over the rows that all of them played as replayed; rows of one prompt, such as the turns of a
     conversation, count together.
@@ -172,7 +172,7 @@ def report_of(
     return ClockReport(dataset=dataset, about=about, rows=results)
 
 
-def _by_prompt(replayed: Replayed, seconds: Array, kept: Array) -> Spent:
+def _by_prompt(replayed: Played, seconds: Array, kept: Array) -> Spent:
     """Tokens and seconds of each prompt, its kept rows together."""
     _, numbers = np.unique(replayed.prompt_of_row[kept], return_inverse=True)
     tokens = np.bincount(numbers, replayed.counts.num_emitted[0, kept])
@@ -189,7 +189,7 @@ def _about(clocked: Clocked, *, num_prompts: int) -> str:
     return about
 
 
-def _parts(clocked: Clocked, number: int, replayed: Replayed, *, cost: CostModel) -> dict[str, float]:
+def _parts(clocked: Clocked, number: int, replayed: Played, *, cost: Times) -> dict[str, float]:
     """Clocked less predicted seconds of each part, over all predicted seconds."""
     kept = clocked.agrees
     total_s = float(cost.time_s(replayed)[0, kept].sum())
@@ -212,11 +212,11 @@ def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) ->
 
 
 def clock_dataset(
-    experiment: Experiment, picks: Mapping[str, Pick], test: Trace, cost: CostModel, *, num_prompts: int, repeats: int
+    experiment: Experiment, picks: Mapping[str, Pick], test: Trace, cost: Times, *, num_prompts: int, repeats: int
 ) -> ClockReport:
     """The first test prompts of one dataset, every turn of each once, on the loop of the config."""
     loop, rows, dataset = PrimedLoop.of(experiment), rows_of(test, num_prompts), test.rows[0].dataset
-    alone = Grid(ALONE, ALONE, FixedLength(0), ({},))
+    alone = Competitor(ALONE, ALONE, FixedLength(0), ({},))
     names = [name for name in families() if name in picks and name not in BOUNDS]
     runners = [Pick(next(replay_arms([alone], Splits(test, test))), 0), *(picks[name] for name in names)]
     clocked = clock(loop, runners, test.select(rows), rows, repeats=repeats, name=dataset)

@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float
 from decode.loop.decoder import Generation, SpeculativeDecoder
 from evaluation.clock.primed import PrimedLoop
 from evaluation.contest.arms import Pick
+from evaluation.played import Played, lengths_of
 from evaluation.traces.played import PlayedSampler
-from evaluation.traces.replay import Replayed, lengths_of
 from evaluation.traces.trace import Array, Trace
 from evaluation.turns import in_turns
 from store.progress import Bar
@@ -89,7 +89,7 @@ def _timed(decoder: SpeculativeDecoder, trace: Trace, row: int) -> tuple[Generat
     return generation, (wall_s, sum(round_.draft_s for round_ in rounds), sum(round_.target_s for round_ in rounds))
 
 
-def _agrees(generation: Generation, replayed: Replayed, row: int) -> bool:
+def _agrees(generation: Generation, replayed: Played, row: int) -> bool:
     """Whether a generation is its replay, draft lengths included; a draft that is read at its end alone may pay more
     forwards.
     """

@@ -18,7 +18,7 @@ from torch import Tensor
 from configs.schema import Config
 from data_gen.pipeline.sizes import settled
 from decode.experiment import Experiment
-from evaluation.sheet import Sheet, announce, crossed, printing, shown
+from evaluation.table import Table, announce, crossed, printing, shown
 from heads import AcceptanceHead
 from heads.batches.features import RATE, of_timing
 from heads.batches.module import FeatureData
@@ -71,11 +71,11 @@ def judge(config: Config, *, json: bool = False) -> None:
         title = f"{config.data.dir}, test split; {Sampling(**vars(config.pair.sampling)).text}"
         columns = {name: (name, "" if name == "predictor" else ".5f") for name in scores[0] if name != "by_position"}
         note = "survival: every token of the draft so far is accepted"
-        Sheet(f"confidences at all positions; {title}", shown(scores, columns), note).print()
+        Table(f"confidences at all positions; {title}", shown(scores, columns), note).print()
         for name in ("brier", "ece", "survival_ece"):
             values = ((one["predictor"], enumerate(one["by_position"][name], 1)) for one in scores)
             cells = ((predictor, str(k), f"{x:.4f}") for predictor, numbered in values for k, x in numbered)
-            Sheet(f"{name} by position; {title}", crossed("predictor", cells)).print()
+            Table(f"{name} by position; {title}", crossed("predictor", cells)).print()
         path = Path(config.decode.dir) / "confidence.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, dumps(scores, indent=1).encode())

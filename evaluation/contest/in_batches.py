@@ -16,13 +16,13 @@ from decode.policies.bounds import PerfectHead
 from decode.policies.engines import LargestProb, OwnConfidence
 from evaluation.batches.load import Load, LoadSpent, load_of, queue_of
 from evaluation.batches.lockstep import step_through
+from evaluation.competitor import Competitor
 from evaluation.contest.arms import Replays, by_family, fastest_on_dev
-from evaluation.contest.families import BASELINE, BOUNDS, PERFECT, families, family
-from evaluation.contest.grids import Grid
-from evaluation.costs.model import RECORDED, CostModel
+from evaluation.families import BASELINE, BOUNDS, PERFECT, families, family
 from evaluation.flag_types import Sizes
-from evaluation.intervals import Splits
-from evaluation.sheet import Sheet, crossed, flat, wide_console
+from evaluation.gain import Splits
+from evaluation.table import Table, crossed, flat, wide_console
+from evaluation.times import RECORDED, Times
 from evaluation.traces.replay import Rounds, replay_rounds
 from evaluation.traces.trace import CONFIDENCE, Trace
 from evaluation.tuning.rule import batch_auto_for
@@ -51,7 +51,7 @@ class BatchResult:
 class Setup(NamedTuple):
     """Costs of batches: of a cost model, with what a verified token takes."""
 
-    cost: CostModel
+    cost: Times
     verify_share: float | None
     """Seconds that each further verified token takes, over those of a draft step; None: it was measured."""
     measured: BatchCosts | None = None
@@ -88,7 +88,7 @@ class Setup(NamedTuple):
 class Entry:
     """A grid, round by round on one split, as it would run in batches."""
 
-    grid: Grid
+    grid: Competitor
     trace: Trace
 
     @cached_property
@@ -157,13 +157,13 @@ class BatchContest:
 
     def _best(
         self, dev: Entry, test: Entry, loads: Sequence[Load], setup: Setup, size: int
-    ) -> tuple[Grid, Mapping[str, Any], LoadSpent]:
+    ) -> tuple[Competitor, Mapping[str, Any], LoadSpent]:
         costs = setup.curves(dev.grid.policy.stop_kind)
         on_dev = [load.spent(costs).tokens_per_s for load in loads]
         best = on_dev.index(max(on_dev))
         return dev.grid, dev.grid.settings[best], test.load(best, size).spent(costs)
 
-    def _autos(self, setup: Setup, size: int) -> Iterator[tuple[Grid, Mapping[str, Any], LoadSpent]]:
+    def _autos(self, setup: Setup, size: int) -> Iterator[tuple[Competitor, Mapping[str, Any], LoadSpent]]:
         """The batch's rule, with a head of each timing: lambda from dev, or learned online with the head; then with the
         draft's own confidence where it has one, last with a perfect head.
         """
@@ -188,9 +188,9 @@ class BatchContest:
             variants[PERFECT] = batch_auto_for(PerfectHead("drawn"), traces.dev, setup.curves(""), size)
         for name, rule in variants.items():
             load = step_through(traces.test, rule, queue_of(len(traces.test.rows), size), size)
-            yield Grid(name, name, rule, ({},)), {}, load.spent(rule.costs)
+            yield Competitor(name, name, rule, ({},)), {}, load.spent(rule.costs)
 
-    def _rivals(self, cost: CostModel) -> dict[Timing, list[AcceptanceHead]]:
+    def _rivals(self, cost: Times) -> dict[Timing, list[AcceptanceHead]]:
         """Two heads of each timing: the fastest for one sequence, and the fastest of the cheapest, since in a batch a
         head gains less.
         """
@@ -241,7 +241,7 @@ def sizes_of(asked: Sizes | None) -> tuple[int, ...] | None:
 
 
 def setups_of(
-    costs: Sequence[CostModel], verify_shares: Sequence[float], measured: BatchCosts | None = None
+    costs: Sequence[Times], verify_shares: Sequence[float], measured: BatchCosts | None = None
 ) -> list[Setup]:
     """Every cost with every share of a verified token; of measured or recorded times one setup, with the curves of
     batches if there are any.
@@ -289,11 +289,11 @@ def batch_frame(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -
     )
 
 
-def batch_sheet(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -> Sheet:
+def batch_sheet(setup: Setup, results: Sequence[BatchResult], *, dataset: str) -> Table:
     """Families down, batch sizes across."""
     names = list(families())
     ordered = sorted(results, key=lambda result: (names.index(result.family), result.batch_size))
-    return Sheet(
+    return Table(
         f"{dataset} in batches, settings chosen on dev at each size; {setup.title}",
         crossed(
             "policy", ((family(result.family).label, f"batch {result.batch_size}", _cell(result)) for result in ordered)

@@ -13,16 +13,16 @@ from typing import Any
 from decode.experiment import Experiment
 from decode.policies.chosen import VERDICT
 from evaluation.contest.arms import Arm, Pick, Replays, picks_of
-from evaluation.contest.families import BASELINE, HEADS, TRAINING_FREE, family
 from evaluation.contest.results import champions_of
 from evaluation.contest.tables import values_of
-from evaluation.costs.model import CostModel
-from evaluation.intervals import gain_over
-from evaluation.traces.replay import joined
+from evaluation.families import BASELINE, HEADS, TRAINING_FREE, family
+from evaluation.gain import gain_over
+from evaluation.played import joined
+from evaluation.times import Times
 from store.shards import write_atomic
 
 
-def recommend(every: Sequence[Replays], cost: CostModel, experiment: Experiment) -> dict[str, Any]:
+def recommend(every: Sequence[Replays], cost: Times, experiment: Experiment) -> dict[str, Any]:
     """The verdict over the prompts of all datasets together, whose grids are the same, as verdict.json has it."""
     champions = champions_of(picks_of(joined_arms(every), cost).values(), cost)
     spent, best = {group: pick.spent(cost) for group, pick in champions.items()}, BASELINE

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from evaluation.competitor import label_of
 from evaluation.contest.arms import Pick, total
-from evaluation.contest.families import BASELINE, GROUPS, HEADS, ORACLE, PERFECT, TRAINING_FREE
-from evaluation.contest.grids import label_of
-from evaluation.costs.model import CostModel
-from evaluation.intervals import Gain, Spent, gain_over
+from evaluation.families import BASELINE, GROUPS, HEADS, ORACLE, PERFECT, TRAINING_FREE
+from evaluation.gain import Gain, Spent, gain_over
+from evaluation.times import Times
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One family on test; its fields are the columns of results.csv (`evaluation.sheet.flat`)."""
+    """One family on test; its fields are the columns of results.csv (`evaluation.table.flat`)."""
 
     family: str
     name: str
@@ -51,13 +51,13 @@ class Yardstick(NamedTuple):
     """Family of each group that is fastest on dev; HEADS where there are some."""
 
 
-def yardstick_of(picks: Mapping[str, Pick], cost: CostModel) -> Yardstick:
+def yardstick_of(picks: Mapping[str, Pick], cost: Times) -> Yardstick:
     """The yardstick of one dataset at one cost, where dev chose these."""
     champions = {group: pick.family for group, pick in champions_of(picks.values(), cost).items()}
     return Yardstick({family: pick.spent(cost) for family, pick in picks.items()}, cost.t_target_s[0], champions)
 
 
-def champions_of(picks: Iterable[Pick], cost: CostModel) -> dict[str, Pick]:
+def champions_of(picks: Iterable[Pick], cost: Times) -> dict[str, Pick]:
     """Group -> the pick that is fastest on dev; groups without any are left out."""
     ranked = sorted(picks, key=lambda pick: -pick.tokens_per_s_on_dev(cost))
     best = {group: next((pick for pick in ranked if belongs(pick.family)), None) for group, belongs in GROUPS.items()}
@@ -72,12 +72,12 @@ def lead_of(yardstick: Yardstick) -> Gain | None:
     return gain_over(free, head)
 
 
-def results_of(picks: Mapping[str, Pick], cost: CostModel, yardstick: Yardstick) -> list[Result]:
+def results_of(picks: Mapping[str, Pick], cost: Times, yardstick: Yardstick) -> list[Result]:
     """One result per family."""
     return [result_of(pick, cost, yardstick) for pick in picks.values()]
 
 
-def result_of(pick: Pick, cost: CostModel, yardstick: Yardstick) -> Result:
+def result_of(pick: Pick, cost: Times, yardstick: Yardstick) -> Result:
     """The figures of one family on test against the yardstick."""
     counts, spent, rivals = total(pick.arm.test.counts, pick.setting), pick.spent(cost), yardstick.spent
     return Result(

@@ -8,10 +8,10 @@ from typing import Any
 import pandas as pd
 
 from evaluation.contest.arms import Arm
-from evaluation.contest.families import BASELINE, ORACLE, families, family
 from evaluation.contest.results import Result
-from evaluation.costs.model import CostModel
-from evaluation.sheet import Sheet, flat
+from evaluation.families import BASELINE, ORACLE, families, family
+from evaluation.table import Table, flat
+from evaluation.times import Times
 
 
 def ordered(results: Sequence[Result]) -> list[Result]:
@@ -20,7 +20,7 @@ def ordered(results: Sequence[Result]) -> list[Result]:
     return sorted(results, key=lambda result: names.index(result.family) if result.family in names else len(names))
 
 
-def result_sheet(results: Sequence[Result], cost: CostModel, *, dataset: str, num_prompts: int) -> Sheet:
+def result_sheet(results: Sequence[Result], cost: Times, *, dataset: str, num_prompts: int) -> Table:
     """One dataset at one cost; the target alone stands above the families."""
     alone = 1 / cost.t_target_s[0]
     oracle = next(result.tokens_per_s for result in results if result.family == ORACLE)
@@ -39,7 +39,7 @@ def result_sheet(results: Sequence[Result], cost: CostModel, *, dataset: str, nu
         }
         for result in results
     ]
-    return Sheet(
+    return Table(
         f"{dataset}: {num_prompts} test prompts, settings chosen on dev; {cost.title}",
         [dict(zip(rows[0], first, strict=True)), *rows],
         "predicted from counts and times (law 4.9). gain: throughput over the best fixed length's, with its 95 % "
@@ -54,7 +54,7 @@ def values_of(setting: Mapping[str, Any]) -> str:
     return ", ".join(f"{value:.3g}" if isinstance(value, float) else f"{value}" for value in setting.values())
 
 
-def result_frame(results: Sequence[Result], cost: CostModel, *, dataset: str, chosen_on: str) -> pd.DataFrame:
+def result_frame(results: Sequence[Result], cost: Times, *, dataset: str, chosen_on: str) -> pd.DataFrame:
     """The same as rows of numbers; `chosen_on`: the dataset whose dev prompts chose head and setting."""
     rows = [
         {"dataset": dataset, "chosen_on": chosen_on, "ratio": cost.ratio, "costs": cost.origin, **flat(result)}

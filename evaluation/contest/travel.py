@@ -18,12 +18,12 @@ import pandas as pd
 import torch
 
 from evaluation.contest.arms import Arm, Pick, picks_of
-from evaluation.contest.families import AUTO, BOUNDS, PERFECT, TRAINING_FREE, family
 from evaluation.contest.results import Result, Yardstick, result_of
 from evaluation.contest.tables import ordered, result_frame
-from evaluation.costs.model import CostModel
-from evaluation.intervals import Gain, gain_over
-from evaluation.sheet import Sheet, spread
+from evaluation.families import AUTO, BOUNDS, PERFECT, TRAINING_FREE, family
+from evaluation.gain import Gain, gain_over
+from evaluation.table import Table, spread
+from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from heads.measures.calibration import recalibrated
@@ -42,7 +42,7 @@ class Judged:
     yardstick: Yardstick
     results: Sequence[Result]
 
-    def speeds_on_dev(self, cost: CostModel) -> dict[str, float]:
+    def speeds_on_dev(self, cost: Times) -> dict[str, float]:
         """Throughput of every family on dev, by which settings and families are chosen."""
         return {name: pick.tokens_per_s_on_dev(cost) for name, pick in self.picks.items()}
 
@@ -60,7 +60,7 @@ class Travelled(NamedTuple):
     """Throughput over that of the same family tuned there, minus 1; None where it was not."""
 
 
-def travel(home: Judged, away: Judged, *, test: Trace, cost: CostModel) -> list[Travelled]:
+def travel(home: Judged, away: Judged, *, test: Trace, cost: Times) -> list[Travelled]:
     """Every family but the bounds.
 
     Args:
@@ -125,7 +125,7 @@ def _moved(home: Sequence[Arm], away: Sequence[Arm], test: Trace) -> Iterator[Ar
             yield Arm(arm.grid, arm.dev, replay_settings(test, arm.grid.policy) if known is None else known)
 
 
-def travel_sheet(travelled: Sequence[Travelled], home: Judged, away: Judged, cost: CostModel) -> Sheet:
+def travel_sheet(travelled: Sequence[Travelled], home: Judged, away: Judged, cost: Times) -> Table:
     """Gains at home, travelled and tuned at the other set, side by side."""
     rows = [
         {
@@ -141,7 +141,7 @@ def travel_sheet(travelled: Sequence[Travelled], home: Judged, away: Judged, cos
     ]
     gains = {"at home": home.gain(PERFECT), "tuned there": away.gain(PERFECT)}
     champion = family(away.yardstick.champions[TRAINING_FREE]).label
-    return Sheet(
+    return Table(
         f"from {home.dataset} to {away.dataset}; {cost.title}",
         [*rows, {"policy": "perfect head", "setting from home": "tuned there", **gains}],
         "gain over the best fixed length of the set. travelled: head and setting chosen on the dev prompts of "
@@ -152,7 +152,7 @@ def travel_sheet(travelled: Sequence[Travelled], home: Judged, away: Judged, cos
     )
 
 
-def travel_frame(travelled: Sequence[Travelled], home: Judged, away: Judged, cost: CostModel) -> pd.DataFrame:
+def travel_frame(travelled: Sequence[Travelled], home: Judged, away: Judged, cost: Times) -> pd.DataFrame:
     """Rows of results.csv: those of the foreign set, chosen at home."""
     frame = result_frame(
         [travelled_family.result for travelled_family in travelled], cost, dataset=away.dataset, chosen_on=home.dataset

@@ -14,9 +14,9 @@ from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.costs.machine import kept_costs, loop_of, times_of
 from evaluation.costs.measure import time_forwards
-from evaluation.costs.model import CostModel
 from evaluation.costs.stops import policies_by_kind
-from evaluation.sheet import Sheet, printing, say
+from evaluation.table import Table, printing, say
+from evaluation.times import Times
 
 _SHOWN = (0, 1, 2, 5, 10, 20)
 """k of t_target(k) in the table."""
@@ -49,7 +49,7 @@ def costs(config: Config, *, again: bool = False, json: bool = False) -> None:
         print(to_json(times | of_bare))
 
 
-def time_sheet(times: Mapping[str, Any], bare: CostModel | None) -> Sheet:
+def time_sheet(times: Mapping[str, Any], bare: Times | None) -> Table:
     """Times in ms, one row per way of measuring."""
     lengths = [k for k in _SHOWN if k < len(times["t_target_s"])]
     ways = {"in the loop": (times["t_draft_s"], times["t_target_s"])}
@@ -67,10 +67,10 @@ def time_sheet(times: Mapping[str, Any], bare: CostModel | None) -> Sheet:
             "R²": f"{fit['r2']:.4f}",
         }
     )
-    return Sheet("milliseconds per forward; evaluations use those of the loop", rows)
+    return Table("milliseconds per forward; evaluations use those of the loop", rows)
 
 
-def stop_sheet(times: Mapping[str, Any]) -> Sheet:
+def stop_sheet(times: Mapping[str, Any]) -> Table:
     """Seconds that each kind of stop adds to a draft step, the dearest last."""
     step_s = times["t_draft_s"]
     rows = [
@@ -82,7 +82,7 @@ def stop_sheet(times: Mapping[str, Any]) -> Sheet:
         }
         for kind, (seconds, error_s) in sorted(times["stops"].items(), key=lambda entry: entry[1][0])
     ]
-    return Sheet(f"what a stop adds to a draft step of {1e6 * step_s:.0f} us", rows)
+    return Table(f"what a stop adds to a draft step of {1e6 * step_s:.0f} us", rows)
 
 
 def verdict_of(times: Mapping[str, Any]) -> str:

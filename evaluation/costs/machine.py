@@ -16,9 +16,9 @@ from decode.experiment import Experiment
 from decode.policies.base import Policy
 from evaluation.costs import measure, stops
 from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
-from evaluation.costs.model import RECORDED, CostModel, StopShares, TimeErrors, check_ratio
 from evaluation.costs.stops import policies_by_kind, sizes, time_stops
 from evaluation.keys import machine_key, models_key, prompts_key
+from evaluation.times import RECORDED, StopShares, TimeErrors, Times, check_ratio
 from store.keyed import KeyedStore
 
 NUM_PROMPTS = 4
@@ -29,7 +29,7 @@ _MEASURED = ("t_draft_s", "t_target_s", "origin", "errors", "fit", "stops")
 
 def costs_for(
     experiment: Experiment, ratio: float | None = None, *, others: Iterable[Policy] = (), has_heads: bool = True
-) -> CostModel:
+) -> Times:
     """Times that the YAML gives, or else those of this machine; with what the stops of all its policies cost.
 
     Args:
@@ -57,11 +57,11 @@ def costs_for(
     if experiment.decode.as_recorded and draft_s is None:
         return _recorded(experiment, policies)
     if draft_s is not None and target_s is not None:
-        return CostModel.constant(draft_s, target_s, elsewhere=shares_of(experiment, policies, {}))
+        return Times.constant(draft_s, target_s, elsewhere=shares_of(experiment, policies, {}))
     return _model_of(times_of(experiment, policies), experiment, policies)
 
 
-def costs_without_models(experiment: Experiment, policy: Policy, ratio: float | None = None) -> CostModel:
+def costs_without_models(experiment: Experiment, policy: Policy, ratio: float | None = None) -> Times:
     """Times for one policy, of which none is measured: those that the YAML gives, or those kept of this loop, or else a
     ratio with a target forward as the second.
 
@@ -94,10 +94,10 @@ def costs_without_models(experiment: Experiment, policy: Policy, ratio: float | 
     chosen = decode.ratios[0] if ratio is None else ratio
     check_ratio(chosen)
     origin = f"ratio {chosen:g}, nothing measured: a second is a target forward"
-    return CostModel.constant(1 / chosen, 1.0, origin, shares_of(experiment, policies, {}))
+    return Times.constant(1 / chosen, 1.0, origin, shares_of(experiment, policies, {}))
 
 
-def _recorded(experiment: Experiment, policies: Mapping[str, Policy]) -> CostModel:
+def _recorded(experiment: Experiment, policies: Mapping[str, Policy]) -> Times:
     """The times beside a published trace.
 
     Raises:
@@ -122,7 +122,7 @@ def recorded(store: KeyedStore, experiment: Experiment) -> dict[str, Any] | None
     return next((value for key, value in store.entries()[::-1] if shared.items() <= key.items()), None)
 
 
-def _kept(times: Mapping[str, Any], experiment: Experiment, policies: Mapping[str, Policy]) -> CostModel:
+def _kept(times: Mapping[str, Any], experiment: Experiment, policies: Mapping[str, Policy]) -> Times:
     """Times that were kept; a stop that was not timed has its share by size."""
     cost = _model_of(times, experiment, policies)
     if unmeasured := {kind: cost.elsewhere.of.get(kind, 0.0) for kind in policies if kind not in cost.t_stop_s}:
@@ -133,7 +133,7 @@ def _kept(times: Mapping[str, Any], experiment: Experiment, policies: Mapping[st
     return cost
 
 
-def _model_of(times: Mapping[str, Any], experiment: Experiment, policies: Mapping[str, Policy]) -> CostModel:
+def _model_of(times: Mapping[str, Any], experiment: Experiment, policies: Mapping[str, Policy]) -> Times:
     """The measured times of a loop as a cost model; at other ratios the stops of `policies` have shares of a step."""
     t_stop_s = {kind: seconds for kind, (seconds, _) in times["stops"].items()}
     errors = TimeErrors(
@@ -142,7 +142,7 @@ def _model_of(times: Mapping[str, Any], experiment: Experiment, policies: Mappin
         {kind: error_s / seconds for kind, (seconds, error_s) in times["stops"].items() if seconds},
     )
     shares = shares_of(experiment, policies, {kind: seconds / times["t_draft_s"] for kind, seconds in t_stop_s.items()})
-    return CostModel(
+    return Times(
         times["t_draft_s"], tuple(times["t_target_s"]), times["origin"], t_stop_s, "stops measured", shares, errors
     )
 

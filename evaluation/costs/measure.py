@@ -23,7 +23,7 @@ from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.policies import FixedLength, Policy
-from evaluation.costs.model import CostModel, TimeErrors
+from evaluation.times import TimeErrors, Times
 from evaluation.traces.trace import Array
 from evaluation.turns import in_turns, turns_within
 from lm import KINDS, CachedModel, Compile, CompiledModel, Pair, Sampling
@@ -123,7 +123,7 @@ def lengths_within(max_draft_length: int, lengths: Sequence[int]) -> list[int]:
     return sorted({min(length, max_draft_length) for length in lengths})
 
 
-def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_steps: bool = False) -> CostModel:
+def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_steps: bool = False) -> Times:
     """Costs from rounds; the first of each generation, which reads the prompt, is left out.
 
     A draft of k forwards takes begin + t_draft * k. What it takes whatever its length is paid once a round, and so is
@@ -140,9 +140,7 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_ste
         ValueError: generations of one round only.
     """
     t_draft_s, t_target_s = _times_of(generations, max_draft_length, in_steps=in_steps)
-    return CostModel(
-        t_draft_s, t_target_s, "measured", errors=_errors(generations, max_draft_length, in_steps=in_steps)
-    )
+    return Times(t_draft_s, t_target_s, "measured", errors=_errors(generations, max_draft_length, in_steps=in_steps))
 
 
 def _times_of(
@@ -279,7 +277,7 @@ def _totals(rounds: Sequence[Round]) -> tuple[float, float, float]:
     )
 
 
-def time_forwards(pair: Pair, prompt_ids: Sequence[int], *, max_draft_length: int, repeats: int = 15) -> CostModel:
+def time_forwards(pair: Pair, prompt_ids: Sequence[int], *, max_draft_length: int, repeats: int = 15) -> Times:
     """Standalone: medians of bare forwards over a prompt in the cache, draft and every k in turns."""
     models = {
         name: CachedModel(model, vocab_size=pair.vocab_size)
@@ -298,4 +296,4 @@ def time_forwards(pair: Pair, prompt_ids: Sequence[int], *, max_draft_length: in
             float(model.forward(ids + [ids[-1]] * length, length + 1)[-1, 0])  # reading a number waits for the device
             seconds[name, length].append(perf_counter() - started_s)
     draft_s, *target_s = (median(seconds[call][1:]) for call in timed)  # the first of each is a warm-up
-    return CostModel(draft_s, tuple(target_s), "bare forwards")
+    return Times(draft_s, tuple(target_s), "bare forwards")

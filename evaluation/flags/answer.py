@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evaluation.contest.grids import label_of
+from evaluation.competitor import label_of
 from evaluation.flag_types import EngineName
 from evaluation.flags.choice import DEFAULT, FIXED, FLAGS, NONE, Choice, Contest
-from evaluation.sheet import Sheet
+from evaluation.table import Table
 
 _BASES = {DEFAULT: "default", FIXED: "fixed length", NONE: "no speculation"}
 """Competitors that gains are measured from, and their names in columns."""
@@ -68,7 +68,7 @@ class Answer:
             ],
         }
 
-    def sheet(self) -> Sheet:
+    def sheet(self) -> Table:
         """A row per competitor, with its predicted gain over the default, the best fixed length and no speculation."""
         engine = self.contest.engine
         rows = [
@@ -88,7 +88,7 @@ class Answer:
             f"prompts). Rows of ours need our loop or plugin. The rule is that of {self.name} {engine.version}. These "
             f"flags are {self.short_of_hindsight:.1%} slower than the best setting on test"
         )
-        return Sheet(f"{self.name}: settings chosen on dev; {self.contest.alone.title}", rows, note, names=2)
+        return Table(f"{self.name}: settings chosen on dev; {self.contest.alone.title}", rows, note, names=2)
 
     def sentences(self) -> Iterator[str]:
         """The answer in sentences."""

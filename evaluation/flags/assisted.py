@@ -22,7 +22,7 @@ from torch import nn
 
 from evaluation.bench.arms import Timed, warm_up
 from evaluation.bench.schedules import assisted, constant
-from evaluation.costs.model import CostModel, TimeErrors
+from evaluation.times import TimeErrors, Times
 from evaluation.turns import in_turns, turns_within
 from lm import Pair, Sampling
 
@@ -45,7 +45,7 @@ class Run(NamedTuple):
     seconds: float
 
 
-def times_of_assisted(pair: Pair, prompts: Sequence[list[int]], sampling: Sampling, *, num_tokens: int) -> CostModel:
+def times_of_assisted(pair: Pair, prompts: Sequence[list[int]], sampling: Sampling, *, num_tokens: int) -> Times:
     """Costs of transformers' loop for this pair, measured on these prompts."""
     arms = {str(k): assisted(pair, num_tokens, sampling, None if k is None else constant(k) | _ASKED) for k in LENGTHS}
     warm_up(arms, prompts)
@@ -80,7 +80,7 @@ def counting(model: nn.Module) -> Iterator[list[None]]:
         handle.remove()
 
 
-def cost_of(runs: Sequence[Run]) -> CostModel:
+def cost_of(runs: Sequence[Run]) -> Times:
     """The times that fit these runs best."""
     counts = np.array([run[:3] for run in runs], dtype=np.float64)
     seconds = np.array([run.seconds for run in runs])
@@ -99,7 +99,7 @@ def cost_of(runs: Sequence[Run]) -> CostModel:
         ).x
     draft_s, verify_s, plain_s, _ = (float(value) for value in fitted)
     errors = _errors(columns, columns @ fitted - wanted)
-    return CostModel(
+    return Times(
         draft_s,
         (plain_s, verify_s),
         "measured in transformers",

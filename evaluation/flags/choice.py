@@ -11,14 +11,14 @@ import numpy as np
 
 from decode.policies import FixedLength
 from decode.policies.registry import registered
+from evaluation.competitor import Competitor, competitors_of, make_competitor
 from evaluation.contest.arms import picks_of, replay_arms, replay_dataset
-from evaluation.contest.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE
-from evaluation.contest.grids import Grid, grids_of, make_grid
 from evaluation.contest.travel import calibrated_on
-from evaluation.costs.model import CostModel
+from evaluation.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE
 from evaluation.flags.engines import Drafting, Engine, Setting
-from evaluation.intervals import Gain, Spent, Splits, gain_over
-from evaluation.traces.replay import Replayed
+from evaluation.gain import Gain, Spent, Splits, gain_over
+from evaluation.played import Played
+from evaluation.times import Times
 from evaluation.traces.trace import Trace
 from heads.model.head import AcceptanceHead
 
@@ -56,13 +56,13 @@ class Contest:
         home: traces of the engine's default way of drafting.
     """
 
-    def __init__(self, engine: Engine, traces: Traces, cost: CostModel) -> None:
+    def __init__(self, engine: Engine, traces: Traces, cost: Times) -> None:
         extra_s = engine.extra_forwards * cost.t_draft_s
         self.engine, self.traces, self.alone = engine, traces, cost
         self.speculating = replace(cost, t_target_s=tuple(seconds + extra_s for seconds in cost.t_target_s))
         self._default_drafting, self.home = next(iter(traces.items()))
 
-    def spent(self, played: Replayed, settings: Sequence[Setting]) -> Spent:
+    def spent(self, played: Played, settings: Sequence[Setting]) -> Spent:
         """Tokens and the engine's seconds of its rule at these settings, replayed or decoded."""
         cost = self.speculating
         spent = cost.spent(played)
@@ -79,7 +79,7 @@ class Contest:
     @cached_property
     def none(self) -> Choice:
         """The target alone."""
-        [arm] = replay_arms([Grid(NONE, NONE, FixedLength(0), ({},))], self.home)
+        [arm] = replay_arms([Competitor(NONE, NONE, FixedLength(0), ({},))], self.home)
         dev, test = arm.spent(self.alone)
         return Choice("", {}, Splits(dev.at(0), test.at(0)))
 
@@ -87,7 +87,7 @@ class Contest:
     def options(self) -> list[Choice]:
         """Every setting of the engine, under each way of drafting."""
         values = (self.engine.values or registered(self.engine.rule).values)(self.home.dev.max_draft_length)
-        grid = make_grid(FLAGS, self.engine.rule, values, kind=self.engine.kind)
+        grid = make_competitor(FLAGS, self.engine.rule, values, kind=self.engine.kind)
         return [choice for drafting in self.traces for choice in self._replayed(grid, drafting)]
 
     def choices(self) -> dict[str, Choice]:
@@ -95,8 +95,10 @@ class Contest:
         chosen = {NONE: self.none}
         if self.engine.default is not None:
             default = {name: [value] for name, value in self.engine.default.items()}
-            [chosen[DEFAULT]] = self._replayed(make_grid(DEFAULT, self.engine.rule, default, kind=self.engine.kind))
-        lengths = make_grid(FIXED, "fixed_length", {"k": range(1, self.home.dev.max_draft_length + 1)})
+            [chosen[DEFAULT]] = self._replayed(
+                make_competitor(DEFAULT, self.engine.rule, default, kind=self.engine.kind)
+            )
+        lengths = make_competitor(FIXED, "fixed_length", {"k": range(1, self.home.dev.max_draft_length + 1)})
         chosen[FIXED] = fastest_on_dev(self._replayed(lengths))
         return chosen | {FLAGS: fastest_on_dev([self.none, *self.options])}
 
@@ -115,7 +117,7 @@ class Contest:
         picks = []
         for label, traces in kinds.items():
             fitted = {**heads, **calibrated_on(traces.dev, heads)}
-            grids = grids_of({}, fitted, max_draft_length=traces.dev.max_draft_length)
+            grids = competitors_of({}, fitted, max_draft_length=traces.dev.max_draft_length)
             arms = replay_dataset(traces, grids, heads=fitted, perfect_head=False, name="our policies").arms
             competing = [arm for arm in arms if arm.grid.family not in (*BOUNDS, BASELINE)]
             picks += [(label, pick) for pick in picks_of(competing, cost).values()]
@@ -129,7 +131,7 @@ class Contest:
                 found[name] = Choice(f"{best.family}{label}", best.values, spent)
         return found
 
-    def _replayed(self, grid: Grid, drafting: Drafting | None = None) -> list[Choice]:
+    def _replayed(self, grid: Competitor, drafting: Drafting | None = None) -> list[Choice]:
         """Every setting of a grid; `drafting` None: the default."""
         drafting = drafting or self._default_drafting
         [arm] = replay_arms([grid], self.traces[drafting])

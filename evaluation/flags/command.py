@@ -12,7 +12,6 @@ from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.contest.in_batches import sizes_of
 from evaluation.costs.machine import NUM_PROMPTS, costs_for, kept_costs, key_of
-from evaluation.costs.model import CostModel, TimeErrors
 from evaluation.flag_types import EngineName, Milliseconds, Sizes
 from evaluation.flags.answer import Answer
 from evaluation.flags.assisted import times_of_assisted
@@ -20,8 +19,9 @@ from evaluation.flags.choice import Contest, Traces
 from evaluation.flags.engines import ENGINES, Drafting, Engine
 from evaluation.flags.in_batches import batch_line, batch_sheet, choose_in_batches
 from evaluation.flags.times import Given, given_times
-from evaluation.intervals import Splits
-from evaluation.sheet import printing, say
+from evaluation.gain import Splits
+from evaluation.table import printing, say
+from evaluation.times import TimeErrors, Times
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import Trace, join_traces
 from lm import Sampling
@@ -101,7 +101,7 @@ def traces_of(experiment: Experiment, draft_sampling: Sampling | None) -> Splits
     return Splits(*(join_traces(split) for split in zip(*parts, strict=True)))
 
 
-def cost_for(experiment: Experiment, name: EngineName, given: Given | None) -> CostModel:
+def cost_for(experiment: Experiment, name: EngineName, given: Given | None) -> Times:
     """The costs of one sequence: given, or measured, of transformers in its own loop, else in ours."""
     if given is not None:
         return given.model(costs_for(experiment), experiment.decode.max_draft_length)
@@ -110,7 +110,7 @@ def cost_for(experiment: Experiment, name: EngineName, given: Given | None) -> C
     return costs_for(experiment)
 
 
-def _of_transformers(experiment: Experiment) -> CostModel:
+def _of_transformers(experiment: Experiment) -> Times:
     """The times of transformers' own loop, kept in DIR/costs.jsonl beside those of ours; our stops as in ours."""
     store, key = kept_costs(experiment.directory), key_of(experiment) | {"loop": "transformers"}
     times = store.get(key)

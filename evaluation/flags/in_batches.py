@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from evaluation.contest.grids import make_grid
+from evaluation.competitor import make_competitor
 from evaluation.contest.in_batches import Entry, Setup
-from evaluation.costs.model import CostModel
 from evaluation.flag_types import EngineName
 from evaluation.flags.choice import FLAGS, Contest
 from evaluation.flags.engines import Drafting
 from evaluation.flags.times import Given
-from evaluation.sheet import Sheet, shown
+from evaluation.table import Table, shown
+from evaluation.times import Times
 
 _COLUMNS = {
     "batch": ("size", ""),
@@ -48,7 +48,7 @@ def choose_in_batches(
     """
     traces = contest.home if drafting is None else contest.traces[drafting]
     costs = Setup(contest.alone, None).curves("") if given is None else given.curves
-    grid = make_grid(FLAGS, "fixed_length", {"k": range(traces.dev.max_draft_length + 1)})
+    grid = make_competitor(FLAGS, "fixed_length", {"k": range(traces.dev.max_draft_length + 1)})
     entries = [Entry(grid, trace) for trace in traces]
     choices: list[BatchChoice] = []
     for size in sorted(sizes):
@@ -59,14 +59,14 @@ def choose_in_batches(
     return choices
 
 
-def batch_sheet(choices: Sequence[BatchChoice], cost: CostModel) -> Sheet:
+def batch_sheet(choices: Sequence[BatchChoice], cost: Times) -> Table:
     """A row per size of batch with its fastest number of drafted tokens."""
     note = (
         "number: drafted tokens, chosen on dev (0: do not speculate); tokens/s of the whole batch on test, predicted "
         "(law 4.13). One number for all: that of the smallest size. No interval: a batch mixes prompts"
     )
     rows = shown((choice._asdict() for choice in choices), _COLUMNS)
-    return Sheet(f"by sequences in a batch; {cost.title}", rows, note)
+    return Table(f"by sequences in a batch; {cost.title}", rows, note)
 
 
 def batch_line(name: EngineName, choices: Sequence[BatchChoice]) -> str:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from configs.paths import local_path
 from configs.schema import Config
 from decode.policies.batch import BatchCosts, Curve
-from evaluation.costs.model import CostModel
 from evaluation.flag_types import Milliseconds
+from evaluation.times import Times
 
 
 class Given(NamedTuple):
@@ -29,7 +29,7 @@ class Given(NamedTuple):
         draft_s, target_s = (float(curve(1)) for curve in self.curves)
         return replace(config, decode=replace(config.decode, t_draft_s=draft_s, t_target_s=target_s))
 
-    def model(self, cost: CostModel, max_draft_length: int) -> CostModel:
+    def model(self, cost: Times, max_draft_length: int) -> Times:
         """The costs of one sequence, of those with these times of single tokens."""
         target_s = tuple(float(self.curves.target(1 + k)) for k in range(max_draft_length + 1))
         return replace(cost, t_target_s=target_s, origin=self.origin)

@@ -22,9 +22,9 @@ from typing import Any
 from configs.schema import Config
 from decode.drafters.factory import PairModels
 from decode.experiment import BETWEEN, Experiment
-from evaluation.competitors import Competitor
 from evaluation.costs.machine import shares_of
 from evaluation.costs.stops import policies_by_kind
+from evaluation.hierarchies.built import Competitor
 from evaluation.hierarchies.configurations import competitors_of, with_heads
 from evaluation.hierarchies.runs import Candidate, ResumableLoop, at_settings, best_on_dev, resumable_loop, trio_times
 from evaluation.hierarchies.tables import (
@@ -37,7 +37,7 @@ from evaluation.hierarchies.tables import (
     third_level_verdict,
 )
 from evaluation.hierarchies.times import at_ratios
-from evaluation.sheet import announce, printing, say
+from evaluation.table import announce, printing, say
 from store.shards import write_atomic
 
 _FILES = ("arms.csv", "gain.csv", "gain.svg")

@@ -21,7 +21,7 @@ from decode.policies.base import Policy
 from decode.policies.entropy import Entropy, SelfVerify
 from decode.policies.head import HeadPolicy
 from decode.policies.length import FixedLength
-from evaluation.competitors import Competitor, Setting
+from evaluation.hierarchies.built import Competitor, Setting
 from evaluation.keys import policy_key
 from heads.model.head import AcceptanceHead
 from lm import CachedModel

@@ -49,7 +49,7 @@ class Decoded:
     later_target_s: float
     """Seconds of verifying in them."""
     repeats: int = 1
-    """Times that it was decoded, of which the seconds are medians."""
+    """TrioTimes that it was decoded, of which the seconds are medians."""
 
     @classmethod
     def of(cls, repeated: Sequence[Generation]) -> "Decoded":

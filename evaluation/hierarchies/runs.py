@@ -18,10 +18,10 @@ from decode.drafters.factory import PairModels
 from decode.experiment import LEVELS, Experiment, Level
 from decode.loop.counts import Counts
 from decode.loop.decoder import Generation, SpeculativeDecoder
-from evaluation.competitors import Competitor, Setting, fastest
+from evaluation.gain import Spent
+from evaluation.hierarchies.built import Competitor, Setting, fastest
 from evaluation.hierarchies.generations import Decoded, Key, append_decoded, prompt_key, read_decoded
-from evaluation.hierarchies.times import Times, fit_times, swapped
-from evaluation.intervals import Spent
+from evaluation.hierarchies.times import TrioTimes, fit_times, swapped
 from evaluation.keys import code_key, machine_key, models_key
 from evaluation.turns import in_turns
 from lm import RandomSampler, Sampling
@@ -70,11 +70,11 @@ class Candidate:
         """Throughput by wall clock."""
         return self.spent([generation.seconds for generation in self.decoded])
 
-    def modelled(self, times: Times) -> Spent:
+    def modelled(self, times: TrioTimes) -> Spent:
         """Throughput by the cost model with three times."""
         return self.spent([times.seconds(counts, self.setting.stops) for counts in self.each])
 
-    def speedup(self, times: Times) -> float:
+    def speedup(self, times: TrioTimes) -> float:
         """Speed-up over the target alone by the cost model."""
         return times.speedup(self.counts, self.setting.stops)
 
@@ -186,7 +186,7 @@ def run_key(experiment: Experiment, levels: Sequence[Level]) -> str:
     return digest(dumps([models, machine_key(experiment), code_key()], sort_keys=True))[:16]
 
 
-def trio_times(runs: Sequence[Candidate]) -> Times:
+def trio_times(runs: Sequence[Candidate]) -> TrioTimes:
     """t_micro, t_draft, t_target and stops, fitted over all generations."""
     return fit_times(
         [generation for run in runs for generation in run.decoded],

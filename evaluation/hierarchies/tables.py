@@ -13,10 +13,10 @@ import numpy as np
 import pandas as pd
 
 from evaluation.figure import GREY, Plot, figure_of, plot_of
+from evaluation.gain import gain_over
 from evaluation.hierarchies.runs import Candidate
-from evaluation.hierarchies.times import COUNTED, Times, at_ratios, break_even, redundancy, target_utilisation
-from evaluation.intervals import gain_over
-from evaluation.sheet import Sheet
+from evaluation.hierarchies.times import COUNTED, TrioTimes, at_ratios, break_even, redundancy, target_utilisation
+from evaluation.table import Table
 
 _ABLATION = {
     "sd": (False, False),
@@ -35,7 +35,7 @@ _DRAFT_RATIOS = (0.05, 0.1, 0.2, 0.4)
 _FINE = tuple(sorted({*(round(0.01 * step, 2) for step in range(101)), *MICRO_RATIOS}))
 
 
-def arms_frame(runs: Sequence[Candidate], times: Times, *, given: Times) -> pd.DataFrame:
+def arms_frame(runs: Sequence[Candidate], times: TrioTimes, *, given: TrioTimes) -> pd.DataFrame:
     """One row per competitor: counts of three models, sigma, eta, measured and modelled speed-ups. The first run is the
     target alone.
     """
@@ -43,7 +43,7 @@ def arms_frame(runs: Sequence[Candidate], times: Times, *, given: Times) -> pd.D
     return pd.DataFrame([_row(run, times, alone=runs[0], plain=plain, given=given) for run in runs])
 
 
-def ablation_sheet(frame: pd.DataFrame) -> Sheet:
+def ablation_sheet(frame: pd.DataFrame) -> Table:
     """HSDDW's Table 2."""
     rows = frame.set_index("arm")
     cells = [
@@ -55,10 +55,10 @@ def ablation_sheet(frame: pd.DataFrame) -> Sheet:
         }
         for name, (pre, self_verified) in _ABLATION.items()
     ]
-    return Sheet("ablation (HSDDW, Table 2)", cells, names=3)
+    return Table("ablation (HSDDW, Table 2)", cells, names=3)
 
 
-def arms_sheet(frame: pd.DataFrame, times: Times, *, given: Times, title: str) -> Sheet:
+def arms_sheet(frame: pd.DataFrame, times: TrioTimes, *, given: TrioTimes, title: str) -> Table:
     """HSDDW's Table 4, for every competitor."""
     t_micro, t_draft, t_target = (1e3 * time for time in (times.t_micro_s, times.t_draft_s, times.t_target_s))
     title = (
@@ -84,10 +84,10 @@ def arms_sheet(frame: pd.DataFrame, times: Times, *, given: Times, title: str) -
         }
         for row in frame.to_dict("records")
     ]
-    return Sheet(title, rows, note, names=2)
+    return Table(title, rows, note, names=2)
 
 
-def gain_sheet(gain: pd.DataFrame, *, split: str) -> Sheet:
+def gain_sheet(gain: pd.DataFrame, *, split: str) -> Table:
     """Gain of the best hierarchy over the best plain speculation, in per cent, and where it is positive; `split` is
     that of the prompts that choose and report.
     """
@@ -104,7 +104,7 @@ def gain_sheet(gain: pd.DataFrame, *, split: str) -> Sheet:
         "best hierarchy over best plain speculation in per cent (s.e.), modelled, each at its best setting; columns: "
         "t_micro / t_draft"
     )
-    return Sheet(title, rows, f"both sides are chosen on the prompts that they are reported on, the {split} prompts")
+    return Table(title, rows, f"both sides are chosen on the prompts that they are reported on, the {split} prompts")
 
 
 def _speed_ups(row: Mapping[Any, Any]) -> dict[str, str]:
@@ -114,7 +114,7 @@ def _speed_ups(row: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def third_level_verdict(
-    runs: Sequence[Candidate], dev: Sequence[Candidate], gain: pd.DataFrame, *, times: Times
+    runs: Sequence[Candidate], dev: Sequence[Candidate], gain: pd.DataFrame, *, times: TrioTimes
 ) -> str:
     """The result of the figures in words: whether a third level pays. Dev chooses both sides, test reports them."""
     plain, hierarchical = (_chosen(runs, dev or runs, levels, times) for levels in (2, 3))
@@ -143,14 +143,16 @@ def third_level_verdict(
     return "\n".join(lines)
 
 
-def _chosen(runs: Sequence[Candidate], dev: Sequence[Candidate], levels: int, times: Times) -> Candidate:
+def _chosen(runs: Sequence[Candidate], dev: Sequence[Candidate], levels: int, times: TrioTimes) -> Candidate:
     """The run of the competitor with so many models that is fastest on dev, by the cost model."""
     of_levels = [run for run in dev if run.competitor.num_levels == levels]
     best = max(of_levels, key=lambda run: run.speedup(times)).competitor.name
     return next(run for run in runs if run.competitor.name == best)
 
 
-def _row(run: Candidate, times: Times, *, alone: Candidate, plain: Candidate, given: Times) -> dict[str, object]:
+def _row(
+    run: Candidate, times: TrioTimes, *, alone: Candidate, plain: Candidate, given: TrioTimes
+) -> dict[str, object]:
     counts = run.counts
     has_both = bool(counts.num_micro_forwards and counts.num_draft_forwards)
     return {
@@ -178,7 +180,7 @@ def _below(value: float | None) -> str:
 
 
 def third_level_frame(
-    runs: Sequence[Candidate], times: Times, shares: Mapping[str, float] | None = None
+    runs: Sequence[Candidate], times: TrioTimes, shares: Mapping[str, float] | None = None
 ) -> pd.DataFrame:
     """The gain, and who wins on each side, on a fine grid of t_micro / t_draft, at round t_draft / t_target and at the
     fitted one.

@@ -43,7 +43,7 @@ UNSTOPPED: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class TrioTimes:
     """Seconds per forward; or, with t_target_s = 1, in target forwards."""
 
     t_micro_s: float
@@ -73,10 +73,10 @@ class Times:
         return counts.num_emitted * self.t_target_s / self.seconds(counts, stops)
 
 
-def at_ratios(t_micro: float, t_draft: float, shares: Mapping[str, float]) -> Times:
-    """Times in target forwards; `shares`: t_stop / t_draft of each kind of stop."""
+def at_ratios(t_micro: float, t_draft: float, shares: Mapping[str, float]) -> TrioTimes:
+    """TrioTimes in target forwards; `shares`: t_stop / t_draft of each kind of stop."""
     t_stop_s = {kind: share * t_draft for kind, share in shares.items()}
-    return Times(t_micro_s=t_micro, t_draft_s=t_draft, t_target_s=1.0, t_stop_s=t_stop_s)
+    return TrioTimes(t_micro_s=t_micro, t_draft_s=t_draft, t_target_s=1.0, t_stop_s=t_stop_s)
 
 
 def stopped_forwards(counts: Counts, stops: Mapping[str, str]) -> dict[str, int]:
@@ -110,7 +110,7 @@ def swapped(counts: Counts) -> Counts:
     )
 
 
-def break_even(hierarchy: Counts, plain: Counts, times: Times, stops: Mapping[str, str] = UNSTOPPED) -> float:
+def break_even(hierarchy: Counts, plain: Counts, times: TrioTimes, stops: Mapping[str, str] = UNSTOPPED) -> float:
     """t_micro / t_draft below which the hierarchy is the faster one, at these t_draft and t_target; at most 0: never.
 
     From T_hierarchy / N = T_plain / N' solved for t_micro.
@@ -130,7 +130,7 @@ def break_even(hierarchy: Counts, plain: Counts, times: Times, stops: Mapping[st
 
 def fit_times(
     decoded: Sequence[Decoded], *, is_micro: Sequence[bool], stops: Sequence[Mapping[str, str]] | None = None
-) -> Times:
+) -> TrioTimes:
     """The three times, and those of stops, that explain the measured seconds best.
 
     Args:
@@ -165,7 +165,7 @@ def fit_times(
     total = seconds.sum(1)
     residual = total - drafting @ [t_micro_s, t_draft_s, *t_stop_s] - forwards[:, 2] * t_target_s
     r2 = 1 - float(residual @ residual) / float(((total - total.mean()) ** 2).sum())
-    return Times(
+    return TrioTimes(
         t_micro_s=float(t_micro_s),
         t_draft_s=float(t_draft_s),
         t_target_s=float(t_target_s),

@@ -9,7 +9,7 @@
     hsddw       Tables 1 to 4 with a window of 10, clocked: hierarchies are decoded. `evaluation hierarchy` compares
                 more of them.
 
-Replayed throughputs are predictions: counts times measured or given times (law 4.9). The paper SpecDec++ does the same;
+Played throughputs are predictions: counts times measured or given times (law 4.9). The paper SpecDec++ does the same;
 the others clock.
 """
 
@@ -25,9 +25,9 @@ from evaluation.papers.hsddw import hsddw_tables
 from evaluation.papers.on_trees import tree_tables
 from evaluation.papers.specdec import specdec_tables
 from evaluation.papers.svip import svip_tables
-from evaluation.sheet import Sheet, printing, say
+from evaluation.table import Table, printing, say
 
-_REPLAYED: dict[str, Callable[[Experiment], list[Sheet]]] = {"specdec++": specdec_tables, "svip": svip_tables}
+_REPLAYED: dict[str, Callable[[Experiment], list[Table]]] = {"specdec++": specdec_tables, "svip": svip_tables}
 
 
 def paper_tables(

@@ -20,7 +20,7 @@ from decode.drafters.trees.shapes import Dynamic, Shape
 from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from decode.policies.registry import POLICIES, RULES, read_spec, registered
-from evaluation.competitors import Competitor, Setting
+from evaluation.hierarchies.built import Competitor, Setting
 from evaluation.hierarchies.configurations import NO_DRAFT, version_of
 
 FIXED_LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15)

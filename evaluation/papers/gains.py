@@ -19,10 +19,10 @@ import numpy as np
 from jaxtyping import Float
 
 from decode.loop.counts import Counts
-from evaluation.competitors import Standing
+from evaluation.gain import Gain, Spent, gain_over
+from evaluation.hierarchies.built import Standing
 from evaluation.hierarchies.runs import Candidate, at_settings, best_on_dev
 from evaluation.hierarchies.times import least_absolute
-from evaluation.intervals import Gain, Spent, gain_over
 from evaluation.papers.drafts import Contest
 
 Runs = Mapping[tuple[str, str], Candidate]

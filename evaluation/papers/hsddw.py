@@ -29,15 +29,15 @@ import torch
 from data_gen.store.manifest import digest
 from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
-from evaluation.competitors import Competitor
+from evaluation.gain import Spent
+from evaluation.hierarchies.built import Competitor
 from evaluation.hierarchies.configurations import NO_DRAFT, WINDOW, competitors_of
 from evaluation.hierarchies.runs import MICRO_ALONE, Candidate, resumable_loop, trio_times
-from evaluation.hierarchies.times import Times, redundancy, target_utilisation
-from evaluation.intervals import Spent
+from evaluation.hierarchies.times import TrioTimes, redundancy, target_utilisation
 from evaluation.keys import models_key
 from evaluation.papers.drafts import Contest, DraftModels, Kind, contest_of, eagle_2, lengths_of, stops_of
 from evaluation.papers.gains import by_key, finalists_of, gain_cells, joined, lines_of, shown_speed_up, stop_verdict
-from evaluation.sheet import Sheet
+from evaluation.table import Table
 from lm.features.eagle import Eagle
 
 RunsByName = dict[str, Candidate]
@@ -60,7 +60,7 @@ _CLOCKED = "clocked, against the target alone (AT)"
 
 def hsddw_tables(
     experiment: Experiment, *, eagle: str | None, specs: Sequence[str], repeats: int, tree: tuple[int, int]
-) -> list[Sheet]:
+) -> list[Table]:
     """Tables 1 to 4.
 
     Raises:
@@ -89,18 +89,18 @@ def hsddw_tables(
         pearl[dataset] = f"{pearl_speed_up(experiment, trio, [ids for _, ids in encoded], trio_times(trio_runs)):.2f}x"
     rows, note = first_table(dict(zip(runs, played, strict=True)), finalists)
     return [
-        Sheet(
+        Table(
             f"HSDDW Table 1: speed-up at T = {experiment.sampling.temperature:g}, {_CLOCKED}",
             [*rows, {"": _PEARL, **pearl}],
             note,
         ),
-        Sheet(f"HSDDW Table 2: ablation, speed-up, {_CLOCKED}", ablation_rows(runs)),
+        Table(f"HSDDW Table 2: ablation, speed-up, {_CLOCKED}", ablation_rows(runs)),
         *(
-            Sheet(f"HSDDW Table 3: {name}, speed-up, {_CLOCKED}", rows)
+            Table(f"HSDDW Table 3: {name}, speed-up, {_CLOCKED}", rows)
             for name, rows in mathematics(runs, categories).items()
         ),
         *(
-            Sheet(f"HSDDW Table 4: {name}, {_CLOCKED}", utilisation_rows(of_dataset))
+            Table(f"HSDDW Table 4: {name}, {_CLOCKED}", utilisation_rows(of_dataset))
             for name, of_dataset in runs.items()
         ),
     ]
@@ -157,7 +157,7 @@ def first_table(
     return shown, stop_verdict(lines, finalists)
 
 
-def pearl_speed_up(experiment: Experiment, trio: PairModels, prompts: Sequence[list[int]], times: Times) -> float:
+def pearl_speed_up(experiment: Experiment, trio: PairModels, prompts: Sequence[list[int]], times: TrioTimes) -> float:
     """PEARL's speed-up over the target alone, predicted from the steps that it takes on these prompts."""
     gamma = max(1, round(times.t_target_s / times.t_draft_s))
     decoder = trio.pearl(gamma, sampling=experiment.sampling)

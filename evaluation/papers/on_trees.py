@@ -23,12 +23,12 @@ from data_gen.prompts.splits import Split
 from decode.drafters.factory import PairModels
 from decode.drafters.trees.shapes import Cape
 from decode.experiment import Experiment
-from evaluation.competitors import Competitor
+from evaluation.hierarchies.built import Competitor
 from evaluation.hierarchies.configurations import NO_DRAFT
 from evaluation.hierarchies.runs import Candidate, resumable_loop
 from evaluation.papers.drafts import DraftModels, Kind, StopChoices, contest_of, eagle_2, lengths_of, stops_of
 from evaluation.papers.gains import by_key, finalists_of, joined, line_rows, lines_of, stop_verdict
-from evaluation.sheet import Sheet
+from evaluation.table import Table
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide
 
@@ -38,7 +38,7 @@ Prompts = Mapping[str, Sequence[tuple[str, list[int]]]]
 """dataset -> (column of the table, token ids) of each prompt."""
 
 
-def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int, tree: tuple[int, int]) -> list[Sheet]:
+def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int, tree: tuple[int, int]) -> list[Table]:
     """The part of Tables 3 and 4 that this draft makes.
 
     Raises:
@@ -81,7 +81,7 @@ class TreeTable:
         self._experiment, self._prompts, self._repeats = experiment, prompts, repeats
         self._stops, self._lengths, self._models = stops, lengths, DraftModels(experiment)
 
-    def sheet(self, number: str, kinds: Sequence[Kind]) -> Sheet:
+    def sheet(self, number: str, kinds: Sequence[Kind]) -> Table:
         """One table: choose on dev, clock on test."""
         contests = [contest_of(kind, self._stops, self._models, lengths=self._lengths) for kind in kinds]
         # one competitor after the other, for the choice is among its own settings: a stop that is added leaves the
@@ -102,7 +102,7 @@ class TreeTable:
             f"SVIP Table {number}: speed-up at T = {self._experiment.sampling.temperature:g}, settings chosen on "
             f"{num_dev} dev prompts, clocked on {len(columns)} test prompts, medians of {self._repeats} turns"
         )
-        return Sheet(title, line_rows(lines, runs[NO_DRAFT, ""].measured, columns), stop_verdict(lines, finalists))
+        return Table(title, line_rows(lines, runs[NO_DRAFT, ""].measured, columns), stop_verdict(lines, finalists))
 
     def _play(self, number: str, arms: Sequence[Competitor], split: Split, *, repeats: int = 1) -> list[Candidate]:
         """Decode all prompts of a split."""

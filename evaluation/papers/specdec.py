@@ -25,11 +25,11 @@ import torch
 from decode.experiment import Experiment
 from decode.loop.decoder import Generation
 from decode.policies import FixedLength, HeadPolicy
-from evaluation.contest.grids import family_of
+from evaluation.competitor import family_of
 from evaluation.costs.machine import costs_for, loop_of
 from evaluation.costs.measure import fit_costs
-from evaluation.costs.model import CostModel
-from evaluation.sheet import Sheet
+from evaluation.table import Table
+from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import Trace
 from evaluation.turns import in_turns
@@ -47,11 +47,11 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 Best = tuple[float, float]
 """(tokens per second, setting) of the fastest of some settings on test."""
-Times = tuple[float, float, str]
+Fitted = tuple[float, float, str]
 """(t_draft, t_target) in seconds, and R² as it is printed."""
 
 
-def specdec_tables(experiment: Experiment) -> list[Sheet]:
+def specdec_tables(experiment: Experiment) -> list[Table]:
     """Tables 1 to 3.
 
     Raises:
@@ -79,18 +79,18 @@ def specdec_tables(experiment: Experiment) -> list[Sheet]:
     ]
 
 
-def best_length(trace: Trace, cost: CostModel) -> Best:
+def best_length(trace: Trace, cost: Times) -> Best:
     """The fastest fixed length."""
     lengths = np.array([length for length in LENGTHS if length <= trace.max_draft_length] or [trace.max_draft_length])
     return _best(cost.speeds(trace, FixedLength(lengths)), lengths)  # type: ignore[arg-type]
 
 
-def best_threshold(head: AcceptanceHead, trace: Trace, cost: CostModel) -> Best:
+def best_threshold(head: AcceptanceHead, trace: Trace, cost: Times) -> Best:
     """The fastest threshold of one head."""
     return _best(cost.speeds(trace, HeadPolicy(head, np.array(THRESHOLDS))), np.array(THRESHOLDS))
 
 
-def throughput_sheet(plain: Mapping[str, Best], best: Mapping[str, Mapping[str, Best]], cost: CostModel) -> Sheet:
+def throughput_sheet(plain: Mapping[str, Best], best: Mapping[str, Mapping[str, Best]], cost: Times) -> Table:
     """Table 1: the best throughputs by dataset, with the speed-up over the target alone that the paper gives in
     words.
     """
@@ -100,10 +100,10 @@ def throughput_sheet(plain: Mapping[str, Best], best: Mapping[str, Mapping[str, 
 
     largest = {dataset: max(of_head[dataset] for of_head in best.values()) for dataset in plain}
     rows = [{"Dataset": "SpecDec++", **cells(largest)}, {"Dataset": "SpecDec (baseline)", **cells(plain)}]
-    return Sheet(f"SpecDec++ Table 1: best tokens/s (speed-up), {described(cost)}", rows)
+    return Table(f"SpecDec++ Table 1: best tokens/s (speed-up), {described(cost)}", rows)
 
 
-def heads_sheet(heads: Mapping[str, AcceptanceHead], best: Mapping[str, Mapping[str, Best]], cost: CostModel) -> Sheet:
+def heads_sheet(heads: Mapping[str, AcceptanceHead], best: Mapping[str, Mapping[str, Best]], cost: Times) -> Table:
     """Table 3: KL and best throughput of every head. KL is of raw probabilities, as printed; without the official
     code's sign slip.
     """
@@ -119,12 +119,12 @@ def heads_sheet(heads: Mapping[str, AcceptanceHead], best: Mapping[str, Mapping[
             cell = f"{speed:.2f} (h = {threshold:g})"
             row[dataset] = f"[bold]{cell}[/bold]" if speed > _NEAR * largest[dataset] else cell
         rows.append(row)
-    return Sheet(
+    return Table(
         f"SpecDec++ Table 3: heads, and best tokens/s over h, {described(cost)}; bold: above 99 % of the largest", rows
     )
 
 
-def described(cost: CostModel) -> str:
+def described(cost: Times) -> str:
     """One line on the origin of a replayed figure."""
     return f"replayed on test, predicted at {cost.title}"
 
@@ -134,14 +134,14 @@ def _best(speeds: np.ndarray, settings: np.ndarray) -> Best:
     return float(speeds[place]), float(settings[place])
 
 
-def forward_times(experiment: Experiment, head: AcceptanceHead) -> Sheet:
+def forward_times(experiment: Experiment, head: AcceptanceHead) -> Table:
     """Table 2.
 
     Args:
         experiment: the pair and the datasets that are timed.
         head: stops the drafts of the rows of SpecDec++.
     """
-    times: dict[str, dict[str, Times]] = {"stand-alone": {}, "SpecDec": {}, "SpecDec++": {}}
+    times: dict[str, dict[str, Fitted]] = {"stand-alone": {}, "SpecDec": {}, "SpecDec++": {}}
     for dataset in experiment.datasets:
         generated = generations(experiment, experiment.prompt_ids(dataset, "test", num=_PROMPTS), head)
         (t_draft, r2_draft), (t_target, r2_target) = (alone(generated[name]) for name in ("draft", "target"))
@@ -150,10 +150,10 @@ def forward_times(experiment: Experiment, head: AcceptanceHead) -> Sheet:
             fit = fit_costs(generated[setting])
             times[setting][dataset] = fit.t_draft_s, fit.t_target_s, f"{fit.r2:.4f}"
     rows = [row for setting, by_dataset in times.items() for row in time_rows(setting, by_dataset)]
-    return Sheet("SpecDec++ Table 2: forward times in seconds by regression, clocked", rows)
+    return Table("SpecDec++ Table 2: forward times in seconds by regression, clocked", rows)
 
 
-def time_rows(setting: str, times: Mapping[str, Times]) -> list[dict[str, str]]:
+def time_rows(setting: str, times: Mapping[str, Fitted]) -> list[dict[str, str]]:
     """One row per dataset, and their average with its deviation."""
     rows = [
         {"Setting": setting, "Dataset": dataset, "t_draft": f"{draft:.5f}", "t_target": f"{target:.5f}", "R^2": r2}

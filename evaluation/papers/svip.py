@@ -18,8 +18,8 @@ import numpy as np
 from decode.experiment import Experiment
 from decode.policies import Entropy, FixedLength, Heuristic, Policy
 from evaluation.costs.machine import costs_for
-from evaluation.costs.model import CostModel
-from evaluation.sheet import Sheet
+from evaluation.table import Table
+from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import Trace
 
@@ -31,7 +31,7 @@ _LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192)
 """Generation lengths; printed are those from 128 on, the shorter ones are for pairs that write little."""
 
 
-def svip_tables(experiment: Experiment) -> list[Sheet]:
+def svip_tables(experiment: Experiment) -> list[Table]:
     """Both tables of this pair's sampling."""
     folder = trace_folder(experiment)
     folder.complete()
@@ -46,12 +46,12 @@ def svip_tables(experiment: Experiment) -> list[Sheet]:
     first, second = (1, 6) if is_greedy else (5, 2)
     by_length = rows_by_length(tests, methods, lengths, cost)
     return [
-        Sheet(f"SVIP Table {first}: speed-up by category, {figures}", category_rows(tests, methods, cost)),
-        Sheet(f"SVIP Table {second}: speed-up by generation length, {figures}", by_length),
+        Table(f"SVIP Table {first}: speed-up by category, {figures}", category_rows(tests, methods, cost)),
+        Table(f"SVIP Table {second}: speed-up by generation length, {figures}", by_length),
     ]
 
 
-def threshold_for(target: str, dev: Trace, cost: CostModel) -> tuple[float, str]:
+def threshold_for(target: str, dev: Trace, cost: Times) -> tuple[float, str]:
     """The threshold max_sqrt_entropy, and its origin."""
     for name, threshold in PUBLISHED.items():
         if name in target.lower():
@@ -61,7 +61,7 @@ def threshold_for(target: str, dev: Trace, cost: CostModel) -> tuple[float, str]
     return CHOICES[int(speeds.argmax())], f"chosen on {len(held_out.rows)} dev prompts"
 
 
-def category_rows(tests: Mapping[str, Trace], methods: Mapping[str, Policy], cost: CostModel) -> list[dict[str, str]]:
+def category_rows(tests: Mapping[str, Trace], methods: Mapping[str, Policy], cost: Times) -> list[dict[str, str]]:
     """A column per category, of a dataset without categories one for all; the last is their mean, and SVIP's gain over
     the constant.
     """
@@ -85,7 +85,7 @@ def by_category(dataset: str, trace: Trace) -> dict[str, Trace]:
 
 
 def rows_by_length(
-    tests: Mapping[str, Trace], methods: Mapping[str, Policy], lengths: Sequence[int], cost: CostModel
+    tests: Mapping[str, Trace], methods: Mapping[str, Policy], lengths: Sequence[int], cost: Times
 ) -> list[dict[str, str]]:
     """A column per generation length, of each dataset a block of rows."""
     rows = []
@@ -97,7 +97,7 @@ def rows_by_length(
     return rows
 
 
-def replayed_speed_up(trace: Trace, policy: Policy, cost: CostModel) -> float:
+def replayed_speed_up(trace: Trace, policy: Policy, cost: Times) -> float:
     """Predicted speed-up over the target alone, all prompts together."""
     return float(cost.speeds(trace, policy)[0] * cost.t_target_s[0])
 

@@ -15,23 +15,23 @@ from data_gen.store.manifest import read_manifest
 from decode.experiment import Experiment
 from evaluation.batches.curves import kept_curves
 from evaluation.clock.results import check_clock, clock_dataset
+from evaluation.competitor import Competitor, competitors_with
 from evaluation.contest.arms import Replays, picks_of, replay_dataset
-from evaluation.contest.families import ALONE
-from evaluation.contest.grids import Grid, grids_with
 from evaluation.contest.in_batches import compare_in_batches, setups_of, sizes_of
 from evaluation.contest.recommended import recommend, write_verdict
 from evaluation.contest.results import results_of, yardstick_of
 from evaluation.contest.tables import ordered, result_frame, result_sheet, write_counts
 from evaluation.contest.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame, travel_sheet
 from evaluation.costs.machine import costs_for
-from evaluation.costs.model import CostModel
+from evaluation.families import ALONE
 from evaluation.figure import Plot
 from evaluation.flag_types import Sizes
 from evaluation.report.gains import speed_up_bars, verification_curve
 from evaluation.report.page import RATIOS, Page, Ranking, has_heads, write_report
 from evaluation.report.plots import all_plots
 from evaluation.report.verdict import Answer, answer_of, best_runnable
-from evaluation.sheet import announce, printing, say
+from evaluation.table import announce, printing, say
+from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from store.progress import Bar
 from store.shards import write_atomic
@@ -65,7 +65,7 @@ def evaluate(
     sizes = sizes_of(batch)
     with printing(aside=json):
         experiment = Experiment(config)
-        grids, folder = grids_with(experiment, experiment.heads), trace_folder(experiment)
+        grids, folder = competitors_with(experiment, experiment.heads), trace_folder(experiment)
         folder.refuse_other()
         into = folder_of(experiment, grids)
         cost = costs_for(experiment)
@@ -94,7 +94,7 @@ def tell(page: Page, written: Sequence[str]) -> None:
         say(f"\n{answer.sentence(is_one_of_several=len(page.answers) > 1)}")
 
 
-def folder_of(experiment: Experiment, grids: Sequence[Grid]) -> Path:
+def folder_of(experiment: Experiment, grids: Sequence[Competitor]) -> Path:
     """Folder of everything that is written: decode.dir, or a folder in it where no heads compete now and the report
     there has some, which is kept.
 
@@ -137,7 +137,7 @@ def stage_frame(page: Page) -> pd.DataFrame:
 
 
 def compare_all(
-    experiment: Experiment, costs: Sequence[CostModel], *, homes: dict[str, Judged], page: Page, has_all: bool
+    experiment: Experiment, costs: Sequence[Times], *, homes: dict[str, Judged], page: Page, has_all: bool
 ) -> tuple[dict[str, Replays], pd.DataFrame]:
     """Every dataset at every cost, printed and put on the page: (replays by dataset, all results).
 
@@ -153,7 +153,7 @@ def compare_all(
     folder = trace_folder(experiment)
     if any(is_of_other_sampling(head, experiment.sampling) for head in heads.values()):
         heads = heads | calibrated_on(folder.load(next(iter(experiment.datasets))).dev, heads)
-    grids, perfect = grids_with(experiment, heads), experiment.decode.perfect_head
+    grids, perfect = competitors_with(experiment, heads), experiment.decode.perfect_head
     every: dict[str, Replays] = {}
     frames: list[pd.DataFrame] = []
     for dataset in experiment.datasets:
@@ -175,7 +175,7 @@ def compare_all(
 
 
 def show(
-    page: Page, judged: Judged, replays: Replays, cost: CostModel, *, bars: Sequence[Plot], is_one_of_several: bool
+    page: Page, judged: Judged, replays: Replays, cost: Times, *, bars: Sequence[Plot], is_one_of_several: bool
 ) -> None:
     """Put a dataset's arms and plots on the page; `bars` are those of every cost."""
     dataset = judged.dataset
@@ -184,7 +184,7 @@ def show(
     page.rankings[dataset], page.picks[dataset] = rankings(judged, replays, cost), judged.picks
 
 
-def rankings(here: Judged, replays: Replays, cost: CostModel) -> list[Ranking]:
+def rankings(here: Judged, replays: Replays, cost: Times) -> list[Ranking]:
     """Every policy of a dataset at these costs and at every ratio of the page, by ratio."""
     at = [(cost, here)]
     _, *others = cost.at_ratios(RATIOS)
@@ -205,7 +205,7 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def compare_at(
-    answer: Answer, judged: Judged, cost: CostModel, *, home: Judged | None, replays: Replays, has_all: bool
+    answer: Answer, judged: Judged, cost: Times, *, home: Judged | None, replays: Replays, has_all: bool
 ) -> pd.DataFrame:
     """Print the table of one dataset at one cost; the same as numbers.
 
@@ -227,7 +227,7 @@ def compare_at(
     return frame
 
 
-def judge(dataset: str, replays: Replays, cost: CostModel, *, is_online: Sequence[bool] = (False, True)) -> Judged:
+def judge(dataset: str, replays: Replays, cost: Times, *, is_online: Sequence[bool] = (False, True)) -> Judged:
     """Every family of one dataset at one cost; `is_online`: the forms of `auto` that compete."""
     arms = [*replays.arms, *replays.auto_arms(cost, is_online=is_online), replays.oracle_arm(cost)]
     picks = picks_of(arms, cost)
@@ -236,7 +236,7 @@ def judge(dataset: str, replays: Replays, cost: CostModel, *, is_online: Sequenc
     return Judged(dataset=dataset, arms=arms, picks=picks, yardstick=yardstick, results=results)
 
 
-def homes_at(directory: str, config: Config, grids: Sequence[Grid], costs: Sequence[CostModel]) -> dict[str, Judged]:
+def homes_at(directory: str, config: Config, grids: Sequence[Competitor], costs: Sequence[Times]) -> dict[str, Judged]:
     """Title of each cost -> what its best settings are on the first dataset of the evaluation in `directory`, under its
     own sampling.
 
@@ -255,7 +255,7 @@ def homes_at(directory: str, config: Config, grids: Sequence[Grid], costs: Seque
     return {cost.title: judge(dataset, replays, cost) for cost in costs}
 
 
-def about(experiment: Experiment, cost: CostModel) -> str:
+def about(experiment: Experiment, cost: Times) -> str:
     """One line on what was evaluated."""
     names = " / ".join(Path(source.path).name for source in (experiment.models.target, experiment.models.draft))
     measured = (
@@ -289,7 +289,7 @@ def write(results: pd.DataFrame, every: Mapping[str, Replays], *, page: Page) ->
 def in_batches(
     experiment: Experiment,
     every: Mapping[str, Replays],
-    costs: Sequence[CostModel],
+    costs: Sequence[Times],
     *,
     page: Page,
     sizes: Sequence[int],
@@ -303,7 +303,7 @@ def in_batches(
 
 
 def clocked(
-    experiment: Experiment, every: Mapping[str, Replays], cost: CostModel, *, page: Page, num_prompts: int, repeats: int
+    experiment: Experiment, every: Mapping[str, Replays], cost: Times, *, page: Page, num_prompts: int, repeats: int
 ) -> list[str]:
     """Time every dataset; what the clock said, printed and written, and the page with it."""
     for dataset, replays in every.items():

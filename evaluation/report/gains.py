@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from evaluation.contest.families import BASELINE, family, styles_of
 from evaluation.contest.results import Result
-from evaluation.costs.model import CostModel
+from evaluation.families import BASELINE, family, styles_of
 from evaluation.figure import GREY, Plot, figure_of, plot_of
+from evaluation.times import Times
 
 
-def speed_up_bars(results: Sequence[Result], cost: CostModel, *, best: str) -> Plot:
+def speed_up_bars(results: Sequence[Result], cost: Times, *, best: str) -> Plot:
     """Speed-up over the target alone of every family, with the interval of its gain over the best fixed length; `best`
     is the family that dev chooses, which is marked.
     """
@@ -37,7 +37,7 @@ def speed_up_bars(results: Sequence[Result], cost: CostModel, *, best: str) -> P
     )
 
 
-def verification_curve(cost: CostModel) -> Plot:
+def verification_curve(cost: Times) -> Plot:
     """Seconds of a verification by the number of drafted tokens, in draft forwards."""
     figure, axes = figure_of(2.8)
     forwards = np.asarray(cost.t_target_s) / cost.t_draft_s

@@ -20,8 +20,8 @@ from decode.policies import Policy
 from decode.policies.auto import Auto
 from evaluation.contest.arms import total
 from evaluation.costs.machine import costs_without_models
-from evaluation.costs.model import CostModel
-from evaluation.sheet import Sheet, printing, say, shown
+from evaluation.table import Table, printing, say, shown
+from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
@@ -89,7 +89,7 @@ def _presume_models(experiment: Experiment) -> None:
         print(f"{' and '.join(sorted(experiment.presumed))} not here: taken for those of the trace", file=sys.stderr)
 
 
-def at_costs(policy: Policy, cost: CostModel) -> Policy:
+def at_costs(policy: Policy, cost: Times) -> Policy:
     """`auto` at these times; where it was tuned for others, its lambda is estimated from scratch. Other policies do not
     depend on times.
     """
@@ -102,7 +102,7 @@ def at_costs(policy: Policy, cost: CostModel) -> Policy:
     return replace(policy, **line._asdict(), throughput=None, prior_profit=None)
 
 
-def played(policy: Policy, trace: Trace, *, cost: CostModel, dataset: str, split: str) -> dict[str, Any]:
+def played(policy: Policy, trace: Trace, *, cost: Times, dataset: str, split: str) -> dict[str, Any]:
     """Counts and rates of the policy over the prompts of one split; `rounds_by_length`: rounds that drafted 0, 1, …
     tokens.
     """
@@ -120,12 +120,12 @@ def played(policy: Policy, trace: Trace, *, cost: CostModel, dataset: str, split
     }
 
 
-def row_sheet(rows: Sequence[Mapping[str, Any]], *, policy: str, cost: CostModel) -> Sheet:
+def row_sheet(rows: Sequence[Mapping[str, Any]], *, policy: str, cost: Times) -> Table:
     """One row per dataset and split."""
-    return Sheet(f"{policy}; {cost.title}", shown(rows, _COLUMNS), names=2)
+    return Table(f"{policy}; {cost.title}", shown(rows, _COLUMNS), names=2)
 
 
-def verdict_of(row: Mapping[str, Any], cost: CostModel, *, policy: str) -> str:
+def verdict_of(row: Mapping[str, Any], cost: Times, *, policy: str) -> str:
     """What the policy is predicted to gain on the test prompts of one dataset, in a sentence."""
     return (
         f"{cost.where}: {policy} on {row['num_prompts']:,} test prompts of {row['dataset']}, predicted "

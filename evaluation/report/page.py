@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from evaluation.clock.results import ClockReport
 from evaluation.contest.arms import Pick
-from evaluation.contest.families import BOUNDS, families, family
-from evaluation.costs.model import CostModel
+from evaluation.families import BOUNDS, families, family
 from evaluation.figure import Plot
 from evaluation.report.verdict import Answer
-from evaluation.sheet import Sheet, crossed
+from evaluation.table import Table, crossed
+from evaluation.times import Times
 from store.shards import write_atomic
 
 RATIOS = (1.5, 2.0, 3.0, 4.0, 5.0, 8.0, 12.0, 20.0, 30.0, 40.0)
@@ -27,7 +27,7 @@ class Ranking(NamedTuple):
     """Every policy of one dataset at one ratio of times."""
 
     ratio: float
-    sheet: Sheet
+    sheet: Table
     families: Sequence[str]
     """Family of each row."""
     best: str
@@ -44,7 +44,7 @@ class Page:
     """One line under the title."""
     directory: Path
     """Folder that report.html and all files beside it are written to."""
-    cost: CostModel
+    cost: Times
     """Times of the evaluation."""
     answers: dict[str, list[Answer]] = field(default_factory=dict)
     """Those of each dataset, a cost each; the first is that of `cost`."""
@@ -119,7 +119,7 @@ def _batches(rows: Sequence[Mapping[str, Any]]) -> str:
         share = "as measured" if row["verify_share"] is None else f"{row['verify_share']:g} t_draft"
         title = f"{row['dataset']}: a target forward costs {row['ratio']:.2f} draft forwards ({row['costs']}), "
         tables.setdefault(f"{title}a verified token {share}", []).append(row)
-    sheets = (Sheet(title, crossed("policy", map(_cell, members))) for title, members in tables.items())
+    sheets = (Table(title, crossed("policy", map(_cell, members))) for title, members in tables.items())
     note = (
         "Tokens/s of the whole batch at the setting that dev chose for its size, gain over the best fixed length, and "
         "seconds of a request; predicted (law 4.13)."
@@ -145,7 +145,7 @@ def _figure(plot: Plot) -> str:
     return f"<figure>{plot.svg}<figcaption>{escape(plot.caption)}</figcaption></figure>"
 
 
-def _table(sheet: Sheet, *, classes: Iterable[str] = (), families: Iterable[str] = ()) -> str:
+def _table(sheet: Table, *, classes: Iterable[str] = (), families: Iterable[str] = ()) -> str:
     """A sheet; `classes` and `families` of its rows, where they have some."""
     of_rows = zip(sheet.rows, _padded(classes), _padded(families), strict=False)
     named = {column: ' class="name"' * (number < sheet.names) for number, column in enumerate(sheet.columns)}

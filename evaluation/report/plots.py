@@ -7,9 +7,9 @@ from matplotlib.ticker import MaxNLocator
 from scipy.special import expit
 
 from evaluation.contest.arms import Arm, Pick, Replays
-from evaluation.contest.families import BASELINE, BOUNDS, COLOURS, HEADS, PRODUCT, family, styles_of
-from evaluation.costs.model import CostModel
+from evaluation.families import BASELINE, BOUNDS, COLOURS, HEADS, PRODUCT, family, styles_of
 from evaluation.figure import BLUE, GREY, RED, Plot, figure_of, legend_below, plot_of
+from evaluation.times import Times
 from evaluation.traces.trace import Array, Trace
 from heads.model.head import TIMING_LABELS, AcceptanceHead, Timing
 
@@ -30,7 +30,7 @@ _LINES: Mapping[Timing, str] = {"fed": "--", "drawn": "-", "prefix": ":"}
 """Timing -> line of its best head."""
 
 
-def all_plots(replays: Replays, picks: Picks, cost: CostModel, *, shown: Collection[str] | None = None) -> list[Plot]:
+def all_plots(replays: Replays, picks: Picks, cost: Times, *, shown: Collection[str] | None = None) -> list[Plot]:
     """All plots of one dataset but those that every cost has of its own (`evaluation.report.gains`); `shown`: the
     families that decide, for plots that would not be readable with all; None: all.
     """
@@ -73,7 +73,7 @@ def pareto(picks: Picks, *, shown: Collection[str] | None = None) -> Plot:
     )
 
 
-def thresholds(picks: Picks, cost: CostModel) -> list[Plot]:
+def thresholds(picks: Picks, cost: Times) -> list[Plot]:
     """Speed-up over the threshold of each family with one parameter, at its best arm; a plot for each meaning of a
     threshold.
     """
@@ -102,7 +102,7 @@ def thresholds(picks: Picks, cost: CostModel) -> list[Plot]:
     return plots
 
 
-def draft_lengths(picks: Picks, cost: CostModel, *, shown: Collection[str] | None = None) -> Plot:
+def draft_lengths(picks: Picks, cost: Times, *, shown: Collection[str] | None = None) -> Plot:
     """How long drafts are at the dev-chosen settings; `shown`: families, None for all."""
     figure, axes = figure_of(3.8)
     members = {name: pick for name, pick in picks.items() if shown is None or name in shown}

@@ -19,7 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.contest.families import (
+from evaluation.contest.results import Result
+from evaluation.contest.tables import values_of
+from evaluation.contest.travel import Judged
+from evaluation.families import (
     BASELINE,
     HEADS,
     ORACLE,
@@ -29,13 +32,10 @@ from evaluation.contest.families import (
     family,
     styles_of,
 )
-from evaluation.contest.results import Result
-from evaluation.contest.tables import values_of
-from evaluation.contest.travel import Judged
-from evaluation.costs.model import CostModel
 from evaluation.figure import GREY, Plot, figure_of, plot_of
-from evaluation.intervals import Gain, gain_over
-from evaluation.sheet import Sheet, flat
+from evaluation.gain import Gain, gain_over
+from evaluation.table import Table, flat
+from evaluation.times import Times
 
 _MISSING = {
     PRODUCT: "not compared: decode.policies lacks it",
@@ -125,7 +125,7 @@ def stages_of(judged: Judged, *, heads: Mapping[str, str]) -> list[Stage]:
     return stages
 
 
-def stage_sheet(stages: Sequence[Stage], cost: CostModel, *, title: str, beside: Sequence[str]) -> Sheet:
+def stage_sheet(stages: Sequence[Stage], cost: Times, *, title: str, beside: Sequence[str]) -> Table:
     """The stages below the target alone; `beside`: what else decides, a policy with its gain each."""
     alone = 1 / cost.t_target_s[0]
     rows = [{"stage": "target alone", "what it knows": "no draft", "setting": "", "tokens/s": _speed(alone)}]
@@ -148,10 +148,10 @@ def stage_sheet(stages: Sequence[Stage], cost: CostModel, *, title: str, beside:
         f"what can be run{lost}{listed}"
     )
     columns = ("stage", "what it knows", "setting", "tokens/s", "gain", "adds")
-    return Sheet(title, rows, note, names=3, headings=columns)
+    return Table(title, rows, note, names=3, headings=columns)
 
 
-def console_sheet(sheet: Sheet, *, best: str, more: int) -> Sheet:
+def console_sheet(sheet: Table, *, best: str, more: int) -> Table:
     """The same for a console of 100 columns: what a stage knows stands below its name, its setting in the note, and the
     stage called `best` in bold; `more`: rows of policies that are not stages.
     """
@@ -162,14 +162,14 @@ def console_sheet(sheet: Sheet, *, best: str, more: int) -> Sheet:
         rows.append({"stage": f"{name}\n{fill(row['what it knows'], 34)}", **numbers})
     settings = "; ".join(f"{row['stage']} {row['setting']}" for row in sheet.rows if row["setting"])
     note = f"{sheet.note}. Chosen on dev: {settings}. --all: {more} more rows"
-    return Sheet(sheet.title, rows, note)
+    return Table(sheet.title, rows, note)
 
 
 def _speed(tokens_per_s: float) -> str:
     return f"{tokens_per_s:.{0 if tokens_per_s >= 100 else 1}f}"
 
 
-def stage_plot(stages: Sequence[Stage], cost: CostModel, *, dataset: str) -> Plot:
+def stage_plot(stages: Sequence[Stage], cost: Times, *, dataset: str) -> Plot:
     """Tokens per second of each stage, in full colour from where the one before it ends."""
     figure, axes = figure_of(0.55 * len(stages) + 1.2)
     styles = styles_of(stage.family for stage in stages)

@@ -10,14 +10,14 @@ from typing import Any
 
 from configs.schema import Config
 from decode.experiment import Experiment
+from evaluation.competitor import competitors_with
 from evaluation.contest.arms import Pick, Replays, fastest_on_dev, picks_of, replay_dataset
-from evaluation.contest.families import BASELINE
-from evaluation.contest.grids import grids_with
 from evaluation.contest.recommended import recommend, write_verdict
 from evaluation.costs.machine import costs_for
-from evaluation.costs.model import CostModel
-from evaluation.intervals import Gain, Splits, gain_over
-from evaluation.sheet import Sheet, announce, printing, say
+from evaluation.families import BASELINE
+from evaluation.gain import Gain, Splits, gain_over
+from evaluation.table import Table, announce, printing, say
+from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import join_traces
 from heads.model.head import TIMING_LABELS, update_config
@@ -80,7 +80,7 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
             f"no heads in {experiment.exported}; run `acceptance-heads export`, or name some in decode.heads"
         )
     with printing(aside=json):
-        folder, grids = trace_folder(experiment), grids_with(experiment, experiment.heads, has_heads=True)
+        folder, grids = trace_folder(experiment), competitors_with(experiment, experiment.heads, has_heads=True)
         folder.refuse_other()
         cost = costs_for(experiment, ratio)
         folder.complete()
@@ -114,7 +114,7 @@ def written_to(experiment: Experiment, result: Tuned) -> str:
     return str(file.relative_to(experiment.exported) if file.is_relative_to(experiment.exported) else file)
 
 
-def tuned_heads(replays: Replays, cost: CostModel) -> tuple[Pick, list[Tuned]]:
+def tuned_heads(replays: Replays, cost: Times) -> tuple[Pick, list[Tuned]]:
     """(the best fixed length, every head at its best threshold on dev and under the rule, the fastest on dev first)."""
     baseline = picks_of(replays.arms, cost)[BASELINE]
     arms = {arm.grid.head: arm for arm in replays.arms}
@@ -125,7 +125,7 @@ def tuned_heads(replays: Replays, cost: CostModel) -> tuple[Pick, list[Tuned]]:
     return baseline, sorted(found, key=lambda result: -result.tokens_per_s_on_dev)
 
 
-def tune_head(name: str, pick: Pick, replays: Replays, *, cost: CostModel, baseline: Pick) -> Tuned:
+def tune_head(name: str, pick: Pick, replays: Replays, *, cost: Times, baseline: Pick) -> Tuned:
     """One head at its threshold, and what the rule comes to."""
     head, base, on_test = replays.heads[name], baseline.spent(cost), cost.tokens_per_s(pick.arm.test)
     rule, online = replays.ruled(head, cost)
@@ -157,8 +157,8 @@ def tune_head(name: str, pick: Pick, replays: Replays, *, cost: CostModel, basel
 
 
 def threshold_sheet(
-    tuned: Sequence[Tuned], cost: CostModel, *, places: Mapping[str, str], baseline: Pick, folder: Path
-) -> Sheet:
+    tuned: Sequence[Tuned], cost: Times, *, places: Mapping[str, str], baseline: Pick, folder: Path
+) -> Table:
     """A line per head: the threshold, what it is predicted to gain, the rule beside it, and where it was written."""
     elsewhere = any(place not in ("", f"{name}/config.json") for name, place in places.items())
     fixed = baseline.spent(cost).tokens_per_s
@@ -182,4 +182,4 @@ def threshold_sheet(
         f"test, over the best fixed length ({baseline.values['k']}), predicted from counts and times. auto: the rule "
         f"that needs no threshold. Best on dev first. {written}"
     )
-    return Sheet(f"thresholds for {cost.title}", rows, note, names=2)
+    return Table(f"thresholds for {cost.title}", rows, note, names=2)

@@ -10,7 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from data_gen.labels.scalars import SCALARS
-from evaluation.contest.families import (
+from evaluation.competitor import head_in
+from evaluation.contest.results import Result, lead_of
+from evaluation.contest.tables import result_sheet, values_of
+from evaluation.contest.travel import Judged
+from evaluation.families import (
     AUTO,
     BASELINE,
     BOUND,
@@ -25,15 +29,11 @@ from evaluation.contest.families import (
     TRAINING_FREE,
     family,
 )
-from evaluation.contest.grids import head_in
-from evaluation.contest.results import Result, lead_of
-from evaluation.contest.tables import result_sheet, values_of
-from evaluation.contest.travel import Judged
-from evaluation.costs.model import CostModel
 from evaluation.figure import Plot
-from evaluation.intervals import Gain
+from evaluation.gain import Gain
 from evaluation.report.stages import Stage, console_sheet, stage_plot, stage_sheet, stages_of
-from evaluation.sheet import Sheet
+from evaluation.table import Table
+from evaluation.times import Times
 from heads.model.head import TIMING_LABELS, AcceptanceHead
 
 _SCORED = {
@@ -58,9 +58,9 @@ class Answer:
     """The sentence, and a second one where it has to be qualified."""
     stages: Sequence[Stage]
     """Where the oracle's gain goes, from the best fixed length on."""
-    table: Sheet
+    table: Table
     """The stages and, in its note, what else decides."""
-    sheet: Sheet
+    sheet: Table
     """Every row."""
     deciding: Sequence[str]
     """Families that decide: those of the stages, and the best of each kind of policy."""
@@ -75,7 +75,7 @@ class Answer:
         """The verdict, with the name of the dataset where there are several."""
         return f"{self.dataset}. {self.verdict}" if is_one_of_several else self.verdict
 
-    def printed(self, *, has_all: bool) -> list[Sheet]:
+    def printed(self, *, has_all: bool) -> list[Table]:
         """The sheets for a console, the best row in bold: the stages and, if wanted, every row."""
         best, num_stages = family(self.best).label, sum(stage.result is not None for stage in self.stages)
         bold = [
@@ -86,7 +86,7 @@ class Answer:
         return [stages, self.sheet._replace(rows=bold)] if has_all else [stages]
 
 
-def answer_of(judged: Judged, cost: CostModel, *, heads: Mapping[str, AcceptanceHead], num_prompts: int) -> Answer:
+def answer_of(judged: Judged, cost: Times, *, heads: Mapping[str, AcceptanceHead], num_prompts: int) -> Answer:
     """Sentence, rows and picture of one dataset at one cost."""
     names = {row.family: head for row in judged.results if (head := head_in(row.name))}
     champion = names.get(judged.yardstick.champions.get(HEADS, ""), "")
@@ -111,13 +111,13 @@ def answer_of(judged: Judged, cost: CostModel, *, heads: Mapping[str, Acceptance
     )
 
 
-def best_runnable(judged: Judged, cost: CostModel) -> str:
+def best_runnable(judged: Judged, cost: Times) -> str:
     """The family that is fastest on dev of those that can be run."""
     speeds = judged.speeds_on_dev(cost)
     return max((name for name in speeds if family(name).kind != BOUND), key=speeds.__getitem__)
 
 
-def deciding_families(judged: Judged, cost: CostModel) -> list[str]:
+def deciding_families(judged: Judged, cost: Times) -> list[str]:
     """The families whose rows decide, in the order of the table: the best fixed length, the best on dev of each kind of
     policy, every policy of one's own, the perfect head and the oracle.
     """
@@ -130,7 +130,7 @@ def deciding_families(judged: Judged, cost: CostModel) -> list[str]:
     return [result.family for result in judged.results if result.family in shown]
 
 
-def verdict_of(judged: Judged, cost: CostModel, *, names: Mapping[str, str], num_prompts: int) -> str:
+def verdict_of(judged: Judged, cost: Times, *, names: Mapping[str, str], num_prompts: int) -> str:
     """The sentence that an evaluation ends with.
 
     Args:

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 
 from configs.schema import Config
 from evaluation.figure import panels_of
-from evaluation.sheet import Sheet, announce, printing, say, shown
+from evaluation.table import Table, announce, printing, say, shown
 from evaluation.theory import closed_forms as forms
 
 _WIDTH = 110
@@ -64,8 +64,8 @@ def theory(
     plot_interleaved(figure, rates=(small, medium), costs=costs)
     best = best_settings((small, medium, inner), costs)
     with printing(aside=json):
-        Sheet("tokens per target forward, i.i.d. acceptance", shown(forms_of, _COLUMNS), names=2).print(_WIDTH)
-        Sheet("SVIP's lower bounds of the acceptance rate", bounds).print(_WIDTH)
+        Table("tokens per target forward, i.i.d. acceptance", shown(forms_of, _COLUMNS), names=2).print(_WIDTH)
+        Table("SVIP's lower bounds of the acceptance rate", bounds).print(_WIDTH)
         best_sheet(best).print(_WIDTH)
         written = announce([table, figure])
         say(f"\n{verdict_of(best)}")
@@ -97,7 +97,7 @@ def best_settings(rates: tuple[float, float, float], costs: tuple[float, float])
     return best
 
 
-def best_sheet(best: dict[str, dict[str, int | float]]) -> Sheet:
+def best_sheet(best: dict[str, dict[str, int | float]]) -> Table:
     """Settings that the closed forms recommend."""
     rows = [
         {
@@ -107,7 +107,7 @@ def best_sheet(best: dict[str, dict[str, int | float]]) -> Sheet:
         }
         for name, values in best.items()
     ]
-    return Sheet("the fastest setting of each, by the closed forms", rows, names=2)
+    return Table("the fastest setting of each, by the closed forms", rows, names=2)
 
 
 def _two_level(costs: dict[float, float]) -> Iterator[Form]:

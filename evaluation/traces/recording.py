@@ -24,7 +24,7 @@ from data_gen.responses.exchange import Exchange
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.store.manifest import read_manifest, settle
 from decode.experiment import Experiment
-from evaluation.intervals import Splits
+from evaluation.gain import Splits
 from evaluation.traces import disk
 from evaluation.traces.chains import ChainRecorder
 from evaluation.traces.coupling import Recorder, trace_of

@@ -8,17 +8,17 @@ and `decode.loop.drafter` (tests/evaluation/traces/test_replay.py compares the l
 """
 
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import fields
 from itertools import count
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Num
+from jaxtyping import Int
 
 from decode.loop.counts import Counts
-from decode.loop.rounds import Generation
 from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped
+from evaluation.played import Played
 from evaluation.traces.lanes import Tokens, TraceLanes
 from evaluation.traces.trace import Array, Trace
 
@@ -33,57 +33,13 @@ _ABSENT = dict.fromkeys(AfterDraw._fields, 0.0)
 """Signals that the policy does not ask for."""
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """Counts of every setting on every prompt."""
-
-    counts: Counts
-    """Arrays [setting, row]."""
-    lengths: Int[Array, "setting row lengths"]
-    """Rounds by the number of tokens drafted, 0 to max_draft_length."""
-    prompt_of_row: Int[Array, " row"]
-    """Number of each row's prompt, as the trace has it."""
-    stop_kind: str = ""
-    """`Policy.stop_kind`."""
-
-    @classmethod
-    def of(cls, generations: Sequence[Generation], max_draft_length: int) -> "Replayed":
-        """What decoding did at one setting, a generation for each prompt, as replay has it."""
-        counts = {f.name: np.array([[getattr(made.counts, f.name) for made in generations]]) for f in fields(Counts)}
-        lengths = np.array([[lengths_of(made, max_draft_length) for made in generations]])
-        return cls(Counts(**counts), lengths, np.arange(len(generations)))
-
-    def per_prompt(self, amounts: Num[Array, "setting row"]) -> Num[Array, "setting prompt"]:
-        """Amounts of every row, summed over the rows of each prompt: what is independent from one column to the
-        next.
-        """
-        order = self.prompt_of_row.argsort(kind="stable")
-        starts = np.searchsorted(self.prompt_of_row[order], np.arange(self.prompt_of_row.max() + 1))
-        return np.add.reduceat(amounts[:, order], starts, axis=1)
-
-
-def joined(every: Sequence[Replayed]) -> Replayed:
-    """What the same settings did on several traces, their prompts one after the other."""
-    counted = [name for name, values in vars(every[0].counts).items() if isinstance(values, np.ndarray)]
-    counts = {name: np.concatenate([getattr(one.counts, name) for one in every], axis=1) for name in counted}
-    firsts = np.cumsum([0, *(int(one.prompt_of_row.max()) + 1 for one in every)])
-    prompts = [first + one.prompt_of_row for first, one in zip(firsts, every, strict=False)]
-    lengths = np.concatenate([one.lengths for one in every], axis=1)
-    return Replayed(Counts(**counts), lengths, np.concatenate(prompts), every[0].stop_kind)
-
-
-def lengths_of(generation: Generation, max_draft_length: int) -> Int[Array, " lengths"]:
-    """Rounds of a generation by the number of tokens drafted, 0 to max_draft_length."""
-    return np.bincount([len(round_.drafted) for round_ in generation.rounds], minlength=max_draft_length + 1)
-
-
 def replay(trace: Trace, policy: Policy) -> Counts:
     """Totals of one policy over all prompts of a trace; their law is exactly that of real decoding."""
     counts = replay_settings(trace, policy).counts
     return Counts(**{f.name: int(np.sum(getattr(counts, f.name))) for f in fields(Counts)})
 
 
-def replay_settings(trace: Trace, policy: Policy) -> Replayed:
+def replay_settings(trace: Trace, policy: Policy) -> Played:
     """Every setting on every prompt.
 
     Args:
@@ -97,7 +53,7 @@ def replay_settings(trace: Trace, policy: Policy) -> Replayed:
     shape = (_num_settings(policy), len(trace.rows))
     totals = _totals(trace, policy, keeps_rounds=False)
     counts = Counts(**{name: count.reshape(shape) for name, count in totals.counts.items()})
-    return Replayed(counts, totals.lengths.reshape(*shape, -1), trace.prompt_of_row, policy.stop_kind)
+    return Played(counts, totals.lengths.reshape(*shape, -1), trace.prompt_of_row, policy.stop_kind)
 
 
 class Rounds(NamedTuple):

@@ -14,7 +14,7 @@ from decode.policies.batch import BatchAuto, BatchCosts, BlockAuto
 from decode.policies.head import HeadPolicy
 from evaluation.batches.load import queue_of
 from evaluation.batches.lockstep import step_through
-from evaluation.costs.model import CostModel
+from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from evaluation.tuning.index import index_of
@@ -25,7 +25,7 @@ _COARSE = (8, 1e-3)
 """The same of batches, which are stepped through and not replayed."""
 
 
-def auto_for(head: Any, trace: Trace, cost: CostModel, *, is_online: bool = False) -> Auto:
+def auto_for(head: Any, trace: Trace, cost: Times, *, is_online: bool = False) -> Auto:
     """The rule for these times.
 
     Args:
@@ -44,7 +44,7 @@ def auto_for(head: Any, trace: Trace, cost: CostModel, *, is_online: bool = Fals
     return rule if is_online else fixed_point(rule, trace, cost)
 
 
-def fixed_point(rule: Auto, trace: Trace, cost: CostModel) -> Auto:
+def fixed_point(rule: Auto, trace: Trace, cost: Times) -> Auto:
     """The rule with lambda equal to the throughput that it reaches on the trace, and with the profit of a drafting
     round there.
     """

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evaluation.costs.model import CostModel, TimeErrors
-from evaluation.intervals import Spent, gain_over
+from evaluation.gain import Spent, gain_over
+from evaluation.times import TimeErrors, Times
 
 NUM_DEV, NUM_TEST, NUM_SETTINGS, NUM_LENGTHS = 60, 80, 41, 9
 
@@ -68,7 +68,7 @@ def test_where_every_prompt_gains_alike_the_interval_is_the_gain(tokens, faster)
 
 def test_a_stop_is_charged_its_measured_time_however_unsure_that_is():
     """The title has the largest error, that of a stop in draft steps; beyond 10 % it asks to measure again."""
-    sure = CostModel(0.01, (0.02, 0.03), "measured", {"entropy": 0.001}, "stops measured")
+    sure = Times(0.01, (0.02, 0.03), "measured", {"entropy": 0.001}, "stops measured")
     assert "±" not in sure.title
     again = "these times are uncertain: measure them again with `acceptance-heads costs --again`"
     for error, precision in ((0.2, "times ± 3 %"), (0.5, "times ± 5 %"), (2.99, again)):

@@ -5,9 +5,9 @@ chosen.
 import json
 from dataclasses import dataclass
 
-from evaluation.competitors import fastest
-from evaluation.intervals import Gain
-from evaluation.sheet import Sheet, crossed, flat, shown
+from evaluation.gain import Gain
+from evaluation.hierarchies.built import fastest
+from evaluation.table import Table, crossed, flat, shown
 
 GAIN = Gain(0.25, 0.1, 0.4, 0.05)
 
@@ -20,7 +20,7 @@ class Record:
 
 
 def test_a_sheet_prints_every_cell_under_its_heading_and_what_is_absent_as_nothing(capsys):
-    sheet = Sheet("speeds", [{"policy": "a", "gain": GAIN.text}, {"policy": "b", "tokens/s": "1.0"}], "of two")
+    sheet = Table("speeds", [{"policy": "a", "gain": GAIN.text}, {"policy": "b", "tokens/s": "1.0"}], "of two")
     assert sheet.columns == ["policy", "gain", "tokens/s"]
     assert sheet.column("gain") == ["+25.0% (+10.0%, +40.0%)", ""]
     sheet.print()
@@ -33,7 +33,7 @@ def test_a_sheet_prints_every_cell_under_its_heading_and_what_is_absent_as_nothi
 
 
 def test_a_sheet_without_rows_still_has_its_headings():
-    assert [column.header for column in Sheet("none", [], headings=("policy", "gain")).table().columns] == [
+    assert [column.header for column in Table("none", [], headings=("policy", "gain")).table().columns] == [
         "policy",
         "gain",
     ]

@@ -11,7 +11,7 @@ from decode.policies import FixedLength, TokenProb
 from evaluation.bench.arms import generations_of
 from evaluation.bench.schedules import HEURISTICALLY, assisted, constant
 from evaluation.costs.measure import Loop
-from evaluation.intervals import median_ratio
+from evaluation.gain import median_ratio
 from lm import Sampling
 from tests.toys.small_pair import EOS, PROMPTS
 

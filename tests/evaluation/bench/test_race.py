@@ -18,9 +18,9 @@ from evaluation.bench.plots import race_plot
 from evaluation.bench.race import SAMPLINGS, Race
 from evaluation.bench.schedules import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
 from evaluation.bench.standings import standings_of, summary_sheet, verdict_of
-from evaluation.contest.families import ALONE
-from evaluation.costs.model import CostModel
-from evaluation.intervals import Spent, gain_over
+from evaluation.families import ALONE
+from evaluation.gain import Spent, gain_over
+from evaluation.times import Times
 from evaluation.traces.disk import places_in
 from evaluation.traces.recording import trace_folder
 from heads import AcceptanceHead
@@ -28,7 +28,7 @@ from heads.model.provenance import Provenance
 from lm import Sampling
 
 ROOT = Path(__file__, "../../../..").resolve()
-COST = CostModel.constant(0.001, 0.005)
+COST = Times.constant(0.001, 0.005)
 ASKED = {
     "samplings": ("nucleus",),
     "policies": ("fixed_length:k=2", "fixed_length:k=3", "entropy:max_sqrt_entropy=0.5"),

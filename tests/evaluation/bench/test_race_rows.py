@@ -10,10 +10,10 @@ from evaluation.bench.race import Race, RaceTerms
 from evaluation.bench.schedules import UNASSISTED, assisted
 from evaluation.bench.standings import standings_of
 from evaluation.bench.transfer import MEAN, gains_over, mean_gain, transfer_sheets
-from evaluation.contest.families import ALONE
-from evaluation.costs.model import CostModel
+from evaluation.families import ALONE
 from evaluation.flag_types import RaceRules
-from evaluation.intervals import Gain
+from evaluation.gain import Gain
+from evaluation.times import Times
 from lm import Sampling
 from store.keyed import KeyedStore
 from tests.toys.small_pair import EOS, PROMPTS
@@ -41,7 +41,7 @@ class Toy(Race):
         self._store = KeyedStore(self.path, remedy="")
         self.experiment = type("Toy", (), {"datasets": DATASETS, "has_feature_draft": False, "pair": None})()
 
-    _cost = CostModel.constant(0.001, 0.005)
+    _cost = Times.constant(0.001, 0.005)
 
     _named, _run_key = (), {}
 

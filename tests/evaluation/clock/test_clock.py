@@ -11,12 +11,13 @@ from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, Policy
 from evaluation.clock.primed import PrimedCompiledModel, PrimedLoop, PrimedModel
 from evaluation.clock.results import check_clock, report_of, rows_of
 from evaluation.clock.turns import Clocked, clock
+from evaluation.competitor import Competitor, make_competitor
 from evaluation.contest.arms import Arm, Pick, picks_of, replay_arms
-from evaluation.contest.grids import Grid, make_grid
-from evaluation.costs.model import CostModel
-from evaluation.intervals import Spent, Splits, gain_over
+from evaluation.gain import Spent, Splits, gain_over
+from evaluation.played import Played
 from evaluation.report.page import Page, write_report
-from evaluation.traces.replay import Replayed, replay_settings
+from evaluation.times import Times
+from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from lm import CachedModel, Pair, Sampling
 from tests.toys.small_pair import EOS, LENGTH, PROMPTS, VOCAB, model, trace
@@ -27,7 +28,7 @@ POLICIES: dict[str, Policy] = {
     "cumulative_token_prob": CumulativeTokenProb(0.3),
     "ada_edl": AdaEDL(0.4),
 }
-COST = CostModel.constant(0.001, 0.005)
+COST = Times.constant(0.001, 0.005)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,8 @@ def recorded() -> Trace:
     return trace(WARM).select(range(5))
 
 
-def runner_of(name: str, policy: Policy, replayed: Replayed) -> Pick:
-    return Pick(Arm(Grid(name, name, policy, ({},)), replayed, replayed), 0)
+def runner_of(name: str, policy: Policy, replayed: Played) -> Pick:
+    return Pick(Arm(Competitor(name, name, policy, ({},)), replayed, replayed), 0)
 
 
 def runners_on(recorded: Trace, policies: dict[str, Policy] = POLICIES) -> list[Pick]:
@@ -126,7 +127,7 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     assert first["family"] not in report.verdict.split("pace")[0]
     assert f"beyond 3% of that pace: {first['family']} {1 / (1 + report.common) - 1:+.1%}" in report.verdict
     path = tmp_path / "report.html"
-    grid = make_grid("fixed_length", "fixed_length", {"k": [2]})
+    grid = make_competitor("fixed_length", "fixed_length", {"k": [2]})
     (arm,) = replay_arms([grid], Splits(recorded, recorded))
     write_report(Page(about="", directory=tmp_path, cost=COST, clocks=[report]))
     assert "AdaEDL" in path.read_text()

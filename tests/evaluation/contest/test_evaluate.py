@@ -8,12 +8,12 @@ import torch
 from decode.policies.auto import Auto
 from decode.policies.bounds import PerfectHead
 from decode.policies.registry import LOGISTIC, POLICIES, make_policy
+from evaluation.competitor import bounds, competitors_of, default_values, head_competitor, make_competitor
 from evaluation.contest.arms import Replays, by_family, fastest_heads, picks_of, replay_arms, replay_dataset
-from evaluation.contest.families import family
-from evaluation.contest.grids import bounds, default_values, grids_of, head_grid, make_grid
 from evaluation.contest.results import Result, results_of, yardstick_of
-from evaluation.costs.model import CostModel
-from evaluation.intervals import Splits
+from evaluation.families import family
+from evaluation.gain import Splits
+from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.rule import auto_for
 from heads import AcceptanceHead
@@ -21,7 +21,7 @@ from heads.model.provenance import Provenance
 from lm import Sampling
 from tests.toys.small_pair import trace
 
-COST = CostModel.constant(0.2, 1.0)
+COST = Times.constant(0.2, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +31,13 @@ def splits():
 
 @pytest.fixture(scope="module")
 def arms(splits):
-    grids = [make_grid(name, name, values) for name, values in default_values(5).items() if name != "head"]
+    grids = [make_competitor(name, name, values) for name, values in default_values(5).items() if name != "head"]
     return list(replay_arms([*grids, *bounds()], splits))
 
 
-def results_at(cost: CostModel, arms) -> list[Result]:
+def results_at(cost: Times, arms) -> list[Result]:
     picks = picks_of(arms, cost)
     return results_of(picks, cost, yardstick_of(picks, cost))
-
-
-def test_every_policy_has_a_built_in_grid():
-    assert set(default_values(20)) == set(POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +50,7 @@ def test_every_policy_has_a_built_in_grid():
 )
 def test_a_grid_that_cannot_be_replayed_is_refused(own, says):
     with pytest.raises(ValueError, match=says):
-        grids_of(own, {}, max_draft_length=5)
+        competitors_of(own, {}, max_draft_length=5)
 
 
 def test_the_reported_setting_is_the_one_that_is_fastest_on_dev(arms):
@@ -86,7 +82,9 @@ def test_the_papers_heads_compete_among_themselves_and_each_timing_takes_its_bes
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter)
     arms = list(
-        replay_arms([head_grid(name, head, {"max_rejection_prob": LOGISTIC}) for name, head in heads.items()], splits)
+        replay_arms(
+            [head_competitor(name, head, {"max_rejection_prob": LOGISTIC}) for name, head in heads.items()], splits
+        )
     )
     picks = picks_of(arms, COST)
     assert picks["head_specdec"].arm.grid.name.startswith("head:fed-")
@@ -100,7 +98,7 @@ def test_the_papers_heads_compete_among_themselves_and_each_timing_takes_its_bes
 
 @pytest.mark.parametrize("ratio", [0.3, 0.8, 1.0, 1.5])
 def test_no_bound_falls_below_the_target_alone_or_a_fixed_length_where_drafting_is_dear(splits, arms, ratio):
-    cost = CostModel.constant(1 / ratio, 1.0)
+    cost = Times.constant(1 / ratio, 1.0)
     replays = Replays(traces=splits, arms=arms, heads={})
     results = results_at(cost, [*arms, replays.oracle_arm(cost)])
     assert max(result.percent_of_oracle for result in results) == pytest.approx(100)
@@ -111,7 +109,7 @@ def test_no_bound_falls_below_the_target_alone_or_a_fixed_length_where_drafting_
 @pytest.mark.parametrize("timing", ["fed", "drawn"])
 def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold(splits, arms, timing, ratio):
     dev, test = splits
-    cost = CostModel.constant(1 / ratio, 1.0)
+    cost = Times.constant(1 / ratio, 1.0)
     rule = auto_for(PerfectHead(timing), dev, cost)
     reached = cost.tokens_per_s(replay_settings(test, rule))[0]
     grid = next(arm for arm in arms if arm.grid.family == f"perfect_{timing}")
@@ -127,7 +125,7 @@ def test_auto_learns_online_what_it_is_told_offline(splits):
 
 
 def test_auto_stops_drafting_where_drafting_cannot_pay(splits):
-    cost = CostModel.constant(2.0, 1.0)
+    cost = Times.constant(2.0, 1.0)
     for is_online in (False, True):
         rule = auto_for(PerfectHead("drawn"), splits.dev, cost, is_online=is_online)
         counts = replay_settings(splits.test, rule).counts
@@ -147,7 +145,9 @@ def test_auto_is_the_rule_that_tune_recommended():
 def test_a_prefix_head_competes_and_pays_a_forward_for_the_token_that_it_does_without(splits):
     torch.manual_seed(0)
     heads = {"it": AcceptanceHead(16, 1, "prefix", True).eval()}
-    grids = grids_of({"fixed_length": {"k": [2]}, "head": {"max_rejection_prob": LOGISTIC}}, heads, max_draft_length=5)
+    grids = competitors_of(
+        {"fixed_length": {"k": [2]}, "head": {"max_rejection_prob": LOGISTIC}}, heads, max_draft_length=5
+    )
     replays = replay_dataset(splits, grids, heads=heads, perfect_head=False, name="")
     counts = by_family(replays.arms)["head_prefix"][0].test.counts
     assert (counts.num_draft_forwards - counts.num_drafted).max() > 0
@@ -156,7 +156,9 @@ def test_a_prefix_head_competes_and_pays_a_forward_for_the_token_that_it_does_wi
 def test_the_rule_has_two_rows_with_the_head_that_is_fastest_on_dev(splits):
     torch.manual_seed(0)
     heads = {timing: AcceptanceHead(16, 1, timing, True).eval() for timing in ("fed", "drawn", "prefix")}
-    grids = grids_of({"fixed_length": {"k": [2]}, "head": {"max_rejection_prob": LOGISTIC}}, heads, max_draft_length=5)
+    grids = competitors_of(
+        {"fixed_length": {"k": [2]}, "head": {"max_rejection_prob": LOGISTIC}}, heads, max_draft_length=5
+    )
     replays = replay_dataset(splits, grids, heads=heads, perfect_head=False, name="")
     speeds = {arm.grid.name: COST.tokens_per_s(arm.dev).max() for arm in replays.arms if arm.grid.name[:5] == "head:"}
     timing = max(speeds, key=speeds.__getitem__).removeprefix("head:")
@@ -165,11 +167,11 @@ def test_the_rule_has_two_rows_with_the_head_that_is_fastest_on_dev(splits):
 
 
 def test_the_policies_of_the_yaml_compete_and_no_others():
-    grids = grids_of({"entropy": {"max_sqrt_entropy": [0.4]}}, {}, max_draft_length=5, policies=("entropy",))
+    grids = competitors_of({"entropy": {"max_sqrt_entropy": [0.4]}}, {}, max_draft_length=5, policies=("entropy",))
     assert [grid.name for grid in grids] == ["fixed_length", "entropy"]
     assert grids[1].settings == ({"max_sqrt_entropy": 0.4},)
     with pytest.raises(ValueError, match=r"decode\.policies leaves out; add it there"):
-        grids_of({"token_prob": {"min_token_prob": [0.4]}}, {}, max_draft_length=5, policies=("entropy",))
+        competitors_of({"token_prob": {"min_token_prob": [0.4]}}, {}, max_draft_length=5, policies=("entropy",))
 
 
 def test_a_policy_of_ones_own_competes_on_its_own_grid(tmp_path, monkeypatch):
@@ -183,10 +185,10 @@ def test_a_policy_of_ones_own_competes_on_its_own_grid(tmp_path, monkeypatch):
     )
     name = "competing_policy:Unsure"
     try:
-        *_, grid = grids_of({}, {}, max_draft_length=5, policies=(name,))
+        *_, grid = competitors_of({}, {}, max_draft_length=5, policies=(name,))
         assert grid.settings == ({"floor": 0.1}, {"floor": 0.3})
         assert family(name).label == "Unsure (competing_policy)"
-        *_, grid = grids_of({name: {"floor": [0.7]}}, {}, max_draft_length=5, policies=(name,))
+        *_, grid = competitors_of({name: {"floor": [0.7]}}, {}, max_draft_length=5, policies=(name,))
         assert grid.settings == ({"floor": 0.7},)
     finally:
         del POLICIES[name]

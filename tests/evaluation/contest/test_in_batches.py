@@ -10,8 +10,8 @@ import torch
 from decode.policies.bounds import PerfectHead
 from evaluation.batches.load import queue_of
 from evaluation.batches.lockstep import step_through
+from evaluation.competitor import bounds, default_values, head_competitor, make_competitor
 from evaluation.contest.arms import Replays, replay_arms
-from evaluation.contest.grids import bounds, default_values, head_grid, make_grid
 from evaluation.contest.in_batches import (
     BatchContest,
     Entry,
@@ -21,20 +21,20 @@ from evaluation.contest.in_batches import (
     setups_of,
     sizes_of,
 )
-from evaluation.costs.model import RECORDED, CostModel, StopShares
-from evaluation.intervals import Splits
+from evaluation.gain import Splits
+from evaluation.times import RECORDED, StopShares, Times
 from evaluation.tuning.rule import batch_auto_for
 from heads import AcceptanceHead
 from lm import Sampling
 from tests.toys.small_pair import trace
 
-COST = CostModel.constant(0.2, 1.0, elsewhere=StopShares("made up", {"entropy": 0.1}))
+COST = Times.constant(0.2, 1.0, elsewhere=StopShares("made up", {"entropy": 0.1}))
 
 
 @pytest.fixture(scope="module")
 def replays():
     splits = Splits(*(trace(Sampling(temperature=0.6), seed=seed) for seed in (1, 2)))
-    grids = [make_grid(name, name, default_values(5)[name]) for name in ("fixed_length", "token_prob", "entropy")]
+    grids = [make_competitor(name, name, default_values(5)[name]) for name in ("fixed_length", "token_prob", "entropy")]
     return Replays(traces=splits, arms=list(replay_arms([*grids, *bounds()], splits)), heads={})
 
 
@@ -79,10 +79,10 @@ def test_the_rule_of_a_batch_is_no_worse_than_the_best_fixed_length_that_test_it
 def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_on_the_job(replays, dear):
     torch.manual_seed(0)
     heads = {name: AcceptanceHead(16, depth, "drawn", True).eval() for name, depth in (("cheap", 0), ("deep", 1))}
-    cost = CostModel.constant(0.2, 1.0, elsewhere=StopShares("made up", {"drawn+s-d0": 0.0, "drawn+s-d1": dear}))
+    cost = Times.constant(0.2, 1.0, elsewhere=StopShares("made up", {"drawn+s-d0": 0.0, "drawn+s-d1": dear}))
     arms = list(
         replay_arms(
-            [head_grid(name, head, {"max_rejection_prob": [0.5]}) for name, head in heads.items()], replays.traces
+            [head_competitor(name, head, {"max_rejection_prob": [0.5]}) for name, head in heads.items()], replays.traces
         )
     )
     contest = BatchContest(replace(replays, arms=[*replays.arms, *arms], heads=heads), [Setup(cost, 0.3)], [3])
@@ -104,7 +104,7 @@ def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_on_th
 
 @pytest.mark.parametrize("origin", ["measured", RECORDED])
 def test_measured_and_recorded_times_of_verification_are_taken_as_they_are(origin):
-    measured = CostModel(0.1, (1.0, 1.1, 1.3), origin)
+    measured = Times(0.1, (1.0, 1.1, 1.3), origin)
     setups = setups_of([measured, COST], (0.0, 0.2))
     assert [(setup.cost.origin, setup.verify_share) for setup in setups] == [
         (origin, None),

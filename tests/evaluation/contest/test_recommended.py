@@ -11,26 +11,26 @@ from configs.schema import Config, DecodeConfig, HeadsConfig, ModelSource, PairC
 from decode.experiment import Experiment
 from decode.loop.counts import Counts
 from decode.policies import CumulativeTokenProb, FixedLength, HeadPolicy
+from evaluation.competitor import Competitor
 from evaluation.contest.arms import Arm, Replays
-from evaluation.contest.grids import Grid
 from evaluation.contest.recommended import recommend, write_verdict
-from evaluation.costs.model import CostModel
-from evaluation.intervals import Splits
-from evaluation.traces.replay import Replayed, joined
+from evaluation.gain import Splits
+from evaluation.played import Played, joined
+from evaluation.times import Times
 from heads import AcceptanceHead
 
-COST, NUM = CostModel.constant(0.2, 1.0), 40
+COST, NUM = Times.constant(0.2, 1.0), 40
 HEAD = HeadPolicy(AcceptanceHead(96, 0, "drawn"))
 KINDS = {
-    "fixed_length": Grid("fixed_length", "fixed_length", FixedLength(), ({"k": 2}, {"k": 3})),
-    "cumulative_token_prob": Grid(
+    "fixed_length": Competitor("fixed_length", "fixed_length", FixedLength(), ({"k": 2}, {"k": 3})),
+    "cumulative_token_prob": Competitor(
         "cumulative_token_prob", "cumulative_token_prob", CumulativeTokenProb(), ({"min_token_prob": 0.25},)
     ),
-    "head": Grid("head_drawn", "head:it", HEAD, ({"max_rejection_prob": 0.5}, {"max_rejection_prob": 0.125})),
+    "head": Competitor("head_drawn", "head:it", HEAD, ({"max_rejection_prob": 0.5}, {"max_rejection_prob": 0.125})),
 }
 
 
-def played(speed: float, num_settings: int, seed: int) -> Replayed:
+def played(speed: float, num_settings: int, seed: int) -> Played:
     """Settings whose last one has this speed, give or take 5 % a prompt, and the others nine tenths of it."""
     noise = np.random.default_rng(seed).normal(1, 0.05, size=(num_settings, NUM))
     noise /= noise.mean(1, keepdims=True)
@@ -38,7 +38,7 @@ def played(speed: float, num_settings: int, seed: int) -> Replayed:
         100_000 / speed * noise * np.where(np.arange(num_settings) < num_settings - 1, 1 / 0.9, 1)[:, None]
     ).round()
     counts = Counts(num_emitted=np.full(rounds.shape, 1000), num_target=rounds, num_draft_forwards=0 * rounds)
-    return Replayed(counts, np.rint(rounds[..., None]).astype(int), np.arange(NUM))
+    return Played(counts, np.rint(rounds[..., None]).astype(int), np.arange(NUM))
 
 
 def replays_at(**speeds: float) -> Replays:

@@ -20,9 +20,9 @@ from evaluation.__main__ import COMMANDS
 from evaluation.batches.curves import keep_curves
 from evaluation.costs.command import verdict_of as costs_verdict
 from evaluation.costs.machine import kept_costs, key_of
-from evaluation.costs.model import CostModel
 from evaluation.report.one_policy import at_costs, histogram
-from evaluation.sheet import wide_console
+from evaluation.table import wide_console
+from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay
 from heads import AcceptanceHead
@@ -201,8 +201,8 @@ def test_evaluate_and_tune_choose_alike_and_generate_follows(flags, capsys):
 
 def test_auto_at_other_times_than_it_was_tuned_for_estimates_its_lambda_anew():
     rule = Auto(AcceptanceHead(4, 0), 0.01, 0.05, throughput=30.0, prior_profit=2.0, index_offset=0.4)
-    assert at_costs(rule, CostModel.constant(0.01, 0.05)) is rule
-    other = at_costs(rule, CostModel.constant(0.001, 0.05))
+    assert at_costs(rule, Times.constant(0.01, 0.05)) is rule
+    other = at_costs(rule, Times.constant(0.001, 0.05))
     assert isinstance(other, Auto)
     assert (other.t_draft_s, other.throughput, other.prior_profit, other.index_offset) == (0.001, None, None, 0.4)
 

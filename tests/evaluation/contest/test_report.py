@@ -7,30 +7,30 @@ from pathlib import Path
 
 import pytest
 
+from evaluation.competitor import bounds, default_values, make_competitor
 from evaluation.contest.arms import picks_of, replay_arms
-from evaluation.contest.families import family
-from evaluation.contest.grids import bounds, default_values, make_grid
-from evaluation.costs.model import CostModel, StopShares
-from evaluation.intervals import Splits
+from evaluation.families import family
+from evaluation.gain import Splits
 from evaluation.report import page as page_module
 from evaluation.report.command import write_plots
 from evaluation.report.page import Page, Ranking, write_report
 from evaluation.report.plots import entropies, pareto
-from evaluation.sheet import Sheet
+from evaluation.table import Table
+from evaluation.times import StopShares, Times
 from lm import Sampling
 from tests.toys.small_pair import trace
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 STOPS = {"entropy": 0.05, "token_prob": 0.02}
-COST = CostModel.constant(0.2, 1.0, elsewhere=StopShares("given", STOPS))
+COST = Times.constant(0.2, 1.0, elsewhere=StopShares("given", STOPS))
 
 
 @pytest.fixture(scope="module")
 def arms():
     splits = Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
     grids = [
-        make_grid(name, name, values)
+        make_competitor(name, name, values)
         for name, values in default_values(5).items()
         if name in {"fixed_length", "entropy", "token_prob"}
     ]
@@ -40,7 +40,7 @@ def arms():
 def ranking(ratio: float, *, is_here: bool = False) -> Ranking:
     families = ["target_alone", "fixed_length", "entropy", "oracle"]
     rows = [{"policy": family(name).label, "setting": "x < 2"} for name in families]
-    return Ranking(ratio, Sheet(f"at {ratio}", rows), families, "entropy", is_here=is_here)
+    return Ranking(ratio, Table(f"at {ratio}", rows), families, "entropy", is_here=is_here)
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ from data_gen.store.features import read_features
 from data_gen.stories.stories import stories
 from decode.experiment import Experiment
 from decode.policies import FixedLength, HeadPolicy, Policy
+from evaluation.competitor import Competitor, competitors_of
 from evaluation.contest.arms import Replays, picks_of, replay_arms
-from evaluation.contest.grids import Grid, grids_of
-from evaluation.costs.model import CostModel
-from evaluation.intervals import Splits, gain_over
+from evaluation.gain import Splits, gain_over
 from evaluation.report.tune import tuned_heads
+from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from heads import AcceptanceHead
 from heads.command import export
@@ -28,7 +28,7 @@ from lm import Sampling
 from store.shards import read_sidecar, shards_in, write_shard
 from tests.toys.small_pair import trace
 
-COSTS = [CostModel.constant(0.1, 1.0), CostModel(0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured")]
+COSTS = [Times.constant(0.1, 1.0), Times(0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured")]
 LONGEST = 5
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 
@@ -58,7 +58,9 @@ class Position(Policy):
 
 def grid(family: str, policy: Policy, **values):
     (name, settings), *_ = values.items()
-    return Grid(family, family, replace(policy, **{name: np.asarray(settings)}), tuple({name: v} for v in settings))
+    return Competitor(
+        family, family, replace(policy, **{name: np.asarray(settings)}), tuple({name: v} for v in settings)
+    )
 
 
 def constant_head(logit: float = 2.0) -> AcceptanceHead:
@@ -98,7 +100,7 @@ def test_the_threshold_that_would_have_been_best_is_never_below_the_deployed_one
 
 
 def tuned_on(traces, heads, cost):
-    grids = grids_of({}, heads, max_draft_length=traces.dev.max_draft_length, policies=("head",))
+    grids = competitors_of({}, heads, max_draft_length=traces.dev.max_draft_length, policies=("head",))
     return tuned_heads(Replays(traces=traces, arms=list(replay_arms(grids, traces)), heads=heads), cost)[1]
 
 
@@ -130,7 +132,7 @@ def test_a_head_of_shuffled_labels_gains_nothing_and_one_of_true_labels_does(tmp
         folder = trace_folder(experiment)
         folder.complete()
         (dataset,) = experiment.datasets
-        traces, cost = Splits(*folder.load(dataset)), CostModel.constant(0.001, 0.005)
+        traces, cost = Splits(*folder.load(dataset)), Times.constant(0.001, 0.005)
         gains[name] = tuned_on(traces, experiment.heads, cost)[0].gain
     assert gains["true"].value > 0.05
     assert gains["shuffled"].value < 0.02

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from evaluation.contest.families import BASELINE, HEADS, PERFECT, PRODUCT, TRAINING_FREE
 from evaluation.contest.results import Result, Yardstick, lead_of
 from evaluation.contest.travel import Judged
-from evaluation.costs.model import CostModel
-from evaluation.intervals import Spent, gain_over
+from evaluation.families import BASELINE, HEADS, PERFECT, PRODUCT, TRAINING_FREE
+from evaluation.gain import Spent, gain_over
 from evaluation.report.stages import console_sheet, stage_plot, stage_sheet, stages_of
+from evaluation.times import Times
 
-COST = CostModel.constant(0.01, 0.02)
+COST = Times.constant(0.01, 0.02)
 SPEEDS = {BASELINE: 100.0, PRODUCT: 120.0, "entropy": 118.0, "head_drawn": 130.0, PERFECT: 150.0, "oracle": 200.0}
 SETTINGS = {BASELINE: {"k": 7}, PRODUCT: {"min_token_prob": 0.0474}, "head_drawn": {"max_rejection_prob": 0.731}}
 RATES = {"discard_rate": 0.2, "verification_rate": 0.2, "acceptance_length": 5.0, "mean_draft_length": 5.0}
@@ -150,7 +150,7 @@ def test_the_table_the_picture_and_the_record_have_the_same_figures():
 
 
 def test_the_pictures_of_near_ratios_are_two_files():
-    costs = (CostModel.constant(0.2, 0.9996), COST.with_ratio(5.0), COST.with_ratio(4.998), COST.with_ratio(5.000001))
+    costs = (Times.constant(0.2, 0.9996), COST.with_ratio(5.0), COST.with_ratio(4.998), COST.with_ratio(5.000001))
     assert len({stage_plot(stages_at(SPEEDS), cost, dataset="made").name for cost in costs}) == 4
 
 

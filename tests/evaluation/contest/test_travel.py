@@ -7,12 +7,12 @@ import torch
 from scipy.optimize import minimize
 
 from decode.policies.registry import LOGISTIC
+from evaluation.competitor import default_values, head_competitor, make_competitor
 from evaluation.contest.arms import Replays, picks_of, replay_dataset
-from evaluation.contest.grids import default_values, head_grid, make_grid
 from evaluation.contest.results import results_of, yardstick_of
 from evaluation.contest.travel import Judged, calibrated_on, is_of_other_sampling, travel, travel_frame
-from evaluation.costs.model import CostModel
-from evaluation.intervals import Splits
+from evaluation.gain import Splits
+from evaluation.times import Times
 from evaluation.traces.coupling import Recorder
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
@@ -20,7 +20,7 @@ from lm import Sampling
 from tests.toys import small_pair
 from tests.toys.small_pair import EOS, LENGTH, VOCAB, model, trace
 
-COST = CostModel.constant(0.2, 1.0)
+COST = Times.constant(0.2, 1.0)
 FAMILIES = ("fixed_length", "token_prob", "entropy")
 
 
@@ -30,8 +30,8 @@ def sets() -> list[Replays]:
     torch.manual_seed(0)
     head = AcceptanceHead(16, 1, "drawn", True).eval()
     values = default_values(5)
-    grids = [make_grid(name, name, values[name]) for name in FAMILIES] + [
-        head_grid("it", head, {"max_rejection_prob": LOGISTIC})
+    grids = [make_competitor(name, name, values[name]) for name in FAMILIES] + [
+        head_competitor("it", head, {"max_rejection_prob": LOGISTIC})
     ]
     every = [Splits(*(trace(Sampling(temperature=heat), seed=seed) for seed in (1, 2))) for heat in (0.9, 0.4)]
     return [replay_dataset(traces, grids, heads={"it": head}, perfect_head=True, name="") for traces in every]
@@ -70,7 +70,7 @@ def test_what_travels_was_chosen_at_home_and_is_judged_there(sets):
 def test_a_setting_that_is_best_at_home_alone_costs_something_there(sets, monkeypatch):
     """There the draft is the target, and the longest draft is best."""
     monkeypatch.setattr(small_pair, "recorder", always_right)
-    grid = make_grid("fixed_length", "fixed_length", default_values(LENGTH)["fixed_length"])
+    grid = make_competitor("fixed_length", "fixed_length", default_values(LENGTH)["fixed_length"])
     traces = Splits(*(trace(Sampling(temperature=0.9), seed=seed) for seed in (1, 2)))
     home = judged(sets[0], "home")
     there = judged(replay_dataset(traces, [grid], heads={}, perfect_head=False, name=""), "there")

@@ -11,23 +11,23 @@ import torch
 
 from decode.experiment import Experiment
 from decode.policies import FixedLength
+from evaluation.competitor import Competitor, competitors_of, default_values
 from evaluation.contest.arms import replay_dataset
-from evaluation.contest.families import COLOURS, CUSTOM, GROUPS, TRAINING_FREE, families, family, styles_of
-from evaluation.contest.grids import Grid, default_values, grids_of
 from evaluation.contest.results import lead_of
-from evaluation.costs.model import CostModel, StopShares
+from evaluation.families import COLOURS, CUSTOM, GROUPS, TRAINING_FREE, families, family, styles_of
 from evaluation.figure import INK, figure_of, legend_below, plot_of
-from evaluation.intervals import Gain, Splits
+from evaluation.gain import Gain, Splits
 from evaluation.report.command import folder_of, judge, rankings
 from evaluation.report.page import Page, has_heads, write_report
 from evaluation.report.plots import all_plots, thresholds
 from evaluation.report.verdict import _doubt, answer_of, deciding_families, explained
+from evaluation.times import StopShares, Times
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling
 from tests.toys.small_pair import trace
 
-CURVE = CostModel(0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured", {"token_prob": 0.01}, elsewhere=StopShares("", {}))
+CURVE = Times(0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured", {"token_prob": 0.01}, elsewhere=StopShares("", {}))
 """Starting to verify costs .3, a verified token .2: neither is a position of the page's sliders."""
 
 
@@ -47,7 +47,9 @@ def heads():
 
 def replayed(splits, heads):
     few = {"ada_edl": {"initial_lambda": [0.3], "target_rate": [0.7]}}
-    return replay_dataset(splits, grids_of(few, heads, max_draft_length=5), heads=heads, perfect_head=True, name="made")
+    return replay_dataset(
+        splits, competitors_of(few, heads, max_draft_length=5), heads=heads, perfect_head=True, name="made"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,7 @@ def compared(splits, heads):
 
 @pytest.mark.parametrize("t_draft_s", [0.2, 0.05])
 def test_the_sentence_has_the_figures_of_the_rows(compared, heads, t_draft_s):
-    cost = CostModel.constant(t_draft_s, 1.0, "measured")
+    cost = Times.constant(t_draft_s, 1.0, "measured")
     judged = judge("made", compared[0], cost)
     verdict = (answer := answer_of(judged, cost, heads=heads, num_prompts=80)).verdict
     results = {result.family: result for result in judged.results}
@@ -73,10 +75,6 @@ def test_the_sentence_has_the_figures_of_the_rows(compared, heads, t_draft_s):
     head = next(stage for stage in answer.stages if stage.family == own.family)
     assert head.result == own
     assert (head.added == lead) == (free.family != "fixed_length")
-
-
-def test_a_gain_in_words_is_in_whole_per_cent():
-    assert Gain(0.204, 0.166, -0.004, 0.0).words == "+20 % (17, 0)"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +220,7 @@ def test_a_report_that_compares_heads_is_kept_where_there_are_none_now(compared,
     experiment.heads = {"it": None}
     assert folder_of(experiment, []) == tmp_path / "no-heads"
     assert "decode.policies names no head" in " ".join(capsys.readouterr().out.split())
-    assert folder_of(experiment, [Grid("head_drawn", "head:it", FixedLength(1), ({},))]) == tmp_path
+    assert folder_of(experiment, [Competitor("head_drawn", "head:it", FixedLength(1), ({},))]) == tmp_path
     assert capsys.readouterr().out == ""
 
 

@@ -17,9 +17,9 @@ from decode.policies.auto import Auto
 from decode.policies.bounds import Oracle, PerfectHead
 from evaluation.costs.machine import SKIP, costs_for
 from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
-from evaluation.costs.model import CostModel, StopShares
 from evaluation.costs.plan import plan, timing_line
 from evaluation.costs.stops import policies_by_kind, sizes
+from evaluation.times import StopShares, Times
 from evaluation.traces.replay import replay_settings
 from evaluation.turns import turns_within
 from heads import AcceptanceHead
@@ -60,14 +60,14 @@ def test_latency_per_token_is_the_papers_sum_of_two_rates():
     counts = replayed.counts
     tokens = counts.num_emitted.sum()
     discard_rate, verification_rate = counts.num_discarded.sum() / tokens, counts.num_target.sum() / tokens
-    latency = CostModel.constant(t_draft, t_target).time_s(replayed).sum() / tokens
+    latency = Times.constant(t_draft, t_target).time_s(replayed).sum() / tokens
     assert latency == pytest.approx(t_draft + t_draft * discard_rate + (t_target - t_draft) * verification_rate)
 
 
 def test_a_verification_costs_what_its_length_costs():
     _, trace = traced("plain", 3, 3, (2,))
     replayed = replay_settings(trace, FixedLength(3))
-    cost = CostModel(0.01, (1.0, 1.5, 2.5))
+    cost = Times(0.01, (1.0, 1.5, 2.5))
     expected = 0.01 * replayed.counts.num_draft_forwards + replayed.lengths @ np.array([1.0, 1.5, 2.5, 2.5])
     assert cost.time_s(replayed) == pytest.approx(expected)
 
@@ -126,7 +126,7 @@ def test_regression_finds_both_times_with_r2_1_where_they_are_exact():
 
 
 def test_another_ratio_keeps_the_target_and_changes_the_draft():
-    other = CostModel(0.02, (0.1, 0.2)).with_ratio(10.0)
+    other = Times(0.02, (0.1, 0.2)).with_ratio(10.0)
     assert other.t_draft_s == pytest.approx(0.01)
     assert other.t_target_s == (0.1,)
 
@@ -134,19 +134,19 @@ def test_another_ratio_keeps_the_target_and_changes_the_draft():
 @pytest.mark.parametrize("times", [(0.0, (1.0,)), (1.0, ()), (1.0, (1.0, -1.0)), (float("inf"), (1.0,))])
 def test_times_that_are_no_times_are_refused(times):
     with pytest.raises(ValueError, match="positive number of seconds"):
-        CostModel(*times)
+        Times(*times)
 
 
 def test_a_stop_is_paid_at_every_draft_forward():
     _, trace = traced("plain", 3, 3, (2,))
-    cost = CostModel(0.01, (1.0,), t_stop_s={"entropy": 0.002})
+    cost = Times(0.01, (1.0,), t_stop_s={"entropy": 0.002})
     looks, blind = replay_settings(trace, Entropy(0.5)), replay_settings(trace, FixedLength(2))
     assert cost.time_s(looks) == pytest.approx(0.012 * looks.counts.num_draft_forwards + looks.counts.num_target)
     assert cost.time_s(blind) == pytest.approx(0.01 * blind.counts.num_draft_forwards + blind.counts.num_target)
 
 
 def test_what_was_not_measured_as_a_whole_is_the_sum_of_its_parts():
-    cost = CostModel(0.01, (1.0,), t_stop_s={"entropy": 0.002, "fed-d1": 0.003, "drawn-d2 & fed-d1": 0.004})
+    cost = Times(0.01, (1.0,), t_stop_s={"entropy": 0.002, "fed-d1": 0.003, "drawn-d2 & fed-d1": 0.004})
     assert [cost.stop_s(kind) for kind in ("", "entropy", "entropy & fed-d1", "drawn-d2 & fed-d1")] == [
         0.0,
         0.002,
@@ -175,9 +175,7 @@ def test_at_another_ratio_a_head_costs_its_share_of_the_draft():
     by_size = sizes(policies_by_kind([head]), draft_weights := 1000)
     assert by_size["fed-d1"] == num_weights / draft_weights
     assert by_size["entropy"] == 0.0
-    other = CostModel(0.02, (0.1,), t_stop_s={"fed-d1": 0.01}, elsewhere=StopShares("by size", by_size)).with_ratio(
-        10.0
-    )
+    other = Times(0.02, (0.1,), t_stop_s={"fed-d1": 0.01}, elsewhere=StopShares("by size", by_size)).with_ratio(10.0)
     assert other.stop_s("fed-d1") == pytest.approx(0.01 * num_weights / draft_weights)
     assert "by size" in other.title
 
@@ -227,11 +225,11 @@ def test_a_plan_that_measures_nothing_says_what_will_be_timed(tmp_path):
 
 
 def test_a_ratio_that_is_the_given_one_is_compared_once():
-    given = CostModel.constant(0.001, 0.005, elsewhere=StopShares("by size", {"fed-d1": 0.1}))
+    given = Times.constant(0.001, 0.005, elsewhere=StopShares("by size", {"fed-d1": 0.1}))
     assert [cost.ratio for cost in given.at_ratios((5.0, 10.0))] == pytest.approx([5.0, 10.0])
-    measured = CostModel(0.001, (0.005, 0.006), "measured", t_stop_s={"fed-d1": 0.0001})
+    measured = Times(0.001, (0.005, 0.006), "measured", t_stop_s={"fed-d1": 0.0001})
     assert [cost.origin for cost in measured.at_ratios((5.0,))] == ["measured", "ratio 5"]
-    dearer = CostModel(0.001, (0.005,), t_stop_s={"fed-d1": 0.0002}, elsewhere=StopShares("by size", {"fed-d1": 0.1}))
+    dearer = Times(0.001, (0.005,), t_stop_s={"fed-d1": 0.0002}, elsewhere=StopShares("by size", {"fed-d1": 0.1}))
     assert len(dearer.at_ratios((5.0,))) == 2
 
 

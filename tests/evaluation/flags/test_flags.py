@@ -13,14 +13,15 @@ from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength
 from decode.policies.registry import make_policy
 from evaluation.__main__ import COMMANDS
-from evaluation.costs.model import CostModel
 from evaluation.flags.answer import Answer
 from evaluation.flags.choice import DEFAULT, FIXED, FLAGS, NONE, Contest, fastest_on_dev
 from evaluation.flags.engines import ENGINES
 from evaluation.flags.in_batches import BatchChoice, batch_line
 from evaluation.flags.short_drafts import ShortDrafts
-from evaluation.intervals import Splits
-from evaluation.traces.replay import Replayed, replay_settings
+from evaluation.gain import Splits
+from evaluation.played import Played
+from evaluation.times import Times
+from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from lm import Sampling
 from tests.evaluation.flags.point_mass import PointMassDrafter
@@ -38,10 +39,10 @@ def traces():
 
 
 def contest_at(traces, t_draft_s=1.0, t_target_s=20.0) -> Contest:
-    return Contest(LLAMA, traces, CostModel.constant(t_draft_s, t_target_s))
+    return Contest(LLAMA, traces, Times.constant(t_draft_s, t_target_s))
 
 
-def decoded_speed(policy: ShortDrafts, cost: CostModel) -> float:
+def decoded_speed(policy: ShortDrafts, cost: Times) -> float:
     """Tokens per second of the dev prompts, decoded; a round reads what it verifies once more with the draft."""
     drafter = PointMassDrafter(model(2), policy, vocab_size=VOCAB)
     decoder = SpeculativeDecoder(
@@ -82,8 +83,8 @@ def test_an_engine_pays_for_what_was_decoded_what_it_pays_for_its_replay(engine,
     decoder = SpeculativeDecoder(
         model(1, 2), drafter, sampling=GREEDY, max_draft_length=LENGTH, eos_ids=frozenset({EOS})
     )
-    played = Replayed.of([decoder.generate(prompt, LIMIT) for prompt in PROMPTS[:20]], LENGTH)
-    contest = Contest(ENGINES[engine], traces, CostModel(1.0, (20.0, 21.0, 22.0)))
+    played = Played.of([decoder.generate(prompt, LIMIT) for prompt in PROMPTS[:20]], LENGTH)
+    contest = Contest(ENGINES[engine], traces, Times(1.0, (20.0, 21.0, 22.0)))
     replayed = replay_settings(next(iter(traces.values())).dev, policy)
     for decoded, expected in zip(contest.spent(played, [setting]), contest.spent(replayed, [setting]), strict=True):
         assert np.allclose(decoded, expected, rtol=1e-12, atol=0)
@@ -170,15 +171,15 @@ def test_what_makes_no_sense_is_refused_in_one_line(asked, problem, tiny, capsys
 
 
 def test_the_second_reading_of_llama_cpps_draft_is_paid_in_each_round(traces):
-    contest = Contest(LLAMA, traces, CostModel(1.0, (4.0, 5.0)))
+    contest = Contest(LLAMA, traces, Times(1.0, (4.0, 5.0)))
     assert contest.alone.t_target_s == (4.0, 5.0)
     assert contest.speculating.t_target_s == (5.0, 6.0)
-    assert Contest(ENGINES["vllm"], traces, CostModel(1.0, (4.0,))).speculating.t_target_s == (4.0,)
+    assert Contest(ENGINES["vllm"], traces, Times(1.0, (4.0,))).speculating.t_target_s == (4.0,)
 
 
 def test_vllm_drafts_its_full_number_in_every_round_and_once_more_for_each_text(traces):
     """Between the two costs lies what drafts that end with their text would save."""
-    cost, engine = CostModel.constant(1.0, 20.0), ENGINES["vllm"]
+    cost, engine = Times.constant(1.0, 20.0), ENGINES["vllm"]
     kinds = engine, replace(engine, drafts_whole=False)
     whole, ending = (Contest(kind, traces, cost).options[3] for kind in kinds)
     assert whole.setting == ending.setting == {"k": 4}

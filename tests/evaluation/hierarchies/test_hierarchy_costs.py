@@ -7,7 +7,7 @@ import pytest
 from decode import Counts, Generation, Round
 from evaluation.hierarchies.generations import Decoded, Key, append_decoded, prompt_key, read_decoded
 from evaluation.hierarchies.times import (
-    Times,
+    TrioTimes,
     at_ratios,
     break_even,
     fit_times,
@@ -77,7 +77,7 @@ def test_a_stalled_generation_moves_no_time():
 
 
 def test_the_speedup_is_over_a_target_forward_per_token():
-    times = Times(t_micro_s=0.1, t_draft_s=0.5, t_target_s=1.0)
+    times = TrioTimes(t_micro_s=0.1, t_draft_s=0.5, t_target_s=1.0)
     assert times.speedup(counts(0, 0, 7, num_emitted=7)) == 1.0
     assert times.speedup(counts(10, 2, 2, num_emitted=8)) == pytest.approx(8 / 4)
 
@@ -94,8 +94,8 @@ def test_a_fit_from_too_few_generations_is_refused():
 
 def test_at_the_break_even_both_take_the_same_time_per_token():
     plain, hierarchy = counts(0, 50, 10, num_emitted=50), counts(60, 20, 10, num_emitted=54)
-    times = Times(t_micro_s=7.0, t_draft_s=0.3, t_target_s=1.0)
-    there = Times(t_micro_s=0.3 * break_even(hierarchy, plain, times), t_draft_s=0.3, t_target_s=1.0)
+    times = TrioTimes(t_micro_s=7.0, t_draft_s=0.3, t_target_s=1.0)
+    there = TrioTimes(t_micro_s=0.3 * break_even(hierarchy, plain, times), t_draft_s=0.3, t_target_s=1.0)
     assert there.speedup(hierarchy) == pytest.approx(there.speedup(plain))
     assert break_even(counts(60, 60, 12, num_emitted=50), plain, times) < 0
 

@@ -3,11 +3,11 @@
 import pytest
 
 from decode import Counts
-from evaluation.competitors import Competitor, Setting
+from evaluation.hierarchies.built import Competitor, Setting
 from evaluation.hierarchies.generations import Decoded
 from evaluation.hierarchies.runs import Candidate, at_settings, best_on_dev
 from evaluation.hierarchies.tables import paying, third_level_frame, third_level_verdict
-from evaluation.hierarchies.times import Times
+from evaluation.hierarchies.times import TrioTimes
 
 SHORT, LONG = (Setting(label, lambda: None) for label in ("n=1 K=3", "n=4 K=10"))
 HSDDW = Competitor("HSDDW", 3, (Setting("K<=10", lambda: None),))
@@ -40,7 +40,7 @@ def test_a_third_level_pays_exactly_between_its_break_evens():
     = 0.2.
     """
     plain = run_of(Competitor("sd", 2, (SHORT,)), SHORT, 0, 10, 3)
-    gain = third_level_frame([plain, HIERARCHY], Times(t_micro_s=1.0, t_draft_s=0.2, t_target_s=1.0))
+    gain = third_level_frame([plain, HIERARCHY], TrioTimes(t_micro_s=1.0, t_draft_s=0.2, t_target_s=1.0))
     here = gain[gain["is_here"]]
     assert paying(here) == "0.00-0.54"
     assert here["standard_error"].max() == pytest.approx(0.0)
@@ -57,7 +57,7 @@ def test_dev_chooses_both_sides_and_test_reports_them():
     plain = Competitor("sd", 2, (SHORT,))
     dev = [run_of(plain, SHORT, 0, 10, 3), run_of(HSDDW, SHORT, 20, 4, 2), run_of(FIXED, SHORT, 20, 8, 2)]
     test = [run_of(plain, SHORT, 0, 10, 3), run_of(HSDDW, SHORT, 20, 40, 9), run_of(FIXED, SHORT, 2, 2, 1)]
-    times = Times(t_micro_s=0.01, t_draft_s=0.1, t_target_s=1.0)
+    times = TrioTimes(t_micro_s=0.01, t_draft_s=0.1, t_target_s=1.0)
     said = third_level_verdict(test, dev, third_level_frame(dev, times), times=times)
     assert "the best hierarchy, HSDDW n=1 K=3, is" in said
     assert "both chosen on dev." in said

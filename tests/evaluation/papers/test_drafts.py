@@ -13,10 +13,10 @@ from decode.experiment import Experiment
 from decode.loop.counts import Counts
 from decode.policies import Entropy, MaxProb, TokenProb
 from evaluation.__main__ import COMMANDS
-from evaluation.competitors import Competitor, Setting
+from evaluation.gain import Spent
+from evaluation.hierarchies.built import Competitor, Setting
 from evaluation.hierarchies.generations import Decoded
 from evaluation.hierarchies.runs import Candidate
-from evaluation.intervals import Spent
 from evaluation.papers.drafts import Contest, stops_of
 from evaluation.papers.gains import by_key, finalists_of, fitted, joined, line_rows, lines_of, stop_verdict
 

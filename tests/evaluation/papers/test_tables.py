@@ -10,16 +10,16 @@ import torch
 from configs.command import run
 from decode.policies import Entropy, FixedLength, HeadPolicy, Heuristic
 from evaluation.__main__ import COMMANDS
-from evaluation.costs.model import CostModel
 from evaluation.papers.specdec import LENGTHS, THRESHOLDS, best_threshold
 from evaluation.papers.svip import CHOICES, by_category, category_rows, replayed_speed_up, rows_by_length, threshold_for
+from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling
 from tests.toys.small_pair import trace
 
-COST = CostModel.constant(0.2, 1.0)
+COST = Times.constant(0.2, 1.0)
 SMALL = (
     "--decode.num_dev",
     "3",

@@ -11,10 +11,10 @@ import pytest
 from configs.command import config_of, parser_for, run
 from decode.experiment import Experiment
 from evaluation.__main__ import COMMANDS
+from evaluation.competitor import make_competitor
 from evaluation.contest.arms import Arm, Pick
-from evaluation.contest.grids import make_grid
-from evaluation.costs.model import CostModel
-from evaluation.intervals import Splits, gain_over
+from evaluation.gain import Splits, gain_over
+from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace, TraceRow, join_traces
@@ -143,13 +143,13 @@ def test_prompts_of_two_datasets_may_have_one_id():
 
 
 def pick(traced: Trace, k: int) -> Pick:
-    grid = make_grid("fixed_length", "fixed_length", {"k": [k]})
+    grid = make_competitor("fixed_length", "fixed_length", {"k": [k]})
     replayed = replay_settings(traced, grid.policy)
     return Pick(Arm(grid, replayed, replayed), 0)
 
 
 def test_the_interval_resamples_prompts_so_that_equal_draws_add_no_certainty():
-    cost = CostModel.constant(0.2, 1.0)
+    cost = Times.constant(0.2, 1.0)
     once = trace(WARM)
     both = [
         gain_over(pick(traced, 1).spent(cost), pick(traced, 4).spent(cost))
@@ -165,6 +165,6 @@ def test_amounts_of_rows_become_those_of_their_prompts():
     traced = replace(
         traced, rows=tuple(replace(row, id=named.id) for row, named in zip(traced.rows, rows, strict=True))
     )
-    replayed = replay_settings(traced, make_grid("fixed_length", "fixed_length", {"k": [1, 2]}).policy)
+    replayed = replay_settings(traced, make_competitor("fixed_length", "fixed_length", {"k": [1, 2]}).policy)
     amounts = np.array([[1, 2, 4, 8, 16, 32], [1, 1, 1, 1, 1, 1]])
     assert replayed.per_prompt(amounts).tolist() == [[33, 14, 16], [2, 3, 1]]

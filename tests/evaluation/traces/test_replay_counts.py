@@ -8,7 +8,7 @@ import pytest
 
 from decode.policies import CumulativeTokenProb
 from decode.policies.bounds import Oracle
-from evaluation.costs.model import CostModel
+from evaluation.times import Times
 from evaluation.traces.replay import replay, replay_settings
 from evaluation.traces.trace import Trace
 from lm import Sampling
@@ -71,12 +71,12 @@ def least_s(is_rejected: tuple[bool, ...], round_s: tuple[float, ...]) -> float:
 
 
 TIMES = {
-    "drafting an accepted token costs more than the target's own": CostModel.constant(1.5, 1.0),
-    "as much": CostModel.constant(1.0, 1.0),
-    "less": CostModel.constant(0.2, 1.0),
-    "verification grows": CostModel(0.3, (1.0, 1.4, 1.8, 2.2, 2.6, 3.0)),
-    "verification has a start": CostModel(0.3, (1.0, 2.1, 2.2, 2.3, 2.4, 2.5)),
-    "verification jumps": CostModel(0.3, (1.0, 1.0, 1.0, 2.5, 2.5, 2.5)),
+    "drafting an accepted token costs more than the target's own": Times.constant(1.5, 1.0),
+    "as much": Times.constant(1.0, 1.0),
+    "less": Times.constant(0.2, 1.0),
+    "verification grows": Times(0.3, (1.0, 1.4, 1.8, 2.2, 2.6, 3.0)),
+    "verification has a start": Times(0.3, (1.0, 2.1, 2.2, 2.3, 2.4, 2.5)),
+    "verification jumps": Times(0.3, (1.0, 1.0, 1.0, 2.5, 2.5, 2.5)),
 }
 
 

@@ -10,7 +10,7 @@ from decode.policies.base import AfterDraw, Outcome
 from decode.policies.bounds import PerfectHead
 from decode.policies.head import HeadPolicy
 from decode.policies.scores import sigmoid
-from evaluation.costs.model import CostModel
+from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.index import Pairs, index_of, pairs_of, solve, token_scores
 from evaluation.tuning.rule import auto_for
@@ -133,9 +133,9 @@ def test_sigmoid_of_a_float_is_that_of_an_array(logit):
 
 
 def test_times_of_the_rule_are_those_of_the_cost_model():
-    assert CostModel.constant(0.1, 1.0).line() == (0.1, 1.0, 0.0, 0.0)
-    assert CostModel(0.1, (1.0, 1.5)).line() == (0.1, 1.0, 0.0, 0.5)
-    cost = CostModel(0.1, tuple(1.0 + (0.4 + 0.05 * k if k else 0.0) for k in range(6)))
+    assert Times.constant(0.1, 1.0).line() == (0.1, 1.0, 0.0, 0.0)
+    assert Times(0.1, (1.0, 1.5)).line() == (0.1, 1.0, 0.0, 0.5)
+    cost = Times(0.1, tuple(1.0 + (0.4 + 0.05 * k if k else 0.0) for k in range(6)))
     times = cost.line()
     assert times == pytest.approx((0.1, 1.0, 0.05, 0.4))
     rule = Auto(PerfectHead("drawn"), **times._asdict())  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ def test_where_starting_to_verify_eats_the_gain_the_rule_does_not_draft():
     that.
     """
     traced = trace(Sampling(temperature=0.6))
-    cost = CostModel(0.05, (1.0, *(2.6 + 0.01 * k for k in range(1, 6))))
+    cost = Times(0.05, (1.0, *(2.6 + 0.01 * k for k in range(1, 6))))
     for is_online in (False, True):
         replayed = replay_settings(traced, auto_for(PerfectHead("drawn"), traced, cost, is_online=is_online))
         assert cost.tokens_per_s(replayed)[0] > 0.9
@@ -156,7 +156,7 @@ def test_where_starting_to_verify_eats_the_gain_the_rule_does_not_draft():
 
 def test_the_rule_pays_for_its_own_stops():
     head = AcceptanceHead(4, 1, "drawn")
-    cost = CostModel(0.1, (1.0,), t_stop_s={head.shape_name: 0.03})
+    cost = Times(0.1, (1.0,), t_stop_s={head.shape_name: 0.03})
     assert cost.line(HeadPolicy(head).stop_kind).t_draft_s == pytest.approx(0.13)
     assert cost.line().t_draft_s == 0.1
     dev = trace(Sampling(temperature=0.6), copies=2, seed=1)

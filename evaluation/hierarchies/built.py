@@ -1,18 +1,4 @@
-"""What is compared, and the one choice: a competitor has settings, and what is fastest on dev stands for it on test.
-
-    competitor   a policy, a hierarchy, a tree, an engine's rule; those of one family compete on dev, and one of them
-                 stands for the family
-    setting      one way to run it
-    candidate    a competitor at one setting, with what it did on dev: replayed, decoded, or stepped through in batches
-    standing     what was clocked of the chosen candidate on test, beside its rivals
-    gain         over another one on test, paired over prompts, with an interval (`evaluation.intervals`)
-
-Replay runs all settings of a competitor at once, as one policy whose parameters are arrays: there the competitor is a
-`Grid` (`evaluation.contest.grids`), what it did on both splits an `Arm`, and an arm at one setting, its candidate, a
-`Pick` (`evaluation.contest.arms`). What cannot be replayed is built and decoded setting by setting: `Competitor`,
-`Setting` and `Candidate` (`evaluation.hierarchies.runs`). Both choose by `fastest` and are judged by the
-same gain.
-"""
+"""Competitors that are built and decoded setting by setting, and what the clock said of the one that dev chose."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +7,7 @@ from typing import TypeVar
 
 from decode.drafters.factory import PairModels
 from decode.loop.drafter import Drafter
-from evaluation.intervals import Gain, Spent, gain_over, median_ratio
+from evaluation.gain import Gain, Spent, gain_over, median_ratio
 
 AnyCandidate = TypeVar("AnyCandidate")
 

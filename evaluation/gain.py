@@ -7,7 +7,7 @@ are drawn together.
     gain = (tokens / seconds of one) / (tokens / seconds of the base) - 1
 
 Both are fixed before: dev chose their settings. Measured times are taken as they are; their errors, which all rows
-share, are in the titles of tables (`evaluation.costs.model.TimeErrors`).
+share, are in the titles of tables (`evaluation.times.TimeErrors`).
 """
 
 from collections.abc import Iterable, Iterator

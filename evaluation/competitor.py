@@ -1,9 +1,4 @@
-"""Which policies are evaluated, and on which settings: the built-in grid, or `decode.grid` of the YAML.
-
-A grid is one policy object whose parameters are arrays, one entry per setting: replay runs all of them at once. Grids
-of one family compete: the family's row in the table is its best setting on dev (`family_of` says which heads are one
-family).
-"""
+"""What competes: a policy whose parameters are arrays, an entry per setting, from the registry or `decode.grid`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +11,7 @@ from decode.experiment import Experiment
 from decode.policies import HeadPolicy, Policy
 from decode.policies.bounds import Oracle, PerfectHead
 from decode.policies.registry import LOGISTIC, POLICIES, make_policy, registered
-from evaluation.contest.families import ORACLE
+from evaluation.families import ORACLE
 from heads.model.head import AcceptanceHead
 
 _HEAD = "head:"
@@ -24,7 +19,7 @@ _HEAD = "head:"
 
 
 @dataclass(frozen=True)
-class Grid:
+class Competitor:
     """One policy whose parameters are arrays, an entry per setting."""
 
     family: str
@@ -62,13 +57,13 @@ def default_values(max_draft_length: int, policies: Sequence[str] = ()) -> dict[
     return {name: dict(registered(name).values(max_draft_length)) for name in names}
 
 
-def grids_of(
+def competitors_of(
     chosen: Mapping[str, Mapping[str, Sequence[Any]]],
     heads: Mapping[str, AcceptanceHead],
     *,
     max_draft_length: int,
     policies: Sequence[str] = (),
-) -> list[Grid]:
+) -> list[Competitor]:
     """All grids of an evaluation but the bounds.
 
     Args:
@@ -98,24 +93,26 @@ def grids_of(
                 f"{max_draft_length}, raise it"
             )
         if name == "head":
-            grids += [head_grid(head_name, head, parameters) for head_name, head in heads.items()]
+            grids += [head_competitor(head_name, head, parameters) for head_name, head in heads.items()]
         else:
-            grids.append(make_grid(name, name, parameters))
+            grids.append(make_competitor(name, name, parameters))
     return grids
 
 
-def grids_with(experiment: Experiment, heads: Mapping[str, AcceptanceHead], *, has_heads: bool = False) -> list[Grid]:
+def competitors_with(
+    experiment: Experiment, heads: Mapping[str, AcceptanceHead], *, has_heads: bool = False
+) -> list[Competitor]:
     """Grids of everything that competes in an experiment with these heads; `has_heads`: they do whatever
     decode.policies says.
     """
     decode = experiment.decode
     policies = (*decode.policies, "head") if decode.policies and has_heads else decode.policies
-    return grids_of(decode.grid, heads, max_draft_length=decode.max_draft_length, policies=policies)
+    return competitors_of(decode.grid, heads, max_draft_length=decode.max_draft_length, policies=policies)
 
 
-def make_grid(
+def make_competitor(
     family: str, name: str, parameters: Mapping[str, Sequence[Any]], *, kind: type[Policy] | None = None, **fixed: Any
-) -> Grid:
+) -> Competitor:
     """All combinations of the values of some parameters of the policy `name`.
 
     Args:
@@ -132,12 +129,12 @@ def make_grid(
     arrays: dict[str, Any] = {key: np.array([setting[key] for setting in settings]) for key in parameters}
     registered_name = "head" if head_in(name) else name
     policy = kind(**arrays, **fixed) if kind else make_policy(registered_name, **arrays, **fixed)
-    return Grid(family, name, policy, settings)
+    return Competitor(family, name, policy, settings)
 
 
-def head_grid(name: str, head: AcceptanceHead, parameters: Mapping[str, Sequence[Any]]) -> Grid:
+def head_competitor(name: str, head: AcceptanceHead, parameters: Mapping[str, Sequence[Any]]) -> Competitor:
     """All thresholds of one head."""
-    return make_grid(family_of(head), f"{_HEAD}{name}", parameters, head=head)
+    return make_competitor(family_of(head), f"{_HEAD}{name}", parameters, head=head)
 
 
 def family_of(head: AcceptanceHead) -> str:
@@ -147,10 +144,10 @@ def family_of(head: AcceptanceHead) -> str:
     return "head_specdec" if head.timing == "fed" and not any(head.inputs) else f"head_{head.timing}"
 
 
-def bounds() -> Iterator[Grid]:
+def bounds() -> Iterator[Competitor]:
     """Perfect head with and without the lag, and the oracle (law 4.10)."""
     settings = tuple({"max_rejection_prob": value} for value in LOGISTIC)
     for timing in ("fed", "drawn"):
         policy = HeadPolicy(PerfectHead(timing), np.array(LOGISTIC))  # type: ignore[arg-type]
-        yield Grid(f"perfect_{timing}", f"perfect_{timing}", policy, settings)
-    yield Grid(ORACLE, ORACLE, Oracle(), ({},))
+        yield Competitor(f"perfect_{timing}", f"perfect_{timing}", policy, settings)
+    yield Competitor(ORACLE, ORACLE, Oracle(), ({},))

@@ -17,8 +17,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from decode.policies.base import JOINT, Policy
-from evaluation.intervals import Spent
-from evaluation.traces.replay import Replayed, replay_settings
+from evaluation.gain import Spent
+from evaluation.played import Played
+from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Array, Trace
 
 RECORDED = "recorded"
@@ -48,7 +49,7 @@ NO_STOPS, CERTAIN = StopShares("stops free", {}), TimeErrors()
 
 
 @dataclass(frozen=True)
-class CostModel:
+class Times:
     """Times of one pair on one machine, in seconds."""
 
     t_draft_s: float
@@ -74,7 +75,7 @@ class CostModel:
     @classmethod
     def constant(
         cls, t_draft_s: float, t_target_s: float, origin: str = "given", elsewhere: StopShares = NO_STOPS
-    ) -> "CostModel":
+    ) -> "Times":
         """Verification that costs the same however many tokens it verifies; stops have their shares of t_draft."""
         t_stop_s = {kind: share * t_draft_s for kind, share in elsewhere.of.items()}
         return cls(t_draft_s, (t_target_s,), origin, t_stop_s, elsewhere.origin, elsewhere)
@@ -115,18 +116,18 @@ class CostModel:
         place = "On other hardware" if self.origin.startswith("ratio") else place
         return f"{place} (a target forward costs {self.ratio:.1f} draft forwards)"
 
-    def with_ratio(self, ratio: float) -> "CostModel":
+    def with_ratio(self, ratio: float) -> "Times":
         """Other hardware: this target's time, constant in k, a draft that is `ratio` times faster, and stops as
         `elsewhere` has them.
         """
         check_ratio(ratio)
         return self.constant(self.t_target_s[0] / ratio, self.t_target_s[0], f"ratio {ratio:g}", self.elsewhere)
 
-    def at_ratios(self, ratios: Iterable[float]) -> "list[CostModel]":
+    def at_ratios(self, ratios: Iterable[float]) -> "list[Times]":
         """These costs and those at other ratios, but for a ratio at which all times are these."""
         return [self, *(other for other in map(self.with_ratio, ratios) if not self._has_times_of(other))]
 
-    def _has_times_of(self, other: "CostModel") -> bool:
+    def _has_times_of(self, other: "Times") -> bool:
         kinds = self.t_stop_s.keys() | other.t_stop_s.keys()
         times, others = (
             [cost.t_draft_s, *cost.t_target_s, *(cost.t_stop_s.get(kind, 0.0) for kind in kinds)]
@@ -142,7 +143,7 @@ class CostModel:
         """Seconds t_target(k) of a verification of k drafted tokens."""
         return np.asarray(self.t_target_s)[np.minimum(length, len(self.t_target_s) - 1)]
 
-    def spent(self, replayed: Replayed) -> Spent:
+    def spent(self, replayed: Played) -> Spent:
         """Tokens and seconds of every setting on every prompt."""
         return Spent(replayed.per_prompt(replayed.counts.num_emitted), replayed.per_prompt(self.time_s(replayed)))
 
@@ -154,7 +155,7 @@ class CostModel:
         forwards = np.minimum(lengths, 1) if has_blocks else lengths
         return tuple((self.t_draft_s * forwards + self.target_s(lengths)).tolist())
 
-    def time_s(self, replayed: Replayed) -> Float[Array, "setting row"]:
+    def time_s(self, replayed: Played) -> Float[Array, "setting row"]:
         """T of every setting on every row."""
         per_round, step_s = (
             self.target_s(np.arange(replayed.lengths.shape[-1])),
@@ -162,7 +163,7 @@ class CostModel:
         )
         return step_s * replayed.counts.num_draft_forwards + replayed.lengths @ per_round
 
-    def tokens_per_s(self, replayed: Replayed) -> Float[Array, " setting"]:
+    def tokens_per_s(self, replayed: Played) -> Float[Array, " setting"]:
         """Throughput of every setting, all prompts together."""
         return replayed.counts.num_emitted.sum(-1) / self.time_s(replayed).sum(-1)
 

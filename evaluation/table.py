@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 
-from evaluation.intervals import Gain
+from evaluation.gain import Gain
 
 WIDTH = 190
 Columns = Mapping[str, tuple[str, str]]
 """Heading -> which value of a record is below it, and its format."""
 
 
-class Sheet(NamedTuple):
+class Table(NamedTuple):
     """A table: its title, its rows and its note."""
 
     title: str
@@ -44,9 +44,9 @@ class Sheet(NamedTuple):
         """The cells of one column, from the top."""
         return [str(row.get(heading, "")) for row in self.rows]
 
-    def table(self) -> Table:
+    def table(self) -> RichTable:
         """The table as it prints. What is too wide folds: a figure that is cut says nothing."""
-        table = Table(title=self.title, caption=self.note or None, caption_justify="left")
+        table = RichTable(title=self.title, caption=self.note or None, caption_justify="left")
         for place, heading in enumerate(self.columns):
             table.add_column(heading, justify="left" if place < self.names else "right", overflow="fold")
         for row in self.rows:

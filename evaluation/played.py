@@ -1,0 +1,56 @@
+"""What a competitor did on the prompts of one split, counted: the record that times turn into seconds (law 4.9)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from jaxtyping import Int, Num
+
+from decode.loop.counts import Counts
+from decode.loop.rounds import Generation
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Played:
+    """Counts of every setting on every prompt."""
+
+    counts: Counts
+    """Arrays [setting, row]."""
+    lengths: Int[Array, "setting row lengths"]
+    """Rounds by the number of tokens drafted, 0 to max_draft_length."""
+    prompt_of_row: Int[Array, " row"]
+    """Number of each row's prompt, as the trace has it."""
+    stop_kind: str = ""
+    """`Policy.stop_kind`."""
+
+    @classmethod
+    def of(cls, generations: Sequence[Generation], max_draft_length: int) -> "Played":
+        """What decoding did at one setting, a generation for each prompt, as replay has it."""
+        counts = {f.name: np.array([[getattr(made.counts, f.name) for made in generations]]) for f in fields(Counts)}
+        lengths = np.array([[lengths_of(made, max_draft_length) for made in generations]])
+        return cls(Counts(**counts), lengths, np.arange(len(generations)))
+
+    def per_prompt(self, amounts: Num[Array, "setting row"]) -> Num[Array, "setting prompt"]:
+        """Amounts of every row, summed over the rows of each prompt: what is independent from one column to the
+        next.
+        """
+        order = self.prompt_of_row.argsort(kind="stable")
+        starts = np.searchsorted(self.prompt_of_row[order], np.arange(self.prompt_of_row.max() + 1))
+        return np.add.reduceat(amounts[:, order], starts, axis=1)
+
+
+def joined(every: Sequence[Played]) -> Played:
+    """What the same settings did on several traces, their prompts one after the other."""
+    counted = [name for name, values in vars(every[0].counts).items() if isinstance(values, np.ndarray)]
+    counts = {name: np.concatenate([getattr(one.counts, name) for one in every], axis=1) for name in counted}
+    firsts = np.cumsum([0, *(int(one.prompt_of_row.max()) + 1 for one in every)])
+    prompts = [first + one.prompt_of_row for first, one in zip(firsts, every, strict=False)]
+    lengths = np.concatenate([one.lengths for one in every], axis=1)
+    return Played(Counts(**counts), lengths, np.concatenate(prompts), every[0].stop_kind)
+
+
+def lengths_of(generation: Generation, max_draft_length: int) -> Int[Array, " lengths"]:
+    """Rounds of a generation by the number of tokens drafted, 0 to max_draft_length."""
+    return np.bincount([len(round_.drafted) for round_ in generation.rounds], minlength=max_draft_length + 1)
