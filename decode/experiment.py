@@ -2,7 +2,7 @@
 
 Every command under decode/ turns its config into an `Experiment`, and hands on the objects that it takes from it: those
 of this class, the trace (`evaluation.traces.recording.trace_folder`), the costs (`evaluation.costs.machine.costs_for`),
-the loop of the hierarchies (`evaluation.hierarchies.runs.resumable_loop`). Each is made when it is first asked for, so
+the loop of the hierarchies (`evaluation.hierarchies.decoded.StoredLoop`). Each is made when it is first asked for, so
 that a command that needs no model loads none.
 """
 

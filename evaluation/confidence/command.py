@@ -2,10 +2,10 @@
 
 They predict the acceptance rate before a token is drawn. Compared are the draft's own confidence head, the same with an
 offset and slope fitted on dev (one, or one per position), and your prefix heads. A token is weighted by the probability
-that verification reaches it.
+that verification reaches it (law 4.8c).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from json import dumps
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor
 from configs.schema import Config
 from data_gen.pipeline.sizes import settled
 from decode.experiment import Experiment
-from evaluation.table import Table, announce, crossed, printing, shown
+from evaluation.table import Table, announce, printing, shown
 from heads import AcceptanceHead
 from heads.batches.features import RATE, of_timing
 from heads.batches.module import FeatureData
@@ -49,9 +49,8 @@ class Drafts(NamedTuple):
 
     def histograms(self, logit: Float[Tensor, " tokens"]) -> tuple[Histogram, Histogram]:
         """Histograms of tokens and of the survival of drafts, by position."""
-        prob, size = self.acceptance_prob, self.block_size
-        lengths, rate = self.lengths, self.rate[None]
-        return by_row_position(logit[None], label=rate, acceptance_prob=prob, row_lengths=lengths, num_positions=size)
+        labels = {"label": self.rate[None], "acceptance_prob": self.acceptance_prob}
+        return by_row_position(logit[None], row_lengths=self.lengths, num_positions=self.block_size, **labels)
 
 
 def judge(config: Config, *, json: bool = False) -> None:
@@ -67,15 +66,18 @@ def judge(config: Config, *, json: bool = False) -> None:
         ValueError: no draft with a confidence head, or no test prompts.
     """
     with printing(aside=json):
-        scores = [score_of(name, *histograms) for name, histograms in predictors(*_drafts(config))]
+        scores = [score_of(name, *histograms) for name, histograms in predictors(*_drafts(config)).items()]
         title = f"{config.data.dir}, test split; {Sampling(**vars(config.pair.sampling)).text}"
         columns = {name: (name, "" if name == "predictor" else ".5f") for name in scores[0] if name != "by_position"}
         note = "survival: every token of the draft so far is accepted"
         Table(f"confidences at all positions; {title}", shown(scores, columns), note).print()
         for name in ("brier", "ece", "survival_ece"):
-            values = ((one["predictor"], enumerate(one["by_position"][name], 1)) for one in scores)
-            cells = ((predictor, str(k), f"{x:.4f}") for predictor, numbered in values for k, x in numbered)
-            Table(f"{name} by position; {title}", crossed("predictor", cells)).print()
+            rows = [
+                {"predictor": one["predictor"]}
+                | {str(position): f"{value:.4f}" for position, value in enumerate(one["by_position"][name], 1)}
+                for one in scores
+            ]
+            Table(f"{name} by position; {title}", rows).print()
         path = Path(config.decode.dir) / "confidence.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, dumps(scores, indent=1).encode())
@@ -106,26 +108,24 @@ def _read(data: FeatureData, split: str, draft: DSpark, heads: Mapping[str, Acce
     parts = []
     for batch in Bar(data.loader(split), desc=f"read {split}", unit="batches"):
         features = of_timing(batch, "prefix")
-        hidden = features.hidden.float().to(draft.device, draft.dtype)
-        logits = {OWN: draft.confidence(hidden).float().cpu()}
-        for name, head in heads.items():
+        logits = [draft.confidence(features.hidden.float().to(draft.device, draft.dtype)).float().cpu()]
+        for head in heads.values():
             scalars = features.columns(head.inputs.scalars) if head.inputs.scalars else None
-            logits[name] = head.calibrated_logit(head(features.hidden, scalars)).float()
+            logits.append(head.calibrated_logit(head(features.hidden, scalars)).float())
         prob = batch["drawn"].acceptance_prob.float()
-        parts.append((features.scalars[RATE].float(), prob, features.row_lengths, *logits.values()))
+        parts.append((features.scalars[RATE].float(), prob, features.row_lengths, *logits))
     rate, prob, lengths, *columns = map(torch.cat, zip(*parts, strict=True))
     return Drafts(rate, prob, dict(zip((OWN, *heads), columns, strict=True)), lengths, draft.block_size)
 
 
-def predictors(dev: Drafts, test: Drafts) -> Iterator[tuple[str, tuple[Histogram, Histogram]]]:
+def predictors(dev: Drafts, test: Drafts) -> dict[str, tuple[Histogram, Histogram]]:
     """Every predictor with its histograms on test, the draft's own first."""
     own, (by_position, _) = test.logits[OWN], dev.histograms(dev.logits[OWN])
     position = torch.cat([torch.arange(length) for length in test.lengths.tolist()])
     slope, offset = fit_logistic(pooled(by_position))
     slopes, offsets = (values[position] for values in fit_logistic(by_position))
     refits = {f"{OWN}, one offset and slope": slope * own + offset, PER_POSITION: slopes * own + offsets}
-    for name, logit in {OWN: own, **refits, **test.logits}.items():
-        yield name, test.histograms(logit)
+    return {name: test.histograms(logit) for name, logit in ({OWN: own} | refits | {**test.logits}).items()}
 
 
 def pooled(by_position: Histogram) -> Histogram:

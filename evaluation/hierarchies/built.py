@@ -1,45 +1,13 @@
 """Competitors that are built and decoded setting by setting, and what the clock said of the one that dev chose."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from decode.drafters.factory import PairModels
-from decode.loop.drafter import Drafter
 from evaluation.gain import Gain, Spent, gain_over, median_ratio
 
 AnyCandidate = TypeVar("AnyCandidate")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One way to run a competitor."""
-
-    label: str
-    build: Callable[[], Drafter]
-    version: str = ""
-    """Identifies what the label does not say, such as a head's weights."""
-    models: PairModels | None = None
-    """Models that the drafter is built on, whose target verifies; None: the trio."""
-    stops: Mapping[str, str] = field(default_factory=dict)
-    """micro, draft -> the `Policy.stop_kind` that each of its forwards pays (law 4.9)."""
-
-    @property
-    def key(self) -> str:
-        """Key that stored generations are filed under."""
-        return f"{self.label} {self.version}".strip()
-
-
-@dataclass(frozen=True)
-class Competitor:
-    """One row of the tables: a name and the settings to choose from."""
-
-    name: str
-    num_levels: int
-    """Models in it: 1 is the target alone."""
-    settings: tuple[Setting, ...]
-    """Settings to choose from on dev; the first stands where there is no dev."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,12 @@
-"""The tables of `evaluation hierarchy`: HSDDW's Table 2 (ablation), its Table 4 (sigma, eta, speed-up), and where a
-third level pays.
+"""The tables of `hierarchy`: HSDDW's Table 2 (ablation), its Table 4 (sigma, eta, speed-up), and where a third level
+pays.
 
-A third level pays where the best hierarchy beats the best plain speculation (draft or micro alone), modelled from
-counts at many times. Counts do not depend on times, so one run on dev answers for every machine: each side is at its
-best setting for the times in question.
+A third level pays where the best hierarchy beats the best plain speculation (draft or micro alone), predicted from
+counts. Counts do not depend on times, so one run answers for every machine: each side is at its best configuration for
+the times in question.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,18 +14,30 @@ import pandas as pd
 
 from evaluation.figure import GREY, Plot, figure_of, plot_of
 from evaluation.gain import gain_over
-from evaluation.hierarchies.runs import Candidate
-from evaluation.hierarchies.times import COUNTED, TrioTimes, at_ratios, break_even, redundancy, target_utilisation
-from evaluation.table import Table
+from evaluation.hierarchies.configurations import BOTH, HSDDW, PLAIN, PRE, SELF
+from evaluation.hierarchies.decoded import Run
+from evaluation.hierarchies.times import TrioTimes, at_ratios, break_even, redundancy
+from evaluation.table import Table, shown
 
-_ABLATION = {
-    "sd": (False, False),
-    "sd + pre-verify": (True, False),
-    "sd + self-verify": (False, True),
-    "sd + pre-verify + self-verify": (True, True),
-    "HSDDW": (True, True),
+ABLATION = {PLAIN: ("", ""), PRE: ("x", ""), SELF: ("", "x"), BOTH: ("x", "x"), HSDDW: ("x", "x")}
+"""Name -> marks for pre-verify and self-verify, the rows of Table 2; HSDDW also repeats its inner rounds."""
+_SPEED_UPS = {
+    heading: (name, ".3f")
+    for heading, name in {
+        "speed-up": "speedup",
+        "s.e.": "speedup_se",
+        "modelled": "speedup_modelled",
+        "given": "speedup_at_ratios",
+    }.items()
 }
-"""competitor -> (pre-verify, self-verify), the rows of Table 2; HSDDW also repeats its inner rounds."""
+_COUNTS = {
+    "N": "num_emitted",
+    "N_micro": "num_micro",
+    "N_draft": "num_drafted",
+    "N_target": "num_target",
+    "F_micro": "num_micro_forwards",
+    "F_draft": "num_draft_forwards",
+}
 _QUIET = 0.9
 """R² of the fit below which wall clock is not to be trusted."""
 MICRO_RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
@@ -35,205 +47,174 @@ _DRAFT_RATIOS = (0.05, 0.1, 0.2, 0.4)
 _FINE = tuple(sorted({*(round(0.01 * step, 2) for step in range(101)), *MICRO_RATIOS}))
 
 
-def arms_frame(runs: Sequence[Candidate], times: TrioTimes, *, given: TrioTimes) -> pd.DataFrame:
-    """One row per competitor: counts of three models, sigma, eta, measured and modelled speed-ups. The first run is the
-    target alone.
+def modelled(run: Run, times: TrioTimes) -> float:
+    """Speed-up over the target alone, predicted at these times."""
+    return times.speedup(run.counts, run.configuration.stops)
+
+
+def rows_of(runs: Sequence[Run], times: TrioTimes, given: TrioTimes) -> list[dict[str, Any]]:
+    """One row per run: counts of three models, sigma, eta, measured and predicted speed-ups.
+
+    Args:
+        runs: on the test prompts, the target alone first.
+        times: fitted to this machine.
+        given: times of other hardware.
     """
-    plain = max((run for run in runs if run.competitor.name == "sd"), key=lambda run: run.speedup(times))
-    return pd.DataFrame([_row(run, times, alone=runs[0], plain=plain, given=given) for run in runs])
+    alone = runs[0].measured
+    plain = max((run for run in runs if run.configuration.name == PLAIN), key=lambda run: modelled(run, times))
+    rows = []
+    for run in runs:
+        counts, configuration, speed = run.counts, run.configuration, run.measured.tokens_per_s
+        has_both = bool(counts.num_micro_forwards and counts.num_draft_forwards)
+        rows.append(
+            {
+                "arm": configuration.name,
+                "setting": configuration.setting,
+                "num_levels": configuration.num_levels,
+                **vars(counts),
+                "redundancy": redundancy(counts),
+                "target_utilisation": counts.verification_rate,
+                "acceptance_length": counts.acceptance_length,
+                "tokens_per_s": float(speed),
+                "speedup": float(speed / alone.tokens_per_s),
+                "speedup_se": gain_over(alone, run.measured).standard_error,
+                "speedup_modelled": modelled(run, times),
+                "speedup_at_ratios": modelled(run, given),
+                "break_even": break_even(counts, plain.counts, times, configuration.stops) if has_both else None,
+            }
+        )
+    return rows
 
 
-def ablation_sheet(frame: pd.DataFrame) -> Table:
+def ablation_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """HSDDW's Table 2."""
-    rows = frame.set_index("arm")
-    cells = [
-        {
-            "": name,
-            "pre-verify": "x" if pre else "",
-            "self-verify": "x" if self_verified else "",
-            **_speed_ups(rows.loc[name].to_dict()),
-        }
-        for name, (pre, self_verified) in _ABLATION.items()
-    ]
-    return Table("ablation (HSDDW, Table 2)", cells, names=3)
+    by_name = {row["arm"]: row for row in rows}
+    cells = shown([by_name[name] for name in ABLATION], {"": ("arm", ""), **_SPEED_UPS})
+    marks = (dict(zip(("pre-verify", "self-verify"), values, strict=True)) for values in ABLATION.values())
+    table = [{"": row[""], **mark, **row} for row, mark in zip(cells, marks, strict=True)]
+    return Table("ablation (HSDDW, Table 2)", table, names=3)
 
 
-def arms_sheet(frame: pd.DataFrame, times: TrioTimes, *, given: TrioTimes, title: str) -> Table:
-    """HSDDW's Table 4, for every competitor."""
+def run_table(rows: Sequence[Mapping[str, Any]], times: TrioTimes, *, given: TrioTimes, title: str) -> Table:
+    """HSDDW's Table 4, for every configuration."""
     t_micro, t_draft, t_target = (1e3 * time for time in (times.t_micro_s, times.t_draft_s, times.t_target_s))
     title = (
         f"{title}; fitted t_micro {t_micro:.2f}, t_draft {t_draft:.2f}, t_target {t_target:.2f} ms per forward, "
         f"R² {times.r2:.3f}; given: {given.t_micro_s:g} : {given.t_draft_s:g} : 1"
     )
     note = (
-        "N: tokens, F: forwards. Speed-up over the target alone, measured (s.e.: bootstrap over prompts), and from "
-        "the counts at fitted "
-        f"and at given times. Pays below: of t_micro / t_draft, here {times.t_micro_s / times.t_draft_s:.2f}, against "
-        "sd, from the counts"
+        "N: tokens, F: forwards. Speed-up over the target alone: measured (s.e.: bootstrap over prompts), and from the "
+        "counts at fitted and at given times. Pays below: from the counts, the hierarchy is faster than sd while "
+        f"t_micro / t_draft is below this; here it is {times.t_micro_s / times.t_draft_s:.2f}"
     )
-    rows = [
-        {
-            "drafter": row["arm"],
-            "setting": row["setting"],
-            **{heading: str(row[name]) for heading, name in COUNTED.items()},
-            "sigma %": f"{100 * row['redundancy']:.2f}",
-            "eta %": f"{100 * row['target_utilisation']:.2f}",
-            "tok/s": f"{row['tokens_per_s']:.0f}",
-            **_speed_ups(row),
-            "pays below": _below(row["break_even"]),
-        }
-        for row in frame.to_dict("records")
-    ]
-    return Table(title, rows, note, names=2)
+    columns = {"drafter": ("arm", ""), "setting": ("setting", "")} | {head: (n, "") for head, n in _COUNTS.items()}
+    columns |= {"sigma %": ("sigma", ".2f"), "eta %": ("eta", ".2f"), "tok/s": ("tokens_per_s", ".0f"), **_SPEED_UPS}
+    columns["pays below"] = ("below", "")
+    table = []
+    for row in rows:
+        below = "" if row["break_even"] is None else f"{row['break_even']:.2f}" if row["break_even"] > 0 else "never"
+        percent = {"sigma": 100 * row["redundancy"], "eta": 100 * row["target_utilisation"]}
+        table.append({**row, **percent, "below": below})
+    return Table(title, shown(table, columns), note, names=2)
 
 
-def gain_sheet(gain: pd.DataFrame, *, split: str) -> Table:
-    """Gain of the best hierarchy over the best plain speculation, in per cent, and where it is positive; `split` is
-    that of the prompts that choose and report.
+def third_level_frame(runs: Sequence[Run], times: TrioTimes, shares: Mapping[str, float] | None = None) -> pd.DataFrame:
+    """The gain of the best hierarchy over the best plain speculation on a fine grid of t_micro / t_draft, at round
+    t_draft / t_target and at the fitted one.
+
+    `shares` are t_stop / t_draft of each kind of stop. `standard_error` is that of the gain between the two winners; it
+    does not include that each is the best of several on the same prompts.
     """
+    here, rows = times.t_draft_s / times.t_target_s, []
+    sides = [[run for run in runs if (run.configuration.num_levels == 3) == is_three] for is_three in (False, True)]
+    for draft_ratio in sorted({*_DRAFT_RATIOS, here}):
+        for micro_ratio in _FINE:
+            at = at_ratios(micro_ratio * draft_ratio, draft_ratio, shares or {})
+            plain, best = (max(side, key=lambda run: modelled(run, at)) for side in sides)
+            row: dict[str, Any] = {"draft_ratio": draft_ratio, "micro_ratio": micro_ratio}
+            row |= {"is_here": draft_ratio == here}
+            row |= {"gain": modelled(best, at) / modelled(plain, at) - 1, "standard_error": None}
+            if micro_ratio in MICRO_RATIOS:  # a bootstrap for every point of the fine grid would take minutes
+                spent = (run.spent(at.seconds(run.each, run.configuration.stops)) for run in (plain, best))
+                row["standard_error"] = gain_over(*spent).standard_error
+            rows.append(row | {"plain": plain.configuration.label, "hierarchy": best.configuration.label})
+    return pd.DataFrame(rows)
+
+
+def gain_table(gain: pd.DataFrame, *, split: str) -> Table:
+    """The gain in per cent, and where it is positive; `split` is that of the prompts that choose and report."""
     rows = []
-    for draft_ratio, group in gain.groupby("draft_ratio"):
-        shown = group.set_index("micro_ratio")
-        here = " (here)" if group["is_here"].any() else ""
-        gains = {
-            f"{ratio:g}": f"{100 * shown['gain'][ratio]:+.1f} ({100 * shown['standard_error'][ratio]:.1f})"
+    for draft_ratio, label, group in _by_draft_ratio(gain):
+        at = group.set_index("micro_ratio")
+        cells = {
+            f"{ratio:g}": f"{100 * at['gain'][ratio]:+.1f} ({100 * at['standard_error'][ratio]:.1f})"
             for ratio in MICRO_RATIOS
         }
-        rows.append({"t_draft / t_target": f"{draft_ratio:.3g}{here}", **gains, "pays at": paying(group)})
+        rows.append({"t_draft / t_target": f"{draft_ratio:.3g}{label}", **cells, "pays at": paying(group)})
     title = (
-        "best hierarchy over best plain speculation in per cent (s.e.), modelled, each at its best setting; columns: "
-        "t_micro / t_draft"
+        "best hierarchy over best plain speculation in per cent (s.e.), predicted, each at its best configuration; "
+        "columns: t_micro / t_draft"
     )
     return Table(title, rows, f"both sides are chosen on the prompts that they are reported on, the {split} prompts")
 
 
-def _speed_ups(row: Mapping[Any, Any]) -> dict[str, str]:
-    """The row's speed-ups over the target alone."""
-    names = {"speed-up": "speedup", "s.e.": "speedup_se", "modelled": "speedup_modelled", "given": "speedup_at_ratios"}
-    return {heading: f"{row[name]:.3f}" for heading, name in names.items()}
-
-
-def third_level_verdict(
-    runs: Sequence[Candidate], dev: Sequence[Candidate], gain: pd.DataFrame, *, times: TrioTimes
-) -> str:
-    """The result of the figures in words: whether a third level pays. Dev chooses both sides, test reports them."""
-    plain, hierarchical = (_chosen(runs, dev or runs, levels, times) for levels in (2, 3))
-    here = gain_over(plain.measured, hierarchical.measured)
-    chosen_on = "chosen on dev" if dev else "chosen on these very prompts"
+def third_level_verdict(runs: Sequence[Run], dev: Sequence[Run], gain: pd.DataFrame, *, times: TrioTimes) -> str:
+    """Whether a third level pays, in words. Dev chooses both sides, test reports them."""
+    plain, best = (_best_of(runs, dev or runs, levels, times) for levels in (2, 3))
+    here = gain_over(plain.measured, best.measured)
     draft_ratio, micro_ratio = times.t_draft_s / times.t_target_s, times.t_micro_s / times.t_draft_s
     lines = [
         f"Measured here (t_draft / t_target = {draft_ratio:.3f}, t_micro / t_draft = {micro_ratio:.2f}): the best "
-        "hierarchy, "
-        f"{hierarchical.name}, is {100 * here.value:+.1f} % (s.e. {100 * here.standard_error:.1f}) "
-        f"against the best plain speculation, {plain.name}, both {chosen_on}."
+        f"hierarchy, {best.configuration.label}, is {100 * here.value:+.1f} % (s.e. {100 * here.standard_error:.1f}) "
+        f"against the best plain speculation, {plain.configuration.label}, both chosen on "
+        f"{'dev' if dev else 'the same prompts'}."
     ]
-    for ratio, group in gain.groupby("draft_ratio"):
-        name = "as here" if group["is_here"].any() else f"{ratio:g}"
+    for ratio, label, group in _by_draft_ratio(gain):
         lines.append(
-            f"From the counts, with t_draft / t_target {name}, a third level pays at t_micro / t_draft: "
-            f"{paying(group)}; "
-            f"best gain {100 * group['gain'].max():+.1f} %."
+            f"From the counts, with t_draft / t_target {'as here' if label else f'{ratio:g}'}, a third level pays at "
+            f"t_micro / t_draft: {paying(group)}; best gain {100 * group['gain'].max():+.1f} %."
         )
     if times.r2 is not None and times.r2 < _QUIET:
         lines.append(
-            f"The three times explain only R² = {times.r2:.2f} of the wall clock: this machine was not quiet. Trust "
-            "what comes from the "
-            "counts at given ratios; for measured speed-ups delete the folder and run again."
+            f"The three times explain only R² = {times.r2:.2f} of the wall clock: this machine was busy. Trust the "
+            "predictions from counts at given ratios; to measure speed-ups again, delete the folder and run again."
         )
     return "\n".join(lines)
 
 
-def _chosen(runs: Sequence[Candidate], dev: Sequence[Candidate], levels: int, times: TrioTimes) -> Candidate:
-    """The run of the competitor with so many models that is fastest on dev, by the cost model."""
-    of_levels = [run for run in dev if run.competitor.num_levels == levels]
-    best = max(of_levels, key=lambda run: run.speedup(times)).competitor.name
-    return next(run for run in runs if run.competitor.name == best)
-
-
-def _row(
-    run: Candidate, times: TrioTimes, *, alone: Candidate, plain: Candidate, given: TrioTimes
-) -> dict[str, object]:
-    counts = run.counts
-    has_both = bool(counts.num_micro_forwards and counts.num_draft_forwards)
-    return {
-        "arm": run.competitor.name,
-        "setting": run.label,
-        "num_levels": run.competitor.num_levels,
-        **{key: int(value) for key, value in vars(counts).items()},
-        "redundancy": redundancy(counts),
-        "target_utilisation": target_utilisation(counts),
-        "acceptance_length": counts.acceptance_length,
-        "tokens_per_s": run.measured.tokens_per_s,
-        "speedup": run.measured.tokens_per_s / alone.measured.tokens_per_s,
-        "speedup_se": gain_over(alone.measured, run.measured).standard_error,
-        "speedup_modelled": run.speedup(times),
-        "speedup_at_ratios": run.speedup(given),
-        "break_even": break_even(counts, plain.counts, times, run.setting.stops) if has_both else None,
-    }
-
-
-def _below(value: float | None) -> str:
-    """A break-even in words."""
-    if value is None or np.isnan(value):
-        return ""
-    return f"{value:.2f}" if value > 0 else "never"
-
-
-def third_level_frame(
-    runs: Sequence[Candidate], times: TrioTimes, shares: Mapping[str, float] | None = None
-) -> pd.DataFrame:
-    """The gain, and who wins on each side, on a fine grid of t_micro / t_draft, at round t_draft / t_target and at the
-    fitted one.
-
-    `shares` are t_stop / t_draft of each kind of stop. `standard_error` is the gain's, with the two winners held fixed:
-    it does not know that each is the best of several on the same prompts.
-    """
-    here = times.t_draft_s / times.t_target_s
-    sides = [[run for run in runs if (run.competitor.num_levels == 3) == is_three] for is_three in (False, True)]
-    rows = []
-    for draft_ratio in sorted({*_DRAFT_RATIOS, here}):
-        for micro_ratio in _FINE:
-            at = at_ratios(micro_ratio * draft_ratio, draft_ratio, shares or {})
-            plain, hierarchical = (max(side, key=lambda run: run.speedup(at)) for side in sides)
-            is_column = micro_ratio in MICRO_RATIOS  # a bootstrap for every point of the fine grid would take minutes
-            rows.append(
-                {
-                    "draft_ratio": draft_ratio,
-                    "micro_ratio": micro_ratio,
-                    "is_here": draft_ratio == here,
-                    "gain": hierarchical.speedup(at) / plain.speedup(at) - 1,
-                    "standard_error": gain_over(plain.modelled(at), hierarchical.modelled(at)).standard_error
-                    if is_column
-                    else None,
-                    "plain": plain.name,
-                    "hierarchy": hierarchical.name,
-                }
-            )
-    return pd.DataFrame(rows)
+def _best_of(runs: Sequence[Run], dev: Sequence[Run], levels: int, times: TrioTimes) -> Run:
+    """The run of the drafter with so many models that is predicted to be fastest on dev."""
+    rivals = [run for run in dev if run.configuration.num_levels == levels]
+    name = max(rivals, key=lambda run: modelled(run, times)).configuration.name
+    return next(run for run in runs if run.configuration.name == name)
 
 
 def paying(group: pd.DataFrame) -> str:
     """The ranges of t_micro / t_draft in which the gain is positive, at one t_draft / t_target."""
-    pays = (group["gain"] > 1e-9).to_numpy()
-    ratios = group["micro_ratio"].to_numpy()
-    # where a range begins, where it ends, in turns
+    pays, ratios = (group["gain"] > 1e-9).to_numpy(), group["micro_ratio"].to_numpy()
+    # pays = [1, 1, 0, 1] -> edges = [0, 2, 3, 4]: the ranges are 0 to 1 and 3 to 3
     edges = np.flatnonzero(np.diff(np.concatenate([[0], pays.astype(int), [0]])))
-    ranges = [(ratios[start], ratios[stop - 1]) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+    ranges = zip(ratios[edges[::2]], ratios[edges[1::2] - 1], strict=True)
     return " or ".join(f"{low:.2f}-{high:.2f}" for low, high in ranges) or "none in 0-1"
 
 
 def third_level_plot(gain: pd.DataFrame, name: str) -> Plot:
     """The gain against t_micro / t_draft, one line for each t_draft / t_target."""
     figure, axes = figure_of(3.4)
-    for draft_ratio, group in gain.groupby("draft_ratio"):
-        is_here = bool(group["is_here"].any())
-        label = f"{draft_ratio:.3g}" + (" (here)" if is_here else "")
-        axes.plot(group["micro_ratio"], 100 * group["gain"], label=label, linewidth=2.4 if is_here else 1.2)
+    for draft_ratio, here, group in _by_draft_ratio(gain):
+        width = 2.4 if here else 1.2
+        axes.plot(group["micro_ratio"], 100 * group["gain"], label=f"{draft_ratio:.3g}{here}", linewidth=width)
     axes.axhline(0, color=GREY, linestyle="--", linewidth=1)
     axes.set(xlabel="t_micro / t_draft", ylabel="gain of a third level, %")
     axes.legend(title="t_draft / t_target", fontsize=7, title_fontsize=7, frameon=False)
     caption = (
-        "Best hierarchy over best plain speculation (draft or micro alone), from counts, each at its best setting for "
-        "the times."
+        "Best hierarchy over best plain speculation (draft or micro alone), from counts, each at its best "
+        "configuration for the times."
     )
     return plot_of(f"third-level-{name}", caption, figure)
+
+
+def _by_draft_ratio(gain: pd.DataFrame) -> Iterator[tuple[float, str, pd.DataFrame]]:
+    """(t_draft / t_target, " (here)" for the fitted one, its rows)."""
+    for ratio, group in gain.groupby("draft_ratio"):
+        yield float(ratio), " (here)" if group["is_here"].any() else "", group  # type: ignore[arg-type]

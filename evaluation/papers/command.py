@@ -9,7 +9,7 @@
     hsddw       Tables 1 to 4 with a window of 10, clocked: hierarchies are decoded. `evaluation hierarchy` compares
                 more of them.
 
-Played throughputs are predictions: counts times measured or given times (law 4.9). The paper SpecDec++ does the same;
+Replayed throughputs are predictions: counts times measured or given times (law 4.9). The paper SpecDec++ does the same;
 the others clock.
 """
 
@@ -22,9 +22,9 @@ from configs.paths import check_local
 from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.papers.hsddw import hsddw_tables
-from evaluation.papers.on_trees import tree_tables
 from evaluation.papers.specdec import specdec_tables
 from evaluation.papers.svip import svip_tables
+from evaluation.papers.trees import tree_tables
 from evaluation.table import Table, printing, say
 
 _REPLAYED: dict[str, Callable[[Experiment], list[Table]]] = {"specdec++": specdec_tables, "svip": svip_tables}
@@ -48,8 +48,8 @@ def paper_tables(
         stops: for svip-trees and hsddw's EAGLE, policies such as entropy or head:PATH. What a spec leaves open is
             chosen on dev; one with its threshold, as entropy:max_sqrt_entropy=0.5 or
             head:PATH,max_rejection_prob=0.7, is taken as it is.
-        eagle: for hsddw, the directory of an EAGLE draft for the pair's target, which then stands in Table 1.
-        repeats: for svip-trees and hsddw, how often every drafter decodes a test prompt; medians count.
+        eagle: for hsddw, the directory of an EAGLE draft for the pair's target, a row of Table 1.
+        repeats: for svip-trees and hsddw, how often every drafter decodes a test prompt; the median counts.
         tree: for EAGLE-2, candidates after a node, and nodes that are verified. The published tree is for GPUs; a
             CPU pays for every node.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
@@ -61,11 +61,11 @@ def paper_tables(
     clocked["hsddw"] = partial(hsddw_tables, eagle=eagle, specs=stops, repeats=repeats, tree=tree)
     with printing(aside=json):
         made = (_REPLAYED | clocked)[paper](Experiment(config, needs_micro=paper == "hsddw"))
-        for sheet in made:
-            sheet.print()
+        for table in made:
+            table.print()
         figures = "measured on this machine" if paper in clocked else "predicted from a trace and times"
         more = "hierarchy compares more drafters" if paper == "hsddw" else "evaluate compares every policy"
         say(f"\nFigures of {paper}'s tables are {figures}: compare them with one another, not with the paper's.")
         say(f"acceptance-heads {more}.")
     if json:
-        print(to_json({"paper": paper, "tables": [sheet.as_dict() for sheet in made]}))
+        print(to_json({"paper": paper, "tables": [table.as_dict() for table in made]}))

@@ -7,55 +7,49 @@ no choice on dev.
     Table 3   all prompts, those on mathematics, and the rest, where categories name mathematics
     Table 4   sigma, eta and speed-up
 
-EAGLE takes its turns beside the others where a directory of an EAGLE draft is given: as EAGLE-2's tree and as
-a chain, each also at the fixed length that is fastest on dev, and under stops
-(`evaluation.papers.drafts`).
+With --eagle an EAGLE draft takes its turns beside the others: as EAGLE-2's tree and as a chain, each also at the fixed
+length that is fastest on dev, and under stops (`evaluation.papers.drafts`).
 
-PEARL works on two devices: it is decoded here, with gamma the nearest to t_target / t_draft, and its speed-up is
-predicted from its steps and the times fitted over the other generations, each step taking as long as the slower of the
-two models, the exchange between them free.
+PEARL needs two devices: it is decoded here, with gamma the nearest to t_target / t_draft, and its speed-up is predicted
+from its steps and the times fitted over the other generations. Each step takes as long as the slower of the two models,
+and the exchange between them is free.
 
-`evaluation hierarchy` compares more competitors at their best settings. Generations are stored and shared with it
-(`evaluation.hierarchies.runs`).
+`hierarchy` compares more drafters at their best settings, and shares its stored generations with these tables.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import compress
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from json import dumps
 
+import numpy as np
 import torch
 
 from data_gen.store.manifest import digest
 from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
-from evaluation.gain import Spent
-from evaluation.hierarchies.built import Competitor
-from evaluation.hierarchies.configurations import NO_DRAFT, WINDOW, competitors_of
-from evaluation.hierarchies.runs import MICRO_ALONE, Candidate, resumable_loop, trio_times
-from evaluation.hierarchies.times import TrioTimes, redundancy, target_utilisation
+from evaluation.gain import Spent, gain_over
+from evaluation.hierarchies.configurations import (
+    BOTH,
+    HSDDW,
+    MICRO_ALONE,
+    NO_DRAFT,
+    PLAIN,
+    PRE,
+    SELF,
+    WINDOW,
+    configurations_of,
+)
+from evaluation.hierarchies.decoded import Run, StoredLoop
+from evaluation.hierarchies.times import TrioTimes, fit_times, redundancy
 from evaluation.keys import models_key
-from evaluation.papers.drafts import Contest, DraftModels, Kind, contest_of, eagle_2, lengths_of, stops_of
-from evaluation.papers.gains import by_key, finalists_of, gain_cells, joined, lines_of, shown_speed_up, stop_verdict
+from evaluation.papers import drafts
 from evaluation.table import Table
 from lm.features.eagle import Eagle
 
-RunsByName = dict[str, Candidate]
-"""competitor -> what it did on the prompts of one dataset."""
-_ABLATION = {
-    "sd": ("", "", ""),
-    "sd + pre-verify": ("x", "", ""),
-    "sd + self-verify": ("", "x", ""),
-    "sd + pre-verify + self-verify": ("x", "x", ""),
-    "HSDDW": ("", "", "x"),
-}
-_MODELS = {
-    "target-draft": "sd",
-    "target-micro": MICRO_ALONE,
-    "Pre+Self-verify": "sd + pre-verify + self-verify",
-    "HSDDW": "HSDDW",
-}
+_ABLATION = {PLAIN: ("", "", ""), PRE: ("x", "", ""), SELF: ("", "x", ""), BOTH: ("x", "x", ""), HSDDW: ("", "", "x")}
+_MODELS = {"target-draft": PLAIN, "target-micro": MICRO_ALONE, "Pre+Self-verify": BOTH, "HSDDW": HSDDW}
 _CLOCKED = "clocked, against the target alone (AT)"
+_PEARL = "PEARL, two devices, predicted"
 
 
 def hsddw_tables(
@@ -66,167 +60,137 @@ def hsddw_tables(
     Raises:
         ValueError: no test prompts; with EAGLE, no dev prompts, or a draft that is not for this target.
     """
-    trio = PairModels(lambda: experiment.pair)
-    names = [NO_DRAFT, *dict.fromkeys([*_ABLATION, *_MODELS.values()])]
-    competitors = [at_window(competitor) for competitor in competitors_of(trio) if competitor.name in names]
-    kinds = (eagle_2(*tree), Kind("EAGLE, chain"))
-    finalists = eagle_finalists(experiment, trio, eagle, specs, kinds) if eagle else []
-    arms = [*competitors, *(competitor for finalist in finalists for competitor in finalist.competitors)]
-    runs: dict[str, RunsByName] = {}
-    played: list[list[Candidate]] = []
+    trio, fixed = PairModels(lambda: experiment.pair), f"K={WINDOW}"
+    names = {NO_DRAFT, *_ABLATION, *_MODELS.values()}
+    members = [
+        one
+        for one in configurations_of(trio)
+        if one.name in names and (one.setting == fixed or not one.setting.startswith("K="))
+    ]
+    loops = {dataset: StoredLoop(experiment, dataset, trio) for dataset in experiment.datasets}
+    finalists = _eagle_finalists(experiment, loops, eagle, specs, tree) if eagle else []
+    both = [*members, *(one for finalist in finalists for one in finalist.all)]
+    played: dict[str, list[Run]] = {}
+    runs: dict[str, dict[str, Run]] = {}
     pearl: dict[str, str] = {}
-    categories: dict[str, list[str]] = {}
-    for dataset in experiment.datasets:
+    is_math: dict[str, np.ndarray] = {}
+    for dataset, loop in loops.items():
         encoded = experiment.encoded(dataset, "test")
         if not encoded:
             raise ValueError("there are no test prompts to decode; raise decode.num_test")
-        categories[dataset] = [prompt.category for prompt, _ in encoded]
-        played.append(
-            resumable_loop(experiment, dataset, trio).play(arms, [ids for _, ids in encoded], repeats=repeats)
-        )
-        trio_runs = played[-1][: len(competitors)]
-        runs[dataset] = {run.competitor.name: run for run in trio_runs}
-        pearl[dataset] = f"{pearl_speed_up(experiment, trio, [ids for _, ids in encoded], trio_times(trio_runs)):.2f}x"
-    rows, note = first_table(dict(zip(runs, played, strict=True)), finalists)
+        prompts = [ids for _, ids in encoded]
+        played[dataset] = loop.play(both, prompts, repeats=repeats)
+        of_trio = played[dataset][: len(members)]
+        runs[dataset] = {run.configuration.name: run for run in of_trio}
+        pearl[dataset] = f"{pearl_speed_up(experiment, trio, prompts, fit_times(of_trio)):.2f}x"
+        is_math[dataset] = np.array(["math" in prompt.category.lower() for prompt, _ in encoded])
+    rows, note = first_table(played, finalists)
+    title = f"HSDDW Table 1: speed-up at T = {experiment.sampling.temperature:g}, {_CLOCKED}"
+    ablation = [
+        dict(zip(("Pre-verify", "Self-verify", "HSDDW"), marks, strict=True))
+        | {dataset: speed_up(of_dataset, name) for dataset, of_dataset in runs.items()}
+        for name, marks in _ABLATION.items()
+    ]
     return [
-        Table(
-            f"HSDDW Table 1: speed-up at T = {experiment.sampling.temperature:g}, {_CLOCKED}",
-            [*rows, {"": _PEARL, **pearl}],
-            note,
-        ),
-        Table(f"HSDDW Table 2: ablation, speed-up, {_CLOCKED}", ablation_rows(runs)),
-        *(
-            Table(f"HSDDW Table 3: {name}, speed-up, {_CLOCKED}", rows)
-            for name, rows in mathematics(runs, categories).items()
-        ),
-        *(
-            Table(f"HSDDW Table 4: {name}, {_CLOCKED}", utilisation_rows(of_dataset))
-            for name, of_dataset in runs.items()
-        ),
+        Table(title, [*rows, {"": _PEARL, **pearl}], note),
+        Table(f"HSDDW Table 2: ablation, speed-up, {_CLOCKED}", ablation),
+        *mathematics(runs, is_math),
+        *(Table(f"HSDDW Table 4: {name}, {_CLOCKED}", _utilisation(of_dataset)) for name, of_dataset in runs.items()),
     ]
 
 
-_METHODS = {"AT": NO_DRAFT, "HSDDW": "HSDDW"}
-_PEARL = "PEARL, two devices, predicted"
-
-
-def eagle_finalists(
-    experiment: Experiment, trio: PairModels, path: str, specs: Sequence[str], kinds: Sequence[Kind]
-) -> list[Contest]:
+def _eagle_finalists(
+    experiment: Experiment,
+    loops: Mapping[str, StoredLoop],
+    path: str,
+    specs: Sequence[str],
+    tree: tuple[int, int],
+) -> list[drafts.Finalists]:
     """The EAGLE draft as a tree and as a chain, at the settings that all dev prompts together choose."""
-    beside = experiment.with_feature_draft(path)
+    beside, kinds = experiment.with_feature_draft(path), (drafts.eagle_2(*tree), drafts.Draft("EAGLE, chain"))
     if not isinstance(beside.pair.drafting, Eagle):
         raise ValueError(f"--eagle is {path}, a {type(beside.pair.drafting).__name__} draft; give an EAGLE's directory")
-    stops, lengths, models = stops_of(beside, specs), lengths_of(beside, kinds), DraftModels(beside)
+    stops, lengths = drafts.stops_of(beside, specs), drafts.lengths_of(beside, kinds)
+    models = PairModels(lambda: beside.pair, holds_trees=True)
     version = digest(dumps(models_key(beside, "draft"), sort_keys=True))[:8]
-    contests = [contest_of(kind, stops, models, lengths=lengths, version=version) for kind in kinds]
-    loops = [
-        (resumable_loop(experiment, dataset, trio), experiment.prompt_ids(dataset, "dev"))
-        for dataset in experiment.datasets
+    prompts = {dataset: experiment.prompt_ids(dataset, "dev") for dataset in loops}
+    play_dev = partial(drafts.play, loops, prompts)
+    return [
+        drafts.chosen(kind, drafts.configurations_of(kind, stops, models, lengths=lengths, version=version), play_dev)
+        for kind in kinds
     ]
-    competitors = [competitor for contest in contests for competitor in contest.competitors]
-    dev = [
-        run
-        for competitor in competitors
-        for run in joined([loop.play([competitor], prompts) for loop, prompts in loops if prompts])
-    ]
-    return [finalists_of(contest, dev) for contest in contests]
 
 
 def first_table(
-    played: Mapping[str, Sequence[Candidate]], finalists: Sequence[Contest]
+    played: Mapping[str, Sequence[Run]], finalists: Sequence[drafts.Finalists]
 ) -> tuple[list[dict[str, str]], str]:
     """Table 1 with intervals over prompts, and whether a stop pays."""
-    lines = [line for finalist in finalists for line in lines_of(finalist, by_key(joined(list(played.values()))))]
+    together = drafts.joined(list(played.values()))
+    lines = [line for finalist in finalists for line in drafts.lines_of(finalist, together)]
     spent: dict[str, dict[str, Spent]] = {}
     for dataset, runs in played.items():
-        spent[dataset] = {
-            line.family: line.spent for finalist in finalists for line in lines_of(finalist, by_key(runs))
+        by_name = {run.configuration.name: run.measured for run in runs}
+        spent[dataset] = {"AT": by_name[NO_DRAFT], "HSDDW": by_name[HSDDW]}
+        spent[dataset] |= {
+            line.method: line.run.measured for finalist in finalists for line in drafts.lines_of(finalist, runs)
         }
-        for method, name in _METHODS.items():
-            spent[dataset][method] = next(run.measured for run in runs if run.competitor.name == name)
-    rows = {line.family: {"setting": line.setting, **gain_cells(line)} for line in lines}
-    shown = [
-        {
-            "": method,
-            **{dataset: shown_speed_up(of_dataset["AT"], of_dataset[method]) for dataset, of_dataset in spent.items()},
-            **rows.get(method, {"setting": ""}),
-        }
-        for method in ("AT", *rows, "HSDDW")
+    more: dict[str, dict[str, str]] = {"AT": {"setting": ""}}
+    for line in lines:
+        gains = {f"over {rival}": line.gain(rival) for rival in (drafts.PUBLISHED, drafts.BEST)}
+        more[line.method] = {"setting": line.run.configuration.setting, **gains}
+    more["HSDDW"] = {"setting": ""}
+    rows = [
+        {"": method, **{name: _shown(of_set["AT"], of_set[method]) for name, of_set in spent.items()}, **cells}
+        for method, cells in more.items()
     ]
-    return shown, stop_verdict(lines, finalists)
+    return rows, drafts.stop_verdict(lines)
+
+
+def _shown(alone: Spent, drafted: Spent) -> str:
+    """Speed-up over the target alone, with its interval."""
+    gain = gain_over(alone, drafted)
+    return f"{1 + gain.value:.2f}x ({1 + gain.low:.2f}, {1 + gain.high:.2f})"
 
 
 def pearl_speed_up(experiment: Experiment, trio: PairModels, prompts: Sequence[list[int]], times: TrioTimes) -> float:
     """PEARL's speed-up over the target alone, predicted from the steps that it takes on these prompts."""
     gamma = max(1, round(times.t_target_s / times.t_draft_s))
     decoder = trio.pearl(gamma, sampling=experiment.sampling)
-    generator = torch.Generator().manual_seed(experiment.decode.seed)
-    steps = [
-        step
-        for ids in prompts
-        for step in decoder.generate(ids, experiment.decode.max_new_tokens, generator=generator).rounds
-    ]
+    generator, num_tokens = torch.Generator().manual_seed(experiment.decode.seed), experiment.decode.max_new_tokens
+    steps = [step for ids in prompts for step in decoder.generate(ids, num_tokens, generator=generator).rounds]
     seconds = sum(max(times.t_draft_s * len(step.drafted), times.t_target_s) for step in steps)
     return sum(len(step.emitted) for step in steps) * times.t_target_s / seconds
 
 
-def at_window(competitor: Competitor) -> Competitor:
-    """The competitor with the paper's window, where it has several settings."""
-    at = tuple(setting for setting in competitor.settings if setting.label == f"K={WINDOW}")
-    return replace(competitor, settings=at or competitor.settings)
+def speed_up(runs: Mapping[str, Run], name: str, part: np.ndarray | None = None) -> str:
+    """Speed-up over the target alone on some prompts, by the clock; `part` None: on all."""
+    part = np.full(len(runs[name].decoded), True) if part is None else part
+    spent = (runs[name].measured, runs[NO_DRAFT].measured)
+    one, alone = (Spent(each.tokens[part], each.seconds[part]).tokens_per_s for each in spent)
+    return f"{one / alone:.2f}x"
 
 
-def speed_up(runs: RunsByName, name: str) -> str:
-    """Speed-up over the target alone, by the clock."""
-    return f"{runs[name].measured.tokens_per_s / runs[NO_DRAFT].measured.tokens_per_s:.2f}x"
-
-
-def ablation_rows(runs: Mapping[str, RunsByName]) -> list[dict[str, str]]:
-    """Rows of Table 2, the ablation."""
-    columns = ("Pre-verify", "Self-verify", "HSDDW")
-    return [
-        {
-            **dict(zip(columns, marks, strict=True)),
-            **{dataset: speed_up(of_dataset, name) for dataset, of_dataset in runs.items()},
-        }
-        for name, marks in _ABLATION.items()
-    ]
-
-
-def mathematics(
-    runs: Mapping[str, RunsByName], categories: Mapping[str, Sequence[str]]
-) -> dict[str, list[dict[str, str]]]:
-    """Table 3 of each dataset in which some categories, and not all, are mathematics."""
-    tables = {}
+def mathematics(runs: Mapping[str, Mapping[str, Run]], is_math: Mapping[str, np.ndarray]) -> Iterator[Table]:
+    """Table 3 of each dataset in which some prompts, and not all, are on mathematics."""
     for dataset, of_dataset in runs.items():
-        is_math = ["math" in category.lower() for category in categories[dataset]]
-        if 0 < sum(is_math) < len(is_math):
-            columns = {"All": {True, False}, "only Math": {True}, "rm Math": {False}}
-            parts = {
-                column: {name: _part(run, [math in kept for math in is_math]) for name, run in of_dataset.items()}
-                for column, kept in columns.items()
-            }
-            tables[dataset] = [
-                {"": row, **{column: speed_up(part, arm) for column, part in parts.items()}}
-                for row, arm in {"AT": NO_DRAFT, "SD": "sd", "HSDDW": "HSDDW"}.items()
+        math = is_math[dataset]
+        if math.any() and not math.all():
+            parts = {"All": math | ~math, "only Math": math, "rm Math": ~math}
+            rows = [
+                {"": row} | {column: speed_up(of_dataset, name, part) for column, part in parts.items()}
+                for row, name in {"AT": NO_DRAFT, "SD": PLAIN, "HSDDW": HSDDW}.items()
             ]
-    return tables
+            yield Table(f"HSDDW Table 3: {dataset}, speed-up, {_CLOCKED}", rows)
 
 
-def utilisation_rows(runs: RunsByName) -> list[dict[str, str]]:
-    """Rows of Table 4, the utilisation."""
+def _utilisation(runs: Mapping[str, Run]) -> list[dict[str, str]]:
+    """Rows of Table 4."""
     return [
         {
             "Model": label,
             "σ (%)": f"{100 * redundancy(runs[name].counts):.2f}",
-            "η (%)": f"{100 * target_utilisation(runs[name].counts):.2f}",
+            "η (%)": f"{100 * runs[name].counts.verification_rate:.2f}",
             "Speedup": speed_up(runs, name),
         }
         for label, name in _MODELS.items()
     ]
-
-
-def _part(run: Candidate, chosen: Sequence[bool]) -> Candidate:
-    """The run over some of its prompts."""
-    return replace(run, decoded=tuple(compress(run.decoded, chosen)))

@@ -1,8 +1,8 @@
 """SpecDec++ (arXiv 2405.19715): throughputs of its own heads, replayed on the test prompts, and forward times, clocked.
 
 Tables 1 and 3 as printed: K in {2, 4, …, 14}, h in {0.1, 0.3, 0.5, 0.7, 0.9} on raw probabilities, and each cell is the
-best *on test*. `evaluation evaluate` chooses on dev and gives intervals. As in the paper a throughput is counts times
-forward times. Its heads are fed-time and read the hidden state alone (`heads.specdec`); other heads are in no row.
+best *on test*. `evaluate` chooses on dev and gives intervals. As in the paper a throughput is counts times forward
+times. Its heads are fed-time and read the hidden state alone (`heads.specdec`); other heads are in no row.
 
 Table 2 has forward times by regression, clocked per dataset:
 
@@ -24,7 +24,7 @@ import torch
 
 from decode.experiment import Experiment
 from decode.loop.decoder import Generation
-from decode.policies import FixedLength, HeadPolicy
+from decode.policies import FixedLength, HeadPolicy, Policy
 from evaluation.competitor import family_of
 from evaluation.costs.machine import costs_for, loop_of
 from evaluation.costs.measure import fit_costs
@@ -35,19 +35,18 @@ from evaluation.traces.trace import Trace
 from evaluation.turns import in_turns
 from heads.model.head import AcceptanceHead
 
-_NEAR = 0.99
-"""Table 3 prints throughputs above this share of the dataset's largest in bold."""
 LENGTHS = (2, 4, 6, 8, 10, 12, 14)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """K and h of the paper."""
+_NEAR = 0.99
+"""Table 3 prints throughputs above this fraction of the dataset's largest in bold."""
 _PROMPTS = 4
-_SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Shares of decode.max_new_tokens, by prompt: a regression needs generations of several lengths."""
-
+_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+"""Fractions of decode.max_new_tokens, by prompt: a regression needs generations of several lengths."""
 
 Best = tuple[float, float]
 """(tokens per second, setting) of the fastest of some settings on test."""
-Fitted = tuple[float, float, str]
+ForwardTimes = tuple[float, float, str]
 """(t_draft, t_target) in seconds, and R² as it is printed."""
 
 
@@ -72,76 +71,67 @@ def specdec_tables(experiment: Experiment) -> list[Table]:
         for name, head in heads.items()
     }
     fastest = max(best, key=lambda name: sum(speed / plain[dataset][0] for dataset, (speed, _) in best[name].items()))
+    where = f"replayed on test, predicted at {cost.title}"
+    first, third = throughput_rows(plain, best, cost), head_rows(heads, best)
     return [
-        throughput_sheet(plain, best, cost),
+        Table(f"SpecDec++ Table 1: best tokens/s (speed-up), {where}", first),
         forward_times(experiment, heads[fastest]),
-        heads_sheet(heads, best, cost),
+        Table(f"SpecDec++ Table 3: heads, and best tokens/s over h, {where}; bold: above 99 % of the largest", third),
     ]
 
 
 def best_length(trace: Trace, cost: Times) -> Best:
     """The fastest fixed length."""
     lengths = np.array([length for length in LENGTHS if length <= trace.max_draft_length] or [trace.max_draft_length])
-    return _best(cost.speeds(trace, FixedLength(lengths)), lengths)  # type: ignore[arg-type]
+    return _best(trace, FixedLength(lengths), lengths, cost)  # type: ignore[arg-type]
 
 
 def best_threshold(head: AcceptanceHead, trace: Trace, cost: Times) -> Best:
     """The fastest threshold of one head."""
-    return _best(cost.speeds(trace, HeadPolicy(head, np.array(THRESHOLDS))), np.array(THRESHOLDS))
+    return _best(trace, HeadPolicy(head, np.array(THRESHOLDS)), THRESHOLDS, cost)
 
 
-def throughput_sheet(plain: Mapping[str, Best], best: Mapping[str, Mapping[str, Best]], cost: Times) -> Table:
+def _best(trace: Trace, policy: Policy, settings: Sequence[float] | np.ndarray, cost: Times) -> Best:
+    speeds = cost.speeds(trace, policy)
+    best = int(speeds.argmax())
+    return float(speeds[best]), float(settings[best])
+
+
+def throughput_rows(
+    plain: Mapping[str, Best], best: Mapping[str, Mapping[str, Best]], cost: Times
+) -> list[dict[str, str]]:
     """Table 1: the best throughputs by dataset, with the speed-up over the target alone that the paper gives in
     words.
     """
-
-    def cells(of_dataset: Mapping[str, Best]) -> dict[str, str]:
-        return {name: f"{speed:.2f} ({speed * cost.t_target_s[0]:.2f}x)" for name, (speed, _) in of_dataset.items()}
-
     largest = {dataset: max(of_head[dataset] for of_head in best.values()) for dataset in plain}
-    rows = [{"Dataset": "SpecDec++", **cells(largest)}, {"Dataset": "SpecDec (baseline)", **cells(plain)}]
-    return Table(f"SpecDec++ Table 1: best tokens/s (speed-up), {described(cost)}", rows)
+    return [
+        {"Dataset": label}
+        | {name: f"{speed:.2f} ({speed * cost.t_target_s[0]:.2f}x)" for name, (speed, _) in of_dataset.items()}
+        for label, of_dataset in {"SpecDec++": largest, "SpecDec (baseline)": plain}.items()
+    ]
 
 
-def heads_sheet(heads: Mapping[str, AcceptanceHead], best: Mapping[str, Mapping[str, Best]], cost: Times) -> Table:
+def head_rows(heads: Mapping[str, AcceptanceHead], best: Mapping[str, Mapping[str, Best]]) -> list[dict[str, Any]]:
     """Table 3: KL and best throughput of every head. KL is of raw probabilities, as printed; without the official
     code's sign slip.
     """
-    ordered = sorted(heads, key=lambda name: (heads[name].provenance.reject_weight, heads[name].depth))
-    largest = {dataset: max(of_head[dataset][0] for of_head in best.values()) for dataset in best[ordered[0]]}
+    largest = {dataset: max(of_head[dataset][0] for of_head in best.values()) for dataset in next(iter(best.values()))}
     rows = []
-    for name in ordered:
-        head = heads[name]
+    for name, head in sorted(heads.items(), key=lambda item: (item[1].provenance.reject_weight, item[1].depth)):
+        metrics = head.provenance.metrics
         row: dict[str, Any] = {"w_rej": f"{head.provenance.reject_weight:g}", "Depth D": head.depth}
         for column, metric in (("train/KL", "train_raw_kl"), ("eval/KL", "raw_kl")):
-            row[column] = f"{head.provenance.metrics[metric]:.3f}" if metric in head.provenance.metrics else ""
+            row[column] = f"{metrics[metric]:.3f}" if metric in metrics else ""
         for dataset, (speed, threshold) in best[name].items():
             cell = f"{speed:.2f} (h = {threshold:g})"
             row[dataset] = f"[bold]{cell}[/bold]" if speed > _NEAR * largest[dataset] else cell
         rows.append(row)
-    return Table(
-        f"SpecDec++ Table 3: heads, and best tokens/s over h, {described(cost)}; bold: above 99 % of the largest", rows
-    )
-
-
-def described(cost: Times) -> str:
-    """One line on the origin of a replayed figure."""
-    return f"replayed on test, predicted at {cost.title}"
-
-
-def _best(speeds: np.ndarray, settings: np.ndarray) -> Best:
-    place = int(speeds.argmax())
-    return float(speeds[place]), float(settings[place])
+    return rows
 
 
 def forward_times(experiment: Experiment, head: AcceptanceHead) -> Table:
-    """Table 2.
-
-    Args:
-        experiment: the pair and the datasets that are timed.
-        head: stops the drafts of the rows of SpecDec++.
-    """
-    times: dict[str, dict[str, Fitted]] = {"stand-alone": {}, "SpecDec": {}, "SpecDec++": {}}
+    """Table 2; `head` stops the drafts of the rows of SpecDec++."""
+    times: dict[str, dict[str, ForwardTimes]] = {"stand-alone": {}, "SpecDec": {}, "SpecDec++": {}}
     for dataset in experiment.datasets:
         generated = generations(experiment, experiment.prompt_ids(dataset, "test", num=_PROMPTS), head)
         (t_draft, r2_draft), (t_target, r2_target) = (alone(generated[name]) for name in ("draft", "target"))
@@ -149,11 +139,11 @@ def forward_times(experiment: Experiment, head: AcceptanceHead) -> Table:
         for setting in ("SpecDec", "SpecDec++"):
             fit = fit_costs(generated[setting])
             times[setting][dataset] = fit.t_draft_s, fit.t_target_s, f"{fit.r2:.4f}"
-    rows = [row for setting, by_dataset in times.items() for row in time_rows(setting, by_dataset)]
+    rows = [row for setting, by_dataset in times.items() for row in _time_rows(setting, by_dataset)]
     return Table("SpecDec++ Table 2: forward times in seconds by regression, clocked", rows)
 
 
-def time_rows(setting: str, times: Mapping[str, Fitted]) -> list[dict[str, str]]:
+def _time_rows(setting: str, times: Mapping[str, ForwardTimes]) -> list[dict[str, str]]:
     """One row per dataset, and their average with its deviation."""
     rows = [
         {"Setting": setting, "Dataset": dataset, "t_draft": f"{draft:.5f}", "t_target": f"{target:.5f}", "R^2": r2}
@@ -183,20 +173,17 @@ def generations(
     generator = torch.Generator().manual_seed(decode.seed)
     generated: dict[str, list[Generation]] = {name: [] for name in decoders}
     for turn, (prompt, order) in enumerate(in_turns(decoders, [prompts[0], *prompts])):
-        length = max(2, round(decode.max_new_tokens * _SHARES[turn % len(_SHARES)]))
+        length = max(2, round(decode.max_new_tokens * _FRACTIONS[turn % len(_FRACTIONS)]))
         for name in order:
-            played = [member.generate(prompt, length, generator=generator) for member in decoders[name]]
-            generated[name] += played if turn else []
+            written = [member.generate(prompt, length, generator=generator) for member in decoders[name]]
+            generated[name] += written if turn else []
     return generated
 
 
 def alone(generated: Sequence[Generation]) -> tuple[float, float]:
-    """(seconds per forward, R²) of one model that generates without drafts: least squares over generations, no
-    intercept.
-    """
+    """(seconds per forward, R²) of one model that generates without drafts: least squares without intercept."""
     later = [generation.rounds[1:] for generation in generated]
     forwards = np.array([float(len(rounds)) for rounds in later])
     seconds = np.array([sum(round_.draft_s + round_.target_s for round_ in rounds) for rounds in later])
-    time_s = float(forwards @ seconds / (forwards @ forwards))
-    residual, spread = seconds - forwards * time_s, seconds - seconds.mean()
-    return time_s, 1 - float(residual @ residual) / float(spread @ spread)
+    (time_s,), (residual,), *_ = np.linalg.lstsq(forwards[:, None], seconds, rcond=None)
+    return float(time_s), float(1 - residual / ((seconds - seconds.mean()) ** 2).sum())

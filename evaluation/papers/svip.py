@@ -10,7 +10,7 @@ at decode.max_draft_length (the paper's limit is 40); the times of a forward do 
 of one generation length is that of the first so many tokens of the longer generations.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ PUBLISHED = {"pythia": 0.4, "qwen2.5": 0.3, "llama-3": 0.3}
 CHOICES = (0.2, 0.3, 0.4, 0.5)
 HELD_OUT = 8
 _LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192)
-"""Generation lengths; printed are those from 128 on, the shorter ones are for pairs that write little."""
+"""Generation lengths; the paper prints those from 128 on, the shorter ones are for pairs that write little."""
 
 
 def svip_tables(experiment: Experiment) -> list[Table]:
@@ -38,16 +38,19 @@ def svip_tables(experiment: Experiment) -> list[Table]:
     traces, cost = {dataset: folder.load(dataset) for dataset in experiment.datasets}, costs_for(experiment)
     threshold, why = threshold_for(Path(experiment.models.target.path).name, next(iter(traces.values())).dev, cost)
     methods: dict[str, Policy] = {"Const.": FixedLength(5), "Heuristics": Heuristic(5), "SVIP": Entropy(threshold)}
-    tests = {dataset: trace.test for dataset, trace in traces.items()}
+    categories = {
+        name: part for dataset, trace in traces.items() for name, part in by_category(dataset, trace.test).items()
+    }
+    rows = []
+    for dataset, trace in traces.items():
+        cut = dict(by_length(trace.test, experiment.decode.max_new_tokens))
+        prefix = f"{dataset}: " if len(traces) > 1 else ""
+        rows += [{"Methods": f"{prefix}{name}", **speed_ups(cut, policy, cost)} for name, policy in methods.items()]
+    first, second = (1, 6) if experiment.sampling.is_greedy else (5, 2)
     figures = f"replayed on test, predicted at {cost.title}; h = {threshold:g} ({why})"
-    is_greedy = experiment.sampling.is_greedy
-    longest = experiment.decode.max_new_tokens
-    lengths = [length for length in _LENGTHS if length <= longest] or [longest]
-    first, second = (1, 6) if is_greedy else (5, 2)
-    by_length = rows_by_length(tests, methods, lengths, cost)
     return [
-        Table(f"SVIP Table {first}: speed-up by category, {figures}", category_rows(tests, methods, cost)),
-        Table(f"SVIP Table {second}: speed-up by generation length, {figures}", by_length),
+        Table(f"SVIP Table {first}: speed-up by category, {figures}", category_rows(categories, methods, cost)),
+        Table(f"SVIP Table {second}: speed-up by generation length, {figures}", rows),
     ]
 
 
@@ -61,46 +64,35 @@ def threshold_for(target: str, dev: Trace, cost: Times) -> tuple[float, str]:
     return CHOICES[int(speeds.argmax())], f"chosen on {len(held_out.rows)} dev prompts"
 
 
-def category_rows(tests: Mapping[str, Trace], methods: Mapping[str, Policy], cost: Times) -> list[dict[str, str]]:
-    """A column per category, of a dataset without categories one for all; the last is their mean, and SVIP's gain over
-    the constant.
-    """
-    parts = {name: part for dataset, trace in tests.items() for name, part in by_category(dataset, trace).items()}
-    rows: list[dict[str, str]] = []
-    averages: dict[str, float] = {}
-    for method, policy in methods.items():
-        speed_ups = {name: replayed_speed_up(part, policy, cost) for name, part in parts.items()}
-        averages[method] = float(np.mean(list(speed_ups.values())))
-        gain = f" ({averages['SVIP'] / averages['Const.'] - 1:+.1%})" if method == "SVIP" else ""
-        rows.append({"Methods": method, **_cells(speed_ups), "Avg.": f"{averages[method]:.2f}{gain}"})
-    return rows
+def category_rows(parts: Mapping[str, Trace], methods: Mapping[str, Policy], cost: Times) -> list[dict[str, str]]:
+    """A column per category; the last is their mean, with SVIP's gain over the constant."""
+    cells = {name: speed_ups(parts, policy, cost) for name, policy in methods.items()}
+    means = {
+        name: np.mean([_speed_up(part, policy, cost) for part in parts.values()]) for name, policy in methods.items()
+    }
+    gain = f" ({means['SVIP'] / means['Const.'] - 1:+.1%})"
+    averages = {name: f"{mean:.2f}{gain if name == 'SVIP' else ''}" for name, mean in means.items()}
+    return [{"Methods": name, **cells[name], "Avg.": averages[name]} for name in methods]
 
 
 def by_category(dataset: str, trace: Trace) -> dict[str, Trace]:
-    """The prompts of each category."""
+    """The prompts of each category; a dataset without categories is one."""
     members: dict[str, list[int]] = {}
     for index, row in enumerate(trace.rows):
         members.setdefault(row.category or dataset, []).append(index)
     return {name: trace.select(members[name]) for name in sorted(members)}
 
 
-def rows_by_length(
-    tests: Mapping[str, Trace], methods: Mapping[str, Policy], lengths: Sequence[int], cost: Times
-) -> list[dict[str, str]]:
-    """A column per generation length, of each dataset a block of rows."""
-    rows = []
-    for dataset, trace in tests.items():
-        cut = {str(length): trace.select(range(len(trace.rows)), num_tokens=length) for length in lengths}
-        for method, policy in methods.items():
-            speed_ups = {length: replayed_speed_up(part, policy, cost) for length, part in cut.items()}
-            rows.append({"Methods": f"{dataset}: {method}" if len(tests) > 1 else method, **_cells(speed_ups)})
-    return rows
+def by_length(trace: Trace, longest: int) -> Iterator[tuple[str, Trace]]:
+    """Every response cut off after each generation length."""
+    for length in [length for length in _LENGTHS if length <= longest] or [longest]:
+        yield str(length), trace.select(range(len(trace.rows)), num_tokens=length)
 
 
-def replayed_speed_up(trace: Trace, policy: Policy, cost: Times) -> float:
-    """Predicted speed-up over the target alone, all prompts together."""
+def speed_ups(parts: Mapping[str, Trace], policy: Policy, cost: Times) -> dict[str, str]:
+    """Predicted speed-ups over the target alone, by column."""
+    return {name: f"{_speed_up(part, policy, cost):.2f}" for name, part in parts.items()}
+
+
+def _speed_up(trace: Trace, policy: Policy, cost: Times) -> float:
     return float(cost.speeds(trace, policy)[0] * cost.t_target_s[0])
-
-
-def _cells(speed_ups: Mapping[str, float]) -> dict[str, str]:
-    return {name: f"{value:.2f}" for name, value in speed_ups.items()}

@@ -1,1 +1,1 @@
-"""Closed forms of speculative decoding, each beside a Monte Carlo run of the real loop."""
+"""Closed forms of speculative decoding under i.i.d. acceptance."""

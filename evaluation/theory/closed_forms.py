@@ -2,8 +2,7 @@
 
 Every drafted token passes with the same probability, independently: a (the acceptance_rate). One draft forward takes c.
 
-    expected_tokens     sum_{i=0}^{K} a^i = (1 - a^{K+1}) / (1 - a)                     Leviathan, arXiv 2211.17192, Eq.
-                        1
+    expected_tokens     sum_{i=0}^{K} a^i = (1 - a^{K+1}) / (1 - a)                     Leviathan, 2211.17192, Eq. 1
     speedup             expected_tokens / (1 + c K)                                     Leviathan, Theorem 3.8
     pinsker             acceptance_rate >= 1 - sqrt(KL / 2)                             SVIP, arXiv 2411.18462
     bretagnolle_huber   acceptance_rate >= 1 - sqrt(1 - e^{-KL})                        SVIP
@@ -45,11 +44,7 @@ def speedup(acceptance_rate: float, draft_length: int, cost: float) -> float:
 
 
 def best_draft_length(acceptance_rate: float, cost: float, *, longest: int = 64) -> int:
-    """The K in 0 … longest of the largest speed-up, the smallest if several.
-
-    One more token pays while a^{K+1} / c is above expected_tokens / (1 + c K), and once it does not, no longer draft
-    does.
-    """
+    """The K in 0 … longest of the largest speed-up, the smallest if several."""
     return max(range(longest + 1), key=lambda length: speedup(acceptance_rate, length, cost))
 
 
@@ -59,9 +54,7 @@ def pinsker(divergence: float) -> float:
 
 
 def bretagnolle_huber(divergence: float) -> float:
-    """Lower bound of the acceptance_rate, from KL(q || p) in nats; never vacuous, tighter than Pinsker's for KL above
-    about 1.6.
-    """
+    """Lower bound of the acceptance_rate, from KL(q || p) in nats; never vacuous, tighter for KL above about 1.6."""
     return 1 - sqrt(1 - exp(-_divergence(divergence)))
 
 
@@ -78,9 +71,7 @@ def interleaved_speedup(rates: tuple[float, float], costs: tuple[float, float], 
 
 
 def pre_verified_tokens(inner_rate: float, outer_rate: float, *, m: int, n: int) -> float:
-    """Mean tokens per target forward of m inner rounds of n micro tokens, the draft's free token used: at most m (n +
-    1) + 1.
-    """
+    """Mean tokens per target forward of m inner rounds of n micro tokens: at most m (n + 1) + 1."""
     if outer_rate == 1:
         return 1 + m * expected_tokens(inner_rate, n)
     phi = inner_length_generating(inner_rate, n)(outer_rate)
@@ -88,9 +79,7 @@ def pre_verified_tokens(inner_rate: float, outer_rate: float, *, m: int, n: int)
 
 
 def pre_verified_speedup(rates: tuple[float, float], costs: tuple[float, float], *, m: int, n: int) -> float:
-    """How much faster than the target alone; rates are (micro under draft, draft under target), costs (micro,
-    draft).
-    """
+    """How much faster than the target alone; rates: (micro under draft, draft under target), costs: (micro, draft)."""
     _check_costs(*costs)
     return pre_verified_tokens(*rates, m=m, n=n) / (1 + m * (n * costs[0] + costs[1]))
 

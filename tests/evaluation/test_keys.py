@@ -17,8 +17,8 @@ from evaluation.bench.command import bench
 from evaluation.bench.race import Cell, Race, RaceTerms
 from evaluation.costs.machine import kept_costs, key_of, loop_key
 from evaluation.flag_types import RaceRules
-from evaluation.hierarchies import configurations, runs
-from evaluation.hierarchies.generations import Key
+from evaluation.hierarchies import configurations, decoded
+from evaluation.hierarchies.decoded import Key
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from store.keyed import KeyedStore
@@ -74,7 +74,7 @@ def cell_of(config, terms, sampling="own"):
 def decoded_of(config):
     experiment = Experiment(config)
     policy = HeadPolicy(AcceptanceHead.from_pretrained(head_of(config)), max_rejection_prob=0.5)
-    run = runs.run_key(experiment, ("target", "draft"))
+    run = decoded.run_key(experiment, ("target", "draft"))
     key = Key("prompt", "sd with head", configurations.version_of(policy), run)
     return KeyedStore(experiment.directory / "decoded.jsonl", remedy=""), key._asdict()
 
@@ -136,7 +136,7 @@ def another_version(config, monkeypatch):
 
 
 def other_code(config, monkeypatch):
-    for module in (race, runs):
+    for module in (race, decoded):
         monkeypatch.setattr(module, "code_key", lambda: "another")
 
 

@@ -28,16 +28,16 @@ CEILINGS = {
     "store": (656, 500),
     "lm": (5932, 4000),
     "data_gen": (7071, 4400),
-    "heads": (4923, 3600),
+    "heads": (4922, 3600),
     "decode": (5722, 4200),
-    "evaluation": (12292, 7400),
+    "evaluation": (11921, 7400),
     "serve": (1006, 800),
-    "checkpoints/recipes": (1634, 1400),
+    "checkpoints/recipes": (1633, 1400),
     "benchmarks": (795, 800),
-    "tests": (30579, 18000),
+    "tests": (30447, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
-MAX_RECORD_TYPES = 240
+MAX_RECORD_TYPES = 195
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
 
 

@@ -1,6 +1,4 @@
-"""`evaluation hierarchy` and `evaluation theory`, on the embedded trio and a
-handful of tokens.
-"""
+"""`evaluation hierarchy` and `evaluation theory`, on the embedded trio and a few tokens."""
 
 import json
 import re
@@ -18,21 +16,12 @@ from lm import Sampling
 
 ROOT = Path(__file__, "../../../..").resolve()
 WIDTHS = {"micro": 24, "draft": 96}
-FEW = [
-    "--decode.num_dev",
-    "1",
-    "--decode.num_test",
-    "2",
-    "--decode.max_new_tokens",
-    "8",
-    "--decode.max_draft_length",
-    "4",
-]
+FEW = [f"--decode.{value}" for value in ("num_dev=1", "num_test=2", "max_new_tokens=8", "max_draft_length=4")]
 
 
 @pytest.fixture(autouse=True)
 def few_settings(monkeypatch):
-    """One or two settings per arm, and the repository as working directory, where the config's paths start."""
+    """One or two settings per drafter, and the repository as working directory, where the config's paths start."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(configurations, "_LENGTHS", (2, 3))
     monkeypatch.setattr(configurations, "_INNER", ((1, 2),))
@@ -40,19 +29,8 @@ def few_settings(monkeypatch):
 
 
 def command(name: str, directory: Path, *flags: str) -> None:
-    run(
-        COMMANDS,
-        argv=[
-            name,
-            "--config",
-            "configs/tiny.yaml",
-            "--decode.dir",
-            str(directory),
-            "--heads.dir",
-            str(directory),
-            *flags,
-        ],
-    )
+    folders = ["--decode.dir", str(directory), "--heads.dir", str(directory)]
+    run(COMMANDS, argv=[name, "--config", "configs/tiny.yaml", *folders, *flags])
 
 
 def document(capsys) -> dict:
@@ -79,7 +57,7 @@ def head_of(level: str, directory: Path, **provenance) -> str:
 
 
 @pytest.mark.slow
-def test_hierarchy_plays_every_arm_heads_included_and_goes_on_where_it_was_killed(capsys, tmp_path):
+def test_hierarchy_decodes_every_drafter_with_heads_and_resumes_where_it_was_killed(capsys, tmp_path):
     heads = ["--level_heads", json.dumps([head_of(level, tmp_path) for level in ("micro", "draft")])]
     command("hierarchy", tmp_path, *FEW, *heads, "--json")
     printed = capsys.readouterr()
@@ -95,19 +73,14 @@ def test_hierarchy_plays_every_arm_heads_included_and_goes_on_where_it_was_kille
     path = tmp_path / "hierarchy" / "stories" / "decoded.jsonl"
     whole = path.read_bytes()
     command("hierarchy", tmp_path, *FEW, *heads)
-    assert path.read_bytes() == whole, "what is there is not decoded again"
+    assert path.read_bytes() == whole, "stored generations are not decoded again"
     path.write_bytes(whole[: len(whole) // 2])
     capsys.readouterr()
     command("hierarchy", tmp_path, *FEW, *heads, "--json")
     counted = ("arm", "num_emitted", "num_drafted", "num_accepted", "num_micro_forwards", "num_draft_forwards")
-    resumed = {
-        tuple(arm[name] for name in counted)
-        for arm in document(capsys)["datasets"]["stories"]["arms"]
-        if arm["setting"] != ""
-    }
-    assert {row for row in resumed if row[0].startswith(("HSDDW", "sd + "))} <= {
-        tuple(arm[name] for name in counted) for arm in arms
-    }
+    resumed = document(capsys)["datasets"]["stories"]["arms"]
+    before, after = ({tuple(arm[name] for name in counted) for arm in each} for each in (arms, resumed))
+    assert {row for row in after if row[0].startswith(("HSDDW", "sd + "))} <= before
     manifest = path.with_name("manifest.json")
     manifest.write_text(manifest.read_text().replace("PCG64DXSM", "MT19937"))
     with pytest.raises(SystemExit):
@@ -117,12 +90,12 @@ def test_hierarchy_plays_every_arm_heads_included_and_goes_on_where_it_was_kille
 
 def test_theory_writes_its_table_and_figure_and_names_the_fastest(capsys, tmp_path):
     command("theory", tmp_path)
-    said = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
-    assert re.fullmatch(r"By the closed forms .* is fastest, .* times the target alone \(.*\)\.", said)
+    sentence = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
+    assert re.fullmatch(r"By the closed forms .* is fastest, .* times the target alone \(.*\)\.", sentence)
     command("theory", tmp_path, "--json")
-    found = document(capsys)
-    assert {row["form"] for row in found["forms"]} == {"Leviathan", "Chen", "pre-verified"}
-    assert all(Path(path).stat().st_size > 0 for path in found["written"])
+    printed = document(capsys)
+    assert {row["form"] for row in printed["forms"]} == {"Leviathan", "Chen", "pre-verified"}
+    assert all(Path(path).stat().st_size > 0 for path in printed["written"])
 
 
 def test_without_a_micro_model_the_answer_is_one_line(capsys, tmp_path):

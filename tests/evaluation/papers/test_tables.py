@@ -11,7 +11,7 @@ from configs.command import run
 from decode.policies import Entropy, FixedLength, HeadPolicy, Heuristic
 from evaluation.__main__ import COMMANDS
 from evaluation.papers.specdec import LENGTHS, THRESHOLDS, best_threshold
-from evaluation.papers.svip import CHOICES, by_category, category_rows, replayed_speed_up, rows_by_length, threshold_for
+from evaluation.papers.svip import CHOICES, by_category, by_length, category_rows, speed_ups, threshold_for
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
@@ -20,41 +20,23 @@ from lm import Sampling
 from tests.toys.small_pair import trace
 
 COST = Times.constant(0.2, 1.0)
-SMALL = (
-    "--decode.num_dev",
-    "3",
-    "--decode.num_test",
-    "3",
-    "--decode.max_new_tokens",
-    "24",
-    "--decode.max_draft_length",
-    "8",
-)
-TIMES = ("--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05")
+SMALL = {"num_dev": 3, "num_test": 3, "max_new_tokens": 24, "max_draft_length": 8}
+SMALL |= {"t_draft_s": 0.01, "t_target_s": 0.05}
 METHODS = {"Const.": FixedLength(5), "Heuristics": Heuristic(5), "SVIP": Entropy(0.3)}
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """Of a run with a recorded trace, four of SpecDec++'s heads and one that is not."""
+    """Flags of a run with a recorded trace, four of SpecDec++'s heads and another one."""
     directory = tmp_path_factory.mktemp("run")
+    exported = directory / "heads" / "exported"
     torch.manual_seed(0)
     for depth, weight in ((0, 1.0), (1, 1.0), (0, 6.0), (1, 6.0)):
         known = Provenance(reject_weight=weight, metrics={"raw_kl": 0.1 + depth, "train_raw_kl": 0.2 * weight})
-        AcceptanceHead(96, depth, provenance=known).save_pretrained(
-            directory / "heads" / "exported" / f"fed-d{depth}-w{weight:g}"
-        )
-    AcceptanceHead(96, 0, "drawn", True).save_pretrained(directory / "heads" / "exported" / "drawn+s")
-    flags = [
-        "--config",
-        "configs/tiny.yaml",
-        "--decode.dir",
-        str(directory),
-        "--heads.dir",
-        str(directory / "heads"),
-        *SMALL,
-        *TIMES,
-    ]
+        AcceptanceHead(96, depth, provenance=known).save_pretrained(exported / f"fed-d{depth}-w{weight:g}")
+    AcceptanceHead(96, 0, "drawn", True).save_pretrained(exported / "drawn+s")
+    flags = ["--config", "configs/tiny.yaml", "--decode.dir", str(directory), "--heads.dir", str(exported.parent)]
+    flags += [text for name, value in SMALL.items() for text in (f"--decode.{name}", str(value))]
     run(COMMANDS, argv=["trace", *flags])
     return flags
 
@@ -63,13 +45,11 @@ def flags(tmp_path_factory):
 def played():
     """A trace with categories."""
     made = trace(Sampling(temperature=0.6), copies=1)
-    return replace(
-        made, rows=tuple(replace(row, category="even" if i % 2 == 0 else "odd") for i, row in enumerate(made.rows))
-    )
+    return replace(made, rows=tuple(replace(row, category=("even", "odd")[i % 2]) for i, row in enumerate(made.rows)))
 
 
 def printed(capsys, *argv):
-    """The tables, from the JSON."""
+    """The tables of --json."""
     capsys.readouterr()
     run(COMMANDS, argv=[*argv, "--json"])
     return json.loads(capsys.readouterr().out)["tables"]
@@ -96,7 +76,7 @@ def test_specdec_tables_have_the_papers_rows_and_columns(flags, capsys):
     assert "clocked" in times["title"]
 
 
-def test_a_run_without_the_papers_heads_is_told_how_to_train_them(flags, capsys):
+def test_without_the_papers_heads_the_error_says_how_to_train_them(flags, capsys):
     path = flags[flags.index("--heads.dir") + 1] + "/exported/drawn+s"
     with pytest.raises(SystemExit):
         run(COMMANDS, argv=["tables", "--paper", "specdec++", *flags, "--decode.heads", json.dumps([path])])
@@ -127,13 +107,12 @@ def test_svip_tables_have_a_column_per_category_and_per_length(flags, capsys):
 
 
 def test_svips_cells_are_speed_ups_of_the_prompts_of_a_category(played):
-    rows = category_rows({"made": played}, METHODS, COST)
+    rows = category_rows(by_category("made", played), METHODS, COST)
     part = played.select(range(0, len(played.rows), 2))
     seconds = COST.time_s(replay_settings(part, FixedLength(5))).sum()
     assert rows[0]["even"] == f"{part.num_positions / seconds:.2f}"
-    assert list(by_category("made", replace(played, rows=tuple(replace(row, category="") for row in played.rows)))) == [
-        "made"
-    ]
+    unsorted = replace(played, rows=tuple(replace(row, category="") for row in played.rows))
+    assert list(by_category("made", unsorted)) == ["made"]
 
 
 def test_a_generation_length_ends_every_response_there(played):
@@ -145,18 +124,15 @@ def test_a_generation_length_ends_every_response_there(played):
     for policy in METHODS.values():
         drafted = replay_settings(cut, policy).lengths[0].sum(0)
         assert drafted[5:].sum() == 0, "the token that the target adds must fit, so that at most 4 are drafted"
-    longest = max(len(row.response_ids) for row in played.rows) + 1000
-    rows = rows_by_length({"made": played}, METHODS, [5, longest], COST)
-    assert rows[2][str(longest)] == f"{replayed_speed_up(played, METHODS['SVIP'], COST):.2f}"
+    assert list(dict(by_length(played, 100))) == ["16", "32", "64"]
+    assert list(dict(by_length(played, 9))) == ["9"]
+    columns = speed_ups({"all": played, **dict(by_length(played, 8192))}, METHODS["SVIP"], COST)
+    assert columns["8192"] == columns["all"]
 
 
 def test_svips_threshold_is_the_papers_for_its_pairs_and_chosen_for_others(played):
-    assert threshold_for("pythia-6.9b", played, COST)[0] == 0.4
-    assert (
-        threshold_for("Meta-Llama-3-70B-Instruct", played, COST)[0]
-        == threshold_for("Qwen2.5-14B", played, COST)[0]
-        == 0.3
-    )
+    for name, threshold in {"pythia-6.9b": 0.4, "Meta-Llama-3-70B-Instruct": 0.3, "Qwen2.5-14B": 0.3}.items():
+        assert threshold_for(name, played, COST)[0] == threshold
     held_out = played.select(range(8))
     speeds = {h: COST.tokens_per_s(replay_settings(held_out, Entropy(h)))[0] for h in CHOICES}
     chosen, _ = threshold_for("another", played, COST)
