@@ -252,9 +252,9 @@ class DecodeConfig:
     """Maximum draft length in tokens, at least 0, also in traces. Raise it if drafts often reach it."""
     max_new_tokens: int = 128
     """Maximum generation length in tokens, also in traces; their time grows with it."""
-    compile: bool | Literal["stop"] = False
-    """true: compile draft steps and verifications on static caches; the first use of each width takes seconds. stop:
-    compile only what follows the draft's forward (sampling, signals, head); works with models of any family."""
+    compile: Literal[False, "stop"] = False
+    """stop: compile what follows each draft forward (sampling, signals, head), which takes seconds at the start; works
+    with models of any family."""
     num_dev: int = 50
     """Number of prompts for choosing each policy's setting."""
     num_test: int = 50

@@ -15,6 +15,7 @@ from store.lazy import lazily
 
 if TYPE_CHECKING:
     from lm.arrays import array_of
+    from lm.compiled import Compile
     from lm.draws import GreedySampler, RandomSampler, Sampler, UniformSource
     from lm.eos import eos_ids_of
     from lm.features.draft import FeatureDraft
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from lm.features.taps import TappedModel
     from lm.kv_buffer import keep, make_cache
     from lm.models.cached import CachedModel
-    from lm.models.compiled import CompiledModel
-    from lm.models.compiled_tail import KINDS, Compile, CompiledTailModel
     from lm.pair import (
         Pair,
         check_width,
@@ -54,11 +53,8 @@ else:
     __getattr__ = lazily(__name__, __file__)
 
 __all__ = [
-    "KINDS",
     "CachedModel",
     "Compile",
-    "CompiledModel",
-    "CompiledTailModel",
     "DraftModel",
     "FeatureDraft",
     "FeatureModel",

@@ -5,7 +5,7 @@ verifies what it drafts.
 """
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 
 from transformers import PreTrainedModel
 
@@ -17,7 +17,7 @@ from decode.drafters.trees.shapes import Shape
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy
-from lm import KINDS, CachedModel, Compile, DraftModel, FeatureDraft, Pair, Sampling, TappedModel, feature_model
+from lm import CachedModel, Compile, DraftModel, FeatureDraft, Pair, Sampling, TappedModel, feature_model
 from lm.features.stepwise import TreeDraft
 from lm.features.taps import TappedTreeModel
 from lm.trees.cached import TreeModel
@@ -104,7 +104,7 @@ class PairModels:
             raise ValueError(f"decode.compile is {compile}, and trees are drafted eagerly; set decode.compile: false")
         self._load = (lambda: pair) if isinstance(pair, Pair) else pair
         self._compile, self._with_hidden = compile, with_hidden
-        self._kind = kind or (TreeModel if holds_trees else KINDS[compile])
+        self._kind = kind or (TreeModel if holds_trees else partial(CachedModel, compile=compile))
         self.drafts: dict[bool, DraftModel | TreeDraft] = {}
         """Drafts made so far, by whether they keep hidden states; a feature draft is there once."""
 

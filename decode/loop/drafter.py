@@ -216,7 +216,6 @@ class ModelDrafter(PolicyDrafter):
         Tokens beyond an EOS were drafted for nothing; their forwards count.
         """
         proposal, session = self.proposal, self._session
-        self.model.reserve(len(committed) + num_tokens)
         logits = self.model.forward(committed)
         drawn: list[Tensor] = []
         for place in range(num_tokens):

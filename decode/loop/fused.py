@@ -1,5 +1,5 @@
 """One compiled graph per draft step: forward, sampling transform, draw, signals and heads; the host reads one small
-tensor. `lm.CompiledTailModel` runs the forward eagerly and compiles the rest.
+tensor. The forward runs eagerly, and the rest is compiled (`lm.compiled`).
 
 The results equal those of `decode.loop.signals`, which serves eager drafts; tests compare the two.
 A token is drawn by inversion of q with a given uniform (`lm.draws.UniformSource`); verification gets the same q. A
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decode.loop.reading import Reader, numbers_of, scored
 from decode.policies.base import AfterDraw, Policy
-from lm import CompiledModel, CompiledTailModel, Sampler, Sampling, UniformSource
+from lm import CachedModel, Sampler, Sampling, UniformSource
 from lm.draws import greedy_token, inverted, refuse_no_token
 
 _INFINITY = float("inf")
@@ -37,9 +37,11 @@ class _Step(NamedTuple):
 class FusedStep(Reader):
     """One policy's signals and one sampling on one draft."""
 
-    def __init__(self, policy: Policy, model: CompiledModel | CompiledTailModel, sampling: Sampling) -> None:
+    def __init__(self, policy: Policy, model: CachedModel, sampling: Sampling) -> None:
         super().__init__(policy, model)
-        self._compiled, self._sampling = model, sampling
+        self._model, self._sampling = model, sampling
+        assert model.epilogues is not None
+        self._epilogues = model.epilogues
         with torch.inference_mode(False):  # memory made in inference mode could not be written to outside it
             self._uniform = torch.zeros(1, dtype=torch.float64, device=model.device)
             self._forced = torch.zeros(1, dtype=torch.long, device=model.device)
@@ -66,7 +68,9 @@ class FusedStep(Reader):
         else:
             self._uniform.fill_(uniform)
             self._forced.fill_(forced)
-        law, numbers = self._compiled.forward_then(token_ids, self._tail)
+        logits = self._model.forward(token_ids)
+        hidden = self._model.hidden if self._model.with_hidden else None
+        law, numbers = self._epilogues(self._tail, logits, hidden, token_ids[-1])
         step = _Step(*numbers.tolist())
         token_id = refuse_no_token(int(step.token), law)
         drawn = AfterDraw(
@@ -100,25 +104,21 @@ class FusedStep(Reader):
                 columns["prefix_logit"] = scored(self.prefix, hidden[0], columns, known)
             if self.drawn is not None and hidden is not None:
                 columns["drawn_logit"] = scored(self.drawn, hidden[0], columns, known)
-        wide = torch.float64 if law.is_cpu else torch.float32  # which holds every id below 2^24 exactly
+        wide = torch.float64 if law.is_cpu else torch.float32  # exact for ids below 2^24
         nothing = torch.zeros(1, dtype=wide, device=law.device)
         columns["token"] = token
         return law, torch.cat([columns[name].to(wide) if name in columns else nothing for name in _Step._fields])
 
 
 def fused_step(policy: Policy, model: object, sampling: Sampling, draws: Sampler) -> FusedStep | None:
-    """The step for this policy; None where nothing is compiled, the draft is in two places, or processors or draws are
-    of other kinds.
-    """
-    if not (
-        isinstance(model, CompiledModel | CompiledTailModel)
-        and isinstance(draws, UniformSource)
-        and sampling.sees_no_tokens
-    ):
+    """The step for this policy; None if nothing is compiled, the draft is on two devices, or tokens must be known."""
+    if not isinstance(model, CachedModel) or model.epilogues is None:
+        return None
+    if not isinstance(draws, UniformSource) or not sampling.sees_no_tokens:
         return None
     if model.device != model.output_device or model.device.type == "mps":  # which has no float64
         return None
-    made = model.makers  # which outlive the drafters that ask for them
+    made = model.epilogues.cache  # which outlive the drafters that ask for them
     key = sampling, policy.signals, policy.heads, model.device  # a draft that was moved has another
     if key not in made:
         made[key] = FusedStep(policy, model, sampling)

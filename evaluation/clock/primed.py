@@ -7,11 +7,11 @@ the clock then has in it, for every policy alike.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from decode.drafters.factory import PairModels
 from evaluation.costs.measure import Loop
-from lm import CachedModel, Compile, CompiledModel, CompiledTailModel
+from lm import CachedModel
 
 
 class PrimedModel(CachedModel):
@@ -35,25 +35,6 @@ class PrimedModel(CachedModel):
             super().reset()
 
 
-class PrimedCompiledModel(PrimedModel, CompiledModel):
-    """A `CompiledModel` that starts every sequence from one prompt."""
-
-    def _grow(self, length: int) -> None:
-        self._num_primed = 0  # a larger cache is a new one: what it held is fed again
-        super()._grow(length)
-
-
-class PrimedCompiledTailModel(PrimedModel, CompiledTailModel):
-    """A `CompiledTailModel` that starts every sequence from one prompt."""
-
-
-_KINDS: dict[Compile, type[PrimedModel]] = {
-    False: PrimedModel,
-    "stop": PrimedCompiledTailModel,
-    True: PrimedCompiledModel,
-}
-
-
 class PrimedLoop(Loop):
     """The loop of a config, eager or compiled, for several policies that take turns on one prompt."""
 
@@ -69,4 +50,4 @@ class PrimedLoop(Loop):
 
     @cached_property
     def models(self) -> PairModels:
-        return PairModels(self.pair, self.compile, kind=_KINDS[self.compile])
+        return PairModels(self.pair, self.compile, kind=partial(PrimedModel, compile=self.compile))

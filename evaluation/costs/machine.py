@@ -177,7 +177,7 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
     missing = {kind: policy for kind, policy in policies.items() if times is None or kind not in times["stops"]}
     if times is None or missing:
         loop, store = loop_of(experiment), kept_costs(experiment.directory)
-        compiled = ", plus one compilation per kind of stop" if loop.compile is True else ""
+        compiled = ", plus one compilation per kind of stop" if loop.compile else ""
         print(
             f"costs: timing this machine once, {about_timing()}{compiled}; kept in {store.path}. Other work on the "
             f"machine distorts the times. To skip it, give the times: {SKIP}",
@@ -242,7 +242,7 @@ def _num_tokens(experiment: Experiment) -> int:
 def measure_loop(loop: Loop) -> dict[str, Any]:
     """t_draft and t_target(k) inside the real loop, and the regression over the same generations; no stops yet."""
     generations = time_generations(loop)
-    cost = costs_of(generations, loop.max_draft_length, in_steps=loop.compile is True)
+    cost = costs_of(generations, loop.max_draft_length)
     return {
         "t_draft_s": cost.t_draft_s,
         "t_target_s": list(cost.t_target_s),

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from scipy.optimize import isotonic_regression
-from transformers import PreTrainedModel
 
 from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
@@ -26,7 +24,7 @@ from decode.policies import FixedLength, Policy
 from evaluation.times import TimeErrors, Times
 from evaluation.traces.trace import Array
 from evaluation.turns import in_turns, turns_within
-from lm import KINDS, CachedModel, Compile, CompiledModel, Pair, Sampling
+from lm import CachedModel, Compile, Pair, Sampling
 
 TIMED_LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
 TOKENS = 24
@@ -91,13 +89,7 @@ class Loop:
     @cached_property
     def models(self) -> PairModels:
         """Target and draft, shared by all decoders."""
-        return PairModels(self.pair, self.compile, kind=self._warm)
-
-    def _warm(self, model: PreTrainedModel, **settings: Any) -> CachedModel:
-        made = KINDS[self.compile](model, **settings)
-        if isinstance(made, CompiledModel):
-            made.warm_up(self.max_draft_length + 1 if model is self.pair.target else 1)
-        return made
+        return PairModels(self.pair, self.compile)
 
 
 def time_generations(loop: Loop, *, lengths: Sequence[int] = TIMED_LENGTHS) -> list[Generation]:
@@ -123,7 +115,7 @@ def lengths_within(max_draft_length: int, lengths: Sequence[int]) -> list[int]:
     return sorted({min(length, max_draft_length) for length in lengths})
 
 
-def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_steps: bool = False) -> Times:
+def costs_of(generations: Sequence[Generation], max_draft_length: int) -> Times:
     """Costs from rounds; the first of each generation, which reads the prompt, is left out.
 
     A draft of k forwards takes begin + t_draft * k. What it takes whatever its length is paid once a round, and so is
@@ -133,19 +125,15 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int, *, in_ste
     Args:
         generations: real ones with drafts of several lengths, 0 among them.
         max_draft_length: the last k of t_target(k).
-        in_steps: t_target(k) rises as the times at each k do, as compiled widths do; False: on a line, which noise
-            bends less.
 
     Raises:
         ValueError: generations of one round only.
     """
-    t_draft_s, t_target_s = _times_of(generations, max_draft_length, in_steps=in_steps)
-    return Times(t_draft_s, t_target_s, "measured", errors=_errors(generations, max_draft_length, in_steps=in_steps))
+    t_draft_s, t_target_s = _times_of(generations, max_draft_length)
+    return Times(t_draft_s, t_target_s, "measured", errors=_errors(generations, max_draft_length))
 
 
-def _times_of(
-    generations: Sequence[Generation], max_draft_length: int, *, in_steps: bool
-) -> tuple[float, tuple[float, ...]]:
+def _times_of(generations: Sequence[Generation], max_draft_length: int) -> tuple[float, tuple[float, ...]]:
     """(t_draft, t_target(k) for k = 0 … max_draft_length), with the arguments of `costs_of`."""
     rounds = [round_ for generation in generations for round_ in generation.rounds[1:]]
     drafting = [round_ for round_ in rounds if round_.counts.num_draft_forwards]
@@ -171,7 +159,7 @@ def _times_of(
         begin_s = 0.0
     alone_s = typical(by_length[0]) + typical(drafts[0])
     longer = {length: seconds for length, seconds in by_length.items() if length}
-    longer_s = (_rising if in_steps else _straight)(longer, max_draft_length)
+    longer_s = _straight(longer, max_draft_length)
     # verifying drafted tokens never costs less than verifying none
     longer_s = longer_s + begin_s + each_s * np.arange(max_draft_length)
     return t_draft_s, (alone_s, *np.maximum(alone_s, longer_s).tolist())
@@ -216,16 +204,7 @@ def _straight(by_length: dict[int, list[float]], longest: int) -> Array:
     return offset + slope * np.arange(1, longest + 1)
 
 
-def _rising(by_length: dict[int, list[float]], longest: int) -> Array:
-    """Seconds at k = 1 … longest that never fall with k (compiled widths rise in steps), between the lengths seen on a
-    straight line.
-    """
-    lengths, typicals, seen = _typical(by_length)
-    rising = isotonic_regression(typicals, weights=seen).x
-    return np.interp(np.arange(1, longest + 1), lengths, rising)
-
-
-def _errors(generations: Sequence[Generation], max_draft_length: int, *, in_steps: bool) -> TimeErrors:
+def _errors(generations: Sequence[Generation], max_draft_length: int) -> TimeErrors:
     """Relative standard errors of t_draft and of t_target(k), its mean over k: by bootstrap of the generations of each
     draft length, since the machine's pace changes from one generation to the next.
     """
@@ -240,7 +219,7 @@ def _errors(generations: Sequence[Generation], max_draft_length: int, *, in_step
             for members in of_length.values()
             for place in generator.integers(len(members), size=len(members))
         ]
-        resampled.append(_times_of(drawn, max_draft_length, in_steps=in_steps))
+        resampled.append(_times_of(drawn, max_draft_length))
     draft_s, target_s = (np.array(times) for times in zip(*resampled, strict=True))
     return TimeErrors(float(draft_s.std() / draft_s.mean()), float((target_s / target_s.mean(0)).mean(1).std()))
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from decode.loop.drafter import Drafter, ModelDrafter, Proposal
 from decode.loop.session import Session
-from lm import CachedModel, CompiledModel
+from lm import CachedModel
 
 
 class Draft(NamedTuple):
@@ -80,9 +80,6 @@ def shuffled(cycle: list[str]) -> Iterator[str]:
 
 
 def _read(model: CachedModel, committed: list[int]) -> None:
-    """Read all but the newest token: at once, or behind the prompt one by one where steps are compiled, since every
-    other width would be compiled, too.
-    """
-    first = len(model) + 1 if isinstance(model, CompiledModel) and len(model) else len(committed) - 1
-    for length in range(max(first, len(model) + 1), len(committed)):
-        model.forward(committed[:length])
+    """Feed all tokens but the newest."""
+    if len(model) < len(committed) - 1:
+        model.forward(committed[:-1])

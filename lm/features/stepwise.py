@@ -102,9 +102,6 @@ class FeatureModel:
         self.hidden: Float[Tensor, "rows hidden"] | None = None
         self.roll_back(0)
 
-    def reserve(self, length: int) -> None:
-        """Make room for `length` tokens now; does nothing here, where the cache grows as it is fed."""
-
     def roll_back(self, length: int) -> None:
         """Keep at most the first `length` tokens, and none that was fed with the draft's own outputs."""
         self._length = self.kept = min(self.kept, length)

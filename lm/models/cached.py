@@ -21,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lm.caches.buffers import BufferLayer
 from lm.caches.snapshots import Snapshots
+from lm.compiled import Compile, CompiledEpilogues
 from lm.eos import eos_ids_of
 from lm.forwards import device_of, num_logits_of
 from lm.frequencies import Frequencies, frequencies_of
@@ -43,21 +44,28 @@ class CachedModel:
             (`lm.models.halves`).
     """
 
-    remedy = "choose a model whose whole state is in a cache that transformers can add tokens to"
-    """Advice for a model that is refused."""
     _max_length = float("inf")
     _frequencies: Frequencies | None = None
     _is_far = False
     """Whether the text is beyond the model's change of frequencies (`lm.frequencies`) from its first forward on."""
+    epilogues: CompiledEpilogues | None = None
     session: Any = None
     """The generation that uses this model, or did last (`decode.loop.session`)."""
 
-    def __init__(self, model: PreTrainedModel, *, vocab_size: int | None = None, with_hidden: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        vocab_size: int | None = None,
+        with_hidden: bool = False,
+        compile: Compile = False,
+    ) -> None:
         """Args:
         model: any transformers causal language model whose cache can be rolled back.
         vocab_size: width that logits are cut to (a padded vocabulary's extra ids get probability zero); None keeps all.
         with_hidden: also keep the final hidden states; a model that is more than its halves (`lm.models.halves`) pays
             with a hook.
+        compile: "stop" compiles the epilogues of its forwards (`lm.compiled`).
 
         Raises:
             ValueError: the model is in train mode, its cache cannot be rolled back, or its final hidden states cannot
@@ -67,6 +75,7 @@ class CachedModel:
         self.model = model
         self.vocab_size = vocab_size
         self.with_hidden = with_hidden
+        self.epilogues = CompiledEpilogues() if compile else None
         self.hidden: Float[Tensor, "rows hidden"] | None = None
         self.states: Float[Tensor, "fed hidden"] | None = None
         if with_hidden:
@@ -156,9 +165,6 @@ class CachedModel:
         self._is_plain = len(self._buffers) == len(self._cache.layers)
         self._snapshots = None if self._is_plain else Snapshots(self._cache)
         self._length = 0
-
-    def reserve(self, length: int) -> None:
-        """Make room for `length` tokens now; does nothing here, where the cache grows as it is fed."""
 
     def roll_back(self, length: int) -> None:
         """Keep at most the first `length` tokens; no effect if the cache is shorter."""

@@ -31,6 +31,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lm.frequencies import frequencies_of
 from lm.probe import FULL_PRECISION, Refusal, refusal_of, refusing, row_errors
 
+_REMEDY = "choose a model whose whole state is in a cache that transformers can add tokens to"
 _FAILURE = "its forward fails with this cache"
 _PASSED: WeakKeyDictionary[PreTrainedModel, dict[type, bool]] = WeakKeyDictionary()
 """For each kind of `CachedModel` that a model passed with: must tokens be fed one at a time?"""
@@ -79,7 +80,6 @@ class _Cached(Protocol):
     model: PreTrainedModel
     vocab_size: int | None
     is_stepwise: bool
-    remedy: str
 
     _cache: Any
 
@@ -89,7 +89,6 @@ class _Cached(Protocol):
     def max_length(self) -> float: ...
     def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Tensor: ...
     def roll_back(self, length: int) -> None: ...
-    def reserve(self, length: int) -> None: ...
     def reset(self) -> None: ...
 
 
@@ -198,7 +197,6 @@ def _errors(
     """
     num_ids = cached.model.config.get_text_config().vocab_size
     cached.reset()
-    cached.reserve(len(tokens))
     feeds = _feeds(len(tokens), has_states=_has_states(cached))
     for (start, end), (num_kept, _) in pairwise([*feeds, (len(tokens), len(tokens))]):
         cached.roll_back(start)
@@ -271,4 +269,4 @@ def is_written(layer: Any) -> bool:
 
 
 def _refusal(cached: _Cached) -> Refusal:
-    return refusal_of(cached.model, f"be decoded by a {type(cached).__name__}", cached.remedy)
+    return refusal_of(cached.model, f"be decoded by a {type(cached).__name__}", _REMEDY)

@@ -3,7 +3,7 @@ nothing is refused that it would say itself. Both ways in are held to it: the de
 `generate(custom_generate=speculative_generate)`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 from typing import Any, NamedTuple
@@ -45,18 +45,18 @@ _NUM_WATCHED, _MOST_AGREEMENT = 70, 0.95
 """A relative says something else at one of twenty of a text's last tokens."""
 
 
-def refusal_of(model: PreTrainedModel, kind: Callable[..., CachedModel]) -> str | None:
-    """Why `kind` does not take the model; None where it does."""
+def refusal_of(model: PreTrainedModel) -> str | None:
+    """Why a `CachedModel` refuses the model; None if it does not."""
     try:
-        kind(model)
+        CachedModel(model)
     except ValueError as error:
         return str(error)
     return None
 
 
-def assert_exact(model: PreTrainedModel, kind: Callable[..., CachedModel], cases: Sequence[Case] = CASES) -> None:
+def assert_exact(model: PreTrainedModel, cases: Sequence[Case] = CASES) -> None:
     """Greedy with rejections and with none, and sampled with none."""
-    target, itself = kind(model), CachedModel(model)
+    target, itself = CachedModel(model), CachedModel(model)
     for case in cases:
         prompt = prompt_of(case)
         expected = plain(model, prompt, case.num_new_tokens)

@@ -126,10 +126,10 @@ REFUSED = {
     ),
     "compiled trees": (
         "generate",
-        ["--prompt", TEXT, "--decode.compile", "true", "--tree", "eagle2"],
+        ["--prompt", TEXT, "--decode.compile", "stop", "--tree", "eagle2"],
         "drafted eagerly",
     ),
-    "compiled": ("generate", ["--prompt", TEXT, "--decode.compile", "true"], "runs eagerly"),
+    "compiled": ("generate", ["--prompt", TEXT, "--decode.compile", "stop"], "runs eagerly"),
 }
 
 

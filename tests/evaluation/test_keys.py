@@ -94,7 +94,7 @@ SETTINGS = [
     ("pair.draft.attn_implementation", "eager", EVERY),
     ("pair.sampling.temperature", 0.5, TIMED),
     ("decode.max_draft_length", 3, TIMED),
-    ("decode.compile", True, (*BENCH, "costs")),
+    ("decode.compile", "stop", (*BENCH, "costs")),
     ("decode.max_new_tokens", 9, ("bench", "costs")),
     ("decode.num_dev", 6, ("bench", "costs")),
     ("data.template", "plain", (*BENCH, "costs")),

@@ -26,15 +26,15 @@ CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
     "configs": (1457, 1000),
     "store": (656, 500),
-    "lm": (5932, 4000),
+    "lm": (5633, 4000),
     "data_gen": (7071, 4400),
     "heads": (4922, 3600),
-    "decode": (5722, 4200),
-    "evaluation": (11921, 7400),
+    "decode": (5721, 4200),
+    "evaluation": (11878, 7400),
     "serve": (1006, 800),
     "checkpoints/recipes": (1633, 1400),
     "benchmarks": (795, 800),
-    "tests": (30447, 18000),
+    "tests": (30266, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 195

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.length import FixedLength
-from lm import CachedModel, CompiledModel, Sampling
+from lm import CachedModel, Sampling
 from lm.kv_buffer import forget, keep, make_cache, seat
 from tests.toys.small_pair import SIZES
 
@@ -24,17 +24,10 @@ def model_of(config):
 
 
 @pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("kind", [CachedModel, CompiledModel])
-def test_a_layer_that_does_not_hold_what_was_fed_is_named(kind, place, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    cached = kind(model_of(SOFT_CAPPED))
+def test_a_layer_that_does_not_hold_what_was_fed_is_named(place):
+    cached = CachedModel(model_of(SOFT_CAPPED))
     cached.forward([1, 2, 3])
-    layer = cached._cache.layers[place]
-    if kind is CachedModel:
-        layer.length -= 1
-    else:
-        with torch.inference_mode():
-            layer.cumulative_length.sub_(1)
+    cached._cache.layers[place].length -= 1
     with pytest.raises(AssertionError, match=rf"layer {place} .* holds 3 tokens and the model has 4"):
         cached.forward([1, 2, 3, 4])
 
@@ -92,12 +85,10 @@ def test_sequences_that_leave_a_batch_leave_the_others_as_they_were(config, rows
         torch.testing.assert_close(logits, model(tokens[rows]).logits[:, -1], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [CachedModel, CompiledModel])
-def test_a_decoder_goes_on_after_its_models_have_changed_their_dtype(kind, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+def test_a_decoder_goes_on_after_its_models_have_changed_their_dtype():
     model = model_of(LLAMA)
     decoder = SpeculativeDecoder(
-        kind(model), ModelDrafter(model, FixedLength(3)), sampling=Sampling(temperature=0.0), eos_ids=frozenset()
+        CachedModel(model), ModelDrafter(model, FixedLength(3)), sampling=Sampling(temperature=0.0), eos_ids=frozenset()
     )
     first = decoder.generate([1, 2, 3], 8).token_ids
     model.float()

@@ -1,4 +1,4 @@
-"""Pairs that fit, caches that roll back, and the compiled step."""
+"""Pairs that fit, and caches that roll back."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedToken
 from transformers.utils import logging
 
 from configs import ModelSource, PairConfig
-from lm import CachedModel, CompiledModel, Pair, load_model, load_pair, load_tokenizer, vocab_size_of
+from lm import CachedModel, Pair, load_model, load_pair, load_tokenizer, vocab_size_of
 from lm.models.repository import _warn_of_moving_code, repository_of
 from tests.toys.small_pair import llama
 
@@ -155,41 +155,6 @@ def test_rolling_back_forgets_and_hidden_states_are_those_of_the_rows_asked():
         expected = model(torch.tensor([[1, 2, 5, 6]]), output_hidden_states=True)
     torch.testing.assert_close(logits, expected.logits[0, -2:], rtol=0, atol=1e-12)
     torch.testing.assert_close(hidden, expected.hidden_states[-1][0, -2:], rtol=0, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("with_hidden", [False, True])
-def test_the_compiled_step_gives_the_logits_of_the_eager_one(with_hidden, monkeypatch):
-    """Left uncompiled (shape checks do not compile): padding, the static cache, roll back, growth and hidden states are
-    what is tested.
-    """
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    model = AutoModelForCausalLM.from_config(CONFIG).double().eval()
-    ours = CompiledModel(model, vocab_size=20, with_hidden=with_hidden, capacity=8)
-    plain = CachedModel(model, vocab_size=20, with_hidden=with_hidden)
-    tokens = [1, 2, 3]
-    generator = torch.Generator().manual_seed(0)
-    for step in range(20):
-        new = torch.randint(20, (1 + step % 3,), generator=generator).tolist()
-        tokens = [*tokens, *new][:30]
-        for each in (ours, plain):
-            each.roll_back(len(tokens) - len(new))
-        num_rows = min(1 + step % 4, len(tokens) - max(len(ours), len(plain)))
-        torch.testing.assert_close(ours.forward(tokens, num_rows), plain.forward(tokens, num_rows), rtol=0, atol=1e-12)
-        if with_hidden:
-            torch.testing.assert_close(ours.hidden[-1], plain.hidden[-1], rtol=0, atol=1e-12)
-        tokens = tokens[: len(tokens) - step % 2]
-    ours.reset()
-    plain.reset()
-    torch.testing.assert_close(ours.forward([3, 4]), plain.forward([3, 4]), rtol=0, atol=1e-12)
-    expected = plain.forward([3, 4, 5, 6], 2)
-    for model_ in (ours, plain):
-        model_.roll_back(2)
-        model_.reserve(40)
-        model_.forward([3, 4, 5])
-        assert len(model_) == 3
-        torch.testing.assert_close(model_.forward_drawn(torch.tensor([6])), expected[-1:], rtol=0, atol=1e-12)
-        assert len(model_) == 4
 
 
 def test_a_model_is_read_without_bars_and_those_of_downloads_stay(capsys):

@@ -63,4 +63,4 @@ def test_chains_trees_and_pearl_write_what_the_target_says(pair):
 
 def test_trees_are_not_compiled(pair):
     with pytest.raises(ValueError, match="drafted eagerly"):
-        PairModels(pair, True, holds_trees=True)
+        PairModels(pair, "stop", holds_trees=True)

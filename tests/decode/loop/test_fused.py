@@ -17,7 +17,7 @@ from decode.generate.in_transformers import ProcessedSampling
 from decode.loop.fused import fused_step
 from decode.policies import AfterDraw, FixedLength, Policy
 from heads import AcceptanceHead
-from lm import CachedModel, CompiledModel, CompiledTailModel, RandomSampler, Sampling, UniformSource
+from lm import CachedModel, RandomSampler, Sampling, UniformSource
 from tests.toys.loop import SAMPLINGS
 
 SIZES = {
@@ -58,28 +58,27 @@ def a_head(timing, *inputs):
     return head
 
 
-def drafted(kind, sampling, draws, heads):
+def drafted(compile, sampling, draws, heads):
     """Tokens, laws and signals of two rounds: the second feeds the last token of the first, which was accepted, and one
     more.
     """
     policy = Watch(*heads)
-    drafter = ModelDrafter(kind(a_model(), with_hidden=True), policy)
+    drafter = ModelDrafter(CachedModel(a_model(), with_hidden=True, compile=compile), policy)
     drafter.start(Session(sampling, frozenset(), draws))
     first = drafter.propose(list(PROMPT), 5)
     committed = [*PROMPT, *first.tokens, 7]
     drafter.conclude(committed, 5)
     second = drafter.propose(committed, 4)
-    assert (drafter._fused is not None) == (kind is not CachedModel)
+    assert (drafter._fused is not None) == (compile is not False)
     return first.tokens + second.tokens, torch.stack(first.laws + second.laws), torch.tensor(policy.seen)
 
 
 def assert_alike(sampling, heads, make_draws=lambda: RandomSampler(torch.Generator().manual_seed(3))):
-    expected = drafted(CachedModel, sampling, make_draws(), heads)
-    for kind in (CompiledModel, CompiledTailModel):
-        tokens, laws, signals = drafted(kind, sampling, make_draws(), heads)
-        assert tokens == expected[0]
-        torch.testing.assert_close(laws, expected[1], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(signals, expected[2], rtol=1e-4, atol=1e-4)
+    expected = drafted(False, sampling, make_draws(), heads)
+    tokens, laws, signals = drafted("stop", sampling, make_draws(), heads)
+    assert tokens == expected[0]
+    torch.testing.assert_close(laws, expected[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(signals, expected[2], rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture
@@ -112,7 +111,7 @@ def test_a_settled_token_is_drawn_and_its_own_signals_are_read():
 
     heads = a_head("fed", True, True), a_head("drawn", True, True)
     assert_alike(Sampling(), heads, Settled)
-    assert drafted(CompiledModel, Sampling(), Settled(), heads)[0] == [4] * 9
+    assert drafted("stop", Sampling(), Settled(), heads)[0] == [4] * 9
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -121,7 +120,7 @@ def test_a_distribution_that_is_not_finite_is_refused(sampling):
     model = a_model()
     with torch.no_grad():
         model.lm_head.weight[5] = float("nan")
-    drafter = ModelDrafter(CompiledModel(model), FixedLength(2))
+    drafter = ModelDrafter(CachedModel(model, compile="stop"), FixedLength(2))
     drafter.start(Session(sampling, frozenset(), RandomSampler()))
     with pytest.raises(ValueError, match="not finite"):
         drafter.propose(list(PROMPT), 2)
@@ -136,7 +135,7 @@ def test_what_cannot_be_fused_is_not_and_a_step_outlives_its_drafter():
         num_accepted = draw = token
 
     assert not isinstance(Told(), UniformSource)
-    policy, model, draws = FixedLength(2), CompiledModel(a_model()), RandomSampler()
+    policy, model, draws = FixedLength(2), CachedModel(a_model(), compile="stop"), RandomSampler()
     assert fused_step(policy, model, Sampling(), Told()) is None
     assert fused_step(policy, model, ProcessedSampling(), draws) is None
     assert fused_step(policy, CachedModel(a_model()), Sampling(), draws) is None

@@ -100,15 +100,6 @@ def blocks_of(round_: Round) -> Counts:
     return replace(round_.counts, num_draft_forwards=min(round_.counts.num_drafted, 1))
 
 
-def test_compiled_verifications_rise_in_steps():
-    seen = {0: 0.1, 1: 0.11, 3: 0.11, 6: 0.2}
-    made = [
-        Generation((), (played(k, draft_s=9.0, target_s=9.0), *[played(k, draft_s=0.02 * k, target_s=s)] * 5), Counts())
-        for k, s in seen.items()
-    ]
-    assert costs_of(made, 6, in_steps=True).t_target_s == pytest.approx([0.1, 0.11, 0.11, 0.11, 0.14, 0.17, 0.2])
-
-
 def test_drafts_of_one_length_are_all_steps():
     cost = costs_of(generations(0.02, 0.1, lengths=(0, 3)), 3)
     assert cost.t_draft_s == pytest.approx(0.02)

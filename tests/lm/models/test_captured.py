@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lm import CompiledModel, CompiledTailModel
-from lm.models import compiled, compiled_tail
+from lm import CachedModel, compiled
 from tests.toys.small_pair import llama
 
 CONFIG = llama(num_hidden_layers=1)
@@ -29,7 +28,7 @@ class Graphs:
         return self.function()
 
 
-def tail(logits, hidden, fed):
+def first_row(logits, hidden, token):
     return (logits[0],)
 
 
@@ -37,19 +36,15 @@ def stepped(model):
     """Logits after a prompt and one more token, by a compiled step."""
     model.reset()
     model.forward(TOKENS)
-    if isinstance(model, CompiledTailModel):
-        return model.forward_then([*TOKENS, 4], tail)[0]
-    return model.forward([*TOKENS, 4])[0]
+    return model.epilogues(first_row, model.forward([*TOKENS, 4]), None, 4)[0]
 
 
-@pytest.mark.parametrize("kind", [CompiledModel, CompiledTailModel])
 @pytest.mark.parametrize(("device", "num_per_thread"), [("cuda", 1), ("cpu", 0)])
-def test_a_graph_is_replayed_by_the_thread_that_captured_it(kind, device, num_per_thread, monkeypatch):
-    for place in (compiled, compiled_tail):
-        monkeypatch.setattr(place, "GuardFreeGraph", Graphs)
-        monkeypatch.setattr(place, "holder", lambda _, holder=place.holder: holder(torch.device(device)))
+def test_a_graph_is_replayed_by_the_thread_that_captured_it(device, num_per_thread, monkeypatch):
+    monkeypatch.setattr(compiled, "GuardFreeGraph", Graphs)
+    monkeypatch.setattr(compiled, "thread_key", lambda _, key=compiled.thread_key: key(torch.device(device)))
     monkeypatch.setattr(Graphs, "num_captured", 0)
-    model = kind(AutoModelForCausalLM.from_config(CONFIG).eval())
+    model = CachedModel(AutoModelForCausalLM.from_config(CONFIG).eval(), compile="stop")
     expected, threads = stepped(model), torch.get_num_threads()
 
     def elsewhere():

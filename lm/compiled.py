@@ -1,0 +1,133 @@
+"""Compile what a loop computes from each draft forward, while the forward itself stays eager (`decode.compile: stop`).
+
+A stop is about thirty calls on single rows, which take longer than their arithmetic. Compiled they are one call. It
+works with every model that a `CachedModel` takes, on every cache, and compiles in seconds.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from threading import Thread, current_thread
+from types import FunctionType
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Compile = Literal[False, "stop"]
+"""`decode.compile`: whether a draft step's stop is compiled."""
+Inputs = tuple[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int[Tensor, " 1"]]
+"""What an epilogue reads of the forward of one token: logits, final hidden state, the token."""
+Epilogue = Callable[[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int[Tensor, " 1"]], tuple[Tensor, ...]]
+
+
+class CompiledEpilogues:
+    """Compiled functions of the forwards of one model; each compiles at its first call."""
+
+    def __init__(self) -> None:
+        self.cache: dict[Hashable, Any] = {}
+        """Objects whose epilogues callers want to find again, since compiling another one takes seconds."""
+        self._inputs: Inputs | None = None
+        self._graphs: dict[Hashable, GuardFreeGraph] = {}
+
+    def __call__(
+        self, epilogue: Epilogue, logits: Float[Tensor, "1 vocab"], hidden: Float[Tensor, "1 hidden"] | None, token: int
+    ) -> tuple[Tensor, ...]:
+        """Result of the epilogue on these inputs.
+
+        Args:
+            epilogue: every other tensor that it reads keeps its address; a new function is compiled again.
+            logits: logits of a forward of one token.
+            hidden: its final hidden state, if the model keeps it.
+            token: the token that was fed.
+        """
+        inputs = self._inputs_like(logits, hidden)
+        inputs[0].copy_(logits)
+        if inputs[1] is not None and hidden is not None:
+            inputs[1].copy_(hidden)
+        inputs[2].fill_(token)
+        key = epilogue, thread_key(logits.device)
+        if key not in self._graphs:
+            # a copy, since an epilogue may return the logits themselves, which the next forward overwrites
+            self._graphs[key] = GuardFreeGraph(lambda: epilogue(inputs[0].clone(), inputs[1], inputs[2]), logits.device)
+        return self._graphs[key]()
+
+    def _inputs_like(self, logits: Tensor, hidden: Tensor | None) -> Inputs:
+        """Fixed memory for the inputs; if its shape, dtype or device changes, everything is compiled again."""
+        if self._inputs is not None:
+            old = self._inputs[0]
+            if (logits.shape, logits.dtype, logits.device) == (old.shape, old.dtype, old.device):
+                return self._inputs
+        token = torch.zeros(1, dtype=torch.long, device=logits.device)
+        self._inputs = torch.empty_like(logits), None if hidden is None else torch.empty_like(hidden), token
+        self._graphs = {}
+        for tensor in (part for part in self._inputs if part is not None):
+            torch._dynamo.mark_static_address(tensor)
+        return self._inputs
+
+
+def thread_key(device: torch.device) -> tuple[int, Thread | None]:
+    """Key of a `GuardFreeGraph`: the number of threads it was compiled for, and the thread that captured its CUDA
+    graphs, which no other thread can replay.
+    """
+    return torch.get_num_threads(), current_thread() if device.type == "cuda" else None
+
+
+class GuardFreeGraph:
+    """A compiled function without arguments: a call runs no guards and only launches the kernels.
+
+    `torch.compile` checks guards and collects inputs before every call, which takes as long as a small model. Here the
+    first call keeps the compiled graph and its input tensors, and later calls run the graph on them. The contents of
+    these tensors may change, but not their addresses.
+    """
+
+    def __init__(self, function: Callable[[], tuple[Tensor, ...]], device: torch.device) -> None:
+        """Args:
+        function: finds every tensor that it reads through its closure; returns new tensors, and has no effects but on
+            tensors.
+        device: device of these tensors; on a GPU the kernels become a CUDA graph.
+
+        Raises:
+            torch._dynamo.exc.TorchDynamoException: at the first call, if it cannot be compiled.
+        """
+        self._on_gpu = device.type == "cuda"
+        self._options: dict[str, Any] = {"triton.cudagraphs": self._on_gpu, "cpp_wrapper": not self._on_gpu}
+        self._kernels: Callable[..., Sequence[Tensor]] | None = None
+        self._inputs: tuple[Any, ...] = ()
+        self._outputs: Sequence[Any] = ()
+        self._result_indices: list[int] = []
+        """Indices of the function's results among the outputs of the graph, which may have more."""
+        assert isinstance(function, FunctionType)
+        # a copy of the code object, because torch.compile caches by code object and counts recompilations by it
+        copy = FunctionType(
+            function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
+        )
+        self._first_call = torch.compile(copy, fullgraph=True, dynamic=False, backend=self._backend)
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        """Call the function, or replay its graph."""
+        if not self._on_gpu:
+            return self._run()
+        torch.compiler.cudagraph_mark_step_begin()
+        return tuple(output.clone() for output in self._run())  # a CUDA graph writes its next output over this one
+
+    def _run(self) -> tuple[Tensor, ...]:
+        if self._kernels is None:
+            results = self._first_call()
+            if self._kernels is not None:
+                indices = {id(output): index for index, output in enumerate(self._outputs)}
+                self._result_indices, self._outputs = [indices[id(result)] for result in results], ()
+            return results
+        outputs = self._kernels(*self._inputs)
+        return tuple(outputs[index] for index in self._result_indices)
+
+    def _backend(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx  # takes two seconds, and most commands compile nothing
+
+        kernels: Any = compile_fx(graph, examples, config_patches=self._options)
+
+        def first(*inputs: Any) -> Any:
+            self._kernels, self._inputs = kernels, inputs
+            self._outputs = kernels(*inputs)
+            return self._outputs
+
+        return first
