@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decode.policies.base import AfterDraw, Outcome, Policy, Seen, feedback_of
+from decode.policies.base import AfterDraw, Policy
 from decode.policies.batch import BatchRule
+from decode.policies.run import PolicyRun
 from serve.pace import MeasuredController
 
 
@@ -39,31 +40,22 @@ class RequestRow(NamedTuple):
 
 
 class Lane:
-    """One request: its policy's state, and the draft of its newest round."""
+    """One request: its policy's run, and the draft of its newest round."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy, self.state = policy, policy.start()
+        self.run = PolicyRun(policy)
         self.tokens: list[int] = []
-        self.is_going = False
         self._is_open = False  # whether a round has begun and not ended
 
     def begin(self, room: int, stop_ids: frozenset[int]) -> None:
         """Begin a round of at most `room` tokens."""
-        self.state = self.policy.begin(self.state)
-        self._room, self._stop_ids = room, stop_ids
-        self._longest = int(min(self.policy.limit(self.state), room))
-        self.tokens, self._steps = [], list[Seen]()
-        self.is_going, self._is_open = self._longest > 0, True
+        self.run.begin(room)
+        self.tokens, self._stop_ids, self._is_open = [], stop_ids, True
 
     def take(self, token: int, drawn: AfterDraw) -> None:
         """Append a draft step's token, unless the policy stops before it."""
-        if self.policy.stop_before(self.state, drawn.before):
-            self.is_going = False
-            return
-        self.tokens.append(token)
-        self._steps.append((self.state, drawn))
-        self.state, stop = self.policy.after(self.state, drawn)
-        self.is_going = not (stop or token in self._stop_ids or len(self.tokens) >= self._longest)
+        if self.run.take(drawn, is_eos=token in self._stop_ids):
+            self.tokens.append(token)
 
     def end(self, verified: Sequence[int], num_accepted: int) -> bool:
         """Report the round's outcome to the policy; a draft that was not verified (the request had to wait) is ignored.
@@ -74,20 +66,10 @@ class Lane:
         is_unverified = list(verified) != self.tokens[: len(verified)] or bool(self.tokens and not verified)
         was_verified = self._is_open and not is_unverified
         if was_verified:
-            self.state = self.policy.end(self.state, self._outcome(len(verified), num_accepted))
+            is_rejected = num_accepted < len(verified)
+            self.run.end(len(verified), num_accepted, [1.0] * num_accepted + [0.0] * is_rejected)
         self._is_open, self.tokens = False, []
         return was_verified
-
-    def _outcome(self, num_verified: int, num_accepted: int) -> Outcome:
-        is_rejected = num_accepted < num_verified
-        revealed = [1.0] * num_accepted + [0.0] * is_rejected
-        return Outcome(
-            num_drafted=num_verified,
-            num_accepted=num_accepted,
-            num_allowed=self._room,
-            rejected_entropy=self._steps[num_accepted][1].entropy if is_rejected else 0.0,
-            feedback=feedback_of(self.policy, self._steps, revealed),
-        )
 
 
 class Lanes:
@@ -121,14 +103,14 @@ class Lanes:
             if row.room > 0:
                 lane.begin(row.room, row.stop_ids)
             else:
-                lane.is_going = False
+                lane.run.is_going = False
         self._choose()
         return self.is_going
 
     def step(self, tokens: Sequence[int], signals: Sequence[AfterDraw]) -> bool:
         """Record a draft step; rows that have stopped ignore it. Returns whether any row continues."""
         for lane, token, drawn in zip(self._rows, tokens, signals, strict=True):
-            if lane.is_going:
+            if lane.run.is_going:
                 lane.take(token, drawn)
         self._controller.step()
         self._choose()
@@ -136,25 +118,25 @@ class Lanes:
 
     def _choose(self) -> None:
         """Apply the batch rule to the rows that have it and have not stopped."""
-        undecided = [lane for lane in self._rows if lane.is_going and isinstance(lane.policy, BatchRule)]
+        undecided = [lane for lane in self._rows if lane.run.is_going and isinstance(lane.run.policy, BatchRule)]
         if not undecided:
             return
-        num_others = sum(lane.is_going for lane in self._rows) - len(undecided)
-        values = [lane.policy.expected_tokens(lane.state) for lane in undecided]  # type: ignore[attr-defined]
+        num_others = sum(lane.run.is_going for lane in self._rows) - len(undecided)
+        values = [lane.run.policy.expected_tokens(lane.run.state) for lane in undecided]  # type: ignore[attr-defined]
         num_tokens = sum(len(lane.tokens) + 1 for lane in self._rows) + num_others
         continues = self._controller.continues(np.array(values, dtype=float), num_tokens, is_paid=num_others > 0)
         for lane, is_going in zip(undecided, continues, strict=True):
-            lane.is_going = bool(is_going)
+            lane.run.is_going = bool(is_going)
 
     @property
     def is_going(self) -> bool:
         """Whether any row continues to draft."""
-        return any(lane.is_going for lane in self._rows)
+        return any(lane.run.is_going for lane in self._rows)
 
     @property
     def policies(self) -> list[Policy]:
         """Policy of each row."""
-        return [lane.policy for lane in self._rows]
+        return [lane.run.policy for lane in self._rows]
 
     @property
     def drafts(self) -> list[list[int]]:
@@ -167,6 +149,6 @@ class Lanes:
 
     def _lane(self, row: RequestRow) -> Lane:
         lane = self._alive.get(row.request)
-        if lane is None or lane.policy != row.policy:  # the id was reused
+        if lane is None or lane.run.policy != row.policy:  # the id was reused
             lane = self._alive[row.request] = Lane(row.policy)
         return lane

@@ -21,11 +21,11 @@ from typing import Any
 from decode.policies.base import AfterDraw, Policy
 from decode.policies.batch import batched
 from decode.policies.registry import POLICIES, parse_policy, read_spec
+from decode.policies.run import PolicyRun
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from lm import Sampling
 from serve import KEY
-from serve.lanes import Lane
 
 _MAX_KINDS = 1024
 """Maximum number of cached kinds of requests, so that no client can fill the memory."""
@@ -184,14 +184,13 @@ def _parse_and_try(spec: str, load_head: Callable[[str], AcceptanceHead]) -> Pol
             f"policy {spec!r} needs the confidence head of a DSpark draft, but this server has a separate draft model; "
             "use another policy"
         )
-    lane = Lane(policy)
+    run = PolicyRun(policy)
     try:
         for num_accepted in (1, 0):
-            lane.begin(2, frozenset())
-            for position in range(2):
-                if lane.is_going:
-                    lane.take(0, _UNCERTAIN._replace(position=position))
-            lane.end(lane.tokens, min(num_accepted, len(lane.tokens)))
+            run.begin(2)
+            while run.is_going:
+                run.take(_UNCERTAIN._replace(position=len(run.steps)))
+            run.end(len(run.steps), min(num_accepted, len(run.steps)))
     except (TypeError, ArithmeticError) as error:
         raise ValueError(f"policy {spec!r} failed in a trial round: {error}; correct its parameters") from error
     return policy

@@ -176,7 +176,7 @@ class Batch:
         if self._controller is None or not going:
             return going
         drafters = [place.drafter for place in going]
-        values = [drafter.policy.expected_tokens(drafter.state) for drafter in drafters]  # type: ignore[attr-defined]
+        values = [drafter.policy.expected_tokens(drafter.run.state) for drafter in drafters]  # type: ignore[attr-defined]
         expected_tokens = np.array([float(value) for value in values])
         chosen = self._controller.chosen(expected_tokens, sum(place.num_planned for place in busy))
         for place, goes_on in zip(going, chosen, strict=True):

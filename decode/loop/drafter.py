@@ -17,7 +17,8 @@ from decode.loop.fused import fused_step
 from decode.loop.reading import nothing_of
 from decode.loop.session import Session, cached
 from decode.loop.signals import reader_of
-from decode.policies.base import AfterDraw, Outcome, Policy, Seen, State, feedback_of
+from decode.policies.base import AfterDraw, Policy
+from decode.policies.run import PolicyRun
 from lm import CachedModel, DraftModel, Sampler, revealed_probs
 from lm.features.stepwise import BlockModel
 
@@ -29,12 +30,8 @@ class Proposal:
     tokens: list[int] = field(default_factory=list)
     laws: list[Float[Tensor, " vocab"]] = field(default_factory=list)
     """q of each token: the distribution that it was drawn from, in the form of `lm.draws`."""
-    entropies: list[float] = field(default_factory=list)
-    """H(q) of each token in nats, if the policy requests it."""
     stop_reason: str = "limit"
     """limit, policy, eos."""
-    num_allowed: int = 0
-    """Maximum draft length of this round."""
     takes_feedback: bool = False
     """The policy learns from acceptance probabilities: call `set_acceptance_probs` after verification."""
     acceptance_probs: Sequence[float] = ()
@@ -47,17 +44,6 @@ class Proposal:
         """Set `acceptance_probs` if the policy takes feedback; the arguments are those of the verification."""
         if self.takes_feedback:
             self.acceptance_probs = revealed_probs(num_accepted, self.tokens, self.laws, p, draws)
-
-    def outcome(self, num_accepted: int, feedback: State) -> Outcome:
-        """The round's outcome, as `Policy.end` receives it; `feedback` comes from `feedback_of`."""
-        is_rejected = num_accepted < len(self.tokens)
-        return Outcome(
-            num_drafted=len(self.tokens),
-            num_accepted=num_accepted,
-            num_allowed=self.num_allowed,
-            rejected_entropy=self.entropies[num_accepted] if is_rejected else 0.0,
-            feedback=feedback,
-        )
 
 
 @runtime_checkable
@@ -84,9 +70,7 @@ class Drafter(Protocol):
 
 
 class PolicyDrafter:
-    """A model that drafts under a policy: what the policy is asked and told of each token, and the proposal that grows
-    by its answers. Subclasses say where tokens come from; `begin` and `take` are for those whose drafts are chains.
-    """
+    """A model that drafts under a policy. Subclasses say where tokens come from."""
 
     role = "draft"
     """Name of the model in messages."""
@@ -95,8 +79,6 @@ class PolicyDrafter:
 
     def __init__(self, model: DraftModel, policy: Policy) -> None:
         self.model, self.policy = model, policy
-        self._takes_feedback = bool(policy.zero_feedback)
-        self._may_stop_before = policy.stops_before
         self._signals = reader_of(policy, model)
 
     def start(self, session: Session) -> None:
@@ -104,47 +86,33 @@ class PolicyDrafter:
         self.model.reset()
         self._signals = reader_of(self.policy, self.model, self._signals)
         self._session = session
-        self.state = self.policy.start()
+        self.run = PolicyRun(self.policy)
 
     def begin(self, committed: list[int], max_tokens: int) -> int:
-        """Begin a draft after `committed`: `proposal` is empty, and will hold so many tokens at the most."""
-        self.state = self.policy.begin(self.state)
-        self.proposal = Proposal(num_allowed=max_tokens, takes_feedback=self._takes_feedback)
-        self._seen: list[Seen] = []
-        self._num_tokens = int(
-            min(self.policy.limit(self.state), max_tokens, self.model.max_length - len(committed) + 1)
-        )
-        return self._num_tokens
+        """Begin a draft after `committed`: `proposal` is empty. Returns the maximum draft length."""
+        self.proposal = Proposal(takes_feedback=self.run.takes_feedback)
+        return self.run.begin(max_tokens, self.model.max_length - len(committed) + 1)
 
     def take(self, token: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
-        """A token goes into the proposal, unless the policy stops before it; True if the draft goes on.
+        """Add a token to the proposal, unless the policy stops before it; returns whether the draft continues.
 
         Args:
-            token: what the model drew from q, or let pass as if it had.
-            drawn: the signals of the model at the token.
-            q: the law of the token.
+            token: drawn from q by the model.
+            drawn: the model's signals at the token.
+            q: the distribution of the token.
         """
-        proposal, eos_ids = self.proposal, self._session.eos_ids
-        if self._may_stop_before and self.policy.stop_before(self.state, drawn.before):
-            proposal.stop_reason = "policy"
-            return False
-        proposal.tokens.append(token)
-        proposal.laws.append(q)
-        proposal.entropies.append(drawn.entropy)
-        self._seen.append((self.state, drawn))
-        self.state, stop = self.policy.after(self.state, drawn)
-        if token in eos_ids or stop:
-            proposal.stop_reason = "eos" if token in eos_ids else "policy"
-            return False
-        return len(proposal.tokens) < self._num_tokens
+        if self.run.take(drawn, is_eos=token in self._session.eos_ids):
+            self.proposal.tokens.append(token)
+            self.proposal.laws.append(q)
+        self.proposal.stop_reason = self.run.stop_reason
+        return self.run.is_going
 
     def roll_back(self, length: int) -> None:
         self.model.roll_back(length)
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
         self.roll_back(len(committed) - 1)
-        feedback = feedback_of(self.policy, self._seen, self.proposal.acceptance_probs)
-        self.state = self.policy.end(self.state, self.proposal.outcome(num_accepted, feedback))
+        self.run.end(len(self.proposal.tokens), num_accepted, self.proposal.acceptance_probs)
 
 
 class ModelDrafter(PolicyDrafter):
@@ -171,7 +139,7 @@ class ModelDrafter(PolicyDrafter):
         """Whether the draft stays on the device until it ends: its policy looks at nothing (fixed length,
         heuristic).
         """
-        is_blind = type(self.policy).after is Policy.after and not (self._may_stop_before or self.policy.signals)
+        is_blind = type(self.policy).after is Policy.after and not (self.policy.stops_before or self.policy.signals)
         return self.model.device.type != "cpu" and is_blind
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
@@ -232,10 +200,6 @@ class ModelDrafter(PolicyDrafter):
             )
         num_kept = next((place + 1 for place, token in enumerate(tokens) if token in session.eos_ids), num_tokens)
         proposal.stop_reason = "eos" if tokens[num_kept - 1] in session.eos_ids else "limit"
-        proposal.tokens, proposal.laws, proposal.entropies = (
-            tokens[:num_kept],
-            proposal.laws[:num_kept],
-            [0.0] * num_kept,
-        )
+        proposal.tokens, proposal.laws = tokens[:num_kept], proposal.laws[:num_kept]
         proposal.num_draft_forwards = self.num_forwards(num_tokens)
-        self._seen = [(self.state, nothing_of(place)) for place in range(num_kept)]
+        self.run.steps = [(self.run.state, nothing_of(place)) for place in range(num_kept)]

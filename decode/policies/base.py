@@ -29,9 +29,7 @@ A policy of your own, in full:
             return state, (drawn.token_prob < self.min_token_prob) | (drawn.entropy > self.max_entropy)
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial, reduce
-from operator import add
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -195,16 +193,6 @@ class Policy:
     def end(self, state: State, outcome: Outcome) -> State:
         """The state after the round's verification."""
         return state
-
-
-Seen = tuple[State, AfterDraw]
-"""Arguments of `Policy.after` for a drafted token; `Policy.feedback` receives the same."""
-
-
-def feedback_of(policy: Policy, seen: Iterable[Seen], acceptance_probs: Iterable[float]) -> State:
-    """Sum of `Policy.feedback` over the first tokens of `seen`, whose acceptance probabilities are known."""
-    verified = zip(seen, acceptance_probs, strict=False)
-    return reduce(partial(mapped, add), (policy.feedback(*each, prob) for each, prob in verified), policy.zero_feedback)
 
 
 def mapped(function: Callable[..., Any], *states: State) -> State:

@@ -67,7 +67,7 @@ def _drop_by_value(self, committed, max_tokens):
     """Draw, look, drop: the illegal shape of law 4.3."""
     proposal = _propose(self, committed, max_tokens)
     if proposal.tokens and proposal.laws[-1][proposal.tokens[-1]] < 0.4:
-        for column in (proposal.tokens, proposal.laws, proposal.entropies):
+        for column in (proposal.tokens, proposal.laws, self.run.steps):
             column.pop()
     return proposal
 
@@ -81,7 +81,7 @@ def _learn_ahead(self, committed, max_tokens):
     p = self._session.sampling.laws_after(ToyModel(1).forward(fed, len(proposal.tokens) + 1), fed)
     chances = revealed_probs(len(proposal.tokens), proposal.tokens, proposal.laws, p, RandomSampler())
     num_kept = next((i for i, chance in enumerate(chances) if chance < 0.5), len(chances))
-    for column in (proposal.tokens, proposal.laws, proposal.entropies):
+    for column in (proposal.tokens, proposal.laws, self.run.steps):
         del column[num_kept:]
     return proposal
 

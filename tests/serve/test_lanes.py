@@ -70,7 +70,7 @@ class Watched(ModelDrafter):
         super().start(session)
 
     def conclude(self, committed, num_accepted):
-        self.seen.append([drawn for _, drawn in self._seen])
+        self.seen.append([drawn for _, drawn in self.run.steps])
         super().conclude(committed, num_accepted)
 
 
@@ -195,11 +195,11 @@ def test_what_a_policy_learns_of_a_round_is_what_the_target_verified(
         lane.take(token, AfterDraw(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
     lane.end(verified, num_accepted)
     lane.begin(5, STOPS)
-    assert lane._longest == expected
+    assert lane.run.num_tokens == expected
 
 
 def test_nothing_is_drafted_after_an_end():
     lane = Lane(FixedLength(5))
     lane.begin(5, STOPS)
     lane.take(EOS, AfterDraw(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
-    assert not lane.is_going
+    assert not lane.run.is_going

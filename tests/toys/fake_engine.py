@@ -102,7 +102,7 @@ class FakeEngine:
             output = self.draft(torch.tensor([ids]), output_hidden_states=True)
             logits = output.logits[0, -1]
             law = self.sampling.laws_after(logits[None], ids)[0]
-            is_going = self.lanes._rows[place].is_going
+            is_going = self.lanes._rows[place].run.is_going
             asked.laws.append(law)
             yield (
                 logits,

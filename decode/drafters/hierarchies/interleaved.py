@@ -61,7 +61,7 @@ class InterleavedDrafter:
         self._session = session
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
-        proposal = Proposal(num_allowed=max_tokens)
+        proposal = Proposal()
         ids = list(committed)
         context = min(self.small.max_length, self.medium.max_length)
         # The last token is drawn and never fed, so it may lie one beyond the context.
@@ -90,6 +90,5 @@ class InterleavedDrafter:
         ids.append(token)
         proposal.tokens.append(token)
         proposal.laws.append(q)
-        proposal.entropies.append(0.0)
         if token in self._session.eos_ids:
             proposal.stop_reason = "eos"

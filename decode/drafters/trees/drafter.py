@@ -13,7 +13,6 @@ estimate a survival from above here.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
@@ -23,7 +22,7 @@ from decode.drafters.trees.growth import Growth
 from decode.drafters.trees.shapes import Dynamic, Shape
 from decode.loop.drafter import PolicyDrafter, Proposal
 from decode.loop.session import cached
-from decode.policies.base import Outcome, Policy, Seen, State, feedback_of
+from decode.policies.base import Policy
 from lm.entropy import entropy
 from lm.features.stepwise import BlockModel, GlideModel, TreeDraft
 from lm.trees.cached import TreeModel
@@ -39,16 +38,6 @@ class TreeProposal(Proposal):
     """Nodes of the path that the policy looked at last."""
     accepted: list[int] = field(default_factory=list)
     """The path of nodes that verification accepted."""
-
-
-class _Path(NamedTuple):
-    """Candidates from the first level on, as the policy saw them."""
-
-    nodes: list[int]
-    seen: list[Seen]
-    state: State
-    """State of the policy after all of them."""
-    stops: bool = False
 
 
 class TreeDrafter(PolicyDrafter):
@@ -88,29 +77,41 @@ class TreeDrafter(PolicyDrafter):
                 f"a GliDe draft feeds one chain, and {self.shape} expands {self.shape.num_expanded} nodes a level; "
                 "use CaPE's tree"
             )
-        self._looks = type(policy).after is not Policy.after or self._may_stop_before or self._takes_feedback
+        self._looks = type(policy).after is not Policy.after or policy.stops_before or bool(policy.zero_feedback)
 
     def propose(self, committed: list[int], max_tokens: int) -> TreeProposal:
         """Draft at most `max_tokens` levels after `committed`."""
-        self.state = self.policy.begin(self.state)
-        self._path = _Path([], [], self.state)
+        num_levels = self.begin(committed, max_tokens)
+        self.proposal = TreeProposal(takes_feedback=self.run.takes_feedback)
+        self._path: list[int] = []
         self._outputs: dict[int, tuple[Float[Tensor, " vocab"], Float[Tensor, "1 hidden"] | None]] = {}
         self._growth = Growth(self.shape, self._session.eos_ids)
-        self.proposal = TreeProposal(num_allowed=max_tokens, takes_feedback=self._takes_feedback)
-        num_levels = int(min(self.policy.limit(self.state), max_tokens, self.model.max_length - len(committed) + 1))
         fed: Tree | None = Tree()
         while self._growth.depth < num_levels and fed is not None and self._grow(committed, fed):
             fed = self._growth.expand()
             self.proposal.stop_reason = "limit" if self._growth.open else "eos"
-        self._choose()
+        self._nodes = self._growth.chosen()
+        indices = {node: index for index, node in enumerate(self._nodes)}
+        self.proposal.tree = self._growth.tree()
+        self.proposal.tokens = list(self.proposal.tree.tokens)
+        self.proposal.best = [indices[node] for node in self._path if node in indices]
         return self.proposal
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
+        """The accepted path was rejected if it ends at a node with children."""
         self.model.roll_back(len(committed) - 1)
-        self.state = self.policy.end(self._path.state, self._outcome(num_accepted))
+        tree, accepted, best = self.proposal.tree, self.proposal.accepted, self.proposal.best
+        last = accepted[-1] if accepted else ROOT
+        below = [depth for node, depth in enumerate(tree.depths) if last == ROOT or last in tree.path(node)]
+        rejected_entropy = 0.0
+        if tree.children(last) and "entropy" in self.policy.signals:
+            rejected_entropy = float(entropy(self._outputs[ROOT if last == ROOT else self._nodes[last]][0]))
+        num_passed = next((index for index, node in enumerate(best) if node not in accepted), len(best))
+        probs = self.proposal.acceptance_probs[: num_passed + 1]
+        self.run.end(max(below, default=0), num_accepted, probs, rejected_entropy=rejected_entropy)
 
     def _grow(self, committed: list[int], fed: Tree) -> bool:
-        """Add a level; True if the policy lets the tree go on."""
+        """Add a level; returns whether the policy continues."""
         growth = self._growth
         logits = self.model.forward_tree(committed, fed)
         self.proposal.num_draft_forwards += 1
@@ -120,58 +121,19 @@ class TreeDrafter(PolicyDrafter):
         growth.add_level((logits if logits.itemsize >= 4 else logits.float()).log_softmax(-1))
         if not self._looks:
             return True
-        is_heeded = growth.depth % self.read_every == 0
-        before, path = self._path, growth.best_path()
-        is_longer = path[:-1] == before.nodes
-        seen = self._read(path[-1:], before) if is_longer else self._read(path, _Path([], [], self.state))
-        state, drawn = seen.seen[-1]
-        if is_heeded and self.policy.stop_before(state, drawn.before):
-            growth.drop_level()
-            self.proposal.stop_reason = "policy"
-            return False
-        self._path = seen
-        if is_heeded and seen.stops:
+        is_heeded, path = growth.depth % self.read_every == 0, growth.best_path()
+        run = self.run.branched(is_longer=path[:-1] == self._path)
+        stops = False
+        for node in path[len(run.steps) :]:
+            logits, self.model.hidden = self._outputs[growth.parents[node]]
+            drawn = self._signals.read(len(run.steps), logits, growth.tokens[node])
+            if is_heeded and node == path[-1] and run.stops_before(drawn):
+                growth.drop_level()
+                self.proposal.stop_reason = "policy"
+                return False
+            stops = run.keep(drawn)
+        self.run, self._path = run, path
+        if is_heeded and stops:
             self.proposal.stop_reason = "policy"
             return False
         return True
-
-    def _read(self, nodes: list[int], path: _Path) -> _Path:
-        """The path with these nodes behind it, as the policy sees it."""
-        for node in nodes:
-            logits, self.model.hidden = self._outputs[self._growth.parents[node]]
-            drawn = self._signals.read(len(path.nodes), logits, self._growth.tokens[node])
-            state, stops = self.policy.after(path.state, drawn)
-            path = _Path([*path.nodes, node], [*path.seen, (path.state, drawn)], state, bool(stops))
-        return path
-
-    def _choose(self) -> None:
-        """The candidates that are verified go into the proposal."""
-        chosen = self._growth.chosen()
-        places = {node: place for place, node in enumerate(chosen)}
-        self._nodes = chosen
-        self.proposal.tree = self._growth.tree()
-        self.proposal.tokens = list(self.proposal.tree.tokens)
-        self.proposal.best = [places[node] for node in self._path.nodes if node in places]
-
-    def _outcome(self, num_accepted: int) -> Outcome:
-        """Outcome of the accepted path: it was rejected if it ends at a node whose children were refused."""
-        tree, accepted = self.proposal.tree, self.proposal.accepted
-        last = accepted[-1] if accepted else ROOT
-        below = [depth for node, depth in enumerate(tree.depths) if last == ROOT or last in tree.path(node)]
-        is_rejected = bool(tree.children(last))
-        rejected_entropy = 0.0
-        if is_rejected and "entropy" in self.policy.signals:
-            rejected_entropy = float(entropy(self._outputs[ROOT if last == ROOT else self._nodes[last]][0]))
-        num_drafted = max(below, default=0)
-        return Outcome(num_drafted, num_accepted, self.proposal.num_allowed, rejected_entropy, self._feedback())
-
-    def _feedback(self) -> State:
-        """Sum of the feedback of the best path's tokens, up to the first that was not accepted."""
-        if not self.proposal.takes_feedback:
-            return ()
-        accepted = set(self.proposal.accepted)
-        num_revealed = next(
-            (place + 1 for place, node in enumerate(self.proposal.best) if node not in accepted),
-            len(self.proposal.best),
-        )
-        return feedback_of(self.policy, self._path.seen[:num_revealed], self.proposal.acceptance_probs)

@@ -66,10 +66,10 @@ def withheld(self, place, p):
 
 def handed_on(self, place, *prompt):
     """A sequence begins with what the one before it in its seat has learned."""
-    learned = getattr(place.drafter, "state", None)
+    run = getattr(place.drafter, "run", None)
     SEAT(self, place, *prompt)
-    if learned is not None:
-        place.drafter.state = learned
+    if run is not None:
+        place.drafter.run.state = run.state
 
 
 SETTLED, SEAT = Batch._settled, Batch._seat

@@ -82,7 +82,8 @@ def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_th
 def test_only_what_a_policy_asks_for_is_computed():
     drafter = ModelDrafter(ToyModel(2), FixedLength(3))
     drafter.start(Session(Sampling(), frozenset(), RandomSampler(torch.Generator().manual_seed(0))))
-    assert drafter.propose(list(PROMPT), 3).entropies == [0.0, 0.0, 0.0]
+    drafter.propose(list(PROMPT), 3)
+    assert [drawn.entropy for _, drawn in drafter.run.steps] == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])

@@ -33,14 +33,14 @@ class PointMassDrafter(ModelDrafter):
 
     def begin(self, committed: list[int], max_tokens: int) -> int:
         num_tokens = super().begin(committed, max_tokens)
-        self._num_tokens = num_tokens if num_tokens >= self._min_length else 0
-        return self._num_tokens
+        self.run.num_tokens = num_tokens if num_tokens >= self._min_length else 0
+        return self.run.num_tokens
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         proposal = super().propose(committed, max_tokens)
         if len(proposal.tokens) < self._min_length and proposal.stop_reason != "eos":
-            proposal.tokens, proposal.laws, proposal.entropies = [], [], []
-            proposal.stop_reason, self._seen = "policy", []
+            proposal.tokens, proposal.laws, self.run.steps = [], [], []
+            proposal.stop_reason = "policy"
         return proposal
 
     def _step(self, position: int, ids: list[int]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
