@@ -10,7 +10,6 @@ Symbols, used in every docstring of the project (design: Leviathan's orientation
 
 from typing import TYPE_CHECKING
 
-from lm.entropy import cross_entropy, entropy  # at once: the module has the name of the function
 from store.lazy import lazily
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
         without_weights,
     )
     from lm.sampling import Sampling
+    from lm.signals import cross_entropy, entropy
     from lm.verification import (
         Verdict,
         acceptance_prob,

@@ -5,19 +5,19 @@ at the head's timing (laws 4.8 to 4.8c). All rows are at the same draft position
 scores in each step the tokens of the step before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from data_gen.labels.scalars import scalars_of
-from decode.loop.reading import nothing_of, top_prob
+from decode.loop.signals import after_draw
 from decode.policies.base import AfterDraw, Policy
 from heads.model.head import AcceptanceHead
+from lm.signals import SCALARS, signals_of
 
 Embedding = Callable[[Int[Tensor, " rows"]], Float[Tensor, "rows hidden"]]
-_INFINITY = float("inf")
 
 
 class BatchSignals:
@@ -28,7 +28,7 @@ class BatchSignals:
         embedding: token ids -> the draft's input embeddings.
         """
         self._embedding = embedding
-        self._before: tuple[dict[str, Tensor], Tensor] | None = None
+        self._previous: tuple[Mapping[Any, Tensor], Tensor] | None = None
 
     @torch.inference_mode()
     def read(
@@ -49,60 +49,36 @@ class BatchSignals:
             token: drafted token of each row.
             policies: policy of each row.
         """
-        columns = self._columns(position, logits, hidden, token, policies)
+        names = frozenset[str]().union(*(policy.signals for policy in policies))
+        if not names:
+            return token.tolist(), [AfterDraw(position)] * len(policies)
+        token = token.long()
+        columns: dict[Any, Tensor] = {**signals_of(logits, token, [*SCALARS, *(names & {"max_prob", "top_prob"})])}
+        for head in dict.fromkeys(head for policy in policies for head in policy.heads):
+            if head.timing != "fed":
+                columns[head] = self._scored(head, hidden, columns, token)
+            elif position > 0 and self._previous is not None:
+                columns[head] = self._scored(head, hidden, *self._previous)
+        self._previous = columns, token
         # float64 holds every id exactly
-        values = torch.stack([token.double(), *(column.double() for column in columns.values())]).tolist()
-        numbers = dict(zip(columns, values[1:], strict=True))
-        return [int(value) for value in values[0]], [
+        tokens, *rows = torch.stack([token.double(), *(column.double() for column in columns.values())]).tolist()
+        numbers = dict(zip(columns, rows, strict=True))
+        return [int(token_id) for token_id in tokens], [
             _row_signals(policy, position, row, numbers) for row, policy in enumerate(policies)
         ]
 
-    def _columns(
-        self, position: int, logits: Tensor, hidden: Tensor, token: Tensor, policies: Sequence[Policy]
-    ) -> dict[str | AcceptanceHead, Float[Tensor, " rows"]]:
-        """Signals by name and scores by head, if any policy reads them."""
-        wanted = frozenset[str]().union(*(policy.signals for policy in policies))
-        if not wanted:
-            return {}
-        logits = logits if logits.itemsize >= 4 else logits.float()
-        scalars, token = scalars_of(logits, token.long()), token.long()
-        columns: dict[str | AcceptanceHead, Tensor] = {
-            "entropy": scalars["entropy"],
-            "token_prob": scalars["log_token_prob"].exp(),
-        }
-        if "max_prob" in wanted:
-            columns["max_prob"] = (logits.amax(-1) - logits.logsumexp(-1)).exp()
-        if "top_prob" in wanted:
-            columns["top_prob"] = top_prob(logits)
-        for head in dict.fromkeys(head for policy in policies for head in policy.heads):
-            if head.timing != "fed":
-                columns[head] = self._scored(head, hidden, scalars, token)
-            elif position > 0 and self._before is not None:
-                columns[head] = self._scored(head, hidden, *self._before)
-        self._before = scalars, token
-        return columns
-
     def _scored(
-        self, head: AcceptanceHead, hidden: Tensor, scalars: dict[str, Tensor], token: Tensor
+        self, head: AcceptanceHead, hidden: Tensor, columns: Mapping[Any, Tensor], token: Tensor
     ) -> Float[Tensor, " rows"]:
         """The head's logits for these tokens, which have these scalars."""
-        return head(hidden, *head.inputs.among(scalars, lambda: self._embedding(token)))
+        return head(hidden, *head.inputs.among(columns, lambda: self._embedding(token)))
 
 
 def _row_signals(
-    policy: Policy, position: int, row: int, numbers: dict[str | AcceptanceHead, list[float]]
+    policy: Policy, position: int, row: int, numbers: Mapping[str | AcceptanceHead, list[float]]
 ) -> AfterDraw:
-    """Signals of one row; those that its policy does not read are placeholders."""
-    if not numbers:
-        return nothing_of(position)
-    fed, prefix, drawn = policy.fed_head, policy.prefix_head, policy.drawn_head
-    return AfterDraw(
-        position=position,
-        entropy=numbers["entropy"][row],
-        max_prob=numbers["max_prob"][row] if "max_prob" in numbers else 0.0,
-        fed_logit=numbers[fed][row] if fed is not None and fed in numbers else _INFINITY,
-        prefix_logit=numbers[prefix][row] if prefix is not None and prefix in numbers else 0.0,
-        token_prob=numbers["token_prob"][row],
-        drawn_logit=numbers[drawn][row] if drawn is not None and drawn in numbers else 0.0,
-        top_prob=numbers["top_prob"][row] if "top_prob" in numbers else 0.0,
-    )
+    """Signals of one row, with the scores of its policy's own heads."""
+    signals = {name: column[row] for name, column in numbers.items() if isinstance(name, str)}
+    heads = {"fed_logit": policy.fed_head, "prefix_logit": policy.prefix_head, "drawn_logit": policy.drawn_head}
+    scores = {name: numbers[head][row] for name, head in heads.items() if head is not None and head in numbers}
+    return after_draw(position, signals | scores)

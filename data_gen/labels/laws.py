@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from data_gen.labels.scalars import SCALARS, scalars_of
 from lm import Sampling, acceptance_rate, cross_entropy
+from lm.signals import SCALARS, signals_of
 from lm.uniforms import draw
 
 Labels = dict[str, Shaped[Tensor, " position"]]
@@ -112,7 +112,7 @@ def mixed(
 
 def _draft_labels(q_logits: Tensor, q: Tensor, draft_ids: Tensor) -> Labels:
     # From the logits, not from q: under truncation or another temperature q would not give the model's own probability.
-    return {"draft_ids": draft_ids, "log_q": _at(q, draft_ids).log(), **scalars_of(q_logits, draft_ids)}
+    return {"draft_ids": draft_ids, "log_q": _at(q, draft_ids).log(), **signals_of(q_logits, draft_ids)}
 
 
 def _at(values: Tensor, ids: Tensor) -> Tensor:

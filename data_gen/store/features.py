@@ -28,7 +28,7 @@ from torch import Tensor
 
 from data_gen.labels.chains import LabelledDrafts
 from data_gen.labels.layout import Layout
-from data_gen.labels.scalars import SCALARS
+from lm.signals import SCALARS
 
 
 def to_safetensors(

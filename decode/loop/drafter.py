@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.loop.fused import fused_step
-from decode.loop.reading import nothing_of
 from decode.loop.session import Session, cached
 from decode.loop.signals import reader_of
 from decode.policies.base import AfterDraw, Policy
 from decode.policies.run import PolicyRun
 from lm import CachedModel, DraftModel, Sampler, revealed_probs
+from lm.draws import refuse_no_token
 from lm.features.stepwise import BlockModel
 
 
@@ -165,7 +165,7 @@ class ModelDrafter(PolicyDrafter):
         session = self._session
         if self._fused is not None:
             # the draws offer a chance, or there would be no fused step
-            return self._fused.draw(position, ids, session.draws)  # type: ignore[arg-type]
+            return self._fused.step(position, ids, session.draws)  # type: ignore[arg-type]
         logits = self.model.forward(ids)
         return self.drawn(logits[0], session.sampling.laws_after(logits, ids)[0])
 
@@ -194,12 +194,9 @@ class ModelDrafter(PolicyDrafter):
             drawn.append(session.draws.draw(q))
             proposal.laws.append(q)
         tokens = torch.cat(drawn).tolist()
-        if max(tokens) >= proposal.laws[0].shape[-1]:
-            raise ValueError(
-                "a distribution to draw from is not finite; load the model in float32 or check its weights"
-            )
+        refuse_no_token(max(tokens), proposal.laws[0])
         num_kept = next((place + 1 for place, token in enumerate(tokens) if token in session.eos_ids), num_tokens)
         proposal.stop_reason = "eos" if tokens[num_kept - 1] in session.eos_ids else "limit"
         proposal.tokens, proposal.laws = tokens[:num_kept], proposal.laws[:num_kept]
         proposal.num_draft_forwards = self.num_forwards(num_tokens)
-        self.run.steps = [(self.run.state, nothing_of(place)) for place in range(num_kept)]
+        self.run.steps = [(self.run.state, AfterDraw(place)) for place in range(num_kept)]

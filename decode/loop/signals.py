@@ -1,203 +1,242 @@
-"""What a policy sees of one draft step (law 4.3).
+"""What a policy sees of one draft step (law 4.3): signals of the distribution and the token (`lm.signals`), and scores.
 
-Entropy, largest probability and token probability are those of the untruncated temperature-1 distribution (law 4.1).
-Head scores (law 4.8):
+    fed_logit         head(hidden state after y_{i-1} was fed, scalars of y_{i-1}): known before y_i is drawn; +inf at
+                      the first token
+    prefix_logit      head(hidden state that produced q_i, H(q_i)): known before y_i is drawn, whichever it will be
+    drawn_logit       head(hidden state that produced q_i, scalars of y_i): known once y_i is drawn
+    confidence_logit  output of a DSpark draft's own head, known before y_i is drawn
 
-    fed_logit      head(hidden state after y_{i-1} was fed, scalars of y_{i-1}): known before y_i is drawn; +inf at the
-                   first token
-    prefix_logit   head(hidden state that produced q_i, H(q_i)): known before y_i is drawn, and about whichever it will
-                   be
-    drawn_logit    head(hidden state that produced q_i, scalars of y_i): known once y_i is drawn
-    confidence_logit                what a DSpark draft's own head says before y_i is drawn, as a prefix head would
-
-    scalars of y_i = log q_i(y_i), H(q_i), … (`data_gen.labels.scalars.SCALARS`), embedding of y_i = its row of the
-    draft's input embeddings; each only if the head takes it
-
-Only what the policy names in `signals` is computed. The token is drawn in the same step, so that token and signals
-travel together; a policy that stops before the draw is asked about distributions alone and its token is thrown away
-unseen. `DeviceSignals` computes on the draft's device and reads everything with one host transfer; `HostSignals` does
-the same for a draft on the CPU with numpy, since torch's calls on single rows would be a fifth of a small model's step.
+Only the signals that the policy names are computed. The token is drawn in the same step, so that token and signals
+reach the host together; a policy that stops before the draw sees only the distribution, and its token is discarded.
 """
 
 import math
+from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from data_gen.labels.scalars import scalars_of
-from decode.loop.reading import (
-    OfToken,
-    Reader,
-    nothing_of,
-    numbers_of,
-    others_among,
-    places_of,
-    scored,
-    softmax,
-    top_prob,
-)
 from decode.policies.base import AfterDraw, Policy
+from heads.model.head import AcceptanceHead
 from heads.model.on_host import HostHead
-from lm import DraftModel, Sampler, array_of
+from heads.model.stepwise import StepwiseHead, Vocabulary
+from lm import DraftModel, FeatureModel, Sampler, array_of
+from lm.draws import refuse_no_token
+from lm.features.stepwise import BlockModel
+from lm.signals import TokenStats, signals_of, token_stats
 
-_INFINITY = float("inf")
-_NOTHING = OfToken(0.0, 0.0, 0.0)
-_ABSENT = {
-    "entropy": 0.0,
-    "max_prob": 0.0,
-    "fed_logit": _INFINITY,
-    "prefix_logit": 0.0,
-    "token_prob": 0.0,
-    "drawn_logit": 0.0,
-    "top_prob": 0.0,
-    "confidence_logit": 0.0,
-}
+_NO_STATS = TokenStats(0.0, 0.0, -math.inf)
 
 
-def reader_of(policy: Policy, model: DraftModel, made: Reader | None = None) -> "HostSignals | DeviceSignals":
-    """The reader for the device that the draft is on.
+class SignalReader:
+    """Reads the signals of one policy, step after step of a draft. Subclasses say where they are computed."""
+
+    def __init__(self, policy: Policy, model: DraftModel) -> None:
+        """Raises ValueError for a signal that does not exist, or a head or confidence that the draft does not fit."""
+        if unknown := policy.signals - frozenset(AfterDraw._fields):
+            raise ValueError(
+                f"{type(policy).__name__} reads signals {sorted(unknown)}; use some of {', '.join(AfterDraw._fields)}"
+            )
+        self.model, self.asked, self.devices = model, policy.signals, devices_of(policy, model)
+        self.confidence_of = _confidence_of(policy, model) if "confidence_logit" in policy.signals else None
+        self.fed, self.prefix, self.drawn = (
+            None if head is None else _stepwise(head, model)
+            for head in (policy.fed_head, policy.prefix_head, policy.drawn_head)
+        )
+        heads = [head for head in (self.fed, self.prefix, self.drawn) if head is not None]
+        self.has_heads = bool(heads)
+        names = {name for head in heads for name in head.inputs.scalars}
+        names |= self.asked & {"entropy", "max_prob", "top_prob"}
+        self.names = sorted(names | ({"log_token_prob"} if "token_prob" in self.asked else set()))
+        """Signals that are computed."""
+
+    def draw(
+        self,
+        position: int,
+        logits: Float[Tensor, " vocab"],
+        q: Float[Tensor, " vocab"],
+        draws: Sampler,
+        *,
+        row: int = -1,
+        probs: Float[Tensor, " vocab"] | None = None,
+    ) -> tuple[int, AfterDraw]:
+        """Draw a token and read the signals of the step; those that the policy does not name are meaningless.
+
+        Args:
+            position: tokens drafted before this one in the round.
+            logits: of the draft's last forward.
+            q: the distribution to draw from.
+            draws: the source of randomness.
+            row: index of the logits among that forward's rows.
+            probs: softmax(logits), if it is known.
+
+        Raises:
+            ValueError: q is not finite.
+        """
+        return self._read(position, logits, self._token(q, draws), row, probs)
+
+    def read(self, position: int, logits: Float[Tensor, " vocab"], token_id: int, *, row: int = -1) -> AfterDraw:
+        """The signals of a token that is already known."""
+        token = token_id if isinstance(self, HostSignals) else torch.tensor([token_id], device=logits.device)
+        return self._read(position, logits, token, row, None)[1]
+
+    def _token(self, q: Tensor, draws: Sampler) -> int | Tensor:
+        raise NotImplementedError
+
+    def _read(self, position: int, logits: Tensor, token: Any, row: int, probs: Tensor | None) -> tuple[int, AfterDraw]:
+        raise NotImplementedError
+
+    def hidden(self, row: int) -> Float[Tensor, " hidden"]:
+        """The state that produced a row of logits."""
+        assert self.model.hidden is not None, "a head scores hidden states: the draft must keep them"
+        return self.model.hidden[row]
+
+    def columns(
+        self,
+        logits: Float[Tensor, " vocab"],
+        token: Int[Tensor, " 1"],
+        hidden: Float[Tensor, " hidden"] | None,
+        previous: tuple[dict[str, Tensor], Tensor] | None,
+    ) -> dict[str, Float[Tensor, " 1"]]:
+        """Signals and head scores of a drawn token, on the device.
+
+        Args:
+            logits: of its distribution.
+            token: the token.
+            hidden: the state that produced them, if there are heads.
+            previous: columns and id of the token before, which a fed-time head scores.
+        """
+        columns = signals_of(logits[None], token, self.names) if self.names else {}
+        if hidden is not None:
+            if self.fed is not None and previous is not None:
+                columns["fed_logit"] = _scored(self.fed, hidden, *previous)
+            if self.prefix is not None:
+                columns["prefix_logit"] = _scored(self.prefix, hidden, columns, token)
+            if self.drawn is not None:
+                columns["drawn_logit"] = _scored(self.drawn, hidden, columns, token)
+        return columns
+
+
+class HostSignals(SignalReader):
+    """Signals of a draft on the CPU, in numpy: torch's calls on single rows cost a fifth of a small model's step."""
+
+    def __init__(self, policy: Policy, model: DraftModel) -> None:
+        super().__init__(policy, model)
+        self._has_entropy, self._has_top = "entropy" in self.names, "top_prob" in self.names
+        self._others = [name for name in self.names if name not in (*TokenStats._fields, "top_prob")]
+        self._score_fed, self._score_prefix, self._score_drawn = (
+            None if head is None else HostHead(head, names=(*TokenStats._fields, *self._others)).score
+            for head in (self.fed, self.prefix, self.drawn)
+        )
+        self._previous: tuple[tuple[float, ...], int] = _NO_STATS, 0
+
+    def _token(self, q: Tensor, draws: Sampler) -> int:
+        return draws.token(q)
+
+    def _read(self, position: int, logits: Tensor, token: int, row: int, probs: Tensor | None) -> tuple[int, AfterDraw]:
+        if not self.asked:
+            return token, AfterDraw(position)
+        stats, top_prob, fed_logit, prefix_logit, drawn_logit = _NO_STATS, 0.0, math.inf, 0.0, 0.0
+        if self.names:
+            stats = token_stats(logits, token, probs=probs, has_entropy=self._has_entropy)
+        if self._has_top:
+            top_prob = self._by_formula(logits, token, ["top_prob"])[0]
+        if self.has_heads:
+            hidden = array_of(self.hidden(row))
+            numbers = (*stats, *self._by_formula(logits, token, self._others)) if self._others else stats
+            if self._score_fed is not None:
+                if position > 0:
+                    fed_logit = self._score_fed(hidden, *self._previous)
+                self._previous = numbers, token
+            if self._score_prefix is not None:
+                prefix_logit = self._score_prefix(hidden, numbers)
+            if self._score_drawn is not None:
+                drawn_logit = self._score_drawn(hidden, numbers, token)
+        confidence = 0.0 if self.confidence_of is None else self.confidence_of.confidence().item()
+        token_prob = math.exp(stats.log_token_prob)
+        return token, AfterDraw(
+            *(position, stats.entropy, stats.max_prob, fed_logit, prefix_logit),
+            *(token_prob, drawn_logit, top_prob, confidence),
+        )
+
+    def _by_formula(self, logits: Tensor, token_id: int, names: list[str]) -> list[float]:
+        return [column.item() for column in signals_of(logits[None], torch.tensor([token_id]), names).values()]
+
+
+class DeviceSignals(SignalReader):
+    """Signals of a draft on an accelerator; the host waits for one transfer, at the end of the step."""
+
+    _previous: tuple[dict[str, Tensor], Tensor]
+
+    def _token(self, q: Tensor, draws: Sampler) -> Tensor:
+        return draws.draw(q)
+
+    @torch.inference_mode()
+    def _read(
+        self, position: int, logits: Tensor, token: Tensor, row: int, probs: Tensor | None
+    ) -> tuple[int, AfterDraw]:
+        if not self.asked:
+            return refuse_no_token(int(token), logits), AfterDraw(position)
+        known = token.clamp(max=len(logits) - 1)  # a distribution that is not finite draws an id beyond the last
+        hidden = self.hidden(row) if self.has_heads else None
+        columns = self.columns(logits, known, hidden, self._previous if position > 0 and self.fed else None)
+        if self.confidence_of is not None:
+            columns["confidence_logit"] = self.confidence_of.confidence()
+        if self.fed is not None:
+            self._previous = columns, known
+        # as floats, which hold every id below 2^24 exactly
+        values = torch.cat([column.to(torch.float32) for column in (token, *columns.values())]).tolist()
+        token_id = refuse_no_token(int(values[0]), logits)
+        return token_id, after_draw(position, dict(zip(columns, values[1:], strict=True)))
+
+
+def reader_of(policy: Policy, model: DraftModel, made: SignalReader | None = None) -> SignalReader:
+    """The reader for the device of the draft.
 
     Args:
         policy: names its signals, and the heads that score tokens.
         model: the draft; its `hidden` must be kept if there are heads.
-        made: for the same policy and model, before; it serves until the draft is moved.
-
-    Raises:
-        ValueError: a signal that does not exist, a head whose width is not the draft's.
+        made: an earlier reader of the same policy and model, which is returned unless the draft was moved.
     """
-    if isinstance(made, HostSignals | DeviceSignals) and made.places == places_of(policy, model):
+    if made is not None and made.devices == devices_of(policy, model):
         return made
     return (HostSignals if model.device.type == "cpu" else DeviceSignals)(policy, model)
 
 
-class HostSignals(Reader):
-    """`SignalReader` of a draft on the CPU."""
+def after_draw(position: int, numbers: dict[str, float]) -> AfterDraw:
+    """The signals of a token as a policy gets them."""
+    names = [name for name in numbers if name in AfterDraw._fields]
+    token_prob = math.exp(numbers.get("log_token_prob", -math.inf))
+    return AfterDraw(position=position, token_prob=token_prob, **{name: numbers[name] for name in names})
 
-    def __init__(self, policy: Policy, model: DraftModel) -> None:
-        super().__init__(policy, model)
-        self._has_entropy, self._has_top = "entropy" in self.wanted, "top_prob" in self.wanted
-        self._others = others_among(self.wanted)
-        scores = [
-            None if head is None else HostHead(head, names=(*OfToken._fields, *self._others)).score
-            for head in (self.fed, self.prefix, self.drawn)
-        ]
-        self._score_fed, self._score_prefix, self._score_drawn = scores
-        self._newest: tuple[tuple[float, ...], int] = _NOTHING, 0
-        """The newest token and what heads read of it, which a fed-time head scores in the next step."""
 
-    def draw(
-        self,
-        position: int,
-        logits: Float[Tensor, " vocab"],
-        q: Float[Tensor, " vocab"],
-        draws: Sampler,
-        *,
-        row: int = -1,
-        probs: Float[Tensor, " vocab"] | None = None,
-    ) -> tuple[int, AfterDraw]:
-        token_id = draws.token(q)
-        return token_id, self._read(position, logits, token_id, row, probs) if self.asked else nothing_of(position)
+def devices_of(policy: Policy, model: DraftModel) -> tuple[torch.device, torch.device | None]:
+    """Devices where the draft takes tokens, and where heads read its hidden states."""
+    return model.device, model.output_device if policy.heads else None
 
-    def read(self, position: int, logits: Float[Tensor, " vocab"], token_id: int, *, row: int = -1) -> AfterDraw:
-        return self._read(position, logits, token_id, row, None) if self.asked else nothing_of(position)
 
-    def _read(self, position: int, logits: Tensor, token_id: int, row: int, probs: Tensor | None) -> AfterDraw:
-        numbers = self._of_token(logits, probs, token_id) if self.needs_distribution else _NOTHING
-        fed_logit, prefix_logit, drawn_logit = _INFINITY, 0.0, 0.0
-        if self.has_heads:
-            assert self.model.hidden is not None, "a head scores hidden states: the draft must keep them"
-            hidden = array_of(self.model.hidden)[row]
-            read = (*numbers, *self._by_formula(logits, token_id)) if self._others else numbers
-            if self._score_fed is not None:
-                if position > 0:
-                    fed_logit = self._score_fed(hidden, *self._newest)
-                self._newest = read, token_id
-            if self._score_prefix is not None:
-                prefix_logit = self._score_prefix(hidden, read)
-            if self._score_drawn is not None:
-                drawn_logit = self._score_drawn(hidden, read, token_id)
-        token_prob = math.exp(numbers.log_token_prob)
-        of_top = top_prob(logits if logits.itemsize >= 4 else logits.float()).item() if self._has_top else 0.0
-        confidence = 0.0 if self.confidence_of is None else self.confidence_of.confidence().item()
-        return AfterDraw(
-            *(position, numbers.entropy, numbers.max_prob, fed_logit, prefix_logit),
-            *(token_prob, drawn_logit, of_top, confidence),
+def _scored(head: StepwiseHead, hidden: Tensor, columns: dict[str, Tensor], token: Tensor) -> Float[Tensor, " 1"]:
+    scalars = [columns[name] for name in head.inputs.scalars]
+    return head(hidden, torch.cat(scalars) if scalars else None, token)
+
+
+def _stepwise(head: AcceptanceHead, model: DraftModel) -> StepwiseHead:
+    if head.hidden_size != model.hidden_size:
+        raise ValueError(
+            f"the head reads hidden states of width {head.hidden_size} and this draft's are {model.hidden_size} wide; "
+            "use a head that was trained for this draft"
         )
-
-    def _by_formula(self, logits: Tensor, token_id: int) -> list[float]:
-        logits = logits if logits.itemsize >= 4 else logits.float()
-        columns = scalars_of(logits[None], torch.tensor([token_id]), self._others)
-        return [column.item() for column in columns.values()]
-
-    def _of_token(self, logits: Tensor, probs: Tensor | None, token_id: int) -> OfToken:
-        """log q(v) = logit(v) - log_total; log_total is had from the most probable token, whose probability is never
-        0.
-        """
-        row, weights = array_of(logits), array_of(softmax(logits) if probs is None else probs)
-        best = weights.argmax()
-        max_prob = weights.item(best)
-        log_total = row.item(best) - math.log(max_prob)
-        entropy = 0.0
-        if self._has_entropy:
-            with np.errstate(invalid="ignore"):
-                mean = float(weights.dot(row))
-            # an impossible token has logit -inf, and adds nothing
-            if mean != mean:
-                mean = float(weights.dot(np.maximum(row, np.finfo(row.dtype).min)))
-            entropy = max(log_total - mean, 0.0)  # rounding would bring near-certain tokens below 0
-        return OfToken(entropy, max_prob, row.item(token_id) - log_total)
+    network: Any = getattr(model, "model", None)  # a toy has none
+    owner = model.draft.embedding if isinstance(model, FeatureModel) else network and network.get_input_embeddings()
+    vocabulary = Vocabulary(model.num_embeddings, model.embedding, owner) if head.inputs.embedding else None
+    return StepwiseHead(head.eval().to(model.output_device), vocabulary)
 
 
-class DeviceSignals(Reader):
-    """`SignalReader` of a draft on an accelerator: nothing waits for the device but the one transfer at the end."""
-
-    _newest: tuple[dict[str, Tensor], Tensor]
-    """The newest token and its numbers, which a fed-time head scores in the next step."""
-
-    @torch.inference_mode()
-    def draw(
-        self,
-        position: int,
-        logits: Float[Tensor, " vocab"],
-        q: Float[Tensor, " vocab"],
-        draws: Sampler,
-        *,
-        row: int = -1,
-        probs: Float[Tensor, " vocab"] | None = None,
-    ) -> tuple[int, AfterDraw]:
-        token_id, drawn = self._read(position, logits, draws.draw(q), row)
-        if token_id == len(q):
-            raise ValueError(
-                "a distribution to draw from is not finite; load the model in float32 or check its weights"
-            )
-        return token_id, drawn
-
-    @torch.inference_mode()
-    def read(self, position: int, logits: Float[Tensor, " vocab"], token_id: int, *, row: int = -1) -> AfterDraw:
-        return self._read(position, logits, torch.tensor([token_id], device=logits.device), row)[1]
-
-    def _read(self, position: int, logits: Tensor, token: Tensor, row: int) -> tuple[int, AfterDraw]:
-        if not self.asked:
-            return int(token), nothing_of(position)
-        known = token.clamp(max=len(logits) - 1)  # a distribution that is not finite draws an id beyond the last
-        columns = numbers_of(logits, known, self.wanted) if self.needs_distribution else {}
-        if self.confidence_of is not None:
-            columns["confidence_logit"] = self.confidence_of.confidence()
-        if self.has_heads:
-            assert self.model.hidden is not None, "a head scores hidden states: the draft must keep them"
-            hidden = self.model.hidden[row]
-            if self.fed is not None and position > 0:
-                columns["fed_logit"] = scored(self.fed, hidden, *self._newest)
-            if self.prefix is not None:
-                columns["prefix_logit"] = scored(self.prefix, hidden, columns, known)
-            if self.drawn is not None:
-                columns["drawn_logit"] = scored(self.drawn, hidden, columns, known)
-            self._newest = columns, known
-        names = [name for name in columns if name in self.asked]
-        # as floats, which hold every id below 2^24 exactly
-        values = torch.cat(
-            [column.to(torch.float32) for column in (token, *(columns[name] for name in names))]
-        ).tolist()
-        return int(values[0]), AfterDraw(position=position, **(_ABSENT | dict(zip(names, values[1:], strict=True))))
+def _confidence_of(policy: Policy, model: DraftModel) -> BlockModel:
+    if isinstance(model, BlockModel) and model.draft.confidence_head is not None:
+        return model
+    raise ValueError(
+        f"{type(policy).__name__} reads the draft's own confidence, but this draft has no confidence head; use a "
+        "DSpark draft that has one, or another policy"
+    )

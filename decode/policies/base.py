@@ -30,6 +30,7 @@ A policy of your own, in full:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -70,16 +71,16 @@ class BeforeDraw(NamedTuple):
 
 
 class AfterDraw(NamedTuple):
-    """Signals that are known once the token is drawn, and kept."""
+    """Signals that are known once the token is drawn, and kept; those that nobody reads have these defaults."""
 
     position: Number
-    entropy: Number
-    max_prob: Number
-    fed_logit: Number
-    prefix_logit: Number
-    token_prob: Number
+    entropy: Number = 0.0
+    max_prob: Number = 0.0
+    fed_logit: Number = inf
+    prefix_logit: Number = 0.0
+    token_prob: Number = 0.0
     """q(y) of the drawn token y."""
-    drawn_logit: Number
+    drawn_logit: Number = 0.0
     """The drawn-time head's logit for y."""
     top_prob: Number = 0.0
     confidence_logit: Number = 0.0

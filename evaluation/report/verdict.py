@@ -9,7 +9,6 @@ so. Everything is predicted from counts and times (law 4.9), and is called so.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from data_gen.labels.scalars import SCALARS
 from evaluation.competitor import head_in
 from evaluation.contest.results import Result, lead_of
 from evaluation.contest.tables import result_sheet, values_of
@@ -35,6 +34,7 @@ from evaluation.report.stages import Stage, console_sheet, stage_plot, stage_she
 from evaluation.table import Table
 from evaluation.times import Times
 from heads.model.head import TIMING_LABELS, AcceptanceHead
+from lm.signals import SCALARS
 
 _SCORED = {
     "drawn": "the moment it is drawn",

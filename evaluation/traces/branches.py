@@ -9,12 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from data_gen.labels.scalars import SCALARS, scalars_of
-from decode.loop.reading import top_prob
 from lm import Sampling
 from lm.branches.branched import Branched
 from lm.finite import refuse_non_finite
 from lm.forwards import chunk_rows, chunks, logits_of
+from lm.signals import SCALARS, signals_of
 from lm.uniforms import draw
 
 
@@ -48,12 +47,7 @@ def read_signals(
     hidden: Float[Tensor, "draw hidden"],
 ) -> DrawnTokens:
     """The signals of tokens and of the logits that they were drawn from."""
-    logits = logits if logits.itemsize >= 4 else logits.float()
-    columns = {
-        "max_prob": (logits.amax(-1) - logits.logsumexp(-1)).exp(),
-        "top_prob": top_prob(logits),
-        **scalars_of(logits, token),
-    }
+    columns = signals_of(logits, token, signal_names())
     signals = torch.stack([columns[name] for name in signal_names()], -1)
     return DrawnTokens(token, q.gather(-1, token.unsqueeze(-1)).squeeze(-1).log(), signals, hidden)
 

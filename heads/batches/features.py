@@ -1,7 +1,7 @@
 """Training features: the drafted positions of some responses (law 4.6), flat, as `data_gen` stored them.
 
     hidden [tokens, hidden]      hidden state at the heads' timing, in the stored dtype
-    scalars {name: [tokens]}     the scalars that the sweep reads (`data_gen.labels.scalars`), and the labels of prefix
+    scalars {name: [tokens]}     the scalars that the sweep reads (`lm.signals`), and the labels of prefix
                                  and candidate heads
     acceptance_prob [tokens]     the label; `of_timing` replaces it for prefix and candidate heads
     token [tokens]               the drafted token y

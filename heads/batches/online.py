@@ -14,12 +14,12 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_gen.labels.scalars import SCALARS, scalars_of
 from data_gen.store.rows import read_rows
 from heads.batches.features import NO_RATE, RATE, TARGET_PROB, Batch, Features, FeatureShard, join
 from heads.batches.module import FeatureData
 from heads.batches.order import Item
 from lm.forwards import chunk_rows, chunks, hidden_states, logits_of
+from lm.signals import SCALARS, signals_of
 from store.shards import list_shards
 
 _CHUNK_MB = 64
@@ -124,7 +124,7 @@ class DraftFeatures:
         parts = []
         for chunk in chunks(len(hidden), chunk_rows(self.vocab_size, _CHUNK_MB)):
             logits = logits_of(self.draft, hidden[chunk], self.vocab_size).float()
-            parts.append(torch.stack(list(scalars_of(logits, tokens[chunk]).values()), -1))
+            parts.append(torch.stack(list(signals_of(logits, tokens[chunk]).values()), -1))
         return hidden, torch.cat(parts)
 
     def _fed(self, mixings: Sequence[tuple[Row, list[bool]]]) -> Sequence[Tensor]:

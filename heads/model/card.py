@@ -6,9 +6,9 @@ from typing import Any
 from huggingface_hub import ModelCard
 from jinja2 import Environment
 
-from data_gen.labels.scalars import SCALARS
 from heads.model.architectures import PAPERS
 from heads.model.inputs import Inputs
+from lm.signals import SCALARS
 
 _WHEN = {
     "fed": "once the token has been fed to the draft",

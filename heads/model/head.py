@@ -28,7 +28,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from configs.paths import local_path
-from data_gen.labels.scalars import SCALARS
 from heads.model.architectures import PAPERS, architecture_of
 from heads.model.card import model_card
 from heads.model.files import config_text, read_head_config, read_head_files, write_head_files
@@ -36,6 +35,7 @@ from heads.model.formula import stack_forward
 from heads.model.hub import local_directory
 from heads.model.inputs import Inputs
 from heads.model.provenance import Provenance
+from lm.signals import SCALARS
 from store.shards import write_atomic
 
 Timing = Literal["fed", "drawn", "prefix", "candidate"]
@@ -75,7 +75,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             depth: D, the number of residual blocks; 0 is a linear head.
             timing: fed, drawn, prefix or candidate.
             scalars: also read (log q(y), H(q)), or H(q) alone for a prefix head, or scalars by name
-                (`data_gen.labels.scalars`), in this order.
+                (`lm.signals`), in this order.
             embedding: also read the draft's input embedding of the token (of width hidden_size).
             is_normalised: normalise hidden state and embedding to mean 0 and variance 1 first (not in the paper).
             architecture: key of `heads.model.architectures.ARCHITECTURES`.

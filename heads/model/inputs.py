@@ -1,4 +1,4 @@
-"""A head's inputs beside the hidden state: scalars (`data_gen.labels.scalars`), then the token's embedding.
+"""A head's inputs beside the hidden state: scalars (`lm.signals`), then the token's embedding.
 
 A prefix head scores a token before it is drawn (law 4.8c), so it has no input that depends on the token.
 """
@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from data_gen.labels.scalars import SCALARS
+from lm.signals import SCALARS
 
 STANDARD = ("log_token_prob", "entropy")
 """Meaning of `scalars: true` in a config and in config.json; for a prefix head, those that do not read the token."""

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from decode.loop.reading import top_prob
 from evaluation.traces.inputs import TokenInputs
 from evaluation.traces.trace import Trace, TraceRow
 from lm import Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
+from lm.signals import signals_of
 from tests.toys.enumeration import ToyModel
 from tests.toys.loop import PROMPT, SAMPLINGS
 
@@ -113,7 +113,7 @@ class Toys:
         signals = {
             "entropy": entropy(logits),
             "max_prob": log_probs.exp().amax(-1),
-            "top_prob": top_prob(logits),
+            "top_prob": signals_of(logits, torch.zeros(len(logits)).long(), ["top_prob"])["top_prob"],
             "log_token_prob": log_probs.gather(-1, tokens[:, None])[:, 0],
             "acceptance_prob": acceptance_prob(tokens, q, p),
         }

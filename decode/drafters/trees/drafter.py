@@ -23,8 +23,8 @@ from decode.drafters.trees.shapes import Dynamic, Shape
 from decode.loop.drafter import PolicyDrafter, Proposal
 from decode.loop.session import cached
 from decode.policies.base import Policy
-from lm.entropy import entropy
 from lm.features.stepwise import BlockModel, GlideModel, TreeDraft
+from lm.signals import entropy, upcast
 from lm.trees.cached import TreeModel
 from lm.trees.tree import ROOT, Tree
 
@@ -118,7 +118,7 @@ class TreeDrafter(PolicyDrafter):
         hidden = self.model.hidden
         rows = [None] * len(logits) if hidden is None else list(hidden[-len(logits) :].split(1))
         self._outputs.update(zip(growth.expanded, zip(logits, rows, strict=True), strict=True))
-        growth.add_level((logits if logits.itemsize >= 4 else logits.float()).log_softmax(-1))
+        growth.add_level(upcast(logits).log_softmax(-1))
         if not self._looks:
             return True
         is_heeded, path = growth.depth % self.read_every == 0, growth.best_path()

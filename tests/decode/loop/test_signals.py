@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from data_gen.labels.scalars import SCALARS
 from decode import ModelDrafter, Session, SpeculativeDecoder, speculative_generate
 from decode.loop.signals import DeviceSignals, HostSignals
 from decode.policies import AfterDraw, FixedLength, HeadPolicy, Policy
@@ -18,6 +17,7 @@ from heads.model import stepwise
 from heads.model.on_host import HostHead
 from heads.model.stepwise import StepwiseHead, Vocabulary
 from lm import CachedModel, RandomSampler, Sampling, entropy
+from lm.signals import SCALARS
 from tests.toys.enumeration import ToyModel
 from tests.toys.extending import added_to
 from tests.toys.loop import PROMPT, decoder_of, toy_head

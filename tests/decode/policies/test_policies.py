@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from decode import policies
-from decode.loop.reading import numbers_of
 from decode.loop.signals import reader_of
 from decode.policies import AdaEDL, AfterDraw, Entropy, FixedLength, HeadPolicy, Heuristic, Outcome, Policy, SelfVerify
 from decode.policies.auto import Auto
@@ -19,6 +18,7 @@ from decode.policies.registry import Registered, make_policy, parse_policy
 from decode.policies.scores import sigmoid
 from heads import AcceptanceHead, Provenance
 from lm import RandomSampler, Sampling, acceptance_prob, entropy, residual_probs
+from lm.signals import signals_of
 from tests.toys.enumeration import ToyModel
 from tests.toys.loop import POLICIES, PROMPT, decoder_of
 
@@ -304,7 +304,7 @@ def test_entropy_of_a_near_certain_token_is_at_least_zero(dtype):
     by_host = reader_of(Entropy(0.3), ToyModel(2))
     for row in logits:
         token = int(row.argmax())
-        read = numbers_of(row, torch.tensor([token]), frozenset({"entropy"}))["entropy"]
+        read = signals_of(row[None], torch.tensor([token]), ["entropy"])["entropy"]
         assert min(float(entropy(row)), float(read), by_host.read(0, row, token).entropy) >= 0.0
 
 

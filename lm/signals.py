@@ -1,0 +1,124 @@
+"""Signals: numbers that describe a distribution q and a token y drawn from it, for heads, policies and traces.
+
+They are those of the untruncated distribution at temperature 1, in nats (law 4.1): a truncated or greedy one has an
+entropy near zero everywhere, so signals never see the sampling transform.
+
+A *scalar* is a signal that a head may read beside the hidden state. To add one, add an entry to `SCALARS`: data
+generation, training, exported heads, decoding, traces and replay look scalars up there by name (docs/extending.md).
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lm.arrays import array_of
+
+_NUM_TOP = 10
+"""Tokens that llama.cpp's draft sampler keeps."""
+
+
+def upcast(values: Tensor) -> Tensor:
+    """The same numbers in float32 or wider."""
+    return values if values.itemsize >= 4 else values.float()
+
+
+def entropy(logits: Float[Tensor, "*position vocab"]) -> Float[Tensor, "*position"]:
+    """H = -sum_v softmax(logits)_v log softmax(logits)_v >= 0, in nats, float32 or wider."""
+    log_probs = upcast(logits).log_softmax(-1)
+    return -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1).clamp_max(0.0)  # else -1e-7 for a near-certain token
+
+
+def cross_entropy(
+    q_logits: Float[Tensor, "*position vocab"], p_logits: Float[Tensor, "*position vocab"]
+) -> Float[Tensor, "*position"]:
+    """H(q, p) = -sum_v q_v log p_v >= H(q), in nats, float32 or wider. SVIP (arXiv 2411.18462) bounds acceptance by
+    it.
+    """
+    q, log_p = upcast(q_logits).log_softmax(-1).exp(), upcast(p_logits).log_softmax(-1)
+    return -(q * log_p.clamp_min(-1e4)).sum(-1)
+
+
+class Scalar(NamedTuple):
+    """One number that a head may read."""
+
+    symbol: str
+    """Its formula as model cards print it."""
+    reads_token: bool
+    """Whether it depends on y. If not, it is known before y is drawn, so a prefix head may read it."""
+    formula: Callable[[Float[Tensor, "position vocab"], Int[Tensor, " position"]], Float[Tensor, " position"]]
+    """From logits of q in float32 or wider and y, position by position."""
+
+
+def _log_token_prob(logits: Tensor, token: Tensor) -> Tensor:
+    return logits.gather(-1, token.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def _top_prob(logits: Tensor, _: Tensor) -> Tensor:
+    """max_v q(v) / (sum of the ten largest q(v))."""
+    largest = logits.topk(min(_NUM_TOP, logits.shape[-1]), dim=-1).values
+    return (largest - largest[..., :1]).exp().sum(-1).reciprocal()
+
+
+SCALARS = {
+    "log_token_prob": Scalar("log q(y)", True, _log_token_prob),
+    "entropy": Scalar("H(q)", False, lambda logits, _: entropy(logits)),
+}
+"""Every scalar that a head can read, by name."""
+_OF_POLICIES = {"max_prob": lambda logits, _: (logits.amax(-1) - logits.logsumexp(-1)).exp(), "top_prob": _top_prob}
+"""Signals that only policies read: max_v q(v), and its share of the ten largest q(v)."""
+
+
+def signals_of(
+    logits: Float[Tensor, "position vocab"], token: Int[Tensor, " position"], names: Iterable[str] = SCALARS
+) -> dict[str, Float[Tensor, " position"]]:
+    """The named scalars, `max_prob` and `top_prob` of drawn tokens.
+
+    Args:
+        logits: the draft's, before truncation and temperature.
+        token: drawn at each position.
+        names: of the signals.
+    """
+    logits = upcast(logits)
+    formulas = {name: _OF_POLICIES[name] if name in _OF_POLICIES else SCALARS[name].formula for name in names}
+    return {name: formula(logits, token) for name, formula in formulas.items()}
+
+
+class TokenStats(NamedTuple):
+    """Signals of one token, as numbers."""
+
+    entropy: float
+    max_prob: float
+    log_token_prob: float
+
+
+def token_stats(
+    logits: Float[Tensor, " vocab"],
+    token_id: int,
+    *,
+    probs: Float[Tensor, " vocab"] | None = None,
+    has_entropy: bool = True,
+) -> TokenStats:
+    """`signals_of` one token on the CPU, in numpy, whose calls on single rows cost a fraction of torch's.
+
+    Args:
+        logits: of q.
+        token_id: the drawn token.
+        probs: softmax(logits), if it is known.
+        has_entropy: whether the entropy is computed; otherwise it is 0.
+    """
+    row, weights = array_of(logits), array_of(upcast(logits).softmax(-1) if probs is None else probs)
+    best = weights.argmax()
+    max_prob = weights.item(best)
+    log_total = row.item(best) - math.log(max_prob)  # from the most probable token, whose probability is never 0
+    entropy = 0.0
+    if has_entropy:
+        with np.errstate(invalid="ignore"):
+            mean = float(weights.dot(row))
+        if mean != mean:  # a token of probability 0 has logit -inf, and adds nothing
+            mean = float(weights.dot(np.maximum(row, np.finfo(row.dtype).min)))
+        entropy = max(log_total - mean, 0.0)  # rounding would bring near-certain tokens below 0
+    return TokenStats(entropy, max_prob, row.item(token_id) - log_total)
