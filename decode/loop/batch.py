@@ -175,8 +175,8 @@ class Batch:
         """Seats that the batch's rule lets draft on, among those whose sequences want to."""
         if self._controller is None or not going:
             return going
-        drafters = [place.drafter for place in going]
-        values = [drafter.policy.expected_tokens(drafter.run.state) for drafter in drafters]  # type: ignore[attr-defined]
+        runs = [place.drafter.run for place in going]
+        values = [run.policy.expected_tokens(run.state) for run in runs]  # type: ignore[attr-defined]
         expected_tokens = np.array([float(value) for value in values])
         chosen = self._controller.chosen(expected_tokens, sum(place.num_planned for place in busy))
         for place, goes_on in zip(going, chosen, strict=True):
