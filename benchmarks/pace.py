@@ -32,7 +32,7 @@ from data_gen.responses.conversation import ShardSpec, ask
 from data_gen.responses.exchange import Exchange
 from evaluation.turns import in_turns
 from heads.batches.module import FeatureData
-from heads.training.run import build
+from heads.training.command import build
 from heads.training.trainer import quiet
 from lm import forwards
 

@@ -194,7 +194,7 @@ class HeadsConfig:
     depths: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Numbers of residual blocks to try; 0 is a linear head."""
     architectures: tuple[str, ...] = ("resnet",)
-    """Block types to try: resnet (the paper's) or others of `heads.model.architectures`."""
+    """Block types to try: resnet (the paper's) or others of `heads.model.formula`."""
     reject_weights: tuple[float, ...] = (1.0, 3.0, 6.0, 12.0)
     """Values of w_rej of the loss to try, above 0. A larger one counts rejections more and lowers raw scores."""
     accept_weight: float = 1.0
@@ -224,7 +224,7 @@ class HeadsConfig:
     num_train: int | None = None
     """Train on this many responses only, the first ones; null: all."""
     learning_rate: float | None = None
-    """Peak learning rate, above 0; null: chosen from the draft's width (`heads.training.recipe`). SpecDec++ uses 5e-5
+    """Peak learning rate, above 0; null: chosen from the draft's width. SpecDec++ uses 5e-5
     for millions of tokens and a width of 4096.
     """
     warmup_ratio: float = 0.03
@@ -320,8 +320,8 @@ class Config:
     heads: HeadsConfig = field(default_factory=HeadsConfig)
     """The heads and their training."""
     trainer: dict[str, Any] = field(default_factory=dict)
-    """Arguments of pytorch_lightning.Trainer. By default max_epochs follows from the data (`heads.training.recipe`) and
-    devices is 1; devices: auto takes all.
+    """Arguments of pytorch_lightning.Trainer. By default max_epochs follows from the data, and devices is 1; auto takes
+    all devices.
     """
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     """Decoding and evaluation."""

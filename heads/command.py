@@ -10,17 +10,15 @@ from configs.paths import local_path
 from configs.schema import Config, PairConfig
 from data_gen.store.identity import describe_model
 from heads.measures.evaluation import Result
-from heads.measures.tables import best_heads
-from heads.measures.verdict import beats_signal, verdict
-from heads.model import hub
+from heads.measures.report import beats_signal, best_heads, verdict
 from heads.model.card import description
 from heads.model.confidence import CARD, confidence_head_of, write_confidence_head
+from heads.model.files import FILES, downloaded, first_line
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from heads.model.official import read_official_head
 from heads.model.provenance import Provenance
-from heads.training.checkpoints import check_whole, run_of
-from heads.training.directory import RunDirectory
+from heads.training.directory import RunDirectory, check_whole, run_of
 from heads.training.sweep import Sweep
 from lm import load_pair
 from lm.features.dspark import DSpark
@@ -164,7 +162,7 @@ def push(*, path: str, repo: str, private: bool = False) -> str:
         commit: Any = head.push_to_hub(repo, private=private, commit_message=f"Upload head {directory.name}")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"cannot upload {directory} to {repo!r}: {hub.first_line(error)}; pass --repo as owner/name, and log in "
+            f"cannot upload {directory} to {repo!r}: {first_line(error)}; pass --repo as owner/name, and log in "
             "with `hf auth login` and a token that has write access"
         ) from error
     print(commit.repo_url)
@@ -224,7 +222,7 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
 
 def _is_head(path: Path) -> bool:
     """Whether a directory is empty or holds only the files of a head."""
-    if not path.is_dir() or not {entry.name for entry in path.iterdir()} <= set(hub.FILES):
+    if not path.is_dir() or not {entry.name for entry in path.iterdir()} <= set(FILES):
         return False
     config = path / "config.json"
     kinds = read_json(config, remedy="move it away").get("architectures") if config.is_file() else _KINDS
@@ -273,7 +271,10 @@ def _export_dspark(heads: dict[str, AcceptanceHead], pair: PairConfig, out: Path
             f"--format dspark needs exactly one linear prefix head; of {', '.join(heads)} {count}. Name one with "
             "--head, or train one (heads.timings [prefix], heads.scalars [false], heads.depths [0])"
         )
-    [name], source = linear, hub.draft_directory(pair.draft)
+    [name], source = linear, Path(pair.draft.path)
+    if not source.is_dir():
+        remedy = "set pair.draft.path to a local directory"
+        source = downloaded(pair.draft.path, kind="draft", remedy=remedy, revision=pair.draft.revision)
     check_fits(heads[name], name, draft={"role": "pair.draft", **describe_model(pair.draft)}, remedy=_OTHER_DRAFT)
     path = write_confidence_head(heads[name], name, source=source, out=out)
     print(f"wrote {path}: a copy of {source} with the head {name} as its confidence head; {path / CARD} describes it")

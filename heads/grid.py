@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from configs.schema import HeadsConfig
-from heads.model.architectures import PAPERS
+from heads.model.formula import PAPERS
 from heads.model.head import AcceptanceHead, Timing, check_shape, kind_of
 from heads.model.inputs import STANDARD, Inputs
 from heads.model.provenance import Provenance

@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heads.training.checkpoints import WholeCheckpoints
-from heads.training.trainer import quiet
+from heads.training.trainer import WholeCheckpoints, quiet
 from store.progress import Bar
 
 _CHECKPOINT_S = 300.0

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from decode.policies.base import AfterDraw, Policy
 from heads.model.head import AcceptanceHead
-from heads.model.on_host import HostHead
-from heads.model.stepwise import StepwiseHead, Vocabulary
+from heads.model.step import HostHead, StepwiseHead, Vocabulary
 from lm import DraftModel, FeatureModel, Sampler, array_of
 from lm.draws import refuse_no_token
 from lm.features.stepwise import BlockModel

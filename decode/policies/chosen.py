@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from heads.model.files import WEIGHTS, read_head_config
-from heads.model.hub import local_directory
+from heads.model.files import WEIGHTS, local_directory, read_head_config
 from store.json_files import read_json
 
 VERDICT = "verdict.json"

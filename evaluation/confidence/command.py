@@ -22,10 +22,9 @@ from evaluation.table import Table, announce, printing, shown
 from heads import AcceptanceHead
 from heads.batches.features import RATE, of_timing
 from heads.batches.module import FeatureData
-from heads.measures.calibration import fit_logistic
 from heads.measures.histogram import Histogram
-from heads.measures.scores import auroc, measures
-from heads.measures.survival import by_row_position
+from heads.measures.scores import auroc, fit_logistic, measures
+from heads.measures.survival import by_position
 from lm import Sampling
 from lm.features.dspark import DSpark
 from lm.features.released import released_layout_of
@@ -49,8 +48,8 @@ class Drafts(NamedTuple):
 
     def histograms(self, logit: Float[Tensor, " tokens"]) -> tuple[Histogram, Histogram]:
         """Histograms of tokens and of the survival of drafts, by position."""
-        labels = {"label": self.rate[None], "acceptance_prob": self.acceptance_prob}
-        return by_row_position(logit[None], row_lengths=self.lengths, num_positions=self.block_size, **labels)
+        settings: dict[str, Any] = {"row_lengths": self.lengths, "num_positions": self.block_size, "is_draft": True}
+        return by_position(logit[None], self.acceptance_prob, label=self.rate[None], **settings)
 
 
 def judge(config: Config, *, json: bool = False) -> None:

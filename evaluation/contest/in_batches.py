@@ -26,8 +26,8 @@ from evaluation.times import RECORDED, Times
 from evaluation.traces.replay import Rounds, replay_rounds
 from evaluation.traces.trace import CONFIDENCE, Trace
 from evaluation.tuning.rule import batch_auto_for
-from heads.measures.calibration import fit_logistic
 from heads.measures.histogram import observe
+from heads.measures.scores import fit_logistic
 from heads.model.head import AcceptanceHead, Timing
 from store.progress import Bar
 

@@ -26,7 +26,7 @@ from evaluation.table import Table, spread
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
-from heads.measures.calibration import recalibrated
+from heads.measures.scores import recalibrated
 from heads.model.head import AcceptanceHead
 from lm import Sampling
 

@@ -11,7 +11,7 @@ from data_gen.pipeline.plan import duration
 from data_gen.pipeline.plan import plan as plan_data
 from evaluation.costs.machine import SKIP, about_timing, timing_budget_s
 from heads.grid import grid
-from heads.training.recipe import epochs_of
+from heads.training.command import epochs_of
 from lm import load_config
 from lm.features.released import width_of
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.batches.features import Batch, of_timing
+from heads.batches.features import Batch, Features, of_timing
 from heads.grid import HeadSpec
-from heads.measures.calibration import fit_logistic
-from heads.measures.histogram import Histogram, observe
-from heads.measures.running import NUM_POSITIONS, DraftMetric, LogitHistogram
-from heads.measures.scores import Measures, auroc, measures, reliability
+from heads.measures.histogram import Histogram, LogitHistogram, observe
+from heads.measures.scores import auroc, fit_logistic, measures, reliability
+from heads.measures.survival import NUM_POSITIONS, DraftMetric
 
 Result = dict[str, Any]
 SIGNALS = ("log_token_prob", "negative_entropy")
@@ -33,80 +32,84 @@ class Evaluation(nn.Module):
         """
         super().__init__()
         self._names = [str(spec) for spec in specs]
-        timings = [spec.shape.timing for spec in specs]
-        self._rows: dict[str, list[int]] = {
-            timing: [i for i, t in enumerate(timings) if t == timing] for timing in dict.fromkeys(timings)
-        }
-        self._shift = {timing: shift[rows] for timing, rows in self._rows.items()}
-        self._temperature = {timing: temperature[rows] for timing, rows in self._rows.items()}
-        counts = {timing: len(rows) for timing, rows in self._rows.items()}
-        self.tokens = nn.ModuleDict({timing: LogitHistogram(count) for timing, count in counts.items()})
-        self.raw, self.calibrated = (
-            nn.ModuleDict({timing: DraftMetric(count) for timing, count in counts.items()}) for _ in range(2)
-        )
-        self.signals = nn.ModuleDict({timing: LogitHistogram(len(SIGNALS)) for timing in counts})
+        self.parts = nn.ModuleDict()
+        self._rows: dict[str, list[int]] = {}
+        for timing in dict.fromkeys(spec.shape.timing for spec in specs):
+            rows = [index for index, spec in enumerate(specs) if spec.shape.timing == timing]
+            self._rows[timing] = rows
+            self.parts[timing] = _TimingMetrics(shift[rows], temperature[rows])
 
     @torch.no_grad()
     def update(self, logits: Mapping[str, Tensor], batch: Batch) -> None:
         """Add a batch: timing -> [heads, tokens] logits, and the features that they were computed from."""
         for timing, logit in logits.items():
-            features = of_timing(batch, timing)
-            label, lengths = features.acceptance_prob, features.row_lengths
-            calibrated = (logit + self._shift[timing][:, None].to(logit)) / self._temperature[timing][:, None].to(logit)
-            signals = torch.stack([features.scalars["log_token_prob"].float(), -features.scalars["entropy"].float()])
-            self.tokens[timing].update(observe(logit, label[None]))  # type: ignore[operator]
-            self.raw[timing].update(logit, label, row_lengths=lengths)  # type: ignore[operator]
-            self.calibrated[timing].update(calibrated, label, row_lengths=lengths)  # type: ignore[operator]
-            self.signals[timing].update(observe(signals, label[None]))  # type: ignore[operator]
+            self.parts[timing].update(logit, of_timing(batch, timing))  # type: ignore[operator]
 
     def compute(self) -> Result:
         """{"heads": {name: …}, "signals": {timing: {signal: …}}, "labels": {timing: …}}."""
         heads: dict[str, Any] = {}
         signals, labels = {}, {}
         for timing, rows in self._rows.items():
-            heads |= dict(zip([self._names[row] for row in rows], self._head_results(timing), strict=True))
-            histogram = self.signals[timing].compute()  # type: ignore[operator]
+            part: Any = self.parts[timing]
+            heads |= dict(zip([self._names[row] for row in rows], part.of_heads(), strict=True))
+            histogram = part.signals.compute()
             signals[timing], labels[timing] = _signal_results(histogram), _label_results(histogram)
         return {"heads": {name: heads[name] for name in self._names}, "signals": signals, "labels": labels}
 
-    def _head_results(self, timing: str) -> list[dict[str, Any]]:
-        histogram = self.tokens[timing].compute()  # type: ignore[operator]
-        shift, temperature = self._shift[timing].to(histogram.weight), self._temperature[timing].to(histogram.weight)
-        results: list[dict[str, Any]] = [
-            {"auroc": value, "temperature": t, "shift": s}
-            for value, t, s in zip(auroc(histogram).tolist(), temperature.tolist(), shift.tolist(), strict=True)
-        ]
+
+class _TimingMetrics(nn.Module):
+    """The metrics of the heads of one timing."""
+
+    shift: Tensor
+    temperature: Tensor
+
+    def __init__(self, shift: Tensor, temperature: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("shift", shift)
+        self.register_buffer("temperature", temperature)
+        self.tokens, self.signals = LogitHistogram(len(shift)), LogitHistogram(len(SIGNALS))
+        self.raw, self.calibrated = DraftMetric(len(shift)), DraftMetric(len(shift))
+
+    def update(self, logit: Tensor, features: Features) -> None:
+        label, lengths = features.acceptance_prob, features.row_lengths
+        calibrated = (logit + self.shift[:, None].to(logit)) / self.temperature[:, None].to(logit)
+        signals = torch.stack([features.scalars["log_token_prob"].float(), -features.scalars["entropy"].float()])
+        self.tokens.update(observe(logit, label[None]))
+        self.raw.update(logit, label, row_lengths=lengths)
+        self.calibrated.update(calibrated, label, row_lengths=lengths)
+        self.signals.update(observe(signals, label[None]))
+
+    def of_heads(self) -> list[dict[str, Any]]:
+        """All measurements of each head."""
+        histogram = self.tokens.compute()
+        columns = {"auroc": auroc(histogram), "temperature": self.temperature, "shift": self.shift}
+        results: list[dict[str, Any]] = _unstack(columns)
+        unit, zero = torch.ones_like(self.shift), torch.zeros_like(self.shift)
         for way, drafts, slope, offset in (
-            ("raw", self.raw[timing], torch.ones_like(shift), torch.zeros_like(shift)),
-            ("calibrated", self.calibrated[timing], 1 / temperature, shift / temperature),
+            ("raw", self.raw, unit, zero),
+            ("calibrated", self.calibrated, 1 / self.temperature, self.shift / self.temperature),
         ):
-            of_tokens = _unstack(measures(histogram, slope, offset))
-            of_drafts = _draft_results(drafts, len(results))  # type: ignore[arg-type]
-            bins = {name: value.tolist() for name, value in reliability(histogram, slope, offset)._asdict().items()}
+            of_tokens, of_drafts = _unstack(measures(histogram, slope, offset)._asdict()), _draft_results(drafts)
+            bins = _unstack(reliability(histogram, slope, offset)._asdict())
             for index, result in enumerate(results):
                 result |= {f"{way}_{name}": value for name, value in of_tokens[index].items()}
-                of_bins = {name: values[index] for name, values in bins.items()}
-                result[way] = of_drafts[index] | {"reliability": of_bins}
+                result[way] = of_drafts[index] | {"reliability": bins[index]}
         return results
 
 
-def _draft_results(metric: DraftMetric, num_heads: int) -> list[dict[str, Any]]:
+def _draft_results(metric: DraftMetric) -> list[dict[str, Any]]:
     """Metrics of each head by draft position, and of its survival predictions."""
-    token = metric.token.compute()
-    by_position, of_survival = (_unstack(measures(part)) for part in (token, metric.survival.compute()))
-    along = [values | {"auroc": score} for values, score in zip(by_position, auroc(token).tolist(), strict=True)]
-    positions = [slice(head * NUM_POSITIONS, (head + 1) * NUM_POSITIONS) for head in range(num_heads)]
-    return [{"by_position": along[part], "survival": of_survival[part]} for part in positions]
+    token, survival = metric.token.compute(), metric.survival.compute()
+    along = _unstack(measures(token)._asdict() | {"auroc": auroc(token)})
+    of_survival = _unstack(measures(survival)._asdict())
+    parts = [slice(start, start + NUM_POSITIONS) for start in range(0, len(along), NUM_POSITIONS)]
+    return [{"by_position": along[part], "survival": of_survival[part]} for part in parts]
 
 
 def _signal_results(histogram: Histogram) -> dict[str, Any]:
-    slope, offset = fit_logistic(histogram)
-    fitted = _unstack(measures(histogram, slope, offset))
-    scores = auroc(histogram).tolist()
-    return {
-        name: {"auroc": scores[index], **{f"calibrated_{key}": value for key, value in fitted[index].items()}}
-        for index, name in enumerate(SIGNALS)
-    }
+    calibrated = measures(histogram, *fit_logistic(histogram))._asdict()
+    columns = {"auroc": auroc(histogram)} | {f"calibrated_{name}": value for name, value in calibrated.items()}
+    return dict(zip(SIGNALS, _unstack(columns), strict=True))
 
 
 def _label_results(histogram: Histogram) -> dict[str, float]:
@@ -122,6 +125,7 @@ def _label_results(histogram: Histogram) -> dict[str, float]:
     }
 
 
-def _unstack(of_rows: Measures) -> list[dict[str, float]]:
-    columns = {name: value.tolist() for name, value in of_rows._asdict().items()}
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+def _unstack(columns: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """One dict of JSON values for each index of the first axis."""
+    values = [column.tolist() for column in columns.values()]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]

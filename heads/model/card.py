@@ -6,7 +6,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 from jinja2 import Environment
 
-from heads.model.architectures import PAPERS
+from heads.model.formula import PAPERS
 from heads.model.inputs import Inputs
 from lm.signals import SCALARS
 

@@ -1,19 +1,25 @@
-"""A head on disk: `config.json` and `model.safetensors`, written atomically and read strictly. Nothing is unpickled."""
+"""A head on disk, `config.json` and `model.safetensors`, written atomically and read strictly, from a directory or from
+the hub. Nothing is unpickled.
+"""
 
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from configs.paths import check_local
 from lm.finite import FLOATS
 from store.json_files import read_json
 from store.shards import write_atomic
 
 WEIGHTS = "model.safetensors"
+FILES = ("config.json", WEIGHTS, "README.md")
+"""Files of an exported head; no others are downloaded."""
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("hidden_size", "num_layers"), (int,)),
     **dict.fromkeys(("timing", "architecture"), (str,)),
@@ -32,6 +38,45 @@ IS_PICKLED = (
     "`safetensors.torch.save_file({name: t.clone() for name, t in torch.load(path, weights_only=True).items()}, "
     "'model.safetensors')` (clone, because the official blocks share their tensors)"
 )
+_EXPORT = "export the head again with `acceptance-heads export`"
+
+
+def local_directory(source: str | Path, **download: Any) -> Path:
+    """The local path of a head; a hub id (owner/name) is downloaded.
+
+    Args:
+        source: a local file or directory, or a hub id.
+        download: revision, token and other arguments of `snapshot_download`.
+
+    Raises:
+        FileNotFoundError: neither a local path nor a repository that can be downloaded.
+        ValueError: a URL.
+    """
+    check_local(source, "the path of a head", may_be_on_hub=True)
+    path = Path(source)
+    if path.exists():
+        return path
+    if path.is_absolute() or len(path.parts) != 2 or path.parent.exists():
+        raise FileNotFoundError(
+            f"no exported head at {path}; run `acceptance-heads export`, which writes one directory per head of a sweep"
+        )
+    return downloaded(str(source), kind="head", remedy="name a local directory", allow_patterns=[*FILES], **download)
+
+
+def downloaded(name: str, *, kind: str, remedy: str, **download: Any) -> Path:
+    """The files of a hub repository; FileNotFoundError if they cannot be downloaded."""
+    try:
+        return Path(snapshot_download(name, **download))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"no {kind} at {name!r}: no such directory, and the download from the hub failed ({first_line(error)}); "
+            f"check the name, run `hf auth login` for a private one, or {remedy}"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type if the message is empty."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def write_head_files(directory: Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
@@ -48,57 +93,55 @@ def config_text(config: dict[str, Any]) -> bytes:
 
 def read_head_config(path: Path) -> dict[str, Any]:
     """The config.json of a head; ValueError if it is not a JSON object or a value has the wrong type."""
-    remedy = "export the head again with `acceptance-heads export`"
-    config = read_json(path, remedy=remedy)
+    config = read_json(path, remedy=_EXPORT)
     for key, kinds in _KINDS.items():
         value = config.get(key)
         is_number_for_bool = isinstance(value, bool) and bool not in kinds
         is_list_of_others = isinstance(value, list) and not all(isinstance(item, str) for item in value)
         if key in config and (not isinstance(value, kinds) or is_number_for_bool or is_list_of_others):
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise ValueError(f"{path}: {key} is {value!r}, expected {names}; {remedy}")
+            raise ValueError(f"{path}: {key} is {value!r}, expected {names}; {_EXPORT}")
     return config
 
 
 def read_head_files(
-    directory: Path, config: dict[str, Any] | None, *, expected: Callable[[dict[str, Any]], dict[str, tuple[int, ...]]]
-) -> dict[str, Tensor]:
-    """The tensors of a saved head, checked by name, shape and finiteness.
+    directory: Path, expected: Callable[[dict[str, Any]], dict[str, tuple[int, ...]]]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and the tensors of a saved head, checked by name, shape and finiteness.
 
     Args:
         directory: of the head.
-        config: its config.json; None if there is none.
         expected: config -> name and shape of each tensor.
     """
-    if config is None:
-        raise FileNotFoundError(
-            f"no config.json in {str(directory)!r}; a head is a directory with config.json and {WEIGHTS}"
-        )
-    for key in ("hidden_size", "num_layers"):
-        if key not in config:
-            raise ValueError(
-                f"config.json of {str(directory)!r} has no {key!r}, so this is not an acceptance head; export one with "
-                "`acceptance-heads export`"
-            )
-    path = directory / WEIGHTS
+    path, weights = directory / "config.json", directory / WEIGHTS
+    if not directory.is_dir():
+        raise FileNotFoundError(f"{directory} is a file, not an exported head; name the head's directory")
     if not path.is_file():
-        pickled = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLES)
-        if pickled:
-            raise ValueError(f"{str(directory)!r} has no {WEIGHTS}, and its {pickled[0]} {IS_PICKLED}")
-        raise FileNotFoundError(f"no {WEIGHTS} in {str(directory)!r}; export the head with `acceptance-heads export`")
-    tensors = read_safetensors(path)
+        raise FileNotFoundError(f"no config.json in {directory}; a head is a directory with config.json and {WEIGHTS}")
+    config = read_head_config(path)
+    if missing := [key for key in ("hidden_size", "num_layers") if key not in config]:
+        raise ValueError(f"{path} has no {missing[0]!r}, so this is not an acceptance head; {_EXPORT}")
+    check_no_pickle(weights)
+    if not weights.is_file():
+        raise FileNotFoundError(f"no {WEIGHTS} in {directory}; {_EXPORT}")
+    tensors = read_safetensors(weights)
     check_width(config["hidden_size"], tensors, source=directory)
     try:
         shapes = expected(config)
     except ValueError as error:
-        raise ValueError(f"{directory / 'config.json'}: {error}") from error
-    return checked(tensors, shapes, source=directory)
+        raise ValueError(f"{path}: {error}") from error
+    return config, checked(tensors, shapes, source=directory)
+
+
+def check_no_pickle(path: Path) -> None:
+    """Raise ValueError if `path` is a pickled checkpoint, or is missing beside one."""
+    beside = [] if path.is_file() else sorted(path.parent.glob("*"))
+    if pickled := [file for file in (path, *beside) if file.suffix in PICKLES]:
+        raise ValueError(f"{pickled[0]} {IS_PICKLED}")
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file; ValueError if it is truncated or a pickle."""
-    if path.suffix in PICKLES:
-        raise ValueError(f"{path} {IS_PICKLED}")
+    """Every tensor of a safetensors file; ValueError if it is truncated."""
     try:
         return load_file(path)
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have

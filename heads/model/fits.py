@@ -27,7 +27,7 @@ def check_fits(
     sampling: Mapping[str, Any] | None = None,
     remedy: str = _REMEDY,
 ) -> None:
-    """Raise ValueError unless a head was trained for this use, or does not record what it was trained for.
+    """Raise ValueError if a head was trained with another draft, target or sampling; what is unknown passes.
 
     Args:
         head: the head, with its provenance.
@@ -37,9 +37,6 @@ def check_fits(
         target: description of the target, likewise.
         sampling: temperature, top_k, top_p; None: not compared.
         remedy: end of the message.
-
-    Raises:
-        ValueError: the head's provenance names another draft, another target or another sampling.
     """
     trained = head.provenance
     for role, trained_with, current in (("the draft", trained.draft, draft), ("the target", trained.target, target)):
@@ -48,13 +45,10 @@ def check_fits(
             raise ValueError(
                 f"the head {name} was trained with {old}, but {current.get('role', role)} is {new}; {remedy}"
             )
-    if (
-        sampling is not None
-        and trained.sampling
-        and any(trained.sampling.get(key) != value for key, value in sampling.items())
-    ):
+    sampling = dict(sampling or {})
+    if trained.sampling and any(trained.sampling.get(key) != value for key, value in sampling.items()):
         raise ValueError(
-            f"the head {name} was trained for sampling {trained.sampling}, but this run has {dict(sampling)}; {remedy}"
+            f"the head {name} was trained for sampling {trained.sampling}, but this run has {sampling}; {remedy}"
         )
 
 
@@ -74,24 +68,19 @@ def _differ(described: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     Hashes of the weights, or commits on the hub, recognise a copy under another path. Descriptions that share neither
     (a hub id and a local copy, or an imported head) are compared by the last part of their names and by revision.
     """
-    if _both_say("hidden_size", described, other) and described["hidden_size"] != other["hidden_size"]:
+    shared = {key for key in ("hidden_size", "name", "revision") if described.get(key) and other.get(key)}
+    if "hidden_size" in shared and described["hidden_size"] != other["hidden_size"]:
         return True
     if (same := same_model(described, other)) is not None:
         return not same
-    if _both_say("name", described, other) and Path(described["name"]).name != Path(other["name"]).name:
+    if "name" in shared and Path(described["name"]).name != Path(other["name"]).name:
         return True
-    return _both_say("revision", described, other) and described["revision"] != other["revision"]
-
-
-def _both_say(key: str, described: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return bool(described.get(key)) and bool(other.get(key))
+    return "revision" in shared and described["revision"] != other["revision"]
 
 
 def _distinct_names(described: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str]:
     """Paths of two models; with an identifier of the weights if both paths are the same (a model trained further)."""
-    old, new = (
-        str(description.get("path") or description.get("name") or "another model") for description in (described, other)
-    )
+    old, new = (str(facts.get("path") or facts.get("name") or "another model") for facts in (described, other))
     if old != new:
         return old, new
     return f"{old} ({_identifier(described)})", f"{new} ({_identifier(other)})"

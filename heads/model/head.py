@@ -17,8 +17,7 @@ separate blocks in place of one shared block.
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from json import JSONDecodeError
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,26 +27,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from configs.paths import local_path
-from heads.model.architectures import PAPERS, architecture_of
 from heads.model.card import model_card
-from heads.model.files import config_text, read_head_config, read_head_files, write_head_files
-from heads.model.formula import stack_forward
-from heads.model.hub import local_directory
+from heads.model.files import config_text, local_directory, read_head_config, read_head_files, write_head_files
+from heads.model.formula import PAPERS, architecture_of, stack_forward
 from heads.model.inputs import Inputs
 from heads.model.provenance import Provenance
 from lm.signals import SCALARS
 from store.shards import write_atomic
 
 Timing = Literal["fed", "drawn", "prefix", "candidate"]
-TIMING_LABELS: Mapping[str, str] = {
-    "fed": "fed-time",
-    "drawn": "drawn-time",
-    "prefix": "prefix",
-    "candidate": "candidate",
-}
+TIMING_LABELS = {"fed": "fed-time", "drawn": "drawn-time", "prefix": "prefix", "candidate": "candidate"}
 """Timing -> adjective before "head" in messages."""
 _MAX_DEPTH = 1000
-_HUB_ARGUMENTS = {"revision", "token", "cache_dir", "force_download", "local_files_only"}
 
 
 class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
@@ -78,7 +69,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
                 (`lm.signals`), in this order.
             embedding: also read the draft's input embedding of the token (of width hidden_size).
             is_normalised: normalise hidden state and embedding to mean 0 and variance 1 first (not in the paper).
-            architecture: key of `heads.model.architectures.ARCHITECTURES`.
+            architecture: key of `heads.model.formula.ARCHITECTURES`.
 
         Raises:
             ValueError: a width below 1, a negative depth, an unknown timing, architecture or scalar, a prefix head that
@@ -100,10 +91,10 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         self.blocks = nn.ModuleList([architecture_of(architecture).block(hidden_size) for _ in range(depth)])
         self.skip = nn.Linear(num_inputs, 1, bias=False) if num_inputs else None
         self.out = nn.Linear(hidden_size, 1)
-        for linear in self._zero_at_start():
-            nn.init.zeros_(linear.weight)
-        if self.mix is not None:
-            nn.init.zeros_(self.mix.bias)
+        # a new head reads only the hidden state; blocks keep torch's initialisation, as in the official code, which
+        # comments out its zero initialisation
+        for parameter in (p for linear in (self.mix, self.skip) if linear is not None for p in linear.parameters()):
+            nn.init.zeros_(parameter)
 
     def forward(
         self,
@@ -121,15 +112,13 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         Raises:
             ValueError: an input is missing, or given to a head that does not read it.
         """
-        inputs = self.inputs.concatenated(scalars, embedding)
+        inputs, dtype = self.inputs.concatenated(scalars, embedding), self.out.weight.dtype
         # one head is a stack of one, so that the formula is written once
         weights = {name: parameter[None] for name, parameter in self.named_parameters()}
-        dtype = self.out.weight.dtype
         x = None if inputs is None else inputs.to(dtype).reshape(1, -1, inputs.shape[-1])
-        stream = self.inputs.taken(hidden.to(dtype))
-        stream = stream.reshape(1, -1, self.hidden_size)
-        architecture = architecture_of(self.architecture)
-        return stack_forward(weights, stream, x, architecture=architecture).view(hidden.shape[:-1])
+        stream = self.inputs.taken(hidden.to(dtype)).reshape(1, -1, self.hidden_size)
+        logit = stack_forward(weights, stream, x, architecture=architecture_of(self.architecture))
+        return logit.view(hidden.shape[:-1])
 
     @property
     def calibration_shift(self) -> float:
@@ -173,8 +162,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
 
     def fingerprint(self) -> str:
         """sha256 over architecture and weights: the key of the head's scores in a trace."""
-        inputs = self.inputs.config
-        shape = f"{self.timing} {inputs['scalars']} {inputs['embedding']} {self.depth}"
+        shape = f"{self.timing} {self.inputs.config['scalars']} {self.inputs.embedding} {self.depth}"
         # departures from the paper's head are named only where they apply, so that older traces keep their keys
         shape += " normalised" * self.inputs.is_normalised
         shape += f" {self.architecture}" * (self.architecture != PAPERS)
@@ -201,34 +189,26 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         self.generate_model_card().save(save_directory / "README.md")
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **arguments: Any) -> "AcceptanceHead":
-        """A head from a directory or from the hub, read strictly from safetensors.
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, *, map_location: str | torch.device = "cpu", **download: Any
+    ) -> "AcceptanceHead":
+        """A head from a directory or from the hub (owner/name), read strictly from safetensors.
+
+        Args:
+            pretrained_model_name_or_path: the head's directory, or its hub id.
+            map_location: device of the head.
+            download: revision, token and other arguments of `huggingface_hub.snapshot_download`.
 
         Raises:
             FileNotFoundError: no head there, or a file is missing.
             ValueError: an invalid config.json; a pickled checkpoint; tensors missing, unexpected, misshapen or not
                 finite.
         """
-        directory = local_directory(
-            pretrained_model_name_or_path, **{key: arguments.pop(key) for key in _HUB_ARGUMENTS & arguments.keys()}
-        )
-        if not directory.is_dir():
-            raise FileNotFoundError(f"{directory} is a file, not an exported head; name the head's directory")
-        if (directory / "config.json").is_file():
-            read_head_config(directory / "config.json")
-        try:
-            return super().from_pretrained(directory, **arguments)
-        except JSONDecodeError as error:  # a byte order mark, which read_head_config accepts and the mixin does not
-            raise ValueError(f"{directory / 'config.json'}: {error}; export the head again") from error
-
-    @classmethod
-    def _from_pretrained(
-        cls, *, model_id: str, config: dict[str, Any] | None = None, **arguments: Any
-    ) -> "AcceptanceHead":
-        tensors = read_head_files(Path(model_id), config, expected=cls._expected)
-        head = cls.from_config(config or {})
+        directory = local_directory(pretrained_model_name_or_path, **download)
+        config, tensors = read_head_files(directory, cls._expected)
+        head = cls.from_config(config)
         head.load_state_dict(tensors, strict=True)
-        return head.eval().to(arguments.get("map_location", "cpu"))
+        return head.eval().to(map_location)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "AcceptanceHead":
@@ -245,13 +225,6 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
     def _expected(cls, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
             return {name: tuple(t.shape) for name, t in cls.from_config(config).state_dict().items()}
-
-    def _zero_at_start(self) -> Iterator[nn.Linear]:
-        """Layers whose weights start at zero, so that a new head reads only the hidden state.
-
-        Blocks keep torch's initialisation, as in the official code, whose zero initialisation is commented out.
-        """
-        yield from (linear for linear in (self.mix, self.skip) if linear is not None)
 
 
 def kind_of(timing: str, inputs: Inputs, architecture: str) -> str:

@@ -13,12 +13,11 @@ top-k 50), trained with w_acc = 1.
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from heads.model.files import IS_PICKLED, PICKLES, check_width, checked, read_safetensors
+from heads.model.files import check_no_pickle, check_width, checked, local_directory, read_safetensors
 from heads.model.head import AcceptanceHead, check_shape
-from heads.model.hub import local_directory
 from heads.model.provenance import Provenance
 from store.json_files import read_json
 
@@ -36,18 +35,13 @@ def read_official_head(source: str | Path, provenance: Provenance) -> Acceptance
     """
     source = local_directory(source)
     path = source / "model.safetensors" if source.is_dir() else source
-    if path.suffix in PICKLES:
-        raise ValueError(f"{path} {IS_PICKLED}")
-    pickled = sorted(p.name for p in path.parent.glob("*") if p.suffix in PICKLES)
-    if not path.is_file() and pickled:
-        raise ValueError(f"{path.parent / pickled[0]} {IS_PICKLED}")
     config_path = path.parent / "config.json"
-    for needed in (path, config_path):
-        if not needed.is_file():
-            raise FileNotFoundError(
-                f"no {needed.name} at {needed.parent}; an official head is a directory with config.json and "
-                "model.safetensors"
-            )
+    check_no_pickle(path)
+    if missing := [file for file in (path, config_path) if not file.is_file()]:
+        raise FileNotFoundError(
+            f"no {missing[0].name} at {path.parent}; an official head is a directory with config.json and "
+            "model.safetensors"
+        )
     hidden_size, depth = _shape(read_json(config_path, remedy="fetch it again"), config_path)
     tensors = _with_aliases(path, depth)
     check_width(hidden_size, tensors, source=path.parent)
@@ -78,16 +72,13 @@ def _with_aliases(path: Path, depth: int) -> dict[str, Tensor]:
     In a file without aliases, a single stored block is the shared one, as the official module has no other.
     """
     tensors = read_safetensors(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            aliases = file.metadata() or {}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a complete safetensors file ({error}); fetch it again") from error
+    with safe_open(path, framework="pt") as file:
+        aliases = file.metadata() or {}
     tensors |= {name: tensors[stored] for name, stored in aliases.items() if stored in tensors}
-    blocks = [i for i in range(depth) if f"model.{i}.linear.weight" in tensors]
-    if len(blocks) == 1:
-        for part in ("weight", "bias") if f"model.{blocks[0]}.linear.bias" in tensors else ():
-            tensors |= {f"model.{i}.linear.{part}": tensors[f"model.{blocks[0]}.linear.{part}"] for i in range(depth)}
+    stored_blocks = [i for i in range(depth) if f"model.{i}.linear.weight" in tensors]
+    if len(stored_blocks) == 1:
+        shared = {name: tensors.get(f"model.{stored_blocks[0]}.linear.{name}") for name in ("weight", "bias")}
+        tensors |= {f"model.{i}.linear.{n}": t for i in range(depth) for n, t in shared.items() if t is not None}
     return tensors
 
 

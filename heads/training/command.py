@@ -1,23 +1,46 @@
-"""The command `train`: every head of the grid in one run, which resumes from its last checkpoint."""
+"""The command `train`: every head of the grid in one run, which resumes from its last checkpoint.
 
+Where the config sets no learning rate and no number of epochs, they follow from the data. SpecDec++ trains for three
+epochs at 5e-5, on millions of tokens at width 4096. For a few hundred responses of a small draft that is far too little
+(AUROC 0.5). Adam changes each weight by about the learning rate per step and a head of width d sums d of them, so the
+rate is proportional to 1 / d. Small data sets are read for more epochs.
+"""
+
+import math
 import signal
 import sys
-import warnings
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
+from jaxtyping import Float
 from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
+from torch import Tensor
 
-from configs.schema import Config
-from heads.training.cluster import stopped_by_sigusr1
+from configs.schema import Config, PairConfig
+from data_gen.pipeline import sizes
+from data_gen.store.manifest import read_manifest
+from heads.batches.features import FEATURE_SETS
+from heads.batches.module import FeatureData, is_first_process
+from heads.batches.online import DraftFeatures, RowData
+from heads.grid import grid
+from heads.measures.report import by_set, save_plots, tables, verdict, write_metrics
 from heads.training.directory import RunDirectory
-from heads.training.recipe import settled
-from heads.training.run import build, report
-from heads.training.trainer import make_trainer, quiet
+from heads.training.sweep import Sweep
+from heads.training.trainer import PAPER_EPOCHS, make_trainer, quiet, stopped_by_sigusr1
+from lm import FeatureDraft, check_width, emitted_vocab_size, load_model, load_pair
+from lm.features.released import released_layout_of
+from store.shards import list_shards, read_sidecar, write_atomic
 
-_STOPPED = 128 + signal.SIGTERM
-"""Exit code of a process that SIGTERM ended, by the convention of shells."""
+_RATE_TIMES_WIDTH = 1.5
+_HIGHEST_RATE = 1e-2
+_STEPS = 400
+"""Optimiser steps that suffice at that rate."""
+_EPOCHS = (PAPER_EPOCHS, 30)
+"""Minimum and maximum."""
+_CPU = torch.device("cpu")
 
 
 def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
@@ -28,7 +51,6 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
         resume: continue from the last checkpoint in heads.dir, if there is one of the same config; false: start over.
     """
     quiet()
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
     config = settled(config)
     directory = RunDirectory(Path(config.heads.dir))
     with directory.alone(), stopped_by_sigusr1():
@@ -45,9 +67,143 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
             print(
                 "stopped by a signal; run the same command again to continue from the last checkpoint", file=sys.stderr
             )
-            raise SystemExit(_STOPPED) from error
+            raise SystemExit(128 + signal.SIGTERM) from error  # the convention of shells
         except SystemExit:
             if trainer.interrupted:  # Lightning turns Ctrl-C into a silent exit
                 raise KeyboardInterrupt from None
             raise
         return report(sweep, directory) if trainer.is_global_zero else sweep.results
+
+
+def settled(config: Config) -> Config:
+    """The experiment with defaults filled in for learning rate, epochs and data sizes; prints the chosen values.
+
+    Raises:
+        FileNotFoundError: no data to train on.
+    """
+    grid(config.heads)  # report invalid settings before any data is read
+    manifest = read_manifest(config.data.dir, keys=("draft",))
+    heads, trainer, choices = config.heads, dict(config.trainer), []
+    if heads.learning_rate is None:
+        width = manifest["draft"]["hidden_size"]
+        heads = replace(heads, learning_rate=min(_HIGHEST_RATE, float(f"{_RATE_TIMES_WIDTH / width:.2g}")))
+        choices.append(f"heads.learning_rate {heads.learning_rate:g} for a draft of width {width:,}")
+    if trainer.get("max_epochs") is None and trainer.get("max_steps", -1) in (None, -1):
+        num = _num_responses(config)
+        trainer["max_epochs"] = epochs_of(num, heads.batch_size)
+        choices.append(f"trainer.max_epochs {trainer['max_epochs']} for {num:,} responses")
+    if choices and is_first_process():
+        print(f"chosen automatically: {', '.join(choices)}")
+    return replace(config, data=sizes.settled(config.data, heads), heads=heads, trainer=trainer)
+
+
+def epochs_of(num_responses: int, batch_size: int) -> int:
+    """Epochs that give about `_STEPS` optimiser steps."""
+    return min(max(math.ceil(_STEPS * batch_size / max(1, num_responses)), _EPOCHS[0]), _EPOCHS[1])
+
+
+def build(config: Config, *, run: str | None = None, device: torch.device = _CPU) -> tuple[Sweep, FeatureData]:
+    """The LightningModule and the data module of a config.
+
+    Args:
+        config: the experiment.
+        run: name of the run, stored in its checkpoints.
+        device: device of this process's training steps.
+
+    Raises:
+        FileNotFoundError, ValueError: missing or invalid data, or a draft other than the one that made the data.
+    """
+    config = settled(config)
+    data: FeatureData
+    draft = embedding = None
+    if config.heads.features == "online":
+        if released_layout_of(config.pair.draft):
+            raise ValueError(
+                "heads.features is online, but a feature draft needs the target's states; set heads.features to cached"
+            )
+        data = rows = RowData(config.data, config.heads, pair=config.pair)
+        vocab_size = emitted_vocab_size(config.pair)
+        model = load_model(config.pair.draft, device=device)
+        check_width(model, vocab_size, "draft")
+        rows.draft = draft = DraftFeatures(model, vocab_size=vocab_size, timings=data.timings)
+    else:
+        data = FeatureData(config.data, config.heads, pair=config.pair)
+    if config.heads.reached and not data.manifest.get("draft_length"):
+        raise ValueError(
+            f"heads.reached is true, but it needs data of a feature draft, and {config.data.dir} was made with a "
+            "separate draft model; set heads.reached to false"
+        )
+    facts = {
+        "run": run,
+        "hidden_size": data.hidden_size,
+        "scalar_stats": _scalar_stats(data),
+        "provenance": _provenance(config, data),
+    }
+    if any(config.heads.embeddings):
+        embedding = _input_embedding(config.pair, data.hidden_size)
+    return Sweep(asdict(config.heads), facts, draft=draft, embedding=embedding), data
+
+
+def report(sweep: Sweep, directory: RunDirectory) -> dict[str, Any]:
+    """Write val_metrics.json, tables.md and the plots; print the verdict. Returns the results by split."""
+    write_metrics(directory.metrics, sweep.results, run=sweep.facts["run"], history=sweep.history)
+    texts = [tables(result, sweep.specs, split=name) for name, result in sweep.results.items() if "/" not in name]
+    write_atomic(directory.path / "tables.md", "\n".join([*texts, by_set(sweep.results, sweep.specs)]).encode())
+    plots = save_plots(directory.path / "plots", sweep.results["dev"], history=sweep.history, specs=sweep.specs)
+    print(verdict(sweep.results["dev"], sweep.specs))
+    print(f"all metrics: {directory.path / 'tables.md'}, {directory.metrics}; {len(plots)} plots: {plots[0].parent}")
+    print("next: acceptance-heads export --config …")
+    return sweep.results
+
+
+def _input_embedding(pair: PairConfig, hidden_size: int) -> Float[Tensor, "vocab hidden"]:
+    """The draft's input embeddings; a draft that reads the target's states is loaded with its target."""
+    draft = load_pair(pair).drafting if released_layout_of(pair.draft) else load_model(pair.draft, device=_CPU)
+    layer = draft.embedding if isinstance(draft, FeatureDraft) else draft.get_input_embeddings()
+    embedding = layer.get_parameter("weight").detach().float().cpu().clone()
+    if embedding.shape[1] != hidden_size:
+        raise ValueError(
+            f"the draft's embeddings have width {embedding.shape[1]} and its hidden states {hidden_size}, but "
+            "heads.embeddings needs equal widths; set it to [false]"
+        )
+    return embedding
+
+
+def _num_responses(config: Config) -> int:
+    """Number of training responses."""
+    data, heads = config.data, config.heads
+    feature_set = next(FEATURE_SETS[timing] for timing in heads.timings)
+    has_rows = (Path(data.dir) / "rows").is_dir()
+    paths = list_shards(data.dir, "train", None if has_rows else feature_set)
+    num_rows = sum(read_sidecar(path, keys=("rows",))["rows"] for path in paths)
+    num = num_rows if has_rows or feature_set != "fed" else num_rows // data.mixes
+    return max(1, num if heads.num_train is None else min(num, heads.num_train))
+
+
+def _scalar_stats(data: FeatureData) -> dict[str, list[list[float]]]:
+    """Feature set -> [mean, standard deviation] of each scalar, over the first training shard."""
+    stats: dict[str, list[list[float]]] = {}
+    for timing in data.timings if any(data.heads.scalars) else ():
+        scalars = data.first_scalars(timing).double()
+        stats[timing] = [scalars.mean(0).tolist(), scalars.std(0, correction=0).clamp_min(1e-6).tolist()]
+    return stats
+
+
+def _provenance(config: Config, data: FeatureData) -> dict[str, Any]:
+    manifest, recorded = data.manifest, data.manifest.get("recorded", {})
+    settings = {key: config.trainer.get(key) for key in ("max_epochs", "max_steps", "precision")}
+    trainer = {key: value for key, value in settings.items() if value not in (None, -1)}
+    return {
+        # data of feature drafts is not mixed
+        "mixing_ratio": None if manifest.get("draft_length") else manifest["mixing_ratio"],
+        "draft": {"path": recorded.get("draft_path"), **manifest["draft"]},
+        "target": {"path": recorded.get("target_path"), **manifest["target"]},
+        "sampling": manifest["sampling"],
+        "training": {
+            "prompts": manifest["prompts"],
+            "responses": data.num_responses("train"),
+            "learning_rate": config.heads.learning_rate,
+            "sequences_per_batch": config.heads.batch_size,
+            **(trainer or {"max_epochs": PAPER_EPOCHS}),
+        },
+    }

@@ -11,42 +11,36 @@ metrics contain the name of their run, so a run neither resumes from nor exports
 """
 
 import json
+import pickle
 import platform
 import sys
 import uuid
+import zipfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from configs.schema import Config, ModelSource, PairConfig
 from data_gen.store.manifest import digest, read_manifest
 from heads.batches.module import is_first_process
-from heads.training.checkpoints import check_whole, run_of
 from store.json_files import read_json
 from store.lock import only_writer
 from store.shards import clean_partial, write_atomic
 
 _FREE_TO_CHANGE = {
-    "pair": {"gpus", "num_threads", "trust_remote_code"},  # trust_remote_code: of older versions
-    "data": {"dir", "batch_size", "chunk_mb", "engine", "ray"},  # the manifest is compared instead
-    "heads": {"dir", "checkpoint_every_n_steps"},
-    "trainer": {
-        "logger",
-        "callbacks",
-        "default_root_dir",
-        "enable_checkpointing",
-        "enable_progress_bar",
-        "enable_model_summary",
-        "log_every_n_steps",
-        "profiler",
-        "barebones",
-        "devices",
-        "num_nodes",
-    },
+    *("pair.gpus", "pair.num_threads"),
+    *("data.dir", "data.batch_size", "data.chunk_mb", "data.engine", "data.ray"),  # the manifest is compared instead
+    *("heads.dir", "heads.checkpoint_every_n_steps"),
+    *("trainer.logger", "trainer.callbacks", "trainer.default_root_dir", "trainer.log_every_n_steps"),
+    *("trainer.enable_checkpointing", "trainer.enable_progress_bar", "trainer.enable_model_summary"),
+    *("trainer.profiler", "trainer.barebones", "trainer.devices", "trainer.num_nodes"),
 }
-"""Keys in which a resumed run may differ, because they change at most rounding. The number of processes is compared."""
+"""Settings in which a resumed run may differ: they change at most rounding. The number of processes is compared."""
+_START_OVER = "pass --resume false to start over"
 
 
 @dataclass(frozen=True)
@@ -83,11 +77,6 @@ class RunDirectory:
         Raises:
             ValueError: a broken checkpoint, or one of another config or an incompatible number of processes.
         """
-        if requeued := next(self.path.glob("hpc_ckpt_*.ckpt"), None):
-            raise ValueError(
-                f"{requeued} was written by SLURM's requeueing; delete it, or Lightning would load it instead of "
-                f"{self.checkpoint}"
-            )
         described = _described(config)
         on_disk = self.read() if resume else {}
         has_checkpoint, saved = resume and self.checkpoint.is_file(), ""
@@ -96,7 +85,7 @@ class RunDirectory:
             saved = run_of(self.checkpoint)
             if on_disk:
                 _refuse_difference(on_disk, described, path=self.path)
-                _refuse_processes(on_disk.get("processes"), processes, dropout=config.heads.dropout, path=self.path)
+                _refuse_processes(on_disk, processes, dropout=config.heads.dropout, path=self.path)
         is_resumed = has_checkpoint and (not on_disk or on_disk["run"] == saved)
         run = saved if is_resumed else on_disk["run"] if on_disk else uuid.uuid4().hex
         if is_first_process():
@@ -116,6 +105,28 @@ class RunDirectory:
         if not isinstance(on_disk["config"], dict):
             raise ValueError(f"{path}: config is {on_disk['config']!r}, expected an object; {remedy}")
         return on_disk
+
+
+def check_whole(path: Path) -> None:
+    """Raise ValueError if a checkpoint is truncated or corrupted."""
+    remedy = "delete it, or pass --resume false, to start over"
+    try:
+        with zipfile.ZipFile(path) as file:
+            broken = file.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, UnicodeDecodeError) as error:
+        raise ValueError(f"checkpoint {path} is incomplete ({path.stat().st_size:,} bytes); {remedy}") from error
+    if broken is not None:
+        raise ValueError(f"checkpoint {path} is corrupted (in {broken}); {remedy}")
+
+
+def run_of(path: Path) -> str:
+    """The name of the run that wrote a checkpoint; ValueError if it is not a checkpoint of a sweep."""
+    try:
+        return torch.load(path, mmap=True, weights_only=True, map_location="cpu")["hyper_parameters"]["facts"]["run"]
+    except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a checkpoint of `acceptance-heads train` ({type(error).__name__}: {error}); name another"
+        ) from error
 
 
 def _described(config: Config) -> dict[str, Any]:
@@ -140,49 +151,40 @@ def _digest_of_data(directory: str) -> str | None:
 
 def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, path: Path) -> None:
     """Raise ValueError for the first setting that differs; settings that run.json lacks have their default."""
-    remedy = "choose another heads.dir, or pass --resume false to start over in this one"
-    written, data = _over(_DEFAULTS, on_disk["config"]), described["config"]["data"]["dir"]
+    remedy = f"choose another heads.dir, or {_START_OVER} in this one"
     if None not in (on_disk.get("data"), described["data"]) and on_disk["data"] != described["data"]:
-        raise ValueError(f"{path} has a run that was trained on other data than {data} contains now; {remedy}")
-    for section in ("pair", "data", "heads", "trainer"):
-        old, new = written[section] or {}, described["config"][section]
-        for key in sorted((old.keys() | new.keys()) - _FREE_TO_CHANGE[section]):
-            if old.get(key) != new.get(key):
-                name, before, now = _innermost(f"{section}.{key}", old.get(key), new.get(key))
-                raise ValueError(f"{path} has a run with {name} = {before!r}, but this config has {now!r}; {remedy}")
+        directory = described["config"]["data"]["dir"]
+        raise ValueError(f"{path} has a run that was trained on other data than {directory} contains now; {remedy}")
+    new, old = (_settings(config) for config in (described["config"], on_disk["config"]))
+    old = _settings(_DEFAULTS) | old
+    for name in sorted(new.keys() | {name for name in old if name.startswith("trainer.")}):
+        if old.get(name) != new.get(name) and ".".join(name.split(".")[:2]) not in _FREE_TO_CHANGE:
+            raise ValueError(
+                f"{path} has a run with {name} = {old.get(name)!r}, but this config has {new.get(name)!r}; {remedy}"
+            )
 
 
-def _innermost(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
-    """The first nested setting that differs, such as pair.draft.path within pair.draft, with both values."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return name, old, new
-    key = min(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return _innermost(f"{name}.{key}", old.get(key), new.get(key))
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Every setting that training depends on, by its full name, such as pair.draft.path."""
+
+    def flat(values: Any, name: str) -> dict[str, Any]:
+        if not isinstance(values, dict):
+            return {name: values}
+        return {full: leaf for key, value in values.items() for full, leaf in flat(value, f"{name}.{key}").items()}
+
+    sections = {name: config.get(name) or {} for name in ("pair", "data", "heads", "trainer")}
+    return {full: leaf for name, values in sections.items() for full, leaf in flat(values, name).items()}
 
 
-def _refuse_processes(written: int | None, processes: int, *, dropout: float, path: Path) -> None:
-    """Raise ValueError if resuming a run of `written` processes on `processes` would change more than rounding."""
-    remedy = "pass --resume false to start over"
-    if written is None:
-        raise ValueError(
-            f"{path} has a run of an older version, whose heads.batch_size was per process; {remedy}, or add "
-            '"processes": 1 to its run.json if it ran in one process'
-        )
+def _refuse_processes(on_disk: dict[str, Any], processes: int, *, dropout: float, path: Path) -> None:
+    """Raise ValueError if resuming a run on another number of processes would change more than rounding."""
+    written = on_disk.get("processes", processes)
     if written != processes and dropout:
         raise ValueError(
             f"{path} has a run of {written} processes, but this one has {processes}, and heads.dropout {dropout:g} "
-            f"depends on their number; set trainer.devices x trainer.num_nodes to {written}, or {remedy}"
+            f"depends on their number; set trainer.devices x trainer.num_nodes to {written}, or {_START_OVER}"
         )
 
 
-_REMOVED = {"extra_layers"}  # settings of older runs that changed no weight
 _MODEL = ModelSource(path="")
 _DEFAULTS = json.loads(json.dumps(asdict(Config(pair=PairConfig(target=_MODEL, draft=_MODEL)))))
-
-
-def _over(defaults: Any, values: Any) -> Any:
-    """`values` without removed settings, and with the keys that it lacks from `defaults`."""
-    if not isinstance(values, dict):
-        return values
-    defaults = defaults if isinstance(defaults, dict) else {}
-    return defaults | {key: _over(defaults.get(key), value) for key, value in values.items() if key not in _REMOVED}

@@ -9,20 +9,18 @@ weights, so an exported head reads scalars in nats.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from heads.grid import HeadShape, HeadSpec
-from heads.model.architectures import ARCHITECTURES
-from heads.model.formula import Dropout, stack_forward
+from heads.model.formula import ARCHITECTURES, Dropout, stack_forward
 from heads.model.head import AcceptanceHead
 from heads.model.inputs import STANDARD
 from heads.model.provenance import Provenance
-from heads.training.chunked_loss import stack_loss
-from heads.training.loss import Targets, weighted_bce
+from heads.training.loss import ChunkedLoss, Targets, chunk_size, weighted_bce
 
 
 class HeadStack(nn.Module):
@@ -67,10 +65,7 @@ class HeadStack(nn.Module):
             embedding: input embedding of the token, if the shape reads it.
             dropout: in training; all heads share its masks.
         """
-        inputs, count, stream = self._inputs(scalars, embedding), len(self.specs), self.shape.inputs.taken(hidden)
-        x = None if inputs is None else inputs.expand(count, *inputs.shape)
-        architecture = ARCHITECTURES[self.shape.architecture]
-        return stack_forward(self.weights, stream.expand(count, *stream.shape), x, dropout, architecture=architecture)
+        return self._logits(self.weights, self.shape.inputs.taken(hidden), self._inputs(scalars, embedding), dropout)
 
     def loss(
         self,
@@ -86,14 +81,25 @@ class HeadStack(nn.Module):
         """
         if torch.is_autocast_enabled(hidden.device.type):
             return weighted_bce(self(hidden, scalars, embedding, dropout), targets)
-        return stack_loss(
-            self.weights,
-            self.shape.inputs.taken(hidden),
-            inputs=self._inputs(scalars, embedding),
-            targets=targets,
-            dropout=dropout,
-            architecture=ARCHITECTURES[self.shape.architecture],
-        )
+        stream, inputs, weights = self.shape.inputs.taken(hidden), self._inputs(scalars, embedding), self.weights
+
+        def loss_of(values: Sequence[Tensor], chunk: slice) -> Float[Tensor, " heads"]:
+            x = None if inputs is None else inputs[chunk]
+            logit = self._logits(dict(zip(weights, values, strict=True)), stream[chunk], x, dropout)
+            return weighted_bce(logit, targets.at(chunk))
+
+        size = chunk_size(len(self.specs), stream)
+        chunks = [slice(start, start + size) for start in range(0, len(stream), size)]
+        loss: Tensor = ChunkedLoss.apply(loss_of, chunks, *weights.values())
+        return loss
+
+    def _logits(
+        self, weights: Mapping[str, Tensor], stream: Tensor, inputs: Tensor | None, dropout: Dropout | None
+    ) -> Float[Tensor, "heads tokens"]:
+        count = len(self.specs)
+        x = None if inputs is None else inputs.expand(count, -1, -1)
+        architecture = ARCHITECTURES[self.shape.architecture]
+        return stack_forward(weights, stream.expand(count, -1, -1), x, dropout, architecture=architecture)
 
     def dropout(self, rate: float, *step: int) -> Dropout | None:
         """Masks of one step, which depend only on the shape and `step`, so that a resumed run has the same ones."""

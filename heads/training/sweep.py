@@ -18,18 +18,15 @@ from configs.schema import HeadsConfig
 from heads.batches.features import FEATURE_SETS, Batch, has_tokens, of_timing
 from heads.batches.online import DraftFeatures
 from heads.grid import HeadShape, grid, module_key, scalar_names, specs
-from heads.measures.calibration import fit_temperature
 from heads.measures.evaluation import Evaluation
-from heads.measures.histogram import observe
-from heads.measures.running import LogitHistogram
-from heads.measures.scores import auroc, measures
+from heads.measures.histogram import Histogram, LogitHistogram, observe
+from heads.measures.scores import auroc, fit_temperature, measures
 from heads.measures.survival import reach_of
 from heads.model.head import AcceptanceHead
 from heads.model.provenance import Provenance
 from heads.training.loss import Targets, mean_over_processes
-from heads.training.schedule import num_optimizer_steps, training_plan
 from heads.training.stack import HeadStack
-from store.progress import Bar
+from heads.training.trainer import num_optimizer_steps, training_plan
 
 
 class Sweep(pl.LightningModule):
@@ -64,18 +61,14 @@ class Sweep(pl.LightningModule):
         """
         super().__init__()
         self.save_hyperparameters({"heads": heads, "facts": facts})
-        tuples: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in heads.items()
-        }
-        self.config = HeadsConfig(**tuples)
+        settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in heads.items()}
+        self.config = HeadsConfig(**settings)
         self.facts, shapes = facts, grid(self.config)
-        self.scalars = scalar_names(shapes)
-        self.specs = specs(shapes)
-        self.stacks = nn.ModuleDict(
-            {module_key(str(shape)): self._stack(shape, weights) for shape, weights in shapes.items()}
-        )
+        self.scalars, self.specs = scalar_names(shapes), specs(shapes)
+        stacks = {module_key(str(shape)): self._stack(shape, weights) for shape, weights in shapes.items()}
+        self.stacks = nn.ModuleDict(stacks)
         self.best = copy.deepcopy(self.stacks).requires_grad_(False)
-        self.histograms = nn.ModuleDict({key: LogitHistogram(len(stack.specs)) for key, stack in self.items()})
+        self.histograms = nn.ModuleDict({key: LogitHistogram(len(stack.specs)) for key, stack in stacks.items()})
         self.register_buffer("best_kl", torch.full((len(self.specs),), torch.inf, dtype=torch.float64))
         self.register_buffer("temperature", torch.ones(len(self.specs), dtype=torch.float64))
         self.register_buffer("reject_weights", torch.tensor([spec.reject_weight for spec in self.specs]))
@@ -83,7 +76,7 @@ class Sweep(pl.LightningModule):
         self.history: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
         self._draft = draft
-        self._evaluations: dict[int, Evaluation] = {}  # in a dict, so that torch takes them for no part of this module
+        self._evaluations: dict[int, Evaluation] = {}  # in a dict, so that torch does not register them as submodules
 
     def items(self) -> list[tuple[str, HeadStack]]:
         """(key, stack) of the current weights."""
@@ -123,25 +116,24 @@ class Sweep(pl.LightningModule):
             self.histograms[key].update(histogram)  # type: ignore[operator]
 
     def on_validation_epoch_end(self) -> None:
-        figures: dict[str, list[Tensor]] = {"raw_kl": [], "calibrated_kl": [], "auroc": [], "temperature": []}
-        for weights, key in zip(self._by_stack(self.reject_weights), self.stacks, strict=True):
-            histogram = self.histograms[key].compute()  # type: ignore[operator]
-            self.histograms[key].reset()  # type: ignore[operator]
-            shift = self._shift(weights)
-            temperature = fit_temperature(histogram, shift)
-            figures["raw_kl"].append(measures(histogram).kl)
-            figures["calibrated_kl"].append(measures(histogram, 1 / temperature, shift / temperature).kl)
-            figures["auroc"].append(auroc(histogram))
-            figures["temperature"].append(temperature)
-        if not self.trainer.sanity_checking:
-            of_heads = {name: torch.cat(parts) for name, parts in figures.items()}
-            kl = of_heads["calibrated_kl"]
-            self._keep_best(kl, of_heads.pop("temperature"))
-            entry = {name: values.tolist() for name, values in of_heads.items()}
-            self.history.append({"step": self.global_step, "epoch": self.current_epoch, **entry})
-            for name, values in entry.items():
-                self.log_dict({f"dev/{name}/{spec}": value for spec, value in zip(self.specs, values, strict=True)})
-            self.log("dev/calibrated_kl", kl.mean(), prog_bar=True)
+        metrics: list[Any] = [*self.histograms.values()]
+        columns = zip(*(metric.compute() for metric in metrics), strict=True)
+        # torchmetrics squeezes the sums of a stack of one head
+        histogram = Histogram(*(torch.cat([*map(torch.atleast_1d, of_stacks)]) for of_stacks in columns))
+        for metric in metrics:
+            metric.reset()
+        if self.trainer.sanity_checking:
+            return
+        shift = self._shift
+        temperature = fit_temperature(histogram, shift)
+        kl = measures(histogram, 1 / temperature, shift / temperature).kl
+        self._keep_best(kl, temperature)
+        entry = {"raw_kl": measures(histogram).kl.tolist(), "calibrated_kl": kl.tolist()}
+        entry["auroc"] = auroc(histogram).tolist()
+        self.history.append({"step": self.global_step, "epoch": self.current_epoch, **entry})
+        for name, values in entry.items():
+            self.log_dict({f"dev/{name}/{spec}": value for spec, value in zip(self.specs, values, strict=True)})
+        self.log("dev/calibrated_kl", kl.mean(), prog_bar=True)
 
     def on_test_epoch_start(self) -> None:
         self.use_selected()
@@ -150,7 +142,7 @@ class Sweep(pl.LightningModule):
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         batch = self._features(batch)
         if dataloader_idx not in self._evaluations:
-            evaluation = Evaluation(self.specs, shift=self._shift(self.reject_weights), temperature=self.temperature)
+            evaluation = Evaluation(self.specs, shift=self._shift, temperature=self.temperature)
             self._evaluations[dataloader_idx] = evaluation.to(self.device)
         logits: dict[str, list[Tensor]] = {}
         for _, stack in self.items() if has_tokens(batch) else []:
@@ -164,7 +156,7 @@ class Sweep(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         # fused Adam would unscale float16 gradients after clipping; they must be unscaled before
         is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        assert self.config.learning_rate is not None, "settled by heads.training.recipe"
+        assert self.config.learning_rate is not None, "settled by heads.training.command"
         optimizer = torch.optim.Adam(self.stacks.parameters(), lr=self.config.learning_rate, fused=not is_scaled)
         total = num_optimizer_steps(self.trainer)
         schedule = get_cosine_schedule_with_warmup(optimizer, round(self.config.warmup_ratio * total), total)
@@ -192,8 +184,7 @@ class Sweep(pl.LightningModule):
         self.history = checkpoint["history"]
 
     def on_train_start(self) -> None:
-        if self.trainer.is_global_zero:
-            Bar.write(training_plan(self.trainer, self.config.batch_size), file=sys.stderr)  # above the open bar
+        self.print(training_plan(self.trainer, self.config.batch_size), file=sys.stderr)
 
     @torch.no_grad()
     def use_selected(self) -> None:
@@ -236,9 +227,10 @@ class Sweep(pl.LightningModule):
         """The batch's features, computed by the frozen draft if they are online."""
         return batch if self._draft is None else self._draft(batch, self.device)
 
-    def _shift(self, reject_weights: Tensor) -> Tensor:
-        """ln(w_rej / w_acc) of some heads, float64."""
-        return (reject_weights / self.config.accept_weight).log().double()
+    @property
+    def _shift(self) -> Tensor:
+        """ln(w_rej / w_acc) of every head, float64."""
+        return (self.reject_weights / self.config.accept_weight).log().double()
 
     @torch.no_grad()
     def _keep_best(self, kl: Tensor, temperature: Tensor) -> None:

@@ -1,24 +1,84 @@
-"""Lightning's Trainer, from the `trainer` section of a config with defaults for loggers, checkpoints and others."""
+"""Lightning's Trainer from the `trainer` section of a config, with defaults for loggers, checkpoints and batch systems.
+
+Checkpoints are written atomically, to their own folder: Lightning writes to the temporary folder and moves the file,
+which between file systems is a copy, and a kill in the middle destroys the run's only checkpoint. One can be large:
+10.7 GB for 20 heads of width 4,096 (weights, selected weights, Adam's two moments).
+
+Under a batch system a signal stops the run and the same command resumes it. SIGUSR1, which SLURM and Grid Engine can
+send before a time limit, acts like SIGTERM. SLURM or the job script decides whether the job is queued again.
+"""
 
 import logging
+import math
+import signal
+import sys
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
-from pytorch_lightning.plugins.io import CheckpointIO
+from pytorch_lightning.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from pytorch_lightning.plugins.io import CheckpointIO, TorchCheckpointIO
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from configs.schema import Config, HeadsConfig
-from heads.training.checkpoints import EpochCheckpoint, StepCheckpoint, WholeCheckpoints
-from heads.training.cluster import environments
-from heads.training.progress import RunProgress
+from store.shards import atomic_file
 
 PAPER_EPOCHS = 3
 _INTERVAL = timedelta(minutes=3)
+
+
+class WholeCheckpoints(TorchCheckpointIO):
+    """`TorchCheckpointIO` that writes local files atomically."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        with atomic_file(Path(path)) as file:
+            try:
+                torch.save(checkpoint, file)
+            except RuntimeError as error:  # torch wraps the OSError of a full disk
+                raise error.__context__ if isinstance(error.__context__, OSError) else error from error
+
+
+class CheckpointBetweenSteps(ModelCheckpoint):
+    """A `ModelCheckpoint` that saves only between two optimiser steps, and not between a batch and its validation.
+
+    A checkpoint within a step (after Ctrl-C, or a loss that is not finite) would lose a batch or accumulated gradients,
+    and resuming from one before a validation would skip it, so the previous checkpoint is kept instead.
+    """
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if not is_within_step(trainer) and not is_validation_due(trainer):
+            super().on_train_batch_end(trainer, *args)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not is_within_step(trainer):
+            super().on_validation_end(trainer, pl_module)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.ready == progress.processed and not is_within_step(trainer) and not is_validation_due(trainer):
+            super().on_exception(trainer, pl_module, exception)
+
+
+def is_within_step(trainer: pl.Trainer) -> bool:
+    """Whether gradients are accumulated whose optimiser step has not happened yet."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def is_validation_due(trainer: pl.Trainer) -> bool:
+    """Whether a validation belongs to the newest batch."""
+    loop = trainer.fit_loop
+    return loop._data_fetcher is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
 
 
 def make_trainer(config: Config) -> pl.Trainer:
@@ -51,30 +111,70 @@ def trainer_arguments(config: Config) -> dict[str, Any]:
     arguments = {name: value for name, value in config.trainer.items() if value is not None}
     if "max_epochs" not in arguments and arguments.get("max_steps", -1) == -1:
         arguments["max_epochs"] = PAPER_EPOCHS
-    path = Path(config.heads.dir)
-    if arguments.get("logger", True) is True and not arguments.get("barebones"):
+    path, is_bare = Path(config.heads.dir), arguments.get("barebones")
+    if arguments.get("logger", True) is True and not is_bare:
         arguments["logger"] = [CSVLogger(path / "logs", "csv"), TensorBoardLogger(path / "logs", name="tb", version="")]
-    has_checkpoints = arguments.get("enable_checkpointing", True) and not arguments.get("barebones")
-    arguments["callbacks"] = [
-        *_listed(arguments.get("callbacks")),
-        *([RunProgress()] if _takes_bar(arguments) else []),
-        *(_checkpoints(config.heads) if has_checkpoints else []),
-    ]
+    if arguments.get("enable_checkpointing", True) and not is_bare:
+        arguments["callbacks"] = [*_listed(arguments.get("callbacks")), *_checkpoints(config.heads)]
     plugins = _listed(arguments.get("plugins"))
     files = [] if any(isinstance(plugin, CheckpointIO) for plugin in plugins) else [WholeCheckpoints()]
-    arguments["plugins"] = [*plugins, *files, *environments(plugins)]
-    return {
-        "devices": 1,
-        "num_sanity_val_steps": 0,
-        "enable_model_summary": False,
-        "default_root_dir": str(path),
-    } | arguments
+    arguments["plugins"] = [*plugins, *files, *_environments(plugins)]
+    bars = {} if is_bare else {"enable_progress_bar": sys.stderr.isatty()}
+    defaults = {"devices": 1, "num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": str(path)}
+    return defaults | bars | arguments
 
 
-def _takes_bar(arguments: Mapping[str, Any]) -> bool:
-    """False if bars are disabled or the user's callbacks have one, since Lightning allows only one."""
-    has_bar = any(isinstance(callback, pl.callbacks.ProgressBar) for callback in _listed(arguments.get("callbacks")))
-    return arguments.get("enable_progress_bar", True) and not arguments.get("barebones") and not has_bar
+def num_optimizer_steps(trainer: pl.Trainer) -> int:
+    """Optimiser steps of the whole run, known before it starts; ValueError if neither epochs nor steps are limited.
+
+    Lightning's `estimated_stepping_batches` would set up the loader and so discard the state of a resumed one.
+    """
+    if trainer.max_epochs in (-1, None):
+        if trainer.max_steps == -1:
+            raise ValueError(
+                "trainer.max_epochs and trainer.max_steps are both -1, but the cosine schedule needs an end; set one"
+            )
+        return trainer.max_steps
+    assert trainer.max_epochs is not None
+    batches = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]
+    limit = trainer.limit_train_batches
+    batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    steps = math.ceil(batches / trainer.accumulate_grad_batches) * trainer.max_epochs
+    return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+
+
+def training_plan(trainer: pl.Trainer, batch_size: int) -> str:
+    """One line with the number of steps, the batch size and the number of processes."""
+    processes, accumulated = trainer.world_size, trainer.accumulate_grad_batches
+    shared = f", {batch_size // processes:,} on each of {processes:,} processes" if processes > 1 else ""
+    of_batches = f" of {accumulated:,} batches" if accumulated > 1 else ""
+    return (
+        f"training for {num_optimizer_steps(trainer):,} steps{of_batches}, {batch_size:,} responses per batch{shared}"
+    )
+
+
+@contextmanager
+def stopped_by_sigusr1() -> Iterator[None]:
+    """Treat SIGUSR1 as SIGTERM while the block runs."""
+    if threading.current_thread() is not threading.main_thread():  # Python sets signal handlers only there
+        yield
+        return
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: signal.raise_signal(signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def quiet() -> None:
+    """Silence Lightning's start-up lines and three warnings that every small training run would cause."""
+    # run.json is in heads.dir before the first checkpoint, and `RunDirectory` refuses files of another run
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    # the interval counts steps of all epochs, and metrics on dev are logged after each epoch anyway
+    warnings.filterwarnings("ignore", r"The number of training batches \(\d+\) is smaller than the logging interval")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:
@@ -82,17 +182,19 @@ def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:
     path: dict[str, Any] = {"dirpath": Path(heads.dir), "filename": "last", "enable_version_counter": False}
     steps = heads.checkpoint_every_n_steps
     interval = {"train_time_interval": _INTERVAL} if steps is None else {"every_n_train_steps": steps}
-    return [StepCheckpoint(**path, **interval), EpochCheckpoint(**path, every_n_epochs=1, save_on_exception=True)]
+    epochs = {"every_n_epochs": 1, "save_on_exception": True}
+    return [CheckpointBetweenSteps(**path, **settings) for settings in (interval, epochs)]
 
 
-def quiet() -> None:
-    """Silence Lightning's start-up lines and two warnings that every small training run would cause."""
-    # run.json is in heads.dir before the first checkpoint, and `RunDirectory` refuses files of another run
-    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-    # the interval counts steps of all epochs, and metrics on dev are logged after each epoch anyway
-    warnings.filterwarnings("ignore", r"The number of training batches \(\d+\) is smaller than the logging interval")
-    for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+def _environments(plugins: Sequence[Any]) -> list[ClusterEnvironment]:
+    """Under SLURM, its environment without Lightning's requeueing, which can save in the middle of a step."""
+    is_set = any(isinstance(plugin, ClusterEnvironment) for plugin in plugins)
+    if is_set or TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():
+        return []
+    try:
+        return [SLURMEnvironment(auto_requeue=False)]
+    except RuntimeError as error:  # srun was started with --ntasks only
+        raise ValueError(f"SLURM: {error}") from error
 
 
 def _listed(value: Any) -> list[Any]:

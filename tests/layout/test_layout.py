@@ -28,16 +28,16 @@ CEILINGS = {
     "store": (656, 500),
     "lm": (5730, 4000),
     "data_gen": (7025, 4400),
-    "heads": (4922, 3600),
-    "decode": (5559, 4200),
-    "evaluation": (11872, 7400),
+    "heads": (4488, 3600),
+    "decode": (5557, 4200),
+    "evaluation": (11871, 7400),
     "serve": (963, 800),
-    "checkpoints/recipes": (1633, 1400),
+    "checkpoints/recipes": (1632, 1400),
     "benchmarks": (795, 800),
-    "tests": (30267, 18000),
+    "tests": (30211, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
-MAX_RECORD_TYPES = 195
+MAX_RECORD_TYPES = 191
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
 
 

@@ -13,9 +13,8 @@ from decode import ModelDrafter, Session, SpeculativeDecoder, speculative_genera
 from decode.loop.signals import DeviceSignals, HostSignals
 from decode.policies import AfterDraw, FixedLength, HeadPolicy, Policy
 from heads import AcceptanceHead
-from heads.model import stepwise
-from heads.model.on_host import HostHead
-from heads.model.stepwise import StepwiseHead, Vocabulary
+from heads.model import step as stepwise
+from heads.model.step import HostHead, StepwiseHead, Vocabulary
 from lm import CachedModel, RandomSampler, Sampling, entropy
 from lm.signals import SCALARS
 from tests.toys.enumeration import ToyModel
@@ -129,8 +128,8 @@ def test_a_heads_table_is_built_once_for_all_rows_and_calls_and_anew_where_weigh
         embedding.weight.mul_(2)
     assert [num_built(*pair), num_built(*pair)] == [1, 0]
     step = StepwiseHead(head, Vocabulary(embedding.num_embeddings, embedding, embedding))
-    torch.testing.assert_close(step.table.logit, embedding.weight.float() @ head.skip.weight[0])
-    table, tables = weakref.ref(step.table.stream), stepwise._TABLES[head]
+    torch.testing.assert_close(step.table[1], embedding.weight.float() @ head.skip.weight[0])
+    table, tables = weakref.ref(step.table[0]), stepwise._TABLES[head]
     assert len(tables) == 1
     del step, embedding, pair
     gc.collect()

@@ -8,10 +8,8 @@ import torch
 from scipy.optimize import minimize
 from torchmetrics.classification import BinaryAUROC
 
-from heads.measures.calibration import fit_logistic, fit_temperature
-from heads.measures.histogram import observe
-from heads.measures.running import LogitHistogram
-from heads.measures.scores import auroc, measures, reliability
+from heads.measures.histogram import LogitHistogram, observe
+from heads.measures.scores import auroc, fit_logistic, fit_temperature, measures, reliability
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from heads.measures.histogram import observe
-from heads.measures.survival import by_position, by_row_position
+from heads.measures.survival import by_position
 
 LENGTHS = torch.tensor([6, 1, 9])
 
@@ -42,8 +42,8 @@ def test_histograms_by_position_are_those_of_all_drafts(rows):
 def test_histograms_by_row_position_are_those_of_rows_that_are_one_draft_each(rows):
     logit, prob = rows
     label = torch.rand(2, 16, generator=torch.Generator().manual_seed(2))
-    found_token, found_survival = by_row_position(
-        logit, label=label, acceptance_prob=prob, row_lengths=LENGTHS, num_positions=5
+    found_token, found_survival = by_position(
+        logit, prob, label=label, row_lengths=LENGTHS, num_positions=5, is_draft=True
     )
     hat = logit.double().sigmoid()
     for k in range(5):

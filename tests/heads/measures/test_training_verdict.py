@@ -1,7 +1,7 @@
 """The sentence at the end of a training: the best head of each timing against what needs no training."""
 
 from heads.grid import HeadSpec, grid, specs
-from heads.measures.verdict import beats_signal, verdict
+from heads.measures.report import beats_signal, verdict
 from tests.toys.made_up import make_config
 
 

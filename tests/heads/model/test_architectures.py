@@ -9,10 +9,9 @@ from torch import nn
 from configs.schema import HeadsConfig
 from heads import AcceptanceHead
 from heads.grid import HeadShape, grid, specs
-from heads.model.architectures import ARCHITECTURES
+from heads.model.formula import ARCHITECTURES
 from heads.model.inputs import Inputs
-from heads.model.on_host import HostHead
-from heads.model.stepwise import StepwiseHead
+from heads.model.step import HostHead, StepwiseHead
 from heads.training.loss import Targets, weighted_bce
 from heads.training.stack import HeadStack
 from tests.toys.extending import added_to

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from heads import AcceptanceHead, Provenance
 from heads.model.head import check_shape, update_config
 from heads.model.inputs import Inputs
-from heads.model.on_host import HostHead
-from heads.model.stepwise import StepwiseHead
+from heads.model.step import HostHead, StepwiseHead
 
 
 def filled(

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment
 
-from heads.training.cluster import environments, stopped_by_sigusr1
-from heads.training.command import train
-from heads.training.trainer import make_trainer
+from heads.training.trainer import _environments as environments
+from heads.training.trainer import make_trainer, stopped_by_sigusr1
 from tests.toys.made_up import SLURM, make_config
 
 
@@ -17,12 +16,6 @@ from tests.toys.made_up import SLURM, make_config
 def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-
-
-def test_a_requeue_checkpoint_of_lightning_is_refused(data_dir: Path, tmp_path: Path):
-    (tmp_path / "hpc_ckpt_1.ckpt").touch()
-    with pytest.raises(ValueError, match=r"hpc_ckpt_1\.ckpt was written by SLURM's requeueing.*delete it"):
-        train(make_config(data_dir, tmp_path))
 
 
 @pytest.mark.usefixtures("slurm")
@@ -33,8 +26,6 @@ def test_slurm_s_environment_requeues_nothing(data_dir: Path, tmp_path: Path):
     assert not chosen.auto_requeue
     for given in (LightningEnvironment(), SLURMEnvironment(auto_requeue=False)):
         assert environments([given]) == [], "an environment that the YAML names stays"
-    with pytest.raises(ValueError, match=r"SLURMEnvironment with auto_requeue.*auto_requeue to false"):
-        make_trainer(make_config(data_dir, tmp_path, trainer={"plugins": [SLURMEnvironment()]}))
 
 
 @pytest.mark.usefixtures("slurm")

@@ -13,10 +13,10 @@ import pytest
 
 from heads.command import export, load_sweep, save_whole
 from heads.model.head import AcceptanceHead
-from heads.training.checkpoints import WholeCheckpoints
 from heads.training.command import train
 from heads.training.directory import RunDirectory
 from heads.training.sweep import Sweep
+from heads.training.trainer import WholeCheckpoints
 from tests.data_gen.on_disk import in_a_child
 from tests.toys.made_up import make_config
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from heads.command import export
-from heads.training.checkpoints import WholeCheckpoints
 from heads.training.command import train
+from heads.training.trainer import WholeCheckpoints
 from tests.toys.made_up import ROOT, SLURM, command, environment, make_config, train_by_command
 
 EPOCHS = 40

@@ -6,15 +6,11 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import TQDMProgressBar
 
 from configs.command import config_of, parser_for
 from heads.command import load_sweep
-from heads.training.command import train
-from heads.training.progress import RunProgress
-from heads.training.run import build
-from heads.training.schedule import num_optimizer_steps
-from heads.training.trainer import make_trainer, trainer_arguments
+from heads.training.command import build, train
+from heads.training.trainer import make_trainer, num_optimizer_steps, trainer_arguments
 from tests.toys.made_up import HIDDEN, make_config, train_by_command, write_yaml
 
 EARLY_STOPPING = {
@@ -147,25 +143,3 @@ def test_the_schedule_ends_where_the_first_of_epochs_and_steps_does(data_dir: Pa
         made = make_trainer(config)
         made.datamodule = build(config)[1]
         assert num_optimizer_steps(made) == expected
-
-
-def test_a_run_has_one_bar_of_all_its_steps_and_one_of_its_tests(data_dir, tmp_path, capfd):
-    settings = {"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": True}
-    config = make_config(data_dir, tmp_path / "run", trainer=settings)
-    assert [type(callback) for callback in make_trainer(config).callbacks].count(RunProgress) == 1
-    train(config)
-    lines = [line.partition(" [")[0] for line in capfd.readouterr().err.splitlines()]
-    begun = [line for line in lines if line.endswith(" steps") and ": 0 %" in line]
-    [total] = {int(line.split("/")[1].split()[0]) for line in lines if line.startswith("train: ")}
-    assert begun == [f"train: 0 %, 0/{total} steps"]
-    assert f"train: 100 %, {total}/{total} steps" in lines
-    assert sum(line.startswith("test: 100 %") for line in lines) == 1
-
-
-def test_bars_that_are_switched_off_or_the_users_own_stay_so(data_dir, tmp_path):
-    off = make_config(data_dir, tmp_path / "off", trainer={"enable_progress_bar": False, "max_epochs": 1})
-    own = make_config(
-        data_dir, tmp_path / "own", trainer={"callbacks": [TQDMProgressBar()], "enable_progress_bar": True}
-    )
-    for config in (off, own):
-        assert not any(isinstance(callback, RunProgress) for callback in make_trainer(config).callbacks)

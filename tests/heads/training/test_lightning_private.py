@@ -8,9 +8,9 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from heads.training import lightning_private
+from heads.training import trainer as lightning_private
 from heads.training.command import train
-from heads.training.lightning_private import is_validation_due, is_within_step
+from heads.training.trainer import is_validation_due, is_within_step
 from tests.toys.made_up import ROOT, make_config
 
 

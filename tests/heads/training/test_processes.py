@@ -3,7 +3,6 @@ process.
 """
 
 import csv
-import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,9 @@ import torch
 
 from configs.command import config_of, parser_for
 from configs.schema import Config
-from heads.training.command import train
+from heads.training.command import build, train
 from heads.training.directory import RunDirectory
-from heads.training.run import build
-from heads.training.schedule import num_optimizer_steps, training_plan
-from heads.training.trainer import make_trainer, trainer_arguments
+from heads.training.trainer import make_trainer, num_optimizer_steps, trainer_arguments, training_plan
 from tests.toys.made_up import ROOT, command, environment, make_config, train_by_command
 
 YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -113,18 +110,6 @@ def test_a_resume_on_another_number_of_processes_goes_on_unless_dropout_depends_
             eight = replace(config, trainer=config.trainer | {"devices": 8, "num_nodes": 1})
             assert directory.prepare(eight, resume=True, processes=8)[1]
             assert directory.read()["processes"] == 8
-
-
-def test_a_run_whose_batch_was_that_of_each_process_is_not_gone_on_from(data_dir: Path, tmp_path: Path):
-    config = make_config(data_dir, tmp_path, trainer={"max_epochs": 1})
-    train(config)
-    directory = RunDirectory(tmp_path)
-    written = directory.read()
-    del written["processes"]
-    (tmp_path / "run.json").write_text(json.dumps(written))
-    with pytest.raises(ValueError, match=r"heads.batch_size was per process.*\"processes\": 1"):
-        directory.prepare(config, resume=True)
-    assert directory.prepare(config, resume=False)[1] is None
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from data_gen.pipeline import sizes
 from data_gen.pipeline.command import make
 from heads.batches.module import FeatureData
-from heads.training.recipe import settled
+from heads.training.command import settled
 from tests.toys.made_up import make_config
 
 
@@ -22,7 +22,7 @@ def left_open(data_dir: Path, run: Path, **heads):
 def test_the_rate_goes_with_the_width(data_dir: Path, tmp_path: Path, width: int, rate: float, monkeypatch):
     manifest = json.loads((data_dir / "manifest.json").read_text())
     manifest["draft"]["hidden_size"] = width
-    monkeypatch.setattr("heads.training.recipe.read_manifest", lambda *_, **__: manifest)
+    monkeypatch.setattr("heads.training.command.read_manifest", lambda *_, **__: manifest)
     assert settled(left_open(data_dir, tmp_path)).heads.learning_rate == pytest.approx(rate)
 
 
@@ -87,7 +87,7 @@ def test_chosen_features_that_lack_what_heads_read_are_refused_before_data_is_ma
 
 
 def test_only_the_first_process_says_what_the_rule_chose(data_dir: Path, tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.setattr("heads.training.recipe.is_first_process", lambda: False)
+    monkeypatch.setattr("heads.training.command.is_first_process", lambda: False)
     assert settled(left_open(data_dir, tmp_path)).trainer["max_epochs"]
     assert capsys.readouterr().out == ""
 

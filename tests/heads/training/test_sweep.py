@@ -6,7 +6,7 @@ import torch
 from configs.schema import HeadsConfig
 from heads.grid import HeadShape, grid, specs
 from heads.model.inputs import Inputs
-from heads.training import chunked_loss
+from heads.training import loss as chunked_loss
 from heads.training.loss import Targets, weighted_bce
 from heads.training.stack import HeadStack
 from heads.training.sweep import Sweep

@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from heads.command import load_sweep
-from heads.training.command import train
-from heads.training.run import build
+from heads.training.command import build, train
 from heads.training.trainer import trainer_arguments
 from store.shards import write_shard
 from tests.data_gen.processes import descendants

@@ -1,0 +1,263 @@
+"""The results of a sweep: a sentence per timing, Markdown tables (one like Table 3 of SpecDec++, arXiv 2405.19715),
+val_metrics.json and plots.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from heads.grid import HeadSpec
+from heads.measures.evaluation import Result
+from heads.model.head import TIMING_LABELS
+from store.shards import write_atomic
+
+_REMEDY = "more data (data.num_train), longer training (trainer.max_epochs) or a higher rate (heads.learning_rate)"
+_COLUMNS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
+
+
+def by_kind(specs: Sequence[HeadSpec]) -> dict[str, list[HeadSpec]]:
+    """The heads of each kind of inputs."""
+    kinds: dict[str, list[HeadSpec]] = {}
+    for spec in specs:
+        kinds.setdefault(spec.shape.kind, []).append(spec)
+    return kinds
+
+
+def best_heads(result: Result, specs: Sequence[HeadSpec], *, metric: str = "calibrated_kl") -> dict[str, str]:
+    """The best head of each kind of inputs by a metric of `result`; ValueError for an unknown metric."""
+    known = sorted(name for name, value in result["heads"][str(specs[0])].items() if isinstance(value, float))
+    if metric not in known:
+        raise ValueError(f"metric {metric!r} is unknown; use one of {', '.join(known)}")
+    sign = -1 if metric == "auroc" else 1
+    return {
+        kind: min(map(str, of_kind), key=lambda name: sign * result["heads"][name][metric])
+        for kind, of_kind in by_kind(specs).items()
+    }
+
+
+def verdict(result: Result, specs: Sequence[HeadSpec]) -> str:
+    """One sentence on the best head of each timing, and a warning for each timing whose heads do not beat its signal.
+
+    Args:
+        result: measurements on dev.
+        specs: the heads of the sweep.
+    """
+    lines, worse = [], []
+    for timing, beats in beats_signal(result, specs).items():
+        name, head = _best(result, specs, timing)
+        (signal, title), labels = _signal(timing), result["labels"][timing]
+        alone = result["signals"][timing][signal]
+        reduction = 1 - head["calibrated_kl"] / alone["calibrated_kl"]
+        lines.append(
+            f"Best {TIMING_LABELS[timing]} head on dev: {name} with KL {head['calibrated_kl']:.3f} nats per token and "
+            f"AUROC {head['auroc']:.3f}, {abs(reduction):.0%} {'less' if reduction > 0 else 'more'} KL than {title} "
+            f"alone (KL {alone['calibrated_kl']:.3f}, AUROC {alone['auroc']:.3f}). A constant has KL "
+            f"{labels['constant_kl']:.3f}."
+        )
+        if not beats:
+            worse.append(
+                f"Warning: no {TIMING_LABELS[timing]} head beats {title} alone, which needs no training. Do not decode "
+                f"with these heads; try {_REMEDY}."
+            )
+    if len(worse) == len(lines):
+        worse = [f"No head beats the draft's own signals, which need no training; try {_REMEDY}."]
+    return "\n".join([*lines, *worse])
+
+
+def beats_signal(result: Result, specs: Sequence[HeadSpec]) -> dict[str, bool]:
+    """Timing -> whether its best head has a lower KL than the draft's own signal, both calibrated on dev."""
+    return {
+        timing: _best(result, specs, timing)[1]["calibrated_kl"]
+        < result["signals"][timing][_signal(timing)[0]]["calibrated_kl"]
+        for timing in dict.fromkeys(spec.shape.timing for spec in specs)
+    }
+
+
+def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
+    """Markdown: KL by depth and reject weight for each kind of inputs (the paper's table), then every head."""
+    labels = [
+        f"{split}, {timing}-time: {labels['num_tokens']:,.0f} tokens, mean acceptance_prob "
+        f"{labels['mean_acceptance_prob']:.3f}; KL of a constant {labels['constant_kl']:.4f}"
+        for timing, labels in result["labels"].items()
+    ]
+    parts = ["\n".join(labels)]
+    for kind, of_kind in by_kind(specs).items():
+        title = f"### {kind}: binary KL on {split}, nats per token, raw / calibrated"
+        parts += [title, _by_depth_and_weight(result, of_kind)]
+    parts += [f"### Every head, and each signal alone, on {split}", _every(result, specs)]
+    return "\n\n".join(parts) + "\n"
+
+
+def by_set(results: Mapping[str, Result], specs: Sequence[HeadSpec]) -> str:
+    """Markdown: the best head of each kind of inputs on each set of prompts; empty if there is one set."""
+    sets = [name for name in results if "/" in name]
+    if not sets:
+        return ""
+    heads = list(best_heads(results["dev"], specs).values())
+    rows = []
+    for name in sets:
+        labels, measured = next(iter(results[name]["labels"].values())), results[name]["heads"]
+        cells = [f"{measured[head]['calibrated_kl']:.4f}, {measured[head]['auroc']:.4f}" for head in heads]
+        rows.append([name, f"{labels['num_tokens']:,.0f}", f"{labels['mean_acceptance_prob']:.3f}", *cells])
+    table = _markdown(["set", "tokens", "mean acceptance prob", *heads], rows)
+    return f"### Calibrated KL and AUROC by set of prompts, of the best heads on dev\n\n{table}\n"
+
+
+def write_metrics(path: Path, results: dict[str, Result], *, run: str | None, history: list[dict[str, Any]]) -> None:
+    """Write results and learning curves as JSON; NaN (a draft position that no response reaches) becomes null."""
+    measured = {"run": run, "results": results, "history": history}
+    finite = apply_to_collection(measured, float, lambda value: None if math.isnan(value) else value)
+    write_atomic(path, f"{json.dumps(finite, indent=1)}\n".encode())
+
+
+def save_plots(
+    directory: Path, result: Result, *, history: list[dict[str, Any]], specs: Sequence[HeadSpec]
+) -> list[Path]:
+    """Draw every plot into a directory; returns the files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    figures = {
+        "heat_map": _heat_map(result, specs),
+        "reliability": _reliability_diagrams(result, specs),
+        "along_draft": _along_draft(result, specs),
+    }
+    if history:
+        figures["learning_curves"] = _learning_curves(result, specs, history=history)
+    paths = [directory / f"{name}.png" for name in figures]
+    for path, figure in zip(paths, figures.values(), strict=True):
+        figure.savefig(path, dpi=120)
+    return paths
+
+
+def _best(result: Result, specs: Sequence[HeadSpec], timing: str) -> tuple[str, Mapping[str, Any]]:
+    """Name and measurements of the best head of a timing."""
+    names = [str(spec) for spec in specs if spec.shape.timing == timing]
+    best = min(names, key=lambda name: result["heads"][name]["calibrated_kl"])
+    return best, result["heads"][best]
+
+
+def _signal(timing: str) -> tuple[str, str]:
+    """Name and title of the draft's own signal that heads must beat: H(q) before the token is known, else log q(y)."""
+    return ("negative_entropy", "H(q)") if timing == "prefix" else ("log_token_prob", "log q(y)")
+
+
+def _by_depth_and_weight(result: Result, specs: Sequence[HeadSpec]) -> str:
+    rows: dict[int, list[str]] = {}
+    for spec in specs:
+        measured = result["heads"][str(spec)]
+        cell = f"{measured['raw_kl']:.4f} / {measured['calibrated_kl']:.4f}"
+        rows.setdefault(spec.shape.depth, [str(spec.shape.depth)]).append(cell)
+    weights = dict.fromkeys(spec.reject_weight for spec in specs)
+    return _markdown(["depth", *(f"w_rej {weight:g}" for weight in weights)], rows.values())
+
+
+def _every(result: Result, specs: Sequence[HeadSpec]) -> str:
+    measured = {
+        f"{name} alone ({timing})": values
+        for timing, signals in result["signals"].items()
+        for name, values in signals.items()
+    }
+    measured |= {str(spec): result["heads"][str(spec)] for spec in specs}
+    rows = [
+        [name, *(f"{values[column]:.4f}" if column in values else "" for column in _COLUMNS)]
+        for name, values in measured.items()
+    ]
+    return _markdown(["", *(column.replace("_", " ") for column in _COLUMNS)], rows)
+
+
+def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    header = " | ".join(columns).lstrip()  # a first column without a name is "| |"
+    return "\n".join([f"| {header} |", "|---" * len(columns) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _heat_map(result: Result, specs: Sequence[HeadSpec]) -> Figure:
+    """Calibrated KL and AUROC on dev over depth and reject weight, one row of panels per kind of inputs."""
+    kinds = by_kind(specs)
+    figure = Figure(figsize=(9, 0.9 + 2.9 * len(kinds)), layout="constrained")
+    axes = figure.subplots(len(kinds), 2, squeeze=False)
+    for row, (kind, of_kind) in zip(axes, kinds.items(), strict=True):
+        for axis, metric, colours in zip(row, ("calibrated_kl", "auroc"), ("viridis_r", "viridis"), strict=True):
+            _draw_heat(axis, result, specs=of_kind, metric=metric, colours=colours)
+            axis.set_title(f"{kind}: {metric.replace('_', ' ')}", fontsize=10)
+    return figure
+
+
+def _draw_heat(axis: Axes, result: Result, *, specs: Sequence[HeadSpec], metric: str, colours: str) -> None:
+    by_depth = {depth: list(group) for depth, group in groupby(specs, key=lambda spec: spec.shape.depth)}
+    weights = [spec.reject_weight for spec in next(iter(by_depth.values()))]
+    values = [[result["heads"][str(spec)][metric] for spec in row] for row in by_depth.values()]
+    image = axis.imshow(values, cmap=colours, aspect="auto")
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            colour = "black" if sum(image.to_rgba(value)[:3]) > 1.5 else "white"
+            axis.text(x, y, f"{value:.4f}", ha="center", va="center", fontsize=8, color=colour)
+    axis.set_xticks(range(len(weights)), [f"{weight:g}" for weight in weights])
+    axis.set_yticks(range(len(by_depth)), [str(depth) for depth in by_depth])
+    axis.set(xlabel="reject weight", ylabel="depth")
+    axis.figure.colorbar(image, ax=axis)
+
+
+def _reliability_diagrams(result: Result, specs: Sequence[HeadSpec]) -> Figure:
+    """Predicted and true acceptance probability, raw and calibrated, of the best head per kind and reject weight."""
+    kinds = by_kind(specs)
+    figure = Figure(figsize=(8, 0.6 + 3.7 * len(kinds)), layout="constrained")
+    axes = figure.subplots(len(kinds), 2, squeeze=False, sharex=True, sharey=True)
+    for row, (kind, of_kind) in zip(axes, kinds.items(), strict=True):
+        for axis, way in zip(row, ("raw", "calibrated"), strict=True):
+            axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle=":")
+            for weight in dict.fromkeys(spec.reject_weight for spec in of_kind):
+                of_weight = [spec for spec in of_kind if spec.reject_weight == weight]
+                best = min(of_weight, key=lambda spec: result["heads"][str(spec)]["calibrated_kl"])
+                bins = result["heads"][str(best)][way]["reliability"]
+                points = zip(bins["predicted"], bins["true"], bins["share"], strict=True)
+                filled = [(predicted, true) for predicted, true, share in points if share > 1e-3]
+                label = f"w_rej {weight:g}, depth {best.shape.depth}"
+                axis.plot(*zip(*filled, strict=True), marker=".", label=label)
+            axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted acceptance_prob", ylabel="mean acceptance_prob")
+            axis.set_title(f"{kind}, {way}", fontsize=10)
+        row[0].legend(fontsize=8)
+    return figure
+
+
+def _along_draft(result: Result, specs: Sequence[HeadSpec]) -> Figure:
+    """Calibrated token KL, token ECE and survival ECE by draft position, of the best head of each kind of inputs."""
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    panels = {"token KL, nats": ("by_position", "kl"), "token ECE": ("by_position", "ece")}
+    panels["survival ECE"] = ("survival", "ece")
+    axes = figure.subplots(1, len(panels))
+    for axis, (title, (group, metric)) in zip(axes, panels.items(), strict=True):
+        for name in best_heads(result, specs).values():
+            values = [entry[metric] for entry in result["heads"][name]["calibrated"][group]]
+            axis.plot(range(1, len(values) + 1), values, marker=".", label=name)
+        axis.set(xlabel="draft position", title=title, ylim=(0, None))
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+def _learning_curves(result: Result, specs: Sequence[HeadSpec], *, history: list[dict[str, Any]]) -> Figure:
+    """Calibrated KL on dev at each validation, one panel per kind of inputs, with the better signal as a baseline."""
+    kinds = by_kind(specs)
+    figure = Figure(figsize=(1.2 + 4.2 * len(kinds), 4), layout="constrained")
+    axes = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
+    depths = sorted({spec.shape.depth for spec in specs})
+    steps = [entry["step"] for entry in history]
+    for axis, (kind, of_kind) in zip(axes, kinds.items(), strict=True):
+        for spec in of_kind:
+            colour = colormaps["viridis"](depths.index(spec.shape.depth) / max(1, len(depths) - 1))
+            curve = [entry["calibrated_kl"][specs.index(spec)] for entry in history]
+            label = f"depth {spec.shape.depth}" if spec.reject_weight == of_kind[0].reject_weight else None
+            axis.plot(steps, curve, color=colour, linewidth=1, label=label)
+        signals = result["signals"][of_kind[0].shape.timing]
+        name, signal = min(signals.items(), key=lambda item: item[1]["calibrated_kl"])
+        axis.axhline(signal["calibrated_kl"], color="black", linestyle="--", linewidth=1, label=f"{name} alone")
+        axis.set(xlabel="optimiser steps", title=kind)
+        axis.legend(fontsize=8)
+    axes[0].set_ylabel("calibrated KL on dev, nats")
+    return figure
