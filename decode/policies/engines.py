@@ -33,7 +33,7 @@ class LlamaCpp(Policy):
     At most `n_max` tokens, and at least 1; the draft ends before a token whose probability is below `p_min`, the
     forward that gave it paid. The token is the likeliest one, and its probability is that among the ten likeliest,
     since the draft's sampler is top-k 10 alone: at temperature 1, not cumulative along the draft. Its minimum length,
-    n-min, is replayed alone (`evaluation.flags.short_drafts`).
+    n-min, is replayed alone (`evaluation.flags.engines.ShortDrafts`).
 
     Departure: llama.cpp drafts beyond an end-of-text token, whose followers verification never reaches; here that token
     ends the draft.

@@ -1,22 +1,20 @@
 """t_draft and t_target of transformers' own assisted generation, which is what its flags are chosen for.
 
-Its loop pays more around a forward than ours: to take our times would promise gains that it has not. Generations with
+Its loop takes longer around a forward than ours, so gains predicted at our times would be too large. Generations with
 several constant numbers of tokens, and without an assistant, take turns; forwards are counted by hooks on both models,
-and the seconds are those of
+and the seconds are
 
     T = t_start + t_draft * (draft forwards) + t_target(1) * (verifications of a draft) + t_target(0) * (plain steps)
 
-by least squares that large residuals hardly move (Cauchy's loss), each with its standard error. A threshold too low to
-end any draft is on, so that t_draft has what asking it costs. What verifying one more token takes is part of t_draft.
-Of two runs the faster counts: what else the machine does only ever adds.
+fitted by least squares that large residuals hardly move (Cauchy's loss), each with its standard error. A threshold too
+low to end any draft is set, so that t_draft includes the comparison. The time of verifying one more token
+is part of t_draft. The faster of two runs counts, because other work on the machine can only slow one down.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 from scipy.optimize import least_squares
 from torch import nn
 
@@ -31,46 +29,36 @@ LENGTHS = (None, 1, 2, 4, 8, 16)
 BUDGET_S = 40.0
 _FEWEST_TURNS = 12
 _PASSES, _LEAST_S = 3, 1e-9
-_ASKED = {"assistant_confidence_threshold": 1e-9}
+_NEVER_STOPS = {"assistant_confidence_threshold": 1e-9}
 
-
-class Run(NamedTuple):
-    """Forwards and seconds of one generation of transformers."""
-
-    draft_forwards: int
-    verifications: int
-    """Target forwards over a draft."""
-    plain: int
-    """Target forwards of one token."""
-    seconds: float
+Run = tuple[int, int, int, float]
+"""Draft forwards, verifications of a draft, target forwards of one token, and seconds of one generation."""
 
 
 def times_of_assisted(pair: Pair, prompts: Sequence[list[int]], sampling: Sampling, *, num_tokens: int) -> Times:
-    """Costs of transformers' loop for this pair, measured on these prompts."""
-    arms = {str(k): assisted(pair, num_tokens, sampling, None if k is None else constant(k) | _ASKED) for k in LENGTHS}
+    """Times of transformers' loop for this pair, measured on these prompts."""
+    changes = {str(k): None if k is None else constant(k) | _NEVER_STOPS for k in LENGTHS}
+    arms = {name: assisted(pair, num_tokens, sampling, settings) for name, settings in changes.items()}
     warm_up(arms, prompts)
     turns = turns_within(BUDGET_S, _FEWEST_TURNS, desc="costs: transformers' own", unit="turns")
-    played = in_turns(arms, ((turn, prompts[turn % len(prompts)]) for turn in turns))
-    return cost_of([faster(pair, arms[name], at) for at, order in played for name in order])
+    timed = in_turns(arms, ((turn, prompts[turn % len(prompts)]) for turn in turns))
+    return fitted([faster(pair, arms[name], *at) for at, order in timed for name in order])
 
 
-def faster(pair: Pair, arm: Timed, at: tuple[int, list[int]]) -> Run:
-    """The faster of two such generations."""
-    return min((counted(pair, arm, at) for _ in range(2)), key=lambda run: run.seconds)
+def faster(pair: Pair, arm: Timed, seed: int, prompt: list[int]) -> Run:
+    """The faster of two equal generations."""
+    return min((_counted(pair, arm, seed, prompt) for _ in range(2)), key=lambda run: run[-1])
 
 
-def counted(pair: Pair, arm: Timed, at: tuple[int, list[int]]) -> Run:
-    """A generation, of (seed, prompt), with the forwards that it made."""
-    seed, prompt = at
-    with counting(pair.target) as of_target, counting(pair.draft) as of_draft:
+def _counted(pair: Pair, arm: Timed, seed: int, prompt: list[int]) -> Run:
+    with _counting(pair.target) as of_target, _counting(pair.draft) as of_draft:
         seconds = arm(prompt, seed).seconds
-    if of_draft:
-        return Run(len(of_draft), len(of_target), 0, seconds)
-    return Run(0, 0, len(of_target), seconds)
+    verifications = len(of_target) if of_draft else 0
+    return len(of_draft), verifications, len(of_target) - verifications, seconds
 
 
 @contextmanager
-def counting(model: nn.Module) -> Iterator[list[None]]:
+def _counting(model: nn.Module) -> Iterator[list[None]]:
     """A list that grows by one with each forward."""
     calls: list[None] = []
     handle = model.register_forward_pre_hook(lambda *_: calls.append(None))
@@ -80,38 +68,24 @@ def counting(model: nn.Module) -> Iterator[list[None]]:
         handle.remove()
 
 
-def cost_of(runs: Sequence[Run]) -> Times:
+def fitted(runs: Sequence[Run]) -> Times:
     """The times that fit these runs best."""
-    counts = np.array([run[:3] for run in runs], dtype=np.float64)
-    seconds = np.array([run.seconds for run in runs])
-    # relative to what each run took: a slow moment of the machine stretches all of it
-    columns, wanted = np.column_stack([counts, np.ones(len(runs))]) / seconds[:, None], np.ones(len(runs))
-    fitted, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
-    for _ in range(_PASSES):  # the scale of small residuals shows once large ones have lost their pull
-        residuals = columns @ fitted - wanted
-        fitted = least_squares(
-            lambda times: columns @ times - wanted,
-            np.maximum(fitted, _LEAST_S),
-            bounds=(0.0, np.inf),
-            x_scale=np.maximum(fitted, _LEAST_S),
-            loss="cauchy",
-            f_scale=max(_typical(residuals), _LEAST_S),
-        ).x
-    draft_s, verify_s, plain_s, _ = (float(value) for value in fitted)
-    errors = _errors(columns, columns @ fitted - wanted)
-    return Times(
-        draft_s,
-        (plain_s, verify_s),
-        "measured in transformers",
-        errors=TimeErrors(errors[0] / draft_s, max(errors[1] / verify_s, errors[2] / plain_s)),
-    )
+    *counts, seconds = np.array(runs, dtype=np.float64).T
+    # relative to each run's seconds: a slow moment of the machine stretches all of it
+    columns, wanted = np.column_stack([*counts, np.ones(len(runs))]) / seconds[:, None], np.ones(len(runs))
+    times, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
+    for _ in range(_PASSES):  # the scale of small residuals shows once large ones have lost their weight
+        start = np.maximum(times, _LEAST_S)
+        scale = max(_typical(columns @ times - wanted), _LEAST_S)
+        residuals = lambda times: columns @ times - wanted  # noqa: E731
+        fit = least_squares(residuals, start, bounds=(0.0, np.inf), x_scale=start, loss="cauchy", f_scale=scale)
+        times = fit.x
+    errors = _typical(columns @ times - wanted) * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))
+    draft_s, verify_s, plain_s, _ = times.tolist()
+    relative = TimeErrors(errors[0] / draft_s, max(errors[1] / verify_s, errors[2] / plain_s))
+    return Times(draft_s, (plain_s, verify_s), "measured in transformers", errors=relative)
 
 
-def _errors(columns: Float[np.ndarray, "run time"], residuals: Float[np.ndarray, " run"]) -> Float[np.ndarray, " time"]:
-    """Standard error of each time, from the residuals' typical size."""
-    return np.asarray(_typical(residuals) * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns))))
-
-
-def _typical(residuals: Float[np.ndarray, " run"]) -> float:
+def _typical(residuals: np.ndarray) -> float:
     """The standard deviation that normal residuals of this median size have."""
     return 1.48 * float(np.median(np.abs(residuals)))

@@ -13,11 +13,9 @@ from decode.experiment import Experiment
 from evaluation.contest.in_batches import sizes_of
 from evaluation.costs.machine import NUM_PROMPTS, costs_for, kept_costs, key_of
 from evaluation.flag_types import EngineName, Milliseconds, Sizes
-from evaluation.flags.answer import Answer
+from evaluation.flags.answer import Answer, Traces, batch_line, batch_table
 from evaluation.flags.assisted import times_of_assisted
-from evaluation.flags.choice import Contest, Traces
 from evaluation.flags.engines import ENGINES, Drafting, Engine
-from evaluation.flags.in_batches import batch_line, batch_sheet, choose_in_batches
 from evaluation.flags.times import Given, given_times
 from evaluation.gain import Splits
 from evaluation.table import printing, say
@@ -60,22 +58,19 @@ def flags(
     with printing(aside=json):
         experiment = Experiment(config if given is None else given.put_into(config))
         engine.check(experiment.sampling)
-        cost = cost_for(experiment, for_, given)
-        contest = Contest(engine, traces_for(experiment, engine), cost)
-        ours = contest.ours(experiment.heads, drawn=traces_of(experiment, None))
-        answer = Answer(for_, contest, contest.choices() | ours)
-        answer.sheet().print()
+        answer = Answer(engine, traces_for(experiment, engine), times_for(experiment, engine, given))
+        answer.add_ours(experiment.heads, drawn=traces_of(experiment, None))
+        answer.table().print()
         for sentence in answer.sentences():
             say(sentence)
         print(f"\n  {answer.line}\n")
-        choices = choose_in_batches(contest, sizes, given, answer.flags.drafting) if sizes else []
-        line = batch_line(for_, choices) if choices else None
-        if choices:
-            batch_sheet(choices, cost).print()
+        batches = answer.in_batches(sizes, given) if sizes else []
+        line = batch_line(engine, batches) if batches else None
+        if batches:
+            batch_table(batches, answer.alone).print()
             print(f"\n  {line}\n")
     if json:
-        batches = [choice._asdict() for choice in choices]
-        print(to_json({**answer.as_dict(), "costs": asdict(cost), "batches": batches, "batch_line": line}))
+        print(to_json({**answer.as_dict(), "costs": asdict(answer.alone), "batches": batches, "batch_line": line}))
 
 
 def traces_for(experiment: Experiment, engine: Engine) -> Traces:
@@ -83,7 +78,7 @@ def traces_for(experiment: Experiment, engine: Engine) -> Traces:
     folders: set[Path] = set()
     traces: dict[Drafting, Splits[Trace]] = {}
     for drafting in engine.draftings:
-        sampling = drafting.law(experiment.sampling)
+        sampling = drafting.sampling_of(experiment.sampling)
         directory = trace_folder(experiment, draft_sampling=sampling).directory
         # at temperature 0, drawing and taking the likeliest are the same
         if directory not in folders:
@@ -101,28 +96,24 @@ def traces_of(experiment: Experiment, draft_sampling: Sampling | None) -> Splits
     return Splits(*(join_traces(split) for split in zip(*parts, strict=True)))
 
 
-def cost_for(experiment: Experiment, name: EngineName, given: Given | None) -> Times:
-    """The costs of one sequence: given, or measured, of transformers in its own loop, else in ours."""
+def times_for(experiment: Experiment, engine: Engine, given: Given | None) -> Times:
+    """The times of one sequence: given, or measured, of transformers in its own loop, else in ours."""
+    ours = costs_for(experiment)
     if given is not None:
-        return given.model(costs_for(experiment), experiment.decode.max_draft_length)
-    if name == "transformers" and experiment.decode.t_draft_s is None:
-        return _of_transformers(experiment)
-    return costs_for(experiment)
-
-
-def _of_transformers(experiment: Experiment) -> Times:
-    """The times of transformers' own loop, kept in DIR/costs.jsonl beside those of ours; our stops as in ours."""
+        return given.times(ours, experiment.decode.max_draft_length)
+    if engine.name != "transformers" or experiment.decode.t_draft_s is not None:
+        return ours
+    # kept in DIR/costs.jsonl beside the times of our loop
     store, key = kept_costs(experiment.directory), key_of(experiment) | {"loop": "transformers"}
-    times = store.get(key)
-    if times is None:
+    kept = store.get(key)
+    if kept is None:
         prompts = experiment.prompt_ids(next(iter(experiment.datasets)), "dev", num=NUM_PROMPTS)
         num_tokens = min(_TOKENS, experiment.decode.max_new_tokens)
-        cost = times_of_assisted(experiment.pair, prompts, experiment.sampling, num_tokens=num_tokens)
-        times = {name: getattr(cost, name) for name in ("t_draft_s", "t_target_s", "origin")}
-        times |= {"errors": cost.errors._asdict(), "fit": {}, "stops": {}}
-        store.keep([(key, times)])
-    ours_ = costs_for(experiment)
-    of_loop = TimeErrors(**times["errors"])
-    errors = of_loop._replace(stopping={**ours_.errors.stopping, **of_loop.stopping})
-    target_s, origin = tuple(times["t_target_s"]), times["origin"]
-    return replace(ours_, t_draft_s=times["t_draft_s"], t_target_s=target_s, origin=origin, errors=errors)
+        measured = times_of_assisted(experiment.pair, prompts, experiment.sampling, num_tokens=num_tokens)
+        kept = {name: getattr(measured, name) for name in ("t_draft_s", "t_target_s", "origin")}
+        kept |= {"errors": measured.errors._asdict(), "fit": {}, "stops": {}}
+        store.keep([(key, kept)])
+    errors = TimeErrors(**kept["errors"])
+    errors = errors._replace(stopping={**ours.errors.stopping, **errors.stopping})
+    own = {"t_draft_s": kept["t_draft_s"], "t_target_s": tuple(kept["t_target_s"]), "origin": kept["origin"]}
+    return replace(ours, **own, errors=errors)

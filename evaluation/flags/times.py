@@ -1,8 +1,8 @@
-"""Times that need no loop of ours: numbers that anyone can measure, or the engine's own log.
+"""Times that were not measured in our loop: numbers that anyone can measure, or the engine's own log.
 
---t_draft_ms 4 --t_target_ms 30                     a forward of either, whatever it is fed
---t_target_ms 1:30,5:33,17:50                       of so many tokens: straight between, and on beyond the last
-                                                    (t_draft_ms likewise, by sequences that draft together)
+--t_draft_ms 4 --t_target_ms 30     a forward of either model, however many tokens it reads
+--t_target_ms 1:30,5:33,17:50       by number of tokens, linear in between and beyond the last (t_draft_ms likewise,
+                                    by sequences that draft together)
 """
 
 import re
@@ -25,14 +25,14 @@ class Given(NamedTuple):
     origin: str
 
     def put_into(self, config: Config) -> Config:
-        """The experiment with these times of single tokens for its own."""
+        """The experiment with these times of single tokens."""
         draft_s, target_s = (float(curve(1)) for curve in self.curves)
         return replace(config, decode=replace(config.decode, t_draft_s=draft_s, t_target_s=target_s))
 
-    def model(self, cost: Times, max_draft_length: int) -> Times:
-        """The costs of one sequence, of those with these times of single tokens."""
+    def times(self, of_single_tokens: Times, max_draft_length: int) -> Times:
+        """The times of one sequence, from those that `put_into` a config gives."""
         target_s = tuple(float(self.curves.target(1 + k)) for k in range(max_draft_length + 1))
-        return replace(cost, t_target_s=target_s, origin=self.origin)
+        return replace(of_single_tokens, t_target_s=target_s, origin=self.origin)
 
 
 def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | None, log: str | None) -> Given | None:
@@ -79,33 +79,23 @@ _STATISTICS = re.compile(
 )
 
 
-class Logged(NamedTuple):
-    """Milliseconds of a server's forwards."""
-
-    tokens: float
-    """Mean number of tokens that a target forward read."""
-    target_ms: float
-    draft_ms: float | None
-    """None: it ran without a draft."""
-
-
 def read_logs(paths: Sequence[Path]) -> Given:
     """Times from logs of a llama.cpp server: without a draft, and with it (one or more), at `-lv 4` and p-min 0.
 
-    Each log is a point of t_target: without a draft that of one token, with drafts of K tokens that of 1 + K. Neither
-    stands for the other: verifying 4 tokens took a CPU four times as long as one.
+    Each log is a point of t_target: without a draft that of one token, with drafts of K tokens that of 1 + K. One
+    cannot be used for the other: verifying 4 tokens took a CPU four times as long as one.
 
     Raises:
         ValueError: a log without times; none with a draft, or none without; two of the same number of tokens.
         FileNotFoundError: no such file.
     """
-    logs = sorted((read_log(path) for path in paths), key=lambda log: log.tokens)
-    steps_ms = [log.draft_ms for log in logs if log.draft_ms is not None]
+    logs = sorted(map(read_log, paths))
+    steps_ms = [draft_ms for _, _, draft_ms in logs if draft_ms is not None]
     names = ", ".join(path.name for path in paths)
     if not steps_ms or len(steps_ms) == len(logs):
         lacking = "without a draft" if steps_ms else "with a draft"
         raise ValueError(f"--log is {names}: the log of a server {lacking} is missing; {_REMEDY}")
-    target = Curve(*zip(*((log.tokens, log.target_ms / 1e3) for log in logs), strict=True))
+    target = Curve(*zip(*((tokens, target_ms / 1e3) for tokens, target_ms, _ in logs), strict=True))
     draft_s = sum(steps_ms) / len(steps_ms) / 1e3
     return Given(BatchCosts(Curve.line(draft_s), target), f"read from {names}")
 
@@ -116,8 +106,9 @@ _REMEDY = (
 )
 
 
-def read_log(path: Path) -> Logged:
-    """Times from one log.
+def read_log(path: Path) -> tuple[float, float, float | None]:
+    """(mean number of tokens that a target forward read, its milliseconds, those of a draft forward) from one log; None
+    for a server without a draft.
 
     With g rounds, M drafted tokens and Y ms of drafting, as its last statistics have them, and E ms of all `eval time`:
     t_draft = Y / M, and since each round's draft also reads what was verified, t_target(M / g) = (E - Y) / g - t_draft.
@@ -128,13 +119,13 @@ def read_log(path: Path) -> Logged:
         FileNotFoundError: no such file.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
-    found, answers = _STATISTICS.findall(text), _EVAL.findall(text)
+    statistics, answers = _STATISTICS.findall(text), _EVAL.findall(text)
     eval_ms, forwards = sum(float(ms) for ms, _ in answers), sum(int(tokens) - 1 for _, tokens in answers)
-    if not forwards or (found and not int(found[-1][1])):
+    if not forwards or (statistics and not int(statistics[-1][1])):
         raise ValueError(f"{path} has no `eval time` or no drafts of llama.cpp; {_REMEDY}")
-    if not found:
-        return Logged(1.0, eval_ms / forwards, None)
-    rounds, tokens, draft_ms = int(found[-1][0]), int(found[-1][1]), float(found[-1][2])
+    if not statistics:
+        return 1.0, eval_ms / forwards, None
+    rounds, tokens, draft_ms = (float(number) for number in statistics[-1])
     step_ms = draft_ms / tokens
     verify_ms = (eval_ms - draft_ms) / rounds - step_ms
     if verify_ms <= 0:
@@ -142,4 +133,4 @@ def read_log(path: Path) -> Logged:
             f"{path} leaves {verify_ms:.3f} ms for a verification ({eval_ms} ms of {rounds} rounds, {draft_ms} ms of "
             "drafting); give --t_draft_ms and --t_target_ms"
         )
-    return Logged(1.0 + tokens / rounds, verify_ms, step_ms)
+    return 1.0 + tokens / rounds, verify_ms, step_ms

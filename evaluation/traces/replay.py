@@ -243,7 +243,7 @@ def merged(mask: Array, new: State, old: State) -> State:
 
 def _min_length(policy: Policy) -> Array:
     """Drafts of fewer tokens are discarded unverified; only rules that no loop has say so
-    (`evaluation.flags.short_drafts`).
+    (`evaluation.flags.engines.ShortDrafts`).
     """
     return np.asarray(getattr(policy, "discards_below", 0))
 

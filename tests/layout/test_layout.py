@@ -30,14 +30,14 @@ CEILINGS = {
     "data_gen": (7025, 4400),
     "heads": (4488, 3600),
     "decode": (5557, 4200),
-    "evaluation": (11871, 7400),
+    "evaluation": (11719, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1632, 1400),
     "benchmarks": (795, 800),
-    "tests": (30211, 18000),
+    "tests": (30199, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
-MAX_RECORD_TYPES = 191
+MAX_RECORD_TYPES = 187
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
 
 

@@ -1,12 +1,12 @@
 """A draft that proposes its likeliest token whatever the sampling, as engines draft by default (law 4.2).
 
-The law of each drafted token is a point mass at y = argmax q: it is accepted with probability p(y), and after a
-rejection the token comes from p without y, norm(max(0, p - q)). A target that draws its own token and compares, as
-llama.cpp's does, has the same law: the drawn token is y with probability p(y), and is else drawn from p without y. At
+The distribution of each drafted token is a point mass at y = argmax q: it is accepted with probability p(y), and after
+a rejection the token comes from p without y, norm(max(0, p - q)). llama.cpp's target draws its own token and compares,
+which is the same distribution: the drawn token is y with probability p(y), and is else drawn from p without y. At
 temperature 0 this is the ordinary drafter.
 
 The length of such a draft depends on no draw, so that a short one may be discarded: an engine's loop, which `flags`
-replays (`evaluation.flags.short_drafts`).
+replays (`evaluation.flags.engines.ShortDrafts`).
 """
 
 from jaxtyping import Float
@@ -25,7 +25,7 @@ class PointMassDrafter(ModelDrafter):
 
     def start(self, session: Session) -> None:
         super().start(session)
-        self._fused, self.reads_at_end = None, False  # both draw from the session's own law
+        self._fused, self.reads_at_end = None, False  # both draw from the session's own distribution
 
     @property
     def _min_length(self) -> int:

@@ -1,4 +1,4 @@
-"""Drafts of the likeliest tokens are lossless, and so is giving short ones up; with drawn tokens that is not (laws 4.2,
+"""Drafts of the likeliest tokens are lossless, and so is discarding short ones; with drawn tokens it is not (laws 4.2,
 4.3). Exactly, by every branch of the loop's draws on toys.
 """
 
@@ -6,7 +6,7 @@ import pytest
 
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import FixedLength, HeadPolicy, LlamaCpp, TokenProb
-from evaluation.flags.short_drafts import ShortDrafts
+from evaluation.flags.engines import ShortDrafts
 from tests.evaluation.flags.point_mass import PointMassDrafter
 from tests.toys.enumeration import ToyModel, assert_same_law
 from tests.toys.loop import PROMPT, SAMPLINGS, law, toy_head
@@ -32,7 +32,7 @@ def assert_lossless(drafter, sampling="plain", eos_ids=(2,)) -> None:
 @pytest.mark.parametrize("eos_ids", [(), (2,)])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("rule", RULES)
-def test_likeliest_drafts_preserve_the_target_law(rule, sampling, eos_ids):
+def test_likeliest_drafts_preserve_the_target_distribution(rule, sampling, eos_ids):
     assert_lossless(PointMassDrafter(ToyModel(2), RULES[rule]), sampling, eos_ids)
 
 
@@ -47,24 +47,24 @@ def test_every_drafted_token_is_the_likeliest_whatever_the_sampling():
         committed += played.emitted
 
 
-def test_a_short_draft_is_given_up_and_its_forwards_are_paid():
+def test_a_short_draft_is_discarded_and_its_forwards_are_paid():
     decoder = decoder_with(PointMassDrafter(ToyModel(2), RULES["n_min"]), eos_ids=())
     rounds = decoder.generate(PROMPT, 60).rounds
     assert all(len(played.drafted) != 1 for played in rounds)
-    given_up = [played for played in rounds if not played.drafted and played.counts.num_draft_forwards]
-    assert given_up
-    assert all(played.num_accepted == 0 and len(played.emitted) == 1 for played in given_up)
+    discarded = [played for played in rounds if not played.drafted and played.counts.num_draft_forwards]
+    assert discarded
+    assert all(played.num_accepted == 0 and len(played.emitted) == 1 for played in discarded)
 
 
-class GivesDrawnDraftsUp(PointMassDrafter):
-    """Illegal: draws its tokens, looks how far they went, and drops them where that is not far."""
+class DiscardsDrawnDrafts(PointMassDrafter):
+    """Illegal: draws its tokens, looks at their number, and discards them where that is small."""
 
     _step = ModelDrafter._step
 
 
-def test_giving_up_drafts_that_were_drawn_bends_the_law():
+def test_discarding_drafts_that_were_drawn_changes_the_distribution():
     with pytest.raises(AssertionError):
-        assert_lossless(GivesDrawnDraftsUp(ToyModel(2), RULES["n_min"]), eos_ids=())
+        assert_lossless(DiscardsDrawnDrafts(ToyModel(2), RULES["n_min"]), eos_ids=())
 
 
 def test_heads_score_likeliest_drafts_too():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evaluation.flags.assisted import Run, cost_of
+from evaluation.flags.assisted import fitted
 from evaluation.flags.times import curve_of, given_times
 
 LOG = """\
@@ -36,7 +36,7 @@ def logs_in(directory, *texts: str) -> str:
     return ",".join(map(str, paths))
 
 
-def test_logs_of_llama_cpp_tell_both_times(tmp_path):
+def test_logs_of_llama_cpp_give_both_times(tmp_path):
     """240 ms of 120 drafted tokens are 2 ms each; (900 - 240) / 40 rounds less the draft's second reading is 14.5 for
     4 tokens. Without a draft 900 ms of 100 forwards are 9 each.
     """
@@ -46,7 +46,7 @@ def test_logs_of_llama_cpp_tell_both_times(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "problem"),
+    ("flags", "problem"),
     [
         ((4, None, None), "go together"),
         ((4, 30, "server.log"), "give one of them"),
@@ -55,9 +55,9 @@ def test_logs_of_llama_cpp_tell_both_times(tmp_path):
         ((4, "fast", None), "t_target_ms is fast"),
     ],
 )
-def test_times_that_say_nothing_are_refused(asked, problem):
+def test_flags_that_give_no_times_are_refused(flags, problem):
     with pytest.raises(ValueError, match=problem):
-        given_times(*asked)
+        given_times(*flags)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_logs_without_times_are_refused(texts, problem, tmp_path):
         given_times(None, None, logs_in(tmp_path, *texts))
 
 
-def test_the_fit_finds_the_times_that_runs_were_made_of_whatever_a_few_outliers_say():
+def test_the_fit_finds_the_times_that_runs_were_made_of_whatever_a_few_outliers_are():
     generator = np.random.default_rng(0)
     runs = []
     for number in range(120):
@@ -83,9 +83,9 @@ def test_the_fit_finds_the_times_that_runs_were_made_of_whatever_a_few_outliers_
         )
         plain = 0 if rounds else 64
         seconds = 0.02 + 0.003 * drafts + 0.011 * rounds + 0.008 * plain + 1e-4 * generator.standard_normal()
-        runs.append(Run(drafts, rounds, plain, seconds * (3.0 if number % 17 == 0 else 1.0)))
-    cost = cost_of(runs)
-    assert cost.t_draft_s == pytest.approx(0.003, rel=0.02)
-    assert cost.t_target_s == pytest.approx((0.008, 0.011), rel=0.02)
-    assert 0 < cost.errors.drafting < 0.05
-    assert 0 < cost.errors.verifying < 0.05
+        runs.append((drafts, rounds, plain, seconds * (3.0 if number % 17 == 0 else 1.0)))
+    times = fitted(runs)
+    assert times.t_draft_s == pytest.approx(0.003, rel=0.02)
+    assert times.t_target_s == pytest.approx((0.008, 0.011), rel=0.02)
+    assert 0 < times.errors.drafting < 0.05
+    assert 0 < times.errors.verifying < 0.05

@@ -11,7 +11,7 @@ import torch
 from decode import SpeculativeDecoder
 from decode.policies import CumulativeTokenProb, FixedLength, LlamaCpp
 from decode.policies.registry import make_policy
-from evaluation.flags.short_drafts import ShortDrafts
+from evaluation.flags.engines import ShortDrafts
 from evaluation.traces.disk import Place, read_trace, write_trace
 from evaluation.traces.replay import replay_settings
 from lm import CachedModel, Sampler, Sampling
