@@ -1,7 +1,10 @@
-"""Acceptance-prediction heads: model, loss, metrics, training, export and import.
+"""Acceptance-prediction heads: training, files, and the head itself, a torch module.
 
-head = train_heads(config)                       the best head for the data of an experiment (`data_gen.make_data`)
-head = AcceptanceHead.from_pretrained(path)      an exported head, from a directory or from the hub
+head = train_heads(config)                          the best head for an experiment (`data_gen.make_data`)
+head = train_heads("data/mine", depths=(1, 2))      the same for a directory with data
+head = AcceptanceHead.from_pretrained("owner/name") an exported head, from the hub or a directory
+head.push_to_hub("owner/name")                      upload it with its model card
+head.calibrated(head(hidden))                       acceptance probabilities of drafted tokens
 """
 
 from typing import TYPE_CHECKING

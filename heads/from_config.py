@@ -1,30 +1,46 @@
 """Training from Python: `heads.train_heads`."""
 
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
+from pytorch_lightning import Callback
+
 from configs.limits import check_limits
-from configs.schema import Config, HeadsConfig
+from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig, SamplingConfig
+from data_gen.store.manifest import read_manifest
 from heads.command import export
 from heads.model.head import AcceptanceHead
 from heads.training.command import train
 
+_OF_DATA = ("split_weights", "mixing_ratio", "mixes", "features", "draft_length", "draft_every")
+"""Settings of the data that training reads, by their names in manifest.json."""
+
 
 def train_heads(
-    config: Config, *, max_epochs: int | None = None, force: bool = False, **settings: Any
+    data: Config | str | Path,
+    *,
+    dir: str | Path | None = None,
+    max_epochs: int | None = None,
+    callbacks: Sequence[Callback] = (),
+    force: bool = False,
+    **settings: Any,
 ) -> AcceptanceHead:
-    """Train the heads of an experiment, export the best one and return it; resumes, as `acceptance-heads train` does.
+    """Train heads on existing data, export the best one and return it; resumes, as `acceptance-heads train` does.
 
     Args:
-        config: the experiment; its data must exist (`data_gen.make_data`).
-        max_epochs: passes over the data; None: the value of config.trainer.
+        data: the experiment that `data_gen.make_data` returns, or a directory with data.
+        dir: output directory; None: the experiment's heads.dir, or the folder heads in the data directory.
+        max_epochs: passes over the data; None: the experiment's value, or one that follows from the amount of data.
+        callbacks: callbacks of Lightning, such as EarlyStopping("dev/calibrated_kl").
         force: return the best head even if it is worse than the draft's own signals, which need no training.
-        settings: fields of `configs.schema.HeadsConfig` that override the config's, such as depths=(1, 2).
+        settings: fields of `configs.schema.HeadsConfig`, such as depths=(1, 2).
 
     Returns:
-        The head with the lowest calibrated KL on dev, also in config.heads.dir/exported for `decode.complete`.
+        The head with the lowest calibrated KL on dev, also in DIR/exported for `decode.complete`.
 
     Raises:
         ValueError: an unknown setting or one out of range; no head beats the draft's own signals.
@@ -32,11 +48,36 @@ def train_heads(
     """
     if unknown := sorted(settings.keys() - (HeadsConfig.__dataclass_fields__.keys() - {"dir"})):
         raise ValueError(f"train_heads has no setting {unknown[0]!r}; see the fields of HeadsConfig")
+    config = data if isinstance(data, Config) else _config_of(data)
     trainer = {"devices": 1, **config.trainer} | ({} if max_epochs is None else {"max_epochs": max_epochs})
-    config = replace(config, heads=replace(config.heads, **settings), trainer=trainer)
+    if callbacks:
+        trainer["callbacks"] = [*(trainer.get("callbacks") or ()), *callbacks]
+    heads = replace(config.heads, **settings, dir=config.heads.dir if dir is None else str(dir))
+    config = replace(config, heads=heads, trainer=trainer)
     check_limits(config)
     train(config)
     with redirect_stdout(StringIO()):  # export repeats the verdict that train has printed
         paths = export(config, head="best", force=force)
-    heads = [AcceptanceHead.from_pretrained(path) for path in paths]
-    return min(heads, key=lambda head: float(head.provenance.metrics["calibrated_kl"]))
+    exported = [AcceptanceHead.from_pretrained(path) for path in paths]
+    return min(exported, key=lambda head: float(head.provenance.metrics["calibrated_kl"]))
+
+
+def _config_of(directory: str | Path) -> Config:
+    """The experiment whose data is in a directory, from its manifest."""
+    if not isinstance(directory, str | Path):
+        raise ValueError(
+            f"data is {type(directory).__name__}; give the Config of `data_gen.make_data`, or a directory with data"
+        )
+    manifest = read_manifest(str(directory), keys=("target", "draft", "sampling", "recorded", "split"))
+    models: dict[str, Any] = {
+        name: ModelSource(path=manifest["recorded"][f"{name}_path"], revision=manifest[name].get("revision"))
+        for name in ("target", "draft")
+    }
+    of_data: dict[str, Any] = {name: manifest[name] for name in _OF_DATA if manifest.get(name) is not None}
+    of_data = {name: tuple(value) if isinstance(value, list) else value for name, value in of_data.items()}
+    sizes = {f"num_{split}": facts["prompts"] for split, facts in manifest["split"].items()}
+    return Config(
+        pair=PairConfig(**models, sampling=SamplingConfig(**manifest["sampling"])),
+        data=DataConfig(dir=str(directory), **of_data, **sizes),
+        heads=HeadsConfig(dir=str(Path(directory, "heads"))),
+    )

@@ -52,6 +52,8 @@ def local_directory(source: str | Path, **download: Any) -> Path:
         FileNotFoundError: neither a local path nor a repository that can be downloaded.
         ValueError: a URL.
     """
+    if not isinstance(source, str | Path):
+        raise ValueError(f"{type(source).__name__} is neither a path nor a hub id of a head; pass one of them")
     check_local(source, "the path of a head", may_be_on_hub=True)
     path = Path(source)
     if path.exists():
