@@ -1,23 +1,41 @@
-"""Arms: ways of answering the same prompts, which take turns on each.
+"""Ways of answering the same prompts on a clock: our loop, and transformers' assisted generation under its schedules.
 
-EOS is switched off in all, so that they write the same number of tokens, unless they are told to end there. A time is
-wall clock around a whole generation, prompt included. Every arm of the loop starts a prompt from the same seed.
+EOS is switched off in all, so that they write the same number of tokens, unless a text may end there. A time is wall
+clock around a whole generation, prompt included. Every policy of ours starts a prompt from the same seed. transformers'
+schedules are those that its documentation names:
+
+    default       `generate(assistant_model=…)` where nothing is set: drafts of up to 20 tokens that end where the draft
+                  gives a token less than the confidence threshold, which starts at 0.4 and, where scikit-learn is
+                  installed, moves with what is accepted
+    heuristic     num_assistant_tokens_schedule: two more tokens after a draft that was accepted whole, else one less;
+                  the threshold is constant
+    constant K    drafts of K tokens, no threshold
+
+A schedule keeps what it has learnt from prompt to prompt, as it would for its users. Temperature and top-p go to
+`generate` as they are; transformers itself then applies them to the draft twice, when drawing and when verifying.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
+from transformers.utils import is_sklearn_available, logging
 
 from decode.loop.decoder import SpeculativeDecoder
-from decode.policies.base import Policy
-from heads.model.head import AcceptanceHead
-from lm import Sampling
+from lm import Pair, Sampling
+
+DEFAULT, HEURISTIC, CONSTANT = "transformers: default", "transformers: heuristic", "transformers: constant"
+UNASSISTED = "transformers: no assistant"
+SCHEDULES = (DEFAULT, HEURISTIC, CONSTANT)
+HEURISTICALLY: dict[str, Any] = {"num_assistant_tokens_schedule": "heuristic"}
+_LEARNT = ("num_assistant_tokens", "assistant_confidence_threshold")
 
 
 class Written(NamedTuple):
-    """What a generation wrote, and how long it took."""
+    """How much a generation wrote, and how long it took."""
 
     tokens: int
     seconds: float
@@ -27,25 +45,8 @@ Timed = Callable[[list[int], int], Written]
 """Generates from a prompt and a seed."""
 
 
-class Racer(NamedTuple):
-    """A family at one setting, which takes part in the race."""
-
-    family: str
-    setting: str
-    policy: Policy | None = None
-    """Policy that the loop runs; None: transformers has a schedule of its own."""
-    on_dev: float | None = None
-    """Tokens per second that were predicted when dev chose the setting; unknown of a policy that was named."""
-
-    def is_foreign(self, sampling: Sampling) -> bool:
-        """Was one of its heads trained under another sampling?"""
-        heads = self.policy.heads if self.policy else ()
-        known = [head.provenance.sampling for head in heads if isinstance(head, AcceptanceHead)]
-        return any(trained_under and trained_under != sampling.as_dict() for trained_under in known)
-
-
 def generations_of(decoder: SpeculativeDecoder, num_tokens: int) -> Timed:
-    """Generations of a decoder, timed."""
+    """Generations of our loop, timed."""
 
     def written(prompt: list[int], seed: int) -> Written:
         generator = torch.Generator().manual_seed(seed)
@@ -60,3 +61,83 @@ def warm_up(arms: Mapping[str, Timed], prompts: Sequence[list[int]]) -> None:
     """One turn that is not measured."""
     for timed in arms.values():
         timed(prompts[0], len(prompts))
+
+
+def constant(k: int) -> dict[str, Any]:
+    """Entries of the draft's generation config for drafts of a fixed length."""
+    schedule = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    return {"num_assistant_tokens": k, **schedule}
+
+
+def about_default() -> str:
+    """One line about the default schedule of the installed transformers."""
+    moves = "moves (scikit-learn)" if is_sklearn_available() else "fixed at 0.4 (no scikit-learn)"
+    return f"confidence threshold {moves}"
+
+
+def assisted(
+    pair: Pair,
+    num_tokens: int,
+    sampling: Sampling,
+    changes: Mapping[str, Any] | None,
+    *,
+    assistant: PreTrainedModel | None = None,
+    ends_at_eos: bool = False,
+) -> Timed:
+    """Assisted generations, timed.
+
+    Args:
+        pair: draft and target.
+        num_tokens: tokens of each generation; with `ends_at_eos` the most that it may have.
+        sampling: passed to `generate`.
+        changes: settings of the draft's generation config, the only one that transformers reads; None: plain generation
+            without a draft.
+        assistant: a language model that drafts in place of the pair's draft.
+        ends_at_eos: a generation ends at the target's EOS.
+    """
+    drafts = None if changes is None else assistant or pair.draft
+    helper = {} if drafts is None else {"assistant_model": drafts}
+    warpers = {"temperature": float(sampling.temperature), "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
+    generation: dict[str, Any] = {"do_sample": False} if sampling.is_greedy else {"do_sample": True, **warpers}
+    settings = dict(changes or {})
+
+    def written(prompt: list[int], seed: int) -> Written:
+        torch.manual_seed(seed)
+        ids = torch.tensor([prompt], device=pair.target.device)
+        with _set(pair.target, drafts, settings, ends_at_eos=ends_at_eos):
+            started_s = perf_counter()
+            output = pair.target.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **helper, **generation
+            )  # type: ignore[operator]
+            seconds = perf_counter() - started_s
+            if drafts is not None:
+                settings.update({name: getattr(drafts.generation_config, name) for name in _LEARNT})
+        num_written = output.shape[1] - len(prompt)
+        assert ends_at_eos or num_written == num_tokens, "every arm writes the same number of tokens"
+        return Written(num_written, seconds)
+
+    return written
+
+
+@contextmanager
+def _set(
+    target: PreTrainedModel, drafts: PreTrainedModel | None, settings: Mapping[str, Any], *, ends_at_eos: bool
+) -> Iterator[None]:
+    """Set the draft's generation config, and no EOS in either model unless texts end there; restore both afterwards.
+
+    transformers' warnings are off meanwhile: it calls its own assistant in a way that it deprecates.
+    """
+    end: dict[str, Any] = {} if ends_at_eos else {"eos_token_id": None}
+    wanted: list[tuple[Any, dict[str, Any]]] = [(target.generation_config, end)]
+    wanted += [] if drafts is None else [(drafts.generation_config, {**end, **settings})]
+    before = [{name: getattr(config, name, None) for name in (*values, *_LEARNT)} for config, values in wanted]
+    for config, values in wanted:
+        config.update(**values)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        for (config, _), values in zip(wanted, before, strict=True):
+            config.update(**values)

@@ -1,8 +1,8 @@
 """Continuous batches on a clock (law 4.13): fixed lengths and policies at several sizes, in turns, and the curves that
 their rounds give.
 
-Every run decodes the same prompts under the same seed, as many of them as keep the batch full a while; EOS is switched
-off. The curves t_draft(sequences) and t_target(tokens) are of rounds in which no prompt was read.
+Every run decodes the same prompts under the same seed, enough of them to keep the batch full for a while; EOS is
+switched off. The curves t_draft(sequences) and t_target(tokens) are of rounds in which no prompt was read.
 """
 
 from collections import defaultdict
@@ -20,20 +20,19 @@ from decode.loop.batch import BatchRound
 from decode.policies import FixedLength, Policy
 from decode.policies.batch import BatchCosts, Curve, batched
 from evaluation.costs.measure import Loop, typical
-from evaluation.hierarchies.built import fastest
 from evaluation.table import Table, crossed
 from evaluation.turns import in_turns
 
 _TURNS = 3
-_REQUESTS_PER_SEAT = 2
+_REQUESTS_PER_ROW = 2
 _POINTS = 8
 
 
 def measure_sizes(
     loop: Loop, policies: Mapping[str, Policy], sizes: Sequence[int]
 ) -> tuple[list[dict[str, Any]], BatchCosts]:
-    """Run every policy at every size, in turns; `auto` runs as the batch's rule, with the curves that a first turn of
-    fixed lengths gave.
+    """Run every policy at every size, in turns; `auto` runs as the batch's rule, with the curves of a first turn of
+    fixed lengths.
 
     Args:
         loop: models and prompts.
@@ -44,15 +43,11 @@ def measure_sizes(
         Rows of every policy at every size, medians over turns of tokens/s and of the ratio to the best fixed length's;
         and curves from all rounds of fixed lengths, which look at no token.
     """
-    prompts = {size: list(islice(cycle(loop.prompts), _REQUESTS_PER_SEAT * size)) for size in sizes}
+    prompts = {size: list(islice(cycle(loop.prompts), _REQUESTS_PER_ROW * size)) for size in sizes}
     fixed = [name for name, policy in policies.items() if isinstance(policy, FixedLength)]
-    seen = [
-        round_
-        for size in sizes
-        for name in fixed
-        for round_ in _run(loop, policies[name], prompts[size], size, seed=0)[1]
-    ]
-    first, rows = curves_of(seen), []
+    first_turn = [_run(loop, policies[name], prompts[size], size, seed=0)[1] for size in sizes for name in fixed]
+    rounds = [round_ for played in first_turn for round_ in played]
+    first, rows = curves_of(rounds), []
     for size in sizes:
         runs: dict[str, list[tuple[float, list[BatchRound]]]] = defaultdict(list)
         for turn, order in in_turns(policies, range(_TURNS + 1)):
@@ -64,8 +59,8 @@ def measure_sizes(
         for name, values in speeds.items():
             against = median(speed / rival_speed for speed, rival_speed in zip(values, speeds[best], strict=True))
             rows.append({"batch_size": size, "policy": name, "tokens_per_s": median(values), "against_fixed": against})
-        seen += [round_ for name in fixed for _, rounds in runs[name][1:] for round_ in rounds]
-    return rows, curves_of(seen)
+        rounds += [round_ for name in fixed for _, played in runs[name][1:] for round_ in played]
+    return rows, curves_of(rounds)
 
 
 def _run(
@@ -98,20 +93,19 @@ def curves_of(rounds: Sequence[BatchRound]) -> BatchCosts:
 
 
 def _rising(seconds: Mapping[int, Sequence[float]]) -> Curve:
-    """Through the typical seconds at each number, at most so many points, evenly over how often numbers were seen."""
+    """Through the typical seconds at each number, at a few numbers spread evenly over those that occurred."""
     numbers = sorted(seconds)
-    seen = np.array([len(seconds[number]) for number in numbers])
-    fitted = isotonic_regression([typical(seconds[number]) for number in numbers], weights=seen).x
-    wanted = np.linspace(0, len(numbers) - 1, min(_POINTS, len(numbers))).round().astype(int)
-    return Curve(tuple(float(numbers[at]) for at in wanted), tuple(float(fitted[at]) for at in wanted))
+    weights = np.array([len(seconds[number]) for number in numbers])
+    fitted = isotonic_regression([typical(seconds[number]) for number in numbers], weights=weights).x
+    points = np.linspace(0, len(numbers) - 1, min(_POINTS, len(numbers))).round().astype(int)
+    return Curve(tuple(float(numbers[at]) for at in points), tuple(float(fitted[at]) for at in points))
 
 
-def size_sheet(rows: Sequence[Mapping[str, Any]]) -> Table:
+def size_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Policies down, sizes across."""
-    ordered = sorted(rows, key=lambda row: int(row["batch_size"]))
     cells = (
         (row["policy"], f"batch {row['batch_size']}", f"{row['tokens_per_s']:.1f} ({row['against_fixed'] - 1:+.1%})")
-        for row in ordered
+        for row in sorted(rows, key=lambda row: int(row["batch_size"]))
     )
     title = "tokens/s of continuous batches, all sequences together, medians over turns"
     return Table(title, crossed("policy", cells), "in brackets: over the best fixed length's of the same turn")
@@ -119,6 +113,10 @@ def size_sheet(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def size_verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     """The fastest policy of every size, in a sentence."""
-    best = fastest(rows, of=lambda row: f"{row['batch_size']}", speed=lambda row: float(row["tokens_per_s"]))
+    sizes = dict.fromkeys(row["batch_size"] for row in rows)
+    best = {
+        size: max((row for row in rows if row["batch_size"] == size), key=lambda row: float(row["tokens_per_s"]))
+        for size in sizes
+    }
     named = (f"{row['policy']} in batches of {size} ({row['against_fixed'] - 1:+.1%})" for size, row in best.items())
     return f"Fastest on this clock, over the best fixed length: {', '.join(named)}."

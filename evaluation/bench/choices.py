@@ -1,24 +1,44 @@
-"""Settings that compete in a race: those that were named, or each family's fastest on dev under one sampling."""
+"""Settings that compete in a race: those that were named, or each family's fastest on dev under one sampling.
+
+A trace is of one sampling, so each sampling has a trace of dev prompts, in DIR/bench/SAMPLING (that of the config's
+sampling is the one of every command).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from configs.schema import Config, SamplingConfig
 from decode.experiment import Experiment
+from decode.policies.base import Policy
 from decode.policies.registry import read_spec
-from evaluation.bench.arms import Racer
-from evaluation.competitor import competitors_of
+from evaluation.competitor import competitors_with
 from evaluation.contest.arms import Pick, Replays, picks_of, replay_dataset
-from evaluation.families import BASELINE, BOUNDS
-from evaluation.families import family as family_named
+from evaluation.families import BASELINE, BOUNDS, family
 from evaluation.gain import Splits
 from evaluation.times import Times
 from evaluation.traces.recording import TraceFolder, trace_folder
+from heads.model.head import AcceptanceHead
 from lm import Sampling
 
-"""How the families of trained heads begin, whose settings are chosen at home."""
+
+class Racer(NamedTuple):
+    """A family at one setting, which takes part in the race."""
+
+    family: str
+    setting: str
+    policy: Policy | None = None
+    """Policy that our loop runs; None: a schedule of transformers."""
+    on_dev: float | None = None
+    """Tokens per second that were predicted when dev chose the setting; None for a policy that was named."""
+
+    def is_foreign(self, sampling: Sampling) -> bool:
+        """Whether one of its heads was trained under another sampling."""
+        heads = self.policy.heads if self.policy else ()
+        known = [head.provenance.sampling for head in heads if isinstance(head, AcceptanceHead)]
+        return any(trained_under and trained_under != sampling.as_dict() for trained_under in known)
 
 
 class Choices:
@@ -32,6 +52,7 @@ class Choices:
         """
         of_pair = Sampling(**vars(config.pair.sampling))
         self.experiment = Experiment(config if sampling == of_pair else _under(config, name, sampling))
+        self.first_dataset = next(iter(self.experiment.datasets))
         self._name = name
         self._replays: dict[str, Replays] = {}
 
@@ -41,69 +62,60 @@ class Choices:
         folder.complete(("dev",))  # nothing is chosen on test
         return folder
 
-    @property
-    def home(self) -> str:
-        """The first dataset, on whose dev prompts heads are chosen."""
-        return next(iter(self.experiment.datasets))
-
     def replays(self, dataset: str) -> Replays:
-        """Every grid on the dataset's dev prompts; the trace is recorded first, if need be."""
+        """Every competitor on the dataset's dev prompts; the trace is recorded first, if need be."""
         if dataset not in self._replays:
-            decode, heads = self.experiment.decode, self.experiment.heads
-            dev = self._folder.load_split(dataset, "dev")
-            grids = competitors_of(
-                decode.grid, heads, max_draft_length=decode.max_draft_length, policies=decode.policies
-            )
+            dev, heads = self._folder.load_split(dataset, "dev"), self.experiment.heads
             traces = Splits(dev, dev.select([0]))  # nothing is reported on test here
             self._replays[dataset] = replay_dataset(
-                traces, grids, heads=heads, perfect_head=False, name=f"dev, {dataset}, {self._name}"
+                traces,
+                competitors_with(self.experiment, heads),
+                heads=heads,
+                perfect_head=False,
+                name=f"dev, {dataset}, {self._name}",
             )
         return self._replays[dataset]
 
     def at(
-        self, cost: Times, families: Sequence[str] = (), *, dataset: str | None = None, num_fixed: int = 1
+        self, times: Times, families: Sequence[str] = (), *, dataset: str | None = None, num_fixed: int = 1
     ) -> dict[str, Racer]:
-        """Family -> its setting that is fastest on dev at these costs.
+        """Name -> a family at its setting that is fastest on dev at these times.
 
         Args:
-            cost: the costs of a cell.
+            times: of the pair.
             families: leave out all but these and the best fixed length; none named: keep all.
-            dataset: its dev prompts decide, those of home for trained heads; None: home.
+            dataset: its dev prompts decide, those of the first dataset for trained heads; None: the first.
             num_fixed: fixed lengths that run, the fastest on dev first.
 
         Raises:
-            ValueError: a family that there is not.
+            ValueError: an unknown family.
         """
-        picks = self._picks(dataset or self.home, cost)
-        trained = picks if dataset in (None, self.home) else self._picks(self.home, cost)
-        known = {
-            family: trained[family] if family_named(family).needs_training else pick
-            for family, pick in picks.items()
-            if family not in BOUNDS
-        }
-        for family in families:
-            if family not in known:
-                raise ValueError(f"there is no family {family!r} here; one of {', '.join(known)}")
-        kept = {family: pick for family, pick in known.items() if not families or family in (*families, BASELINE)}
-        for pick in _next_best(kept[BASELINE], cost, num_fixed - 1):
-            kept[f"{BASELINE} {pick.label}"] = pick
+        picks = self._picks(dataset or self.first_dataset, times)
+        trained = picks if dataset in (None, self.first_dataset) else self._picks(self.first_dataset, times)
+        known = {name: trained[name] if family(name).needs_training else pick for name, pick in picks.items()}
+        if unknown := [name for name in families if name not in known]:
+            raise ValueError(f"there is no family {unknown[0]!r} here; one of {', '.join(known)}")
+        members = {name: pick for name, pick in known.items() if not families or name in (*families, BASELINE)}
+        for pick in _next_best(members[BASELINE], times, num_fixed - 1):
+            members[f"{BASELINE} {pick.label}"] = pick
         return {
-            name: Racer(pick.family, pick.label, pick.policy, pick.tokens_per_s_on_dev(cost))
-            for name, pick in kept.items()
+            name: Racer(pick.family, pick.label, pick.policy, pick.tokens_per_s_on_dev(times))
+            for name, pick in members.items()
         }
 
-    def _picks(self, dataset: str, cost: Times) -> dict[str, Pick]:
+    def _picks(self, dataset: str, times: Times) -> dict[str, Pick]:
         replays = self.replays(dataset)
-        return picks_of([*replays.arms, *replays.auto_arms(cost, is_online=(False,))], cost)
+        picks = picks_of([*replays.arms, *replays.auto_arms(times, is_online=(False,))], times)
+        return {name: pick for name, pick in picks.items() if name not in BOUNDS}
 
     def named(self, specs: Sequence[str]) -> Mapping[str, Racer]:
         """The policies that these specs write down (`decode.policies.registry`)."""
         return {spec: Racer(_family_of(spec), spec, self.experiment.policy(spec)) for spec in specs}
 
 
-def _next_best(best: Pick, cost: Times, num: int) -> list[Pick]:
-    """The arm's other settings, the fastest on dev first."""
-    order = cost.tokens_per_s(best.arm.dev).argsort()[::-1]
+def _next_best(best: Pick, times: Times, num: int) -> list[Pick]:
+    """The competitor's other settings, the fastest on dev first."""
+    order = times.tokens_per_s(best.arm.dev).argsort()[::-1]
     return [Pick(best.arm, int(setting)) for setting in order if setting != best.setting][:num]
 
 
@@ -114,15 +126,10 @@ def _family_of(spec: str) -> str:
 
 
 def _under(config: Config, name: str, sampling: Sampling) -> Config:
-    """The same experiment under another sampling, in a folder of its own, whose manifest names one test prompt and of
-    which dev alone is traced.
+    """The same experiment under another sampling, in its own folder; its manifest names one test prompt, and only dev
+    is traced.
     """
-    decode = replace(
-        config.decode,
-        dir=str(Path(config.decode.dir) / "bench" / name),
-        allow_foreign_heads=True,
-        num_test=1,
-        perfect_head=False,
-    )
-    law = SamplingConfig(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-    return replace(config, decode=decode, pair=replace(config.pair, sampling=law))
+    directory = str(Path(config.decode.dir) / "bench" / name)
+    changes = {"dir": directory, "allow_foreign_heads": True, "num_test": 1, "perfect_head": False}
+    pair = replace(config.pair, sampling=SamplingConfig(**sampling.as_dict()))
+    return replace(config, decode=replace(config.decode, **changes), pair=pair)

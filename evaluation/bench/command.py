@@ -1,5 +1,5 @@
-"""python -m evaluation bench: wall clock of every policy family beside transformers' assisted generation, arms taking
-turns on every prompt (`evaluation.bench.race`), greedy, at temperature 1, and at 0.7 with top-p 0.9.
+"""python -m evaluation bench: wall clock of every policy family beside transformers' assisted generation, in turns on
+every prompt (`evaluation.bench.race`), greedy, at temperature 1, and at 0.7 with top-p 0.9.
 
 Each family runs at the setting that is fastest on dev. Finished cells stay in DIR/bench.jsonl. With `--batch` fixed
 lengths and policies run in continuous batches, which give the curves of law 4.13 (`evaluation.bench.batch_sizes`).
@@ -19,11 +19,9 @@ from data_gen.store.manifest import git_commit
 from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from evaluation.batches.curves import keep_curves
-from evaluation.bench.batch_sizes import measure_sizes, size_sheet, size_verdict
-from evaluation.bench.plots import race_plot
+from evaluation.bench import results as race_results
+from evaluation.bench.batch_sizes import measure_sizes, size_table, size_verdict
 from evaluation.bench.race import Race, RaceTerms
-from evaluation.bench.standings import records_of, standing_sheet, standings_of, summary_sheet, verdict_of
-from evaluation.bench.transfer import transfer_sheets
 from evaluation.contest.in_batches import sizes_of
 from evaluation.costs.measure import Loop
 from evaluation.flag_types import RaceRules, Sizes
@@ -80,22 +78,22 @@ def bench(
 
 def _raced(race: Race, samplings: Sequence[str]) -> list[dict[str, Any]]:
     """Print each cell as soon as it is there; then the plot."""
-    cells = []
-    print("bench: every policy and schedule in turns; finished cells are kept", flush=True)
+    cells: list[race_results.Cell] = []
+    print("bench: every policy and schedule in turns; finished cells are stored", flush=True)
     for cell in race.cells(samplings):
-        cells.append((cell, standings_of(cell)))
-        standing_sheet(*cells[-1]).print(_WIDTH)
+        cells.append((cell, race_results.results_of(cell)))
+        race_results.cell_table(*cells[-1]).print(_WIDTH)
     if len(cells) > 1:
-        summary_sheet(cells).print(_WIDTH)
+        race_results.summary_table(cells).print(_WIDTH)
     if len({cell["dataset"] for cell, _ in cells}) > 1:
-        for sheet in transfer_sheets(cells):
-            sheet.print(_WIDTH)
-    plot, path = race_plot(cells), race.experiment.directory / "plots" / "bench.svg"
-    write_atomic(path, plot.svg.encode())
+        for table in race_results.transfer_tables(cells):
+            table.print(_WIDTH)
+    path = race.experiment.directory / "plots" / "bench.svg"
+    write_atomic(path, race_results.race_plot(cells).svg.encode())
     announce([race.path, path])
-    for cell, standings in cells:
-        say(f"\n{verdict_of(cell, standings)}")
-    return [{**cell, "arms": records_of(cell, standings)} for cell, standings in cells]
+    for cell, results in cells:
+        say(f"\n{race_results.verdict_of(cell, results)}")
+    return [{**cell, "arms": [one.as_dict() for one in results]} for cell, results in cells]
 
 
 def _in_batches(
@@ -118,7 +116,7 @@ def _in_batches(
         compile=False,
     )
     rows, curves = measure_sizes(loop, policies, sizes)
-    size_sheet(rows).print()
+    size_table(rows).print()
     announce([keep_curves(experiment, curves)])
     say(f"\n{size_verdict(rows)} `evaluate --batch` predicts every policy from these curves.")
     return {"batches": rows, "curves": {name: asdict(curve) for name, curve in curves._asdict().items()}}

@@ -1,43 +1,32 @@
 """Every policy family and every schedule of transformers in turns, one cell per dataset and sampling; finished rows are
-kept.
+stored.
 
 DIR/bench.jsonl holds the tokens and seconds of every arm on each prompt of each cycle, a row, as soon as all arms have
-had their turn, and each finished cell under what it was asked for. What is there is not measured again; an interrupted
-race goes on with its next row, and two processes may run different cells of one race. Only what transformers' schedules
-had learnt is lost then.
+had their turn, and each finished cell with its key. What is there is not measured again; an interrupted race resumes
+with its next row, and two processes may run different cells of one race. Only what transformers' schedules had learnt
+is lost then.
 
-Policies run as they were named, or each family at what is fastest on dev at the costs of the cell: heads and `auto` on
-the dev prompts of the first dataset, their home, all others on those of the dataset that is raced, a favour to them. A
-trace is of one sampling, so each sampling has a trace of dev prompts of its own, in DIR/bench/SAMPLING (that of the
-config's sampling is the one of every command). Heads were trained under one sampling, too; elsewhere they run as
-foreign heads, which is said beside them.
+Policies run as they were named, or each family at its setting that is fastest on dev at the times of the pair: heads
+and `auto` on the dev prompts of the first dataset, all others on those of the raced dataset, which favours the others.
+Heads were trained under one sampling; under others they run all the same, and the tables say so.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from configs.schema import Config, ModelSource
 from data_gen.store.identity import describe_model
 from data_gen.store.manifest import digest
-from decode.experiment import Experiment, Level
+from decode.experiment import Experiment
 from decode.policies import FixedLength
 from decode.policies.registry import registered
-from evaluation.bench.arms import Racer, Timed, Written, generations_of, warm_up
-from evaluation.bench.choices import Choices
-from evaluation.bench.schedules import (
-    CONSTANT,
-    DEFAULT,
-    HEURISTIC,
-    HEURISTICALLY,
-    UNASSISTED,
-    about_default,
-    assisted,
-    constant,
-)
+from evaluation.bench import arms as ways
+from evaluation.bench.arms import CONSTANT, Timed, Written, generations_of, warm_up
+from evaluation.bench.choices import Choices, Racer
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
 from evaluation.families import ALONE, BASELINE
@@ -45,7 +34,7 @@ from evaluation.flag_types import RaceRules
 from evaluation.keys import class_key, code_key, head_key, machine_key, models_key, policy_key, prompts_key
 from evaluation.times import Times
 from evaluation.turns import in_turns
-from lm import Pair, Sampling, load_config, load_model
+from lm import Sampling, load_config, load_model
 from store.keyed import KeyedStore
 from store.progress import Bar
 
@@ -73,25 +62,18 @@ class RaceTerms:
     rules: RaceRules
 
 
-class Cell(NamedTuple):
-    """What a cell of a race is of."""
-
-    dataset: str
-    sampling: str
-
-
 class Race:
-    """The race's cells of one config, kept between runs."""
+    """The race's cells of one config, stored between runs."""
 
     def __init__(self, config: Config, terms: RaceTerms) -> None:
         """Raises:
-        ValueError: a policy that there is not, a head that does not fit.
-        FileNotFoundError: a head or an assistant that is not there.
+        ValueError: an unknown policy, a head that does not fit, no fixed length among named policies.
+        FileNotFoundError: no head or assistant at that path.
         """
-        self._config, self._terms = config, terms
+        self._config, self._terms, rules = config, terms, terms.rules
         self.experiment = Experiment(config)
         self._samplings = SAMPLINGS | {"own": self.experiment.sampling}
-        # made here, so that heads and policies of one's own are checked before anything is measured
+        # made here, so that heads and custom policies are checked before anything is measured
         self._named = [self.experiment.policy(spec) for spec in terms.policies]
         self._checked = self._named or self.experiment.heads
         for name in config.decode.policies:
@@ -101,16 +83,14 @@ class Race:
                 f"--policies names {', '.join(terms.policies)}, and gains are measured from a fixed length; name one, "
                 "too, as fixed_length:k=5"
             )
-        rules = terms.rules
-        asked = {"num_prompts": terms.num_prompts, "num_tokens": terms.num_tokens}
-        for name, value in (asked | {"race.num_fixed": rules.num_fixed, "race.cycles": rules.cycles}).items():
+        numbers = {"num_prompts": terms.num_prompts, "num_tokens": terms.num_tokens}
+        for name, value in (numbers | {"race.num_fixed": rules.num_fixed, "race.cycles": rules.cycles}).items():
             if value < 1:
                 raise ValueError(f"--{name} is {value}; at least 1")
+        if rules.assistant is not None and not self.experiment.has_feature_draft:
+            raise ValueError(f"--race.assistant is {rules.assistant}, and the pair's own draft drafts for transformers")
         self._assistant_source: ModelSource | None = None
         if rules.assistant is not None:
-            if not self.experiment.has_feature_draft:
-                drafts = "and the pair's own draft drafts for transformers"
-                raise ValueError(f"--race.assistant is {rules.assistant}, {drafts}")
             self._assistant_source = ModelSource(path=rules.assistant, dtype=config.pair.target.dtype)
             load_config(self._assistant_source)
         self._choices: dict[str, Choices] = {}
@@ -118,144 +98,123 @@ class Race:
         self._store = KeyedStore(self.path, remedy="delete the line, and it is measured again")
 
     @cached_property
-    def _cost(self) -> Times:
-        """Times of the pair as it is."""
+    def _times(self) -> Times:
         return costs_for(self.experiment)
-
-    def _prompts(self, dataset: str) -> list[list[int]]:
-        return self.experiment.prompt_ids(dataset, "test", num=self._terms.num_prompts)
 
     def cells(self, samplings: Sequence[str]) -> Iterator[dict[str, Any]]:
         """One record per dataset and sampling, each as soon as it is there.
 
         Raises:
-            ValueError: a dataset that there is not.
+            ValueError: an unknown dataset.
         """
-        known, rules = list(self.experiment.datasets), self._terms.rules
-        for name in rules.datasets:
-            if name not in known:
-                raise ValueError(f"--race.datasets names {name!r}; decode.datasets are {', '.join(known)}")
-        for dataset in rules.datasets or known[:1]:
-            for name in samplings:
-                cell = Cell(dataset, name)
-                key = self.key(cell)
-                kept = self._store.get(key)
-                if kept is None:
-                    kept = self._measured(cell, key)
-                    self._store.keep([(key, kept)])
-                yield kept
+        known, datasets = list(self.experiment.datasets), self._terms.rules.datasets
+        if unknown := [name for name in datasets if name not in known]:
+            raise ValueError(f"--race.datasets names {unknown[0]!r}; decode.datasets are {', '.join(known)}")
+        for dataset in datasets or known[:1]:
+            for sampling in samplings:
+                key = self.key(dataset, sampling)
+                cell = self._store.get(key)
+                if cell is None:
+                    cell = self._measured(dataset, sampling, key)
+                    self._store.keep([(key, cell)])
+                yield cell
 
-    def key(self, cell: Cell) -> dict[str, Any]:
+    def key(self, dataset: str, sampling: str) -> dict[str, Any]:
         """Everything that a cell's value depends on."""
         terms = asdict(replace(self._terms, rules=replace(self._terms.rules, datasets=())))
-        key = {"kind": "cell", **cell._asdict(), "law": self._samplings[cell.sampling].as_dict(), "terms": terms}
-        return key | self._competing_key(cell) | self._run_key
+        key = {"kind": "cell", "dataset": dataset, "sampling": sampling, "terms": terms}
+        key["law"] = self._samplings[sampling].as_dict()
+        return key | self._competing_key(dataset) | self._run_key
 
-    def _competing_key(self, cell: Cell) -> dict[str, Any]:
+    def _competing_key(self, dataset: str) -> dict[str, Any]:
         """What competes in a cell and on which prompts: the policies that were named, or all that dev chooses from."""
         experiment, decode = self.experiment, asdict(self.experiment.decode)
-        timed = experiment.prompts(cell.dataset, "test", num=self._terms.num_prompts)
-        key = {"prompts": prompts_key(experiment, timed)}
+        key = {"prompts": prompts_key(experiment, experiment.prompts(dataset, "test", num=self._terms.num_prompts))}
         if self._named:
             return key | {"policies": list(map(policy_key, self._named))}
-        home = next(iter(experiment.datasets))
+        first = next(iter(experiment.datasets))
         return key | {
             "decode": {name: value for name, value in decode.items() if name not in _NO_PART},
             "classes": {name: class_key(registered(name).kind) for name in decode["policies"]},
             "heads": {name: head_key(head) for name, head in experiment.heads.items()},
-            "dev": [prompts_key(experiment, experiment.prompts(name, "dev")) for name in (home, cell.dataset)],
+            "dev": [prompts_key(experiment, experiment.prompts(name, "dev")) for name in (first, dataset)],
         }
 
     @cached_property
     def _run_key(self) -> dict[str, Any]:
-        """What all cells depend on: models, costs, machine, code."""
-        levels: tuple[Level, ...] = ("target", "draft")
-        assistant = self._assistant_source
+        """What all cells depend on: models, times, machine, code."""
+        assistant, decode = self._assistant_source, self.experiment.decode
         return {
-            "models": models_key(self.experiment, *levels),
+            "models": models_key(self.experiment, "target", "draft"),
             "assistant": None if assistant is None else describe_model(assistant),
-            "default_schedule": about_default(),
-            "max_draft_length": self.experiment.decode.max_draft_length,
-            "compile": self.experiment.decode.compile,
-            "costs": asdict(self._cost),
+            "default_schedule": ways.about_default(),
+            "max_draft_length": decode.max_draft_length,
+            "compile": decode.compile,
+            "costs": asdict(self._times),
             **machine_key(self.experiment),
             "code": code_key(),
         }
 
-    def _measured(self, cell: Cell, key: Mapping[str, Any]) -> dict[str, Any]:
-        sampling = self._samplings[cell.sampling]
-        arms = self._arms(self.experiment.pair, sampling, self._chosen(cell))
-        rows = self._rows(cell, key, arms)
+    def _measured(self, dataset: str, sampling: str, key: Mapping[str, Any]) -> dict[str, Any]:
+        arms, terms, times = self._arms(dataset, sampling), self._terms, self._times
+        settings = [(name, racer.setting) for name, (racer, _) in arms.items()]
+        rows = measured_rows(
+            self._store,
+            digest(repr((sorted(key.items(), key=str), settings))),
+            {name: timed for name, (_, timed) in arms.items()},
+            self.experiment.prompt_ids(dataset, "test", num=terms.num_prompts),
+            rules=terms.rules,
+            desc=f"bench: {dataset}, {sampling}",
+        )
+        of_times = {"t_draft_s": times.t_draft_s, "t_target_s": list(times.t_target_s), "origin": times.origin}
         return {
-            "dataset": cell.dataset,
-            "sampling": cell.sampling,
-            "times": {
-                "t_draft_s": self._cost.t_draft_s,
-                "t_target_s": list(self._cost.t_target_s),
-                "origin": self._cost.origin,
-            },
-            "num_tokens": self._terms.num_tokens,
-            "cycles": self._terms.rules.cycles,
-            "run": self._terms.rules.run,
-            "default_schedule": about_default(),
+            "dataset": dataset,
+            "sampling": sampling,
+            "times": of_times,
+            "num_tokens": terms.num_tokens,
+            "cycles": terms.rules.cycles,
+            "run": terms.rules.run,
+            "default_schedule": ways.about_default(),
             "arms": [
                 {
                     "family": racer.family,
                     "setting": racer.setting,
-                    "is_foreign": racer.is_foreign(sampling),
+                    "is_foreign": racer.is_foreign(self._samplings[sampling]),
                     "on_dev": racer.on_dev,
-                    **{
-                        name: [sum(row[name][place] for row in of_prompt) for of_prompt in rows]
-                        for name in ("tokens", "seconds")
-                    },
+                    **totals,
                 }
-                for place, (racer, _) in enumerate(arms.values())
+                for (racer, _), totals in zip(arms.values(), totals_of(rows), strict=True)
             ],
         }
 
-    def _rows(
-        self, cell: Cell, key: Mapping[str, Any], arms: Mapping[str, tuple[Racer, Timed]]
-    ) -> list[list[dict[str, Any]]]:
-        """The rows of each prompt, one per cycle; each is kept as soon as every arm has had its turn."""
-        prompts, num_cycles = self._prompts(cell.dataset), self._terms.rules.cycles
-        settings = [(name, racer.setting) for name, (racer, _) in arms.items()]
-        race = digest(repr((sorted(key.items(), key=str), settings)))
-        kept: dict[tuple[int, int], dict[str, Any]] = {
-            (of["prompt"], of["cycle"]): row for of, row in self._store.entries() if of.get("race") == race
+    def _arms(self, dataset: str, sampling: str) -> dict[str, tuple[Racer, Timed]]:
+        """Every competitor, and its generations, by a unique name."""
+        law, terms = self._samplings[sampling], self._terms
+        if sampling not in self._choices:
+            self._choices[sampling] = Choices(self._config, sampling, law)
+        choices, num_fixed = self._choices[sampling], terms.rules.num_fixed
+        chosen = (
+            choices.named(terms.policies)
+            if terms.policies
+            else choices.at(self._times, terms.families, dataset=dataset, num_fixed=num_fixed)
+        )
+        pair, num_tokens, ends_at_eos = self.experiment.pair, terms.num_tokens, not terms.rules.ignore_eos
+        loop = Loop.of(self.experiment, pair=pair, sampling=law, max_new_tokens=num_tokens, ends_at_eos=ends_at_eos)
+        arms = {
+            name: (racer, generations_of(loop.decoder(racer.policy), num_tokens))
+            for name, racer in {ALONE: Racer(ALONE, "-", FixedLength(0)), **chosen}.items()
+            if racer.policy
         }
-        is_warm, total = False, len(prompts) * num_cycles
-        with Bar(
-            desc=f"bench: {cell.dataset}, {cell.sampling}",
-            total=total * len(arms),
-            initial=len(kept) * len(arms),
-            unit="texts",
-        ) as bar:
-            timed = {name: _ticking(generation, bar) for name, (_, generation) in arms.items()}
-            for cycle in range(num_cycles):
-                for place, order in in_turns(timed, range(len(prompts)), first=cycle):
-                    if (place, cycle) in kept:
-                        continue
-                    if not is_warm:
-                        warm_up({name: generation for name, (_, generation) in arms.items()}, prompts)
-                        is_warm = True
-                    seed = place + len(prompts) * (cycle + num_cycles * self._terms.rules.run)
-                    texts = {name: timed[name](prompts[place], seed) for name in order}
-                    row = {
-                        "tokens": [texts[name].tokens for name in arms],
-                        "seconds": [texts[name].seconds for name in arms],
-                    }
-                    self._store.keep([({"kind": "row", "race": race, "prompt": place, "cycle": cycle}, row)])
-                    kept[place, cycle] = row
-        return [[kept[place, cycle] for cycle in range(num_cycles)] for place in range(len(prompts))]
-
-    def _chosen(self, cell: Cell) -> Mapping[str, Racer]:
-        name, terms = cell.sampling, self._terms
-        if name not in self._choices:
-            self._choices[name] = Choices(self._config, name, self._samplings[name])
-        choices = self._choices[name]
-        if terms.policies:
-            return choices.named(terms.policies)
-        return choices.at(self._cost, terms.families, dataset=cell.dataset, num_fixed=terms.rules.num_fixed)
+        schedules: dict[Racer, Mapping[str, Any] | None] = {Racer(ways.UNASSISTED, "-"): None}
+        if not self.experiment.has_feature_draft or self._assistant is not None:
+            schedules |= {Racer(ways.DEFAULT, "-"): {}, Racer(ways.HEURISTIC, "-"): ways.HEURISTICALLY}
+            constants = terms.constants or _constants_beside(chosen)
+            schedules |= {Racer(CONSTANT, f"k={k}"): ways.constant(k) for k in constants}
+        options = {"assistant": self._assistant, "ends_at_eos": ends_at_eos}
+        for racer, changes in schedules.items():
+            name = racer.family if racer.setting == "-" else f"{CONSTANT} {racer.setting.removeprefix('k=')}"
+            arms[name] = racer, ways.assisted(pair, num_tokens, law, changes, **options)
+        return arms
 
     @cached_property
     def _assistant(self) -> PreTrainedModel | None:
@@ -263,41 +222,64 @@ class Race:
         source = self._assistant_source
         return None if source is None else load_model(source, device=self.experiment.pair.target.device)
 
-    def _arms(self, pair: Pair, sampling: Sampling, chosen: Mapping[str, Racer]) -> dict[str, tuple[Racer, Timed]]:
-        """Every competitor, and its generations, by a name of its own."""
-        num_tokens, ends_at_eos = self._terms.num_tokens, not self._terms.rules.ignore_eos
-        loop = Loop.of(
-            self.experiment, pair=pair, sampling=sampling, max_new_tokens=num_tokens, ends_at_eos=ends_at_eos
-        )
-        arms = {
-            name: (racer, generations_of(loop.decoder(racer.policy), num_tokens))
-            for name, racer in {ALONE: Racer(ALONE, "-", FixedLength(0)), **chosen}.items()
-            if racer.policy
-        }
-        schedules: dict[str, tuple[str, Mapping[str, Any] | None]] = {UNASSISTED: ("-", None)}
-        if not self.experiment.has_feature_draft or self._assistant is not None:
-            schedules |= {DEFAULT: ("-", {}), HEURISTIC: ("-", HEURISTICALLY)}
-            constants = self._terms.constants or _constants_beside(chosen)
-            schedules |= {f"{CONSTANT} {k}": (f"k={k}", constant(k)) for k in constants}
-        for name, (setting, changes) in schedules.items():
-            family = CONSTANT if name.startswith(CONSTANT) else name
-            generation = assisted(
-                pair, num_tokens, sampling, changes, assistant=self._assistant, ends_at_eos=ends_at_eos
-            )
-            arms[name] = Racer(family, setting), generation
-        return arms
-
 
 def _constants_beside(chosen: Mapping[str, Racer]) -> tuple[int, ...]:
-    """The best fixed length on dev and half of it: transformers' draft step is dearer, so it does better with fewer."""
+    """The best fixed length on dev and half of it: a draft step of transformers costs more, so fewer do better."""
     best = chosen[BASELINE].policy if BASELINE in chosen else None
     return tuple(sorted({max(1, best.k // 2), max(1, best.k)})) if isinstance(best, FixedLength) else _CONSTANTS
 
 
-def _ticking(timed: Timed, bar: Any) -> Timed:
-    def written(prompt: list[int], seed: int) -> Written:
-        text = timed(prompt, seed)
-        bar.update()
-        return text
+Row = dict[str, list[Any]]
+"""Tokens and seconds of every arm on one prompt in one cycle."""
 
-    return written
+
+def measured_rows(
+    store: KeyedStore,
+    race: str,
+    arms: Mapping[str, Timed],
+    prompts: Sequence[list[int]],
+    *,
+    rules: RaceRules,
+    desc: str,
+) -> list[list[Row]]:
+    """The rows of each prompt, one per cycle; each is stored as soon as every arm has had its turn.
+
+    Args:
+        store: holds finished rows, which are not measured again.
+        race: identifies the rows of this race in the store.
+        arms: generations by name.
+        prompts: token ids of each.
+        rules: numbers of cycles and of this run.
+        desc: of the progress bar.
+    """
+    keys = {"kind": "row", "race": race}
+    rows: dict[tuple[int, int], Row] = {
+        (key["prompt"], key["cycle"]): row for key, row in store.entries() if keys.items() <= key.items()
+    }
+    is_warm, total = False, len(prompts) * rules.cycles * len(arms)
+    with Bar(desc=desc, total=total, initial=len(rows) * len(arms), unit="texts") as bar:
+        for cycle in range(rules.cycles):
+            for index, order in in_turns(arms, range(len(prompts)), first=cycle):
+                if (index, cycle) in rows:
+                    continue
+                if not is_warm:
+                    warm_up(arms, prompts)
+                    is_warm = True
+                seed = index + len(prompts) * (cycle + rules.cycles * rules.run)
+                texts: dict[str, Written] = {}
+                for name in order:
+                    texts[name] = arms[name](prompts[index], seed)
+                    bar.update()
+                tokens, seconds = zip(*(texts[name] for name in arms), strict=True)
+                rows[index, cycle] = {"tokens": list(tokens), "seconds": list(seconds)}
+                store.keep([(keys | {"prompt": index, "cycle": cycle}, rows[index, cycle])])
+    return [[rows[index, cycle] for cycle in range(rules.cycles)] for index in range(len(prompts))]
+
+
+def totals_of(rows: Sequence[Sequence[Row]]) -> list[dict[str, list[Any]]]:
+    """Tokens and seconds of every arm on each prompt, all cycles together."""
+    num_arms = len(rows[0][0]["tokens"])
+    return [
+        {name: [sum(row[name][arm] for row in of_prompt) for of_prompt in rows] for name in ("tokens", "seconds")}
+        for arm in range(num_arms)
+    ]

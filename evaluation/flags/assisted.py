@@ -18,8 +18,7 @@ import numpy as np
 from scipy.optimize import least_squares
 from torch import nn
 
-from evaluation.bench.arms import Timed, warm_up
-from evaluation.bench.schedules import assisted, constant
+from evaluation.bench.arms import Timed, assisted, constant, warm_up
 from evaluation.times import TimeErrors, Times
 from evaluation.turns import in_turns, turns_within
 from lm import Pair, Sampling

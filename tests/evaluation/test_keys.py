@@ -14,7 +14,7 @@ from evaluation import keys
 from evaluation.batches.curves import curves_store
 from evaluation.bench import race
 from evaluation.bench.command import bench
-from evaluation.bench.race import Cell, Race, RaceTerms
+from evaluation.bench.race import Race, RaceTerms
 from evaluation.costs.machine import kept_costs, key_of, loop_key
 from evaluation.flag_types import RaceRules
 from evaluation.hierarchies import configurations, decoded
@@ -68,7 +68,7 @@ def cell_of(config, terms, sampling="own"):
     """(the store of a race, the key of its cell)."""
     policies = tuple(spec.format(head=head_of(config)) for spec in terms.policies)
     made = Race(config, replace(terms, policies=policies))
-    return KeyedStore(made.path, remedy=""), made.key(Cell("prompts", sampling))
+    return KeyedStore(made.path, remedy=""), made.key("prompts", sampling)
 
 
 def decoded_of(config):

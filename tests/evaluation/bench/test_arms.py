@@ -1,6 +1,4 @@
-"""Arms take turns and write the same number of tokens; transformers runs under its own schedules and is left as it
-was.
-"""
+"""All arms write the same number of tokens; transformers runs under its schedules, and its configs are restored."""
 
 import pytest
 import torch
@@ -8,8 +6,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from decode import SpeculativeDecoder
 from decode.policies import FixedLength, TokenProb
-from evaluation.bench.arms import generations_of
-from evaluation.bench.schedules import HEURISTICALLY, assisted, constant
+from evaluation.bench.arms import HEURISTICALLY, assisted, constant, generations_of
 from evaluation.costs.measure import Loop
 from evaluation.gain import median_ratio
 from lm import Sampling
@@ -24,7 +21,7 @@ def loop_of(pair, sampling):
 
 
 @pytest.fixture
-def seen(monkeypatch):
+def settings_used(monkeypatch):
     """Per generation of transformers: its settings and warpers, and how many tokens each draft may have."""
     generations = []
     prepare, limit = AssistedCandidateGenerator.__init__, AssistedCandidateGenerator._calculate_new_tokens
@@ -53,7 +50,7 @@ def seen(monkeypatch):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_every_arm_writes_the_same_number_of_tokens_and_leaves_the_models_as_they_were(pair, sampling, monkeypatch):
+def test_every_arm_writes_the_same_number_of_tokens_and_restores_the_models_configs(pair, sampling, monkeypatch):
     lengths = []
     generate = SpeculativeDecoder.generate
 
@@ -74,28 +71,28 @@ def test_every_arm_writes_the_same_number_of_tokens_and_leaves_the_models_as_the
     assert pair.target.generation_config.eos_token_id == EOS
 
 
-def test_the_default_schedule_is_what_transformers_does_where_nothing_is_set(pair, seen):
+def test_the_default_schedule_is_what_transformers_does_where_nothing_is_set(pair, settings_used):
     assisted(pair, NUM_TOKENS, SAMPLINGS[2], {})(PROMPTS[0], 0)
-    assert seen[0]["threshold"] == 0.4
-    assert seen[0]["schedule"] == "constant"
-    assert seen[0]["most"][0] == 20
-    assert (seen[0]["temperature"], seen[0]["top_p"], seen[0]["eos"]) == (0.7, 0.9, None)
+    assert settings_used[0]["threshold"] == 0.4
+    assert settings_used[0]["schedule"] == "constant"
+    assert settings_used[0]["most"][0] == 20
+    assert (settings_used[0]["temperature"], settings_used[0]["top_p"], settings_used[0]["eos"]) == (0.7, 0.9, None)
 
 
-def test_a_constant_schedule_drafts_so_many_tokens_and_has_no_threshold(pair, seen):
+def test_a_constant_schedule_drafts_so_many_tokens_and_has_no_threshold(pair, settings_used):
     assisted(pair, NUM_TOKENS, Sampling(), constant(3))(PROMPTS[0], 0)
-    assert set(seen[0]["most"]) == {3}
-    assert not seen[0]["threshold"]
+    assert set(settings_used[0]["most"]) == {3}
+    assert not settings_used[0]["threshold"]
 
 
-def test_the_heuristic_keeps_its_threshold_and_what_it_has_learnt_through_other_arms_turns(pair, seen):
+def test_the_heuristic_keeps_its_threshold_and_what_it_has_learnt_between_other_arms(pair, settings_used):
     timed = assisted(pair, NUM_TOKENS, Sampling(), HEURISTICALLY)
     other = assisted(pair, NUM_TOKENS, Sampling(), constant(2))
     timed(PROMPTS[0], 0)
     learnt = pair.draft.generation_config.num_assistant_tokens
     other(PROMPTS[0], 0)
     timed(PROMPTS[1], 1)
-    first, between, second = seen
+    first, between, second = settings_used
     assert first["threshold"] == 0.4
     assert learnt is None
     assert set(between["most"]) == {2}

@@ -1,0 +1,105 @@
+"""Gains of a race are paired, over the fastest rival of each kind; dev chooses which arm is reported."""
+
+import numpy as np
+import pytest
+
+from evaluation.bench import results as race_results
+from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
+from evaluation.bench.results import MEAN, gains_over, mean_gain, results_of, summary_table, verdict_of
+from evaluation.families import ALONE
+from evaluation.gain import Gain, Spent, gain_over
+
+
+def arm(family, *seconds, setting="", on_dev=None, tokens=10):
+    made = {"family": family, "setting": setting or family, "tokens": [tokens] * len(seconds)}
+    return made | {"seconds": list(seconds), "is_foreign": False, "on_dev": on_dev}
+
+
+def cell_of(*arms, dataset="stories", sampling="greedy"):
+    times = {"t_draft_s": 0.01, "t_target_s": [0.05], "origin": "given"}
+    shared = {"num_tokens": 10, "cycles": 1, "times": times, "default_schedule": ""}
+    return {"dataset": dataset, "sampling": sampling, "arms": list(arms), **shared}
+
+
+OURS = [arm(ALONE, 4.0, 6.0), arm("fixed_length", 2.0, 3.0), arm("entropy", 1.0, 3.0), arm("max_prob", 2.5, 3.5)]
+THEIRS = [arm(DEFAULT, 2.2, 3.1), arm(HEURISTIC, 2.0, 4.0), arm(CONSTANT, 5.0, 5.0)]
+CELL = cell_of(*OURS, *THEIRS)
+HEADS = [arm(family, 1.0, 1.0) for family in ("head", "head_drawn", "auto_drawn")]
+
+
+def test_a_gain_is_that_of_totals_and_its_interval_is_paired():
+    entropy, tokens = results_of(CELL)[2], np.array([10, 10])
+    base, spent = Spent(tokens, np.array([2.0, 3.0])), Spent(tokens, np.array([1.0, 3.0]))
+    assert entropy.over["fixed_length"] == gain_over(base, spent)
+    assert entropy.over["fixed_length"].value == pytest.approx(0.25)
+    assert entropy.median_over["fixed_length"] == pytest.approx(0.5)
+    assert entropy.over[ALONE].value == pytest.approx(1.5)
+    with pytest.raises(ValueError, match="name at least one"):
+        results_of(cell_of(arm(ALONE, 1.0), arm("entropy", 1.0)))
+
+
+RIVALS = {
+    "the faster fixed length": (arm("fixed_length", 1.0, 1.0), "fixed_length", 1, -0.6),
+    "the faster way without a draft": (arm(UNASSISTED, 2.0, 3.0), ALONE, 1, 0.0),
+    "the best constant schedule": (arm(CONSTANT, 2.0, 2.0), CONSTANT, 1, -0.2),
+    "the best policy without training, not a head that was named": (arm("head", 1.0, 1.0), "training-free", -1, 1.0),
+}
+
+
+@pytest.mark.parametrize(("extra", "rival", "number", "gain"), RIVALS.values(), ids=RIVALS)
+def test_a_rival_is_the_fastest_of_its_kind(extra, rival, number, gain):
+    results = results_of(cell_of(*OURS, *THEIRS, extra))
+    assert results[number].over[rival].value == pytest.approx(gain)
+
+
+def test_a_slower_arm_is_named():
+    verdict = verdict_of(CELL, results_of(CELL))
+    assert "Lost: largest probability behind transformers: default" in verdict
+    assert "entropy (SVIP) behind" not in verdict
+    won = cell_of(arm(ALONE, 4.0), arm("fixed_length", 2.0), arm(DEFAULT, 2.2))
+    assert verdict_of(won, results_of(won)).endswith("None of ours is behind.")
+
+
+def test_dev_chooses_which_arm_of_ours_is_reported_and_test_does_not():
+    on_dev = {"fixed_length": 5.0, "entropy": 6.0, "max_prob": 7.0}
+    chosen = CELL | {"arms": [one | {"on_dev": on_dev.get(one["family"])} for one in CELL["arms"]]}
+    assert "dev chose largest probability: -" in verdict_of(chosen, results_of(chosen)), "entropy is faster on test"
+    named = verdict_of(CELL, results_of(CELL))
+    assert "fastest of the named policies on these prompts: entropy (SVIP): +" in named
+
+
+def test_the_summary_has_a_row_per_trained_head_and_a_column_per_rival_that_ran():
+    cell = cell_of(*OURS, *THEIRS, *HEADS)
+    table = summary_table([(cell, results_of(cell))])
+    assert table.column("policy") == ["best head, drawn-time", "auto, drawn-time head"]
+    assert table.column("over best training-free") == ["+100.0 (+0, +200)"] * 2
+    alone = cell_of(*OURS, *HEADS)
+    headings = summary_table([(alone, results_of(alone))]).columns
+    assert headings[-2:] == ["over best fixed length", "over best training-free"]
+    assert "% over the best fixed length; without --race.assistant" in verdict_of(alone, results_of(alone))
+
+
+def test_the_plot_has_a_line_per_family_and_a_panel_per_sampling():
+    cells = [(cell, results_of(cell)) for cell in (CELL, CELL | {"sampling": "nucleus"})]
+    text = race_results.race_plot(cells).svg
+    assert text.count("entropy (SVIP)") == 1
+    assert "greedy" in text
+    assert "top-p 0.9" in text
+    assert "target alone" not in text, "so slow that the others could not be told apart"
+
+
+def test_two_datasets_have_a_mean_over_transfer_sets():
+    """Each family counts at its fastest arm."""
+    arms = [arm(ALONE, 8.0, 8.0), arm("fixed_length", 4.0, 4.0), arm("fixed_length", 2.0, 2.0, setting="k=2")]
+    cells = [(cell, results_of(cell)) for cell in (cell_of(*arms), cell_of(*arms, dataset="news"))]
+    assert gains_over(cells, ALONE)["fixed_length"]["greedy", MEAN].value == pytest.approx(3.0)
+    tables = {table.title: table for table in race_results.transfer_tables(cells)}
+    assert list(tables) == ["over best fixed length", "over target alone"], "no product and no schedule ran"
+    assert tables["over target alone"].column("policy") == ["best fixed length"]
+
+
+def test_a_mean_of_independent_gains_has_a_smaller_error_than_each():
+    mean = mean_gain([Gain(0.1, 0.0, 0.2, 0.03), Gain(0.3, 0.2, 0.4, 0.04)])
+    assert mean.value == pytest.approx(0.2)
+    assert mean.standard_error == pytest.approx(0.025)
+    assert (mean.low, mean.high) == pytest.approx((0.2 - 1.96 * 0.025, 0.2 + 1.96 * 0.025))
