@@ -9,9 +9,9 @@ import numpy as np
 
 from decode.experiment import Experiment
 from decode.policies import HeadPolicy, Policy
-from decode.policies.bounds import Oracle, PerfectHead
 from decode.policies.registry import LOGISTIC, POLICIES, make_policy, registered
 from evaluation.families import ORACLE
+from evaluation.traces.bounds import Oracle, ScoreHead
 from heads.model.head import AcceptanceHead
 
 _HEAD = "head:"
@@ -148,6 +148,6 @@ def bounds() -> Iterator[Competitor]:
     """Perfect head with and without the lag, and the oracle (law 4.10)."""
     settings = tuple({"max_rejection_prob": value} for value in LOGISTIC)
     for timing in ("fed", "drawn"):
-        policy = HeadPolicy(PerfectHead(timing), np.array(LOGISTIC))  # type: ignore[arg-type]
+        policy = HeadPolicy(ScoreHead("perfect", timing), np.array(LOGISTIC))  # type: ignore[arg-type]
         yield Competitor(f"perfect_{timing}", f"perfect_{timing}", policy, settings)
     yield Competitor(ORACLE, ORACLE, Oracle(), ({},))

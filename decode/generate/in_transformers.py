@@ -56,7 +56,7 @@ from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.base import Policy
 from decode.policies.engines import Assisted
-from decode.policies.length import Heuristic
+from decode.policies.plain import Heuristic
 from decode.policies.registry import parse_policy
 from lm import FeatureDraft, Sampler, Sampling, eos_ids_of, load_model
 

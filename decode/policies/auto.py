@@ -1,42 +1,41 @@
 """Law 4.11: the threshold that needs no tuning.
 
-Maximising tokens per second is a renewal-reward problem. With lambda the best throughput, a second spent is lambda
-tokens lost, so each further token costs price = lambda * (t_draft + slope of t_target(k)) tokens, and the draft goes on
-while
+Maximising tokens per second is a renewal-reward problem. With lambda the best throughput, a second costs lambda tokens,
+so each further token costs price = lambda * (t_draft + slope of t_target(k)) tokens, and the draft continues while
 
     S * g(a) >= price
 
     S   calibrated probability that all drafted tokens survive; with a fed-time head, all but the newest, which it has
         not scored yet
     a   the newest score in S
-    g   the *index*: the most that one more token may cost per unit of S, if one may go on after it as long as that
-        pays,
+    g   the *index*: the highest cost per unit of S at which one more token pays, if drafting may continue after it
+        for as long as that pays,
 
             g(a) = max over stopping times n >= 1 of E[tokens that verification will add within n steps] / E[n],   given
                 a and S = 1
 
-A prefix head says a before the token is drawn, when the forward that could draw it is paid already; so it stops there
+A prefix head says a before the token is drawn, when the forward that could draw it is already paid. So it stops there
 only if the token is not worth its own verification, S * a < lambda * slope of t_target(k), and after it by the rule
 above.
 
-Where scores form a Markov chain this rule is optimal (an optimal stopping problem in which S and the price enter by
-their ratio alone, so one function serves every hardware), and it sees that easy tokens may follow a hard one. n = 1 is
-the one-step rule. `evaluation.tuning.index` solves for g on a trace; here g is a line, and first_index takes its place
-where a fed-time head has scored nothing yet.
+Where scores form a Markov chain this rule is optimal (in this optimal stopping problem S and the price enter only by
+their ratio, so one function serves every hardware), and it knows that easy tokens may follow a hard one. n = 1 is the
+one-step rule. `evaluation.tuning.index` solves for g on a trace; here g is a line, and first_index replaces it where a
+fed-time head has scored nothing yet.
 
 lambda is `throughput`, which `evaluation.tuning.rule.fixed_point` finds on a trace. With `is_online` it is N / T of the
-generation so far, in which `prior_tokens` at that throughput are counted too. If `throughput` is None, that of the best
-fixed length takes its place, computed as if every token were accepted with probability `next_mean`. lambda is at least
-1 / t_target(0), what the target alone reaches.
+generation so far, plus `prior_tokens` at that throughput. If `throughput` is None, it is that of the best fixed length,
+as if every token were accepted with probability `next_mean`. lambda is at least 1 / t_target(0), the target's own.
 
 Draft length 0: a round drafts only if drafting has paid so far, i.e. if the mean over drafting rounds of (accepted
 tokens - extra seconds / t_target(0)) is not negative; otherwise the target alone is faster. Every `probe_every` rounds
-it drafts all the same, to see whether that still holds.
+it drafts in any case, to see whether that still holds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -49,11 +48,11 @@ if TYPE_CHECKING:
     from heads.model.head import AcceptanceHead
 
 _LONGEST = 20
-"""The longest of the fixed lengths that `prior_of` compares."""
+"""Largest fixed length that `prior_of` compares."""
 
 
 class AutoState(NamedTuple):
-    """A generation so far. The first three begin anew with each round."""
+    """A generation so far. The first three are reset in each round."""
 
     survival: Number
     """Carried to the next token: S without the score that a fed-time head will replace."""
@@ -62,15 +61,15 @@ class AutoState(NamedTuple):
     price: Number
     """Tokens that one more drafted token costs."""
     tokens: Number
-    """N, the prior's included."""
+    """N, including the prior."""
     seconds: Number
-    """T, the prior's included."""
+    """T, including the prior."""
     idle: Number
     """Rounds since one drafted."""
     profit: Number
     """Mean over drafting rounds of (accepted tokens - extra seconds / t_target(0))."""
     rounds: Number
-    """Weight of that mean: drafting rounds, the prior's included."""
+    """Weight of that mean: drafting rounds, including the prior."""
     learned: State = ()
     """`decode.policies.learning`."""
 
@@ -80,27 +79,26 @@ class Auto(ScoringPolicy):
     """`max_rejection_prob: auto`.
 
     Attributes:
-        head: scores tokens, calibrated; beside a fed-time head a drawn-time one may go into `also`, and the other way
-            round.
-        t_draft_s: seconds of one draft step, this rule's own work included (law 4.9: t_draft + t_stop); 0 of a draft
+        head: scores tokens, calibrated.
+        t_draft_s: seconds of one draft step, including this rule's own work (law 4.9: t_draft + t_stop); 0 for a draft
             whose block is one forward, which is part of t_start_s.
         t_target_s: seconds of a verification without a draft, t_target(0).
         t_verify_s: seconds that each drafted token adds to it, the slope of t_target(k) from k = 1 on.
-        t_start_s: seconds that verifying drafted tokens adds whatever their number, so that t_target(k) is the sum of
-            the three.
+        t_start_s: seconds that verifying any draft adds, so that t_target(k) is the sum of the three.
         throughput: lambda in tokens per second; None: estimated from `next_mean`.
         is_online: learn lambda in each generation.
         next_mean: mean acceptance of a token that follows an accepted one.
         index_offset: g(0).
         index_slope: g(1) - g(0).
         first_index: g after the first token of a round, for a fed-time head.
+        also: a drawn-time head beside a fed-time one, or the other way round.
         prior_tokens: weight of the prior of lambda.
         prior_profit: first estimate of the mean of (accepted tokens - extra seconds / t_target_s) over drafting rounds;
             None: from `next_mean`.
-        prior_rounds: number of rounds that the estimate counts for.
+        prior_rounds: weight of that estimate, in rounds.
         probe_every: rounds without a draft before one is tried again.
-        memory: the most weight that the past may have in the mean over drafting rounds, so that it follows the text.
-        is_learning: refit the head's calibration on the job (`decode.policies.learning`).
+        memory: largest weight of the past in the mean over drafting rounds, so that it follows the text.
+        is_learning: refit the head's calibration during generation (`decode.policies.learning`).
     """
 
     head: AcceptanceHead
@@ -121,30 +119,25 @@ class Auto(ScoringPolicy):
     probe_every: int = 16
     memory: float = 0.98
     is_learning: bool | None = False
+    ranges = (("t_draft_s", 0, inf),)
 
     def __post_init__(self) -> None:
-        for name, is_wrong in (
-            ("t_draft_s", np.asarray(self.t_draft_s) < 0),
-            ("t_target_s", np.asarray(self.t_target_s) <= 0),
-        ):
-            if np.any(is_wrong):
-                raise ValueError(f"{name} is {getattr(self, name)}; a time is a positive number of seconds")
         super().__post_init__()
+        if np.any(np.asarray(self.t_target_s) <= 0):
+            raise ValueError(f"t_target_s is {self.t_target_s}; it must be a positive number of seconds")
 
     @classmethod
     def recommended(cls, head: AcceptanceHead, *, is_learning: bool | None = None, **others: Any) -> Auto:
-        """The rule with what `acceptance-heads tune` wrote into the head's config.json; it learns on the job where
-        it can.
+        """The rule with what `acceptance-heads tune` wrote into the head's config.json; it learns if it can.
 
         Raises:
-            ValueError: nothing was written there.
+            ValueError: nothing was tuned for the head.
         """
         known = head.provenance.recommended
         if not {"t_draft_s", "t_target_s"} <= set(known):
             raise ValueError(
-                "max_rejection_prob: auto needs the times that the head is to run with, and its config.json has no "
-                "`recommended`; run "
-                "`acceptance-heads tune` first, or make decode.policies.auto.Auto(head, t_draft_s, t_target_s)"
+                "max_rejection_prob: auto needs measured times, but the head's config.json has no `recommended`; run "
+                "`acceptance-heads tune` first, or use decode.policies.auto.Auto(head, t_draft_s, t_target_s)"
             )
         names = {f.name for f in fields(cls)} - {"head", "also"}
         rule = cls(head, **{name: value for name, value in known.items() if name in names}, **others)
@@ -190,12 +183,12 @@ class Auto(ScoringPolicy):
         )
 
     def _rate(self, state: AutoState) -> Number:
-        """lambda, the throughput that a second is priced at."""
+        """lambda."""
         rate = state.tokens / state.seconds if self.is_online else self._prior()[0]
         return np.maximum(rate, 1.0 / self.t_target_s)
 
     def _prior(self) -> tuple[Number, Number]:
-        """(lambda, profit per drafting round) to begin with."""
+        """(lambda, profit per drafting round) at the start."""
         cost, start = (self.t_draft_s + self.t_verify_s) / self.t_target_s, self.t_start_s / self.t_target_s
         rate, profit = prior_of(self.next_mean, cost, start)
         rate = rate / self.t_target_s if self.throughput is None else self.throughput
@@ -203,8 +196,8 @@ class Auto(ScoringPolicy):
 
 
 def prior_of(acceptance: Number, cost: Number, start: Number = 0.0) -> tuple[Number, Number]:
-    """The best throughput (times t_target(0)) and the best profit of any fixed length k >= 1, if every token is
-    accepted with prob. m.
+    """Largest throughput (times t_target(0)) and profit of any fixed length k >= 1, if every token is accepted with
+    probability m.
 
     throughput(k) = (1 + m + ... + m^k) / (1 + s + k c)          profit(k) = m + ... + m^k - s - k c
 

@@ -1,21 +1,18 @@
 """Law 4.3: what a stopping policy may look at, and when.
 
-A policy ends a draft in one of three ways, none of which lets the value of a drawn token decide whether that token is
-verified:
+A policy ends a draft in one of three ways, and in none of them does the value of a drawn token decide whether that
+token is verified:
 
-    limit        before the round: a number of tokens, from the past alone                 (no forward is paid for what
-                 is not drafted)
-    stop_before  after the draft's forward, before the draw: distributions and earlier tokens   (B in law 4.3; the
-        forward is paid)
-    after        after the draw: the drawn token is kept whatever the answer; if that is to stop, it is the last   (A in
-                 law 4.3)
+    limit        before the round: a number of tokens, from the past alone; no forward is paid for the others
+    stop_before  after the draft's forward and before the draw: distributions and earlier tokens    (B in law 4.3)
+    after        after the draw: the drawn token is kept in any case, and may be the last           (A in law 4.3)
 
-There is no way to say "drop the token just drawn", which would change the output distribution. Every method is
-*elementwise*: it works on Python floats (the loop, one sequence) and, unchanged, on numpy arrays (replay, one lane per
-setting and prompt), so branch with `numpy.where` and combine conditions with `&` and `|`. State is a tuple of numbers,
-or a NamedTuple of them or of such tuples, that each method returns anew; parameters may be arrays.
+There is no way to drop the token just drawn, which would change the output distribution. Every method is
+*elementwise*: it works on Python floats (the loop, one sequence) and unchanged on numpy arrays (replay, one number per
+setting and prompt), so branch with `numpy.where` and combine conditions with `&` and `|`. The state is a tuple of
+numbers, or a NamedTuple of numbers or of such tuples. Each method returns a new one. Parameters may be arrays.
 
-A policy of your own, in full:
+A complete policy of your own:
 
     @dataclass(frozen=True)
     class Unsure(Policy):
@@ -30,11 +27,12 @@ A policy of your own, in full:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
 from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from decode.policies.checks import check_kinds
+import numpy as np
 
 if TYPE_CHECKING:
     from heads.model.head import AcceptanceHead
@@ -48,8 +46,8 @@ JOINT = " & "
 
 
 class BeforeDraw(NamedTuple):
-    """Signals that are known once the draft's forward has run and no token is drawn yet. Signals are those of the
-    untruncated temperature-1 q.
+    """Signals that are known after the draft's forward and before the draw; they describe the untruncated q at
+    temperature 1.
     """
 
     position: Number
@@ -59,15 +57,13 @@ class BeforeDraw(NamedTuple):
     max_prob: Number
     """max_v q(v)."""
     fed_logit: Number
-    """The fed-time head's logit for the token drafted before; +inf (probability 1) for the first, which has no drafted
-    predecessor.
-    """
+    """The fed-time head's logit for the token drafted before; +inf (probability 1) at the first token."""
     prefix_logit: Number
-    """The prefix head's logit for the token that is to be drawn, whichever it will be."""
+    """The prefix head's logit for the token to be drawn, whichever it will be."""
     top_prob: Number = 0.0
-    """max_v q(v) over the sum of the ten largest q(v), which is what llama.cpp takes for it."""
+    """max_v q(v) over the sum of the ten largest q(v), as llama.cpp computes it."""
     confidence_logit: Number = 0.0
-    """Logit that a DSpark draft's own head gives to the acceptance rate of the token that is to be drawn."""
+    """A DSpark draft's own logit of the acceptance rate of the token to be drawn."""
 
 
 class AfterDraw(NamedTuple):
@@ -87,25 +83,18 @@ class AfterDraw(NamedTuple):
 
     @property
     def before(self) -> BeforeDraw:
-        """The signals among these that were known before the draw."""
-        return BeforeDraw(
-            self.position,
-            self.entropy,
-            self.max_prob,
-            self.fed_logit,
-            self.prefix_logit,
-            self.top_prob,
-            self.confidence_logit,
-        )
+        """The signals that were known before the draw."""
+        position, entropy, max_prob, fed_logit, prefix_logit, _, _, top_prob, confidence_logit = self
+        return BeforeDraw(position, entropy, max_prob, fed_logit, prefix_logit, top_prob, confidence_logit)
 
 
 class Outcome(NamedTuple):
-    """Result of a round, as verification told it."""
+    """Result of a round's verification."""
 
     num_drafted: Number
     num_accepted: Number
     num_allowed: Number
-    """The most tokens that the loop let this round draft."""
+    """Maximum draft length that the loop set."""
     rejected_entropy: Number
     """H(q) where the first rejected token was drawn; 0 where none was rejected."""
     feedback: State = ()
@@ -119,38 +108,42 @@ class Policy:
     """Fields of `AfterDraw` that the policy reads; the loop computes no other."""
     grid: ClassVar[Mapping[str, Sequence[Any]]] = MappingProxyType({})
     """Parameter -> values that an evaluation compares, of a policy that is written module:Class; none: its defaults."""
+    ranges: ClassVar[tuple[tuple[str, float, float], ...]] = ()
+    """(parameter, least value, largest value); a parameter whose default is an int takes whole numbers."""
     fed_head: "AcceptanceHead | None" = None
     drawn_head: "AcceptanceHead | None" = None
     prefix_head: "AcceptanceHead | None" = None
 
     def __post_init__(self) -> None:
-        """Refuse parameters of the wrong type; a subclass with a `__post_init__` calls this one first.
+        """Check the parameters; a subclass with a `__post_init__` calls this one first.
 
         Raises:
-            ValueError: a parameter with a number as its default that is no number, or one that is neither true nor
-                false where it has to be.
+            ValueError: a parameter of another type than its default, or out of its range.
         """
-        check_kinds(self)
+        parameters = {parameter.name: parameter for parameter in fields(self)}  # type: ignore[arg-type]
+        for name, parameter in parameters.items():
+            _check_type(parameter, getattr(self, name))
+        for name, least, most in self.ranges:
+            _check_range(parameters[name], getattr(self, name), least, most)
 
     @property
     def heads(self) -> "tuple[AcceptanceHead, ...]":
-        """The heads that it asks for scores."""
+        """The heads whose scores it reads."""
         return tuple(head for head in (self.fed_head, self.drawn_head, self.prefix_head) if head is not None)
 
     @property
     def stops_before(self) -> bool:
-        """Whether `stop_before` may ever say so; where not, nobody asks it."""
+        """Whether `stop_before` is ever true; otherwise it is not called."""
         return type(self).stop_before is not Policy.stop_before
 
     @property
     def has_memory(self) -> bool:
-        """Whether `end` does anything; where not, replay spares itself the outcomes."""
+        """Whether `end` does anything; otherwise replay computes no outcomes."""
         return type(self).end is not Policy.end
 
     @property
     def stop_kind(self) -> str:
-        """Name under which the cost of its stop goes (law 4.9): policies of one kind do the same work in a draft step;
-        "" is none.
+        """Name of the cost of its stop (law 4.9): policies of one kind do the same work in a draft step; "" is none.
 
         Signals and heads in their order, with JOINT between them.
         """
@@ -165,15 +158,15 @@ class Policy:
         return state
 
     def limit(self, state: State) -> Number:
-        """The most tokens to draft in this round; 0 skips the draft."""
+        """Maximum draft length of this round; 0 skips the draft."""
         return float("inf")
 
     def stop_before(self, state: State, seen: BeforeDraw) -> Number:
-        """Is nothing more to be drawn in this round?"""
+        """True to draw no further token in this round."""
         return False
 
     def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
-        """The state with the drawn token in it, and True to stop after it."""
+        """The state that includes the drawn token, and True to stop after it."""
         return state, False
 
     @property
@@ -197,11 +190,36 @@ class Policy:
 
 
 def mapped(function: Callable[..., Any], *states: State) -> State:
-    """The function of each number of the states, as a state of the same type: its numbers may have names, and be
-    states.
-    """
+    """The function of each number of the states, as a state of the same type."""
     values = (
         mapped(function, *each) if isinstance(each[0], tuple) else function(*each) for each in zip(*states, strict=True)
     )
     kind: Any = type(states[0])
     return kind._make(values) if hasattr(kind, "_make") else tuple(values)
+
+
+def _check_type(parameter: Field[Any], value: Any) -> None:
+    """Raise unless the value is of the type of the default, or an array of such values."""
+    default, annotation = parameter.default, str(parameter.type)
+    if value is default or (value is None and "None" in annotation):
+        return
+    if "bool" in annotation or isinstance(default, bool):
+        kinds, expected = "b", "true or false"
+    elif isinstance(default, int | float):
+        kinds, expected = "iuf", "a number"
+    else:
+        return
+    values = np.asarray(value)
+    if values.dtype.kind not in kinds or np.any(values != values):
+        raise ValueError(f"{parameter.name} is {value!r}; it must be {expected}")
+
+
+def _check_range(parameter: Field[Any], value: Any, least: float, most: float) -> None:
+    """Raise unless every value is within the range, and whole if the default is an int."""
+    values, is_count = np.asarray(value), isinstance(parameter.default, int)
+    if np.any(~((values >= least) & (values <= most))) or (
+        is_count and np.any(np.isinf(values) | (values != np.floor(values)))
+    ):
+        expected = f"at least {least}" if most == inf else f"between {least} and {most}"
+        number = "a whole number" if is_count else "a probability" if most == 1 else "a number"
+        raise ValueError(f"{parameter.name} is {value}; it must be {number}, {expected}")

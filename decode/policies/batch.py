@@ -4,14 +4,14 @@
                   among them
 
 With lambda the batch's tokens per second, worth_r = S_r * g(a_r) (as in `decode.policies.auto`) and m tokens drafted so
-far, those go on that together gain most from one more step:
+far, those sequences continue that together gain most from one more step:
 
     the G of the largest  sum over r in G of worth_r - lambda * (t_target(m + |G|) - t_target(m) + t_draft(|G|)),  if it
     is not negative
 
-Where the curves are lines that is: r goes on iff worth_r >= lambda * slope of t_target, and the batch iff those that
-would pay its step. A stopped sequence stays stopped until the next round. What one sequence drew thus decides whether
-another drafts on, never whether a token that was drawn is verified: law 4.3 holds.
+If the curves are lines, r continues iff worth_r >= lambda * slope of t_target, and the batch continues iff those
+sequences pay for its step. A stopped sequence stays stopped until the next round. So the tokens of one sequence decide
+whether another continues to draft, never whether a drawn token is verified: law 4.3 holds.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from heads.model.head import AcceptanceHead
 
 _LONGEST = 20
-"""The longest of the fixed lengths that the prior of lambda compares."""
+"""Largest fixed length that the prior of lambda compares."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by a number of sequences or tokens: straight between points, before the first as there, after the last as
-    before it.
+    """Seconds by a number of sequences or tokens: linear between points, constant before the first, and after the last
+    point with the slope of the last segment.
     """
 
     numbers: tuple[float | int, ...]
@@ -49,13 +49,13 @@ class Curve:
         )
         if not rises or not all(0 < value < float("inf") for value in self.seconds):
             raise ValueError(
-                f"a cost curve needs rising numbers and as many positive seconds; it has {list(self.numbers)} and "
-                f"{list(self.seconds)}"
+                f"a cost curve has numbers {list(self.numbers)} and seconds {list(self.seconds)}; use rising numbers, "
+                "and as many positive seconds"
             )
 
     @classmethod
     def line(cls, first_s: float | int, each_s: float | int = 0.0) -> Curve:
-        """first_s for one, each_s for every further one."""
+        """first_s for one, and each_s for every further one."""
         return cls((1.0, 2.0), (first_s, first_s + each_s))
 
     def __call__(self, number: Number) -> Any:
@@ -109,14 +109,13 @@ class BatchAuto(ScoringPolicy, BatchRule):
     """`auto` in a batch.
 
     Attributes:
-        head: scores tokens, calibrated; beside a fed-time head a drawn-time one may go into `also`, and the other way
-            round.
-        costs: the two curves, this rule's own work included in t_draft.
-        batch_size: sequences at once, of which the prior of lambda is made.
-        throughput: lambda in tokens per second, of the whole batch; None: learned from `costs` and what was emitted.
-        next_mean, index_offset, index_slope, first_index: what they are in `Auto`.
-        prior_rounds: rounds that the prior of lambda counts for, where lambda is learned.
-        is_learning: refit the head's calibration on the job, for each sequence from its own rounds.
+        head: scores tokens, calibrated.
+        costs: the two curves; t_draft includes this rule's own work.
+        batch_size: number of sequences, for the prior of lambda.
+        throughput: lambda in tokens per second, of the whole batch; None: learned from `costs` and emitted tokens.
+        next_mean, index_offset, index_slope, first_index, also: as in `Auto`.
+        prior_rounds: weight of the prior of lambda, in rounds.
+        is_learning: refit the head's calibration, for each sequence from its own rounds.
     """
 
     head: AcceptanceHead
@@ -165,19 +164,23 @@ class BatchAuto(ScoringPolicy, BatchRule):
 
     def prior(self) -> float:
         """lambda of the best fixed length, if every token were accepted with probability `next_mean`."""
-        lengths, size = np.arange(_LONGEST + 1), self.batch_size
-        tokens = size * np.cumsum(self.next_mean**lengths)
-        return float((tokens / (lengths * self.costs.draft(size) + self.costs.target(size * (lengths + 1)))).max())
+        lengths = np.arange(_LONGEST + 1)
+        return self._best_rate(lengths, lengths * self.costs.draft(self.batch_size))
+
+    def _best_rate(self, lengths: Any, draft_s: Any) -> float:
+        """Largest throughput of any draft length."""
+        tokens = self.batch_size * np.cumsum(self.next_mean**lengths)
+        return float((tokens / (draft_s + self.costs.target(self.batch_size * (lengths + 1)))).max())
 
 
 @dataclass(frozen=True)
 class BlockAuto(BatchAuto):
-    """The rule where a draft's block is one forward (DSpark): that forward is paid before the round, so that a further
-    token costs its verification alone:
+    """The rule for a draft whose block is one forward (DSpark), which is paid before the round. A further token costs
+    only its verification:
 
         the G of the largest  sum over r in G of worth_r - lambda * (t_target(m + |G|) - t_target(m))
 
-    With a prefix head, as the draft's own confidence head is one (law 4.8c), the next token's acceptance a_r is known
+    With a prefix head, such as the draft's own confidence head (law 4.8c), the next token's acceptance a_r is known
     before it is drawn, and worth_r = S_r * a_r without an index.
 
     Attributes:
@@ -197,9 +200,7 @@ class BlockAuto(BatchAuto):
         return self.costs.target(num_tokens + numbers) - self.costs.target(num_tokens)
 
     def prior(self) -> float:
-        lengths, size = np.arange(self.block_size + 1), self.batch_size
-        tokens = size * np.cumsum(self.next_mean**lengths)
-        return float((tokens / (self.costs.draft(size) + self.costs.target(size * (lengths + 1)))).max())
+        return self._best_rate(np.arange(self.block_size + 1), self.costs.draft(self.batch_size))
 
 
 class BatchController:

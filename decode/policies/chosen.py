@@ -1,4 +1,4 @@
-"""Which of several exported heads decodes where none is named: the fastest tuned one, else the one measured best."""
+"""The head that decodes if none is named: the fastest tuned one, else the one with the least calibrated KL."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +10,11 @@ from store.json_files import read_json
 VERDICT = "verdict.json"
 """File in decode.dir with what `evaluate` and `tune` recommend."""
 UNTUNED = {"max_rejection_prob": 0.4, "is_calibrated": True}
-"""What a head runs at that was never tuned: a calibrated risk means the same whatever the weights of its training."""
+"""Settings of a head that was never tuned; a calibrated risk does not depend on the weights of its training."""
 
 
 class Chosen(NamedTuple):
-    """A head, and why this one."""
+    """A head, and the reason for the choice."""
 
     path: str
     is_tuned: bool
@@ -22,7 +22,7 @@ class Chosen(NamedTuple):
 
 
 def read_verdict(directory: Path, heads: Mapping[str, str], identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The verdict in a run's folder; None where there is none, or it is of other models, sampling or older heads."""
+    """The verdict in a run's folder; None if there is none, or it is about other models, sampling or older heads."""
     path = directory / VERDICT
     if not path.is_file():
         return None
@@ -35,8 +35,8 @@ def read_verdict(directory: Path, heads: Mapping[str, str], identity: Mapping[st
 
 
 def best_head(paths: Mapping[str, str]) -> Chosen | None:
-    """The first of the tuned heads (`ranked`); where none is tuned, the one with the least calibrated KL. Candidate
-    heads, which stop trees, are passed over. Only config.json is read.
+    """The fastest tuned head (`ranked`); if none is tuned, the one with the least calibrated KL. Candidate heads, which
+    stop trees, are skipped. Only config.json is read.
 
     Args:
         paths: name of each head -> its directory or hub id.
@@ -66,15 +66,17 @@ def best_head(paths: Mapping[str, str]) -> Chosen | None:
 
 
 def ranked(recommended: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of the tuned heads, given `recommended` of each one's config.json: the fastest on dev at its threshold
-    first, by the predicted speed-up over the target alone.
+    """Names of the tuned heads, fastest first, by their predicted speed-up on dev over the target alone.
+
+    Args:
+        recommended: name of each head -> `recommended` of its config.json.
     """
     speed_ups = {name: speed_up for name, tuned in recommended.items() if (speed_up := _speed_up(tuned)) is not None}
     return sorted(speed_ups, key=speed_ups.__getitem__, reverse=True)
 
 
 def _speed_up(tuned: Mapping[str, Any]) -> float | None:
-    """Throughput at the threshold, over that of the target alone; None where nothing was tuned."""
+    """Throughput at the threshold over that of the target alone; None if nothing was tuned."""
     # `throughput`, lambda of the rule, is all that older heads have
     speed = tuned.get("tokens_per_s", tuned.get("throughput"))
     if not {"max_rejection_prob", "t_target_s"} <= tuned.keys() or speed is None:

@@ -1,15 +1,15 @@
-"""Stop on what a trained head predicts: SpecDec++ (arXiv 2405.19715, Algorithm 2; design laws 4.8 and 4.8c)."""
+"""Stop on what a trained head predicts: SpecDec++ (arXiv 2405.19715, Algorithm 2; laws 4.8 and 4.8c)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decode.policies.auto import Auto
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
-from decode.policies.checks import check_count, check_unit
 from decode.policies.learning import learned_from
 from decode.policies.scores import ScoringPolicy
 
@@ -22,22 +22,20 @@ class HeadPolicy(ScoringPolicy):
     """Keep the token, stop after it when 1 - (product of predicted acceptance probabilities so far) >
     max_rejection_prob.
 
-    A prefix head stops before the token whose prediction makes it so, which is then not drawn (B in law 4.3).
+    A prefix head stops before the token whose prediction exceeds the threshold, which is then not drawn (B in law 4.3).
 
     Attributes:
-        head: of any timing; beside a fed-time head a drawn-time one may go into `also` (`decode.policies.scores`), and
-            the other way round.
+        head: of any timing.
         max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight
-            6. "auto" makes an `Auto` in place of this policy: the rule of law 4.11, with what `python -m evaluation
+            6. "auto" makes an `Auto` instead of this policy: the rule of law 4.11, with the times that `evaluation
             tune` wrote into the head's config.
-        is_calibrated: use the head's calibrated probabilities in place of the raw ones, as "auto" always does.
-        min_draft_length: no stop before this many tokens; not for "auto", which chooses its length freely. The paper's
-            bounds are 2 and 20: a fed-time head cannot stop before 2 anyway, and the upper bound is the loop's
-            max_draft_length.
-        is_learning: refit the calibration on the job (`decode.policies.learning`) and use it; None: "auto" does where
-            it can, a fixed threshold, which is for raw probabilities, does not.
-        keeps_newest: whether a prefix head draws that token all the same, keeps it and stops after it (A in law 4.3).
-            Its forward is paid.
+        is_calibrated: use the head's calibrated probabilities instead of raw ones, as "auto" always does.
+        min_draft_length: no stop before this many tokens; not for "auto". The paper's bounds are 2 and 20: a fed-time
+            head cannot stop before 2 anyway, and the upper bound is the loop's max_draft_length.
+        also: a drawn-time head beside a fed-time one, or the other way round.
+        is_learning: refit the calibration during generation (`decode.policies.learning`); None: "auto" does if it can,
+            a fixed threshold, which is for raw probabilities, does not.
+        keeps_newest: a prefix head draws that token all the same, keeps it and stops after it (A in law 4.3).
     """
 
     head: AcceptanceHead
@@ -47,23 +45,22 @@ class HeadPolicy(ScoringPolicy):
     also: AcceptanceHead | None = None
     is_learning: bool | None = None
     keeps_newest: bool = False
+    ranges = (("max_rejection_prob", 0, 1), ("min_draft_length", 0, inf))
 
     def __new__(cls, head: Any = None, max_rejection_prob: Any = None, *others: Any, **named: Any) -> Any:
-        """`Auto` itself where the threshold is "auto": law 4.11 is another rule with another state, and no value of
-        this threshold.
+        """An `Auto` if the threshold is "auto", since law 4.11 is another rule with another state.
 
         Raises:
-            ValueError: `evaluation tune` has not written into the head's config; a word other than "auto"; a
-                min_draft_length.
+            ValueError: nothing was tuned for the head; a word other than "auto"; a min_draft_length.
         """
         if not isinstance(max_rejection_prob, str):
             return super().__new__(cls)
         if max_rejection_prob != "auto":
-            raise ValueError(f"max_rejection_prob is {max_rejection_prob!r}; it is a probability, or auto")
+            raise ValueError(f"max_rejection_prob is {max_rejection_prob!r}; it must be a probability, or auto")
         given = dict(zip([field.name for field in fields(cls)][2:], others, strict=False)) | named
         if given.get("min_draft_length", 1) != 1:
             raise ValueError(
-                f"min_draft_length is {given['min_draft_length']}; leave it out, auto chooses its length freely"
+                f"min_draft_length is {given['min_draft_length']}, but auto chooses its length freely; leave it out"
             )
         return Auto.recommended(head, also=given.get("also"), is_learning=given.get("is_learning"))
 
@@ -73,10 +70,10 @@ class HeadPolicy(ScoringPolicy):
 
         Args:
             path_or_hub_id: the directory of the head, or owner/name on the hub.
-            parameters: of this class, in place of what was tuned: max_rejection_prob="auto" for the rule of law 4.11.
+            parameters: of this class, instead of what was tuned: max_rejection_prob="auto" for the rule of law 4.11.
 
         Raises:
-            FileNotFoundError: no exported head there.
+            FileNotFoundError: no exported head at this path.
             ValueError: no threshold was tuned, and none is given.
         """
         from heads.model.head import AcceptanceHead
@@ -98,8 +95,6 @@ class HeadPolicy(ScoringPolicy):
                 f"keeps_newest is for a prefix head, and this one is {self.head.timing}-time; leave it out"
             )
         super().__post_init__()
-        check_unit("max_rejection_prob", self.max_rejection_prob)
-        check_count("min_draft_length", self.min_draft_length, 0)
 
     @cached_property
     def stops_before(self) -> bool:  # type: ignore[override]
@@ -119,7 +114,7 @@ class HeadPolicy(ScoringPolicy):
         if not self.stops_before:
             return False
         product = self.scored_before(state[0], state[1], seen)
-        # at least one token: a draft of none is for rules that know costs
+        # at least one token: only rules that know costs skip a draft
         return (
             (1.0 - product > self.max_rejection_prob) & (seen.position > 0) & (seen.position >= self.min_draft_length)
         )
@@ -128,9 +123,8 @@ class HeadPolicy(ScoringPolicy):
         product, carried, _ = self.scored(state[0], state[1], drawn)
         if self.stops_before:
             return (carried, state[1]), False
-        return (carried, state[1]), (1.0 - product > self.max_rejection_prob) & (
-            drawn.position + 1 >= self.min_draft_length
-        )
+        is_long = drawn.position + 1 >= self.min_draft_length
+        return (carried, state[1]), (1.0 - product > self.max_rejection_prob) & is_long
 
     def end(self, state: Any, outcome: Outcome) -> State:
         return 1.0, learned_from(state[1], outcome.feedback)

@@ -1,22 +1,20 @@
-"""Heads that learn on the job (law 4.14): a calibration that is refitted, round after round, to what verification
-reveals.
+"""Heads that learn during generation (law 4.14): a calibration that each round's verification refits.
 
-A head that was trained on one kind of text is off on another. After verification the acceptance probabilities of the
-drafted tokens are known up to the first rejected one, at no cost, and a logistic regression on three inputs follows
-them:
+A head that was trained on one kind of text is miscalibrated on another. After verification the acceptance probabilities
+of the drafted tokens are known up to the first rejected one, at no cost, and a logistic regression on three inputs
+follows them:
 
-    a = sigmoid(w . x)        x = (1, f, l)        f: the head's calibrated logit        l = logit of q(y); with a
-                              prefix head of max q
+    a = sigmoid(w . x)        x = (1, f, l)        f: the head's calibrated logit
+                                                   l: logit of q(y); with a prefix head of max q
 
 It starts at w = (0, 1, 0), which is the head's own calibration, with a Gaussian prior there. Each round is one Newton
-step (Laplace's approximation) over the tokens that it revealed, in which what was learned before counts `memory` times
-as much as a round ago:
+step (Laplace's approximation) over the tokens that it revealed; earlier rounds lose weight by `memory` per round:
 
     P <- P0 + memory (P - P0) + sum a (1 - a) x x'          w <- w + P^-1 (sum (p - a) x - (1 - memory) P0 (w - w0))
 
-where p = min(1, p(y) / q(y)) is what the target says of the token: a label far less noisy than the coin that it
-decides. Tokens after the first rejected one teach nothing. The law of the output stays the target's: the weights of a
-round come of the rounds before it alone.
+where p = min(1, p(y) / q(y)), a label far less noisy than whether the token was accepted. Tokens after the first
+rejected one teach nothing. The output keeps the target's distribution, since the weights of a round depend only on
+earlier rounds.
 """
 
 from math import exp, log
@@ -28,16 +26,14 @@ from scipy.special import expit
 from decode.policies.base import Number, State
 
 _LARGEST = 8.0
-"""Inputs are cut to +- this, so that no single token can carry the fit away."""
+"""Inputs are clipped to +- this, so that no single token dominates the fit."""
 _LEAST_PROB = 1.0 / (1.0 + exp(_LARGEST))
 _LOWEST = -700.0
 """exp of its negative is still a float."""
-
-
 _SD = 0.35
 """Standard deviation of each weight under the prior."""
 _MEMORY = 0.98
-"""Weight of a round after the next one, per round."""
+"""Decay of a round's weight per later round."""
 _CENTRE = 0.0, 1.0, 0.0
 """w0, the weights that are the head's own calibration."""
 _PRIOR = _SD**-2, 0.0, 0.0, _SD**-2, 0.0, _SD**-2
@@ -45,7 +41,7 @@ _PRIOR = _SD**-2, 0.0, 0.0, _SD**-2, 0.0, _SD**-2
 
 
 class Learned(NamedTuple):
-    """State that a generation has learned so far."""
+    """Learned state of a generation."""
 
     weights: tuple[Number, Number, Number]
     """w: of the constant 1, of the head's logit f, of the token's own logit l."""
@@ -90,15 +86,15 @@ def token_feedback(weights: tuple[Number, Number, Number], inputs: tuple[Number,
     return (error, error * f, error * token), (v, vf, vl, vf * f, vf * token, vl * token)
 
 
-def cut(value: Number) -> Number:
-    """The number, at most _LARGEST in size: what logits and inputs of the regression are cut to."""
-    if type(value) is float:  # the loop's is one, as in `sigmoid`
+def clip(value: Number) -> Number:
+    """The number within +- _LARGEST."""
+    if type(value) is float:  # the loop's is one, on which array functions cost ten times as much
         return min(max(value, -_LARGEST), _LARGEST)
     return np.clip(value, -_LARGEST, _LARGEST)
 
 
 def logit_of(prob: Number) -> Number:
-    """log(p / (1 - p)), cut as inputs are."""
+    """log(p / (1 - p)), clipped."""
     if type(prob) is float:
         prob = min(max(prob, _LEAST_PROB), 1.0 - _LEAST_PROB)
         return log(prob / (1.0 - prob))
@@ -121,6 +117,6 @@ def _solved(matrix: tuple[Number, ...], a: Number, b: Number, c: Number) -> tupl
 
 def sigmoid(logit: Number) -> Number:
     """1 / (1 + exp(-logit)), of a float or elementwise of an array; 1 at +inf."""
-    if type(logit) is not float:  # the loop's is one, on which array functions cost ten times as much
+    if type(logit) is not float:
         return expit(logit)
     return 1.0 / (1.0 + exp(-(_LOWEST if logit < _LOWEST else logit)))

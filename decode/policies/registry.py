@@ -6,14 +6,14 @@ head:PATH,max_rejection_prob=0.5            the head policy; PATH is an exported
                                             a threshold the one that `evaluation tune` wrote into its config.json
 auto:PATH                                   the rule that needs no threshold (law 4.11), as
                                             head:PATH,max_rejection_prob=auto
-my_module:Unsure:floor=0.2                  a policy of one's own: the class of a module that can be imported, from the
-                                            current directory too
+my_module:Unsure:floor=0.2                  a custom policy: the class of a module that can be imported, also from the
+                                            current directory
 
 Of the values, 0.4 is a float, 5 an int, true a bool and anything else a string. Names and paths of heads are always
 strings.
 
-A new built-in policy is its class and, here, its name in `__all__` (`decode.policies` offers the same names) and its
-line in POLICIES; an engine's rule is its class in `decode.policies.engines` and its line in RULES.
+A new built-in policy needs its class, its name in `__all__` (`decode.policies` exports the same names) and its line in
+POLICIES; an engine's rule needs its class in `decode.policies.engines` and its line in RULES.
 """
 
 import os
@@ -28,11 +28,18 @@ import numpy as np
 
 from configs.hints import meant
 from decode.policies.base import Policy
-from decode.policies.confidence import CumulativeTokenProb, MaxProb, TokenProb
 from decode.policies.engines import Assisted, DSparkConfidence, LlamaCpp
-from decode.policies.entropy import AdaEDL, Entropy, SelfVerify
 from decode.policies.head import HeadPolicy
-from decode.policies.length import FixedLength, Heuristic
+from decode.policies.plain import (
+    AdaEDL,
+    CumulativeTokenProb,
+    Entropy,
+    FixedLength,
+    Heuristic,
+    MaxProb,
+    SelfVerify,
+    TokenProb,
+)
 from heads.model.head import AcceptanceHead
 
 __all__ = [
@@ -52,20 +59,18 @@ __all__ = [
 
 
 class Registered(NamedTuple):
-    """An entry of the registry: a policy, its name in tables and its settings."""
+    """An entry of the registry."""
 
     kind: type[Policy]
     label: str
     """Name in tables."""
     values: Callable[[int], Mapping[str, Sequence[Any]]]
-    """Settings that evaluations compare, made from the longest draft: parameter -> values, published defaults among or
-    next to them.
-    """
+    """Settings that evaluations compare, from the maximum draft length: parameter -> values."""
 
 
 def lengths_within(longest: int) -> tuple[int, ...]:
-    """Draft lengths to choose from: those of `_SOME` up to the longest, which is among them."""
-    return (*(length for length in _SOME if length < longest), longest)
+    """Draft lengths to choose from: those of `_LENGTHS` below the longest, and the longest."""
+    return (*(length for length in _LENGTHS if length < longest), longest)
 
 
 def _spaced(first: float, last: float, num: int) -> tuple[float, ...]:
@@ -93,13 +98,10 @@ POLICIES: dict[str, Registered] = {
 }
 """All policies, in the order of tables."""
 COARSE = (0.0, *_spaced(0.05, 0.95, 19))
-_SOME = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32)
-"""Draft lengths, the more of them the shorter."""
+_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32)
 RULES: dict[str, Registered] = {
     "llama_cpp": Registered(
-        LlamaCpp,
-        "llama.cpp's rule",
-        lambda longest: {"n_max": lengths_within(longest), "p_min": COARSE},
+        LlamaCpp, "llama.cpp's rule", lambda longest: {"n_max": lengths_within(longest), "p_min": COARSE}
     ),
     "assisted": Registered(
         Assisted,
@@ -116,15 +118,15 @@ RULES: dict[str, Registered] = {
         lambda _: {"min_confidence": (0.0, *LOGISTIC), "is_product": (False, True)},
     ),
 }
-"""Engines' rules, which compete only where they are named."""
+"""Engines' rules, which are compared only where they are named."""
 _HEADS = ("head", "also")
 """Parameters that name an exported head."""
 _IMPORTED = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.*))?", re.DOTALL)
-"""module:Class, and perhaps parameters."""
+"""module:Class, optionally with parameters."""
 
 
 def registered(name: str) -> Registered:
-    """The entry of a policy or rule; one written module:Class is imported and becomes an entry of POLICIES.
+    """The entry of a policy or rule; module:Class is imported and becomes an entry of POLICIES.
 
     Raises:
         ValueError: an unknown name; a module that cannot be imported, or has no such policy.
@@ -134,7 +136,7 @@ def registered(name: str) -> Registered:
     if name not in POLICIES:
         written = _IMPORTED.fullmatch(name)
         if written is None:
-            known = [*POLICIES, *RULES, "auto", "or one of your own as module:Class"]
+            known = [*POLICIES, *RULES, "auto", "or a custom one as module:Class"]
             raise ValueError(f"there is no policy {name!r}; {meant(name, known)}")
         kind = _imported(written[1], written[2])
         POLICIES[name] = Registered(kind, f"{written[2]} ({written[1]})", lambda _: kind.grid)
@@ -142,24 +144,22 @@ def registered(name: str) -> Registered:
 
 
 def _imported(module: str, name: str) -> type[Policy]:
-    """The policy class of a module; the current directory is searched last, so that nothing there hides a module of
-    ours.
-    """
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)
+    """The policy class of a module; the current directory is searched last, so that it hides no module of ours."""
+    if (directory := os.getcwd()) not in sys.path:
+        sys.path.append(directory)
     try:
-        found = import_module(module)
+        loaded = import_module(module)
     except ImportError as error:
         is_absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
-        problem = f"there is no module {module!r} in {here} or among the installed ones" if is_absent else error
+        problem = f"there is no module {module!r} in {directory} or among the installed ones" if is_absent else error
         raise ValueError(
             f"policy {module}:{name} cannot be imported: {problem}; built-in ones are {', '.join([*POLICIES, *RULES])}"
         ) from error
-    kind = getattr(found, name, None)
+    kind = getattr(loaded, name, None)
     if kind is None:
-        own = [key for key, value in vars(found).items() if _is_policy(value) and value.__module__ == module]
+        own = [key for key, value in vars(loaded).items() if _is_policy(value) and value.__module__ == module]
         raise ValueError(
-            f"module {module} ({found.__file__}) has no {name!r}; policies that it defines: {', '.join(own) or 'none'}"
+            f"module {module} ({loaded.__file__}) has no {name!r}; it defines the policies: {', '.join(own) or 'none'}"
         )
     if not _is_policy(kind):
         raise ValueError(f"{module}:{name} is no policy; make it a subclass of decode.Policy (docs/extending.md)")
@@ -184,15 +184,14 @@ def policy_of(
     parameters: Mapping[str, Any],
     load_head: Callable[[str], AcceptanceHead] = AcceptanceHead.from_pretrained,
 ) -> Policy:
-    """The policy of that name with those parameters; a head may be given as itself or by its path.
+    """A policy by name and parameters; a head is an object or a path.
 
     Raises:
-        ValueError: an unknown name, a parameter that the policy lacks or that is out of range, the head policy without
-            a head.
-        FileNotFoundError: no exported head at that path.
+        ValueError: an unknown name or parameter, a value out of range, the head policy without a head.
+        FileNotFoundError: no exported head at the path.
     """
     kind = registered(name).kind
-    assert is_dataclass(kind), "policies are dataclasses: their fields are their parameters"
+    assert is_dataclass(kind), "the fields of a policy are its parameters"
     known = [f.name for f in fields(kind)]
     for parameter in parameters:
         if parameter not in known:
@@ -203,35 +202,22 @@ def policy_of(
         key: load_head(value) if key in _HEADS and isinstance(value, str) else value
         for key, value in parameters.items()
     }
-    if name == "head":
-        loaded = recommended_threshold(loaded) | loaded
+    if name == "head" and not {"max_rejection_prob", "is_calibrated", "also"} & loaded.keys():
+        recommended = loaded["head"].provenance.recommended
+        loaded |= {key: recommended[key] for key in ("max_rejection_prob", "is_calibrated") if key in recommended}
     try:
         return kind(**loaded)
     except TypeError as error:
         raise ValueError(f"policy {name} cannot take {parameters}: {error}") from error
 
 
-def recommended_threshold(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of the head policy that `evaluation tune` wrote into the head's config.json; none where the threshold,
-    what it applies to or a second head is given, or nothing was tuned.
-    """
-    if {"max_rejection_prob", "is_calibrated", "also"} & given.keys():
-        return {}
-    recommended = given["head"].provenance.recommended
-    return {key: recommended[key] for key in ("max_rejection_prob", "is_calibrated") if key in recommended}
-
-
 def parse_policy(spec: str, *, load_head: Callable[[str], AcceptanceHead] = AcceptanceHead.from_pretrained) -> Policy:
-    """The policy that `spec` writes down, like those in this module's first lines."""
+    """The policy of a spec, such as those in this module's docstring."""
     return policy_of(*read_spec(spec), load_head)
 
 
 def read_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """(name, the parameters that are given).
-
-    Raises:
-        ValueError: something that is no parameter=value.
-    """
+    """(name, given parameters); ValueError for a part that is not parameter=value."""
     name, _, rest = spec.partition(":")
     written = _IMPORTED.fullmatch(spec.strip())
     if written and name not in (*POLICIES, "auto"):
@@ -244,7 +230,7 @@ def read_spec(spec: str) -> tuple[str, dict[str, Any]]:
         if not equals and name == "head" and "head" not in parameters:
             key, value = "head", part
         elif not equals:
-            raise ValueError(f"policy {spec!r}: {part!r} is no parameter=value")
+            raise ValueError(f"policy {spec!r}: {part!r} must be parameter=value")
         key, value = key.strip(), value.strip()
         if key in parameters:
             raise ValueError(f"policy {spec!r} gives {key} twice; give it once")
@@ -253,7 +239,7 @@ def read_spec(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value(text: str) -> float | int | bool | str:
-    """A number or a truth value if it reads as one, else the text."""
+    """A number or a bool if the text is one, else the text."""
     if text in ("true", "false"):
         return text == "true"
     if re.fullmatch(r"[+-]?\d+", text):

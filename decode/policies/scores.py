@@ -1,14 +1,13 @@
-"""What trained heads say of a draft: the probability that its tokens survive verification (design laws 4.8, 4.8b and
-4.8c).
+"""What trained heads predict of a draft: the probability that its tokens survive verification (laws 4.8, 4.8b, 4.8c).
 
 fed-time head       the forward that yields q_i scores y_{i-1}: at y_i the product covers j < i, and the first token has
                     no score yet
 drawn-time head     scores y_i when it is drawn: the product covers j <= i
 prefix head         scores y_i before it is drawn, whichever it will be: the product covers j <= i, and is known before
                     the draw
-candidate head      as a drawn-time head, of the candidates of a tree
+candidate head      as a drawn-time head, for the candidates of a tree
 both                the fed-time head scores every token once it has been fed, and the drawn-time head only the newest:
-                    its score takes part in this token's decision and is then dropped in favour of the fed-time head's
+                    its score counts in this token's decision and is then replaced by the fed-time head's
 """
 
 from __future__ import annotations
@@ -17,25 +16,28 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from decode.policies.base import JOINT, AfterDraw, BeforeDraw, Number, Policy, State
-from decode.policies.learning import FIRST, NOTHING, cut, logit_of, score_of, sigmoid, token_feedback
+from decode.policies.learning import FIRST, NOTHING, clip, logit_of, score_of, sigmoid, token_feedback
 
 if TYPE_CHECKING:
     from heads.model.head import AcceptanceHead
 
+Scale = tuple[float, float]
+"""(shift, temperature) of a head: calibrated logit = (logit + shift) / temperature."""
 
-def moment_of(head: Any) -> str:
-    """When a head is asked: fed, drawn or prefix, as its timing says; a candidate head when a drawn-time one is."""
+
+def timing_of(head: Any) -> str:
+    """When a head scores a token in a loop: fed, drawn (also a candidate head) or prefix."""
     return "drawn" if head.timing == "candidate" else head.timing
 
 
 class ScoringPolicy(Policy):
-    """A policy that asks one head, or two of different timings. Subclasses are dataclasses with these fields.
+    """A policy that reads one head, or two of different timings. Subclasses are dataclasses with these fields.
 
     Attributes:
         head: of any timing.
-        also: beside a fed-time head a drawn-time one, or the other way round.
+        also: a drawn-time head beside a fed-time one, or the other way round.
         is_calibrated: calibrated probabilities; False: raw ones.
-        is_learning: refit the head's calibration on the job (`decode.policies.learning`).
+        is_learning: refit the head's calibration during generation (`decode.policies.learning`).
     """
 
     head: AcceptanceHead
@@ -44,7 +46,7 @@ class ScoringPolicy(Policy):
     is_learning: bool | None = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for heads that cannot go together, or cannot learn."""
+        """Raises ValueError for heads that cannot be combined, or cannot learn."""
         super().__post_init__()
         if self.is_learning and not self.can_learn:
             kind = f"{self.head.timing}-time head" if self.also is None else "pair of heads"
@@ -55,29 +57,26 @@ class ScoringPolicy(Policy):
             return
         if alone := {"prefix", "candidate"} & {self.head.timing, self.also.timing}:
             raise ValueError(
-                f"a {alone.pop()} head goes alone; `also` is for a fed-time and a drawn-time head together"
+                f"a {alone.pop()} head cannot be combined; `also` is for a fed-time and a drawn-time head together"
             )
         if self.also.timing == self.head.timing:
             raise ValueError(f"both heads are {self.head.timing}-time; `also` takes a head of the other timing")
 
+    @cached_property
+    def _by_timing(self) -> dict[str, AcceptanceHead]:
+        return {timing_of(head): head for head in (self.head, self.also) if head is not None}
+
     @property
     def fed_head(self) -> AcceptanceHead | None:  # type: ignore[override]
-        return self._asked_at("fed")
+        return self._by_timing.get("fed")
 
     @property
     def drawn_head(self) -> AcceptanceHead | None:  # type: ignore[override]
-        return self._asked_at("drawn")
+        return self._by_timing.get("drawn")
 
     @property
     def prefix_head(self) -> AcceptanceHead | None:  # type: ignore[override]
-        return self._asked_at("prefix")
-
-    def _asked_at(self, moment: str) -> AcceptanceHead | None:
-        return next((head for head in self._given if moment_of(head) == moment), None)
-
-    @property
-    def _given(self) -> tuple[AcceptanceHead, ...]:
-        return (self.head,) if self.also is None else (self.head, self.also)
+        return self._by_timing.get("prefix")
 
     @cached_property
     def stops_before(self) -> bool:  # type: ignore[override]
@@ -85,13 +84,13 @@ class ScoringPolicy(Policy):
 
     @property
     def signals(self) -> frozenset[str]:  # type: ignore[override]
-        logits = frozenset(f"{moment_of(head)}_logit" for head in self._given)
+        logits = frozenset(f"{timing}_logit" for timing in self._by_timing)
         return logits | ({self._own_signal} if self.is_learning else frozenset())
 
     @property
     def stop_kind(self) -> str:
-        """The shapes of the heads; a perfect head has none, and costs nothing."""
-        return JOINT.join(sorted(head.shape_name for head in self._given if head.shape_name))
+        """The shapes of the heads; one that stands in for a head in replay has none, and costs nothing."""
+        return JOINT.join(sorted(head.shape_name for head in self._by_timing.values() if head.shape_name))
 
     @property
     def is_lagging(self) -> bool:
@@ -99,28 +98,27 @@ class ScoringPolicy(Policy):
         return self._scales[1] is None
 
     @property
+    def can_learn(self) -> bool:
+        """Only scores that are known when the token is drawn can be refitted, so not those of a fed-time head."""
+        return self.head.timing != "fed" and self.also is None
+
+    @property
     def initial_calibration(self) -> State:
-        """State that a generation starts from; () where nothing is learned."""
+        """The learned state at the start of a generation; () where nothing is learned."""
         return FIRST if self.is_learning else ()
 
     @property
     def zero_feedback(self) -> State:
         return NOTHING if self.is_learning else ()
 
-    @property
-    def can_learn(self) -> bool:
-        """A fed-time head scores a token one step late; only what is scored when it is drawn is refitted."""
-        return self.head.timing != "fed" and self.also is None
-
     def scored(self, carried: Number, learned: Any, drawn: AfterDraw) -> tuple[Number, Number, Number]:
-        """Survival with the drawn token in it: (product of all scores, what the next token starts from, newest score).
+        """(product of all scores with the drawn token's, what the next token starts from, newest score).
 
-        A plain tuple, and no call that can be spared: the loop comes here once per drafted token, and a named one would
-        double its time.
+        The loop calls this once per drafted token: a NamedTuple and further calls would double its time.
 
         Args:
-            carried: 1 at the start of a round, then the second number that came of the token before.
-            learned: state of `decode.policies.learning`, by which the token is scored where the policy learns.
+            carried: 1 at the start of a round, then the second number of the result for the token before.
+            learned: state of `decode.policies.learning`, by which the token is scored if the policy learns.
             drawn: signals of the token.
         """
         if self.is_learning:
@@ -139,9 +137,7 @@ class ScoringPolicy(Policy):
         return product, product if fed is None else carried, newest
 
     def scored_before(self, carried: Number, learned: Any, seen: BeforeDraw) -> Number:
-        """Survival with the next token in it, by a prefix head, before that token is drawn; arguments as of
-        `scored`.
-        """
+        """Product of scores with the next token's, by a prefix head, before the token is drawn; see `scored`."""
         if self.is_learning:
             return carried * score_of(learned.weights, self._inputs(seen))
         _, late = self._scales
@@ -155,33 +151,29 @@ class ScoringPolicy(Policy):
         """Inputs of the regression for the token: the head's calibrated logit, and that of `_own_signal`."""
         shift, temperature = self._calibration
         logit = seen.prefix_logit if self._is_prefix else seen.drawn_logit
-        return cut((logit + shift) / temperature), logit_of(getattr(seen, self._own_signal))
+        return clip((logit + shift) / temperature), logit_of(getattr(seen, self._own_signal))
 
     @property
     def _own_signal(self) -> str:
-        """The probability that is learned from beside the head: q(y), or with a prefix head, which knows no y, the
-        largest q.
-        """
+        """The draft's probability that the regression reads beside the head: q(y), or with a prefix head max q."""
         return "max_prob" if self._is_prefix else "token_prob"
 
     @cached_property
     def _is_prefix(self) -> bool:
         return self.head.timing == "prefix"
 
-    # Calibrations are read once: a head works them out anew each time it is asked.
     @cached_property
-    def _calibration(self) -> tuple[float, float]:
-        """(shift, temperature) of `head`: calibrated logit = (logit + shift) / temperature."""
+    def _calibration(self) -> Scale:
+        """Of `head`; cached, since a head computes it at each access."""
         return self.head.calibration_shift, self.head.temperature
 
     @cached_property
-    def _scales(self) -> tuple[tuple[float, float] | None, tuple[float, float] | None]:
-        """(shift, temperature) of the head that scores late, and of the one that scores the newest token; None where
-        there is none.
-        """
-        heads = self.fed_head, self.drawn_head or self.prefix_head
-        fed, newest = (
-            None if head is None else (head.calibration_shift, head.temperature) if self.is_calibrated else (0.0, 1.0)
-            for head in heads
-        )
-        return fed, newest
+    def _scales(self) -> tuple[Scale | None, Scale | None]:
+        """Of the fed-time head, and of the head that scores the newest token."""
+
+        def scale(head: AcceptanceHead | None) -> Scale | None:
+            if head is None:
+                return None
+            return (head.calibration_shift, head.temperature) if self.is_calibrated else (0.0, 1.0)
+
+        return scale(self.fed_head), scale(self.drawn_head or self.prefix_head)

@@ -13,13 +13,13 @@ import numpy as np
 
 from decode.loop.counts import Counts
 from decode.policies.base import Policy
-from decode.policies.bounds import Oracle
 from evaluation.competitor import Competitor, bounds, label_of
 from evaluation.families import HEADS_OF, ORACLE, family
 from evaluation.gain import Spent, Splits
 from evaluation.hierarchies.built import fastest
 from evaluation.played import Played
 from evaluation.times import Times
+from evaluation.traces.bounds import Oracle
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from evaluation.tuning.rule import auto_for

@@ -12,8 +12,6 @@ import pandas as pd
 import torch
 
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
-from decode.policies.bounds import PerfectHead
-from decode.policies.engines import LargestProb, OwnConfidence
 from evaluation.batches.load import Load, LoadSpent, load_of, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.competitor import Competitor
@@ -23,6 +21,7 @@ from evaluation.flag_types import Sizes
 from evaluation.gain import Splits
 from evaluation.table import Table, crossed, flat, wide_console
 from evaluation.times import RECORDED, Times
+from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import Rounds, replay_rounds
 from evaluation.traces.trace import CONFIDENCE, Trace
 from evaluation.tuning.rule import batch_auto_for
@@ -179,13 +178,13 @@ class BatchContest:
             if fastest.can_learn:
                 variants[f"auto_{timing}_learning"] = _learning(fastest)
         if CONFIDENCE in traces.dev.signals:
-            own = batch_auto_for(OwnConfidence(), traces.dev, setup.curves(""), size)
+            own = batch_auto_for(ScoreHead("confidence"), traces.dev, setup.curves(""), size)
             variants |= {"auto_confidence": own, "auto_confidence_learning": _learning(own)}
         if traces.dev.block_size is not None:
             estimator = batch_auto_for(estimator_of(traces.dev), traces.dev, setup.curves(""), size)
             variants |= {"auto_max_prob": estimator, "auto_max_prob_learning": _learning(estimator)}
         if PERFECT in by_family(self._replays.arms):
-            variants[PERFECT] = batch_auto_for(PerfectHead("drawn"), traces.dev, setup.curves(""), size)
+            variants[PERFECT] = batch_auto_for(ScoreHead("perfect", "drawn"), traces.dev, setup.curves(""), size)
         for name, rule in variants.items():
             load = step_through(traces.test, rule, queue_of(len(traces.test.rows), size), size)
             yield Competitor(name, name, rule, ({},)), {}, load.spent(rule.costs)
@@ -202,16 +201,16 @@ class BatchContest:
         return rivals
 
 
-def estimator_of(trace: Trace) -> LargestProb:
+def estimator_of(trace: Trace) -> ScoreHead:
     """The estimator of logit(max q) as all that verification reveals on a trace of blocks has taught it."""
     assert trace.num_passing is not None, "blocks are a feature draft's"
     lengths, drafts = trace.branch_lengths, slice(trace.num_positions, None)
     place = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
     is_revealed = torch.from_numpy(place <= np.repeat(trace.num_passing, lengths))
-    logit = torch.from_numpy(trace.logit(LargestProb())[drafts])[is_revealed]
+    logit = torch.from_numpy(trace.logit(ScoreHead("max_prob"))[drafts])[is_revealed]
     prob = torch.from_numpy(trace.signals["acceptance_prob"][drafts])[is_revealed]
     slope, offset = map(float, fit_logistic(observe(logit[None], prob[None])))
-    return LargestProb(calibration_shift=offset / slope, temperature=1.0 / slope)
+    return ScoreHead("max_prob", calibration_shift=offset / slope, temperature=1.0 / slope)
 
 
 def _learning(rule: BatchAuto) -> BatchAuto:

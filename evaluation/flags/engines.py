@@ -8,10 +8,10 @@ in the sources of the version that it names (docs/engines.md).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from json import dumps as to_json
+from math import inf
 from typing import Any, NamedTuple
 
 from decode.policies.base import Number, Policy
-from decode.policies.checks import check_count
 from decode.policies.engines import LlamaCpp
 from decode.policies.registry import COARSE, lengths_within, registered
 from evaluation.competitor import Competitor, make_competitor
@@ -53,10 +53,7 @@ class ShortDrafts(LlamaCpp):
     """
 
     n_min: Number = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("n_min", self.n_min, 0)
+    ranges = (*LlamaCpp.ranges, ("n_min", 0, inf))
 
     @property
     def discards_below(self) -> Number:

@@ -17,9 +17,8 @@ from decode.drafters.hierarchies.interleaved import InterleavedDrafter
 from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy
-from decode.policies.entropy import Entropy, SelfVerify
 from decode.policies.head import HeadPolicy
-from decode.policies.length import FixedLength
+from decode.policies.plain import Entropy, FixedLength, SelfVerify
 from evaluation.hierarchies.decoded import Configuration
 from evaluation.keys import policy_key
 from heads.model.head import AcceptanceHead

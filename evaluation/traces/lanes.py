@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from decode.policies.base import AfterDraw, Policy
-from decode.policies.bounds import Oracle
-from decode.policies.scores import moment_of
+from decode.policies.scores import timing_of
+from evaluation.traces.bounds import Oracle
 from evaluation.traces.trace import Array, Trace
 
 
@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
     @classmethod
     def of(cls, trace: Trace, policy: Policy) -> "Tokens":
         """Entries of the trace, with the signals that the policy asks for."""
-        heads = {f"{moment_of(head)}_logit": head for head in policy.heads}
+        heads = {f"{timing_of(head)}_logit": head for head in policy.heads}
         signals = {}
         for name in policy.signals & frozenset(AfterDraw._fields):
             values = trace.logit(heads[name]) if name in heads else trace.signal(name)

@@ -25,9 +25,8 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from decode.policies.bounds import PerfectHead
-from decode.policies.engines import LargestProb, OwnConfidence
 from decode.policies.learning import logit_of
+from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.inputs import TokenInputs, join_inputs, scores_of
 from heads.model.head import AcceptanceHead
 from lm import Sampling
@@ -211,20 +210,19 @@ class Trace:
             )
         return self.signals[name]
 
-    def logit(self, head: AcceptanceHead | PerfectHead | OwnConfidence) -> Float[Array, " drafts"]:
+    def logit(self, head: AcceptanceHead | ScoreHead) -> Float[Array, " drafts"]:
         """Logit of the head for each token (drawn-time, prefix), or for the token before it (fed-time): what is known
         when it is drawn.
 
         Raises:
             ValueError: a head of another width; hidden states that were not recorded.
         """
-        if isinstance(head, PerfectHead):
-            return self._perfect_logit(head.timing)
-        if isinstance(head, LargestProb):
-            prob: Array = self.signal("max_prob")
-            return np.asarray(logit_of(prob))
-        if isinstance(head, OwnConfidence):
-            return self.signal(CONFIDENCE)
+        if isinstance(head, ScoreHead):
+            if head.score == "perfect":
+                return self._perfect_logit(head.timing)
+            if head.score == "confidence":
+                return self.signal(CONFIDENCE)
+            return np.asarray(logit_of(self.signal("max_prob")))
         key = head.fingerprint()
         if key not in self.scores:
             self.scores[key] = scores_of(head, self.inputs, token=self.token, before=self.before, signals=self.signals)

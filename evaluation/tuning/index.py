@@ -57,7 +57,7 @@ def index_of(trace: Trace, head: Any) -> Index:
 
     Args:
         trace: of dev prompts.
-        head: calibrated, or a `PerfectHead`.
+        head: calibrated, or a perfect `ScoreHead`.
     """
     pairs = pairs_of(trace, head)
     if len(pairs.score) < 2:

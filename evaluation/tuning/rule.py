@@ -29,7 +29,7 @@ def auto_for(head: Any, trace: Trace, cost: Times, *, is_online: bool = False) -
     """The rule for these times.
 
     Args:
-        head: calibrated, or a `PerfectHead`.
+        head: calibrated, or a perfect `ScoreHead`.
         trace: of dev prompts.
         cost: the times.
         is_online: learn lambda while decoding, with nothing from the trace but the index and the mean acceptance, which

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from decode import speculative_generate
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
-from decode.policies.length import FixedLength
+from decode.policies.plain import FixedLength
 from lm import CachedModel, Sampling
 from tests.conformance.families import VOCAB_SIZE, WINDOW, Family, build
 

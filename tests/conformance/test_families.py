@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
-from decode.policies.length import FixedLength
+from decode.policies.plain import FixedLength
 from lm import CachedModel, Sampling, eos_ids_of
 from tests.conformance.checks import (
     SHORT,

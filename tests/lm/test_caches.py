@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
-from decode.policies.length import FixedLength
+from decode.policies.plain import FixedLength
 from lm import CachedModel, Sampling
 from lm.kv_buffer import forget, keep, make_cache, seat
 from tests.toys.small_pair import SIZES

@@ -45,7 +45,7 @@ def made(value: dict, warned: list[str] | None = None, **models) -> Policies:
         ({"policy": "entropy", "allow_foreign_heads": "no"}, "use true or false"),
         ({"policy": "entropi"}, "there is no policy 'entropi'"),
         ({"policy": "entropy:max_entropy=1"}, "has no parameter 'max_entropy'"),
-        ({"policy": "ada_edl:scale=-3"}, "scale is -3; it must be at least 0"),
+        ({"policy": "ada_edl:scale=-3"}, "scale is -3; it must be a number, at least 0"),
         ({"policy": "head"}, "needs an exported head"),
         ({"policy": "dspark"}, "needs the confidence head"),
     ],

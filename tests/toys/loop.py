@@ -25,7 +25,6 @@ from decode.policies import (
 from decode.policies.auto import Auto
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
-from decode.policies.checks import check_unit
 from decode.policies.engines import LlamaCpp
 from decode.policies.learning import FIRST, NOTHING, learned_from, logit_of, score_of, token_feedback
 from decode.policies.registry import POLICIES as REGISTERED
@@ -48,10 +47,7 @@ class LearnedProb(Policy):
     max_rejection_prob: Number = 0.7
     signals = frozenset({"token_prob", "max_prob"})
     zero_feedback = NOTHING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_unit("max_rejection_prob", self.max_rejection_prob)
+    ranges = (("max_rejection_prob", 0, 1),)
 
     def start(self) -> State:
         return 1.0, FIRST

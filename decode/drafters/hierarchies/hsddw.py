@@ -52,8 +52,7 @@ from transformers import PreTrainedModel
 from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.loop.drafter import ModelDrafter
 from decode.policies.base import Policy
-from decode.policies.entropy import SelfVerify
-from decode.policies.length import FixedLength
+from decode.policies.plain import FixedLength, SelfVerify
 from lm import CachedModel
 
 Configuration = Literal["pre-verify", "pre-verify + self-verify", "full"]

@@ -31,7 +31,7 @@ from decode.loop.counts import Counts
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter, Proposal
 from decode.loop.rounds import Round
-from decode.policies.length import FixedLength
+from decode.policies.plain import FixedLength
 from lm import CachedModel, Sampler, Sampling, next_law, num_accepted
 
 

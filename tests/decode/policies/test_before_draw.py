@@ -52,7 +52,7 @@ def test_the_largest_probability_learned_is_itself_at_first_and_known_before_the
 def test_a_prefix_head_goes_alone():
     prefix, drawn = AcceptanceHead(4, 0, "prefix"), AcceptanceHead(4, 0, "drawn")
     for heads in ((prefix, drawn), (drawn, prefix)):
-        with pytest.raises(ValueError, match="goes alone"):
+        with pytest.raises(ValueError, match="cannot be combined"):
             HeadPolicy(heads[0], 0.5, also=heads[1])
     with pytest.raises(ValueError, match="keeps_newest is for a prefix head"):
         HeadPolicy(drawn, 0.5, keeps_newest=True)

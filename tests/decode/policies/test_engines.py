@@ -116,7 +116,7 @@ def test_rules_go_by_name_and_compete_only_where_they_are_named():
         (lambda: LlamaCpp(n_max=0), "n_max is 0"),
         (lambda: LlamaCpp(p_min=1.2), "p_min is 1.2"),
         (lambda: Assisted(0), "num_assistant_tokens is 0"),
-        (lambda: DSparkConfidence(offsets=(0.0,), slopes=()), "offsets and slopes"),
+        (lambda: DSparkConfidence(2), "min_confidence is 2"),
     ],
 )
 def test_settings_that_no_engine_takes_are_refused(made, problem):

@@ -63,12 +63,12 @@ def test_built_in_names_read_as_before():
     [
         ("nowhere_at_all:Unsure", "no module 'nowhere_at_all'"),
         ("broken_policies:Unsure", "No module named 'nothing_of_this_name'"),
-        ("policies_of_mine:Unsur", "policies that it defines: Unsure, Bare"),
+        ("policies_of_mine:Unsur", "it defines the policies: Unsure, Bare"),
         ("policies_of_mine:number", "is no policy"),
         ("policies_of_mine:Policy", "is no policy"),
         ("policies_of_mine:Bare", "is no dataclass"),
         ("policies_of_mine:Unsure:flour=1", "has no parameter 'flour'; it has floor"),
-        ("svip", "or one of your own as module:Class"),
+        ("svip", "or a custom one as module:Class"),
     ],
 )
 def test_what_is_no_policy_is_refused_with_a_reason(spec, said):

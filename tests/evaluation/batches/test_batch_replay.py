@@ -11,10 +11,10 @@ from decode import SpeculativeDecoder
 from decode.policies import FixedLength, HeadPolicy, TokenProb
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchAuto, BatchCosts, Curve, batched
-from decode.policies.bounds import PerfectHead
 from evaluation.batches import lockstep
 from evaluation.batches.load import Load, load_of, queue_of
 from evaluation.batches.lockstep import step_through
+from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.played import PlayedSampler
 from evaluation.traces.replay import Lockstep, replay_rounds, replay_settings
 from evaluation.tuning.rule import batch_auto_for
@@ -90,7 +90,7 @@ def test_sequences_that_do_not_depend_on_each_other_need_no_stepping(policy, siz
     assert_same_load(ours, step_through(trace, POLICIES[policy], rows, size, is_drained=is_drained))
 
 
-@pytest.mark.parametrize("policy", [LearnedProb(0.5), HeadPolicy(PerfectHead("drawn"), 0.5, is_learning=True)])
+@pytest.mark.parametrize("policy", [LearnedProb(0.5), HeadPolicy(ScoreHead("perfect", "drawn"), 0.5, is_learning=True)])
 def test_a_sequence_learns_in_a_replayed_batch_as_it_does_alone(policy):
     recorded = small_pair.trace(Sampling(temperature=0.8))
     rows = queue_of(len(recorded.rows), 5)

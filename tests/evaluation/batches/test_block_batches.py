@@ -11,10 +11,10 @@ from data_gen.responses.exchange import Exchange
 from decode.policies import DSparkConfidence, FixedLength, HeadPolicy
 from decode.policies.base import Policy
 from decode.policies.batch import BatchCosts, BlockAuto, Curve
-from decode.policies.engines import LargestProb, OwnConfidence
 from evaluation.batches.load import load_of, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.contest.in_batches import estimator_of
+from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.chains import ChainRecorder
 from evaluation.traces.recording import record_trace
 from evaluation.traces.replay import replay_rounds
@@ -101,7 +101,7 @@ def test_the_lambda_of_the_rule_is_the_throughput_that_it_leads_to(trace):
 
 def test_the_draft_s_own_confidence_is_a_head_of_the_rule(trace):
     """It keeps what the threshold on the product keeps that is the price of a token."""
-    rule = BlockAuto(OwnConfidence(), COSTS, 4, throughput=0.3 / 0.12, block_size=BLOCK)
+    rule = BlockAuto(ScoreHead("confidence"), COSTS, 4, throughput=0.3 / 0.12, block_size=BLOCK)
     rows = queue_of(len(trace.rows), 4)
     alone = load_of(replay_rounds(trace, DSparkConfidence(0.3, is_product=True)), rows, 4)
     assert_same_load(alone, step_through(trace, rule, rows, 4))
@@ -130,7 +130,7 @@ class LargestProduct(Policy):
 
 
 def test_the_largest_probability_is_a_head_of_the_rule_and_learns(trace):
-    rule = BlockAuto(LargestProb(), COSTS, 4, throughput=0.3 / 0.12, block_size=BLOCK)
+    rule = BlockAuto(ScoreHead("max_prob"), COSTS, 4, throughput=0.3 / 0.12, block_size=BLOCK)
     rows = queue_of(len(trace.rows), 4)
     assert_same_load(load_of(replay_rounds(trace, LargestProduct()), rows, 4), step_through(trace, rule, rows, 4))
     learning = step_through(trace, replace(rule, throughput=None, is_learning=True), rows, 4)
@@ -138,7 +138,7 @@ def test_the_largest_probability_is_a_head_of_the_rule_and_learns(trace):
 
 
 def test_the_estimator_is_the_regression_over_all_that_verification_reveals(trace):
-    fitted, logits = estimator_of(trace), trace.logit(LargestProb())
+    fitted, logits = estimator_of(trace), trace.logit(ScoreHead("max_prob"))
     gradient, start = np.zeros(2), trace.num_positions
     for length, passing in zip(trace.branch_lengths.tolist(), trace.num_passing.tolist(), strict=True):
         for at in range(start, start + min(length, passing + 1)):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from decode.policies.auto import Auto
-from decode.policies.bounds import PerfectHead
 from decode.policies.registry import LOGISTIC, POLICIES, make_policy
 from evaluation.competitor import bounds, competitors_of, default_values, head_competitor, make_competitor
 from evaluation.contest.arms import Replays, by_family, fastest_heads, picks_of, replay_arms, replay_dataset
@@ -14,6 +13,7 @@ from evaluation.contest.results import Result, results_of, yardstick_of
 from evaluation.families import family
 from evaluation.gain import Splits
 from evaluation.times import Times
+from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.rule import auto_for
 from heads import AcceptanceHead
@@ -110,7 +110,7 @@ def test_no_bound_falls_below_the_target_alone_or_a_fixed_length_where_drafting_
 def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold(splits, arms, timing, ratio):
     dev, test = splits
     cost = Times.constant(1 / ratio, 1.0)
-    rule = auto_for(PerfectHead(timing), dev, cost)
+    rule = auto_for(ScoreHead("perfect", timing), dev, cost)
     reached = cost.tokens_per_s(replay_settings(test, rule))[0]
     grid = next(arm for arm in arms if arm.grid.family == f"perfect_{timing}")
     assert reached > 0.97
@@ -119,7 +119,9 @@ def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold(
 
 def test_auto_learns_online_what_it_is_told_offline(splits):
     dev, test = splits
-    offline, online = (auto_for(PerfectHead("drawn"), dev, COST, is_online=is_online) for is_online in (False, True))
+    offline, online = (
+        auto_for(ScoreHead("perfect", "drawn"), dev, COST, is_online=is_online) for is_online in (False, True)
+    )
     speeds = [COST.tokens_per_s(replay_settings(test, rule))[0] for rule in (offline, online)]
     assert speeds[1] == pytest.approx(speeds[0], rel=0.05)
 
@@ -127,7 +129,7 @@ def test_auto_learns_online_what_it_is_told_offline(splits):
 def test_auto_stops_drafting_where_drafting_cannot_pay(splits):
     cost = Times.constant(2.0, 1.0)
     for is_online in (False, True):
-        rule = auto_for(PerfectHead("drawn"), splits.dev, cost, is_online=is_online)
+        rule = auto_for(ScoreHead("perfect", "drawn"), splits.dev, cost, is_online=is_online)
         counts = replay_settings(splits.test, rule).counts
         assert counts.num_drafted.sum() < 0.25 * counts.num_target.sum()
 

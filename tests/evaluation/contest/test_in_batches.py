@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decode.policies.bounds import PerfectHead
 from evaluation.batches.load import queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.competitor import bounds, default_values, head_competitor, make_competitor
@@ -23,6 +22,7 @@ from evaluation.contest.in_batches import (
 )
 from evaluation.gain import Splits
 from evaluation.times import RECORDED, StopShares, Times
+from evaluation.traces.bounds import ScoreHead
 from evaluation.tuning.rule import batch_auto_for
 from heads import AcceptanceHead
 from lm import Sampling
@@ -69,7 +69,7 @@ def test_the_reported_setting_is_fastest_on_dev_at_its_size_and_gains_are_over_t
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_the_rule_of_a_batch_is_no_worse_than_the_best_fixed_length_that_test_itself_chooses(replays, share, size):
     costs, (dev, test) = Setup(COST, share).curves(""), replays.traces
-    rule = batch_auto_for(PerfectHead("drawn"), dev, costs, size)
+    rule = batch_auto_for(ScoreHead("perfect", "drawn"), dev, costs, size)
     ours = step_through(test, rule, queue_of(len(test.rows), size), size).spent(costs).tokens_per_s
     grid = next(arm.grid for arm in replays.arms if arm.grid.family == "fixed_length")
     assert ours >= 0.99 * max(load.spent(costs).tokens_per_s for load in Entry(grid, test).loads(size))

@@ -212,7 +212,7 @@ def test_auto_at_other_times_than_it_was_tuned_for_estimates_its_lambda_anew():
     [
         (["--policy", "svip"], "there is no policy 'svip'"),
         (["--policy", "entropy:h=1"], "no parameter 'h'"),
-        (["--policy", "token_prob:min_token_prob=2"], "a probability lies in"),
+        (["--policy", "token_prob:min_token_prob=2"], "a probability, between 0 and 1"),
         (["--policy", "entropy", "--ratio", "0"], "must be a positive number"),
         (["--policy", "entropy", "--decode.dir", "nowhere"], "run `acceptance-heads trace`"),
         (["--policy", "entropy", "--decode.seed", "7"], "seed"),

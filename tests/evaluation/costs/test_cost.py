@@ -14,12 +14,12 @@ from decode.experiment import Experiment
 from decode.loop.decoder import Generation, Round
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
-from decode.policies.bounds import Oracle, PerfectHead
 from evaluation.costs.machine import SKIP, costs_for
 from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
 from evaluation.costs.plan import plan, timing_line
 from evaluation.costs.stops import policies_by_kind, sizes
 from evaluation.times import StopShares, Times
+from evaluation.traces.bounds import Oracle, ScoreHead
 from evaluation.traces.replay import replay_settings
 from evaluation.turns import turns_within
 from heads import AcceptanceHead
@@ -157,7 +157,11 @@ def test_policies_of_one_kind_of_stop_share_a_name():
     }
     both = HeadPolicy(heads[0], also=heads[1])
     assert both.stop_kind == Auto(heads[1], 1.0, 2.0, also=heads[0]).stop_kind == "drawn+s-d2 & fed+s-d2"
-    assert [policy.stop_kind for policy in (FixedLength(2), Oracle(), HeadPolicy(PerfectHead("drawn")))] == ["", "", ""]
+    assert [policy.stop_kind for policy in (FixedLength(2), Oracle(), HeadPolicy(ScoreHead("perfect", "drawn")))] == [
+        "",
+        "",
+        "",
+    ]
 
 
 def test_at_another_ratio_a_head_costs_its_share_of_the_draft():

@@ -22,7 +22,7 @@ from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDra
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy
-from decode.policies.length import FixedLength
+from decode.policies.plain import FixedLength
 from lm import CachedModel
 
 _ROUNDS_PER_GENERATION = 200

@@ -25,7 +25,6 @@ HEADS["learning"] = HeadPolicy(feature_head("drawn", WIDE), 0.6, is_learning=Tru
 RULES = HEADS | OF_BLOCKS | {name: policy for name, policy in POLICIES.items() if not policy.heads}
 RULES |= {
     "dspark_product": DSparkConfidence(0.2, is_product=True),
-    "dspark_calibrated": DSparkConfidence(0.5, True, offsets=(1.0, 0.5), slopes=(0.7, 1.3)),
 }
 
 

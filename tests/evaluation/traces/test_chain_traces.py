@@ -12,8 +12,8 @@ from test_played import rows_that_differ
 from data_gen.responses.exchange import Exchange
 from decode import Generation, ModelDrafter, SpeculativeDecoder
 from decode.policies import Entropy, FixedLength, HeadPolicy, Policy
-from decode.policies.bounds import Oracle, PerfectHead
 from evaluation.report.plots import reliability_plot
+from evaluation.traces.bounds import Oracle, ScoreHead
 from evaluation.traces.branches import signal_names
 from evaluation.traces.chains import ChainRecorder
 from evaluation.traces.recording import record_trace
@@ -198,7 +198,7 @@ def test_the_bounds_stand_where_they_should(recorded):
     oracle = replay(recorded, Oracle())
     assert oracle.num_drafted == oracle.num_accepted
     assert oracle.num_target <= fixed
-    perfect = replay(recorded, HeadPolicy(PerfectHead("drawn"), 0.5))
+    perfect = replay(recorded, HeadPolicy(ScoreHead("perfect", "drawn"), 0.5))
     assert 0 < perfect.num_accepted <= perfect.num_drafted
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from decode.policies import CumulativeTokenProb
-from decode.policies.bounds import Oracle
 from evaluation.times import Times
+from evaluation.traces.bounds import Oracle
 from evaluation.traces.replay import replay, replay_settings
 from evaluation.traces.trace import Trace
 from lm import Sampling

@@ -19,7 +19,7 @@ from decode.policies import (
     SelfVerify,
     TokenProb,
 )
-from decode.policies.bounds import PerfectHead
+from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.disk import Place, read_trace, write_trace
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace, join_traces
@@ -189,7 +189,7 @@ def test_heads_score_a_trace_as_they_score_a_draft(warm):
 
 
 def test_a_perfect_head_scores_the_true_acceptance(warm):
-    prob = 1 / (1 + np.exp(-warm.logit(PerfectHead("drawn"))))
+    prob = 1 / (1 + np.exp(-warm.logit(ScoreHead("perfect", "drawn"))))
     assert prob == pytest.approx(warm.signals["acceptance_prob"], abs=1e-6)
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from decode.policies.auto import Auto, prior_of
 from decode.policies.base import AfterDraw, Outcome
-from decode.policies.bounds import PerfectHead
 from decode.policies.head import HeadPolicy
 from decode.policies.scores import sigmoid
 from evaluation.times import Times
+from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.index import Pairs, index_of, pairs_of, solve, token_scores
 from evaluation.tuning.rule import auto_for
@@ -80,7 +80,7 @@ def test_where_all_tokens_are_alike_the_index_is_their_acceptance():
 
 @pytest.mark.parametrize("timing", ["fed", "drawn"])
 def test_pairs_of_a_trace_are_accepted_tokens_and_what_the_draft_drew_next(timing):
-    traced, head = trace(Sampling(temperature=0.6)), PerfectHead(timing)
+    traced, head = trace(Sampling(temperature=0.6)), ScoreHead("perfect", timing)
     score = token_scores(traced, head)
     known = ~np.isnan(score)
     assert score[known] == pytest.approx(traced.signals["acceptance_prob"][known].astype(float), abs=1e-9)
@@ -95,10 +95,10 @@ def test_pairs_of_a_trace_are_accepted_tokens_and_what_the_draft_drew_next(timin
 
 
 def test_the_rule_goes_on_exactly_while_survival_times_the_index_covers_the_price():
-    head, index = PerfectHead("drawn"), {"index_offset": 0.3, "index_slope": 0.5}
+    head, index = ScoreHead("perfect", "drawn"), {"index_offset": 0.3, "index_slope": 0.5}
     drawn = Auto(head, 0.1, 1.0, throughput=2.0, is_online=False, **index)  # type: ignore[arg-type]
     fed = Auto(
-        PerfectHead("fed"),
+        ScoreHead("perfect", "fed"),
         0.1,
         1.0,
         throughput=2.0,
@@ -138,7 +138,7 @@ def test_times_of_the_rule_are_those_of_the_cost_model():
     cost = Times(0.1, tuple(1.0 + (0.4 + 0.05 * k if k else 0.0) for k in range(6)))
     times = cost.line()
     assert times == pytest.approx((0.1, 1.0, 0.05, 0.4))
-    rule = Auto(PerfectHead("drawn"), **times._asdict())  # type: ignore[arg-type]
+    rule = Auto(ScoreHead("perfect", "drawn"), **times._asdict())  # type: ignore[arg-type]
     state = rule.end(rule.begin(rule.start()), Outcome(3, 2, 5, 0.0))
     assert state[4] - rule.start()[4] == pytest.approx(3 * 0.1 + cost.target_s(np.array([3]))[0])
 
@@ -150,7 +150,7 @@ def test_where_starting_to_verify_eats_the_gain_the_rule_does_not_draft():
     traced = trace(Sampling(temperature=0.6))
     cost = Times(0.05, (1.0, *(2.6 + 0.01 * k for k in range(1, 6))))
     for is_online in (False, True):
-        replayed = replay_settings(traced, auto_for(PerfectHead("drawn"), traced, cost, is_online=is_online))
+        replayed = replay_settings(traced, auto_for(ScoreHead("perfect", "drawn"), traced, cost, is_online=is_online))
         assert cost.tokens_per_s(replayed)[0] > 0.9
 
 
@@ -160,4 +160,4 @@ def test_the_rule_pays_for_its_own_stops():
     assert cost.line(HeadPolicy(head).stop_kind).t_draft_s == pytest.approx(0.13)
     assert cost.line().t_draft_s == 0.1
     dev = trace(Sampling(temperature=0.6), copies=2, seed=1)
-    assert auto_for(PerfectHead("drawn"), dev, cost).t_draft_s == 0.1, "a perfect head costs nothing"
+    assert auto_for(ScoreHead("perfect", "drawn"), dev, cost).t_draft_s == 0.1, "a perfect head costs nothing"

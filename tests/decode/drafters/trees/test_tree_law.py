@@ -70,7 +70,7 @@ def test_a_candidate_head_is_asked_when_a_drawn_time_head_is():
         for head in (CANDIDATE, drawn)
     ]
     assert [played.drafted for played in found[0]] == [played.drafted for played in found[1]]
-    with pytest.raises(ValueError, match="a candidate head goes alone"):
+    with pytest.raises(ValueError, match="a candidate head cannot be combined"):
         assert HeadPolicy(CANDIDATE, 0.5, also=toy_head("fed", seed=2)).scores
 
 

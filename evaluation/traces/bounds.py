@@ -1,8 +1,8 @@
-"""The bounds that stand beside every result (law 4.10). Only a trace can offer them: the real loop refuses them."""
+"""What only a trace can offer: policies and heads that know outcomes or other recorded numbers (law 4.10)."""
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Int
@@ -14,8 +14,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Oracle(Policy):
-    """Knows the outcomes, and drafts none but tokens that will be accepted; the last token of a response it leaves to
-    the target.
+    """Knows the outcomes, and drafts only tokens that will be accepted; the target adds the last token of a response.
 
     With no times it drafts all of them: N_discarded = 0 and N_target = |rejected| + 1 (SpecDec++, arXiv 2405.19715,
     Lemma 2.1; more where max_draft_length ends a round). That is the least time as long as a drafted token costs less
@@ -47,23 +46,27 @@ class Oracle(Policy):
         round_s, lengths = np.array(self.round_s), np.minimum(ahead, len(self.round_s) - 1)
         for start, end in pairwise(offsets):
             left_s = np.zeros(end - start + 1)
-            for place in reversed(range(end - start)):
-                longest = lengths[start + place]
-                options = round_s[: longest + 1] + left_s[place + 1 : place + longest + 2]
+            for index in reversed(range(end - start)):
+                longest = lengths[start + index]
+                options = round_s[: longest + 1] + left_s[index + 1 : index + longest + 2]
                 best = longest - options[::-1].argmin()  # the longest of equals
-                lengths[start + place], left_s[place] = best, options[best]
+                lengths[start + index], left_s[index] = best, options[best]
         return lengths
 
 
 @dataclass(frozen=True)
-class PerfectHead:
-    """Takes a head's place and says logit(acceptance_prob): it knows the true probabilities, but not the coin."""
+class ScoreHead:
+    """Stands in for a head in replay; its logits are numbers of the trace."""
 
-    timing: str
+    score: Literal["perfect", "confidence", "max_prob"]
+    """The true acceptance_prob, the output of a DSpark draft's own head, or logit(max_v q(v)), which is what vLLM's
+    adaptive verification estimates from where a draft has no confidence head.
+    """
+    timing: str = "prefix"
+    calibration_shift: float = 0.0
+    temperature: float = 1.0
     shape_name: ClassVar[str] = ""
-    calibration_shift: ClassVar[float] = 0.0
-    temperature: ClassVar[float] = 1.0
 
     def calibrated_logit(self, logit: Number) -> Number:
-        """The logit itself: what is true is calibrated."""
-        return logit
+        """Logit of the acceptance rate."""
+        return (logit + self.calibration_shift) / self.temperature
