@@ -29,12 +29,12 @@ CEILINGS = {
     "lm": (5730, 4000),
     "data_gen": (7025, 4400),
     "heads": (4534, 3600),
-    "decode": (5557, 4200),
-    "evaluation": (11625, 7400),
+    "decode": (5318, 4200),
+    "evaluation": (11690, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1632, 1400),
     "benchmarks": (795, 800),
-    "tests": (30184, 18000),
+    "tests": (30185, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 187
