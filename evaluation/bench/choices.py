@@ -130,6 +130,6 @@ def _under(config: Config, name: str, sampling: Sampling) -> Config:
     is traced.
     """
     directory = str(Path(config.decode.dir) / "bench" / name)
-    changes = {"dir": directory, "allow_foreign_heads": True, "num_test": 1, "perfect_head": False}
-    pair = replace(config.pair, sampling=SamplingConfig(**sampling.as_dict()))
-    return replace(config, decode=replace(config.decode, **changes), pair=pair)
+    decode = replace(config.decode, dir=directory, allow_foreign_heads=True, num_test=1, perfect_head=False)
+    of_pair = SamplingConfig(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    return replace(config, decode=decode, pair=replace(config.pair, sampling=of_pair))

@@ -13,7 +13,7 @@ Heads were trained under one sampling; under others they run all the same, and t
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -210,10 +210,10 @@ class Race:
             schedules |= {Racer(ways.DEFAULT, "-"): {}, Racer(ways.HEURISTIC, "-"): ways.HEURISTICALLY}
             constants = terms.constants or _constants_beside(chosen)
             schedules |= {Racer(CONSTANT, f"k={k}"): ways.constant(k) for k in constants}
-        options = {"assistant": self._assistant, "ends_at_eos": ends_at_eos}
+        generations = partial(ways.assisted, pair, num_tokens, law, assistant=self._assistant, ends_at_eos=ends_at_eos)
         for racer, changes in schedules.items():
             name = racer.family if racer.setting == "-" else f"{CONSTANT} {racer.setting.removeprefix('k=')}"
-            arms[name] = racer, ways.assisted(pair, num_tokens, law, changes, **options)
+            arms[name] = racer, generations(changes)
         return arms
 
     @cached_property

@@ -67,7 +67,7 @@ class RaceResult:
         return named | {"tokens_per_s": self.spent.tokens_per_s, "over": gains, "median_over": self.median_over}
 
 
-Cell = tuple[Mapping[str, Any], Sequence[RaceResult]]
+Cell = tuple[dict[str, Any], Sequence[RaceResult]]
 """A cell of a race as it is stored, and the results of its arms."""
 
 

@@ -45,9 +45,8 @@ def paper_tables(
     Args:
         config: the experiment.
         paper: specdec++, svip, svip-trees, or hsddw (which decodes with three models).
-        stops: for svip-trees and hsddw's EAGLE, policies such as entropy or head:PATH. What a spec leaves open is
-            chosen on dev; one with its threshold, as entropy:max_sqrt_entropy=0.5 or
-            head:PATH,max_rejection_prob=0.7, is taken as it is.
+        stops: for svip-trees, policies such as entropy or head:PATH. What a spec leaves open is chosen on dev; one with
+            its threshold, as entropy:max_sqrt_entropy=0.5 or head:PATH,max_rejection_prob=0.7, is taken as it is.
         eagle: for hsddw, the directory of an EAGLE draft for the pair's target, a row of Table 1.
         repeats: for svip-trees and hsddw, how often every drafter decodes a test prompt; the median counts.
         tree: for EAGLE-2, candidates after a node, and nodes that are verified. The published tree is for GPUs; a
@@ -58,7 +57,7 @@ def paper_tables(
     if repeats < 1:
         raise ValueError(f"--repeats is {repeats}; each test prompt is decoded at least once")
     clocked = {"svip-trees": partial(tree_tables, specs=stops, repeats=repeats, tree=tree)}
-    clocked["hsddw"] = partial(hsddw_tables, eagle=eagle, specs=stops, repeats=repeats, tree=tree)
+    clocked["hsddw"] = partial(hsddw_tables, eagle=eagle, repeats=repeats, tree=tree)
     with printing(aside=json):
         made = (_REPLAYED | clocked)[paper](Experiment(config, needs_micro=paper == "hsddw"))
         for table in made:

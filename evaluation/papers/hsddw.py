@@ -7,18 +7,15 @@ no choice on dev.
     Table 3   all prompts, those on mathematics, and the rest, where categories name mathematics
     Table 4   sigma, eta and speed-up
 
-With --eagle an EAGLE draft takes its turns beside the others: as EAGLE-2's tree and as a chain, each also at the fixed
-length that is fastest on dev, and under stops (`evaluation.papers.drafts`).
-
-PEARL needs two devices: it is decoded here, with gamma the nearest to t_target / t_draft, and its speed-up is predicted
-from its steps and the times fitted over the other generations. Each step takes as long as the slower of the two models,
-and the exchange between them is free.
+EAGLE is EAGLE-2's tree at its published six levels, by the draft of --eagle; `tables --paper svip-trees` compares its
+lengths and stops. PEARL needs two devices: it is decoded here, with gamma the nearest to t_target / t_draft, and its
+speed-up is predicted from its steps and the times fitted over the other generations. Each step takes as long as the
+slower of the two models, and the exchange between them is free.
 
 `hierarchy` compares more drafters at their best settings, and shares its stored generations with these tables.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from json import dumps
 
 import numpy as np
@@ -39,10 +36,10 @@ from evaluation.hierarchies.configurations import (
     WINDOW,
     configurations_of,
 )
-from evaluation.hierarchies.decoded import Run, StoredLoop
+from evaluation.hierarchies.decoded import Configuration, Run, StoredLoop
 from evaluation.hierarchies.times import TrioTimes, fit_times, redundancy
 from evaluation.keys import models_key
-from evaluation.papers import drafts
+from evaluation.papers.trees import eagle_2, fixed_length, lengths_of
 from evaluation.table import Table
 from lm.features.eagle import Eagle
 
@@ -52,13 +49,11 @@ _CLOCKED = "clocked, against the target alone (AT)"
 _PEARL = "PEARL, two devices, predicted"
 
 
-def hsddw_tables(
-    experiment: Experiment, *, eagle: str | None, specs: Sequence[str], repeats: int, tree: tuple[int, int]
-) -> list[Table]:
+def hsddw_tables(experiment: Experiment, *, eagle: str | None, repeats: int, tree: tuple[int, int]) -> list[Table]:
     """Tables 1 to 4.
 
     Raises:
-        ValueError: no test prompts; with EAGLE, no dev prompts, or a draft that is not for this target.
+        ValueError: no test prompts, or --eagle is no EAGLE draft for this target.
     """
     trio, fixed = PairModels(lambda: experiment.pair), f"K={WINDOW}"
     names = {NO_DRAFT, *_ABLATION, *_MODELS.values()}
@@ -67,88 +62,53 @@ def hsddw_tables(
         for one in configurations_of(trio)
         if one.name in names and (one.setting == fixed or not one.setting.startswith("K="))
     ]
-    loops = {dataset: StoredLoop(experiment, dataset, trio) for dataset in experiment.datasets}
-    finalists = _eagle_finalists(experiment, loops, eagle, specs, tree) if eagle else []
-    both = [*members, *(one for finalist in finalists for one in finalist.all)]
-    played: dict[str, list[Run]] = {}
+    rivals = [_eagle(experiment, eagle, tree)] if eagle else []
     runs: dict[str, dict[str, Run]] = {}
     pearl: dict[str, str] = {}
     is_math: dict[str, np.ndarray] = {}
-    for dataset, loop in loops.items():
+    for dataset in experiment.datasets:
         encoded = experiment.encoded(dataset, "test")
         if not encoded:
             raise ValueError("there are no test prompts to decode; raise decode.num_test")
         prompts = [ids for _, ids in encoded]
-        played[dataset] = loop.play(both, prompts, repeats=repeats)
-        of_trio = played[dataset][: len(members)]
-        runs[dataset] = {run.configuration.name: run for run in of_trio}
-        pearl[dataset] = f"{pearl_speed_up(experiment, trio, prompts, fit_times(of_trio)):.2f}x"
+        played = StoredLoop(experiment, dataset, trio).play([*members, *rivals], prompts, repeats=repeats)
+        runs[dataset] = {run.configuration.name: run for run in played}
+        times = fit_times(played[: len(members)])
+        pearl[dataset] = f"{pearl_speed_up(experiment, trio, prompts, times):.2f}x"
         is_math[dataset] = np.array(["math" in prompt.category.lower() for prompt, _ in encoded])
-    rows, note = first_table(played, finalists)
-    title = f"HSDDW Table 1: speed-up at T = {experiment.sampling.temperature:g}, {_CLOCKED}"
+    methods = {"AT": NO_DRAFT, **{one.name: one.name for one in rivals}, "HSDDW": HSDDW}
+    first = [
+        {"": method} | {dataset: _with_interval(of_dataset, name) for dataset, of_dataset in runs.items()}
+        for method, name in methods.items()
+    ]
     ablation = [
         dict(zip(("Pre-verify", "Self-verify", "HSDDW"), marks, strict=True))
         | {dataset: speed_up(of_dataset, name) for dataset, of_dataset in runs.items()}
         for name, marks in _ABLATION.items()
     ]
+    title = f"HSDDW Table 1: speed-up at T = {experiment.sampling.temperature:g}, {_CLOCKED}"
     return [
-        Table(title, [*rows, {"": _PEARL, **pearl}], note),
+        Table(title, [*first, {"": _PEARL, **pearl}]),
         Table(f"HSDDW Table 2: ablation, speed-up, {_CLOCKED}", ablation),
         *mathematics(runs, is_math),
         *(Table(f"HSDDW Table 4: {name}, {_CLOCKED}", _utilisation(of_dataset)) for name, of_dataset in runs.items()),
     ]
 
 
-def _eagle_finalists(
-    experiment: Experiment,
-    loops: Mapping[str, StoredLoop],
-    path: str,
-    specs: Sequence[str],
-    tree: tuple[int, int],
-) -> list[drafts.Finalists]:
-    """The EAGLE draft as a tree and as a chain, at the settings that all dev prompts together choose."""
-    beside, kinds = experiment.with_feature_draft(path), (drafts.eagle_2(*tree), drafts.Draft("EAGLE, chain"))
+def _eagle(experiment: Experiment, path: str, tree: tuple[int, int]) -> Configuration:
+    """EAGLE-2's tree of the draft at this path, at the published length."""
+    beside, draft = experiment.with_feature_draft(path), eagle_2(*tree)
     if not isinstance(beside.pair.drafting, Eagle):
         raise ValueError(f"--eagle is {path}, a {type(beside.pair.drafting).__name__} draft; give an EAGLE's directory")
-    stops, lengths = drafts.stops_of(beside, specs), drafts.lengths_of(beside, kinds)
-    models = PairModels(lambda: beside.pair, holds_trees=True)
+    lengths_of(beside, [draft])  # refuses a decode.max_draft_length below the published one
+    # stored beside the trio's generations, whose manifest does not name this draft
     version = digest(dumps(models_key(beside, "draft"), sort_keys=True))[:8]
-    prompts = {dataset: experiment.prompt_ids(dataset, "dev") for dataset in loops}
-    play_dev = partial(drafts.play, loops, prompts)
-    return [
-        drafts.chosen(kind, drafts.configurations_of(kind, stops, models, lengths=lengths, version=version), play_dev)
-        for kind in kinds
-    ]
+    return fixed_length(draft, draft.published, PairModels(lambda: beside.pair, holds_trees=True), version)
 
 
-def first_table(
-    played: Mapping[str, Sequence[Run]], finalists: Sequence[drafts.Finalists]
-) -> tuple[list[dict[str, str]], str]:
-    """Table 1 with intervals over prompts, and whether a stop pays."""
-    together = drafts.joined(list(played.values()))
-    lines = [line for finalist in finalists for line in drafts.lines_of(finalist, together)]
-    spent: dict[str, dict[str, Spent]] = {}
-    for dataset, runs in played.items():
-        by_name = {run.configuration.name: run.measured for run in runs}
-        spent[dataset] = {"AT": by_name[NO_DRAFT], "HSDDW": by_name[HSDDW]}
-        spent[dataset] |= {
-            line.method: line.run.measured for finalist in finalists for line in drafts.lines_of(finalist, runs)
-        }
-    more: dict[str, dict[str, str]] = {"AT": {"setting": ""}}
-    for line in lines:
-        gains = {f"over {rival}": line.gain(rival) for rival in (drafts.PUBLISHED, drafts.BEST)}
-        more[line.method] = {"setting": line.run.configuration.setting, **gains}
-    more["HSDDW"] = {"setting": ""}
-    rows = [
-        {"": method, **{name: _shown(of_set["AT"], of_set[method]) for name, of_set in spent.items()}, **cells}
-        for method, cells in more.items()
-    ]
-    return rows, drafts.stop_verdict(lines)
-
-
-def _shown(alone: Spent, drafted: Spent) -> str:
-    """Speed-up over the target alone, with its interval."""
-    gain = gain_over(alone, drafted)
+def _with_interval(runs: Mapping[str, Run], name: str) -> str:
+    """Speed-up over the target alone, with its interval over prompts."""
+    gain = gain_over(runs[NO_DRAFT].measured, runs[name].measured)
     return f"{1 + gain.value:.2f}x ({1 + gain.low:.2f}, {1 + gain.high:.2f})"
 
 

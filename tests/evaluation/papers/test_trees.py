@@ -14,15 +14,12 @@ from decode.loop.counts import Counts
 from decode.policies import Entropy, MaxProb, TokenProb
 from evaluation.__main__ import COMMANDS
 from evaluation.hierarchies.decoded import Configuration, Decoded, Run
-from evaluation.papers.drafts import Draft, Finalists, finalists_of, fitted, joined, lines_of, stop_verdict, stops_of
-from evaluation.papers.trees import line_rows
+from evaluation.papers.trees import CHAIN, chosen, fitted, row_cells, stop_verdict, stops_of
 
 SMALL = {"num_dev": 1, "num_test": 2, "max_new_tokens": 10, "max_draft_length": 6}
 GRID = {"fixed_length": {"k": [2]}, "entropy": {"max_sqrt_entropy": [0.3]}}
-CHAIN = Draft("chain", published=4)
 FIXED = {k: Configuration("chain", f"k={k}", lambda: None) for k in (1, 2, 4)}
-STOPS = [Configuration("chain + stop", f"a={a}", lambda: None) for a in (1, 2)]
-FINALISTS = Finalists({"published": FIXED[4], "best fixed": FIXED[2]}, STOPS[:1])
+STOP = Configuration("chain + stop", "a=1", lambda: None)
 ALONE = Configuration("target alone", "", lambda: None, 1)
 
 
@@ -34,41 +31,59 @@ def timed(rounds: int, length: int, stall: float = 1.0, seconds: float = 1.0, em
     return Decoded(counts=counts, seconds=seconds, later=counts, later_draft_s=draft_s, later_target_s=target_s)
 
 
-def dev_runs(stall: float = 1.0) -> list[Run]:
-    """Length 2 emits most per second; its last generation may stall."""
-    rounds = {1: (30, 28, 32), 2: (18, 20, 19), 4: (16, 15, 17)}
-    runs = [Run(FIXED[k], tuple(timed(number, k) for number in numbers)) for k, numbers in rounds.items()]
-    runs[1] = Run(FIXED[2], (*runs[1].decoded[:2], timed(19, 2, stall)))
-    return [*runs, Run(STOPS[0], (timed(30, 1),) * 3), Run(STOPS[1], (timed(14, 3),) * 3)]
+class Models:
+    """No model is needed to choose."""
+
+    drafter = print
+
+
+def on_dev(stall: float = 1.0):
+    """Plays dev: length 2 emits most per second; its last generation may stall."""
+    rounds = {"k=1": (30, 28, 32), "k=2": (18, 20, 19), "k=4": (16, 15, 17), "a=1": (30,) * 3, "a=2": (14,) * 3}
+    lengths = {"k=1": 1, "k=2": 2, "k=4": 4, "a=1": 1, "a=2": 3}
+
+    def play(configurations):
+        return [
+            Run(one, tuple(timed(number, lengths[one.setting], stall if number == 19 else 1.0) for number in of))
+            for one in configurations
+            for of in [rounds[one.setting]]
+        ]
+
+    return play
+
+
+STOPS = {"stop": ("version", {"a=1": TokenProb(0.1), "a=2": TokenProb(0.2)})}
 
 
 def test_the_times_of_a_draft_are_fitted_to_its_generations():
-    assert fitted(dev_runs()[:3]) == pytest.approx((1, 2, 10, 3), rel=1e-3)
+    assert fitted(on_dev()(FIXED.values())) == pytest.approx((1, 2, 10, 3), rel=1e-3)
 
 
 @pytest.mark.parametrize("stall", [1.0, 8.0])
 def test_dev_chooses_by_counts_and_times_whatever_stalled_on_the_clock(stall):
-    finalists = finalists_of(CHAIN, [*FIXED.values(), *STOPS], dev_runs(stall))
-    assert finalists == Finalists({"published": FIXED[4], "best fixed": FIXED[2]}, [STOPS[1]])
-    assert finalists.all == [FIXED[4], FIXED[2], STOPS[1]]
+    methods = chosen(CHAIN, STOPS, Models(), lengths=[1, 2, 4], play_dev=on_dev(stall))
+    settings = {method: one.setting for method, one in methods.items()}
+    assert settings == {"chain, as published": "k=4", "chain, best fixed": "k=2", "chain + stop": "a=2"}
 
 
 def test_a_choice_without_dev_prompts_is_refused_unless_there_is_nothing_to_choose():
     with pytest.raises(ValueError, match=r"decode\.num_dev"):
-        finalists_of(CHAIN, list(FIXED.values()), [])
-    assert finalists_of(CHAIN, [FIXED[4]], []).fixed["best fixed"] is FIXED[4]
+        chosen(CHAIN, {}, Models(), lengths=[1, 2, 4], play_dev=lambda configurations: [])
+    methods = chosen(CHAIN, {}, Models(), lengths=[4], play_dev=lambda configurations: [])
+    assert [one.setting for one in methods.values()] == ["k=4", "k=4"]
 
 
-def lines_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4.0, 4.0)):
+def rows_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4.0, 4.0)):
     """Four prompts of two categories; the best fixed length takes half the time of the published one."""
-    seconds = (FIXED[4], (4.0, 4.0, 8.0, 8.0)), (FIXED[2], best_s), (STOPS[0], stop_s), (ALONE, (8.0,) * 4)
-    runs = [Run(one, tuple(timed(5, 2, seconds=each, emitted=10) for each in of)) for one, of in seconds]
-    return lines_of(FINALISTS, runs), runs[-1].measured
+    seconds = (FIXED[4], (4.0, 4.0, 8.0, 8.0)), (FIXED[2], best_s), (STOP, stop_s), (ALONE, (8.0,) * 4)
+    *runs, alone = [Run(one, tuple(timed(5, 2, seconds=each, emitted=10) for each in of)) for one, of in seconds]
+    methods = ("chain, as published", "chain, best fixed", "chain + stop")
+    return dict(zip(methods, runs, strict=True)), alone.measured
 
 
 def test_a_toy_clock_gives_its_speed_ups_and_gains():
-    lines, alone = lines_at((1.6, 1.6, 3.2, 3.2))
-    rows = line_rows(lines, alone, ["a", "a", "b", "b"])
+    runs, alone = rows_at((1.6, 1.6, 3.2, 3.2))
+    rows = list(row_cells(runs, alone, ["a", "a", "b", "b"]))
     assert [(row["Methods"], row["a"], row["b"], row["Avg."], row["setting"]) for row in rows] == [
         ("chain, as published", "2.00", "1.00", "1.33", "k=4"),
         ("chain, best fixed", "4.00", "2.00", "2.67", "k=2"),
@@ -94,24 +109,14 @@ VERDICTS = {
 
 @pytest.mark.parametrize(("seconds", "verdict"), VERDICTS.values(), ids=VERDICTS)
 def test_a_stop_has_to_beat_the_faster_fixed_length_beyond_chance(seconds, verdict):
-    assert stop_verdict(lines_at(*seconds)[0]).startswith(verdict)
+    runs, _ = rows_at(*seconds)
+    assert stop_verdict([runs]).startswith(verdict)
 
 
 def test_a_single_prompt_proves_nothing():
-    lines = [
-        line._replace(
-            run=replace(line.run, decoded=line.run.decoded[:1]),
-            rivals={name: type(rival)(rival.tokens[:1], rival.seconds[:1]) for name, rival in line.rivals.items()},
-        )
-        for line in lines_at((1.6, 1.6, 3.2, 3.2))[0]
-    ]
-    assert stop_verdict(lines).startswith("No stop beats")
-
-
-def test_datasets_are_joined_prompt_after_prompt():
-    first, second = ([Run(FIXED[1], tuple(timed(1, 1, seconds=each) for each in of))] for of in ((1.0,), (2.0, 3.0)))
-    assert joined([first, second])[0].measured.seconds.tolist() == [1.0, 2.0, 3.0]
-    assert joined([]) == []
+    runs, _ = rows_at((1.6, 1.6, 3.2, 3.2))
+    single = {method: replace(run, decoded=run.decoded[:1]) for method, run in runs.items()}
+    assert stop_verdict([single]).startswith("No stop beats")
 
 
 def flags_of(directory: Path, *more: str) -> list[str]:
@@ -153,15 +158,11 @@ def test_the_clock_of_test_prompts_makes_the_gains_and_no_choice(capsys, tmp_pat
 
 
 @pytest.mark.slow
-def test_an_eagle_draft_has_rows_in_hsddws_first_table(capsys, tmp_path):
+def test_an_eagle_draft_has_a_row_in_hsddws_first_table(capsys, tmp_path):
     argv = flags_of(tmp_path, "--paper", "hsddw", "--eagle", "checkpoints/tiny/eagle", "--repeats", "1")
     first, *_ = printed(capsys, argv)
-    eagle = [f"EAGLE-2{how}" for how in (", as published", ", best fixed", " + entropy")]
-    eagle += ["EAGLE, chain, best fixed", "EAGLE, chain + entropy"]
-    assert [row[""] for row in first["rows"]] == ["AT", *eagle, "HSDDW", "PEARL, two devices, predicted"]
+    assert [row[""] for row in first["rows"]] == ["AT", "EAGLE-2", "HSDDW", "PEARL, two devices, predicted"]
     assert first["rows"][0]["stories"] == "1.00x (1.00, 1.00)"
-    assert all(row["setting"] for row in first["rows"][1:6])
-    assert "on the clock" in first["note"]
 
 
 REFUSED = {
