@@ -1,16 +1,35 @@
+import shutil
 import warnings
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
+from configs.schema import Config
+from heads.training.command import train
 from heads.training.trainer import quiet
-from tests.toys.made_up import write_data
+from tests.toys.made_up import make_config, write_data
 
 
-@pytest.fixture(autouse=True)
+class Run(NamedTuple):
+    """A finished training."""
+
+    config: Config
+    results: dict[str, Any]
+    output: str
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _quiet() -> None:
     """Lightning's advice on workers, folders and tree specs says nothing about these tests."""
     quiet()
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings() -> None:
     warnings.filterwarnings("ignore", module="pytorch_lightning")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
 
@@ -18,3 +37,21 @@ def _quiet() -> None:
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def trained(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of 16 heads, for tests that change nothing of it."""
+    kinds = {"timings": ("fed", "drawn"), "scalars": (False, True)}
+    config = make_config(data_dir, tmp_path_factory.mktemp("trained"), **kinds, trainer={"logger": True})
+    with warnings.catch_warnings(), redirect_stdout(StringIO()) as output:
+        warnings.filterwarnings("ignore")
+        results = train(config)
+    return Run(config, results, output.getvalue())
+
+
+@pytest.fixture
+def copied(trained: Run, tmp_path: Path) -> Config:
+    """The same run in a directory of this test: `heads.dir` is tmp_path/run."""
+    directory = shutil.copytree(trained.config.heads.dir, tmp_path / "run")
+    return replace(trained.config, heads=replace(trained.config.heads, dir=str(directory)))

@@ -1,4 +1,4 @@
-"""heads.dir: which run stands there, whatever was killed, changed, broken or full."""
+"""heads.dir: which run is there, whatever was killed, changed, broken or full."""
 
 import errno
 import itertools
@@ -11,6 +11,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from configs.schema import Config
 from heads.command import export, load_sweep, save_whole
 from heads.model.head import AcceptanceHead
 from heads.training.command import train
@@ -23,8 +24,16 @@ from tests.toys.made_up import make_config
 ONE = {"max_epochs": 1}
 
 
-def changed(config, **heads):
+def changed(config: Config, **heads) -> Config:
     return replace(config, heads=replace(config.heads, **heads))
+
+
+def directory_of(config: Config) -> RunDirectory:
+    return RunDirectory(Path(config.heads.dir))
+
+
+def full(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.slow
@@ -50,52 +59,67 @@ def test_a_run_that_started_over_and_died_at_once_is_never_the_old_one(data_dir:
     assert AcceptanceHead.from_pretrained(path).provenance.metrics["auroc"] > 0
 
 
-def test_a_full_disk_at_the_start_leaves_the_run_as_it_was(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    config = make_config(data_dir, tmp_path, trainer=ONE)
-    train(config)
-    before = (tmp_path / "run.json").read_bytes()
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+def test_a_full_disk_at_the_start_leaves_the_run_as_it_was(copied: Config, monkeypatch: pytest.MonkeyPatch):
+    directory = directory_of(copied)
+    before = (directory.path / "run.json").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         for resume in (True, False):
             with pytest.raises(ValueError, match="no space for"):
-                RunDirectory(tmp_path).prepare(config, resume=resume)
+                directory.prepare(copied, resume=resume)
         with pytest.raises(ValueError, match="no space for"):
-            WholeCheckpoints().save_checkpoint({}, tmp_path / "last.ckpt")
-    assert (tmp_path / "run.json").read_bytes() == before
-    assert RunDirectory(tmp_path).prepare(config, resume=True)[1]
+            WholeCheckpoints().save_checkpoint({}, directory.checkpoint)
+    assert (directory.path / "run.json").read_bytes() == before
+    assert directory.prepare(copied, resume=True)[1]
 
 
-def test_a_resume_from_another_config_is_refused_and_named(data_dir: Path, tmp_path: Path):
-    config = make_config(data_dir, tmp_path, trainer=ONE)
-    directory = RunDirectory(tmp_path)
-    assert directory.prepare(config, resume=True)[1] is None
-    train(config)
-    assert directory.prepare(changed(config, checkpoint_every_n_steps=7), resume=True)[1] == str(directory.checkpoint)
-    other = changed(config, learning_rate=0.5)
-    for different, key in (
-        (other, r"heads\.learning_rate"),
-        (replace(config, trainer=config.trainer | {"max_epochs": 2}), "max_epochs"),
-    ):
-        with pytest.raises(ValueError, match=key):
-            directory.prepare(different, resume=True)
-    assert directory.prepare(other, resume=False)[1] is None
+def test_a_resume_from_another_config_is_refused_and_names_the_setting(copied: Config):
+    directory, pair = directory_of(copied), copied.pair
+    refused = {
+        r"heads\.learning_rate = 0\.01, but this config has 0\.5": changed(copied, learning_rate=0.5),
+        r"trainer\.max_epochs = 2, but this config has 9": replace(copied, trainer=copied.trainer | {"max_epochs": 9}),
+        r"trainer\.max_steps = None, but this config has 9": replace(copied, trainer=copied.trainer | {"max_steps": 9}),
+        r"pair\.draft\.dtype = 'auto', but this config has 'float64'": replace(
+            copied, pair=replace(pair, draft=replace(pair.draft, dtype="float64"))
+        ),
+    }
+    for message, config in refused.items():
+        with pytest.raises(ValueError, match=message):
+            directory.prepare(config, resume=True)
+    allowed = replace(changed(copied, checkpoint_every_n_steps=7), pair=replace(pair, num_threads=3))
+    assert directory.prepare(allowed, resume=True)[1] == str(directory.checkpoint)
+    assert directory.prepare(changed(copied, learning_rate=0.5), resume=False)[1] is None
 
 
-def test_another_draft_is_named_by_the_setting_that_differs(data_dir: Path, tmp_path: Path):
-    config = make_config(data_dir, tmp_path, trainer=ONE)
-    train(config)
-    moved = replace(config, pair=replace(config.pair, draft=replace(config.pair.draft, dtype="float64")))
-    with pytest.raises(ValueError, match=r"pair\.draft\.dtype = 'auto', but this config has 'float64'"):
-        RunDirectory(tmp_path).prepare(moved, resume=True)
+def test_a_run_without_a_new_setting_or_with_a_removed_one_is_resumed(copied: Config):
+    directory = directory_of(copied)
+    written = directory.read()
+    del written["config"]["heads"]["dropout"], written["config"]["pair"]["draft"]["quantization"]
+    written["config"]["pair"]["target"]["extra_layers"] = 3
+    (directory.path / "run.json").write_text(json.dumps(written))
+    assert directory.prepare(copied, resume=True) == (written["run"], str(directory.checkpoint))
+    (directory.path / "run.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=r"heads\.dropout = 0\.0, but this config has 0\.5"):
+        directory.prepare(changed(copied, dropout=0.5), resume=True)
 
 
-def test_a_stop_by_hand_reaches_the_command_line(data_dir: Path, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_resume_on_another_number_of_processes_continues_unless_dropout_depends_on_it(copied: Config, rate: float):
+    directory, config = directory_of(copied), changed(copied, dropout=rate)
+    written = directory.read()
+    written["config"]["heads"]["dropout"] = rate
+    (directory.path / "run.json").write_text(json.dumps(written))
+    assert written["processes"] == 1
+    eight = replace(config, trainer=config.trainer | {"devices": 8, "num_nodes": 1})
+    if rate:
+        with pytest.raises(ValueError, match=r"a run of 1 processes, but this one has 8, and heads.dropout 0.1 "):
+            directory.prepare(eight, resume=True, processes=8)
+    else:
+        assert directory.prepare(eight, resume=True, processes=8)[1]
+    assert directory.read()["processes"] == (1 if rate else 8)
+
+
+def test_ctrl_c_reaches_the_command_line(data_dir: Path, tmp_path: Path, monkeypatch):
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
@@ -104,42 +128,26 @@ def test_a_stop_by_hand_reaches_the_command_line(data_dir: Path, tmp_path: Path,
         train(make_config(data_dir, tmp_path, trainer=ONE))
 
 
-def test_a_run_without_a_new_setting_or_with_a_removed_one_is_resumed(data_dir: Path, tmp_path: Path):
-    config = make_config(data_dir, tmp_path, trainer=ONE)
-    directory = RunDirectory(tmp_path)
-    directory.prepare(config, resume=True)
-    written = directory.read()
-    del written["config"]["heads"]["dropout"], written["config"]["pair"]["draft"]["quantization"]
-    written["config"]["pair"]["target"]["extra_layers"] = 3
-    (tmp_path / "run.json").write_text(json.dumps(written))
-    WholeCheckpoints().save_checkpoint({"hyper_parameters": {"facts": {"run": written["run"]}}}, directory.checkpoint)
-    assert directory.prepare(config, resume=True) == (written["run"], str(directory.checkpoint))
-    (tmp_path / "run.json").write_text(json.dumps(written))
-    with pytest.raises(ValueError, match=r"heads\.dropout = 0\.0, but this config has 0\.5"):
-        directory.prepare(changed(config, dropout=0.5), resume=True)
-
-
 def test_a_second_run_in_the_same_directory_is_refused(data_dir: Path, tmp_path: Path):
-    config = make_config(data_dir, tmp_path, trainer=ONE)
     with RunDirectory(tmp_path).alone(), pytest.raises(ValueError, match="is in use by process"):
-        train(config)
-    train(config)
+        train(make_config(data_dir, tmp_path, trainer=ONE))
 
 
 def middle_of_a_tensor(path: Path) -> int:
-    """Offset of a byte that counts: between the members of a checkpoint lies padding, of which no sum is kept."""
+    """Offset of a byte that counts: the padding between the members of a checkpoint has no checksum."""
     with ZipFile(path) as archive:
         member = max(archive.infolist(), key=lambda info: info.file_size)
     header = path.read_bytes()[member.header_offset :][:30]
-    name, extra = (int.from_bytes(header[place : place + 2], "little") for place in (26, 28))
+    name, extra = (int.from_bytes(header[start : start + 2], "little") for start in (26, 28))
     return member.header_offset + 30 + name + extra + member.file_size // 2
 
 
-@pytest.mark.parametrize("how", ["cut", "flipped", "other"])
-def test_a_broken_checkpoint_is_refused_and_named(data_dir: Path, tmp_path: Path, how: str):
-    config = make_config(data_dir, tmp_path, trainer=ONE)
-    train(config)
-    path = tmp_path / "last.ckpt"
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("cut", "is incomplete"), ("flipped", "is corrupted"), ("other", "is not a checkpoint of")],
+)
+def test_a_broken_checkpoint_is_refused_and_named(copied: Config, how: str, message: str):
+    path = directory_of(copied).checkpoint
     content = bytearray(path.read_bytes())
     if how == "cut":
         path.write_bytes(content[:-500])
@@ -148,18 +156,14 @@ def test_a_broken_checkpoint_is_refused_and_named(data_dir: Path, tmp_path: Path
         path.write_bytes(content)
     else:
         WholeCheckpoints().save_checkpoint({"weights": 1}, path)
-    for use in (lambda: train(config), lambda: load_sweep(path)):
-        with pytest.raises(ValueError, match=r"last\.ckpt (is incomplete|is corrupted|is not a checkpoint of)"):
+    for use in (lambda: train(copied), lambda: load_sweep(path)):
+        with pytest.raises(ValueError, match=rf"last\.ckpt {message}"):
             use()
-    assert RunDirectory(tmp_path).prepare(config, resume=False)[1] is None
+    assert directory_of(copied).prepare(copied, resume=False)[1] is None
 
 
 def test_an_export_that_fails_keeps_the_head_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = save_whole(AcceptanceHead(4, 1), tmp_path / "head")
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(ValueError, match="no space for"):
@@ -171,7 +175,7 @@ def test_an_export_that_fails_keeps_the_head_that_is_there(tmp_path: Path, monke
 
 @pytest.mark.parametrize("num_written", range(4))
 def test_an_export_that_was_killed_while_it_wrote_is_made_again(tmp_path: Path, num_written: int):
-    """Each file reaches the disk by an fsync of its own, and so does its name."""
+    """One fsync for each file, and one for its name."""
     path, calls = tmp_path / "head", itertools.count()
 
     def killed(descriptor: int) -> None:
@@ -188,13 +192,11 @@ def test_an_export_that_was_killed_while_it_wrote_is_made_again(tmp_path: Path, 
     assert [entry.name for entry in tmp_path.iterdir()] == ["head"]
 
 
-def test_a_run_resumes_on_data_that_has_moved_and_on_no_other(data_dir: Path, tmp_path: Path):
-    config = make_config(data_dir, tmp_path / "run", trainer=ONE)
-    train(config)
-    shutil.copytree(data_dir, tmp_path / "moved")
-    moved = replace(config, data=replace(config.data, dir=str(tmp_path / "moved")))
-    assert RunDirectory(tmp_path / "run").prepare(moved, resume=True)[1] is not None
-    manifest = tmp_path / "moved" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"generator": "another"}))
+def test_a_run_resumes_on_data_that_has_moved_and_on_no_other(copied: Config, tmp_path: Path):
+    data = Path(shutil.copytree(copied.data.dir, tmp_path / "moved"))
+    moved = replace(copied, data=replace(copied.data, dir=str(data)))
+    assert directory_of(copied).prepare(moved, resume=True)[1] is not None
+    manifest = json.loads((data / "manifest.json").read_text())
+    (data / "manifest.json").write_text(json.dumps(manifest | {"generator": "another"}))
     with pytest.raises(ValueError, match="trained on other data"):
-        RunDirectory(tmp_path / "run").prepare(moved, resume=True)
+        directory_of(copied).prepare(moved, resume=True)

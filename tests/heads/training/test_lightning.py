@@ -1,22 +1,49 @@
-"""Lightning as its users expect it: what the `trainer` section and the command line say is what the Trainer does."""
+"""Lightning as its users expect it: the Trainer does what the `trainer` section, the command line and SLURM say."""
 
 import re
+import signal
+import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 from configs.command import config_of, parser_for
+from configs.schema import Config
 from heads.command import load_sweep
+from heads.training import trainer as trainer_module
 from heads.training.command import build, train
-from heads.training.trainer import make_trainer, num_optimizer_steps, trainer_arguments
-from tests.toys.made_up import HIDDEN, make_config, train_by_command, write_yaml
+from heads.training.trainer import (
+    is_validation_due,
+    is_within_step,
+    make_trainer,
+    num_optimizer_steps,
+    stopped_by_sigusr1,
+    trainer_arguments,
+    training_plan,
+)
+from tests.toys.made_up import HIDDEN, ROOT, SLURM, make_config, train_by_command, write_yaml
 
 EARLY_STOPPING = {
     "class_path": "pytorch_lightning.callbacks.EarlyStopping",
     "init_args": {"monitor": "dev/calibrated_kl", "patience": 2},
 }
+YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+
+
+def parsed(path: Path, *flags: str) -> Config:
+    parser = parser_for(train, trainer=pl.Trainer)
+    return config_of(parser, parser.parse_args(["--config", str(path), *flags]))
 
 
 def probs(run_dir: Path) -> torch.Tensor:
@@ -39,45 +66,37 @@ def test_mixed_precision_trains_heads_close_to_those_of_float32(data_dir: Path, 
     difference = (probs(tmp_path / "mixed") - probs(tmp_path / "32")).abs()
     assert 0 < float(difference.max()) < 0.1
     assert float(difference.mean()) < 0.01
-    kept = load_sweep(tmp_path / "mixed" / "last.ckpt").state_dict()
-    assert all(value.dtype == torch.float32 for name, value in kept.items() if name.startswith("stacks"))
+    stored = load_sweep(tmp_path / "mixed" / "last.ckpt").state_dict()
+    assert all(value.dtype == torch.float32 for name, value in stored.items() if name.startswith("stacks"))
 
 
 @pytest.mark.slow
 def test_early_stopping_from_the_yaml_stops_the_run_and_keeps_the_best_weights(data_dir: Path, tmp_path: Path):
     """A learning rate far too high: dev gets worse from early on."""
-    config = make_config(
-        data_dir, tmp_path / "run", learning_rate=0.5, trainer={"max_epochs": 30, "callbacks": [EARLY_STOPPING]}
-    )
-    results = train_by_command(config, tmp_path)
-    sweep = load_sweep(tmp_path / "run" / "last.ckpt")
-    means = [sum(entry["calibrated_kl"]) for entry in sweep.history]
+    trainer = {"max_epochs": 30, "callbacks": [EARLY_STOPPING]}
+    train_by_command(make_config(data_dir, tmp_path / "run", learning_rate=0.5, trainer=trainer), tmp_path)
+    means = [sum(entry["calibrated_kl"]) for entry in load_sweep(tmp_path / "run" / "last.ckpt").history]
     assert len(means) < 30
     assert min(means[-2:]) >= min(means[:-2]), "stopped after two epochs without a better one"
-    for index, spec in enumerate(sweep.specs):
-        best = min(entry["calibrated_kl"][index] for entry in sweep.history)
-        assert results["dev"]["heads"][str(spec)]["calibrated_kl"] == pytest.approx(best, abs=1e-6)
 
 
-def test_a_callback_can_be_given_on_the_command_line(data_dir: Path, tmp_path: Path):
+def test_trainer_flags_of_the_command_line_reach_the_trainer(data_dir: Path, tmp_path: Path):
     path = write_yaml(make_config(data_dir, tmp_path / "run"), tmp_path)
-    parser = parser_for(train, trainer=pl.Trainer)
-    flags = [
-        "--trainer.callbacks+=EarlyStopping",
-        "--trainer.callbacks.monitor=dev/calibrated_kl",
-        "--trainer.callbacks.patience=7",
-    ]
-    config = config_of(parser, parser.parse_args(["--config", str(path), *flags]))
-    callbacks = trainer_arguments(config)["callbacks"]
+    stopping = ("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=dev/calibrated_kl")
+    callbacks = trainer_arguments(parsed(path, *stopping, "--trainer.callbacks.patience=7"))["callbacks"]
     assert [callback.patience for callback in callbacks if isinstance(callback, pl.callbacks.EarlyStopping)] == [7]
     assert sum(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks) == 2
+    flags = ("--trainer.num_nodes", "3", "--trainer.devices", "2", "--trainer.strategy", "ddp")
+    trainer = pl.Trainer(**trainer_arguments(parsed(path, *flags)))
+    assert (trainer.num_nodes, trainer.num_devices, trainer.world_size) == (3, 2, 6)
+    assert isinstance(trainer.strategy, pl.strategies.DDPStrategy)
 
 
-def test_gradients_accumulate_as_the_command_line_says(data_dir: Path, tmp_path: Path):
-    """8 batches an epoch, three to a step, the last step of an epoch of two: 3 steps an epoch."""
-    train_by_command(make_config(data_dir, tmp_path / "run"), tmp_path, "--trainer.accumulate_grad_batches", "3")
-    saved = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
-    assert (saved["epoch"], saved["global_step"]) == (1, 6)
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+def test_an_experiment_takes_one_device_unless_it_says_more(path: Path):
+    config = parsed(path)
+    assert trainer_arguments(config)["devices"] == trainer_arguments(replace(config, trainer={}))["devices"] == 1
+    assert trainer_arguments(parsed(path, "--trainer.devices", "auto"))["devices"] == "auto"
 
 
 def gradient_norms(run_dir: Path) -> torch.Tensor:
@@ -105,22 +124,13 @@ def test_float16_clips_gradients_that_the_scaler_has_unscaled(data_dir: Path, tm
     torch.testing.assert_close(gradient_norms(tmp_path / "run"), torch.full((2,), 0.001), rtol=1e-3, atol=0)
 
 
-def test_nodes_and_strategy_reach_the_trainer(data_dir: Path, tmp_path: Path):
-    path = write_yaml(make_config(data_dir, tmp_path / "run"), tmp_path)
-    parser = parser_for(train, trainer=pl.Trainer)
-    flags = ["--trainer.num_nodes", "3", "--trainer.devices", "2", "--trainer.strategy", "ddp"]
-    config = config_of(parser, parser.parse_args(["--config", str(path), *flags]))
-    trainer = pl.Trainer(**trainer_arguments(config))
-    assert (trainer.num_nodes, trainer.num_devices, trainer.world_size) == (3, 2, 6)
-    assert isinstance(trainer.strategy, pl.strategies.DDPStrategy)
-
-
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
         (["--trainer.precision", "bf16-true"], r"trainer.precision is bf16-true.* use bf16-mixed"),
         (["--trainer.accelerator", "gpu"], r"trainer: No supported gpu backend"),
         (["--trainer.devices", "0"], r"trainer\.devices is 0"),
+        (["--trainer.devices", "3"], r"heads.batch_size is 8, but 3 processes .*use a multiple of 3"),
         (["--trainer.max_epochs", "-1"], r"the cosine schedule needs an end"),
     ],
 )
@@ -132,14 +142,104 @@ def test_a_trainer_that_cannot_be_is_one_line(data_dir: Path, tmp_path: Path, ca
     assert re.search(f"^error: .*{complaint}", capsys.readouterr().err, re.MULTILINE)
 
 
-def test_the_schedule_ends_where_the_first_of_epochs_and_steps_does(data_dir: Path, tmp_path: Path):
-    """8 batches an epoch."""
-    for trainer, expected in (
-        ({"max_epochs": 3}, 24),
-        ({"max_epochs": 3, "max_steps": 5}, 5),
-        ({"max_epochs": 1, "max_steps": 50}, 8),
-    ):
-        config = make_config(data_dir, tmp_path / "run", trainer=trainer)
-        made = make_trainer(config)
-        made.datamodule = build(config)[1]
-        assert num_optimizer_steps(made) == expected
+@pytest.mark.parametrize(
+    ("trainer", "steps", "shared"),
+    [
+        ({"max_epochs": 3}, 24, ""),
+        ({"max_epochs": 3, "max_steps": 5}, 5, ""),
+        ({"max_epochs": 1, "max_steps": 50}, 8, ""),
+        ({"devices": 2}, 16, ", 4 on each of 2 processes"),
+        ({"devices": "8"}, 16, ", 1 on each of 8 processes"),
+    ],
+)
+def test_the_schedule_ends_with_epochs_or_steps_and_is_that_of_one_process(data_dir, tmp_path, trainer, steps, shared):
+    """64 responses in batches of 8; two epochs if the trainer says nothing."""
+    config = make_config(data_dir, tmp_path / "run", trainer=trainer)
+    made = make_trainer(config)
+    made.datamodule = data = build(config)[1]
+    data.trainer = made
+    assert num_optimizer_steps(made) == steps
+    assert training_plan(made, 8) == f"training for {steps} steps, 8 responses per batch{shared}"
+
+
+class Witness(pl.Callback):
+    """After each batch: what the two functions answer, how many steps have been taken, whether a validation follows."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[bool, bool]] = []
+        self.steps: list[int] = []
+        self.validated_after: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.answers.append((is_within_step(trainer), is_validation_due(trainer)))
+        self.steps.append(trainer.global_step)
+
+    def on_validation_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.validated_after.append(len(self.steps))
+
+
+def test_steps_and_validations_come_when_lightnings_private_functions_say_so(data_dir: Path, tmp_path: Path):
+    """8 batches an epoch, three to a step, the last step of an epoch of two; a validation after every fourth batch."""
+    witness = Witness()
+    trainer = {"callbacks": [witness], "accumulate_grad_batches": 3, "val_check_interval": 4}
+    train(make_config(data_dir, tmp_path, depths=(0,), trainer=trainer))
+    assert witness.steps == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 6]
+    steps = zip(witness.steps, [0, *witness.steps[:-1]], strict=True)
+    assert [within for within, _ in witness.answers] == [now == before for now, before in steps]
+    assert witness.validated_after == [4, 8, 12, 16]
+    assert [number for number, (_, due) in enumerate(witness.answers, 1) if due] == witness.validated_after
+    assert not is_validation_due(pl.Trainer(accelerator="cpu", logger=False))
+
+
+def test_one_file_alone_names_what_is_private_of_lightning():
+    """Attributes of the trainer, its loops and connectors that begin with `_`."""
+    private = re.compile(
+        r"\._trainer\b|(trainer|loop|connector)\._(?!_)|\b_should_\w+|_data_fetcher|lightning.* import _"
+    )
+    files = [*(ROOT / "heads").rglob("*.py"), ROOT / "train.py"]
+    assert [path for path in files if private.search(path.read_text())] == [Path(trainer_module.__file__)]
+
+
+@pytest.mark.usefixtures("slurm")
+def test_under_slurm_lightning_requeues_nothing(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def environment_of(**trainer: Any) -> Any:
+        made = make_trainer(make_config(data_dir, tmp_path, trainer=trainer))
+        return made._accelerator_connector.cluster_environment
+
+    assert isinstance(environment_of(), SLURMEnvironment)
+    assert not environment_of().auto_requeue
+    given = LightningEnvironment()
+    assert environment_of(plugins=[given]) is given
+    with monkeypatch.context() as patch:
+        patch.setenv("SLURM_NTASKS", "2")
+        patch.delenv("SLURM_NTASKS_PER_NODE")
+        with pytest.raises(ValueError, match=r"SLURM: .*--ntasks-per-node=2"):
+            environment_of()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    assert trainer_module._environments([]) == [], "under torchrun Lightning chooses"
+
+
+def test_sigusr1_acts_as_sigterm_within_a_run_only():
+    received: list[int] = []
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGUSR1, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        with stopped_by_sigusr1():
+            signal.raise_signal(signal.SIGUSR1)
+        assert received == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGUSR1) == before[signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+
+
+def test_a_run_in_a_thread_leaves_signals_alone():
+    entered: list[bool] = []
+
+    def work() -> None:
+        with stopped_by_sigusr1():
+            entered.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert entered == [True]

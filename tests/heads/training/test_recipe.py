@@ -1,4 +1,4 @@
-"""The rule for rate and length of a training: what it chooses, that it says so, and that what is given stays."""
+"""Learning rate, epochs and features that follow from the data: what is chosen and printed; given values are kept."""
 
 import json
 from dataclasses import replace
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.schema import Config
 from data_gen.pipeline import sizes
 from data_gen.pipeline.command import make
 from heads.batches.module import FeatureData
@@ -13,16 +14,22 @@ from heads.training.command import settled
 from tests.toys.made_up import make_config
 
 
-def left_open(data_dir: Path, run: Path, **heads):
+def left_open(data_dir: Path, run: Path, **heads) -> Config:
     config = make_config(data_dir, run, **{"learning_rate": None} | heads)
     return replace(config, trainer={name: value for name, value in config.trainer.items() if name != "max_epochs"})
 
 
-@pytest.mark.parametrize(("width", "rate"), [(16, 1e-2), (128, 1e-2), (576, 2.6e-3), (4096, 3.7e-4)])
-def test_the_rate_goes_with_the_width(data_dir: Path, tmp_path: Path, width: int, rate: float, monkeypatch):
+def with_manifest(data_dir: Path, monkeypatch: pytest.MonkeyPatch, module: str, **draft) -> dict:
+    """The data's manifest, which a module then reads from memory."""
     manifest = json.loads((data_dir / "manifest.json").read_text())
-    manifest["draft"]["hidden_size"] = width
-    monkeypatch.setattr("heads.training.command.read_manifest", lambda *_, **__: manifest)
+    manifest["draft"] |= draft
+    monkeypatch.setattr(f"{module}.read_manifest", lambda *_, **__: manifest)
+    return manifest
+
+
+@pytest.mark.parametrize(("width", "rate"), [(16, 1e-2), (128, 1e-2), (576, 2.6e-3), (4096, 3.7e-4)])
+def test_the_rate_follows_from_the_width(data_dir: Path, tmp_path: Path, width: int, rate: float, monkeypatch):
+    with_manifest(data_dir, monkeypatch, "heads.training.command", hidden_size=width)
     assert settled(left_open(data_dir, tmp_path)).heads.learning_rate == pytest.approx(rate)
 
 
@@ -33,11 +40,13 @@ def test_few_responses_are_read_more_often(data_dir: Path, tmp_path: Path, batch
     assert f"trainer.max_epochs {epochs} for {min(num_train or 64, 64)} responses" in capsys.readouterr().out
 
 
-def test_what_is_given_stays_and_nothing_is_said(data_dir: Path, tmp_path: Path, capsys):
+def test_nothing_is_printed_if_everything_is_given_or_by_other_processes(data_dir, tmp_path, capsys, monkeypatch):
     config = make_config(data_dir, tmp_path)
     assert settled(config) == config
     steps = replace(left_open(data_dir, tmp_path, learning_rate=1e-3), trainer={"max_steps": 5})
     assert settled(steps).trainer == {"max_steps": 5}
+    monkeypatch.setattr("heads.training.command.is_first_process", lambda: False)
+    assert settled(left_open(data_dir, tmp_path)).trainer["max_epochs"]
     assert capsys.readouterr().out == ""
 
 
@@ -67,36 +76,21 @@ def test_features_follow_from_what_heads_read(tmp_path: Path, timings, specdec, 
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        (
-            {"features": ("fed",)},
-            r"\[fed\], but heads\.timings \[drawn\] needs drawn features; remove data\.features",
-        ),
-        (
-            {"features": ("drawn",)},
-            r"\[drawn\], but heads\.specdec needs fed features; .* choose heads\.specdec: false",
-        ),
+        (("fed",), r"\[fed\], but heads\.timings \[drawn\] needs drawn features; remove data\.features"),
+        (("drawn",), r"\[drawn\], but heads\.specdec needs fed features; .* choose heads\.specdec: false"),
     ],
 )
-def test_chosen_features_that_lack_what_heads_read_are_refused_before_data_is_made(tmp_path: Path, given, complaint):
+def test_given_features_that_lack_what_heads_read_are_refused_before_data_is_made(tmp_path: Path, given, complaint):
     config = make_config(tmp_path / "data", tmp_path, timings=("drawn",), specdec=True)
-    data = replace(config.data, **given)
+    data = replace(config.data, features=given)
     with pytest.raises(ValueError, match=complaint):
         make(replace(config, data=data))
     assert not (tmp_path / "data" / "manifest.json").exists()
-    assert sizes.settled(data, replace(config.heads, features="online")).features == given["features"]
+    assert sizes.settled(data, replace(config.heads, features="online")).features == given
 
 
-def test_only_the_first_process_says_what_the_rule_chose(data_dir: Path, tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.setattr("heads.training.command.is_first_process", lambda: False)
-    assert settled(left_open(data_dir, tmp_path)).trainer["max_epochs"]
-    assert capsys.readouterr().out == ""
-
-
-def test_data_without_the_features_that_heads_read_is_refused_with_a_remedy(
-    data_dir: Path, tmp_path: Path, monkeypatch
-):
-    manifest = json.loads((data_dir / "manifest.json").read_text()) | {"features": ["fed"]}
-    monkeypatch.setattr("heads.batches.module.read_manifest", lambda *_, **__: manifest)
+def test_data_without_the_features_that_heads_read_is_refused(data_dir: Path, tmp_path: Path, monkeypatch):
+    with_manifest(data_dir, monkeypatch, "heads.batches.module")["features"] = ["fed"]
     config = make_config(data_dir, tmp_path, timings=("drawn",))
     with pytest.raises(ValueError, match=r"made with fed features, .* need drawn features; .* without data\.features"):
         FeatureData(config.data, config.heads, pair=config.pair)
