@@ -1,10 +1,11 @@
 """Shards on disk, each with a sidecar that has its size and sha256.
 
     DIR/rows/{split}-{index:05d}.parquet
+    DIR/labels/{split}-{index:05d}.safetensors
     DIR/features/{timing}/{split}-{index:05d}.safetensors
     <shard>.json                                              sidecar: at least rows, tokens, bytes, sha256
 
-Both are written to a temporary name, fsynced and renamed; the sidecar comes last, so a shard that has one is complete.
+Files are written to a temporary name, fsynced and renamed; the sidecar comes last, so a shard that has one is complete.
 A process that is killed leaves a complete shard or one that the next run makes again. Every command that reads shards
 first compares each with its sidecar (`check_sums`), so that a corrupted one is reported at the start, not hours later.
 """
@@ -28,7 +29,7 @@ from store.json_files import read_json
 from store.lock import only_writer
 from store.progress import Bar
 
-SHARD_FOLDERS = ("rows", "features/*", "stages/*")
+SHARD_FOLDERS = ("rows", "labels", "features/*", "stages/*")
 SIDECAR_REMEDY = "delete it and run the same command again, which makes the shard again"
 _COUNTS = {"bytes", "rows", "tokens", "input", "ok"}
 """Integer facts of a sidecar."""
@@ -47,8 +48,13 @@ def rows_path(directory: str | Path, split: str, index: int) -> Path:
     return Path(directory) / "rows" / f"{split}-{index:05d}.parquet"
 
 
+def labels_path(directory: str | Path, split: str, index: int) -> Path:
+    """Path of a shard's labels."""
+    return Path(directory) / "labels" / f"{split}-{index:05d}.safetensors"
+
+
 def features_path(directory: str | Path, timing: str, split: str, index: int) -> Path:
-    """Path of a shard's features of one timing (fed, drawn)."""
+    """Path of a shard's hidden states of one timing (fed, drawn)."""
     return Path(directory) / "features" / timing / f"{split}-{index:05d}.safetensors"
 
 
@@ -68,24 +74,14 @@ def write_shard(path: Path, content: bytes | memoryview, **facts: Any) -> None:
     _write_sidecar(path, facts, num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
-def complete_shard(unfinished: Path, path: Path, contents: Mapping[int, bytes], **facts: Any) -> None:
-    """Fill the missing bytes (offset in the file -> bytes) of a shard in place and rename it to `path`.
-
-    Nothing else is copied, so both paths must be in one file system. If the process is killed, the unfinished shard
-    must be made again.
-    """
-    for shard in (path, unfinished):  # first: neither is complete until the end
-        sidecar_path(shard).unlink(missing_ok=True)
-    with unfinished.open("r+b") as file:
-        for offset, content in contents.items():
-            file.seek(offset)
-            file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def move_shard(source: Path, path: Path) -> None:
+    """Rename a complete shard to `path`, in the same file system; if the process is killed, it must be made again."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished.replace(path)
+    sidecar_path(path).unlink(missing_ok=True)
+    source.replace(path)
     _sync_folder(path.parent)
-    _write_sidecar(path, facts, num_bytes=path.stat().st_size, sha256=sha256_of(path))
+    sidecar_path(source).replace(sidecar_path(path))
+    _sync_folder(path.parent)
 
 
 def _write_sidecar(path: Path, facts: Mapping[str, Any], *, num_bytes: int, sha256: str) -> None:
@@ -215,15 +211,14 @@ def _sha256(path: Path, *_stat: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def list_shards(directory: str | Path, split: str, timing: str | None = None) -> list[Path]:
-    """The shards of one split in order: rows, or features of `timing`.
+def list_shards(directory: str | Path, split: str, subfolder: str = "rows") -> list[Path]:
+    """The shards of one split in order, of a subfolder: rows, labels, or features/TIMING.
 
     Raises:
         FileNotFoundError: there are none.
         ValueError: one is missing or incomplete.
     """
-    folder = Path(directory) / "rows" if timing is None else Path(directory) / "features" / timing
-    suffix = "parquet" if timing is None else "safetensors"
+    folder, suffix = Path(directory) / subfolder, "parquet" if subfolder == "rows" else "safetensors"
     paths = sorted(folder.glob(f"{split}-*.{suffix}"))
     if not paths:
         raise FileNotFoundError(f"no {split} shards in {folder}; run `acceptance-heads data` with this config first")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from configs.paths import local_path
 from configs.schema import Config, DataConfig, ModelSource, PairConfig
+from data_gen.labels.layout import layout_of
 from data_gen.official import json_file
 from data_gen.pipeline import stages
 from data_gen.pipeline.command import check_settings
@@ -138,7 +139,8 @@ def _write(
         raise ValueError(f"{answers.exchanges[number].id}: {reason}, or remove this row from the file")
     _check_draft(labelled.columns["log_q"], columns["log_q"], worker.job.pair.draft.path)
     claim()
-    stages.write_files(spec, answers, columns=labelled.columns | columns, data=data)
+    layout = layout_of(answers.exchanges)
+    stages.write_files(spec, answers, columns=labelled.columns | columns, layout=layout, data=data)
 
 
 def _is_done(spec: ShardSpec, data: DataConfig, features: bool) -> bool:

@@ -9,7 +9,7 @@ from data_gen.prompts.splits import SPLITS
 from data_gen.store.manifest import num_prompts, read_manifest
 from store.shards import problems_of, shards_in
 
-_READ = ("rows", "features/*")
+_READ = ("rows", "labels", "features/*")
 """Folders whose shards belong together."""
 
 
@@ -48,7 +48,8 @@ def absent(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Path]:
     later one.
     """
     made = [folder for pattern in _READ for folder in sorted(directory.glob(pattern)) if folder.is_dir()]
-    named = [directory / "features" / name for name in manifest.get("features") or ()]
+    features = manifest.get("features")  # absent: imported rows alone
+    named = [directory / "features" / name for name in features or ()] + [directory / "labels"] * (features is not None)
     folders = list(dict.fromkeys([directory / "rows", *named, *made]))
     present = {path for path in shards_in(directory) if path.parent in folders}
     for split in SPLITS:

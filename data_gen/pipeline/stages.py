@@ -6,9 +6,8 @@ one model at a time (`sequential`), which keep their results in DIR/stages until
     draft       Y, log q, entropy, mixings, hidden states    draft
     target      log p, acceptance_prob                       target
 
-Hidden states are written once: the stage `draft` leaves room in each feature shard for the target's labels, and the
-stage `target` fills them in and renames the file. With `labels: server` the responses come with the target's
-distributions, and there is no stage `target`.
+Hidden states are written once, by the stage `draft`; the stage `target` moves the file. With `labels: server` the
+responses come with the target's distributions, and there is no stage `target`.
 
 Every random number of a shard comes from seeds of (run seed, stage, split, shard index). So a shard has the same bytes
 on any engine, in any order, and after any interruption.
@@ -33,11 +32,20 @@ from data_gen.prompts.pool import sources_of
 from data_gen.responses.conversation import ShardSpec, without
 from data_gen.responses.exchange import Answers, Exchange, Laws, Problem, Progress, Response
 from data_gen.responses.top_logprobs import joined
-from data_gen.store import features, rows
+from data_gen.store import labels, rows
 from lm.finite import REMEDY
 from lm.uniforms import seed_of, uniforms
 from store.json_files import read_json
-from store.shards import complete_shard, features_path, is_whole, read_sidecar, rows_path, sidecar_path, write_shard
+from store.shards import (
+    features_path,
+    is_whole,
+    labels_path,
+    move_shard,
+    read_sidecar,
+    rows_path,
+    sidecar_path,
+    write_shard,
+)
 
 Stage = Literal["together", "respond", "draft", "target"]
 _SUFFIXES = {"respond": "responses"} | dict.fromkeys(("laws", "draft", "fed", "drawn"), "safetensors")
@@ -62,13 +70,14 @@ def name_of(spec: ShardSpec) -> str:
 
 def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> bool:
     """Whether the result of this stage or the whole shard is on disk."""
-    paths = [features_path(data.dir, timing, spec.split, spec.index) for timing in data.feature_sets]
-    if all(map(is_whole, [*paths, rows_path(data.dir, spec.split, spec.index)])):
+    name = (spec.split, spec.index)
+    states = [features_path(data.dir, timing, *name) for timing in data.feature_sets]
+    if all(map(is_whole, [rows_path(data.dir, *name), labels_path(data.dir, *name), *states])):
         return True
     laws = ("laws",) if data.labels == "server" else ()
     results = {"respond": ("respond", *laws), "draft": ("draft",)}.get(stage, ())
-    states = [is_whole(_states_path(spec, data, timing)) for timing in data.feature_sets] if stage == "draft" else []
-    return bool(results) and all([*(is_whole(_stage_path(spec, data, name)) for name in results), *states])
+    stored = [_states_path(spec, data, timing) for timing in data.feature_sets] if stage == "draft" else []
+    return bool(results) and all(map(is_whole, [*(_stage_path(spec, data, name) for name in results), *stored]))
 
 
 def label_and_mix(
@@ -134,44 +143,52 @@ def without_broken(
     }
 
 
-def write_files(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tensor], data: DataConfig) -> None:
-    """Write the features and then the rows of a shard, so that rows on disk always have their features. Hidden states
-    that are missing in the columns are those that `save_drafted` wrote.
+def write_files(
+    spec: ShardSpec,
+    answers: Answers,
+    *,
+    columns: Mapping[str, Tensor],
+    layout: Layout,
+    rows_columns: Mapping[str, Tensor] | None = None,
+    data: DataConfig,
+) -> None:
+    """Write the hidden states, the labels and then the rows of a shard, so that rows on disk always have both.
+
+    Args:
+        spec: the shard.
+        answers: its exchanges and problems.
+        columns: the labels, and the hidden states by timing; missing ones are those of the stage `draft`.
+        layout: the tokens of each response in `columns`.
+        rows_columns: the columns of the rows, if they differ (feature drafts).
+        data: the section of the config.
     """
-    layout = layout_of(answers.exchanges)
     for timing in data.feature_sets:
-        mixes = data.mixes if timing == "fed" else 1
-        path, unfinished = features_path(data.dir, timing, spec.split, spec.index), _states_path(spec, data, timing)
-        facts = {"rows": len(answers.exchanges) * mixes, "tokens": layout.num_tokens * mixes}
+        path = features_path(data.dir, timing, spec.split, spec.index)
         if timing in columns:
-            write_shard(path, _features_of(timing, columns, layout, mixes), **facts)
-        else:
-            complete_shard(unfinished, path, features.labels_at(unfinished, columns, layout, mixes), **facts)
-    write_rows(spec, answers, columns=columns, data=data)
+            _write_states(path, columns[timing], answers, data, timing)
+        elif (source := _stage_path(spec, data, timing)).is_file():  # else moved by a run that was killed afterwards
+            move_shard(source, path)
+    facts = {"rows": len(answers.exchanges), "tokens": layout.num_tokens}
+    write_shard(labels_path(data.dir, spec.split, spec.index), labels.to_safetensors(columns, layout), **facts)
+    write_rows(spec, answers, columns=rows_columns or columns, data=data)
 
 
-def _features_of(timing: str, columns: Mapping[str, Tensor], layout: Layout, mixes: int) -> bytes:
-    is_drafted = ~columns["from_target"] if timing == "fed" else torch.ones(layout.num_tokens)
-    return features.to_safetensors(columns[timing], columns, is_drafted, layout, mixes)
+def _write_states(path: Path, hidden: Tensor, answers: Answers, data: DataConfig, timing: str) -> None:
+    num_rows = len(answers.exchanges) * (data.mixes if timing == "fed" else 1)
+    write_shard(path, safetensors.torch.save({"hidden": hidden.contiguous()}), rows=num_rows, tokens=len(hidden))
 
 
 def write_drafts(
     spec: ShardSpec, answers: Answers, *, labeller: ChainLabeller, data: DataConfig, progress: Progress
 ) -> Answers:
-    """Label a shard with a feature draft's drafts, and write features and rows. Returns the answers with new
-    problems.
-    """
+    """Label a shard with a feature draft's drafts and write it. Returns the answers with new problems."""
     shape = (layout_of(answers.exchanges).num_tokens, data.draft_length)
     uniform = uniforms(seed_of(data.seed, "draft", spec.split, spec.index), *shape)
     drafts = labeller.label(answers.exchanges, uniform, timings=data.feature_sets, progress=progress)
-    answers = without(spec, answers, drafts.broken)
-    num_tokens = sum(map(sum, drafts.lengths))
-    for timing in data.feature_sets:
-        path = features_path(data.dir, timing, spec.split, spec.index)
-        write_shard(
-            path, features.drafts_to_safetensors(drafts, timing), rows=len(answers.exchanges), tokens=num_tokens
-        )
-    write_rows(spec, answers, columns=drafts.rows, data=data)
+    answers, lengths = without(spec, answers, drafts.broken), [length for row in drafts.lengths for length in row]
+    columns = drafts.columns | drafts.hidden | {"draft_lengths": torch.tensor(lengths, dtype=torch.int64)}
+    layout = Layout(tuple(map(sum, drafts.lengths)))
+    write_files(spec, answers, columns=columns, layout=layout, rows_columns=drafts.rows, data=data)
     return answers
 
 
@@ -236,13 +253,9 @@ def _answers_in(path: Path) -> Answers:
 
 
 def save_drafted(spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], data: DataConfig) -> None:
-    """Save the result of the stage `draft`: first each feature shard without the target's labels, then the columns and
-    the problems.
-    """
-    layout, known = layout_of(answers.exchanges), features.unlabelled(columns)
+    """Save the result of the stage `draft`: first the hidden states, then the other columns and the problems."""
     for timing in data.feature_sets:
-        content = _features_of(timing, known, layout, data.mixes if timing == "fed" else 1)
-        write_shard(_stage_path(spec, data, timing), content)
+        _write_states(_stage_path(spec, data, timing), columns[timing], answers, data, timing)
     problems = json.dumps([problem._asdict() for problem in answers.problems])
     small = {name: values for name, values in columns.items() if name not in data.feature_sets}
     write_shard(_stage_path(spec, data, "draft"), safetensors.torch.save(small, metadata={"problems": problems}))
@@ -273,7 +286,7 @@ def add_target(
     inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
     labelled = labeller.label(answers.exchanges, inputs, with_hidden=False, progress=progress)
     hidden = {
-        timing: features.read_features(_states_path(spec, data, timing))["hidden"]
+        timing: labels.read_tensors(_states_path(spec, data, timing))["hidden"]
         for timing in (data.feature_sets if labelled.broken else ())
     }
     return Labelled(columns | hidden | labelled.columns, labelled.broken)

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.labels.chains import ChainLabeller
 from data_gen.labels.labeller import Labeller
+from data_gen.labels.layout import layout_of
 from data_gen.pipeline import stages
 from data_gen.pipeline.ahead import answers_ahead
 from data_gen.pipeline.stages import Stage
@@ -230,7 +231,8 @@ class Worker:
         if self.stage == "draft" and self.data.labels == "target":
             stages.save_drafted(spec, answers, columns, self.data)
             return answers
-        stages.write_files(spec, answers, columns=columns, data=self.data)
+        layout = layout_of(answers.exchanges)
+        stages.write_files(spec, answers, columns=columns, layout=layout, data=self.data)
         stages.forget_stages(spec, self.data)
         return answers
 

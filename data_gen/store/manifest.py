@@ -29,7 +29,8 @@ from lm.uniforms import GENERATOR
 from store.json_files import read_json
 from store.shards import write_atomic
 
-FORMAT = 2
+FORMAT = 3
+"""Data format: 3 stores each number once (labels/), 2 stored it beside the hidden states of each timing."""
 _PACKAGES = ("torch", "transformers", "tokenizers")
 """Packages that affect the rows; compared up to their minor version."""
 _WRITERS = ("safetensors", "pyarrow")
@@ -139,6 +140,15 @@ def read_manifest(directory: str | Path, *, command: str = "data", keys: Sequenc
         if not isinstance(manifest.get(name, {}), dict):
             raise ValueError(f"{path}: {name} is {str(manifest[name])[:80]!r}, but must be an object; {remedy}")
     return manifest
+
+
+def refuse_older(manifest: Mapping[str, Any], directory: str | Path) -> None:
+    """Raise ValueError if another version of the data format made a directory that heads are to be trained on."""
+    if (found := manifest.get("format", FORMAT)) != FORMAT:
+        raise ValueError(
+            f"{directory} has data format {found}, but this version reads format {FORMAT}; make the data in another "
+            "data.dir (`acceptance-heads responses` keeps the responses)"
+        )
 
 
 def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str = "data.dir") -> None:

@@ -1,4 +1,5 @@
-"""Training features: the drafted positions of some responses (law 4.6), flat, as `data_gen` stored them.
+"""Training features: the drafted positions of some responses (law 4.6), flat: labels from `data_gen.store.labels`, and
+hidden states from disk, or from the draft (`heads.batches.online`).
 
     hidden [tokens, hidden]      hidden state at the heads' timing, in the stored dtype
     scalars {name: [tokens]}     the scalars that the sweep reads (`lm.signals`), and the labels of prefix
@@ -11,10 +12,11 @@ acceptance_rate (the mean of acceptance_prob over y) is a worse label for drawn-
 Alpaca their KL on dev rose from 0.374 to 0.382 at 1,024 responses and from 0.356 to 0.368 at 4,096.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -32,7 +34,6 @@ LABELS = {"fed": "acceptance_prob", "drawn": "acceptance_prob", "prefix": RATE, 
 """Timing of a head -> its label."""
 FEATURE_SETS = {"fed": "fed", "drawn": "drawn", "prefix": "drawn", "candidate": "drawn"}
 """Timing of a head -> its feature set."""
-_COLUMNS = ("hidden", "acceptance_prob", "token", "is_drafted")
 _PROBABILITIES = ("acceptance_prob", RATE, TARGET_PROB)
 NO_RATE = (
     "has no acceptance_rate, the label of prefix heads (data of data.mode sequential and imported data lack it); make "
@@ -70,106 +71,137 @@ def has_tokens(batch: Batch) -> bool:
 
 
 class Row(NamedTuple):
-    """One row of a shard."""
+    """One mixing of one response, or all drafts of one response of a feature draft."""
 
-    features: Features
-    """`hidden` has every position and is still in the mapped file; all else has only the drafted positions."""
+    numbers: dict[str, Tensor]
+    """The token and the numbers of each drafted position, [tokens]."""
     drafted: Int[Tensor, " tokens"]
     """The drafted positions."""
+    row_lengths: Int[Tensor, " rows"]
+    hidden: Float[Tensor, "position hidden"] | None
+    """The hidden states of every position, still in the mapped file; None if they come from the draft."""
 
 
 class FeatureShard:
-    """One memory-mapped safetensors file of features.
+    """The labels of one shard and its hidden states, in memory-mapped safetensors files.
 
-    Before reading, callers compare the file with its sidecar (`store.shards`) and the range of its numbers (`check`).
+    Before reading, callers compare the files with their sidecars (`store.shards.check_sums`) and the range of their
+    numbers (`check_numbers`).
     """
 
-    def __init__(self, path: Path, scalars: Sequence[str]) -> None:
-        self.path, self.scalars = path, tuple(scalars)
-        facts = read_sidecar(path, keys=("rows", "tokens"))
-        self.num_rows, self.num_tokens = facts["rows"], facts["tokens"]
+    def __init__(
+        self, labels: Path, states: Mapping[str, Path | None], columns: Sequence[str], *, mixes: int = 1
+    ) -> None:
+        """Args:
+        labels: the file of the labels.
+        states: feature set -> the file of its hidden states; None: the draft computes them.
+        columns: the numbers to read beside the token and acceptance_prob.
+        mixes: token mixings per response.
 
-    @property
-    def hidden_size(self) -> int:
-        """Width of the hidden states; ValueError if the file is broken or lacks a column."""
-        with self._open("hidden", *self.scalars) as file:
-            return int(file.get_slice("hidden").get_shape()[-1])
+        Raises:
+            ValueError: the files have different numbers of tokens.
+        """
+        self.labels, self.states, self.columns, self.mixes = labels, dict(states), tuple(columns), mixes
+        facts = read_sidecar(labels, keys=("rows", "tokens"))
+        self.num_rows, self.num_tokens = facts["rows"], facts["tokens"]
+        for timing, path in states.items():
+            num_stored = self.num_tokens if path is None else read_sidecar(path, keys=("tokens",))["tokens"]
+            expected = self.num_tokens * (self.times(timing) if path else 1)
+            if num_stored != expected:
+                raise ValueError(
+                    f"{path} and {labels} do not fit together: hidden states of {num_stored:,} tokens, but with "
+                    f"data.mixes {mixes} labels of {expected:,}; make the data again with this config"
+                )
+
+    def times(self, timing: str) -> int:
+        """Rows per response."""
+        return self.mixes if timing == "fed" else 1
 
     def row_lengths(self) -> list[int]:
-        """Number of tokens in each row."""
-        with self._open("row_offsets") as file:
+        """Number of tokens in each response."""
+        with _opened(self.labels, "row_offsets") as file:
             return file.get_tensor("row_offsets").diff().tolist()  # type: ignore[no-any-return]
 
-    def read(self, start: int, stop: int) -> list[Row]:
-        """Rows start … stop - 1; ValueError if the file lacks a tensor."""
-        with self._open("row_offsets", *_COLUMNS, *self.scalars) as file:
+    def read(self, start: int, stop: int) -> dict[str, list[list[Row]]]:
+        """Feature set -> the rows of each of the responses start … stop - 1; ValueError if a file lacks a tensor."""
+        names = ("acceptance_prob", "token", *self.columns)
+        with _opened(self.labels, "row_offsets", "is_drafted", *names) as file:
             offsets = file.get_tensor("row_offsets")[start : stop + 1]
             first, last = int(offsets[0]), int(offsets[-1])
-            columns = {name: file.get_slice(name)[first:last] for name in (*_COLUMNS, *self.scalars)}
-            has_drafts = "draft_lengths" in file.keys()  # noqa: SIM118
+            numbers = {name: file.get_slice(name)[first:last] for name in names}
+            is_drafted = file.get_slice("is_drafted")[first * self.mixes : last * self.mixes]
+            has_drafts = "draft_lengths" in file.keys()  # noqa: SIM118, the file is not a mapping
             ends = file.get_tensor("draft_lengths").cumsum(0) if has_drafts else None
-        rows = [self._row(columns, *bounds) for bounds in pairwise((offsets - first).tolist())]
-        if ends is None:
+        bounds = list(pairwise((offsets - first).tolist()))
+        lengths = [torch.tensor([end - begin]) for begin, end in bounds]
+        if ends is not None:  # data of a feature draft: a response has the drafts that end within it
+            lengths = [ends[(ends > a) & (ends <= b)].diff(prepend=a.view(1)) for a, b in pairwise(offsets)]
+
+        def rows_of(timing: str, hidden: Tensor | None, response: int) -> list[Row]:
+            (begin, end), times, rows = bounds[response], self.times(timing), list[Row]()
+            for mix in range(times):
+                at = slice(begin * times + mix * (end - begin), begin * times + (mix + 1) * (end - begin))
+                drafted = is_drafted[at].nonzero().squeeze(-1) if timing == "fed" else torch.arange(end - begin)
+                of_drafted = {name: values[begin:end][drafted] for name, values in numbers.items()}
+                row_lengths = lengths[response] if len(drafted) == end - begin else torch.tensor([len(drafted)])
+                rows.append(Row(of_drafted, drafted, row_lengths, None if hidden is None else hidden[at]))
             return rows
-        # data of a feature draft: `ends` are of all drafts of the shard, and a row has the drafts that end within it
-        lengths = [ends[(ends > a) & (ends <= b)].diff(prepend=a.view(1)) for a, b in pairwise(offsets)]
-        return [
-            row._replace(features=row.features._replace(row_lengths=of_drafts))
-            for row, of_drafts in zip(rows, lengths, strict=True)
-        ]
 
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """Names of the columns that `check` reads."""
-        return ("hidden", "acceptance_prob", *self.scalars)
+        states = {timing: self._hidden(path, first, last, timing) for timing, path in self.states.items()}
+        return {
+            timing: [rows_of(timing, hidden, response) for response in range(len(bounds))]
+            for timing, hidden in states.items()
+        }
 
-    def check(self) -> None:
-        """Raise ValueError if a number is not finite or a probability is outside [0, 1]."""
-        with self._open("row_offsets", *self.numbers) as file:
-            for name in self.numbers:
-                values = file.get_tensor(name)
-                # aminmax returns NaN if there is one; it needs one pass, while isfinite writes a flag per number
-                extremes = torch.stack(values.aminmax()) if values.numel() else torch.zeros(2)
-                if not _allowed(name, extremes).all():
-                    self._refuse(name, ~_allowed(name, values), file.get_tensor("row_offsets"))
+    def _hidden(self, path: Path | None, first: int, last: int, timing: str) -> Tensor | None:
+        if path is None:
+            return None
+        with _opened(path, "hidden") as file:
+            times = self.times(timing)
+            return file.get_slice("hidden")[first * times : last * times]  # type: ignore[no-any-return]
 
-    def _open(self, *names: str) -> safe_open:
-        try:
-            file = safe_open(self.path, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(
-                f"{self.path} is not a complete safetensors file ({error}); delete it and run `acceptance-heads data`"
-            ) from error
+
+def width_of(path: Path) -> int:
+    """Width of the hidden states in a file; ValueError if it is broken."""
+    with _opened(path, "hidden") as file:
+        return int(file.get_slice("hidden").get_shape()[-1])
+
+
+def check_numbers(path: Path, columns: Sequence[str]) -> None:
+    """Raise ValueError if a number in a file of labels or states is not finite, or a probability is not in [0, 1]."""
+    names = ("acceptance_prob", *columns) if path.parent.name == "labels" else ("hidden",)
+    with _opened(path, *names) as file:
+        for name in names:
+            values = file.get_tensor(name)
+            # aminmax returns NaN if there is one; it needs one pass, while isfinite writes a flag per number
+            extremes = torch.stack(values.aminmax()) if values.numel() else torch.zeros(2)
+            if not _allowed(name, extremes).all():
+                position = int((~_allowed(name, values)).reshape(len(values), -1).any(-1).nonzero()[0])
+                kind = "outside [0, 1] or not finite" if name in _PROBABILITIES else "NaN or infinite"
+                raise ValueError(
+                    f"{path}: {name} of token {position} is {kind}; check the models, delete the shard and run "
+                    "`acceptance-heads data` again"
+                )
+
+
+@contextmanager
+def _opened(path: Path, *names: str) -> Iterator[safe_open]:
+    """A safetensors file with these tensors."""
+    try:
+        file = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is not a complete safetensors file ({error}); delete it and run `acceptance-heads data`"
+        ) from error
+    with file:
         missing = sorted(set(names) - set(file.keys()))
         if RATE in missing:
-            raise ValueError(f"{self.path} {NO_RATE}")
+            raise ValueError(f"{path} {NO_RATE}")
         if missing:
-            folder = self.path.parents[1]
             raise ValueError(
-                f"{self.path} has no tensor {missing[0]!r}; delete {folder} and run `acceptance-heads data` again"
+                f"{path} has no tensor {missing[0]!r}; delete {path.parent} and run `acceptance-heads data` again"
             )
-        return file
-
-    def _refuse(self, name: str, is_bad: Tensor, offsets: Tensor) -> NoReturn:
-        position = int(is_bad.reshape(len(is_bad), -1).any(-1).nonzero()[0])
-        row = int(torch.searchsorted(offsets, position, right=True)) - 1
-        kind = "outside [0, 1] or not finite" if name in _PROBABILITIES else "NaN or infinite"
-        raise ValueError(
-            f"{self.path}: {name} of row {row} is {kind}; check the models, delete the shard and run "
-            "`acceptance-heads data` again"
-        )
-
-    def _row(self, columns: dict[str, Tensor], start: int, stop: int) -> Row:
-        drafted = columns["is_drafted"][start:stop].nonzero().squeeze(-1)
-        of_drafted = {name: values[start:stop][drafted] for name, values in columns.items() if name != "hidden"}
-        features = Features(
-            hidden=columns["hidden"][start:stop],
-            scalars={name: of_drafted[name] for name in self.scalars},
-            acceptance_prob=of_drafted["acceptance_prob"],
-            token=of_drafted["token"].long(),
-            row_lengths=torch.tensor([len(drafted)]),
-        )
-        return Row(features, drafted)
+        yield file
 
 
 def _allowed(name: str, values: Tensor) -> Tensor:
@@ -179,32 +211,23 @@ def _allowed(name: str, values: Tensor) -> Tensor:
 
 def gathered(rows: Sequence[Row]) -> Features:
     """The drafted positions of rows, concatenated; hidden states are copied once, from the file."""
-    lengths = [len(row.drafted) for row in rows]
-    stored = rows[0].features.hidden
+    lengths, stored = [len(row.drafted) for row in rows], [row.hidden for row in rows if row.hidden is not None]
     is_pinned = torch.cuda.is_available()
-    hidden = torch.empty(sum(lengths), stored.shape[1], dtype=stored.dtype, pin_memory=is_pinned)
-    for row, part in zip(rows, hidden.split(lengths), strict=True):
-        torch.index_select(row.features.hidden, 0, row.drafted, out=part)
-    return _joined([row.features for row in rows], hidden)
+    hidden = torch.empty(sum(lengths), stored[0].shape[1], dtype=stored[0].dtype, pin_memory=is_pinned)
+    for row, states, part in zip(rows, stored, hidden.split(lengths), strict=True):
+        torch.index_select(states, 0, row.drafted, out=part)
+    return with_states(rows, hidden)
 
 
-def join(rows: Sequence[Features]) -> Features:
-    """One `Features` with the tokens of all given rows, in their order."""
-    return _joined(rows, torch.cat([row.hidden for row in rows]))
+def with_states(rows: Sequence[Row], hidden: Float[Tensor, "tokens hidden"]) -> Features:
+    """The numbers of rows, concatenated, beside the hidden states of their drafted positions."""
+    numbers = {name: torch.cat([row.numbers[name] for row in rows]) for name in rows[0].numbers}
+    probs, tokens = numbers.pop("acceptance_prob"), numbers.pop("token").long()
+    return Features(hidden, numbers, probs, tokens, torch.cat([row.row_lengths for row in rows]))
 
 
-def _joined(rows: Sequence[Features], hidden: Float[Tensor, "tokens hidden"]) -> Features:
-    return Features(
-        hidden=hidden,
-        scalars={name: torch.cat([row.scalars[name] for row in rows]) for name in rows[0].scalars},
-        acceptance_prob=torch.cat([row.acceptance_prob for row in rows]),
-        token=torch.cat([row.token for row in rows]),
-        row_lengths=torch.cat([row.row_lengths for row in rows]),
-    )
-
-
-def empty_features(shards: Sequence[FeatureShard]) -> Features:
+def empty_features(shards: Sequence[FeatureShard], timing: str) -> Features:
     """Features of no rows, with the dtypes and widths of the shards; at least one shard has rows."""
-    shard = next(shard for shard in shards if shard.num_rows)
-    first: Features = apply_to_collection(shard.read(0, 1)[0].features, Tensor, lambda values: values[:0])
+    rows = next(shard for shard in shards if shard.num_rows).read(0, 1)[timing][0]
+    first: Features = apply_to_collection(gathered(rows), Tensor, lambda values: values[:0])
     return first

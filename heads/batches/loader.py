@@ -9,7 +9,7 @@ loader skips those batches without reading them.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import islice
@@ -37,29 +37,21 @@ _CACHED_BLOCKS = 2 * POOL_SIZE + 1
 """Blocks whose labels are cached: batches that are read at the same time can come from two pools."""
 
 
-def block_reader(
-    shards: Mapping[str, Sequence[FeatureShard]], rows_per_item: Mapping[str, int]
-) -> Callable[[Sequence[Item]], Batch]:
+def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], Batch]:
     """A thread-safe function that reads the features of some responses, into page-locked memory if there is a GPU.
 
-    Labels are read by block and cached; hidden states are copied from the mapped file into the batch. With several
-    mixings per response (`rows_per_item`), a response has that many consecutive rows in a fed-time shard.
+    Labels are read by block and cached; hidden states are copied from the mapped file into the batch.
     """
 
     @lru_cache(_CACHED_BLOCKS)
-    def block_rows(block: Block) -> dict[str, list[Row]]:
-        return {
-            timing: of_timing[block.shard].read(block.start * rows_per_item[timing], block.stop * rows_per_item[timing])
-            for timing, of_timing in shards.items()
-        }
+    def block_rows(block: Block) -> dict[str, list[list[Row]]]:
+        return shards[block.shard].read(block.start, block.stop)
 
     def read(items: Sequence[Item]) -> Batch:
-        rows: dict[str, list[Row]] = {timing: [] for timing in shards}
-        for item in items:
-            for timing, block in block_rows(item.block).items():
-                times = rows_per_item[timing]
-                rows[timing] += block[item.offset * times : (item.offset + 1) * times]
-        batch = {timing: gathered(parts) if parts else empty_features(shards[timing]) for timing, parts in rows.items()}
+        batch = {}
+        for timing in shards[0].states:
+            rows = [row for item in items for row in block_rows(item.block)[timing][item.offset]]
+            batch[timing] = gathered(rows) if rows else empty_features(shards, timing)
         if not torch.cuda.is_available():
             return batch
         return apply_to_collection(batch, torch.Tensor, torch.Tensor.pin_memory)  # type: ignore[no-any-return]

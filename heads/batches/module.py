@@ -1,10 +1,10 @@
-"""The LightningDataModule: train, dev and test batches of cached features."""
+"""The LightningDataModule: train, dev and test batches of labels, with hidden states or for the draft to add them."""
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from configs.schema import DataConfig, HeadsConfig, ModelSource, PairConfig
 from data_gen.store.identity import describe_model
-from data_gen.store.manifest import read_manifest
+from data_gen.store.manifest import read_manifest, refuse_older
 from data_gen.store.rows import read_rows
-from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard
+from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard, check_numbers, width_of
 from heads.batches.loader import BatchLoader, block_reader
+from heads.batches.online import response_reader
 from heads.batches.order import Item, Share
 from heads.grid import grid, scalar_names
-from store.shards import ShardCheck, check_sums, list_shards, read_sidecar
+from store.shards import check_sums, list_shards, read_sidecar
 
 
 class FeatureData(pl.LightningDataModule):
@@ -54,18 +55,18 @@ class FeatureData(pl.LightningDataModule):
         self.columns = (*self.scalars, *(LABELS[timing] for timing in timings if LABELS[timing] != "acceptance_prob"))
         self.manifest = read_manifest(data.dir, keys=("target", "draft", "sampling", "prompts"))
         check_manifest(self.manifest, data, pair=pair)
-        if heads.features == "cached":
+        self.is_online = heads.features == "online"
+        if not self.is_online:
             _check_features(self.manifest, self.timings, directory=data.dir)
-        self._rows_per_item: dict[str, int] = {timing: data.mixes if timing == "fed" else 1 for timing in self.timings}
         self._names: dict[str, list[list[str]]] = {}
         splits = [split for split in ("train", "dev", "test") if split != "test" or data.num_test]
         if is_first_process():  # the others start later, or wait for it
-            paths = (
-                path for split in splits for paths in self._read(split) for path in self._of_num_train(split, paths)
+            check_sums(
+                [path for split in splits for path in self._read(split)],
+                check=lambda path: None if path.suffix == ".parquet" else check_numbers(path, self.columns),
             )
-            check_sums(paths, check=self._range_check())
         self._shards = {split: self._open(split) for split in splits}
-        self.hidden_size = self._width()
+        self.hidden_size = int(self.manifest["draft"]["hidden_size"]) if self.is_online else self._width()
 
     def train_dataloader(self) -> BatchLoader:
         return self.loader("train", seed=self.heads.seed)
@@ -104,8 +105,9 @@ class FeatureData(pl.LightningDataModule):
 
     def first_scalars(self, timing: str) -> Float[Tensor, "tokens scalar"]:
         """The scalars of the first training shard that has drafted tokens."""
-        for shard in (shard for shard in self._shards["train"][timing] if shard.num_rows):
-            columns = torch.cat([row.features.columns(self.scalars) for row in shard.read(0, shard.num_rows)])
+        for shard in (shard for shard in self._shards["train"] if shard.num_rows):
+            rows = [row for part in shard.read(0, shard.num_rows)[timing] for row in part]
+            columns = torch.cat([torch.stack([row.numbers[name] for name in self.scalars], -1) for row in rows])
             if len(columns):
                 return columns
         raise ValueError(f"train features of {self.data.dir} have no drafted tokens; raise data.num_train")
@@ -115,14 +117,10 @@ class FeatureData(pl.LightningDataModule):
 
     def _source(self, split: str) -> tuple[Callable[[Sequence[Item]], Any], list[list[int]]]:
         """A function that reads responses of a split, and the tokens of each response of each shard."""
-        shards, first = self._shards[split], self.timings[0]
-        times = self._rows_per_item[first]
-        # a response has the tokens of all of its mixings
-        lengths = [
-            [sum(rows[i : i + times]) for i in range(0, len(rows), times)]
-            for rows in (shard.row_lengths() for shard in shards[first])
-        ]
-        return block_reader(shards, self._rows_per_item), lengths
+        shards = self._shards[split]
+        if self.is_online:
+            return response_reader(list_shards(self.data.dir, split), shards)
+        return block_reader(shards), [shard.row_lengths() for shard in shards]
 
     def _sets(self, split: str) -> list[list[str]]:
         """The prompt set of each response of each shard; empty if the data has one set."""
@@ -136,57 +134,46 @@ class FeatureData(pl.LightningDataModule):
             self._names[split] = [read_rows(path, ("set",)).column("set").to_pylist() for path in paths]
         return self._names[split]
 
-    def _read(self, split: str) -> list[list[Path]]:
-        """Paths of a split's shards: of each feature set, and of the rows if they are needed for prompt sets."""
+    def _read(self, split: str) -> list[Path]:
+        """Paths of the shards of a split that training reads: those of the first heads.num_train responses."""
         has_sets = split != "train" and isinstance(self.manifest["prompts"], list)
-        return [list_shards(self.data.dir, split, timing) for timing in (*self.timings, *([None] if has_sets else []))]
+        folders = ["labels", *self._state_folders().values(), *(["rows"] if has_sets or self.is_online else [])]
+        paths = [list_shards(self.data.dir, split, folder) for folder in folders]
+        if split == "train" and self.heads.num_train is not None:
+            sizes = (read_sidecar(path, keys=("rows",))["rows"] for path in paths[0][:-1])
+            num = sum(start < self.heads.num_train for start in accumulate(sizes, initial=0))
+            paths = [of_folder[:num] for of_folder in paths]
+        return [path for of_folder in paths for path in of_folder]
 
-    def _of_num_train(self, split: str, paths: list[Path]) -> list[Path]:
-        """The shards that have the first heads.num_train training responses; all shards of another split."""
-        if split != "train" or self.heads.num_train is None:
-            return paths
-        times = self.data.mixes if "fed" in paths[0].parts else 1
-        ends = accumulate((read_sidecar(path, keys=("rows",))["rows"] for path in paths), initial=0)
-        return [path for path, start in zip(paths, ends, strict=False) if start < self.heads.num_train * times]
+    def _state_folders(self) -> dict[str, str]:
+        """Feature set -> subfolder of its stored hidden states; empty if the draft computes them."""
+        return {} if self.is_online else {timing: f"features/{timing}" for timing in self.timings}
 
-    def _range_check(self) -> ShardCheck | None:
-        """The check that every number of a shard is finite and in its range."""
-
-        def check(path: Path) -> None:
-            if path.suffix == ".safetensors":
-                FeatureShard(path, self.columns).check()
-
-        return check
-
-    def _open(self, split: str) -> dict[str, list[FeatureShard]]:
-        shards: dict[str, list[FeatureShard]] = {
-            timing: [FeatureShard(path, self.columns) for path in list_shards(self.data.dir, split, timing)]
-            for timing in self.timings
-        }
-        for of_index in zip_longest(*shards.values()):
-            present = [shard for shard in of_index if shard is not None]
-            counts = [
-                shard.num_rows / self._rows_per_item[timing] for timing, shard in zip(shards, present, strict=False)
-            ]
-            if len(present) < len(of_index) or len(set(counts)) > 1 or counts[0] != int(counts[0]):
+    def _open(self, split: str) -> list[FeatureShard]:
+        labels = list_shards(self.data.dir, split, "labels")
+        states: dict[str, list[Path | None]] = {timing: [None] * len(labels) for timing in self.timings}
+        for timing, folder in self._state_folders().items():
+            states[timing] = [*list_shards(self.data.dir, split, folder)]
+            if len(states[timing]) != len(labels):
                 raise ValueError(
-                    f"{split} features do not fit together: {', '.join(str(shard.path) for shard in present)} have "
-                    f"{counts} responses with data.mixes {self.data.mixes}; make them again with this config"
+                    f"{self.data.dir} has {len(labels)} {split} shards of labels and {len(states[timing])} of {timing} "
+                    "features; run `acceptance-heads data` with this config to finish the data"
                 )
-        if not sum(shard.num_tokens for of_timing in shards.values() for shard in of_timing):
+        by_shard = [dict(zip(states, paths, strict=True)) for paths in zip(*states.values(), strict=True)]
+        shards = [
+            FeatureShard(path, of_shard, self.columns, mixes=self.data.mixes)
+            for path, of_shard in zip(labels, by_shard, strict=True)
+        ]
+        if not sum(shard.num_tokens for shard in shards):
             raise ValueError(
                 f"{split} features of {self.data.dir} have no tokens; raise data.num_{split} and make the data again"
             )
         return shards
 
     def _width(self) -> int:
-        widths = {
-            shard.path: shard.hidden_size
-            for split in self._shards.values()
-            for of_timing in split.values()
-            for shard in of_timing
-        }
-        first = next(iter(widths.values()))
+        paths = [path for shards in self._shards.values() for shard in shards for path in shard.states.values() if path]
+        widths = {path: width_of(path) for path in paths}
+        first = widths[paths[0]]
         for path, width in widths.items():
             if width != first:
                 raise ValueError(
@@ -233,6 +220,7 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
     Training on cached features needs no model. If a model is not on this machine, only the name of its directory is
     compared, with a warning.
     """
+    refuse_older(manifest, data.dir)
     expected = {"sampling": asdict(pair.sampling), "mixing_ratio": data.mixing_ratio, "mixes": data.mixes}
     on_disk = {name: manifest.get(name) for name in expected}
     for name, source in (("target", pair.target), ("draft", pair.draft)):

@@ -1,163 +1,94 @@
-"""Online features: the frozen draft runs over each batch of rows, once for all heads.
+"""Online features: the frozen draft computes the hidden states of each batch, once for all heads.
 
-No hidden states are stored; the features equal cached ones up to the precision in which those are stored.
+Labels and scalars come from disk, as for cached features; the states equal stored ones up to the stored precision.
 """
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from jaxtyping import Float
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from data_gen.store.rows import read_rows
-from heads.batches.features import NO_RATE, RATE, TARGET_PROB, Batch, Features, FeatureShard, join
-from heads.batches.module import FeatureData
+from heads.batches.features import RATE, TARGET_PROB, Batch, Features, FeatureShard, Row, with_states
 from heads.batches.order import Item
-from lm.forwards import chunk_rows, chunks, hidden_states, logits_of
-from lm.signals import SCALARS, signals_of
-from store.shards import list_shards
+from lm.forwards import hidden_states
+from lm.signals import SCALARS
 
-_CHUNK_MB = 64
-"""Size of one float32 [tokens, vocabulary] chunk."""
+_IDS = ("prompt_ids", "response_ids")
 
 
-class Row(NamedTuple):
+class Response(NamedTuple):
     """One response with its labels."""
 
     prompt_ids: list[int]
     response_ids: list[int]
-    draft_ids: list[int]
-    acceptance_prob: list[float]
-    log_p: list[float]
-    acceptance_rate: list[float] | None
-    """None for data of data.mode sequential."""
-    from_target: list[list[bool]]
-    """For each mixing, which tokens are the target's."""
+    rows: dict[str, list[Row]]
+    """Feature set -> its rows, without hidden states."""
 
 
-def row_reader(paths: Sequence[Path], mixes: int) -> Callable[[Sequence[Item]], list[Row]]:
-    """A function that reads responses of one split; it caches 16 shards."""
-    table = lru_cache(16)(lambda shard: read_rows(paths[shard], Row._fields))
+def response_reader(
+    paths: Sequence[Path], shards: Sequence[FeatureShard]
+) -> tuple[Callable[[Sequence[Item]], list[Response]], list[list[int]]]:
+    """A function that reads responses of one split, caching 16 shards; and the tokens of each response of each shard,
+    prompt included.
+    """
+    table = lru_cache(16)(lambda shard: read_rows(paths[shard], _IDS))
 
-    def row(item: Item) -> Row:
-        [values] = table(item.block.shard).slice(item.block.start + item.offset, 1).to_pylist()
-        coins = values["from_target"]
-        return Row(**values | {"from_target": coins if mixes > 1 else [coins]})
+    def response(item: Item) -> Response:
+        index = item.block.start + item.offset
+        [ids] = table(item.block.shard).slice(index, 1).to_pylist()
+        rows = shards[item.block.shard].read(index, index + 1)
+        own_rows = {timing: part for timing, (part,) in rows.items()}
+        return Response(ids["prompt_ids"], ids["response_ids"], own_rows)
 
-    return lambda items: list(map(row, items))
-
-
-class RowData(FeatureData):
-    """Batches of rows; `draft` computes their features inside the training step."""
-
-    draft: "DraftFeatures"
-
-    def first_scalars(self, timing: str) -> Float[Tensor, "tokens scalar"]:
-        rows = next(iter(self.loader("train")))
-        return self.draft(rows, self.draft.draft.device)[timing].columns(self.scalars)
-
-    def _source(self, split: str) -> tuple[Callable[[Sequence[Item]], Any], list[list[int]]]:
-        paths = list_shards(self.data.dir, split)
-        return row_reader(paths, self.data.mixes), [_lengths(path) for path in paths]
-
-    def _read(self, split: str) -> list[list[Path]]:
-        return [list_shards(self.data.dir, split)]
-
-    def _range_check(self) -> None:
-        return None
-
-    def _open(self, split: str) -> dict[str, list[FeatureShard]]:
-        for path in list_shards(self.data.dir, split):
-            if RATE in self.columns and read_rows(path, (RATE,)).column(0).null_count:
-                raise ValueError(f"{path} {NO_RATE}")
-        return {}
-
-    def _width(self) -> int:
-        return int(self.manifest["draft"]["hidden_size"])
+    return lambda items: list(map(response, items)), [_lengths(read_rows(path, _IDS)) for path in paths]
 
 
-class DraftFeatures:
-    """Computes the features of rows with the frozen draft."""
-
-    def __init__(self, draft: PreTrainedModel, *, vocab_size: int, timings: Sequence[str]) -> None:
-        self.draft, self.vocab_size, self.timings = draft.eval().requires_grad_(False), vocab_size, timings
-
-    @torch.no_grad()
-    def __call__(self, rows: Sequence[Row], device: torch.device) -> Batch:
-        """The features of some rows by timing, on `device`; moves the draft there."""
-        self.draft.to(device)
-        if not rows:
-            return {timing: self._empty(device) for timing in self.timings}
-        lengths = [len(row.response_ids) for row in rows]
-        drawn, scalars = (part.split(lengths) for part in self._drawn(rows))
-        batch = {}
-        for timing in self.timings:
-            # fed-time features have one sequence per mixing, drawn-time features one per response
-            if timing == "fed":
-                mixings = [(index, coins) for index, row in enumerate(rows) for coins in row.from_target]
-                states: Sequence[Tensor] = self._fed([(rows[index], coins) for index, coins in mixings])
-            else:
-                mixings = [(index, [False] * length) for index, length in enumerate(lengths)]
-                states = drawn
-            parts = [
-                _features(rows[index], hidden, scalars[index], coins=coins, device=device)
-                for (index, coins), hidden in zip(mixings, states, strict=True)
-            ]
-            batch[timing] = join(parts)
-        return batch
-
-    def _empty(self, device: torch.device) -> Features:
-        empty = torch.empty(0, device=device)
-        hidden = empty.new_empty(0, self.draft.config.get_text_config().hidden_size, dtype=self.draft.dtype)
-        return Features(hidden, dict.fromkeys((*SCALARS, RATE, TARGET_PROB), empty), empty, empty.long(), empty.long())
-
-    def _drawn(self, rows: Sequence[Row]) -> tuple[Float[Tensor, "token hidden"], Float[Tensor, "token scalar"]]:
-        """The states that the tokens were drawn from, and every scalar of the tokens, as `data_gen` computes them."""
-        sequences = [row.prompt_ids + row.response_ids[:-1] for row in rows]
-        hidden = hidden_states(self.draft, sequences, [len(row.prompt_ids) - 1 for row in rows])
-        tokens = torch.tensor([token for row in rows for token in row.draft_ids], device=hidden.device)
-        parts = []
-        for chunk in chunks(len(hidden), chunk_rows(self.vocab_size, _CHUNK_MB)):
-            logits = logits_of(self.draft, hidden[chunk], self.vocab_size).float()
-            parts.append(torch.stack(list(signals_of(logits, tokens[chunk]).values()), -1))
-        return hidden, torch.cat(parts)
-
-    def _fed(self, mixings: Sequence[tuple[Row, list[bool]]]) -> Sequence[Tensor]:
-        """The states after each token of each mixed sequence."""
-        sequences = [
-            row.prompt_ids
-            + [x if coin else y for coin, x, y in zip(coins, row.response_ids, row.draft_ids, strict=True)]
-            for row, coins in mixings
-        ]
-        hidden = hidden_states(self.draft, sequences, [len(row.prompt_ids) for row, _ in mixings])
-        return hidden.split([len(coins) for _, coins in mixings])
-
-
-def _lengths(path: Path) -> list[int]:
-    """Tokens of each row of a shard, prompt included."""
-    prompts, responses = (
-        pc.list_value_length(column) for column in read_rows(path, ("prompt_ids", "response_ids")).columns
-    )
+def _lengths(table: pa.Table) -> list[int]:
+    prompts, responses = (pc.list_value_length(column) for column in table.columns)
     return pc.add(prompts, responses).to_pylist()  # type: ignore[no-any-return]
 
 
-def _features(row: Row, hidden: Tensor, scalars: Tensor, *, coins: list[bool], device: torch.device) -> Features:
-    """The drafted positions of one row."""
-    drafted = torch.tensor([not coin for coin in coins])
-    drafted_on_device = drafted.to(hidden.device)
-    columns = dict(zip(SCALARS, scalars[drafted_on_device].to(device).unbind(-1), strict=True))
-    columns[TARGET_PROB] = torch.tensor(row.log_p)[drafted].exp().clamp(max=1).to(device)
-    if row.acceptance_rate is not None:
-        columns[RATE] = torch.tensor(row.acceptance_rate)[drafted].to(device)
-    return Features(
-        hidden=hidden[drafted_on_device].to(device),
-        scalars=columns,
-        acceptance_prob=torch.tensor(row.acceptance_prob)[drafted].to(device),
-        token=torch.tensor(row.draft_ids)[drafted].to(device),
-        row_lengths=torch.tensor([int(drafted.sum())], device=device),
-    )
+class DraftFeatures:
+    """Computes the features of responses with the frozen draft."""
+
+    def __init__(self, draft: PreTrainedModel, *, timings: Sequence[str]) -> None:
+        self.draft, self.timings = draft.eval().requires_grad_(False), timings
+
+    @torch.no_grad()
+    def __call__(self, responses: Sequence[Response], device: torch.device) -> Batch:
+        """The features of some responses by timing, on `device`; moves the draft there."""
+        self.draft.to(device)
+        return {timing: self._features(responses, timing, device) for timing in self.timings}
+
+    def _features(self, responses: Sequence[Response], timing: str, device: torch.device) -> Features:
+        pairs = [(response, row) for response in responses for row in response.rows[timing]]
+        if not pairs:
+            empty = torch.empty(0, device=device)
+            hidden = empty.new_empty(0, self.draft.config.get_text_config().hidden_size, dtype=self.draft.dtype)
+            numbers = dict.fromkeys((*SCALARS, RATE, TARGET_PROB), empty)
+            return Features(hidden, numbers, empty, empty.long(), empty.long())
+        is_fed = timing == "fed"
+        # a fed-time state is that at the token itself; a drawn-time state is that of the position before
+        read = [_mixed(*pair) if is_fed else pair[0].response_ids[:-1] for pair in pairs]
+        sequences = [response.prompt_ids + ids for (response, _), ids in zip(pairs, read, strict=True)]
+        starts = [len(response.prompt_ids) - (not is_fed) for response, _ in pairs]
+        states = hidden_states(self.draft, sequences, starts)
+        parts = states.split([len(response.response_ids) for response, _ in pairs])
+        hidden = torch.cat([part[row.drafted.to(part.device)] for part, (_, row) in zip(parts, pairs, strict=True)])
+        features = with_states([row for _, row in pairs], hidden)
+        return apply_to_collection(features, Tensor, Tensor.to, device)  # type: ignore[no-any-return]
+
+
+def _mixed(response: Response, row: Row) -> list[int]:
+    """The mixed sequence Z: the draft's tokens at the drafted positions."""
+    ids = torch.tensor(response.response_ids)
+    ids[row.drafted] = row.numbers["token"].long()
+    return ids.tolist()  # type: ignore[no-any-return]

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from configs.schema import Config, PairConfig
 from data_gen.pipeline import sizes
-from data_gen.store.manifest import read_manifest
-from heads.batches.features import FEATURE_SETS
+from data_gen.store.manifest import read_manifest, refuse_older
 from heads.batches.module import FeatureData, is_first_process
-from heads.batches.online import DraftFeatures, RowData
+from heads.batches.online import DraftFeatures
 from heads.grid import grid
 from heads.measures.report import by_set, save_plots, tables, verdict, write_metrics
 from heads.training.directory import RunDirectory
@@ -83,6 +82,7 @@ def settled(config: Config) -> Config:
     """
     grid(config.heads)  # report invalid settings before any data is read
     manifest = read_manifest(config.data.dir, keys=("draft",))
+    refuse_older(manifest, config.data.dir)
     heads, trainer, choices = config.heads, dict(config.trainer), []
     if heads.learning_rate is None:
         width = manifest["draft"]["hidden_size"]
@@ -114,20 +114,17 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
         FileNotFoundError, ValueError: missing or invalid data, or a draft other than the one that made the data.
     """
     config = settled(config)
-    data: FeatureData
     draft = embedding = None
-    if config.heads.features == "online":
-        if released_layout_of(config.pair.draft):
-            raise ValueError(
-                "heads.features is online, but a feature draft needs the target's states; set heads.features to cached"
-            )
-        data = rows = RowData(config.data, config.heads, pair=config.pair)
-        vocab_size = emitted_vocab_size(config.pair)
+    is_online = config.heads.features == "online"
+    if is_online and released_layout_of(config.pair.draft):
+        raise ValueError(
+            "heads.features is online, but a feature draft needs the target's states; set heads.features to cached"
+        )
+    data = FeatureData(config.data, config.heads, pair=config.pair)
+    if is_online:
         model = load_model(config.pair.draft, device=device)
-        check_width(model, vocab_size, "draft")
-        rows.draft = draft = DraftFeatures(model, vocab_size=vocab_size, timings=data.timings)
-    else:
-        data = FeatureData(config.data, config.heads, pair=config.pair)
+        check_width(model, emitted_vocab_size(config.pair), "draft")
+        draft = DraftFeatures(model, timings=data.timings)
     if config.heads.reached and not data.manifest.get("draft_length"):
         raise ValueError(
             f"heads.reached is true, but it needs data of a feature draft, and {config.data.dir} was made with a "
@@ -172,11 +169,8 @@ def _input_embedding(pair: PairConfig, hidden_size: int) -> Float[Tensor, "vocab
 def _num_responses(config: Config) -> int:
     """Number of training responses."""
     data, heads = config.data, config.heads
-    feature_set = next(FEATURE_SETS[timing] for timing in heads.timings)
-    has_rows = (Path(data.dir) / "rows").is_dir()
-    paths = list_shards(data.dir, "train", None if has_rows else feature_set)
-    num_rows = sum(read_sidecar(path, keys=("rows",))["rows"] for path in paths)
-    num = num_rows if has_rows or feature_set != "fed" else num_rows // data.mixes
+    paths = list_shards(data.dir, "train", "labels")
+    num = sum(read_sidecar(path, keys=("rows",))["rows"] for path in paths)
     return max(1, num if heads.num_train is None else min(num, heads.num_train))
 
 

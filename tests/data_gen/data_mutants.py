@@ -13,13 +13,13 @@ from data_gen.pipeline import stages
 from data_gen.pipeline.stages import label_and_mix
 from data_gen.responses import conversation, in_process
 from data_gen.responses.in_process import TargetInProcess, left_padded
-from data_gen.store import features
+from data_gen.store import labels as stored_labels
 from lm import Sampling, cross_entropy, forwards
 from lm.finite import non_finite
 from lm.uniforms import draw, seed_of, uniforms
 
 _label_batch, _fed_hidden, _respond = Labeller._label_batch, Labeller.fed_hidden, TargetInProcess.respond
-_to_safetensors = features.to_safetensors
+_to_safetensors = stored_labels.to_safetensors
 
 
 def _coin_by_equality(spec, exchanges, **settings):
@@ -46,9 +46,9 @@ def _fed_shifted(self, exchanges, mixed_ids, *, mixes):
     return _fed_hidden(self, exchanges, mixed_ids, mixes=mixes).roll(1, 0)
 
 
-def _loss_everywhere(hidden, columns, is_drafted, layout, mixes=1):
+def _loss_everywhere(columns, layout):
     """Positions whose Z came from X are trained on too."""
-    return _to_safetensors(hidden, columns, torch.ones_like(is_drafted), layout, mixes)
+    return _to_safetensors(columns | {"from_target": torch.zeros_like(columns["from_target"])}, layout)
 
 
 def _log_q_untruncated(q_logits, uniform, sampling):
@@ -106,7 +106,7 @@ MUTANTS = {
     "coin_inverted": (stages, "mixed", _coin_inverted),
     "drawn_shifted": (Labeller, "_label_batch", _drawn_shifted),
     "fed_shifted": (Labeller, "fed_hidden", _fed_shifted),
-    "loss_everywhere": (features, "to_safetensors", _loss_everywhere),
+    "loss_everywhere": (stored_labels, "to_safetensors", _loss_everywhere),
     "log_q_untruncated": (labeller, "label_draft", _log_q_untruncated),
     "log_p_untruncated": (labeller, "label_target", _log_p_untruncated),
     "entropy_truncated": (labeller, "label_draft", _entropy_truncated),

@@ -18,7 +18,7 @@ from configs.command import run
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
 from heads.batches.module import FeatureData
 from heads.training.command import train
-from store.shards import features_path, write_shard
+from store.shards import features_path, labels_path, write_shard
 
 HIDDEN = 16
 SETTLED = {"split_weights": (40, 10, 2), "features": ("fed", "drawn")}
@@ -37,29 +37,33 @@ SLURM = {
 
 
 def write_features(directory: Path, split: str, index: int, *, num_rows: int, seed: int, mixes: int = 1) -> None:
-    """One shard of each timing, responses of 5 to 24 tokens."""
+    """The labels and the states of one shard, responses of 5 to 24 tokens; fed-time states are drawn-time ones and a
+    little noise.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, 25, (num_rows,), generator=generator)
     direction = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(99))
-    for timing, times in (("fed", mixes), ("drawn", 1)):
-        of_rows = lengths.repeat_interleave(times)
-        count = int(of_rows.sum())
-        hidden = torch.randn(count, HIDDEN, generator=generator)
-        log_token_prob = -torch.rand(count, generator=generator) * 4
-        prob = (hidden @ direction + 2 + log_token_prob).sigmoid()
-        tensors = {
-            "hidden": hidden.bfloat16(),
-            "acceptance_prob": prob,
-            "target_prob": prob * log_token_prob.exp(),
-            "acceptance_rate": (hidden @ direction).sigmoid(),  # what a head that knows no token can say
-            "log_q": log_token_prob.clone(),
-            "log_token_prob": log_token_prob,
-            "entropy": torch.rand(count, generator=generator) * 3,
-            "token": torch.randint(0, 50, (count,), generator=generator).int(),
-            "is_drafted": torch.rand(count, generator=generator) > (0.15 if timing == "fed" else -1),
-            "row_offsets": torch.cat([torch.zeros(1), of_rows.cumsum(0)]).long(),
-        }
-        write_shard(features_path(directory, timing, split, index), save(tensors), rows=len(of_rows), tokens=count)
+    count = int(lengths.sum())
+    hidden = torch.randn(count, HIDDEN, generator=generator)
+    log_token_prob = -torch.rand(count, generator=generator) * 4
+    prob = (hidden @ direction + 2 + log_token_prob).sigmoid()
+    tensors = {
+        "acceptance_prob": prob,
+        "target_prob": prob * log_token_prob.exp(),
+        "acceptance_rate": (hidden @ direction).sigmoid(),  # what a head that knows no token can say
+        "log_q": log_token_prob.clone(),
+        "log_token_prob": log_token_prob,
+        "entropy": torch.rand(count, generator=generator) * 3,
+        "token": torch.randint(0, 50, (count,), generator=generator).int(),
+        "is_drafted": torch.rand(count * mixes, generator=generator) > 0.15,
+        "row_offsets": torch.cat([torch.zeros(1), lengths.cumsum(0)]).long(),
+    }
+    write_shard(labels_path(directory, split, index), save(tensors), rows=num_rows, tokens=count)
+    mixed = torch.cat([part.repeat(mixes, 1) for part in hidden.split(lengths.tolist())]) if num_rows else hidden
+    mixed = mixed + 0.1 * torch.randn(mixed.shape, generator=generator)
+    for timing, states, num in (("fed", mixed, num_rows * mixes), ("drawn", hidden, num_rows)):
+        path = features_path(directory, timing, split, index)
+        write_shard(path, save({"hidden": states.bfloat16()}), rows=num, tokens=len(states))
 
 
 def write_manifest(directory: Path) -> None:

@@ -120,6 +120,7 @@ def files(folder: Path, config: Config) -> dict[str, Boundary]:
         module = FeatureData(config.data, config.heads, pair=config.pair)
         for timing in module.timings:
             module.first_scalars(timing)
+        next(iter(module.loader("train")))
 
     def read_settled() -> None:
         settle(config.data.dir, settled)
@@ -146,6 +147,7 @@ def files(folder: Path, config: Config) -> dict[str, Boundary]:
             read_features, features.with_name(f"{features.name}.json"), "json", features.stem
         ),
         "features": Boundary(read_features, features, "safetensors", features.stem),
+        "labels": Boundary(read_features, data / "labels" / features.name, "safetensors", features.stem),
         "manifest": Boundary(read_settled, data / "manifest.json", "json", "manifest.json"),
         "costs": Boundary(costs.entries, costs.path, "jsonl", costs.path.name),
         "checkpoint": Boundary(partial(load_sweep, checkpoint), checkpoint, "bytes", "last.ckpt"),

@@ -22,7 +22,7 @@ from tests.data_gen.fuzz.boundaries import TEXTS, Boundary, files, made, texts
 from tests.data_gen.fuzz.breaking import BROKEN, Draw
 
 _MAX_LINE = 1500
-_FILES = ["rows", "sidecar of rows", "features", "sidecar of features", "manifest", "costs", "checkpoint"]
+_FILES = ["rows", "sidecar of rows", "features", "labels", "sidecar of features", "manifest", "costs", "checkpoint"]
 _FILES += [f"{part} of {whole}" for part in ("config", "weights") for whole in ("head", "official", "draft")]
 _FILES += ["tokenizer of draft"]
 

@@ -7,8 +7,9 @@ import safetensors.torch
 import torch
 
 from data_gen.labels.chains import ChainLabeller, LabelledDrafts
+from data_gen.labels.layout import Layout
 from data_gen.responses.exchange import Exchange
-from data_gen.store.features import drafts_to_safetensors
+from data_gen.store.labels import to_safetensors
 from heads.batches.features import FeatureShard
 from lm import Sampling, TappedModel, acceptance_rate, entropy, feature_model
 from lm.uniforms import draw, uniforms
@@ -109,24 +110,26 @@ def test_drafts_that_are_made_one_by_one_are_the_same(monkeypatch):
 
 
 def test_a_shard_has_the_drafts_of_each_row_and_heads_read_them_as_its_parts(tmp_path):
-    drafts, path = labelled("eagle"), tmp_path / "train-00000.safetensors"
-    written = drafts_to_safetensors(drafts, "drawn")
+    drafts, path = labelled("eagle"), tmp_path / "labels" / "train-00000.safetensors"
+    lengths = torch.tensor([length for row in drafts.lengths for length in row])
+    layout = Layout(tuple(map(sum, drafts.lengths)))
+    written = to_safetensors(drafts.columns | {"draft_lengths": lengths}, layout)
     assert torch.equal(safetensors.torch.load(written)["target_prob"], drafts.columns["log_p"].float().exp())
-    write_shard(path, written, rows=len(EXCHANGES), tokens=len(drafts.columns["draft_ids"]))
-    for first, last in ((0, 2), (1, 2)):
-        rows = [row.features for row in FeatureShard(path, ("entropy",)).read(first, last)]
-        assert [row.row_lengths.tolist() for row in rows] == drafts.lengths[first:last]
-        assert [len(row.token) for row in rows] == [sum(row) for row in drafts.lengths[first:last]]
-        assert (
-            torch.cat([row.token for row in rows]).tolist()
-            == drafts.columns["draft_ids"].tolist()[-sum(len(row.token) for row in rows) :]
-        )
+    write_shard(path, written, rows=len(EXCHANGES), tokens=layout.num_tokens)
+    shard = FeatureShard(path, {"drawn": None, "fed": None}, ("entropy",))
+    for timing in ("drawn", "fed"):
+        for first, last in ((0, 2), (1, 2)):
+            rows = [row for (row,) in shard.read(first, last)[timing]]
+            tokens = torch.cat([row.numbers["token"] for row in rows]).tolist()
+            assert [row.row_lengths.tolist() for row in rows] == drafts.lengths[first:last]
+            assert tokens == drafts.columns["draft_ids"].tolist()[-len(tokens) :]
 
 
 def test_no_row_at_all_is_a_shard_of_none():
     drafts = labelled("glide", exchanges=[])
     assert drafts.lengths == []
-    assert safetensors.torch.load(drafts_to_safetensors(drafts, "fed"))["hidden"].shape == (0, 16)
+    assert drafts.hidden["fed"].shape == (0, 16)
+    assert safetensors.torch.load(to_safetensors(drafts.columns, Layout(())))["row_offsets"].tolist() == [0]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])

@@ -11,10 +11,10 @@ import torch
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
 from data_gen.official.command import import_
 from data_gen.pipeline.command import make
-from data_gen.store.features import read_features
+from data_gen.store.labels import read_tensors
 from data_gen.store.rows import read_rows
 from heads.training.command import train
-from store.shards import features_path, list_shards, rows_path
+from store.shards import list_shards, rows_path
 
 
 @pytest.fixture
@@ -108,9 +108,10 @@ def test_imported_features_are_those_of_a_run_of_our_own(imports):
         import_(config, file=file, split=split)
         for path in list_shards(own.data.dir, split):
             index = int(path.stem.split("-")[1])
-            for timing in ("fed", "drawn"):
-                ours, theirs = (read_features(features_path(c.data.dir, timing, split, index)) for c in (own, config))
-                ours.pop("acceptance_rate")
+            for folder in ("features/fed", "features/drawn", "labels"):
+                name = f"{folder}/{split}-{index:05d}.safetensors"
+                ours, theirs = (read_tensors(Path(c.data.dir, name)) for c in (own, config))
+                ours.pop("acceptance_rate", None)
                 assert ours.keys() == theirs.keys()
                 for name, values in ours.items():
                     rtol = {"log_q": 1e-3, "acceptance_prob": 1e-2}.get(name, 1e-4)

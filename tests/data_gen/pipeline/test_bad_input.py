@@ -10,7 +10,7 @@ import pytest
 
 from configs.command import run
 from data_gen.pipeline.command import make
-from data_gen.store.features import read_features
+from data_gen.store.labels import read_tensors
 from data_gen.store.rows import read_rows
 from store.shards import features_path, list_shards, rows_path, verify_shard
 from tests.data_gen.on_disk import in_a_child, with_a_draft_of_nan
@@ -61,7 +61,7 @@ def test_a_shard_whose_prompts_are_all_skipped_is_an_empty_shard(toy_config, wit
         with pytest.raises(ValueError, match=r"none of 1 prompts became a row.*empty prompt"):
             make(config)
         assert read_rows(rows_path(config.data.dir, "train", 0)).num_rows == 0
-        assert read_features(features_path(config.data.dir, "fed", "train", 0))["hidden"].shape == (0, 8)
+        assert read_tensors(features_path(config.data.dir, "fed", "train", 0))["hidden"].shape == (0, 8)
 
 
 def test_a_model_that_yields_nan_is_refused(toy_config, tmp_path):

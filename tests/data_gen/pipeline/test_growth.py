@@ -82,7 +82,7 @@ def test_check_finds_what_an_unfinished_run_lacks(toy_config, monkeypatch):
     monkeypatch.setattr(Worker, "_make", once(Worker._make))
     with pytest.raises(KeyboardInterrupt):
         make(toy_config)
-    with pytest.raises(ValueError, match=r"^12 shards in .* are damaged or missing"):
+    with pytest.raises(ValueError, match=r"^16 shards in .* are damaged or missing"):
         check(toy_config)
 
 
@@ -175,7 +175,7 @@ def test_a_folder_of_another_generator_is_not_grown_and_named(toy_config, there)
     ("broken", "complaint"),
     [
         ("null", "expected a JSON object, got NoneType"),
-        ("{}", "differs in format: None there, 2 in this run"),
+        ("{}", "differs in format: None there, 3 in this run"),
         ('{"format": 1, "target": null}', "target is 'None', but must be an object; restore the original"),
         ('{"format": 1', "invalid JSON"),
     ],

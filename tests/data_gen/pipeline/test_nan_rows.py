@@ -17,10 +17,10 @@ from data_gen.pipeline.command import make
 from data_gen.prompts.pool import load_prompts
 from data_gen.responses.exchange import Problem, Request, Response
 from data_gen.responses.in_process import TargetInProcess
-from data_gen.store.features import read_features
+from data_gen.store.labels import read_tensors
 from data_gen.store.rows import read_rows
 from lm import Sampling
-from store.shards import features_path, list_shards
+from store.shards import features_path, labels_path, list_shards
 from tests.data_gen.on_disk import files_of, rows_of
 
 TILDE = 4 + sorted(map(chr, range(33, 127))).index("~")
@@ -61,7 +61,9 @@ def features_of(config: Config, timing: str) -> dict[str, list[torch.Tensor]]:
     """Id of each training row -> everything that a shard of features holds of it."""
     found = {}
     for path in list_shards(config.data.dir, "train"):
-        features = read_features(features_path(config.data.dir, timing, "train", int(path.stem.split("-")[1])))
+        index = int(path.stem.split("-")[1])
+        features = read_tensors(labels_path(config.data.dir, "train", index))
+        features |= read_tensors(features_path(config.data.dir, timing, "train", index))
         offsets = features.pop("row_offsets").tolist()
         for row, name in enumerate(read_rows(path, ["id"])["id"].to_pylist()):
             found[name] = [features[key][offsets[row] : offsets[row + 1]] for key in sorted(features)]

@@ -41,7 +41,7 @@ def test_a_lost_or_truncated_shard_is_made_again_byte_for_byte(toy_config):
 
 
 def test_hidden_states_are_written_once(toy_config, with_data):
-    """One model at a time, in runs of their own: the shard of the stage draft becomes the shard, labels filled in."""
+    """One model at a time, in separate runs: the stage target moves the files of the stage draft."""
     config = with_data(toy_config, mode="sequential", features=("fed", "drawn"))
 
     def files(*place: str) -> dict[str, int]:
@@ -57,8 +57,8 @@ def test_hidden_states_are_written_once(toy_config, with_data):
     assert not Path(config.data.dir, "stages").exists()
     together = with_data(config, mode="together", dir=f"{config.data.dir}-together")
     make(together)
-    for timing in ("fed", "drawn"):
-        pairs = zip(*(list_shards(one.data.dir, "train", timing) for one in (config, together)), strict=True)
+    for folder in ("features/fed", "features/drawn", "labels"):
+        pairs = zip(*(list_shards(one.data.dir, "train", folder) for one in (config, together)), strict=True)
         for alone, both in pairs:
             found, expected = load_file(alone), load_file(both)
             assert set(expected) - set(found) <= {"acceptance_rate", "cross_entropy"}

@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from configs.schema import SamplingConfig
 from data_gen.pipeline.command import make
-from data_gen.store.features import read_features
+from data_gen.store.labels import read_tensors
 from data_gen.store.rows import COLUMNS, read_rows
 from lm import Sampling, acceptance_prob, acceptance_rate, cross_entropy, entropy
-from store.shards import features_path, list_shards, rows_path
+from store.shards import features_path, labels_path, list_shards, rows_path
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,10 @@ def test_labels_equal_an_independent_uncached_computation(toy_config, sampling):
     transform = Sampling(**vars(sampling))
     for path in list_shards(config.data.dir, "train"):
         index = int(path.stem.split("-")[1])
+        stored = read_tensors(labels_path(config.data.dir, "train", index))
         fed, drawn = (
-            read_features(features_path(config.data.dir, timing, "train", index)) for timing in ("fed", "drawn")
+            read_tensors(features_path(config.data.dir, timing, "train", index))["hidden"]
+            for timing in ("fed", "drawn")
         )
         for number, row in enumerate(read_rows(path).to_pylist()):
             prompt, x, y = row["prompt_ids"], row["response_ids"], torch.tensor(row["draft_ids"])
@@ -53,18 +55,17 @@ def test_labels_equal_an_independent_uncached_computation(toy_config, sampling):
                     torch.tensor(row[name]), values, rtol=rtol, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
                 )
             assert torch.isfinite(torch.tensor(row["log_q"])).all()
-            start, end = fed["row_offsets"][number : number + 2].tolist()
+            start, end = stored["row_offsets"][number : number + 2].tolist()
             z = [a if coin else b for a, b, coin in zip(x, row["draft_ids"], row["from_target"], strict=True)]
             with torch.no_grad():
                 over_z = models["draft"].model(torch.tensor([prompt + z])).last_hidden_state[0, len(prompt) :]
                 over_x = models["draft"].model(torch.tensor([prompt + x])).last_hidden_state[0, len(prompt) - 1 : -1]
-            torch.testing.assert_close(fed["hidden"][start:end].float(), over_z, rtol=0.02, atol=0.02)
-            torch.testing.assert_close(drawn["hidden"][start:end].float(), over_x, rtol=0.02, atol=0.02)
-            assert fed["is_drafted"][start:end].tolist() == [not coin for coin in row["from_target"]]
-            assert drawn["is_drafted"].all()
+            torch.testing.assert_close(fed[start:end].float(), over_z, rtol=0.02, atol=0.02)
+            torch.testing.assert_close(drawn[start:end].float(), over_x, rtol=0.02, atol=0.02)
+            assert stored["is_drafted"][start:end].tolist() == [not coin for coin in row["from_target"]]
             token_prob = logits["draft"].log_softmax(-1).gather(-1, y[:, None])[:, 0]
-            torch.testing.assert_close(fed["log_token_prob"][start:end], token_prob, rtol=1e-4, atol=1e-4)
-            assert fed["token"][start:end].tolist() == row["draft_ids"]
+            torch.testing.assert_close(stored["log_token_prob"][start:end], token_prob, rtol=1e-4, atol=1e-4)
+            assert stored["token"][start:end].tolist() == row["draft_ids"]
 
 
 def test_rows_have_the_columns_of_the_design_and_load_with_datasets(toy_config, tmp_path):
@@ -99,23 +100,25 @@ def test_sequential_mode_gives_the_same_rows_without_the_columns_that_need_both_
             )
             torch.testing.assert_close(ours, theirs, rtol=1e-4 + 2**-10, atol=1e-4)
         assert apart == together
-        features = read_features(features_path(other.data.dir, "fed", "train", int(path.stem.split("-")[1])))
-        assert "acceptance_rate" not in features
+        stored = read_tensors(labels_path(other.data.dir, "train", int(path.stem.split("-")[1])))
+        assert "acceptance_rate" not in stored
 
 
 def test_each_mixing_is_a_row_of_the_fed_features(toy_config, with_data):
     config = with_data(toy_config, mixes=3, mixing_ratio=0.5)
     make(config)
     rows = read_rows(rows_path(config.data.dir, "train", 0)).to_pylist()
-    fed = read_features(features_path(config.data.dir, "fed", "train", 0))
-    assert len(fed["row_offsets"]) == 1 + 3 * len(rows)
+    stored = read_tensors(labels_path(config.data.dir, "train", 0))
+    num_tokens = int(stored["row_offsets"][-1])
+    assert len(stored["row_offsets"]) == 1 + len(rows)
+    assert len(read_tensors(features_path(config.data.dir, "fed", "train", 0))["hidden"]) == 3 * num_tokens
     coins = [coin for row in rows for mix in row["from_target"] for coin in mix]
-    assert fed["is_drafted"].tolist() == [not coin for coin in coins]
+    assert stored["is_drafted"].tolist() == [not coin for coin in coins]
     assert len({tuple(mix) for mix in rows[0]["from_target"]}) > 1
-    probs = [prob for row in rows for _ in range(3) for prob in row["acceptance_prob"]]
-    assert fed["acceptance_prob"].tolist() == pytest.approx(probs, rel=2**-11)
-    log_p = [value for row in rows for _ in range(3) for value in row["log_p"]]
-    assert fed["target_prob"].log().tolist() == pytest.approx(log_p, rel=2**-10, abs=1e-4)
+    probs = [prob for row in rows for prob in row["acceptance_prob"]]
+    assert stored["acceptance_prob"].tolist() == pytest.approx(probs, rel=2**-11)
+    log_p = [value for row in rows for value in row["log_p"]]
+    assert stored["target_prob"].log().tolist() == pytest.approx(log_p, rel=2**-10, abs=1e-4)
 
 
 def test_the_coin_decides_the_mixing_also_where_both_tokens_are_equal(toy_config, with_data):

@@ -59,7 +59,7 @@ def test_a_run_that_is_killed_before_it_writes_rows_needs_no_earlier_stage(
     def die(*arguments, **named):
         raise KeyboardInterrupt
 
-    name, complete = ("complete_shard", stages.complete_shard) if num_written else ("write_rows", None)
+    name, complete = ("move_shard", stages.move_shard) if num_written else ("write_rows", None)
     calls = iter([complete] * num_written)
     monkeypatch.setattr(stages, name, lambda *arguments, **named: next(calls, die)(*arguments, **named))
     with pytest.raises(KeyboardInterrupt):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 
 from data_gen import make_data
-from data_gen.store.features import read_features
+from data_gen.store.labels import read_tensors
 from data_gen.stories.stories import stories
 from decode.experiment import Experiment
 from decode.policies import FixedLength, HeadPolicy, Policy
@@ -25,7 +25,7 @@ from heads import AcceptanceHead
 from heads.command import export
 from heads.training.command import train
 from lm import Sampling
-from store.shards import read_sidecar, shards_in, write_shard
+from store.shards import read_sidecar, write_shard
 from tests.toys.small_pair import trace
 
 COSTS = [Times.constant(0.1, 1.0), Times(0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured")]
@@ -142,10 +142,9 @@ def test_a_head_of_shuffled_labels_gains_nothing_and_one_of_true_labels_does(tmp
 def shuffle_labels(directory: Path) -> None:
     """Give every token the label of another one."""
     generator = torch.Generator().manual_seed(0)
-    for path in shards_in(directory):
-        if path.suffix == ".safetensors":
-            tensors = read_features(path)
-            order = torch.randperm(len(tensors["token"]), generator=generator)
-            tensors["acceptance_prob"] = tensors["acceptance_prob"][order]
-            facts = {key: value for key, value in read_sidecar(path).items() if key not in ("shard", "bytes", "sha256")}
-            write_shard(path, bytes(save(tensors)), **facts)
+    for path in sorted((directory / "labels").glob("*.safetensors")):
+        tensors = read_tensors(path)
+        order = torch.randperm(len(tensors["token"]), generator=generator)
+        tensors["acceptance_prob"] = tensors["acceptance_prob"][order]
+        facts = {key: value for key, value in read_sidecar(path).items() if key not in ("shard", "bytes", "sha256")}
+        write_shard(path, bytes(save(tensors)), **facts)

@@ -22,7 +22,7 @@ from heads.batches.order import Share, batches, evaluation_batches, in_order, nu
 from heads.training.command import train
 from heads.training.sweep import Sweep
 from store import shards
-from store.shards import features_path, sidecar_path, write_shard
+from store.shards import features_path, labels_path, sidecar_path, write_shard
 from tests.toys.made_up import ROOT, feature_data, make_config, write_data, write_features
 
 LENGTHS = [[7 + (31 * i) % 23 for i in range(size)] for size in (400, 240, 7)]
@@ -127,7 +127,7 @@ def iter_into(source, got):
 def test_only_drafted_positions_are_kept_and_timings_agree(data_dir: Path, tmp_path: Path):
     data = feature_data(make_config(data_dir, tmp_path, timings=("fed", "drawn")))
     batch = next(iter(data.loader("dev")))
-    stored = load_file(features_path(data_dir, "fed", "dev", 0))
+    stored = load_file(labels_path(data_dir, "dev", 0)) | load_file(features_path(data_dir, "fed", "dev", 0))
     count = int(stored["row_offsets"][8])
     kept = stored["is_drafted"][:count]
     assert torch.equal(batch["fed"].hidden, stored["hidden"][:count][kept])
@@ -142,12 +142,12 @@ def test_only_drafted_positions_are_kept_and_timings_agree(data_dir: Path, tmp_p
 
 def rewrite(path: Path, **changes: torch.Tensor) -> None:
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()} | changes
-    write_shard(path, save(tensors), rows=len(tensors["row_offsets"]) - 1, tokens=int(tensors["row_offsets"][-1]))
+    write_shard(path, save(tensors), rows=24, tokens=len(next(iter(tensors.values()))))
 
 
 def break_data(directory: Path, how: str) -> None:
-    path = features_path(directory, "fed", "train", 1)
-    stored = load_file(path)
+    path, labels = features_path(directory, "fed", "train", 1), labels_path(directory, "train", 1)
+    stored, numbers = load_file(path), load_file(labels)
     if how == "truncated":
         path.write_bytes(path.read_bytes()[:-100])
     elif how == "corrupted":
@@ -159,15 +159,14 @@ def break_data(directory: Path, how: str) -> None:
     elif how == "nan":
         rewrite(path, hidden=stored["hidden"].clone().index_fill_(0, torch.tensor([50]), torch.nan))
     elif how == "probability":
-        rewrite(path, acceptance_prob=stored["acceptance_prob"] + 1)
+        rewrite(labels, acceptance_prob=numbers["acceptance_prob"] + 1)
     elif how == "width":
         rewrite(path, hidden=stored["hidden"][:, :8].contiguous())
     elif how == "empty":
         for index in range(2):
-            empty = {name: tensor[:0].clone() for name, tensor in stored.items()} | {
-                "row_offsets": torch.zeros(1, dtype=torch.int64)
-            }
-            write_shard(features_path(directory, "fed", "train", index), save(empty), rows=0, tokens=0)
+            for file in (features_path(directory, "fed", "train", index), labels_path(directory, "train", index)):
+                empty = {name: tensor[: name == "row_offsets"].clone() for name, tensor in load_file(file).items()}
+                write_shard(file, save(empty), rows=0, tokens=0)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +175,8 @@ def break_data(directory: Path, how: str) -> None:
         ("truncated", "train-00001"),
         ("corrupted", "sha256"),
         ("no sidecar", "train-00001"),
-        ("nan", r"train-00001.*hidden of row \d+ is NaN"),
-        ("probability", r"acceptance_prob of row 0 is outside"),
+        ("nan", r"features/fed/train-00001.*hidden of token 50 is NaN"),
+        ("probability", r"labels/train-00001.*acceptance_prob of token 0 is outside"),
         ("width", "width 8"),
         ("empty", "no tokens; raise data"),
     ],
@@ -195,6 +194,7 @@ def test_data_of_another_draft_or_sampling_is_refused(data_dir: Path, tmp_path: 
     for old, new, says in (
         ("made-up/draft", "other/draft", "draft name"),
         ('"temperature": 1.0', '"temperature": 0.5', "sampling"),
+        ('"mixes": 1', '"mixes": 1, "format": 2', "has data format 2, but this version reads format 3; make the data"),
     ):
         changed = tmp_path / "changed"
         shutil.copytree(data_dir, changed, dirs_exist_ok=True)
@@ -245,10 +245,12 @@ def test_num_train_takes_the_first_responses(data_dir: Path, tmp_path: Path):
         feature_data(make_config(data_dir, tmp_path, num_train=65)).num_responses("train")
 
 
-@pytest.mark.parametrize(("timing", "split"), [("fed", "train"), ("drawn", "dev"), ("fed", "test")])
-def test_a_flipped_byte_is_found_before_the_first_step(tmp_path: Path, monkeypatch, timing: str, split: str):
+@pytest.mark.parametrize(
+    ("folder", "split"), [("features/fed", "train"), ("features/drawn", "dev"), ("labels", "test")]
+)
+def test_a_flipped_byte_is_found_before_the_first_step(tmp_path: Path, monkeypatch, folder: str, split: str):
     data_dir = write_data(tmp_path / "data")
-    path = features_path(data_dir, timing, split, int(split == "train"))
+    path = data_dir / folder / f"{split}-{int(split == 'train'):05d}.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -267,8 +269,9 @@ def test_sums_are_taken_once_and_of_no_shard_that_is_not_read(tmp_path: Path, mo
         shards.hashlib, "file_digest", lambda file, name: read.append(Path(file.name)) or digest(file, name)
     )
     train(make_config(data_dir, tmp_path / "run", num_train=40, trainer={"max_epochs": 1}))
-    files = [("train", 0), ("dev", 0), ("test", 0)]
-    assert sorted(read) == sorted(features_path(data_dir, "fed", split, index) for split, index in files)
+    folders = [data_dir / "labels", data_dir / "features" / "fed"]
+    names = [f"{split}-00000.safetensors" for split in ("train", "dev", "test")]
+    assert sorted(read) == sorted(folder / name for folder in folders for name in names)
 
 
 def test_the_first_of_several_processes_takes_the_sums(tmp_path: Path, monkeypatch):
@@ -296,9 +299,8 @@ def test_a_shard_without_rows_changes_nothing(data_dir: Path, tmp_path: Path):
     results = []
     for name, sizes in (("whole", (40, 24)), ("holes", (0, 40, 0, 24))):
         folder = Path(shutil.copytree(data_dir, tmp_path / name))
-        for timing in ("fed", "drawn"):
-            for path in features_path(folder, timing, "train", 0).parent.glob("train-*"):
-                path.unlink()
+        for path in folder.rglob("train-*"):
+            path.unlink()
         for index, num_rows in enumerate(sizes):
             write_features(folder, "train", index, num_rows=num_rows, seed=num_rows)
         data = feature_data(make_config(folder, tmp_path / "run", timings=("fed", "drawn"), scalars=(True,)))

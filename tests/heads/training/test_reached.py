@@ -49,7 +49,7 @@ def drafts_in(data_dir: Path, directory: Path, *, seed: int | None) -> Path:
     shutil.copytree(data_dir, directory)
     manifest = json.loads((directory / "manifest.json").read_text())
     (directory / "manifest.json").write_text(json.dumps(manifest | {"draft_length": 7}))
-    for path in sorted((directory / "features" / "drawn").glob("*.safetensors")):
+    for path in sorted((directory / "labels").glob("*.safetensors")):
         tensors = load_file(path)
         firsts = tensors["row_offsets"][:-1]
         tensors["acceptance_prob"][firsts + 1] = 0.0

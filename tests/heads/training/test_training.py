@@ -82,9 +82,9 @@ def test_a_candidate_head_learns_the_target_s_probability_of_the_token(data_dir:
     assert results["heads"]["drawn+s-d1-w1"]["raw_kl"] < 0.01
 
 
-def test_features_of_an_earlier_version_have_no_label_for_candidate_heads(data_dir: Path, tmp_path: Path):
+def test_labels_without_a_number_that_a_head_learns_are_refused(data_dir: Path, tmp_path: Path):
     shutil.copytree(data_dir, tmp_path / "data")
-    for path in (tmp_path / "data").rglob("*.safetensors"):
+    for path in (tmp_path / "data" / "labels").glob("*.safetensors"):
         tensors = load_file(path)
         tensors.pop("target_prob")
         write_shard(path, save(tensors), rows=len(tensors["row_offsets"]) - 1, tokens=len(tensors["token"]))
