@@ -59,7 +59,7 @@ class Estimate:
 
 
 def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str, Any]:
-    """Rows, tokens, forward passes, disk and time of a run, before running it.
+    """Rows, tokens, forward passes, disk, time and memory by stage (bytes) of a run, before running it.
 
     Args:
         config: the experiment.
@@ -67,7 +67,7 @@ def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str
         head_weights: weights of all heads together.
     """
     check_settings(config.pair, config.data)
-    _check_memory(config, is_measured=sample > 0, head_weights=head_weights)  # needs no prompts, so it comes first
+    needs = _check_memory(config, is_measured=sample > 0, head_weights=head_weights)  # needs no prompts, so it is first
     pair, data = config.pair, _settled(config, is_needed=sample > 0)
     missing = _missing(data, is_needed=sample > 0)
     prompts = [prompt for spec in missing or () for prompt in spec.prompts]
@@ -81,7 +81,7 @@ def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str
         check_lengths(pair, data)
         refuse_sliced(config.pair, "a measured plan (--sample 0 measures nothing)")
     estimate = _measure(pair, data, prompts[:sample]) if sample else _bound(pair, data)
-    totals = _totals(data, num_rows, estimate)
+    totals = _totals(data, num_rows, estimate) | {"memory_bytes": {need.stage: need.total for need in needs}}
     sets = Counter(prompt.set for prompt in prompts if prompt.set)
     print(f"{data.dir}: {num_rows:,} rows to make ({estimate.origin})")
     if sets:
@@ -90,11 +90,11 @@ def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str
     return totals
 
 
-def _check_memory(config: Config, *, is_measured: bool, head_weights: int) -> None:
+def _check_memory(config: Config, *, is_measured: bool, head_weights: int) -> list[memory.Need]:
     """Print the memory of each stage; refuse a measured plan that does not fit, else warn."""
     if released_layout_of(config.pair.draft):
         print("memory: not estimated for a feature draft, which takes about as much as one layer of the target")
-        return
+        return []
     gpus = memory.gpus_of(config.pair.gpus)
     needs = memory.needs(config, max(1, len(gpus)), head_weights=head_weights)
     whose = "the GPUs of this machine"
@@ -105,6 +105,7 @@ def _check_memory(config: Config, *, is_measured: bool, head_weights: int) -> No
         if is_measured:
             raise ValueError(f"{problem} (or pass --sample 0 to plan without loading)")
         print(f"warning: {problem}")
+    return needs
 
 
 def _settled(config: Config, *, is_needed: bool) -> DataConfig:

@@ -26,7 +26,7 @@ from heads.training.stack import HeadStack
 from lm import load_model
 from store.shards import rows_path
 
-GB = 1e9
+GB, ROOT = 1e9, Path(__file__).parents[3]
 NAMED = (
     "model_type",
     "hidden_size",
@@ -76,6 +76,27 @@ def test_each_shipped_experiment_fits_the_gpus_that_it_states(name: str, tmp_pat
     config = shipped(name, tmp_path)
     assert (config.pair.gpus is None) == (name in ("tiny", "smollm2"))
     assert memory.problems(memory.needs(config), memory.gpus_of(config.pair.gpus)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_of_the_page_is_what_plan_calculates(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*arguments, **settings):
+        raise OSError("prompts are not looked up")
+
+    monkeypatch.setattr("datasets.load_dataset", refuse)
+    config = shipped(name, tmp_path)
+    totals = plan(config, sample=0)
+    num_gpus = int(config.pair.gpus.partition("x")[0]) if config.pair.gpus else 1
+    needs = {
+        stage.partition(",")[0]: size / (1 if stage.endswith("on each GPU") else num_gpus) / GB
+        for stage, size in totals["memory_bytes"].items()
+    }
+    stage = max(needs, key=lambda stage: round(needs[stage], 1), default="")
+    cells = (name, config.pair.gpus or "none", f"{totals['rows']:,}", f"{totals['response_tokens']:,}")
+    memory_gb = f"{needs[stage]:,.1f}" if stage else "not estimated"
+    line = " | ".join((*cells, f"{totals['disk_bytes'] / GB:,.1f}", stage, memory_gb))
+    assert f"| {line} |\n" in (ROOT / "docs" / "large-models.md").read_text()
 
 
 def test_the_arithmetic_of_llama2_is_that_of_its_published_sizes(tmp_path: Path):
