@@ -25,16 +25,16 @@ MORE_PARAMETERS = {
 CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
     "configs": (1457, 1000),
-    "store": (657, 500),
+    "store": (652, 500),
     "lm": (5730, 4000),
-    "data_gen": (7025, 4400),
-    "heads": (4534, 3600),
+    "data_gen": (7011, 4400),
+    "heads": (4462, 3600),
     "decode": (5318, 4200),
     "evaluation": (11546, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1632, 1400),
     "benchmarks": (795, 800),
-    "tests": (30001, 18000),
+    "tests": (29947, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 183
