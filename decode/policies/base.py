@@ -214,7 +214,7 @@ def _check_type(parameter: Field[Any], value: Any) -> None:
         raise ValueError(f"{parameter.name} is {value!r}; it must be {expected}")
 
 
-def _check_range(parameter: Field[Any], value: Any, least: float, most: float) -> None:
+def _check_range(parameter: Field[Any], value: Any, least: Number, most: Number) -> None:
     """Raise unless every value is within the range, and whole if the default is an int."""
     values, is_count = np.asarray(value), isinstance(parameter.default, int)
     if np.any(~((values >= least) & (values <= most))) or (
