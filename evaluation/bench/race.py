@@ -1,10 +1,8 @@
-"""Every policy family and every schedule of transformers in turns, one cell per dataset and sampling; finished rows are
-stored.
+"""Every policy family and every schedule of transformers in turns, one cell per dataset and sampling.
 
-DIR/bench.jsonl holds the tokens and seconds of every arm on each prompt of each cycle, a row, as soon as all arms have
-had their turn, and each finished cell with its key. What is there is not measured again; an interrupted race resumes
-with its next row, and two processes may run different cells of one race. Only what transformers' schedules had learnt
-is lost then.
+DIR/bench.jsonl holds a row for each prompt and cycle, the tokens and seconds of every arm, and each finished cell with
+its key. An interrupted race resumes with its next row; only what transformers' schedules had learnt is lost. Two
+processes may run different cells of one race.
 
 Policies run as they were named, or each family at its setting that is fastest on dev at the times of the pair: heads
 and `auto` on the dev prompts of the first dataset, all others on those of the raced dataset, which favours the others.
@@ -13,7 +11,7 @@ Heads were trained under one sampling; under others they run all the same, and t
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -83,10 +81,9 @@ class Race:
                 f"--policies names {', '.join(terms.policies)}, and gains are measured from a fixed length; name one, "
                 "too, as fixed_length:k=5"
             )
-        numbers = {"num_prompts": terms.num_prompts, "num_tokens": terms.num_tokens}
-        for name, value in (numbers | {"race.num_fixed": rules.num_fixed, "race.cycles": rules.cycles}).items():
+        for name, value in {"num_fixed": rules.num_fixed, "cycles": rules.cycles}.items():
             if value < 1:
-                raise ValueError(f"--{name} is {value}; at least 1")
+                raise ValueError(f"--race.{name} is {value}; at least 1")
         if rules.assistant is not None and not self.experiment.has_feature_draft:
             raise ValueError(f"--race.assistant is {rules.assistant}, and the pair's own draft drafts for transformers")
         self._assistant_source: ModelSource | None = None
@@ -132,12 +129,12 @@ class Race:
         key = {"prompts": prompts_key(experiment, experiment.prompts(dataset, "test", num=self._terms.num_prompts))}
         if self._named:
             return key | {"policies": list(map(policy_key, self._named))}
-        first = next(iter(experiment.datasets))
+        datasets = next(iter(experiment.datasets)), dataset
         return key | {
             "decode": {name: value for name, value in decode.items() if name not in _NO_PART},
             "classes": {name: class_key(registered(name).kind) for name in decode["policies"]},
             "heads": {name: head_key(head) for name, head in experiment.heads.items()},
-            "dev": [prompts_key(experiment, experiment.prompts(name, "dev")) for name in (first, dataset)],
+            "dev": [prompts_key(experiment, experiment.prompts(name, "dev")) for name in datasets],
         }
 
     @cached_property
@@ -166,11 +163,10 @@ class Race:
             rules=terms.rules,
             desc=f"bench: {dataset}, {sampling}",
         )
-        of_times = {"t_draft_s": times.t_draft_s, "t_target_s": list(times.t_target_s), "origin": times.origin}
         return {
             "dataset": dataset,
             "sampling": sampling,
-            "times": of_times,
+            "times": {"t_draft_s": times.t_draft_s, "t_target_s": list(times.t_target_s), "origin": times.origin},
             "num_tokens": terms.num_tokens,
             "cycles": terms.rules.cycles,
             "run": terms.rules.run,
@@ -187,33 +183,35 @@ class Race:
             ],
         }
 
-    def _arms(self, dataset: str, sampling: str) -> dict[str, tuple[Racer, Timed]]:
-        """Every competitor, and its generations, by a unique name."""
-        law, terms = self._samplings[sampling], self._terms
-        if sampling not in self._choices:
-            self._choices[sampling] = Choices(self._config, sampling, law)
-        choices, num_fixed = self._choices[sampling], terms.rules.num_fixed
-        chosen = (
+    def _arms(self, dataset: str, name: str) -> dict[str, tuple[Racer, Timed]]:
+        """Every competitor, and its generations, by a unique name; `name` is the sampling's."""
+        sampling, terms = self._samplings[name], self._terms
+        if name not in self._choices:
+            self._choices[name] = Choices(self._config, name, sampling)
+        choices, num_fixed = self._choices[name], terms.rules.num_fixed
+        racers = (
             choices.named(terms.policies)
             if terms.policies
             else choices.at(self._times, terms.families, dataset=dataset, num_fixed=num_fixed)
         )
         pair, num_tokens, ends_at_eos = self.experiment.pair, terms.num_tokens, not terms.rules.ignore_eos
-        loop = Loop.of(self.experiment, pair=pair, sampling=law, max_new_tokens=num_tokens, ends_at_eos=ends_at_eos)
+        loop = Loop.of(
+            self.experiment, pair=pair, sampling=sampling, max_new_tokens=num_tokens, ends_at_eos=ends_at_eos
+        )
         arms = {
             name: (racer, generations_of(loop.decoder(racer.policy), num_tokens))
-            for name, racer in {ALONE: Racer(ALONE, "-", FixedLength(0)), **chosen}.items()
+            for name, racer in {ALONE: Racer(ALONE, "-", FixedLength(0)), **racers}.items()
             if racer.policy
         }
         schedules: dict[Racer, Mapping[str, Any] | None] = {Racer(ways.UNASSISTED, "-"): None}
         if not self.experiment.has_feature_draft or self._assistant is not None:
             schedules |= {Racer(ways.DEFAULT, "-"): {}, Racer(ways.HEURISTIC, "-"): ways.HEURISTICALLY}
-            constants = terms.constants or _constants_beside(chosen)
+            constants = terms.constants or _constants_beside(racers)
             schedules |= {Racer(CONSTANT, f"k={k}"): ways.constant(k) for k in constants}
-        generations = partial(ways.assisted, pair, num_tokens, law, assistant=self._assistant, ends_at_eos=ends_at_eos)
+        options: dict[str, Any] = {"assistant": self._assistant, "ends_at_eos": ends_at_eos}
         for racer, changes in schedules.items():
-            name = racer.family if racer.setting == "-" else f"{CONSTANT} {racer.setting.removeprefix('k=')}"
-            arms[name] = racer, generations(changes)
+            timed = ways.assisted(pair, num_tokens, sampling, changes, **options)
+            arms[f"{racer.family} {racer.setting}"] = racer, timed
         return arms
 
     @cached_property
@@ -223,9 +221,9 @@ class Race:
         return None if source is None else load_model(source, device=self.experiment.pair.target.device)
 
 
-def _constants_beside(chosen: Mapping[str, Racer]) -> tuple[int, ...]:
+def _constants_beside(racers: Mapping[str, Racer]) -> tuple[int, ...]:
     """The best fixed length on dev and half of it: a draft step of transformers costs more, so fewer do better."""
-    best = chosen[BASELINE].policy if BASELINE in chosen else None
+    best = racers[BASELINE].policy if BASELINE in racers else None
     return tuple(sorted({max(1, best.k // 2), max(1, best.k)})) if isinstance(best, FixedLength) else _CONSTANTS
 
 

@@ -4,10 +4,9 @@
               over prompts
     median    of the ratios prompt by prompt, which one disturbed prompt cannot change
 
-Each rival is the arm of its kind that was fastest on the timed prompts themselves: of the fixed lengths that ran, of
-the training-free policies, of transformers' constant schedules, and of the target's two ways to run without a draft.
-This favours the rival, so that a remaining lead is not due to a badly chosen one. With several cycles a prompt's tokens
-and seconds are the sums over its cycles, because they are not independent.
+Each rival is the fastest of its kind on the timed prompts: of the fixed lengths that ran, the training-free policies,
+transformers' constant schedules, and the target's two ways to run without a draft. This favours the rival, so that a
+remaining lead is not due to a badly chosen one. Cycles of a prompt count as one sample.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -180,9 +179,8 @@ def verdict_of(cell: Mapping[str, Any], results: Sequence[RaceResult]) -> str:
     Policies that were named have no figures of dev: the fastest of them on the timed prompts is reported.
     """
     ours = [one for one in results if one.family not in (*SCHEDULES, ALONE, UNASSISTED)]
-    chosen = [one for one in ours if one.on_dev is not None]
-    if chosen:
-        how, best = "dev chose", max(chosen, key=lambda one: one.on_dev or 0.0)
+    if any(one.on_dev is not None for one in ours):
+        how, best = "dev chose", max(ours, key=lambda one: one.on_dev or 0.0)
     else:
         how = "fastest of the named policies on these prompts:"
         best = max(ours, key=lambda one: one.spent.tokens_per_s)
@@ -192,14 +190,14 @@ def verdict_of(cell: Mapping[str, Any], results: Sequence[RaceResult]) -> str:
         lead = "" if best.family == BASELINE else f", {_short(best.over[BASELINE])} % over the best fixed length"
         alone = "without --race.assistant no schedule of transformers runs beside it"
         return f"{where}: {how} {name_of(best.family)}{lead}; {alone}."
-    behind = [
-        f"{name_of(one.family)} behind {name_of(name)}"
+    slower = [
+        f"{name_of(one.family)} than {name_of(name)}"
         for one in ours
         for name in SCHEDULES
         if name in one.over and one.over[name].value < 0
     ]
-    lost = f"Lost: {'; '.join(behind)}" if behind else "None of ours is behind"
-    return f"{where}: {how} {name_of(best.family)}: {', '.join(against)}. {lost}."
+    rest = f"Slower: {'; '.join(slower)}" if slower else "None of ours is slower than a schedule"
+    return f"{where}: {how} {name_of(best.family)}: {', '.join(against)}. {rest}."
 
 
 def race_plot(cells: Sequence[Cell]) -> Plot:

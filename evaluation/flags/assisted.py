@@ -6,7 +6,7 @@ and the seconds are
 
     T = t_start + t_draft * (draft forwards) + t_target(1) * (verifications of a draft) + t_target(0) * (plain steps)
 
-fitted by least squares that large residuals hardly move (Cauchy's loss), each with its standard error. A threshold too
+fitted by least absolute deviations, which large residuals hardly move, each with its standard error. A threshold too
 low to end any draft is set, so that t_draft includes the comparison. The time of verifying one more token
 is part of t_draft. The faster of two runs counts, because other work on the machine can only slow one down.
 """
@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-from scipy.optimize import least_squares
 from torch import nn
 
 from evaluation.bench.arms import Timed, assisted, constant, warm_up
+from evaluation.hierarchies.times import least_absolute
 from evaluation.times import TimeErrors, Times
 from evaluation.turns import in_turns, turns_within
 from lm import Pair, Sampling
@@ -27,7 +27,6 @@ LENGTHS = (None, 1, 2, 4, 8, 16)
 """Constant numbers of tokens that are timed; None: no assistant."""
 BUDGET_S = 40.0
 _FEWEST_TURNS = 12
-_PASSES, _LEAST_S = 3, 1e-9
 _NEVER_STOPS = {"assistant_confidence_threshold": 1e-9}
 
 Run = tuple[int, int, int, float]
@@ -71,20 +70,11 @@ def fitted(runs: Sequence[Run]) -> Times:
     """The times that fit these runs best."""
     *counts, seconds = np.array(runs, dtype=np.float64).T
     # relative to each run's seconds: a slow moment of the machine stretches all of it
-    columns, wanted = np.column_stack([*counts, np.ones(len(runs))]) / seconds[:, None], np.ones(len(runs))
-    times, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
-    for _ in range(_PASSES):  # the scale of small residuals shows once large ones have lost their weight
-        start = np.maximum(times, _LEAST_S)
-        scale = max(_typical(columns @ times - wanted), _LEAST_S)
-        residuals = lambda times: columns @ times - wanted  # noqa: E731
-        fit = least_squares(residuals, start, bounds=(0.0, np.inf), x_scale=start, loss="cauchy", f_scale=scale)
-        times = fit.x
-    errors = _typical(columns @ times - wanted) * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))
+    columns, ones = np.column_stack([*counts, np.ones(len(runs))]) / seconds[:, None], np.ones(len(runs))
+    times = least_absolute(columns, ones)
+    # the standard deviation that normal residuals of this median size have
+    deviation = 1.48 * np.median(np.abs(columns @ times - ones))
+    errors = deviation * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))
     draft_s, verify_s, plain_s, _ = times.tolist()
     relative = TimeErrors(errors[0] / draft_s, max(errors[1] / verify_s, errors[2] / plain_s))
     return Times(draft_s, (plain_s, verify_s), "measured in transformers", errors=relative)
-
-
-def _typical(residuals: np.ndarray) -> float:
-    """The standard deviation that normal residuals of this median size have."""
-    return 1.48 * float(np.median(np.abs(residuals)))

@@ -1,4 +1,4 @@
-"""python -m evaluation flags: the best setting of an engine's own knobs, by replaying its own rule (law 4.10).
+"""python -m evaluation flags: the best values of an engine's settings, by replaying its own rule (law 4.10).
 
 Nothing of the engine runs: a trace has what its rule looks at, and the times are those given, or read from its log, or
 measured (of transformers in its own loop, else in ours). Settings are chosen on dev and judged on test.

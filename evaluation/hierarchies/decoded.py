@@ -70,13 +70,12 @@ class Configuration:
 
 
 class Key(NamedTuple):
-    """Key of one generation."""
+    """Key of one generation; `run` is a digest of the machine, the code and how models are loaded."""
 
     prompt: str
     arm: str
     setting: str
     run: str = ""
-    """Digest of the machine, the code and how models are loaded, which decide the seconds."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Decoded:
     @classmethod
     def of(cls, repeated: Sequence[Generation]) -> "Decoded":
         """One generation that was decoded several times from the same seed."""
-        draft_s, target_s = ([[getattr(r, name) for r in one.rounds] for one in repeated] for name in _SECONDS)
+        draft_s, target_s = ([[getattr(r, n) for r in one.rounds] for one in repeated] for n in ("draft_s", "target_s"))
         return cls(
             counts=repeated[0].counts,
             seconds=median(sum(map(add, *both)) for both in zip(draft_s, target_s, strict=True)),
@@ -107,9 +106,6 @@ class Decoded:
             later_target_s=median(sum(seconds[1:]) for seconds in target_s),
             repeats=len(repeated),
         )
-
-
-_SECONDS = ("draft_s", "target_s")
 
 
 @dataclass(frozen=True)
@@ -161,11 +157,7 @@ def chosen_on_dev(dev: Iterable[Run], speed: Callable[[Run], float]) -> dict[str
 
 
 class StoredLoop:
-    """The real loop for one dataset, with the folder that stores its generations.
-
-    Attributes:
-        directory: the folder, below decode.dir.
-    """
+    """The real loop for one dataset, and `directory`, which stores its generations."""
 
     def __init__(self, experiment: Experiment, dataset: str, trio: PairModels, *, folder: str = "hierarchy") -> None:
         """Raises:

@@ -21,23 +21,13 @@ from evaluation.table import Table, shown
 
 ABLATION = {PLAIN: ("", ""), PRE: ("x", ""), SELF: ("", "x"), BOTH: ("x", "x"), HSDDW: ("x", "x")}
 """Name -> marks for pre-verify and self-verify, the rows of Table 2; HSDDW also repeats its inner rounds."""
-_SPEED_UPS = {
-    heading: (name, ".3f")
-    for heading, name in {
-        "speed-up": "speedup",
-        "s.e.": "speedup_se",
-        "modelled": "speedup_modelled",
-        "given": "speedup_at_ratios",
-    }.items()
-}
-_COUNTS = {
-    "N": "num_emitted",
-    "N_micro": "num_micro",
-    "N_draft": "num_drafted",
-    "N_target": "num_target",
-    "F_micro": "num_micro_forwards",
-    "F_draft": "num_draft_forwards",
-}
+_SPEED_UPS = {"speed-up": ("speedup", ".3f"), "s.e.": ("speedup_se", ".3f")}
+_SPEED_UPS |= {"modelled": ("speedup_modelled", ".3f"), "given": ("speedup_at_ratios", ".3f")}
+_COLUMNS = {"drafter": ("arm", ""), "setting": ("setting", ""), "N": ("num_emitted", ""), "N_micro": ("num_micro", "")}
+_COLUMNS |= {"N_draft": ("num_drafted", ""), "N_target": ("num_target", "")}
+_COLUMNS |= {"F_micro": ("num_micro_forwards", ""), "F_draft": ("num_draft_forwards", "")}
+_COLUMNS |= {"sigma %": ("sigma", ".2f"), "eta %": ("eta", ".2f"), "tok/s": ("tokens_per_s", ".0f")}
+_COLUMNS |= _SPEED_UPS | {"pays below": ("below", "")}
 _QUIET = 0.9
 """R² of the fit below which wall clock is not to be trusted."""
 MICRO_RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
@@ -89,10 +79,9 @@ def rows_of(runs: Sequence[Run], times: TrioTimes, given: TrioTimes) -> list[dic
 def ablation_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """HSDDW's Table 2."""
     by_name = {row["arm"]: row for row in rows}
-    cells = shown([by_name[name] for name in ABLATION], {"": ("arm", ""), **_SPEED_UPS})
-    marks = (dict(zip(("pre-verify", "self-verify"), values, strict=True)) for values in ABLATION.values())
-    table = [{"": row[""], **mark, **row} for row, mark in zip(cells, marks, strict=True)]
-    return Table("ablation (HSDDW, Table 2)", table, names=3)
+    table = [by_name[name] | {"pre": pre, "self": self_verify} for name, (pre, self_verify) in ABLATION.items()]
+    columns = {"": ("arm", ""), "pre-verify": ("pre", ""), "self-verify": ("self", ""), **_SPEED_UPS}
+    return Table("ablation (HSDDW, Table 2)", shown(table, columns), names=3)
 
 
 def run_table(rows: Sequence[Mapping[str, Any]], times: TrioTimes, *, given: TrioTimes, title: str) -> Table:
@@ -107,15 +96,12 @@ def run_table(rows: Sequence[Mapping[str, Any]], times: TrioTimes, *, given: Tri
         "counts at fitted and at given times. Pays below: from the counts, the hierarchy is faster than sd while "
         f"t_micro / t_draft is below this; here it is {times.t_micro_s / times.t_draft_s:.2f}"
     )
-    columns = {"drafter": ("arm", ""), "setting": ("setting", "")} | {head: (n, "") for head, n in _COUNTS.items()}
-    columns |= {"sigma %": ("sigma", ".2f"), "eta %": ("eta", ".2f"), "tok/s": ("tokens_per_s", ".0f"), **_SPEED_UPS}
-    columns["pays below"] = ("below", "")
     table = []
     for row in rows:
         below = "" if row["break_even"] is None else f"{row['break_even']:.2f}" if row["break_even"] > 0 else "never"
         percent = {"sigma": 100 * row["redundancy"], "eta": 100 * row["target_utilisation"]}
         table.append({**row, **percent, "below": below})
-    return Table(title, shown(table, columns), note, names=2)
+    return Table(title, shown(table, _COLUMNS), note, names=2)
 
 
 def third_level_frame(runs: Sequence[Run], times: TrioTimes, shares: Mapping[str, float] | None = None) -> pd.DataFrame:

@@ -24,7 +24,7 @@ import torch
 
 from decode.experiment import Experiment
 from decode.loop.decoder import Generation
-from decode.policies import FixedLength, HeadPolicy, Policy
+from decode.policies import FixedLength, HeadPolicy
 from evaluation.competitor import family_of
 from evaluation.costs.machine import costs_for, loop_of
 from evaluation.costs.measure import fit_costs
@@ -82,19 +82,15 @@ def specdec_tables(experiment: Experiment) -> list[Table]:
 
 def best_length(trace: Trace, cost: Times) -> Best:
     """The fastest fixed length."""
-    lengths = np.array([length for length in LENGTHS if length <= trace.max_draft_length] or [trace.max_draft_length])
-    return _best(trace, FixedLength(lengths), lengths, cost)  # type: ignore[arg-type]
+    lengths = [length for length in LENGTHS if length <= trace.max_draft_length] or [trace.max_draft_length]
+    speeds = cost.speeds(trace, FixedLength(np.array(lengths)))  # type: ignore[arg-type]
+    return max(zip(speeds.tolist(), map(float, lengths), strict=True), key=lambda best: best[0])
 
 
 def best_threshold(head: AcceptanceHead, trace: Trace, cost: Times) -> Best:
     """The fastest threshold of one head."""
-    return _best(trace, HeadPolicy(head, np.array(THRESHOLDS)), THRESHOLDS, cost)
-
-
-def _best(trace: Trace, policy: Policy, settings: Sequence[float] | np.ndarray, cost: Times) -> Best:
-    speeds = cost.speeds(trace, policy)
-    best = int(speeds.argmax())
-    return float(speeds[best]), float(settings[best])
+    speeds = cost.speeds(trace, HeadPolicy(head, np.array(THRESHOLDS)))
+    return max(zip(speeds.tolist(), THRESHOLDS, strict=True), key=lambda best: best[0])
 
 
 def throughput_rows(

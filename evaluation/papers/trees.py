@@ -108,7 +108,7 @@ def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int, t
         folder = f"svip-table-{number}/{Path(experiment.models.draft.path).name}"
         loops = {name: StoredLoop(experiment, name, models, folder=folder) for name in experiment.datasets}
         play_dev = partial(_played, loops, dev)
-        methods = [chosen(draft, stops, models, lengths=lengths, play_dev=play_dev) for draft in of_table]
+        methods = [methods_of(draft, stops, models, lengths=lengths, play_dev=play_dev) for draft in of_table]
         alone = Configuration(NO_DRAFT, "", partial(models.drafter, FixedLength(0)), 1, models=models)
         members = {one.key: one for one in (alone, *(one for of_draft in methods for one in of_draft.values()))}
         runs = {run.configuration.key: run for run in _played(loops, test, list(members.values()), repeats=repeats)}
@@ -188,7 +188,7 @@ def _settings_of(experiment: Experiment, spec: str) -> tuple[str, dict[str, Poli
     return version_of(policy), dict(zip(labels, policies, strict=True))
 
 
-def chosen(
+def methods_of(
     draft: Draft,
     stops: Stops,
     models: PairModels,

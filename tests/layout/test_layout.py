@@ -30,7 +30,7 @@ CEILINGS = {
     "data_gen": (7011, 4400),
     "heads": (4462, 3600),
     "decode": (5318, 4200),
-    "evaluation": (11546, 7400),
+    "evaluation": (11506, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1632, 1400),
     "benchmarks": (795, 800),

@@ -54,10 +54,10 @@ def test_a_rival_is_the_fastest_of_its_kind(extra, rival, number, gain):
 
 def test_a_slower_arm_is_named():
     verdict = verdict_of(CELL, results_of(CELL))
-    assert "Lost: largest probability behind transformers: default" in verdict
-    assert "entropy (SVIP) behind" not in verdict
+    assert "Slower: largest probability than transformers: default" in verdict
+    assert "entropy (SVIP) than" not in verdict
     won = cell_of(arm(ALONE, 4.0), arm("fixed_length", 2.0), arm(DEFAULT, 2.2))
-    assert verdict_of(won, results_of(won)).endswith("None of ours is behind.")
+    assert verdict_of(won, results_of(won)).endswith("None of ours is slower than a schedule.")
 
 
 def test_dev_chooses_which_arm_of_ours_is_reported_and_test_does_not():

@@ -14,7 +14,7 @@ from decode.loop.counts import Counts
 from decode.policies import Entropy, MaxProb, TokenProb
 from evaluation.__main__ import COMMANDS
 from evaluation.hierarchies.decoded import Configuration, Decoded, Run
-from evaluation.papers.trees import CHAIN, chosen, fitted, row_cells, stop_verdict, stops_of
+from evaluation.papers.trees import CHAIN, fitted, methods_of, row_cells, stop_verdict, stops_of
 
 SMALL = {"num_dev": 1, "num_test": 2, "max_new_tokens": 10, "max_draft_length": 6}
 GRID = {"fixed_length": {"k": [2]}, "entropy": {"max_sqrt_entropy": [0.3]}}
@@ -61,15 +61,15 @@ def test_the_times_of_a_draft_are_fitted_to_its_generations():
 
 @pytest.mark.parametrize("stall", [1.0, 8.0])
 def test_dev_chooses_by_counts_and_times_whatever_stalled_on_the_clock(stall):
-    methods = chosen(CHAIN, STOPS, Models(), lengths=[1, 2, 4], play_dev=on_dev(stall))
+    methods = methods_of(CHAIN, STOPS, Models(), lengths=[1, 2, 4], play_dev=on_dev(stall))
     settings = {method: one.setting for method, one in methods.items()}
     assert settings == {"chain, as published": "k=4", "chain, best fixed": "k=2", "chain + stop": "a=2"}
 
 
 def test_a_choice_without_dev_prompts_is_refused_unless_there_is_nothing_to_choose():
     with pytest.raises(ValueError, match=r"decode\.num_dev"):
-        chosen(CHAIN, {}, Models(), lengths=[1, 2, 4], play_dev=lambda configurations: [])
-    methods = chosen(CHAIN, {}, Models(), lengths=[4], play_dev=lambda configurations: [])
+        methods_of(CHAIN, {}, Models(), lengths=[1, 2, 4], play_dev=lambda configurations: [])
+    methods = methods_of(CHAIN, {}, Models(), lengths=[4], play_dev=lambda configurations: [])
     assert [one.setting for one in methods.values()] == ["k=4", "k=4"]
 
 
