@@ -26,3 +26,24 @@ class RaceRules:
     """Every generation has `num_tokens` tokens; false: at most so many, ending at EOS."""
     assistant: str | None = None
     """Directory of a language model that drafts for transformers beside a feature draft."""
+
+
+def sizes_of(asked: Sizes | None) -> tuple[int, ...] | None:
+    """The sizes of batches that a command line asks for; None where it asks for no batches.
+
+    Raises:
+        ValueError: what is no list of numbers, no size at all, a batch of no sequence.
+    """
+    if asked is None:
+        return None
+    listed = asked.split(",") if isinstance(asked, str) else [asked] if isinstance(asked, int) else asked
+    try:
+        sizes = tuple(int(size) for size in listed)
+    except ValueError:
+        raise ValueError(f"--batch is {asked}; name sizes of batches as numbers, such as 1,4,16") from None
+    if not sizes:
+        raise ValueError("--batch names no size; give some, such as 1,4,16, or leave it out")
+    for size in sizes:
+        if size < 1:
+            raise ValueError(f"--batch has {size}; a batch is of at least 1 sequence")
+    return sizes

@@ -32,6 +32,19 @@ class Played:
         lengths = np.array([[lengths_of(made, max_draft_length) for made in generations]])
         return cls(Counts(**counts), lengths, np.arange(len(generations)))
 
+    def select(self, settings: Sequence[int], rows: Sequence[int] | None = None) -> "Played":
+        """Some of the settings, on all rows or some."""
+        at = np.ix_(settings, range(len(self.prompt_of_row)) if rows is None else rows)
+        counts = {name: values[at] for name, values in self._counted()}
+        return Played(Counts(**counts), self.lengths[at], self.prompt_of_row[at[1][0]], self.stop_kind)
+
+    def total(self, setting: int = 0) -> Counts:
+        """One setting's totals over prompts."""
+        return Counts(**{name: int(values[setting].sum()) for name, values in self._counted()})
+
+    def _counted(self) -> list[tuple[str, Array]]:
+        return [(name, values) for name, values in vars(self.counts).items() if isinstance(values, np.ndarray)]
+
     def per_prompt(self, amounts: Num[Array, "setting row"]) -> Num[Array, "setting prompt"]:
         """Amounts of every row, summed over the rows of each prompt: what is independent from one column to the
         next.
@@ -43,8 +56,8 @@ class Played:
 
 def joined(every: Sequence[Played]) -> Played:
     """What the same settings did on several traces, their prompts one after the other."""
-    counted = [name for name, values in vars(every[0].counts).items() if isinstance(values, np.ndarray)]
-    counts = {name: np.concatenate([getattr(one.counts, name) for one in every], axis=1) for name in counted}
+    names = [name for name, _ in every[0]._counted()]
+    counts = {name: np.concatenate([getattr(one.counts, name) for one in every], axis=1) for name in names}
     firsts = np.cumsum([0, *(int(one.prompt_of_row.max()) + 1 for one in every)])
     prompts = [first + one.prompt_of_row for first, one in zip(firsts, every, strict=False)]
     lengths = np.concatenate([one.lengths for one in every], axis=1)

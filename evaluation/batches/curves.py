@@ -1,14 +1,45 @@
-"""The curves of law 4.13 as `evaluation bench --batch` measured them, kept in DIR/batch_costs.jsonl for `evaluation
-evaluate --batch`.
+"""The curves of law 4.13: derived from the times of one sequence, or as `evaluation bench --batch` measured them, kept
+in DIR/batch_costs.jsonl for `evaluation evaluate --batch`.
 """
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from decode.experiment import Experiment
 from decode.policies.batch import BatchCosts, Curve
 from evaluation.costs.machine import loop_key, recorded
+from evaluation.times import Times
 from store.keyed import KeyedStore
+
+
+class BatchTimes(NamedTuple):
+    """Times of batches: of one sequence, with what a verified token takes."""
+
+    times: Times
+    verify_share: float | None = None
+    """Seconds that each further verified token takes, over those of a draft step; None: they were measured."""
+    measured: BatchCosts | None = None
+    """Curves of the batched loop without stops; None: t_target(k) of one sequence is used as t_target(tokens)."""
+
+    def curves(self, stop_kind: str) -> BatchCosts:
+        """The curves of law 4.13 for policies of one kind of stop; unless measured, a draft step takes the same for any
+        number of sequences.
+        """
+        times, stop_s = self.times, self.times.stop_s(stop_kind)
+        if self.measured is not None:
+            return BatchCosts(self.measured.draft.plus(stop_s), self.measured.target)
+        draft, seconds = Curve.line(times.t_draft_s + stop_s), times.t_target_s
+        if self.verify_share is not None:
+            return BatchCosts(draft, Curve.line(seconds[0], self.verify_share * times.t_draft_s))
+        return BatchCosts(draft, Curve(tuple(float(k) for k in range(1, len(seconds) + 1)), seconds))
+
+    @property
+    def title(self) -> str:
+        """Name of the setup in titles of tables."""
+        if self.verify_share is not None:
+            return f"{self.times.title}; a verified token costs {self.verify_share:g} t_draft"
+        return f"{self.times.title}; curves of {'one sequence' if self.measured is None else 'batches'}"
 
 
 def keep_curves(experiment: Experiment, curves: BatchCosts) -> Path:
@@ -35,5 +66,5 @@ def kept_curves(experiment: Experiment) -> BatchCosts | None:
 
 def curves_store(experiment: Experiment) -> KeyedStore:
     """The curves of every loop that was measured; batches run eagerly, whatever decode.compile says."""
-    remedy = "delete the line, and measure anew with `evaluation bench --batch`"
+    remedy = "delete the line, and measure again with `evaluation bench --batch`"
     return KeyedStore(experiment.directory / "batch_costs.jsonl", remedy=remedy, fields=BatchCosts._fields)

@@ -62,6 +62,13 @@ def queue_of(num_rows: int, size: int) -> Int[Array, " request"]:
     return np.concatenate([generator.permutation(num_rows) for _ in range(-(-_TURNOVER * size // num_rows))])
 
 
+def load_at(rounds: Rounds, setting: int, num_rows: int, size: int) -> Load:
+    """The load of a batch under one setting, from the rounds of all settings (lanes are setting * num_rows + row)."""
+    first, end = rounds.lane.searchsorted([setting * num_rows, (setting + 1) * num_rows])
+    of_setting = Rounds(*(column[first:end] for column in rounds))
+    return load_of(of_setting._replace(lane=of_setting.lane - setting * num_rows), queue_of(num_rows, size), size)
+
+
 def load_of(rounds: Rounds, rows: Int[Array, " request"], size: int, *, is_drained: bool = False) -> Load:
     """The load of a policy whose sequences do not depend on each other, from the rounds of every row.
 

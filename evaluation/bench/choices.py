@@ -15,7 +15,7 @@ from decode.experiment import Experiment
 from decode.policies.base import Policy
 from decode.policies.registry import read_spec
 from evaluation.competitor import competitors_with
-from evaluation.contest.arms import Pick, Replays, picks_of, replay_dataset
+from evaluation.contest import Replays, Result, hold, replay_dataset, result_of
 from evaluation.families import BASELINE, BOUNDS, family
 from evaluation.gain import Splits
 from evaluation.times import Times
@@ -98,25 +98,23 @@ class Choices:
         members = {name: pick for name, pick in known.items() if not families or name in (*families, BASELINE)}
         for pick in _next_best(members[BASELINE], times, num_fixed - 1):
             members[f"{BASELINE} {pick.label}"] = pick
-        return {
-            name: Racer(pick.family, pick.label, pick.policy, pick.tokens_per_s_on_dev(times))
-            for name, pick in members.items()
-        }
+        return {name: Racer(pick.family, pick.label, pick.policy, pick.on_dev) for name, pick in members.items()}
 
-    def _picks(self, dataset: str, times: Times) -> dict[str, Pick]:
-        replays = self.replays(dataset)
-        picks = picks_of([*replays.arms, *replays.auto_arms(times, is_online=(False,))], times)
-        return {name: pick for name, pick in picks.items() if name not in BOUNDS}
+    def _picks(self, dataset: str, times: Times) -> dict[str, Result]:
+        contest = hold(self.replays(dataset), times, is_online=(False,))
+        return {name: result for name, result in contest.results.items() if name not in BOUNDS}
 
     def named(self, specs: Sequence[str]) -> Mapping[str, Racer]:
         """The policies that these specs write down (`decode.policies.registry`)."""
         return {spec: Racer(_family_of(spec), spec, self.experiment.policy(spec)) for spec in specs}
 
 
-def _next_best(best: Pick, times: Times, num: int) -> list[Pick]:
+def _next_best(best: Result, times: Times, num: int) -> list[Result]:
     """The competitor's other settings, the fastest on dev first."""
-    order = times.tokens_per_s(best.arm.dev).argsort()[::-1]
-    return [Pick(best.arm, int(setting)) for setting in order if setting != best.setting][:num]
+    assert best.arm is not None
+    speeds = times.tokens_per_s(best.arm.dev)
+    order = [int(number) for number in speeds.argsort()[::-1] if number != best.number]
+    return [result_of(best.arm, number, times, on_dev=float(speeds[number])) for number in order[:num]]
 
 
 def _family_of(spec: str) -> str:

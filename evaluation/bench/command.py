@@ -22,9 +22,8 @@ from evaluation.batches.curves import keep_curves
 from evaluation.bench import results as race_results
 from evaluation.bench.batch_sizes import measure_sizes, size_table, size_verdict
 from evaluation.bench.race import Race, RaceTerms
-from evaluation.contest.in_batches import sizes_of
 from evaluation.costs.measure import Loop
-from evaluation.flag_types import RaceRules, Sizes
+from evaluation.flag_types import RaceRules, Sizes, sizes_of
 from evaluation.table import announce, printing, say
 from store.shards import write_atomic
 

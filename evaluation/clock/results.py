@@ -19,10 +19,10 @@ import numpy as np
 from decode.experiment import Experiment
 from decode.policies import FixedLength
 from evaluation.clock.primed import PrimedLoop
-from evaluation.clock.turns import Clocked, clock
+from evaluation.clock.turns import Clocked, clock, replayed_on
 from evaluation.competitor import Competitor
-from evaluation.contest.arms import Pick, replay_arms
-from evaluation.families import ALONE, BASELINE, BOUNDS, families, family, styles_of
+from evaluation.contest import Contest, Result, replay_arms, result_of
+from evaluation.families import ALONE, BASELINE, BOUNDS, family, styles_of
 from evaluation.figure import GREY, Plot, figure_of, legend_below, plot_of
 from evaluation.gain import Spent, Splits, gain_over
 from evaluation.played import Played
@@ -128,7 +128,7 @@ class ClockReport:
 
 
 def report_of(
-    clocked: Clocked, runners: Sequence[Pick], cost: Times, *, dataset: str, rows: Sequence[int]
+    clocked: Clocked, runners: Sequence[Result], cost: Times, *, dataset: str, rows: Sequence[int]
 ) -> ClockReport:
     """Every runner, over the rows that all of them played as replayed; rows of one prompt, such as the turns of a
     conversation, count together.
@@ -149,7 +149,7 @@ def report_of(
             f"{dataset}: no response is decoded as it was replayed; record the trace again with the models as they are "
             "now"
         )
-    replays = [runner.replayed(rows) for runner in runners]
+    replays = [replayed_on(runner, rows) for runner in runners]
     predicted = [_by_prompt(replayed, cost.time_s(replayed)[0, kept], kept) for replayed in replays]
     measured = [_by_prompt(replayed, clocked.wall_s(number), kept) for number, replayed in enumerate(replays)]
     base = next(number for number, runner in enumerate(runners) if runner.family == BASELINE)
@@ -212,15 +212,15 @@ def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) ->
 
 
 def clock_dataset(
-    experiment: Experiment, picks: Mapping[str, Pick], test: Trace, cost: Times, *, num_prompts: int, repeats: int
+    experiment: Experiment, contest: Contest, test: Trace, *, num_prompts: int, repeats: int
 ) -> ClockReport:
     """The first test prompts of one dataset, every turn of each once, on the loop of the config."""
-    loop, rows, dataset = PrimedLoop.of(experiment), rows_of(test, num_prompts), test.rows[0].dataset
-    alone = Competitor(ALONE, ALONE, FixedLength(0), ({},))
-    names = [name for name in families() if name in picks and name not in BOUNDS]
-    runners = [Pick(next(replay_arms([alone], Splits(test, test))), 0), *(picks[name] for name in names)]
-    clocked = clock(loop, runners, test.select(rows), rows, repeats=repeats, name=dataset)
-    return report_of(clocked, runners, cost, dataset=dataset, rows=rows)
+    loop, rows, times = PrimedLoop.of(experiment), rows_of(test, num_prompts), contest.times
+    alone = next(replay_arms([Competitor(ALONE, ALONE, FixedLength(0), ({},))], Splits(test, test)))
+    runners = [result_of(alone, 0, times)]
+    runners += [result for name, result in contest.results.items() if name not in BOUNDS]
+    clocked = clock(loop, runners, test.select(rows), rows, repeats=repeats, name=contest.dataset)
+    return report_of(clocked, runners, times, dataset=contest.dataset, rows=rows)
 
 
 def rows_of(trace: Trace, num_prompts: int) -> list[int]:

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 
 from decode.loop.decoder import Generation, SpeculativeDecoder
 from evaluation.clock.primed import PrimedLoop
-from evaluation.contest.arms import Pick
+from evaluation.contest import Result
 from evaluation.played import Played, lengths_of
 from evaluation.traces.played import PlayedSampler
 from evaluation.traces.trace import Array, Trace
@@ -48,7 +48,7 @@ class Clocked:
 
 
 def clock(
-    loop: PrimedLoop, runners: Sequence[Pick], trace: Trace, rows: Sequence[int], *, repeats: int, name: str
+    loop: PrimedLoop, runners: Sequence[Result], trace: Trace, rows: Sequence[int], *, repeats: int, name: str
 ) -> Clocked:
     """Play the whole trace to every runner, once untimed and then `repeats` times.
 
@@ -65,7 +65,7 @@ def clock(
     with Bar(total=(repeats + 1) * num * len(runners), desc=f"clock: {name}", unit="generations") as bar:
         decoders, replays = (
             [loop.decoder(runner.policy) for runner in runners],
-            [runner.replayed(rows) for runner in runners],
+            [replayed_on(runner, rows) for runner in runners],
         )
         for turn in range(repeats + 1):
             for row, order in in_turns(range(len(runners)), range(num), first=turn):
@@ -78,6 +78,12 @@ def clock(
                         agrees[row] = False
                     bar.update()
     return Clocked(seconds, agrees)
+
+
+def replayed_on(result: Result, rows: Sequence[int]) -> Played:
+    """What a result did on some test rows."""
+    assert result.played is not None
+    return result.played.select([0], rows)
 
 
 def _timed(decoder: SpeculativeDecoder, trace: Trace, row: int) -> tuple[Generation, tuple[float, ...]]:

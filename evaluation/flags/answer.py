@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decode.policies import FixedLength
+from evaluation.batches.curves import BatchTimes
+from evaluation.batches.load import load_at
 from evaluation.competitor import Competitor, competitors_of, label_of, make_competitor
-from evaluation.contest.in_batches import Entry, Setup
-from evaluation.contest.travel import calibrated_on
 from evaluation.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE
 from evaluation.flags.engines import Drafting, Engine, Setting
 from evaluation.flags.times import Given
@@ -19,8 +19,9 @@ from evaluation.gain import Gain, Spent, Splits, gain_over
 from evaluation.played import Played
 from evaluation.table import Table, shown
 from evaluation.times import Times
-from evaluation.traces.replay import replay_settings
+from evaluation.traces.replay import replay_rounds, replay_settings
 from evaluation.traces.trace import Trace
+from evaluation.tuning.calibration import calibrated_on
 from heads.model.head import AcceptanceHead
 from store.progress import Bar
 
@@ -221,12 +222,15 @@ class Answer:
             given: times by tokens, from the command line; None: the times of one sequence are used for batches.
         """
         traces = self.traces.get(self.flags.drafting, self._default)  # type: ignore[arg-type]  # None: the default
-        costs = Setup(self.alone, None).curves("") if given is None else given.curves
+        costs = BatchTimes(self.alone).curves("") if given is None else given.curves
         numbers = make_competitor(FLAGS, "fixed_length", {"k": range(traces.dev.max_draft_length + 1)})
-        entries = [Entry(numbers, trace) for trace in traces]
+        splits = [(replay_rounds(trace, numbers.policy), len(trace.rows)) for trace in traces]
         rows: list[dict[str, Any]] = []
         for size in sorted(sizes):
-            dev, test = ([load.spent(costs).tokens_per_s for load in entry.loads(size)] for entry in entries)
+            dev, test = (
+                [load_at(rounds, k, num_rows, size).spent(costs).tokens_per_s for k in range(len(numbers.settings))]
+                for rounds, num_rows in splits
+            )
             best = dev.index(max(dev))
             first = rows[0]["number"] if rows else best
             row = {"size": size, "number": best, "tokens_per_s": test[best]}

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.contest.in_batches import sizes_of
 from evaluation.costs.machine import NUM_PROMPTS, costs_for, kept_costs, key_of
-from evaluation.flag_types import EngineName, Milliseconds, Sizes
+from evaluation.flag_types import EngineName, Milliseconds, Sizes, sizes_of
 from evaluation.flags.answer import Answer, Traces, batch_line, batch_table
 from evaluation.flags.assisted import times_of_assisted
 from evaluation.flags.engines import ENGINES, Drafting, Engine

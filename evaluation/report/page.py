@@ -8,32 +8,21 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 from evaluation.clock.results import ClockReport
-from evaluation.contest.arms import Pick
-from evaluation.families import BOUNDS, families, family
+from evaluation.contest import Contest
+from evaluation.families import ALONE, BOUNDS, families
 from evaluation.figure import Plot
+from evaluation.report.batches import batch_tables
+from evaluation.report.results import result_table
+from evaluation.report.stages import stage_plot
 from evaluation.report.verdict import Answer
-from evaluation.table import Table, crossed
-from evaluation.times import Times
+from evaluation.table import Table
 from store.shards import write_atomic
 
 RATIOS = (1.5, 2.0, 3.0, 4.0, 5.0, 8.0, 12.0, 20.0, 30.0, 40.0)
 """t_target / t_draft of the slider's steps, beside that of the evaluation."""
-
-
-class Ranking(NamedTuple):
-    """Every policy of one dataset at one ratio of times."""
-
-    ratio: float
-    sheet: Table
-    families: Sequence[str]
-    """Family of each row."""
-    best: str
-    """The family that dev chooses of those that can be run."""
-    is_here: bool = False
-    """Whether these are the times of the evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +33,10 @@ class Page:
     """One line under the title."""
     directory: Path
     """Folder that report.html and all files beside it are written to."""
-    cost: Times
-    """Times of the evaluation."""
     answers: dict[str, list[Answer]] = field(default_factory=dict)
-    """Those of each dataset, a cost each; the first is that of `cost`."""
-    rankings: dict[str, list[Ranking]] = field(default_factory=dict)
-    """Those of each dataset, by ratio; every dataset has the same ratios."""
-    picks: dict[str, Mapping[str, Pick]] = field(default_factory=dict)
-    """Family -> what dev chose at `cost`, of each."""
+    """Dataset -> what its contest at each of the evaluation's times says, the first of this machine or as given."""
+    rankings: dict[str, list[Contest]] = field(default_factory=dict)
+    """Dataset -> its contests by ratio of times; every dataset has the same ratios."""
     plots: list[Plot] = field(default_factory=list)
     clocks: list[ClockReport] = field(default_factory=list)
     """Report of each dataset's clock, where there was one."""
@@ -62,13 +47,15 @@ class Page:
 def write_report(page: Page) -> None:
     """Write the evaluation as one page, report.html, into the page's directory."""
     steps = next(iter(page.rankings.values()), [])
-    labels = [f"{step.ratio:.3g}{' (here)' * step.is_here}" for step in steps]
+    first = [answers[0].contest.times for answers in page.answers.values()]
+    here = next((number for number, step in enumerate(steps) if step.times in first), 0)
+    labels = [f"{step.times.ratio:.3g}{', this evaluation' * (number == here)}" for number, step in enumerate(steps)]
     parts = {
         "about": escape(page.about),
         "answers": "".join(_answers(name, page) for name in page.answers),
-        "rankings": "".join(_rankings(name, of_dataset, page) for name, of_dataset in page.rankings.items()),
+        "rankings": "".join(_rankings(name, contests, here, page) for name, contests in page.rankings.items()),
         "last": max(0, len(steps) - 1),
-        "here": next((place for place, step in enumerate(steps) if step.is_here), 0),
+        "here": here,
         "labels": json.dumps(labels or [""]),
         "batches": _batches(page.batches),
         "clocks": _clocks(page.clocks),
@@ -85,51 +72,46 @@ def has_heads(report: Path) -> bool:
 
 
 def _answers(dataset: str, page: Page) -> str:
-    here, *elsewhere = page.answers[dataset]
+    first, *others = page.answers[dataset]
     heading = f"<h2>{escape(dataset)}</h2>" if len(page.answers) > 1 else ""
-    folded = (f"<details><summary>at {escape(other.costs)}</summary>{_answer(other)}</details>" for other in elsewhere)
-    return heading + _answer(here) + "".join(folded)
+    folded = (
+        f"<details><summary>at {escape(other.contest.times.title)}</summary>{_answer(other)}</details>"
+        for other in others
+    )
+    return heading + _answer(first) + "".join(folded)
 
 
 def _answer(answer: Answer) -> str:
     rows = answer.table.rows
     verdict = escape(answer.verdict).replace(" %", "&nbsp;%")
     explained = f'<p class="note">{escape(answer.explained)}.</p>' if answer.explained else ""
-    table = _table(answer.table, classes=["best" * (row["stage"] == family(answer.best).label) for row in rows])
-    return f'<p class="verdict">{verdict}</p>{explained}{_figure(answer.picture)}{table}'
+    table = _table(answer.table, classes=["best" * (row["stage"] == answer.best) for row in rows])
+    return f'<p class="verdict">{verdict}</p>{explained}{_figure(stage_plot(answer.stages, answer.contest))}{table}'
 
 
-def _rankings(dataset: str, rankings: Sequence[Ranking], page: Page) -> str:
+def _rankings(dataset: str, contests: Sequence[Contest], here: int, page: Page) -> str:
     heading = f"<h3>{escape(dataset)}</h3>" if len(page.rankings) > 1 else ""
     return heading + "".join(
-        f'<div data-step="{step}"{"" if ranking.is_here else " hidden"}>{_ranking(ranking)}</div>'
-        for step, ranking in enumerate(rankings)
+        f'<div data-step="{step}"{"" if step == here else " hidden"}>{_ranking(contest)}</div>'
+        for step, contest in enumerate(contests)
     )
 
 
-def _ranking(ranking: Ranking) -> str:
-    kinds = dict.fromkeys(BOUNDS, "bound") | {ranking.best: "best"}
-    classes = [kinds.get(family, "") for family in ranking.families]
-    return _table(ranking.sheet, classes=classes, families=ranking.families)
+def _ranking(contest: Contest) -> str:
+    kinds, names = dict.fromkeys(BOUNDS, "bound") | {contest.best.family: "best"}, [ALONE, *contest.results]
+    table = result_table(contest)._replace(note="")
+    return _table(table, classes=[kinds.get(name, "") for name in names], families=names)
 
 
 def _batches(rows: Sequence[Mapping[str, Any]]) -> str:
-    tables: dict[str, list[Mapping[str, Any]]] = {}
+    setups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         share = "as measured" if row["verify_share"] is None else f"{row['verify_share']:g} t_draft"
-        title = f"{row['dataset']}: a target forward costs {row['ratio']:.2f} draft forwards ({row['costs']}), "
-        tables.setdefault(f"{title}a verified token {share}", []).append(row)
-    sheets = (Table(title, crossed("policy", map(_cell, members))) for title, members in tables.items())
-    note = (
-        "Tokens/s of the whole batch at the setting that dev chose for its size, gain over the best fixed length, and "
-        "seconds of a request; predicted (law 4.13)."
-    )
-    return f'<h2>In batches</h2><p class="note">{note}</p>{"".join(map(_table, sheets))}' if tables else ""
-
-
-def _cell(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    figures = f"{row['tokens_per_s']:.1f}, {row['gain']:+.1%}, {row['request_s']:.3g} s"
-    return family(row["family"]).label, f"batch {row['batch_size']}", figures
+        title = f"a target forward costs {row['ratio']:.2f} draft forwards ({row['costs']}), a verified token {share}"
+        setups.setdefault((row["dataset"], title), []).append(row)
+    tables = [table for (_, title), of_setup in setups.items() for table in batch_tables(of_setup, title)]
+    note = f'<p class="note">{escape(tables[0].note)}</p>' if tables else ""
+    return f"<h2>In batches</h2>{note}{''.join(_table(table._replace(note='')) for table in tables)}" if tables else ""
 
 
 def _clocks(reports: Sequence[ClockReport]) -> str:

@@ -1,19 +1,18 @@
 """Plots of an evaluation, as SVG for the page and as files (SpecDec++ Figure 4)."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 from scipy.special import expit
 
-from evaluation.contest.arms import Arm, Pick, Replays
+from evaluation.contest import Contest, Replays, Result, best_heads
 from evaluation.families import BASELINE, BOUNDS, COLOURS, HEADS, PRODUCT, family, styles_of
 from evaluation.figure import BLUE, GREY, RED, Plot, figure_of, legend_below, plot_of
 from evaluation.times import Times
 from evaluation.traces.trace import Array, Trace
 from heads.model.head import TIMING_LABELS, AcceptanceHead, Timing
 
-Picks = Mapping[str, Pick]
 _BINS = 15
 _FEWEST = 5
 """Tokens in a bin that the reliability plot shows."""
@@ -30,32 +29,28 @@ _LINES: Mapping[Timing, str] = {"fed": "--", "drawn": "-", "prefix": ":"}
 """Timing -> line of its best head."""
 
 
-def all_plots(replays: Replays, picks: Picks, cost: Times, *, shown: Collection[str] | None = None) -> list[Plot]:
-    """All plots of one dataset but those that every cost has of its own (`evaluation.report.gains`); `shown`: the
-    families that decide, for plots that would not be readable with all; None: all.
+def all_plots(replays: Replays, contest: Contest, *, shown: Collection[str]) -> list[Plot]:
+    """All plots of one dataset but those that each set of times has (`evaluation.report.gains`); `shown`: the families
+    that decide, for plots that would not be readable with all.
     """
-    test, best = replays.traces.test, replays.best(cost)
-    plots = [
-        *thresholds(picks, cost),
-        draft_lengths(picks, cost, shown=shown),
-        pareto(picks, shown=shown),
-    ]
-    return [*plots, *([reliability_plot(test, best)] if best else []), entropies(test)]
+    deciding, test = [result for name, result in contest.results.items() if name in shown], replays.traces.test
+    heads = {timing: replays.heads[name] for timing, name in best_heads(contest.results).items()}
+    plots = [*thresholds(contest), draft_lengths(deciding, contest.times), pareto(deciding)]
+    return [*plots, *([reliability_plot(test, heads)] if heads else []), entropies(test)]
 
 
-def pareto(picks: Picks, *, shown: Collection[str] | None = None) -> Plot:
+def pareto(results: Sequence[Result]) -> Plot:
     """Discard rate against verification rate of every setting (SpecDec++ Figure 4), a ring around the one that dev
-    chose; `shown`: families, None for all.
+    chose.
     """
     figure, axes = figure_of(4.2)
-    members = {name: pick for name, pick in picks.items() if shown is None or name in shown}
-    styles, right, top = styles_of(members), 0.0, 0.0
-    for name, pick in members.items():
-        verified, discarded = _rates(pick.arm)
-        best = float(verified[pick.setting]), float(discarded[pick.setting])
+    styles, right, top = styles_of(result.family for result in results), 0.0, 0.0
+    for result in results:
+        verified, discarded = _rates(result)
+        best = float(verified[result.number]), float(discarded[result.number])
         right, top = max(right, best[0]), max(top, best[1])
-        colour, _, marker = styles[name]
-        axes.plot(verified, discarded, marker, markersize=3, color=colour, label=family(name).label)
+        colour, _, marker = styles[result.family]
+        axes.plot(verified, discarded, marker, markersize=3, color=colour, label=family(result.family).label)
         axes.plot(*best, "o", markersize=9, fillstyle="none", markeredgewidth=1.6, color=colour)
     axes.set(
         xlabel="verifications per emitted token",
@@ -73,28 +68,29 @@ def pareto(picks: Picks, *, shown: Collection[str] | None = None) -> Plot:
     )
 
 
-def thresholds(picks: Picks, cost: Times) -> list[Plot]:
+def thresholds(contest: Contest) -> list[Plot]:
     """Speed-up over the threshold of each family with one parameter, at its best arm; a plot for each meaning of a
     threshold.
     """
-    by_meaning = dict[str, list[Pick]]()
-    for name, pick in picks.items():
-        values = [list(setting.items()) for setting in pick.arm.grid.settings]
+    times, by_meaning = contest.times, dict[str, list[Result]]()
+    for name, result in contest.results.items():
+        values = [list(setting.items()) for setting in result.competitor.settings]
         if name in BOUNDS or len(values) <= 4 or any(len(items) != 1 for items in values):
             continue
         ((parameter, value),) = values[0]
         if isinstance(value, float):
-            by_meaning.setdefault(_meaning(name, parameter), []).append(pick)
+            by_meaning.setdefault(_meaning(name, parameter), []).append(result)
     plots = []
     for number, (meaning, members) in enumerate(by_meaning.items(), 1):
-        styles = styles_of(pick.family for pick in members)
+        styles = styles_of(result.family for result in members)
         figure, axes = figure_of(3.2 + 0.2 * len(members) / 2)
-        for pick in members:
-            colour, line, _ = styles[pick.family]
-            values = [next(iter(setting.values())) for setting in pick.arm.grid.settings]
-            speed_up = cost.tokens_per_s(pick.arm.test) * cost.t_target_s[0]
-            axes.plot(values, speed_up, color=colour, linestyle=line, label=family(pick.family).label)
-            axes.plot(values[pick.setting], speed_up[pick.setting], "o", markersize=6, color=colour)
+        for result in members:
+            assert result.arm is not None
+            colour, line, _ = styles[result.family]
+            values = [next(iter(setting.values())) for setting in result.competitor.settings]
+            speed_up = times.tokens_per_s(result.arm.test) * times.t_target_s[0]
+            axes.plot(values, speed_up, color=colour, linestyle=line, label=family(result.family).label)
+            axes.plot(values[result.number], speed_up[result.number], "o", markersize=6, color=colour)
         axes.set(xlabel=meaning, ylabel="predicted speed-up")
         legend_below(axes)
         caption = f"Predicted speed-up over the target alone by {meaning}, on test. The dot marks dev's choice."
@@ -102,24 +98,25 @@ def thresholds(picks: Picks, cost: Times) -> list[Plot]:
     return plots
 
 
-def draft_lengths(picks: Picks, cost: Times, *, shown: Collection[str] | None = None) -> Plot:
-    """How long drafts are at the dev-chosen settings; `shown`: families, None for all."""
+def draft_lengths(results: Sequence[Result], times: Times) -> Plot:
+    """How long drafts are at the settings that dev chose."""
     figure, axes = figure_of(3.8)
-    members = {name: pick for name, pick in picks.items() if shown is None or name in shown}
-    styles = styles_of(members)
-    for name, (arm, setting) in members.items():
-        lengths, (colour, line, _), label = arm.test.lengths[setting].sum(0), styles[name], family(name).label
-        if name == BASELINE:  # a single spike would flatten every other line
-            length = next(iter(arm.grid.settings[setting].values()))
+    styles = styles_of(result.family for result in results)
+    for result in results:
+        assert result.played is not None
+        (colour, line, _), label = styles[result.family], family(result.family).label
+        if result.family == BASELINE:  # a single spike would flatten every other line
+            length = next(iter(result.setting.values()))
             axes.axvline(length, color=colour, linestyle="-.", label=f"{label}: {length}")
             continue
+        lengths = result.played.lengths[0].sum(0)
         share = 100 * lengths / lengths.sum()
         axes.step(np.arange(len(lengths)), share, where="mid", color=colour, linestyle=line, label=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="drafted tokens in a round", ylabel="% of rounds")
     legend_below(axes)
     return plot_of(
-        "draft_lengths", f"Draft lengths, where a target forward costs {cost.ratio:.1f} draft forwards.", figure
+        "draft_lengths", f"Draft lengths, where a target forward costs {times.ratio:.1f} draft forwards.", figure
     )
 
 
@@ -183,7 +180,8 @@ def _scored_later(trace: Trace, drawn: Array, is_accepted: Array) -> tuple[Array
     return following[fits], is_accepted[fits]
 
 
-def _rates(arm: Arm) -> Array:
-    counts = arm.test.counts
+def _rates(result: Result) -> Array:
+    assert result.arm is not None
+    counts = result.arm.test.counts
     tokens = counts.num_emitted.sum(-1)
     return np.stack([counts.num_target.sum(-1) / tokens, counts.num_discarded.sum(-1) / tokens])

@@ -11,11 +11,11 @@ from typing import Any
 from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.competitor import competitors_with
-from evaluation.contest.arms import Pick, Replays, fastest_on_dev, picks_of, replay_dataset
-from evaluation.contest.recommended import recommend, write_verdict
+from evaluation.contest import Replays, Result, fastest_on_dev, replay_dataset, result_of
 from evaluation.costs.machine import costs_for
 from evaluation.families import BASELINE
-from evaluation.gain import Gain, Splits, gain_over
+from evaluation.gain import Gain, Splits
+from evaluation.report.recommended import pooled, recommend, write_verdict
 from evaluation.table import Table, announce, printing, say
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
@@ -89,7 +89,7 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
         baseline, tuned = tuned_heads(replays, cost)
         places = {result.head: written_to(experiment, result) if write else "" for result in tuned}
         threshold_sheet(tuned, cost, places=places, baseline=baseline, folder=experiment.exported).print()
-        verdict = recommend([replays], cost, experiment)
+        verdict = recommend(pooled([replays], cost), experiment)
         announce([write_verdict(verdict, experiment.directory)] if write else [])
         say(f"\n{verdict['sentence']}")
         print(f"next: acceptance-heads generate --config … --prompt …, which takes {verdict['policy']}")
@@ -114,42 +114,45 @@ def written_to(experiment: Experiment, result: Tuned) -> str:
     return str(file.relative_to(experiment.exported) if file.is_relative_to(experiment.exported) else file)
 
 
-def tuned_heads(replays: Replays, cost: Times) -> tuple[Pick, list[Tuned]]:
+def tuned_heads(replays: Replays, cost: Times) -> tuple[Result, list[Tuned]]:
     """(the best fixed length, every head at its best threshold on dev and under the rule, the fastest on dev first)."""
-    baseline = picks_of(replays.arms, cost)[BASELINE]
-    arms = {arm.grid.head: arm for arm in replays.arms}
-    found = [
-        tune_head(name, fastest_on_dev([arms[name]], cost), replays, cost=cost, baseline=baseline)
-        for name in Bar(replays.heads, desc="tune: auto", unit="heads")
-    ]
-    return baseline, sorted(found, key=lambda result: -result.tokens_per_s_on_dev)
+    baseline = fastest_on_dev(replays.arms, cost)[BASELINE]
+    arms = {arm.competitor.head: arm for arm in replays.arms}
+    found = []
+    for name in Bar(replays.heads, desc="tune: auto", unit="heads"):
+        [result] = fastest_on_dev([arms[name]], cost).values()
+        found.append(tune_head(name, result, replays, cost=cost, baseline=baseline))
+    return baseline, sorted(found, key=lambda tuned: -tuned.tokens_per_s_on_dev)
 
 
-def tune_head(name: str, pick: Pick, replays: Replays, *, cost: Times, baseline: Pick) -> Tuned:
+def tune_head(name: str, result: Result, replays: Replays, *, cost: Times, baseline: Result) -> Tuned:
     """One head at its threshold, and what the rule comes to."""
-    head, base, on_test = replays.heads[name], baseline.spent(cost), cost.tokens_per_s(pick.arm.test)
-    rule, online = replays.ruled(head, cost)
-    ruled, fixed_tokens_per_s = rule.spent(cost), baseline.tokens_per_s_on_dev(cost)
+    assert result.arm is not None
+    assert result.on_dev is not None
+    head = replays.heads[name]
+    rule, online = replays.autos(head, cost)
+    ruled = result_of(rule, 0, cost)
+    auto_on_dev = float(cost.spent(rule.dev).tokens_per_s[0])
     return Tuned(
         head=name,
         timing=head.timing,
-        max_rejection_prob=pick.values["max_rejection_prob"],
-        tokens_per_s_on_dev=pick.tokens_per_s_on_dev(cost),
-        tokens_per_s=float(on_test[pick.setting]),
-        gain=gain_over(base, pick.spent(cost)),
-        best_tokens_per_s=float(on_test.max()),
-        auto_tokens_per_s=float(ruled.test.tokens_per_s[0]),
-        auto_gain=gain_over(base, ruled.test.at(0)),
-        online_tokens_per_s=float(cost.tokens_per_s(online.test)[0]),
+        max_rejection_prob=result.setting["max_rejection_prob"],
+        tokens_per_s_on_dev=result.on_dev,
+        tokens_per_s=result.tokens_per_s,
+        gain=result.over(baseline),
+        best_tokens_per_s=float(cost.tokens_per_s(result.arm.test).max()),
+        auto_tokens_per_s=ruled.tokens_per_s,
+        auto_gain=ruled.over(baseline),
+        online_tokens_per_s=result_of(online, 0, cost).tokens_per_s,
         target_alone_tokens_per_s=1 / cost.t_target_s[0],
         recommended={
             "is_calibrated": False,
-            **pick.values,
-            "tokens_per_s": pick.tokens_per_s_on_dev(cost),
-            "auto_tokens_per_s": float(ruled.dev.tokens_per_s[0]),
-            "fixed_length": int(baseline.values["k"]),
-            "fixed_tokens_per_s": fixed_tokens_per_s,
-            **{key: getattr(rule.grid.policy, key) for key in _RULE},
+            **result.setting,
+            "tokens_per_s": result.on_dev,
+            "auto_tokens_per_s": auto_on_dev,
+            "fixed_length": int(baseline.setting["k"]),
+            "fixed_tokens_per_s": baseline.on_dev,
+            **{key: getattr(rule.competitor.policy, key) for key in _RULE},
             "costs": f"{cost.origin}; {cost.stop_origin}",
             "num_prompts": replays.traces.dev.num_prompts,
         },
@@ -157,11 +160,11 @@ def tune_head(name: str, pick: Pick, replays: Replays, *, cost: Times, baseline:
 
 
 def threshold_sheet(
-    tuned: Sequence[Tuned], cost: Times, *, places: Mapping[str, str], baseline: Pick, folder: Path
+    tuned: Sequence[Tuned], cost: Times, *, places: Mapping[str, str], baseline: Result, folder: Path
 ) -> Table:
     """A line per head: the threshold, what it is predicted to gain, the rule beside it, and where it was written."""
     elsewhere = any(place not in ("", f"{name}/config.json") for name, place in places.items())
-    fixed = baseline.spent(cost).tokens_per_s
+    fixed = baseline.tokens_per_s
     rows = [
         {
             "head": head.head,
@@ -179,7 +182,7 @@ def threshold_sheet(
     written = written if any(places.values()) else "Nothing is written"
     note = (
         "threshold: max_rejection_prob, the risk of a rejection at which drafting stops, chosen on dev. Gains: on "
-        f"test, over the best fixed length ({baseline.values['k']}), predicted from counts and times. auto: the rule "
+        f"test, over the best fixed length ({baseline.setting['k']}), predicted from counts and times. auto: the rule "
         f"that needs no threshold. Best on dev first. {written}"
     )
     return Table(f"thresholds for {cost.title}", rows, note, names=2)

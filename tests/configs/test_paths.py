@@ -27,7 +27,7 @@ from decode.generate.command import generate
 from evaluation.__main__ import COMMANDS as EVALUATION
 from evaluation.flags.command import flags
 from evaluation.papers.command import paper_tables
-from evaluation.report.command import evaluate
+from evaluation.report.evaluate import evaluate
 from heads.command import export, import_, push
 from heads.command import inspect as inspect_head
 from heads.model.head import AcceptanceHead

@@ -30,14 +30,14 @@ CEILINGS = {
     "data_gen": (7011, 4400),
     "heads": (4462, 3600),
     "decode": (5318, 4200),
-    "evaluation": (11506, 7400),
+    "evaluation": (11327, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1632, 1400),
     "benchmarks": (795, 800),
-    "tests": (29947, 18000),
+    "tests": (29822, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
-MAX_RECORD_TYPES = 183
+MAX_RECORD_TYPES = 177
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
 
 

@@ -13,7 +13,7 @@ from decode.policies.base import Policy
 from decode.policies.batch import BatchCosts, BlockAuto, Curve
 from evaluation.batches.load import load_of, queue_of
 from evaluation.batches.lockstep import step_through
-from evaluation.contest.in_batches import estimator_of
+from evaluation.report.batches import estimator_of
 from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.chains import ChainRecorder
 from evaluation.traces.recording import record_trace

@@ -77,7 +77,9 @@ def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(confi
         assert list(chosen) == ["fixed_length", "head_drawn", "auto_drawn"]
         assert choices.replays(choices.first_dataset).traces.dev.sampling == SAMPLINGS[name]
         assert [one.is_foreign(SAMPLINGS[name]) for one in chosen.values()] == [False, is_foreign, is_foreign]
-        fixed = next(arm for arm in choices.replays(choices.first_dataset).arms if arm.grid.family == "fixed_length")
+        fixed = next(
+            arm for arm in choices.replays(choices.first_dataset).arms if arm.competitor.family == "fixed_length"
+        )
         assert chosen["fixed_length"].policy.k == int(TIMES.tokens_per_s(fixed.dev).argmax())
     with pytest.raises(ValueError, match="no family 'oracle'"):
         choices.at(TIMES, ("oracle",))

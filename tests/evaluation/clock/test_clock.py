@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, Policy
 from evaluation.clock.primed import PrimedLoop, PrimedModel
 from evaluation.clock.results import check_clock, report_of, rows_of
-from evaluation.clock.turns import Clocked, clock
-from evaluation.competitor import Competitor, make_competitor
-from evaluation.contest.arms import Arm, Pick, picks_of, replay_arms
-from evaluation.gain import Spent, Splits, gain_over
+from evaluation.clock.turns import Clocked, clock, replayed_on
+from evaluation.competitor import Competitor
+from evaluation.contest import Arm, Result, result_of
+from evaluation.gain import Spent, gain_over
 from evaluation.played import Played
 from evaluation.report.page import Page, write_report
 from evaluation.times import Times
@@ -36,11 +36,11 @@ def recorded() -> Trace:
     return trace(WARM).select(range(5))
 
 
-def runner_of(name: str, policy: Policy, replayed: Played) -> Pick:
-    return Pick(Arm(Competitor(name, name, policy, ({},)), replayed, replayed), 0)
+def runner_of(name: str, policy: Policy, replayed: Played) -> Result:
+    return result_of(Arm(Competitor(name, name, policy, ({},)), replayed, replayed), 0, COST)
 
 
-def runners_on(recorded: Trace, policies: dict[str, Policy] = POLICIES) -> list[Pick]:
+def runners_on(recorded: Trace, policies: dict[str, Policy] = POLICIES) -> list[Result]:
     return [runner_of(name, policy, replay_settings(recorded, policy)) for name, policy in policies.items()]
 
 
@@ -67,7 +67,7 @@ def test_every_prompt_is_played_as_it_was_replayed_and_timed_in_each_turn(record
 def test_a_prompt_that_one_runner_plays_otherwise_is_left_out(recorded):
     runners = runners_on(recorded)
     other = replay_settings(recorded, CumulativeTokenProb(0.9))
-    differs = (other.lengths != runners[1].arm.test.lengths)[0].any(-1)
+    differs = (other.lengths != runners[1].played.lengths)[0].any(-1)
     assert differs.any()
     runners[1] = runner_of("cumulative_token_prob", POLICIES["cumulative_token_prob"], other)
     assert np.array_equal(clock(loop(), runners, recorded, range(5), repeats=1, name="made").agrees, ~differs)
@@ -97,8 +97,8 @@ def test_a_primed_model_reads_its_prompt_once():
 
 def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recorded, tmp_path):
     runners = runners_on(recorded)
-    predicted = [COST.time_s(runner.arm.test)[0] for runner in runners]
-    verify_s = [0.005 * runner.arm.test.counts.num_target[0] for runner in runners]
+    predicted = [COST.time_s(runner.played)[0] for runner in runners]
+    verify_s = [0.005 * runner.played.counts.num_target[0] for runner in runners]
     # drafts three tenths slower than predicted and 0.1 ms beside the rounds of each generation, but for the first
     # family
     slower = [np.zeros(5), *(0.3 * (total - verify) for total, verify in zip(predicted[1:], verify_s[1:], strict=True))]
@@ -124,15 +124,10 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     assert first["family"] not in report.verdict.split("pace")[0]
     assert f"beyond 3% of that pace: {first['family']} {1 / (1 + report.common) - 1:+.1%}" in report.verdict
     path = tmp_path / "report.html"
-    grid = make_competitor("fixed_length", "fixed_length", {"k": [2]})
-    (arm,) = replay_arms([grid], Splits(recorded, recorded))
-    write_report(Page(about="", directory=tmp_path, cost=COST, clocks=[report]))
+    write_report(Page(about="", directory=tmp_path, clocks=[report]))
     assert "AdaEDL" in path.read_text()
-    runner = picks_of([arm], COST)["fixed_length"]
-    assert runner.policy == FixedLength(2)
-    assert np.array_equal(
-        runner.replayed(range(3)).lengths, replay_settings(recorded.select(range(3)), FixedLength(2)).lengths
-    )
+    some = replay_settings(recorded.select(range(3)), FixedLength(2))
+    assert np.array_equal(replayed_on(runners[0], range(3)).lengths, some.lengths)
 
 
 def test_turns_of_a_conversation_are_clocked_together_and_count_as_one_prompt(recorded):
@@ -144,7 +139,7 @@ def test_turns_of_a_conversation_are_clocked_together_and_count_as_one_prompt(re
     seconds = np.random.default_rng(0).uniform(1, 2, (3, 1, 4, 3))
     report = report_of(Clocked(seconds, np.ones(4, dtype=bool)), runners, COST, dataset="made", rows=rows)
     spent = [
-        Spent(runner.arm.test.counts.num_emitted[0, :4].reshape(2, 2).sum(0), seconds[n, 0, :, 0].reshape(2, 2).sum(0))
+        Spent(runner.played.counts.num_emitted[0, :4].reshape(2, 2).sum(0), seconds[n, 0, :, 0].reshape(2, 2).sum(0))
         for n, runner in enumerate(runners)
     ]
     assert [row["clocked_gain"][:3] for row in report.rows] == [gain_over(spent[0], other)[:3] for other in spent]

@@ -12,10 +12,10 @@ from decode.experiment import Experiment
 from decode.loop.counts import Counts
 from decode.policies import CumulativeTokenProb, FixedLength, HeadPolicy
 from evaluation.competitor import Competitor
-from evaluation.contest.arms import Arm, Replays
-from evaluation.contest.recommended import recommend, write_verdict
+from evaluation.contest import Arm, Replays
 from evaluation.gain import Splits
 from evaluation.played import Played, joined
+from evaluation.report.recommended import pooled, recommend, write_verdict
 from evaluation.times import Times
 from heads import AcceptanceHead
 
@@ -83,7 +83,7 @@ def experiment(tmp_path):
 )
 def test_what_is_recommended_wins_beyond_chance_and_generate_follows(experiment, free, head, policy, says):
     speeds = {"fixed_length": 100, "cumulative_token_prob": free} | ({} if head is None else {"head": head})
-    verdict = recommend([replays_at(**speeds)], COST, experiment)
+    verdict = recommend(pooled([replays_at(**speeds)], COST), experiment)
     assert verdict["policy"] == policy.format(experiment.exported / "it")
     assert re.match(says, verdict["sentence"])
     gain = "as the best fixed length (3)" if policy.startswith("fixed") else " % ("
@@ -101,12 +101,14 @@ def test_a_verdict_over_several_sets_is_that_of_all_prompts_together(experiment)
         np.concatenate(parts, axis=1) for parts in zip(*(COST.spent(r.arms[1].test) for r in every), strict=True)
     )
     assert all(map(np.array_equal, COST.spent(whole), (tokens, seconds)))
-    assert recommend(every, COST, experiment)["sentence"].startswith("Use head it at 0.125: +12 %")
+    assert recommend(pooled(every, COST), experiment)["sentence"].startswith("Use head it at 0.125: +12 %")
 
 
 @pytest.mark.parametrize("change", ["another sampling", "a newer head", "another head"])
 def test_a_verdict_that_is_out_of_date_is_not_followed(experiment, change):
-    path = write_verdict(recommend([replays_at(fixed_length=100, head=120)], COST, experiment), experiment.directory)
+    path = write_verdict(
+        recommend(pooled([replays_at(fixed_length=100, head=120)], COST), experiment), experiment.directory
+    )
     verdict = json.loads(path.read_text())
     if change == "another sampling":
         path.write_text(json.dumps(verdict | {"of": experiment.identity | {"sampling": {}}}))

@@ -20,7 +20,7 @@ from evaluation.__main__ import COMMANDS
 from evaluation.batches.curves import keep_curves
 from evaluation.costs.command import verdict_of as costs_verdict
 from evaluation.costs.machine import kept_costs, key_of
-from evaluation.report.one_policy import at_costs, histogram
+from evaluation.report.replay import at_costs, histogram
 from evaluation.table import wide_console
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
@@ -231,8 +231,7 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(flags, capsys, argv, sai
 
 @pytest.mark.parametrize("name", ["evaluate", "tune"])
 def test_a_trace_of_other_settings_is_refused_before_anything_is_timed(name, flags, capsys, monkeypatch):
-    module = {"evaluate": "command", "tune": "tune"}[name]
-    monkeypatch.setattr(f"evaluation.report.{module}.costs_for", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(f"evaluation.report.{name}.costs_for", lambda *_: pytest.fail("timed"))
     with pytest.raises(SystemExit, match="2"):
         run(COMMANDS, argv=[name, *flags, "--decode.seed", "7"])
     assert "differs in seed: 0 there, 7 in this run; choose another decode.dir" in capsys.readouterr().err

@@ -16,8 +16,8 @@ from data_gen.stories.stories import stories
 from decode.experiment import Experiment
 from decode.policies import FixedLength, HeadPolicy, Policy
 from evaluation.competitor import Competitor, competitors_of
-from evaluation.contest.arms import Replays, picks_of, replay_arms
-from evaluation.gain import Splits, gain_over
+from evaluation.contest import Replays, fastest_on_dev, replay_arms
+from evaluation.gain import Splits
 from evaluation.report.tune import tuned_heads
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
@@ -80,10 +80,9 @@ def test_a_policy_of_position_alone_is_the_best_fixed_length(splits, cost):
         grid("position", Position(), num=list(range(1, LONGEST + 1))),
         grid("constant_head", HeadPolicy(constant_head()), max_rejection_prob=thresholds),
     ]
-    picks = picks_of(list(replay_arms(grids, splits)), cost)
-    base = picks["fixed_length"].spent(cost)
+    results = fastest_on_dev(replay_arms(grids, splits), cost)
     for family in ("position", "constant_head"):
-        gain = gain_over(base, picks[family].spent(cost))
+        gain = results[family].over(results["fixed_length"])
         assert (gain.value, gain.low, gain.high) == pytest.approx((0, 0, 0), abs=1e-9), family
 
 
@@ -108,10 +107,9 @@ def test_two_arms_of_one_length_do_not_differ(splits):
     lengths = list(range(LONGEST + 1))
     first, second = replay_arms([grid(name, FixedLength(), k=lengths) for name in ("one", "two")], splits)
     for cost in COSTS:
-        picks = picks_of([first, second], cost)
-        assert picks["one"].values == picks["two"].values
-        gain = gain_over(picks["one"].spent(cost), picks["two"].spent(cost))
-        assert tuple(gain) == (0, 0, 0, 0)
+        results = fastest_on_dev([first, second], cost)
+        assert results["one"].setting == results["two"].setting
+        assert tuple(results["two"].over(results["one"])) == (0, 0, 0, 0)
 
 
 @pytest.mark.slow

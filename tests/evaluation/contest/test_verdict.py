@@ -1,26 +1,36 @@
-"""The sentence and the rows that decide have the figures of the table, say plainly where training does not pay, and are
-the same on console and page; no plot needs more than eight colours.
+"""The sentence and the stages have the figures of the results, say plainly where training does not pay, and are printed
+in full on request; no plot needs more than eight colours.
 """
 
-import html
-import json
-import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from decode.experiment import Experiment
 from decode.policies import FixedLength
 from evaluation.competitor import Competitor, competitors_of, default_values
-from evaluation.contest.arms import replay_dataset
-from evaluation.contest.results import lead_of
-from evaluation.families import COLOURS, CUSTOM, GROUPS, TRAINING_FREE, families, family, styles_of
+from evaluation.contest import Contest, Result, hold, replay_dataset
+from evaluation.families import (
+    BASELINE,
+    COLOURS,
+    CUSTOM,
+    GROUPS,
+    PERFECT,
+    PRODUCT,
+    TRAINING_FREE,
+    families,
+    family,
+    styles_of,
+)
 from evaluation.figure import INK, figure_of, legend_below, plot_of
-from evaluation.gain import Gain, Splits
-from evaluation.report.command import folder_of, judge, rankings
-from evaluation.report.page import Page, has_heads, write_report
+from evaluation.gain import Gain, Spent, Splits
+from evaluation.report.files import folder_of
 from evaluation.report.plots import all_plots, thresholds
-from evaluation.report.verdict import _doubt, answer_of, deciding_families, explained
+from evaluation.report.stages import console_table, stage_plot, stage_table, stages_of
+from evaluation.report.verdict import answer_of, doubt_of, explained
 from evaluation.times import StopShares, Times
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
@@ -28,12 +38,6 @@ from lm import Sampling
 from tests.toys.small_pair import trace
 
 CURVE = Times(0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured", {"token_prob": 0.01}, elsewhere=StopShares("", {}))
-"""Starting to verify costs .3, a verified token .2: neither is a position of the page's sliders."""
-
-
-@pytest.fixture(scope="module")
-def splits():
-    return Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
 
 
 @pytest.fixture(scope="module")
@@ -45,36 +49,42 @@ def heads():
     return made
 
 
+@pytest.fixture(scope="module")
+def splits():
+    return Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
+
+
 def replayed(splits, heads):
     few = {"ada_edl": {"initial_lambda": [0.3], "target_rate": [0.7]}}
-    return replay_dataset(
-        splits, competitors_of(few, heads, max_draft_length=5), heads=heads, perfect_head=True, name="made"
-    )
+    competitors = competitors_of(few, heads, max_draft_length=5)
+    return replay_dataset(splits, competitors, heads=heads, perfect_head=True, name="made")
 
 
 @pytest.fixture(scope="module")
-def compared(splits, heads):
-    """(replays, everything judged at CURVE, what it comes to)."""
-    replays = replayed(splits, heads)
-    judged = judge("made", replays, CURVE)
-    return replays, judged, answer_of(judged, CURVE, heads=heads, num_prompts=replays.traces.test.num_prompts)
+def replays(splits, heads):
+    return replayed(splits, heads)
+
+
+@pytest.fixture(scope="module")
+def answer(replays, heads):
+    return answer_of(hold(replays, CURVE, dataset="made"), heads=heads)
 
 
 @pytest.mark.parametrize("t_draft_s", [0.2, 0.05])
-def test_the_sentence_has_the_figures_of_the_rows(compared, heads, t_draft_s):
-    cost = Times.constant(t_draft_s, 1.0, "measured")
-    judged = judge("made", compared[0], cost)
-    verdict = (answer := answer_of(judged, cost, heads=heads, num_prompts=80)).verdict
-    results = {result.family: result for result in judged.results}
-    own, free = (results[judged.yardstick.champions[group]] for group in ("heads", TRAINING_FREE))
-    length, lead = results["fixed_length"].setting["k"], lead_of(judged.yardstick)
-    assert verdict.startswith(f"On this machine (a target forward costs {1 / t_draft_s:.1f} draft forwards): head")
-    assert f"predicted {own.gain.words} over the best fixed length ({length})" in verdict
-    over = f", {lead.words} over the {family(free.family).label}, which needs no training"
-    assert (over in verdict) == (free.family != "fixed_length")
-    head = next(stage for stage in answer.stages if stage.family == own.family)
-    assert head.result == own
-    assert (head.added == lead) == (free.family != "fixed_length")
+def test_the_sentence_has_the_figures_of_the_results(replays, heads, t_draft_s):
+    contest = hold(replays, Times.constant(t_draft_s, 1.0, "measured"), dataset="made")
+    answer = answer_of(contest, heads=heads)
+    own, free = contest.leaders["heads"], contest.leaders[TRAINING_FREE]
+    assert answer.verdict.startswith(
+        f"On this machine (a target forward costs {1 / t_draft_s:.1f} draft forwards): head"
+    )
+    length = contest.baseline.setting["k"]
+    assert f"predicted {contest.gain(own.family).words} over the best fixed length ({length})" in answer.verdict
+    over = f", {contest.lead.words} over the {family(free.family).label}, which needs no training"
+    assert (over in answer.verdict) == (free.family != BASELINE)
+    stage = next(stage for stage in answer.stages if stage.family == own.family)
+    assert stage.result is own
+    assert (stage.added == contest.lead) == (free.family != BASELINE)
 
 
 @pytest.mark.parametrize(
@@ -83,54 +93,43 @@ def test_the_sentence_has_the_figures_of_the_rows(compared, heads, t_draft_s):
         (Gain(0.1, 0.02, 0.2, 0.0), ""),
         (
             Gain(0.1, -0.02, 0.2, 0.0),
-            " With 7 test prompts this difference could be chance, and the entropy (SVIP) may be as fast; raise decode",
+            " With 7 test prompts this difference could be chance, and the entropy (SVIP) ",
         ),
         (Gain(-0.1, -0.2, -0.02, 0.0), " No trained head is faster here: use the entropy (SVIP)."),
     ],
 )
 def test_a_lead_that_shows_nothing_is_called_so(lead, says):
-    said = _doubt(lead, "entropy", 7)
-    assert said.startswith(says)
-    assert bool(said) == bool(says)
+    sentence = doubt_of(lead, "entropy", 7)
+    assert sentence.startswith(says)
+    assert bool(sentence) == bool(says)
 
 
 def test_without_heads_the_sentence_says_what_needs_no_training(splits):
-    judged = judge("made", replayed(splits, {}), CURVE)
-    answer = answer_of(judged, CURVE, heads={}, num_prompts=2)
+    answer = answer_of(hold(replayed(splits, {}), CURVE), heads={})
     assert "no trained heads are compared" in answer.verdict or "no policy that needs no training" in answer.verdict
     assert answer.explained == ""
 
 
-def test_one_row_of_each_kind_decides_and_bounds_stand_last(compared):
-    _, judged, _ = compared
-    shown = deciding_families(judged, CURVE)
-    assert (shown[0], shown[-2:]) == ("fixed_length", ["perfect_drawn", "oracle"])
+def test_one_row_of_each_kind_decides_and_what_is_no_stage_is_in_the_note(answer):
+    shown, contest = answer.deciding, answer.contest
+    assert (shown[0], shown[-2:]) == (BASELINE, ["perfect_drawn", "oracle"])
     kinds = [family(name).kind for name in shown[:-2]]
     assert len(set(kinds)) == len(kinds)
-    assert {judged.yardstick.champions["heads"], judged.yardstick.champions[TRAINING_FREE]} <= set(shown)
-
-
-def test_the_console_has_the_stages_and_if_wanted_every_row_with_the_best_in_bold(compared):
-    *_, answer = compared
-    assert [sheet.title for sheet in answer.printed(has_all=False)] == [answer.sheet.title]
-    stages, whole = answer.printed(has_all=True)
-    assert stages == answer.printed(has_all=False)[0]
-    assert [row["gain"] for row in stages.rows[2:]] == [stage.result.gain.words for stage in answer.stages[1:]]
-    others = len(whole.rows) - len(stages.rows)
-    assert f"--all: {others} more rows" in stages.note
-    assert [row["policy"] for row in whole.rows if "[bold]" in row["tokens/s"]] == [
-        f"[bold]{family(answer.best).label}[/bold]"
-    ]
-
-
-def test_what_decides_but_is_no_stage_stands_in_the_note_with_its_gain(compared):
-    _, judged, answer = compared
-    beside_stages = set(answer.deciding) - {stage.family for stage in answer.stages}
-    beside = [result for result in judged.results if result.family in beside_stages]
+    assert {contest.leaders[group].family for group in ("heads", TRAINING_FREE)} <= set(shown)
+    beside = set(shown) - {stage.family for stage in answer.stages}
     assert beside
-    for result in beside:
-        assert family(result.family).label in answer.table.note
-        assert result.gain.words in answer.table.note
+    for name in beside:
+        assert family(name).label in answer.table.note
+        assert contest.gain(name).words in answer.table.note
+
+
+def test_the_console_has_the_stages_and_if_wanted_every_row_with_the_best_in_bold(answer):
+    stages, whole = answer.printed(has_all=True)
+    assert answer.printed(has_all=False) == [stages]
+    assert stages.title == whole.title
+    assert [row["gain"] for row in stages.rows[2:]] == [stage.gain.words for stage in answer.stages[1:]]
+    assert f"--all: {len(whole.rows) - len(stages.rows)} more rows" in stages.note
+    assert [row["policy"] for row in whole.rows if "[bold]" in row["tokens/s"]] == [f"[bold]{answer.best}[/bold]"]
 
 
 def test_the_name_of_a_head_is_explained_in_words():
@@ -142,103 +141,165 @@ def test_the_name_of_a_head_is_explained_in_words():
     )
 
 
-def test_every_family_has_the_colour_of_its_kind_and_a_line_and_marker_of_its_own():
+def test_every_family_has_the_colour_of_its_kind_and_its_own_line_and_marker():
     assert len(set(COLOURS.values())) <= 8
     styles = styles_of(names := [*families(), "mine", "yours"])
-    assert {name: style.colour for name, style in styles.items()} == {
-        name: COLOURS[family(name).kind] for name in names
-    }
-    deciding = [
-        "fixed_length",
-        "cumulative_token_prob",
-        "entropy",
-        "head_specdec",
-        "head_drawn",
-        "auto_drawn",
-        "oracle",
-    ]
+    assert all(styles[name].colour == COLOURS[family(name).kind] for name in names)
+    deciding = [BASELINE, PRODUCT, "entropy", "head_specdec", "head_drawn", "auto_drawn", "oracle"]
     assert len({style.colour for style in styles_of(deciding).values()}) == len(deciding)
-    assert len(set(styles_of(["token_prob", "cumulative_token_prob", "max_prob", "mine", "yours"]).values())) == 5
+    assert len(set(styles_of(["token_prob", PRODUCT, "max_prob", "mine", "yours"]).values())) == 5
     assert (family("mine").kind, family("mine").label) == (CUSTOM, "mine")
-
-
-def test_the_groups_and_the_need_of_training_follow_from_the_kind():
     heads = ["head_specdec", "head_fed", "head_drawn", "head_prefix"]
     assert [name for name in families() if GROUPS["heads"](name)] == heads
     assert {name for name in families() if GROUPS[TRAINING_FREE](name)} == set(default_values(5)) - {"head"}
-    assert all(
-        family(name).needs_training == (name in (*heads, "auto_fed")) for name in (*heads, "auto_fed", "entropy")
-    )
+    assert [family(name).needs_training for name in (*heads, "auto_fed", "entropy")] == [True] * 5 + [False]
 
 
-def test_thresholds_of_two_meanings_are_on_two_axes(compared):
-    plots = thresholds(compared[1].picks, CURVE)
-    labels = {name: entry.label for name, entry in families().items()}
-    by_family = {name: [plot.name for plot in plots if f">{label}<" in plot.svg] for name, label in labels.items()}
-    assert by_family["head_fed"] == by_family["head_drawn"]
-    meanings = ("head_drawn", "entropy", "token_prob", "cumulative_token_prob", "max_prob")
-    assert len({tuple(by_family[family]) for family in meanings}) == len(plots) == len(meanings)
+def test_plots_are_drawn_in_the_readers_ink_and_thresholds_of_two_meanings_have_two_axes(replays, answer):
+    contest = answer.contest
+    plots = [stage_plot(answer.stages, contest), *all_plots(replays, contest, shown=answer.deciding)]
+    for plot in plots:
+        assert "currentColor" in plot.svg
+        assert "prefers-color-scheme:dark" in plot.svg
+        assert INK not in plot.svg
+        assert "#ffffff" not in plot.svg, "a white background would stand out on a dark page"
+    plots, labels = thresholds(contest), {name: entry.label for name, entry in families().items()}
+    on = {name: [plot.name for plot in plots if f">{label}<" in plot.svg] for name, label in labels.items()}
+    assert on["head_fed"] == on["head_drawn"]
+    meanings = ("head_drawn", "entropy", "token_prob", PRODUCT, "max_prob")
+    assert len({tuple(on[name]) for name in meanings}) == len(plots) == len(meanings)
 
 
 def test_a_legend_lies_below_the_axes():
     figure, axes = figure_of(3.0)
     axes.plot([0, 1], [0, 1], label="a line")
     legend_below(axes)
-    svg = plot_of("p", "", figure).svg  # drawn, so that places are known
+    svg = plot_of("p", "", figure).svg  # drawn, so that positions are known
     (legend,) = figure.legends
     assert legend.get_window_extent().y1 <= axes.get_tightbbox().y0
     assert "a line" in svg
 
 
-def test_a_plot_is_drawn_in_the_readers_own_ink(compared):
-    replays, judged, answer = compared
-    for plot in [answer.picture, *all_plots(replays, judged.picks, CURVE, shown=answer.deciding)]:
-        assert "currentColor" in plot.svg
-        assert "prefers-color-scheme:dark" in plot.svg
-        assert INK not in plot.svg
-        assert "#ffffff" not in plot.svg, "a white background would stand out on a dark page"
-
-
-def written(directory, compared, about=""):
-    replays, judged, answer = compared
-    page = Page(about=about, directory=directory, cost=CURVE, answers={"made": [answer]})
-    page.rankings["made"] = rankings(judged, replays, CURVE)
-    write_report(page)
-    return directory / "report.html"
-
-
-def test_a_report_that_compares_heads_is_kept_where_there_are_none_now(compared, tmp_path, capsys):
+def test_a_report_that_compares_heads_is_kept_where_none_compete_now(tmp_path, capsys):
     experiment = Experiment.__new__(Experiment)
     vars(experiment).update(heads={}, exported=tmp_path / "exported", directory=tmp_path)
-    assert folder_of(experiment, []) == tmp_path
-    said = " ".join(capsys.readouterr().out.split())
-    assert "No trained heads in" in said
-    assert "`acceptance-heads export" in said
-    assert has_heads(written(tmp_path, compared))
-    assert folder_of(experiment, []) == tmp_path / "no-heads"
-    assert "is kept" in " ".join(capsys.readouterr().out.split())
+
+    def folder(competitors=()):
+        path = folder_of(experiment, competitors)
+        return path, " ".join(capsys.readouterr().out.split())
+
+    path, printed = folder()
+    assert path == tmp_path
+    assert "No trained heads in" in printed
+    assert "`acceptance-heads export" in printed
+    (tmp_path / "report.html").write_text('<tr data-family="head_drawn">')
+    path, printed = folder()
+    assert (path, "is kept" in printed) == (tmp_path / "no-heads", True)
     experiment.heads = {"it": None}
-    assert folder_of(experiment, []) == tmp_path / "no-heads"
-    assert "decode.policies names no head" in " ".join(capsys.readouterr().out.split())
-    assert folder_of(experiment, [Competitor("head_drawn", "head:it", FixedLength(1), ({},))]) == tmp_path
-    assert capsys.readouterr().out == ""
+    path, printed = folder()
+    assert (path, "decode.policies names no head" in printed) == (tmp_path / "no-heads", True)
+    assert folder([Competitor("head_drawn", "head:it", FixedLength(1), ({},))]) == (tmp_path, "")
 
 
-def test_the_page_opens_with_the_rows_and_the_sentence_of_the_console(compared, tmp_path):
-    text, (_, _, answer) = written(tmp_path, compared).read_text(), compared
+SPEEDS = {BASELINE: 100.0, PRODUCT: 120.0, "entropy": 118.0, "head_drawn": 130.0, PERFECT: 150.0, "oracle": 200.0}
+SETTINGS = {BASELINE: {"k": 7}, PRODUCT: {"min_token_prob": 0.0474}, "head_drawn": {"max_rejection_prob": 0.731}}
 
-    def rows_of(part):
-        return [
-            [html.unescape(cell) for cell in re.findall(r"<td.*?>(.*?)</td>", row)]
-            for row in re.findall(r"<tr.*?</tr>", part.split("<tbody>")[1].split("</tbody>")[0])
-        ]
 
-    assert html.escape(answer.verdict).replace(" %", "&nbsp;%") in text
-    assert text.index('class="verdict"') < text.index("<svg") < text.index("<table") < text.index('id="step"')
-    columns = answer.table.columns
-    stages = [[row.get(column, "") for column in columns] for row in answer.table.rows]
-    assert rows_of(text.split("<main>")[1]) == stages
-    (here,) = re.findall(r'<div data-step="\d+">.*', text)
-    assert rows_of(here) == [[str(cell) for cell in row.values()] for row in answer.sheet.rows]
-    ratios = re.search(r"labels = (\[.*?\]);", text)[1]
-    assert json.loads(ratios) == ["1.5", "2", "3", "4", "5 (here)", "5", "8", "12", "20", "30", "40"]
+def contest_at(speeds, free=PRODUCT) -> Contest:
+    """Each policy at its speed, give or take 10 % on each of 30 prompts; dev prefers `free` to the others."""
+    noise = np.random.default_rng(0).normal(1, 0.1, (len(speeds), 30))
+    results = {}
+    for (name, speed), of_family in zip(speeds.items(), noise, strict=True):
+        spent = Spent(np.full(30, 100), 100 / speed * of_family / of_family.mean())
+        full = "head:drawn+s-d1-w3" if name == "head_drawn" else name
+        competitor = Competitor(name, full, FixedLength(), (SETTINGS.get(name, {}),))
+        results[name] = Result(competitor=competitor, number=0, on_dev=speed + 100 * (name == free), spent=spent)
+    return Contest("made", Times.constant(0.01, 0.02), results)
+
+
+def stages_at(speeds, free=PRODUCT):
+    return stages_of(contest_at(speeds, free))
+
+
+def test_stages_go_from_the_best_fixed_length_to_the_oracle_and_share_its_whole_gain():
+    contest = contest_at(SPEEDS)
+    first, *stages = stages_of(contest)
+    assert [stage.family for stage in (first, *stages)] == [BASELINE, PRODUCT, "head_drawn", PERFECT, "oracle"]
+    assert [stage.percent_of_gain for stage in stages] == [pytest.approx(part) for part in (20, 10, 20, 50)]
+    assert first.speeds[:3] == pytest.approx((100, 100, 100))
+    assert (first.added, first.percent_of_gain) == (None, None)
+    before = 100.0
+    for stage in stages:
+        assert stage.speeds[:3] == pytest.approx([100 * (1 + part) for part in stage.gain[:3]])
+        assert stage.speeds.value == pytest.approx(SPEEDS[stage.family])
+        assert stage.added.value == pytest.approx(stage.speeds.value / before - 1)
+        assert all(gain.low < gain.value < gain.high for gain in (stage.speeds, stage.gain, stage.added))
+        before = stage.speeds.value
+    product, head, perfect, _ = stages
+    assert product.added == product.gain
+    assert head.added == contest.lead
+    assert perfect.added == contest.results[PERFECT].over(contest.results["head_drawn"])
+    assert [stage.percent_of_gain for stage in stages_at(dict.fromkeys(SPEEDS, 100.0))] == [None] * 5
+
+
+def test_the_product_keeps_its_stage_where_dev_prefers_another_policy_without_training():
+    stages, contest = stages_at(SPEEDS, free="entropy"), contest_at(SPEEDS)
+    assert [stage.family for stage in stages[:4]] == [BASELINE, PRODUCT, "entropy", "head_drawn"]
+    assert [stage.percent_of_gain for stage in stages[2:4]] == [pytest.approx(-2), pytest.approx(12)]
+    assert "entropy (SVIP): slower than the row above" in stage_table(stages, contest).note
+    assert "slower than" not in stage_table(stages_of(contest), contest).note
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "why"),
+    [
+        (PRODUCT, 1, "not compared: decode.policies"),
+        ("head_drawn", 2, "not compared: no trained heads"),
+        (PERFECT, 3, "not in the trace: decode.perfect_head is false"),
+    ],
+)
+def test_a_stage_that_did_not_compete_says_why_and_the_others_share_the_whole_gain(name, row, why):
+    speeds = {other: speed for other, speed in SPEEDS.items() if other != name}
+    contest = contest_at(speeds, BASELINE if name == PRODUCT else PRODUCT)
+    stages = stages_of(contest)
+    assert [stage.missing for stage in stages if stage.result] == [""] * 4
+    assert stages[row + 1].knows == f"{stages[row].knows}; {stages_at(SPEEDS)[row + 1].knows}"
+    assert sum(stage.percent_of_gain or 0 for stage in stages) == pytest.approx(100)
+    cells = stage_table(stages, contest).rows[row + 1]
+    assert why in cells["what it knows"]
+    assert "tokens/s" not in cells
+    assert why in stages[row].as_dict()["missing"]
+    assert f">{why.partition(':')[0]}<" in stage_plot(stages, contest).svg
+
+
+def test_the_table_the_picture_and_the_record_have_the_same_figures():
+    contest = contest_at(SPEEDS)
+    stages = stages_of(contest)
+    head, table = stages[2], stage_table(stages, contest, beside=["entropy (SVIP), 0.4: +18 % (16, 20)"])
+    speed, low, high, _ = head.speeds
+    assert list(table.rows[3].values()) == [
+        "best head, drawn-time",
+        "what a head learned",
+        "drawn+s-d1-w3 at 0.731",
+        f"{speed:.0f} ({low:.0f}, {high:.0f})",
+        head.gain.words,
+        head.added.words,
+    ]
+    assert table.column("tokens/s")[:2] == ["50.0", "100"]
+    assert "entropy (SVIP), 0.4: +18 % (16, 20)" in table.note
+    record = head.as_dict()
+    figures = (record["tokens_per_s_low"], record["gain_high"], record["added"], record["percent_of_oracle_gain"])
+    assert figures == (low, head.gain.high, head.added.value, head.percent_of_gain)
+    svg = stage_plot(stages, contest).svg
+    assert all(f">{text}<" in svg for text in ("100", "120", "130", "150", "200"))
+    wide = console_table(table, best="", more=16)
+    assert Console(width=200).measure(wide._replace(note="").table()).maximum <= 100
+    assert "drawn+s-d1-w3 at 0.731" in wide.note
+    assert "16 more rows" in wide.note
+
+
+def test_the_pictures_of_near_ratios_are_two_files():
+    near = Times.constant(0.01, 0.02)
+    every = (Times.constant(0.2, 0.9996), near.with_ratio(5.0), near.with_ratio(4.998), near.with_ratio(5.000001))
+    contest = contest_at(SPEEDS)
+    assert len({stage_plot(stages_of(contest), replace(contest, times=times)).name for times in every}) == 4

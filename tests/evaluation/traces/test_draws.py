@@ -12,8 +12,8 @@ from configs.command import config_of, parser_for, run
 from decode.experiment import Experiment
 from evaluation.__main__ import COMMANDS
 from evaluation.competitor import make_competitor
-from evaluation.contest.arms import Arm, Pick
-from evaluation.gain import Splits, gain_over
+from evaluation.contest import Arm, Result, result_of
+from evaluation.gain import Splits
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
@@ -142,19 +142,15 @@ def test_prompts_of_two_datasets_may_have_one_id():
     assert join_traces(parts).num_prompts == 2 * traced.num_prompts
 
 
-def pick(traced: Trace, k: int) -> Pick:
-    grid = make_competitor("fixed_length", "fixed_length", {"k": [k]})
-    replayed = replay_settings(traced, grid.policy)
-    return Pick(Arm(grid, replayed, replayed), 0)
+def result(traced: Trace, k: int) -> Result:
+    competitor = make_competitor("fixed_length", "fixed_length", {"k": [k]})
+    played = replay_settings(traced, competitor.policy)
+    return result_of(Arm(competitor, played, played), 0, Times.constant(0.2, 1.0))
 
 
 def test_the_interval_resamples_prompts_so_that_equal_draws_add_no_certainty():
-    cost = Times.constant(0.2, 1.0)
     once = trace(WARM)
-    both = [
-        gain_over(pick(traced, 1).spent(cost), pick(traced, 4).spent(cost))
-        for traced in (once, join_traces([once, once, once]))
-    ]
+    both = [result(traced, 4).over(result(traced, 1)) for traced in (once, join_traces([once, once, once]))]
     assert both[1] == pytest.approx(both[0], rel=1e-9)
     assert both[0].low < both[0].high
 

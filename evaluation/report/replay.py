@@ -18,7 +18,6 @@ from data_gen.store.manifest import read_manifest
 from decode.experiment import Experiment
 from decode.policies import Policy
 from decode.policies.auto import Auto
-from evaluation.contest.arms import total
 from evaluation.costs.machine import costs_without_models
 from evaluation.table import Table, printing, say, shown
 from evaluation.times import Times
@@ -107,7 +106,7 @@ def played(policy: Policy, trace: Trace, *, cost: Times, dataset: str, split: st
     tokens.
     """
     replayed = replay_settings(trace, policy)
-    counts, speed = total(replayed.counts, 0), float(cost.tokens_per_s(replayed)[0])
+    counts, speed = replayed.total(), float(cost.tokens_per_s(replayed)[0])
     return {
         "dataset": dataset,
         "split": split,

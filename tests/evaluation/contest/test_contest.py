@@ -8,8 +8,7 @@ import torch
 from decode.policies.auto import Auto
 from decode.policies.registry import LOGISTIC, POLICIES, make_policy
 from evaluation.competitor import bounds, competitors_of, default_values, head_competitor, make_competitor
-from evaluation.contest.arms import Replays, by_family, fastest_heads, picks_of, replay_arms, replay_dataset
-from evaluation.contest.results import Result, results_of, yardstick_of
+from evaluation.contest import Contest, Replays, best_heads, fastest_on_dev, hold, replay_arms, replay_dataset
 from evaluation.families import family
 from evaluation.gain import Splits
 from evaluation.times import Times
@@ -35,9 +34,8 @@ def arms(splits):
     return list(replay_arms([*grids, *bounds()], splits))
 
 
-def results_at(cost: Times, arms) -> list[Result]:
-    picks = picks_of(arms, cost)
-    return results_of(picks, cost, yardstick_of(picks, cost))
+def contest_at(times: Times, arms) -> Contest:
+    return Contest("made", times, fastest_on_dev(arms, times))
 
 
 @pytest.mark.parametrize(
@@ -53,21 +51,20 @@ def test_a_grid_that_cannot_be_replayed_is_refused(own, says):
         competitors_of(own, {}, max_draft_length=5)
 
 
-def test_the_reported_setting_is_the_one_that_is_fastest_on_dev(arms):
-    for result, arm in zip(results_at(COST, arms), arms, strict=True):
-        on_dev = COST.tokens_per_s(arm.dev)
-        assert on_dev[list(arm.grid.settings).index(result.setting)] == on_dev.max()
-        assert result.tokens_per_s == pytest.approx(COST.tokens_per_s(arm.test)[int(on_dev.argmax())])
-
-
-def test_nothing_beats_the_oracle_and_fixed_length_is_the_baseline(arms):
-    results = {result.family: result for result in results_at(COST, arms)}
-    assert results["oracle"].percent_of_oracle == pytest.approx(100)
-    assert max(result.percent_of_oracle for result in results.values()) == pytest.approx(100)
-    assert results["fixed_length"].gain.value == 0
-    for result in results.values():
-        assert result.gain.low <= result.gain.value <= result.gain.high
-        assert result.speed_up == pytest.approx(result.tokens_per_s * 1.0)
+def test_the_setting_of_each_family_is_the_fastest_on_dev_and_is_judged_on_test_against_the_best_fixed_length(arms):
+    contest = contest_at(COST, arms)
+    for arm in arms:
+        result, on_dev = contest.results[arm.competitor.family], COST.tokens_per_s(arm.dev)
+        assert (result.number, result.on_dev) == (on_dev.argmax(), on_dev.max())
+        assert result.setting == arm.competitor.settings[int(on_dev.argmax())]
+        assert result.tokens_per_s == pytest.approx(COST.tokens_per_s(arm.test)[result.number])
+        gain = contest.gain(result.family)
+        assert gain.value == pytest.approx(result.tokens_per_s / contest.baseline.tokens_per_s - 1)
+        assert gain.low <= gain.value <= gain.high
+        assert result.percent_of(contest.results["oracle"]) <= 100 + 1e-9
+    assert contest.leaders["training-free"].on_dev == max(
+        contest.results[name].on_dev for name in POLICIES if name != "head"
+    )
 
 
 def test_the_papers_heads_compete_among_themselves_and_each_timing_takes_its_best(splits):
@@ -86,23 +83,23 @@ def test_the_papers_heads_compete_among_themselves_and_each_timing_takes_its_bes
             [head_competitor(name, head, {"max_rejection_prob": LOGISTIC}) for name, head in heads.items()], splits
         )
     )
-    picks = picks_of(arms, COST)
-    assert picks["head_specdec"].arm.grid.name.startswith("head:fed-")
-    assert picks["head_fed"].arm.grid.name.startswith("head:fed+s-")
+    picks = fastest_on_dev(arms, COST)
+    assert picks["head_specdec"].competitor.name.startswith("head:fed-")
+    assert picks["head_fed"].competitor.name.startswith("head:fed+s-")
     assert set(picks) == {"head_specdec", "head_fed", "head_drawn"}
-    speeds = {arm.grid.name.removeprefix("head:"): COST.tokens_per_s(arm.dev).max() for arm in arms}
-    for timing, best in fastest_heads(arms, COST).items():
+    speeds = {arm.competitor.name.removeprefix("head:"): COST.tokens_per_s(arm.dev).max() for arm in arms}
+    for timing, best in best_heads(picks).items():
         assert speeds[best] == max(speed for name, speed in speeds.items() if name.startswith(timing))
-    assert fastest_heads(arms[:3], COST).keys() == {"fed"}
+    assert best_heads(fastest_on_dev(arms[:3], COST)).keys() == {"fed"}
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.8, 1.0, 1.5])
 def test_no_bound_falls_below_the_target_alone_or_a_fixed_length_where_drafting_is_dear(splits, arms, ratio):
     cost = Times.constant(1 / ratio, 1.0)
-    replays = Replays(traces=splits, arms=arms, heads={})
-    results = results_at(cost, [*arms, replays.oracle_arm(cost)])
-    assert max(result.percent_of_oracle for result in results) == pytest.approx(100)
-    assert next(result.speed_up for result in results if result.family == "oracle") >= 1 - 1e-9
+    results = hold(Replays(traces=splits, arms=arms, heads={}), cost).results
+    oracle = results["oracle"]
+    assert max(result.percent_of(oracle) for result in results.values()) == pytest.approx(100)
+    assert oracle.tokens_per_s * cost.t_target_s[0] >= 1 - 1e-9
 
 
 @pytest.mark.parametrize("ratio", [2, 5, 10, 20])
@@ -112,7 +109,7 @@ def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold(
     cost = Times.constant(1 / ratio, 1.0)
     rule = auto_for(ScoreHead("perfect", timing), dev, cost)
     reached = cost.tokens_per_s(replay_settings(test, rule))[0]
-    grid = next(arm for arm in arms if arm.grid.family == f"perfect_{timing}")
+    grid = next(arm for arm in arms if arm.competitor.family == f"perfect_{timing}")
     assert reached > 0.97
     assert reached > 0.98 * cost.tokens_per_s(grid.test).max()
 
@@ -151,7 +148,7 @@ def test_a_prefix_head_competes_and_pays_a_forward_for_the_token_that_it_does_wi
         {"fixed_length": {"k": [2]}, "head": {"max_rejection_prob": LOGISTIC}}, heads, max_draft_length=5
     )
     replays = replay_dataset(splits, grids, heads=heads, perfect_head=False, name="")
-    counts = by_family(replays.arms)["head_prefix"][0].test.counts
+    counts = next(arm.test.counts for arm in replays.arms if arm.competitor.family == "head_prefix")
     assert (counts.num_draft_forwards - counts.num_drafted).max() > 0
 
 
@@ -162,10 +159,14 @@ def test_the_rule_has_two_rows_with_the_head_that_is_fastest_on_dev(splits):
         {"fixed_length": {"k": [2]}, "head": {"max_rejection_prob": LOGISTIC}}, heads, max_draft_length=5
     )
     replays = replay_dataset(splits, grids, heads=heads, perfect_head=False, name="")
-    speeds = {arm.grid.name: COST.tokens_per_s(arm.dev).max() for arm in replays.arms if arm.grid.name[:5] == "head:"}
+    speeds = {
+        arm.competitor.name: COST.tokens_per_s(arm.dev).max()
+        for arm in replays.arms
+        if arm.competitor.name[:5] == "head:"
+    }
     timing = max(speeds, key=speeds.__getitem__).removeprefix("head:")
-    assert [arm.grid.family for arm in replays.auto_arms(COST)] == [f"auto_{timing}", f"auto_{timing}_online"]
-    assert Replays(traces=splits, arms=[], heads={}).auto_arms(COST) == []
+    names = [name for name in hold(replays, COST).results if name.startswith("auto")]
+    assert names == [f"auto_{timing}", f"auto_{timing}_online"]
 
 
 def test_the_policies_of_the_yaml_compete_and_no_others():

@@ -1,0 +1,252 @@
+"""How the best setting is chosen: one contest between all competitors on one dataset at one set of times (law 4.10).
+
+    1. Every setting of every competitor is replayed on the dev and on the test prompts (`replay_dataset`). What a
+       policy does on a trace depends on no times, so this happens once.
+    2. Of all settings of a family, `fastest_on_dev` takes the one with the most tokens per second on dev.
+    3. That setting is judged on the test prompts: its `Result`.
+
+Two policies depend on the times: the rule of law 4.11 and the oracle. `hold` solves and replays them once for each set
+of times, and lets them compete with the rest.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from decode.policies.base import Policy
+from evaluation.competitor import Competitor, bounds, label_of
+from evaluation.families import BASELINE, BOUND, GROUPS, HEADS, HEADS_OF, ORACLE, TRAINING_FREE, families, family
+from evaluation.gain import Gain, Spent, Splits, gain_over
+from evaluation.played import Played
+from evaluation.times import Times
+from evaluation.traces.bounds import Oracle
+from evaluation.traces.replay import replay_settings
+from evaluation.traces.trace import Trace
+from evaluation.tuning.rule import auto_for
+from heads.model.head import AcceptanceHead, Timing
+from store.progress import Bar
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A competitor and what all its settings did on both splits."""
+
+    competitor: Competitor
+    dev: Played
+    test: Played
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A competitor at one setting, on the test prompts."""
+
+    competitor: Competitor
+    number: int
+    """Of the setting."""
+    on_dev: float | None = None
+    """Tokens per second on dev, by which the setting was chosen."""
+    spent: Spent
+    """Tokens and seconds of each test prompt."""
+    played: Played | None = None
+    """What this setting did on test; None if it was only clocked."""
+    arm: Arm | None = None
+    """All settings of the competitor on this dataset."""
+
+    @property
+    def family(self) -> str:
+        """Family that the competitor belongs to."""
+        return self.competitor.family
+
+    @property
+    def setting(self) -> Mapping[str, Any]:
+        """The parameters."""
+        return self.competitor.settings[self.number]
+
+    @property
+    def label(self) -> str:
+        """Head and setting in a few characters."""
+        return label_of(self.competitor.name, self.setting)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy at this setting, as the loop runs it."""
+        return replace(self.competitor.policy, **self.setting)  # type: ignore[type-var]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput on test."""
+        return float(self.spent.tokens_per_s)
+
+    def over(self, base: "Result") -> Gain:
+        """The gain over another result on the same prompts."""
+        return gain_over(base.spent, self.spent)
+
+    def percent_of(self, bound: "Result | None") -> float:
+        """Throughput in per cent of a bound's; NaN where the trace does not know the bound."""
+        if bound is None:
+            return float("nan")
+        seconds, tokens = bound.spent.seconds.sum() / self.spent.seconds.sum(), self.spent.tokens.sum()
+        return float(100 * seconds * (tokens / bound.spent.tokens.sum()))
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Every family's result on one dataset at one set of times."""
+
+    dataset: str
+    times: Times
+    results: Mapping[str, Result]
+    """By family, in the order of tables."""
+    _gains: dict[tuple[str, str], Gain] = field(default_factory=dict, repr=False)
+
+    @property
+    def baseline(self) -> Result:
+        """The best fixed length, from which gains are measured."""
+        return self.results[BASELINE]
+
+    @property
+    def num_prompts(self) -> int:
+        """Test prompts."""
+        return len(self.baseline.spent.tokens)
+
+    @cached_property
+    def leaders(self) -> dict[str, Result]:
+        """Group of families -> the result that is fastest on dev; groups without any are left out."""
+        members = {
+            group: [result for name, result in self.results.items() if belongs(name)]
+            for group, belongs in GROUPS.items()
+        }
+        return {group: fastest(results) for group, results in members.items() if results}
+
+    @cached_property
+    def best(self) -> Result:
+        """The fastest on dev of what can be run."""
+        return fastest(result for name, result in self.results.items() if family(name).kind != BOUND)
+
+    def gain(self, name: str, base: str = BASELINE) -> Gain:
+        """The gain of a family over another one, computed once."""
+        if (name, base) not in self._gains:
+            self._gains[name, base] = self.results[name].over(self.results[base])
+        return self._gains[name, base]
+
+    @property
+    def lead(self) -> Gain | None:
+        """The gain of the best head over the best policy without training; None where there is no head."""
+        if HEADS not in self.leaders:
+            return None
+        return self.gain(self.leaders[HEADS].family, self.leaders[TRAINING_FREE].family)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replays:
+    """One dataset: its traces, and all arms that depend on no times."""
+
+    traces: Splits[Trace]
+    arms: Sequence[Arm]
+    heads: Mapping[str, AcceptanceHead]
+    """Heads of the arms, by name."""
+
+    def autos(self, head: AcceptanceHead, times: Times, is_online: Sequence[bool] = (False, True)) -> list[Arm]:
+        """The rule of law 4.11 with this head, lambda from dev or learned online."""
+        rules = {
+            f"auto_{head.timing}{'_online' * learns}": auto_for(head, self.traces.dev, times, is_online=learns)
+            for learns in is_online
+        }
+        return list(replay_arms((Competitor(name, name, rule, ({},)) for name, rule in rules.items()), self.traces))
+
+    def oracle(self, times: Times) -> Arm:
+        """The oracle that knows these times; the one without times is it wherever drafting an accepted token pays."""
+        dev = self.traces.dev
+        oracle = Oracle(times.round_s(dev.max_draft_length, has_blocks=dev.block_size is not None))
+        return next(replay_arms([Competitor(ORACLE, ORACLE, oracle, ({},))], self.traces))
+
+
+def hold(replays: Replays, times: Times, *, dataset: str = "", is_online: Sequence[bool] = (False, True)) -> Contest:
+    """The contest of one dataset at these times.
+
+    Args:
+        replays: of the dataset.
+        times: of the pair, on this machine or another.
+        dataset: its name.
+        is_online: forms of `auto` that compete with the head that is fastest on dev: lambda from dev, learned online.
+    """
+    chosen = fastest_on_dev(replays.arms, times)
+    heads = [result for name, result in chosen.items() if family(name).timing]
+    autos = replays.autos(replays.heads[fastest(heads).competitor.head], times, is_online) if heads else []
+    chosen = fastest_on_dev([*autos, replays.oracle(times)], times, chosen)
+    order = [name for name in families() if name in chosen]
+    return Contest(dataset, times, {name: chosen[name] for name in dict.fromkeys([*order, *chosen])})
+
+
+def fastest_on_dev(arms: Iterable[Arm], times: Times, rivals: Mapping[str, Result] | None = None) -> dict[str, Result]:
+    """Family -> its arm and setting with the most tokens per second on dev, the first of equals, on test.
+
+    Args:
+        arms: what competes.
+        times: at which it does.
+        rivals: results that were chosen before and compete, too.
+    """
+    best = {name: (result.on_dev or 0.0, result) for name, result in (rivals or {}).items()}
+    for arm in arms:
+        speeds = times.tokens_per_s(arm.dev)
+        number = int(speeds.argmax())
+        name, on_dev = arm.competitor.family, float(speeds[number])
+        if name not in best or on_dev > best[name][0]:
+            best[name] = on_dev, result_of(arm, number, times, on_dev=on_dev)
+    return {name: result for name, (_, result) in best.items()}
+
+
+def result_of(arm: Arm, number: int, times: Times, *, on_dev: float | None = None) -> Result:
+    """An arm at one setting, on test."""
+    played = arm.test.select([number])
+    return Result(
+        competitor=arm.competitor,
+        number=number,
+        on_dev=on_dev,
+        spent=times.spent(played).at(0),
+        played=played,
+        arm=arm,
+    )
+
+
+def fastest(results: Iterable[Result]) -> Result:
+    """The fastest on dev, the first of equals."""
+    return max(results, key=lambda result: result.on_dev or 0.0)
+
+
+def best_heads(results: Mapping[str, Result]) -> dict[Timing, str]:
+    """Timing -> name of the head that is fastest on dev, whatever it reads."""
+    rivals = {timing: [results[name] for name in names if name in results] for timing, names in HEADS_OF.items()}
+    return {timing: fastest(of_timing).competitor.head for timing, of_timing in rivals.items() if of_timing}
+
+
+def replay_dataset(
+    traces: Splits[Trace],
+    competitors: Sequence[Competitor],
+    *,
+    heads: Mapping[str, AcceptanceHead],
+    perfect_head: bool,
+    name: str,
+) -> Replays:
+    """Every arm of one dataset, the bounds last.
+
+    Args:
+        traces: of the dataset.
+        competitors: all but the bounds.
+        heads: those of the competitors, by name.
+        perfect_head: the trace knows acceptance along branches too, which the bounds of the perfect head need.
+        name: of the dataset, for the progress bar.
+    """
+    every = [*competitors, *(bound for bound in bounds() if perfect_head or bound.family == ORACLE)]
+    with Bar(total=sum(len(each.settings) for each in every), desc=f"replay: {name}", unit="settings") as bar:
+        return Replays(traces=traces, arms=list(replay_arms(every, traces, bar.update)), heads=heads)
+
+
+def replay_arms(
+    competitors: Iterable[Competitor], traces: Splits[Trace], progress: Callable[[int], object] = lambda count: None
+) -> Iterator[Arm]:
+    """Every competitor on both splits; `progress` gets the number of settings after each."""
+    for each in competitors:
+        yield Arm(each, replay_settings(traces.dev, each.policy), replay_settings(traces.test, each.policy))
+        progress(len(each.settings))

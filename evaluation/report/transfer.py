@@ -1,0 +1,114 @@
+"""Transfer: heads and settings chosen on one set's dev prompts, judged on the test prompts of another.
+
+    transferred  chosen on the source set's dev (head, threshold, index of the rule), reported on the test prompts of a
+                 set that nothing was tuned on
+    tuned there  chosen on that set's own dev, reported on the same test prompts
+
+Gains are over the best fixed length that was tuned there, leads over the best training-free policy tuned there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+
+from configs.schema import Config, SamplingConfig
+from data_gen.store.manifest import read_manifest
+from decode.experiment import Experiment
+from evaluation.competitor import Competitor
+from evaluation.contest import Contest, Replays, Result, hold, replay_dataset
+from evaluation.families import AUTO, BOUND, PERFECT, TRAINING_FREE, family
+from evaluation.gain import Gain
+from evaluation.report.results import figures_of, result_frame
+from evaluation.table import Table, spread
+from evaluation.times import Times
+from evaluation.traces.recording import trace_folder
+from evaluation.traces.replay import replay_settings
+
+
+def transferred(source: Contest, target: Contest, replays: Replays) -> dict[str, Result]:
+    """Every family but the bounds at the setting that the source set's dev chose, on the target set's test prompts.
+
+    Args:
+        source: the contest whose choices are kept.
+        target: the set to which they are transferred, at the same times.
+        replays: of the target set, so that what was replayed there is not replayed again.
+    """
+    known = {(arm.competitor.family, arm.competitor.name): arm.test for arm in replays.arms}
+    results = {}
+    for name, chosen in source.results.items():
+        kind, key = family(name).kind, (name, chosen.competitor.name)
+        if kind == BOUND:
+            continue
+        if key in known and kind != AUTO:
+            played = known[key].select([chosen.number])
+        else:
+            played = replay_settings(replays.traces.test, chosen.policy)
+        results[name] = replace(chosen, spent=target.times.spent(played).at(0), played=played, arm=None)
+    return results
+
+
+def over_tuned(results: Mapping[str, Result], target: Contest) -> dict[str, Gain]:
+    """The gain of each transferred family over the same family tuned on the target set."""
+    return {name: each.over(target.results[name]) for name, each in results.items() if name in target.results}
+
+
+def transfer_table(results: Mapping[str, Result], source: Contest, target: Contest) -> Table:
+    """Gains on the source set, transferred, and tuned on the target set, side by side."""
+    kept, free = over_tuned(results, target), target.leaders[TRAINING_FREE]
+    rows = [
+        {
+            "policy": family(name).label,
+            f"setting from {source.dataset}": result.label,
+            f"on {source.dataset}": _gain(source, name),
+            "transferred": result.over(target.baseline).text,
+            "tuned there": _gain(target, name),
+            "transferred over tuned there": kept[name].text if name in kept else "",
+            "lead": result.over(free).text,
+        }
+        for name, result in results.items()
+    ]
+    heading, on_source = list(rows[0])[1:3]
+    gains = {on_source: _gain(source, PERFECT), "tuned there": _gain(target, PERFECT)}
+    return Table(
+        f"from {source.dataset} to {target.dataset}; {target.times.title}",
+        [*rows, {"policy": "perfect head", heading: "tuned there", **gains}],
+        f"gain over the best fixed length of the set, with 95 % intervals. transferred: head and setting chosen on the "
+        f"dev prompts of {source.dataset}; tuned there: on those of {target.dataset}; lead: of the transferred setting "
+        f"over the best training-free policy tuned there ({family(free.family).label})",
+        names=2,
+    )
+
+
+def transfer_frame(results: Mapping[str, Result], source: Contest, target: Contest) -> pd.DataFrame:
+    """Rows of results.csv: the target set's, chosen on the source set."""
+    kept, nothing = over_tuned(results, target), Gain(*[float("nan")] * 4)
+    rows = [figures_of(result, target) | spread("kept", kept.get(name, nothing)) for name, result in results.items()]
+    return result_frame(rows, target, chosen_on=source.dataset)
+
+
+def _gain(contest: Contest, name: str) -> str:
+    return f"{contest.gain(name).value:+.1%}" if name in contest.results else ""
+
+
+def source_contests(
+    directory: str, config: Config, competitors: Sequence[Competitor], every_times: Sequence[Times]
+) -> dict[str, Contest]:
+    """Title of each set of times -> the contest on the first dataset of the evaluation in `directory`, under that
+    evaluation's sampling.
+
+    Raises:
+        FileNotFoundError: no whole trace of this config's prompts there.
+    """
+    sampling = read_manifest(Path(directory) / "trace", command="trace", keys=["sampling"])["sampling"]
+    pair = replace(config.pair, sampling=SamplingConfig(**sampling))
+    decode = replace(config.decode, dir=directory, allow_foreign_heads=True)
+    experiment = Experiment(replace(config, pair=pair, decode=decode))
+    name = next(iter(experiment.datasets))
+    traces, heads = trace_folder(experiment).load(name), experiment.heads
+    replays = replay_dataset(
+        traces, competitors, heads=heads, perfect_head=decode.perfect_head, name=f"transfer from {name}"
+    )
+    dataset = f"{name} (temperature {experiment.sampling.temperature:g})"
+    return {times.title: hold(replays, times, dataset=dataset) for times in every_times}

@@ -1,0 +1,147 @@
+"""Evaluation in batches (law 4.13): settings chosen on dev at each size; a batch of one is no batch; the rule against
+fixed lengths.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from evaluation.batches.curves import BatchTimes
+from evaluation.batches.load import load_at, queue_of
+from evaluation.batches.lockstep import step_through
+from evaluation.competitor import bounds, default_values, head_competitor, make_competitor
+from evaluation.contest import Replays, replay_arms
+from evaluation.flag_types import sizes_of
+from evaluation.gain import Splits
+from evaluation.report import batches
+from evaluation.report.batches import contests_of, in_batches, setups_of
+from evaluation.times import RECORDED, StopShares, Times
+from evaluation.traces.bounds import ScoreHead
+from evaluation.traces.replay import replay_rounds
+from evaluation.tuning.rule import batch_auto_for
+from heads import AcceptanceHead
+from lm import Sampling
+from tests.toys.small_pair import trace
+
+TIMES = Times.constant(0.2, 1.0, elsewhere=StopShares("made up", {"entropy": 0.1}))
+
+
+@pytest.fixture(scope="module")
+def replays():
+    splits = Splits(*(trace(Sampling(temperature=0.6), seed=seed) for seed in (1, 2)))
+    names = ("fixed_length", "token_prob", "entropy")
+    competitors = [make_competitor(name, name, default_values(5)[name]) for name in names]
+    return Replays(traces=splits, arms=list(replay_arms([*competitors, *bounds()], splits)), heads={})
+
+
+def rows_at(replays, setup, sizes):
+    ((_, rows),) = contests_of(replays, [setup], sizes)
+    return rows
+
+
+def loads_of(competitor, trace, size):
+    rounds = replay_rounds(trace, competitor.policy)
+    return [load_at(rounds, number, len(trace.rows), size) for number in range(len(competitor.settings))]
+
+
+def text(setting):
+    return ", ".join(f"{key}={value}" for key, value in setting.items())
+
+
+def test_a_batch_of_one_costs_what_one_sequence_costs(replays):
+    for row in rows_at(replays, BatchTimes(TIMES, 0.0), [1])[:-1]:
+        arm = next(arm for arm in replays.arms if arm.competitor.family == row["family"])
+        best = int(TIMES.tokens_per_s(arm.dev).argmax())
+        assert row["setting"] == text(arm.competitor.settings[best])
+        assert row["tokens_per_s"] == pytest.approx(TIMES.tokens_per_s(arm.test)[best])
+
+
+def test_the_setting_is_the_fastest_on_dev_at_its_size_and_gains_are_over_the_fixed_length(replays):
+    rows = rows_at(replays, setup := BatchTimes(TIMES, 0.3), [2, 6])
+    base = {row["batch_size"]: row["tokens_per_s"] for row in rows if row["family"] == "fixed_length"}
+    for row in rows:
+        assert row["gain"] == pytest.approx(row["tokens_per_s"] / base[row["batch_size"]] - 1)
+        if row["family"] != "perfect_drawn":
+            competitor = next(arm.competitor for arm in replays.arms if arm.competitor.family == row["family"])
+            curves, size = setup.curves(competitor.policy.stop_kind), row["batch_size"]
+            dev, test = ([load.spent(curves) for load in loads_of(competitor, split, size)] for split in replays.traces)
+            best = max(range(len(dev)), key=lambda setting: dev[setting].tokens_per_s)
+            assert row["setting"] == text(competitor.settings[best])
+            assert (row["tokens_per_s"], row["request_s"]) == (test[best].tokens_per_s, test[best].request_s)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_rule_of_a_batch_is_no_worse_than_the_best_fixed_length_that_test_itself_chooses(replays, share, size):
+    curves, (dev, test) = BatchTimes(TIMES, share).curves(""), replays.traces
+    rule = batch_auto_for(ScoreHead("perfect", "drawn"), dev, curves, size)
+    ours = step_through(test, rule, queue_of(len(test.rows), size), size).spent(curves).tokens_per_s
+    lengths = next(arm.competitor for arm in replays.arms if arm.competitor.family == "fixed_length")
+    assert ours >= 0.99 * max(load.spent(curves).tokens_per_s for load in loads_of(lengths, test, size))
+
+
+@pytest.mark.parametrize("share", [0.05, 5.0])
+def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_while_decoding(replays, share):
+    torch.manual_seed(0)
+    heads = {name: AcceptanceHead(16, depth, "drawn", True).eval() for name, depth in (("cheap", 0), ("deep", 1))}
+    shares = StopShares("made up", {"drawn+s-d0": 0.0, "drawn+s-d1": share})
+    setup = BatchTimes(Times.constant(0.2, 1.0, elsewhere=shares), 0.3)
+    competitors = [head_competitor(name, head, {"max_rejection_prob": [0.5]}) for name, head in heads.items()]
+    arms = [*replays.arms, *replay_arms(competitors, replays.traces)]
+    rows = {row["family"]: row for row in rows_at(replace(replays, arms=arms, heads=heads), setup, [3])}
+    assert list(rows)[-4:] == ["head_drawn", "auto_drawn", "auto_drawn_learning", "perfect_drawn"]
+    dev, test = replays.traces
+    rules = [batch_auto_for(head, dev, setup.curves(f"drawn+s-d{head.depth}"), 3) for head in heads.values()]
+    rule = max(rules, key=lambda each: each.throughput)
+    load = step_through(test, rule, queue_of(len(test.rows), 3), 3)
+    assert rows["auto_drawn"]["tokens_per_s"] == pytest.approx(load.spent(rule.costs).tokens_per_s)
+
+
+@pytest.mark.parametrize("origin", ["measured", RECORDED])
+def test_measured_and_recorded_times_of_verification_are_taken_as_they_are(origin):
+    setups = setups_of([Times(0.1, (1.0, 1.1, 1.3), origin), TIMES], (0.0, 0.2))
+    shares = [(setup.times.origin, setup.verify_share) for setup in setups]
+    assert shares == [(origin, None), ("given", 0.0), ("given", 0.2)]
+    seconds = [float(setups[0].curves("").target(tokens)) for tokens in (1, 2, 3, 4)]
+    assert seconds == pytest.approx([1.0, 1.1, 1.3, 1.5])
+    assert float(setups[2].curves("entropy").target(6)) == pytest.approx(1.0 + 0.2 * 0.2 * 5)
+    assert float(setups[2].curves("entropy").draft(4)) == pytest.approx(0.2 + 0.02)
+
+
+def test_every_size_has_a_table_and_every_result_is_a_row(replays, capsys, monkeypatch):
+    monkeypatch.setattr(batches, "kept_curves", lambda experiment: None)
+    experiment = SimpleNamespace(decode=SimpleNamespace(verify_shares=(0.0, 0.2)))
+    rows = in_batches(experiment, {"toys": replays}, [TIMES], [1, 44])
+    assert len(rows) == 2 * 2 * 4
+    assert list(rows[0])[:6] == ["dataset", "ratio", "costs", "verify_share", "batch_size", "family"]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (printed.count("toys in batches of 1;"), printed.count("toys in batches of 44;")) == (2, 2)
+    assert "more than 40" in printed
+    assert "no perfect head" not in printed
+    without = [arm for arm in replays.arms if not arm.competitor.family.startswith("perfect")]
+    in_batches(experiment, {"toys": replace(replays, arms=without)}, [TIMES], [1])
+    assert "no perfect head: decode.perfect_head is false" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ("1,4,16", (1, 4, 16)),
+        (4, (4,)),
+        ((1, 4), (1, 4)),
+        (None, None),
+        ((4, 0), "--batch has 0"),
+        (0, "--batch has 0"),
+        ((), "names no size"),
+        ("four", "--batch is four; name sizes"),
+        ("[1, x]", "name sizes"),
+    ],
+)
+def test_sizes_are_read_as_a_command_line_names_them_or_refused(given, sizes):
+    if isinstance(sizes, str):
+        with pytest.raises(ValueError, match=sizes):
+            sizes_of(given)
+    else:
+        assert sizes_of(given) == sizes

@@ -1,0 +1,124 @@
+"""The page is self-contained, has the figures of the console, and its slider switches between finished tables."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from evaluation.competitor import bounds, default_values, make_competitor
+from evaluation.contest import hold, replay_dataset
+from evaluation.gain import Splits
+from evaluation.report import page as page_module
+from evaluation.report.evaluate import at_ratios
+from evaluation.report.files import write_plots
+from evaluation.report.page import Page, has_heads, write_report
+from evaluation.report.plots import entropies, pareto
+from evaluation.report.results import result_table
+from evaluation.report.verdict import answer_of
+from evaluation.times import StopShares, Times
+from lm import Sampling
+from tests.toys.small_pair import trace
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+TIMES = Times(0.2, (1.0, 1.3, 1.5), "measured", {"token_prob": 0.01}, elsewhere=StopShares("", {"entropy": 0.05}))
+
+
+@pytest.fixture(scope="module")
+def replays():
+    splits = Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
+    values = {name: default_values(5)[name] for name in ("fixed_length", "entropy", "token_prob")}
+    competitors = [make_competitor(name, name, parameters) for name, parameters in values.items()]
+    return replay_dataset(splits, competitors, heads={}, perfect_head=True, name="made")
+
+
+@pytest.fixture(scope="module")
+def contest(replays):
+    return hold(replays, TIMES, dataset="made")
+
+
+@pytest.fixture(scope="module")
+def page(replays, contest, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("report")
+    plots = [pareto(list(contest.results.values())), entropies(replays.traces.test)]
+    answers, rankings = {"made": [answer_of(contest, heads={})]}, {"made": at_ratios([contest], replays)}
+    write_report(Page(about="a < b", directory=directory, answers=answers, rankings=rankings, plots=plots))
+    return directory / "report.html"
+
+
+def cells(part: str) -> list[list[str]]:
+    rows = re.findall(r"<tr class.*?</tr>", part)
+    return [[html.unescape(cell) for cell in re.findall(r"<td.*?>(.*?)</td>", row)] for row in rows]
+
+
+def test_the_page_fetches_nothing_and_is_small(page):
+    text = page.read_text()
+    assert len(text) < 6e6
+    assert not re.search(r"""(src|href)\s*=\s*["'](https?:)?//|fetch\(|XMLHttpRequest|@import""", text)
+    assert "a &lt; b" in text
+    assert not re.search(r"\$(?!\{)[a-z]", text)
+    assert Path(page_module.__file__).with_suffix(".html").read_text().count("\n") < 120, "no cost model"
+
+
+def test_the_page_opens_with_the_sentence_and_the_rows_of_the_console(page, contest):
+    text, answer = page.read_text(), answer_of(contest, heads={})
+    assert html.escape(answer.verdict).replace(" %", "&nbsp;%") in text
+    assert text.index('class="verdict"') < text.index("<svg") < text.index("<table") < text.index('id="step"')
+    stages = [[row.get(column, "") for column in answer.table.columns] for row in answer.table.rows]
+    assert cells(text.split("<main>")[1].split("</table>")[0]) == stages
+
+
+def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_evaluation(page, contest):
+    text = page.read_text()
+    steps = re.findall(r'data-step="(\d+)"( hidden)?', text)
+    assert [step for step, hidden in steps if not hidden] == ["4"]
+    labels = json.loads(re.search(r"labels = (\[.*?\]);", text)[1])
+    assert labels == ["1.5", "2", "3", "4", "5, this evaluation", "5", "8", "12", "20", "30", "40"]
+    assert 'max="10" step="1" value="4"' in text
+    part = text.split('data-step="4">')[1].split("</div></div>")[0]
+    assert cells(part) == [[str(cell) for cell in row.values()] for row in result_table(contest).rows]
+    marks = dict(re.findall(r'<tr class="(\w+)" data-family="(\w+)"', part))
+    assert marks["best"] == contest.best.family
+    assert len(re.findall('class="bound"', part)) == len(list(bounds()))
+
+
+def test_a_report_says_whether_it_compares_heads(page, tmp_path):
+    assert not has_heads(page)
+    other = tmp_path / "report.html"
+    other.write_text(page.read_text().replace('data-family="entropy"', 'data-family="head_drawn"'))
+    assert has_heads(other)
+
+
+def test_plots_of_two_datasets_are_two_files(contest, tmp_path):
+    plot = pareto(list(contest.results.values()))
+    write_plots(tmp_path, [plot.of("one"), plot.of("two")])
+    assert {path.name for path in tmp_path.iterdir()} == {"pareto-one.svg", "pareto-two.svg"}
+    assert plot.of("one").caption == f"one: {plot.caption}"
+
+
+def test_batches_have_a_table_for_each_size_and_share_with_one_number_in_a_cell(tmp_path):
+    rows = [
+        {"dataset": "made", "ratio": 5.0, "costs": "given", "verify_share": share, "batch_size": size}
+        | {"family": family, "setting": f"x={size}", "tokens_per_s": speed + size, "gain": gain, "request_s": 2.0}
+        for share in (0.0, 0.2)
+        for size in (1, 4)
+        for family, speed, gain in (("fixed_length", 10.0, 0.0), ("entropy", 12.0 + share, 0.2))
+    ]
+    write_report(Page(about="", directory=tmp_path, batches=rows))
+    tables = (tmp_path / "report.html").read_text().split("In batches")[1].split("<table>")[1:]
+    assert len(tables) == 4
+    fixed = ["best fixed length", "x=4", "14.0", "", "2"]
+    assert cells(tables[3]) == [fixed, ["entropy (SVIP)", "x=4", "16.2", "+20.0%", "2"]]
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(BROWSER is None, reason="no headless browser here")
+def test_the_page_shows_the_table_of_its_step(page):
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    command = [BROWSER, *flags, page.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert [step for step, hidden in re.findall(r'data-step="(\d+)"( hidden)?', dom) if not hidden] == ["4"]
+    assert '<output id="step-value">5, this evaluation</output>' in dom

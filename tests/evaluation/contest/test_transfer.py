@@ -1,0 +1,111 @@
+"""Transfer: the setting is the source set's choice, the figures are the target set's."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+
+from decode.policies.registry import LOGISTIC
+from evaluation.competitor import default_values, head_competitor, make_competitor
+from evaluation.contest import Contest, Replays, hold, replay_dataset
+from evaluation.gain import Splits
+from evaluation.report.transfer import over_tuned, transfer_frame, transfer_table, transferred
+from evaluation.times import Times
+from evaluation.traces.coupling import Recorder
+from evaluation.tuning.calibration import calibrated_on, is_of_other_sampling
+from heads import AcceptanceHead
+from heads.model.provenance import Provenance
+from lm import Sampling
+from tests.toys import small_pair
+from tests.toys.small_pair import EOS, LENGTH, VOCAB, model, trace
+
+TIMES = Times.constant(0.2, 1.0)
+FAMILIES = ("fixed_length", "token_prob", "entropy")
+
+
+@pytest.fixture(scope="module")
+def sets() -> list[Replays]:
+    """A source set, and a target set that is colder than it."""
+    torch.manual_seed(0)
+    head = AcceptanceHead(16, 1, "drawn", True).eval()
+    competitors = [make_competitor(name, name, default_values(5)[name]) for name in FAMILIES]
+    competitors.append(head_competitor("it", head, {"max_rejection_prob": LOGISTIC}))
+    every = [Splits(*(trace(Sampling(temperature=heat), seed=seed) for seed in (1, 2))) for heat in (0.9, 0.4)]
+    return [replay_dataset(traces, competitors, heads={"it": head}, perfect_head=True, name="") for traces in every]
+
+
+@pytest.fixture(scope="module")
+def source(sets) -> Contest:
+    return hold(sets[0], TIMES, dataset="source")
+
+
+def test_the_setting_is_chosen_on_the_source_set_and_judged_on_the_target_set(sets, source):
+    target = hold(sets[1], TIMES, dataset="target")
+    results = transferred(source, target, sets[1])
+    assert {"head_drawn", "auto_drawn_online", *FAMILIES} <= set(results)
+    assert not {"oracle", "perfect_drawn"} & set(results)
+    tests = {arm.competitor.family: arm.test for arm in sets[1].arms}
+    for name in (*FAMILIES, "head_drawn"):
+        assert results[name].setting == source.results[name].setting
+        speed = TIMES.tokens_per_s(tests[name])[source.results[name].number]
+        assert results[name].tokens_per_s == pytest.approx(speed)
+        kept = over_tuned(results, target)[name]
+        assert kept.low <= kept.value <= kept.high
+        assert kept.value == pytest.approx(speed / target.results[name].tokens_per_s - 1)
+    frame = transfer_frame(results, source, target)
+    assert (set(frame["chosen_on"]), set(frame["dataset"])) == ({"source"}, {"target"})
+    table = transfer_table(results, source, target)
+    assert table.column("transferred")[:-1] == [result.over(target.baseline).text for result in results.values()]
+    assert table.column("policy")[-1] == "perfect head"
+
+
+def test_a_setting_that_is_best_on_the_source_set_alone_costs_something_on_the_target_set(sets, source, monkeypatch):
+    """There the draft is the target, and the longest draft is best."""
+    monkeypatch.setattr(small_pair, "recorder", always_right)
+    lengths = make_competitor("fixed_length", "fixed_length", default_values(LENGTH)["fixed_length"])
+    traces = Splits(*(trace(Sampling(temperature=0.9), seed=seed) for seed in (1, 2)))
+    replays = replay_dataset(traces, [lengths], heads={}, perfect_head=False, name="")
+    target = hold(replays, TIMES, dataset="target")
+    results = transferred(source, target, replays)
+    kept = over_tuned(results, target)
+    assert target.baseline.setting == {"k": LENGTH} != results["fixed_length"].setting
+    assert results["fixed_length"].over(target.baseline) == kept["fixed_length"]
+    assert kept["fixed_length"].high < -0.01
+    assert "entropy" not in kept
+
+
+def always_right(sampling: Sampling, length: int = LENGTH) -> Recorder:
+    return Recorder(model(1, 2), model(1, 2), sampling, VOCAB, frozenset({EOS}), length)
+
+
+def test_a_transfer_to_the_same_set_loses_nothing(sets, source):
+    kept = over_tuned(transferred(source, source, sets[0]), source)
+    assert [gain.value for gain in kept.values()] == pytest.approx([0] * len(kept), abs=1e-12)
+
+
+@pytest.mark.parametrize("timing", ["fed", "drawn", "prefix"])
+def test_a_head_of_another_sampling_is_calibrated_on_the_path_of_dev(sets, timing):
+    torch.manual_seed(1)
+    trained = Provenance(sampling=Sampling(temperature=0.9).as_dict(), reject_weight=3.0, calibration_temperature=1.4)
+    head, dev = AcceptanceHead(16, 1, timing, True, provenance=trained).eval(), sets[1].traces.dev
+    assert is_of_other_sampling(head, dev.sampling)
+    assert not is_of_other_sampling(head, Sampling(temperature=0.9))
+    assert not is_of_other_sampling(AcceptanceHead(16, 1), dev.sampling)
+    (name, fitted), *others = calibrated_on(dev, {"it": head}).items()
+    assert (name, others) == ("it calibrated here", [])
+    path = np.array([at for at in range(dev.num_positions) if timing != "fed" or at not in dev.offsets])
+    of = path - 1 if timing == "fed" else path
+    logit, label = (
+        head.calibrated_logit(dev.logit(head)[path]),
+        (dev.acceptance_rate if timing == "prefix" else dev.signals["acceptance_prob"])[of],
+    )
+
+    def loss(weights):
+        f = weights[0] * logit + weights[1]
+        return (np.logaddexp(0, f) - label * f).mean()
+
+    best = minimize(loss, [1.0, 0.0])
+    now = fitted.calibrated_logit(dev.logit(fitted)[path])
+    assert np.allclose(now, dev.logit(fitted)[path])
+    assert (np.logaddexp(0, now) - label * now).mean() == pytest.approx(best.fun, abs=1e-5)
+    assert np.allclose(now, best.x[0] * logit + best.x[1], atol=2e-2)
