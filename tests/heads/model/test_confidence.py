@@ -1,7 +1,6 @@
 """A DSpark draft's confidence head as a prefix head, and a prefix head in its place: no other tensor of it differs."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,16 @@ from heads import AcceptanceHead, Provenance
 from heads.command import import_
 from heads.model.confidence import CARD, confidence_head_of, write_confidence_head
 from lm import load_pair
+from tests.toys.made_up import ROOT
 
-TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
+TINY = ROOT / "checkpoints" / "tiny"
 WIDTH = 160
 PROJ = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 
 
-def draft_in(directory: Path, dtype: str = "float32"):
+def draft_in(directory: Path):
     sources = {"target": TINY / "target", "draft": directory}
-    pair = PairConfig(**{name: ModelSource(path=str(path), dtype=dtype) for name, path in sources.items()})
+    pair = PairConfig(**{name: ModelSource(path=str(path), dtype="float32") for name, path in sources.items()})
     return load_pair(pair).drafting
 
 
@@ -44,7 +44,7 @@ def sharded(source) -> Path:
     tensors = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
     for number in range(2):
-        part = {name: tensor for place, (name, tensor) in enumerate(sorted(tensors.items())) if place % 2 == number}
+        part = dict(sorted(tensors.items())[number::2])
         save_file(part, source / f"model-{number}.safetensors", metadata={"format": "pt"})
     return source
 
@@ -65,7 +65,7 @@ def test_the_copy_differs_in_nothing_but_the_confidence_heads_numbers(layout, re
                 assert torch.equal(before.get_tensor(name), after.get_tensor(name)) == (name not in PROJ)
 
 
-def test_what_stands_in_its_place_says_the_calibrated_logit(source, tmp_path):
+def test_the_written_head_predicts_the_calibrated_logit(source, tmp_path):
     tensors = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
     save_file(tensors, source / "model.safetensors")
     head = random_head(reject_weight=6.0, calibration_temperature=1.7)
@@ -74,10 +74,9 @@ def test_what_stands_in_its_place_says_the_calibrated_logit(source, tmp_path):
     torch.testing.assert_close(draft.confidence(hidden), head.calibrated_logit(head(hidden)), atol=1e-5, rtol=1e-5)
 
 
-def test_the_drafts_own_head_comes_back_as_it_went(source, tmp_path):
-    draft = draft_in(source)
+def test_the_drafts_own_head_comes_back_as_it_was(source, tmp_path):
+    draft, hidden = draft_in(source), torch.randn(50, WIDTH)
     head = confidence_head_of(draft)
-    hidden = torch.randn(50, WIDTH)
     torch.testing.assert_close(head(hidden), draft.confidence(hidden), atol=1e-6, rtol=1e-6)
     out = write_confidence_head(head, "own", source=source, out=tmp_path / "out")
     before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
@@ -99,40 +98,34 @@ def test_a_command_reads_it_as_a_head_of_the_experiments_sampling(tmp_path):
         import_(config, source=str(TINY / "dspark"), reject_weight=6.0, out=str(tmp_path / "other"))
 
 
-def test_the_card_says_for_which_sampling_and_draft(source, tmp_path):
-    head = random_head(
-        sampling={"temperature": 0.7, "top_k": None, "top_p": 0.9},
-        target={"path": "a-target"},
-        training={"prompts": "stories"},
-    )
+def test_the_card_names_sampling_and_draft(source, tmp_path):
+    sampling = {"temperature": 0.7, "top_k": None, "top_p": 0.9}
+    head = random_head(sampling=sampling, target={"path": "a-target"}, training={"prompts": "stories"})
     out = write_confidence_head(head, "prefix-d0-w1", source=source, out=tmp_path / "out")
     card = (out / CARD).read_text()
-    for said in ("temperature 0.7", "top_p 0.9", "`draft`", "`prefix-d0-w1`", "`a-target`", "prompts: stories"):
-        assert said in card
+    for fact in ("temperature 0.7", "top_p 0.9", "`draft`", "`prefix-d0-w1`", "`a-target`", "prompts: stories"):
+        assert fact in card
     again = write_confidence_head(random_head(), "another", source=out, out=tmp_path / "again")
     assert (again / CARD).read_text().count("# Confidence head of") == 1
 
 
 @pytest.mark.parametrize(
-    ("head", "problem"),
+    ("shape", "problem"),
     [
-        (
-            AcceptanceHead(WIDTH, 2, "prefix"),
-            r"is prefix-d2, but a confidence head is one linear layer; export a linear",
-        ),
-        (AcceptanceHead(WIDTH, 0, "prefix", scalars=True), r"confidence head is one linear layer"),
-        (AcceptanceHead(WIDTH, 0, "drawn"), r"is drawn-d0, but a confidence head"),
-        (AcceptanceHead(96, 0, "prefix"), r"width 96, but this draft's confidence head has 160; export a head that"),
-        (AcceptanceHead(200, 0, "prefix"), r"width 200, but engines pass .* the first 160 numbers; train"),
+        ((WIDTH, 2, "prefix"), r"is prefix-d2, but a confidence head is one linear layer; export a linear"),
+        ((WIDTH, 0, "prefix", True), r"confidence head is one linear layer"),
+        ((WIDTH, 0, "drawn"), r"is drawn-d0, but a confidence head"),
+        ((96, 0, "prefix"), r"width 96, but this draft's confidence head has 160; export a head that"),
+        ((200, 0, "prefix"), r"width 200, but engines pass .* the first 160 numbers; train"),
     ],
 )
-def test_a_head_that_its_format_cannot_say_is_refused(head, problem, source, tmp_path):
+def test_a_head_that_its_format_cannot_express_is_refused(shape, problem, source, tmp_path):
     with pytest.raises(ValueError, match=problem):
-        write_confidence_head(head, "head", source=source, out=tmp_path / "out")
+        write_confidence_head(AcceptanceHead(*shape), "head", source=source, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_is_overwritten_but_an_export(source, tmp_path):
+def test_only_an_export_is_overwritten(source, tmp_path):
     head = random_head()
     with pytest.raises(ValueError, match="is the draft itself, which would be overwritten; name another directory"):
         write_confidence_head(head, "head", source=source, out=source)
@@ -144,25 +137,15 @@ def test_nothing_is_overwritten_but_an_export(source, tmp_path):
 
 
 def test_a_directory_without_a_confidence_head_is_refused(source, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no draft at .*nowhere; set pair.draft.path"):
-        write_confidence_head(random_head(), "head", source=tmp_path / "nowhere", out=tmp_path / "out")
-    with pytest.raises(
-        ValueError, match=r"has no tensor confidence_head.proj.weight.* set pair.draft to a DSpark draft"
-    ):
-        write_confidence_head(random_head(), "head", source=TINY / "draft", out=tmp_path / "out")
     (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"not a complete safetensors file .* fetch or export it again"):
-        write_confidence_head(random_head(), "head", source=source, out=tmp_path / "out")
+    for directory, message in (
+        (tmp_path / "nowhere", r"no draft at .*nowhere; set pair.draft.path"),
+        (TINY / "draft", r"has no tensor confidence_head.proj.weight.* set pair.draft to a DSpark draft"),
+        (source, r"not a complete safetensors file .* fetch or export it again"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            write_confidence_head(random_head(), "head", source=directory, out=tmp_path / "out")
     draft = draft_in(TINY / "dspark")
     draft.confidence_head = None
     with pytest.raises(ValueError, match="has no confidence head"):
         confidence_head_of(draft)
-
-
-def test_provenance_of_another_temperature_changes_what_is_written(source, tmp_path):
-    head = random_head()
-    plain = write_confidence_head(head, "head", source=source, out=tmp_path / "plain")
-    head.provenance = replace(head.provenance, calibration_temperature=2.0)
-    other = write_confidence_head(head, "head", source=source, out=tmp_path / "other")
-    weights = [load_file(path / "model.safetensors")[PROJ[0]].float() for path in (plain, other)]
-    torch.testing.assert_close(weights[0] / 2, weights[1])

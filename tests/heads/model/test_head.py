@@ -12,21 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from heads import AcceptanceHead, Provenance
+from heads.model.card import description
 from heads.model.head import check_shape, update_config
 from heads.model.inputs import Inputs
 from heads.model.step import HostHead, StepwiseHead
+from tests.toys.made_up import ROOT
 
 
-def filled(
-    depth: int = 3,
-    timing: str = "fed",
-    scalars: bool | tuple[str, ...] = False,
-    embedding: bool = False,
-    **provenance: float,
-) -> AcceptanceHead:
+def filled(depth: int = 3, timing: str = "fed", scalars=False, embedding: bool = False, **provenance) -> AcceptanceHead:
     """A head of width 6 with no weight at zero."""
-    about = Provenance(**provenance)  # type: ignore[arg-type]
-    head = AcceptanceHead(6, depth, timing, scalars, embedding, provenance=about)
+    head = AcceptanceHead(6, depth, timing, scalars, embedding, provenance=Provenance(**provenance))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -51,14 +46,11 @@ def test_every_block_has_weights_of_its_own():
     assert not any(torch.allclose(a, b) for i, a in enumerate(grads) for b in grads[:i])
 
 
-def test_depth_zero_is_linear():
+def test_depth_zero_is_linear_and_one_row_is_scored_as_a_batch_of_rows():
     head, a, b = filled(0, scalars=True), torch.randn(2, 4, 6), torch.randn(2, 4, 2)
     torch.testing.assert_close(head(a[0], b[0]) + head(a[1], b[1]), head(a[0] + a[1], b[0] + b[1]) + head.out.bias)
-
-
-def test_one_row_is_scored_as_a_batch_of_rows():
-    head, hidden, scalars = filled(scalars=True), torch.randn(2, 5, 6), torch.randn(2, 5, 2)
-    torch.testing.assert_close(head(hidden, scalars)[1, 3], head(hidden[1, 3], scalars[1, 3]))
+    head = filled(scalars=True)
+    torch.testing.assert_close(head(a, b)[1, 3], head(a[1, 3], b[1, 3]))
 
 
 @pytest.mark.parametrize("inputs", [(("log_token_prob",), False), (True, True), (False, True)])
@@ -67,19 +59,22 @@ def test_a_prefix_head_that_would_read_the_token_is_refused(inputs):
         AcceptanceHead(6, 1, "prefix", *inputs)
 
 
-def test_a_prefix_head_comes_back_from_disk_as_it_went(tmp_path: Path):
-    head = filled(timing="prefix", scalars=True)
+@pytest.mark.parametrize(
+    ("timing", "scalars", "read", "text"),
+    [
+        ("prefix", True, ("entropy",), "before the token is drawn"),
+        ("candidate", True, ("log_token_prob", "entropy"), "once the token is chosen for a tree"),
+        ("drawn", ("entropy",), ("entropy",), "once the token is drawn"),
+    ],
+)
+def test_a_head_comes_back_from_disk_as_it_was_saved(tmp_path: Path, timing: str, scalars, read, text: str):
+    head = filled(timing=timing, scalars=scalars)
     head.save_pretrained(tmp_path)
-    back = AcceptanceHead.from_pretrained(tmp_path)
-    assert back.config == head.config
-    assert (back.timing, back.inputs) == ("prefix", Inputs(("entropy",)))
-    assert "before the token is drawn" in (tmp_path / "README.md").read_text()
-
-
-def test_a_candidate_head_says_what_it_predicts(tmp_path: Path):
-    filled(timing="candidate", scalars=True).save_pretrained(tmp_path)
-    assert AcceptanceHead.from_pretrained(tmp_path).timing == "candidate"
-    assert "once the token is chosen for a tree" in (tmp_path / "README.md").read_text()
+    again, hidden, columns = AcceptanceHead.from_pretrained(tmp_path), torch.randn(4, 6), torch.rand(4, len(read))
+    assert again.config == head.config
+    assert (again.timing, again.inputs) == (timing, Inputs(read))
+    assert torch.equal(again(hidden, columns), head(hidden, columns))
+    assert text in (tmp_path / "README.md").read_text()
 
 
 def test_inputs_are_given_exactly_if_the_head_takes_them():
@@ -89,29 +84,18 @@ def test_inputs_are_given_exactly_if_the_head_takes_them():
         filled()(torch.randn(6), None, torch.randn(6))
 
 
-def test_scalars_have_names_and_an_order_of_their_own(tmp_path: Path):
-    head = filled(2, "drawn", ("entropy",))
-    head.save_pretrained(tmp_path)
-    again, hidden, entropy = AcceptanceHead.from_pretrained(tmp_path), torch.randn(4, 6), torch.rand(4, 1)
-    assert again.inputs == Inputs(("entropy",), embedding=False)
-    assert torch.equal(again(hidden, entropy), head(hidden, entropy))
-    numbers = [0.0, float(entropy[0, 0])]
-    stepwise = HostHead(StepwiseHead(head), names=("log_token_prob", "entropy"))
+def test_scalars_are_read_by_name_and_the_standard_ones_are_written_as_true():
+    head, hidden, entropy = filled(2, "drawn", ("entropy",)), torch.randn(6), torch.rand(1)
+    on_host = HostHead(StepwiseHead(head), names=("log_token_prob", "entropy"))
     # float32 in two orders of summation, which CPUs choose
-    assert stepwise.score(hidden[0].numpy(), numbers) == pytest.approx(head(hidden, entropy)[0].item(), abs=1e-5)
-    assert json.loads((tmp_path / "config.json").read_text())["scalars"] == ["entropy"]
+    score = on_host.score(hidden.numpy(), [0.0, float(entropy)])
+    assert score == pytest.approx(head(hidden, entropy).item(), abs=1e-5)
+    named = {scalars: filled(scalars=scalars).config["scalars"] for scalars in (False, True, ("entropy",))}
+    assert named == {False: False, True: True, ("entropy",): ["entropy"]}
+    assert filled(0, "fed", ("log_token_prob", "entropy")).config["scalars"] is True
     for wrong in (("mood",), ("entropy", "entropy")):
         with pytest.raises(ValueError, match="each once"):
             filled(2, "drawn", wrong)
-
-
-def test_standard_scalars_are_written_as_true():
-    assert (
-        filled(scalars=True).config["scalars"]
-        is filled(0, "fed", ("log_token_prob", "entropy")).config["scalars"]
-        is True
-    )
-    assert filled().config["scalars"] is False
 
 
 @pytest.mark.parametrize(("width", "depth", "timing"), [(0, 1, "fed"), (4, -1, "fed"), (4, 1, "later")])
@@ -126,10 +110,8 @@ def test_calibration_undoes_the_loss_weights():
     logit = math.log(0.4 / 0.6)
     for value in (logit, np.array([logit]), torch.tensor([logit], dtype=torch.float64)):
         calibrated = head.calibrated_logit(value)
-        assert (calibrated if isinstance(calibrated, float) else calibrated.item()) == pytest.approx(
-            math.log(0.8 / 0.2) / 2
-        )
         assert type(calibrated) is type(value)
+        assert np.asarray(calibrated).item() == pytest.approx(math.log(0.8 / 0.2) / 2)
     assert float(head.raw(torch.tensor(logit))) == pytest.approx(0.4)
 
 
@@ -150,71 +132,64 @@ for folder in sys.argv[1:]:
         inputs = [torch.randn(4, 6), torch.randn(4, 2) if scalars else None, torch.randn(4, 6) if embedding else None]
         torch.save(inputs, folders[-1] / "inputs.pt")
         expected.append(f"{head.config} {head(*inputs).tolist()}")
-        assert "Acceptance-prediction head" in (folders[-1] / "README.md").read_text()
     arguments = [sys.executable, "-c", code, *map(str, folders)]
-    answer = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3])
+    answer = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=ROOT)
     assert answer.stdout.splitlines() == expected
 
 
-def damage(path: Path, change: str) -> None:
-    weights = path / "model.safetensors"
-    # load_file maps the file that is overwritten below
-    tensors = {name: tensor.clone() for name, tensor in load_file(weights).items()}
-    if change == "missing":
-        del tensors["blocks.1.weight"]
-    elif change == "extra":
-        tensors["blocks.7.weight"] = torch.zeros(6, 6)
-    elif change == "shape":
-        tensors["blocks.1.weight"] = torch.zeros(6, 5)
-    elif change == "nan":
-        tensors["out.bias"] = torch.full((1,), torch.nan)
-    elif change in ("int32", "bool", "complex64", "float8_e4m3fn"):
-        tensors["out.weight"] = tensors["out.weight"].to(getattr(torch, change))
-    elif change == "large":
-        tensors["blocks.0.weight"] = tensors["blocks.0.weight"].double() * 1e30
-    elif change == "wide":
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | {"hidden_size": 2**62}))
-    elif change in {"truncated", "pickled"}:
-        weights.write_bytes(weights.read_bytes()[:-7]) if change == "truncated" else torch.save(tensors, weights)
-        return
-    elif change == "bin":
-        weights.unlink()
-        torch.save(tensors, path / "pytorch_model.bin")
-        return
-    save_file(tensors, weights)
+DAMAGED_TENSORS = {
+    "missing": (lambda tensors: tensors.pop("blocks.1.weight"), r"blocks\.1\.weight is missing"),
+    "extra": (lambda t: t.update({"blocks.7.weight": torch.zeros(6, 6)}), r"blocks\.7\.weight is not part"),
+    "shape": (lambda t: t.update({"blocks.1.weight": torch.zeros(6, 5)}), r"blocks\.1\.weight has shape \(6, 5\)"),
+    "nan": (lambda t: t.update({"out.bias": torch.full((1,), torch.nan)}), r"out\.bias has NaN"),
+    "large": (
+        lambda t: t.update({"blocks.0.weight": t["blocks.0.weight"].double() * 1e30}),
+        r"blocks\.0\.weight has NaN or values above 1e\+15",
+    ),
+    **{
+        dtype: (
+            lambda t, dtype=dtype: t.update({"out.weight": t["out.weight"].to(getattr(torch, dtype))}),
+            rf"out\.weight has dtype torch\.{dtype}, expected float16",
+        )
+        for dtype in ("int32", "bool", "complex64", "float8_e4m3fn")
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ("missing", r"blocks\.1\.weight is missing"),
-        ("extra", r"blocks\.7\.weight is not part"),
-        ("shape", r"blocks\.1\.weight has shape \(6, 5\)"),
-        ("nan", r"out\.bias has NaN"),
-        ("int32", r"out\.weight has dtype torch\.int32, expected float16"),
-        ("bool", r"out\.weight has dtype torch\.bool"),
-        ("complex64", r"out\.weight has dtype torch\.complex64"),
-        ("float8_e4m3fn", r"out\.weight has dtype torch\.float8_e4m3fn"),
-        ("large", r"blocks\.0\.weight has NaN or values above 1e\+15"),
-        ("wide", r"hidden_size 4611686018427387904, but no tensor of model\.safetensors has that width"),
-        ("truncated", "not a complete safetensors"),
-        ("pickled", "not a complete safetensors"),
-        ("bin", r"pytorch_model\.bin is a pickled checkpoint.*save_file"),
-    ],
-)
-def test_a_damaged_head_file_is_refused_and_named(tmp_path: Path, change: str, says: str):
+@pytest.mark.parametrize("damage", DAMAGED_TENSORS)
+def test_damaged_tensors_are_refused_and_named(tmp_path: Path, damage: str):
+    change, message = DAMAGED_TENSORS[damage]
     filled(2).save_pretrained(tmp_path)
-    damage(tmp_path, change)
-    with pytest.raises(ValueError, match=says):
+    # load_file maps the file that is overwritten below
+    tensors = {name: tensor.clone() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
         AcceptanceHead.from_pretrained(tmp_path)
 
 
-def test_a_head_without_config_is_refused(tmp_path: Path):
+def test_a_file_that_is_truncated_or_pickled_or_missing_is_refused(tmp_path: Path):
     filled(2).save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(weights).items()}
+    weights.write_bytes(weights.read_bytes()[:-7])
+    with pytest.raises(ValueError, match="not a complete safetensors"):
+        AcceptanceHead.from_pretrained(tmp_path)
+    torch.save(tensors, weights)
+    with pytest.raises(ValueError, match="not a complete safetensors"):
+        AcceptanceHead.from_pretrained(tmp_path)
+    weights.rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickled checkpoint.*save_file"):
+        AcceptanceHead.from_pretrained(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         AcceptanceHead.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["nothing", "heads/nothing", "no/such/head", "/no/such"])
+def test_a_local_path_that_does_not_exist_is_never_looked_up_on_the_hub(missing):
+    with pytest.raises(FileNotFoundError, match="no exported head at"):
+        AcceptanceHead.from_pretrained(missing)
 
 
 @pytest.mark.parametrize("content", ['{"hidden_size": 4,', "[]", "", '{"a":' * 10**5])
@@ -226,42 +201,15 @@ def test_a_broken_config_is_named(tmp_path: Path, content: str):
             read(tmp_path)
 
 
-def test_config_holds_what_the_design_names(tmp_path: Path):
-    filled(2, reject_weight=6.0).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    names = {
-        "hidden_size",
-        "num_layers",
-        "architectures",
-        "timing",
-        "scalars",
-        "accept_weight",
-        "reject_weight",
-        "mixing_ratio",
-        "draft",
-        "target",
-    }
-    assert names | {"sampling", "recommended", "calibration_temperature"} <= config.keys()
-    assert (config["num_layers"], config["architectures"], config["reject_weight"]) == (2, ["AcceptanceHead"], 6.0)
-
-
-def test_update_config_changes_a_saved_head(tmp_path: Path):
-    filled(2).save_pretrained(tmp_path)
-    update_config(tmp_path, recommended={"max_rejection_prob": 0.3})
-    assert AcceptanceHead.from_pretrained(tmp_path).provenance.recommended == {"max_rejection_prob": 0.3}
-    with pytest.raises(ValueError, match="reject_weight is 0"):
-        update_config(tmp_path, reject_weight=0.0)
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("hidden_size", "6"), ("hidden_size", True), ("num_layers", 1.5), ("num_layers", 10**9), ("timing", ["fed"])),
-        *(("scalars", "entropy"), ("scalars", [["entropy"]]), ("reject_weight", "6"), ("reject_weight", None)),
-        *(("draft", "a"), ("recommended", []), ("mixing_ratio", {})),
+        *(("hidden_size", "6"), ("hidden_size", True), ("hidden_size", 2**62), ("num_layers", 1.5)),
+        *(("num_layers", 10**9), ("timing", ["fed"]), ("scalars", "entropy"), ("scalars", [["entropy"]])),
+        *(("reject_weight", "6"), ("reject_weight", None), ("draft", "a"), ("recommended", []), ("mixing_ratio", {})),
     ],
 )
-def test_a_config_with_a_value_of_another_type_is_refused_and_named(tmp_path: Path, key: str, value: object):
+def test_a_config_with_an_impossible_value_is_refused_and_named(tmp_path: Path, key: str, value: object):
     filled(1).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
@@ -269,7 +217,28 @@ def test_a_config_with_a_value_of_another_type_is_refused_and_named(tmp_path: Pa
         AcceptanceHead.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("missing", ["nothing", "heads/nothing", "no/such/head", "/no/such"])
-def test_a_path_where_nothing_is_is_said_at_once_and_never_looked_up(missing):
-    with pytest.raises(FileNotFoundError, match="no exported head at"):
-        AcceptanceHead.from_pretrained(missing)
+def test_update_config_changes_a_saved_head(tmp_path: Path):
+    filled(2, reject_weight=6.0).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert {"timing", "scalars", "accept_weight", "mixing_ratio", "draft", "target", "sampling"} <= config.keys()
+    assert (config["num_layers"], config["architectures"], config["reject_weight"]) == (2, ["AcceptanceHead"], 6.0)
+    update_config(tmp_path, recommended={"max_rejection_prob": 0.3})
+    assert AcceptanceHead.from_pretrained(tmp_path).provenance.recommended == {"max_rejection_prob": 0.3}
+    with pytest.raises(ValueError, match="reject_weight is 0"):
+        update_config(tmp_path, reject_weight=0.0)
+
+
+@pytest.mark.parametrize(("depth", "blocks"), [(0, "0 residual blocks of"), (1, "1 residual block of")])
+def test_the_card_names_the_blocks_and_the_threshold_with_what_it_maximises(depth: int, blocks: str):
+    recommended = {"max_rejection_prob": 0.713, "is_calibrated": False, "costs": "measured; stops measured"}
+    recommended |= {"num_prompts": 50, "index_slope": 0.09828}
+    card = description(filled(depth, recommended=recommended).config, num_parameters=1)
+    for text in (
+        blocks,
+        "max_rejection_prob 0.713, on the raw probability",
+        "the most predicted tokens per second of a fine grid on 50 prompts of the dev split",
+        "by replay at these costs: measured; stops",
+    ):
+        assert text in card
+    assert "index_slope" not in card
+    assert "none yet; run `acceptance-heads tune`" in description(filled(depth).config, num_parameters=1)

@@ -42,98 +42,83 @@ def write_official(path: Path, num_layers: int) -> OfficialHead:
     return head
 
 
-@pytest.mark.parametrize("num_layers", [0, 1, 3])
-def test_imported_head_gives_the_official_probability(tmp_path: Path, num_layers: int, capsys):
-    official, hidden = write_official(tmp_path / "official", num_layers), torch.randn(7, 6)
-    assert len(load_file(tmp_path / "official" / "model.safetensors")) == 2 + 2 * min(num_layers, 1), (
-        "the shared block is stored once"
-    )
-    path = import_(
-        make_config(tmp_path, tmp_path),
-        source=str(tmp_path / "official"),
-        out=str(tmp_path / "imported"),
-        reject_weight=6.0,
-    )
-    head = AcceptanceHead.from_pretrained(path)
+def check_equal(head: AcceptanceHead, official: OfficialHead) -> None:
+    hidden = torch.randn(7, 6)
     torch.testing.assert_close(head.raw(head(hidden)), official.model(hidden).softmax(-1)[:, 1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "official"
+
+
+@pytest.mark.parametrize("num_layers", [0, 1, 3])
+def test_imported_head_gives_the_official_probability(folder: Path, tmp_path: Path, num_layers: int, capsys):
+    official = write_official(folder, num_layers)
+    assert len(load_file(folder / "model.safetensors")) == 2 + 2 * min(num_layers, 1), "the block is stored once"
+    config = make_config(tmp_path, tmp_path)
+    path = import_(config, source=str(folder), out=str(tmp_path / "imported"), reject_weight=6.0)
+    head = AcceptanceHead.from_pretrained(path)
+    check_equal(head, official)
+    assert len({block.weight.data_ptr() for block in head.blocks}) == num_layers, "blocks are no longer shared"
     assert (head.depth, head.provenance.reject_weight) == (num_layers, 6.0)
     facts = inspect(path=str(path))
-    assert facts["num_layers"] == num_layers
-    assert next(iter(facts)) == "timing"
-    assert list(facts)[-2:] == ["draft", "target"], "hashes stand last"
-    shown = capsys.readouterr().out
-    assert "Predicts, once the token has been fed to the draft, the probability" in shown
-    assert "none yet; run `acceptance-heads tune`" in shown
-    assert "{" not in shown
-    assert f"to {path}; next: acceptance-heads inspect --path {path}" in shown
+    assert (facts["num_layers"], next(iter(facts)), *list(facts)[-2:]) == (num_layers, "timing", "draft", "target")
+    output = capsys.readouterr().out
+    assert "Predicts, once the token has been fed to the draft, the probability" in output
+    assert "none yet; run `acceptance-heads tune`" in output
+    assert "{" not in output
+    assert f"to {path}; next: acceptance-heads inspect --path {path}" in output
     inspect(path=str(path), json=True)
     assert json.loads(capsys.readouterr().out) == facts
 
 
-def test_unrolled_blocks_are_no_longer_shared(tmp_path: Path):
-    write_official(tmp_path / "official", 3)
-    head = read_official_head(tmp_path / "official", Provenance())
-    assert len({block.weight.data_ptr() for block in head.blocks}) == 3
-
-
-def test_a_missing_alias_can_only_mean_the_shared_block(tmp_path: Path):
-    official = write_official(tmp_path / "official", 3)
-    path = tmp_path / "official" / "model.safetensors"
+def test_a_missing_alias_can_only_mean_the_shared_block(folder: Path):
+    official = write_official(folder, 3)
+    path = folder / "model.safetensors"
     save_file({name: tensor.clone() for name, tensor in load_file(path).items()}, path)
-    hidden = torch.randn(7, 6)
-    head = read_official_head(path, Provenance())
-    torch.testing.assert_close(head.raw(head(hidden)), official.model(hidden).softmax(-1)[:, 1])
+    check_equal(read_official_head(path, Provenance()), official)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "hidden_size", "says"),
+    ("dtype", "hidden_size", "message"),
     [
         (torch.int64, 6, "has dtype torch.int64"),
         (torch.float32, 2**62, "no tensor of model.safetensors has that width"),
     ],
 )
-def test_official_weights_that_are_no_floats_or_of_another_width_are_refused(tmp_path, dtype, hidden_size, says):
-    write_official(tmp_path / "official", 1)
-    path = tmp_path / "official" / "model.safetensors"
-    save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, tmp_path / "other")
-    (tmp_path / "other").rename(path)
-    (path.parent / "config.json").write_text(json.dumps({"hidden_size": hidden_size, "num_layers": 1}))
-    with pytest.raises(ValueError, match=says):
-        read_official_head(path.parent, Provenance())
-
-
-def test_a_pickled_official_head_is_refused_with_the_remedy(tmp_path: Path):
-    official = write_official(tmp_path / "official", 1)
-    (tmp_path / "official" / "model.safetensors").unlink()
-    torch.save(official.state_dict(), tmp_path / "official" / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickled checkpoint.*save_file"):
-        read_official_head(tmp_path / "official", Provenance())
+def test_official_weights_that_are_not_floats_or_of_another_width_are_refused(folder, dtype, hidden_size, message):
+    write_official(folder, 1)
+    tensors = {name: tensor.to(dtype, copy=True) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"hidden_size": hidden_size, "num_layers": 1}))
+    with pytest.raises(ValueError, match=message):
+        read_official_head(folder, Provenance())
 
 
 @pytest.mark.parametrize("num_layers", [0, 1, 3])
-def test_the_remedy_for_a_pickle_works_as_printed(tmp_path: Path, monkeypatch, num_layers: int):
-    official, hidden = write_official(tmp_path / "official", num_layers), torch.randn(7, 6)
-    (tmp_path / "official" / "model.safetensors").unlink()
-    pickled = tmp_path / "official" / "pytorch_model.bin"
+def test_a_pickled_head_is_refused_and_the_remedy_works_as_printed(folder: Path, monkeypatch, num_layers: int):
+    official = write_official(folder, num_layers)
+    (folder / "model.safetensors").unlink()
+    pickled = folder / "pytorch_model.bin"
     torch.save(official.state_dict(), pickled)
-    with pytest.raises(ValueError, match="pickled") as refused:
-        read_official_head(tmp_path / "official", Provenance())
-    monkeypatch.chdir(tmp_path / "official")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickled checkpoint.*save_file") as refused:
+        read_official_head(folder, Provenance())
+    monkeypatch.chdir(folder)
     eval(str(refused.value).split("`")[1], {"safetensors": safetensors, "torch": torch, "path": pickled})
-    head = read_official_head(tmp_path / "official", Provenance())
-    torch.testing.assert_close(head.raw(head(hidden)), official.model(hidden).softmax(-1)[:, 1])
+    check_equal(read_official_head(folder, Provenance()), official)
 
 
-def test_an_import_destroys_nothing_but_a_head(tmp_path: Path):
-    write_official(tmp_path / "official", 1)
-    mine, how = tmp_path / "mine", {"source": str(tmp_path / "official")}
+def test_an_import_overwrites_nothing_but_a_head(folder: Path, tmp_path: Path):
+    write_official(folder, 1)
+    mine, config = tmp_path / "mine", make_config(tmp_path, tmp_path)
     mine.mkdir()
     (mine / "thesis.tex").write_text("years of work")
-    for out in (mine, tmp_path / "official", mine / "thesis.tex"):
+    for out in (mine, folder, mine / "thesis.tex"):
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         with pytest.raises(ValueError, match="is not an exported head"):
-            import_(make_config(tmp_path, tmp_path), **how, out=str(out), reject_weight=6.0)
+            import_(config, source=str(folder), out=str(out), reject_weight=6.0)
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     for reject_weight in (6.0, 3.0):
-        path = import_(make_config(tmp_path, tmp_path), **how, out=str(tmp_path / "new"), reject_weight=reject_weight)
+        path = import_(config, source=str(folder), out=str(tmp_path / "new"), reject_weight=reject_weight)
         assert AcceptanceHead.from_pretrained(path).provenance.reject_weight == reject_weight
