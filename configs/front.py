@@ -58,7 +58,7 @@ COMMANDS: dict[str, Entry] = {
     "hierarchy": Entry("evaluation.hierarchies.command:hierarchy", _DECODE),
     "tables": Entry("evaluation.papers.command:paper_tables", _DECODE),
     "theory": Entry("evaluation.theory.command:theory"),
-    "trace": Entry("evaluation.traces.command:trace", _DECODE),
+    "trace": Entry("evaluation.traces.recording:trace", _DECODE),
     "check": Entry("data_gen.pipeline.check:check", ("data.dir",)),
     "import-data": Entry("data_gen.official.command:import_", ("data.dir",)),
     "responses": Entry("data_gen.pipeline.reuse:responses", ("data.dir",)),

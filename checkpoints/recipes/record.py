@@ -39,8 +39,9 @@ def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:
         for shard in shards:
             if (content := read_shard(trace, shard, manifest)) is not None:
                 rows = tuple(replace(row, prompt_ids=()) for row in content.rows)
-                scores = {head.fingerprint(): content.logit(head) for head in scorers}
-                content = replace(content, rows=rows, scores=content.scores | scores, inputs=None)
+                for head in scorers:
+                    content.logit(head)  # stays in the trace, when its hidden states go
+                content = replace(content, rows=rows, inputs=None)
             problems = read_sidecar(shard.paths(trace)[0])["problems"]
             write_trace(unfinished / "trace", shard, trace=content, problems=problems)
     num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

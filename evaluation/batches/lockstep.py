@@ -10,8 +10,7 @@ from jaxtyping import Int
 from decode.policies.base import Policy
 from decode.policies.batch import BatchRule
 from evaluation.batches.load import Load
-from evaluation.traces.lanes import Tokens, TraceLanes
-from evaluation.traces.replay import Lockstep, Totals, merged
+from evaluation.traces.lanes import Lockstep, Tokens, Totals, TraceLanes, merged
 from evaluation.traces.trace import Array, Trace
 
 
@@ -36,7 +35,7 @@ class _Seats(Lockstep):
             return going
         at = going.nonzero()[0]
         rule: Any = self.policy
-        seen = self._drawn(self._places()).before if rule.looks_ahead else None
+        seen = self._drawn(self._indices()).before if rule.looks_ahead else None
         expected_tokens = np.broadcast_to(rule.expected_tokens(self.state, seen), going.shape)[at]
         result = np.zeros_like(going)
         result[at] = self.controller.chosen(expected_tokens, int((self.lanes.position + 1)[self.busy].sum()))

@@ -136,7 +136,7 @@ def rules_of(replays: Replays, setup: BatchTimes, size: int) -> dict[str, BatchA
         rules[f"auto_{timing}"] = fastest
         if fastest.can_learn:
             rules[f"auto_{timing}_learning"] = _learning(fastest)
-    if CONFIDENCE in dev.signals:
+    if CONFIDENCE in dev.drafts:
         rules["auto_confidence"] = rule_for(ScoreHead("confidence"))
         rules["auto_confidence_learning"] = _learning(rules["auto_confidence"])
     if dev.block_size is not None:
@@ -169,7 +169,7 @@ def estimator_of(trace: Trace) -> ScoreHead:
     position = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
     is_revealed = torch.from_numpy(position <= np.repeat(trace.num_passing, lengths))
     logit = torch.from_numpy(trace.logit(ScoreHead("max_prob"))[drafts])[is_revealed]
-    prob = torch.from_numpy(trace.signals["acceptance_prob"][drafts])[is_revealed]
+    prob = torch.from_numpy(trace.signal("acceptance_prob")[drafts])[is_revealed]
     slope, offset = map(float, fit_logistic(observe(logit[None], prob[None])))
     return ScoreHead("max_prob", calibration_shift=offset / slope, temperature=1.0 / slope)
 

@@ -148,7 +148,7 @@ def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Pl
 def entropies(trace: Trace) -> Plot:
     """H(q) where the draft's token was accepted, and where it was rejected."""
     figure, axes = figure_of(3.6)
-    entropy = trace.signals["entropy"][trace.first_drawn[trace.is_drafted]]
+    entropy = trace.signal("entropy")[trace.first_drawn[trace.is_drafted]]
     is_accepted = trace.is_first_accepted[trace.is_drafted]
     bins = np.linspace(0, max(1.0, float(entropy.max())), 40).tolist()
     for label, mask, colour in (("accepted", is_accepted, BLUE), ("rejected", ~is_accepted, RED)):
@@ -176,7 +176,7 @@ def _scored_later(trace: Trace, drawn: Array, is_accepted: Array) -> tuple[Array
     fits = following < len(trace.token)
     following = np.where(fits, following, 0)
     fits &= trace.before[following] == drawn  # else the next token in flat order begins another branch or row
-    fits &= np.isfinite(trace.signals["log_token_prob"][following])  # else no draft of a reduced vocabulary draws it
+    fits &= np.isfinite(trace.signal("log_token_prob")[following])  # else no draft of a reduced vocabulary draws it
     return following[fits], is_accepted[fits]
 
 

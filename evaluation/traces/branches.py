@@ -1,5 +1,5 @@
-"""Branches of a trace (law 4.10): what the draft would have gone on to say after each rejected draw, all branches of a
-response at once (`lm.branches.branched`). A branch ends at EOS, or at its limit.
+"""Branches of a trace (law 4.10): what the draft goes on to draw after each rejected draw, all branches of a response
+at once (`lm.branches.branched`). A branch ends at EOS, or at its limit.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ from lm.uniforms import draw
 
 
 class DrawnTokens(NamedTuple):
-    """Tokens that a draft drew, and the untruncated temperature-1 signals of the distributions that it drew from,
-    [draw] each.
-    """
+    """Tokens that a draft drew, and what is known of the distributions that it drew from, [draw] each."""
 
     token: Int[Tensor, " draw"]
     log_q: Float[Tensor, " draw"]
     """Under the sampling that the draft draws by."""
     signals: Float[Tensor, "draw signal"]
-    """max_prob, top_prob, then every scalar that heads may read: `signal_names`."""
+    """Those of `signal_names`, untruncated and at temperature 1."""
     hidden: Float[Tensor, "draw hidden"]
-    """The state that produced the distribution."""
+    """The draft's state that produced the distribution."""
+    acceptance_prob: Float[Tensor, " draw"]
+    """min(1, p / q) of the token under the run's Sampling; NaN where the target has not read the tokens before it."""
 
     def at(self, rows: Tensor) -> "DrawnTokens":
         """The draws of some rows."""
@@ -40,58 +40,66 @@ class DrawnTokens(NamedTuple):
         return DrawnTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
+def signal_names() -> tuple[str, ...]:
+    """Names of the signals that a trace has of every token: max_prob, top_prob, then the scalars that heads read."""
+    return "max_prob", "top_prob", *SCALARS
+
+
 def read_signals(
     logits: Float[Tensor, "draw vocab"],
     token: Int[Tensor, " draw"],
     q: Float[Tensor, "draw vocab"],
     hidden: Float[Tensor, "draw hidden"],
+    acceptance_prob: Float[Tensor, " draw"] | None = None,
 ) -> DrawnTokens:
-    """The signals of tokens and of the logits that they were drawn from."""
+    """Drawn tokens with the signals of the logits that they were drawn from; no acceptance_prob: NaN."""
     columns = signals_of(logits, token, signal_names())
-    signals = torch.stack([columns[name] for name in signal_names()], -1)
-    return DrawnTokens(token, q.gather(-1, token.unsqueeze(-1)).squeeze(-1).log(), signals, hidden)
+    log_q = q.gather(-1, token.unsqueeze(-1)).squeeze(-1).log()
+    prob = torch.full_like(log_q, float("nan")) if acceptance_prob is None else acceptance_prob
+    return DrawnTokens(token, log_q, torch.stack([columns[name] for name in signal_names()], -1), hidden, prob)
 
 
-def signal_names() -> tuple[str, ...]:
-    """The names of the numbers that a trace keeps of a token and of the distribution that it was drawn from."""
-    return "max_prob", "top_prob", *SCALARS
+def draft_by_draft(
+    steps: Sequence[DrawnTokens], owners: Sequence[Int[Tensor, " draw"]], num_drafts: int
+) -> tuple[DrawnTokens, Int[Tensor, " draft"]]:
+    """(tokens of parallel drafts, drawn step after step, sorted by draft and step; the length of each draft).
 
-
-class Branches(NamedTuple):
-    """Drafts after the first token of each branch: branch by branch, each in order."""
-
-    drawn: DrawnTokens
-    lengths: Int[Tensor, " branch"]
-    """Tokens drawn of each branch, the first not included."""
+    Args:
+        steps: the tokens of each step.
+        owners: the draft that each of them belongs to.
+        num_drafts: number of drafts.
+    """
+    owner = torch.cat(list(owners))
+    return DrawnTokens.joined(steps).at(owner.argsort(stable=True)), torch.bincount(owner, minlength=num_drafts)
 
 
 @torch.inference_mode()
 def grow(
     tree: Branched,
-    first: Int[Tensor, " branch"],
+    first: DrawnTokens,
     limits: Int[Tensor, " branch"],
     chance: Float[Tensor, "branch step"],
     *,
     sampling: Sampling,
     eos_ids: frozenset[int],
-) -> Branches:
-    """Draft on from each first token.
+) -> tuple[DrawnTokens, Int[Tensor, " branch"]]:
+    """Draft on from each first token: (all tokens, branch by branch, the first ones included; each branch's length).
 
     Args:
+        tree: the draft, at the positions of the rejected draws.
         first: the rejected draws.
         limits: the most tokens of each branch, the first included.
         chance: uniforms that tokens are drawn by, on the CPU.
         sampling: the sampling that the draft draws by.
         eos_ids: a branch ends with one.
     """
-    device = first.device
-    alive, tokens = torch.arange(len(first), device=device), first
-    steps: list[DrawnTokens] = []
-    owners: list[Tensor] = []
-    eos = torch.tensor(sorted(eos_ids), device=device, dtype=first.dtype)
+    tokens = first.token
+    alive = torch.arange(len(tokens), device=tokens.device)
+    eos = torch.tensor(sorted(eos_ids), device=tokens.device, dtype=tokens.dtype)
+    steps, owners = [first], [alive]
     for depth in range(chance.shape[1]):
-        going = (limits[alive] > depth + 1) & ~torch.isin(tokens, eos)
-        alive, tokens = alive[going], tokens[going]
+        can_grow = (limits[alive] > depth + 1) & ~torch.isin(tokens, eos)
+        alive, tokens = alive[can_grow], tokens[can_grow]
         if not len(alive):
             break
         hidden = tree.feed(tokens, alive, torch.full_like(alive, depth))
@@ -101,20 +109,7 @@ def grow(
         tokens = draw(q, chance[alive.cpu(), depth])
         steps.append(read_signals(logits, tokens, q, hidden))
         owners.append(alive)
-    if not steps:
-        return Branches(_nothing(tree, first), torch.zeros_like(first))
-    owner = torch.cat(owners)
-    # steps came one after the other: stable sorting by branch keeps each branch's order
-    order = owner.argsort(stable=True)
-    return Branches(DrawnTokens.joined(steps).at(order), torch.bincount(owner, minlength=len(first)))
-
-
-def _nothing(tree: Branched, first: Int[Tensor, " branch"]) -> DrawnTokens:
-    empty = torch.zeros(0, len(signal_names()), device=first.device)
-    hidden = torch.zeros(
-        0, tree.model.config.get_text_config().hidden_size, device=first.device, dtype=tree.model.dtype
-    )
-    return DrawnTokens(first[:0], empty[:, 0], empty, hidden)
+    return draft_by_draft(steps, owners, len(limits))
 
 
 @torch.inference_mode()
@@ -133,7 +128,7 @@ def target_log_probs(
     owners = torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths)
     starts = lengths.cumsum(0) - lengths
     depths = torch.arange(len(tokens), device=tokens.device) - starts[owners]
-    is_fed = depths < lengths[owners] - 1  # the last of a branch predicts nothing that is asked for
+    is_fed = depths < lengths[owners] - 1  # nobody needs the distribution after a branch's last token
     if not is_fed.any():
         return torch.zeros(0, device=tokens.device)
     hidden = tree.feed(tokens[is_fed], owners[is_fed], depths[is_fed])

@@ -1,9 +1,9 @@
 """Recording a trace: once, so that everything else can replay it (law 4.10).
 
 Per shard the target answers its prompts in one batch (`data_gen`), then each response becomes a row of the trace. All
-chance comes from seeds of (run seed, dataset, split, shard index, draw), so an interrupted run resumes to the same
-trace. `decode.draws_per_prompt` decodes every prompt several times, each time with a response and coins of its own;
-raising it keeps what is there.
+randomness comes from seeds of (run seed, dataset, split, shard index, draw), so an interrupted run resumes to the same
+trace. `decode.draws_per_prompt` decodes every prompt several times, each time with another response and other coins;
+raising it keeps what is recorded.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from configs.schema import DataConfig, DecodeConfig
+from configs.schema import Config
 from data_gen.pipeline.growth import cut_shards
 from data_gen.prompts.splits import Split
 from data_gen.responses.conversation import ShardSpec, ask, row_id
@@ -27,7 +27,7 @@ from decode.experiment import Experiment
 from evaluation.gain import Splits
 from evaluation.traces import disk
 from evaluation.traces.chains import ChainRecorder
-from evaluation.traces.coupling import Recorder, trace_of
+from evaluation.traces.coupling import Recorder
 from evaluation.traces.trace import Trace, TraceRow, join_traces
 from heads.model.head import AcceptanceHead
 from lm import FeatureDraft, Pair, Sampling
@@ -40,8 +40,7 @@ from store.shards import clean_partial, forget_broken, is_whole, problems_of, re
 SPLITS: tuple[Split, ...] = ("dev", "test")
 _DECIDING = ("max_draft_length", "max_new_tokens", "seed", "prompts_per_shard", "trace_hidden", "perfect_head")
 """Settings of `decode` that decide the trace, beside models, sampling and prompts."""
-_NUM_SHARDS = "num_shards"
-"""Entry of a manifest's `recorded`: shards of each split, by "dataset.split"."""
+_AT_LEAST_1 = ("num_dev", "num_test", "max_draft_length", "max_new_tokens", "prompts_per_shard", "draws_per_prompt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,48 +48,36 @@ class TraceFolder:
     """A trace on disk, and what it is recorded from."""
 
     directory: Path
+    experiment: Experiment
     shards: Mapping[str, Sequence[ShardSpec]]
     """Dataset -> its shards, dev first."""
-    models: Mapping[str, Any]
-    """target and draft, as `describe_model` describes them."""
-    pair: Callable[[], Pair]
-    """Called only where something is missing."""
-    sampling: Sampling
     heads: Sequence[AcceptanceHead]
-    """Scored while recording, where hidden states are not stored."""
-    data: DataConfig
-    decode: DecodeConfig
+    """Scored while recording, if hidden states are not stored."""
     draft_sampling: Sampling | None = None
-    """The sampling that the draft draws by, where it is not the target's."""
+    """The sampling that the draft draws by, if it is not the target's."""
 
     def refuse_other(self) -> None:
-        """Raise ValueError where a trace of other settings lies here, before something is timed that takes minutes."""
-        if not self.decode.as_recorded and (self.directory / "manifest.json").is_file():
-            eos_ids = read_manifest(self.directory, command="trace", keys=["eos_ids"])["eos_ids"]
-            settle(self.directory, self._manifest(eos_ids), setting="decode.dir")
+        """Raise ValueError if the folder has a trace of other settings, before anything slow begins."""
+        if not self.experiment.decode.as_recorded and (self.directory / "manifest.json").is_file():
+            self._settle(read_manifest(self.directory, command="trace", keys=["eos_ids"])["eos_ids"])
 
     def complete(self, splits: Sequence[Split] = SPLITS) -> None:
-        """Record the shards of these splits that are missing, or are not what was written; no model is loaded when
-        there is none.
+        """Record the shards of these splits that are missing or corrupted; no model is loaded if there are none.
 
         Raises:
-            ValueError: a trace of other settings lies there.
+            ValueError: the folder has a trace of other settings.
         """
-        if self.decode.as_recorded:
+        if self.experiment.decode.as_recorded:
             return
-        asked = [(place, spec) for place, spec in self._every() if place.split in splits]
-        present = [path for place, _ in asked for path in place.paths(self.directory) if is_whole(path)]
+        shards = [(place, spec) for place, spec in self._every() if place.split in splits]
+        present = [path for place, _ in shards for path in place.paths(self.directory) if is_whole(path)]
         is_broken = any(True for _ in problems_of(present, command="trace"))
-        if not is_broken and all(place.is_done(self.directory) for place, _ in asked):
-            settle(
-                self.directory,
-                self._manifest(read_manifest(self.directory, command="trace")["eos_ids"]),
-                setting="decode.dir",
-            )
+        if not is_broken and all(place.is_done(self.directory) for place, _ in shards):
+            self.refuse_other()
             return
         with only_writer(self.directory, setting="decode.dir"):
             forget_broken(present)
-            self._record_missing([(place, spec) for place, spec in asked if not place.is_done(self.directory)])
+            self._record_missing([(place, spec) for place, spec in shards if not place.is_done(self.directory)])
             self._write_errors()
 
     def load(self, dataset: str) -> Splits[Trace]:
@@ -98,115 +85,110 @@ class TraceFolder:
 
         Raises:
             FileNotFoundError: something was not recorded yet.
-            ValueError: a shard is corrupted, or no prompt could be answered.
+            ValueError: a shard is corrupted, or no prompt has a response.
         """
         return Splits(*(self.load_split(dataset, split) for split in SPLITS))
 
     def load_split(self, dataset: str, split: Split) -> Trace:
         """One split of one dataset; it raises as `load` does."""
         num = sum(spec.split == split for spec in self.shards[dataset])
-        return disk.read_trace(self.directory, dataset, split, num, num_draws=self.decode.draws_per_prompt)
+        num_draws = self.experiment.decode.draws_per_prompt
+        return disk.read_trace(self.directory, dataset, split, num, num_draws=num_draws)
+
+    def _every(self) -> Iterator[tuple[disk.Place, ShardSpec]]:
+        for draw in range(self.experiment.decode.draws_per_prompt):
+            for dataset, specs in self.shards.items():
+                yield from ((disk.Place(dataset, spec.split, spec.index, draw), spec) for spec in specs)
 
     def _record_missing(self, missing: Sequence[tuple[disk.Place, ShardSpec]]) -> None:
         clean_partial(self.directory, "*/rows", "*/signals")
         total = sum(spec.num_requests for _, spec in missing)
         with Bar(total=total, desc="trace: loading models", unit="prompts") as bar:
-            pair = self.pair()
+            pair = self.experiment.pair
             self._check_frequencies(pair)
-            settle(self.directory, self._manifest(sorted(pair.eos_ids)), setting="decode.dir")
+            self._settle(sorted(pair.eos_ids))
             for place, spec in missing:
                 bar.set_description(f"trace: {place.dataset} {place.paths(self.directory)[0].stem}")
                 self._record(place, spec, pair, bar.update)
 
     def _check_frequencies(self, pair: Pair) -> None:
-        """Raise ValueError where texts of the configured lengths cross a model's change of frequencies: a trace reads
-        each text at once.
+        """Raise ValueError if texts of the configured lengths cross a model's change of rotary frequencies: a trace
+        reads each text at once.
         """
-        data, decode = self.data, self.decode
+        data, decode = self.experiment.data, self.experiment.decode
         longest = data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length
         subject = f"data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length is {longest}"
         for model in (pair.target, pair.drafting):
             if isinstance(model, PreTrainedModel):
                 refuse_crossing(model, 0, longest, subject=subject, remedy="lower one of the three")
 
-    def _every(self) -> Iterator[tuple[disk.Place, ShardSpec]]:
-        for draw in range(self.decode.draws_per_prompt):
-            for dataset, specs in self.shards.items():
-                yield from ((disk.Place(dataset, spec.split, spec.index, draw), spec) for spec in specs)
-
     def _record(self, place: disk.Place, spec: ShardSpec, pair: Pair, progress: Callable[[int], None]) -> None:
-        decode = self.decode
+        decode, sampling = self.experiment.decode, self.experiment.sampling
         draw = ("draw", place.draw) if place.draw else ()
         seed = seed_of(decode.seed, "trace", place.dataset, spec.split, spec.index, *draw)
-        data = replace(self.data, seed=seed, max_new_tokens=decode.max_new_tokens)
+        data = replace(self.experiment.data, seed=seed, max_new_tokens=decode.max_new_tokens)
         limits: dict[str, Any] = {"max_new_tokens": decode.max_new_tokens, "batch_size": decode.prompts_per_shard}
-        source = TargetInProcess(pair.target, self.sampling, vocab_size=pair.vocab_size, eos_ids=pair.eos_ids, **limits)
+        source = TargetInProcess(pair.target, sampling, vocab_size=pair.vocab_size, eos_ids=pair.eos_ids, **limits)
         answers = ask(spec, source, tokenizer=pair.tokenizer, data=data, progress=lambda count: None)
-        exchanges, problems = answers.exchanges, answers.problems
-        progress(spec.num_requests - len(exchanges))
-        categories = {
-            row_id(prompt, turn): prompt.category for prompt in spec.prompts for turn in range(len(prompt.turns))
-        }
+        progress(spec.num_requests - len(answers.exchanges))
         trace = None
-        if exchanges:
+        if answers.exchanges:
+            models = (pair.drafting, pair.target, sampling, pair.vocab_size, pair.eos_ids)
+            kind = ChainRecorder if isinstance(pair.drafting, FeatureDraft) else Recorder
+            settings = (decode.max_draft_length, decode.perfect_head, data.chunk_mb, self.draft_sampling)
             trace = record_trace(
-                self._recorder(pair),
-                exchanges,
+                kind(*models, *settings),
+                answers.exchanges,
                 max_new_tokens=decode.max_new_tokens,
                 seed=seed_of(seed, "outcomes"),
-                categories=[categories[exchange.id] for exchange in exchanges],
+                categories={
+                    row_id(prompt, turn): prompt.category
+                    for prompt in spec.prompts
+                    for turn in range(len(prompt.turns))
+                },
                 progress=progress,
             )
         if trace is not None and not decode.trace_hidden:
             for head in self.heads:
                 trace.logit(head)  # leaves its scores in the trace, which outlive the hidden states
             trace = replace(trace, inputs=None)
-        disk.write_trace(self.directory, place, trace=trace, problems=[problem._asdict() for problem in problems])
-
-    def _recorder(self, pair: Pair) -> Recorder:
-        decode = self.decode
-        models = (pair.drafting, pair.target, self.sampling, pair.vocab_size, pair.eos_ids)
-        kind = ChainRecorder if isinstance(pair.drafting, FeatureDraft) else Recorder
-        return kind(*models, decode.max_draft_length, decode.perfect_head, self.data.chunk_mb, self.draft_sampling)
+        problems = [problem._asdict() for problem in answers.problems]
+        disk.write_trace(self.directory, place, trace=trace, problems=problems)
 
     def _write_errors(self) -> None:
-        """errors.jsonl: the prompts that have no row, with the reason."""
+        """errors.jsonl: the prompts without a row, with the reason."""
         lines = []
-        for place, _ in self._every():
-            if not place.is_done(self.directory):
-                continue
-            rows_path, _ = place.paths(self.directory)
+        for place in (place for place, _ in self._every() if place.is_done(self.directory)):
             draw = {"draw": place.draw} if place.draw else {}
-            lines += [problem | draw for problem in read_sidecar(rows_path)["problems"]]
+            lines += [problem | draw for problem in read_sidecar(place.paths(self.directory)[0])["problems"]]
         text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
         write_atomic(self.directory / "errors.jsonl", text.encode())
 
-    def _manifest(self, eos_ids: Sequence[int]) -> dict[str, object]:
-        """Settings that decide the trace; a run that resumes it must agree."""
+    def _settle(self, eos_ids: Sequence[int]) -> None:
+        """Write the manifest, the settings that decide the trace; ValueError if the folder's is another."""
         prompts: dict[str, str] = {}
-        for dataset, spec in ((dataset, spec) for dataset, specs in self.shards.items() for spec in specs):
-            key = f"{dataset}.{spec.split}"
+        num_shards: Counter[str] = Counter()
+        for key, spec in ((f"{name}.{spec.split}", spec) for name, specs in self.shards.items() for spec in specs):
             # a chain over the shards
             prompts[key] = sha256((prompts.get(key, "") + repr(spec.prompts)).encode()).hexdigest()
-        return {
+            num_shards[key] += 1
+        experiment, decode = self.experiment, self.experiment.decode
+        manifest = {
             "format": 1,
-            **self.models,
-            "sampling": self.sampling.as_dict(),
+            "target": experiment.described("target"),
+            "draft": experiment.described("draft"),
+            "sampling": experiment.sampling.as_dict(),
             **({"draft_sampling": self.draft_sampling.as_dict()} if self.draft_sampling else {}),
             "eos_ids": list(eos_ids),
             "prompts": prompts,
-            "template": self.data.template,
-            "max_prompt_tokens": self.data.max_prompt_tokens,
-            **{name: getattr(self.decode, name) for name in _DECIDING},
+            "template": experiment.data.template,
+            "max_prompt_tokens": experiment.data.max_prompt_tokens,
+            **{name: getattr(decode, name) for name in _DECIDING},
             "generator": GENERATOR,
-            "heads": [] if self.decode.trace_hidden else list(self.decode.heads),
-            # what a record is to be made of; no run is compared with it
-            "recorded": {
-                _NUM_SHARDS: Counter(
-                    f"{dataset}.{spec.split}" for dataset, specs in self.shards.items() for spec in specs
-                )
-            },
+            "heads": [] if decode.trace_hidden else list(decode.heads),
+            "recorded": {"num_shards": num_shards},  # for `_recorded_shards`; no run is compared with it
         }
+        settle(self.directory, manifest, setting="decode.dir")
 
 
 def trace_folder(experiment: Experiment, *, draft_sampling: Sampling | None = None) -> TraceFolder:
@@ -214,66 +196,54 @@ def trace_folder(experiment: Experiment, *, draft_sampling: Sampling | None = No
 
     Args:
         experiment: models, sampling, prompts and settings.
-        draft_sampling: the sampling that the draft draws by, as some engines have it: at temperature 0 its likeliest
-            token, whatever the target's sampling. Such a trace lies beside the ordinary one, of the same responses.
-            None, or what comes to the target's own: the ordinary one.
+        draft_sampling: the sampling that the draft draws by, as in some engines: at temperature 0 its likeliest token,
+            whatever the target's sampling. Such a trace has a separate folder and the same responses. None, or a
+            sampling equal to the target's: the ordinary trace.
 
     Raises:
         ValueError: a setting that is out of range.
     """
-    data, decode = experiment.data, experiment.decode
-    for name in ("num_dev", "num_test", "max_draft_length", "max_new_tokens", "prompts_per_shard", "draws_per_prompt"):
+    decode, sampling = experiment.decode, experiment.sampling
+    for name in _AT_LEAST_1:
         if getattr(decode, name) < 1:
             raise ValueError(f"decode.{name} is {getattr(decode, name)}; it must be at least 1")
-
-    if decode.draws_per_prompt > 1 and (experiment.sampling.temperature == 0 or experiment.sampling.top_k == 1):
+    if decode.draws_per_prompt > 1 and (sampling.temperature == 0 or sampling.top_k == 1):
         raise ValueError(
-            f"decode.draws_per_prompt is {decode.draws_per_prompt}, and greedy sampling ({experiment.sampling}) "
-            "leaves nothing to chance: "
-            "all draws of a prompt would be equal; set it to 1"
+            f"decode.draws_per_prompt is {decode.draws_per_prompt}, but with greedy sampling ({sampling}) all draws of "
+            "a prompt would be equal; set it to 1"
         )
-
-    greedy = experiment.sampling.is_greedy and (draft_sampling is None or draft_sampling.is_greedy)
-    other = None if greedy or draft_sampling == experiment.sampling else draft_sampling
+    is_greedy = sampling.is_greedy and (draft_sampling is None or draft_sampling.is_greedy)
+    other = None if is_greedy or draft_sampling == sampling else draft_sampling
     return TraceFolder(
         directory=experiment.directory / ("trace" if other is None else f"trace-{_name_of(other)}"),
-        draft_sampling=other,
+        experiment=experiment,
         shards={dataset: _shards_of(experiment, dataset) for dataset in experiment.datasets},
-        models={"target": experiment.described("target"), "draft": experiment.described("draft")},
-        pair=lambda: experiment.pair,
-        sampling=experiment.sampling,
         heads=list(experiment.heads.values()) if decode.heads and not decode.trace_hidden else [],
-        data=data,
-        decode=decode,
+        draft_sampling=other,
     )
 
 
 def _shards_of(experiment: Experiment, dataset: str) -> list[ShardSpec]:
-    """The shards of one dataset, dev first; those of a record without their prompts."""
-    decode = experiment.decode
-    if decode.as_recorded:
+    """The shards of one dataset, dev first; without their prompts if a recorded trace is read."""
+    if experiment.decode.as_recorded:
         return [spec for split in SPLITS for spec in _recorded_shards(experiment.directory / "trace", dataset, split)]
-    return [
-        spec
-        for split in SPLITS
-        for spec in cut_shards(split, experiment.prompts(dataset, split), decode.prompts_per_shard)
-    ]
+    size = experiment.decode.prompts_per_shard
+    return [spec for split in SPLITS for spec in cut_shards(split, experiment.prompts(dataset, split), size)]
 
 
 def _recorded_shards(directory: Path, dataset: str, split: Split) -> list[ShardSpec]:
-    """The shards of one split of a record, without their prompts.
+    """The shards of one split of a recorded trace, without their prompts.
 
     Raises:
-        FileNotFoundError: not all that were recorded are there; a record from before their number was kept has no way
-            to tell.
+        FileNotFoundError: some are missing; old manifests do not have their number, so nothing can be missing there.
     """
     places = disk.places_in(directory, dataset, split)
-    manifest = read_manifest(directory, command="trace")
-    num = manifest.get("recorded", {}).get(_NUM_SHARDS, {}).get(f"{dataset}.{split}", len(places))
+    recorded = read_manifest(directory, command="trace").get("recorded", {})
+    num = recorded.get("num_shards", {}).get(f"{dataset}.{split}", len(places))
     if len(places) != num:
         raise FileNotFoundError(
             f"{directory} has {len(places)} of the {num} shards of {dataset}'s {split} split that were recorded; copy "
-            "the rest beside them, its rows and its signals"
+            "the rows and signals of the others into it"
         )
     return [ShardSpec(place.split, place.shard, ()) for place in places]
 
@@ -290,7 +260,7 @@ def record_trace(
     *,
     max_new_tokens: int,
     seed: int = 0,
-    categories: Sequence[str] = (),
+    categories: Mapping[str, str] | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Trace:
     """The trace of some responses of the target.
@@ -300,7 +270,7 @@ def record_trace(
         exchanges: prompts with responses that were drawn from the target under the recorder's sampling.
         max_new_tokens: the length limit that the responses were generated with.
         seed: the seed of outcomes and branches.
-        categories: the category of each prompt; empty: none.
+        categories: id of each exchange -> the category of its prompt; None: none.
         progress: a function that is called with 1 after each response.
 
     Raises:
@@ -309,12 +279,25 @@ def record_trace(
     traces = []
     width = max((len(exchange.response_ids) for exchange in exchanges), default=0)
     chance = uniforms(seed, len(exchanges), width, recorder.num_uniforms)
-    for index, exchange in enumerate(exchanges):
-        # A response that EOS did not end was cut at a limit, its own length.
+    for exchange, numbers in zip(exchanges, chance, strict=True):
+        # a response that EOS did not end was cut at a limit, its length
         limit = max_new_tokens if exchange.finish_reason == "stop" else len(exchange.response_ids)
-        category = categories[index] if categories else ""
-        row = TraceRow(exchange.id, category, tuple(exchange.prompt_ids), tuple(exchange.response_ids), limit)
-        recorded = recorder.record(exchange.prompt_ids, exchange.response_ids, limit, chance[index])
-        traces.append(trace_of(row, recorded, recorder))
+        texts = tuple(exchange.prompt_ids), tuple(exchange.response_ids)
+        category = (categories or {}).get(exchange.id, "")
+        traces.append(recorder.record(TraceRow(exchange.id, category, *texts, limit), numbers))
         progress(1)
     return join_traces(traces)
+
+
+def trace(config: Config) -> None:
+    """Record, or resume recording, the trace that evaluate, tune, replay and tables read."""
+    folder = trace_folder(Experiment(config))
+    folder.complete()
+    for dataset in folder.shards:
+        for split, part in vars(folder.load(dataset)).items():
+            print(
+                f"{folder.directory / dataset}: {split} {len(part.rows):,} responses, {part.num_positions:,} tokens, "
+                f"{1 - part.is_first_accepted.mean():.3f} rejected, {len(part.token) - part.num_positions:,} tokens "
+                "in branches"
+            )
+    print("next: acceptance-heads evaluate --config …, which replays every policy on it")

@@ -1,40 +1,29 @@
 """Law 4.10: every policy of one draft from one trace, with no model.
 
-Lanes (one per setting and prompt) take their steps together, each at its own place in its response: a step is one draft
-step of every lane and, where the draft ends with it, the verification. The policy is the same object that the loop
-runs, called on arrays of one number per lane; where a lane takes no part, a mask keeps its state. Nothing is
-approximated: limits, EOS, stops before the draw and the outcomes that policies learn are those of `decode.loop.decoder`
-and `decode.loop.drafter` (tests/evaluation/traces/test_replay.py compares the laws exactly).
+The policy is the same object that the loop runs, called on arrays of one number per lane (`evaluation.traces.lanes`);
+where a lane takes no part, a mask keeps its state. Nothing is approximated: limits, EOS, stops before the draw and the
+outcomes that policies learn are those of `decode.loop.decoder` and `decode.loop.drafter`
+(tests/evaluation/traces/test_replay.py compares the distributions exactly).
 """
 
-import copy
-from collections.abc import Iterator
 from dataclasses import fields
-from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from decode.loop.counts import Counts
-from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped
+from decode.policies.base import Policy
 from evaluation.played import Played
-from evaluation.traces.lanes import Tokens, TraceLanes
+from evaluation.traces.lanes import Lockstep, Tokens, Totals, TraceLanes, expanded, min_length, num_settings
 from evaluation.traces.trace import Array, Trace
 
 _LANES_AT_ONCE = 12288
 """So many that the arrays of a step stay in a core's cache."""
-_COMPACT_EVERY = 32
-_LEAST_ALIVE = 0.8
-"""Share of lanes below which those that have ended are dropped: they cost as much as the others, and dropping costs a
-copy.
-"""
-_ABSENT = dict.fromkeys(AfterDraw._fields, 0.0)
-"""Signals that the policy does not ask for."""
 
 
 def replay(trace: Trace, policy: Policy) -> Counts:
-    """Totals of one policy over all prompts of a trace; their law is exactly that of real decoding."""
+    """Totals of one policy over all prompts of a trace, distributed exactly as in real decoding."""
     counts = replay_settings(trace, policy).counts
     return Counts(**{f.name: int(np.sum(getattr(counts, f.name))) for f in fields(Counts)})
 
@@ -50,7 +39,7 @@ def replay_settings(trace: Trace, policy: Policy) -> Played:
         ValueError: array parameters of several lengths; a policy that discards short drafts and has memory, or is
             replayed on a trace of drawn drafts.
     """
-    shape = (_num_settings(policy), len(trace.rows))
+    shape = (num_settings(policy), len(trace.rows))
     totals = _totals(trace, policy, keeps_rounds=False)
     counts = Counts(**{name: count.reshape(shape) for name, count in totals.counts.items()})
     return Played(counts, totals.lengths.reshape(*shape, -1), trace.prompt_of_row, policy.stop_kind)
@@ -74,199 +63,19 @@ def replay_rounds(trace: Trace, policy: Policy) -> Rounds:
     return Rounds(*(column[order] for column in rounds))
 
 
-def _totals(trace: Trace, policy: Policy, *, keeps_rounds: bool) -> "Totals":
-    if np.any(_min_length(policy) > 0) and (policy.has_memory or not trace.has_point_masses):
+def _totals(trace: Trace, policy: Policy, *, keeps_rounds: bool) -> Totals:
+    if np.any(min_length(policy) > 0) and (policy.has_memory or not trace.has_point_masses):
         raise ValueError(
-            f"{type(policy).__name__} discards drafts of fewer than {np.max(_min_length(policy))} tokens, which keeps "
-            "the law only where the draft proposes its likeliest token (law 4.3) and no round depends on the one "
-            "before; replay it on such a trace, or at temperature 0, and without `end`"
+            f"{type(policy).__name__} discards drafts of fewer than {np.max(min_length(policy))} tokens, which keeps "
+            "the output distribution only if the draft proposes its likeliest token (law 4.3) and no round depends on "
+            "the one before; replay it on such a trace, or at temperature 0, and without `end`"
         )
     num_rows = len(trace.rows)
-    num_lanes = _num_settings(policy) * num_rows
+    num_lanes = num_settings(policy) * num_rows
     totals, tokens = Totals.of(num_lanes, trace.max_draft_length, keeps_rounds=keeps_rounds), Tokens.of(trace, policy)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         for start in range(0, num_lanes, _LANES_AT_ONCE):
-            lanes = np.arange(start, min(start + _LANES_AT_ONCE, num_lanes))
-            Lockstep(tokens, _expanded(policy, lanes // num_rows), TraceLanes.of(trace, lanes, lanes % num_rows)).run(
-                totals
-            )
+            index = np.arange(start, min(start + _LANES_AT_ONCE, num_lanes))
+            lanes = TraceLanes.of(trace, index, index % num_rows)
+            Lockstep(tokens, expanded(policy, index // num_rows), lanes).run(totals)
     return totals
-
-
-_COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted", "num_draft_forwards")
-
-
-class Totals(NamedTuple):
-    """Counts of all lanes so far."""
-
-    counts: dict[str, Int[Array, " lanes"]]
-    lengths: Int[Array, "lanes lengths"]
-    rounds: list[tuple[Array, ...]]
-    """(lane, drafted, draft forwards, emitted) of the rounds that ended in each step; empty unless `keeps_rounds`."""
-    keeps_rounds: bool = False
-
-    @classmethod
-    def of(cls, num_lanes: int, max_draft_length: int, *, keeps_rounds: bool = False) -> "Totals":
-        """Totals before the first round."""
-        counts = {name: np.zeros(num_lanes, dtype=np.int64) for name in _COUNTED}
-        return cls(counts, np.zeros((num_lanes, max_draft_length + 1), dtype=np.int32), [], keeps_rounds)
-
-
-class Lockstep:
-    """Lanes that take their steps together."""
-
-    def __init__(self, tokens: Tokens, policy: Policy, lanes: TraceLanes) -> None:
-        self.tokens, self.policy, self.lanes = tokens, policy, lanes
-        self.gives_up = bool(np.any(_min_length(policy) > 0))
-        self.feedback: State = mapped(lambda value: np.full(len(lanes.index), value), policy.zero_feedback)
-        size = len(lanes.index)
-        # a state may hold one number for all lanes; compaction needs one of each
-        self.state = mapped(lambda value: np.array(np.broadcast_to(value, size), dtype=np.float64), policy.start())
-        self._begin(np.ones(size, dtype=bool), self.state)
-
-    def run(self, totals: Totals) -> None:
-        """Play all rounds of all lanes."""
-        for step in count(1):
-            if step % _COMPACT_EVERY == 0:
-                self._compact()
-                if not len(self.lanes.index):
-                    return
-            self._step(totals)
-
-    def _begin(self, begins: Array, state: State) -> None:
-        """Begin a new round in the lanes where `begins`."""
-        lanes, tokens = self.lanes, self.tokens
-        self.state = merged(begins, self.policy.begin(state), self.state)
-        lanes.room = np.clip(lanes.limit - lanes.start - 1, 0, tokens.max_draft_length)
-        limit = self.policy.limit(self.state) if tokens.oracle is None else tokens.oracle.take(lanes.start)
-        allowed = np.minimum(np.minimum(limit, lanes.room), tokens.longest.take(lanes.start)).astype(np.int64)
-        if self.gives_up:
-            allowed = np.where(allowed < _min_length(self.policy), 0, allowed)
-        first_rejected, fork = tokens.rejected.take(lanes.start), tokens.fork.take(lanes.start)
-        if begins.all():  # with a fixed length always, and cheaper than the masks
-            lanes.position, lanes.allowed, lanes.stop, lanes.fork = (
-                np.zeros_like(lanes.start),
-                allowed,
-                first_rejected,
-                fork,
-            )
-        else:
-            lanes.position = np.where(begins, 0, lanes.position)
-            lanes.allowed = np.where(begins, allowed, lanes.allowed)
-            lanes.stop, lanes.fork = np.where(begins, first_rejected, lanes.stop), np.where(begins, fork, lanes.fork)
-        lanes.shift = tokens.branch.take(lanes.fork) - lanes.fork
-        self.feedback = mapped(lambda value: np.where(begins, 0.0, value), self.feedback)
-
-    def _step(self, totals: Totals) -> None:
-        self._conclude(*self._drafted(self.lanes.position < self.lanes.allowed), totals)
-
-    def _drafted(self, wants: Array) -> tuple[Array, Array]:
-        """One draft step where it is wanted: (where the draft has ended, where a forward was paid and its token not
-        drawn).
-        """
-        lanes, tokens = self.lanes, self.tokens
-        path, at = lanes.start + lanes.position, self._places()
-        drawn = self._drawn(at)
-        draws = wants
-        if self.policy.stops_before:
-            draws = wants & ~np.asarray(self.policy.stop_before(self.state, drawn.before), dtype=bool)
-        state, stops = self.policy.after(self.state, drawn)
-        if tokens.acceptance_prob is not None:
-            feedback = self.policy.feedback(self.state, drawn, tokens.acceptance_prob.take(at))
-            is_revealed = draws & (path <= lanes.stop)
-            self.feedback = mapped(lambda total, new: total + np.where(is_revealed, new, 0.0), self.feedback, feedback)
-        self.state = merged(draws, state, self.state)
-        lanes.position = lanes.position + draws
-        return ~draws | stops | tokens.is_eos.take(at) | (lanes.position >= lanes.allowed), wants & ~draws
-
-    def _places(self) -> Array:
-        path = self.lanes.start + self.lanes.position
-        at = np.where(path < self.lanes.fork, path, path + self.lanes.shift)
-        # lanes that wait for the others, or have ended, point anywhere
-        return np.minimum(at, len(self.tokens.is_eos) - 1, out=at)
-
-    def _drawn(self, at: Array) -> AfterDraw:
-        signals = {name: signal.take(at) for name, signal in self.tokens.signals.items()}
-        if "fed_logit" in signals:
-            signals["fed_logit"] = np.where(self.lanes.position == 0, np.inf, signals["fed_logit"])
-        return AfterDraw(**(_ABSENT | signals | {"position": self.lanes.position}))
-
-    def _conclude(self, ended: Array, has_unused_forward: Array, totals: Totals) -> None:
-        lanes = self.lanes
-        over = (ended & (lanes.start < lanes.end)).nonzero()[0]
-        index, start, drawn = lanes.index[over], lanes.start[over], lanes.position[over]
-        drafted = np.where(self._is_given_up()[over], 0, drawn) if self.gives_up else drawn
-        accepted = np.minimum(drafted, lanes.stop[over] - start)
-        emitted = np.minimum(accepted + 1, lanes.end[over] - start)
-        # the forward of a block is paid before its first token is looked at
-        forwards = lanes.allowed[over] > 0 if self.tokens.has_blocks else drawn + has_unused_forward[over]
-        amounts = (emitted, drafted, 1, accepted, forwards.astype(np.int64))
-        for name, amount in zip(_COUNTED, amounts, strict=True):
-            totals.counts[name][index] += amount
-        totals.lengths[index, drafted] += 1
-        if totals.keeps_rounds:
-            totals.rounds.append((index, drafted, amounts[-1], emitted))
-        state = self.policy.end(self.state, self._outcome()) if self.policy.has_memory else self.state
-        lanes.start[over] += emitted
-        self._begin(ended, state)
-
-    def _is_given_up(self) -> Array:
-        """Whether each lane's draft, if it ends here, is too short to be verified; one that an EOS ended never is."""
-        lanes = self.lanes
-        path = lanes.start + lanes.position - 1
-        last = np.clip(np.where(path < lanes.fork, path, path + lanes.shift), 0, len(self.tokens.is_eos) - 1)
-        return (lanes.position < _min_length(self.policy)) & ~((lanes.position > 0) & self.tokens.is_eos.take(last))
-
-    def _outcome(self) -> Outcome:
-        """Outcome of each lane's round, if it ends here; where it does not, nobody reads it."""
-        lanes, entropy = self.lanes, self.tokens.signals.get("entropy")
-        accepted = np.minimum(lanes.position, lanes.stop - lanes.start)
-        at_stop = np.minimum(lanes.stop + lanes.shift, len(self.tokens.is_eos) - 1)
-        rejected_entropy = 0.0 if entropy is None else np.where(accepted < lanes.position, entropy.take(at_stop), 0.0)
-        return Outcome(lanes.position, accepted, lanes.room, rejected_entropy, self.feedback)
-
-    def _compact(self) -> None:
-        """Drop lanes that have ended, once they are many."""
-        alive = self.lanes.start < self.lanes.end
-        if alive.mean() <= _LEAST_ALIVE:
-            self.lanes = self.lanes.at(alive)
-            self.state, self.feedback = (
-                mapped(lambda value: value[alive], numbers) for numbers in (self.state, self.feedback)
-            )
-            self.policy = _expanded(self.policy, alive)
-
-
-def merged(mask: Array, new: State, old: State) -> State:
-    """The new state where the mask says so."""
-    return mapped(lambda value, before: before if value is before else np.where(mask, value, before), new, old)
-
-
-def _min_length(policy: Policy) -> Array:
-    """Drafts of fewer tokens are discarded unverified; only rules that no loop has say so
-    (`evaluation.flags.engines.ShortDrafts`).
-    """
-    return np.asarray(getattr(policy, "discards_below", 0))
-
-
-def _array_fields(policy: Policy) -> Iterator[tuple[str, Array]]:
-    for f in fields(policy):  # type: ignore[arg-type]
-        value = getattr(policy, f.name)
-        if isinstance(value, np.ndarray) and value.ndim == 1:
-            yield f.name, value
-
-
-def _num_settings(policy: Policy) -> int:
-    lengths = {name: len(value) for name, value in _array_fields(policy)}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(
-            f"array parameters of {type(policy).__name__} are settings side by side, but their lengths differ: "
-            f"{lengths}"
-        )
-    return next(iter(lengths.values()), 1)
-
-
-def _expanded(policy: Policy, index: Array) -> Policy:
-    result = copy.copy(policy)
-    for name, value in list(_array_fields(policy)):
-        object.__setattr__(result, name, value[index])
-    return result

@@ -1,33 +1,32 @@
 """A trace in memory (law 4.10): outcomes and signals of every token that a draft could draw, whatever the policy.
 
-All tokens stand in one flat order: the *path* (the responses, row after row), then the *branches* (one per rejected
+All tokens are in one flat order: the *path* (the responses, row after row), then the *branches* (one per rejected
 path position, in path order). With start s of a round and j tokens drafted before,
 
-    flat(s, j) = s + j                               while s + j < rejected[s], the first rejected path position from s
-        on
+    flat(s, j) = s + j                               while s + j < rejected[s], the first rejected position from s on
                = branch[rejected[s]] + s + j - rejected[s]                        from there on
 
 `num_drafts` is that of path and branches together. Signals are float32, as the loop reads them.
 
-What a feature draft says depends on where its round began (`lm.branches.chains`). Its trace has a branch at every
+What a feature draft draws depends on where its round began (`lm.branches.chains`). Its trace has a branch at every
 position, the whole draft of the round that starts there: `is_rejected` is True throughout, and `num_passing` has how
 many of its tokens are accepted. A row's first round drafts nothing, as in decoding, so its first branch is empty; the
 path holds each draft's first step, with the response's token.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
 
 from decode.policies.learning import logit_of
 from evaluation.traces.bounds import ScoreHead
-from evaluation.traces.inputs import TokenInputs, join_inputs, scores_of
 from heads.model.head import AcceptanceHead
 from lm import Sampling
 
@@ -37,8 +36,35 @@ CONFIDENCE = "confidence_logit"
 _LATER_TURN = re.compile(r"#\d+$")
 _SHARED = ("sampling", "max_draft_length", "draft_sampling", "block_size")
 """Fields that joined traces must agree on."""
-_PER_DRAFT = ("token", "is_eos")
-_PER_POSITION = ("is_rejected", "acceptance_rate", "num_passing")
+_TOKENS_AT_ONCE = 65536
+
+
+class InputTensors(NamedTuple):
+    """The tensors that heads read of a trace."""
+
+    hidden: Float[Tensor, "drafts hidden"]
+    """The draft's state that produced each token's distribution."""
+    embedding_ids: Int[Tensor, " known"]
+    """Token ids, ascending."""
+    embedding: Float[Tensor, "known hidden"]
+    """Rows of the draft's input embeddings."""
+
+
+class TokenInputs:
+    """What heads read of a trace, the bulk of it; made when a head first needs it."""
+
+    def __init__(self, make: Callable[[], InputTensors]) -> None:
+        self.make = make
+
+    @classmethod
+    def of(cls, *tensors: Tensor) -> "TokenInputs":
+        """Tensors that are in memory: hidden, embedding_ids, embedding."""
+        return cls(lambda: InputTensors(*tensors))
+
+    @cached_property
+    def tensors(self) -> InputTensors:
+        """All inputs as tensors."""
+        return self.make()
 
 
 @dataclass(frozen=True)
@@ -54,7 +80,7 @@ class TraceRow:
     limit: int
     """The length limit of the generation, at least len(response_ids)."""
     dataset: str = field(default="", compare=False)
-    """Told apart by it, prompts of several datasets may have one id."""
+    """Prompts of several datasets may share an id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,31 +90,42 @@ class Trace:
     rows: tuple[TraceRow, ...]
     sampling: Sampling
     max_draft_length: int
-    token: Int[Array, " drafts"]
-    is_eos: Bool[Array, " drafts"]
-    signals: dict[str, Float[Array, " drafts"]]
-    """max_prob, top_prob and every scalar (untruncated, temperature 1), acceptance_prob (under the run's Sampling), and
-    CONFIDENCE of a draft that has it.
+    drafts: dict[str, Shaped[Array, " drafts"]]
+    """Columns of every token: token, is_eos; as signals max_prob, top_prob and every scalar (untruncated, temperature
+    1), acceptance_prob (under the run's Sampling), and CONFIDENCE of a draft that has it; and under `score.FINGERPRINT`
+    logits of heads, filled when they are first needed.
     """
-    is_rejected: Bool[Array, " positions"]
-    acceptance_rate: Float[Array, " positions"]
+    positions: dict[str, Shaped[Array, " positions"]]
+    """Columns of every response token: is_rejected, acceptance_rate, and of a feature draft num_passing: the number of
+    tokens that verification accepts of the whole draft of a round that starts there.
+    """
     branch_lengths: Int[Array, " rejected"]
     inputs: TokenInputs | None = None
-    scores: dict[str, Float[Array, " drafts"]] = field(default_factory=dict)
-    """Logits by fingerprint of the head, filled as heads are asked for."""
-    num_passing: Int[Array, " positions"] | None = None
-    """Tokens of a feature draft that verification accepts of the whole draft of a round that starts at each position.
-    """
     draft_sampling: Sampling | None = None
-    """The sampling that the draft draws by, where it is not the target's."""
+    """The sampling that the draft draws by, if it is not the target's."""
     block_size: int | None = None
     """Tokens that a DSpark draft gives in one forward, which is all that a round of it costs; None: each draft step is
     a forward.
     """
 
     @property
+    def token(self) -> Int[Array, " drafts"]:
+        """Every token."""
+        return self.drafts["token"]
+
+    @property
+    def is_rejected(self) -> Bool[Array, " positions"]:
+        """Whether a branch leaves the path at each position."""
+        return self.positions["is_rejected"]
+
+    @property
+    def num_passing(self) -> Int[Array, " positions"] | None:
+        """Tokens of a feature draft's rounds that are accepted; None for another draft."""
+        return self.positions.get("num_passing")
+
+    @property
     def has_point_masses(self) -> bool:
-        """Whether a drafted token follows from the tokens before it, so that no chance decides how long a draft is."""
+        """Whether each drafted token follows from the tokens before it, so that the draft's length is not random."""
         return (self.draft_sampling or self.sampling).is_greedy
 
     @cached_property
@@ -98,8 +135,9 @@ class Trace:
 
     @cached_property
     def prompt_of_row(self) -> Int[Array, " rows"]:
-        """Number of the prompt that each row belongs to, by first appearance. Its draws, and its later turns (81#2
-        after 81), are not independent of each other, so whoever resamples takes or leaves them together.
+        """Number of the prompt that each row belongs to, by first appearance.
+
+        A prompt's draws, and its later turns (81#2 after 81), are not independent, so resampling keeps them together.
         """
         known = {(row.dataset, row.id) for row in self.rows}
         firsts = [(row.dataset, _LATER_TURN.sub("", row.id)) for row in self.rows]
@@ -162,8 +200,8 @@ class Trace:
 
     @cached_property
     def first_drawn(self) -> Int[Array, " positions"]:
-        """Flat index of the first token that a round drafts which starts at each position; where none is drafted
-        (`is_drafted`), of the response's own.
+        """Flat index of the first token that a round drafts which starts at each position; the response's token where
+        none is drafted (`is_drafted`).
         """
         return np.where(self.is_rejected, self.branch, np.arange(self.num_positions))
 
@@ -181,9 +219,7 @@ class Trace:
 
     @cached_property
     def before(self) -> Int[Array, " drafts"]:
-        """The flat index of the token drawn before each: its neighbour on the path or branch. A row's first token is
-        its own.
-        """
+        """Flat index of the token drawn before each, on its path or branch; for a row's first token, its own."""
         before = np.arange(len(self.token)) - 1
         before[self.offsets[:-1]] = self.offsets[:-1]
         has_branch = self.branch_lengths > 0
@@ -195,27 +231,27 @@ class Trace:
         """A signal as policies read it.
 
         Raises:
-            ValueError: one that there was not when the trace was recorded, or that its draft has not.
+            ValueError: the trace was recorded without it.
         """
         if name == "token_prob":
-            return np.exp(self.signals["log_token_prob"])
-        if name == CONFIDENCE and name not in self.signals:
+            return np.exp(self.drafts["log_token_prob"])
+        if name == CONFIDENCE and name not in self.drafts:
             raise ValueError(
                 "the trace's draft has no confidence head; use a DSpark draft that has one, or another policy"
             )
-        if name not in self.signals:
+        if name not in self.drafts:
             raise ValueError(
-                f"the trace was recorded before there was the signal {name}; delete its folder and record it again "
+                f"the trace was recorded without the signal {name}; delete its folder and record it again "
                 "(`acceptance-heads trace`)"
             )
-        return self.signals[name]
+        return self.drafts[name]
 
     def logit(self, head: AcceptanceHead | ScoreHead) -> Float[Array, " drafts"]:
         """Logit of the head for each token (drawn-time, prefix), or for the token before it (fed-time): what is known
         when it is drawn.
 
         Raises:
-            ValueError: a head of another width; hidden states that were not recorded.
+            ValueError: a head of another width, or of scalars or hidden states that were not recorded.
         """
         if isinstance(head, ScoreHead):
             if head.score == "perfect":
@@ -223,49 +259,71 @@ class Trace:
             if head.score == "confidence":
                 return self.signal(CONFIDENCE)
             return np.asarray(logit_of(self.signal("max_prob")))
-        key = head.fingerprint()
-        if key not in self.scores:
-            self.scores[key] = scores_of(head, self.inputs, token=self.token, before=self.before, signals=self.signals)
-        return self.scores[key]
+        key = f"score.{head.fingerprint()}"
+        if key not in self.drafts:
+            self.drafts[key] = self._score(head)
+        return self.drafts[key]
 
-    def select(self, rows: Sequence[int], *, num_tokens: int | None = None) -> "Trace":
-        """The trace of some rows; with `num_tokens`, had their length limit been at most so many tokens."""
-        return join_traces([self._row(row, num_tokens) for row in rows])
+    @torch.inference_mode()
+    def _score(self, head: AcceptanceHead) -> Float[Array, " drafts"]:
+        if self.inputs is None:
+            raise ValueError(
+                "the trace has neither scores of this head nor hidden states to compute them from; record it again "
+                "with decode.trace_hidden=true, or with the head in decode.heads"
+            )
+        hidden, known_ids, embedding = self.inputs.tensors
+        if head.hidden_size != hidden.shape[-1]:
+            raise ValueError(
+                f"the head reads hidden states of width {head.hidden_size}, the trace's are {hidden.shape[-1]} wide; "
+                "use a head that was trained for this draft"
+            )
+        if missing := set(head.inputs.scalars) - self.drafts.keys():
+            raise ValueError(
+                f"the head reads {', '.join(sorted(missing))}, which the trace was recorded without; record it again"
+            )
+        scored = torch.from_numpy(self.before) if head.timing == "fed" else torch.arange(len(self.token))
+        scalars = {name: torch.from_numpy(self.drafts[name]) for name in head.inputs.scalars}
+        tokens = torch.searchsorted(known_ids, torch.from_numpy(self.token).to(known_ids.dtype))
 
-    def _row(self, row: int, num_tokens: int | None) -> "Trace":
-        path = np.arange(self.offsets[row], self.offsets[row + 1])[:num_tokens]
-        whole = self.rows[row]
-        limit = whole.limit if num_tokens is None else min(whole.limit, num_tokens)
-        rejected_before = int(self.is_rejected[: path[0]].sum())
-        here = slice(rejected_before, rejected_before + int(self.is_rejected[path].sum()))
-        starts = self.num_positions + np.cumsum(self.branch_lengths) - self.branch_lengths
-        lengths = self.branch_lengths[here]
-        first = int(starts[here][0]) if len(lengths) else 0
-        positions = np.concatenate([path, np.arange(first, first + lengths.sum())])
-        inputs = self.inputs and self.inputs.at(torch.from_numpy(positions))
-        columns: dict[str, Any] = {name: getattr(self, name)[positions] for name in _PER_DRAFT}
-        columns |= {name: values[path] for name in _PER_POSITION if (values := getattr(self, name)) is not None}
-        return replace(
-            self,
-            rows=(replace(whole, response_ids=whole.response_ids[: len(path)], limit=limit),),
-            signals={name: values[positions] for name, values in self.signals.items()},
-            branch_lengths=lengths,
-            inputs=inputs,
-            scores={name: values[positions] for name, values in self.scores.items()},
-            **columns,
-        )
+        def logits(rows: Tensor) -> Tensor:
+            at = scored[rows]
+            columns = {name: column[at] for name, column in scalars.items()}
+            return head(hidden[rows], *head.inputs.among(columns, lambda: embedding[tokens[at]]))
+
+        return torch.cat([*map(logits, torch.arange(len(scored)).split(_TOKENS_AT_ONCE))]).float().numpy()
 
     def _perfect_logit(self, timing: str) -> Float[Array, " drafts"]:
-        prob = self.signals["acceptance_prob"].astype(np.float64)
+        prob = self.drafts["acceptance_prob"].astype(np.float64)
         if np.isnan(prob).any():
             raise ValueError("the trace has no acceptance_prob along branches; record it with decode.perfect_head=true")
         with np.errstate(divide="ignore"):
             logit = np.log(prob) - np.log1p(-prob)
         return logit[self.before] if timing == "fed" else logit
 
+    def select(self, rows: Sequence[int], *, num_tokens: int | None = None) -> "Trace":
+        """The trace of some rows; with `num_tokens`, as if their length limit had been at most that many tokens."""
+        return join_traces([self._row(row, num_tokens) for row in rows])
+
+    def _row(self, row: int, num_tokens: int | None) -> "Trace":
+        path = np.arange(self.offsets[row], self.offsets[row + 1])[:num_tokens]
+        whole = self.rows[row]
+        limit = whole.limit if num_tokens is None else min(whole.limit, num_tokens)
+        first = int(self.is_rejected[: path[0]].sum())  # branch
+        branches = slice(first, first + int(self.is_rejected[path].sum()))
+        start = self.num_positions + int(self.branch_lengths[:first].sum())
+        at = np.concatenate([path, np.arange(start, start + self.branch_lengths[branches].sum())])
+        return replace(
+            self,
+            rows=(replace(whole, response_ids=whole.response_ids[: len(path)], limit=limit),),
+            drafts={name: values[at] for name, values in self.drafts.items()},
+            positions={name: values[path] for name, values in self.positions.items()},
+            branch_lengths=self.branch_lengths[branches],
+            inputs=None if self.inputs is None else _inputs_at(self.inputs, torch.from_numpy(at)),
+        )
+
 
 def join_traces(traces: Sequence[Trace]) -> Trace:
-    """The traces' rows one after the other.
+    """The traces' rows one after the other, with the columns that all of them have.
 
     Raises:
         ValueError: no traces, or of another `Sampling` or draft length.
@@ -276,28 +334,38 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
     for trace in traces:
         if any(getattr(trace, name) != getattr(first, name) for name in _SHARED):
             raise ValueError(f"traces of {first.sampling} and of {trace.sampling} cannot be joined")
+    ends = [trace.num_positions for trace in traces]
 
-    def drafts(arrays: Sequence[Array]) -> Array:
-        paths = [array[: trace.num_positions] for array, trace in zip(arrays, traces, strict=True)]
-        return np.concatenate(
-            [*paths, *(array[trace.num_positions :] for array, trace in zip(arrays, traces, strict=True))]
-        )
+    def drafts(name: str) -> Array:
+        columns = [trace.drafts[name] for trace in traces]
+        return np.concatenate(_paths_first(columns, ends))
 
-    def all_of(name: str) -> list[Array]:
-        return [getattr(trace, name) for trace in traces]
-
-    columns: dict[str, Any] = {name: drafts(all_of(name)) for name in _PER_DRAFT}
-    columns |= {name: np.concatenate(all_of(name)) for name in _PER_POSITION if getattr(first, name) is not None}
-    shared = {
-        field: [name for name in getattr(first, field) if all(name in getattr(trace, field) for trace in traces)]
-        for field in ("signals", "scores")
-    }
+    inputs = [trace.inputs for trace in traces if trace.inputs is not None]
     return replace(
         first,
         rows=tuple(row for trace in traces for row in trace.rows),
-        signals={name: drafts([trace.signals[name] for trace in traces]) for name in shared["signals"]},
-        branch_lengths=np.concatenate(all_of("branch_lengths")),
-        inputs=join_inputs([trace.inputs for trace in traces], [trace.num_positions for trace in traces]),
-        scores={name: drafts([trace.scores[name] for trace in traces]) for name in shared["scores"]},
-        **columns,
+        drafts={name: drafts(name) for name in first.drafts if all(name in trace.drafts for trace in traces)},
+        positions={name: np.concatenate([trace.positions[name] for trace in traces]) for name in first.positions},
+        branch_lengths=np.concatenate([trace.branch_lengths for trace in traces]),
+        inputs=TokenInputs(lambda: _joined(inputs, ends)) if len(inputs) == len(traces) else None,
     )
+
+
+def _inputs_at(inputs: TokenInputs, drafts: Int[Tensor, " drafts"]) -> TokenInputs:
+    return TokenInputs(lambda: inputs.tensors._replace(hidden=inputs.tensors.hidden[drafts]))
+
+
+def _joined(inputs: Sequence[TokenInputs], ends: Sequence[int]) -> InputTensors:
+    """Inputs of several traces, all paths before all branches; `ends` are the lengths of their paths."""
+    parts = [each.make() for each in inputs]  # not `tensors`, which would keep a second copy
+    ids, index = torch.cat([part.embedding_ids for part in parts]).unique(return_inverse=True)
+    rows = torch.cat([part.embedding for part in parts])
+    embedding = rows.new_empty(len(ids), rows.shape[-1])
+    embedding[index] = rows
+    return InputTensors(torch.cat(_paths_first([part.hidden for part in parts], ends)), ids, embedding)
+
+
+def _paths_first(columns: Sequence[Any], ends: Sequence[int]) -> list[Any]:
+    """The paths of several columns, which end at `ends`, and then their branches; arrays or tensors."""
+    pairs = list(zip(columns, ends, strict=True))
+    return [*(column[:end] for column, end in pairs), *(column[end:] for column, end in pairs)]

@@ -36,8 +36,8 @@ def calibrated_on(dev: Trace, heads: Mapping[str, AcceptanceHead]) -> dict[str, 
                 tokens = np.delete(tokens, dev.offsets[:-1])
             scored = dev.before[tokens] if head.timing == "fed" else tokens
         is_prefix = head.timing == "prefix" and dev.draft_sampling is None
-        labels = dev.acceptance_rate if is_prefix else dev.signals["acceptance_prob"][scored]
-        can_be_drawn = np.isfinite(dev.signals["log_token_prob"][tokens])  # by a draft with a reduced vocabulary
+        labels = dev.positions["acceptance_rate"] if is_prefix else dev.signal("acceptance_prob")[scored]
+        can_be_drawn = np.isfinite(dev.signal("log_token_prob")[tokens])  # by a draft with a reduced vocabulary
         fitted = (dev.logit(head)[tokens][can_be_drawn], labels[can_be_drawn])
         calibrated[f"{name} calibrated here"] = recalibrated(head, *map(torch.from_numpy, fitted))
     return calibrated

@@ -59,14 +59,17 @@ def trace(
     draft_sampling: Sampling | None = None,
 ) -> Trace:
     """Responses of the target to every prompt, `copies` times each, as a trace."""
-    prompts = PROMPTS * copies
-    source = TargetInProcess(
-        model(1, 2), sampling, vocab_size=VOCAB, eos_ids=frozenset({EOS}), max_new_tokens=LIMIT, batch_size=64
-    )
+    recording = replace(recorder(sampling, length), draft_sampling=draft_sampling)
+    return traced_by(recording, PROMPTS * copies, LIMIT, seed)
+
+
+def traced_by(recorder: Recorder, prompts: list[list[int]], limit: int, seed: int = 0) -> Trace:
+    """One response of the recorder's target to each prompt, as a trace."""
+    ids = {"vocab_size": recorder.vocab_size, "eos_ids": recorder.eos_ids}
+    source = TargetInProcess(recorder.target, recorder.sampling, **ids, max_new_tokens=limit, batch_size=64)
     answers = source.respond([Request(str(i), "", ids) for i, ids in enumerate(prompts)], seed, lambda count: None)
     exchanges = [
         Exchange(str(i), "", ids, answer.response_ids, answer.finish_reason)
         for i, (ids, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
-    recording = replace(recorder(sampling, length), draft_sampling=draft_sampling)
-    return record_trace(recording, exchanges, max_new_tokens=LIMIT, seed=seed + 1)
+    return record_trace(recorder, exchanges, max_new_tokens=limit, seed=seed + 1)

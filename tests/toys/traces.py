@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation.traces.inputs import TokenInputs
-from evaluation.traces.trace import Trace, TraceRow
+from evaluation.traces.trace import TokenInputs, Trace, TraceRow
 from lm import Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
 from lm.signals import signals_of
 from tests.toys.enumeration import ToyModel
@@ -111,6 +110,8 @@ class Toys:
         q, p = (torch.stack([self.probs(name, prefix) for prefix, _ in seen]) for name in ("q", "p"))
         log_probs = logits.log_softmax(-1)
         signals = {
+            "token": tokens,
+            "is_eos": torch.isin(tokens, torch.tensor(sorted(self.eos_ids))),
             "entropy": entropy(logits),
             "max_prob": log_probs.exp().amax(-1),
             "top_prob": signals_of(logits, torch.zeros(len(logits)).long(), ["top_prob"])["top_prob"],
@@ -122,11 +123,11 @@ class Toys:
             sampling=self.sampling,
             draft_sampling=self.draft_sampling,
             max_draft_length=self.length,
-            token=tokens.numpy()[index],
-            is_eos=np.isin(tokens.numpy()[index], sorted(self.eos_ids)),
-            signals={name: values.numpy()[index] for name, values in signals.items()},
-            is_rejected=is_rejected,
-            acceptance_rate=acceptance_rate(q, p).numpy()[index[: len(is_rejected)]],
+            drafts={name: values.numpy()[index] for name, values in signals.items()},
+            positions={
+                "is_rejected": is_rejected,
+                "acceptance_rate": acceptance_rate(q, p).numpy()[index[: len(is_rejected)]],
+            },
             branch_lengths=np.array(lengths, dtype=np.int64),
             inputs=TokenInputs.of(hidden[index], torch.arange(3), torch.eye(4, dtype=torch.float64)[:3]),
         )

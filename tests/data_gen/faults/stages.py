@@ -20,7 +20,7 @@ import torch
 
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, ModelSource, PairConfig
 from data_gen.pipeline.command import make
-from evaluation.traces.command import trace
+from evaluation.traces.recording import trace
 from heads.command import export
 from heads.model.head import AcceptanceHead
 from heads.training.command import train

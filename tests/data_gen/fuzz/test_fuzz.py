@@ -15,7 +15,7 @@ from configs.command import run
 from configs.schema import Config
 from data_gen.pipeline.command import make
 from data_gen.pipeline.plan import plan
-from evaluation.traces.command import trace
+from evaluation.traces.recording import trace
 from heads.training.command import train
 from tests.data_gen.faults.stages import Child, at, experiment
 from tests.data_gen.fuzz.boundaries import TEXTS, Boundary, files, made, texts

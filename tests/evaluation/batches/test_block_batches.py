@@ -142,7 +142,7 @@ def test_the_estimator_is_the_regression_over_all_that_verification_reveals(trac
     gradient, start = np.zeros(2), trace.num_positions
     for length, passing in zip(trace.branch_lengths.tolist(), trace.num_passing.tolist(), strict=True):
         for at in range(start, start + min(length, passing + 1)):
-            error = trace.signals["acceptance_prob"][at] - 1 / (1 + np.exp(-fitted.calibrated_logit(logits[at])))
+            error = trace.signal("acceptance_prob")[at] - 1 / (1 + np.exp(-fitted.calibrated_logit(logits[at])))
             gradient += error * np.array([1.0, logits[at]])
         start += length
     np.testing.assert_allclose(gradient, 0, atol=1e-2)  # at the optimum; a histogram's bins are 1/64 wide

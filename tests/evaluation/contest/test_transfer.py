@@ -97,7 +97,7 @@ def test_a_head_of_another_sampling_is_calibrated_on_the_path_of_dev(sets, timin
     of = path - 1 if timing == "fed" else path
     logit, label = (
         head.calibrated_logit(dev.logit(head)[path]),
-        (dev.acceptance_rate if timing == "prefix" else dev.signals["acceptance_prob"])[of],
+        (dev.positions["acceptance_rate"] if timing == "prefix" else dev.signal("acceptance_prob"))[of],
     )
 
     def loss(weights):

@@ -1,24 +1,34 @@
-"""Played to the real loop, a trace writes its own text with the very counts of its replay, whatever the policy (law
-4.10).
+"""The loop counts what replay counts, whatever the policy and the form of the draft (law 4.10): on a trace that is
+played to it, which also writes the trace's text, and at temperature 0 by itself.
 """
-
-from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 
-from decode import ModelDrafter, SpeculativeDecoder
-from decode.loop.counts import Counts
-from decode.policies import AdaEDL, FixedLength, HeadPolicy, Policy
+from decode.policies import (
+    AdaEDL,
+    CumulativeTokenProb,
+    Entropy,
+    FixedLength,
+    HeadPolicy,
+    Heuristic,
+    LlamaCpp,
+    MaxProb,
+    Policy,
+    SelfVerify,
+    TokenProb,
+)
 from decode.policies.auto import Auto
+from evaluation.flags.engines import ShortDrafts
 from evaluation.traces.played import PlayedSampler
 from evaluation.traces.replay import replay_settings
-from evaluation.traces.trace import Trace
-from heads import AcceptanceHead
 from lm import Sampling
+from tests.evaluation.traces import forms
+from tests.evaluation.traces.forms import COUNTED, GREEDY, model_head, rows_that_differ, rules_of
+from tests.toys import small_pair
 from tests.toys.loop import POLICIES, SAMPLINGS, decoder_of, toy_head
-from tests.toys.small_pair import EOS, LENGTH, VOCAB, model, trace
+from tests.toys.random_drafts import BLOCKS, KINDS
 from tests.toys.traces import traced
 
 RULES = POLICIES | {
@@ -30,26 +40,36 @@ RULES = POLICIES | {
     "kept_prefix_head": HeadPolicy(toy_head("prefix", seed=2), 0.5, keeps_newest=True),
     "auto_stops_drafting": Auto(toy_head("fed", seed=2), 2.0, 1.0, prior_rounds=1.0, probe_every=2),
 }
-
-
-def rows_that_differ(decoder: SpeculativeDecoder, policy: Policy, traced: Trace) -> list[int]:
-    """Rows whose text, counts or draft lengths are not the replay's."""
-    replayed = replay_settings(traced, policy)
-    different = []
-    for number, row in enumerate(traced.rows):
-        generation = decoder.generate(row.prompt_ids, row.limit, generator=PlayedSampler(traced, number))
-        lengths = np.bincount([len(one.drafted) for one in generation.rounds], minlength=traced.max_draft_length + 1)
-        counts = Counts(
-            **{
-                f.name: int(np.take(getattr(replayed.counts, f.name), number))
-                for f in fields(Counts)
-                if "micro" not in f.name
-            }
-        )
-        assert generation.token_ids == row.response_ids
-        if generation.counts != counts or not np.array_equal(lengths, replayed.lengths[0, number]):
-            different.append(number)
-    return different
+MODEL_RULES: dict[str, Policy] = {
+    "fixed_length": FixedLength(3),
+    "heuristic": Heuristic(2),
+    "token_prob": TokenProb(0.5),
+    "cumulative_token_prob": CumulativeTokenProb(0.3),
+    "max_prob": MaxProb(0.5),
+    "entropy": Entropy(0.3),
+    "self_verify": SelfVerify(),
+    "ada_edl": AdaEDL(0.4),
+    "fed_head": HeadPolicy(model_head("fed"), 0.5),
+    "drawn_head": HeadPolicy(model_head("drawn"), 0.5),
+    "both_heads": HeadPolicy(model_head("fed"), 0.5, also=model_head("drawn")),
+}
+ENGINE_RULES: dict[str, Policy] = {
+    "fixed": FixedLength(2),
+    "p_min": LlamaCpp(n_max=3, p_min=0.6),
+    "n_min": ShortDrafts(n_max=3, n_min=2, p_min=0.6),
+    "product": CumulativeTokenProb(0.3),
+}
+PLAYED = [
+    *(("eagle", name) for name in rules_of("eagle")),
+    *(("rnn", name) for name in rules_of("rnn")),
+    *((kind, name) for kind in KINDS[1:] for name in ("drawn", "fed", "self_verify")),
+    *((kind, "token_prob") for kind in BLOCKS),
+]
+COLD = [
+    *(("model", name, policy) for name, policy in MODEL_RULES.items()),
+    *(("likeliest", name, policy) for name, policy in ENGINE_RULES.items()),
+    *(("eagle", name, rules_of("eagle")[name]) for name in ("fixed_length", "entropy", "drawn")),
+]
 
 
 @pytest.mark.parametrize("policy", RULES)
@@ -66,56 +86,63 @@ def test_the_loop_counts_what_replay_counts_for_every_policy(policy):
 def test_the_loop_counts_what_replay_counts_under_every_sampling_limit_and_eos(policy, sampling, limit, eos_ids):
     _, every = traced(sampling, limit, 2, eos_ids)
     some = every.select(range(0, len(every.rows), max(1, len(every.rows) // 30)))
-    assert not rows_that_differ(
-        decoder_of(RULES[policy], sampling=SAMPLINGS[sampling], eos_ids=eos_ids, length=2), RULES[policy], some
-    )
+    decoder = decoder_of(RULES[policy], sampling=SAMPLINGS[sampling], eos_ids=eos_ids, length=2)
+    assert not rows_that_differ(decoder, RULES[policy], some)
 
 
-def model_head(timing: str) -> AcceptanceHead:
-    head = AcceptanceHead(16, 1, timing, True, timing != "prefix")
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return head.eval()
+@pytest.mark.parametrize(("kind", "name"), PLAYED)
+def test_the_loop_counts_what_replay_counts_for_every_feature_draft(kind, name):
+    rules = rules_of("rnn" if kind in BLOCKS else "eagle")
+    trace = forms.traced(kind, num=12 if kind in ("eagle", "rnn") else 5)
+    assert not rows_that_differ(forms.decoder_of(kind, rules[name]), rules[name], trace)
 
 
 @pytest.mark.parametrize("temperature", [0.8, 0.0])
 def test_models_in_float32_differ_from_replay_only_where_a_threshold_falls_between_last_bits(temperature):
     sampling = Sampling(temperature=temperature)
-    recorded = trace(sampling).select(range(12))
-    for policy in (
-        FixedLength(3),
-        AdaEDL(0.4),
-        HeadPolicy(model_head("prefix"), 0.5),
-        HeadPolicy(model_head("fed"), 0.5, also=model_head("drawn")),
-    ):
-        decoder = SpeculativeDecoder(
-            model(1, 2),
-            ModelDrafter(model(2), policy, vocab_size=VOCAB),
-            sampling=sampling,
-            max_draft_length=LENGTH,
-            vocab_size=VOCAB,
-        )
-        assert decoder.eos_ids == {EOS}
-        assert len(rows_that_differ(decoder, policy, recorded)) <= 1
+    trace = small_pair.trace(sampling).select(range(12))
+    for name in ("fixed_length", "ada_edl", "both_heads"):
+        decoder = forms.decoder_of("model", MODEL_RULES[name], sampling)
+        assert len(rows_that_differ(decoder, MODEL_RULES[name], trace)) <= 1
 
 
-def test_what_is_played_costs_the_draws_and_looks_of_a_loop_that_draws():
+@pytest.mark.parametrize(("kind", "name", "policy"), COLD)
+def test_at_temperature_0_replay_agrees_with_decoding_prompt_by_prompt(kind, name, policy):
+    """There the ordinary trace is that of likeliest drafts too."""
+    trace = forms.traced("eagle" if kind == "eagle" else "model", GREEDY, num=1)
+    counts, decoder = replay_settings(trace, policy).counts, forms.decoder_of(kind, policy, GREEDY)
+    for number, row in enumerate(trace.rows[:20]):
+        real = decoder.generate(list(row.prompt_ids), row.limit).counts
+        assert [int(getattr(counts, name)[0, number]) for name in COUNTED] == [getattr(real, name) for name in COUNTED]
+
+
+@pytest.mark.parametrize("kind", ["toys", "eagle", "rnn"])
+def test_a_part_of_a_trace_replays_as_it_does_in_the_whole(kind):
+    trace = traced("plain", 3, 2, (2,))[1] if kind == "toys" else forms.traced(kind)
+    rows = [0, 7, len(trace.rows) - 1, 2]
+    names = ("both_heads", "self_verify") if kind == "toys" else ("fixed_length", "drawn", "self_verify")
+    for policy in (POLICIES[name] if kind == "toys" else rules_of(kind)[name] for name in names):
+        whole, part = replay_settings(trace, policy).counts, replay_settings(trace.select(rows), policy).counts
+        for name in COUNTED:
+            assert np.array_equal(getattr(whole, name)[:, rows], getattr(part, name)), name
+    if kind != "toys":
+        short = trace.select([7], num_tokens=4)
+        assert len(short.rows[0].response_ids) == min(4, len(trace.rows[7].response_ids))
+        assert not rows_that_differ(forms.decoder_of(kind, FixedLength(3)), FixedLength(3), short)
+
+
+def test_a_played_draw_costs_what_a_real_one_does_and_gives_the_recorded_token():
     _, every = traced("plain", 4, 3, (2,))
     number = int(np.flatnonzero([len(row.response_ids) == 4 for row in every.rows])[0])
-    asked: list[float] = []
+    read: list[float] = []
     played = PlayedSampler(every, number)
     passing = int(every.rejected[every.offsets[number]]) - int(every.offsets[number])
-    assert played.num_accepted(asked.append(prob) or prob for prob in (0.1, 0.2, 0.3)) == min(passing, 3)
-    assert len(asked) == min(passing + 1, 3)
-    law = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    assert played.token(law) == every.rows[number].response_ids[min(passing, 3)]
+    assert played.num_accepted(read.append(prob) or prob for prob in (0.1, 0.2, 0.3)) == min(passing, 3)
+    assert len(read) == min(passing + 1, 3)
+    probs = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    assert played.token(probs) == every.rows[number].response_ids[min(passing, 3)]
     with pytest.raises(ValueError, match="not finite"):
-        played.token(law * float("nan"))
-
-
-def test_a_law_on_a_device_is_answered_with_a_tensor_of_the_recorded_token():
-    _, every = traced("plain", 4, 3, (2,))
-    law = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    for number in range(0, len(every.rows), 50):
+        played.token(probs * float("nan"))
+    for number in range(0, len(every.rows), 50):  # on a device the token is a tensor
         one, other = PlayedSampler(every, number), PlayedSampler(every, number)
-        assert [int(one.draw(law)) for _ in range(2)] == [other.token(law) for _ in range(2)]
+        assert [int(one.draw(probs)) for _ in range(2)] == [other.token(probs) for _ in range(2)]

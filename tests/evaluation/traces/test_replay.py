@@ -10,26 +10,29 @@ import pytest
 from scipy.special import expit
 
 import decode.loop.drafter
-from decode.policies import FixedLength, Policy
+from decode import SpeculativeDecoder
+from decode.loop.counts import Counts
+from decode.policies import CumulativeTokenProb, FixedLength, LlamaCpp, Policy
 from decode.policies.base import AfterDraw
+from decode.policies.registry import make_policy
+from evaluation.flags.engines import ShortDrafts
 from evaluation.traces.replay import replay_settings
-from lm import Sampler, revealed_probs
-from tests.toys.enumeration import assert_same_law, law_of
+from lm import Sampling, revealed_probs
+from tests.evaluation.flags.point_mass import PointMassDrafter
+from tests.evaluation.traces.forms import COUNTED
+from tests.toys.enumeration import ToyModel, assert_same_law, law_of
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, LearnedProb, decoder_of, toy_head
-from tests.toys.traces import EOS, traced
+from tests.toys.traces import EOS, Toys, traced
 
-COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted", "num_draft_forwards")
+GREEDY = Sampling(temperature=0)
 CLEARANCE = 2e-5
 """A hundred times what two orders of float32 arithmetic differ by."""
 
 
 @dataclass(frozen=True)
 class Diary(Policy):
-    """Every number that a policy is ever told moves its next decision: a wrong one anywhere changes the law of the
-    counts.
-
-    But for what a prefix head says, which is all that the prefix heads of `POLICIES` are told, and for what blocks
-    alone have.
+    """Every number that a policy reads moves its next decision, so a wrong one anywhere changes the law of the counts;
+    except scores of prefix heads (for which `POLICIES` has policies) and what blocks alone have.
     """
 
     signals = frozenset(AfterDraw._fields) - {"position", "prefix_logit", "confidence_logit"}
@@ -51,17 +54,9 @@ class Diary(Policy):
         return clear(state[0] + 3 * seen.entropy + 5 * seen.max_prob + expit(seen.fed_logit), 0.8) > 0.8
 
     def after(self, state, drawn):
-        told = (
-            drawn.entropy,
-            drawn.max_prob,
-            drawn.token_prob,
-            expit(drawn.drawn_logit),
-            expit(drawn.fed_logit),
-            drawn.position,
-        )
-        mixed = clear(
-            state[0] + sum(weight * number for weight, number in zip((3, 5, 7, 11, 13, 0.17), told, strict=True)), 0.7
-        )
+        heads = expit(drawn.drawn_logit), expit(drawn.fed_logit)
+        numbers = (drawn.entropy, drawn.max_prob, drawn.token_prob, *heads, drawn.position)
+        mixed = clear(state[0] + dot((3, 5, 7, 11, 13, 0.17), numbers), 0.7)
         return (mixed, state[1]), mixed > 0.7
 
     def feedback(self, state, drawn, acceptance_prob):
@@ -69,10 +64,11 @@ class Diary(Policy):
 
     def end(self, state, outcome):
         *numbers, (feedback,) = outcome
-        mixed = 3.1 * feedback + sum(
-            weight * number for weight, number in zip((0.31, 0.43, 0.59, 7.0), numbers, strict=True)
-        )
-        return clear(state[0] + mixed), state[1]
+        return clear(state[0] + 3.1 * feedback + dot((0.31, 0.43, 0.59, 7.0), numbers)), state[1]
+
+
+def dot(weights, numbers):
+    return sum(weight * number for weight, number in zip(weights, numbers, strict=True))
 
 
 def clear(value, *marks):
@@ -85,22 +81,36 @@ def clear(value, *marks):
     return value
 
 
+def counts_of(counts: Counts) -> tuple[int, ...]:
+    return tuple(getattr(counts, name) for name in COUNTED)
+
+
 def assert_same_counts(
-    policy: Policy, sampling: str = "plain", *, limit: int = 3, length: int = 3, eos_ids: tuple[int, ...] = (EOS,)
+    policy: Policy,
+    sampling: str = "plain",
+    *,
+    limit: int = 3,
+    length: int = 3,
+    eos_ids: tuple[int, ...] = (EOS,),
+    is_likeliest: bool = False,
 ) -> None:
-    """The law of all counts together is the same in replay and in the loop, to 1e-9."""
-    weights, trace = traced(sampling, limit, length, eos_ids)
+    """The law of all counts together is the same in replay and in the loop, to 1e-9; `is_likeliest`: of a draft that
+    proposes its likeliest tokens.
+    """
+    law = SAMPLINGS[sampling]
+    if is_likeliest:
+        weights, trace = Toys(law, limit=limit, length=length, eos_ids=eos_ids, draft_sampling=GREEDY).trace()
+        limits = {"eos_ids": frozenset(eos_ids), "max_draft_length": length}
+        decoder = SpeculativeDecoder(ToyModel(1), PointMassDrafter(ToyModel(2), policy), sampling=law, **limits)
+    else:
+        weights, trace = traced(sampling, limit, length, eos_ids)
+        decoder = decoder_of(policy, sampling=law, eos_ids=eos_ids, length=length)
     counts = replay_settings(trace, policy).counts
     replayed: dict[tuple[int, ...], float] = defaultdict(float)
-    for weight, *numbers in zip(weights, *(getattr(counts, name)[0] for name in COUNTED), strict=True):
+    for weight, *numbers in zip(weights, *(column[0] for column in counts_of(counts)), strict=True):
         replayed[tuple(map(int, numbers))] += weight
-    decoder = decoder_of(policy, sampling=SAMPLINGS[sampling], eos_ids=eos_ids, length=length)
-
-    def play(draws: Sampler) -> tuple[int, ...]:
-        counts = decoder.generate(PROMPT, limit, generator=draws).counts
-        return tuple(getattr(counts, name) for name in COUNTED)
-
-    assert_same_law(dict(replayed), law_of(play), tolerance=1e-9)
+    real = law_of(lambda draws: counts_of(decoder.generate(PROMPT, limit, generator=draws).counts))
+    assert_same_law(dict(replayed), real, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -162,3 +172,38 @@ class Foresight(LearnedProb):
 def test_a_policy_that_looks_at_the_future_has_not_the_loops_law():
     with pytest.raises(AssertionError):
         assert_same_counts(Foresight(), limit=4)
+
+
+LIKELIEST = {
+    "fixed": FixedLength(2),
+    "p_min": LlamaCpp(n_max=3, p_min=0.6),
+    "n_min": ShortDrafts(n_max=3, n_min=2, p_min=0.6),
+    "n_min_of_3": ShortDrafts(n_max=3, n_min=3, p_min=0.4),
+    "product": CumulativeTokenProb(0.3),
+    "diary": Diary(),
+}
+
+
+@pytest.mark.parametrize("eos_ids", [(), (EOS,), (0, 2)])
+@pytest.mark.parametrize("sampling", ["plain", "top_k", "greedy"])
+@pytest.mark.parametrize("rule", LIKELIEST)
+def test_replay_has_the_law_of_a_loop_with_likeliest_drafts(rule, sampling, eos_ids):
+    assert_same_counts(LIKELIEST[rule], sampling, limit=4, eos_ids=eos_ids, is_likeliest=True)
+
+
+class ShortAndRemembering(ShortDrafts):
+    """A rule that discards short drafts and learns from each round, which loop and replay would count differently."""
+
+    def end(self, state, outcome):
+        return state
+
+
+@pytest.mark.parametrize(
+    ("sampling", "policy"),
+    [("plain", ShortDrafts(n_min=np.array([0, 2]))), ("greedy", ShortAndRemembering(n_min=2))],
+)
+def test_discarding_short_drafts_is_refused_where_replay_would_not_be_exact(sampling, policy):
+    with pytest.raises(ValueError, match=r"drafts of fewer than 2 tokens.*likeliest"):
+        replay_settings(traced(sampling, 3, 3, (EOS,))[1], policy)
+    with pytest.raises(ValueError, match="llama_cpp has no parameter 'n_min'"):  # no loop has a minimum length
+        make_policy("llama_cpp", n_min=2)

@@ -9,27 +9,15 @@ import torch
 from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.templates import encode
-from data_gen.responses.exchange import Exchange, Request
-from data_gen.responses.in_process import TargetInProcess
 from decode.drafters.factory import PairModels
-from decode.policies import (
-    AdaEDL,
-    CumulativeTokenProb,
-    Entropy,
-    FixedLength,
-    HeadPolicy,
-    Heuristic,
-    MaxProb,
-    Policy,
-    SelfVerify,
-    TokenProb,
-)
+from decode.policies import HeadPolicy
 from evaluation.traces.coupling import Recorder
-from evaluation.traces.recording import record_trace
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from heads import AcceptanceHead
 from lm import Pair, Sampling, load_pair
+from tests.evaluation.traces.test_played import MODEL_RULES
+from tests.toys.small_pair import traced_by
 
 pytestmark = pytest.mark.slow
 LENGTH, NUM_TOKENS, COPIES, NUM_PROMPTS = 8, 40, 8, 8
@@ -47,15 +35,7 @@ def head(timing: str) -> AcceptanceHead:
 
 
 FED, DRAWN = head("fed"), head("drawn")
-POLICIES: dict[str, Policy] = {
-    "fixed_length": FixedLength(4),
-    "heuristic": Heuristic(5),
-    "token_prob": TokenProb(0.4),
-    "cumulative_token_prob": CumulativeTokenProb(0.2),
-    "max_prob": MaxProb(0.5),
-    "entropy": Entropy(0.5),
-    "self_verify": SelfVerify(),
-    "ada_edl": AdaEDL(0.2),
+POLICIES = MODEL_RULES | {
     "fed_head": HeadPolicy(FED, 0.5),
     "drawn_head": HeadPolicy(DRAWN, 0.5),
     "both_heads": HeadPolicy(FED, 0.5, also=DRAWN, is_calibrated=True),
@@ -73,22 +53,11 @@ def prompts(pair: Pair) -> list[list[int]]:
     return [encode(prompt, pair.tokenizer, "chat") for prompt in load_prompts(DataConfig(num_test=NUM_PROMPTS), "test")]
 
 
-def traced(pair: Pair, prompts: list[list[int]], sampling: Sampling) -> Trace:
-    """One response of the target to each prompt."""
-    how = {"vocab_size": pair.vocab_size, "eos_ids": pair.eos_ids, "max_new_tokens": NUM_TOKENS, "batch_size": 32}
-    source = TargetInProcess(pair.target, sampling, **how)
-    answers = source.respond([Request(str(i), "", ids) for i, ids in enumerate(prompts)], 0, lambda count: None)
-    exchanges = [
-        Exchange(str(i), "", ids, answer.response_ids, answer.finish_reason)
-        for i, (ids, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]
-    recorder = Recorder(pair.draft, pair.target, sampling, pair.vocab_size, pair.eos_ids, LENGTH)
-    return record_trace(recorder, exchanges, max_new_tokens=NUM_TOKENS, seed=1)
-
-
 @pytest.fixture(scope="module", params=[Sampling(), Sampling(temperature=0)], ids=["plain", "greedy"])
 def recorded(request, pair: Pair, prompts: list[list[int]]) -> tuple[Sampling, Trace]:
-    return request.param, traced(pair, prompts * (1 if request.param.is_greedy else COPIES), request.param)
+    sampling = request.param
+    recorder = Recorder(pair.draft, pair.target, sampling, pair.vocab_size, pair.eos_ids, LENGTH)
+    return sampling, traced_by(recorder, prompts * (1 if sampling.is_greedy else COPIES), NUM_TOKENS)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

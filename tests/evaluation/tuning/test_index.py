@@ -83,7 +83,7 @@ def test_pairs_of_a_trace_are_accepted_tokens_and_what_the_draft_drew_next(timin
     traced, head = trace(Sampling(temperature=0.6)), ScoreHead("perfect", timing)
     score = token_scores(traced, head)
     known = ~np.isnan(score)
-    assert score[known] == pytest.approx(traced.signals["acceptance_prob"][known].astype(float), abs=1e-9)
+    assert score[known] == pytest.approx(traced.signal("acceptance_prob")[known].astype(float), abs=1e-9)
     pairs = pairs_of(traced, head)
     assert np.all(pairs.score > 0)
     # a perfect score predicts its own outcome: below 4.5 standard errors apart

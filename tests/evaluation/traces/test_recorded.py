@@ -1,0 +1,359 @@
+"""A recorded trace holds what its models say of each token after its own prefix (law 4.10), on disk and in parts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from configs.command import config_of, parser_for
+from data_gen.responses.exchange import Exchange
+from decode import Generation
+from decode.experiment import Experiment
+from decode.policies import DSparkConfidence, Entropy, FixedLength
+from evaluation.__main__ import COMMANDS
+from evaluation.report.plots import reliability_plot
+from evaluation.traces.bounds import Oracle, ScoreHead
+from evaluation.traces.coupling import Recorder
+from evaluation.traces.disk import Place, read_trace, write_trace
+from evaluation.traces.recording import record_trace, trace_folder
+from evaluation.traces.replay import replay, replay_settings
+from evaluation.traces.trace import Trace, TraceRow, join_traces
+from lm import (
+    CachedModel,
+    Sampling,
+    TappedModel,
+    acceptance_prob,
+    acceptance_rate,
+    entropy,
+    feature_model,
+    residual_probs,
+)
+from lm.uniforms import draw, uniforms
+from tests.evaluation.traces.forms import (
+    EOS,
+    LENGTH,
+    LIMIT,
+    PROMPT,
+    WARM,
+    decoder_of,
+    model_head,
+    recorder,
+    responses,
+    traced,
+    unscored,
+)
+from tests.toys import longrope, small_pair
+from tests.toys.enumeration import law_of
+from tests.toys.random_drafts import BLOCK, BLOCKS, KINDS, draft, feature_head, target
+from tests.toys.small_pair import PROMPTS, VOCAB, model
+
+SHARP = Sampling(temperature=0.8, top_k=8)
+HOT = Sampling(temperature=3.0)
+NUM = 150
+
+
+def prefixes(trace: Trace) -> list[list[int]]:
+    """What precedes each drawn token, in flat order."""
+    result: list[list[int]] = []
+    for row in trace.rows:
+        result += [[*row.prompt_ids, *row.response_ids[:position]] for position in range(len(row.response_ids))]
+    for at, length in zip(trace.is_rejected.nonzero()[0], trace.branch_lengths, strict=True):
+        tokens = trace.token[trace.branch[at] : trace.branch[at] + length].tolist()
+        result += [[*result[at], *tokens[:depth]] for depth in range(length)]
+    return result
+
+
+def alone(which: torch.nn.Module, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and hidden state of one model over one sequence, with nothing batched or cached."""
+    cached = CachedModel(which, with_hidden=True)
+    logits = cached.forward(ids)[-1]
+    return logits, cached.hidden[-1]
+
+
+@pytest.fixture(scope="module")
+def warm() -> Trace:
+    return unscored(traced("model", SHARP))
+
+
+def test_every_signal_of_path_and_branches_is_that_of_a_forward_over_its_own_prefix(warm):
+    part = warm.select(range(6))
+    for index, prefix in enumerate(prefixes(part)):
+        token = torch.tensor([int(part.token[index])])
+        logits, hidden = alone(model(2), prefix)
+        q, p = SHARP.probs(logits)[None], SHARP.probs(alone(model(1, 2), prefix)[0])[None]
+        expected = {
+            "entropy": entropy(logits),
+            "max_prob": logits.softmax(-1).max(),
+            "log_token_prob": logits.log_softmax(-1)[token],
+            "acceptance_prob": acceptance_prob(token, q, p),
+        }
+        for name, value in expected.items():
+            assert part.signal(name)[index] == pytest.approx(float(value), abs=2e-5), (name, index)
+        assert torch.allclose(part.inputs.tensors.hidden[index], hidden, atol=1e-5)
+        if index < part.num_positions:
+            rate = part.positions["acceptance_rate"][index]
+            assert rate == pytest.approx(float(acceptance_rate(q, p)), abs=1e-5)
+    prob = 1 / (1 + np.exp(-part.logit(ScoreHead("perfect", "drawn"))))
+    assert prob == pytest.approx(part.signal("acceptance_prob"), abs=1e-6)
+
+
+def test_branches_start_with_a_token_that_is_rejected_and_end_where_no_round_can_continue(warm):
+    positions = np.concatenate([np.arange(len(row.response_ids)) for row in warm.rows])
+    limits = np.concatenate([np.full(len(row.response_ids), row.limit) for row in warm.rows])
+    for at, length in zip(warm.is_rejected.nonzero()[0], warm.branch_lengths, strict=True):
+        room = min(small_pair.LENGTH, limits[at] - 1 - positions[at])
+        tokens = warm.token[warm.branch[at] : warm.branch[at] + length]
+        assert length == room or tokens[-1] == small_pair.EOS
+        assert small_pair.EOS not in tokens[:-1].tolist()
+        assert length == 0 or tokens[0] != warm.token[at]
+
+
+def test_outcomes_and_rejected_draws_have_the_coupling_law():
+    prompt, response = PROMPTS[0], [4, 2]
+    q, p = (SHARP.probs(alone(which, prompt)[0]) for which in (model(2), model(1, 2)))
+    grid = (torch.arange(NUM, dtype=torch.float64) + 0.5) / NUM
+    chance = torch.rand(2, 1 + small_pair.LENGTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    drawn, accepted = torch.zeros(VOCAB, dtype=torch.float64), 0
+
+    def recorded(limit: int) -> Trace:
+        row = TraceRow("a", "", tuple(prompt), tuple(response), limit)
+        return small_pair.recorder(SHARP, 1).record(row, chance)
+
+    for uniform in grid.tolist():
+        chance[0, 0] = uniform
+        accepted += not recorded(2).is_rejected[0]
+    chance[0, 0] = 1 - 1e-9
+    for uniform in grid.tolist():
+        chance[0, 1] = uniform
+        drawn[int(recorded(small_pair.LIMIT).token[2])] += 1 / NUM
+    assert accepted / NUM == pytest.approx(min(1.0, float(q[4] / p[4])), abs=2 / NUM)
+    assert torch.allclose(drawn, residual_probs(q=p, p=q).double(), atol=2 / NUM)
+
+
+def test_a_likeliest_token_is_accepted_where_the_response_has_it_with_the_targets_probability():
+    trace = traced("likeliest", SHARP)
+    assert trace.has_point_masses
+    models = [CachedModel(model(*sizes), vocab_size=VOCAB) for sizes in ((2,), (1, 2))]
+    for row in range(6):
+        part = trace.select([row])
+        prompt, response = list(part.rows[0].prompt_ids), torch.tensor(part.rows[0].response_ids)
+        for each in models:
+            each.reset()
+        likeliest, p = (each.forward(prompt + response[:-1].tolist(), len(response)) for each in models)
+        likeliest, p = likeliest.argmax(-1), SHARP.probs(p)
+        assert part.is_rejected.tolist() == (likeliest != response).tolist()
+        at = part.is_rejected.nonzero()[0][part.branch_lengths > 0]
+        assert part.token[part.branch[at]].tolist() == likeliest[torch.from_numpy(at)].tolist()
+        accepted = (~part.is_rejected).nonzero()[0]
+        expected = p[torch.from_numpy(accepted), response[torch.from_numpy(accepted)]].numpy()
+        assert part.signal("acceptance_prob")[accepted] == pytest.approx(expected, rel=1e-4)
+
+
+def expected_draft(
+    kind: str, response: list[int], start: int, chance: torch.Tensor
+) -> tuple[list[int], int, list[dict[str, float]]]:
+    """(tokens, number that pass, signals of each) of the round from `start`, drafted token by token with the target."""
+    tapped = TappedModel(target(), draft(kind))
+    drafting = feature_model(draft(kind), tapped)
+    tapped.forward([*PROMPT, *response[:start]][:-1])
+    tokens, rejected, steps = [], None, []
+    for depth in range(min(LENGTH, LIMIT - 1 - start)):
+        committed = [*PROMPT, *response[:start]]
+        logits = drafting.forward([*committed, *tokens])
+        q = WARM.probs(logits)
+        p = WARM.probs(target()(torch.tensor([[*committed, *tokens]]), use_cache=False).logits[:, -1])
+        position = start + depth
+        if rejected is None:
+            token = torch.tensor(response[position : position + 1])
+            if not chance[position, 0] < acceptance_prob(token, q=p, p=q):
+                token, rejected = draw(residual_probs(q=p, p=q), chance[position, 1:2]), depth
+        else:
+            token = draw(q, chance[start + rejected, 1 + depth - rejected].view(1))
+        tokens.append(int(token))
+        log_prob, prob = logits.log_softmax(-1)[0, token], acceptance_prob(token, q, p)
+        numbers = {"entropy": float(entropy(logits)), "log_token_prob": float(log_prob), "acceptance_prob": float(prob)}
+        steps.append(numbers | {"hidden": drafting.hidden[0]})
+        if tokens[-1] == EOS:
+            break
+    return tokens, len(tokens) if rejected is None else rejected, steps
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
+def test_every_draft_of_a_feature_drafts_trace_is_that_of_a_round_by_itself(kind):
+    response = next(one.response_ids for one in responses(20) if len(one.response_ids) > 6)
+    chance = uniforms(5, len(response), recorder(kind).num_uniforms)
+    trace = recorder(kind).record(TraceRow("a", "", tuple(PROMPT), tuple(response), LIMIT), chance)
+    ends = len(response) + trace.branch_lengths.cumsum()
+    assert trace.branch_lengths[0] == 0
+    for start in range(1, len(response)):
+        at = slice(int(ends[start - 1]), int(ends[start]))
+        tokens, passing, steps = expected_draft(kind, response, start, chance)
+        assert trace.token[at].tolist() == tokens
+        assert trace.num_passing[start] == passing
+        for name in ("entropy", "log_token_prob", "acceptance_prob"):
+            assert trace.signal(name)[at].tolist() == pytest.approx([step[name] for step in steps], abs=1e-6)
+        for hidden, step in zip(trace.inputs.tensors.hidden[at], steps, strict=True):
+            assert torch.allclose(hidden, step["hidden"], atol=1e-10)
+
+
+def test_the_mean_counts_of_a_feature_drafts_replay_are_those_of_the_loops_exact_law():
+    """Four z-scores; all below 4 but with probability 2.5e-4 if the means are equal."""
+    sampling, limit, copies = Sampling(temperature=1.5, top_k=2), 4, 12
+
+    def outcome_of(generation: Generation) -> tuple[tuple[int, ...], int, int]:
+        return generation.token_ids, generation.counts.num_drafted, generation.counts.num_target
+
+    trace, weights = None, np.zeros(0)
+    for policy in (FixedLength(2), Entropy(1.2)):
+        decoder = decoder_of("glide", policy, sampling, length=2, eos_ids=())
+        law = law_of(lambda draws, decoder=decoder: outcome_of(decoder.generate(PROMPT, limit, generator=draws)))
+        texts: dict[tuple[int, ...], float] = {}
+        for (text, *_), prob in law.items():
+            texts[text] = texts.get(text, 0.0) + prob
+        if trace is None:  # the first policy's texts, in their order, are those of both
+            known, weights = list(texts), np.array(list(texts.values()))
+            repeated = [(str(i), list(text)) for i, text in enumerate(known) for _ in range(copies)]
+            every = [Exchange(name, "", PROMPT, text, "length") for name, text in repeated]
+            trace = record_trace(recorder("glide", sampling, 2, ()), every, max_new_tokens=limit, seed=7)
+        assert [texts[text] for text in known] == pytest.approx(weights.tolist())
+        counts = replay_settings(trace, policy).counts
+        for number, amounts in ((1, counts.num_drafted[0]), (2, counts.num_target[0])):
+            exact = sum(prob * outcome[number] for outcome, prob in law.items())
+            groups = amounts.reshape(len(known), copies).astype(float)
+            error = np.sqrt((weights**2 * groups.var(1, ddof=1) / copies).sum())
+            assert error < 0.1
+            # an error of 0 leaves rounding
+            assert (weights * groups.mean(1)).sum() == pytest.approx(exact, rel=0, abs=4 * error + 1e-9)
+
+
+def test_a_block_of_any_length_costs_one_forward_and_none_where_nothing_is_drafted():
+    """Law 4.9 with the price of a block."""
+    trace = traced("rnn")
+    assert replay(trace, Oracle()).num_discarded == 0
+    for length in range(1, BLOCK + 3):
+        counts = replay_settings(trace, FixedLength(length)).counts
+        rounds_without = sum(row.limit == len(row.response_ids) for row in trace.rows)
+        assert counts.num_draft_forwards.sum() <= counts.num_target.sum() - len(trace.rows)
+        assert counts.num_draft_forwards.sum() >= counts.num_target.sum() - len(trace.rows) - rounds_without
+    assert replay(trace, FixedLength(0)).num_draft_forwards == 0
+    assert replay(trace, FixedLength(BLOCK)) == replay(trace, FixedLength(BLOCK + 2)), "a block is all of a round"
+
+
+@pytest.mark.parametrize("kind", ["dflash", "glide"])
+def test_confidences_are_refused_of_a_trace_whose_draft_has_none(kind):
+    with pytest.raises(ValueError, match="has no confidence head"):
+        replay(traced(kind, num=5), DSparkConfidence())
+
+
+def test_what_no_draft_can_draw_is_not_among_the_first_drawn_and_leaves_plots_finite():
+    """A response's token beyond a reduced vocabulary has log q = -inf, and a head's score of it is no number."""
+    trace = traced("reduced", num=40)
+    assert np.isneginf(trace.signal("log_token_prob")[: trace.num_positions]).any()
+    assert np.isfinite(trace.signal("log_token_prob")[trace.first_drawn[trace.is_drafted]]).all()
+    np.testing.assert_array_equal(trace.is_drafted, trace.branch_lengths > 0)
+    heads = {timing: feature_head(timing) for timing in ("drawn", "fed")}
+    assert reliability_plot(trace, heads).svg.startswith("<svg")
+
+
+def test_heads_score_a_trace_as_they_score_a_draft(warm):
+    part = warm.select(range(3))
+    before = prefixes(part)
+    for timing in ("fed", "drawn"):
+        scores = part.logit(model_head(timing))
+        for index in range(len(before)):
+            of = index if timing == "drawn" else int(part.before[index])
+            if timing == "fed" and len(before[of]) + 1 != len(before[index]):
+                continue  # the first token of a response: nothing was drafted before it
+            token = torch.tensor(int(part.token[of]))
+            state = alone(model(2), before[of] if timing == "drawn" else [*before[of], int(token)])[1]
+            logits = alone(model(2), before[of])[0]
+            scalars = torch.stack([logits.log_softmax(-1)[token], entropy(logits)])
+            with torch.inference_mode():
+                expected = float(model_head(timing)(state, scalars, model(2).get_input_embeddings()(token)))
+            assert scores[index] == pytest.approx(expected, abs=2e-4)
+
+
+def written(trace: Trace, directory: Path, num_shards: int = 2) -> Trace:
+    """The trace after writing it in shards and reading them."""
+    manifest = {"sampling": trace.sampling.as_dict(), "max_draft_length": trace.max_draft_length, "eos_ids": [EOS]}
+    if trace.draft_sampling is not None:
+        manifest["draft_sampling"] = trace.draft_sampling.as_dict()
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    for index, rows in enumerate(np.array_split(np.arange(len(trace.rows)), num_shards)):
+        write_trace(directory, Place("made", "dev", index), trace=trace.select(rows), problems=[])
+    return read_trace(directory, "made", "dev", num_shards)
+
+
+@pytest.mark.parametrize(("kind", "sampling"), [("model", SHARP), ("likeliest", SHARP), ("eagle", WARM), ("rnn", WARM)])
+def test_a_trace_is_the_same_after_writing_and_reading(kind, sampling, tmp_path):
+    trace = unscored(traced(kind, sampling))
+    trace.logit(model_head("fed") if kind in ("model", "likeliest") else feature_head("fed", draft(kind).hidden_size))
+    back, expected = written(trace, tmp_path), join_traces([trace.select(range(len(trace.rows)))])
+    for name in ("rows", "sampling", "draft_sampling", "max_draft_length", "block_size"):
+        assert getattr(back, name) == getattr(expected, name), name
+    assert any(name.startswith("score.") for name in back.drafts)
+    for columns in ("drafts", "positions"):
+        ours, theirs = getattr(back, columns), getattr(expected, columns)
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys() - {"is_eos"}:
+            np.testing.assert_array_equal(ours[name], theirs[name], name)
+    np.testing.assert_array_equal(back.branch_lengths, expected.branch_lengths)
+    for ours, theirs in zip(back.inputs.tensors, expected.inputs.tensors, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_policy_that_reads_no_hidden_state_loads_none(tmp_path, warm):
+    """The file is gone once the trace is read: what the entropy needs is in memory, what a head needs is not."""
+    back = written(warm, tmp_path)
+    for path in (tmp_path / "made" / "signals").glob("*.safetensors"):
+        path.unlink()
+    for ours, theirs in ((back, warm), (back.select(range(5)), warm.select(range(5)))):
+        counts = [replay_settings(each, Entropy(0.3)).counts.num_drafted for each in (ours, theirs)]
+        assert np.array_equal(*counts)
+        with pytest.raises(FileNotFoundError):
+            ours.logit(model_head("drawn"))
+
+
+def trace_of(kind: str, prompt: list[int], response: list[int]) -> Trace:
+    models = longrope.model_of(kind, noise=0.05), longrope.model_of(kind)
+    exchange = Exchange("a", "", prompt, response, "length")
+    return record_trace(Recorder(*models, HOT, 40, frozenset(), 3), [exchange], max_new_tokens=len(response))
+
+
+@pytest.mark.parametrize("kind", ["phi3", "llama"])
+@pytest.mark.parametrize("num_prompt", [4, longrope.BOUND + 1, 30])
+def test_a_trace_on_one_side_of_a_change_of_rotary_frequencies_has_the_laws_of_generate(kind, num_prompt):
+    prompt, response = longrope.text_of(num_prompt), longrope.text_of(10, seed=3)
+    models = longrope.model_of(kind), longrope.model_of(kind, noise=0.05)
+    p, q = (HOT.probs(longrope.said_by_generate(each, prompt, response[:-1])) for each in models)
+    rate = torch.from_numpy(trace_of(kind, prompt, response).positions["acceptance_rate"])
+    torch.testing.assert_close(rate, acceptance_rate(q, p).float(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_prompt", [longrope.BOUND - 10, longrope.BOUND])
+def test_a_trace_across_that_change_is_refused_with_one_line(num_prompt):
+    remedy = f"beyond {longrope.BOUND} .*lower decode.max_new_tokens or data.max_prompt_tokens"
+    with pytest.raises(ValueError, match=remedy) as refusal:
+        trace_of("phi3", longrope.text_of(num_prompt), longrope.text_of(10))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_command_whose_texts_may_cross_that_change_is_refused_before_anything_is_recorded(tmp_path):
+    shutil.copytree("checkpoints/tiny/target", tmp_path / "target")
+    path = tmp_path / "target" / "config.json"
+    config = json.loads(path.read_text())
+    num = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
+    factors = {"short_factor": [1.0] * num, "long_factor": [4.0] * num, "original_max_position_embeddings": 256}
+    path.write_text(json.dumps(config | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4} | factors}))
+    settings = {"num_dev": 1, "num_test": 1, "max_new_tokens": 12, "max_draft_length": 3, "dir": tmp_path / "run"}
+    argv = [f"--decode.{name}={value}" for name, value in settings.items()]
+    argv += [f"--pair.target.path={tmp_path / 'target'}", f"--heads.dir={tmp_path}", "--data.max_prompt_tokens=242"]
+    parser = parser_for(COMMANDS["trace"])
+    config = config_of(parser, parser.parse_args(["--config", "configs/tiny.yaml", *argv]))
+    with pytest.raises(ValueError, match=r"max_draft_length is 257, and Llama.* beyond 256 .*one of the three"):
+        trace_folder(Experiment(config)).complete()
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
