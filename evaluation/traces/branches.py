@@ -60,7 +60,7 @@ def read_signals(
 
 
 def draft_by_draft(
-    steps: Sequence[DrawnTokens], owners: Sequence[Int[Tensor, " draw"]], num_drafts: int
+    steps: Sequence[DrawnTokens], owners: Sequence[Tensor], num_drafts: int
 ) -> tuple[DrawnTokens, Int[Tensor, " draft"]]:
     """(tokens of parallel drafts, drawn step after step, sorted by draft and step; the length of each draft).
 

@@ -284,7 +284,7 @@ def written(trace: Trace, directory: Path, num_shards: int = 2) -> Trace:
         manifest["draft_sampling"] = trace.draft_sampling.as_dict()
     (directory / "manifest.json").write_text(json.dumps(manifest))
     for index, rows in enumerate(np.array_split(np.arange(len(trace.rows)), num_shards)):
-        write_trace(directory, Place("made", "dev", index), trace=trace.select(rows), problems=[])
+        write_trace(directory, Place("made", "dev", index), trace=trace.select(rows.tolist()), problems=[])
     return read_trace(directory, "made", "dev", num_shards)
 
 
