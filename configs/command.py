@@ -134,7 +134,7 @@ def run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except (ValueError, OSError) as error:
-        _fail(_in_one_line(error))
+        _fail(one_line(error))
     except KeyboardInterrupt:
         print("interrupted; files written so far are complete. Run the same command again to continue", file=sys.stderr)
         raise SystemExit(130) from None
@@ -154,7 +154,7 @@ def refuse_wrong(command: Command, argv: list[str]) -> None:
     try:
         config_of(parser, parsed)
     except (ValueError, OSError) as error:
-        _fail(_in_one_line(error))
+        _fail(one_line(error))
 
 
 def _without_trainer(argv: Iterable[str]) -> Iterator[str]:
@@ -178,48 +178,40 @@ def _parsed(parser: ArgumentParser, argv: Iterable[str], command: Command) -> Na
             if "--config" in argv or not takes_config(command)
             else "pass --config FILE; `acceptance-heads init` writes one, and --config tiny is a shipped one"
         )
-        problem = _as_written(one_line(error), command)
+        problem = one_line(error)
+        for name in (name for name in signature(command).parameters if name.endswith("_")):  # --for, not for_
+            problem = re.sub(rf'Parser key "{name}"|\b{name}\b', f"--{written_as(name)}", problem)
         _fail(f"{problem} ({_meant(' '.join(str(error).split()), parser) or hint})")
     except ValueError as error:  # the parser tries each value as a path, and a path may not hold a null character
         _fail(f"the settings cannot be read: {error}; remove the null character from them")
 
 
-def _as_written(problem: str, command: Command) -> str:
-    """The parser's message, with a command's parameters as flags: --for, not for_."""
-    for name in signature(command).parameters:
-        problem = re.sub(rf'Parser key "{name}"|(?<=required: ){name}\b', f"--{written_as(name)}", problem)
-    return problem
-
-
-_UNKNOWN = r"nrecognized arguments: --([\w.]+)|Group '(?P<group>[\w.]+)' does not accept option '(?P<key>\w+)'"
+_UNKNOWN = r"nrecognized arguments: --([\w.]+)|Group '([\w.]+)' does not accept option '(\w+)'"
 
 
 def _meant(problem: str, parser: ArgumentParser) -> str | None:
     """A hint at options of similar names if the parser does not know an option; else None."""
     if match := re.search(_UNKNOWN, problem):
-        is_flag = match["group"] is None
-        near = similar(match[1] if is_flag else f"{match['group']}.{match['key']}", parser._option_string_actions)
-        dashes = "--" if is_flag else ""
+        flag, group, key = match.groups()
+        dashes = "--" if flag else ""
+        near = similar(flag or f"{group}.{key}", parser._option_string_actions)
         return f"did you mean {' or '.join(dashes + name for name in near)}?" if near else None
     return None
 
 
 def _plain(problem: str) -> str:
-    """The parser's message, shortened for a value of several possible types: the missing package, the error of the
-    class, or the value and its types.
+    """The parser's message in one line; for a value of no possible type without the parser's reasons, if it is long,
+    without its middle.
     """
-    if missing := re.search(r"class_path '(?:[\w.]*\.)?(\w+)': Requirement '([\w-]+)", problem):
+    text = " ".join(problem.split())
+    if missing := re.search(r"class_path '(?:[\w.]*\.)?(\w+)': Requirement '([\w-]+)", text):
         return f"{missing[1]} needs {missing[2]}, which is not installed; run pip install {missing[2]}"
-    union = re.search(r"Does not validate against any of the Union subtypes Subtypes: (.*?) Errors: ", problem)
-    if union is None:
-        return problem
-    if reason := re.search(
-        r"Errors: - (?!Expected )(.*?) - Expected .*Namespace\(class_path='(?:[\w.]*\.)?(\w+)'", problem
-    ):
-        return f"{problem[: union.start()]}{reason[2]}: {reason[1]}"
-    types = re.sub(r"<class '([^']*)'>", r"\1", union[1][1:-1]).replace("NoneType", "null")
-    types = re.sub(r"[a-z_]+\.(?:\w+\.)*", "", types)
-    return f"{problem[: union.start()]}{problem.rpartition('Given value: ')[2]} is none of {types}"
+    text = re.sub(
+        r"Does not validate against any of the Union subtypes.*Given value: (?!Namespace)",
+        "no possible value is ",
+        text,
+    )
+    return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
 
 
 def similar(name: str, options: Iterable[str]) -> list[str]:
@@ -244,17 +236,10 @@ def similar(name: str, options: Iterable[str]) -> list[str]:
     return [option for option in known if option.rpartition(".")[2] in last]
 
 
-def one_line(error: ArgumentError) -> str:
-    """The parser's message in one line; the middle of a very long one is cut."""
-    text = _plain(" ".join(str(error).split()))
-    return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
-
-
-def _in_one_line(error: ValueError | OSError) -> str:
+def one_line(error: Exception) -> str:
     """The message in one line; for an error of the operating system, with the file and the remedy."""
-    text = _plain(" ".join(str(error).split()))
     if not isinstance(error, OSError) or error.strerror is None:
-        return text
+        return _plain(str(error))
     return (
         f"{error.filename or 'a file'}: {error.strerror}; check the path, its permissions and the free disk space, "
         "then run the same command again"

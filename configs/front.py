@@ -8,12 +8,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from configs.hints import meant
 from configs.schema import Config
-from configs.screens import SHELLS, TRAINING, completion_of, screen_of, summary_of
-from configs.signatures import announced_imports, command_of
+from configs.screens import SHELLS, TRAINING, announced_imports, command_of, completion_of, screen_of, summary_of
 
 STEPS = ("data", "train", "export", "evaluate", "tune")
 """What `all` runs."""
@@ -32,6 +31,7 @@ _DATA = ("data.dir", "data.prompts", "data.num_train", "data.num_dev", "data.num
 _HEADS = ("heads.dir", "heads.timings", "heads.scalars", "heads.depths", "heads.reject_weights", "heads.learning_rate")
 _DECODE = ("decode.dir", "decode.heads", "decode.num_dev", "decode.num_test", "decode.max_draft_length")
 _TIMES = ("decode.ratios", "decode.t_draft_s", "decode.t_target_s", "decode.stop_share")
+_USAGE = "usage: acceptance-heads COMMAND --config FILE [options]"
 _CLOSING = (
     "  COMMAND --help lists the main options, COMMAND --help.all every option; --version prints the version",
     "  --completion bash|zsh prints a completion script: source <(acceptance-heads --completion bash)",
@@ -69,16 +69,11 @@ class Commands(Mapping[str, Any]):
     """The commands of `python -m PACKAGE`; a command is imported when it is called."""
 
     def __init__(self, **names: str) -> None:
-        """Args:
-        names: the package's name of each command -> its name in COMMANDS.
-        """
+        """`names`: the package's name of each command -> its name in COMMANDS."""
         self.names = names
 
     def __getitem__(self, name: str) -> Any:
         return _command(self.names[name])
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -96,28 +91,15 @@ def run_room(commands: Commands, *, default: str | None = None, argv: list[str] 
         argv: the arguments; None: those of this process.
     """
     argv = sys.argv[1:] if argv is None else argv
-    name = argv[0] if argv and argv[0] in commands else default
+    name = argv[0] if argv and argv[0] in commands.names else default
     if argv and argv[0] in ("-h", "--help"):
-        print(_listed(commands))
-        return
-    if {"-h", "--help"} & set(argv) and name is not None:
+        print("\n".join([*_listed(commands.names), "", "  --help after a command lists its options"]))
+    elif {"-h", "--help"} & set(argv) and name is not None:
         print(screen_of(commands.names[name], *COMMANDS[commands.names[name]]))
-        return
-    from configs.command import run
+    else:
+        from configs.command import run
 
-    run(commands, default=default, argv=argv)
-
-
-def _listed(commands: Commands) -> str:
-    width = max(map(len, commands)) + 2
-    lines = [
-        f"  {name:<{width}}{_shortest(summary_of(COMMANDS[target].target))}" for name, target in commands.names.items()
-    ]
-    return "\n".join([*lines, "", "  --help after a command lists its options"])
-
-
-def _command(name: str) -> Any:
-    return command_of(COMMANDS[name].target)
+        run(commands, default=default, argv=argv)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -138,12 +120,13 @@ def _main(argv: list[str] | None) -> None:
     if name == "--version":
         print(f"acceptance-heads {version('acceptance-heads')}")
     elif name in ("-h", "--help"):
-        print(overview())
+        print("\n".join([_USAGE, "", *_listed({name: name for name in COMMANDS}), "", *_CLOSING]))
+    elif name == "--completion" and len(rest) == 1 and rest[0] in SHELLS:
+        print(completion_of({name: entry.target for name, entry in COMMANDS.items()}, rest[0]))
     elif name == "--completion":
-        print(_completion(rest))
+        _fail(f"--completion is {' '.join(rest)!r}; it takes {' or '.join(SHELLS)}")
     elif name not in COMMANDS:
-        print(f"error: {name!r} is not a command; {meant(name, COMMANDS)}", file=sys.stderr)
-        raise SystemExit(2)
+        _fail(f"{name!r} is not a command; {meant(name, COMMANDS)}")
     elif {"-h", "--help"} & set(rest):
         print(screen_of(name, *COMMANDS[name]))
     else:
@@ -161,25 +144,17 @@ def all_steps(config: Config) -> None:
         _command(name)(config)
 
 
-def overview() -> str:
-    """Every command with its summary."""
-    width = max(map(len, COMMANDS)) + 2
-    lines = [f"  {name:<{width}}{_shortest(summary_of(entry.target))}" for name, entry in COMMANDS.items()]
-    usage = "usage: acceptance-heads COMMAND --config FILE [options]"
-    return "\n".join([usage, "", *lines, "", *_CLOSING])
+def _listed(names: Mapping[str, str]) -> list[str]:
+    """Commands with their summaries, up to the first semicolon or full stop."""
+    summaries = {name: summary_of(COMMANDS[entry].target) for name, entry in names.items()}
+    width = max(map(len, names)) + 2
+    return [
+        f"  {name:<{width}}{text.partition(';')[0].partition('. ')[0].rstrip('.')}" for name, text in summaries.items()
+    ]
 
 
-def _completion(argv: list[str]) -> str:
-    if len(argv) != 1 or argv[0] not in SHELLS:
-        value = f"is {' '.join(argv)!r}" if argv else "names no shell"
-        print(f"error: --completion {value}; it takes {' or '.join(SHELLS)}", file=sys.stderr)
-        raise SystemExit(2)
-    return completion_of({name: entry.target for name, entry in COMMANDS.items()}, argv[0])
-
-
-def _shortest(summary: str) -> str:
-    """A summary up to its first semicolon or full stop."""
-    return summary.partition(";")[0].partition(". ")[0].rstrip(".")
+def _command(name: str) -> Any:
+    return command_of(COMMANDS[name].target)
 
 
 def _call(name: str, argv: list[str]) -> None:
@@ -191,3 +166,8 @@ def _call(name: str, argv: list[str]) -> None:
         with announced_imports():
             trainer = import_module("pytorch_lightning").Trainer
     run({name: command}, default=name, argv=argv, trainer=trainer)
+
+
+def _fail(problem: str) -> NoReturn:
+    print(f"error: {problem}", file=sys.stderr)
+    raise SystemExit(2)

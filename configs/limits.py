@@ -6,7 +6,7 @@ that knows it.
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import NoneType
@@ -16,15 +16,14 @@ from configs.schema import Config
 
 
 class Limit(NamedTuple):
-    """The range that a number of the config must be in."""
+    """A range of finite numbers; `is_open` excludes `low`."""
 
     low: float
     high: float = math.inf
     is_open: bool = False
-    """Whether `low` itself is excluded."""
 
     def admits(self, value: Any) -> bool:
-        """Whether the value is a finite number within the limit."""
+        """Whether the value is a number within the limit."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         return is_number and self.low <= value <= self.high and not (self.is_open and value == self.low)
 
@@ -84,7 +83,6 @@ LIMITS = {
     "decode.stop_share": _AT_LEAST_ZERO,
 }
 """Dotted name -> the limit of its number, or of each number of its list. null passes where the schema allows it."""
-_FOLDERS = ("data", "heads", "decode")
 _PROCESSES_PER_CORE = 4
 
 
@@ -106,17 +104,15 @@ def check_limits(config: Config) -> None:
     for name, section in get_type_hints(Config).items():
         refuse_null(section if is_dataclass(section) else None, getattr(config, name), name)
     for name, limit in LIMITS.items():
-        value = _entry(values, name)
-        value = list(value.values()) if isinstance(value, dict) else value
-        for number in value if isinstance(value, list | tuple) else [value]:
-            if number is not None and not isinstance(number, str) and not limit.admits(number):
+        for number in _numbers(values, name.split(".")):
+            if not limit.admits(number):
                 raise ValueError(f"{name} is {number}; it must be a number, {limit}")
-    for section in _FOLDERS:
+    for section in ("data", "heads", "decode"):
         _check_folder(f"{section}.dir", values[section]["dir"])
-    pair, urls = config.pair, config.data.server.urls
-    for model, source in (("target", pair.target), ("draft", pair.draft), ("micro", pair.micro)):
-        if source is not None and source.path == "":
+    for model in ("target", "draft", "micro"):
+        if (source := getattr(config.pair, model)) is not None and source.path == "":
             raise ValueError(f"pair.{model}.path is empty; name a local directory or a hub id")
+    urls = config.data.server.urls
     if len(set(urls)) < max(1, len(urls)):
         raise ValueError(f"data.server.url is {list(urls)}; give at least one address, and each only once")
     for url in urls:
@@ -127,17 +123,17 @@ def check_limits(config: Config) -> None:
     _check_trainer(config.trainer)
 
 
-def _entry(values: Mapping[str, Any], name: str) -> Any:
-    """The value at a dotted name, or the values in a list of sections; None if a section on the way is null or lacks
-    it.
-    """
-    value: Any = values
-    for part in name.split("."):
-        if isinstance(value, list | tuple):
-            value = [section.get(part) for section in value if isinstance(section, Mapping)]
-        else:
-            value = value.get(part) if isinstance(value, Mapping) else None
-    return value
+def _numbers(value: Any, names: Sequence[str]) -> Iterator[Any]:
+    """What is at a dotted name, in every section of a list and every entry of a list or dict; no text and no null."""
+    if isinstance(value, list | tuple):
+        for entry in value:
+            yield from _numbers(entry, names)
+    elif names:
+        yield from _numbers(value.get(names[0]), names[1:]) if isinstance(value, Mapping) else ()
+    elif isinstance(value, Mapping):
+        yield from value.values()
+    elif value is not None and not isinstance(value, str):
+        yield value
 
 
 def _check_folder(name: str, folder: str) -> None:
@@ -150,24 +146,24 @@ def _check_folder(name: str, folder: str) -> None:
     except OSError as error:  # a name too long, a loop of links
         raise ValueError(f"{name} is {folder[:80]!r}: {error.strerror}; name another directory") from error
     if not nearest.is_dir():
-        raise ValueError(
-            f"{name} is {folder!r} and {nearest} is a file; name another directory, or move that file away"
-        )
+        raise ValueError(f"{name} is {folder!r} and {nearest} is a file; name another directory, or move that file")
 
 
 def _check_trainer(trainer: Mapping[str, Any]) -> None:
     """Raise ValueError for a run that would never end, train nothing, or start too many processes."""
-    epochs, steps = trainer.get("max_epochs"), trainer.get("max_steps", -1)
-    for name, value in (("max_epochs", epochs), ("max_steps", steps)):
-        if value is not None and value != -1 and not _COUNT.admits(value):
+    for name in ("max_epochs", "max_steps"):
+        value = trainer.get(name, -1)
+        if value not in (None, -1) and not _COUNT.admits(value):
             raise ValueError(f"trainer.{name} is {value}; it must be a number, {_COUNT}, or -1 for no limit")
     devices, cores = trainer.get("devices"), os.cpu_count() or 1
     if isinstance(devices, str) and devices.lstrip("-").isdigit():
         devices = int(devices)
-    if isinstance(devices, int) and (devices == 0 or devices < -1):
+    if not isinstance(devices, int):
+        return
+    if devices == 0 or devices < -1:
         raise ValueError(f"trainer.devices is {devices}; it must be at least 1, -1 for all, auto, or a list of devices")
-    is_many = isinstance(devices, int) and devices > _PROCESSES_PER_CORE * cores
-    if is_many and trainer.get("accelerator") in (None, "auto", "cpu") and not _has_gpu():
+    is_on_cpu = trainer.get("accelerator") in (None, "auto", "cpu")
+    if devices > _PROCESSES_PER_CORE * cores and is_on_cpu and not _has_gpu():
         raise ValueError(
             f"trainer.devices is {devices} and this machine has {cores} cores; each device is one process on a CPU, "
             f"so set it to at most {_PROCESSES_PER_CORE * cores}"

@@ -1,4 +1,4 @@
-"""One-screen help and shell completion, read from the source files without importing what a command needs.
+"""Commands, one-screen help and shell completion from the source files: importing what a command needs takes seconds.
 
 A help screen shows the summary of the command's docstring, its keyword-only parameters with their texts under `Args:`,
 and its main settings with the docstrings of `configs.schema`. `--help.all` prints every option, by jsonargparse.
@@ -6,21 +6,24 @@ Completion is a static script, made by shtab, so that pressing Tab runs no Pytho
 """
 
 import ast
+import gc
 import json
 import re
+import sys
 import textwrap
 from argparse import ArgumentParser
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, wraps
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _ROOT = Path(__file__).parents[1]
 SECTIONS = {"pair": "PairConfig", "data": "DataConfig", "heads": "HeadsConfig", "decode": "DecodeConfig"}
-_SCHEMA = ("schema.py", "remote.py")
 _WIDTH, _INDENT = 100, 28
-
-
+_OF_TRAINER = "an argument of pytorch_lightning.Trainer"
 SHELLS = ("bash", "zsh")
 TRAINING = ("train", "all")
 """Commands whose `trainer` section is checked against pytorch_lightning.Trainer."""
@@ -38,20 +41,14 @@ class Option(NamedTuple):
 
 def screen_of(name: str, target: str, settings: Iterable[str]) -> str:
     """The help of one command: its function as module:function, and dotted names of the settings to show."""
-    function = function_of(target)
-    takes_config = _takes_config(function)
-    flags = _flags(function)
-    lines = [f"usage: {usage_of(name, target)}", ""]
-    lines += [textwrap.fill(summary_of(target), _WIDTH), ""]
+    flags, main = options_of(target), [_setting(setting) for setting in settings]
+    lines = [f"usage: {usage_of(name, target)}", "", textwrap.fill(summary_of(target), _WIDTH), ""]
     lines += ["options:", *map(_line, flags), ""] if flags else []
-    main = [_setting(setting) for setting in settings]
     lines += ["main settings of the YAML, each also a flag:", *map(_line, main), ""] if main else []
-    config = [
-        Option("--config FILE", "", "the experiment: a YAML file, or the name of a shipped one"),
-        Option("--print_config", "", "print the experiment with every setting, and exit"),
-    ]
-    all_options = Option("--help.all", "", "every option, with its type and default")
-    return "\n".join([*lines, *map(_line, [*(config if takes_config else []), all_options])])
+    if _takes_config(function_of(target)):
+        lines += [_line(Option("--config FILE", "", "the experiment: a YAML file, or the name of a shipped one"))]
+        lines += [_line(Option("--print_config", "", "print the experiment with every setting, and exit"))]
+    return "\n".join([*lines, _line(Option("--help.all", "", "every option, with its type and default"))])
 
 
 def usage_of(name: str, target: str) -> str:
@@ -67,15 +64,65 @@ def summary_of(target: str) -> str:
 
 def options_of(target: str) -> list[Option]:
     """The flags of a command that are not settings of the YAML."""
-    return _flags(function_of(target))
+    function = function_of(target)
+    texts = _described(ast.get_docstring(function) or "")
+    positional, defaults = function.args.args, function.args.defaults
+    pairs = [*zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)]
+    pairs += zip(positional, [*[None] * (len(positional) - len(defaults)), *defaults], strict=True)
+    return [
+        Option(f"--{written_as(argument.arg)}", _shown(default), texts.get(argument.arg, ""), _kind(argument))
+        for argument, default in pairs
+        if argument.arg != "config"
+    ]
 
 
 def settings_of(section: str) -> list[Option]:
     """Every setting of a section of the YAML, as flags."""
-    return [
-        Option(flag, _shown(node.value), text, ast.unparse(node.annotation))
-        for flag, node, text in _leaves(section, SECTIONS[section], _schema())
+    return list(_leaves(section, SECTIONS[section]))
+
+
+def command_of(target: str) -> Callable[..., Any]:
+    """A command, given as module:function, with its signature and docstring, which is imported when it is called.
+
+    Wrong flags are then refused at once. Only the modules that define the types of its flags are imported.
+    """
+    module, name = target.split(":")
+    function = function_of(target)
+    used = {node.id for node in ast.walk(function.args) if isinstance(node, ast.Name)}
+    imports = [
+        ast.ImportFrom(module=node.module, names=aliases, level=0)
+        for node in _tree_of(module).body
+        if isinstance(node, ast.ImportFrom)
+        and (aliases := [alias for alias in node.names if (alias.asname or alias.name) in used])
     ]
+    function.body, function.returns, function.decorator_list = function.body[:1], None, []
+    names: dict[str, Any] = {"__name__": __name__}  # the parser imports the module that a function names
+    # the project's source, as an import would run it
+    exec(compile(ast.fix_missing_locations(ast.Module([*imports, function], [])), module, "exec"), names)
+
+    @wraps(names[name])
+    def command(*args: Any, **flags: Any) -> Any:
+        with announced_imports():
+            function = getattr(import_module(module), name)
+        return function(*args, **flags)
+
+    return command
+
+
+@contextmanager
+def announced_imports() -> Iterator[None]:
+    """Run slow imports with a note on the terminal, and without garbage collection, a seventh of their time."""
+    is_terminal = sys.stderr.isatty()
+    if is_terminal:
+        print("loading torch …", end="\r", file=sys.stderr, flush=True)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        if is_terminal:
+            print("\x1b[2K", end="\r", file=sys.stderr, flush=True)
 
 
 def completion_of(commands: Mapping[str, str], shell: str) -> str:
@@ -94,60 +141,78 @@ def completion_of(commands: Mapping[str, str], shell: str) -> str:
     experiment = shared.add_argument("--config", help="the experiment", metavar="FILE")
     experiment.complete = shtab.FILE  # type: ignore[attr-defined]
     shared.add_argument("--print_config", action="store_true", help="print the experiment with every setting")
-    classes = _schema()
-    for section, owner in SECTIONS.items():
-        for flag, node, text in _leaves(section, owner, classes):
-            _complete(shared, flag, node.annotation, text)
+    _complete(shared, [option for section in SECTIONS for option in settings_of(section)])
     subparsers = parser.add_subparsers()
     for name, target in commands.items():
-        function = function_of(target)
-        summary = summary_of(target)
-        parents = [shared] if _takes_config(function) else []
-        command = subparsers.add_parser(name, help=_escaped(summary), parents=parents)
+        parents = [shared] if _takes_config(function_of(target)) else []
+        command = subparsers.add_parser(name, help=_escaped(summary_of(target)), parents=parents)
         command.add_argument("--help.all", action="store_true", help="every option")
-        arguments = {
-            written_as(argument.arg): argument for argument in (*function.args.args, *function.args.kwonlyargs)
-        }
-        for option in _flags(function):
-            _complete(command, option.flag, arguments[option.flag.removeprefix("--")].annotation, option.text)
-        for option in _trainer_flags() if name in TRAINING else []:
-            command.add_argument(option.flag, help=_escaped(option.text))
+        _complete(command, [*options_of(target), *(_trainer_options() if name in TRAINING else [])])
     return shtab.complete(parser, shell)
 
 
-def _trainer_flags() -> list[Option]:
-    """Arguments of pytorch_lightning.Trainer as flags, from its source file: importing it takes seconds."""
+def _trainer_options() -> list[Option]:
+    """Arguments of pytorch_lightning.Trainer, from its source file: importing it takes seconds."""
     spec = find_spec("pytorch_lightning")
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).with_name("trainer").joinpath("trainer.py").read_text(encoding="utf-8"))
     init = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     names = [argument.arg for argument in (*init.args.args, *init.args.kwonlyargs) if argument.arg != "self"]
-    return [Option(f"--trainer.{name}", "", "an argument of pytorch_lightning.Trainer") for name in names]
+    return [Option(f"--trainer.{name}", "", _OF_TRAINER) for name in names]
 
 
-def _leaves(
-    prefix: str, owner: str, classes: Mapping[str, Mapping[str, tuple[ast.AnnAssign, str]]]
-) -> Iterator[tuple[str, ast.AnnAssign, str]]:
-    """(flag, node, text) of every setting below a section; --data.prompts, which may be a name, comes before
-    --data.prompts.path.
-    """
+def _complete(parser: ArgumentParser, options: Iterable[Option]) -> None:
+    """Add flags with their choices: those of a Literal (in brackets for a list of them), true and false for a bool."""
+    for option in options:
+        literals = re.findall(r"Literal\[(.*?)\]", option.kind)
+        choices = [value for part in literals for value in ast.literal_eval(f"({part},)")]
+        choices = [f"[{value}]" for value in choices] if option.kind.startswith("tuple[") else choices
+        choices += ["true", "false"] if re.search(r"(?<!\[)\bbool\b", option.kind) else []
+        parser.add_argument(option.flag, choices=choices or None, help=_escaped(option.text))
+
+
+def _leaves(prefix: str, owner: str) -> Iterator[Option]:
+    """Every setting below a section; --data.prompts, which may be a name, comes before --data.prompts.path."""
+    classes = schema()
     for name, (node, text) in classes[owner].items():
-        annotation = ast.unparse(node.annotation)
-        inner = next((word for word in re.findall(r"\w+", annotation) if word in classes), None)
-        if inner is None or annotation.removesuffix(" | None") != inner:
-            yield f"--{prefix}.{name}", node, text
+        kind = ast.unparse(node.annotation)
+        inner = next((word for word in re.findall(r"\w+", kind) if word in classes), None)
+        if inner is None or kind.removesuffix(" | None") != inner:
+            yield Option(f"--{prefix}.{name}", _shown(node.value), text, kind)
         if inner is not None:
-            yield from _leaves(f"{prefix}.{name}", inner, classes)
+            yield from _leaves(f"{prefix}.{name}", inner)
 
 
-def _complete(parser: ArgumentParser, flag: str, annotation: ast.expr | None, text: str) -> None:
-    """Add a flag with its choices: those of a Literal (in brackets for a list of them), true and false for a bool."""
-    written = ast.unparse(annotation) if annotation else ""
-    choices = [value for part in re.findall(r"Literal\[(.*?)\]", written) for value in ast.literal_eval(f"({part},)")]
-    choices = [f"[{value}]" for value in choices] if written.startswith("tuple[") else choices
-    choices += ["true", "false"] if re.search(r"(?<!\[)\bbool\b", written) else []
-    parser.add_argument(flag, choices=choices or None, help=_escaped(text))
+def _setting(dotted: str) -> Option:
+    """A setting by its dotted name, such as data.num_train or trainer.max_epochs."""
+    section = dotted.partition(".")[0]
+    if section == "trainer":
+        return Option(f"--{dotted}", "", _OF_TRAINER)
+    return next(option for option in settings_of(section) if option.flag == f"--{dotted}")
+
+
+@cache
+def schema() -> dict[str, dict[str, tuple[ast.AnnAssign, str]]]:
+    """Class of `configs.schema` -> field -> its node and docstring."""
+    classes: dict[str, dict[str, tuple[ast.AnnAssign, str]]] = {}
+    for node in _tree_of("configs.schema").body:
+        if isinstance(node, ast.ClassDef):
+            classes[node.name] = {
+                item.target.id: (item, _docstring(after))
+                for item, after in zip(node.body, [*node.body[1:], None], strict=True)
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            }
+    return classes
+
+
+def _docstring(node: ast.stmt | None) -> str:
+    value = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
+    return " ".join(value.split()) if isinstance(value, str) else ""
+
+
+def _kind(argument: ast.arg) -> str:
+    return ast.unparse(argument.annotation) if argument.annotation else ""
 
 
 def _escaped(text: str) -> str:
@@ -159,8 +224,7 @@ def _takes_config(function: ast.FunctionDef) -> bool:
     return any(argument.arg == "config" for argument in function.args.args)
 
 
-def tree_of(module: str) -> ast.Module:
-    """The syntax of a module of the project."""
+def _tree_of(module: str) -> ast.Module:
     path = _ROOT.joinpath(*module.split("."))
     return ast.parse(path.with_suffix(".py").read_text(encoding="utf-8"))
 
@@ -168,19 +232,7 @@ def tree_of(module: str) -> ast.Module:
 def function_of(target: str) -> ast.FunctionDef:
     """The syntax of a function, given as module:function."""
     module, name = target.split(":")
-    return next(node for node in tree_of(module).body if isinstance(node, ast.FunctionDef) and node.name == name)
-
-
-def _flags(function: ast.FunctionDef) -> list[Option]:
-    texts = _described(ast.get_docstring(function) or "")
-    pairs = list(zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True))
-    positional = [argument for argument in function.args.args if argument.arg != "config"]
-    defaults: list[ast.expr | None] = [None] * (len(positional) - len(function.args.defaults))
-    pairs += list(zip(positional, [*defaults, *function.args.defaults], strict=True))
-    return [
-        Option(f"--{written_as(argument.arg)}", _shown(default), texts.get(argument.arg, ""))
-        for argument, default in pairs
-    ]
+    return next(node for node in _tree_of(module).body if isinstance(node, ast.FunctionDef) and node.name == name)
 
 
 def written_as(parameter: str) -> str:
@@ -193,38 +245,6 @@ def _described(docstring: str) -> dict[str, str]:
     section = re.search(r"^Args:\n((?: .*\n?|\n)*)", docstring, re.MULTILINE)
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8,}.*)*)", section.group(1), re.MULTILINE) if section else []
     return {name: " ".join(text.split()) for name, text in entries}
-
-
-def _setting(dotted: str) -> Option:
-    """A setting by its dotted name, such as data.num_train or pair.sampling.temperature."""
-    if dotted.startswith("trainer."):
-        return Option(f"--{dotted}", "", "an argument of pytorch_lightning.Trainer")
-    section, *names = dotted.split(".")
-    classes = _schema()
-    owner, node, text = SECTIONS[section], None, ""
-    for name in names:
-        node, text = classes[owner][name]
-        owner = next((word for word in re.findall(r"\w+", ast.unparse(node.annotation)) if word in classes), "")
-    assert node is not None
-    return Option(f"--{dotted}", _shown(node.value), text)
-
-
-def _schema() -> dict[str, dict[str, tuple[ast.AnnAssign, str]]]:
-    """Class -> field -> its node and docstring."""
-    trees = [ast.parse(Path(__file__).with_name(name).read_text(encoding="utf-8")) for name in _SCHEMA]
-    classes: dict[str, dict[str, tuple[ast.AnnAssign, str]]] = {}
-    for node in (node for tree in trees for node in tree.body):
-        if isinstance(node, ast.ClassDef):
-            fields = classes.setdefault(node.name, {})
-            for item, after in zip(node.body, [*node.body[1:], None], strict=True):
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                    fields[item.target.id] = item, _docstring(after)
-    return classes
-
-
-def _docstring(node: ast.stmt | None) -> str:
-    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    return " ".join(node.value.value.split()) if is_text else ""  # type: ignore[union-attr]
 
 
 def _shown(default: ast.expr | None) -> str:

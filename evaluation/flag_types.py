@@ -1,4 +1,4 @@
-"""Types of the commands' flags, which are read before anything heavy is imported (`configs.signatures`)."""
+"""Types of the commands' flags, which are read before anything heavy is imported (`configs.screens`)."""
 
 from dataclasses import dataclass
 from typing import Literal

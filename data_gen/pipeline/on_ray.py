@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from configs.remote import RayConfig
-from configs.schema import DataConfig, ModelSource
+from configs.schema import DataConfig, ModelSource, RayConfig
 from data_gen.pipeline.worker import Job, Worker, models_of
 from data_gen.responses.conversation import ShardSpec
 from store.progress import Bar

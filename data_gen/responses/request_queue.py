@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import openai
 from tqdm import tqdm
 
-from configs.remote import ServerConfig
+from configs.schema import ServerConfig
 
 Answer = TypeVar("Answer")
 _GONE = (openai.APIConnectionError, openai.InternalServerError)

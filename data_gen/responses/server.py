@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from configs.remote import ServerConfig
+from configs.schema import ServerConfig
 from data_gen.responses.exchange import Exchange, FinishReason, Laws, Problem, Progress, Request, Response
 from data_gen.responses.hopeless import LatestRows
 from data_gen.responses.request_queue import Answer, RefusedError, Servers

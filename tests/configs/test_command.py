@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from lightning_utilities.core.imports import RequirementCache
@@ -28,13 +28,46 @@ def refuse(config: Config) -> None:
     raise ValueError("temperature is -1; it must be at least 0")
 
 
+def read(config: Config) -> None:
+    """Read a directory."""
+    Path(config.data.dir).read_text()
+
+
+def switch(*, n: int = 0, json: bool = False) -> bool:
+    """Return the switch."""
+    return json
+
+
+def engine(*, for_: Literal["vllm", "llama.cpp"]) -> str:
+    """Return the engine."""
+    return for_
+
+
+def publish(*, heads: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return the heads; a flag may have a section's name where there is no config."""
+    return heads
+
+
+def raced(config: Config, *, race: RaceRules = RaceRules()) -> RaceRules:  # noqa: B008  # frozen
+    """Return a record among the flags."""
+    return race
+
+
+class Refusing(CSVLogger):
+    """A logger that cannot be made."""
+
+    def __init__(self, port: int = 1) -> None:
+        raise ValueError(f"nobody answers at port {port}")
+
+
+COMMANDS = {command.__name__: command for command in (show, refuse, read, switch, engine, publish, raced)}
+
+
 @pytest.fixture
 def yaml(tmp_path: Path) -> str:
     path = tmp_path / "experiment.yaml"
-    path.write_text(
-        "pair:\n  target: {path: big}\n  draft: {path: small}\n  sampling: {temperature: 0.5}\ntrainer: {max_epochs: "
-        "2}\n"
-    )
+    models = "pair:\n  target: {path: big}\n  draft: {path: small}\n  sampling: {temperature: 0.5}\n"
+    path.write_text(f"{models}data: {{dir: '{tmp_path}'}}\ntrainer: {{max_epochs: 2}}\n")
     return str(path)
 
 
@@ -45,158 +78,82 @@ def test_every_yaml_parses_for_every_command_and_for_the_trainer(path: Path):
         assert config_of(parser, parser.parse_args(["--config", str(path)])).pair.target.path
 
 
-def test_dotted_overrides_and_own_flags_win_over_the_file(yaml: str):
-    argv = ["show", "--config", yaml, "--pair.sampling.temperature", "0.7", "--trainer.max_epochs", "5", "--flag", "3"]
-    config, flag = run({"show": show}, argv=argv)
-    assert (config.pair.sampling.temperature, config.trainer["max_epochs"], flag) == (0.7, 5, 3)
+def test_dotted_overrides_and_flags_win_over_the_file_and_the_default_command_runs_without_a_name(yaml: str):
+    argv = ["--config", yaml, "--pair.sampling.temperature", "0.7", "--trainer.max_epochs", "5", "--flag", "3"]
+    for config, flag in (run(COMMANDS, argv=["show", *argv]), run(COMMANDS, default="show", argv=argv)):
+        assert (config.pair.sampling.temperature, config.trainer["max_epochs"], flag) == (0.7, 5, 3)
 
 
 @pytest.mark.parametrize(
-    ("given", "is_set"), [([], False), (["--json"], True), (["--json", "--n=1"], True), (["--json", "false"], False)]
-)
-def test_a_switch_needs_no_value_and_takes_one(given: list[str], is_set: bool):
-    def command(*, n: int = 0, json: bool = False) -> bool:
-        """Do nothing."""
-        return json
-
-    assert run({"command": command}, default="command", argv=given) is is_set
-
-
-@pytest.mark.parametrize("given", [["--for", "lama"], []])
-def test_a_mistake_names_a_flag_as_it_is_written(given: list[str], capsys: pytest.CaptureFixture):
-    def command(*, for_: Literal["vllm", "llama.cpp"]) -> None:
-        """Do nothing."""
-
-    with pytest.raises(SystemExit, match="2"):
-        run({"command": command}, default="command", argv=given)
-    said = capsys.readouterr().err
-    assert "--for" in said
-    assert "for_" not in said
-
-
-def test_the_default_command_runs_without_a_name(yaml: str):
-    config, flag = run({"show": show}, default="show", argv=["--config", yaml])
-    assert (config.pair.draft.path, flag) == ("small", 1)
-
-
-@pytest.mark.parametrize(
-    "argument", [["--pair.tarqet.path", "x"], ["--heads.depths", "deep"], ["--pair.sampling.temperature", "warm"]]
-)
-def test_an_unknown_key_or_a_wrong_type_exits_with_2(yaml: str, argument: list[str], capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit, match="2"):
-        run({"show": show}, argv=["show", "--config", yaml, *argument])
-    assert argument[0].split(".")[-1] in capsys.readouterr().err
-
-
-def test_a_users_mistake_is_one_line_and_exit_code_2(yaml: str, capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit, match="2"):
-        run({"refuse": refuse}, argv=["refuse", "--config", yaml])
-    assert capsys.readouterr().err == "error: temperature is -1; it must be at least 0\n"
-
-
-class Refusing(CSVLogger):
-    """A logger that cannot be made."""
-
-    def __init__(self, port: int = 1) -> None:
-        raise ValueError(f"nobody answers at port {port}")
-
-
-@pytest.mark.parametrize(
-    ("argument", "complaint"),
+    ("argv", "result"),
     [
-        (["--trainer.logger", "WandbLogger"], "WandbLogger needs wandb, which is not installed; run pip install wandb"),
-        (["--trainer.logger", "tests.configs.test_command.Refusing"], "Refusing: nobody answers at port 1"),
-        (["--trainer.logger", "Wandlogger"], "Wandlogger is none of Logger, Iterable[Logger], bool, null"),
-        (["--decode.stop_share", "much"], "much is none of float, Literal['size', 'measured']"),
+        (["switch"], False),
+        (["switch", "--json"], True),
+        (["switch", "--json", "--n=1"], True),
+        (["switch", "--json", "false"], False),
+        (["engine", "--for", "vllm"], "vllm"),
+        (["publish", "--heads", "[a,b]"], ("a", "b")),
+        (
+            ["raced", "--config", "tiny", "--race.datasets", "[alpaca, gsm8k]", "--race.cycles", "2"],
+            RaceRules(datasets=("alpaca", "gsm8k"), cycles=2),
+        ),
     ],
 )
-def test_a_value_of_no_possible_type_is_told_in_a_few_words(
-    yaml: str, argument: list[str], complaint: str, capsys: pytest.CaptureFixture, monkeypatch
-):
-    # as on a machine without wandb, whatever is installed here
+def test_flags_arrive_as_the_values_that_the_command_takes(argv: list[str], result: Any):
+    assert run(COMMANDS, argv=argv) == result
+
+
+SHOW = ["show", "--config", "{yaml}"]
+MISTAKES = {
+    "an unknown key": ([*SHOW, "--pair.tarqet.path", "x"], "tarqet"),
+    "no list": ([*SHOW, "--heads.depths", "deep"], "depths"),
+    "no number": ([*SHOW, "--pair.sampling.temperature", "warm"], "temperature"),
+    "a ValueError": (["refuse", "--config", "{yaml}"], "error: temperature is -1; it must be at least 0"),
+    "a folder as a file": (["read", "--config", "{yaml}"], "Is a directory; check the path"),
+    "an unknown command": (["shw"], "show"),
+    "an unknown engine": (["engine", "--for", "lama"], "--for"),
+    "no engine": (["engine"], "--for"),
+    "no config": (["show"], "`acceptance-heads init` writes one"),
+    "a missing package": (
+        [*SHOW, "--trainer.logger", "WandbLogger"],
+        "WandbLogger needs wandb, which is not installed",
+    ),
+    "an error of a class": (
+        [*SHOW, "--trainer.logger", "tests.configs.test_command.Refusing"],
+        "nobody answers at port 1",
+    ),
+    "no value of a union": ([*SHOW, "--decode.stop_share", "much"], "no possible value is much"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_exits_with_2_and_names_what_is_wrong(what, yaml: str, capsys: pytest.CaptureFixture, monkeypatch):
+    # as on a machine without wandb, whatever is installed
     monkeypatch.setattr("pytorch_lightning.loggers.wandb._WANDB_AVAILABLE", RequirementCache("wandb>=99"))
+    argv, message = MISTAKES[what]
     with pytest.raises(SystemExit, match="2"):
-        run({"show": show}, argv=["show", "--config", yaml, *argument], trainer=Trainer)
+        run(COMMANDS, argv=[argument.format(yaml=yaml) for argument in argv], trainer=Trainer)
     error = capsys.readouterr().err
-    assert complaint in error
-    assert len(error) < 140
-
-
-def test_a_file_that_the_system_refuses_is_one_line_with_its_name(
-    yaml: str, tmp_path: Path, capsys: pytest.CaptureFixture
-):
-    with pytest.raises(SystemExit, match="2"):
-        run({"read": lambda config: tmp_path.read_text()}, argv=["read", "--config", yaml])
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path}: Is a directory; check the path")
-
-
-def test_an_unknown_command_lists_the_known_ones(capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit, match="2"):
-        run({"show": show}, argv=["shw"])
-    assert "show" in capsys.readouterr().err
+    assert message in error
+    assert "for_" not in error
+    assert what == "an unknown command" or error.count("\n") == 1
 
 
 def test_print_config_round_trips(yaml: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit, match="0"):
-        run({"show": show}, argv=["show", "--config", yaml, "--print_config"])
+        run(COMMANDS, argv=["show", "--config", yaml, "--print_config"])
     printed = tmp_path / "printed.yaml"
     printed.write_text(capsys.readouterr().out)
-    parser = parser_for(show)
-    assert config_of(parser, parser.parse_args(["--config", str(printed)])) == config_of(
-        parser, parser.parse_args(["--config", yaml])
-    )
-
-
-def test_a_command_without_a_config_parameter_takes_its_own_flags_only():
-    def double(*, number: int = 1) -> int:
-        """Double it."""
-        return 2 * number
-
-    assert run({"double": double}, argv=["double", "--number", "4"]) == 8
-
-
-def test_a_flag_may_be_called_as_a_section_where_there_is_no_config():
-    def publish(*, heads: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """Nothing.
-
-        Args:
-            heads: directories.
-        """
-        return heads
-
-    assert run({"publish": publish}, argv=["publish", "--heads", "[a,b]"]) == ("a", "b")
-
-
-def test_without_a_config_the_message_says_where_to_start(capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit, match="2"):
-        run({"show": show}, argv=["show"])
-    assert "`acceptance-heads init` writes one" in capsys.readouterr().err
+    first, second = (run(COMMANDS, argv=["show", "--config", str(path)]) for path in (yaml, printed))
+    assert first == second
 
 
 @pytest.mark.slow
-def test_a_reader_that_has_seen_enough_leaves_no_traceback():
+def test_a_reader_that_stops_early_leaves_no_traceback():
     """As in `python -m data_gen stats … | head -1`."""
-    talk = (
-        "from configs.command import run; run({'talk': lambda: [print('x' * 1000) for _ in range(1000)]}, "
-        "argv=['talk'])"
-    )
+    talk = "from configs.command import run; run({'talk': lambda: print('x' * 1000000)}, argv=['talk'])"
     process = subprocess.Popen([sys.executable, "-c", talk], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdout.readline()
     process.stdout.close()
     assert process.wait(60) == 141
     assert process.stderr.read() == b""
     process.stderr.close()
-
-
-def test_a_record_among_a_commands_flags_arrives_as_itself(tmp_path):
-    def raced(config: Config, *, race: RaceRules = RaceRules()) -> RaceRules:  # noqa: B008  # frozen
-        """Race.
-
-        Args:
-            config: names the pair.
-            race: rules.
-        """
-        return race
-
-    argv = ["--config", "tiny", "--race.datasets", "[alpaca, gsm8k]", "--race.cycles", "2"]
-    assert run({"raced": raced}, default="raced", argv=argv) == RaceRules(datasets=("alpaca", "gsm8k"), cycles=2)

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.remote import ServerConfig
-from configs.schema import Config
+from configs.schema import Config, ServerConfig
 from data_gen.pipeline.command import make
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter

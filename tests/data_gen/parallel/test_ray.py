@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from configs.remote import RayConfig
+from configs.schema import RayConfig
 from data_gen.pipeline.command import make
 from tests.data_gen.on_disk import files_of
 from tests.data_gen.processes import ray_actors

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from configs.command import run
-from configs.remote import RayConfig
-from configs.schema import Config
+from configs.schema import Config, RayConfig
 from data_gen.pipeline import on_ray
 from data_gen.pipeline.command import make
 from data_gen.responses.conversation import ShardSpec

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from configs.remote import ServerConfig
+from configs.schema import ServerConfig
 from tests.toys.answering import Answering, completion
 
 

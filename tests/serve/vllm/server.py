@@ -19,8 +19,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from benchmarks.serve.loop import TRIO, interpreter, pair_of_the_trio
-from configs.remote import ServerConfig
-from configs.schema import DataConfig
+from configs.schema import DataConfig, ServerConfig
 from data_gen.labels.labeller import Labeller
 from data_gen.prompts.pool import load_prompts
 from data_gen.prompts.templates import encode_text, render
