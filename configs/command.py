@@ -206,7 +206,8 @@ def _plain(problem: str) -> str:
     text = " ".join(problem.split())
     if missing := re.search(r"class_path '(?:[\w.]*\.)?(\w+)': Requirement '([\w-]+)", text):
         return f"{missing[1]} needs {missing[2]}, which is not installed; run pip install {missing[2]}"
-    text = re.sub(r"Does not validate against any of the Union.*Given value: (?!Namespace)", "no possible value is ", text)
+    pattern = r"Does not validate against any of the Union.*Given value: (?!Namespace)"
+    text = re.sub(pattern, "no possible value is ", text)
     return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
 
 
