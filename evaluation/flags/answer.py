@@ -4,7 +4,7 @@ what the engine lacks: our policies and heads at the same times.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +12,11 @@ from decode.policies import FixedLength
 from evaluation.batches.curves import BatchTimes
 from evaluation.batches.load import load_at
 from evaluation.competitor import Competitor, competitors_of, label_of, make_competitor
+from evaluation.contest import Result
 from evaluation.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE
 from evaluation.flags.engines import Drafting, Engine, Setting
 from evaluation.flags.times import Given
-from evaluation.gain import Gain, Spent, Splits, gain_over
+from evaluation.gain import Gain, Spent, Splits
 from evaluation.played import Played
 from evaluation.table import Table, shown
 from evaluation.times import Times
@@ -39,26 +40,6 @@ _BATCH_COLUMNS = {
 }
 
 
-class Choice(NamedTuple):
-    """A competitor at one setting, with its tokens and seconds on both splits."""
-
-    label: str
-    """How the engine drafts, or the name of our policy."""
-    setting: Setting
-    spent: Splits[Spent]
-    drafting: Drafting | None = None
-    """None: it is not a setting of the engine."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Predicted throughput on test."""
-        return float(self.spent.test.tokens_per_s)
-
-    def over(self, base: "Choice") -> Gain:
-        """The predicted gain over another choice."""
-        return gain_over(base.spent.test, self.spent.test)
-
-
 class Answer:
     """One engine at one set of times.
 
@@ -68,6 +49,8 @@ class Answer:
         alone: times without speculation.
         speculating: times with it: what each round pays beyond its draft is part of t_target(k).
         choices: name -> no speculation, the default if there is one, the best fixed length, the flags, and ours.
+        labels: name -> how the engine drafts, or the name of our policy; empty without speculation.
+        drafting: how the engine drafts at its best setting; None where no speculation is faster.
         best_on_test: tokens per second of the engine's best setting on test.
     """
 
@@ -78,17 +61,19 @@ class Answer:
         default_drafting, self._default = next(iter(traces.items()))
         longest = self._default.dev.max_draft_length
         alone = Competitor(NONE, NONE, FixedLength(0), ({},))
-        none = Choice("", {}, Splits(*(times.spent(replay_settings(t, alone.policy)).at(0) for t in self._default)))
-        fixed = make_competitor(FIXED, "fixed_length", {"k": range(1, longest + 1)})
+        none = _fastest(alone, Splits(*(times.spent(replay_settings(trace, alone.policy)) for trace in self._default)))
+        self.choices, self.labels = {NONE: none}, {NONE: ""}
+        default = {name: [value] for name, value in (engine.default or {}).items()}
+        rules = {DEFAULT: engine.competitor(DEFAULT, longest, default)} if default else {}
+        rules[FIXED] = make_competitor(FIXED, "fixed_length", {"k": range(1, longest + 1)})
+        for name, rule in rules.items():
+            self.choices[name] = _fastest(rule, self.spent_of(rule, default_drafting))
+            self.labels[name] = default_drafting.label
         options = engine.competitor(FLAGS, longest)
         played = {drafting: self.spent_of(options, drafting) for drafting in traces}
-        best = [none, *(_fastest(options, spent, drafting) for drafting, spent in played.items())]
-        self.choices = {NONE: none}
-        if engine.default is not None:
-            default = engine.competitor(DEFAULT, longest, {name: [value] for name, value in engine.default.items()})
-            self.choices[DEFAULT] = _fastest(default, self.spent_of(default, default_drafting), default_drafting)
-        self.choices[FIXED] = _fastest(fixed, self.spent_of(fixed, default_drafting), default_drafting)
-        self.choices[FLAGS] = max(best, key=_on_dev)
+        best = [(None, none), *((drafting, _fastest(options, spent)) for drafting, spent in played.items())]
+        self.drafting, self.choices[FLAGS] = max(best, key=lambda pair: pair[1].on_dev or 0.0)
+        self.labels[FLAGS] = self.drafting.label if self.drafting else ""
         self.best_on_test = max([none.tokens_per_s, *(float(s.test.tokens_per_s.max()) for s in played.values())])
 
     def spent_of(self, competitor: Competitor, drafting: Drafting) -> Splits[Spent]:
@@ -122,7 +107,7 @@ class Answer:
         kinds = {"": self._default}
         if self._default.dev.draft_sampling is not None:
             kinds[" on drawn drafts"] = drawn
-        members: dict[str, list[Choice]] = {group: [] for group in OURS}
+        members: dict[str, list[tuple[str, Result]]] = {group: [] for group in OURS}
         for label, traces in kinds.items():
             fitted = {**heads, **calibrated_on(traces.dev, heads)}
             competitors = competitors_of({}, fitted, max_draft_length=traces.dev.max_draft_length)
@@ -130,26 +115,28 @@ class Answer:
                 group = next((group for group in OURS if GROUPS[group](one.family)), None)
                 if group is not None and one.family not in (*BOUNDS, BASELINE):
                     spent = Splits(*(self.speculating.spent(replay_settings(trace, one.policy)) for trace in traces))
-                    members[group].append(_fastest(one, spent)._replace(label=f"{one.family}{label}"))
-        self.choices |= {OURS[group]: max(choices, key=_on_dev) for group, choices in members.items() if choices}
+                    members[group].append((f"{one.family}{label}", _fastest(one, spent)))
+        for group, results in members.items():
+            if results:
+                best = max(results, key=lambda pair: pair[1].on_dev or 0.0)
+                self.labels[OURS[group]], self.choices[OURS[group]] = best
 
     @property
-    def flags(self) -> Choice:
+    def flags(self) -> Result:
         """The engine at its best setting, or without speculation where that is faster."""
         return self.choices[FLAGS]
 
     @property
     def line(self) -> str:
         """The line to paste."""
-        flags = self.flags
-        return self.engine.off if flags.drafting is None else self.engine.line(flags.setting, flags.drafting)
+        return self.engine.line(self.flags.setting, self.drafting) if self.drafting else self.engine.off
 
     @property
     def short_of_hindsight(self) -> float:
         """How much slower the flags are than the best setting on test, as a fraction of its speed."""
         return 1 - self.flags.tokens_per_s / self.best_on_test
 
-    def gains(self, choice: Choice) -> dict[str, Gain]:
+    def gains(self, choice: Result) -> dict[str, Gain]:
         """Gains over the default, the best fixed length and no speculation, as far as there are any."""
         return {base: choice.over(self.choices[base]) for base in _BASES if base in self.choices}
 
@@ -159,12 +146,12 @@ class Answer:
             "engine": self.engine.name,
             "version": self.engine.version,
             "line": self.line,
-            "speculates": self.flags.drafting is not None,
+            "speculates": self.drafting is not None,
             "short_of_hindsight": self.short_of_hindsight,
             "choices": [
                 {
                     "what": name,
-                    "drafts": choice.label,
+                    "drafts": self.labels[name],
                     "setting": dict(choice.setting),
                     "tokens_per_s": choice.tokens_per_s,
                     "gains": {base: gain._asdict() for base, gain in self.gains(choice).items()},
@@ -177,11 +164,11 @@ class Answer:
         """A row per choice, with its predicted gain over the default, the best fixed length and no speculation."""
         rows = []
         for name, choice in self.choices.items():
-            setting = label_of("", choice.setting)
-            if choice.drafting is None:
-                setting = f"{choice.label}: {setting}" if choice.label else "-"
-            elif len(self.engine.draftings) > 1:
-                setting = f"{setting}; {choice.label}"
+            setting, label = label_of("", choice.setting), self.labels[name]
+            if name in OURS.values():
+                setting = f"{label}: {setting}"
+            elif len(self.engine.draftings) > 1 or not label:
+                setting = f"{setting}; {label}" if label else "-"
             gains = {
                 f"over {_BASES[base]}": "" if self.choices[base] is choice else gain.text
                 for base, gain in self.gains(choice).items()
@@ -197,7 +184,7 @@ class Answer:
     def sentences(self) -> Iterator[str]:
         """The answer in sentences."""
         flags, where, default = self.flags, self.alone.where, self.choices.get(DEFAULT)
-        if flags.drafting is None:
+        if self.drafting is None:
             slower = f"No setting of {self.engine.name} is predicted to be faster than the target alone on dev."
             yield f"{where}: do not speculate. {slower}"
         else:
@@ -209,8 +196,8 @@ class Answer:
             yield f"{self.engine.name}'s default is predicted to be slower: {gain.words} over no speculation."
         for name in OURS.values():
             if name in self.choices:
-                choice = self.choices[name]
-                yield f"{name[0].upper()}{name[1:]} ({choice.label}) would add {choice.over(flags).words}."
+                added = self.choices[name].over(flags).words
+                yield f"{name[0].upper()}{name[1:]} ({self.labels[name]}) would add {added}."
         if self.engine.remark:
             yield self.engine.remark
 
@@ -221,7 +208,7 @@ class Answer:
             sizes: sequences in a batch, which draft in lockstep.
             given: times by tokens, from the command line; None: the times of one sequence are used for batches.
         """
-        traces = self.traces.get(self.flags.drafting, self._default)  # type: ignore[arg-type]  # None: the default
+        traces = self.traces[self.drafting] if self.drafting else self._default
         costs = BatchTimes(self.alone).curves("") if given is None else given.curves
         numbers = make_competitor(FLAGS, "fixed_length", {"k": range(traces.dev.max_draft_length + 1)})
         splits = [(replay_rounds(trace, numbers.policy), len(trace.rows)) for trace in traces]
@@ -238,15 +225,11 @@ class Answer:
         return rows
 
 
-def _on_dev(choice: Choice) -> float:
-    return float(choice.spent.dev.tokens_per_s)
-
-
-def _fastest(competitor: Competitor, spent: Splits[Spent], drafting: Drafting | None = None) -> Choice:
+def _fastest(competitor: Competitor, spent: Splits[Spent]) -> Result:
     """The competitor at its setting of the highest throughput on dev; the first of equals."""
-    best = int(spent.dev.tokens_per_s.argmax())
-    at_best = Splits(*(split.at(best) for split in spent))
-    return Choice(drafting.label if drafting else "", competitor.settings[best], at_best, drafting)
+    speeds = spent.dev.tokens_per_s
+    best = int(speeds.argmax())
+    return Result(competitor=competitor, number=best, on_dev=float(speeds[best]), spent=spent.test.at(best))
 
 
 def batch_table(rows: Sequence[Mapping[str, Any]], times: Times) -> Table:

@@ -64,15 +64,15 @@ def specdec_tables(experiment: Experiment) -> list[Table]:
         )
     folder = trace_folder(experiment)
     folder.complete()
-    tests, cost = {dataset: folder.load(dataset).test for dataset in experiment.datasets}, costs_for(experiment)
-    plain = {dataset: best_length(test, cost) for dataset, test in tests.items()}
+    tests, times = {dataset: folder.load(dataset).test for dataset in experiment.datasets}, costs_for(experiment)
+    plain = {dataset: best_length(test, times) for dataset, test in tests.items()}
     best = {
-        name: {dataset: best_threshold(head, test, cost) for dataset, test in tests.items()}
+        name: {dataset: best_threshold(head, test, times) for dataset, test in tests.items()}
         for name, head in heads.items()
     }
     fastest = max(best, key=lambda name: sum(speed / plain[dataset][0] for dataset, (speed, _) in best[name].items()))
-    where = f"replayed on test, predicted at {cost.title}"
-    first, third = throughput_rows(plain, best, cost), head_rows(heads, best)
+    where = f"replayed on test, predicted at {times.title}"
+    first, third = throughput_rows(plain, best, times), head_rows(heads, best)
     return [
         Table(f"SpecDec++ Table 1: best tokens/s (speed-up), {where}", first),
         forward_times(experiment, heads[fastest]),
@@ -80,21 +80,21 @@ def specdec_tables(experiment: Experiment) -> list[Table]:
     ]
 
 
-def best_length(trace: Trace, cost: Times) -> Best:
+def best_length(trace: Trace, times: Times) -> Best:
     """The fastest fixed length."""
     lengths = [length for length in LENGTHS if length <= trace.max_draft_length] or [trace.max_draft_length]
-    speeds = cost.speeds(trace, FixedLength(np.array(lengths)))  # type: ignore[arg-type]
+    speeds = times.speeds(trace, FixedLength(np.array(lengths)))  # type: ignore[arg-type]
     return max(zip(speeds.tolist(), map(float, lengths), strict=True), key=lambda best: best[0])
 
 
-def best_threshold(head: AcceptanceHead, trace: Trace, cost: Times) -> Best:
+def best_threshold(head: AcceptanceHead, trace: Trace, times: Times) -> Best:
     """The fastest threshold of one head."""
-    speeds = cost.speeds(trace, HeadPolicy(head, np.array(THRESHOLDS)))
+    speeds = times.speeds(trace, HeadPolicy(head, np.array(THRESHOLDS)))
     return max(zip(speeds.tolist(), THRESHOLDS, strict=True), key=lambda best: best[0])
 
 
 def throughput_rows(
-    plain: Mapping[str, Best], best: Mapping[str, Mapping[str, Best]], cost: Times
+    plain: Mapping[str, Best], best: Mapping[str, Mapping[str, Best]], times: Times
 ) -> list[dict[str, str]]:
     """Table 1: the best throughputs by dataset, with the speed-up over the target alone that the paper gives in
     words.
@@ -102,7 +102,7 @@ def throughput_rows(
     largest = {dataset: max(of_head[dataset] for of_head in best.values()) for dataset in plain}
     return [
         {"Dataset": label}
-        | {name: f"{speed:.2f} ({speed * cost.t_target_s[0]:.2f}x)" for name, (speed, _) in of_dataset.items()}
+        | {name: f"{speed:.2f} ({speed * times.t_target_s[0]:.2f}x)" for name, (speed, _) in of_dataset.items()}
         for label, of_dataset in {"SpecDec++": largest, "SpecDec (baseline)": plain}.items()
     ]
 

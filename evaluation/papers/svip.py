@@ -35,8 +35,8 @@ def svip_tables(experiment: Experiment) -> list[Table]:
     """Both tables of this pair's sampling."""
     folder = trace_folder(experiment)
     folder.complete()
-    traces, cost = {dataset: folder.load(dataset) for dataset in experiment.datasets}, costs_for(experiment)
-    threshold, why = threshold_for(Path(experiment.models.target.path).name, next(iter(traces.values())).dev, cost)
+    traces, times = {dataset: folder.load(dataset) for dataset in experiment.datasets}, costs_for(experiment)
+    threshold, why = threshold_for(Path(experiment.models.target.path).name, next(iter(traces.values())).dev, times)
     methods: dict[str, Policy] = {"Const.": FixedLength(5), "Heuristics": Heuristic(5), "SVIP": Entropy(threshold)}
     categories = {
         name: part for dataset, trace in traces.items() for name, part in by_category(dataset, trace.test).items()
@@ -45,30 +45,30 @@ def svip_tables(experiment: Experiment) -> list[Table]:
     for dataset, trace in traces.items():
         cut = dict(by_length(trace.test, experiment.decode.max_new_tokens))
         prefix = f"{dataset}: " if len(traces) > 1 else ""
-        rows += [{"Methods": f"{prefix}{name}", **speed_ups(cut, policy, cost)} for name, policy in methods.items()]
+        rows += [{"Methods": f"{prefix}{name}", **speed_ups(cut, policy, times)} for name, policy in methods.items()]
     first, second = (1, 6) if experiment.sampling.is_greedy else (5, 2)
-    figures = f"replayed on test, predicted at {cost.title}; h = {threshold:g} ({why})"
+    figures = f"replayed on test, predicted at {times.title}; h = {threshold:g} ({why})"
     return [
-        Table(f"SVIP Table {first}: speed-up by category, {figures}", category_rows(categories, methods, cost)),
+        Table(f"SVIP Table {first}: speed-up by category, {figures}", category_rows(categories, methods, times)),
         Table(f"SVIP Table {second}: speed-up by generation length, {figures}", rows),
     ]
 
 
-def threshold_for(target: str, dev: Trace, cost: Times) -> tuple[float, str]:
+def threshold_for(target: str, dev: Trace, times: Times) -> tuple[float, str]:
     """The threshold max_sqrt_entropy, and its origin."""
     for name, threshold in PUBLISHED.items():
         if name in target.lower():
             return threshold, "the paper's"
     held_out = dev.select(range(min(HELD_OUT, len(dev.rows))))
-    speeds = cost.speeds(held_out, Entropy(np.array(CHOICES)))  # type: ignore[arg-type]
+    speeds = times.speeds(held_out, Entropy(np.array(CHOICES)))  # type: ignore[arg-type]
     return CHOICES[int(speeds.argmax())], f"chosen on {len(held_out.rows)} dev prompts"
 
 
-def category_rows(parts: Mapping[str, Trace], methods: Mapping[str, Policy], cost: Times) -> list[dict[str, str]]:
+def category_rows(parts: Mapping[str, Trace], methods: Mapping[str, Policy], times: Times) -> list[dict[str, str]]:
     """A column per category; the last is their mean, with SVIP's gain over the constant."""
-    cells = {name: speed_ups(parts, policy, cost) for name, policy in methods.items()}
+    cells = {name: speed_ups(parts, policy, times) for name, policy in methods.items()}
     means = {
-        name: np.mean([_speed_up(part, policy, cost) for part in parts.values()]) for name, policy in methods.items()
+        name: np.mean([_speed_up(part, policy, times) for part in parts.values()]) for name, policy in methods.items()
     }
     gain = f" ({means['SVIP'] / means['Const.'] - 1:+.1%})"
     averages = {name: f"{mean:.2f}{gain if name == 'SVIP' else ''}" for name, mean in means.items()}
@@ -89,10 +89,10 @@ def by_length(trace: Trace, longest: int) -> Iterator[tuple[str, Trace]]:
         yield str(length), trace.select(range(len(trace.rows)), num_tokens=length)
 
 
-def speed_ups(parts: Mapping[str, Trace], policy: Policy, cost: Times) -> dict[str, str]:
+def speed_ups(parts: Mapping[str, Trace], policy: Policy, times: Times) -> dict[str, str]:
     """Predicted speed-ups over the target alone, by column."""
-    return {name: f"{_speed_up(part, policy, cost):.2f}" for name, part in parts.items()}
+    return {name: f"{_speed_up(part, policy, times):.2f}" for name, part in parts.items()}
 
 
-def _speed_up(trace: Trace, policy: Policy, cost: Times) -> float:
-    return float(cost.speeds(trace, policy)[0] * cost.t_target_s[0])
+def _speed_up(trace: Trace, policy: Policy, times: Times) -> float:
+    return float(times.speeds(trace, policy)[0] * times.t_target_s[0])

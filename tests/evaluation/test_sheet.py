@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 
 from evaluation.gain import Gain
-from evaluation.hierarchies.built import fastest
 from evaluation.table import Table, crossed, flat, shown
 
 GAIN = Gain(0.25, 0.1, 0.4, 0.05)
@@ -62,9 +61,3 @@ def test_cells_cross_in_order_of_first_appearance():
         {"policy": "b", "batch 1": "x", "batch 4": "y"},
         {"policy": "a", "batch 4": "z"},
     ]
-
-
-def test_the_fastest_on_dev_stands_for_its_family_and_of_equals_the_first():
-    speeds = {"a1": 2.0, "b1": 1.0, "a2": 3.0, "a3": 3.0, "b2": 0.5}
-    assert fastest(speeds, of=lambda name: name[0], speed=speeds.__getitem__) == {"a": "a2", "b": "b1"}
-    assert fastest([], of=str, speed=float) == {}

@@ -30,14 +30,14 @@ CEILINGS = {
     "data_gen": (7010, 4400),
     "heads": (4462, 3600),
     "decode": (5318, 4200),
-    "evaluation": (11097, 7400),
+    "evaluation": (11032, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1633, 1400),
     "benchmarks": (795, 800),
-    "tests": (29288, 18000),
+    "tests": (29227, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
-MAX_RECORD_TYPES = 175
+MAX_RECORD_TYPES = 173
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
 
 
