@@ -7,6 +7,7 @@ import random
 import shutil
 import statistics
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,14 +45,14 @@ def test_an_epoch_visits_every_response_once_in_an_order_of_its_own():
 
 
 def test_no_more_than_a_pool_of_blocks_is_open_at_once():
-    found = order()
-    for start in range(0, len(found), 256):
-        assert len({(shard, i // 16) for shard, i in found[start : start + 256]}) <= 32
+    visited = order()
+    for start in range(0, len(visited), 256):
+        assert len({(shard, i // 16) for shard, i in visited[start : start + 256]}) <= 32
 
 
 def test_batches_have_about_equal_numbers_of_tokens():
-    def spread(found: list[tuple[int, int]]) -> float:
-        tokens = [sum(LENGTHS[shard][i] for shard, i in found[start : start + 32]) for start in range(0, 512, 32)]
+    def spread(visited: list[tuple[int, int]]) -> float:
+        tokens = [sum(LENGTHS[shard][i] for shard, i in visited[start : start + 32]) for start in range(0, 512, 32)]
         return statistics.pstdev(tokens) / statistics.fmean(tokens)
 
     assert spread(order()) < 0.02 < 0.05 < spread(random.Random(0).sample(EVERY, len(EVERY)))
@@ -112,16 +113,10 @@ def test_read_ahead_keeps_order_and_hands_errors_over():
         time.sleep(0.01 * (number % 3 == 0))  # so that others are ready before
         return number
 
-    got = []
+    results, batches_read = [], read_ahead(read, iter(range(20)), 3)
     with pytest.raises(ValueError, match="the shard is broken"):
-        got.extend(iter_into(read_ahead(read, iter(range(20)), 3), got))
-    assert got == list(range(10))
-
-
-def iter_into(source, got):
-    for element in source:
-        got.append(element)
-    return []
+        deque(map(results.append, batches_read), maxlen=0)
+    assert results == list(range(10))
 
 
 def test_only_drafted_positions_are_kept_and_timings_agree(data_dir: Path, tmp_path: Path):
@@ -129,9 +124,9 @@ def test_only_drafted_positions_are_kept_and_timings_agree(data_dir: Path, tmp_p
     batch = next(iter(data.loader("dev")))
     stored = load_file(labels_path(data_dir, "dev", 0)) | load_file(features_path(data_dir, "fed", "dev", 0))
     count = int(stored["row_offsets"][8])
-    kept = stored["is_drafted"][:count]
-    assert torch.equal(batch["fed"].hidden, stored["hidden"][:count][kept])
-    assert torch.equal(batch["fed"].scalars["log_token_prob"], stored["log_token_prob"][:count][kept])
+    drafted = stored["is_drafted"][:count]
+    assert torch.equal(batch["fed"].hidden, stored["hidden"][:count][drafted])
+    assert torch.equal(batch["fed"].scalars["log_token_prob"], stored["log_token_prob"][:count][drafted])
     assert (
         int(batch["fed"].row_lengths.sum())
         == len(batch["fed"].hidden)
@@ -145,53 +140,50 @@ def rewrite(path: Path, **changes: torch.Tensor) -> None:
     write_shard(path, save(tensors), rows=24, tokens=len(next(iter(tensors.values()))))
 
 
-def break_data(directory: Path, how: str) -> None:
-    path, labels = features_path(directory, "fed", "train", 1), labels_path(directory, "train", 1)
-    stored, numbers = load_file(path), load_file(labels)
-    if how == "truncated":
-        path.write_bytes(path.read_bytes()[:-100])
-    elif how == "corrupted":
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-    elif how == "no sidecar":
-        sidecar_path(path).unlink()
-    elif how == "nan":
-        rewrite(path, hidden=stored["hidden"].clone().index_fill_(0, torch.tensor([50]), torch.nan))
-    elif how == "probability":
-        rewrite(labels, acceptance_prob=numbers["acceptance_prob"] + 1)
-    elif how == "width":
-        rewrite(path, hidden=stored["hidden"][:, :8].contiguous())
-    elif how == "empty":
-        for index in range(2):
-            for file in (features_path(directory, "fed", "train", index), labels_path(directory, "train", index)):
-                empty = {name: tensor[: name == "row_offsets"].clone() for name, tensor in load_file(file).items()}
-                write_shard(file, save(empty), rows=0, tokens=0)
+def flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("truncated", "train-00001"),
-        ("corrupted", "sha256"),
-        ("no sidecar", "train-00001"),
-        ("nan", r"features/fed/train-00001.*hidden of token 50 is NaN"),
-        ("probability", r"labels/train-00001.*acceptance_prob of token 0 is outside"),
-        ("width", "width 8"),
-        ("empty", "no tokens; raise data"),
-    ],
-)
-def test_broken_features_are_refused_and_named(tmp_path: Path, how: str, says: str):
-    data_dir = write_data(tmp_path / "data")
-    break_data(data_dir, how)
-    with pytest.raises(ValueError, match=says):
+def empty_train(path: Path) -> None:
+    """No responses in any training shard of the features and labels."""
+    for file in path.parents[2].rglob("train-*.safetensors"):
+        empty = {name: tensor[: name == "row_offsets"].clone() for name, tensor in load_file(file).items()}
+        write_shard(file, save(empty), rows=0, tokens=0)
+
+
+FED, LABELS = "features/fed", "labels"
+DAMAGES = {
+    "truncated": (FED, lambda path: path.write_bytes(path.read_bytes()[:-100]), "train-00001"),
+    "corrupted": (FED, flip_last_byte, "sha256"),
+    "no sidecar": (FED, lambda path: sidecar_path(path).unlink(), "train-00001"),
+    "nan": (
+        FED,
+        lambda path: rewrite(path, hidden=load_file(path)["hidden"].index_fill(0, torch.tensor([50]), torch.nan)),
+        r"features/fed/train-00001.*hidden of token 50 is NaN",
+    ),
+    "probability": (
+        LABELS,
+        lambda path: rewrite(path, acceptance_prob=load_file(path)["acceptance_prob"] + 1),
+        r"labels/train-00001.*acceptance_prob of token 0 is outside",
+    ),
+    "width": (FED, lambda path: rewrite(path, hidden=load_file(path)["hidden"][:, :8].contiguous()), "width 8"),
+    "empty": (FED, empty_train, "no tokens; raise data"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_broken_features_are_refused_and_named(tmp_path: Path, how: str):
+    (folder, damage, message), data_dir = DAMAGES[how], write_data(tmp_path / "data")
+    damage(data_dir / folder / "train-00001.safetensors")
+    with pytest.raises(ValueError, match=message):
         list(feature_data(make_config(data_dir, tmp_path)).loader("train"))
 
 
 def test_data_of_another_draft_or_sampling_is_refused(data_dir: Path, tmp_path: Path):
-    config = make_config(data_dir, tmp_path)
     text = (data_dir / "manifest.json").read_text()
-    for old, new, says in (
+    for old, new, message in (
         ("made-up/draft", "other/draft", "draft name"),
         ('"temperature": 1.0', '"temperature": 0.5', "sampling"),
         ('"mixes": 1', '"mixes": 1, "format": 2', "has data format 2, but this version reads format 3; make the data"),
@@ -199,11 +191,10 @@ def test_data_of_another_draft_or_sampling_is_refused(data_dir: Path, tmp_path: 
         changed = tmp_path / "changed"
         shutil.copytree(data_dir, changed, dirs_exist_ok=True)
         (changed / "manifest.json").write_text(text.replace(old, new))
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             feature_data(make_config(changed, tmp_path))
     with pytest.raises(FileNotFoundError, match=r"manifest\.json"):
         feature_data(make_config(tmp_path / "nowhere", tmp_path))
-    assert config.data.dir == str(data_dir)
 
 
 def of_models(data_dir: Path, directory: Path, **models: str) -> Config:
@@ -250,11 +241,8 @@ def test_num_train_takes_the_first_responses(data_dir: Path, tmp_path: Path):
 )
 def test_a_flipped_byte_is_found_before_the_first_step(tmp_path: Path, monkeypatch, folder: str, split: str):
     data_dir = write_data(tmp_path / "data")
-    path = data_dir / folder / f"{split}-{int(split == 'train'):05d}.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    steps = []
+    path, steps = data_dir / folder / f"{split}-{int(split == 'train'):05d}.safetensors", []
+    flip_last_byte(path)
     monkeypatch.setattr(Sweep, "training_step", lambda *_args: steps.append(1))
     with pytest.raises(ValueError, match=rf"{path.name} is corrupted: its sha256"):
         train(make_config(data_dir, tmp_path / "run", timings=("fed", "drawn")))
@@ -276,7 +264,7 @@ def test_sums_are_taken_once_and_of_no_shard_that_is_not_read(tmp_path: Path, mo
 
 def test_the_first_of_several_processes_takes_the_sums(tmp_path: Path, monkeypatch):
     data_dir = write_data(tmp_path / "data")
-    break_data(data_dir, "corrupted")
+    flip_last_byte(features_path(data_dir, "fed", "train", 1))
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     feature_data(make_config(data_dir, tmp_path))
     monkeypatch.setattr(rank_zero_only, "rank", 0)
