@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # those that are not in __all__ are for the project itself
     from decode.drafters.trees.decoder import TreeDecoder
     from decode.drafters.trees.drafter import TreeDrafter
     from decode.drafters.trees.shapes import Cape, Dynamic
-    from decode.generate.complete import complete
+    from decode.generate.command import complete
     from decode.generate.in_transformers import SpeculativeOutput, speculative_generate
     from decode.loop.counts import Counts
     from decode.loop.decoder import Generation, Round, SpeculativeDecoder

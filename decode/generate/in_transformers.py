@@ -1,35 +1,31 @@
 """Speculative decoding inside transformers: `target.generate(**inputs, custom_generate=decode.speculative_generate,
 draft_model=draft)`.
 
-The GenerationConfig means what it means in plain `generate`: its processors (repetition penalty, min-p, bad words, …)
-and warpers (temperature, top-k, top-p, …) arrive as one list and are applied to target and draft alike, each position
-with the tokens before it, drafted ones included; so the output has the law of `generate` without a draft. Greedily it
-is the same tokens in float32 and float64. In bfloat16 one forward of several tokens rounds otherwise than several of
-one, and near ties may fall the other way: of 20 prompts with up to 128 new tokens 1 (five tokens a draft) and 2
-(transformers' heuristic) ended otherwise, at logits that were within 0.08 of each other.
+The GenerationConfig means what it means in plain `generate`: processors and warpers arrive as one list and are applied
+to target and draft, each position with the tokens before it, drafted ones included. So the output has the distribution
+of `generate` without a draft. Greedy output is the same tokens in float32 and float64; in bfloat16 a forward of several
+tokens rounds otherwise than several forwards of one, and near ties may differ: of 20 prompts with up to 128 new tokens
+1 (five tokens a draft) and 2 (transformers' heuristic) ended otherwise, at logits within 0.08 of each other.
 
-What is asked of it, one of three ways:
+    same as in generate   EOS ids, `max_new_tokens`, `min_new_tokens`, `max_time`, and custom processors and stopping
+                          criteria, which are called token by token. Criteria get scores=None, as from `generate` unless
+                          `output_scores` is set. Processors must depend on their arguments alone, since they also see
+                          drafted prefixes that are discarded.
+    by `partial`          `streamer`: `custom_generate=functools.partial(speculative_generate, streamer=streamer)` gets
+                          each round. `generate` passes its own `streamer`, `assistant_model` and `synced_gpus` to no
+                          callable, so they are ignored.
+    no effect             `use_cache`, `logits_to_keep`, `prefill_chunk_size`, compilation settings; negative prompts
+                          without guidance; `tokenizer` and `assistant_tokenizer`, which `generate` drops. It therefore
+                          refuses `stop_strings`: use `StopStringCriteria` among the stopping criteria.
+    refused               with a ValueError that names it: every other keyword that is not None (`pixel_values`,
+                          `token_type_ids`, ...); batches, several sequences, beams and other decoding modes;
+                          encoder-decoders; padding, embedded prompts, position ids; a cache, given or not dynamic;
+                          classifier-free guidance and SynthID watermarks, which are not functions of the tokens;
+                          `output_scores` and the like; a prompt and `max_new_tokens` that together exceed the target's
+                          `max_position_embeddings`; a head that was trained with another draft, target or sampling,
+                          unless `allow_foreign_heads`.
 
-    means the same    EOS ids, `max_new_tokens`, `min_new_tokens`, `max_time`, processors and stopping criteria of one's
-                      own, asked token by token. Criteria are given scores=None, as `generate` gives them unless
-                      `output_scores` is set. Processors must depend on their arguments alone: each is asked about
-                      drafted prefixes that may be discarded.
-    by `partial`      `streamer`: `custom_generate=functools.partial(speculative_generate, streamer=streamer)` is given
-                      each round. `generate` hands its own `streamer`, `assistant_model` and `synced_gpus` on to no
-                      callable, so that they are ignored.
-    changes nothing   `use_cache`, `logits_to_keep`, `prefill_chunk_size`, compilation settings; negative prompts
-                      without guidance; `tokenizer` and `assistant_tokenizer`, which `generate` drops. So it refuses
-                      `stop_strings` itself: give `StopStringCriteria` among the stopping criteria.
-    is refused        with a ValueError that names it: every other keyword that is not None (`pixel_values`,
-                      `token_type_ids`, …); batches, several sequences,
-                      beams and whatever else is neither greedy search nor sampling; encoder-decoders; padding, embedded
-                      prompts, positions of one's own; a cache handed in, or one that is not dynamic; classifier-free
-                      guidance and SynthID watermarks, which are not functions of the tokens; `output_scores` and its
-                      kin; a prompt and `max_new_tokens` that together exceed the target's `max_position_embeddings`,
-                      where plain `generate` goes on beyond what the model was made for; a head that was trained with
-                      another draft, target or sampling, unless `allow_foreign_heads`.
-
-With `return_dict_in_generate` the result holds the sequences and the rounds; its `past_key_values` is None.
+With `return_dict_in_generate` the result has the sequences and the rounds; its `past_key_values` is None.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,25 +61,23 @@ ASSISTED = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
 }
-"""transformers' settings of assisted generation, which `decode.policies.engines.Assisted` follows. `generate` fills in
-these defaults, so only another value shows that somebody asks for them.
+"""transformers' settings of assisted generation (`decode.policies.engines.Assisted`). `generate` fills in these
+defaults, so only other values show that the caller set them.
 """
 _NO_DRAFT = (
     "it needs a draft, and generate: target.generate(…, custom_generate=speculative_generate, draft_model=draft)"
 )
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
-"""Every generation starts from `num_assistant_tokens` again, so that the second and the third are alike here."""
+"""The second and the third are the same here: every generation starts from `num_assistant_tokens`."""
 
 
 @dataclass(frozen=True)
 class ProcessedSampling(Sampling):
-    """Logits to probabilities by a list of transformers' processors, which look at the tokens before each position."""
+    """Logits to probabilities by transformers' processors, which read the tokens before each position."""
 
     processors: LogitsProcessorList | None = None
     num_ids: int = 0
-    """Width of the logits that plain `generate` gives the processors, which may name any of these ids; narrower logits
-    are padded to it with ids of probability 0.
-    """
+    """Width of the logits that plain `generate` gives the processors; narrower logits are padded with probability 0."""
 
     def processed(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
         """Row i follows all but the last rows - 1 - i of `token_ids`."""
@@ -106,7 +100,7 @@ class ProcessedSampling(Sampling):
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """Output with `return_dict_in_generate`: transformers' own fields, and the rounds that the sequence was made in."""
+    """Output with `return_dict_in_generate`: transformers' fields and the rounds."""
 
     generation: Generation | None = None
 
@@ -128,23 +122,23 @@ def speculative_generate(
     streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Int[Tensor, "batch length"]:
-    """The prompt and what the target says after it; ValueError for what `decode.generate.in_transformers` refuses.
+    """The prompt and the target's continuation; ValueError for what this module's docstring lists as refused.
 
     Args:
-        model: the target. `generate` passes it, and the four that follow.
+        model: the target; `generate` passes it and the next four.
         input_ids: one prompt.
         logits_processor: applied to target and draft.
-        stopping_criteria: asked token by token.
-        generation_config: what plain `generate` takes, as far as `decode.generate.in_transformers` lists it.
-        draft_model: drafts, with the target's ids; a feature draft of the target; or the path of a model, which is
+        stopping_criteria: called token by token.
+        generation_config: settings, as far as this module's docstring lists them.
+        draft_model: a model with the target's ids, a feature draft of the target, or the path of a model, which is
             loaded at every call.
         policy: when to stop drafting, as an object or as for `--policy` ("fixed_length:k=4"); None: `requested_policy`.
-        max_draft_length: upper bound of every round.
-        allow_foreign_heads: let a head pass that was trained with other models or another sampling.
-        vocab_size: ids of the tokenizer, where the target's logits are padded beyond what the draft takes.
-        generator: source of chance; None: torch's global one, as `generate` uses.
-        streamer: takes the prompt and each round; give it by `functools.partial`.
-        model_kwargs: what else `generate` prepared or was given.
+        max_draft_length: maximum draft length.
+        allow_foreign_heads: accept a head that was trained with other models or another sampling.
+        vocab_size: size of the tokenizer, if the target's logits are padded beyond the ids that the draft takes.
+        generator: source of randomness; None: torch's global one, as `generate` uses.
+        streamer: gets the prompt and each round; pass it by `functools.partial`.
+        model_kwargs: other keywords that `generate` prepared or got.
     """
     if generation_config is None or draft_model is None:
         raise ValueError(_NO_DRAFT)
@@ -163,16 +157,16 @@ def speculative_generate(
 
 
 def requested_policy(policy: Policy | str | None, config: GenerationConfig) -> Policy:
-    """The policy that a call asks for, by its own keyword or by transformers' settings of assisted generation.
+    """The policy of a call, from its keyword or from transformers' settings of assisted generation.
 
     Raises:
-        ValueError: both, a policy that does not parse, or an unknown schedule.
+        ValueError: both are given, a policy does not parse, or a schedule is unknown.
     """
     settings = {name: getattr(config, name, None) for name in ASSISTED}
     settings = {name: ASSISTED[name] if value is None else value for name, value in settings.items()}
     given = [name for name in ASSISTED if settings[name] != ASSISTED[name]]
     if policy is not None and given:
-        raise ValueError(f"{', '.join(given)} cannot act beside a policy, which decides alone; leave one of both out")
+        raise ValueError(f"{', '.join(given)} and a policy are both set; leave one of them out")
     if isinstance(policy, str):
         return parse_policy(policy)
     if policy is not None and not isinstance(policy, Policy):
@@ -190,7 +184,7 @@ def requested_policy(policy: Policy | str | None, config: GenerationConfig) -> P
 def _loaded(
     draft: PreTrainedModel | FeatureDraft | str | PathLike[str], target: PreTrainedModel
 ) -> PreTrainedModel | FeatureDraft:
-    """The draft itself, or the one at a path, in the target's dtype and on its device."""
+    """The draft; one at a path is loaded in the target's dtype and onto its device."""
     if isinstance(draft, PreTrainedModel | FeatureDraft):
         return draft
     if not isinstance(draft, str | PathLike):
@@ -200,14 +194,14 @@ def _loaded(
 
 
 def _sampling_of(processors: LogitsProcessorList | None, config: GenerationConfig, model: PreTrainedModel) -> Sampling:
-    """The sampling that plain `generate` has; processors that are warpers alone look at no token, and cost less."""
+    """The sampling of plain `generate`; warpers alone read no token, and cost less."""
     warped = Sampling.of(processors or []) if config.do_sample else None
     num_ids = model.config.get_text_config().vocab_size
     return warped or ProcessedSampling(float(config.do_sample), processors=processors, num_ids=num_ids)
 
 
 def _streamed(rounds: Iterator[Round], input_ids: Tensor, streamer: BaseStreamer) -> Iterator[Round]:
-    """The rounds, each of which the streamer is given first."""
+    """The rounds, after the streamer got each."""
     streamer.put(input_ids.cpu())
     for round_ in rounds:
         streamer.put(torch.tensor(round_.emitted))
@@ -224,7 +218,7 @@ def _output(input_ids: Tensor, generation: Generation, *, is_dict: bool) -> Spec
 
 
 def _eos_ids_of(criteria: Sequence[StoppingCriteria], config: GenerationConfig) -> frozenset[int]:
-    """The ids that end a generation: those of the criteria, since a user's own take the place of the config's."""
+    """The ids that end a generation: those of the criteria, since custom ones replace the config's."""
     eos = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
     return frozenset(chain.from_iterable(ids.flatten().tolist() for ids in eos)) if eos else eos_ids_of(config)
 
@@ -236,22 +230,20 @@ def _rounds(
     config: GenerationConfig,
     generator: torch.Generator | Sampler | None,
 ) -> Iterator[Round]:
-    """Rounds of the generation, the last one cut after the token at which a criterion says stop; it keeps what it
-    drafted.
-    """
-    # the loop itself knows EOS ids and lengths; the other criteria are asked, token by token
+    """Rounds of the generation, the last one truncated after the token at which a criterion stops."""
+    # the loop handles EOS ids and lengths; the other criteria are called token by token
     lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
-    asked = StoppingCriteriaList(
+    others = StoppingCriteriaList(
         criterion for criterion in criteria if not isinstance(criterion, EosTokenCriteria | MaxLengthCriteria)
     )
     max_length: int = min(lengths) if lengths else config.max_length  # type: ignore[assignment]
-    # a token is emitted before anybody is asked whether to stop, as in `generate`
+    # one token is emitted before the first criterion is called, as in `generate`
     rounds = decoder.stream(input_ids[0].tolist(), max(1, max_length - input_ids.shape[1]), generator=generator)
     ids = input_ids
     for round_ in rounds:
-        for place, token in enumerate(round_.emitted) if asked else ():
+        for index, token in enumerate(round_.emitted) if others else ():
             ids = torch.cat([ids, ids.new_tensor([[token]])], dim=-1)
-            if bool(asked(ids, None).all()):
-                yield round_.cut(place + 1)
+            if bool(others(ids, None).all()):
+                yield round_.truncated(index + 1)
                 return
         yield round_

@@ -1,22 +1,59 @@
-"""A generation in colour: each token as what it is to the round that emitted it.
+"""A generation in colour.
 
 accepted   drafted, and accepted by the target          green
-rejected   drafted, and discarded                       struck through, dim; of a tree the likeliest path that was
-           refused
+rejected   drafted, and discarded                       struck through, dim; of a tree the likeliest rejected path
 residual   the target's token in place of a rejected    red
 bonus      the target's token after full acceptance     blue
 """
 
 from io import StringIO
+from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.text import Text
 
-from decode.generate.detokenizer import Detokenizer, TokenDecoder
 from decode.loop.decoder import Generation, Round
 from decode.policies.base import Policy
 
 STYLES = {"accepted": "green", "rejected": "dim strike", "residual": "bold red", "bonus": "bold blue"}
+_INCOMPLETE = "\ufffd"
+_WINDOW = 16
+"""Tokens that are decoded again with each new one; spaces and joins depend only on their neighbours."""
+
+
+@runtime_checkable
+class TokenDecoder(Protocol):
+    """A tokenizer, as far as it is needed here."""
+
+    def decode(self, token_ids: list[int], **how: Any) -> Any:
+        """The text of token ids."""
+        ...
+
+
+class Detokenizer:
+    """The text that each token adds; a byte-level token may hold half a character, which waits for its other half."""
+
+    def __init__(self, tokenizer: TokenDecoder) -> None:
+        self._tokenizer, self._ids, self._start, self._num_shown = tokenizer, list[int](), 0, 0
+
+    def add(self, token: int) -> str:
+        """Append `token`; returns the text that is complete with it."""
+        self._ids.append(token)
+        text = self._text()
+        if text.endswith(_INCOMPLETE):
+            return ""
+        piece, self._num_shown = text[self._num_shown :], len(text)
+        if len(self._ids) - self._start > 2 * _WINDOW:
+            self._start = len(self._ids) - _WINDOW
+            self._num_shown = len(self._text())
+        return piece
+
+    def peek(self, tokens: tuple[int, ...]) -> str:
+        """The text that `tokens` would add."""
+        return self._text(tokens)[self._num_shown :]
+
+    def _text(self, more: tuple[int, ...] = ()) -> str:
+        return str(self._tokenizer.decode([*self._ids[self._start :], *more], clean_up_tokenization_spaces=False))
 
 
 def legend() -> Text:
@@ -28,19 +65,12 @@ class Transcript:
     """Writes rounds to a console as they come."""
 
     def __init__(self, console: Console, tokenizer: TokenDecoder, *, has_rejected: bool = True) -> None:
-        """Args:
-        console: what is written to; colours appear where it has them.
-        tokenizer: the pair's.
-        has_rejected: show rejected drafts as well.
-        """
-        self.console = console
-        self._detokenizer = Detokenizer(tokenizer)
-        self._has_rejected = has_rejected
+        self.console, self._detokenizer, self._has_rejected = console, Detokenizer(tokenizer), has_rejected
         self.text = Text()
         """Everything written so far."""
 
     def write(self, round_: Round) -> None:
-        """Print one round, without a line break of its own."""
+        """Print one round, without a line break."""
         text = self.text_of(round_)
         self.text.append_text(text)
         self.console.print(text, end="", soft_wrap=True)
@@ -71,8 +101,7 @@ def summary(generation: Generation, policy: Policy) -> str:
     seconds = max(draft_s + target_s, 1e-9)
     return (
         f"{counts.num_emitted} tokens in {seconds:.2f} s ({counts.num_emitted / seconds:.0f} tokens/s), "
-        f"{counts.num_target} rounds: "
-        f"acceptance length {counts.acceptance_length:.2f}, discard rate {counts.discard_rate:.2f}, "
-        f"verification rate {counts.verification_rate:.2f}, drafting {100 * draft_s / seconds:.0f} % of the time "
-        f"({type(policy).__name__})"
+        f"{counts.num_target} rounds: acceptance length {counts.acceptance_length:.2f}, "
+        f"discard rate {counts.discard_rate:.2f}, verification rate {counts.verification_rate:.2f}, "
+        f"drafting {100 * draft_s / seconds:.0f} % of the time ({type(policy).__name__})"
     )

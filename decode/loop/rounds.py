@@ -36,8 +36,8 @@ class Round:
         """The drafted tokens behind the accepted ones."""
         return self.drafted[self.num_accepted :]
 
-    def cut(self, num_emitted: int) -> "Round":
-        """The same round, had only its first `num_emitted` tokens been emitted; the rest counts as discarded."""
+    def truncated(self, num_emitted: int) -> "Round":
+        """The same round with only its first `num_emitted` tokens emitted; the rest counts as discarded."""
         num_accepted = min(self.num_accepted, num_emitted)
         counts = replace(self.counts, num_emitted=num_emitted, num_accepted=num_accepted)
         return replace(self, emitted=self.emitted[:num_emitted], num_accepted=num_accepted, counts=counts)

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from decode import Generation
 from decode.__main__ import COMMANDS
-from decode.generate.detokenizer import Detokenizer
-from decode.generate.transcript import STYLES, Transcript, summary
+from decode.generate.transcript import STYLES, Detokenizer, Transcript, summary
 from decode.policies import FixedLength
 from tests.toys.loop import PROMPT, decoder_of
 

@@ -71,7 +71,7 @@ def filled(target: PreTrainedModel) -> DynamicCache:
         ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values"),
         ({"draft_model": None}, "needs a draft"),
         ({"max_new_tokens": 61}, "context of 64"),
-        ({"policy": FixedLength(2), "num_assistant_tokens": 2}, "num_assistant_tokens cannot act beside a policy"),
+        ({"policy": FixedLength(2), "num_assistant_tokens": 2}, "num_assistant_tokens and a policy are both set"),
         ({"policy": "fixed_length:k=-4"}, "k is -4"),
         ({"num_assistant_tokens_schedule": "linear"}, "schedule is 'linear'.*heuristic_transient"),
         ({"num_assistant_tokens": 0}, "num_assistant_tokens is 0"),

@@ -65,7 +65,7 @@ def test_a_round_that_is_cut_discards_what_was_cut():
     decoder = decoder_of(FixedLength(3), eos_ids=())
     for played in decoder.generate(PROMPT, 30, generator=torch.Generator().manual_seed(0)).rounds:
         for num_emitted in range(1, len(played.emitted) + 1):
-            cut = played.cut(num_emitted)
+            cut = played.truncated(num_emitted)
             assert cut.emitted == played.emitted[:num_emitted]
             assert cut.counts.num_discarded == len(played.drafted) + 1 - num_emitted
             assert cut.counts.num_accepted == len(
