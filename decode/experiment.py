@@ -1,9 +1,7 @@
-"""What a config names, settled once: models, sampling, datasets, prompts, heads, policies.
+"""What a config names: models, sampling, datasets, prompts, heads, policies.
 
-Every command under decode/ turns its config into an `Experiment`, and hands on the objects that it takes from it: those
-of this class, the trace (`evaluation.traces.recording.trace_folder`), the costs (`evaluation.costs.machine.costs_for`),
-the loop of the hierarchies (`evaluation.hierarchies.decoded.StoredLoop`). Each is made when it is first asked for, so
-that a command that needs no model loads none.
+Every command of decode/ and evaluation/ turns its config into an `Experiment` and passes the objects that it takes from
+it. Each is made at its first use, so that a command that needs no model loads none.
 """
 
 from collections import Counter
@@ -36,29 +34,29 @@ from lm.features.released import released_layout_of
 Level = Literal["target", "draft", "micro"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 BETWEEN: tuple[tuple[Level, Level], ...] = (("micro", "draft"), ("draft", "target"))
-"""The two places of a head in a hierarchy: (model that drafts, model that verifies)."""
+"""Pairs of a hierarchy that a head may serve: (model that drafts, model that verifies)."""
 
 TRAINING_FREE = "cumulative_token_prob"
-"""The policy that decodes where there is no head: of those without training, ahead on the pairs that were measured."""
+"""The default policy without a head: of those without training, the fastest on the measured pairs."""
 
 
 class DefaultPolicy(NamedTuple):
-    """The policy that is taken where none is named, and a line that says why."""
+    """The policy if none is named, and the reason as one line."""
 
     spec: str
     reason: str
 
 
 class Experiment:
-    """A config whose models, prompts, heads and sampling are settled."""
+    """The models, prompts, heads and sampling of a config."""
 
     def __init__(self, config: Config, *, needs_micro: bool = False) -> None:
         """Args:
             config: the command's.
-            needs_micro: whether hierarchies are asked for.
+            needs_micro: whether the command decodes hierarchies.
 
         Raises:
-            ValueError: hierarchies of no micro model, or with a draft that reads the target.
+            ValueError: hierarchies without a micro model, or with a feature draft.
         """
         if needs_micro:
             refuse_feature_draft(config.pair)
@@ -69,13 +67,13 @@ class Experiment:
         self.sampling, self.template = Sampling(**vars(config.pair.sampling)), config.data.template
         self._described: dict[Level, dict[str, Any]] = {}
         self.presumed: set[Level] = set()
-        """Models that are not here, and are taken to be those of a record."""
+        """Missing models, which are assumed to be those of a record."""
         if self.decode.as_recorded:
             self._take_record()
 
     @cached_property
     def data(self) -> DataConfig:
-        """The prompts and their splits, as data and training have them."""
+        """The prompts and their splits, as in training."""
         return settled(self._data, is_verbose=False)  # `data` has printed it
 
     @cached_property
@@ -85,21 +83,20 @@ class Experiment:
 
     @cached_property
     def has_feature_draft(self) -> bool:
-        """Whether the draft reads the target's states."""
+        """Whether the draft reads the target's hidden states."""
         return released_layout_of(self.models.draft) is not None
 
     def with_feature_draft(self, path: str) -> "Experiment":
-        """This experiment with another draft, one that reads the target, which is not loaded a second time.
+        """This experiment with a feature draft; the target is not loaded again.
 
         Raises:
-            ValueError: no feature draft, or one that does not fit the target.
+            ValueError: not a feature draft, or one that does not fit the target.
         """
         check_local(path, "the path of a feature draft", may_be_on_hub=True)
         source = ModelSource(path=path, dtype=self.models.target.dtype)
         if released_layout_of(source) is None:
             raise ValueError(
-                f"{path} is no feature draft's directory (an EAGLE's or a GliDe's); pair.draft takes models of their "
-                "own"
+                f"{path} is no feature draft (such as an EAGLE or a GliDe); set pair.draft to use another model"
             )
         changed, target = copy(self), self.pair.target
         for name in ("has_feature_draft", "num_draft_weights", "heads"):
@@ -110,7 +107,7 @@ class Experiment:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Models and sampling that a verdict is of."""
+        """Models and sampling that a verdict is about."""
         models = {"target": self.models.target.path, "draft": self.models.draft.path}
         return {**models, "sampling": self.sampling.as_dict()}
 
@@ -121,13 +118,13 @@ class Experiment:
         return self._described[level]
 
     def presume(self, recorded: Mapping[Level, Mapping[str, Any]]) -> None:
-        """Take models that are not here for those of a record, where they have its names.
+        """Assume that missing models are those of a record, if they have the same names.
 
         Args:
-            recorded: level -> the description of its model, as a manifest has it.
+            recorded: level -> the description of its model in a manifest.
 
         Raises:
-            FileNotFoundError: a model that is not here, and whose name is another.
+            FileNotFoundError: a missing model of another name.
         """
         for level, description in recorded.items():
             try:
@@ -139,10 +136,10 @@ class Experiment:
                 self.presumed.add(level)
 
     def _take_record(self) -> None:
-        """Let the trace in decode.dir decide what is evaluated.
+        """Take models, sampling, limits and datasets from the trace in decode.dir.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no trace.
         """
         keys = ("target", "draft", "sampling", "max_draft_length", "max_new_tokens", "prompts")
         record = read_manifest(self.directory / "trace", command="trace", keys=keys)
@@ -154,45 +151,44 @@ class Experiment:
         names = dict.fromkeys(key.rpartition(".")[0] for key in record["prompts"])
         self.data = self._data
         self.datasets = {name: PromptSource(path=name) for name in names}
-        self.home = dict(list(self.datasets.items())[:1])
+        self.training_sets = dict(list(self.datasets.items())[:1])
 
     @cached_property
     def num_draft_weights(self) -> int:
-        """Parameters of the draft; none is loaded, unless it is a feature draft."""
+        """Number of the draft's parameters; only a feature draft is loaded."""
         if self.has_feature_draft:
             return sum(parameter.numel() for parameter in self.pair.drafting.parameters())
         return without_weights(self.models.draft).num_parameters()
 
     @cached_property
-    def home(self) -> dict[str, PromptSource]:
-        """The sets that heads are trained on: name -> where it is."""
+    def training_sets(self) -> dict[str, PromptSource]:
+        """Datasets that heads are trained on: name -> source."""
         return sources_of(self.data)
 
     @cached_property
     def datasets(self) -> dict[str, PromptSource]:
-        """Name of each dataset -> where its prompts come from; what is chosen on the first travels to those that are
-        not home.
+        """Datasets to evaluate: name -> source. Settings chosen on the first are used on the transfer sets.
 
         Raises:
-            ValueError: two datasets of one name.
+            ValueError: two datasets have one name.
         """
         sources = self.decode.datasets
         if not sources:
-            return self.home
+            return self.training_sets
         names = [set_name(source) for source in sources]
         if len(set(names)) < len(names):
             raise ValueError(
-                f"decode.datasets are {', '.join(sources)}: two have one name, which their folders are called by; "
-                "rename a file"
+                f"decode.datasets are {', '.join(sources)}; two have the same name, but folders are named by it: rename "
+                "a file"
             )
-        at_home = {source.path: source for source in self.home.values()}
+        trained = {source.path: source for source in self.training_sets.values()}
         return {
-            name: at_home.get(source, PromptSource(path=source)) for name, source in zip(names, sources, strict=True)
+            name: trained.get(source, PromptSource(path=source)) for name, source in zip(names, sources, strict=True)
         }
 
-    def is_home(self, dataset: str) -> bool:
+    def is_training_set(self, dataset: str) -> bool:
         """Whether heads are trained on prompts of this dataset."""
-        return self.datasets[dataset] in self.home.values()
+        return self.datasets[dataset] in self.training_sets.values()
 
     def prompts(self, dataset: str, split: Split, *, num: int | None = None) -> list[Prompt]:
         """The first `num` prompts of a split; None: as many as decode.num_dev or decode.num_test says.
@@ -202,21 +198,20 @@ class Experiment:
         """
         nums = {"dev": self.decode.num_dev, "test": self.decode.num_test} | ({} if num is None else {split: num})
         data = replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"])
-        if self.is_home(dataset):
+        if self.is_training_set(dataset):
             return load_prompts(data, split, section="decode")
-        abroad = replace(data, split_weights=(0, *self.decode.abroad_weights), split_ids=None)
-        return load_prompts(abroad, split, may_be_fewer=True, section="decode")
+        transfer = replace(data, split_weights=(0, *self.decode.abroad_weights), split_ids=None)
+        return load_prompts(transfer, split, may_be_fewer=True, section="decode")
 
     def prompt_ids(self, dataset: str, split: Split, *, num: int | None = None) -> list[list[int]]:
         """Token ids of the prompts that `encoded` returns."""
         return [ids for _, ids in self.encoded(dataset, split, num=num)]
 
     def encoded(self, dataset: str, split: Split, *, num: int | None = None) -> list[tuple[Prompt, list[int]]]:
-        """The prompts of `prompts` with their token ids, empty and over-long ones left out; none where none are asked
-        for.
+        """The prompts of `prompts` with their token ids, without empty and over-long ones.
 
         Raises:
-            ValueError: all of them are empty or over-long.
+            ValueError: all prompts are empty or over-long.
         """
         prompts = [prompt for prompt in self.prompts(dataset, split, num=num) if prompt.is_text]
         encoded = ((prompt, encode(prompt, self.pair.tokenizer, self.template)) for prompt in prompts)
@@ -230,7 +225,7 @@ class Experiment:
 
     @cached_property
     def head_paths(self) -> dict[str, str]:
-        """Name of each head -> its directory or hub id: those of decode.heads, or all under heads.dir/exported."""
+        """Heads of decode.heads, or all under heads.dir/exported: name -> directory or hub id."""
         if self.decode.heads:
             return dict(zip(names_apart(self.decode.heads), dict.fromkeys(self.decode.heads), strict=True))
         directories = sorted(path.parent for path in self.exported.glob("**/config.json"))
@@ -241,51 +236,50 @@ class Experiment:
         """The heads of `head_paths` that serve chains, loaded and checked.
 
         Raises:
-            FileNotFoundError: a head that is not there.
-            ValueError: a head that does not fit this run; candidate heads alone.
+            FileNotFoundError: a missing head.
+            ValueError: a head that does not fit this run; only candidate heads.
         """
         loaded = {name: self.load_head(path, name=name) for name, path in self.head_paths.items()}
-        chosen = {name: head for name, head in loaded.items() if head.timing != "candidate"}
-        if loaded and not chosen:
+        of_chains = {name: head for name, head in loaded.items() if head.timing != "candidate"}
+        if loaded and not of_chains:
             raise ValueError(
-                f"{', '.join(loaded)} are candidate heads, which stop trees: give them to `evaluation tables --paper "
+                f"{', '.join(loaded)} are candidate heads, which stop trees; use them with `evaluation tables --paper "
                 "svip-trees` (--stops) or `decode generate` (--tree), or train heads of another timing"
             )
-        return chosen
+        return of_chains
 
     def load_head(
         self, path: str, *, name: str | None = None, drafting: Level = "draft", verifying: Level = "target"
     ) -> AcceptanceHead:
-        """A head, checked against the two models that it is to stand between; `name` is what messages call it."""
+        """A head, checked against the models that it serves; `name` is for messages."""
         head = AcceptanceHead.from_pretrained(path)
         if not self.decode.allow_foreign_heads:
-            # A head that names no model costs no look at the models, which may lie on the hub.
+            # a head without a record needs no description of models, which may be on the hub
             draft = self._compared(drafting) if head.provenance.draft else None
             target = self._compared(verifying) if head.provenance.target else None
             check_fits(head, name or path, draft=draft, target=target, sampling=self.sampling.as_dict())
         return head
 
     def policy(self, spec: str) -> Policy:
-        """The policy that `spec` writes down (`decode.policies.registry`); `head` and `auto` without a path take the
-        best of `head_paths`.
+        """The policy of a spec (`decode.policies.registry`); `head` and `auto` without a path use the best head.
 
         Raises:
             ValueError: a spec that does not parse, a head that does not fit this run.
-            FileNotFoundError: no exported head at that path.
+            FileNotFoundError: no exported head at the path.
         """
         name, parameters = read_spec(spec)
         if name == "head" and "head" not in parameters:
             if (best := best_head(self.head_paths)) is None:
                 raise FileNotFoundError(
                     f"policy {spec!r} needs a head, and there is none in {self.exported}; run `acceptance-heads "
-                    "export`, or name one: head:PATH"
+                    "export`, or give one: head:PATH"
                 )
             parameters = ({} if best.is_tuned or parameters else UNTUNED) | {"head": best.path} | parameters
         return policy_of(name, parameters, self.load_head)
 
     @cached_property
     def default_policy(self) -> DefaultPolicy:
-        """What decodes where no policy is named: the verdict, else the best head, else a policy without training."""
+        """The policy of the verdict, else the best head, else one without training."""
         if (verdict := read_verdict(self.directory, self.head_paths, self.identity)) is not None:
             return DefaultPolicy(verdict["policy"], f"{verdict['sentence']} It is {verdict['speed']}")
         best = best_head(self.head_paths)
@@ -302,7 +296,7 @@ class Experiment:
 
 
 def names_apart(paths: Sequence[str]) -> list[str]:
-    """A name for each path, repeated paths left out: its last part, and as many before it as tell it from the others.
+    """A name for each distinct path: its last part, and as many before it as make it unique.
 
     a/best and b/best -> a/best and b/best;  runs/a/best and runs/b/worst -> best and worst
     """

@@ -38,7 +38,7 @@ def generate(
     Args:
         config: the experiment; `data.template` wraps the prompt, `decode.seed` seeds the draws.
         prompt: the user's message.
-        policy: when to stop drafting: a name (a wrong one prints them all), auto, head:PATH or a custom my_module:Class,
+        policy: when to stop drafting: a name (a wrong one prints them all), auto, head:PATH or a custom module:Class,
             with parameters: entropy:max_sqrt_entropy=0.4. null: the verdict of evaluate or tune
             (decode.dir/verdict.json), else the best head of heads.dir, else cumulative_token_prob.
         tree: draft trees of EAGLE-2 or CaPE; policies then count levels. null: chains.

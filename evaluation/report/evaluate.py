@@ -135,7 +135,7 @@ def compare_all(
                 table.print()
             frames.append(contest_frame(answer.contest))
             source = sources.setdefault(answer.contest.times.title, answer.contest)
-            if is_foreign or not experiment.is_home(dataset):
+            if is_foreign or not experiment.is_training_set(dataset):
                 frames.append(_transfer(source, answer.contest, replays))
         plots = [
             *map(speed_up_bars, contests),

@@ -160,8 +160,8 @@ def test_every_set_of_several_to_train_on_is_home_and_keeps_its_splits(tmp_path)
     ]
     every = ["--decode.datasets", json.dumps([str(file) for file in files.values()])]
     settled = Experiment(config_of(parser, parser.parse_args([*flags(tmp_path), *where, *every])))
-    assert [settled.is_home(name) for name in settled.datasets] == [True, True, False]
-    train = set(load_prompts(replace(settled.data, num_train=15, prompts=settled.home["two"]), "train"))
+    assert [settled.is_training_set(name) for name in settled.datasets] == [True, True, False]
+    train = set(load_prompts(replace(settled.data, num_train=15, prompts=settled.training_sets["two"]), "train"))
     assert len(train) == 15
     assert len(settled.prompts("two", "test")) == 2
     assert not train & set(settled.prompts("two", "test"))
