@@ -16,14 +16,13 @@ if TYPE_CHECKING:  # those that are not in __all__ are for the project itself
     from decode.drafters.hierarchies.interleaved import InterleavedDrafter
     from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
     from decode.drafters.parallel.pearl import PearlDecoder
-    from decode.drafters.trees.decoder import TreeDecoder
     from decode.drafters.trees.drafter import TreeDrafter
     from decode.drafters.trees.shapes import Cape, Dynamic
     from decode.generate.command import complete
     from decode.generate.in_transformers import SpeculativeOutput, speculative_generate
-    from decode.loop.counts import Counts
-    from decode.loop.decoder import Generation, Round, SpeculativeDecoder
+    from decode.loop.decoder import SpeculativeDecoder
     from decode.loop.drafter import Drafter, ModelDrafter, Proposal
+    from decode.loop.rounds import Counts, Generation, Round
     from decode.loop.session import Session
     from decode.policies.base import Policy
     from decode.policies.head import HeadPolicy

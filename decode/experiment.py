@@ -178,7 +178,7 @@ class Experiment:
         names = [set_name(source) for source in sources]
         if len(set(names)) < len(names):
             raise ValueError(
-                f"decode.datasets are {', '.join(sources)}; two have the same name, but folders are named by it: rename "
+                f"decode.datasets are {', '.join(sources)}; two have the same name, which names their folders: rename "
                 "a file"
             )
         trained = {source.path: source for source in self.training_sets.values()}

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from jaxtyping import Int, Num
 
-from decode.loop.counts import Counts
-from decode.loop.rounds import Generation
+from decode.loop.rounds import Counts, Generation
 
 Array = np.ndarray
 

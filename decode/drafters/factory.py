@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from configs.schema import PairConfig
 from decode.drafters.parallel.pearl import PearlDecoder
-from decode.drafters.trees.decoder import TreeDecoder
 from decode.drafters.trees.drafter import TreeDrafter
 from decode.drafters.trees.shapes import Shape
 from decode.loop.decoder import SpeculativeDecoder
@@ -175,9 +174,8 @@ class PairModels:
             max_draft_length: upper bound of every round: tokens of a chain, levels of a tree.
             eos_ids: tokens that end a generation; None: those of the pair.
         """
-        kind = TreeDecoder if isinstance(drafter, TreeDrafter) else SpeculativeDecoder
-        return kind(
-            self.target,  # type: ignore[arg-type]  # of trees, where the drafter is
+        return SpeculativeDecoder(
+            self.target,
             drafter,
             sampling=sampling,
             max_draft_length=max_draft_length,

@@ -80,8 +80,8 @@ class Transcript:
         text = Text()
         for token in round_.emitted[: round_.num_accepted]:
             text.append(self._detokenizer.add(token), STYLES["accepted"])
-        if self._has_rejected and round_.refused:
-            text.append(self._detokenizer.peek(round_.refused).rstrip("\n"), STYLES["rejected"])
+        if self._has_rejected and round_.rejected:
+            text.append(self._detokenizer.peek(round_.rejected).rstrip("\n"), STYLES["rejected"])
         if round_.next_kind is not None:
             text.append(self._detokenizer.add(round_.emitted[-1]), STYLES[round_.next_kind])
         return text

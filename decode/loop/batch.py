@@ -10,7 +10,7 @@ lengths alone depend on the others.
 
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -194,11 +194,10 @@ class Batch:
         """Verify one sequence's draft, and free its place if it ends."""
         proposal = place.drafter.proposal
         verdict = verify(proposal.tokens, proposal.laws, p, place.session.draws)
-        proposal.set_acceptance_probs(verdict.num_accepted, p, place.session.draws)
+        proposal.set_accepted(verdict.num_accepted, p, place.session.draws)
         # a round of one sequence has no seconds of its own: they are the batch's (`BatchRound`)
-        round_ = settle_round(
-            place.committed, proposal, verdict, target=place.target, drafter=place.drafter, eos_ids=self._eos_ids
-        )
+        models: dict[str, Any] = {"target": place.target, "drafter": place.drafter}
+        round_ = settle_round(place.committed, proposal, verdict.next_token, **models, eos_ids=self._eos_ids)
         assert place.number is not None
         self._rounds[place.number].append(round_)
         if round_.emitted[-1] in self._eos_ids or len(place.committed) >= place.end:

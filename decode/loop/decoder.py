@@ -1,26 +1,31 @@
 """The lossless speculative loop (laws 4.2, 4.4, 4.5): draft, verify, emit, until EOS or the length limit.
 
 A round drafts at most min(max_draft_length, tokens left - 1) tokens, so that the token that every verification adds
-still fits; the output has the law of the target alone under the same `Sampling`, whatever drafter and policy.
+still fits. The output has the distribution of the target alone under the same `Sampling`, for every drafter and policy.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import index
 from time import perf_counter
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.loop.asked import Ids, Limits, ids_of, integer_of, limits_of
 from decode.loop.batch import Batch, BatchRound, Together
 from decode.loop.drafter import Drafter, ModelDrafter, Proposal
 from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session, cached, check_free
 from decode.policies.batch import batched
-from lm import CachedModel, FeatureModel, RandomSampler, Sampler, Sampling, Verdict, verify
+from lm import CachedModel, FeatureModel, RandomSampler, Sampler, Sampling, verify
 from lm.models.seats import Seats
+from lm.trees.cached import TreeModel
+from lm.trees.tree import Tree
+from lm.trees.verification import node_probs, verify_tree
+
+Ids = Iterable[SupportsIndex]
 
 
 class SpeculativeDecoder:
@@ -38,16 +43,18 @@ class SpeculativeDecoder:
     ) -> None:
         """Args:
         target: a `PreTrainedModel` is wrapped in a `CachedModel`.
-        drafter: proposes; its policy decides the draft length.
+        drafter: proposes chains or trees; its policy decides the draft length.
         sampling: the one transform of draft and target (law 4.1).
-        max_draft_length: upper bound of every round.
-        eos_ids: tokens that end a generation; None: those of the target (`CachedModel.eos_ids`); an empty set: none
-            does.
-        vocab_size: `Pair.vocab_size` where logits are wider than the tokenizer.
+        max_draft_length: maximum draft length in tokens, or levels of a tree.
+        eos_ids: tokens that end a generation; None: those of the target; an empty set: none.
+        vocab_size: `Pair.vocab_size` if logits are wider than the tokenizer.
         """
         if max_draft_length < 0:
             raise ValueError(f"max_draft_length is {max_draft_length}; it must be at least 0 (0 never drafts)")
-        self.target: CachedModel = cached(target, CachedModel, vocab_size=vocab_size)
+        kind = TreeModel if getattr(drafter, "drafts_trees", False) else CachedModel
+        self.target: CachedModel = cached(target, kind, vocab_size=vocab_size)
+        if not isinstance(self.target, kind):
+            raise ValueError(f"a {type(drafter).__name__} needs a target that holds trees; pass a `TreeModel`")
         self.drafter = drafter
         self.sampling = sampling or Sampling()
         self.max_draft_length = max_draft_length
@@ -57,30 +64,28 @@ class SpeculativeDecoder:
     def generate(
         self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Sampler | None = None
     ) -> Generation:
-        """All rounds of one generation; the ids and the limit may be of any integer type."""
+        """One generation; ids and limit may be of any integer type."""
         return Generation.of(self.stream(prompt_ids, max_new_tokens, generator=generator))
 
     def generate_batch(
         self,
         prompts: Iterable[Ids],
-        max_new_tokens: Limits,
+        max_new_tokens: SupportsIndex | Iterable[SupportsIndex],
         *,
         batch_size: SupportsIndex = 16,
         generator: torch.Generator | Sequence[Sampler] | None = None,
     ) -> list[Generation]:
-        """One generation per prompt, `batch_size` at a time (law 4.13, `decode.loop.batch`); each of them as `generate`
-        would write it.
+        """One generation per prompt, `batch_size` at a time (law 4.13, `decode.loop.batch`), as `generate` makes it.
 
         Args:
-            prompts: token ids of each, in any integer type: lists, arrays, tensors.
-            max_new_tokens: length limit of all prompts, or one for each; in any integer type too.
-            batch_size: sequences at once; a prompt takes the place of one that has ended.
-            generator: source that seeds the draws of each prompt in turn, whatever the batch size; or draws for each
-                prompt.
+            prompts: token ids of each: lists, arrays or tensors.
+            max_new_tokens: length limit of all prompts, or one for each.
+            batch_size: sequences at once; a prompt replaces one that has ended.
+            generator: seeds the draws of each prompt in turn, whatever the batch size; or a sampler for each prompt.
 
         Raises:
-            ValueError: as `generate`; a drafter of several models, a model whose cache cannot roll back sequence by
-                sequence.
+            ValueError: as `generate`; a drafter of several models, a model whose cache cannot roll back single
+                sequences.
         """
         batch, rounds = self.batch(prompts, max_new_tokens, batch_size=batch_size, generator=generator)
         for _ in rounds:
@@ -90,20 +95,20 @@ class SpeculativeDecoder:
     def batch(
         self,
         prompts: Iterable[Ids],
-        max_new_tokens: Limits,
+        max_new_tokens: SupportsIndex | Iterable[SupportsIndex],
         *,
         batch_size: SupportsIndex = 16,
         generator: torch.Generator | Sequence[Sampler] | None = None,
     ) -> tuple[Batch, Iterator[BatchRound]]:
-        """`generate_batch` round by round: (what collects the generations, what plays the rounds)."""
+        """`generate_batch` round by round: (the batch, which collects generations; an iterator that plays rounds)."""
         if type(self.drafter) is not ModelDrafter or isinstance(self.drafter.model, FeatureModel):
             name = type(getattr(self.drafter, "model", self.drafter)).__name__
             raise ValueError(
-                f"a {name} drafts for one prompt at a time; use generate, or a ModelDrafter of a model of its own"
+                f"a {name} drafts for one prompt at a time; use generate, or a ModelDrafter of a separate draft model"
             )
         num_seats = integer_of(batch_size, "batch_size")
         if num_seats < 1:
-            raise ValueError(f"batch_size is {num_seats}; at least 1 sequence is decoded at a time")
+            raise ValueError(f"batch_size is {num_seats}; it must be at least 1")
         all_ids = [ids_of(prompt) for prompt in prompts]
         limits = limits_of(max_new_tokens, len(all_ids))
         for ids, limit in zip(all_ids, limits, strict=True):
@@ -114,7 +119,7 @@ class SpeculativeDecoder:
             else generator
         )
         for model, role in ((self.target, "target"), (self.drafter.model, "draft")):
-            check_free(model, role)  # it may be tried out, which takes its cache
+            check_free(model, role)  # its self-check may use its cache
             model.check_mode()
             for ids in all_ids:
                 Session(self.sampling, self.eos_ids, draws[0], ids).check_prompt(model, role)
@@ -135,13 +140,12 @@ class SpeculativeDecoder:
     def stream(
         self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Sampler | None = None
     ) -> Iterator[Round]:
-        """Rounds, each as soon as it is verified; one generation at a time, which holds the decoder until it ends or is
-        closed.
+        """Rounds, each as soon as it is verified. Only one stream may be open at a time.
 
         Raises:
             ValueError: at the first round: no integers, an empty prompt, a text that exceeds the target's context,
-                another stream still open; a model that another generation has, that is in train mode, or whose ids do
-                not fit (`decode.loop.session`).
+                another open stream; a model that is in use or in train mode, or whose ids do not fit
+                (`decode.loop.session`).
         """
         ids, limit = ids_of(prompt_ids), integer_of(max_new_tokens, "max_new_tokens")
         self._check(len(ids), limit)
@@ -166,16 +170,14 @@ class SpeculativeDecoder:
                 return
 
     def _check(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
-        """Raise ValueError unless the caches are free, and the target has room for prompt and answer; the last token is
-        never fed.
-        """
+        """Raise ValueError unless the caches are free and the target's context fits; the last token is never fed."""
         if self._is_streaming:
             raise ValueError(
-                "this decoder is in the middle of another stream, and its caches hold one sequence; "
-                "exhaust or close() that stream first, or make a second decoder with models and drafter of its own"
+                "another stream of this decoder is open, and its caches hold one sequence; exhaust or close() that "
+                "stream first, or make a second decoder with its own models and drafter"
             )
         if num_prompt_tokens < 1:
-            raise ValueError("the prompt has no tokens; a generation starts from at least 1 (a BOS token will do)")
+            raise ValueError("the prompt has no tokens; give at least 1, such as a BOS token")
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
         limit = self.target.limit_of(num_prompt_tokens)
@@ -188,30 +190,77 @@ class SpeculativeDecoder:
 
     @torch.inference_mode()
     def _round(self, committed: list[int], num_left: int, draws: Sampler) -> Round:
-        """Play one round; extends `committed` by what it emits."""
+        """Play one round; extends `committed` by the emitted tokens."""
         started_s = perf_counter()
         proposal = self.drafter.propose(committed, min(self.max_draft_length, num_left - 1))
         drafted_s = perf_counter()
-        fed = committed + proposal.tokens
-        logits = self.target.forward(fed, len(proposal.tokens) + 1)
-        p = self.sampling.laws_after(logits, fed)
-        verdict = self._verify(proposal, p, draws)
-        proposal.set_acceptance_probs(verdict.num_accepted, p, draws)
+        verify_draft = self._verify_chain if proposal.tree is None else self._verify_tree
+        next_token = verify_draft(committed, proposal, draws)
         return settle_round(
             committed,
             proposal,
-            verdict,
+            next_token,
             target=self.target,
             drafter=self.drafter,
             eos_ids=self.eos_ids,
             clock_s=(started_s, drafted_s),
         )
 
-    def _verify(self, proposal: Proposal, p: Float[Tensor, "rows vocab"], draws: Sampler) -> Verdict:
-        """Law 4.2; `p` are the target's laws at each drafted token and at the one after."""
-        if len(proposal.laws) != len(proposal.tokens):
-            raise ValueError(
-                f"a {type(self.drafter).__name__} chooses its tokens, they have no laws; a tree of drafts is for a "
-                "TreeDecoder"
-            )
-        return verify(proposal.tokens, proposal.laws, p, draws)
+    def _verify_chain(self, text: list[int], proposal: Proposal, draws: Sampler) -> int:
+        """Law 4.2: sets the accepted tokens and returns the next one."""
+        fed = text + proposal.tokens
+        p = self.sampling.laws_after(self.target.forward(fed, len(proposal.tokens) + 1), fed)
+        verdict = verify(proposal.tokens, proposal.laws, p, draws)
+        proposal.set_accepted(verdict.num_accepted, p, draws)
+        return verdict.next_token
+
+    def _verify_tree(self, text: list[int], proposal: Proposal, draws: Sampler) -> int:
+        """Law 4.2 with several candidates at each position."""
+        tree, target = proposal.tree, self.target
+        assert tree is not None
+        assert isinstance(target, TreeModel)
+        p = self._tree_dists(target.forward_tree(text, tree), text, tree)
+        proposal.accepted, next_token = verify_tree(tree, p, draws)
+        if proposal.takes_feedback:
+            proposal.acceptance_probs = node_probs(tree, proposal.best, p, draws)
+        return next_token
+
+    def _tree_dists(
+        self, logits: Float[Tensor, "rows vocab"], text: list[int], tree: Tree
+    ) -> Float[Tensor, "rows vocab"]:
+        """The target's distributions after the text, and after each node."""
+        if self.sampling.sees_no_tokens:
+            return self.sampling.laws_after(logits, ())
+        texts = [text, *(text + tree.tokens_of(tree.path(node)) for node in range(len(tree)))]
+        return torch.cat([self.sampling.laws_after(row[None], text) for row, text in zip(logits, texts, strict=True)])
+
+
+def integer_of(value: Any, name: str) -> int:
+    """An integer of Python's, numpy's or torch's; ValueError for anything else."""
+    try:
+        return index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r} ({type(value).__name__}); it must be an integer") from None
+
+
+def ids_of(prompt_ids: Ids) -> list[int]:
+    """The ids of one prompt, as Python's integers."""
+    return [integer_of(token_id, "a token id of a prompt") for token_id in _listed(prompt_ids)]
+
+
+def limits_of(max_new_tokens: Any, num_prompts: int) -> list[int]:
+    """The length limit of each prompt, from one number or one for each."""
+    limits = _listed(max_new_tokens)
+    if not isinstance(limits, Iterable) or isinstance(limits, str):
+        return [integer_of(limits, "max_new_tokens")] * num_prompts
+    limits = [integer_of(limit, "an entry of max_new_tokens") for limit in limits]
+    if len(limits) != num_prompts:
+        raise ValueError(
+            f"max_new_tokens has {len(limits)} entries for {num_prompts} prompts; give one number, or one per prompt"
+        )
+    return limits
+
+
+def _listed(numbers: Any) -> Any:
+    """Arrays and tensors as lists, which is faster than an index per entry."""
+    return numbers.tolist() if hasattr(numbers, "tolist") else numbers

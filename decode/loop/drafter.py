@@ -21,27 +21,35 @@ from decode.policies.run import PolicyRun
 from lm import CachedModel, DraftModel, Sampler, revealed_probs
 from lm.draws import refuse_no_token
 from lm.features.stepwise import BlockModel
+from lm.trees.tree import Tree
 
 
 @dataclass
 class Proposal:
-    """A draft: tokens, the laws they were drawn from, and what it cost."""
+    """A draft: tokens, the distributions they were drawn from, and what it cost."""
 
     tokens: list[int] = field(default_factory=list)
     laws: list[Float[Tensor, " vocab"]] = field(default_factory=list)
-    """q of each token: the distribution that it was drawn from, in the form of `lm.draws`."""
+    """q of each token, in the form of `lm.draws`; none for the nodes of a tree, which are chosen and not drawn."""
+    tree: Tree | None = None
+    """The nodes' parents, if the tokens are the nodes of a tree."""
+    best: list[int] = field(default_factory=list)
+    """Of a tree: nodes of the path that the policy saw."""
     stop_reason: str = "limit"
     """limit, policy, eos."""
     takes_feedback: bool = False
-    """The policy learns from acceptance probabilities: call `set_acceptance_probs` after verification."""
+    """The policy learns from acceptance probabilities."""
+    accepted: Sequence[int] = ()
+    """Indices of the accepted tokens, set after verification."""
     acceptance_probs: Sequence[float] = ()
-    """Acceptance probabilities of the accepted tokens and of the first rejected one, set after verification."""
+    """Of the accepted tokens and the first rejected one (of a tree: of `best`), set for feedback."""
     num_draft_forwards: int = 0
     num_micro: int = 0
     num_micro_forwards: int = 0
 
-    def set_acceptance_probs(self, num_accepted: int, p: Float[Tensor, "rows vocab"], draws: Sampler) -> None:
-        """Set `acceptance_probs` if the policy takes feedback; the arguments are those of the verification."""
+    def set_accepted(self, num_accepted: int, p: Float[Tensor, "rows vocab"], draws: Sampler) -> None:
+        """Record the verification of a chain against the target's distributions p."""
+        self.accepted = range(num_accepted)
         if self.takes_feedback:
             self.acceptance_probs = revealed_probs(num_accepted, self.tokens, self.laws, p, draws)
 
@@ -74,6 +82,7 @@ class PolicyDrafter:
 
     role = "draft"
     """Name of the model in messages."""
+    drafts_trees = False
     verifies = False
     """Whether the model verifies what is drafted below it."""
 

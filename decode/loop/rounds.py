@@ -1,18 +1,70 @@
-"""What a generation is made of: rounds, and how a round ends once the target has spoken (laws 4.2, 4.4, 4.5)."""
+"""Rounds, generations, and what they cost in tokens and forwards (laws 4.2, 4.4, 4.5).
+
+    N_draft + N_target = N + N_discarded            (SpecDec++, arXiv 2405.19715, section 2)
+
+N counts emitted tokens. All other tokens of draft and target are discarded, also at EOS and at the length limit. Each
+round asserts it: N_discarded follows from the other three, and must be what the target's cache drops.
+"""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from time import perf_counter
 from typing import Any
 
-from decode.loop.counts import Counts
 from decode.loop.drafter import Drafter, Proposal
-from lm import CachedModel, Verdict
+from decode.policies.base import Number
+from lm import CachedModel
+from lm.trees.tree import ROOT, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Totals over rounds, as numbers or as arrays of one number per lane of replay; `+` adds prompts."""
+
+    num_emitted: Number = 0
+    """N, emitted tokens."""
+    num_drafted: Number = 0
+    """N_draft: tokens that the draft proposed; of a tree, every node that is verified."""
+    num_target: Number = 0
+    """N_target: target forwards, which is rounds."""
+    num_accepted: Number = 0
+    """Drafted tokens that were accepted and emitted."""
+    num_draft_forwards: Number = 0
+    """Forwards of the draft (in a hierarchy, of the level below the target): N_draft, one more for each stop between a
+    forward and its draw (AdaEDL), and one for each token beyond an EOS if the host reads a draft only at its end
+    (`ModelDrafter.reads_at_end`). A block of a DSpark draft is one, and so is a level of a tree."""
+    num_micro: Number = 0
+    """N_micro: tokens that the level below the draft proposed (hierarchies)."""
+    num_micro_forwards: Number = 0
+    """Forwards of all levels below the draft: only of the micro if there are three levels."""
+
+    @property
+    def num_discarded(self) -> Number:
+        """N_discarded = N_draft + N_target - N."""
+        return self.num_drafted + self.num_target - self.num_emitted
+
+    @property
+    def discard_rate(self) -> Number:
+        """Discarded draft tokens per emitted token, N_discarded / N."""
+        return self.num_discarded / self.num_emitted
+
+    @property
+    def verification_rate(self) -> Number:
+        """Target forwards per emitted token, N_target / N."""
+        return self.num_target / self.num_emitted
+
+    @property
+    def acceptance_length(self) -> Number:
+        """Mean number of tokens that a round emits, 1 + accepted / rounds."""
+        return 1 + self.num_accepted / self.num_target
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Counts)})
 
 
 @dataclass(frozen=True)
 class Round:
-    """One draft and one verification."""
+    """One draft, a chain or a tree, and its verification."""
 
     drafted: tuple[int, ...]
     num_accepted: int
@@ -23,18 +75,29 @@ class Round:
     counts: Counts
     draft_s: float
     target_s: float
+    parents: tuple[int, ...] | None = None
+    """Of a tree: parent of each drafted token, -1 for those right after the text."""
+    path: tuple[int, ...] = ()
+    """Of a tree: the accepted nodes."""
 
     @property
     def next_kind(self) -> str | None:
-        """residual, bonus, or None where the draft's EOS ended the generation."""
+        """residual, bonus, or None if the draft's EOS ended the generation."""
         if len(self.emitted) == self.num_accepted:
             return None
-        return "bonus" if self.num_accepted == len(self.drafted) else "residual"
+        return "residual" if self.rejected else "bonus"
 
     @property
-    def refused(self) -> tuple[int, ...]:
-        """The drafted tokens behind the accepted ones."""
-        return self.drafted[self.num_accepted :]
+    def rejected(self) -> tuple[int, ...]:
+        """The drafted tokens after the accepted ones; of a tree the likeliest path, since siblings come in that
+        order.
+        """
+        if self.parents is None:
+            return self.drafted[self.num_accepted :]
+        tree, path = Tree(self.drafted, self.parents), [self.path[-1] if self.path else ROOT]
+        while below := tree.children(path[-1]):
+            path.append(below[0])
+        return tuple(tree.tokens_of(path[1:]))
 
     def truncated(self, num_emitted: int) -> "Round":
         """The same round with only its first `num_emitted` tokens emitted; the rest counts as discarded."""
@@ -43,21 +106,16 @@ class Round:
         return replace(self, emitted=self.emitted[:num_emitted], num_accepted=num_accepted, counts=counts)
 
     def as_dict(self) -> dict[str, Any]:
-        """This record as JSON has it; times in seconds."""
-        return {
-            "drafted": list(self.drafted),
-            "num_accepted": self.num_accepted,
-            "emitted": list(self.emitted),
-            "next_kind": self.next_kind,
-            "stop_reason": self.stop_reason,
-            "draft_s": self.draft_s,
-            "target_s": self.target_s,
-        }
+        """The record in JSON; times in seconds."""
+        names = ["drafted", "num_accepted", "emitted", "next_kind", "stop_reason", "draft_s", "target_s"]
+        names += [] if self.parents is None else ["parents", "path"]
+        values = {name: getattr(self, name) for name in names}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The generated tokens (without the prompt), the rounds that made them, and their cost."""
+    """The generated tokens without the prompt, their rounds, and their cost."""
 
     token_ids: tuple[int, ...]
     rounds: tuple[Round, ...]
@@ -65,7 +123,7 @@ class Generation:
 
     @classmethod
     def of(cls, rounds: Iterable[Round]) -> "Generation":
-        """The generation that these rounds make up."""
+        """The generation of these rounds."""
         rounds = tuple(rounds)
         token_ids = tuple(token for round_ in rounds for token in round_.emitted)
         # summed field by field: a `Counts` for every partial sum would cost a twentieth of a small model's round
@@ -73,58 +131,60 @@ class Generation:
         return cls(token_ids, rounds, Counts(**totals))
 
     def as_dict(self) -> dict[str, Any]:
-        """Tokens, one record per round, and totals, as JSON has them."""
-        return {
-            "token_ids": list(self.token_ids),
-            "rounds": [round_.as_dict() for round_ in self.rounds],
-            "counts": asdict(self.counts),
-        }
+        """Tokens, one record per round, and totals, as in JSON."""
+        rounds = [round_.as_dict() for round_ in self.rounds]
+        return {"token_ids": list(self.token_ids), "rounds": rounds, "counts": asdict(self.counts)}
 
 
 def settle_round(
-    committed: list[int],
+    text: list[int],
     proposal: Proposal,
-    verdict: Verdict,
+    next_token: int,
     *,
     target: CachedModel,
     drafter: Drafter,
     eos_ids: frozenset[int],
     clock_s: tuple[float, float] | None = None,
 ) -> Round:
-    """Emit what a verification lets pass, by which `committed` is extended, and roll the caches back.
+    """End a verified round: extend the text by what is emitted, and roll the caches back.
 
     Args:
-        committed: the text so far.
-        proposal: the draft.
-        verdict: how far verification let it pass, and the token after that.
+        text: token ids so far.
+        proposal: the draft, with its `accepted` tokens.
+        next_token: the target's token after them.
         target: verified the draft.
         drafter: made the draft.
         eos_ids: tokens that end a generation.
-        clock_s: when the round began, and when it was drafted; None: it has no seconds of its own.
+        clock_s: when the round began, and when it was drafted; None: the round is not timed.
     """
-    emitted = proposal.tokens[: verdict.num_accepted]
+    emitted = [proposal.tokens[index] for index in proposal.accepted]
+    num_accepted = len(emitted)
     if not (emitted and emitted[-1] in eos_ids):
-        emitted = [*emitted, verdict.next_token]
-    committed += emitted
-    # the cache holds all that was fed and is to hold committed[:-1]: what lies beyond is N_discarded, observed rather
-    # than derived
-    num_beyond = len(target) - (len(committed) - 1)
-    target.roll_back(len(committed) - 1)
-    drafter.conclude(committed, verdict.num_accepted)
-    counts = _counts_of(proposal, verdict.num_accepted, len(emitted))
+        emitted.append(next_token)
+    text += emitted
+    # the cache holds all fed tokens and should hold text[:-1]: the rest is N_discarded, measured instead of derived
+    num_beyond = len(target) - (len(text) - 1)
+    path = None if proposal.tree is None else list(proposal.accepted)
+    if path is not None:
+        target.keep(path)  # type: ignore[attr-defined]
+    target.roll_back(len(text) - 1)
+    drafter.conclude(text, num_accepted)
+    counts = _counts_of(proposal, num_accepted, len(emitted))
     assert counts.num_discarded == num_beyond, (
-        f"law 4.4: {counts.num_discarded} discarded, the cache gives back {num_beyond}"
+        f"law 4.4: {counts.num_discarded} tokens are discarded, but the cache drops {num_beyond}"
     )
     began_s, drafted_s = clock_s or (0.0, 0.0)
     ended_s = perf_counter() if clock_s else 0.0
     return Round(
         tuple(proposal.tokens),
-        verdict.num_accepted,
+        num_accepted,
         tuple(emitted),
         proposal.stop_reason,
         counts,
         drafted_s - began_s,
         ended_s - drafted_s,
+        None if proposal.tree is None else tuple(proposal.tree.parents),
+        tuple(path or ()),
     )
 
 

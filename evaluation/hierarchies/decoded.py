@@ -24,9 +24,9 @@ import torch
 from data_gen.store.manifest import digest, settle
 from decode.drafters.factory import PairModels
 from decode.experiment import LEVELS, Experiment, Level
-from decode.loop.counts import Counts
 from decode.loop.decoder import Generation, SpeculativeDecoder
 from decode.loop.drafter import Drafter
+from decode.loop.rounds import Counts
 from evaluation.gain import Spent
 from evaluation.keys import code_key, machine_key, models_key
 from evaluation.turns import in_turns

@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy.optimize import nnls
 
-from decode.loop.counts import Counts
+from decode.loop.rounds import Counts
 from evaluation.hierarchies.decoded import Run, attributed
 
 _REWEIGHTINGS = 30

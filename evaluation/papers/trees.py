@@ -36,7 +36,7 @@ from data_gen.prompts.splits import Split
 from decode.drafters.factory import PairModels
 from decode.drafters.trees.shapes import Cape, Dynamic, Shape
 from decode.experiment import Experiment
-from decode.loop.counts import Counts
+from decode.loop.rounds import Counts
 from decode.policies import FixedLength, Policy
 from decode.policies.registry import POLICIES, RULES, read_spec, registered
 from evaluation.gain import Gain, Spent, gain_over

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from decode.loop.counts import Counts
+from decode.loop.rounds import Counts
 from decode.policies.base import Policy
 from evaluation.played import Played
 from evaluation.traces.lanes import Lockstep, Tokens, Totals, TraceLanes, expanded, min_length, num_settings

@@ -11,7 +11,6 @@ from data_gen.responses.exchange import Exchange, Request
 from data_gen.responses.in_process import TargetInProcess
 from decode.drafters.hierarchies.interleaved import InterleavedDrafter
 from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
-from decode.drafters.trees.decoder import TreeDecoder
 from decode.drafters.trees.drafter import TreeDrafter
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
@@ -269,7 +268,7 @@ def a_chain(draft, policy):
 
 
 def a_tree(draft, policy):
-    return TreeDecoder(model_of(0), TreeDrafter(draft, policy), eos_ids=frozenset())
+    return SpeculativeDecoder(model_of(0), TreeDrafter(draft, policy), eos_ids=frozenset())
 
 
 def a_hierarchy(draft, policy):

@@ -9,7 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from configs.schema import ModelSource
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.drafters.parallel.pearl import PearlDecoder
-from decode.drafters.trees.decoder import TreeDecoder
 from decode.drafters.trees.drafter import TreeDrafter
 from decode.policies import FixedLength
 from lm import CachedModel, Sampling
@@ -27,7 +26,7 @@ SIDES = {"near": (5, BOUND - 5), "far": (BOUND + 2, 12)}
 ACROSS = [(5, BOUND - 3), (BOUND, 2), (BOUND + 1, 2)]
 LOOPS = {
     "chains": lambda kind: SpeculativeDecoder(model_of(kind), drafter_of(kind), **GREEDY),
-    "trees": lambda kind: TreeDecoder(
+    "trees": lambda kind: SpeculativeDecoder(
         model_of(kind), TreeDrafter(model_of(kind, noise=0.05), FixedLength(3)), **GREEDY
     ),
     "pearl": lambda kind: PearlDecoder(model_of(kind), model_of(kind, noise=0.05), gamma=3, **GREEDY),

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from decode.drafters.trees.decoder import TreeDecoder
 from decode.drafters.trees.drafter import TreeDrafter
 from decode.drafters.trees.shapes import Shape
+from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import Policy
 from lm import Sampling
 from lm.trees.cached import TreeModel
@@ -55,8 +55,8 @@ def tree_decoder_of(
     length: int = 20,
     vocab_size: int = 3,
     read_every: int = 1,
-) -> TreeDecoder:
+) -> SpeculativeDecoder:
     """The real loop on two toys that disagree."""
     drafter = TreeDrafter(ToyTreeModel(2, vocab_size), policy, shape, read_every=read_every)
     target = ToyTreeModel(1, vocab_size)
-    return TreeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset(eos_ids), max_draft_length=length)
+    return SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset(eos_ids), max_draft_length=length)

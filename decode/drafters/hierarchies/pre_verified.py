@@ -113,7 +113,7 @@ class PreVerifiedDrafter(PolicyDrafter):
         logits = self.model.forward(fed, len(inner.tokens) + 1)
         q = self._session.sampling.laws_after(logits, fed)
         count = num_accepted(inner.tokens, inner.laws, q, draws)
-        inner.set_acceptance_probs(count, q, draws)
+        inner.set_accepted(count, q, draws)
         for row, token in enumerate(inner.tokens[:count]):
             drawn = self._signals.read(len(proposal.tokens), logits[row], token, row=row)
             if not self.take(token, drawn, q[row]):

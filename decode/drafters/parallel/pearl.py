@@ -27,10 +27,9 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from decode.loop.counts import Counts
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter, Proposal
-from decode.loop.rounds import Round
+from decode.loop.rounds import Counts, Round
 from decode.policies.plain import FixedLength
 from lm import CachedModel, Sampler, Sampling, next_law, num_accepted
 
@@ -137,7 +136,11 @@ class PearlDecoder(SpeculativeDecoder):
         )
         strategy: Literal["pre-verify", "post-verify"] = "post-verify" if num_waiting else "pre-verify"
         times_s = drafted_s - started_s, perf_counter() - drafted_s
-        return Step(tuple(new.tokens), count, tuple(emitted), "limit", counts, *times_s, strategy, len(tested.tokens))
+        return Step(
+            *(tuple(new.tokens), count, tuple(emitted), "limit", counts, *times_s),
+            strategy=strategy,
+            num_tested=len(tested.tokens),
+        )
 
     def _draft(self, text: list[int], num_allowed: int) -> Proposal:
         """New tokens after the text, none after an EOS that waits to be tested."""

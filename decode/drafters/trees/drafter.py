@@ -12,8 +12,6 @@ p(x), for which candidate heads are trained; fed-time and drawn-time heads, trai
 estimate a survival from above here.
 """
 
-from dataclasses import dataclass, field
-
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,22 +27,11 @@ from lm.trees.cached import TreeModel
 from lm.trees.tree import ROOT, Tree
 
 
-@dataclass
-class TreeProposal(Proposal):
-    """A draft whose tokens are the nodes of a tree, chosen and not drawn: they have no laws."""
-
-    tree: Tree = field(default_factory=Tree)
-    best: list[int] = field(default_factory=list)
-    """Nodes of the path that the policy looked at last."""
-    accepted: list[int] = field(default_factory=list)
-    """The path of nodes that verification accepted."""
-
-
 class TreeDrafter(PolicyDrafter):
-    """One model drafts a tree level by level until its policy says stop. A `Drafter`, for a `TreeDecoder`."""
+    """One model drafts a tree level by level until its policy stops."""
 
+    drafts_trees = True
     model: TreeDraft
-    proposal: TreeProposal
 
     def __init__(
         self,
@@ -79,10 +66,9 @@ class TreeDrafter(PolicyDrafter):
             )
         self._looks = type(policy).after is not Policy.after or policy.stops_before or bool(policy.zero_feedback)
 
-    def propose(self, committed: list[int], max_tokens: int) -> TreeProposal:
+    def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         """Draft at most `max_tokens` levels after `committed`."""
         num_levels = self.begin(committed, max_tokens)
-        self.proposal = TreeProposal(takes_feedback=self.run.takes_feedback)
         self._path: list[int] = []
         self._outputs: dict[int, tuple[Float[Tensor, " vocab"], Float[Tensor, "1 hidden"] | None]] = {}
         self._growth = Growth(self.shape, self._session.eos_ids)
@@ -92,8 +78,8 @@ class TreeDrafter(PolicyDrafter):
             self.proposal.stop_reason = "limit" if self._growth.open else "eos"
         self._nodes = self._growth.chosen()
         indices = {node: index for index, node in enumerate(self._nodes)}
-        self.proposal.tree = self._growth.tree()
-        self.proposal.tokens = list(self.proposal.tree.tokens)
+        self.proposal.tree = tree = self._growth.tree()
+        self.proposal.tokens = list(tree.tokens)
         self.proposal.best = [indices[node] for node in self._path if node in indices]
         return self.proposal
 
@@ -101,6 +87,7 @@ class TreeDrafter(PolicyDrafter):
         """The accepted path was rejected if it ends at a node with children."""
         self.model.roll_back(len(committed) - 1)
         tree, accepted, best = self.proposal.tree, self.proposal.accepted, self.proposal.best
+        assert tree is not None
         last = accepted[-1] if accepted else ROOT
         below = [depth for node, depth in enumerate(tree.depths) if last == ROOT or last in tree.path(node)]
         rejected_entropy = 0.0

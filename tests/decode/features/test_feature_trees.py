@@ -5,9 +5,9 @@ features stay aligned.
 import pytest
 import torch
 
-from decode.drafters.trees.decoder import TreeDecoder
 from decode.drafters.trees.drafter import TreeDrafter
 from decode.drafters.trees.shapes import Cape, Dynamic
+from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import CumulativeTokenProb, FixedLength, Policy
 from lm import Sampling, feature_model
 from lm.features.taps import TappedTreeModel
@@ -24,10 +24,10 @@ SHAPES = {
 }
 
 
-def tree_decoder_of(kind: str, policy: Policy, sampling: Sampling) -> TreeDecoder:
+def tree_decoder_of(kind: str, policy: Policy, sampling: Sampling) -> SpeculativeDecoder:
     tapped = TappedTreeModel(target(), draft(kind))
     drafter = TreeDrafter(feature_model(draft(kind), tapped), policy, SHAPES[kind])
-    return TreeDecoder(tapped, drafter, sampling=sampling, eos_ids=frozenset())
+    return SpeculativeDecoder(tapped, drafter, sampling=sampling, eos_ids=frozenset())
 
 
 @pytest.mark.parametrize("kind", SHAPES)

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, MistralConfig
 import decode.loop.decoder
 import lm.probe
 from decode import Generation, ModelDrafter, SpeculativeDecoder
-from decode.loop.asked import limits_of
 from decode.loop.batch import Batch
+from decode.loop.decoder import limits_of
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from lm import RandomSampler, Sampling
 from lm.models import seats

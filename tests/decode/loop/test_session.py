@@ -18,7 +18,6 @@ from decode import (
     PearlDecoder,
     PreVerifiedDrafter,
     SpeculativeDecoder,
-    TreeDecoder,
     TreeDrafter,
     speculative_generate,
 )
@@ -52,7 +51,7 @@ def batch(target, draft, **how):
 
 
 def tree(target, draft, **how):
-    return TreeDecoder(target, TreeDrafter(draft, FixedLength(3), Cape(), **how), **how).generate(PROMPT, NUM)
+    return SpeculativeDecoder(target, TreeDrafter(draft, FixedLength(3), Cape(), **how), **how).generate(PROMPT, NUM)
 
 
 def pearl(target, draft, **how):
@@ -89,7 +88,7 @@ WAYS_IN: dict[str, Callable] = {
 @pytest.fixture
 def no_token(monkeypatch) -> None:
     """No forward beyond those that a model is tried with when it is made: those come before any generation is begun."""
-    for kind in (SpeculativeDecoder, TreeDecoder, PearlDecoder):
+    for kind in (SpeculativeDecoder, SpeculativeDecoder, PearlDecoder):
         monkeypatch.setattr(kind, "_round", lambda *arguments: pytest.fail("a round was begun"))
 
 
@@ -204,7 +203,7 @@ def streams(kind: str, shared: str) -> tuple[SpeculativeDecoder, SpeculativeDeco
     models[shared][1] = models[shared][0]
     pairs = zip(models["target"], models["draft"], strict=True)
     if kind == "tree":
-        one, other = (TreeDecoder(target, TreeDrafter(draft, FixedLength(3), Cape())) for target, draft in pairs)
+        one, other = (SpeculativeDecoder(target, TreeDrafter(draft, FixedLength(3), Cape())) for target, draft in pairs)
     elif kind == "pearl":
         one, other = (PearlDecoder(target, draft, gamma=2) for target, draft in pairs)
     else:

@@ -9,7 +9,7 @@ import pytest
 
 from configs.schema import Config, DecodeConfig, HeadsConfig, ModelSource, PairConfig
 from decode.experiment import Experiment
-from decode.loop.counts import Counts
+from decode.loop.rounds import Counts
 from decode.policies import CumulativeTokenProb, FixedLength, HeadPolicy
 from evaluation.competitor import Competitor
 from evaluation.contest import Arm, Replays

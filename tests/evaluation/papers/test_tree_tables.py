@@ -10,7 +10,7 @@ import pytest
 
 from configs.command import config_of, parser_for, run
 from decode.experiment import Experiment
-from decode.loop.counts import Counts
+from decode.loop.rounds import Counts
 from decode.policies import Entropy, MaxProb, TokenProb
 from evaluation.__main__ import COMMANDS
 from evaluation.hierarchies.decoded import Configuration, Decoded, Run
@@ -166,7 +166,7 @@ def test_an_eagle_draft_has_a_row_in_hsddws_first_table(capsys, tmp_path):
 
 
 REFUSED = {
-    "no feature draft": (("hsddw", "--eagle", "checkpoints/tiny/draft"), "no feature draft's directory"),
+    "no feature draft": (("hsddw", "--eagle", "checkpoints/tiny/draft"), "is no feature draft"),
     "no EAGLE": (("hsddw", "--eagle", "checkpoints/tiny/glide"), "give an EAGLE's directory"),
     "no repeats": (("svip-trees", "--repeats", "0"), "at least once"),
     "no dev prompts": (("svip-trees", "--decode.num_dev", "0"), "decode.num_dev"),

@@ -11,7 +11,7 @@ from scipy.special import expit
 
 import decode.loop.drafter
 from decode import SpeculativeDecoder
-from decode.loop.counts import Counts
+from decode.loop.rounds import Counts
 from decode.policies import CumulativeTokenProb, FixedLength, LlamaCpp, Policy
 from decode.policies.base import AfterDraw
 from decode.policies.registry import make_policy

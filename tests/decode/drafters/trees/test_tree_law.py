@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import lm.trees.verification
-from decode import Counts, ModelDrafter, SpeculativeDecoder
-from decode.drafters.trees.decoder import TreeDecoder, TreeRound
+from decode import Counts, SpeculativeDecoder
 from decode.drafters.trees.drafter import TreeDrafter
 from decode.drafters.trees.shapes import Cape, Dynamic, Shape
+from decode.loop.rounds import Round
 from decode.policies import AdaEDL, Entropy, FixedLength, HeadPolicy, Policy
 from lm import Sampler, Sampling
-from tests.toys.enumeration import assert_same_law, law_of
+from tests.toys.enumeration import ToyModel, assert_same_law, law_of
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, toy_head
 from tests.toys.random_pairs import CONFIGS, random_pair
 from tests.toys.trees import tree_decoder_of
@@ -24,7 +24,7 @@ SHAPES = {
 }
 
 
-def tree_law(decoder: TreeDecoder, max_new_tokens: int) -> dict[tuple[int, ...], float]:
+def tree_law(decoder: SpeculativeDecoder, max_new_tokens: int) -> dict[tuple[int, ...], float]:
     """The loop's law, exactly; law 4.4 holds on every branch."""
 
     def play(draws: Sampler) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ def _unreduced(tokens, law, draws):
 
 
 @pytest.mark.parametrize(
-    "mutant", [(TreeDecoder, "_laws", _unwarped), (lm.trees.verification, "_refusals", _unreduced)]
+    "mutant", [(SpeculativeDecoder, "_laws", _unwarped), (lm.trees.verification, "_refusals", _unreduced)]
 )
 def test_mutants_of_the_loop_change_the_law(mutant, monkeypatch):
     assert_target_law(FixedLength(2), SHAPES["dynamic"], SAMPLINGS["cold"])
@@ -110,7 +110,7 @@ def test_greedy_output_equals_transformers_generate(architecture):
         (Entropy(0.6), Cape()),
         (AdaEDL(), Dynamic(4, None)),
     ):
-        decoder = TreeDecoder(target, TreeDrafter(draft, policy, shape), sampling=Sampling(temperature=0.0))
+        decoder = SpeculativeDecoder(target, TreeDrafter(draft, policy, shape), sampling=Sampling(temperature=0.0))
         generation = decoder.generate(prompt, 30)
         assert list(generation.token_ids) == expected
         kinds |= {played.next_kind for played in generation.rounds}
@@ -129,16 +129,13 @@ def test_counts_are_what_the_models_saw():
     assert max(len(played.path) for played in generation.rounds) == 2
 
 
-def test_a_decoder_of_one_kind_refuses_a_drafter_of_the_other():
-    trees = tree_decoder_of(FixedLength(2), Dynamic(2, 4))
-    with pytest.raises(ValueError, match="a ModelDrafter drafts chains, and a TreeDecoder verifies trees"):
-        TreeDecoder(trees.target, ModelDrafter(trees.drafter.model, FixedLength(2)), eos_ids=frozenset())
-    with pytest.raises(ValueError, match="a TreeDrafter chooses its tokens"):
-        SpeculativeDecoder(trees.target, trees.drafter, eos_ids=frozenset()).generate(PROMPT, 4)
+def test_a_target_that_holds_no_trees_is_refused():
+    with pytest.raises(ValueError, match="a TreeDrafter needs a target that holds trees"):
+        SpeculativeDecoder(ToyModel(1), tree_decoder_of(FixedLength(2), Dynamic(2, 4)).drafter)
 
 
 def test_what_a_tree_shows_as_refused_is_its_likeliest_path_behind_the_accepted_one():
-    played = TreeRound((5, 6, 7, 8, 9), 1, (5, 3), "limit", Counts(), 0.0, 0.0, parents=(-1, -1, 0, 0, 2), path=(0,))
-    assert (played.refused, played.next_kind) == ((7, 9), "residual")
-    full = TreeRound((5, 6), 1, (6, 3), "limit", Counts(), 0.0, 0.0, parents=(-1, -1), path=(1,))
-    assert (full.refused, full.next_kind) == ((), "bonus")
+    played = Round((5, 6, 7, 8, 9), 1, (5, 3), "limit", Counts(), 0.0, 0.0, parents=(-1, -1, 0, 0, 2), path=(0,))
+    assert (played.rejected, played.next_kind) == ((7, 9), "residual")
+    full = Round((5, 6), 1, (6, 3), "limit", Counts(), 0.0, 0.0, parents=(-1, -1), path=(1,))
+    assert (full.rejected, full.next_kind) == ((), "bonus")
