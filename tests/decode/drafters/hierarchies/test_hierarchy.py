@@ -12,7 +12,7 @@ from decode import Drafter, ModelDrafter, SpeculativeDecoder
 from decode.drafters.hierarchies.interleaved import InterleavedDrafter
 from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
 from decode.policies import FixedLength, Policy
-from lm import Sampling, Verdict
+from lm import Sampling
 from lm.verification import num_accepted
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS
@@ -145,9 +145,11 @@ def test_interleaved_models_inside_a_hierarchy_preserve_the_target_law():
 class PrintedDecoder(SpeculativeDecoder):
     """The loop of Chen's Algorithm 2 as printed: biased."""
 
-    def _verify(self, proposal, p, draws):
-        count = num_accepted(proposal.tokens, proposal.laws, p, draws)
-        return Verdict(count, draws.token(p[count]))
+    def _verify_chain(self, text, proposal, draws):
+        fed = text + proposal.tokens
+        p = self.sampling.laws_after(self.target.forward(fed, len(proposal.tokens) + 1), fed)
+        proposal.accepted = range(num_accepted(proposal.tokens, proposal.laws, p, draws))
+        return draws.token(p[len(proposal.accepted)])
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 0), (1, 1), (2, 1)])

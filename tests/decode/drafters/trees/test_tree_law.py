@@ -90,7 +90,7 @@ def _unreduced(tokens, law, draws):
 
 
 @pytest.mark.parametrize(
-    "mutant", [(SpeculativeDecoder, "_laws", _unwarped), (lm.trees.verification, "_refusals", _unreduced)]
+    "mutant", [(SpeculativeDecoder, "_tree_dists", _unwarped), (lm.trees.verification, "_refusals", _unreduced)]
 )
 def test_mutants_of_the_loop_change_the_law(mutant, monkeypatch):
     assert_target_law(FixedLength(2), SHAPES["dynamic"], SAMPLINGS["cold"])
