@@ -164,17 +164,16 @@ def settle_round(
     text += emitted
     # the cache holds all fed tokens and should hold text[:-1]: the rest is N_discarded, measured instead of derived
     num_beyond = len(target) - (len(text) - 1)
-    path = None if proposal.tree is None else list(proposal.accepted)
-    if path is not None:
-        target.keep(path)  # type: ignore[attr-defined]
+    is_tree = proposal.tree is not None
+    if is_tree:
+        target.keep(list(proposal.accepted))  # type: ignore[attr-defined]
     target.roll_back(len(text) - 1)
     drafter.conclude(text, num_accepted)
     counts = _counts_of(proposal, num_accepted, len(emitted))
     assert counts.num_discarded == num_beyond, (
         f"law 4.4: {counts.num_discarded} tokens are discarded, but the cache drops {num_beyond}"
     )
-    began_s, drafted_s = clock_s or (0.0, 0.0)
-    ended_s = perf_counter() if clock_s else 0.0
+    began_s, drafted_s, ended_s = (*clock_s, perf_counter()) if clock_s else (0.0, 0.0, 0.0)
     return Round(
         tuple(proposal.tokens),
         num_accepted,
@@ -183,8 +182,8 @@ def settle_round(
         counts,
         drafted_s - began_s,
         ended_s - drafted_s,
-        None if proposal.tree is None else tuple(proposal.tree.parents),
-        tuple(path or ()),
+        tuple(proposal.tree.parents) if proposal.tree is not None else None,
+        tuple(proposal.accepted) if is_tree else (),
     )
 
 
