@@ -158,32 +158,31 @@ def settle_round(
         clock_s: when the round began, and when it was drafted; None: the round is not timed.
     """
     emitted = [proposal.tokens[index] for index in proposal.accepted]
-    num_accepted = len(emitted)
     if not (emitted and emitted[-1] in eos_ids):
         emitted.append(next_token)
     text += emitted
     # the cache holds all fed tokens and should hold text[:-1]: the rest is N_discarded, measured instead of derived
     num_beyond = len(target) - (len(text) - 1)
-    is_tree = proposal.tree is not None
-    if is_tree:
+    tree = proposal.tree
+    if tree is not None:
         target.keep(list(proposal.accepted))  # type: ignore[attr-defined]
     target.roll_back(len(text) - 1)
-    drafter.conclude(text, num_accepted)
-    counts = _counts_of(proposal, num_accepted, len(emitted))
+    drafter.conclude(text, len(proposal.accepted))
+    counts = _counts_of(proposal, len(proposal.accepted), len(emitted))
     assert counts.num_discarded == num_beyond, (
         f"law 4.4: {counts.num_discarded} tokens are discarded, but the cache drops {num_beyond}"
     )
     began_s, drafted_s, ended_s = (*clock_s, perf_counter()) if clock_s else (0.0, 0.0, 0.0)
     return Round(
         tuple(proposal.tokens),
-        num_accepted,
+        len(proposal.accepted),
         tuple(emitted),
         proposal.stop_reason,
         counts,
         drafted_s - began_s,
         ended_s - drafted_s,
-        tuple(proposal.tree.parents) if proposal.tree is not None else None,
-        tuple(proposal.accepted) if is_tree else (),
+        None if tree is None else tuple(tree.parents),
+        () if tree is None else tuple(proposal.accepted),
     )
 
 
