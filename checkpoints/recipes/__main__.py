@@ -8,9 +8,9 @@ record                 copy a trace without its prompts
 
 from checkpoints.recipes.own_target import eagle3, small
 from checkpoints.recipes.published import coder_pair, smollm2
-from checkpoints.recipes.record import record
 from checkpoints.recipes.tiny import tiny
 from configs.command import run
+from evaluation.traces.publish import record
 
 if __name__ == "__main__":
     commands = (tiny, smollm2, coder_pair, eagle3, small, record)

@@ -18,9 +18,18 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from checkpoints.recipes.distillation import Batch, Distillation, Draft, distil
+from checkpoints.recipes.distillation import (
+    Batch,
+    Distillation,
+    Draft,
+    distil,
+    feature_sizes,
+    likeliest_tokens,
+    read_responses,
+    read_target,
+    without_leakage,
+)
 from checkpoints.recipes.feature_drafts import layer_config, save_draft, unrolled
-from checkpoints.recipes.readings import feature_sizes, likeliest_tokens, read_responses, read_target, without_leakage
 from configs.paths import local_path
 from configs.schema import ModelSource
 from lm import load_model, load_tokenizer

@@ -25,8 +25,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from checkpoints.recipes import feature_drafts, texts
-from checkpoints.recipes.dspark import DSparkRecipe, dspark_figures, dspark_loss, new_dspark
-from checkpoints.recipes.feature_drafts import DraftRecipe
+from checkpoints.recipes.feature_drafts import DraftRecipe, DSparkRecipe, dspark_figures, dspark_loss, new_dspark
 from checkpoints.recipes.fit import Pupil, fit
 from checkpoints.recipes.texts import StoryBatch, TargetReading
 from configs.paths import local_path

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.recipes.distillation import Distillation, distil
-from checkpoints.recipes.own_target import Eagle3Draft, SmallDraft
-from checkpoints.recipes.readings import (
+from checkpoints.recipes.distillation import (
+    Distillation,
     Text,
+    distil,
     feature_sizes,
     likeliest_tokens,
     load_readings,
@@ -20,6 +20,7 @@ from checkpoints.recipes.readings import (
     read_target,
     without_leakage,
 )
+from checkpoints.recipes.own_target import Eagle3Draft, SmallDraft
 from checkpoints.recipes.texts import encode_story
 from configs.schema import ModelSource, PairConfig
 from data_gen.stories.stories import stories
@@ -58,7 +59,7 @@ def texts():
 
 @pytest.fixture
 def paths(target, texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("checkpoints.recipes.readings._TEXTS_PER_SHARD", 8)
+    monkeypatch.setattr("checkpoints.recipes.distillation._TEXTS_PER_SHARD", 8)
     return read_target(target, texts, tmp_path / "readings", layer_ids=LAYERS)
 
 

@@ -9,7 +9,6 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from checkpoints.recipes.record import record
 from configs.command import config_of, parser_for, run
 from decode.__main__ import COMMANDS as GENERATE
 from decode.experiment import Experiment
@@ -23,6 +22,7 @@ from evaluation.costs.machine import kept_costs, key_of
 from evaluation.report.replay import at_costs, histogram
 from evaluation.table import wide_console
 from evaluation.times import Times
+from evaluation.traces.publish import record
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay
 from heads import AcceptanceHead
