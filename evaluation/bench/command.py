@@ -47,16 +47,17 @@ def bench(
     """Wall clock, side by side with transformers' assisted generation.
 
     Args:
-        config: names the pair, its trace, heads and costs, and whether the loop is compiled.
-        batch: sizes of continuous batches, in which `lengths` and `policies` are then measured; null: one sequence.
+        config: the experiment: pair, heads, times, and whether the loop is compiled.
+        batch: sizes of continuous batches in which `lengths` and `policies` are measured; null: one sequence.
         samplings: any of greedy, sampled (temperature 1), nucleus (0.7, top-p 0.9), own (the config's).
-        policies: specs that run in place of each family's best, one a fixed length: head:PATH,max_rejection_prob=0.4.
+        policies: specs that run in place of each family's best, such as head:PATH,max_rejection_prob=0.4; at least one
+            is a fixed length.
         families: the families that run beside the best fixed length; empty: all.
         constants: lengths of transformers' constant schedule; empty: our best fixed one and half of it.
         race: --race.datasets, .num_fixed, .cycles, .run, .ignore_eos, .assistant (see --help.all).
         lengths: for `batch`, the fixed draft lengths.
         num_prompts: generations per arm.
-        num_tokens: tokens per generation; EOS is switched off but by `race.ignore_eos`.
+        num_tokens: tokens per generation; EOS is ignored unless `race.ignore_eos` is false.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     sizes, counts = sizes_of(batch), {"num_prompts": num_prompts, "num_tokens": num_tokens}

@@ -1,7 +1,7 @@
 """python -m evaluation flags: the best values of an engine's settings, by replaying its own rule (law 4.10).
 
-Nothing of the engine runs: a trace has what its rule looks at, and the times are those given, or read from its log, or
-measured (of transformers in its own loop, else in ours). Settings are chosen on dev and judged on test.
+The engine does not run: a trace has what its rule looks at, and the times are given, read from its log, or measured (of
+transformers in its own loop, else in ours). Settings are chosen on dev and judged on test.
 """
 
 from dataclasses import asdict, replace
@@ -36,18 +36,18 @@ def flags(
     batch: Sizes | None = None,
     json: bool = False,
 ) -> None:
-    """The best flags for an engine that people have: its own rule replayed on the trace; the line to paste.
+    """The best settings of an engine, by replaying its own rule on a trace; prints the line to paste.
 
     Args:
-        config: the experiment, whose trace is recorded first if need be.
+        config: the experiment; its trace is recorded first if it does not exist.
         for_: the engine, written --for.
         t_draft_ms: milliseconds of a draft forward in that engine, with t_target_ms, in place of measured times; or by
             sequences in a batch, 1:4,8:5.
         t_target_ms: milliseconds of a target forward of one token (what a token takes without speculation); or by
             tokens that it verifies, 1:30,5:33,17:50.
-        log: of a llama.cpp server that ran with this draft at -lv 4, and of the same without a draft, in place of the
-            two times: spec.log,alone.log; more logs, with other numbers of drafted tokens, make them surer.
-        batch: also choose a number for batches of so many sequences, of an engine that takes one for each: 1,4,16.
+        log: in place of the two times, logs of a llama.cpp server with this draft at -lv 4 and without a draft:
+            spec.log,alone.log; more logs, with other numbers of drafted tokens, improve the fit.
+        batch: sizes of batches to choose a number of tokens for as well, for engines with one per size: 1,4,16.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     engine, given, sizes = ENGINES[for_], given_times(t_draft_ms, t_target_ms, log), sizes_of(batch)

@@ -53,7 +53,7 @@ class ShortDrafts(LlamaCpp):
     """
 
     n_min: Number = 0
-    ranges = (*LlamaCpp.ranges, ("n_min", 0, inf))
+    ranges = (*LlamaCpp.ranges, ("n_min", 0, inf))  # type: ignore[assignment]
 
     @property
     def discards_below(self) -> Number:

@@ -79,7 +79,7 @@ def rows_of(runs: Sequence[Run], times: TrioTimes, given: TrioTimes) -> list[dic
 def ablation_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """HSDDW's Table 2."""
     by_name = {row["arm"]: row for row in rows}
-    table = [by_name[name] | {"pre": pre, "self": self_verify} for name, (pre, self_verify) in ABLATION.items()]
+    table = [{**by_name[name], "pre": pre, "self": self_verify} for name, (pre, self_verify) in ABLATION.items()]
     columns = {"": ("arm", ""), "pre-verify": ("pre", ""), "self-verify": ("self", ""), **_SPEED_UPS}
     return Table("ablation (HSDDW, Table 2)", shown(table, columns), names=3)
 

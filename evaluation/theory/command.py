@@ -43,7 +43,7 @@ def theory(
     costs: tuple[float, float] = (0.02, 0.2),
     json: bool = False,
 ) -> None:
-    """Closed forms, Chen's Figure 1, CSV.
+    """Print the closed forms at these rates and costs; write them as CSV, and Chen's Figure 1.
 
     Args:
         config: decode.dir is where tables and plot go.

@@ -30,7 +30,7 @@ CEILINGS = {
     "data_gen": (7010, 4400),
     "heads": (4462, 3600),
     "decode": (5096, 4200),
-    "evaluation": (11079, 7400),
+    "evaluation": (11080, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
