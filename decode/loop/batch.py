@@ -1,11 +1,9 @@
-"""Law 4.13 in the real loop: sequences that draft in lockstep and are verified together, each with a draft length of
-its own.
+"""Law 4.13 in the real loop: sequences draft in lockstep and are verified together, each with its own draft length.
 
-One round of the batch is one round of each of its sequences. A draft step is one forward of those that still draft; the
-others wait. Then one padded forward verifies them all, and a sequence that has ended leaves its seat to the next
-prompt. What a sequence draws and emits is what it would draw and emit alone, up to the rounding of a forward with other
-rows in it, so the batch is as lossless as the loop; with a rule for the whole batch (`decode.policies.batch`) the draft
-lengths alone depend on the others.
+One round of the batch is one round of each sequence. A draft step is one forward of those that still draft, while the
+others wait. Then one padded forward verifies all drafts, and the next prompt replaces a sequence that has ended. Each
+sequence gets the tokens that it would get alone, up to the rounding of a forward with other rows in it, so the batch is
+as lossless as the loop. With a rule for the whole batch (`decode.policies.batch`) only draft lengths depend on others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,35 +39,35 @@ class BatchRound(NamedTuple):
     steps: tuple[int, ...]
     """Sequences in each draft step."""
     num_tokens: int
-    """Fed to the verification: each sequence's draft, and one token more of each."""
+    """Fed to the verification: each sequence's draft, and one more token each."""
     num_emitted: int
     draft_s: float
     target_s: float
     num_joined: int
-    """Sequences that begin with it: their prompts are read in it."""
+    """Sequences that begin in this round, which reads their prompts."""
 
 
-class _Place:
-    """A seat in both models, and the sequence that has it."""
+class _Sequence:
+    """A row in both models, and the sequence that has it."""
 
     committed: list[int]
     end: int
-    """Length of the text that ends the sequence."""
+    """Length at which the sequence ends."""
     session: Session
 
     def __init__(self, drafter: ModelDrafter, target: CachedModel) -> None:
         self.drafter, self.target = drafter, target
         self.number: int | None = None
-        """Number of the prompt that has the seat; None: it is free."""
+        """Index of the prompt; None: the row is free."""
 
     @property
     def num_planned(self) -> int:
-        """Tokens that the round's verification is to be fed so far."""
+        """Tokens that the round's verification will be fed so far."""
         return len(self.drafter.proposal.tokens) + 1
 
 
 class Batch:
-    """Prompts, decoded as a continuous batch: `rounds` plays them, `generations` collects what comes of them."""
+    """A continuous batch: `rounds` decodes the prompts, `generations` collects the results."""
 
     def __init__(
         self,
@@ -88,7 +86,7 @@ class Batch:
         eos_ids: tokens that end a generation.
         """
         self._target, self._draft = target, draft
-        self._places = [_Place(drafter, seat) for drafter, seat in zip(drafters, target.seats, strict=True)]
+        self._sequences = [_Sequence(drafter, seat) for drafter, seat in zip(drafters, target.seats, strict=True)]
         self._sampling, self._eos_ids = sampling, eos_ids
         policy = drafters[0].policy
         self._controller = policy.controller() if isinstance(policy, BatchRule) else None
@@ -96,51 +94,51 @@ class Batch:
 
     @property
     def generations(self) -> list[Generation]:
-        """Generation of every prompt, in their order."""
+        """Generation of every prompt, in order."""
         return [Generation.of(rounds) for rounds in self._rounds]
 
     def rounds(
         self, prompts: Sequence[list[int]], limits: Sequence[int], draws: Sequence[Sampler], *, max_draft_length: int
     ) -> Iterator[BatchRound]:
-        """Play all prompts, as many at once as there are seats; the rest waits in its order.
+        """Decode all prompts, as many at once as there are rows; the rest wait in order.
 
         Args:
             prompts: token ids of each.
-            limits: the most new tokens of each; one that wants none takes no seat.
+            limits: maximum number of new tokens of each; prompts with 0 are skipped.
             draws: source of uniforms of each.
-            max_draft_length: upper bound of every round.
+            max_draft_length: maximum draft length.
         """
         self._rounds = [[] for _ in prompts]
-        asked = enumerate(zip(prompts, limits, draws, strict=True))
-        waiting = ((number, *prompt) for number, prompt in asked if prompt[1] > 0)
+        requests = enumerate(zip(prompts, limits, draws, strict=True))
+        waiting = ((number, *prompt) for number, prompt in requests if prompt[1] > 0)
         while True:
-            free = [place for place in self._places if place.number is None]
+            free = [sequence for sequence in self._sequences if sequence.number is None]
             joining = list(zip(free, waiting, strict=False))
-            for place, prompt in joining:
-                self._seat(place, *prompt)
-            busy = [place for place in self._places if place.number is not None]
+            for sequence, prompt in joining:
+                self._begin(sequence, *prompt)
+            busy = [sequence for sequence in self._sequences if sequence.number is not None]
             if not busy:
                 return
             yield self._round(busy, max_draft_length, len(joining))
 
-    def _seat(self, place: _Place, number: int, prompt_ids: list[int], limit: int, draws: Sampler) -> None:
-        place.number, place.committed = number, list(prompt_ids)
-        place.end = len(prompt_ids) + limit
-        place.session = Session(self._sampling, self._eos_ids, draws, prompt_ids)
-        place.session.take(place.target, "target", verifies=True)
-        place.target.reset()
-        place.drafter.start(place.session)
+    def _begin(self, sequence: _Sequence, number: int, prompt_ids: list[int], limit: int, draws: Sampler) -> None:
+        sequence.number, sequence.committed = number, list(prompt_ids)
+        sequence.end = len(prompt_ids) + limit
+        sequence.session = Session(self._sampling, self._eos_ids, draws, prompt_ids)
+        sequence.session.take(sequence.target, "target", verifies=True)
+        sequence.target.reset()
+        sequence.drafter.start(sequence.session)
 
     @torch.inference_mode()
-    def _round(self, busy: list[_Place], max_draft_length: int, num_joined: int) -> BatchRound:
+    def _round(self, busy: list[_Sequence], max_draft_length: int, num_joined: int) -> BatchRound:
         started_s = perf_counter()
         steps = self._drafted(busy, max_draft_length)
         drafted_s = perf_counter()
-        fed = [place.committed + place.drafter.proposal.tokens for place in busy]
-        asks = [Ask(place.target, ids, place.num_planned) for place, ids in zip(busy, fed, strict=True)]
-        p = self._laws(asks, self._target.forward(asks))
-        num_tokens = sum(place.num_planned for place in busy)
-        verified = [self._settled(place, law) for place, law in zip(busy, p, strict=True)]
+        fed = [sequence.committed + sequence.drafter.proposal.tokens for sequence in busy]
+        asks = [Ask(sequence.target, ids, sequence.num_planned) for sequence, ids in zip(busy, fed, strict=True)]
+        p = self._dists(asks, self._target.forward(asks))
+        num_tokens = sum(sequence.num_planned for sequence in busy)
+        verified = [self._settle(sequence, law) for sequence, law in zip(busy, p, strict=True)]
         ended_s = perf_counter()
         batch_round = BatchRound(
             steps,
@@ -154,52 +152,57 @@ class Batch:
             self._controller.end(batch_round.steps, batch_round.num_tokens, batch_round.num_emitted)
         return batch_round
 
-    def _drafted(self, busy: list[_Place], max_draft_length: int) -> tuple[int, ...]:
-        """All drafts of a round; how many sequences took part in each step."""
-        rooms = [min(max_draft_length, place.end - len(place.committed) - 1) for place in busy]
+    def _drafted(self, busy: list[_Sequence], max_draft_length: int) -> tuple[int, ...]:
+        """Draft for all sequences; returns the number of sequences in each step."""
+        rooms = [min(max_draft_length, sequence.end - len(sequence.committed) - 1) for sequence in busy]
         going = [
-            place for place, room in zip(busy, rooms, strict=True) if place.drafter.begin(place.committed, room) > 0
+            sequence
+            for sequence, room in zip(busy, rooms, strict=True)
+            if sequence.drafter.begin(sequence.committed, room) > 0
         ]
         steps: list[int] = []
-        while going := self._chosen(going, busy):
+        while going := self._continuing(going, busy):
             steps.append(len(going))
-            ids = [place.committed + place.drafter.proposal.tokens for place in going]
-            models = [place.drafter.model for place in going]  # each a `Seat`
+            ids = [sequence.committed + sequence.drafter.proposal.tokens for sequence in going]
+            models = [sequence.drafter.model for sequence in going]  # each a `Seat`
             asks = [Ask(model, text, 1) for model, text in zip(models, ids, strict=True)]  # type: ignore[arg-type]
             logits = self._draft.forward(asks)
-            outcomes = zip(going, logits, self._laws(asks, logits), strict=True)
-            going = [place for place, row, q in outcomes if place.drafter.take(*place.drafter.drawn(row[0], q[0]))]
+            outcomes = zip(going, logits, self._dists(asks, logits), strict=True)
+            going = [
+                sequence
+                for sequence, row, q in outcomes
+                if sequence.drafter.take(*sequence.drafter.drawn(row[0], q[0]))
+            ]
         return tuple(steps)
 
-    def _chosen(self, going: list[_Place], busy: list[_Place]) -> list[_Place]:
-        """Seats that the batch's rule lets draft on, among those whose sequences want to."""
+    def _continuing(self, going: list[_Sequence], busy: list[_Sequence]) -> list[_Sequence]:
+        """Rows that the batch's rule lets continue, among those whose policies want to."""
         if self._controller is None or not going:
             return going
-        runs = [place.drafter.run for place in going]
+        runs = [sequence.drafter.run for sequence in going]
         values = [run.policy.expected_tokens(run.state) for run in runs]  # type: ignore[attr-defined]
         expected_tokens = np.array([float(value) for value in values])
-        chosen = self._controller.chosen(expected_tokens, sum(place.num_planned for place in busy))
-        for place, goes_on in zip(going, chosen, strict=True):
-            if not goes_on:
-                place.drafter.proposal.stop_reason = "policy"
-        return [place for place, goes_on in zip(going, chosen, strict=True) if goes_on]
+        continues = self._controller.chosen(expected_tokens, sum(sequence.num_planned for sequence in busy))
+        for sequence in (sequence for sequence, is_going in zip(going, continues, strict=True) if not is_going):
+            sequence.drafter.proposal.stop_reason = "policy"
+        return [sequence for sequence, is_going in zip(going, continues, strict=True) if is_going]
 
-    def _laws(self, asks: Sequence[Ask], logits: list[Tensor]) -> Sequence[Float[Tensor, "rows vocab"]]:
-        """Laws that tokens are drawn from, computed for all rows at once where the sampling allows it."""
+    def _dists(self, asks: Sequence[Ask], logits: list[Tensor]) -> Sequence[Float[Tensor, "rows vocab"]]:
+        """Distributions that tokens are drawn from, for all rows at once if the sampling allows it."""
         if not self._sampling.sees_no_tokens:
             return [self._sampling.laws_after(rows, ask.token_ids) for rows, ask in zip(logits, asks, strict=True)]
         return self._sampling.laws_after(torch.cat(logits), ()).split([len(rows) for rows in logits])
 
-    def _settled(self, place: _Place, p: Float[Tensor, "rows vocab"]) -> Round:
-        """Verify one sequence's draft, and free its place if it ends."""
-        proposal = place.drafter.proposal
-        verdict = verify(proposal.tokens, proposal.laws, p, place.session.draws)
-        proposal.set_accepted(verdict.num_accepted, p, place.session.draws)
-        # a round of one sequence has no seconds of its own: they are the batch's (`BatchRound`)
-        models: dict[str, Any] = {"target": place.target, "drafter": place.drafter}
-        round_ = settle_round(place.committed, proposal, verdict.next_token, **models, eos_ids=self._eos_ids)
-        assert place.number is not None
-        self._rounds[place.number].append(round_)
-        if round_.emitted[-1] in self._eos_ids or len(place.committed) >= place.end:
-            place.number = None
+    def _settle(self, sequence: _Sequence, p: Float[Tensor, "rows vocab"]) -> Round:
+        """Verify one sequence's draft, and free its row if it ends."""
+        proposal = sequence.drafter.proposal
+        verdict = verify(proposal.tokens, proposal.dists, p, sequence.session.draws)
+        proposal.set_accepted(verdict.num_accepted, p, sequence.session.draws)
+        # not timed: the seconds are the batch's (`BatchRound`)
+        models: dict[str, Any] = {"target": sequence.target, "drafter": sequence.drafter}
+        round_ = settle_round(sequence.committed, proposal, verdict.next_token, **models, eos_ids=self._eos_ids)
+        assert sequence.number is not None
+        self._rounds[sequence.number].append(round_)
+        if round_.emitted[-1] in self._eos_ids or len(sequence.committed) >= sequence.end:
+            sequence.number = None
         return round_

@@ -210,7 +210,7 @@ class SpeculativeDecoder:
         """Law 4.2: sets the accepted tokens and returns the next one."""
         fed = text + proposal.tokens
         p = self.sampling.laws_after(self.target.forward(fed, len(proposal.tokens) + 1), fed)
-        verdict = verify(proposal.tokens, proposal.laws, p, draws)
+        verdict = verify(proposal.tokens, proposal.dists, p, draws)
         proposal.set_accepted(verdict.num_accepted, p, draws)
         return verdict.next_token
 

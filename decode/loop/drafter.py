@@ -29,7 +29,7 @@ class Proposal:
     """A draft: tokens, the distributions they were drawn from, and what it cost."""
 
     tokens: list[int] = field(default_factory=list)
-    laws: list[Float[Tensor, " vocab"]] = field(default_factory=list)
+    dists: list[Float[Tensor, " vocab"]] = field(default_factory=list)
     """q of each token, in the form of `lm.draws`; none for the nodes of a tree, which are chosen and not drawn."""
     tree: Tree | None = None
     """The nodes' parents, if the tokens are the nodes of a tree."""
@@ -51,7 +51,7 @@ class Proposal:
         """Record the verification of a chain against the target's distributions p."""
         self.accepted = range(num_accepted)
         if self.takes_feedback:
-            self.acceptance_probs = revealed_probs(num_accepted, self.tokens, self.laws, p, draws)
+            self.acceptance_probs = revealed_probs(num_accepted, self.tokens, self.dists, p, draws)
 
 
 @runtime_checkable
@@ -59,7 +59,7 @@ class Drafter(Protocol):
     """Anything that drafts. One object serves one sequence at a time."""
 
     def start(self, session: Session) -> None:
-        """A new generation, which `take`s the models: empty caches, fresh policy state."""
+        """Start a generation, which `take`s the models: empty caches, new policy state."""
         ...
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
@@ -67,13 +67,11 @@ class Drafter(Protocol):
         ...
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
-        """The round is over, `committed` now ends with its tokens: roll caches back (law 4.5) and tell the policies."""
+        """End a round, whose tokens `committed` now ends with: roll caches back (law 4.5) and update the policies."""
         ...
 
     def roll_back(self, length: int) -> None:
-        """Forget cached tokens beyond the first `length`: an outer level rejected what `conclude` had kept. Policies do
-        not learn of it.
-        """
+        """Drop cached tokens beyond the first `length`, which an outer level rejected; policies are not informed."""
         ...
 
 
@@ -112,7 +110,7 @@ class PolicyDrafter:
         """
         if self.run.take(drawn, is_eos=token in self._session.eos_ids):
             self.proposal.tokens.append(token)
-            self.proposal.laws.append(q)
+            self.proposal.dists.append(q)
         self.proposal.stop_reason = self.run.stop_reason
         return self.run.is_going
 
@@ -125,14 +123,14 @@ class PolicyDrafter:
 
 
 class ModelDrafter(PolicyDrafter):
-    """One model drafts token by token until its policy says stop. Once its context is full it drafts nothing."""
+    """One model drafts token by token until its policy stops or its context is full."""
 
     def __init__(self, model: PreTrainedModel | DraftModel, policy: Policy, *, vocab_size: int | None = None) -> None:
         """Args:
-        model: the draft; a `PreTrainedModel` is wrapped in a `CachedModel`. A feature draft's (`lm.FeatureModel`) reads
-            the very target that verifies, and drafts nothing until that has read the prompt.
+        model: the draft; a `PreTrainedModel` is wrapped in a `CachedModel`. A feature draft (`lm.FeatureModel`) reads
+            the target that verifies, and drafts nothing until the target has read the prompt.
         policy: when to stop (law 4.3).
-        vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
+        vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
         """
         super().__init__(cached(model, CachedModel, vocab_size=vocab_size, with_hidden=bool(policy.heads)), policy)
         self.reads_at_end = self._may_read_at_end()
@@ -145,11 +143,10 @@ class ModelDrafter(PolicyDrafter):
         self._fused = fused_step(self.policy, self.model, session.sampling, session.draws)
 
     def _may_read_at_end(self) -> bool:
-        """Whether the draft stays on the device until it ends: its policy looks at nothing (fixed length,
-        heuristic).
-        """
-        is_blind = type(self.policy).after is Policy.after and not (self.policy.stops_before or self.policy.signals)
-        return self.model.device.type != "cpu" and is_blind
+        """Whether the whole draft stays on an accelerator, since its policy reads no signal (fixed length)."""
+        policy = self.policy
+        reads = type(policy).after is not Policy.after or policy.stops_before or bool(policy.signals)
+        return self.model.device.type != "cpu" and not reads
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         num_tokens = self.begin(committed, max_tokens)
@@ -162,7 +159,7 @@ class ModelDrafter(PolicyDrafter):
         return self.proposal
 
     def num_forwards(self, num_steps: int) -> int:
-        """Forwards of the draft for so many tokens: one each, or one for all of a block (law 4.9)."""
+        """Forwards of the draft for `num_steps` tokens: one each, or one for a whole block (law 4.9)."""
         return min(num_steps, 1) if isinstance(self.model, BlockModel) else num_steps
 
     def take(self, token: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
@@ -170,10 +167,10 @@ class ModelDrafter(PolicyDrafter):
         return super().take(token, drawn, q)
 
     def _step(self, position: int, ids: list[int]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
-        """Draw a token after `ids`: it, the signals of the step, and the law that it was drawn from."""
+        """Draw a token after `ids`; returns the arguments of `take`."""
         session = self._session
         if self._fused is not None:
-            # the draws offer a chance, or there would be no fused step
+            # the sampler has uniforms, or there would be no fused step
             return self._fused.step(position, ids, session.draws)  # type: ignore[arg-type]
         logits = self.model.forward(ids)
         return self.drawn(logits[0], session.sampling.laws_after(logits, ids)[0])
@@ -181,31 +178,30 @@ class ModelDrafter(PolicyDrafter):
     def drawn(
         self, logits: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"]
     ) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
-        """Draw a token from these logits of the draft, and return what `take` is told of the step."""
+        """Draw a token from q, given the draft's logits; returns the arguments of `take`."""
         session = self._session
         probs = q if session.sampling.is_plain else None
         token, drawn = self._signals.draw(len(self.proposal.tokens), logits, q, session.draws, probs=probs)
         return token, drawn, q
 
     def _propose_on_device(self, committed: list[int], num_tokens: int) -> None:
-        """Draft without waiting for the host, then read the tokens in one transfer and keep those up to the first EOS.
+        """Draft on the device, then read all tokens in one transfer and keep those up to the first EOS.
 
-        Tokens beyond an EOS were drafted for nothing; their forwards count.
+        Forwards beyond an EOS are wasted, and count.
         """
         proposal, session = self.proposal, self._session
         logits = self.model.forward(committed)
         drawn: list[Tensor] = []
-        for place in range(num_tokens):
-            # a row with NaN draws an id beyond the last; embedding it would kill the device before the host can refuse
-            # it
-            logits = self.model.forward_drawn(drawn[-1].clamp(max=logits.shape[-1] - 1)) if place else logits
+        for position in range(num_tokens):
+            # a row with NaN draws an id beyond the last; embedding it would crash the device before the host raises
+            logits = self.model.forward_drawn(drawn[-1].clamp(max=logits.shape[-1] - 1)) if position else logits
             q = session.sampling.laws_after(logits, ())[0]
             drawn.append(session.draws.draw(q))
-            proposal.laws.append(q)
+            proposal.dists.append(q)
         tokens = torch.cat(drawn).tolist()
-        refuse_no_token(max(tokens), proposal.laws[0])
-        num_kept = next((place + 1 for place, token in enumerate(tokens) if token in session.eos_ids), num_tokens)
+        refuse_no_token(max(tokens), proposal.dists[0])
+        num_kept = next((index + 1 for index, token in enumerate(tokens) if token in session.eos_ids), num_tokens)
         proposal.stop_reason = "eos" if tokens[num_kept - 1] in session.eos_ids else "limit"
-        proposal.tokens, proposal.laws = tokens[:num_kept], proposal.laws[:num_kept]
+        proposal.tokens, proposal.dists = tokens[:num_kept], proposal.dists[:num_kept]
         proposal.num_draft_forwards = self.num_forwards(num_tokens)
-        self.run.steps = [(self.run.state, AfterDraw(place)) for place in range(num_kept)]
+        self.run.steps = [(self.run.state, AfterDraw(index)) for index in range(num_kept)]

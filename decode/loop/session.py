@@ -1,14 +1,12 @@
-"""One generation, as its drafters know it: what they share, and the models that serve it alone.
+"""One generation: its settings, and the models that it holds.
 
-A model's cache holds one sequence, so a generation takes each of its models before it resets them, and keeps them until
-it ends. A model that another generation has, that is in train mode, or whose ids do not fit is refused then, before the
-first token. The ids fit where
+A model's cache holds one sequence, so a generation takes each of its models before it resets them, and holds them until
+it ends. Before the first token it refuses a model that is in use or in train mode, or whose ids do not fit. Ids fit if
 
-    no distribution has more ids than the narrowest of those that verify it     drafted tokens are looked up in their
-        laws
-    every model can be fed every id that the target may emit                    what is emitted is fed to all
+    no distribution has more ids than the narrowest one that verifies it    drafted tokens are looked up in that one
+    every model has an embedding for every id that the target may emit      emitted tokens are fed to all models
 
-so a model's distributions may be narrower than the target's, which have zeros there (law 4.2).
+so a model's distributions may be narrower than the target's; they have zeros there (law 4.2).
 """
 
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ from lm import CachedModel, DraftModel, GreedySampler, Sampler, Sampling
 
 
 class Session:
-    """State that one generation shares with its drafters. It is open while it is entered."""
+    """State that one generation shares with its drafters; open while it is entered."""
 
     def __init__(
         self, sampling: Sampling, eos_ids: frozenset[int], draws: Sampler, prompt_ids: Sequence[int] = ()
@@ -28,19 +26,19 @@ class Session:
         """Args:
         sampling: the one transform of all models.
         eos_ids: tokens that end the generation.
-        draws: source of uniforms; at temperature 0 `GreedySampler` takes its place.
-        prompt_ids: what every model reads first; each must have an embedding for every one of them.
+        draws: source of uniforms; replaced by `GreedySampler` at temperature 0.
+        prompt_ids: every model must have an embedding for each of them.
         """
         self.num_prompt = len(prompt_ids)
         self._prompt_range = min(prompt_ids, default=0), max(prompt_ids, default=0)
         self.sampling, self.eos_ids = sampling, eos_ids
         self.draws = GreedySampler() if sampling.is_greedy else draws
         self.is_open = False
-        """Whether the models that it took are its own."""
+        """Whether it holds the models that it took."""
         self._num_emitted: int | None = None
-        """Ids that the target may emit; None where no target was taken."""
+        """Number of ids that the target may emit; None before a target is taken."""
         self._num_drafted: int | None = None
-        """Ids that all who verified so far have."""
+        """Number of ids that all verifying models have."""
 
     def __enter__(self) -> "Session":
         self.is_open = True
@@ -50,16 +48,15 @@ class Session:
         self.is_open = False
 
     def take(self, model: DraftModel, role: str, *, verifies: bool = False) -> None:
-        """Make a model this generation's own, before it is reset.
+        """Take a model, before it is reset.
 
         Args:
-            model: a model of any level; those that verify come before those whose drafts they verify, the target
-                first of all.
+            model: of any level; verifying models come before those that draft for them, so the target is first.
             role: name of the model in messages.
-            verifies: whether it verifies what is drafted below it.
+            verifies: whether it verifies the drafts of the level below.
 
         Raises:
-            ValueError: an open generation has it, it is in train mode, its ids do not fit.
+            ValueError: the model is in use or in train mode, or its ids do not fit.
         """
         check_free(model, role)
         model.check_mode()
@@ -71,7 +68,7 @@ class Session:
         model.session = self
 
     def check_prompt(self, model: DraftModel, role: str) -> None:
-        """Raise ValueError if the model has no embedding for a token id of the prompt."""
+        """Raise ValueError if the model lacks an embedding for a token id of the prompt."""
         for token_id in self._prompt_range:
             if not 0 <= token_id < model.num_embeddings:
                 raise ValueError(
@@ -84,15 +81,15 @@ class Session:
             return
         if model.num_logits > self._num_drafted:
             raise ValueError(
-                f"the {role} names {model.num_logits} ids and what verifies it {self._num_drafted}; give the {role}'s "
-                f"drafter vocab_size={self._num_drafted} (or lm.Pair.vocab_size, which is the tokenizer's), so that "
-                "the others have probability 0"
+                f"the {role} has logits for {model.num_logits} ids, but its verifier for "
+                f"{self._num_drafted}; pass vocab_size={self._num_drafted} (or lm.Pair.vocab_size, the tokenizer's) to "
+                f"the {role}'s drafter, so that the others have probability 0"
             )
         if model.num_embeddings < self._num_emitted:
             raise ValueError(
-                f"the {role} takes {model.num_embeddings} ids and the target may emit {self._num_emitted}, after some "
-                "of which it could not go on; choose models of one vocabulary, or, where the tokenizer has no more ids "
-                "than either, give its vocab_size to target and drafter alike"
+                f"the {role} has embeddings for {model.num_embeddings} ids, but the target may emit "
+                f"{self._num_emitted}; use models of one vocabulary, or, if the tokenizer has no more ids than either, "
+                "pass its vocab_size to target and drafter"
             )
 
 
@@ -120,7 +117,6 @@ def check_free(model: DraftModel, role: str) -> None:
     """Raise ValueError if an open generation has the model."""
     if model.session is not None and model.session.is_open:
         raise ValueError(
-            f"the {role} is in use already, by another part of this generation or by another stream that is still "
-            "open, and its cache holds one sequence; make a model object for each use, or exhaust or close() the other "
-            "stream first"
+            f"the {role} is already in use, by another part of this generation or by another open stream, and its "
+            "cache holds one sequence; make a model object for each use, or exhaust or close() the other stream first"
         )

@@ -52,22 +52,22 @@ def _q_before_warping(self, committed, max_tokens):
     for i in range(len(proposal.tokens)):
         self.model.roll_back(0)
         kept.append(self.model.forward(committed + proposal.tokens[:i])[-1].softmax(-1))
-    proposal.laws = kept
+    proposal.dists = kept
     return proposal
 
 
 def _q_shifted(self, committed, max_tokens):
     """Each token comes with the distribution of the one before it."""
     proposal = _propose(self, committed, max_tokens)
-    proposal.laws = [*proposal.laws[:1], *proposal.laws[:-1]]
+    proposal.dists = [*proposal.dists[:1], *proposal.dists[:-1]]
     return proposal
 
 
 def _drop_by_value(self, committed, max_tokens):
     """Draw, look, drop: the illegal shape of law 4.3."""
     proposal = _propose(self, committed, max_tokens)
-    if proposal.tokens and proposal.laws[-1][proposal.tokens[-1]] < 0.4:
-        for column in (proposal.tokens, proposal.laws, self.run.steps):
+    if proposal.tokens and proposal.dists[-1][proposal.tokens[-1]] < 0.4:
+        for column in (proposal.tokens, proposal.dists, self.run.steps):
             column.pop()
     return proposal
 
@@ -79,9 +79,9 @@ def _learn_ahead(self, committed, max_tokens):
     proposal = _propose(self, committed, max_tokens)
     fed = committed + proposal.tokens
     p = self._session.sampling.laws_after(ToyModel(1).forward(fed, len(proposal.tokens) + 1), fed)
-    chances = revealed_probs(len(proposal.tokens), proposal.tokens, proposal.laws, p, RandomSampler())
+    chances = revealed_probs(len(proposal.tokens), proposal.tokens, proposal.dists, p, RandomSampler())
     num_kept = next((i for i, chance in enumerate(chances) if chance < 0.5), len(chances))
-    for column in (proposal.tokens, proposal.laws, self.run.steps):
+    for column in (proposal.tokens, proposal.dists, self.run.steps):
         del column[num_kept:]
     return proposal
 

@@ -89,6 +89,6 @@ class InterleavedDrafter:
         token = self._session.draws.token(q)
         ids.append(token)
         proposal.tokens.append(token)
-        proposal.laws.append(q)
+        proposal.dists.append(q)
         if token in self._session.eos_ids:
             proposal.stop_reason = "eos"

@@ -112,7 +112,7 @@ class PreVerifiedDrafter(PolicyDrafter):
         fed = ids + inner.tokens
         logits = self.model.forward(fed, len(inner.tokens) + 1)
         q = self._session.sampling.laws_after(logits, fed)
-        count = num_accepted(inner.tokens, inner.laws, q, draws)
+        count = num_accepted(inner.tokens, inner.dists, q, draws)
         inner.set_accepted(count, q, draws)
         for row, token in enumerate(inner.tokens[:count]):
             drawn = self._signals.read(len(proposal.tokens), logits[row], token, row=row)
@@ -120,7 +120,7 @@ class PreVerifiedDrafter(PolicyDrafter):
                 break
         else:  # no stop among the accepted tokens
             if count < len(inner.tokens) or self.rounds.bonus or not inner.tokens:
-                law = next_law(count, inner.laws, q, draws)
+                law = next_law(count, inner.dists, q, draws)
                 token, drawn = self._signals.draw(len(proposal.tokens), logits[count], law, draws, row=count)
                 self.take(token, drawn, q[count])
         ids = ids + proposal.tokens[num_before:]

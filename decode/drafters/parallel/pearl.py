@@ -116,15 +116,15 @@ class PearlDecoder(SpeculativeDecoder):
                 wait([verified])
         logits = self.target.forward(text, num_waiting + 1) if verified is None else verified.result()
         p = self.sampling.laws_after(logits, text)
-        tested = Proposal(waiting.tokens + new.tokens[:1], waiting.laws + new.laws[:1])
-        count = num_accepted(tested.tokens, tested.laws, p, draws)
+        tested = Proposal(waiting.tokens + new.tokens[:1], waiting.dists + new.dists[:1])
+        count = num_accepted(tested.tokens, tested.dists, p, draws)
         emitted = tested.tokens[:count]
         is_passed = count == len(tested.tokens)
         # a token of the target's own: in place of the rejected one, or where nothing was drafted
         if not is_passed or not new.tokens:
             is_over = bool(emitted) and (emitted[-1] in self.eos_ids or len(emitted) == num_left)
-            emitted = emitted if is_over else [*emitted, draws.token(next_law(count, tested.laws, p, draws))]
-        self._waiting = Proposal(new.tokens[1:], new.laws[1:]) if is_passed else Proposal()
+            emitted = emitted if is_over else [*emitted, draws.token(next_law(count, tested.dists, p, draws))]
+        self._waiting = Proposal(new.tokens[1:], new.dists[1:]) if is_passed else Proposal()
         committed += emitted
         self._forget(committed, is_passed)
         counts = Counts(

@@ -72,7 +72,7 @@ def handed_on(self, place, *prompt):
         place.drafter.run.state = run.state
 
 
-SETTLED, SEAT = Batch._settled, Batch._seat
+SETTLED, SEAT = Batch._settle, Batch._begin
 LEARNING = {"head": HeadPolicy(toy_head("drawn", seed=2), 0.5, is_learning=True), "no_head": LearnedProb(0.5)}
 
 
@@ -81,7 +81,7 @@ def test_a_sequence_learns_from_its_own_rounds_as_it_does_alone(policy):
     assert_as_alone(decoder_of(LEARNING[policy], eos_ids=(), length=5), PROMPTS, [30] * len(PROMPTS), 3)
 
 
-@pytest.mark.parametrize(("step", "mutant"), [("_settled", withheld), ("_seat", handed_on)])
+@pytest.mark.parametrize(("step", "mutant"), [("_settle", withheld), ("_begin", handed_on)])
 @pytest.mark.parametrize("policy", LEARNING)
 def test_lessons_withheld_or_handed_on_would_not_pass(policy, step, mutant, monkeypatch):
     monkeypatch.setattr(Batch, step, mutant)

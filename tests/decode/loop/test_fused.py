@@ -70,7 +70,7 @@ def drafted(compile, sampling, draws, heads):
     drafter.conclude(committed, 5)
     second = drafter.propose(committed, 4)
     assert (drafter._fused is not None) == (compile is not False)
-    return first.tokens + second.tokens, torch.stack(first.laws + second.laws), torch.tensor(policy.seen)
+    return first.tokens + second.tokens, torch.stack(first.dists + second.dists), torch.tensor(policy.seen)
 
 
 def assert_alike(sampling, heads, make_draws=lambda: RandomSampler(torch.Generator().manual_seed(3))):

@@ -94,15 +94,13 @@ def no_token(monkeypatch) -> None:
 
 @pytest.mark.parametrize("way", WAYS_IN)
 def test_a_draft_that_cannot_be_fed_what_the_target_may_emit_is_refused(way, no_token):
-    with pytest.raises(
-        ValueError, match="takes 36 ids and the target may emit 40, after some of which it could not go on; choose"
-    ):
+    with pytest.raises(ValueError, match="has embeddings for 36 ids, but the target may emit 40; use"):
         WAYS_IN[way](llama(0), llama(1, 36))
 
 
 @pytest.mark.parametrize("way", sorted(set(WAYS_IN) - {"inside_transformers"}))
 def test_a_draft_with_more_ids_than_what_verifies_it_is_refused(way, no_token):
-    with pytest.raises(ValueError, match=r"names 44 ids and what verifies it 40; give the .* vocab_size=40"):
+    with pytest.raises(ValueError, match=r"logits for 44 ids, but its verifier for 40; pass vocab_size=40"):
         WAYS_IN[way](llama(0), llama(1, 44))
 
 
@@ -130,7 +128,7 @@ def test_a_draft_whose_laws_alone_are_narrower_is_lossless():
 
 def test_what_a_narrower_level_cannot_verify_is_refused(no_token):
     drafter = PreVerifiedDrafter(ModelDrafter(llama(2), FixedLength(2)), CachedModel(llama(1), vocab_size=20), Policy())
-    with pytest.raises(ValueError, match="the draft names 40 ids and what verifies it 20"):
+    with pytest.raises(ValueError, match="the draft has logits for 40 ids, but its verifier for 20"):
         SpeculativeDecoder(llama(0), drafter).generate(PROMPT, NUM)
 
 
@@ -219,7 +217,7 @@ def test_decoders_that_share_a_model_take_turns_and_never_at_once(kind, shared):
     rounds = one.stream(PROMPT, NUM, generator=torch.Generator().manual_seed(0))
     begun = list(next(rounds).emitted)
     for decode in (lambda: other.generate(PROMPT, NUM), lambda: next(other.stream(PROMPT, NUM))):
-        with pytest.raises(ValueError, match=f"the {shared} is in use already, .* another stream that is still open"):
+        with pytest.raises(ValueError, match=f"the {shared} is already in use, .* another open stream"):
             decode()
     # the refused ones left it as it was
     assert (*begun, *(token for each in rounds for token in each.emitted)) == alone
@@ -233,7 +231,7 @@ def test_a_batch_of_a_model_in_use_is_refused():
     one, other = streams("chain", "target")
     rounds = one.stream(PROMPT, NUM)
     next(rounds)
-    with pytest.raises(ValueError, match="the target is in use already"):
+    with pytest.raises(ValueError, match="the target is already in use"):
         other.generate_batch([PROMPT], NUM)
     assert sum(len(each.emitted) for each in rounds) > 0
     assert len(other.generate_batch([PROMPT], NUM)[0].token_ids) == NUM
@@ -241,5 +239,5 @@ def test_a_batch_of_a_model_in_use_is_refused():
 
 def test_a_model_object_cannot_be_target_and_draft_of_one_decoder(no_token):
     model = CachedModel(llama(0))
-    with pytest.raises(ValueError, match="the draft is in use already, by another part of this generation"):
+    with pytest.raises(ValueError, match="the draft is already in use, by another part of this generation"):
         SpeculativeDecoder(model, ModelDrafter(model, FixedLength(2))).generate(PROMPT, NUM)

@@ -75,7 +75,7 @@ def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_th
             before = model.embedding(torch.tensor([tokens[i - 1]]))[0]
             assert shown.fed_logit == pytest.approx(float(fed(fresh.hidden[-1], scalars[i - 1], before)), abs=1e-9)
         assert sampling.probs(logits)[token] > 0
-        assert sampling.is_greedy or torch.equal(proposal.laws[i], sampling.probs(logits))
+        assert sampling.is_greedy or torch.equal(proposal.dists[i], sampling.probs(logits))
 
 
 def test_only_what_a_policy_asks_for_is_computed():

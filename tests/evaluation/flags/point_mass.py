@@ -39,7 +39,7 @@ class PointMassDrafter(ModelDrafter):
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         proposal = super().propose(committed, max_tokens)
         if len(proposal.tokens) < self._min_length and proposal.stop_reason != "eos":
-            proposal.tokens, proposal.laws, self.run.steps = [], [], []
+            proposal.tokens, proposal.dists, self.run.steps = [], [], []
             proposal.stop_reason = "policy"
         return proposal
 
