@@ -1,8 +1,4 @@
-"""The one factory of decoders: the models of a pair as a loop runs them, and the decoders that share them.
-
-Target and draft are made together, whichever kind of draft the pair has: a feature draft reads the very target that
-verifies what it drafts.
-"""
+"""The models of a pair as a loop runs them, and the decoders that share them."""
 
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -22,7 +18,7 @@ from lm.features.taps import TappedTreeModel
 from lm.trees.cached import TreeModel
 
 Kind = Callable[..., CachedModel]
-"""What makes a model that the loop runs: (loaded model, vocab_size, with_hidden) -> the model with an empty cache."""
+"""Makes a model with an empty cache: (loaded model, vocab_size, with_hidden) -> model."""
 
 
 def target_of(
@@ -32,17 +28,17 @@ def target_of(
     *,
     vocab_size: int | None,
 ) -> CachedModel:
-    """The model that verifies; beside a feature draft it keeps the states that the draft reads.
+    """The model that verifies; it keeps the states that a feature draft reads.
 
     Args:
         target: loaded.
         drafting: the pair's draft.
         kind: class of the model; beside a feature draft it only says whether trees are verified.
-        vocab_size: width that logits are cut to (`CachedModel`).
+        vocab_size: width that logits are truncated to.
 
     Raises:
-        ValueError: a model that cannot hold a tree, or does not keep what the feature draft reads; a feature draft of
-            another target.
+        ValueError: a model that cannot hold a tree, or lacks what the feature draft reads; a feature draft of another
+            target.
     """
     if not isinstance(drafting, FeatureDraft):
         return kind(target, vocab_size=vocab_size)
@@ -60,12 +56,12 @@ def draft_of(
     *,
     with_hidden: bool = False,
 ) -> DraftModel | TreeDraft:
-    """The model that drafts for this target of `target_of`, its logits cut to the target's width.
+    """The model that drafts for a target of `target_of`, with logits of the target's width.
 
     Args:
-        drafting: a model of its own, or the feature draft that `target` was made for.
+        drafting: a separate model, or the feature draft that `target` was made for.
         target: verifies.
-        kind: class of a model of its own.
+        kind: class of a separate model.
         with_hidden: keep hidden states, for heads; a feature draft always does.
     """
     if not isinstance(drafting, FeatureDraft):
@@ -75,8 +71,8 @@ def draft_of(
 
 
 class PairModels:
-    """Target, draft and micro of a pair, each made when it is first asked for: what is already decoded is read without
-    them. All decoders made here share them, and so take turns.
+    """Target, draft and micro of a pair, each made at its first use and shared by all decoders made here, of which only
+    one may generate at a time.
     """
 
     def __init__(
@@ -89,15 +85,15 @@ class PairModels:
         kind: Kind | None = None,
     ) -> None:
         """Args:
-            pair: loaded, or what loads it when the first model is needed.
-            compile: `decode.compile`: how much of the loop is compiled.
-            holds_trees: models that hold trees, with which chains can be drafted too.
-            with_hidden: draft and micro keep hidden states, as heads at any level of a hierarchy need; False: the draft
-                does for policies with heads.
-            kind: class of target and draft, where it is not that of `holds_trees` and `compile`.
+            pair: loaded, or a function that loads it at the first use of a model.
+            compile: `decode.compile`.
+            holds_trees: make models that hold trees; they can draft chains too.
+            with_hidden: draft and micro keep hidden states, for heads at any level of a hierarchy; False: the draft
+                keeps them only for policies with heads.
+            kind: class of target and draft, if not the one for `holds_trees` and `compile`.
 
         Raises:
-            ValueError: trees are to be compiled.
+            ValueError: trees with compilation.
         """
         if holds_trees and compile is not False:
             raise ValueError(f"decode.compile is {compile}, and trees are drafted eagerly; set decode.compile: false")
@@ -105,7 +101,7 @@ class PairModels:
         self._compile, self._with_hidden = compile, with_hidden
         self._kind = kind or (TreeModel if holds_trees else partial(CachedModel, compile=compile))
         self.drafts: dict[bool, DraftModel | TreeDraft] = {}
-        """Drafts made so far, by whether they keep hidden states; a feature draft is there once."""
+        """Drafts made so far, by whether they keep hidden states; a feature draft is made once."""
 
     @cached_property
     def pair(self) -> Pair:
@@ -116,7 +112,7 @@ class PairModels:
         """The model that verifies.
 
         Raises:
-            ValueError: a feature draft is to be compiled; see `target_of`.
+            ValueError: a feature draft with compilation; see `target_of`.
         """
         if isinstance(self.pair.drafting, FeatureDraft) and self._compile is not False:
             raise ValueError(
@@ -125,16 +121,12 @@ class PairModels:
         return target_of(self.pair.target, self.pair.drafting, self._kind, vocab_size=self.pair.vocab_size)
 
     def draft_for(self, policy: Policy) -> DraftModel | TreeDraft:
-        """The draft, with hidden states where the policy's heads read them."""
+        """The draft, with hidden states if the policy has heads."""
         return self._draft(bool(policy.heads) or self._with_hidden)
 
     @cached_property
     def draft(self) -> CachedModel:
-        """The draft of a hierarchy, a model of its own.
-
-        Raises:
-            ValueError: it is a feature draft.
-        """
+        """The draft of a hierarchy, a separate model; ValueError for a feature draft."""
         assert self.pair.draft
         made = self._draft(self._with_hidden)
         assert isinstance(made, CachedModel)
@@ -142,17 +134,13 @@ class PairModels:
 
     @cached_property
     def micro(self) -> CachedModel:
-        """The smallest model of a hierarchy.
-
-        Raises:
-            ValueError: the config names none.
-        """
+        """The smallest model of a hierarchy; ValueError if the config names none."""
         check_micro(self.pair)
         assert self.pair.micro is not None
         return CachedModel(self.pair.micro, vocab_size=self.pair.vocab_size, with_hidden=self._with_hidden)
 
     def drafter(self, policy: Policy, shape: Shape | None = None, *, read_every: int = 1) -> Drafter:
-        """What drafts under a policy: chains, or trees of this shape (`TreeDrafter` has `read_every`)."""
+        """The drafter of a policy, of chains or of trees of this shape."""
         draft = self.draft_for(policy)
         if shape is None:
             return ModelDrafter(draft, policy)  # type: ignore[arg-type]  # a model that drafts trees drafts chains
@@ -166,13 +154,9 @@ class PairModels:
         max_draft_length: int = 20,
         eos_ids: frozenset[int] | None = None,
     ) -> SpeculativeDecoder:
-        """The loop of the pair's target with a drafter, of `drafter` or a hierarchy on these models.
+        """The loop of the pair's target with a drafter on these models; see `SpeculativeDecoder`.
 
-        Args:
-            drafter: a drafter of chains, or of trees where the models hold them.
-            sampling: the one transform of all models.
-            max_draft_length: upper bound of every round: tokens of a chain, levels of a tree.
-            eos_ids: tokens that end a generation; None: those of the pair.
+        `eos_ids` None: those of the pair.
         """
         return SpeculativeDecoder(
             self.target,
@@ -183,7 +167,7 @@ class PairModels:
         )
 
     def pearl(self, gamma: int, *, sampling: Sampling) -> PearlDecoder:
-        """PEARL's loop of target and draft, which drafts `gamma` tokens a step."""
+        """PEARL's loop, which drafts `gamma` tokens a step."""
         return PearlDecoder(self.target, self.draft, gamma=gamma, sampling=sampling, eos_ids=self.pair.eos_ids)
 
     def _draft(self, with_hidden: bool) -> DraftModel | TreeDraft:
@@ -194,8 +178,8 @@ class PairModels:
 
 
 def check_micro(pair: PairConfig | Pair) -> None:
-    """Raise ValueError where hierarchies are asked for and there is no micro model."""
+    """Raise ValueError if there is no micro model."""
     if pair.micro is None:
         raise ValueError(
-            "pair.micro is not set; a hierarchy needs a third model, smaller than the draft: set pair.micro.path"
+            "pair.micro is not set, but a hierarchy needs a third model, smaller than the draft; set pair.micro.path"
         )

@@ -1,3 +1,1 @@
-"""Drafters made of drafters (law 4.12): HSDDW, Chen's variant, and the command that decodes, costs and compares
-them.
-"""
+"""Drafters made of drafters (law 4.12): HSDDW, and Chen's variant."""

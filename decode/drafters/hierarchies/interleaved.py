@@ -2,20 +2,20 @@
 target verifies all.
 
 Source: H. Chen, An Exploration of Hierarchical Speculative Decoding. Every token is verified against the distribution
-that it was drawn from, the small model's or the medium's, as the paper has it, and, here, a rejected one is replaced by
-a draw from the residual of that same proposal, norm(max(0, p - q)) with its own q. Law 4.2 asks for nothing else, so
-the output has the target's law although the proposals alternate.
+that it was drawn from, the small model's or the medium's, as in the paper. A rejected one is replaced by a draw from
+the residual of that same proposal, norm(max(0, p - q)) with its own q. Law 4.2 requires nothing else, so the output has
+the target's distribution although the proposals alternate.
 
-As printed, the replacement is drawn from plain p instead. Then a drafted position has, whatever proposed it, the law
+As printed, the replacement is drawn from plain p. Then a drafted position has, whatever proposed it, the distribution
 
     min(p, q) + (1 - sum_v min(p, q)(v)) p
 
 which is p only if q = p: the paper admits that "the distribution of outputs may differ". A test shows the bias.
 
-Departures. The printed k is the place of the first rejected token; the listing returns x_1 … x_k, the rejected token
-among them, and draws the next from p_{k+1}, where Table A.1 and Theorem 3.2 count k tokens in all. Mended, as they
-count: k - 1 tokens are accepted, and the replacement is drawn at the rejected place. A draft may end inside a block, at
-EOS or at the length limit.
+Departures: the printed k is the index of the first rejected token; the listing returns x_1 ... x_k, including the
+rejected token, and draws the next from p_{k+1}, while Table A.1 and Theorem 3.2 count k tokens in all. Here, as they
+count: k - 1 tokens are accepted, and the replacement is drawn at the rejected position. A draft may end inside a block,
+at EOS or at the length limit.
 """
 
 from transformers import PreTrainedModel
@@ -41,8 +41,8 @@ class InterleavedDrafter:
             small: drafts n tokens of each block; counted as micro.
             medium: drafts the last token of each block; counted as draft.
             m: blocks per draft.
-            n: tokens of the small model per block; 0 leaves the medium model alone.
-            vocab_size: `Pair.vocab_size` where logits are wider than the tokenizer.
+            n: tokens of the small model per block; 0: only the medium model drafts.
+            vocab_size: `Pair.vocab_size` if logits are wider than the tokenizer.
 
         Raises:
             ValueError: a negative m or n.
@@ -64,7 +64,7 @@ class InterleavedDrafter:
         proposal = Proposal()
         ids = list(committed)
         context = min(self.small.max_length, self.medium.max_length)
-        # The last token is drawn and never fed, so it may lie one beyond the context.
+        # the last token is drawn and never fed, so it may be one beyond the context
         num_tokens = min(self.m * (self.n + 1), max_tokens, context - len(committed) + 1)
         while len(proposal.tokens) < num_tokens and proposal.stop_reason == "limit":
             if len(proposal.tokens) % (self.n + 1) < self.n:
@@ -84,7 +84,7 @@ class InterleavedDrafter:
         self.medium.roll_back(length)
 
     def _extend(self, proposal: Proposal, ids: list[int], model: CachedModel) -> None:
-        """Draw one token from a model and add it, with the row it was drawn from."""
+        """Add one token drawn from a model."""
         q = self._session.sampling.laws_after(model.forward(ids), ids)[0]
         token = self._session.draws.token(q)
         ids.append(token)

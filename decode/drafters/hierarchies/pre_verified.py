@@ -1,23 +1,20 @@
-"""Design 4.12: a drafter whose proposals a second model has already verified, so that hierarchies are drafters made of
-drafters.
+"""Law 4.12: a drafter whose proposals a second model has already verified, so that drafters can be nested.
 
-One draft is a sequence of inner rounds, each of them law 4.2 one level down: the inner drafter proposes y_1 … y_k with
-the rows q' that they were drawn from, `model` gives its rows q in one forward, y_i passes with probability min(1,
-q(y_i) / q'(y_i)), the first that fails is replaced by a draw from norm(max(0, q - q')), and after full acceptance the
-row q_{k+1} yields a free token, if `InnerRounds.bonus`. A round in which the inner drafter proposed nothing always
-draws that token: it is then plain drafting by `model`.
+One draft is a sequence of inner rounds, each of them law 4.2 one level down: the inner drafter proposes y_1 ... y_k
+with their distributions q', `model` gives its distributions q in one forward, y_i passes with probability min(1, q(y_i) /
+q'(y_i)), the first that fails is replaced by a draw from norm(max(0, q - q')), and after full acceptance q_{k+1} yields
+a free token, if `InnerRounds.bonus`. If the inner drafter proposed nothing, that token is always drawn: plain drafting
+by `model`.
 
-Why the whole stays lossless. Given everything before it, a token that leaves an inner round has the law q of `model` at
-its position (law 4.2), so q is the row handed on, and the outer verification sees a draft like any other; by induction
-this holds at any depth.
+The whole is lossless: given everything before it, a token that leaves an inner round has the distribution q of `model`
+(law 4.2). So the outer verification gets q and sees an ordinary draft; by induction this holds at any depth.
 
-Why the stops are legal (law 4.3). The policy of this level is asked at each emitted position with the signals of
-`model`: before the token, of distributions and earlier tokens alone, or after it, and then the token is kept. Tokens
-further on that this inner round had verified are dropped unseen. What the policies are told of dropped tokens (how far
-the inner verification got) moves only later stops, never the token it is about.
+The stops are legal (law 4.3): the policy of this level sees the signals of `model` at each emitted position, either
+before the token, or after it, and then the token is kept. Tokens after a stop are dropped unseen. The length of the
+inner acceptance, which policies learn, affects only later stops.
 
 Counts: `num_draft_forwards` are forwards of `model`; `num_micro` tokens that the level right below proposed;
-`num_micro_forwards` forwards of all levels below together.
+`num_micro_forwards` forwards of all levels below.
 """
 
 from collections.abc import Iterator
@@ -37,29 +34,28 @@ class InnerRounds:
     """How many inner rounds make one draft, and how long each may be."""
 
     window: int = 10
-    """The most tokens that the inner drafter proposes per inner round (HSDDW: K = 10)."""
+    """Maximum inner draft length (HSDDW: K = 10)."""
     max_rounds: int | None = None
     """Inner rounds per draft; None: until the policy stops or the draft is full."""
     num_alone: int = 0
-    """Tokens that `model` then drafts on its own, the inner drafter resting."""
+    """Tokens that `model` then drafts alone."""
     bonus: bool = True
     """Emit the free token of a fully accepted inner round."""
 
     def __post_init__(self) -> None:
-        least = {"window": (self.window, 0), "max_rounds": (self.max_rounds, 0), "num_alone": (self.num_alone, 0)}
-        for name, (value, limit) in least.items():
-            if value is not None and value < limit:
-                raise ValueError(f"{name} is {value}; it must be at least {limit}")
+        for name in ("window", "max_rounds", "num_alone"):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ValueError(f"{name} is {value}; it must be at least 0")
 
     def lengths(self) -> Iterator[int]:
-        """The window of each inner round; 0 where `model` drafts alone."""
+        """The window of each inner round; 0 if `model` drafts alone."""
         together = repeat(self.window) if self.max_rounds is None else repeat(self.window, self.max_rounds)
         return chain(together, repeat(0, self.num_alone))
 
 
 class PreVerifiedDrafter(PolicyDrafter):
-    """Drafts the tokens that the inner drafter proposes and `model` lets pass, until the policy of this level says
-    stop, or a context is full.
+    """Drafts the tokens that the inner drafter proposes and `model` accepts, until the policy of this level stops or a
+    context is full.
     """
 
     role, verifies = "draft that pre-verifies", True
@@ -74,11 +70,11 @@ class PreVerifiedDrafter(PolicyDrafter):
         vocab_size: int | None = None,
     ) -> None:
         """Args:
-        inner: any drafter, also one of these.
+        inner: any drafter, also a pre-verified one.
         model: verifies what `inner` proposes; a `PreTrainedModel` is wrapped in a `CachedModel`.
-        policy: when this level stops; its signals are `model`'s, a head in it reads `model`'s hidden states.
-        rounds: None is `InnerRounds()`, full HSDDW's.
-        vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
+        policy: when this level stops, by the signals and hidden states of `model`.
+        rounds: None: `InnerRounds()`, those of full HSDDW.
+        vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
         """
         wrapped = cached(model, CachedModel, vocab_size=vocab_size, with_hidden=bool(policy.heads))
         super().__init__(wrapped, policy)
@@ -95,8 +91,7 @@ class PreVerifiedDrafter(PolicyDrafter):
             if room < 1 or self.proposal.stop_reason != "limit":
                 break
             ids = committed + self.proposal.tokens
-            # A bonus token may follow the inner draft, and needs room too; the model's forward over both must fit its
-            # context.
+            # a bonus token needs room too, and the model's forward must fit its context
             self._inner_round(ids, int(min(window, room - self.rounds.bonus, self.model.max_length - len(ids))))
         return self.proposal
 
@@ -105,7 +100,7 @@ class PreVerifiedDrafter(PolicyDrafter):
         self.inner.roll_back(length)
 
     def _inner_round(self, ids: list[int], window: int) -> None:
-        """Play one inner round after `ids`; extends the proposal by what it emits."""
+        """Play one inner round after `ids`; extends the proposal by its tokens."""
         proposal, draws = self.proposal, self._session.draws
         num_before = len(proposal.tokens)
         inner = self.inner.propose(ids, window) if window > 0 else Proposal()

@@ -1,20 +1,18 @@
-"""PEARL (arXiv 2408.11850): the draft drafts its next tokens while the target verifies, each on a device of its own.
+"""PEARL (arXiv 2408.11850): the draft drafts its next tokens while the target verifies, each on its own device.
 
-A step has both at work at once: the draft adds gamma tokens to the text, and the target runs on the text as it was
-before them.
+In one step both run at once: the draft adds gamma tokens to the text, and the target runs on the text before them.
 
-    pre-verify    no token waits. The target knows its law at the first new token, which is tested: rejected, it is
-                  replaced (residual) and the rest of the draft is dropped; accepted, it is emitted, and the others
-                  *wait*.
-    post-verify   the tokens that wait are tested, and then the first new one. All pass: they are emitted, and the other
-                  new ones wait. At the first that fails: those before it and its replacement are emitted, whatever was
-                  drafted after it is dropped, and the next step pre-verifies.
+    pre-verify    no token waits. The target tests the first new token. If it is rejected, it is replaced (residual) and
+                  the rest of the draft is dropped; if accepted, it is emitted, and the others *wait*.
+    post-verify   the waiting tokens are tested, and then the first new one. If all pass, they are emitted, and the
+                  other new ones wait. At the first failure, the tokens before it and its replacement are emitted, all
+                  later tokens are dropped, and the next step pre-verifies.
 
-Tests are law 4.2's, with the law that each token was drawn from; a step in which all pass has no bonus token, since the
-draft is ahead of the target. Departures from the authors' code (smart-lty/ParallelSpeculativeDecoding at 5a6f369):
-every test has a draw of its own (theirs seeds the generator anew, so that the test of a step's first token and the
-first test of the step after share one draw, which changes the law of the two tokens); prompts may be short; nothing
-untested is ever emitted. Where no new token can be drafted (EOS, length limit, the draft's context) a step is plain
+Tests are law 4.2's, with the distribution that each token was drawn from. A step in which all pass has no bonus token,
+since the draft is ahead of the target. Departures from the authors' code (smart-lty/ParallelSpeculativeDecoding at
+5a6f369): every test has its own draw (theirs reseeds the generator, so that the test of a step's first token and the
+first test of the next step share one draw, which changes the distribution of the two tokens); prompts may be short;
+nothing untested is emitted. If no new token can be drafted (EOS, length limit, the draft's context) a step is plain
 verification, with its bonus token if there is room.
 """
 
@@ -36,8 +34,8 @@ from lm import CachedModel, Sampler, Sampling, next_law, num_accepted
 
 @dataclass(frozen=True)
 class Step(Round):
-    """One step: `drafted` are its new tokens, `num_accepted` the tests that passed; `emitted` may hold tokens drafted a
-    step before.
+    """One step: `drafted` are its new tokens, `num_accepted` counts passed tests, `emitted` may hold tokens of the step
+    before.
     """
 
     strategy: Literal["pre-verify", "post-verify"] = "pre-verify"
@@ -45,9 +43,7 @@ class Step(Round):
 
     @property
     def next_kind(self) -> str | None:
-        """residual, bonus (nothing new was drafted), or None where every test was passed and there is no token of the
-        target's own.
-        """
+        """residual, bonus (nothing new was drafted), or None if every test passed."""
         if len(self.emitted) == self.num_accepted:
             return None
         return "residual" if self.num_accepted < self.num_tested else "bonus"
@@ -73,14 +69,14 @@ class PearlDecoder(SpeculativeDecoder):
         """Args:
             target: verifies; a `PreTrainedModel` is wrapped in a `CachedModel`.
             draft: drafts `gamma` tokens a step.
-            gamma: about t_target / t_draft, where both are busy all the time.
+            gamma: about t_target / t_draft, which keeps both busy.
             sampling: the one transform of draft and target.
             eos_ids: tokens that end a generation; None: those of the target.
             vocab_size: `Pair.vocab_size` where logits are wider than the tokenizer.
-            is_parallel: whether both run at once, as two devices can; else one after the other, to the same tokens.
+            is_parallel: run both at once, on two devices; otherwise one after the other, with the same tokens.
 
         Raises:
-            ValueError: gamma below 1, one device for two models that are to work at once.
+            ValueError: gamma below 1; is_parallel with one device.
         """
         if gamma < 1:
             raise ValueError(f"gamma is {gamma}; PEARL drafts at least 1 token a step")
@@ -90,8 +86,8 @@ class PearlDecoder(SpeculativeDecoder):
         )
         if is_parallel and self.target.device == drafter.model.device:
             raise ValueError(
-                f"target and draft are both on {self.target.device}, and PEARL's clock needs two devices; set "
-                "pair.draft.device_map to another one, or read the predicted times"
+                f"target and draft are both on {self.target.device}, but running PEARL in parallel needs two devices; "
+                "set pair.draft.device_map to another one, or use the predicted times"
             )
         # one thread for as long as the decoder lives: the target's CUDA graphs belong to it (`lm.models.captured`), the
         # draft's to the caller's, and each is captured once
@@ -111,7 +107,7 @@ class PearlDecoder(SpeculativeDecoder):
             new = self._draft(text, num_left - num_waiting)
             drafted_s = perf_counter()
         finally:
-            # drafting that raises ends the generation, and the next one is to find caches that no forward writes to
+            # if drafting raises, the next generation must find caches that no forward writes to
             if verified is not None:
                 wait([verified])
         logits = self.target.forward(text, num_waiting + 1) if verified is None else verified.result()
@@ -120,7 +116,7 @@ class PearlDecoder(SpeculativeDecoder):
         count = num_accepted(tested.tokens, tested.dists, p, draws)
         emitted = tested.tokens[:count]
         is_passed = count == len(tested.tokens)
-        # a token of the target's own: in place of the rejected one, or where nothing was drafted
+        # the target's own token: in place of the rejected one, or if nothing was drafted
         if not is_passed or not new.tokens:
             is_over = bool(emitted) and (emitted[-1] in self.eos_ids or len(emitted) == num_left)
             emitted = emitted if is_over else [*emitted, draws.token(next_law(count, tested.dists, p, draws))]
@@ -143,13 +139,13 @@ class PearlDecoder(SpeculativeDecoder):
         )
 
     def _draft(self, text: list[int], num_allowed: int) -> Proposal:
-        """New tokens after the text, none after an EOS that waits to be tested."""
+        """New tokens after the text; none after an untested EOS."""
         if num_allowed < 1 or (self._waiting.tokens and text[-1] in self.eos_ids):
             return Proposal()
         return self.drafter.propose(text, min(self.max_draft_length, num_allowed))
 
     def _forget(self, committed: Sequence[int], is_passed: bool) -> None:
-        """Law 4.5: both caches hold a prefix of committed[:-1], the draft's also of what waits."""
+        """Law 4.5: both caches hold a prefix of committed[:-1]; the draft's also waiting tokens."""
         self.target.roll_back(len(committed) - 1)
         if not is_passed or not self._waiting.tokens:
             self.drafter.roll_back(len(committed) - 1)
