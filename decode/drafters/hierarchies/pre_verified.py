@@ -1,10 +1,10 @@
 """Law 4.12: a drafter whose proposals a second model has already verified, so that drafters can be nested.
 
 One draft is a sequence of inner rounds, each of them law 4.2 one level down: the inner drafter proposes y_1 ... y_k
-with their distributions q', `model` gives its distributions q in one forward, y_i passes with probability min(1, q(y_i) /
-q'(y_i)), the first that fails is replaced by a draw from norm(max(0, q - q')), and after full acceptance q_{k+1} yields
-a free token, if `InnerRounds.bonus`. If the inner drafter proposed nothing, that token is always drawn: plain drafting
-by `model`.
+with their distributions q', `model` gives its distributions q in one forward, y_i passes with probability min(1,
+q(y_i) / q'(y_i)), the first that fails is replaced by a draw from norm(max(0, q - q')), and after full acceptance
+q_{k+1} yields a free token, if `InnerRounds.bonus`. If the inner drafter proposed nothing, that token is always drawn:
+plain drafting by `model`.
 
 The whole is lossless: given everything before it, a token that leaves an inner round has the distribution q of `model`
 (law 4.2). So the outer verification gets q and sees an ordinary draft; by induction this holds at any depth.
