@@ -1,5 +1,5 @@
-"""Train every head of the grid in one run: `python train.py --config FILE`, which is `acceptance-heads train`.
-Run again, it goes on from its last checkpoint.
+"""Train every head of the grid in one run: `python train.py --config FILE`, which is `acceptance-heads train`. The same
+command resumes from the last checkpoint.
 """
 
 import sys

@@ -1,6 +1,5 @@
 """The commands that convert, publish and describe heads: `export`, `import`, `push`, `inspect`."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from json import dumps as to_json
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any, Literal
 from configs.paths import local_path
 from configs.schema import Config, PairConfig
 from data_gen.store.identity import describe_model
-from heads.measures.evaluation import Result
 from heads.measures.report import beats_signal, best_heads, verdict
 from heads.model.card import description
 from heads.model.confidence import CARD, confidence_head_of, write_confidence_head
@@ -70,8 +68,9 @@ def export(
         )
     results = _results(run, sweep)
     names = _names(head, sweep, results=results, metric=metric)
-    if results and not force:
-        _refuse_worse(results["dev"], sweep, names)
+    if results and not force and not any(beats_signal(results["dev"], sweep.specs).values()):
+        result = verdict(results["dev"], sweep.specs)
+        raise ValueError(f"{result} Pass --force (force=True in Python) to export anyway: {', '.join(names)}.")
     heads = {name: _with_metrics(trained, name, results) for name, trained in sweep.heads().items() if name in names}
     if format == "dspark":
         return [_export_dspark(heads, config.pair, root)]
@@ -105,43 +104,37 @@ def import_(
     out_path = local_path(out, "--out")
     pair = replace(config.pair, draft=replace(config.pair.draft, path=source))
     is_dspark = released_layout_of(pair.draft) == "dspark"
-    weight = _reject_weight(reject_weight, source, is_dspark=is_dspark)
-    if not is_dspark:
-        pair = config.pair
+    if is_dspark and reject_weight is not None:
+        raise ValueError(
+            f"--reject_weight is {reject_weight}, but the confidence head of {source} was trained without one; remove "
+            "it"
+        )
+    if reject_weight is None and not is_dspark:
+        raise ValueError(
+            f"{source} does not record its reject weight; pass --reject_weight (the head's name often contains it)"
+        )
+    pair = pair if is_dspark else config.pair
     models: dict[str, Any] = {
         name: {"path": model.path, "name": model.path, "revision": model.revision}
         for name, model in (("draft", pair.draft), ("target", pair.target))
     }
     provenance = Provenance(
         accept_weight=accept_weight,
-        reject_weight=weight,
+        reject_weight=1.0 if reject_weight is None else reject_weight,
         mixing_ratio=None if is_dspark else mixing_ratio,
         sampling=asdict(config.pair.sampling),
         training={"imported_from": source},
         **models,
     )
-    head = confidence_head_of(_dspark(pair), provenance) if is_dspark else read_official_head(source, provenance)
+    if is_dspark:
+        draft = load_pair(pair).drafting
+        assert isinstance(draft, DSpark), "its layout says so"
+        head = confidence_head_of(draft, provenance)
+    else:
+        head = read_official_head(source, provenance)
     path = save_whole(head, out_path)
     print(f"wrote the head of {source} to {path}; next: acceptance-heads inspect --path {path}")
     return path
-
-
-def _reject_weight(weight: float | None, source: str, *, is_dspark: bool) -> float:
-    if is_dspark and weight is not None:
-        raise ValueError(
-            f"--reject_weight is {weight}, but the confidence head of {source} was trained without one; remove it"
-        )
-    if weight is None and not is_dspark:
-        raise ValueError(
-            f"{source} does not record its reject weight; pass --reject_weight (the head's name often contains it)"
-        )
-    return 1.0 if weight is None else weight
-
-
-def _dspark(pair: PairConfig) -> DSpark:
-    draft = load_pair(pair).drafting
-    assert isinstance(draft, DSpark), "its layout says so"
-    return draft
 
 
 def push(*, path: str, repo: str, private: bool = False) -> str:
@@ -153,17 +146,13 @@ def push(*, path: str, repo: str, private: bool = False) -> str:
         private: create a new repository as private.
     """
     directory = local_path(path, "--path")
-    if not directory.is_dir():
-        raise FileNotFoundError(
-            f"no exported head at {path}; run `acceptance-heads export`, which writes one directory per head of a sweep"
-        )
-    head = AcceptanceHead.from_pretrained(path)
+    head = AcceptanceHead.from_pretrained(directory)
     try:
         commit: Any = head.push_to_hub(repo, private=private, commit_message=f"Upload head {directory.name}")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"cannot upload {directory} to {repo!r}: {first_line(error)}; pass --repo as owner/name, and log in "
-            "with `hf auth login` and a token that has write access"
+            f"cannot upload {path} to {repo!r}: {first_line(error)}; pass --repo as owner/name, and log in with "
+            "`hf auth login` and a token that has write access"
         ) from error
     print(commit.repo_url)
     return str(commit.repo_url)
@@ -177,15 +166,11 @@ def inspect(*, path: str, json: bool = False) -> dict[str, Any]:
         json: print every fact, with hashes and tensor shapes, as one JSON document instead.
     """
     head = AcceptanceHead.from_pretrained(path)
-    num_parameters = sum(p.numel() for p in head.parameters())
-    facts = head.config | {
-        "num_parameters": num_parameters,
-        "calibration_shift": head.calibration_shift,
-        "tensors": {name: list(t.shape) for name, t in head.state_dict().items()},
-    }
+    facts = head.config | {"num_parameters": head.num_parameters, "calibration_shift": head.calibration_shift}
+    facts["tensors"] = {name: list(tensor.shape) for name, tensor in head.state_dict().items()}
     facts = {name: facts.pop(name) for name in _FIRST_FACTS} | facts
     facts |= {name: facts.pop(name) for name in ("draft", "target")}  # long hashes come last
-    print(to_json(facts, indent=1) if json else description(head.config, num_parameters=num_parameters))
+    print(to_json(facts, indent=1) if json else description(head.config, num_parameters=head.num_parameters))
     return facts
 
 
@@ -225,8 +210,7 @@ def _is_head(path: Path) -> bool:
     if not path.is_dir() or not {entry.name for entry in path.iterdir()} <= set(FILES):
         return False
     config = path / "config.json"
-    kinds = read_json(config, remedy="move it away").get("architectures") if config.is_file() else _KINDS
-    return bool(kinds == _KINDS)
+    return not config.is_file() or read_json(config, remedy="move it away").get("architectures") == _KINDS
 
 
 def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> list[str]:
@@ -243,14 +227,6 @@ def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> 
     if head not in names:
         raise ValueError(f"this sweep has no head {head!r}; pass --head best, all, or one of {', '.join(names)}")
     return [head]
-
-
-def _refuse_worse(on_dev: Result, sweep: Sweep, names: Sequence[str]) -> None:
-    """Raise ValueError if no head of the sweep beats the draft's own signals, which need no training."""
-    if not any(beats_signal(on_dev, sweep.specs).values()):
-        raise ValueError(
-            f"{verdict(on_dev, sweep.specs)} Pass --force (force=True in Python) to export anyway: {', '.join(names)}."
-        )
 
 
 def _with_metrics(head: AcceptanceHead, name: str, results: dict[str, Any]) -> AcceptanceHead:

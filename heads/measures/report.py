@@ -44,12 +44,7 @@ def best_heads(result: Result, specs: Sequence[HeadSpec], *, metric: str = "cali
 
 
 def verdict(result: Result, specs: Sequence[HeadSpec]) -> str:
-    """One sentence on the best head of each timing, and a warning for each timing whose heads do not beat its signal.
-
-    Args:
-        result: measurements on dev.
-        specs: the heads of the sweep.
-    """
+    """One sentence on the best head of each timing on dev; a warning for each whose heads do not beat its signal."""
     lines, worse = [], []
     for timing, beats in beats_signal(result, specs).items():
         name, head = _best(result, specs, timing)

@@ -118,7 +118,7 @@ def _folded(head: AcceptanceHead, name: str, *, width: int) -> tuple[Tensor, Ten
 
 def _card(head: AcceptanceHead, name: str, source: Path) -> str:
     config = read_json(source / "config.json", remedy="fetch the draft again")
-    about = description(head.config, num_parameters=sum(parameter.numel() for parameter in head.parameters()))
+    about = description(head.config, num_parameters=head.num_parameters)
     sampling = head.provenance.sampling
     fits = ", ".join(f"{key} {value}" for key, value in sampling.items()) or "unknown"
     return (

@@ -172,9 +172,14 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             digest.update(tensor.detach().float().cpu().numpy().tobytes())
         return digest.hexdigest()
 
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
     def generate_model_card(self, *_args: Any, **_kwargs: Any) -> Any:
         """The model card (README.md)."""
-        return model_card(self.config, num_parameters=sum(p.numel() for p in self.parameters()))
+        return model_card(self.config, num_parameters=self.num_parameters)
 
     def save_pretrained(self, save_directory: str | Path, **arguments: Any) -> str | None:
         """Write the head into a directory, which is created if needed; `arguments` are `PyTorchModelHubMixin`'s.

@@ -2,7 +2,7 @@
 
 The official module is `Sequential(ResBlock, …, ResBlock, Linear(hidden, 2))`, whose D blocks are one shared object:
 
-    model.{0 … D-1}.linear.{weight, bias}   the same tensors D times; the file stores them once, aliases in its metadata
+    model.{0 … D-1}.linear.{weight, bias}   the same tensors D times, which the file stores once
     model.{D}.{weight, bias}                two logits, softmax, class 1 = accept
 
 softmax(z)_1 = sigmoid(z_1 - z_0), so the difference of the two rows gives the same probability with one logit. The
@@ -13,7 +13,6 @@ top-k 50), trained with w_acc = 1.
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from heads.model.files import check_no_pickle, check_width, checked, local_directory, read_safetensors
@@ -43,7 +42,7 @@ def read_official_head(source: str | Path, provenance: Provenance) -> Acceptance
             "model.safetensors"
         )
     hidden_size, depth = _shape(read_json(config_path, remedy="fetch it again"), config_path)
-    tensors = _with_aliases(path, depth)
+    tensors = _unshared(read_safetensors(path), depth)
     check_width(hidden_size, tensors, source=path.parent)
     tensors = checked(tensors, _official_shapes(hidden_size, depth), source=path)
     head = AcceptanceHead(hidden_size, depth, provenance=provenance)
@@ -66,20 +65,12 @@ def _shape(config: dict[str, Any], path: Path) -> tuple[int, int]:
     return hidden_size, depth
 
 
-def _with_aliases(path: Path, depth: int) -> dict[str, Tensor]:
-    """All tensors, including the aliases in the file's metadata.
-
-    In a file without aliases, a single stored block is the shared one, as the official module has no other.
-    """
-    tensors = read_safetensors(path)
-    with safe_open(path, framework="pt") as file:
-        aliases = file.metadata() or {}
-    tensors |= {name: tensors[stored] for name, stored in aliases.items() if stored in tensors}
-    stored_blocks = [i for i in range(depth) if f"model.{i}.linear.weight" in tensors]
-    if len(stored_blocks) == 1:
-        shared = {name: tensors.get(f"model.{stored_blocks[0]}.linear.{name}") for name in ("weight", "bias")}
-        tensors |= {f"model.{i}.linear.{n}": t for i in range(depth) for n, t in shared.items() if t is not None}
-    return tensors
+def _unshared(tensors: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
+    """The tensors with the shared block, which a file may store once, as every block."""
+    stored = [i for i in range(depth) if f"model.{i}.linear.weight" in tensors]
+    shared = {part: tensors.get(f"model.{stored[0]}.linear.{part}") for part in ("weight", "bias") if len(stored) == 1}
+    copies = {f"model.{i}.linear.{part}": t for i in range(depth) for part, t in shared.items() if t is not None}
+    return tensors | copies
 
 
 def _official_shapes(hidden_size: int, depth: int) -> dict[str, tuple[int, ...]]:

@@ -45,9 +45,8 @@ class StepwiseHead:
     """One head on its device, from tensors to a tensor; also inside a compiled step."""
 
     def __init__(self, head: AcceptanceHead, vocabulary: Vocabulary | None = None) -> None:
-        """Args:
-        head: in evaluation mode, on the device of the draft's hidden states.
-        vocabulary: the draft's embeddings; only for a head that reads them.
+        """`head` is in evaluation mode, on the device of the draft's hidden states; a head that reads embeddings needs
+        `vocabulary`.
         """
         assert vocabulary is not None or not head.inputs.embedding, "this head reads the draft's embeddings"
         self.inputs, self.architecture = head.inputs, architecture_of(head.architecture)
@@ -71,13 +70,7 @@ class StepwiseHead:
         scalars: Float[Tensor, " scalar"] | None = None,
         token: Int[Tensor, " 1"] | None = None,
     ) -> Float[Tensor, " 1"]:
-        """The logit f.
-
-        Args:
-            hidden: the draft's final hidden state at the head's timing.
-            scalars: the head's scalars in its order; only if it reads any.
-            token: the token that is scored; only if the head reads its embedding.
-        """
+        """The logit f; inputs as in `AcceptanceHead.forward`, with the token in place of its embedding."""
         stream, logit = self.inputs.taken(hidden.to(self.dtype)), None
         if self.inputs.embedding:
             assert token is not None
@@ -112,7 +105,7 @@ class StepwiseHead:
         return tables[module][1]
 
     def _new_table(self) -> Terms | None:
-        """The terms of the whole vocabulary; None if they are too many or the head reads no embedding."""
+        """The terms of the whole vocabulary; None if they are too many."""
         if self._vocabulary is None or self._vocabulary.num_tokens * self.hidden_size > _LARGEST_TABLE:
             return None
         with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be used outside inference mode

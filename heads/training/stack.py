@@ -33,13 +33,13 @@ class HeadStack(nn.Module):
         super().__init__()
         self.shape, self.hidden_size = shape, hidden_size
         self.specs = [HeadSpec(shape, weight) for weight in reject_weights]
-        heads = [_seeded_head(spec, hidden_size, seed) for spec in self.specs]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(zlib.crc32(f"{seed}/{shape}".encode()))
+            initial = shape.head(hidden_size).state_dict()
         # torch does not allow a dot in a parameter's name
-        self._names = {name: name.replace(".", "_") for name in heads[0].state_dict()}
+        self._names = {name: name.replace(".", "_") for name in initial}
         for name, parameter_name in self._names.items():
-            self.register_parameter(
-                parameter_name, nn.Parameter(torch.stack([head.state_dict()[name] for head in heads]))
-            )
+            self.register_parameter(parameter_name, nn.Parameter(torch.stack([initial[name]] * len(self.specs))))
         # checkpoints have both buffers even if the heads read no scalars
         num_scalars = len(shape.inputs.scalars or STANDARD)
         self.register_buffer("scalar_mean", torch.zeros(num_scalars))
@@ -57,14 +57,7 @@ class HeadStack(nn.Module):
         embedding: Float[Tensor, "tokens hidden"] | None = None,
         dropout: Dropout | None = None,
     ) -> Float[Tensor, "heads tokens"]:
-        """The logit of every head for every token.
-
-        Args:
-            hidden: at the shape's timing, float32.
-            scalars: the shape's scalars, in nats.
-            embedding: input embedding of the token, if the shape reads it.
-            dropout: in training; all heads share its masks.
-        """
+        """The logit of every head for every token; inputs as in `AcceptanceHead.forward`, float32, scalars in nats."""
         return self._logits(self.weights, self.shape.inputs.taken(hidden), self._inputs(scalars, embedding), dropout)
 
     def loss(
@@ -127,11 +120,3 @@ class HeadStack(nn.Module):
     def _inputs(self, scalars: Tensor | None, embedding: Tensor | None) -> Float[Tensor, "tokens input"] | None:
         standardised = None if scalars is None else (scalars - self.scalar_mean) / self.scalar_scale
         return self.shape.inputs.concatenated(standardised, embedding)
-
-
-def _seeded_head(spec: HeadSpec, hidden_size: int, seed: int) -> AcceptanceHead:
-    """A head whose initial values depend only on (seed, shape), not on the reject weight."""
-    shape = spec.shape
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(zlib.crc32(f"{seed}/{shape}".encode()))
-        return shape.head(hidden_size)
