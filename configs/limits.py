@@ -78,7 +78,7 @@ LIMITS = {
     **{f"decode.{name}": _COUNT_OR_NONE for name in ("num_dev", "num_test")},
     **{f"decode.{name}": _COUNT for name in ("max_new_tokens", "prompts_per_shard", "draws_per_prompt")},
     "decode.seed": _SEED,
-    **{f"decode.{name}": _POSITIVE for name in ("t_draft_s", "t_target_s", "ratios", "abroad_weights")},
+    **{f"decode.{name}": _POSITIVE for name in ("t_draft_s", "t_target_s", "ratios", "transfer_weights")},
     "decode.verify_shares": _AT_LEAST_ZERO,
     "decode.stop_share": _AT_LEAST_ZERO,
 }

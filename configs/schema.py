@@ -311,7 +311,7 @@ class DecodeConfig:
     """Number of prompts for the reported results."""
     datasets: tuple[str, ...] = ()
     """Prompt sets to evaluate on, in the form of data.prompts; empty: data.prompts alone."""
-    abroad_weights: tuple[int, int] = (1, 1)
+    transfer_weights: tuple[int, int] = (1, 1)
     """Shares of dev and test in a transfer set, which no head was trained on."""
     seed: int = 0
     """Random seed of traces and generations, 0 to 2^32 - 1."""

@@ -193,14 +193,14 @@ class Experiment:
     def prompts(self, dataset: str, split: Split, *, num: int | None = None) -> list[Prompt]:
         """The first `num` prompts of a split; None: as many as decode.num_dev or decode.num_test says.
 
-        A set that no head was trained on is cut by `decode.abroad_weights`, and where it has fewer than asked for, all
+        A set that no head was trained on is cut by `decode.transfer_weights`, and where it has fewer than asked for, all
         of them are taken.
         """
         nums = {"dev": self.decode.num_dev, "test": self.decode.num_test} | ({} if num is None else {split: num})
         data = replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"])
         if self.is_training_set(dataset):
             return load_prompts(data, split, section="decode")
-        transfer = replace(data, split_weights=(0, *self.decode.abroad_weights), split_ids=None)
+        transfer = replace(data, split_weights=(0, *self.decode.transfer_weights), split_ids=None)
         return load_prompts(transfer, split, may_be_fewer=True, section="decode")
 
     def prompt_ids(self, dataset: str, split: Split, *, num: int | None = None) -> list[list[int]]:

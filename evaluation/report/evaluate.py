@@ -39,7 +39,7 @@ def evaluate(
     batch: Sizes | None = None,
     clock: int = 0,
     repeats: int = 3,
-    home: str | None = None,
+    transfer_from: str | None = None,
     all: bool = False,
     json: bool = False,
 ) -> None:
@@ -51,12 +51,12 @@ def evaluate(
         clock: also time real generations of so many test prompts, with all their turns, every family at its best
             setting, beside what is predicted; 0: none.
         repeats: of each timed generation; medians count.
-        home: decode.dir of an evaluation under another sampling; what is chosen on its first dataset travels to every
-            dataset of this one.
+        transfer_from: decode.dir of an evaluation under another sampling; settings that are chosen on its first dataset
+            are also judged on every dataset of this one.
         all: print every policy's row too, below the stages to the oracle.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
-    check_local(home, "--home")
+    check_local(transfer_from, "--transfer_from")
     check_clock(clock, repeats, as_recorded=config.decode.as_recorded)
     sizes = sizes_of(batch)
     with printing(aside=json):
@@ -66,7 +66,7 @@ def evaluate(
         directory = folder_of(experiment, competitors)
         times = costs_for(experiment)
         every_times = times.at_ratios(experiment.decode.ratios)
-        sources = source_contests(home, config, competitors, every_times) if home else {}
+        sources = source_contests(transfer_from, config, competitors, every_times) if transfer_from else {}
         folder.complete()  # may take hours, so heads, competitors and times were made, and checked, before it
         page = Page(about=about(experiment, times), directory=directory, plots=verification_curve(times))
         every, results = compare_all(experiment, every_times, sources=sources, page=page, has_all=all)
@@ -119,7 +119,7 @@ def compare_all(
         page: of the report.
         has_all: whether every policy's row is printed, below the stages.
     """
-    heads, folder, is_foreign = experiment.heads, trace_folder(experiment), bool(sources)
+    heads, folder, has_sources = experiment.heads, trace_folder(experiment), bool(sources)
     if any(is_of_other_sampling(head, experiment.sampling) for head in heads.values()):
         heads = heads | calibrated_on(folder.load(next(iter(experiment.datasets))).dev, heads)
     competitors, perfect = competitors_with(experiment, heads), experiment.decode.perfect_head
@@ -135,7 +135,7 @@ def compare_all(
                 table.print()
             frames.append(contest_frame(answer.contest))
             source = sources.setdefault(answer.contest.times.title, answer.contest)
-            if is_foreign or not experiment.is_training_set(dataset):
+            if has_sources or not experiment.is_training_set(dataset):
                 frames.append(_transfer(source, answer.contest, replays))
         plots = [
             *map(speed_up_bars, contests),

@@ -1,10 +1,9 @@
 """Transfer: heads and settings chosen on one set's dev prompts, judged on the test prompts of another.
 
-    transferred  chosen on the source set's dev (head, threshold, index of the rule), reported on the test prompts of a
-                 set that nothing was tuned on
-    tuned there  chosen on that set's own dev, reported on the same test prompts
+    transferred      chosen on the source set's dev (head, threshold, index of the rule), reported on the transfer set
+    tuned on TARGET  chosen on the transfer set's own dev, reported on the same test prompts
 
-Gains are over the best fixed length that was tuned there, leads over the best training-free policy tuned there.
+Gains are over the best fixed length that the transfer set's dev chose, leads over its best training-free policy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,20 +62,20 @@ def transfer_table(results: Mapping[str, Result], source: Contest, target: Conte
             f"setting from {source.dataset}": result.label,
             f"on {source.dataset}": _gain(source, name),
             "transferred": result.over(target.baseline).text,
-            "tuned there": _gain(target, name),
-            "transferred over tuned there": kept[name].text if name in kept else "",
+            f"tuned on {target.dataset}": _gain(target, name),
+            "transferred over tuned": kept[name].text if name in kept else "",
             "lead": result.over(free).text,
         }
         for name, result in results.items()
     ]
-    heading, on_source = list(rows[0])[1:3]
-    gains = {on_source: _gain(source, PERFECT), "tuned there": _gain(target, PERFECT)}
+    _, heading, on_source, _, tuned, *_ = rows[0]
+    gains = {on_source: _gain(source, PERFECT), tuned: _gain(target, PERFECT)}
     return Table(
         f"from {source.dataset} to {target.dataset}; {target.times.title}",
-        [*rows, {"policy": "perfect head", heading: "tuned there", **gains}],
+        [*rows, {"policy": "perfect head", heading: tuned, **gains}],
         f"gain over the best fixed length of the set, with 95 % intervals. transferred: head and setting chosen on the "
-        f"dev prompts of {source.dataset}; tuned there: on those of {target.dataset}; lead: of the transferred setting "
-        f"over the best training-free policy tuned there ({family(free.family).label})",
+        f"dev prompts of {source.dataset}; tuned on {target.dataset}: on its own; lead: of the transferred "
+        f"setting over the best training-free policy of {target.dataset} ({family(free.family).label})",
         names=2,
     )
 
@@ -84,7 +83,9 @@ def transfer_table(results: Mapping[str, Result], source: Contest, target: Conte
 def transfer_frame(results: Mapping[str, Result], source: Contest, target: Contest) -> pd.DataFrame:
     """Rows of results.csv: the target set's, chosen on the source set."""
     kept, nothing = over_tuned(results, target), Gain(*[float("nan")] * 4)
-    rows = [figures_of(result, target) | spread("kept", kept.get(name, nothing)) for name, result in results.items()]
+    rows = [
+        figures_of(result, target) | spread("over_tuned", kept.get(name, nothing)) for name, result in results.items()
+    ]
     return result_frame(rows, target, chosen_on=source.dataset)
 
 

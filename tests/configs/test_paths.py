@@ -89,7 +89,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "heads import --out": lambda: import_(CONFIG, source="head", out=URL, reject_weight=6.0),
     "heads push --path": lambda: push(path=URL, repo="owner/name"),
     "heads inspect --path": lambda: inspect_head(path=URL),
-    "evaluation evaluate --home": lambda: evaluate(CONFIG, home=URL),
+    "evaluation evaluate --transfer_from": lambda: evaluate(CONFIG, transfer_from=URL),
     "decode generate --svg": lambda: generate(CONFIG, prompt="Hi", svg=URL),
     "evaluation flags --log": lambda: flags(CONFIG, for_="llama.cpp", log=URL),
     "evaluation paper_tables --eagle": lambda: paper_tables(CONFIG, paper="hsddw", eagle=URL),

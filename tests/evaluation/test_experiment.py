@@ -130,7 +130,7 @@ def test_names_are_as_short_as_they_can_be_and_different(paths, names):
     assert names_apart(paths) == names
 
 
-def test_a_set_that_no_head_saw_is_halved_whole_and_the_home_set_keeps_its_splits(tmp_path):
+def test_a_set_that_no_head_saw_is_halved_whole_and_the_training_set_keeps_its_splits(tmp_path):
     file = tmp_path / "foreign.jsonl"
     file.write_text("".join(json.dumps({"id": i, "prompt": f"Prompt {i}"}) + "\n" for i in range(7)))
     parser = parser_for(COMMANDS["evaluate"])
@@ -140,20 +140,20 @@ def test_a_set_that_no_head_saw_is_halved_whole_and_the_home_set_keeps_its_split
     assert (len(dev), len(test)) == (3, 2)
     assert not {prompt.id for prompt in dev} & {prompt.id for prompt in test}
     assert len(settled.prompts("stories", "dev")) == 50
-    where[-1], few = "--decode.num_test=5", ["--decode.abroad_weights", "[2, 5]"]
+    where[-1], few = "--decode.num_test=5", ["--decode.transfer_weights", "[2, 5]"]
     settled = Experiment(config_of(parser, parser.parse_args([*flags(tmp_path), *where, *few])))
     assert [len(settled.prompts("foreign", split)) for split in ("dev", "test")] == [2, 5]
 
 
-def test_every_set_of_several_to_train_on_is_home_and_keeps_its_splits(tmp_path):
+def test_every_set_of_several_to_train_on_is_a_training_set_and_keeps_its_splits(tmp_path):
     files = {name: tmp_path / f"{name}.jsonl" for name in ("one", "two", "foreign")}
     for file in files.values():
         file.write_text("".join(json.dumps({"id": i, "question_": f"Prompt {i}"}) + "\n" for i in range(40)))
-    homes = [{"path": str(files[name]), "columns": {"prompt": "question_"}, "weight": 2} for name in ("one", "two")]
+    sets = [{"path": str(files[name]), "columns": {"prompt": "question_"}, "weight": 2} for name in ("one", "two")]
     parser = parser_for(COMMANDS["evaluate"])
     where = [
         "--data.prompts",
-        json.dumps(homes),
+        json.dumps(sets),
         "--data.split_weights=[2, 1, 1]",
         "--decode.num_dev=1",
         "--decode.num_test=2",

@@ -293,7 +293,7 @@ def test_what_was_chosen_under_one_sampling_travels_to_another(flags, tmp_path, 
     there = [f"--decode.heads=[{path}]", "--pair.sampling.temperature=0.5", "--decode.allow_foreign_heads=true"]
     home = flags[flags.index("--decode.dir") + 1]
     _, document = printed(
-        capsys, "evaluate", *flags, *there, "--decode.dir", str(tmp_path / "there"), "--home", home, *JSON
+        capsys, "evaluate", *flags, *there, "--decode.dir", str(tmp_path / "there"), "--transfer_from", home, *JSON
     )
     rows = {(row["family"], row["chosen_on"]): row for row in document["results"]}
     assert {chosen_on for _, chosen_on in rows} == {"stories", "stories (temperature 1)"}
@@ -301,7 +301,13 @@ def test_what_was_chosen_under_one_sampling_travels_to_another(flags, tmp_path, 
     with pytest.raises(SystemExit):
         run(
             COMMANDS,
-            argv=["evaluate", *flags, *there, f"--decode.dir={tmp_path / 'there'}", f"--home={tmp_path / 'nowhere'}"],
+            argv=[
+                "evaluate",
+                *flags,
+                *there,
+                f"--decode.dir={tmp_path / 'there'}",
+                f"--transfer_from={tmp_path / 'nowhere'}",
+            ],
         )
     assert "nowhere/trace/manifest.json" in capsys.readouterr().err
 
