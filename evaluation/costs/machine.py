@@ -15,7 +15,7 @@ from data_gen.prompts.splits import Split
 from decode.experiment import Experiment
 from decode.policies.base import Policy
 from evaluation.costs import measure, stops
-from evaluation.costs.measure import Loop, costs_of, fit_costs, time_generations
+from evaluation.costs.measure import Loop, costs_of, time_generations
 from evaluation.costs.stops import policies_by_kind, sizes, time_stops
 from evaluation.keys import machine_key, models_key, prompts_key
 from evaluation.times import RECORDED, StopShares, TimeErrors, Times, check_ratio
@@ -24,7 +24,7 @@ from store.keyed import KeyedStore
 NUM_PROMPTS = 4
 SKIP = "--decode.t_draft_s SECONDS --decode.t_target_s SECONDS --decode.stop_share size"
 _TOKENS = 96
-_MEASURED = ("t_draft_s", "t_target_s", "origin", "errors", "fit", "stops")
+_MEASURED = ("t_draft_s", "t_target_s", "origin", "errors", "stops")
 
 
 def costs_for(
@@ -240,7 +240,7 @@ def _num_tokens(experiment: Experiment) -> int:
 
 
 def measure_loop(loop: Loop) -> dict[str, Any]:
-    """t_draft and t_target(k) inside the real loop, and the regression over the same generations; no stops yet."""
+    """t_draft and t_target(k) inside the real loop; no stops yet."""
     generations = time_generations(loop)
     cost = costs_of(generations, loop.max_draft_length)
     return {
@@ -248,7 +248,6 @@ def measure_loop(loop: Loop) -> dict[str, Any]:
         "t_target_s": list(cost.t_target_s),
         "origin": cost.origin,
         "errors": {"drafting": cost.errors.drafting, "verifying": cost.errors.verifying},
-        "fit": fit_costs(generations)._asdict(),
         "stops": {},
     }
 

@@ -4,14 +4,12 @@ Generations with drafts of several fixed lengths take turns; each round reports 
 verification. t_draft is the slope of the first over the draft's forwards; what a draft takes whatever its length is
 paid once a round, in t_target(k): a line through those at each k, so that one noisy k cannot bend it, or steps where
 widths are compiled. `fit_costs` gets both times from totals of whole generations by regression, with its R² (the
-paper's Table 2); `time_forwards` times bare forwards.
+paper's Table 2).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,7 +22,7 @@ from decode.policies import FixedLength, Policy
 from evaluation.times import TimeErrors, Times
 from evaluation.traces.trace import Array
 from evaluation.turns import in_turns, turns_within
-from lm import CachedModel, Compile, Pair, Sampling
+from lm import Compile, Pair, Sampling
 
 TIMED_LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
 TOKENS = 24
@@ -254,25 +252,3 @@ def _totals(rounds: Sequence[Round]) -> tuple[float, float, float]:
         float(len(rounds)),
         sum(round_.draft_s + round_.target_s for round_ in rounds),
     )
-
-
-def time_forwards(pair: Pair, prompt_ids: Sequence[int], *, max_draft_length: int, repeats: int = 15) -> Times:
-    """Standalone: medians of bare forwards over a prompt in the cache, draft and every k in turns."""
-    models = {
-        name: CachedModel(model, vocab_size=pair.vocab_size)
-        for name, model in (("draft", pair.draft), ("target", pair.target))
-    }
-    ids = list(prompt_ids)
-    timed = [("draft", 0), *(("target", length) for length in range(max_draft_length + 1))]
-    seconds: dict[tuple[str, int], list[float]] = {call: [] for call in timed}
-    for model in models.values():
-        model.forward(ids)
-    for _ in range(repeats + 1):
-        for name, length in timed:
-            model = models[name]
-            model.roll_back(len(ids) - 1)
-            started_s = perf_counter()
-            float(model.forward(ids + [ids[-1]] * length, length + 1)[-1, 0])  # reading a number waits for the device
-            seconds[name, length].append(perf_counter() - started_s)
-    draft_s, *target_s = (median(seconds[call][1:]) for call in timed)  # the first of each is a warm-up
-    return Times(draft_s, tuple(target_s), "bare forwards")

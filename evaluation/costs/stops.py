@@ -1,9 +1,9 @@
 """What a stop costs (law 4.9): the seconds that each kind of stop adds to a draft step, inside the real loop.
 
-Policies take turns from round to round of one generation (`evaluation.costs.rotation`), and none of them ever stops
-before the end of its draft: so rounds differ by the work of the stop alone. A cycle is a round of each kind, and a few
-of the fixed length, in a new order every time. The machine's pace changes from cycle to cycle, so that a draft is held
-against its own cycle:
+Policies take turns from round to round of one generation (`evaluation.costs.rotation`), and none of them stops before
+the end of its draft, so rounds differ only by the work of the stop. A cycle is a round of each kind, and a few of the
+fixed length, in a new order every time. The machine's speed changes from cycle to cycle, so each draft is compared with
+its own cycle:
 
     r = seconds per draft step / median of the cycle        t_stop = (median r of the kind - median r of the fixed
                                                                      length) * t_draft
@@ -16,16 +16,16 @@ large model is reading its weights; signals of the distribution are then free. `
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength, HeadPolicy, Policy
-from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
+from decode.policies.base import AfterDraw, BeforeDraw, Number, State
 from decode.policies.registry import POLICIES, make_policy
 from decode.policies.scores import ScoringPolicy
 from evaluation.costs.measure import Loop, typical
@@ -52,55 +52,22 @@ class Stop(NamedTuple):
     """Standard error."""
 
 
-@dataclass(frozen=True)
-class Unstopping(Policy):
-    """Does all the work of another policy, and drafts to the end all the same."""
+def unstopping(policy: Policy) -> Policy:
+    """A policy that does all the work of another one and never stops."""
+    kind: Any = type(policy)
 
-    policy: Policy
+    class Unstopping(kind):  # type: ignore[misc]
+        limit = Policy.limit
 
-    @property
-    def signals(self) -> frozenset[str]:  # type: ignore[override]
-        return self.policy.signals
+        def stop_before(self, state: State, before: BeforeDraw) -> Number:
+            super().stop_before(state, before)
+            return False
 
-    @property
-    def fed_head(self) -> AcceptanceHead | None:  # type: ignore[override]
-        return self.policy.fed_head
+        def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
+            state, _ = super().after(state, drawn)
+            return state, False
 
-    @property
-    def drawn_head(self) -> AcceptanceHead | None:  # type: ignore[override]
-        return self.policy.drawn_head
-
-    @property
-    def prefix_head(self) -> AcceptanceHead | None:  # type: ignore[override]
-        return self.policy.prefix_head
-
-    @property
-    def stops_before(self) -> bool:
-        return self.policy.stops_before
-
-    @property
-    def zero_feedback(self) -> State:
-        return self.policy.zero_feedback
-
-    def feedback(self, state: State, drawn: AfterDraw, acceptance_prob: Number) -> State:
-        return self.policy.feedback(state, drawn, acceptance_prob)
-
-    def start(self) -> State:
-        return self.policy.start()
-
-    def begin(self, state: State) -> State:
-        return self.policy.begin(state)
-
-    def stop_before(self, state: State, seen: BeforeDraw) -> Number:
-        self.policy.stop_before(state, seen)
-        return False
-
-    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
-        state, _ = self.policy.after(state, drawn)
-        return state, False
-
-    def end(self, state: State, outcome: Outcome) -> State:
-        return self.policy.end(state, outcome)
+    return cast(Policy, Unstopping(**{field.name: getattr(policy, field.name) for field in fields(kind)}))
 
 
 def policies_by_kind(heads: Iterable[AcceptanceHead], others: Iterable[Policy] = ()) -> dict[str, Policy]:
@@ -124,7 +91,7 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     mixtures = mixtures_of(policies)
     timed = timed_kinds(policies)
     length, cycle = drafted_length(loop), [*timed, *[_FIXED] * NUM_FIXED]
-    arms = {_FIXED: FixedLength(length), **{kind: Unstopping(policies[kind]) for kind in timed}}
+    arms = {_FIXED: FixedLength(length), **{kind: unstopping(policies[kind]) for kind in timed}}
     drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in arms.items()}
     rotation = Rotation(drafters, shuffled(cycle), length=length)
     decoder = loop.models.decoder(rotation, sampling=loop.sampling, max_draft_length=length, eos_ids=loop.eos_ids)

@@ -110,7 +110,7 @@ def times_for(experiment: Experiment, engine: Engine, given: Given | None) -> Ti
         num_tokens = min(_TOKENS, experiment.decode.max_new_tokens)
         measured = times_of_assisted(experiment.pair, prompts, experiment.sampling, num_tokens=num_tokens)
         kept = {name: getattr(measured, name) for name in ("t_draft_s", "t_target_s", "origin")}
-        kept |= {"errors": measured.errors._asdict(), "fit": {}, "stops": {}}
+        kept |= {"errors": measured.errors._asdict(), "stops": {}}
         store.keep([(key, kept)])
     errors = TimeErrors(**kept["errors"])
     errors = errors._replace(stopping={**ours.errors.stopping, **errors.stopping})

@@ -13,7 +13,6 @@ from evaluation.contest import Replays
 from evaluation.figure import Plot
 from evaluation.report.page import Page, has_heads
 from evaluation.report.results import write_counts
-from evaluation.report.stages import stage_plot
 from evaluation.report.verdict import Answer
 from evaluation.table import say
 from store.shards import write_atomic
@@ -43,10 +42,9 @@ def write(page: Page, results: pd.DataFrame, every: Mapping[str, Replays]) -> li
     tables = {directory / "results.csv": results, directory / "stages.csv": stage_frame(answers)}
     for path, frame in tables.items():
         write_csv(path, frame)
-    pictures = [(answer.contest.dataset, stage_plot(answer.stages, answer.contest)) for answer in answers]
     is_one = len(page.answers) == 1
-    plots = [*(plot if is_one else plot.of(dataset) for dataset, plot in pictures), *page.plots]
-    write_plots(directory / "plots", plots)
+    pictures = [answer.picture if is_one else answer.picture.of(answer.contest.dataset) for answer in answers]
+    write_plots(directory / "plots", [*pictures, *page.plots])
     counts = {directory / f"counts-{dataset}.parquet": replays.arms for dataset, replays in every.items()}
     for path, arms in counts.items():
         write_counts(path, arms)

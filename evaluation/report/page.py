@@ -16,7 +16,6 @@ from evaluation.families import ALONE, BOUNDS, families
 from evaluation.figure import Plot
 from evaluation.report.batches import batch_tables
 from evaluation.report.results import result_table
-from evaluation.report.stages import stage_plot
 from evaluation.report.verdict import Answer
 from evaluation.table import Table
 from store.shards import write_atomic
@@ -86,7 +85,7 @@ def _answer(answer: Answer) -> str:
     verdict = escape(answer.verdict).replace(" %", "&nbsp;%")
     explained = f'<p class="note">{escape(answer.explained)}.</p>' if answer.explained else ""
     table = _table(answer.table, classes=["best" * (row["stage"] == answer.best) for row in rows])
-    return f'<p class="verdict">{verdict}</p>{explained}{_figure(stage_plot(answer.stages, answer.contest))}{table}'
+    return f'<p class="verdict">{verdict}</p>{explained}{_figure(answer.picture)}{table}'
 
 
 def _rankings(dataset: str, contests: Sequence[Contest], here: int, page: Page) -> str:

@@ -7,6 +7,7 @@ is predicted from counts and times (law 4.9).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from evaluation.contest import Contest, Result, fastest
 from evaluation.families import (
@@ -23,9 +24,10 @@ from evaluation.families import (
     TRAINING_FREE,
     family,
 )
+from evaluation.figure import Plot
 from evaluation.gain import Gain
 from evaluation.report.results import result_table, values_of
-from evaluation.report.stages import Stage, console_table, stage_table, stages_of
+from evaluation.report.stages import Stage, console_table, stage_plot, stage_table, stages_of
 from evaluation.table import Table
 from heads.model.head import TIMING_LABELS, AcceptanceHead
 from lm.signals import SCALARS
@@ -56,6 +58,11 @@ class Answer:
     """Families that decide: those of the stages, and the best of each kind of policy."""
     explained: str
     """Name of the best head in words; empty where there are no heads."""
+
+    @cached_property
+    def picture(self) -> Plot:
+        """The stages as bars."""
+        return stage_plot(self.stages, self.contest)
 
     @property
     def best(self) -> str:

@@ -41,7 +41,7 @@ def test_the_interval_covers_with_41_settings_chosen_on_dev(repetitions, least, 
             best = int(dev.tokens_per_s.argmax())
             chosen.append((means[best], test.at(best)))
         (base_s, base), (own_s, own) = chosen
-        gain = gain_over(base, own, seed=seed)
+        gain = gain_over(base, own)
         hits += gain.low <= base_s / own_s - 1 <= gain.high
     assert least <= hits <= most
 

@@ -30,14 +30,14 @@ CEILINGS = {
     "data_gen": (7010, 4400),
     "heads": (4407, 3600),
     "decode": (5059, 4200),
-    "evaluation": (11080, 7400),
+    "evaluation": (11012, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
-    "tests": (29031, 18000),
+    "tests": (29029, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
-MAX_RECORD_TYPES = 171
+MAX_RECORD_TYPES = 170
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
 
 

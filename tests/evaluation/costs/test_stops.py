@@ -13,7 +13,7 @@ from decode.loop.drafter import ModelDrafter
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from evaluation.costs.measure import Loop
 from evaluation.costs.rotation import Rotation, shuffled
-from evaluation.costs.stops import Unstopping, drafted_length, mixtures_of, policies_by_kind, time_stops, timed_kinds
+from evaluation.costs.stops import drafted_length, mixtures_of, policies_by_kind, time_stops, timed_kinds, unstopping
 from heads import AcceptanceHead
 from lm import Pair, Sampling
 from tests.toys.random_drafts import BLOCK, draft, target
@@ -90,7 +90,7 @@ def test_a_loop_that_drafts_nothing_has_no_stops(loop):
 
 def test_a_rotation_drafts_in_its_order_and_feeds_each_draft_one_token_first(loop):
     head = AcceptanceHead(loop.pair.draft.config.hidden_size, 1)
-    arms = {"fixed": FixedLength(4), "entropy": Unstopping(Entropy(0.0)), "head": Unstopping(HeadPolicy(head))}
+    arms = {"fixed": FixedLength(4), "entropy": unstopping(Entropy(0.0)), "head": unstopping(HeadPolicy(head))}
     drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in arms.items()}
     fed, order = [], ["fixed", "entropy", "head", "entropy"]
 
@@ -121,7 +121,7 @@ def test_a_rotation_drafts_in_its_order_and_feeds_each_draft_one_token_first(loo
 
 
 def test_a_feature_draft_that_waits_for_the_prompt_does_not_lose_its_turn(loop):
-    order, arms = ["", "entropy"], {"": FixedLength(4), "entropy": Unstopping(Entropy(0.0))}
+    order, arms = ["", "entropy"], {"": FixedLength(4), "entropy": unstopping(Entropy(0.0))}
     drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in arms.items()}
     rotation = Rotation(drafters, cycle(order), length=4)
     decoder = loop.models.decoder(rotation, sampling=Sampling(), max_draft_length=4, eos_ids=frozenset())
