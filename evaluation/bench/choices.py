@@ -15,7 +15,7 @@ from decode.experiment import Experiment
 from decode.policies.base import Policy
 from decode.policies.registry import read_spec
 from evaluation.competitor import competitors_with
-from evaluation.contest import Replays, Result, hold, replay_dataset, result_of
+from evaluation.contest import Replays, hold, replay_dataset, result_of
 from evaluation.families import BASELINE, BOUNDS, family
 from evaluation.gain import Splits
 from evaluation.times import Times
@@ -90,31 +90,28 @@ class Choices:
         Raises:
             ValueError: an unknown family.
         """
-        picks = self._picks(dataset or self.first_dataset, times)
-        trained = picks if dataset in (None, self.first_dataset) else self._picks(self.first_dataset, times)
-        known = {name: trained[name] if family(name).needs_training else pick for name, pick in picks.items()}
+        names = dict.fromkeys((self.first_dataset, dataset or self.first_dataset))
+        results = [hold(self.replays(name), times, is_online=(False,)).results for name in names]
+        first, other = results[0], results[-1]
+        known = {
+            name: first[name] if family(name).needs_training else result
+            for name, result in other.items()
+            if name not in BOUNDS
+        }
         if unknown := [name for name in families if name not in known]:
             raise ValueError(f"there is no family {unknown[0]!r} here; one of {', '.join(known)}")
-        members = {name: pick for name, pick in known.items() if not families or name in (*families, BASELINE)}
-        for pick in _next_best(members[BASELINE], times, num_fixed - 1):
-            members[f"{BASELINE} {pick.label}"] = pick
-        return {name: Racer(pick.family, pick.label, pick.policy, pick.on_dev) for name, pick in members.items()}
-
-    def _picks(self, dataset: str, times: Times) -> dict[str, Result]:
-        contest = hold(self.replays(dataset), times, is_online=(False,))
-        return {name: result for name, result in contest.results.items() if name not in BOUNDS}
+        members = {name: result for name, result in known.items() if not families or name in (*families, BASELINE)}
+        best = known[BASELINE]
+        assert best.arm is not None
+        speeds = times.tokens_per_s(best.arm.dev)
+        for number in [int(number) for number in speeds.argsort()[::-1] if number != best.number][: num_fixed - 1]:
+            length = result_of(best.arm, number, times, on_dev=float(speeds[number]))
+            members[f"{BASELINE} {length.label}"] = length
+        return {name: Racer(one.family, one.label, one.policy, one.on_dev) for name, one in members.items()}
 
     def named(self, specs: Sequence[str]) -> Mapping[str, Racer]:
         """The policies that these specs write down (`decode.policies.registry`)."""
         return {spec: Racer(_family_of(spec), spec, self.experiment.policy(spec)) for spec in specs}
-
-
-def _next_best(best: Result, times: Times, num: int) -> list[Result]:
-    """The competitor's other settings, the fastest on dev first."""
-    assert best.arm is not None
-    speeds = times.tokens_per_s(best.arm.dev)
-    order = [int(number) for number in speeds.argsort()[::-1] if number != best.number]
-    return [result_of(best.arm, number, times, on_dev=float(speeds[number])) for number in order[:num]]
 
 
 def _family_of(spec: str) -> str:

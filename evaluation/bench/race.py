@@ -118,37 +118,36 @@ class Race:
 
     def key(self, dataset: str, sampling: str) -> dict[str, Any]:
         """Everything that a cell's value depends on."""
+        experiment, decode = self.experiment, asdict(self.experiment.decode)
         terms = asdict(replace(self._terms, rules=replace(self._terms.rules, datasets=())))
         key = {"kind": "cell", "dataset": dataset, "sampling": sampling, "terms": terms}
         key["law"] = self._samplings[sampling].as_dict()
-        return key | self._competing_key(dataset) | self._run_key
-
-    def _competing_key(self, dataset: str) -> dict[str, Any]:
-        """What competes in a cell and on which prompts: the policies that were named, or all that dev chooses from."""
-        experiment, decode = self.experiment, asdict(self.experiment.decode)
-        key = {"prompts": prompts_key(experiment, experiment.prompts(dataset, "test", num=self._terms.num_prompts))}
+        key["prompts"] = prompts_key(experiment, experiment.prompts(dataset, "test", num=self._terms.num_prompts))
         if self._named:
-            return key | {"policies": list(map(policy_key, self._named))}
+            return key | {"policies": list(map(policy_key, self._named))} | self._run_key
         datasets = next(iter(experiment.datasets)), dataset
-        return key | {
-            "decode": {name: value for name, value in decode.items() if name not in _NO_PART},
-            "classes": {name: class_key(registered(name).kind) for name in decode["policies"]},
-            "heads": {name: head_key(head) for name, head in experiment.heads.items()},
-            "dev": [prompts_key(experiment, experiment.prompts(name, "dev")) for name in datasets],
-        }
+        return (
+            key
+            | self._run_key
+            | {
+                "decode": {name: value for name, value in decode.items() if name not in _NO_PART},
+                "classes": {name: class_key(registered(name).kind) for name in decode["policies"]},
+                "heads": {name: head_key(head) for name, head in experiment.heads.items()},
+                "dev": [prompts_key(experiment, experiment.prompts(name, "dev")) for name in datasets],
+            }
+        )
 
     @cached_property
     def _run_key(self) -> dict[str, Any]:
         """What all cells depend on: models, times, machine, code."""
         assistant, decode = self._assistant_source, self.experiment.decode
-        return {
+        return machine_key(self.experiment) | {
             "models": models_key(self.experiment, "target", "draft"),
             "assistant": None if assistant is None else describe_model(assistant),
             "default_schedule": ways.about_default(),
             "max_draft_length": decode.max_draft_length,
             "compile": decode.compile,
             "costs": asdict(self._times),
-            **machine_key(self.experiment),
             "code": code_key(),
         }
 
@@ -242,13 +241,7 @@ def measured_rows(
 ) -> list[list[Row]]:
     """The rows of each prompt, one per cycle; each is stored as soon as every arm has had its turn.
 
-    Args:
-        store: holds finished rows, which are not measured again.
-        race: identifies the rows of this race in the store.
-        arms: generations by name.
-        prompts: token ids of each.
-        rules: numbers of cycles and of this run.
-        desc: of the progress bar.
+    `race` identifies the rows of this race in the store, which are not measured again.
     """
     keys = {"kind": "row", "race": race}
     rows: dict[tuple[int, int], Row] = {

@@ -30,11 +30,11 @@ CEILINGS = {
     "data_gen": (7010, 4400),
     "heads": (4407, 3600),
     "decode": (5059, 4200),
-    "evaluation": (11012, 7400),
+    "evaluation": (11002, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
-    "tests": (29029, 18000),
+    "tests": (29051, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 170

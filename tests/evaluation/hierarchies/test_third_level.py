@@ -3,7 +3,8 @@
 import pytest
 
 from decode import Counts
-from evaluation.hierarchies.decoded import Configuration, Decoded, Run, chosen_on_dev
+from evaluation.hierarchies.command import play
+from evaluation.hierarchies.decoded import Configuration, Decoded, Run, StoredLoop, chosen_on_dev
 from evaluation.hierarchies.tables import paying, third_level_frame, third_level_verdict
 from evaluation.hierarchies.times import TrioTimes
 
@@ -16,7 +17,8 @@ def run_of(configuration: Configuration, micro: int, draft: int, target: int) ->
     """Forty prompts: ten tokens, `target` rounds of five handed over, three accepted."""
     forwards = {"num_micro_forwards": micro, "num_draft_forwards": draft, "num_target": target}
     counts = Counts(num_emitted=10, num_drafted=5 * target, num_accepted=3 * target, **forwards)
-    one = Decoded(counts=counts, seconds=1.0, later=counts, later_draft_s=0.5, later_target_s=0.5)
+    draft_s, target_s = 0.01 * micro + 0.1 * draft, 1.0 * target
+    one = Decoded(counts=counts, seconds=1.0, later=counts, later_draft_s=draft_s, later_target_s=target_s)
     return Run(configuration, (one,) * 40)
 
 
@@ -36,6 +38,26 @@ def test_dev_chooses_the_fastest_configuration_of_a_name_and_the_last_of_equals(
     assert chosen_on_dev(runs, lambda run: run.counts.num_draft_forwards) == {SHORT.name: LONG}
     assert chosen_on_dev(runs, lambda run: -run.counts.num_draft_forwards) == {SHORT.name: SHORT}
     assert chosen_on_dev(runs, lambda run: 1.0) == {SHORT.name: LONG}
+
+
+class Loop(StoredLoop):
+    """Decodes nothing: the short setting takes more rounds."""
+
+    def __init__(self):
+        pass
+
+    def play(self, configurations, prompts, **options):
+        return [run_of(one, 9, 9 if one == LONG else 12, 2) for one in configurations]
+
+
+def test_dev_chooses_what_runs_on_test_and_without_dev_the_first_setting_runs():
+    members, prompts = [PLAIN, SHORT, LONG], [[1]]
+    dev, runs = play(Loop(), members, prompts, prompts)
+    assert len(dev) == 3
+    assert [run.configuration for run in runs] == [PLAIN, LONG]
+    assert [run.configuration for run in play(Loop(), members, [], prompts)[1]] == [PLAIN, SHORT]
+    with pytest.raises(ValueError, match="no test prompts to compare"):
+        play(Loop(), members, prompts, [])
 
 
 def test_dev_chooses_both_sides_and_test_reports_them():
