@@ -16,6 +16,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
+from configs.hints import meant
 from configs.limits import check_limits, refuse_null
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, PairConfig
 from configs.screens import written_as
@@ -114,8 +115,10 @@ def run(
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in commands:
         name, argv = argv[0], argv[1:]
-    elif default is None or (argv and not argv[0].startswith("-")):
-        _list_commands(commands, argv)
+    elif argv and not argv[0].startswith("-"):
+        _fail(f"{argv[0]!r} is not a command; {meant(argv[0], commands)}")
+    elif default is None:
+        _fail(f"no command is named; it must be one of {', '.join(commands)}")
     else:
         name = default
     parser = parser_for(commands[name], trainer=trainer)
@@ -247,17 +250,3 @@ def _fail(problem: str) -> NoReturn:
     """One line on stderr, exit code 2."""
     print(f"error: {problem}", file=sys.stderr)
     raise SystemExit(2)
-
-
-def _list_commands(commands: Mapping[str, Command], argv: list[str]) -> NoReturn:
-    """Print the commands; exit 0 after --help, else 2."""
-    is_help = bool(argv) and argv[0] in {"-h", "--help"}
-    lines = [f"  {name:<10} {(command.__doc__ or '').strip().splitlines()[0]}" for name, command in commands.items()]
-    problem = (
-        [] if is_help else [f"error: {'no command' if not argv else repr(argv[0]) + ' is not a command'}; one of:"]
-    )
-    print(
-        "\n".join([*problem, *lines, "  --help after a command lists its options"]),
-        file=sys.stdout if is_help else sys.stderr,
-    )
-    raise SystemExit(0 if is_help else 2)
