@@ -1,4 +1,4 @@
-"""What kept values depend on: the parts of the keys of every keyed store (`store.keyed`).
+"""What kept values depend on: the parts of the keys of every keyed store (`store.json_files`).
 
 A kept value is returned only for the same models, heads, prompts, machine and code. A setting missing from a key gives
 wrong numbers, so keys list what they leave out.

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -71,7 +71,8 @@ def write_shard(path: Path, content: bytes | memoryview, **facts: Any) -> None:
     """
     sidecar_path(path).unlink(missing_ok=True)
     write_atomic(path, content)
-    _write_sidecar(path, facts, num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    facts = {"shard": path.stem, **facts, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    write_atomic(sidecar_path(path), json.dumps(facts, indent=1).encode())
 
 
 def move_shard(source: Path, path: Path) -> None:
@@ -82,11 +83,6 @@ def move_shard(source: Path, path: Path) -> None:
     _sync_folder(path.parent)
     sidecar_path(source).replace(sidecar_path(path))
     _sync_folder(path.parent)
-
-
-def _write_sidecar(path: Path, facts: Mapping[str, Any], *, num_bytes: int, sha256: str) -> None:
-    content = {"shard": path.stem, **facts, "bytes": num_bytes, "sha256": sha256}
-    write_atomic(sidecar_path(path), json.dumps(content, indent=1).encode())
 
 
 def write_atomic(path: Path, content: bytes | memoryview) -> None:
@@ -241,12 +237,8 @@ def clean_partial(directory: str | Path, *folders: str, names: Container[str] | 
 
 
 def check_sums(paths: Iterable[Path], *, command: str = "data", check: ShardCheck | None = None) -> None:
-    """Raise ValueError for the first shard that differs from its sidecar or fails `check`.
-
-    Args:
-        paths: the shards.
-        command: the command of `acceptance-heads` that makes them, for messages.
-        check: a further check of each shard.
+    """Raise ValueError for the first shard that differs from its sidecar or fails a further `check`; `command` of
+    `acceptance-heads` makes them, for messages.
     """
     for _, problem in problems_of(list(paths), command=command, check=check):
         raise ValueError(problem)
@@ -286,10 +278,7 @@ def problems_of(
 
 
 def forget_broken(paths: Iterable[Path]) -> None:
-    """Delete the sidecars of corrupted shards, with a warning each, so that the shards are made again.
-
-    The caller holds the directory's lock.
-    """
+    """Delete the sidecars of corrupted shards, so that they are made again; the caller holds the directory's lock."""
     for path, _ in problems_of([path for path in paths if is_whole(path)]):
         print(f"warning: {path} is corrupted (its sha256 differs from its sidecar's); making it again", file=sys.stderr)
         sidecar_path(path).unlink()

@@ -10,7 +10,7 @@ from decode.experiment import Experiment
 from decode.policies.batch import BatchCosts, Curve
 from evaluation.costs.machine import loop_key, recorded
 from evaluation.times import Times
-from store.keyed import KeyedStore
+from store.json_files import KeyedStore
 
 
 class BatchTimes(NamedTuple):

@@ -33,7 +33,7 @@ from evaluation.keys import class_key, code_key, head_key, machine_key, models_k
 from evaluation.times import Times
 from evaluation.turns import in_turns
 from lm import Sampling, load_config, load_model
-from store.keyed import KeyedStore
+from store.json_files import KeyedStore
 from store.progress import Bar
 
 SAMPLINGS = {

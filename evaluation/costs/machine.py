@@ -19,7 +19,7 @@ from evaluation.costs.measure import Loop, costs_of, time_generations
 from evaluation.costs.stops import policies_by_kind, sizes, time_stops
 from evaluation.keys import machine_key, models_key, prompts_key
 from evaluation.times import RECORDED, StopShares, TimeErrors, Times, check_ratio
-from store.keyed import KeyedStore
+from store.json_files import KeyedStore
 
 NUM_PROMPTS = 4
 SKIP = "--decode.t_draft_s SECONDS --decode.t_target_s SECONDS --decode.stop_share size"

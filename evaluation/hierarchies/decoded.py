@@ -2,7 +2,7 @@
 
     DIR/manifest.json    what decides the tokens
     DIR/decoded.jsonl    prompt (a hash of its token ids), arm, setting and run (a hash of the machine and the code)
-                         -> counts, seconds, repeats (`store.keyed`)
+                         -> counts, seconds, repeats (`store.json_files`)
 
 Hierarchies cannot be replayed from a trace: which tokens an inner verification rejects depends on its random draws.
 `hierarchy` and the tables of HSDDW share their generations.
@@ -32,7 +32,7 @@ from evaluation.keys import code_key, machine_key, models_key
 from evaluation.turns import in_turns
 from lm import RandomSampler
 from lm.uniforms import GENERATOR, seed_of
-from store.keyed import KeyedStore
+from store.json_files import KeyedStore
 from store.lock import only_writer
 from store.progress import Bar
 

@@ -21,7 +21,7 @@ from evaluation.hierarchies import configurations, decoded
 from evaluation.hierarchies.decoded import Key
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
-from store.keyed import KeyedStore
+from store.json_files import KeyedStore
 
 ROOT = Path(__file__, "../../..").resolve()
 TERMS = RaceTerms(2, 4, (), (), (), RaceRules())

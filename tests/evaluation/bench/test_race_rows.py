@@ -6,7 +6,7 @@ from evaluation.bench.arms import Written, assisted
 from evaluation.bench.race import measured_rows, totals_of
 from evaluation.flag_types import RaceRules
 from lm import Sampling
-from store.keyed import KeyedStore
+from store.json_files import KeyedStore
 from tests.toys.small_pair import EOS, PROMPTS
 
 SPEEDS = {"alone": 1.0, "k=1": 2.0, "k=2": 4.0}
