@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from data_gen.stories.stories import Story, stories, story_stream
+from data_gen.prompts.stories import Story, stories, story_stream
 from store.progress import Bar
 
 Encoded = tuple[list[int], int]

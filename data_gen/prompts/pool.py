@@ -9,7 +9,7 @@ from configs.schema import DataConfig, PromptSource
 from data_gen.prompts.hub import load, read, set_name, set_of
 from data_gen.prompts.prompt import Prompt, say_once
 from data_gen.prompts.splits import Split, in_hash_order, split_by_id, without_duplicates
-from data_gen.stories.stories import stories
+from data_gen.prompts.stories import stories
 
 WEIGHTS = (40, 10, 2)
 """Default shares of train, dev and test: those of SpecDec++ on Alpaca."""

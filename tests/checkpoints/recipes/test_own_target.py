@@ -23,7 +23,7 @@ from checkpoints.recipes.distillation import (
 from checkpoints.recipes.own_target import Eagle3Draft, SmallDraft
 from checkpoints.recipes.texts import encode_story
 from configs.schema import ModelSource, PairConfig
-from data_gen.stories.stories import stories
+from data_gen.prompts.stories import stories
 from decode import SpeculativeDecoder
 from decode.drafters.factory import PairModels
 from decode.policies import FixedLength

@@ -21,7 +21,7 @@ from checkpoints.recipes.texts import (
 )
 from checkpoints.recipes.tiny import TRIO, ModelShape, Recipe, log_q, make_trio
 from configs.schema import ModelSource, PairConfig
-from data_gen.stories.stories import stories
+from data_gen.prompts.stories import stories
 from lm import Pair, load_pair
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save
 
 from data_gen import make_data
+from data_gen.prompts.stories import stories
 from data_gen.store.labels import read_tensors
-from data_gen.stories.stories import stories
 from decode.experiment import Experiment
 from decode.policies import FixedLength, HeadPolicy, Policy
 from evaluation.competitor import Competitor, competitors_of

@@ -1,32 +1,49 @@
-"""The kinds of task: each draws a prompt and a worked answer from one `random.Random`.
+"""Story problems and other small tasks with worked answers: the text of the embedded trio, and the prompts of its
+experiments.
 
-An answer alternates between three sorts of tokens: phrases, whose first token is a free choice that determines the
-rest; free words inside an aside; and derived tokens (results, sorted items, counts), one to three at a time. The last
-line is always `Answer: …`. The text depends on the order of the random draws, which must not change.
+The sha256 of a prompt determines its split, so no prompt is in two splits, for any seed. The problems of one (split,
+seed) form an endless sequence without repeated prompts; a longer run begins with a shorter one.
+
+Each kind of task is a function that draws a prompt and a worked answer from one `random.Random`. An answer alternates
+between phrases, whose first token is a free choice that determines the rest; free words inside an aside; and derived
+tokens (results, sorted items, counts). Its last line is `Answer: …`. The text depends on the order of the random draws,
+which must not change. Words and phrases are in stories.json; the phrases of a bank begin with different words.
 """
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count as count_up
+from itertools import islice
+from pathlib import Path
 from random import Random
+from typing import Any
 
-from data_gen.stories import words
-
+_WORDS: dict[str, list[Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_SPLIT_SHARES = {"train": 80, "dev": 10, "test": 10}
+"""Percent of all prompts."""
 Task = tuple[str, str]
 """(prompt, answer)"""
 
 
+def _pick(rng: Random, bank: str) -> Any:
+    return rng.choice(_WORDS[bank])
+
+
 def story(rng: Random) -> Task:
     """Two to four changes to a number of things that somebody has."""
-    name, thing = rng.choice(words.NAMES), rng.choice(words.THINGS)
+    name, thing = _pick(rng, "names"), _pick(rng, "things")
     start = total = rng.randint(12, 60)
     events, lines = [], [f"At the start {name} has {start} {thing}."]
     for _ in range(rng.choice((2, 2, 2, 3, 3, 4))):
         # mostly a loss when there are many things, a gain when there are few
         is_loss = total > 50 or (total > 20 and rng.random() < 0.5)
         number = rng.randint(2, min(total - 5, 30)) if is_loss else rng.randint(2, 35)
-        events.append(rng.choice(words.LOSSES if is_loss else words.GAINS).format(k=number))
-        reason = rng.choice(words.LOSS_REASONS if is_loss else words.GAIN_REASONS)
+        events.append(_pick(rng, "losses" if is_loss else "gains").format(k=number))
+        reason = _pick(rng, "loss_reasons" if is_loss else "gain_reasons")
         sign, after = ("-", total - number) if is_loss else ("+", total + number)
-        lines.append(f"{rng.choice(words.LEADS)} {reason}: {total} {sign} {number} = {after}.")
+        lines.append(f"{_pick(rng, 'leads')} {reason}: {total} {sign} {number} = {after}.")
         total = after
     prompt = (
         f"{name} has {start} {thing}. {name} {', then '.join(events)}. How many {thing} does {name} have in the end?"
@@ -36,7 +53,7 @@ def story(rng: Random) -> Task:
 
 def receipt(rng: Random) -> Task:
     """Two positions of a price list, multiplied and added."""
-    name, things = rng.choice(words.NAMES), rng.sample(words.THINGS, 3)
+    name, things = _pick(rng, "names"), rng.sample(_WORDS["things"], 3)
     prices = [rng.randint(2, 9) for _ in things]
     bought = rng.sample(range(3), 2)
     counts = [rng.randint(2, 9) for _ in bought]
@@ -44,10 +61,10 @@ def receipt(rng: Random) -> Task:
     wanted = " and ".join(f"{count} {things[i]}" for count, i in zip(counts, bought, strict=True))
     parts = [count * prices[i] for count, i in zip(counts, bought, strict=True)]
     lines = [
-        f"{rng.choice(words.LEADS)} the {things[i]}: {rng.choice(words.GROUP_REASONS)}: {count} * {prices[i]} = {part}."
+        f"{_pick(rng, 'leads')} the {things[i]}: {_pick(rng, 'group_reasons')}: {count} * {prices[i]} = {part}."
         for count, i, part in zip(counts, bought, parts, strict=True)
     ]
-    lines.append(f"{rng.choice(words.LEADS)} both together make {parts[0]} + {parts[1]} = {sum(parts)}.")
+    lines.append(f"{_pick(rng, 'leads')} both together make {parts[0]} + {parts[1]} = {sum(parts)}.")
     return f"At the market {listed} coins each. {name} buys {wanted}. What does {name} pay?", _answer(
         rng, lines, f"{sum(parts)} coins"
     )
@@ -55,16 +72,16 @@ def receipt(rng: Random) -> Task:
 
 def stock(rng: Random) -> Task:
     """The sum or the difference of two numbers in a list."""
-    things = rng.sample(words.THINGS, 4)
+    things = rng.sample(_WORDS["things"], 4)
     numbers = rng.sample(range(2, 50), 4)
     (a, x), (b, y) = rng.sample(list(zip(things, numbers, strict=True)), 2)
     listed = ", ".join(f"{number} {thing}" for thing, number in zip(things, numbers, strict=True))
-    lines = [f"{rng.choice(words.LEADS)} the list says that there are {n} {t}." for t, n in ((a, x), (b, y))]
+    lines = [f"{_pick(rng, 'leads')} the list says that there are {n} {t}." for t, n in ((a, x), (b, y))]
     if rng.random() < 0.5:
-        lines.append(f"{rng.choice(words.LEADS)} {rng.choice(words.GAIN_REASONS)}: {x} + {y} = {x + y}.")
+        lines.append(f"{_pick(rng, 'leads')} {_pick(rng, 'gain_reasons')}: {x} + {y} = {x + y}.")
         return f"A shop has {listed}. How many {a} and {b} are there together?", _answer(rng, lines, str(x + y))
     more, less = max(x, y), min(x, y)
-    lines.append(f"{rng.choice(words.LEADS)} {rng.choice(words.LOSS_REASONS)}: {more} - {less} = {more - less}.")
+    lines.append(f"{_pick(rng, 'leads')} {_pick(rng, 'loss_reasons')}: {more} - {less} = {more - less}.")
     return f"A shop has {listed}. By how much do the numbers of {a} and {b} differ?", _answer(
         rng, lines, str(more - less)
     )
@@ -77,7 +94,7 @@ def sort(rng: Random) -> Task:
         items = [str(number) for number in rng.sample(range(2, 100), count)]
         ordered, task = sorted(items, key=int), "Sort these numbers, the smallest first"
     else:
-        items = rng.sample(words.FRUITS, count)
+        items = rng.sample(_WORDS["fruits"], count)
         ordered, task = sorted(items), "Sort these words by the alphabet"
     return f"{task}: {', '.join(items)}.", _answer(rng, [_sequence(rng, ordered)], ", ".join(ordered))
 
@@ -85,9 +102,7 @@ def sort(rng: Random) -> Task:
 def sums(rng: Random) -> Task:
     """Two to four small independent calculations."""
     calculations = [_calculation(rng) for _ in range(rng.randint(2, 4))]
-    lines = [
-        f"{rng.choice(words.LEADS)} {rng.choice(words.SUM_LEADS)} {term} = {result}." for term, result in calculations
-    ]
+    lines = [f"{_pick(rng, 'leads')} {_pick(rng, 'sum_leads')} {term} = {result}." for term, result in calculations]
     results = ", ".join(str(result) for _, result in calculations)
     return f"Work out {', '.join(term for term, _ in calculations)}.", _answer(rng, lines, results)
 
@@ -104,7 +119,7 @@ def _calculation(rng: Random) -> tuple[str, int]:
 
 def copy(rng: Random) -> Task:
     """Three to five words, as they are or from the last to the first."""
-    items = rng.sample(rng.choice((words.FRUITS, words.COLOURS, words.THINGS, words.NAMES)), rng.randint(3, 5))
+    items = rng.sample(_WORDS[rng.choice(("fruits", "colours", "things", "names"))], rng.randint(3, 5))
     is_reversed = rng.random() < 0.5
     reply = items[::-1] if is_reversed else items
     task = "Say these words from the last to the first" if is_reversed else "Say these words in the same order"
@@ -113,11 +128,11 @@ def copy(rng: Random) -> Task:
 
 def count(rng: Random) -> Task:
     """How often a word occurs in a list, and at which positions."""
-    choices = rng.sample(words.FRUITS, 3)
+    choices = rng.sample(_WORDS["fruits"], 3)
     items = [rng.choice(choices) for _ in range(rng.randint(5, 8))]
     wanted = rng.choice(items)
     positions = [str(position) for position, item in enumerate(items, 1) if item == wanted]
-    lines = [f"{rng.choice(words.LEADS)} we find {wanted} at place {position}." for position in positions]
+    lines = [f"{_pick(rng, 'leads')} we find {wanted} at place {position}." for position in positions]
     return f"How often is the word {wanted} in this list: {', '.join(items)}?", _answer(
         rng, lines, f"{len(positions)} times"
     )
@@ -125,15 +140,15 @@ def count(rng: Random) -> Task:
 
 def compare(rng: Random) -> Task:
     """Who of three has the most, and by how much more than another."""
-    names, thing = rng.sample(words.NAMES, 3), rng.choice(words.THINGS)
+    names, thing = rng.sample(_WORDS["names"], 3), _pick(rng, "things")
     numbers = rng.sample(range(2, 99), 3)
     ranked = sorted(zip(numbers, names, strict=True), reverse=True)
     (most, winner), (second, runner_up), _ = ranked
     holdings = ", ".join(f"{name} has {number}" for number, name in zip(numbers, names, strict=True))
     lines = [
-        f"{rng.choice(words.LEADS)} the largest number is {most}, and it belongs to {winner}.",
-        f"{rng.choice(words.LEADS)} the second largest is {second}, from {runner_up}.",
-        f"{rng.choice(words.LEADS)} {rng.choice(words.LOSS_REASONS)}: {most} - {second} = {most - second}.",
+        f"{_pick(rng, 'leads')} the largest number is {most}, and it belongs to {winner}.",
+        f"{_pick(rng, 'leads')} the second largest is {second}, from {runner_up}.",
+        f"{_pick(rng, 'leads')} {_pick(rng, 'loss_reasons')}: {most} - {second} = {most - second}.",
     ]
     prompt = f"Of {thing}, {holdings}. Who has the most, and how many more than the next?"
     return prompt, _answer(rng, lines, f"{winner}, {most - second} more")
@@ -141,12 +156,12 @@ def compare(rng: Random) -> Task:
 
 def convert(rng: Random) -> Task:
     """A number of one unit in a smaller unit, and some of the smaller added."""
-    (unit, smaller), factor = rng.choice(list(words.UNITS.items()))
+    unit, smaller, factor = _pick(rng, "units")
     number, extra = rng.randint(2, 9), rng.randint(2, 20)
     product = number * factor
     lines = [
-        f"{rng.choice(words.LEADS)} {rng.choice(words.GROUP_REASONS)}: {number} * {factor} = {product}.",
-        f"{rng.choice(words.LEADS)} {rng.choice(words.GAIN_REASONS)}: {product} + {extra} = {product + extra}.",
+        f"{_pick(rng, 'leads')} {_pick(rng, 'group_reasons')}: {number} * {factor} = {product}.",
+        f"{_pick(rng, 'leads')} {_pick(rng, 'gain_reasons')}: {product} + {extra} = {product + extra}.",
     ]
     prompt = f"How many {smaller} are {number} {unit} and {extra} {smaller}?"
     return prompt, _answer(rng, lines, f"{product + extra} {smaller}")
@@ -156,25 +171,24 @@ def _sequence(rng: Random, items: list[str]) -> str:
     """The items one by one, each after a phrase."""
     first, *others = items
     return (
-        "; ".join([f"The list begins with {first}", *(f"{rng.choice(words.ITEM_LEADS)} {item}" for item in others)])
-        + "."
+        "; ".join([f"The list begins with {first}", *(f"{_pick(rng, 'item_leads')} {item}" for item in others)]) + "."
     )
 
 
 def _answer(rng: Random, lines: list[str], result: str) -> str:
     """Opening, the lines with occasional asides, a closing, and the final line."""
     with_asides = [f"{line} {_aside(rng)}" if rng.random() < 0.25 else line for line in lines]
-    return f"{rng.choice(words.OPENINGS)} {' '.join(with_asides)} {rng.choice(words.CLOSINGS)}\nAnswer: {result}"
+    return f"{_pick(rng, 'openings')} {' '.join(with_asides)} {_pick(rng, 'closings')}\nAnswer: {result}"
 
 
 def _aside(rng: Random) -> str:
     """An unrelated sentence with two to four free words."""
-    return rng.choice(words.ASIDES).format(
-        size=rng.choice(words.SIZES),
-        colour=rng.choice(words.COLOURS),
-        furniture=rng.choice(words.FURNITURE),
-        place=rng.choice(words.PLACES),
-        animal=rng.choice(words.ANIMALS),
+    return _pick(rng, "asides").format(
+        size=_pick(rng, "sizes"),
+        colour=_pick(rng, "colours"),
+        furniture=_pick(rng, "furniture"),
+        place=_pick(rng, "places"),
+        animal=_pick(rng, "animals"),
     )
 
 
@@ -190,3 +204,55 @@ KINDS: dict[str, tuple[Callable[[Random], Task], int]] = {
     "convert": (convert, 2),
 }
 """kind -> (the function that draws a task of it, its share among the kinds)"""
+
+
+@dataclass(frozen=True)
+class Story:
+    """A task: its prompt and its worked answer."""
+
+    id: str
+    """Kind and hash of the prompt, the same in every run."""
+    prompt: str
+    answer: str
+    """Step by step, with a last line `Answer: …`."""
+    kind: str
+    """A key of `KINDS`."""
+
+
+def stories(split: str, num_stories: int, *, seed: int = 0) -> list[Story]:
+    """The first `num_stories` problems of a split.
+
+    Raises:
+        ValueError: a negative number.
+    """
+    if num_stories < 0:
+        raise ValueError(f"num_stories is {num_stories}; it must be at least 0")
+    return list(islice(story_stream(split, seed), num_stories))
+
+
+def split_of(prompt: str) -> str:
+    """The split to which a prompt belongs."""
+    percent = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8], "big") % 100
+    for split, share in _SPLIT_SHARES.items():
+        if percent < share:
+            return split
+        percent -= share
+    raise AssertionError("the shares add up to 100")
+
+
+def story_stream(split: str, seed: int) -> Iterator[Story]:
+    """An endless sequence of problems of one split, without repetitions."""
+    assert split in _SPLIT_SHARES, split
+    known_ids = set()
+    for index in count_up():
+        story = _candidate(Random(f"{split}/{seed}/{index}"))
+        if story.id not in known_ids and split_of(story.prompt) == split:
+            known_ids.add(story.id)
+            yield story
+
+
+def _candidate(rng: Random) -> Story:
+    """One problem of any kind and split."""
+    (kind,) = rng.choices(list(KINDS), [share for _, share in KINDS.values()])
+    prompt, answer = KINDS[kind][0](rng)
+    return Story(f"{kind}-{hashlib.sha256(prompt.encode()).hexdigest()[:12]}", prompt, answer, kind)

@@ -1,1 +1,0 @@
-"""The text that the embedded trio learned, and the prompts of its experiments."""
