@@ -16,9 +16,8 @@ from data_gen.labels.chains import ChainLabeller
 from data_gen.labels.labeller import Labeller
 from data_gen.labels.layout import layout_of
 from data_gen.pipeline import stages
-from data_gen.pipeline.ahead import answers_ahead
 from data_gen.pipeline.stages import Stage
-from data_gen.responses.conversation import ShardSpec, ask, with_laws
+from data_gen.responses.conversation import ShardSpec, ask
 from data_gen.responses.exchange import Answers, Problem, Progress, ResponseSource
 from data_gen.responses.hopeless import LatestRows
 from data_gen.responses.in_process import TargetInProcess
@@ -127,13 +126,11 @@ class Worker:
         self, specs: Sequence[ShardSpec], progress: Progress
     ) -> Iterator[tuple[ShardSpec, Answers | None]]:
         """Each shard, with its answers if they come from servers, which then work ahead on the next shards."""
-        if self._server is None:
+        server, source = self._server, self.source
+        if server is None or source is None:
             yield from ((spec, None) for spec in specs)
             return
-        num_at_once = self._server.servers.num_at_once
-        yield from answers_ahead(
-            specs, lambda spec: self._ask(spec, progress), num_at_once=num_at_once, close=self._server.close
-        )
+        yield from server.servers.ahead(specs, lambda spec: server.ask(spec, source, **self._settings(spec, progress)))
 
     def make(self, spec: ShardSpec, progress: Progress, answers: Answers | None = None) -> None:
         """Run the stage on one shard.
@@ -248,12 +245,14 @@ class Worker:
     def _ask(self, spec: ShardSpec, progress: Progress) -> Answers:
         """The source's answers to a shard; with `labels: server` also the target's distributions."""
         assert self.source is not None
-        data = self.data
-        kept = stages.kept_responses(spec, data) if self.job.keeps_responses else None
-        answers = ask(spec, self.source, tokenizer=self.tokenizer, data=data, progress=progress, kept=kept)
-        if self._server is None or data.labels == "target":
-            return answers
-        return with_laws(spec, answers, self._server.laws_of)
+        settings = self._settings(spec, progress)
+        if self._server is None:
+            return ask(spec, self.source, **settings)
+        return self._server.servers.start(self._server.ask(spec, self.source, **settings)).result()
+
+    def _settings(self, spec: ShardSpec, progress: Progress) -> dict[str, Any]:
+        kept = stages.kept_responses(spec, self.data) if self.job.keeps_responses else None
+        return {"tokenizer": self.tokenizer, "data": self.data, "progress": progress, "kept": kept}
 
 
 def check_lengths(pair: PairConfig, data: DataConfig, names: Sequence[str] = ("draft", "target")) -> None:

@@ -1,8 +1,9 @@
 """A shard's conversations, turn by turn: the request of a turn contains the target's replies to earlier turns."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -33,23 +34,21 @@ class ShardSpec:
         return sum(len(prompt.turns) for prompt in self.prompts)
 
 
-def ask(
+def asking(
     spec: ShardSpec,
-    source: ResponseSource,
     *,
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
     progress: Progress,
     kept: Mapping[str, Response] | None = None,
-) -> Answers:
-    """The source's answers to every turn of the shard.
+) -> Generator[tuple[list[Request], int], list[Response | Problem], Answers]:
+    """Yield the requests of each turn and their seed, take the answers to them, and return those of the shard.
 
     Args:
         spec: the shard.
-        source: the source, which gets turn k of all conversations together, then turn k + 1.
         tokenizer: the pair's.
         data: the section of the config.
-        progress: called with the number of finished turns.
+        progress: called with the number of turns that need no answer.
         kept: row id -> an existing response, which is not requested again.
     """
     answers: dict[str, Response | Problem] = dict(kept or {})
@@ -67,10 +66,29 @@ def ask(
                 progress(1)
             else:
                 waiting.append(request)
-        seed = seed_of(data.seed, "response", spec.split, spec.index, turn)
-        responses = source.respond(waiting, seed, progress) if waiting else []
-        answers |= {request.id: answer for request, answer in zip(waiting, responses, strict=True)}
+        if waiting:
+            responses = yield waiting, seed_of(data.seed, "response", spec.split, spec.index, turn)
+            answers |= {request.id: answer for request, answer in zip(waiting, responses, strict=True)}
     return _in_order(spec, requests, answers)
+
+
+def ask(spec: ShardSpec, source: ResponseSource, *, progress: Progress, **settings: Any) -> Answers:
+    """The source's answers to every turn of the shard: turn k of all conversations together, then turn k + 1.
+
+    Args:
+        spec: the shard.
+        source: the source.
+        progress: called with the number of finished turns.
+        settings: those of `asking`.
+    """
+    turns = asking(spec, progress=progress, **settings)
+    try:
+        requests, seed = next(turns)
+        while True:
+            requests, seed = turns.send(source.respond(requests, seed, progress))
+    except StopIteration as end:
+        answers: Answers = end.value
+        return answers
 
 
 def _in_order(spec: ShardSpec, requests: Mapping[str, Request], answers: Mapping[str, Response | Problem]) -> Answers:
@@ -110,22 +128,19 @@ def without(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Ans
     )
 
 
-def with_laws(
-    spec: ShardSpec, answers: Answers, request: Callable[[Sequence[Exchange]], list[Laws | Problem]]
-) -> Answers:
+def with_laws(spec: ShardSpec, answers: Answers, results: Sequence[Laws | Problem]) -> Answers:
     """The answers with the target's distributions of every exchange; a row without them becomes a problem.
 
     Args:
         spec: the shard.
         answers: the answers to its requests, with the distributions that came with them.
-        request: requests the distributions of exchanges (`CompletionsServer.laws_of`).
+        results: those of the other exchanges, in order, or the problems with them.
     """
-    missing = [row for row, laws in enumerate(answers.laws) if laws is None]
-    results = dict(zip(missing, request([answers.exchanges[row] for row in missing]), strict=True))
-    broken = {row: laws.reason for row, laws in results.items() if isinstance(laws, Problem)}
-    laws_of_row = {row: laws for row, laws in results.items() if not isinstance(laws, Problem)}
-    known = [laws_of_row.get(row, laws) for row, laws in enumerate(answers.laws)]
-    return without(spec, answers._replace(laws=known), broken)
+    missing = iter(results)
+    known = [next(missing) if laws is None else laws for laws in answers.laws]
+    broken = {row: laws.reason for row, laws in enumerate(known) if isinstance(laws, Problem)}
+    laws = [None if isinstance(laws, Problem) else laws for laws in known]
+    return without(spec, answers._replace(laws=laws), broken)
 
 
 def row_id(prompt: Prompt, turn: int) -> str:

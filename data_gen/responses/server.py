@@ -9,18 +9,28 @@ The distributions along an existing response come from `prompt_logprobs` of prom
 token that the server generates after it: one forward, as in this process.
 """
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from threading import Lock
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from configs.schema import ServerConfig
-from data_gen.responses.exchange import Exchange, FinishReason, Laws, Problem, Progress, Request, Response
+from data_gen.responses.conversation import ShardSpec, ask, asking, with_laws
+from data_gen.responses.exchange import (
+    Answers,
+    Exchange,
+    FinishReason,
+    Laws,
+    Problem,
+    Progress,
+    Request,
+    Response,
+    ResponseSource,
+)
 from data_gen.responses.hopeless import LatestRows
-from data_gen.responses.request_queue import Answer, RefusedError, Servers
+from data_gen.responses.servers import RefusedError, Servers
 from data_gen.responses.spelling import Spelling
 from data_gen.responses.top_logprobs import LawReader, NotDeterminedError
 from lm import Sampling
@@ -68,7 +78,7 @@ class CompletionsServer:
             ValueError: a `Sampling` that this kind of server does not support, one of several servers does not answer,
                 or a server that returns no distributions.
         """
-        self._latest, self._lock = LatestRows(), Lock()
+        self._latest = LatestRows()
         self.server, self.spelling, self.sampling, self.reader = server, spelling, sampling, reader
         self.settings = request_settings(
             server.kind, sampling, max_new_tokens=max_new_tokens, eos_ids=sorted(spelling.eos_ids)
@@ -83,22 +93,12 @@ class CompletionsServer:
             self._try_each()
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
-        """One answer per request; several calls share the servers' slots.
+        """One answer per request.
 
         Raises:
             ValueError: no server can be reached, one refuses the key or the model, or nearly every answer is invalid.
         """
-
-        def answer(request: Request) -> Response | Problem:
-            try:
-                body = self._settings_for(request) | {"seed": seed_of(seed, request.id) % _NUM_SEEDS}
-                result = self._read(self.servers.ask(body), request)
-            except (RefusedError, NotDeterminedError) as error:
-                result = Problem(request.id, "error", str(error))
-            progress(1)
-            return result
-
-        return self._all([partial(answer, request) for request in requests])
+        return self.servers.start(self._respond(requests, seed, progress)).result()
 
     def laws_of(self, exchanges: Sequence[Exchange]) -> list[Laws | Problem]:
         """The target's distributions at the positions of existing responses.
@@ -106,30 +106,55 @@ class CompletionsServer:
         Raises:
             ValueError: as `respond`.
         """
+        return self.servers.start(self._laws_of(exchanges)).result()
 
-        def read(exchange: Exchange) -> Laws | Problem:
+    async def ask(self, spec: ShardSpec, source: ResponseSource, *, progress: Progress, **settings: Any) -> Answers:
+        """The answers of `source`, these servers or a file, to a shard, as `data_gen.responses.conversation.ask`; if
+        there is a reader, with the target's distributions.
+        """
+        if source is not self:
+            answers = ask(spec, source, progress=progress, **settings)
+        else:
+            turns = asking(spec, progress=progress, **settings)
             try:
-                return self._laws_along(exchange)
-            except (RefusedError, NotDeterminedError) as error:
-                return Problem(exchange.id, "error", str(error))
+                requests, seed = next(turns)
+                while True:
+                    requests, seed = turns.send(await self._respond(requests, seed, progress))
+            except StopIteration as end:
+                answers = end.value
+        if self.reader is None:
+            return answers
+        unknown = [exchange for exchange, laws in zip(answers.exchanges, answers.laws, strict=True) if laws is None]
+        return with_laws(spec, answers, await self._laws_of(unknown))
 
-        return self._all([partial(read, exchange) for exchange in exchanges])
+    async def _respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
+        async def answer(request: Request) -> Response | Problem:
+            body = self._settings_for(request) | {"seed": seed_of(seed, request.id) % _NUM_SEEDS}
+            try:
+                return self._read(await self.servers.ask(body), request)
+            finally:
+                progress(1)
 
-    def close(self) -> None:
-        """Cancel the requests that still wait."""
-        self.servers.close()
+        return await self._all([(request.id, answer(request)) for request in requests])
 
-    def _all(self, works: Sequence[Callable[[], Answer]]) -> list[Answer]:
-        results, subject = [], f"answers of {self.servers.name} are invalid"
-        futures = [self.servers.submit(work) for work in works]
+    async def _laws_of(self, exchanges: Sequence[Exchange]) -> list[Laws | Problem]:
+        return await self._all([(exchange.id, self._laws_along(exchange)) for exchange in exchanges])
+
+    async def _all(self, works: Sequence[tuple[str, Coroutine[Any, Any, Any]]]) -> list[Any]:
+        """The results in order; what the servers refuse is a problem, and nearly only problems end the run."""
+        subject = f"answers of {', '.join(self.server.urls)} are invalid"
+        tasks, results = [(name, asyncio.ensure_future(work)) for name, work in works], list[Any]()
         try:
-            for future in futures:
-                results.append(result := future.result())
-                with self._lock:
-                    self._latest.add([result if isinstance(result, Problem) else None], subject=subject, remedy=_REMEDY)
-        finally:  # also at Ctrl-C: cancel the requests that still wait
-            for future in futures:
-                future.cancel()
+            for name, task in tasks:
+                try:
+                    results.append(await task)
+                except (RefusedError, NotDeterminedError) as error:
+                    results.append(Problem(name, "error", str(error)))
+                problem = results[-1] if isinstance(results[-1], Problem) else None
+                self._latest.add([problem], subject=subject, remedy=_REMEDY)
+        finally:
+            for _, task in tasks:
+                task.cancel()
         return results
 
     def _try_each(self) -> None:
@@ -159,7 +184,7 @@ class CompletionsServer:
             except (RefusedError, NotDeterminedError) as error:
                 raise ValueError(f"{url} failed at its first request: {error}") from error
 
-    def _laws_along(self, exchange: Exchange) -> Laws:
+    async def _laws_along(self, exchange: Exchange) -> Laws:
         """The distributions along a response, from one forward over everything before its last token."""
         assert self.reader is not None
         num = self.reader.num_logprobs
@@ -172,7 +197,7 @@ class CompletionsServer:
             "seed": 0,
             "extra_body": extra_body,
         }
-        choice = _choice(self.servers.ask(body))
+        choice = _choice(await self.servers.ask(body))
         places = [*_prompt_positions(choice)[len(exchange.prompt_ids) :], *_generated_positions(choice)]
         return self._laws(places, [*exchange.response_ids[:-1], None])
 

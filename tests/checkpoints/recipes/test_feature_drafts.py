@@ -26,13 +26,8 @@ from checkpoints.recipes.feature_drafts import (
 from checkpoints.recipes.texts import NUM_DEPTHS, StoryBatch, TargetReading, encode_story, padded
 from checkpoints.recipes.tiny import Recipe, make_drafts
 from configs.schema import ModelSource, PairConfig
-<<<<<<< HEAD
 from data_gen.prompts.stories import stories
 from lm import load_model, load_pair, load_tokenizer
-=======
-from data_gen.prompts.stories import stories
-from lm import load_model, load_pair
->>>>>>> 97d6896 (Merge the story problems into one file with its words in JSON)
 from lm.features.released import released_layout_of
 from lm.features.stepwise import feature_model
 from lm.features.taps import TappedModel

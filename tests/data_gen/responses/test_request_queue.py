@@ -2,6 +2,7 @@
 for, and the bytes are those of one request at a time.
 """
 
+import asyncio
 import random
 import threading
 import time
@@ -11,13 +12,13 @@ from dataclasses import replace
 from http.server import ThreadingHTTPServer
 
 import pytest
+from configs.remote import ServerConfig
 
-from data_gen.pipeline.ahead import answers_ahead
 from data_gen.pipeline.command import make
 from data_gen.prompts.prompt import Prompt
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.exchange import Answers
-from data_gen.responses.request_queue import _key_for
+from data_gen.responses.servers import Servers, _key_for
 from tests.data_gen.on_disk import files_of
 from tests.toys.answering import Answering, all_rows, close_half_way, completion, problems
 
@@ -212,30 +213,36 @@ def specs(num: int, per_shard: int) -> list[ShardSpec]:
 
 
 def test_only_the_answers_of_a_few_shards_are_in_memory():
-    asked, lock = [], threading.Lock()
+    asked = []
 
-    def ask(spec):
-        with lock:
-            asked.append(spec.index)
+    async def ask(spec):
+        asked.append(spec.index)
         return Answers([], [])
 
-    for place, (spec, _) in enumerate(answers_ahead(specs(50, 4), ask, num_at_once=8, close=pytest.fail)):
-        assert spec.index == place
+    servers = Servers(ServerConfig(concurrency=8), model="m")
+    for index, (spec, _) in enumerate(servers.ahead(specs(50, 4), ask)):
+        assert spec.index == index
         time.sleep(0.002)
-        assert len(asked) <= place + 4  # this shard, the next, and two shards of four for eight requests at once
+        assert len(asked) <= index + 4  # this shard, the next, and two shards of four for eight requests at once
     assert sorted(asked) == list(range(50))
 
 
 def test_an_error_of_one_shard_comes_after_the_shards_before_it_and_ends_what_waits():
-    closed = []
+    cancelled = []
 
-    def ask(spec):
+    async def ask(spec):
         if spec.index == 3:
             raise ValueError("no server is left")
+        try:
+            await asyncio.sleep(100 if spec.index > 3 else 0)
+        except asyncio.CancelledError:
+            cancelled.append(spec.index)
+            raise
         return Answers([], [])
 
-    handed_out = answers_ahead(specs(10, 4), ask, num_at_once=8, close=lambda: closed.append(True))
-    assert [next(handed_out)[0].index for _ in range(3)] == [0, 1, 2]
+    answers = Servers(ServerConfig(concurrency=8), model="m").ahead(specs(10, 4), ask)
+    assert [next(answers)[0].index for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match="no server is left"):
-        next(handed_out)
-    assert closed == [True]
+        next(answers)
+    while not {4, 5} <= set(cancelled):
+        time.sleep(0.001)

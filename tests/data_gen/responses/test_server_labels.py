@@ -35,9 +35,7 @@ def sampled(config, **sampling):
 
 def features_of(config) -> dict[str, dict[str, torch.Tensor]]:
     folder = Path(config.data.dir)
-    return {
-        str(path.relative_to(folder)): load_file(path) for path in sorted((folder / "features").rglob("*.safetensors"))
-    }
+    return {str(path.relative_to(folder)): load_file(path) for path in sorted(folder.rglob("*.safetensors"))}
 
 
 def assert_same_features(config, other):

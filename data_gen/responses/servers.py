@@ -1,26 +1,31 @@
 """Distributes requests over servers that have loaded the same model, with fail-over.
 
-Each server takes up to data.server.concurrency requests at once; a request goes to the server with the fewest. A server
-that stops answering, after the client library's retries, is dropped, and the others take over its requests; when none
-is left the run stops. If a second server fails at the same request, or the only one answers 500, that request is
-refused. Seeds belong to requests, so results do not depend on which server answers, if servers answer alike.
+One event loop in a thread makes all requests, while this process labels. Each server takes up to
+data.server.concurrency requests at once; a request goes to the server with the fewest. A server that stops answering,
+after the client library's retries, is dropped, and the others take over its requests; when none is left the run stops.
+If a second server fails at the same request, or the only one answers 500, that request is refused. Seeds belong to
+requests, so results do not depend on which server answers, if servers answer alike.
 """
 
+import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from threading import Condition
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from threading import Thread
 from typing import Any, TypeVar
 
 import openai
 from tqdm import tqdm
 
 from configs.schema import ServerConfig
+from data_gen.responses.conversation import ShardSpec
+from data_gen.responses.exchange import Answers
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 _GONE = (openai.APIConnectionError, openai.InternalServerError)
 """Refused connections, time-outs, 5xx."""
 _BROKE, _MOST_FAILURES = 500, 2
@@ -49,7 +54,7 @@ class RefusedError(ValueError):
 
 
 class Servers:
-    """The servers of data.server, with one queue."""
+    """The servers of data.server, and the event loop of their requests."""
 
     def __init__(self, config: ServerConfig, *, model: str) -> None:
         """Args:
@@ -57,39 +62,50 @@ class Servers:
         model: the target's name on the servers.
         """
         self.config, self.model = config, model
-        self._clients = {
-            url: openai.OpenAI(
-                base_url=url,
-                api_key=_key_for(url, config.api_key_variable),
-                max_retries=config.max_retries,
-                timeout=config.timeout_s,
-            )
-            for url in config.urls
-        }
-        self._changed, self._num_under_way = Condition(), dict.fromkeys(config.urls, 0)
+        self._keys = {url: _key_for(url, config.api_key_variable) for url in config.urls}
+        self._clients: dict[str, openai.AsyncOpenAI] = {}
+        self._num_running, self._changed = dict.fromkeys(config.urls, 0), asyncio.Condition()
         self._end = ""
         """The error of the last server."""
-        self._pool = ThreadPoolExecutor(self.num_at_once)
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._loop.run_forever, name="servers", daemon=True).start()
 
     @property
     def num_at_once(self) -> int:
         """Number of requests in flight at once."""
         return self.config.concurrency * len(self.config.urls)
 
-    @property
-    def name(self) -> str:
-        """The servers in messages."""
-        return ", ".join(self.config.urls)
+    def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run a coroutine in the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def submit(self, work: Callable[[], Answer]) -> Future[Answer]:
-        """Run `work`, which makes one request, when a slot is free."""
-        return self._pool.submit(work)
+    def ahead(
+        self, specs: Iterable[ShardSpec], ask: Callable[[ShardSpec], Coroutine[Any, Any, Answers]]
+    ) -> Iterator[tuple[ShardSpec, Answers]]:
+        """Each shard with its answers, in order, so that servers are not idle while a shard is labelled and written.
 
-    def close(self) -> None:
-        """Cancel the requests that still wait."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        Beyond two shards (one yielded, one that is finishing), shards are opened until they hold as many conversations
+        as requests fit in flight, so only a few shards are in memory. If the caller stops early, requests are
+        cancelled.
+        """
+        open_shards: deque[tuple[ShardSpec, Future[Answers]]] = deque()
+        waiting = iter(specs)
+        try:
+            while True:
+                while sum(len(spec.prompts) for spec, _ in list(open_shards)[2:]) < self.num_at_once:
+                    if (spec := next(waiting, None)) is None:
+                        break
+                    open_shards.append((spec, self.start(ask(spec))))
+                if not open_shards:
+                    return
+                spec, answers = open_shards[0]
+                yield spec, answers.result()
+                open_shards.popleft()
+        finally:
+            for _, answers in open_shards:
+                answers.cancel()
 
-    def ask(self, body: Mapping[str, Any]) -> Any:
+    async def ask(self, body: Mapping[str, Any]) -> Any:
         """The JSON answer of one of the servers to a completion request.
 
         Raises:
@@ -98,9 +114,9 @@ class Servers:
         """
         failed: dict[str, openai.APIError] = {}
         while True:
-            with self._slot(but=failed) as url:
+            async with self._slot(failed) as url:
                 try:
-                    answer = self.ask_at(url, body)
+                    answer = await self.ask_at(url, body)
                 except _GONE as error:
                     failed[url] = error
                     if getattr(error, "status_code", None) != _BROKE:
@@ -112,10 +128,17 @@ class Servers:
                 self._leave_out(other, failure)
             return answer
 
-    def ask_at(self, url: str, body: Mapping[str, Any]) -> Any:
+    async def ask_at(self, url: str, body: Mapping[str, Any]) -> Any:
         """The same for one server; errors of connections and 5xx are raised unchanged."""
+        if url not in self._clients:  # a client belongs to the loop
+            self._clients[url] = openai.AsyncOpenAI(
+                base_url=url,
+                api_key=self._keys[url],
+                max_retries=self.config.max_retries,
+                timeout=self.config.timeout_s,
+            )
         try:
-            answer = self._clients[url].completions.with_raw_response.create(model=self.model, **body)
+            answer = await self._clients[url].completions.with_raw_response.create(model=self.model, **body)
             return json.loads(answer.content)
         except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
             raise RefusedError(f"refused: {error}") from error
@@ -139,36 +162,37 @@ class Servers:
             ValueError: a server does not answer, or refuses it.
         """
         answers = {}
-        for url in self._clients:
+        for url in self.config.urls:
             try:
-                answers[url] = self.ask_at(url, body)
+                answers[url] = self.start(self.ask_at(url, body)).result()
             except _GONE as error:
                 raise ValueError(self._reason(url, error)) from error
             except RefusedError as error:
                 raise ValueError(f"{url} failed at its first request: {error}{hint}") from error
         return answers
 
-    @contextmanager
-    def _slot(self, but: Mapping[str, openai.APIError]) -> Iterator[str]:
-        """Reserve a slot at a server for the block, and yield its address; never one of `but`, where it failed."""
+    @asynccontextmanager
+    async def _slot(self, failed: Mapping[str, openai.APIError]) -> AsyncIterator[str]:
+        """Reserve a slot at a server where this request has not failed, and yield its address."""
 
         def free() -> list[str]:
-            return [url for url, num in self._num_under_way.items() if num < self.config.concurrency and url not in but]
+            is_free = {url: num < self.config.concurrency for url, num in self._num_running.items()}
+            return [url for url in is_free if is_free[url] and url not in failed]
 
-        with self._changed:
-            self._changed.wait_for(lambda: free() or self._num_under_way.keys() <= but.keys())
-            if not self._num_under_way:
+        async with self._changed:
+            await self._changed.wait_for(lambda: free() or self._num_running.keys() <= failed.keys())
+            if not self._num_running:
                 raise ValueError(self._end)
             if not free():
-                raise RefusedError("; ".join(self._reason(url, error) for url, error in but.items()))
-            url = min(free(), key=self._num_under_way.__getitem__)
-            self._num_under_way[url] += 1
+                raise RefusedError("; ".join(self._reason(url, error) for url, error in failed.items()))
+            url = min(free(), key=self._num_running.__getitem__)
+            self._num_running[url] += 1
         try:
             yield url
         finally:
-            with self._changed:
-                if url in self._num_under_way:
-                    self._num_under_way[url] -= 1
+            if url in self._num_running:
+                self._num_running[url] -= 1
+            async with self._changed:
                 self._changed.notify_all()
 
     def _leave_out(self, url: str, error: openai.APIError) -> None:
@@ -177,14 +201,12 @@ class Servers:
         Raises:
             ValueError: it was the last one.
         """
-        with self._changed:
-            was_in = self._num_under_way.pop(url, None) is not None
-            num_left = len(self._num_under_way)
-            self._end = self._end if num_left else self._end or self._reason(url, error)
-            self._changed.notify_all()
-        if not num_left:
+        was_in = self._num_running.pop(url, None) is not None
+        if not self._num_running:
+            self._end = self._end or self._reason(url, error)
             raise ValueError(self._end) from error
         if was_in:
+            num_left = len(self._num_running)
             tqdm.write(f"{self._reason(url, error)}; {num_left} other servers take over its requests", file=sys.stderr)
 
     def _reason(self, url: str, error: openai.APIError) -> str:
