@@ -13,16 +13,21 @@ _LONGEST_NAME = 255
 
 
 def check_local(value: object, name: str, *, may_be_on_hub: bool = False) -> None:
-    """Raise ValueError for a URL, or for a string that cannot be a path.
+    """Raise ValueError for a URL, a string that cannot be a path, or a loaded model.
 
     Args:
-        value: the setting's value; anything but a string or a path passes, such as null.
+        value: the setting's value; null passes.
         name: the name of the setting or flag, for the message.
         may_be_on_hub: the setting also takes owner/name.
     """
     if isinstance(value, str | PurePath) and not _is_name(PurePath(value)):
         raise ValueError(
             f"{name} is {str(value)[:60]!r}, not a valid file name; use a shorter one, without null characters"
+        )
+    if hasattr(value, "save_pretrained"):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}, but must be a path; save it with save_pretrained and give that "
+            "directory, or pass it to data_gen.make_data"
         )
     url = _URL.match(str(value)) if isinstance(value, str | PurePath) else None
     if url is None:

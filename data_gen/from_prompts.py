@@ -1,38 +1,44 @@
 """`data_gen.make_data`: an experiment with training data from a list of prompts and two models."""
 
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.limits import check_limits
 from configs.paths import local_path
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, ModelSource, PairConfig, SamplingConfig
 from configs.shipped import with_shipped_models
 from data_gen.pipeline.command import make
-from store.shards import write_atomic
+from data_gen.prompts.prompt import prompt_of
+from store.shards import atomic_directory, write_atomic
 
 _SHARE = 0.1
 """Share of the prompts for dev, and for test."""
-_FEWEST = 3
+_FEWEST, _PROMPTS = 3, "prompts.jsonl"
 
 
 def make_data(
-    prompts: Sequence[str],
+    prompts: Iterable[str | Mapping[str, Any] | Sequence[Mapping[str, Any]]],
     *,
-    target: str | ModelSource,
-    draft: str | ModelSource,
+    target: str | ModelSource | PreTrainedModel,
+    draft: str | ModelSource | PreTrainedModel,
     dir: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     temperature: float = 1.0,
     **settings: Any,
 ) -> Config:
     """Let the target answer prompts and label the draft's proposals; resumes, as `acceptance-heads data` does.
 
     Args:
-        prompts: at least 3; a tenth is dev, a tenth is test.
-        target: the large model, a directory or a hub id.
+        prompts: at least 3: strings, lists of messages, or records with fields such as prompt or messages, as a
+            `datasets.Dataset` has them; a tenth is dev, a tenth is test.
+        target: the large model: a directory, a hub id, or a loaded model, which is saved in dir/models.
         draft: the small model, with the same tokenizer.
         dir: output directory, with data/, heads/ and decode/.
+        tokenizer: of both models; needed for a loaded model.
         temperature: of the sampling that heads are trained for; 0 is greedy.
         settings: of `configs.schema.DataConfig`, such as max_new_tokens=64.
 
@@ -40,47 +46,73 @@ def make_data(
         The experiment, for `heads.train_heads`, `decode.complete` and every command's function.
 
     Raises:
-        ValueError: too few prompts, an unknown or invalid setting, models that do not fit.
+        ValueError: too few or malformed prompts, an unknown or invalid setting, models that do not fit.
         FileNotFoundError: a model that does not exist.
     """
-    if isinstance(prompts, str) or len(prompts) < _FEWEST:
+    lines = [] if isinstance(prompts, str) else [_line(prompt, index) for index, prompt in enumerate(prompts)]
+    if len(lines) < _FEWEST:
         raise ValueError(f"prompts is {prompts!r:.80}; give a list of at least {_FEWEST}, for train, dev and test")
     known = DataConfig.__dataclass_fields__.keys() - {"dir", "prompts"}
     if unknown := sorted(settings.keys() - known):
         raise ValueError(f"{unknown[0]!r} is not a setting of make_data; it takes {', '.join(sorted(known))}")
-    sampling = SamplingConfig(temperature=temperature)
-    pair = with_shipped_models(PairConfig(target=_source(target), draft=_source(draft), sampling=sampling))
-    root = local_path(dir, "dir")
-    config = _config(pair, root, _written(prompts, root), len(prompts), settings)
+    sampling, root = SamplingConfig(temperature=temperature), local_path(dir, "dir")
+    pair = with_shipped_models(
+        PairConfig(
+            target=_source(target, root / "models" / "target", tokenizer),
+            draft=_source(draft, root / "models" / "draft", tokenizer),
+            sampling=sampling,
+        )
+    )
+    config = _config(pair, root, len(lines), settings)
     check_limits(config)
+    _write(lines, root / _PROMPTS)
     make(config)
     return config
 
 
-def _config(pair: PairConfig, root: Path, file: Path, num_prompts: int, settings: Mapping[str, Any]) -> Config:
+def _line(prompt: Any, index: int) -> str:
+    """One prompt as a line of JSON."""
+    record = {"id": str(index), "prompt": prompt} if isinstance(prompt, str) else prompt
+    record = dict(record) if isinstance(record, Mapping) else {"messages": record}
+    try:
+        prompt_of(record, default_id=str(index))
+        return json.dumps(record, ensure_ascii=False)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"prompts[{index}]: {error}") from error
+
+
+def _config(pair: PairConfig, root: Path, num_prompts: int, settings: Mapping[str, Any]) -> Config:
     held_out = max(1, round(_SHARE * num_prompts))
     num_train = num_prompts - 2 * held_out
     numbers = {"num_train": num_train, "num_dev": held_out, "num_test": held_out}
     split: dict[str, Any] = {"split_weights": (num_train, held_out, held_out), **numbers}
     return Config(
         pair=pair,
-        data=DataConfig(dir=str(root / "data"), prompts=str(file), **split | dict(settings)),
+        data=DataConfig(dir=str(root / "data"), prompts=str(root / _PROMPTS), **split | dict(settings)),
         heads=HeadsConfig(dir=str(root / "heads"), specdec=False),
         decode=DecodeConfig(dir=str(root / "decode"), num_dev=held_out, num_test=held_out),
     )
 
 
-def _source(model: str | ModelSource) -> ModelSource:
-    return model if isinstance(model, ModelSource) else ModelSource(path=model)
+def _source(model: Any, path: Path, tokenizer: PreTrainedTokenizerBase | None) -> ModelSource:
+    """The source of a model; a loaded one is saved to `path`."""
+    if isinstance(model, ModelSource):
+        return model
+    if isinstance(model, str | PurePath):
+        return ModelSource(path=str(model))
+    if not hasattr(model, "save_pretrained"):
+        raise ValueError(f"the {path.name} is of {type(model)}; give a directory, a hub id or a model of transformers")
+    if tokenizer is None:
+        raise ValueError(f"the {path.name} is a {type(model).__name__}; give its tokenizer too: tokenizer=…")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_directory(path) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return ModelSource(path=str(path))
 
 
-def _written(prompts: Sequence[str], root: Path) -> Path:
-    """The file of the prompts; an existing file with this content is kept."""
-    path = root / "prompts.jsonl"
-    lines = [
-        json.dumps({"id": str(index), "prompt": prompt}, ensure_ascii=False) for index, prompt in enumerate(prompts)
-    ]
+def _write(lines: Sequence[str], path: Path) -> None:
+    """Write the file of the prompts; an existing file with this content is kept."""
     text = "\n".join(lines) + "\n"
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         write_atomic(path, text.encode())
-    return path

@@ -10,7 +10,7 @@ because the target writes its own. docs/data.md has the table.
 import gzip
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from io import BufferedIOBase
@@ -187,6 +187,26 @@ def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
         _turns_of(record), id=prompt_id, tools=_tools(record.get("tools")), category=str(record.get("category") or "")
     )
     return replace(prompt, system="\n\n".join(filter(None, (system, prompt.system))))
+
+
+def conversation_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Prompt, list[str]]:
+    """The conversation of some messages and its replies so far; the last message is the user's or a tool's.
+
+    Raises:
+        ValueError: malformed messages, or another order than turns and replies in alternation.
+    """
+    prompt = prompt_of({"messages": [dict(message) for message in messages]}, default_id="prompt")
+    roles = [_ROLES[str(message.get("role", message.get("from"))).lower()] for message in messages]
+    replies = [
+        str(message.get("content", message.get("value")))
+        for message, role in zip(messages, roles, strict=True)
+        if role == "assistant"
+    ]
+    if [role == "assistant" for role in roles if role != "system"] != [False, True] * len(replies) + [False]:
+        raise ValueError(
+            f"messages have the roles {', '.join(roles)}; give turns and replies in alternation, a turn last"
+        )
+    return prompt, replies
 
 
 def _form_of(record: dict[str, Any]) -> str | None:

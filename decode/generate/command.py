@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from configs.paths import local_path
 from configs.schema import Config
-from data_gen.prompts.prompt import Prompt
+from data_gen.prompts.prompt import Prompt, conversation_of
 from data_gen.prompts.templates import encode
 from decode.drafters.factory import PairModels
 from decode.drafters.trees.shapes import SHAPES
@@ -67,19 +67,23 @@ def generate(
 
 
 def complete(
-    config: Config, prompt: str, *, policy: str | Policy | None = None, max_new_tokens: int | None = None
+    config: Config,
+    prompt: str | Sequence[Mapping[str, Any]],
+    *,
+    policy: str | Policy | None = None,
+    max_new_tokens: int | None = None,
 ) -> str:
     """The target's response to a prompt, drawn as the config says, `decode.seed` included.
 
     Args:
         config: the experiment; `data.template` wraps the prompt.
-        prompt: the user's message.
+        prompt: the user's message, or a list of messages.
         policy: when to stop drafting, as an object or as for `--policy`; None: the recommendation of `evaluate` or
             `tune`, else the best exported head, else a policy that needs no training.
         max_new_tokens: None: decode.max_new_tokens.
 
     Raises:
-        ValueError: a policy that does not parse, or does not fit the models.
+        ValueError: a policy that does not parse, or does not fit the models; malformed messages.
         FileNotFoundError: missing models or heads.
     """
     experiment = Experiment(config)
@@ -89,13 +93,19 @@ def complete(
 
 
 def _rounds(
-    experiment: Experiment, prompt: str, policy: Policy, max_new_tokens: int | None, *, tree: str | None = None
+    experiment: Experiment,
+    prompt: str | Sequence[Mapping[str, Any]],
+    policy: Policy,
+    max_new_tokens: int | None,
+    *,
+    tree: str | None = None,
 ) -> Iterator[Round]:
     pair, decode = experiment.pair, experiment.decode
     models = PairModels(pair, decode.compile, holds_trees=tree is not None)
     drafter = models.drafter(policy, None if tree is None else SHAPES[tree])
     decoder = models.decoder(drafter, sampling=experiment.sampling, max_draft_length=decode.max_draft_length)
-    prompt_ids = encode(Prompt("prompt", (prompt,)), pair.tokenizer, experiment.template)
+    conversation, replies = (Prompt("prompt", (prompt,)), []) if isinstance(prompt, str) else conversation_of(prompt)
+    prompt_ids = encode(conversation, pair.tokenizer, experiment.template, replies)
     limit = decode.max_new_tokens if max_new_tokens is None else max_new_tokens
     return decoder.stream(prompt_ids, limit, generator=torch.Generator().manual_seed(decode.seed))
 

@@ -1,12 +1,23 @@
 """A list of prompts that cannot be an experiment is refused before anything is written."""
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
 from configs.schema import Config, ModelSource, PairConfig
 from data_gen import make_data
+from decode import complete
 from heads import AcceptanceHead, Provenance, train_heads
+from tests.data_gen.on_disk import files_of, rows_of
 
 MODELS = {"target": "checkpoints/tiny/target", "draft": "checkpoints/tiny/draft"}
+
+
+class Loaded:
+    """A model object, as far as its type is looked at."""
+
+    def save_pretrained(self, folder: object) -> None:
+        raise AssertionError("saved without a tokenizer")
 
 
 @pytest.mark.parametrize(
@@ -16,11 +27,15 @@ MODELS = {"target": "checkpoints/tiny/target", "draft": "checkpoints/tiny/draft"
         ("a text that is no list", {}, "a list of at least 3"),
         (["one", "two", "three"], {"max_tokens": 5}, "'max_tokens' is not a setting of make_data; it takes batch_size"),
         (["one", "two", "three"], {"temperature": -1.0}, "temperature"),
+        (["one", "two", {"texts": 3}], {}, r"prompts\[2\]: expected one of the fields messages"),
+        (["one", "two", [{"role": "user"}]], {}, r"prompts\[2\]: expected a list of messages"),
+        (["one", "two", "three"], {"draft": torch.nn.Linear(1, 1)}, "the draft is of .*Linear.*; give a directory"),
+        (["one", "two", "three"], {"target": Loaded()}, "the target is a Loaded; give its tokenizer too"),
     ],
 )
 def test_what_is_no_experiment_is_refused_and_leaves_nothing(prompts, settings, said, tmp_path):
     with pytest.raises(ValueError, match=said):
-        make_data(prompts, dir=str(tmp_path / "mine"), **MODELS, **settings)
+        make_data(prompts, dir=str(tmp_path / "mine"), **MODELS | settings)
     assert not (tmp_path / "mine" / "data").exists()
 
 
@@ -43,3 +58,28 @@ def test_a_setting_that_heads_do_not_have_is_refused():
     pair = PairConfig(**{name: ModelSource(path=path) for name, path in MODELS.items()})
     with pytest.raises(ValueError, match="train_heads has no setting 'learning_rat'"):
         train_heads(Config(pair=pair), learning_rat=0.1)
+
+
+def test_loaded_models_and_a_dataset_of_messages_become_data_and_a_reply(toy_pair, tmp_path, models):
+    """The rows are those of the same models by their paths, and a second call resumes."""
+    datasets = pytest.importorskip("datasets")
+    tokenizer = AutoTokenizer.from_pretrained(toy_pair / "target")
+    messages = [[{"role": "user", "content": f"Say {number}"}] for number in range(4)]
+    settings = {"max_new_tokens": 4, "max_prompt_tokens": 90, "num_train": 2, "num_dev": 1, "num_test": 1}
+    records, folder = datasets.Dataset.from_dict({"messages": messages}), str(tmp_path / "a")
+    loaded = make_data(records, **models, tokenizer=tokenizer, dir=folder, **settings)
+    named = make_data(messages, **{name: str(toy_pair / name) for name in models}, dir=str(tmp_path / "b"), **settings)
+    assert rows_of(loaded) == rows_of(named)
+    whole = files_of(loaded.data.dir)
+    make_data(messages, **models, tokenizer=tokenizer, dir=folder, **settings)
+    assert files_of(loaded.data.dir) == whole
+    conversation = [*messages[0], {"role": "assistant", "content": "0"}, {"role": "user", "content": "and 1"}]
+    first, longer = (complete(loaded, prompt, policy="fixed_length:k=2") for prompt in (messages[0], conversation))
+    assert first == complete(loaded, "Say 0", policy="fixed_length:k=2") != longer
+    with pytest.raises(ValueError, match="the roles user, user; give turns and replies in alternation"):
+        complete(loaded, messages[0] * 2)
+
+
+def test_a_loaded_model_in_place_of_a_path_is_refused_in_one_line(models):
+    with pytest.raises(ValueError, match=r"pair\.target\.path is a LlamaForCausalLM, but must be a path; save it"):
+        PairConfig(target=ModelSource(path=models["target"]), draft=ModelSource(path="a"))  # type: ignore[arg-type]

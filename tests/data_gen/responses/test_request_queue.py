@@ -12,8 +12,8 @@ from dataclasses import replace
 from http.server import ThreadingHTTPServer
 
 import pytest
-from configs.remote import ServerConfig
 
+from configs.schema import ServerConfig
 from data_gen.pipeline.command import make
 from data_gen.prompts.prompt import Prompt
 from data_gen.responses.conversation import ShardSpec
