@@ -18,6 +18,7 @@ import torch
 
 from configs.schema import ServerConfig
 from data_gen.responses.conversation import ShardSpec, ask, asking, with_laws
+from data_gen.responses.dispatch import RefusedError, Servers
 from data_gen.responses.exchange import (
     Answers,
     Exchange,
@@ -30,7 +31,6 @@ from data_gen.responses.exchange import (
     ResponseSource,
 )
 from data_gen.responses.hopeless import LatestRows
-from data_gen.responses.servers import RefusedError, Servers
 from data_gen.responses.spelling import Spelling
 from data_gen.responses.top_logprobs import LawReader, NotDeterminedError
 from lm import Sampling

@@ -17,8 +17,8 @@ from configs.schema import ServerConfig
 from data_gen.pipeline.command import make
 from data_gen.prompts.prompt import Prompt
 from data_gen.responses.conversation import ShardSpec
+from data_gen.responses.dispatch import Servers, _key_for
 from data_gen.responses.exchange import Answers
-from data_gen.responses.servers import Servers, _key_for
 from tests.data_gen.on_disk import files_of
 from tests.toys.answering import Answering, all_rows, close_half_way, completion, problems
 
