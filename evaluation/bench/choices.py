@@ -15,7 +15,7 @@ from decode.experiment import Experiment
 from decode.policies.base import Policy
 from decode.policies.registry import read_spec
 from evaluation.competitor import competitors_with
-from evaluation.contest import Replays, hold, replay_dataset, result_of
+from evaluation.contest import Replays, Result, hold, replay_dataset, result_of
 from evaluation.families import BASELINE, BOUNDS, family
 from evaluation.gain import Splits
 from evaluation.times import Times
@@ -101,17 +101,21 @@ class Choices:
         if unknown := [name for name in families if name not in known]:
             raise ValueError(f"there is no family {unknown[0]!r} here; one of {', '.join(known)}")
         members = {name: result for name, result in known.items() if not families or name in (*families, BASELINE)}
-        best = known[BASELINE]
-        assert best.arm is not None
-        speeds = times.tokens_per_s(best.arm.dev)
-        for number in [int(number) for number in speeds.argsort()[::-1] if number != best.number][: num_fixed - 1]:
-            length = result_of(best.arm, number, times, on_dev=float(speeds[number]))
+        for length in _next_best(known[BASELINE], times, num_fixed - 1):
             members[f"{BASELINE} {length.label}"] = length
         return {name: Racer(one.family, one.label, one.policy, one.on_dev) for name, one in members.items()}
 
     def named(self, specs: Sequence[str]) -> Mapping[str, Racer]:
         """The policies that these specs write down (`decode.policies.registry`)."""
         return {spec: Racer(_family_of(spec), spec, self.experiment.policy(spec)) for spec in specs}
+
+
+def _next_best(best: Result, times: Times, num: int) -> list[Result]:
+    """The competitor's other settings, the fastest on dev first."""
+    assert best.arm is not None
+    speeds = times.tokens_per_s(best.arm.dev)
+    order = [int(number) for number in speeds.argsort()[::-1] if number != best.number]
+    return [result_of(best.arm, number, times, on_dev=float(speeds[number])) for number in order[:num]]
 
 
 def _family_of(spec: str) -> str:

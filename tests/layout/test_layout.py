@@ -30,7 +30,7 @@ CEILINGS = {
     "data_gen": (6933, 4400),
     "heads": (4407, 3600),
     "decode": (5069, 4200),
-    "evaluation": (11002, 7400),
+    "evaluation": (11006, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
