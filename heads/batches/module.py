@@ -134,36 +134,33 @@ class FeatureData(pl.LightningDataModule):
             self._names[split] = [read_rows(path, ("set",)).column("set").to_pylist() for path in paths]
         return self._names[split]
 
+    def _paths(self, split: str) -> dict[str, list[Path]]:
+        """Folder -> shards of a split: labels, hidden states unless the draft computes them, rows if they are read."""
+        has_sets = split != "train" and isinstance(self.manifest["prompts"], list)
+        states = [] if self.is_online else [f"features/{timing}" for timing in self.timings]
+        folders = ["labels", *states, *(["rows"] if has_sets or self.is_online else [])]
+        paths = {folder: list_shards(self.data.dir, split, folder) for folder in folders}
+        counts = {folder: len(of_folder) for folder, of_folder in paths.items()}
+        if len(set(counts.values())) > 1:
+            raise ValueError(
+                f"{self.data.dir} has different numbers of {split} shards: {counts}; run `acceptance-heads data` with "
+                "this config to finish the data"
+            )
+        return paths
+
     def _read(self, split: str) -> list[Path]:
         """Paths of the shards of a split that training reads: those of the first heads.num_train responses."""
-        has_sets = split != "train" and isinstance(self.manifest["prompts"], list)
-        folders = ["labels", *self._state_folders().values(), *(["rows"] if has_sets or self.is_online else [])]
-        paths = [list_shards(self.data.dir, split, folder) for folder in folders]
+        paths = list(zip(*self._paths(split).values(), strict=True))
         if split == "train" and self.heads.num_train is not None:
-            sizes = (read_sidecar(path, keys=("rows",))["rows"] for path in paths[0][:-1])
-            num = sum(start < self.heads.num_train for start in accumulate(sizes, initial=0))
-            paths = [of_folder[:num] for of_folder in paths]
-        return [path for of_folder in paths for path in of_folder]
-
-    def _state_folders(self) -> dict[str, str]:
-        """Feature set -> subfolder of its stored hidden states; empty if the draft computes them."""
-        return {} if self.is_online else {timing: f"features/{timing}" for timing in self.timings}
+            sizes = (read_sidecar(labels, keys=("rows",))["rows"] for labels, *_ in paths[:-1])
+            paths = paths[: sum(start < self.heads.num_train for start in accumulate(sizes, initial=0))]
+        return [path for of_shard in paths for path in of_shard]
 
     def _open(self, split: str) -> list[FeatureShard]:
-        labels = list_shards(self.data.dir, split, "labels")
-        states: dict[str, list[Path | None]] = {timing: [None] * len(labels) for timing in self.timings}
-        for timing, folder in self._state_folders().items():
-            states[timing] = [*list_shards(self.data.dir, split, folder)]
-            if len(states[timing]) != len(labels):
-                raise ValueError(
-                    f"{self.data.dir} has {len(labels)} {split} shards of labels and {len(states[timing])} of {timing} "
-                    "features; run `acceptance-heads data` with this config to finish the data"
-                )
-        by_shard = [dict(zip(states, paths, strict=True)) for paths in zip(*states.values(), strict=True)]
-        shards = [
-            FeatureShard(path, of_shard, self.columns, mixes=self.data.mixes)
-            for path, of_shard in zip(labels, by_shard, strict=True)
-        ]
+        paths, shards = self._paths(split), []
+        for index, labels in enumerate(paths["labels"]):
+            states = {timing: None if self.is_online else paths[f"features/{timing}"][index] for timing in self.timings}
+            shards.append(FeatureShard(labels, states, self.columns, mixes=self.data.mixes))
         if not sum(shard.num_tokens for shard in shards):
             raise ValueError(
                 f"{split} features of {self.data.dir} have no tokens; raise data.num_{split} and make the data again"

@@ -48,13 +48,11 @@ def confidence_head_of(draft: DSpark, provenance: Provenance | None = None) -> A
 
 
 def write_confidence_head(head: AcceptanceHead, name: str, *, source: Path, out: Path) -> Path:
-    """Copy a DSpark draft's directory, atomically, with this head as its confidence head.
+    """Copy a DSpark draft's directory, atomically, from `source` to `out`, with a head as its confidence head.
 
     Args:
         head: a linear prefix head without scalars.
         name: its name in the card and in messages.
-        source: directory of the draft.
-        out: the new directory.
 
     Raises:
         FileNotFoundError: no draft at `source`.
@@ -68,8 +66,7 @@ def write_confidence_head(head: AcceptanceHead, name: str, *, source: Path, out:
     if not source.is_dir():
         raise FileNotFoundError(f"no draft at {source}; set pair.draft.path to the directory of a DSpark draft")
     files = {path: read_safetensors(path) for path in sorted(source.glob("*.safetensors"))}
-    width = _confidence_of(files, source).shape[-1]
-    values = dict(zip(_PARTS, _folded(head, name, width=width), strict=True))
+    values = dict(zip(_PARTS, _folded(head, name, width=_width_of(files, source)), strict=True))
     with atomic_directory(out) as folder:
         for path in (path for path in sorted(source.iterdir()) if path.is_file() and path.name != CARD):
             tensors = files.get(path, {})
@@ -83,18 +80,18 @@ def write_confidence_head(head: AcceptanceHead, name: str, *, source: Path, out:
     return out
 
 
-def _confidence_of(files: Mapping[Path, Mapping[str, Tensor]], source: Path) -> Tensor:
-    """Weight of the draft's confidence head."""
+def _width_of(files: Mapping[Path, Mapping[str, Tensor]], source: Path) -> int:
+    """Number of inputs of the draft's confidence head."""
     stored = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    if missing := [name for name in _PARTS if name not in stored]:
+        raise ValueError(
+            f"the draft {source} has no tensor {missing[0]}, so it has no confidence head to replace; set pair.draft "
+            "to a DSpark draft with one"
+        )
     for name in _PARTS:
-        if name not in stored:
-            raise ValueError(
-                f"the draft {source} has no tensor {name}, so it has no confidence head to replace; set pair.draft to "
-                "a DSpark draft with one"
-            )
         if stored[name].dtype not in FLOATS:
             raise ValueError(f"{name} of {source} has dtype {stored[name].dtype}; use a draft that stores it as floats")
-    return stored[_PARTS[0]]
+    return stored[_PARTS[0]].shape[-1]
 
 
 def _folded(head: AcceptanceHead, name: str, *, width: int) -> tuple[Tensor, Tensor]:

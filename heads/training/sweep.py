@@ -7,6 +7,7 @@ of a separate run would be.
 
 import copy
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -76,7 +77,7 @@ class Sweep(pl.LightningModule):
         self.history: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
         self._draft = draft
-        self._evaluations: dict[int, Evaluation] = {}  # in a dict, so that torch does not register them as submodules
+        self._evaluations: dict[str, Evaluation] = {}  # in a dict, so that torch does not register them as submodules
 
     def items(self) -> list[tuple[str, HeadStack]]:
         """(key, stack) of the current weights."""
@@ -86,8 +87,11 @@ class Sweep(pl.LightningModule):
         """[heads, tokens] of one stack."""
         return stack(*self._inputs(stack, batch))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        batch = self._features(batch)
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
+        """The features of a batch, which the frozen draft computes if they are online."""
+        return batch if self._draft is None else self._draft(batch, self.device)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         losses = []
         for weights, (_, stack) in zip(self._by_stack(self.reject_weights), self.items(), strict=True):
             label = of_timing(batch, stack.shape.timing).acceptance_prob
@@ -106,8 +110,7 @@ class Sweep(pl.LightningModule):
         self.log("train/loss", loss.detach().mean(), prog_bar=True, sync_dist=True)
         return loss.sum()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        batch = self._features(batch)
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         for key, stack in self.items() if has_tokens(batch) else []:
             label = of_timing(batch, stack.shape.timing).acceptance_prob
             reach = self._reach(batch, stack)
@@ -137,21 +140,19 @@ class Sweep(pl.LightningModule):
 
     def on_test_epoch_start(self) -> None:
         self.use_selected()
-        self._evaluations = {}
+        calibration = {"shift": self._shift, "temperature": self.temperature}
+        tested: Sequence[str] = self.trainer.datamodule.tested  # type: ignore[attr-defined]
+        self._evaluations = {name: Evaluation(self.specs, **calibration).to(self.device) for name in tested}
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        batch = self._features(batch)
-        if dataloader_idx not in self._evaluations:
-            evaluation = Evaluation(self.specs, shift=self._shift, temperature=self.temperature)
-            self._evaluations[dataloader_idx] = evaluation.to(self.device)
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         logits: dict[str, list[Tensor]] = {}
         for _, stack in self.items() if has_tokens(batch) else []:
             logits.setdefault(stack.shape.timing, []).append(self.logits(stack, batch).float())
-        self._evaluations[dataloader_idx].update({timing: torch.cat(parts) for timing, parts in logits.items()}, batch)
+        evaluation = [*self._evaluations.values()][dataloader_idx]
+        evaluation.update({timing: torch.cat(parts) for timing, parts in logits.items()}, batch)
 
     def on_test_epoch_end(self) -> None:
-        names = self.trainer.datamodule.tested  # type: ignore[attr-defined]
-        self.results = {names[index]: evaluation.compute() for index, evaluation in sorted(self._evaluations.items())}
+        self.results = {name: evaluation.compute() for name, evaluation in self._evaluations.items()}
 
     def configure_optimizers(self) -> Any:
         # fused Adam would unscale float16 gradients after clipping; they must be unscaled before
@@ -222,10 +223,6 @@ class Sweep(pl.LightningModule):
         """Weight of each token; None: all have weight 1."""
         drafts = batch[FEATURE_SETS[stack.shape.timing]]
         return reach_of(drafts.acceptance_prob, drafts.row_lengths) if self.config.reached else None
-
-    def _features(self, batch: Any) -> Batch:
-        """The batch's features, computed by the frozen draft if they are online."""
-        return batch if self._draft is None else self._draft(batch, self.device)
 
     @property
     def _shift(self) -> Tensor:

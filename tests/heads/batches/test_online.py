@@ -77,6 +77,6 @@ def test_the_frozen_draft_is_no_part_of_the_module(draft, tmp_path: Path):
     theirs = {tensor.data_ptr() for tensor in draft.parameters()}
     assert not theirs & {tensor.data_ptr() for tensor in sweep.state_dict().values()}
     assert not theirs & {tensor.data_ptr() for tensor in sweep.parameters()}
-    loss = sweep.logits(sweep.items()[0][1], sweep._features(responses())).sum()
+    loss = sweep.logits(sweep.items()[0][1], sweep.on_after_batch_transfer(responses(), 0)).sum()
     loss.backward()
     assert all(parameter.grad is None for parameter in draft.parameters())
