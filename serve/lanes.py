@@ -8,7 +8,7 @@ requests can join, leave, wait and return.
 
 Policies get the same inputs as from `decode.loop.drafter`, with one exception: an engine reveals whether a token was
 accepted, not its acceptance probability, so feedback is 1 or 0, which is right on average and exact at temperature 0.
-Rows whose policy has a batch rule (`auto`) are decided together by `serve.pace`.
+Rows whose policy has a batch rule (`auto`) are decided together by `serve.controller`.
 """
 
 from collections.abc import Container, Sequence
@@ -19,7 +19,7 @@ import numpy as np
 from decode.policies.base import AfterDraw, Policy
 from decode.policies.batch import BatchRule
 from decode.policies.run import PolicyRun
-from serve.pace import MeasuredController
+from serve.controller import MeasuredController
 
 
 class RequestRow(NamedTuple):

@@ -4,7 +4,7 @@
     {"policy": "fixed_length:k=5", "heads": {"small": "PATH"}}               server, with heads that requests may name
     "entropy:max_sqrt_entropy=0.4"    "head:small,max_rejection_prob=0.3"    request
 
-Policies have the syntax of `decode.policies.registry`; requests with `auto` share one batch rule (`serve.pace`).
+Policies have the syntax of `decode.policies.registry`; requests with `auto` share one batch rule (`serve.controller`).
 
 * Server settings are checked before the server starts, and an error ends the start with one line.
 * Requests are untrusted and cannot name paths. A request whose policy is invalid gets the server's policy, with one

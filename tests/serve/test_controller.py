@@ -10,8 +10,8 @@ import pytest
 
 from decode.policies import AfterDraw, FixedLength, Policy
 from decode.policies.batch import BatchRule
+from serve.controller import Measured, MeasuredController
 from serve.lanes import Lanes, RequestRow
-from serve.pace import Measured, MeasuredController
 
 EASY, HARD, SHARE = 0.98, 0.3, 0.8
 MEAN = SHARE * EASY + (1 - SHARE) * HARD
