@@ -1,9 +1,8 @@
-"""Law 4.14: whoever verified a token tells the policy what it knew when the token was drawn, and how the token
-fared.
-"""
+"""Law 4.14: after verification the policy learns what it knew when each token was drawn, and how the token fared."""
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from decode import ModelDrafter, SpeculativeDecoder
@@ -12,16 +11,13 @@ from decode.drafters.trees.shapes import Dynamic
 from decode.policies import FixedLength, Policy
 from decode.policies.base import AfterDraw, Outcome, State
 from serve.lanes import Lane
-from tests.decode.loop.test_batch import ToySeats
 from tests.toys.enumeration import ToyModel
-from tests.toys.loop import PROMPT, decoder_of
+from tests.toys.loop import PROMPT, ToySeats, decoder_of
 from tests.toys.trees import tree_decoder_of
 
 
 class Pupil(Policy):
-    """Notes what `after` and `feedback` are told; its state says which round it is, and which tokens were drawn in it
-    before.
-    """
+    """Records the arguments of `after` and `feedback`; its state has the round and the tokens drawn in it before."""
 
     signals = frozenset({"token_prob"})
     zero_feedback = (0.0,)
@@ -51,16 +47,6 @@ class Pupil(Policy):
         return state
 
 
-def assert_told_what_was_known(pupil: Pupil) -> None:
-    """Each feedback comes with the state and the token that `after` was given together; some are of tokens behind the
-    first of a round.
-    """
-    assert pupil.taught
-    assert all(each in pupil.asked for each in pupil.taught)
-    assert {drawn.position for _, drawn in pupil.taught} >= {0, 1}
-    assert sum(total for (total,) in pupil.sums) == len(pupil.taught)
-
-
 def num_revealed(rounds: Sequence) -> int:
     """The accepted tokens and the first rejected one of each round."""
     return sum(one.num_accepted + (one.num_accepted < len(one.drafted)) for one in rounds)
@@ -70,25 +56,53 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def test_the_loop_teaches_what_was_known_when_a_token_was_drawn():
-    pupil = Pupil()
-    generation = decoder_of(pupil, eos_ids=()).generate(PROMPT, 40, generator=seeded())
-    assert_told_what_was_known(pupil)
-    assert len(pupil.taught) == num_revealed(generation.rounds)
+def chain(pupil: Pupil) -> int:
+    return num_revealed(decoder_of(pupil, eos_ids=()).generate(PROMPT, 40, generator=seeded()).rounds)
 
 
-def test_a_batch_teaches_what_was_known_when_a_token_was_drawn(monkeypatch):
-    monkeypatch.setattr(SpeculativeDecoder, "_seats", lambda self, model, num: ToySeats(model, num))
-    pupil = Pupil()
-    generations = decoder_of(pupil, eos_ids=()).generate_batch([PROMPT, [1]], 20, batch_size=2, generator=seeded())
-    assert_told_what_was_known(pupil)
-    assert len(pupil.taught) == sum(num_revealed(each.rounds) for each in generations)
+def batch(pupil: Pupil) -> int:
+    decoder = decoder_of(pupil, eos_ids=())
+    decoder._seats = ToySeats
+    generations = decoder.generate_batch([PROMPT, [1]], 20, batch_size=2, generator=seeded())
+    return sum(num_revealed(each.rounds) for each in generations)
 
 
-def test_a_tree_teaches_what_was_known_when_a_candidate_was_seen():
-    pupil = Pupil()
+def tree(pupil: Pupil) -> None:
     tree_decoder_of(pupil, Dynamic(2, 4), eos_ids=()).generate(PROMPT, 40, generator=seeded())
-    assert_told_what_was_known(pupil)
+
+
+def nested(micro: Policy, draft: Policy) -> int:
+    drafter = PreVerifiedDrafter(ModelDrafter(ToyModel(3), micro), ToyModel(2), draft, rounds=InnerRounds(window=3))
+    decoder = SpeculativeDecoder(ToyModel(1), drafter, eos_ids=frozenset())
+    return num_revealed(decoder.generate(PROMPT, 40, generator=seeded()).rounds)
+
+
+def outer(pupil: Pupil) -> int:
+    return nested(FixedLength(3), pupil)
+
+
+def inner(pupil: Pupil) -> None:
+    nested(pupil, Policy())
+
+
+def lane(pupil: Pupil) -> int:
+    each = Lane(pupil)
+    for num_accepted in (0, 1, 2, 3):
+        each.begin(5, frozenset())
+        for position in range(3):
+            each.take(position, AfterDraw(position, token_prob=0.25 + 0.125 * position))
+        assert each.end([0, 1, 2], num_accepted)
+    return 1 + 2 + 3 + 3
+
+
+@pytest.mark.parametrize("play", [chain, batch, tree, outer, inner, lane])
+def test_feedback_comes_with_what_was_known_when_a_token_was_drawn(play):
+    pupil = Pupil()
+    num_expected = play(pupil)
+    assert all(each in pupil.asked for each in pupil.taught)
+    assert {drawn.position for _, drawn in pupil.taught} >= {0, 1}
+    assert sum(total for (total,) in pupil.sums) == len(pupil.taught)
+    assert num_expected in (None, len(pupil.taught))
 
 
 class Candid(Pupil):
@@ -103,35 +117,13 @@ def test_a_tree_teaches_a_policy_that_looks_at_no_candidate():
     assert {drawn.position for _, drawn in pupil.taught} == {0, 1}
 
 
-def test_both_levels_of_a_hierarchy_are_taught_what_they_knew_when_a_token_was_drawn():
-    micro, draft = Pupil(), Pupil()
-    drafter = PreVerifiedDrafter(ModelDrafter(ToyModel(3), micro), ToyModel(2), draft, rounds=InnerRounds(window=3))
-    decoder = SpeculativeDecoder(ToyModel(1), drafter, eos_ids=frozenset())
-    generation = decoder.generate(PROMPT, 40, generator=seeded())
-    for pupil in (micro, draft):
-        assert_told_what_was_known(pupil)
-    assert len(draft.taught) == num_revealed(generation.rounds)
-
-
-def test_an_engines_lane_teaches_what_was_known_when_a_token_was_drawn():
-    pupil = Pupil()
-    lane = Lane(pupil)
-    for num_accepted in (0, 1, 2, 3):
-        lane.begin(5, frozenset())
-        for place in range(3):
-            lane.take(place, AfterDraw(place, 0.0, 0.0, 0.0, 0.0, 0.25 + 0.125 * place, 0.0))
-        assert lane.end([0, 1, 2], num_accepted)
-    assert_told_what_was_known(pupil)
-    assert len(pupil.taught) == 1 + 2 + 3 + 3
-
-
-def test_a_policy_without_lessons_is_told_none():
-    told = []
+def test_a_policy_without_feedback_gets_none():
+    totals = []
 
     class Listener(FixedLength):
         def end(self, state: State, outcome: Outcome) -> State:
-            told.append(outcome.feedback)
+            totals.append(outcome.feedback)
             return state
 
     decoder_of(Listener(2)).generate(PROMPT, 8, generator=seeded())
-    assert set(told) == {()}
+    assert set(totals) == {()}

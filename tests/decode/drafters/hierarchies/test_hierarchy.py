@@ -1,8 +1,5 @@
-"""Hierarchies emit exactly the target's law (law 4.12; laws 4.2, 4.3), at two to four levels, whatever stops each
-level.
-
-As in test_losslessness, nothing is sampled: every branch of the loop's draws is walked, in float64, on toys that
-disagree.
+"""Hierarchies emit exactly the target's distribution (law 4.12; laws 4.2, 4.3), at two to four levels, whatever stops
+each level. As in test_losslessness, every branch of the loop's draws is walked, in float64, on toys that disagree.
 """
 
 import pytest
@@ -15,56 +12,37 @@ from decode.policies import FixedLength, Policy
 from lm import Sampling
 from lm.verification import num_accepted
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
-from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS
-from tests.toys.observed import observed
+from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, law
 
 TARGET, DRAFT, MICRO, NANO = 1, 2, 3, 4
 
 
-def micro(policy: Policy | None = None) -> ModelDrafter:
-    return ModelDrafter(ToyModel(MICRO), policy or FixedLength(2))
-
-
 def hierarchy(
-    draft_policy: Policy | None = None, micro_policy: Policy | None = None, **rounds: object
+    draft_policy: Policy | None = None, micro_policy: Policy | None = None, *, words: int = 3, **rounds: object
 ) -> PreVerifiedDrafter:
     """Micro drafts, draft pre-verifies, with inner rounds of two tokens."""
+    inner = ModelDrafter(ToyModel(MICRO, words), micro_policy or FixedLength(2))
     settings = InnerRounds(**({"window": 2} | rounds))
-    return PreVerifiedDrafter(micro(micro_policy), ToyModel(DRAFT), draft_policy or Policy(), rounds=settings)
+    return PreVerifiedDrafter(inner, ToyModel(DRAFT, words), draft_policy or Policy(), rounds=settings)
+
+
+def interleaved(m: int, n: int) -> InterleavedDrafter:
+    return InterleavedDrafter(ToyModel(MICRO), ToyModel(DRAFT), m=m, n=n)
 
 
 def assert_lossless(
-    drafter: Drafter,
-    max_new_tokens: int = 3,
-    *,
-    sampling: Sampling | None = None,
-    eos_ids: tuple[int, ...] = (2,),
-    length: int = 20,
+    drafter: Drafter, num_tokens: int = 3, *, sampling: str = "plain", eos_ids=(2,), length: int = 20, words: int = 3
 ) -> None:
-    """The law of the loop on this drafter is the target's, to 1e-12; law 4.4 holds on every branch."""
-    assert_lossless_for(ToyModel(TARGET), drafter, max_new_tokens, sampling=sampling, eos_ids=eos_ids, length=length)
-
-
-def assert_lossless_for(
-    target: ToyModel, drafter: Drafter, max_new_tokens: int, *, sampling=None, eos_ids=(), length=20
-) -> None:
-    decoder = SpeculativeDecoder(
-        target, drafter, sampling=sampling, eos_ids=frozenset(eos_ids), max_draft_length=length
-    )
-
-    def play(draws):
-        with observed(decoder) as seen:
-            generation = decoder.generate(PROMPT, max_new_tokens, generator=draws)
-        seen.check(generation, len(PROMPT))
-        return generation.token_ids
-
-    expected = target.law(PROMPT, max_new_tokens, sampling=decoder.sampling, eos_ids=decoder.eos_ids)
-    assert_same_law(law_of(play), expected)
+    """The distribution of the loop on this drafter is the target's, to 1e-12; law 4.4 holds on every branch."""
+    target = ToyModel(TARGET, words)
+    settings = {"sampling": SAMPLINGS[sampling], "eos_ids": frozenset(eos_ids)}
+    decoder = SpeculativeDecoder(target, drafter, max_draft_length=length, **settings)
+    assert_same_law(law(decoder, num_tokens), target.law(PROMPT, num_tokens, **settings))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_three_levels_preserve_the_target_law_for_every_policy_of_the_draft(policy):
-    assert_lossless(hierarchy(draft_policy=POLICIES[policy]))
+    assert_lossless(hierarchy(POLICIES[policy]))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -72,74 +50,62 @@ def test_three_levels_preserve_the_target_law_for_every_policy_of_the_micro(poli
     assert_lossless(hierarchy(micro_policy=POLICIES[policy]))
 
 
-@pytest.mark.parametrize("policy", ["self_verify", "ada_edl", "both_heads", "heuristic"])
-def test_three_levels_preserve_the_target_law_when_both_levels_stop_themselves(policy):
-    assert_lossless(hierarchy(POLICIES[policy], POLICIES[policy]))
+BINARY = {"eos_ids": (), "words": 2}
+"""Two words and no EOS keep the branches few."""
+CASES = {
+    **{
+        f"both stop by {name}": (hierarchy(POLICIES[name], POLICIES[name]), {}) for name in ("self_verify", "heuristic")
+    },
+    **{f"both stop by {name}": (hierarchy(POLICIES[name], POLICIES[name]), {}) for name in ("ada_edl", "both_heads")},
+    **{name: (hierarchy(POLICIES["entropy"]), {"sampling": name}) for name in SAMPLINGS},
+    **{
+        f"{number} tokens, EOS {eos_ids}": (hierarchy(), {"num_tokens": number, "eos_ids": eos_ids})
+        for eos_ids in ((), (0, 2), (0, 1, 2))
+        for number in (1, 2, 3)
+    },
+    **{f"drafts of {length}": (hierarchy(), {"length": length}) for length in (0, 1, 2)},
+    **{
+        f"inner rounds {rounds}": (hierarchy(POLICIES["entropy"], words=2, **rounds), BINARY)
+        for rounds in (
+            {"max_rounds": 0},
+            {"max_rounds": 1},
+            {"max_rounds": 1, "num_alone": 2},
+            {"max_rounds": 1, "num_alone": 1, "bonus": False},
+            {"bonus": False},
+            {"window": 0},
+            {"window": 1, "bonus": False},
+        )
+    },
+    **{  # four tokens, so that a second inner round drafts too
+        f"second inner round, {name}": (hierarchy(POLICIES[name], words=2, window=1), BINARY | {"num_tokens": 4})
+        for name in ("never_draft", "fixed_length", "self_verify", "entropy")
+    },
+}
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_three_levels_preserve_the_target_law_under_every_sampling(sampling):
-    assert_lossless(hierarchy(POLICIES["entropy"]), sampling=SAMPLINGS[sampling])
-
-
-@pytest.mark.parametrize("eos_ids", [(), (0, 2), (0, 1, 2)])
-@pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
-def test_three_levels_preserve_the_target_law_at_every_ending(eos_ids, max_new_tokens):
-    assert_lossless(hierarchy(), max_new_tokens, eos_ids=eos_ids)
-
-
-@pytest.mark.parametrize("length", [0, 1, 2])
-def test_three_levels_preserve_the_target_law_at_every_draft_limit(length):
-    assert_lossless(hierarchy(), 3, length=length)
-
-
-@pytest.mark.parametrize(
-    "rounds",
-    [
-        {"max_rounds": 0},
-        {"max_rounds": 1},
-        {"max_rounds": 1, "num_alone": 2},
-        {"max_rounds": 1, "num_alone": 1, "bonus": False},
-        {"bonus": False},
-        {"window": 0},
-        {"window": 1, "bonus": False},
-    ],
-)
-def test_every_schedule_of_inner_rounds_preserves_the_target_law(rounds):
-    target, draft, small = (ToyModel(seed, 2) for seed in (TARGET, DRAFT, MICRO))
-    inner = ModelDrafter(small, FixedLength(2))
-    drafter = PreVerifiedDrafter(inner, draft, POLICIES["entropy"], rounds=InnerRounds(**({"window": 2} | rounds)))
-    assert_lossless_for(target, drafter, 3)
-
-
-@pytest.mark.parametrize("policy", ["never_draft", "fixed_length", "self_verify", "entropy"])
-def test_several_inner_rounds_preserve_the_target_law(policy):
-    """Four tokens, so that a second inner round drafts too; two words and no EOS keep the branches few."""
-    target, draft, small = (ToyModel(seed, 2) for seed in (TARGET, DRAFT, MICRO))
-    inner = ModelDrafter(small, FixedLength(2))
-    assert_lossless_for(target, PreVerifiedDrafter(inner, draft, POLICIES[policy], rounds=InnerRounds(window=1)), 4)
+@pytest.mark.parametrize("case", CASES)
+def test_three_levels_preserve_the_target_law(case):
+    drafter, settings = CASES[case]
+    assert_lossless(drafter, **settings)
 
 
 def test_four_levels_preserve_the_target_law():
     nano = ModelDrafter(ToyModel(NANO), FixedLength(1))
     inner = PreVerifiedDrafter(nano, ToyModel(MICRO), POLICIES["self_verify"], rounds=InnerRounds(window=1))
-    assert_lossless(PreVerifiedDrafter(inner, ToyModel(DRAFT), POLICIES["entropy"], rounds=InnerRounds(window=2)))
+    chen = InterleavedDrafter(ToyModel(NANO), ToyModel(MICRO), m=1, n=1)
+    for each, policy in ((inner, "entropy"), (chen, "self_verify")):
+        assert_lossless(PreVerifiedDrafter(each, ToyModel(DRAFT), POLICIES[policy], rounds=InnerRounds(window=2)))
 
 
-@pytest.mark.parametrize(("m", "n"), [(0, 1), (1, 0), (1, 1), (1, 2), (2, 1), (3, 0)])
-@pytest.mark.parametrize("eos_ids", [(), (2,)])
-def test_interleaved_models_preserve_the_target_law(m, n, eos_ids):
-    assert_lossless(InterleavedDrafter(ToyModel(MICRO), ToyModel(DRAFT), m=m, n=n), eos_ids=eos_ids)
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_interleaved_models_preserve_the_target_law_under_every_sampling(sampling):
-    assert_lossless(InterleavedDrafter(ToyModel(MICRO), ToyModel(DRAFT), m=2, n=1), sampling=SAMPLINGS[sampling])
-
-
-def test_interleaved_models_inside_a_hierarchy_preserve_the_target_law():
-    inner = InterleavedDrafter(ToyModel(NANO), ToyModel(MICRO), m=1, n=1)
-    assert_lossless(PreVerifiedDrafter(inner, ToyModel(DRAFT), POLICIES["self_verify"], rounds=InnerRounds(window=2)))
+@pytest.mark.parametrize(
+    ("m", "n", "settings"),
+    [
+        *((m, n, {"eos_ids": ids}) for m, n in ((0, 1), (1, 0), (1, 1), (1, 2), (2, 1), (3, 0)) for ids in ((), (2,))),
+        *((2, 1, {"sampling": sampling}) for sampling in SAMPLINGS),
+    ],
+)
+def test_interleaved_models_preserve_the_target_law(m, n, settings):
+    assert_lossless(interleaved(m, n), **settings)
 
 
 class PrintedDecoder(SpeculativeDecoder):
@@ -154,32 +120,20 @@ class PrintedDecoder(SpeculativeDecoder):
 
 @pytest.mark.parametrize(("m", "n"), [(1, 0), (1, 1), (2, 1)])
 def test_a_replacement_drawn_from_plain_p_as_chen_prints_it_is_biased(m, n):
-    """The walk that finds the lossless variant exact finds this one to be off."""
-    drafter = InterleavedDrafter(ToyModel(MICRO), ToyModel(DRAFT), m=m, n=n)
-    decoder = PrintedDecoder(ToyModel(TARGET), drafter, eos_ids=frozenset())
-    law = law_of(lambda draws: decoder.generate(PROMPT, 3, generator=draws).token_ids)
+    """Off by what the docstring of `interleaved` says, and exact only at temperature 0."""
+    decoder = PrintedDecoder(ToyModel(TARGET), interleaved(m, n), eos_ids=frozenset())
+    printed = law_of(lambda draws: decoder.generate(PROMPT, 3, generator=draws).token_ids)
     with pytest.raises(AssertionError, match="against"):
-        assert_same_law(law, ToyModel(TARGET).law(PROMPT, 3, sampling=Sampling(), eos_ids=frozenset()))
-
-
-@pytest.mark.parametrize(("n", "proposing"), [(0, DRAFT), (1, MICRO)])
-def test_the_printed_variant_has_the_law_that_its_docstring_says(n, proposing):
-    p, q = (_first_row(seed) for seed in (TARGET, proposing))
-    drafter = InterleavedDrafter(ToyModel(MICRO), ToyModel(DRAFT), m=1, n=n)
-    decoder = PrintedDecoder(ToyModel(TARGET), drafter, max_draft_length=1, eos_ids=frozenset())
-    law = law_of(lambda draws: decoder.generate(PROMPT, 2, generator=draws).token_ids[0])
-    overlap = torch.minimum(p, q)
-    expected = overlap + (1 - overlap.sum()) * p
-    assert_same_law(law, dict(enumerate(expected.tolist())))
-    assert (expected - p).abs().max() > 0.01
-
-
-def test_the_printed_variant_is_exact_where_nothing_is_left_to_chance():
-    drafter = InterleavedDrafter(ToyModel(MICRO), ToyModel(DRAFT), m=2, n=1)
-    greedy = {"sampling": Sampling(temperature=0.0), "eos_ids": frozenset()}
-    decoders = [kind(ToyModel(TARGET), drafter, **greedy) for kind in (PrintedDecoder, SpeculativeDecoder)]
-    printed, lossless = (decoder.generate(PROMPT, 12).token_ids for decoder in decoders)
-    assert printed == lossless
+        assert_same_law(printed, ToyModel(TARGET).law(PROMPT, 3, sampling=Sampling(), eos_ids=frozenset()))
+    if m == 1:
+        p, q = (ToyModel(seed).forward(PROMPT)[-1].softmax(-1) for seed in (TARGET, MICRO if n else DRAFT))
+        decoder.max_draft_length = 1
+        first = law_of(lambda draws: decoder.generate(PROMPT, 2, generator=draws).token_ids[0])
+        overlap = torch.minimum(p, q)
+        assert_same_law(first, dict(enumerate((overlap + (1 - overlap.sum()) * p).tolist())))
+    greedy = {"sampling": SAMPLINGS["greedy"], "eos_ids": frozenset()}
+    decoders = [kind(ToyModel(TARGET), interleaved(m, n), **greedy) for kind in (PrintedDecoder, SpeculativeDecoder)]
+    assert len({decoder.generate(PROMPT, 12).token_ids for decoder in decoders}) == 1
 
 
 class DropsByValue(PreVerifiedDrafter):
@@ -193,9 +147,6 @@ class DropsByValue(PreVerifiedDrafter):
 
 
 def test_dropping_an_inner_token_by_its_value_is_caught():
+    inner = ModelDrafter(ToyModel(MICRO), FixedLength(2))
     with pytest.raises(AssertionError, match="against"):
-        assert_lossless(DropsByValue(micro(), ToyModel(DRAFT), Policy(), rounds=InnerRounds(window=2)))
-
-
-def _first_row(seed: int) -> torch.Tensor:
-    return Sampling().probs(ToyModel(seed).forward(PROMPT)[-1])
+        assert_lossless(DropsByValue(inner, ToyModel(DRAFT), Policy(), rounds=InnerRounds(window=2)))
