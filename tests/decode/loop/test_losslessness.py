@@ -3,12 +3,12 @@
 Nothing is sampled: `enumeration.law_of` walks every branch of the loop's draws on toy models over 3 tokens, in float64.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from decode import ModelDrafter, SpeculativeDecoder
+from decode import Generation, ModelDrafter, SpeculativeDecoder
 from decode.policies import FixedLength, Heuristic, Policy
 from decode.policies.base import AfterDraw, Outcome, State
 from lm import Sampler, Sampling
@@ -45,6 +45,7 @@ def test_the_length_limit_and_the_draft_length_never_change_the_law(max_new_toke
 @pytest.mark.parametrize("policy", ["heuristic", "self_verify", "ada_edl", "fed_head", "learning_head"])
 def test_policies_that_remember_preserve_the_target_law_over_longer_drafts_and_more_rounds(policy):
     assert_lossless(decoder_of(POLICIES[policy], sampling=SAMPLINGS["top_k"]), 4)
+    assert_lossless(decoder_of(POLICIES[policy]), 3, prompt=[1])
 
 
 class Heeds(Policy):
@@ -79,10 +80,6 @@ def test_a_draft_that_is_read_at_its_end_only_preserves_the_target_law(policy):
     usual = law(decoder, 4)
     decoder.drafter.reads_at_end = True  # as on an accelerator
     assert_same_law(law(decoder, 4), usual)
-
-
-def test_a_prompt_of_one_token_is_enough():
-    assert_lossless(decoder_of(FixedLength(2)), 3, prompt=[1])
 
 
 @pytest.mark.parametrize("draft_width", [4, 5])
@@ -138,28 +135,26 @@ def test_these_tests_see_every_policy_stop_early_and_late(policy):
     assert len({len(played.drafted) for played in rounds}) > 1
 
 
-def test_every_round_emits_one_token_more_than_it_accepts_unless_the_drafts_eos_ends_it():
-    decoder = decoder_of(FixedLength(2))
+def every_branch(decoder: SpeculativeDecoder, check: Callable[[Generation], None]) -> None:
+    """Check a generation of four tokens on every branch of its draws."""
+    law_of(lambda draws: check(decoder.generate(PROMPT, 4, generator=draws)))
 
-    def check(draws: Sampler) -> bool:
-        for played in decoder.generate(PROMPT, 4, generator=draws).rounds:
+
+def test_every_round_emits_one_token_more_than_it_accepts_unless_the_drafts_eos_ends_it():
+    def check(generation: Generation) -> None:
+        for played in generation.rounds:
             is_ended = played.emitted[-1] == 2 and len(played.emitted) == played.num_accepted
             assert len(played.emitted) == played.num_accepted + (not is_ended)
-        return True
 
-    law_of(check)
+    every_branch(decoder_of(FixedLength(2)), check)
 
 
 def test_nothing_is_drafted_or_emitted_after_eos():
-    decoder = decoder_of(FixedLength(3), eos_ids=(0, 2))
-
-    def check(draws: Sampler) -> bool:
-        generation = decoder.generate(PROMPT, 4, generator=draws)
+    def check(generation: Generation) -> None:
         for tokens in (generation.token_ids, *(played.drafted for played in generation.rounds)):
             assert not set(tokens[:-1]) & {0, 2}
-        return True
 
-    law_of(check)
+    every_branch(decoder_of(FixedLength(3), eos_ids=(0, 2)), check)
 
 
 def test_every_forward_feeds_the_tokens_that_the_cache_lacks_and_no_others():

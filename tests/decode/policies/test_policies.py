@@ -24,7 +24,7 @@ from tests.toys.loop import POLICIES, PROMPT, decoder_of
 
 
 def drawn_with(**signals: float) -> AfterDraw:
-    return AfterDraw(**(dict.fromkeys(AfterDraw._fields, 0.0) | {"position": 0, "fed_logit": np.inf} | signals))
+    return AfterDraw(**({"position": 0} | signals))
 
 
 def direct_lengths(rule: str, seed: int, num_tokens: int) -> list[tuple[int, int]]:
@@ -72,34 +72,39 @@ def test_counts_equal_a_direct_reading_of_the_published_rule_on_the_same_uniform
 
 def test_official_defaults():
     defaults = {name: {f.name: f.default for f in fields(registered.kind)} for name, registered in BY_NAME.items()}
-    assert defaults["token_prob"]["min_token_prob"] == 0.4
-    assert defaults["max_prob"]["min_max_prob"] == 0.6
-    assert defaults["entropy"] == {"max_sqrt_entropy": 0.3, "scale": 0.15}
-    assert defaults["heuristic"]["k"] == 5
-    assert defaults["self_verify"]["initial"] == 0.0
-    assert defaults["ada_edl"] | {"scale": 0.2, "step": 0.01, "target_rate": 0.9} == defaults["ada_edl"]
-    assert defaults["head"]["max_rejection_prob"] == 0.7
+    official = {
+        "token_prob": {"min_token_prob": 0.4},
+        "max_prob": {"min_max_prob": 0.6},
+        "entropy": {"max_sqrt_entropy": 0.3, "scale": 0.15},
+        "heuristic": {"k": 5},
+        "self_verify": {"initial": 0.0},
+        "ada_edl": {"scale": 0.2, "step": 0.01, "target_rate": 0.9},
+        "head": {"max_rejection_prob": 0.7},
+    }
+    assert {name: defaults[name] | values for name, values in official.items()} == {
+        name: defaults[name] for name in official
+    }
+
+
+def ended(num_accepted: int, num_drafted: int, num_allowed: int = 9, entropy: float = 0.0) -> Outcome:
+    return Outcome(num_drafted, num_accepted, num_allowed, entropy)
 
 
 def test_self_verify_compares_with_the_running_mean_of_rejected_entropies():
     policy = SelfVerify()
     state = policy.start()
     assert policy.after(state, drawn_with(entropy=0.01))[1]
-    for rejected in (1.0, 2.0):
-        state = policy.end(state, Outcome(num_drafted=2, num_accepted=1, num_allowed=9, rejected_entropy=rejected))
-    state = policy.end(state, Outcome(num_drafted=2, num_accepted=2, num_allowed=9, rejected_entropy=0.0))
+    for outcome in (ended(1, 2, entropy=1.0), ended(1, 2, entropy=2.0), ended(2, 2)):
+        state = policy.end(state, outcome)
     assert not policy.after(state, drawn_with(entropy=1.5))[1]
     assert policy.after(state, drawn_with(entropy=1.51))[1]
 
 
 def test_ada_edl_moves_its_threshold_as_published():
     policy = AdaEDL(initial_lambda=0.2)
-    full = policy.end((0.2, 1.0), Outcome(num_drafted=4, num_accepted=4, num_allowed=4, rejected_entropy=0.0))
-    assert full == pytest.approx((0.2, 1.0))
-    poor = policy.end((0.2, 0.9), Outcome(num_drafted=4, num_accepted=1, num_allowed=9, rejected_entropy=0.0))
-    assert poor == pytest.approx((0.9 * 0.2 + 0.1 * 0.21, 0.5 * 0.9 + 0.5 * 0.25))
-    good = policy.end((0.2, 1.0), Outcome(num_drafted=4, num_accepted=4, num_allowed=9, rejected_entropy=0.0))
-    assert good == pytest.approx((0.9 * 0.2 + 0.1 * 0.19, 1.0))
+    assert policy.end((0.2, 1.0), ended(4, 4, 4)) == pytest.approx((0.2, 1.0))
+    assert policy.end((0.2, 0.9), ended(1, 4)) == pytest.approx((0.9 * 0.2 + 0.1 * 0.21, 0.5 * 0.9 + 0.5 * 0.25))
+    assert policy.end((0.2, 1.0), ended(4, 4)) == pytest.approx((0.9 * 0.2 + 0.1 * 0.19, 1.0))
     assert policy.stop_before((0.5, 0.9), drawn_with(position=1, entropy=1.3).before)
     assert not policy.stop_before((0.5, 0.9), drawn_with(position=1, entropy=1.2).before)
 
@@ -117,62 +122,41 @@ def test_the_head_policy_stops_where_the_survival_product_says(is_calibrated):
         assert bool(stop) == (1 - survival > 0.5)
 
 
-TUNED = {
-    "t_draft_s": 0.1,
-    "t_target_s": 1.0,
-    "throughput": 2.0,
-    "index_offset": 0.3,
-    "index_slope": 0.4,
-    "first_index": 0.2,
-}
-
-
-def test_the_head_policy_takes_its_parameters_by_position():
-    head = AcceptanceHead(4, 0, provenance=Provenance(recommended=TUNED))
-    assert HeadPolicy(head, 0.4, True) == HeadPolicy(head, max_rejection_prob=0.4, is_calibrated=True)
-    assert HeadPolicy(head, "auto") == HeadPolicy(head, max_rejection_prob="auto")
-    with pytest.raises(ValueError, match="other timing"):
-        HeadPolicy(head, 0.4, also=head)
-    with pytest.raises(ValueError, match="other timing"):
-        Auto(head, 0.1, 1.0, also=head)
+TUNED = {"t_draft_s": 0.1, "t_target_s": 1.0, "throughput": 2.0, "index_offset": 0.3, "index_slope": 0.4}
+TUNED |= {"first_index": 0.2}
 
 
 @pytest.mark.parametrize("timing", ["fed", "drawn"])
 def test_a_head_policy_on_auto_is_the_rule(timing):
     head = AcceptanceHead(4, 0, timing, provenance=Provenance(recommended=TUNED))
-    rule = Auto.recommended(head)
-
-    def play(policy):
-        """Every answer over two rounds, and the states that lead to them."""
-        state, answers = policy.start(), []
-        for accepted in (3, 0):
-            state = policy.begin(state)
-            answers += [float(policy.limit(state)), *state]
-            for position, logit in enumerate([np.inf, 1.0, -0.2, -3.0]):
-                state, stop = policy.after(state, drawn_with(position=position, fed_logit=logit, drawn_logit=logit))
-                answers += [bool(stop), *state]
-            state = policy.end(
-                state, Outcome(num_drafted=4, num_accepted=accepted, num_allowed=9, rejected_entropy=0.0)
-            )
-        return [*answers, *state]
-
-    policy = HeadPolicy(head, "auto")
-    again = [policy, copy.copy(policy), replace(HeadPolicy(head, 0.5), max_rejection_prob="auto")]
-    for each in [*again, pickle.loads(pickle.dumps(policy))]:
-        assert isinstance(each, Auto)
-        assert (each.signals, each.has_memory) == (rule.signals, rule.has_memory)
-        assert play(each) == play(rule)
+    rule, policy = Auto.recommended(head), HeadPolicy(head, "auto")
     fixed = HeadPolicy(head, 0.5)
+    for each in (policy, copy.copy(policy), replace(fixed, max_rejection_prob="auto")):
+        assert each == rule
+    assert pickle.loads(pickle.dumps(policy)).throughput == rule.throughput == 2.0
     assert copy.copy(fixed) == fixed
     assert pickle.loads(pickle.dumps(fixed)).max_rejection_prob == 0.5
 
 
-@pytest.mark.parametrize("threshold", ["auto", "automatic"])
-def test_auto_without_what_it_needs_is_refused(threshold):
-    with pytest.raises(ValueError, match="acceptance-heads tune" if threshold == "auto" else "or auto"):
-        HeadPolicy(AcceptanceHead(4, 0), threshold)
-    with pytest.raises(ValueError, match="leave it out"):
-        HeadPolicy(AcceptanceHead(4, 0, provenance=Provenance(recommended=TUNED)), "auto", min_draft_length=2)
+HEAD = AcceptanceHead(4, 0, provenance=Provenance(recommended=TUNED))
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: HeadPolicy(HEAD, 0.4, also=HEAD), "other timing"),
+        (lambda: Auto(HEAD, 0.1, 1.0, also=HEAD), "other timing"),
+        (lambda: HeadPolicy(AcceptanceHead(4, 0), "auto"), "acceptance-heads tune"),
+        (lambda: HeadPolicy(HEAD, "automatic"), "or auto"),
+        (lambda: HeadPolicy(HEAD, "auto", min_draft_length=2), "leave it out"),
+        (lambda: Auto(HEAD, -1.0, 1.0), "t_draft_s is -1.0"),
+        (lambda: Auto(HEAD, 0.1, 0.0), "t_target_s is 0.0"),
+    ],
+)
+def test_heads_and_thresholds_that_cannot_be_are_refused(make, problem):
+    assert HeadPolicy(HEAD, 0.4, True) == HeadPolicy(HEAD, max_rejection_prob=0.4, is_calibrated=True)
+    with pytest.raises(ValueError, match=problem):
+        make()
 
 
 @pytest.mark.parametrize("timings", [("fed",), ("drawn",), ("fed", "drawn"), ("drawn", "fed")])
@@ -221,9 +205,7 @@ def test_every_policy_gives_on_an_array_what_it_gives_on_each_number(name):
 
 
 def test_a_policy_of_ones_own_takes_ten_lines_and_cannot_drop_a_token():
-    """The class in decode.policies.base's docstring, and an illegal wish: a policy that says stop at once still keeps
-    the token.
-    """
+    """The class in decode.policies.base's docstring; a policy that stops at once still keeps the token."""
 
     @dataclass(frozen=True)
     class Unsure(Policy):
@@ -234,11 +216,8 @@ def test_a_policy_of_ones_own_takes_ten_lines_and_cannot_drop_a_token():
         def after(self, state, drawn):
             return state, (drawn.token_prob < self.min_token_prob) | (drawn.entropy > self.max_entropy)
 
-    rounds = (
-        decoder_of(Unsure(min_token_prob=1.0), eos_ids=())
-        .generate(PROMPT, 30, generator=torch.Generator().manual_seed(0))
-        .rounds
-    )
+    decoder = decoder_of(Unsure(min_token_prob=1.0), eos_ids=())
+    rounds = decoder.generate(PROMPT, 30, generator=torch.Generator().manual_seed(0)).rounds
     assert {len(played.drafted) for played in rounds[:-1]} == {1}
     assert not any(hasattr(Policy, name) for name in ("drop", "reject", "discard"))
 

@@ -101,30 +101,27 @@ def test_a_hierarchy_without_an_inner_level_is_the_draft_alone():
     alone = ModelDrafter(ToyModel(2), SelfVerify(initial=1.0))
     empty = PreVerifiedDrafter(ModelDrafter(ToyModel(3), FixedLength(0)), ToyModel(2), SelfVerify(initial=1.0))
     for seed in range(5):
-        assert_same_rounds(generate(alone, ToyModel(1), seed=seed), generate(empty, ToyModel(1), seed=seed))
+        one, other = (generate(drafter, ToyModel(1), seed=seed) for drafter in (alone, empty))
+        assert one.counts == other.counts
+        assert [played.emitted for played in one.rounds] == [played.emitted for played in other.rounds]
 
 
-def assert_same_rounds(one: Generation, other: Generation) -> None:
-    assert one.counts == other.counts
-    assert [played.emitted for played in one.rounds] == [played.emitted for played in other.rounds]
+PRE_VERIFIED = PreVerifiedDrafter(ModelDrafter(ToyModel(1), FixedLength(3)), ToyModel(1), Policy())
+"""Four rounds of 8 + 1 tokens; 8 drafted tokens are inner rounds of 3 + 1 and 3 + 1."""
 
 
-def test_identical_models_never_reject_and_counts_are_what_the_schedule_says():
-    """Four rounds of 8 + 1 tokens; 8 drafted tokens are inner rounds of 3 + 1 and 3 + 1."""
-    drafter = PreVerifiedDrafter(ModelDrafter(ToyModel(1), FixedLength(3)), ToyModel(1), Policy())
+@pytest.mark.parametrize(
+    ("drafter", "num_tokens", "expected"),
+    [
+        (PRE_VERIFIED, 36, (4, 32, 32, 8, 24, 24)),
+        (InterleavedDrafter(ToyModel(1), ToyModel(1), m=2, n=3), 27, (3, 24, 24, 6, 18, 18)),
+    ],
+)
+def test_identical_models_never_reject_and_counts_are_what_the_schedule_says(drafter, num_tokens, expected):
     decoder = SpeculativeDecoder(ToyModel(1), drafter, eos_ids=frozenset(), max_draft_length=8)
-    counts = decoder.generate(PROMPT, 36, generator=torch.Generator().manual_seed(0)).counts
-    assert (counts.num_target, counts.num_drafted, counts.num_accepted) == (4, 32, 32)
-    assert (counts.num_draft_forwards, counts.num_micro, counts.num_micro_forwards) == (8, 24, 24)
-
-
-def test_interleaved_counts_book_each_forward_to_its_model():
-    decoder = SpeculativeDecoder(
-        ToyModel(1), InterleavedDrafter(ToyModel(1), ToyModel(1), m=2, n=3), eos_ids=frozenset()
-    )
-    counts = decoder.generate(PROMPT, 27, generator=torch.Generator().manual_seed(0)).counts
-    assert (counts.num_target, counts.num_drafted, counts.num_micro) == (3, 24, 18)
-    assert (counts.num_draft_forwards, counts.num_micro_forwards) == (6, 18)
+    counts = decoder.generate(PROMPT, num_tokens, generator=torch.Generator().manual_seed(0)).counts
+    names = ("num_target", "num_drafted", "num_accepted", "num_draft_forwards", "num_micro", "num_micro_forwards")
+    assert tuple(getattr(counts, name) for name in names) == expected
 
 
 @dataclass(frozen=True)
