@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # those that are not in __all__ are for the project itself
     from decode.drafters.hierarchies.hsddw import hsddw
     from decode.drafters.hierarchies.interleaved import InterleavedDrafter
     from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
-    from decode.drafters.parallel.pearl import PearlDecoder
+    from decode.drafters.pearl import PearlDecoder
     from decode.drafters.trees.drafter import TreeDrafter
     from decode.drafters.trees.shapes import Cape, Dynamic
     from decode.generate.command import complete

@@ -6,7 +6,7 @@ from functools import cached_property, partial
 from transformers import PreTrainedModel
 
 from configs.schema import PairConfig
-from decode.drafters.parallel.pearl import PearlDecoder
+from decode.drafters.pearl import PearlDecoder
 from decode.drafters.trees.drafter import TreeDrafter
 from decode.drafters.trees.shapes import Shape
 from decode.loop.decoder import SpeculativeDecoder

@@ -79,9 +79,9 @@ class Batch:
         eos_ids: frozenset[int],
     ) -> None:
         """Args:
-        target: seats for as many sequences as there are drafters.
-        draft: as many seats of the draft.
-        drafters: one on each seat of the draft, all with one policy.
+        target: rows for as many sequences as there are drafters.
+        draft: as many rows of the draft.
+        drafters: one on each row of the draft, all with one policy.
         sampling: the one transform of draft and target.
         eos_ids: tokens that end a generation.
         """
@@ -138,7 +138,7 @@ class Batch:
         asks = [Ask(sequence.target, ids, sequence.num_planned) for sequence, ids in zip(busy, fed, strict=True)]
         p = self._dists(asks, self._target.forward(asks))
         num_tokens = sum(sequence.num_planned for sequence in busy)
-        verified = [self._settle(sequence, law) for sequence, law in zip(busy, p, strict=True)]
+        verified = [self._settle(sequence, dists) for sequence, dists in zip(busy, p, strict=True)]
         ended_s = perf_counter()
         batch_round = BatchRound(
             steps,

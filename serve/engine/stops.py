@@ -1,4 +1,4 @@
-"""The policies behind vLLM's proposer: the requests of its batch and their drafts in the current round."""
+"""The policies of vLLM's proposer: the requests of its batch and their drafts in the current round."""
 
 from collections.abc import Container
 from typing import Any

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from configs.schema import ModelSource
 from decode import ModelDrafter, SpeculativeDecoder
-from decode.drafters.parallel.pearl import PearlDecoder
+from decode.drafters.pearl import PearlDecoder
 from decode.drafters.trees.drafter import TreeDrafter
 from decode.policies import FixedLength
 from lm import CachedModel, Sampling

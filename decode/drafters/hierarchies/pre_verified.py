@@ -115,8 +115,8 @@ class PreVerifiedDrafter(PolicyDrafter):
                 break
         else:  # no stop among the accepted tokens
             if count < len(inner.tokens) or self.rounds.bonus or not inner.tokens:
-                law = next_law(count, inner.dists, q, draws)
-                token, drawn = self._signals.draw(len(proposal.tokens), logits[count], law, draws, row=count)
+                dist = next_law(count, inner.dists, q, draws)
+                token, drawn = self._signals.draw(len(proposal.tokens), logits[count], dist, draws, row=count)
                 self.take(token, drawn, q[count])
         ids = ids + proposal.tokens[num_before:]
         self.model.roll_back(len(ids) - 1)  # the last token is fed with the next forward (law 4.5)

@@ -1,15 +1,15 @@
 """Drafts that are trees: an ordinary policy stops them by what it sees along the best path.
 
-At every level the best candidate is the one of the largest sum of log q. The policy is shown the draft steps of its
-path, as if the path had been drafted as a chain: entropies, probabilities and heads' scores of its tokens; where
-another path takes the lead, it is shown that one from its beginning, so that no score of one path counts for another.
-`after` that says stop makes this level the last; `stop_before` drops the level, its forward paid; `limit` is a number
-of levels. `read_every` = 2 heeds a stop after every second level only, as SVIP's paper has it on EAGLE-2. The paper
-does not say whose entropy it reads in a tree; the best path's is read here.
+At every level the best candidate has the largest sum of log q. The policy sees the draft steps of its path as if they
+were a chain: entropies, probabilities and head scores of its tokens. If another path takes the lead, the policy sees
+that one from its beginning, so that no score of one path counts for another. If `after` says stop, this level is the
+last; if `stop_before` does, the level is dropped, its forward paid; `limit` is a number of levels. `read_every` = 2
+checks for a stop only after every second level, as SVIP's paper does on EAGLE-2. The paper does not say whose entropy
+it reads in a tree; here it is the best path's.
 
-The candidates follow from the text alone, so a stop may depend on their values. A tree accepts its candidate x with
-p(x), for which candidate heads are trained; fed-time and drawn-time heads, trained for a chain's min(1, p / q),
-estimate a survival from above here.
+The candidates depend only on the text, so a stop may depend on their values. A tree accepts its candidate x with p(x),
+for which candidate heads are trained; fed-time and drawn-time heads, trained for a chain's min(1, p / q), overestimate
+survival here.
 """
 
 from jaxtyping import Float
@@ -43,26 +43,26 @@ class TreeDrafter(PolicyDrafter):
         vocab_size: int | None = None,
     ) -> None:
         """Args:
-            model: the draft; a `PreTrainedModel` is wrapped in a `TreeModel`. A feature draft's (`lm.feature_model`)
-                reads the very target that verifies; one of blocks is refused.
+            model: the draft; a `PreTrainedModel` is wrapped in a `TreeModel`. A feature draft (`lm.feature_model`)
+                reads the target that verifies; a draft of blocks is refused.
             policy: when to stop.
-            shape: the rule by which the tree branches; None: EAGLE-2's.
-            read_every: levels after which the policy's stop is heeded.
-            vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
+            shape: how the tree branches; None: as EAGLE-2's.
+            read_every: levels between checks for the policy's stop.
+            vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
 
         Raises:
-            ValueError: a model that cannot hold a tree, or not this one, a head that does not fit, read_every below 1.
+            ValueError: a model that cannot hold this tree, a head that does not fit, read_every below 1.
         """
         if read_every < 1:
-            raise ValueError(f"read_every is {read_every}; a stop is heeded after every 1, 2, … levels")
+            raise ValueError(f"read_every is {read_every}; it must be at least 1")
         super().__init__(cached(model, TreeModel, vocab_size=vocab_size, with_hidden=bool(policy.heads)), policy)
         if isinstance(self.model, BlockModel):
-            raise ValueError("a DSpark draft gives one block, which is a chain; draft it without a tree")
+            raise ValueError("a DSpark draft makes one block, which is a chain; draft without a tree")
         self.shape, self.read_every = shape or Dynamic(), read_every
         if isinstance(self.model, GlideModel) and self.shape.num_expanded > 1:
             raise ValueError(
-                f"a GliDe draft feeds one chain, and {self.shape} expands {self.shape.num_expanded} nodes a level; "
-                "use CaPE's tree"
+                f"a GliDe draft feeds one chain, but {self.shape} expands {self.shape.num_expanded} nodes a level; use "
+                "CaPE's tree"
             )
         self._looks = type(policy).after is not Policy.after or policy.stops_before or bool(policy.zero_feedback)
 
@@ -76,7 +76,7 @@ class TreeDrafter(PolicyDrafter):
         while self._growth.depth < num_levels and fed is not None and self._grow(committed, fed):
             fed = self._growth.expand()
             self.proposal.stop_reason = "limit" if self._growth.open else "eos"
-        self._nodes = self._growth.chosen()
+        self._nodes = self._growth.selected()
         indices = {node: index for index, node in enumerate(self._nodes)}
         self.proposal.tree = tree = self._growth.tree()
         self.proposal.tokens = list(tree.tokens)
@@ -108,19 +108,19 @@ class TreeDrafter(PolicyDrafter):
         growth.add_level(upcast(logits).log_softmax(-1))
         if not self._looks:
             return True
-        is_heeded, path = growth.depth % self.read_every == 0, growth.best_path()
+        is_checked, path = growth.depth % self.read_every == 0, growth.best_path()
         run = self.run.branched(is_longer=path[:-1] == self._path)
         stops = False
         for node in path[len(run.steps) :]:
             logits, self.model.hidden = self._outputs[growth.parents[node]]
             drawn = self._signals.read(len(run.steps), logits, growth.tokens[node])
-            if is_heeded and node == path[-1] and run.stops_before(drawn):
+            if is_checked and node == path[-1] and run.stops_before(drawn):
                 growth.drop_level()
                 self.proposal.stop_reason = "policy"
                 return False
             stops = run.keep(drawn)
         self.run, self._path = run, path
-        if is_heeded and stops:
+        if is_checked and stops:
             self.proposal.stop_reason = "policy"
             return False
         return True

@@ -1,8 +1,7 @@
-"""One tree of drafts while it grows, level by level, from the draft's distributions alone: a function of the text, so
-any policy is legal.
+"""A tree of drafts while it grows, level by level, from the draft's distributions alone; any policy is legal on it.
 
-Candidates are numbered as they are made, parents first. Those that are expanded are fed to the draft; the candidates
-that are verified are chosen at the end, and since no child is likelier than its parent, they make up a tree.
+Candidates are numbered as they are made, parents first. Expanded ones are fed to the draft. The candidates to verify
+are selected at the end; since no child is more probable than its parent, they form a tree.
 """
 
 from collections.abc import Sequence, Set
@@ -16,12 +15,12 @@ from lm.trees.tree import ROOT, Tree
 
 
 class Growth:
-    """The candidates of a tree that grows."""
+    """The candidates of one tree."""
 
     def __init__(self, shape: Shape, eos_ids: Set[int]) -> None:
         """Args:
-        shape: the rule by which the tree branches.
-        eos_ids: tokens that nothing is drafted after.
+        shape: how the tree branches.
+        eos_ids: tokens after which nothing is drafted.
         """
         self._shape, self._eos_ids = shape, eos_ids
         self.tokens: list[int] = []
@@ -36,10 +35,10 @@ class Growth:
         self._fed: list[int] = []
 
     def add_level(self, log_q: Float[Tensor, "expanded vocab"]) -> None:
-        """Add the children of the expanded nodes, whose rows of draft log probabilities these are.
+        """Add the children of the expanded nodes, from their log probabilities.
 
         Raises:
-            ValueError: they are not finite.
+            ValueError: log probabilities that are not finite.
         """
         nums = [self._shape.num_children(max_prob) for max_prob in log_q.amax(-1).exp().tolist()]
         values, ids = (column.tolist() for column in log_q.topk(min(max(nums), log_q.shape[-1])))
@@ -59,22 +58,20 @@ class Growth:
         self.depth += 1
 
     def drop_level(self) -> None:
-        """Take the last level away again."""
+        """Remove the last level."""
         for column in (self.tokens, self.parents, self.scores):
             del column[len(column) - len(self.level) :]
         self.level, self.depth = [], self.depth - 1
 
     def expand(self) -> Tree | None:
-        """Choose the nodes that get children: all that are fed to the draft by now, as a tree; None where there is
-        nothing to expand.
-        """
+        """Select the nodes that get children; returns the tree of all nodes that are fed, None if none is expanded."""
         self.expanded = sorted(self._best(self.open, self._shape.num_expanded))
         self._fed += self.expanded
         return self._tree_of(self._fed) if self.expanded else None
 
     @property
     def open(self) -> list[int]:
-        """Candidates of the deepest level that the text may go on behind."""
+        """Candidates of the deepest level that may be followed by other tokens."""
         return [node for node in self.level if self.tokens[node] not in self._eos_ids]
 
     def path(self, node: int) -> list[int]:
@@ -88,19 +85,19 @@ class Growth:
         """The path to the best candidate of the deepest level."""
         return self.path(self._best(self.level, 1)[0])
 
-    def chosen(self) -> list[int]:
+    def selected(self) -> list[int]:
         """The candidates that are verified, in the order of their numbers."""
         candidates = range(len(self.tokens))
         return sorted(self._best(candidates, self._shape.num_nodes or len(candidates)))
 
     def tree(self) -> Tree:
         """The tree of the candidates that are verified."""
-        return self._tree_of(self.chosen())
+        return self._tree_of(self.selected())
 
     def _best(self, nodes: Sequence[int], num: int) -> list[int]:
-        """The likeliest, best first; of equals the first, which a parent is."""
+        """The most probable, best first; of equals the first, so a parent comes before its children."""
         return sorted(nodes, key=lambda node: -self.scores[node])[:num]
 
     def _tree_of(self, nodes: Sequence[int]) -> Tree:
-        places = {node: place for place, node in enumerate(nodes)} | {ROOT: ROOT}
-        return Tree([self.tokens[node] for node in nodes], [places[self.parents[node]] for node in nodes])
+        indices = {node: index for index, node in enumerate(nodes)} | {ROOT: ROOT}
+        return Tree([self.tokens[node] for node in nodes], [indices[self.parents[node]] for node in nodes])

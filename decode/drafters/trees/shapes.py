@@ -3,9 +3,9 @@
 EAGLE-2 (arXiv 2406.16858; `topK_genrate` of SafeAILab/EAGLE at cb7e084): every level offers the `width` most probable
     children of each expanded node; of these the `width` best by the sum of log q along their path are expanded next; of
     all candidates the best `num_nodes` are verified. Published: width 10, 59 nodes, 6 levels.
-CaPE (GliDe with a CaPE, arXiv 2402.02082; cape.sh of its code at edf4c9a): a greedy chain (published: of 4); each of
-    its tokens stands beside siblings, the more the less sure the draft is: 8 candidates where the largest probability
-    is below .3, 6 below .6, 4 below .8, else 2, the chain's own token among them. All are verified.
+CaPE (GliDe with a CaPE, arXiv 2402.02082; cape.sh of its code at edf4c9a): a greedy chain (published: of 4) whose
+    tokens get siblings, more where the draft is less sure: 8 candidates if the largest probability is below .3, 6 below
+    .6, 4 below .8, else 2, including the chain's own token. All are verified.
 """
 
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ _BANDS = ((0.3, 8), (0.6, 6), (0.8, 4), (1.0, 2))
 
 @runtime_checkable
 class Shape(Protocol):
-    """A rule that says how a tree branches."""
+    """How a tree branches."""
 
     @property
     def num_expanded(self) -> int:
-        """Nodes of a level that get children: the best."""
+        """Number of nodes of a level, the best, that get children."""
         ...
 
     @property
     def num_nodes(self) -> int | None:
-        """How many candidates, the best of all, are verified; None: all."""
+        """Number of candidates, the best of all, that are verified; None: all."""
         ...
 
     def num_children(self, max_prob: float) -> int:
-        """Candidates after a node, where the draft's largest probability is so large."""
+        """Number of candidates after a node at which the draft's largest probability is `max_prob`."""
         ...
 
 
@@ -42,11 +42,9 @@ class Dynamic:
 
     def __post_init__(self) -> None:
         if self.width < 1:
-            raise ValueError(f"width is {self.width}; every level of a tree has at least 1 candidate")
+            raise ValueError(f"width is {self.width}; it must be at least 1")
         if self.num_nodes is not None and self.num_nodes < 1:
-            raise ValueError(
-                f"num_nodes is {self.num_nodes}; a tree has at least 1 node, or null to verify all candidates"
-            )
+            raise ValueError(f"num_nodes is {self.num_nodes}; it must be at least 1, or None to verify all candidates")
 
     @property
     def num_expanded(self) -> int:
@@ -61,7 +59,7 @@ class Cape:
     """CaPE's tree, whose width follows the draft's confidence."""
 
     bands: tuple[tuple[float, int], ...] = _BANDS
-    """(largest probability up to which, candidates), in rising order; the last is for every larger one."""
+    """(upper bound of the largest probability, candidates), in rising order; the last is for all larger ones."""
     num_expanded: int = 1
     num_nodes: int | None = None
 
@@ -70,4 +68,4 @@ class Cape:
 
 
 SHAPES: dict[str, Shape] = {"eagle2": Dynamic(), "cape": Cape()}
-"""Published shapes, by the names that commands have for them."""
+"""Published shapes, by their names in commands."""

@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-import decode.drafters.parallel.pearl
-from decode.drafters.parallel.pearl import PearlDecoder, Step
+import decode.drafters.pearl
+from decode.drafters.pearl import PearlDecoder, Step
 from lm import Sampler, Sampling, acceptance_prob, num_accepted
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
 from tests.toys.loop import PROMPT, SAMPLINGS
@@ -59,7 +59,7 @@ def test_a_draw_shared_by_a_step_and_the_next_changes_the_law(monkeypatch):
         return draws.num_accepted(chances)
 
     assert_target_law(2, SAMPLINGS["plain"])
-    monkeypatch.setattr(decode.drafters.parallel.pearl, "num_accepted", shared)
+    monkeypatch.setattr(decode.drafters.pearl, "num_accepted", shared)
     with pytest.raises(AssertionError):
         assert_target_law(2, SAMPLINGS["plain"])
     assert num_accepted is not shared
