@@ -29,12 +29,12 @@ CEILINGS = {
     "lm": (5730, 4000),
     "data_gen": (6933, 4400),
     "heads": (4398, 3600),
-    "decode": (5069, 4200),
+    "decode": (5063, 4200),
     "evaluation": (11006, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
-    "tests": (29071, 18000),
+    "tests": (28985, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 170
