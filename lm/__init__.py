@@ -1,4 +1,4 @@
-"""The ground floor: a pair of models that fit, one sampling transform, verification, and a KV cache that rolls back.
+"""A pair of models that fit, one sampling transform, verification, and a KV cache that rolls back.
 
 Symbols, used in every docstring of the project (design: Leviathan's orientation, arXiv 2211.17192):
 
@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING
 from store.lazy import lazily
 
 if TYPE_CHECKING:
-    from lm.arrays import array_of
+    from lm.cache import make_cache, select_rows
     from lm.compiled import Compile
-    from lm.draws import GreedySampler, RandomSampler, Sampler, UniformSource
-    from lm.eos import eos_ids_of
-    from lm.features.draft import FeatureDraft
+    from lm.draws import GreedySampler, RandomSampler, Sampler, UniformSource, array_of
+    from lm.features.base import FeatureDraft
     from lm.features.loading import feature_draft_of
-    from lm.features.stepwise import DraftModel, FeatureModel, feature_model
-    from lm.features.taps import TappedModel
-    from lm.kv_buffer import keep, make_cache
-    from lm.models.cached import CachedModel
+    from lm.features.model import DraftModel, FeatureModel, feature_model
+    from lm.forwards import eos_ids_of
+    from lm.model import CachedModel
     from lm.pair import (
         Pair,
         check_width,
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
         Verdict,
         acceptance_prob,
         acceptance_rate,
-        next_law,
+        next_dist,
         num_accepted,
         residual_probs,
         revealed_probs,
@@ -63,7 +61,6 @@ __all__ = [
     "RandomSampler",
     "Sampler",
     "Sampling",
-    "TappedModel",
     "UniformSource",
     "Verdict",
     "acceptance_prob",
@@ -77,18 +74,18 @@ __all__ = [
     "feature_draft_of",
     "feature_model",
     "free_memory",
-    "keep",
     "load_config",
     "load_model",
     "load_pair",
     "load_pair_tokenizer",
     "load_tokenizer",
     "make_cache",
-    "next_law",
+    "next_dist",
     "num_accepted",
     "refuse_feature_draft",
     "residual_probs",
     "revealed_probs",
+    "select_rows",
     "verify",
     "vocab_size_of",
     "without_weights",

@@ -1,10 +1,16 @@
-"""Sampling of tokens: every random draw of the project's loops goes through a `Sampler`.
+"""Random draws. Loops draw through a `Sampler`; work in shards (data, traces) draws from uniforms made in advance.
 
-A loop needs two things: a token from a law, and the number of drafted tokens that are accepted. A *law* is a row over
-the vocabulary: probabilities for `RandomSampler`; for `GreedySampler`, which takes the largest entry, logits will do
-and save a softmax. The tests' samplers walk every branch with its probability, which gives the exact law of the output.
+A loop needs a token drawn from a distribution, and the number of drafted tokens that are accepted. A *distribution* is
+a row over the vocabulary: probabilities for `RandomSampler`; for `GreedySampler`, which takes the largest entry, logits
+serve and save a softmax. The samplers of the tests walk every branch with its probability, which gives the exact
+distribution of the output.
+
+A shard's uniforms are made on the CPU in float64, one per (row, position), before any model runs. So its draws depend
+neither on the device, nor on the order of shards, nor on how rows are batched, and a resumed run gives the same bytes.
 """
 
+import hashlib
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
@@ -12,33 +18,34 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from lm.arrays import array_of
-from lm.uniforms import BELOW_ONE, Bits
-
+BELOW_ONE = 1.0 - 2.0**-40
+"""Keeps uniform * total below total in float64, so that inversion never runs off the end of the vocabulary."""
+GENERATOR = np.random.PCG64DXSM.__name__
+"""The generator of all uniforms, recorded in manifests: data of another one cannot be extended."""
 _BLOCK = 256
 """Numbers that are made, or added up, at once."""
-_WIDE = 8192
-"""Vocabulary from which two steps find a token faster than one (`inverted_by_blocks`)."""
+_MIN_WIDTH_OF_BLOCKS = 8192
+"""Vocabulary from which `inverted_by_blocks` is faster."""
 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """The source of chance of one generation."""
+    """The random draws of one generation."""
 
-    def token(self, law: Float[Tensor, " vocab"]) -> int:
-        """A token id drawn from the law."""
+    def token(self, dist: Float[Tensor, " vocab"]) -> int:
+        """A token id drawn from the distribution."""
         ...
 
-    def draw(self, law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """A token id as `token` draws it, on the device of the law, for a loop that reads it with other numbers."""
-        return torch.tensor([self.token(law)], device=law.device)
+    def draw(self, dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
+        """A token id as `token` draws it, on the device of the distribution."""
+        return torch.tensor([self.token(dist)], device=dist.device)
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
         """Length of the accepted prefix: token i passes with probability acceptance_probs[i], independently, until the
-        first that fails; probabilities after that one need not be asked for.
+        first that fails; probabilities after that one may stay unread.
         """
         ...
 
@@ -48,28 +55,22 @@ class UniformSource(Protocol):
     """Draws whose random number a compiled step can turn into a token by itself."""
 
     def uniform(self) -> tuple[float, int]:
-        """(a uniform in [0, 1) for the next token, the token's id where it is settled already, else -1); greedy steps
-        read neither.
-        """
+        """(a uniform in [0, 1) for the next token, the token's id if it is fixed already, else -1)."""
         ...
 
 
 class RandomSampler(Sampler):
-    """Draws from random numbers, by inversion; two independent streams, one for tokens and one for acceptance.
+    """Draws by inversion of two independent streams of uniforms, one for tokens and one for acceptance.
 
-    The streams are seeded once and never reseeded, so the acceptance uniforms are independent of the drafted tokens,
-    which verification (law 4.2) needs. Uniforms are float64, made on the CPU in blocks.
-
-    Each stream has 124 bits of a generator of torch, so that streams seeded one after another from one generator do not
-    coincide. Draws from two generators differ as far as the generators do: `manual_seed` of torch's CPU generator reads
-    the lower 32 bits of its seed, and 5 and 5 + 2^32 give the same draws there. A seed given as an integer counts with
-    all its bits.
+    The streams are seeded once, so the acceptance uniforms are independent of the drafted tokens, as verification
+    (law 4.2) needs. Each has 124 bits of a torch generator, so that streams seeded one after another from one generator
+    do not coincide. Two generators differ as far as torch's seeds do: `manual_seed` on the CPU reads the lower 32 bits,
+    so 5 and 5 + 2^32 give the same draws. An integer given as seed counts with all its bits.
     """
 
     def __init__(self, source: torch.Generator | int | None = None) -> None:
         """Args:
-        source: what seeds both streams: a generator of torch, which moves on; a seed of at least 0; None: torch's
-            global generator.
+        source: a torch generator, which moves on; an integer seed of at least 0; None: torch's global generator.
         """
         if source is None or isinstance(source, torch.Generator):
             halves = torch.randint(
@@ -80,79 +81,71 @@ class RandomSampler(Sampler):
             seeds = [2 * source, 2 * source + 1]
         self._tokens, self._accepts = map(_stream, seeds)
         self._cumulative: dict[int, tuple[Tensor, memoryview]] = {}
-        """For each width of a vocabulary, memory for a distribution function, and the same for Python to read."""
+        """For each vocabulary size, memory for a distribution function, and a view that Python reads."""
 
-    def token(self, law: Float[Tensor, " vocab"]) -> int:
-        """The token id at which the distribution function first exceeds a uniform; a token of probability 0 is never
-        drawn.
+    def token(self, dist: Float[Tensor, " vocab"]) -> int:
+        """The id at which the distribution function first exceeds a uniform; never an id of probability 0.
 
         Raises:
-            ValueError: a law with NaN in it.
+            ValueError: a distribution with NaN.
         """
-        if law.is_cpu and law.shape[-1] >= _WIDE:
-            token = inverted_by_blocks(law, next(self._tokens))
-        elif law.is_cpu:  # Python's search in one row costs half of what numpy's does, and a third of what torch's does
-            rising, numbers = self._cumulative.get(law.shape[-1]) or self._prepared(law.shape[-1])
-            torch.cumsum(law.detach() if law.requires_grad else law, -1, dtype=torch.float64, out=rising)
+        if dist.is_cpu and dist.shape[-1] >= _MIN_WIDTH_OF_BLOCKS:
+            token = inverted_by_blocks(dist, next(self._tokens))
+        elif (
+            dist.is_cpu
+        ):  # Python's search in one row costs half of what numpy's does, and a third of what torch's does
+            cumulative, numbers = self._cumulative.get(dist.shape[-1]) or self._allocated(dist.shape[-1])
+            torch.cumsum(dist.detach() if dist.requires_grad else dist, -1, dtype=torch.float64, out=cumulative)
             token = bisect_right(numbers, numbers[-1] * (next(self._tokens) * BELOW_ONE))
         else:
-            token = int(self.draw(law))
-        return refuse_no_token(token, law)
+            token = int(self.draw(dist))
+        return refuse_no_token(token, dist)
 
-    def draw(self, law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """A token id as `token` draws it, without a transfer to the host; len(law), which is no token, where the law
-        has NaN.
-        """
-        if law.device.type == "mps":  # which has no float64
-            return self.draw(law.cpu()).to(law.device)
-        return inverted(law, next(self._tokens))
+    def draw(self, dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
+        """A token id as `token` draws it, without a transfer to the host; len(dist), which is no token, for NaN."""
+        if dist.device.type == "mps":  # has no float64
+            return self.draw(dist.cpu()).to(dist.device)
+        return inverted(dist, next(self._tokens))
 
     def uniform(self) -> tuple[float, int]:
         """The uniform that `token` would have used."""
         return next(self._tokens), -1
 
-    def _prepared(self, width: int) -> tuple[Tensor, memoryview]:
-        with torch.inference_mode(False):  # one made in inference mode could not be written to outside it
-            rising = torch.empty(width, dtype=torch.float64)
-        self._cumulative[width] = rising, rising.numpy().data
+    def _allocated(self, width: int) -> tuple[Tensor, memoryview]:
+        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside it
+            cumulative = torch.empty(width, dtype=torch.float64)
+        self._cumulative[width] = cumulative, cumulative.numpy().data
         return self._cumulative[width]
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
-        """Length of the accepted prefix; token i passes while uniform < acceptance_probs[i] (strict: 0 never
-        passes).
-        """
-        count = 0
-        for acceptance_prob in acceptance_probs:
-            if not next(self._accepts) < acceptance_prob:
-                break
-            count += 1
-        return count
+        """Length of the accepted prefix; token i passes while uniform < acceptance_probs[i] (strict: 0 never does)."""
+        return sum(1 for _ in takewhile(lambda prob: next(self._accepts) < prob, acceptance_probs))
 
 
 class GreedySampler:
     """Temperature 0: the most probable token, the first of equals; no random number is used."""
 
-    def token(self, law: Float[Tensor, " vocab"]) -> int:
-        """Token of the largest probability.
+    def token(self, dist: Float[Tensor, " vocab"]) -> int:
+        """The most probable token.
 
         Raises:
-            ValueError: a law with NaN in it.
+            ValueError: a distribution with NaN.
         """
-        if law.is_cpu:
-            row = array_of(law)
+        if dist.is_cpu:
+            row = array_of(dist)
             token = int(row.argmax())
             # argmax stops at the first NaN, the only number unequal to itself
             token = token if row[token] == row[token] else row.shape[-1]
         else:
-            token = int(self.draw(law))
-        return refuse_no_token(token, law)
+            token = int(self.draw(dist))
+        return refuse_no_token(token, dist)
 
-    def draw(self, law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """The most probable token, with no transfer to the host; len(law), which is no token, if the law has NaN."""
-        return greedy_token(law)
+    def draw(self, dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
+        """The most probable token, without a transfer to the host; len(dist), which is no token, for NaN."""
+        return greedy_token(dist)
 
     def uniform(self) -> tuple[float, int]:
-        """Numbers that a greedy law does not read."""
+        """Numbers that a greedy step does not read."""
         return 0.0, -1
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
@@ -160,21 +153,19 @@ class GreedySampler:
         return sum(1 for _ in takewhile(bool, acceptance_probs))
 
 
-def inverted(law: Float[Tensor, " vocab"], uniform: float | Float[Tensor, " 1"]) -> Int[Tensor, " 1"]:
-    """First place where the distribution function exceeds the uniform; len(law), which is no token, where the law has
-    NaN.
-    """
-    cumulative = law.cumsum(-1, dtype=torch.float64)
-    # entries that do not exceed it are counted, since compiled code has no search; beside NaN nothing is less or more
+def inverted(dist: Float[Tensor, " vocab"], uniform: float | Float[Tensor, " 1"]) -> Int[Tensor, " 1"]:
+    """First id where the distribution function exceeds the uniform; len(dist), which is no token, for NaN."""
+    cumulative = dist.cumsum(-1, dtype=torch.float64)
+    # count the entries that do not exceed it, since compiled code has no search; comparisons with NaN are False
     return (~(cumulative > cumulative[-1:] * (uniform * BELOW_ONE))).sum(-1, keepdim=True)
 
 
-def inverted_by_blocks(law: Float[Tensor, " vocab"], uniform: float) -> int:
-    """`inverted` of a wide law on the CPU: sums of blocks find the block, and its own sums the token.
+def inverted_by_blocks(dist: Float[Tensor, " vocab"], uniform: float) -> int:
+    """`inverted` of a wide distribution on the CPU: sums of blocks find the block, and its own sums the token.
 
     A running sum of float64 numbers adds them one by one: 311 µs for 151,936 of them, and 158 in these two steps.
     """
-    row = law.detach().double()
+    row = dist.detach().double()
     num_whole = len(row) // _BLOCK
     sums = torch.cat([row[: num_whole * _BLOCK].view(num_whole, _BLOCK).sum(-1), row[num_whole * _BLOCK :].sum()[None]])
     cumulative = sums.cumsum(0).numpy()
@@ -183,33 +174,80 @@ def inverted_by_blocks(law: Float[Tensor, " vocab"], uniform: float) -> int:
         return len(row)
     block = int(cumulative.searchsorted(level, side="right"))
     within = row[block * _BLOCK : (block + 1) * _BLOCK].cumsum(0).numpy() + (cumulative[block - 1] if block else 0.0)
-    place = int(within.searchsorted(level, side="right"))
-    if place == len(within):  # both sums are rounded: the block's last token that has a probability
-        place = int(within.searchsorted(within[-1]))
-    return block * _BLOCK + place
+    index = int(within.searchsorted(level, side="right"))
+    if index == len(within):  # both sums are rounded: the block's last token that has a probability
+        index = int(within.searchsorted(within[-1]))
+    return block * _BLOCK + index
 
 
-def greedy_token(law: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-    """Place of the largest probability; len(law), which is no token, where it has NaN."""
-    best, token = law.max(-1, keepdim=True)
-    return torch.where(best.isnan(), law.shape[-1], token)
+def draw(probs: Float[Tensor, "position vocab"], uniform: Float[Tensor, " position"]) -> Int[Tensor, " position"]:
+    """One token per row, by inversion of its uniform; never an id of probability 0.
+
+    Worked example: probs (.5, .3, .2) and uniform .79 give id 1, uniform .8 gives id 2.
+    """
+    if probs.device.type == "mps":  # has no float64
+        return draw(probs.cpu(), uniform).to(probs.device)
+    # scaled by the last entry, which rounding keeps from being exactly 1; right=True steps over ids of probability 0
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    level = cumulative[:, -1:] * (uniform.to(probs.device).unsqueeze(-1) * BELOW_ONE)
+    return torch.searchsorted(cumulative, level, right=True).squeeze(-1)
 
 
-def refuse_no_token(token: int, law: Float[Tensor, " vocab"]) -> int:
+def greedy_token(dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
+    """Index of the largest entry; len(dist), which is no token, for NaN."""
+    best, token = dist.max(-1, keepdim=True)
+    return torch.where(best.isnan(), dist.shape[-1], token)
+
+
+def refuse_no_token(token: int, dist: Float[Tensor, " vocab"]) -> int:
     """The token, if it is one.
 
     Raises:
-        ValueError: it is the id beyond the last, which a law with NaN in it draws.
+        ValueError: it is the id beyond the last, which a distribution with NaN gives.
     """
-    if token == law.shape[-1]:
+    if token == dist.shape[-1]:
         raise ValueError("a distribution to draw from is not finite; load the model in float32 or check its weights")
     return token
 
 
-def _stream(seed: int) -> Iterator[float]:
-    """Uniforms in [0, 1) without end, made in blocks because one at a time costs an array each; each block is read from
-    its end.
+def array_of(tensor: Tensor) -> np.ndarray:
+    """A tensor on the CPU as an array, where calls on single rows cost a fraction of torch's; a float32 copy if numpy
+    lacks the dtype.
     """
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return (tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()).numpy()
+
+
+def seed_of(*parts: object) -> int:
+    """63 bits of a sha256 over the parts, such as seed_of(run_seed, "response", "train", 7)."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def uniforms(seed: int, *shape: int) -> Float[Tensor, "..."]:
+    """Independent uniforms in [0, 1), float64, on the CPU."""
+    return torch.from_numpy(Bits(seed).uniforms(math.prod(shape))).reshape(shape)
+
+
+class Bits:
+    """A stream of random numbers that depends on every bit of its seed; torch's CPU generator reads the lower 32 only.
+
+    numpy promises that a seed always gives these bits (NEP 19), but not the distributions that it makes of them.
+    """
+
+    def __init__(self, seed: int) -> None:
+        """Args:
+        seed: any number from 0 on; two seeds below 2^128 give different streams.
+        """
+        self._bits = np.random.PCG64DXSM(seed)
+
+    def uniforms(self, count: int) -> Float64[np.ndarray, " count"]:
+        """The next uniforms in [0, 1): multiples of 2^-53, each equally probable."""
+        return (self._bits.random_raw(count) >> np.uint64(11)) * 2.0**-53
+
+
+def _stream(seed: int) -> Iterator[float]:
+    """Endless uniforms in [0, 1), made in blocks; each block is read from its end."""
     bits = Bits(seed)
     while True:
         yield from reversed(bits.uniforms(_BLOCK).tolist())

@@ -1,45 +1,128 @@
-"""Teacher-forced forwards: final hidden states at chosen positions, and logits from them in bounded chunks.
+"""Parts of a causal model, and teacher-forced forwards in bounded memory.
 
-The [positions, vocabulary] matrix never exists as a whole: a forward yields hidden states only (`base_model`), and
-callers apply the output layer to so few positions at a time that float32 logits fit a given number of megabytes, with a
-vocabulary of 152k as with one of 4k.
+The [positions, vocabulary] matrix never exists as a whole: a forward yields hidden states only, and callers apply the
+output layer to so few positions at a time that their float32 logits fit a given number of megabytes.
+
+transformers wraps body and LM head in a forward that builds output objects and checks flags, which is a tenth of a
+small draft's step. `body_and_lm_head` gives both to be called directly, where that gives the same logits.
 """
 
-from collections.abc import Iterator, Sequence
-from inspect import signature
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from inspect import signature, unwrap
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from configs.schema import ModelSource
-from lm.finite import REMEDY, non_finite
-from lm.frequencies import frequencies_of, refuse_crossing
+from lm.cache import make_cache
+from lm.rope import refuse_crossing, rope_switch_of
+from lm.sampling import REMEDY, non_finite
 
 _MIN_FILLED = 0.8
-"""Least length of a group's shortest sequence, as a share of its longest."""
+"""Minimum length of a group's shortest sequence, as a share of its longest."""
 SHORTER = "lower data.max_prompt_tokens or the limit of new tokens, so that prompt and answer together stay below"
-"""The remedy for texts that cross a model's change of frequencies."""
-_ENOUGH_TOKENS = 512
+"""The remedy for texts that cross a RoPE switch."""
+_MIN_TOKENS = 512
 """A forward over fewer tokens costs more than padding does."""
-_NUM_PROBES = 8
-"""Ids that a model is tried with before it is used."""
+_NUM_CHECKED_IDS = 8
+_SAME_IN_TRAIN_MODE = nn.Linear, nn.Embedding
 
 
-def device_of(model: PreTrainedModel) -> torch.device:
-    """The device that takes token ids: that of the input embeddings, also in a model that is spread over several
-    devices.
+class BodyAndHead(NamedTuple):
+    """Body (which ends in the final norm) and LM head of a model, to be called one after the other."""
+
+    body: Callable[..., Any]
+    """Token ids, positions and a cache to an output with `last_hidden_state`."""
+    head: Callable[[Tensor], Tensor]
+    """Final hidden states to logits."""
+
+
+_TESTED: WeakKeyDictionary[PreTrainedModel, tuple[tuple[nn.Module, nn.Module, bool], BodyAndHead | None]] = (
+    WeakKeyDictionary()
+)
+"""For each model, its parts when it was tested (body, LM head, whether the body has hooks), and the result."""
+
+
+def body_and_lm_head(model: PreTrainedModel) -> BodyAndHead | None:
+    """Body and LM head; None if they are not the whole model: something follows the head (soft caps, scales), or hooks
+    watch the model. That is tested once, bit by bit, and again after the model has changed.
     """
-    return next(model.get_input_embeddings().parameters()).device
+    head = model.get_output_embeddings()
+    if head is None or _has_hooks(model) or hasattr(model, "_hf_hook"):
+        return None
+    try:
+        body = body_of(model)
+    except ValueError:
+        return None
+    state = body, head, _has_hooks(body)
+    if (tested := _TESTED.get(model)) is None or tested[0] != state:
+        bare, wrapped = BodyAndHead(partial(unwrap(type(body).forward), body), head), BodyAndHead(body, head)
+        candidates = [wrapped] if _has_hooks(body) else [bare, wrapped]
+        if "position_ids" not in signature(body.forward).parameters:
+            candidates = []
+        tested = state, next((parts for parts in candidates if _is_whole(parts, model)), None)
+        _TESTED[model] = tested
+    return tested[1]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """True if calling the class's bare forward would miss hooks, or a forward set on this object (torch.compile,
+    accelerate).
+    """
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "forward" in vars(module)
+        or module._compiled_call_impl is not None
+    )
+
+
+@torch.inference_mode()
+def _is_whole(parts: BodyAndHead, model: PreTrainedModel) -> bool:
+    """True if both give the same bits, for a prompt and for a token after it."""
+    caches = [make_cache(model, 4) for _ in range(2)]
+    for first, end in ((0, 2), (2, 3)):
+        positions = torch.arange(first, end, device=device_of(model))[None]
+        try:
+            expected = model(input_ids=positions % 2, past_key_values=caches[0], use_cache=True).logits
+            states = parts.body(
+                input_ids=positions % 2, past_key_values=caches[1], use_cache=True, position_ids=positions
+            ).last_hidden_state
+            if states.device != expected.device or not torch.equal(parts.head(states), expected):
+                return False
+        except torch.OutOfMemoryError:
+            raise
+        # the body needs its wrapper, or another cache, or there are layers between body and head
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+            return False
+    return True
+
+
+def lm_head_of(model: PreTrainedModel) -> nn.Module:
+    """The module that maps the final hidden state to logits.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(
+            f"{type(model).__name__} has no output embeddings, so no final hidden state; load it with "
+            "AutoModelForCausalLM"
+        )
+    return head
 
 
 def body_of(model: PreTrainedModel) -> Any:
-    """The layers below the output layer: token ids to final hidden states.
+    """The layers below the LM head: token ids to final hidden states.
 
     Raises:
-        ValueError: the model has none of its own.
+        ValueError: the model has no such part.
     """
     if model.base_model is not model:
         return model.base_model
@@ -53,47 +136,63 @@ def body_of(model: PreTrainedModel) -> Any:
     return body
 
 
-def num_logits_of(model: PreTrainedModel) -> int:
-    """How many ids a model has logits for, padding included."""
-    return int(model.config.get_text_config().vocab_size)
+def device_of(model: PreTrainedModel) -> torch.device:
+    """The device that takes token ids, that of the input embeddings."""
+    return next(model.get_input_embeddings().parameters()).device
 
 
 def output_device_of(model: PreTrainedModel) -> torch.device:
-    """The device that takes final hidden states: that of the output layer."""
+    """The device that takes final hidden states, that of the LM head."""
     return torch.device(str(model.get_output_embeddings().weight.device))
+
+
+def num_logits_of(model: PreTrainedModel) -> int:
+    """Number of ids that a model has logits for, padding included."""
+    return int(model.config.get_text_config().vocab_size)
+
+
+def eos_ids_of(config: GenerationConfig | PretrainedConfig | None) -> frozenset[int]:
+    """The end-of-sequence ids of a config: several (a list, a tuple, a tensor), one, or none."""
+    ids = getattr(config, "eos_token_id", None)
+    return frozenset(() if ids is None else torch.as_tensor(ids).flatten().tolist())
+
+
+def refuse_training(model: nn.Module) -> None:
+    """Raise ValueError if a part of the model that differs in train mode is in it."""
+    if any(module.training and not isinstance(module, _SAME_IN_TRAIN_MODE) for module in model.modules()):
+        name = " ".join(filter(None, (type(model).__name__, getattr(model, "name_or_path", ""))))
+        raise ValueError(f"{name} is in train mode, in which dropout changes its logits; call .eval() on it first")
 
 
 @torch.inference_mode()
 def hidden_states(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]
 ) -> Float[Tensor, "token hidden"]:
-    """Final hidden states (after the final norm, as the output layer receives them) of one batch, from `starts` on and
-    without padding.
+    """Final hidden states (after the final norm, as the LM head reads them) of one batch, without padding.
 
     Args:
         model: a causal language model.
-        rows: token ids of each sequence; those on either side of a change of frequencies have a forward each
-            (`lm.frequencies`).
-        starts: the first position of each sequence whose state is wanted; the result has those of rows[0][starts[0]:],
+        rows: token ids of each sequence; those on either side of a RoPE switch have their own forward (`lm.rope`).
+        starts: first position of each sequence whose state is returned; the result has those of rows[0][starts[0]:],
             then those of rows[1][starts[1]:], and so on.
 
     Raises:
-        ValueError: a sequence with wanted states on both sides of a change of frequencies.
+        ValueError: a sequence that crosses a RoPE switch.
     """
-    frequencies = frequencies_of(model)
-    if frequencies is None:
+    switch = rope_switch_of(model)
+    if switch is None:
         return torch.cat(_hidden_states(model, rows, starts))
     parts: dict[int, Tensor] = {}
-    for is_far in (False, True):
-        places = [place for place, row in enumerate(rows) if (len(row) > frequencies.bound) == is_far]
-        for place in places:
-            length = len(rows[place])
-            subject = f"a sequence of {length} tokens, of which {length - starts[place]} are looked at, is read at once"
-            refuse_crossing(model, starts[place] + 1, length, subject=subject, remedy=SHORTER)
-        if places:
-            states = _hidden_states(model, [rows[place] for place in places], [starts[place] for place in places])
-            parts |= dict(zip(places, states, strict=True))
-    return torch.cat([parts[place] for place in range(len(rows))])
+    for is_long in (False, True):
+        side = [index for index, row in enumerate(rows) if (len(row) > switch.bound) == is_long]
+        for index in side:
+            length = len(rows[index])
+            subject = f"a sequence of {length} tokens, of which {length - starts[index]} are looked at, is read at once"
+            refuse_crossing(model, starts[index] + 1, length, subject=subject, remedy=SHORTER)
+        if side:
+            states = _hidden_states(model, [rows[index] for index in side], [starts[index] for index in side])
+            parts |= dict(zip(side, states, strict=True))
+    return torch.cat([parts[index] for index in range(len(rows))])
 
 
 def _hidden_states(
@@ -101,9 +200,8 @@ def _hidden_states(
 ) -> list[Float[Tensor, "token hidden"]]:
     """Final hidden states of each sequence, in one forward."""
     width = max(map(len, rows))
-    # Padding stands on the right, where a causal model cannot see it: no mask is needed, and any id of finite states
-    # will do. Attention multiplies the hidden states of what it does not see by 0, and 0 * NaN is NaN: so a row is
-    # padded with an id that it has, not with one of another row.
+    # A causal model cannot see padding on the right, so no mask is needed. But attention multiplies hidden states that
+    # it does not see by 0, and 0 * NaN is NaN: a row is padded with one of its own ids, not with one of another row.
     ids = torch.tensor([list(row) + [row[0]] * (width - len(row)) for row in rows], device=device_of(model))
     hidden = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
     return [hidden[index, start : len(row)] for index, (row, start) in enumerate(zip(rows, starts, strict=True))]
@@ -116,7 +214,7 @@ def logits_of(
     """Logits of the tokenizer's ids from final hidden states.
 
     Raises:
-        ValueError: further layers stand between both (Electra).
+        ValueError: there are layers between both (Electra).
     """
     head = model.get_output_embeddings()
     if (width := getattr(head, "in_features", hidden.shape[-1])) != hidden.shape[-1]:
@@ -125,31 +223,29 @@ def logits_of(
             f"its output layer, which takes {width}; choose a model of another family"
         )
     logits = head(hidden)[..., :vocab_size]
-    # Gemma 2 and its kin squash their logits after the output layer.
+    # Gemma 2 and its relatives squash their logits after the LM head
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def alike(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Groups of at most `size` sequences that share a forward, longest first, so that a lack of memory shows at once.
-
-    A group ends before a sequence that would be padded by more than a fifth, once it holds `_ENOUGH_TOKENS`: fewer do
-    not fill a processor.
+    """Groups of at most `size` sequences that share a forward, longest first, so that running out of memory happens at
+    once. Once it holds `_MIN_TOKENS`, a group ends before a sequence that would be padded by more than a fifth.
 
     Worked example: lengths (3, 5, 4) in groups of 2 give [1, 2] and [0].
     """
     groups: list[list[int]] = []
-    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         longest = lengths[groups[-1][0]] if groups else 0
         is_full = not groups or len(groups[-1]) == size
-        if is_full or (lengths[place] < _MIN_FILLED * longest and len(groups[-1]) * longest >= _ENOUGH_TOKENS):
+        if is_full or (lengths[index] < _MIN_FILLED * longest and len(groups[-1]) * longest >= _MIN_TOKENS):
             groups.append([])
-        groups[-1].append(place)
+        groups[-1].append(index)
     return groups
 
 
 def chunk_rows(vocab_size: int, chunk_mb: int) -> int:
-    """The number of positions whose float32 logits fit `chunk_mb`; at least one."""
+    """Number of positions whose float32 logits fit `chunk_mb`; at least one."""
     return max(1, chunk_mb * 2**20 // (4 * vocab_size))
 
 
@@ -159,47 +255,41 @@ def chunks(num_tokens: int, size: int) -> Iterator[slice]:
 
 
 def refuse_offloaded(model: PreTrainedModel, source: ModelSource) -> None:
-    """Raise ValueError where accelerate has offloaded the output layer or the embeddings, whose weights are read
-    directly.
-    """
+    """Raise ValueError if accelerate has offloaded the LM head or the embeddings, whose weights are read directly."""
     layers = {"output layer": model.get_output_embeddings(), "input embeddings": model.get_input_embeddings()}
     for part, layer in layers.items():
         weight = getattr(layer, "weight", None)
         if weight is not None and weight.device.type == "meta":
             raise ValueError(
-                f"the weight of the {part} of {source.path} found no room and was offloaded (device_map "
+                f"the weight of the {part} of {source.path} did not fit and was offloaded (device_map "
                 f"{source.device_map!r}; it is on meta), and every position needs it; give it a device of its own in "
                 "device_map, free memory, or choose a smaller dtype"
             )
 
 
 def check_numbers(model: PreTrainedModel, vocab_size: int, name: str) -> None:
-    """Raise ValueError if the model yields numbers for none of some ids; single ids may be broken (untrained,
-    overflowing).
-    """
-    ids = sorted({place * (vocab_size - 1) // (_NUM_PROBES - 1) for place in range(_NUM_PROBES)})
+    """Raise ValueError if the logits after each of a few ids are not finite; single ids may be broken (untrained)."""
+    ids = sorted({index * (vocab_size - 1) // (_NUM_CHECKED_IDS - 1) for index in range(_NUM_CHECKED_IDS)})
     if non_finite(logits_of(model, hidden_states(model, [[token] for token in ids], [0] * len(ids)), vocab_size)).all():
-        raise ValueError(
-            f"the {name} yields NaN or infinite logits for each of {len(ids)} ids that it was tried with; {REMEDY}"
-        )
+        raise ValueError(f"the {name} yields NaN or infinite logits for each of {len(ids)} tested ids; {REMEDY}")
 
 
 def check_output_layer(model: PreTrainedModel, vocab_size: int) -> None:
-    """Raise ValueError unless `logits_of` gives what the model itself gives (some families scale their logits after the
-    output layer), and the body takes the cache that responses are made with.
+    """Raise ValueError unless `logits_of` gives the model's own logits, which some families scale after the LM head,
+    and the body takes the cache that responses are made with.
     """
     if "past_key_values" not in signature(body_of(model).forward).parameters:
         raise ValueError(
             f"{type(model).__name__} takes no past_key_values, so responses of several tokens would be wrong; choose "
             "a model with attention"
         )
-    probe = [[0, min(1, vocab_size - 1), 0]]
-    hidden = hidden_states(model, probe, [0])
+    ids = [[0, min(1, vocab_size - 1), 0]]
+    hidden = hidden_states(model, ids, [0])
     with torch.inference_mode():
-        expected = model(input_ids=torch.tensor(probe, device=hidden.device)).logits[0, :, :vocab_size]
+        expected = model(input_ids=torch.tensor(ids, device=hidden.device)).logits[0, :, :vocab_size]
     logits = logits_of(model, hidden, vocab_size).to(expected.device)
     if not torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-2, equal_nan=True):
         raise ValueError(
-            f"{type(model).__name__} changes its logits after the output layer in a way that is not known here, and "
-            "probabilities would be wrong; choose models of another family"
+            f"{type(model).__name__} changes its logits after the output layer in an unknown way, and probabilities "
+            "would be wrong; choose models of another family"
         )

@@ -1,16 +1,18 @@
 """Load a target, a draft and perhaps a micro model, and check that they fit.
 
-They fit when their tokenizers map the same tokens to the same ids. Logits may be wider than the tokenizer (padded
-vocabularies, as Qwen's): the extra ids get probability zero in every model, by cutting logits to `Pair.vocab_size`. The
-target's may be narrower, too (Gemma-3 1B's tokenizer has an id for images that no logit has): such ids are never
+They fit if their tokenizers map the same tokens to the same ids. Logits may be wider than the tokenizer (padded
+vocabularies, as Qwen's): every model's logits are cut to `Pair.vocab_size`, so the extra ids get probability 0. The
+target's may be narrower, too (Gemma-3 1B's tokenizer has an id for images that has no logit): such ids are never
 emitted.
 """
 
 import gc
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,10 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from configs.schema import ModelSource, PairConfig
-from lm.eos import eos_ids_of
-from lm.features.draft import FeatureDraft
+from lm.features.base import FeatureDraft
 from lm.features.loading import feature_draft_of
 from lm.features.released import released_layout_of
-from lm.forwards import num_logits_of, refuse_offloaded
-from lm.models.repository import repository_of
+from lm.forwards import eos_ids_of, num_logits_of, refuse_offloaded
 from lm.parallel import refuse_sliced, slicing_of
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "Cannot allocate memory", "CUDA out of memory")
@@ -55,41 +55,47 @@ class Pair:
 
     @property
     def draft(self) -> PreTrainedModel:
-        """The draft where it is a language model.
+        """The draft, if it is a language model.
 
         Raises:
-            ValueError: the draft is a feature draft.
+            ValueError: it is a feature draft.
         """
         if isinstance(self.drafting, FeatureDraft):
-            raise ValueError(_reads_the_target(type(self.drafting).__name__))
+            raise ValueError(_needs_target(type(self.drafting).__name__))
         return self.drafting
 
     @cached_property
     def vocab_size(self) -> int:
-        """The width that every distribution has."""
+        """Width of every distribution."""
         return vocab_size_of(self.tokenizer, self.target)
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The target's end-of-sequence ids (a generation config may name several), or the tokenizer's."""
+        """The end-of-sequence ids of the target's generation config, or the tokenizer's."""
         eos_id = self.tokenizer.eos_token_id
         return eos_ids_of(self.target.generation_config) or frozenset([] if eos_id is None else [eos_id])
 
 
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel | None = None) -> int:
-    """One more than the largest id that the tokenizer has (`len(tokenizer)` is less where ids have gaps), or that
-    `target` emits.
+    """One more than the largest id that the tokenizer has (`len(tokenizer)` is less if ids have gaps), or that `target`
+    emits.
     """
     num_ids = 1 + max(tokenizer.get_vocab().values())
     return num_ids if target is None else min(num_ids, num_logits_of(target))
+
+
+def emitted_vocab_size(config: PairConfig) -> int:
+    """`Pair.vocab_size`, without loading a model."""
+    target = load_config(config.target)
+    return min(vocab_size_of(load_pair_tokenizer(config)), target.get_text_config().vocab_size)
 
 
 def load_pair(config: PairConfig) -> Pair:
     """Load every model of `config`, in evaluation mode, and check that they fit.
 
     Raises:
-        FileNotFoundError: a path that is neither a local model directory nor a hub id that can be had.
-        ValueError: tokenizers that differ, logits narrower than what the target emits, CUDA asked for and absent.
+        FileNotFoundError: a path that is neither a local model directory nor an available hub id.
+        ValueError: tokenizers that differ, logits narrower than what the target emits, CUDA requested without a GPU.
     """
     refuse_sliced(config, "this")
     if config.num_threads is not None:
@@ -124,20 +130,20 @@ def _sources(config: PairConfig) -> dict[str, ModelSource]:
 
 
 def refuse_feature_draft(config: PairConfig) -> None:
-    """Raise ValueError where pair.draft is a feature draft."""
+    """Raise ValueError if pair.draft is a feature draft."""
     if layout := released_layout_of(config.draft):
-        raise ValueError(_reads_the_target(f"{layout} directory ({config.draft.path})"))
+        raise ValueError(_needs_target(f"{layout} directory ({config.draft.path})"))
 
 
-def _reads_the_target(kind: str) -> str:
+def _needs_target(kind: str) -> str:
     return (
         f"pair.draft is a feature draft, an {kind}, which drafts only beside the target whose states it reads; this "
-        "takes a draft that is a model of its own: set pair.draft.path"
+        "needs a draft that is a language model: set pair.draft.path"
     )
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model."""
+    """The tokenizer of a model."""
     if Path(source.path).is_dir() and not Path(source.path, "config.json").is_file():
         raise FileNotFoundError(f"{source.path} is a directory without config.json: no model is there; check the path")
     with _reading(source, "tokenizer"):
@@ -145,17 +151,16 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def load_model(source: ModelSource, *, device: torch.device | None = None) -> PreTrainedModel:
-    """One causal language model in evaluation mode, with its extra layers; only safetensors are read, a pickled
-    checkpoint is refused.
+    """A causal language model in evaluation mode; only safetensors are read, a pickled checkpoint is refused.
 
     Args:
         source: directory or hub repository of the model, and how it is loaded.
-        device: the device that the model goes to, whatever `source.device_map` says.
+        device: device of the model, in place of `source.device_map`.
 
     Raises:
         FileNotFoundError: the source has no model.
         ValueError: weights that lack tensors or cannot be read, too little memory, settings that this model or this
-            machine cannot honour.
+            machine does not support.
     """
     settings = _settings_of(source, device=device)
     with _within_memory(source), _reading(source, "config.json or weights"):
@@ -178,20 +183,42 @@ def load_model(source: ModelSource, *, device: torch.device | None = None) -> Pr
     return model
 
 
+def load_config(source: ModelSource) -> PretrainedConfig:
+    """The config.json of a model; FileNotFoundError if the source has no model."""
+    with _reading(source, "config.json"):
+        return AutoConfig.from_pretrained(source.path, **repository_of(source))
+
+
+def repository_of(source: ModelSource) -> dict[str, Any]:
+    """Arguments of every `from_pretrained`: the revision, and whether the repository's code may run."""
+    is_pinned = Path(source.path).is_dir() or re.fullmatch("[0-9a-f]{40}", source.revision or "")
+    if source.trust_remote_code and not is_pinned:
+        _warn_of_moving_code(source.path, source.revision or "main")
+    return {"revision": source.revision or "main", "trust_remote_code": source.trust_remote_code}
+
+
+@cache
+def _warn_of_moving_code(path: str, revision: str) -> None:
+    print(
+        f"warning: {path}: trust_remote_code runs whatever code revision {revision} holds today; set this model's "
+        "revision to the commit (40 hexadecimal digits) whose code you have read",
+        file=sys.stderr,
+    )
+
+
 def _settings_of(source: ModelSource, *, device: torch.device | None) -> dict[str, Any]:
-    """Arguments of `from_pretrained`: where the model goes, whole or as a slice, and how it computes."""
+    """Arguments of `from_pretrained`: devices, attention, quantisation."""
     settings: dict[str, Any] = {}
     if source.attn_implementation is not None:
         settings["attn_implementation"] = source.attn_implementation
     if source.tp_plan is not None:
-        config = load_config(source)
-        return settings | {"distributed_config": slicing_of(source, config)}
+        return settings | {"distributed_config": slicing_of(source, load_config(source))}
     device_map = source.device_map if device is None else str(device)
     if device_map is None:
         device_map = "cuda:0" if torch.cuda.is_available() else "cpu"
     if "cuda" in str(device_map) and not torch.cuda.is_available():
         raise ValueError(
-            f"device_map {device_map!r} of {source.path} asks for CUDA and there is none here; use device_map: cpu"
+            f"device_map {device_map!r} of {source.path} needs CUDA, and this machine has none; use device_map: cpu"
         )
     if source.quantization is not None:
         settings["quantization_config"] = _quantization_of(source)
@@ -199,15 +226,15 @@ def _settings_of(source: ModelSource, *, device: torch.device | None) -> dict[st
 
 
 def _quantization_of(source: ModelSource) -> QuantizationConfigMixin:
-    """transformers' settings of a quantisation; ValueError where it knows no such method or fields."""
-    given = source.quantization
-    fields = dict(given) if isinstance(given, dict) else _BITSANDBYTES[str(given)]
+    """transformers' settings of a quantisation; ValueError if it knows no such method or fields."""
+    value = source.quantization
+    fields = dict(value) if isinstance(value, dict) else _BITSANDBYTES[str(value)]
     try:
         config: QuantizationConfigMixin = AutoQuantizationConfig.from_dict(fields)
     except (ValueError, TypeError, ImportError) as error:
         cause = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"quantization {given!r} of {source.path}: {cause}; write 4bit, 8bit, or quant_method and the fields of "
+            f"quantization {value!r} of {source.path}: {cause}; write 4bit, 8bit, or quant_method and the fields of "
             "transformers' class for it"
         ) from error
     return config
@@ -215,7 +242,7 @@ def _quantization_of(source: ModelSource) -> QuantizationConfigMixin:
 
 @contextmanager
 def _within_memory(source: ModelSource) -> Iterator[None]:
-    """Name a lack of memory as that, with what the weights take."""
+    """Turn any error for lack of memory into one that says so, with the size of the weights."""
     try:
         yield
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
@@ -233,31 +260,21 @@ def _within_memory(source: ModelSource) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device's allocator or the CPU's had no more, there or in a cause; torch gives the latter no type of
-    its own.
-    """
+    """True if this error or a cause of it is a lack of memory; torch has no type of its own for that of the CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
         return True
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 def free_memory() -> None:
-    """Give back what forgotten models held: their modules and hooks refer to each other, and CUDA keeps what it once
-    had.
-    """
+    """Free the memory of models that are out of use: they have reference cycles, and CUDA's allocator keeps memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def load_config(source: ModelSource) -> PretrainedConfig:
-    """The config.json of a model; FileNotFoundError where the source has no model."""
-    with _reading(source, "config.json"):
-        return AutoConfig.from_pretrained(source.path, **repository_of(source))
-
-
 def without_weights(source: ModelSource) -> PreTrainedModel:
-    """A model's layers on the device `meta`, by its config alone: every shape and method, no numbers."""
+    """A model on the device `meta`, from its config alone: every shape and method, no numbers."""
     config = load_config(source)
     with torch.device("meta"), _reading(source, "config.json"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
@@ -265,9 +282,7 @@ def without_weights(source: ModelSource) -> PreTrainedModel:
 
 
 def weight_bytes(source: ModelSource) -> float:
-    """Bytes of a model's weights, by its config alone: those of the layers as they are quantised, all else in its
-    dtype.
-    """
+    """Bytes of a model's weights, from its config alone: layers as they are quantised, tables in the model's dtype."""
     model = without_weights(source)
     width = dtype_bytes(source, model.config)
     tables = {
@@ -287,7 +302,7 @@ def dtype_bytes(source: ModelSource, config: PretrainedConfig) -> int:
 
 
 def _quantised_bytes(quantization: str | dict[str, Any]) -> float:
-    """Bytes of one weight of a layer; half a byte more than an eighth of its bits for each 64 weights' scale."""
+    """Bytes of one weight of a layer, with a scale of half a byte per eight weights."""
     if isinstance(quantization, str):
         bits = float(quantization.removesuffix("bit"))
     else:
@@ -299,8 +314,8 @@ def _quantised_bytes(quantization: str | dict[str, Any]) -> float:
 
 @contextmanager
 def _reading(source: ModelSource, part: str) -> Iterator[None]:
-    """Whatever transformers and tokenizers raise over broken files (they raise everything, also bare `Exception`), as
-    one line. Its bars of loading weights are hidden meanwhile, those of downloads are not.
+    """Turn what transformers and tokenizers raise over broken files (anything, even bare `Exception`) into one line.
+    Progress bars of loading weights are hidden meanwhile, those of downloads are not.
     """
     has_bars, hides_downloads = logging.is_progress_bar_enabled(), are_progress_bars_disabled()
     logging.disable_progress_bar()
@@ -310,13 +325,13 @@ def _reading(source: ModelSource, part: str) -> Iterator[None]:
         yield
     except ImportError as error:
         cause = " ".join(str(error).split())[:300]
-        raise ValueError(f"{source.path} asks for a package that is not installed: {cause}") from error
+        raise ValueError(f"{source.path} needs a package that is not installed: {cause}") from error
     except OSError as error:
         if is_out_of_memory(error):
             raise
-        where = f"no model with safetensors weights at {source.path!r} (revision {source.revision or 'main'})"
+        subject = f"no model with safetensors weights at {source.path!r} (revision {source.revision or 'main'})"
         raise FileNotFoundError(
-            f"{where}: neither a local model directory nor a hub id that can be reached; check the path, or "
+            f"{subject}: neither a local model directory nor a hub id that can be reached; check the path, or "
             "`hf download` it first"
         ) from error
     except Exception as error:
@@ -334,16 +349,10 @@ def _reading(source: ModelSource, part: str) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def emitted_vocab_size(config: PairConfig) -> int:
-    """`Pair.vocab_size`, with no model loaded."""
-    target = load_config(config.target)
-    return min(vocab_size_of(load_pair_tokenizer(config)), target.get_text_config().vocab_size)
-
-
 def _check_same_ids(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, paths: tuple[str, str], name: str
 ) -> None:
-    """Raise unless both map the same tokens to the same ids."""
+    """Raise ValueError unless both map the same tokens to the same ids."""
     ids, other_ids = tokenizer.get_vocab(), other.get_vocab()
     if ids == other_ids:
         return
@@ -357,7 +366,7 @@ def _check_same_ids(
 
 
 def check_width(model: PreTrainedModel, vocab_size: int, name: str) -> None:
-    """Raise if the model cannot name every token that is emitted."""
+    """Raise ValueError if the model lacks logits for a token that may be emitted."""
     width = num_logits_of(model)
     if width < vocab_size:
         raise ValueError(

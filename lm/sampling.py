@@ -4,7 +4,7 @@
     probs = one-hot(argmax logits)                             temperature = 0, the limit of the same path
 
 The warpers are transformers' own (`TemperatureLogitsWarper`, `TopKLogitsWarper`, `TopPLogitsWarper`), in the order in
-which `generate` applies them, so that a pair sampled here has the law that its users know. Departures: temperature 0 is
+which `generate` applies them, so that a pair has the same distribution here as there. Departures: temperature 0 is
 allowed (transformers raises), softmax runs in float32 whatever the dtype of the logits (float64 on request), and top-p
 sorts on the CPU only what it must (`QuickTopP`), which changes no bit of the result.
 """
@@ -14,23 +14,26 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import LongTensor, Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+REMEDY = "load it as float32 or bfloat16, or check its weights"
+"""The remedy for logits that are not finite."""
 _NUM_LIKELIEST = 256
-"""Tokens that hold top-p's mass in nearly every law of a language model."""
+"""Tokens that hold top-p's mass in nearly every distribution of a language model."""
 _MIN_TEMPERATURE = 1e-30
 _MARGIN = 1e-5
 """Mass around top-p within which the rounding of another order of sums could decide otherwise."""
 
 
 class QuickTopP(TopPLogitsWarper):
-    """transformers' top-p, bit for bit, from the likeliest tokens alone where these decide it.
+    """transformers' top-p, bit for bit, from the 256 likeliest tokens if these decide it.
 
-    Sorting 49,152 logits takes a core 4 ms, more than many a draft takes for a token; the likeliest 256 are found in
-    0.2. A row is sorted after all where they hold too little mass, where the mass above one of them is within rounding
-    of top-p, and where the last token kept and the first left out are equally likely.
+    Sorting 49,152 logits takes a core 4 ms, more than a small draft takes for a token; finding 256 takes 0.2 ms. A row
+    is sorted if they hold too little mass, if the mass above one of them is within rounding of top-p, or if the last
+    token kept and the first left out are equally likely.
     """
 
     def __call__(
@@ -44,8 +47,8 @@ class QuickTopP(TopPLogitsWarper):
         probs = (likeliest - scores.logsumexp(-1, keepdim=True)).exp()
         above = probs.cumsum(-1, dtype=torch.float64) - probs
         num_kept = (above < self.top_p).sum(-1, keepdim=True)
-        places = (num_kept + torch.tensor([-1, 0])).clamp(0, _NUM_LIKELIEST - 1)
-        last, first_out = likeliest.gather(-1, places).split(1, dim=-1)
+        indices = (num_kept + torch.tensor([-1, 0])).clamp(0, _NUM_LIKELIEST - 1)
+        last, first_out = likeliest.gather(-1, indices).split(1, dim=-1)
         is_clear = ((above - self.top_p).abs() > _MARGIN).all(-1) & (last > first_out).squeeze(-1)
         kept = scores.masked_fill(scores < last, self.filter_value)
         if not is_clear.all():  # NaN is never clear
@@ -74,11 +77,11 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}; it must be a whole number from 1, or null to keep every token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1], or be null to keep every token")
-        object.__setattr__(self, "_warpers", self._made_warpers())
+        object.__setattr__(self, "_warpers", self._make_warpers())
 
     @classmethod
     def of(cls, processors: Sequence[object]) -> "Sampling | None":
-        """The sampling that a list of transformers' processors is; None for one with others than the three warpers."""
+        """The sampling equal to a list of transformers' processors; None if it has others than the three warpers."""
         kinds = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
         warpers: dict[type, Any] = {type(processor): processor for processor in processors}
         is_in_order = [type(processor) for processor in processors] == [kind for kind in kinds if kind in warpers]
@@ -105,14 +108,12 @@ class Sampling:
 
     @property
     def sees_no_tokens(self) -> bool:
-        """True unless this is of a class that looks at the tokens, each of which must then be on the host before the
-        next.
-        """
+        """True unless `processed` is overridden and reads the tokens, each of which must then be on the host."""
         return type(self).processed is Sampling.processed
 
     @property
     def text(self) -> str:
-        """The settings that are set, in words: temperature 0.7, top_p 0.9."""
+        """The settings that are set, for example "temperature 0.7, top_p 0.9"."""
         return ", ".join(f"{name} {value}" for name, value in self.as_dict().items() if value is not None)
 
     def as_dict(self) -> dict[str, float | int | None]:
@@ -126,8 +127,8 @@ class Sampling:
 
         Args:
             logits: logits as the model gives them, any float dtype; -inf marks impossible tokens.
-            dtype: dtype of the result and of the arithmetic, torch.float32 or torch.float64; None: float64 for float64
-                logits, else float32.
+            dtype: torch.float32 or torch.float64, of result and arithmetic; None: float64 for float64 logits, else
+                float32.
         """
         dtype = dtype or (torch.float64 if logits.dtype == torch.float64 else torch.float32)
         logits = logits if logits.dtype == dtype else logits.to(dtype)
@@ -141,19 +142,17 @@ class Sampling:
         return logits.softmax(-1)
 
     def processed(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
-        """Logits of the last rows of a sequence, as `probs` takes them; subclasses may look at the tokens
-        (transformers' processors do).
-        """
+        """Logits of the last rows of a sequence, as `probs` takes them; subclasses may read the tokens."""
         return logits
 
     def laws_after(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
-        """Laws that tokens are drawn from (`lm.draws`): `probs` of the processed logits, or those logits themselves at
-        temperature 0.
+        """Distributions that tokens are drawn from (`lm.draws`): `probs` of the processed logits, or at temperature 0
+        these logits.
         """
         logits = self.processed(logits, token_ids)
         return logits if self.is_greedy else self.probs(logits)
 
-    def _made_warpers(self) -> LogitsProcessorList:
+    def _make_warpers(self) -> LogitsProcessorList:
         """transformers' warpers in transformers' order."""
         warpers = LogitsProcessorList()
         if self.temperature not in (0.0, 1.0):
@@ -163,3 +162,25 @@ class Sampling:
         if self.top_p is not None and self.top_p < 1.0:
             warpers.append(QuickTopP(self.top_p))
         return warpers
+
+
+class NonFiniteError(ValueError):
+    """A model yields logits that are not finite."""
+
+
+def non_finite(values: Tensor) -> Bool[Tensor, "..."]:
+    """True for rows of logits [..., vocab] with a NaN, a +inf, or nothing but -inf; some -inf are impossible tokens."""
+    return ~values.amax(-1).isfinite()  # NaN if any entry is NaN, so one number per row tells all three cases
+
+
+def refuse_non_finite(values: Tensor, whose: str, where: str) -> None:
+    """Raise NonFiniteError, a ValueError, if any row of logits [..., vocab] is `non_finite`.
+
+    Args:
+        values: the logits.
+        whose: the model, for the message.
+        where: what the model was doing, for the message.
+    """
+    if non_finite(values).any():
+        kind = "NaN" if values.amax(-1).isnan().any() else "infinite"
+        raise NonFiniteError(f"{whose} yields {kind} logits {where}; {REMEDY}")

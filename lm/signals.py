@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lm.arrays import array_of
+from lm.draws import array_of
 
 _NUM_TOP = 10
 """Tokens that llama.cpp's draft sampler keeps."""

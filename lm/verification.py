@@ -1,16 +1,16 @@
-"""Law 4.2: verification (Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1).
+"""Law 4.2: verification (Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1), of chains and of trees.
 
 Accept drafted tokens y_1 … y_K left to right while u_i < p_i(y_i) / q_i(y_i); at the first rejection emit one token
 from norm(max(0, p_i - q_i)), the *residual* token; after full acceptance emit one token from p_{K+1}, the *bonus*
-token. Each emitted token then has exactly the law p, whatever q was, as long as y_i was drawn from the very q_i that is
-passed here.
+token. Each emitted token then has exactly the distribution p, whatever q was, if y_i was drawn from the very q_i that
+is passed here.
 
 At temperature 0 (`GreedySampler`) every distribution is one-hot: accept while y_i is the target's most probable token,
-then emit the target's token. So `num_accepted`, `next_law` and `verify` take q and p as laws
-(`lm.draws`), which logits are at temperature 0; the other functions take probabilities.
+then emit the target's token. `num_accepted`, `next_dist` and `verify` then take logits as q and p (`lm.draws`); the
+other functions take probabilities.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from operator import eq
 from typing import NamedTuple
@@ -21,8 +21,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from lm.arrays import array_of
-from lm.draws import GreedySampler, RandomSampler, Sampler
+from lm.draws import GreedySampler, RandomSampler, Sampler, array_of
+from lm.masks import ROOT, Tree
 
 
 class Verdict(NamedTuple):
@@ -48,9 +48,7 @@ def acceptance_rate(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft v
 
 
 def residual_probs(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vocab"]) -> Float[Tensor, "*draft vocab"]:
-    """norm(max(0, p - q)); p itself where that mass is zero (p = q: a rejection there has probability zero up to
-    rounding).
-    """
+    """norm(max(0, p - q)); p where that mass is zero (p = q, where a rejection has probability zero)."""
     excess = (p - q).clamp_(min=0.0)
     mass = excess.sum(-1, keepdim=True)
     return torch.where(mass > 0, excess / mass, p)
@@ -59,16 +57,16 @@ def residual_probs(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vo
 def num_accepted(
     tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Sampler
 ) -> int:
-    """Length of the accepted prefix of a draft; the draws are asked about an empty draft too, so that they see every
-    round.
+    """Length of the accepted prefix of a draft; the draws see an empty draft too, and so every round.
 
     Args:
         tokens: drafted token ids y_1 … y_K.
-        q: the law that each token was drawn from, on any device, at most as wide as p; `GreedySampler` ignores it.
-        p: the target's laws at the same positions, with rows after them or not.
-        draws: source of chance.
+        q: the distribution that each token was drawn from, on any device, at most as wide as p; `GreedySampler` ignores
+            it.
+        p: the target's distributions at the same positions, with rows after them or not.
+        draws: random draws.
     """
-    return draws.num_accepted(_chances(tokens, q, p, draws))
+    return draws.num_accepted(_accept_probs(tokens, q, p, draws))
 
 
 def revealed_probs(
@@ -78,17 +76,14 @@ def revealed_probs(
     p: Float[Tensor, "rows vocab"],
     draws: Sampler,
 ) -> list[float]:
-    """`acceptance_prob` of the accepted tokens and of the first rejected one; the other arguments are those of
-    `num_accepted`.
-    """
-    return [float(chance) for chance in islice(_chances(tokens, q, p, draws), num_accepted + 1)]
+    """`acceptance_prob` of the accepted tokens and of the first rejected one; other args as in `num_accepted`."""
+    return [float(prob) for prob in islice(_accept_probs(tokens, q, p, draws), num_accepted + 1)]
 
 
-def next_law(
+def next_dist(
     num_accepted: int, q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Sampler
 ) -> Float[Tensor, " vocab"]:
-    """Law of the token after the accepted ones: the residual where one was rejected, else p (the bonus token).
-
+    """Distribution of the token after the accepted ones: the residual after a rejection, else p (the bonus token).
     One-hot distributions that disagree have the residual p.
     """
     row = p[num_accepted]
@@ -107,8 +102,8 @@ def verify(
 
     Args:
         tokens: drafted token ids y_1 … y_K.
-        q: the law that each token was drawn from, each on any device; one narrower than p gets zeros.
-        p: the target's laws at the same positions and at the one after.
+        q: the distribution that each token was drawn from, on any device; one narrower than p gets zeros.
+        p: the target's distributions at the same positions and at the one after.
         generator: a torch generator or None is wrapped in `RandomSampler`.
 
     Raises:
@@ -116,39 +111,30 @@ def verify(
     """
     draws = RandomSampler(generator) if generator is None or isinstance(generator, torch.Generator) else generator
     count = num_accepted(tokens, q, p, draws)
-    return Verdict(count, draws.token(next_law(count, q, p, draws)))
+    return Verdict(count, draws.token(next_dist(count, q, p, draws)))
 
 
-def _chances(
+def _accept_probs(
     tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Sampler
 ) -> Iterable[float]:
-    """Acceptance probability of each drafted token, computed lazily."""
+    """Acceptance probability of each drafted token: on the CPU one by one as they are read, from a device in one
+    transfer.
+    """
     if not tokens:
         return ()
-    return (
-        map(eq, tokens, _places_of_largest(p)) if isinstance(draws, GreedySampler) else _acceptance_probs(tokens, q, p)
-    )
-
-
-def _acceptance_probs(
-    tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"]
-) -> Iterable[float]:
-    """`acceptance_prob` of each drafted token as a number: on the CPU one by one as they are asked for, from a device
-    in one transfer.
-    """
-    rows = _brought(q, p.device)
+    if isinstance(draws, GreedySampler):  # torch on the CPU takes five times as long as numpy
+        return map(eq, tokens, (array_of(p) if p.is_cpu else p).argmax(-1).tolist())
+    rows = _on_device(q, p.device)
     if p.is_cpu:
         return map(_ratio, tokens, map(array_of, rows), array_of(p))
     index = torch.tensor(tokens, device=p.device)
     return acceptance_prob(index, torch.stack([_widened(row, p.shape[-1]) for row in rows]), p[: len(tokens)]).tolist()
 
 
-def _brought(q: Sequence[Float[Tensor, " _"]], device: torch.device) -> Sequence[Float[Tensor, " _"]]:
-    """The rows of q on this device, those that are alike in one transfer; models that draft in turns may be on
-    several.
-    """
+def _on_device(q: Sequence[Float[Tensor, " _"]], device: torch.device) -> Sequence[Float[Tensor, " _"]]:
+    """The rows of q on this device, in one transfer if they are alike; models that draft in turns may be on several."""
     kinds = {(row.device, row.shape[-1]) for row in q}
-    if all(place == device for place, _ in kinds):
+    if all(old == device for old, _ in kinds):
         return q
     if len(kinds) == 1:
         return torch.stack(list(q)).to(device).unbind()
@@ -157,16 +143,77 @@ def _brought(q: Sequence[Float[Tensor, " _"]], device: torch.device) -> Sequence
 
 def _ratio(token: int, q: np.ndarray, p: np.ndarray) -> float:
     """min(1, p(token) / q(token)); 0 where p is 0."""
-    drafted, wanted = float(q[token]), float(p[token])
+    q_token, p_token = float(q[token]), float(p[token])
     # in this order min keeps NaN, which no uniform is below: a distribution that is not finite rejects
-    return min(wanted / drafted, 1.0) if drafted != 0.0 else float(wanted > 0.0)
-
-
-def _places_of_largest(p: Float[Tensor, "rows vocab"]) -> list[int]:
-    # torch on the CPU takes five times as long as numpy
-    return (array_of(p) if p.is_cpu else p).argmax(-1).tolist()
+    return min(p_token / q_token, 1.0) if q_token != 0.0 else float(p_token > 0.0)
 
 
 def _widened(q: Float[Tensor, " draft_vocab"], width: int) -> Float[Tensor, " vocab"]:
     """q with zeros for the tokens that only the target has."""
     return q if q.shape[-1] == width else functional.pad(q, (0, width - q.shape[-1]))
+
+
+def verify_tree(tree: Tree, p: Float[Tensor, "rows vocab"], draws: Sampler) -> tuple[list[int], int]:
+    """One verification of a tree (EAGLE-2, arXiv 2406.16858; SpecInfer, 2305.09781): (the accepted nodes, from the
+    root's child on; the token after them).
+
+    From the root on, with p the target's distribution after the node, for the node's children x in turn, each with a
+    fresh uniform r: move to x if r <= p(x); else p(x) <- 0, and p is renormalised. If every child is rejected, the next
+    token is drawn from what remains of p; if there is none, from p. A candidate was chosen, not drawn (its q is 1), so
+    each position emits x with probability p(x) whatever the candidates were, as long as the tree depends on the text
+    alone. The candidates are then a function of the text, so a policy may look at them (unlike law 4.3's chains).
+
+    At temperature 0 this is the longest path of the target's most probable tokens, then the target's own token.
+
+    Args:
+        tree: a function of the text alone.
+        p: the target's distributions (`lm.draws`) after the text, and after each node.
+        draws: random draws.
+
+    Raises:
+        ValueError: the row that the next token is drawn from is not finite.
+    """
+    path: list[int] = []
+    node = ROOT
+    while children := tree.children(node):
+        tokens, dist = tree.tokens_of(children), p[node + 1]
+        num_rejected = draws.num_accepted(_rejection_probs(tokens, dist, draws))
+        if num_rejected == len(children):
+            return path, draws.token(_remaining(tokens, dist, draws))
+        node = children[num_rejected]
+        path.append(node)
+    return path, draws.token(p[node + 1])
+
+
+def node_probs(tree: Tree, path: Sequence[int], p: Float[Tensor, "rows vocab"], draws: Sampler) -> list[float]:
+    """p(x) of each node of a path, the probability that verification accepts it as a first child; 0 or 1 at temperature
+    0.
+    """
+    rows = [p[tree.parents[node] + 1] for node in path]
+    tokens = tree.tokens_of(path)
+    if isinstance(draws, GreedySampler):
+        return [float(token == int(row.argmax())) for token, row in zip(tokens, rows, strict=True)]
+    return [float(row[token]) for token, row in zip(tokens, rows, strict=True)]
+
+
+def _rejection_probs(tokens: Sequence[int], dist: Float[Tensor, " vocab"], draws: Sampler) -> Iterator[float]:
+    """The probability that each candidate is rejected, given that those before it were."""
+    if isinstance(draws, GreedySampler):
+        best = int(dist.argmax())
+        yield from (float(token != best) for token in tokens)
+        return
+    remaining = 1.0
+    for prob in dist[tokens].tolist():
+        # a distribution that is not finite rejects every candidate, and the draw after them raises
+        yield min(max(1.0 - prob / remaining, 0.0), 1.0) if prob == prob and remaining > 0.0 else 1.0
+        remaining -= prob
+
+
+def _remaining(tokens: Sequence[int], dist: Float[Tensor, " vocab"], draws: Sampler) -> Float[Tensor, " vocab"]:
+    """The distribution without these tokens, renormalised; unchanged if rounding leaves nothing."""
+    if isinstance(draws, GreedySampler):
+        return dist
+    remaining = dist.clone()
+    remaining[tokens] = 0.0
+    mass = remaining.sum()
+    return remaining / mass if mass > 0 else dist

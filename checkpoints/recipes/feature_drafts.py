@@ -39,7 +39,7 @@ from transformers import DynamicCache, LlamaConfig, PreTrainedConfig, PreTrained
 
 from checkpoints.recipes.texts import NUM_DEPTHS, StoryBatch, TargetReading, acceptance_rates
 from lm import acceptance_rate
-from lm.features.draft import FeatureDraft, Outputs
+from lm.features.base import FeatureDraft, Outputs
 from lm.features.dspark import DSpark
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide, delayed

@@ -1,7 +1,7 @@
 """Labels and features of a feature draft: heads on it learn from drafts, as decoding makes them.
 
 From every position s of a response, or every n-th, the draft proposes a few tokens y, fed with the target's states up
-to s and then with its own outputs (`lm.branches.chains`). The first step of each draft is teacher-forced; later steps
+to s and then with its own outputs (`lm.features.rollout`). The first step of each draft is teacher-forced; later steps
 read the draft's own tokens, as in decoding. One forward of the target over all drafts of a response gives p along them.
 
     acceptance_prob(s, j) = min(1, p(y) / q(y))      both after prompt + X_<s + y_0 … y_{j-1}
@@ -33,12 +33,11 @@ from data_gen.labels.laws import (
 )
 from data_gen.responses.exchange import Exchange, Progress
 from lm import FeatureDraft, Sampling
-from lm.branches.branched import Branched
-from lm.branches.chains import BlockChains, Chains, TargetOutputs, chains_of, run_target
-from lm.branches.probe import check_branches, check_length
+from lm.batch import Continuations, check_branch_length, check_branches
 from lm.features.dspark import DSpark
-from lm.finite import REMEDY, NonFiniteError, refuse_non_finite
+from lm.features.rollout import BlockRollouts, Rollouts, TargetOutputs, rollouts_of, run_target
 from lm.forwards import chunk_rows, logits_of, output_device_of
+from lm.sampling import REMEDY, NonFiniteError, refuse_non_finite
 
 _DRAFTS_AT_ONCE = 128
 """Limits the attention mask of one forward."""
@@ -117,15 +116,15 @@ class ChainLabeller:
         prompt, response = exchange.prompt_ids, exchange.response_ids
         ids = (prompt + response)[: max(len(prompt) + len(response) - 1, 1 + self.draft.lag)]
         check_branches(self.target)
-        check_length(self.target, len(ids) + self.draft_length, num_prompt=len(prompt))
+        check_branch_length(self.target, len(ids) + self.draft_length, num_prompt=len(prompt))
         reading = run_target(self.target, self.draft, ids)
-        chains = chains_of(self.draft, reading, ids)
+        chains = rollouts_of(self.draft, reading, ids)
         at_once = min(_DRAFTS_AT_ONCE, max(1, chunk_rows(self.vocab_size, self.chunk_mb) // self.draft_length))
         # a prompt of one token has no state of the target's for EAGLE to begin with: its first draft begins one token
         # later
         lengths = (torch.arange(len(response)) + len(prompt)).clamp(min=1 + self.draft.lag)
         # a fed-time state is that of the next position, which the last token of a block does not have
-        longest = int(min(self.draft_length, chains.most - ("fed" in timings)))
+        longest = int(min(self.draft_length, chains.max_length - ("fed" in timings)))
         limits = torch.arange(len(response), 0, -1).clamp(max=longest)
         is_kept = torch.arange(len(response)) % self.draft_every == 0
         if isinstance(self.draft, DSpark):
@@ -144,7 +143,7 @@ class ChainLabeller:
 
     def _group(
         self,
-        chains: Chains | BlockChains,
+        chains: Rollouts | BlockRollouts,
         reading: TargetOutputs,
         begins: Tensor,
         limits: Tensor,
@@ -174,7 +173,7 @@ class ChainLabeller:
         )
 
     def _steps(
-        self, chains: Chains | BlockChains, begins: Tensor, limits: Tensor, uniform: Tensor, *, is_fed: bool
+        self, chains: Rollouts | BlockRollouts, begins: Tensor, limits: Tensor, uniform: Tensor, *, is_fed: bool
     ) -> list[dict[str, Tensor]]:
         """The labels, q, q_logits, both states and `owner` (its drafts) of each step of the drafts.
 
@@ -210,11 +209,11 @@ class ChainLabeller:
         hidden[firsts] = reading.hidden.to(device)[begins - 1]
         is_fed = indices < lengths[owners] - 1
         if is_fed.any():
-            tree = Branched(self.target, self.vocab_size, reading.cache, begins)
+            tree = Continuations(self.target, self.vocab_size, reading.cache, begins)
             hidden[is_fed.nonzero().squeeze(-1) + 1] = tree.feed(tokens[is_fed], owners[is_fed], indices[is_fed]).to(
                 device
             )
-            tree.cut()
+            tree.drop()
         logits = logits_of(self.target, hidden, self.vocab_size)
         refuse_non_finite(logits, "the target", _WHERE)
         return logits

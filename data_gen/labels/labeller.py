@@ -28,8 +28,8 @@ from data_gen.labels.laws import (
 from data_gen.labels.layout import layout_of
 from data_gen.responses.exchange import Exchange, Progress
 from lm import Sampling, forwards
-from lm.finite import REMEDY, non_finite
-from lm.models.mode import refuse_training
+from lm.forwards import refuse_training
+from lm.sampling import REMEDY, non_finite
 
 _CACHED_MB = 1
 """A chunk of this size fits the cache of a CPU core: labelling 4,096 ids took 1.3 s, and 2.2 s in chunks of 64 MB."""

@@ -17,8 +17,8 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from lm import Sampling, acceptance_rate, cross_entropy
+from lm.draws import draw
 from lm.signals import SCALARS, signals_of
-from lm.uniforms import draw
 
 Labels = dict[str, Shaped[Tensor, " position"]]
 """Some labels by their names on disk."""

@@ -33,8 +33,8 @@ from data_gen.responses.conversation import ShardSpec, without
 from data_gen.responses.exchange import Answers, Exchange, Laws, Problem, Progress, Response
 from data_gen.responses.top_logprobs import joined
 from data_gen.store import labels, rows
-from lm.finite import REMEDY
-from lm.uniforms import seed_of, uniforms
+from lm.draws import seed_of, uniforms
+from lm.sampling import REMEDY
 from store.json_files import read_json
 from store.shards import (
     features_path,

@@ -35,9 +35,9 @@ from lm import (
 )
 from lm.features.released import max_positions_of, released_layout_of
 from lm.forwards import check_numbers, check_output_layer
-from lm.frequencies import refuse_crossing
 from lm.pair import is_out_of_memory, without_weights
 from lm.parallel import sliced_models
+from lm.rope import refuse_crossing
 
 FEATURE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from data_gen.prompts.prompt import Prompt
-from lm.uniforms import seed_of
+from lm.draws import seed_of
 
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)

@@ -12,7 +12,7 @@ from configs.schema import DataConfig
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode_text, render
 from data_gen.responses.exchange import Answers, Exchange, Laws, Problem, Progress, Request, Response, ResponseSource
-from lm.uniforms import seed_of
+from lm.draws import seed_of
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from data_gen.responses.exchange import Problem, Progress, Request, Response
 from lm import Sampling
-from lm.finite import REMEDY, non_finite
-from lm.forwards import SHORTER, alike, body_of, device_of, logits_of
-from lm.frequencies import frequencies_of
-from lm.kv_buffer import forget, keep, make_cache, seat, takes_turns
-from lm.models.mode import refuse_training
-from lm.uniforms import draw, uniforms
+from lm.cache import drop_first, insert_rows, make_cache, select_rows, takes_turns
+from lm.draws import draw, uniforms
+from lm.forwards import SHORTER, alike, body_of, device_of, logits_of, refuse_training
+from lm.rope import rope_switch_of
+from lm.sampling import REMEDY, non_finite
 
 _MAX_SHARE_ACTIVE = 0.85
 """If no request can join, ended sequences are removed once at most this share is active: removal copies the cache."""
@@ -52,7 +51,7 @@ class TargetInProcess:
 
         Raises:
             ValueError: the target is in train mode, or a text would cross a change of RoPE frequencies
-                (`lm.frequencies`).
+                (`lm.rope`).
         """
         refuse_training(self.model)
         batch = _Batch(self, requests, uniforms(seed, len(requests), self.max_new_tokens))
@@ -71,7 +70,7 @@ class TargetInProcess:
 
     def _apart(self, requests: Sequence[Request]) -> list[list[int]]:
         """Group requests whose texts are on the same side of a change of RoPE frequencies."""
-        frequencies = frequencies_of(self.model)
+        frequencies = rope_switch_of(self.model)
         if frequencies is None:
             return [list(range(len(requests)))]
         sides: tuple[list[int], list[int]] = ([], [])
@@ -126,7 +125,7 @@ class _Batch:
             rows = [free[index] for index in group]
             prompts = make_cache(self._source.model, lengths[group[0]])
             self._read([indices[index] for index in group], rows, prompts)
-            seat(self._cache, prompts, torch.tensor(rows), len(self._owners))
+            insert_rows(self._cache, prompts, torch.tensor(rows), len(self._owners))
 
     def _read(self, indices: Sequence[int], rows: Sequence[int], cache: DynamicCache) -> None:
         """Prompts -> `cache`, and the first token of each."""
@@ -150,7 +149,7 @@ class _Batch:
             active = self._active
         if takes_turns(self._cache):
             span = int(self._spans[active].max())
-            forget(self._cache, self._width - span)
+            drop_first(self._cache, self._width - span)
             self._width = span
         ids, spans = self._newest.unsqueeze(-1).to(self._device), self._spans.unsqueeze(-1).to(self._device)
         mask = torch.arange(self._width + 1, device=self._device) >= self._width - spans
@@ -162,7 +161,7 @@ class _Batch:
         self._draw(hidden[active], active)
 
     def _remove_all_but(self, rows: Sequence[int]) -> None:
-        keep(self._cache, torch.tensor(rows))
+        select_rows(self._cache, torch.tensor(rows))
         self._owners = [self._owners[row] for row in rows]
         self._spans, self._newest = self._spans[rows], self._newest[rows]
 

@@ -34,7 +34,7 @@ from data_gen.responses.hopeless import LatestRows
 from data_gen.responses.spelling import Spelling
 from data_gen.responses.top_logprobs import LawReader, NotDeterminedError
 from lm import Sampling
-from lm.uniforms import seed_of
+from lm.draws import seed_of
 
 _NUM_SEEDS = 2**31
 """Servers accept seeds of 31 bits."""

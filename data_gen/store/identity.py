@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from configs.schema import ModelSource
 from lm.features.released import commit_of, width_of
-from lm.models.repository import repository_of
+from lm.pair import repository_of
 from store.shards import write_atomic
 
 _SAMPLE_BYTES = 2**20

@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig, PairConfig
 from data_gen.store.identity import describe_model, file_sha256
+from lm.draws import GENERATOR
 from lm.features.released import released_layout_of
-from lm.uniforms import GENERATOR
 from store.json_files import read_json
 from store.shards import write_atomic
 

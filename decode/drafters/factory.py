@@ -12,10 +12,9 @@ from decode.drafters.trees.shapes import Shape
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy
-from lm import CachedModel, Compile, DraftModel, FeatureDraft, Pair, Sampling, TappedModel, feature_model
-from lm.features.stepwise import TreeDraft
-from lm.features.taps import TappedTreeModel
-from lm.trees.cached import TreeModel
+from lm import CachedModel, Compile, DraftModel, FeatureDraft, Pair, Sampling, feature_model
+from lm.features.model import TreeDraft
+from lm.features.recorder import FeatureRecorder
 
 Kind = Callable[..., CachedModel]
 """Makes a model with an empty cache: (loaded model, vocab_size, with_hidden) -> model."""
@@ -33,7 +32,7 @@ def target_of(
     Args:
         target: loaded.
         drafting: the pair's draft.
-        kind: class of the model; beside a feature draft it only says whether trees are verified.
+        kind: makes the model.
         vocab_size: width that logits are truncated to.
 
     Raises:
@@ -46,7 +45,7 @@ def target_of(
         raise ValueError(
             "draft_model is a feature draft of another target; load it with this one, or draft.bind(target)"
         )
-    return (TappedTreeModel if kind is TreeModel else TappedModel)(target, drafting, vocab_size=vocab_size)
+    return kind(target, vocab_size=vocab_size, recorder=FeatureRecorder(target, drafting))
 
 
 def draft_of(
@@ -66,7 +65,6 @@ def draft_of(
     """
     if not isinstance(drafting, FeatureDraft):
         return kind(drafting, vocab_size=target.num_logits, with_hidden=with_hidden)
-    assert isinstance(target, TappedModel)
     return feature_model(drafting, target, vocab_size=target.num_logits)
 
 
@@ -99,7 +97,7 @@ class PairModels:
             raise ValueError(f"decode.compile is {compile}, and trees are drafted eagerly; set decode.compile: false")
         self._load = (lambda: pair) if isinstance(pair, Pair) else pair
         self._compile, self._with_hidden = compile, with_hidden
-        self._kind = kind or (TreeModel if holds_trees else partial(CachedModel, compile=compile))
+        self._kind = kind or partial(CachedModel, holds_trees=holds_trees, compile=compile)
         self.drafts: dict[bool, DraftModel | TreeDraft] = {}
         """Drafts made so far, by whether they keep hidden states; a feature draft is made once."""
 

@@ -29,7 +29,7 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter, Proposal
 from decode.loop.rounds import Counts, Round
 from decode.policies.plain import FixedLength
-from lm import CachedModel, Sampler, Sampling, next_law, num_accepted
+from lm import CachedModel, Sampler, Sampling, next_dist, num_accepted
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class PearlDecoder(SpeculativeDecoder):
                 f"target and draft are both on {self.target.device}, but running PEARL in parallel needs two devices; "
                 "set pair.draft.device_map to another one, or use the predicted times"
             )
-        # one thread for as long as the decoder lives: the target's CUDA graphs belong to it (`lm.models.captured`), the
+        # one thread for as long as the decoder lives: the target's CUDA graphs belong to it (`lm.compiled`), the
         # draft's to the caller's, and each is captured once
         self._pool = ThreadPoolExecutor(1) if is_parallel else None
 
@@ -119,7 +119,7 @@ class PearlDecoder(SpeculativeDecoder):
         # the target's own token: in place of the rejected one, or if nothing was drafted
         if not is_passed or not new.tokens:
             is_over = bool(emitted) and (emitted[-1] in self.eos_ids or len(emitted) == num_left)
-            emitted = emitted if is_over else [*emitted, draws.token(next_law(count, tested.dists, p, draws))]
+            emitted = emitted if is_over else [*emitted, draws.token(next_dist(count, tested.dists, p, draws))]
         self._waiting = Proposal(new.tokens[1:], new.dists[1:]) if is_passed else Proposal()
         committed += emitted
         self._forget(committed, is_passed)

@@ -16,7 +16,7 @@ from transformers.generation import (
 from decode.policies.base import Policy
 from heads.model.fits import check_fits, description_of
 from lm import FeatureDraft
-from lm.models.probe import is_written
+from lm.selfcheck import is_written
 
 _PREPARED = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"}

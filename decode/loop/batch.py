@@ -20,17 +20,16 @@ from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session
 from decode.policies.batch import BatchRule
 from lm import CachedModel, Sampler, Sampling, verify
-from lm.models.seats import Ask
 
 
 @runtime_checkable
 class Together(Protocol):
-    """One model for all sequences: `lm.models.seats.Seats`."""
+    """One model for all sequences: `lm.batch.BatchModel`."""
 
     @property
-    def seats(self) -> Sequence[CachedModel]: ...
+    def rows(self) -> Sequence[CachedModel]: ...
 
-    def forward(self, asks: Sequence[Ask]) -> list[Tensor]: ...
+    def forward(self, rows: Sequence[Any], texts: Sequence[Any], num_logits: Sequence[int]) -> list[Tensor]: ...
 
 
 class BatchRound(NamedTuple):
@@ -86,7 +85,7 @@ class Batch:
         eos_ids: tokens that end a generation.
         """
         self._target, self._draft = target, draft
-        self._sequences = [_Sequence(drafter, seat) for drafter, seat in zip(drafters, target.seats, strict=True)]
+        self._sequences = [_Sequence(drafter, row) for drafter, row in zip(drafters, target.rows, strict=True)]
         self._sampling, self._eos_ids = sampling, eos_ids
         policy = drafters[0].policy
         self._controller = policy.controller() if isinstance(policy, BatchRule) else None
@@ -135,8 +134,8 @@ class Batch:
         steps = self._drafted(busy, max_draft_length)
         drafted_s = perf_counter()
         fed = [sequence.committed + sequence.drafter.proposal.tokens for sequence in busy]
-        asks = [Ask(sequence.target, ids, sequence.num_planned) for sequence, ids in zip(busy, fed, strict=True)]
-        p = self._dists(asks, self._target.forward(asks))
+        rows = [sequence.target for sequence in busy]
+        p = self._dists(fed, self._target.forward(rows, fed, [sequence.num_planned for sequence in busy]))
         num_tokens = sum(sequence.num_planned for sequence in busy)
         verified = [self._settle(sequence, dists) for sequence, dists in zip(busy, p, strict=True)]
         ended_s = perf_counter()
@@ -165,9 +164,8 @@ class Batch:
             steps.append(len(going))
             ids = [sequence.committed + sequence.drafter.proposal.tokens for sequence in going]
             models = [sequence.drafter.model for sequence in going]  # each a `Seat`
-            asks = [Ask(model, text, 1) for model, text in zip(models, ids, strict=True)]  # type: ignore[arg-type]
-            logits = self._draft.forward(asks)
-            outcomes = zip(going, logits, self._dists(asks, logits), strict=True)
+            logits = self._draft.forward(models, ids, [1] * len(models))
+            outcomes = zip(going, logits, self._dists(ids, logits), strict=True)
             going = [
                 sequence
                 for sequence, row, q in outcomes
@@ -187,10 +185,10 @@ class Batch:
             sequence.drafter.proposal.stop_reason = "policy"
         return [sequence for sequence, is_going in zip(going, continues, strict=True) if is_going]
 
-    def _dists(self, asks: Sequence[Ask], logits: list[Tensor]) -> Sequence[Float[Tensor, "rows vocab"]]:
+    def _dists(self, texts: Sequence[list[int]], logits: list[Tensor]) -> Sequence[Float[Tensor, "rows vocab"]]:
         """Distributions that tokens are drawn from, for all rows at once if the sampling allows it."""
         if not self._sampling.sees_no_tokens:
-            return [self._sampling.laws_after(rows, ask.token_ids) for rows, ask in zip(logits, asks, strict=True)]
+            return [self._sampling.laws_after(rows, text) for rows, text in zip(logits, texts, strict=True)]
         return self._sampling.laws_after(torch.cat(logits), ()).split([len(rows) for rows in logits])
 
     def _settle(self, sequence: _Sequence, p: Float[Tensor, "rows vocab"]) -> Round:

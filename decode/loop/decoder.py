@@ -20,10 +20,9 @@ from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session, cached, check_free
 from decode.policies.batch import batched
 from lm import CachedModel, FeatureModel, RandomSampler, Sampler, Sampling, verify
-from lm.models.seats import Seats
-from lm.trees.cached import TreeModel
-from lm.trees.tree import Tree
-from lm.trees.verification import node_probs, verify_tree
+from lm.batch import BatchModel
+from lm.masks import Tree
+from lm.verification import node_probs, verify_tree
 
 Ids = Iterable[SupportsIndex]
 
@@ -51,10 +50,10 @@ class SpeculativeDecoder:
         """
         if max_draft_length < 0:
             raise ValueError(f"max_draft_length is {max_draft_length}; it must be at least 0 (0 never drafts)")
-        kind = TreeModel if getattr(drafter, "drafts_trees", False) else CachedModel
-        self.target: CachedModel = cached(target, kind, vocab_size=vocab_size)
-        if not isinstance(self.target, kind):
-            raise ValueError(f"a {type(drafter).__name__} needs a target that holds trees; pass a `TreeModel`")
+        needs_trees = getattr(drafter, "drafts_trees", False)
+        self.target: CachedModel = cached(target, vocab_size=vocab_size, holds_trees=needs_trees)
+        if needs_trees and not self.target.holds_trees:
+            raise ValueError(f"a {type(drafter).__name__} needs a target that holds trees; pass holds_trees=True to it")
         self.drafter = drafter
         self.sampling = sampling or Sampling()
         self.max_draft_length = max_draft_length
@@ -126,16 +125,16 @@ class SpeculativeDecoder:
             if len({model.limit_of(len(ids)) for ids in all_ids}) > 1:
                 raise ValueError(
                     f"prompts are on both sides of the length where the {role} changes its rotary frequencies "
-                    f"(`lm.frequencies`), up to {max(map(len, all_ids))} tokens; decode the long ones apart"
+                    f"(`lm.rope`), up to {max(map(len, all_ids))} tokens; decode the long ones apart"
                 )
-        target, draft = self._seats(self.target, num_seats), self._seats(self.drafter.model, num_seats)
+        target, draft = self._batch_model(self.target, num_seats), self._batch_model(self.drafter.model, num_seats)
         policy = batched(self.drafter.policy, num_seats)
-        drafters = [ModelDrafter(seat, policy) for seat in draft.seats]
+        drafters = [ModelDrafter(seat, policy) for seat in draft.rows]
         batch = Batch(target, draft, drafters, sampling=self.sampling, eos_ids=self.eos_ids)
         return batch, batch.rounds(all_ids, limits, draws, max_draft_length=self.max_draft_length)
 
-    def _seats(self, model: CachedModel, num: int) -> Together:
-        return Seats(model, num)
+    def _batch_model(self, model: CachedModel, num: int) -> Together:
+        return BatchModel(model, num)
 
     def stream(
         self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Sampler | None = None
@@ -218,7 +217,6 @@ class SpeculativeDecoder:
         """Law 4.2 with several candidates at each position."""
         tree, target = proposal.tree, self.target
         assert tree is not None
-        assert isinstance(target, TreeModel)
         p = self._tree_dists(target.forward_tree(text, tree), text, tree)
         proposal.accepted, next_token = verify_tree(tree, p, draws)
         if proposal.takes_feedback:

@@ -18,10 +18,10 @@ from decode.loop.session import Session, cached
 from decode.loop.signals import reader_of
 from decode.policies.base import AfterDraw, Policy
 from decode.policies.run import PolicyRun
-from lm import CachedModel, DraftModel, Sampler, revealed_probs
+from lm import DraftModel, Sampler, revealed_probs
 from lm.draws import refuse_no_token
-from lm.features.stepwise import BlockModel
-from lm.trees.tree import Tree
+from lm.features.model import BlockModel
+from lm.masks import Tree
 
 
 @dataclass
@@ -132,7 +132,7 @@ class ModelDrafter(PolicyDrafter):
         policy: when to stop (law 4.3).
         vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
         """
-        super().__init__(cached(model, CachedModel, vocab_size=vocab_size, with_hidden=bool(policy.heads)), policy)
+        super().__init__(cached(model, vocab_size=vocab_size, with_hidden=bool(policy.heads)), policy)
         self.reads_at_end = self._may_read_at_end()
 
     def start(self, session: Session) -> None:

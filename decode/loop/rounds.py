@@ -14,7 +14,7 @@ from typing import Any
 from decode.loop.drafter import Drafter, Proposal
 from decode.policies.base import Number
 from lm import CachedModel
-from lm.trees.tree import ROOT, Tree
+from lm.masks import ROOT, Tree
 
 
 @dataclass(frozen=True, kw_only=True)

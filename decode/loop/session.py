@@ -93,23 +93,17 @@ class Session:
             )
 
 
-def cached(
-    model: Any,
-    kind: type[CachedModel],
-    *,
-    vocab_size: int | None = None,
-    with_hidden: bool = False,
-) -> Any:
-    """The model as a loop runs it: a `PreTrainedModel` is wrapped in a model of this kind, any other is one already.
+def cached(model: Any, *, vocab_size: int | None = None, with_hidden: bool = False, holds_trees: bool = False) -> Any:
+    """The model as a loop runs it: a `PreTrainedModel` is wrapped in a `CachedModel`, any other is one already.
 
     Args:
         model: as a caller hands it in.
-        kind: `CachedModel`, or one that holds trees.
-        vocab_size: `Pair.vocab_size` where the model's logits are wider than the tokenizer.
+        vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
         with_hidden: keep hidden states, for heads.
+        holds_trees: feed trees.
     """
     if isinstance(model, PreTrainedModel):
-        return kind(model, vocab_size=vocab_size, with_hidden=with_hidden)
+        return CachedModel(model, vocab_size=vocab_size, with_hidden=with_hidden, holds_trees=holds_trees)
     return model
 
 

@@ -22,7 +22,7 @@ from heads.model.head import AcceptanceHead
 from heads.model.step import HostHead, StepwiseHead, Vocabulary
 from lm import DraftModel, FeatureModel, Sampler, array_of
 from lm.draws import refuse_no_token
-from lm.features.stepwise import BlockModel
+from lm.features.model import BlockModel
 from lm.signals import TokenStats, signals_of, token_stats
 
 _NO_STATS = TokenStats(0.0, 0.0, -math.inf)

@@ -1,9 +1,7 @@
-"""Models that start a generation with its prompt in their caches, so that a clock around it reads no prompt.
+"""Models that start a generation with its prompt in their caches, so that a clock does not measure its reading.
 
-Law 4.5 holds as ever: after `prime(prompt)` the cache holds prompt[:-1], which is a prefix of committed[:-1] in every
-generation from this prompt, and `reset` goes back to that in place of nothing. Generations from another prompt need
-another `prime`. Beside a feature draft nothing is primed: its first round is the target's reading of the prompt, which
-the clock then has in it, for every policy alike.
+Law 4.5: after `prime(prompt)` the cache holds prompt[:-1], a prefix of committed[:-1], and `reset` returns to that.
+Beside a feature draft nothing is primed: its first round reads the prompt, for every policy alike.
 """
 
 from collections.abc import Sequence

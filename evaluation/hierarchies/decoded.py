@@ -31,7 +31,7 @@ from evaluation.gain import Spent
 from evaluation.keys import code_key, machine_key, models_key
 from evaluation.turns import in_turns
 from lm import RandomSampler
-from lm.uniforms import GENERATOR, seed_of
+from lm.draws import GENERATOR, seed_of
 from store.json_files import KeyedStore
 from store.lock import only_writer
 from store.progress import Bar

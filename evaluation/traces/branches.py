@@ -1,5 +1,5 @@
 """Branches of a trace (law 4.10): what the draft goes on to draw after each rejected draw, all branches of a response
-at once (`lm.branches.branched`). A branch ends at EOS, or at its limit.
+at once (`lm.batch`). A branch ends at EOS, or at its limit.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lm import Sampling
-from lm.branches.branched import Branched
-from lm.finite import refuse_non_finite
+from lm.batch import Continuations
+from lm.draws import draw
 from lm.forwards import chunk_rows, chunks, logits_of
+from lm.sampling import refuse_non_finite
 from lm.signals import SCALARS, signals_of
-from lm.uniforms import draw
 
 
 class DrawnTokens(NamedTuple):
@@ -75,7 +75,7 @@ def draft_by_draft(
 
 @torch.inference_mode()
 def grow(
-    tree: Branched,
+    tree: Continuations,
     first: DrawnTokens,
     limits: Int[Tensor, " branch"],
     chance: Float[Tensor, "branch step"],
@@ -114,7 +114,11 @@ def grow(
 
 @torch.inference_mode()
 def target_log_probs(
-    tree: Branched, tokens: Int[Tensor, " draw"], lengths: Int[Tensor, " branch"], sampling: Sampling, chunk_mb: int
+    tree: Continuations,
+    tokens: Int[Tensor, " draw"],
+    lengths: Int[Tensor, " branch"],
+    sampling: Sampling,
+    chunk_mb: int,
 ) -> Tensor:
     """log p of every token of some branches except the first of each, [draws - branches], in one forward of the target.
 

@@ -25,9 +25,9 @@ from evaluation.traces.branches import DrawnTokens, draft_by_draft, read_signals
 from evaluation.traces.coupling import BRANCHES_AT_ONCE, Path, Recorder
 from evaluation.traces.trace import Trace, TraceRow
 from lm import FeatureDraft, acceptance_prob, residual_probs
-from lm.branches.chains import BlockChains, Chains, TargetOutputs, chains_of, run_target
-from lm.branches.probe import check_branches, check_length
-from lm.uniforms import draw
+from lm.batch import check_branch_length, check_branches
+from lm.draws import draw
+from lm.features.rollout import BlockRollouts, Rollouts, TargetOutputs, rollouts_of, run_target
 
 
 @dataclass
@@ -54,14 +54,14 @@ class ChainRecorder(Recorder):
         prompt, response = list(row.prompt_ids), list(row.response_ids)
         ids = (prompt + response)[: max(len(prompt) + len(response) - 1, 1 + self.draft.lag)]
         check_branches(self.target)
-        check_length(self.target, len(ids) + self.max_draft_length, num_prompt=len(prompt))
+        check_branch_length(self.target, len(ids) + self.max_draft_length, num_prompt=len(prompt))
         outputs = run_target(self.target, self.draft, ids)
-        chains = chains_of(self.draft, outputs, ids)
+        chains = rollouts_of(self.draft, outputs, ids)
         starts = torch.arange(len(response), device=self.draft.device)
         first = chains.begin((starts + len(prompt)).clamp(min=1 + self.draft.lag))
         target_hidden = outputs.hidden[len(prompt) - 1 :][: len(response)].to(first.device)
         path = self.path(first, target_hidden, response, chance[:, :2])
-        limits = (row.limit - 1 - starts).clamp(0, int(min(self.max_draft_length, chains.most)))
+        limits = (row.limit - 1 - starts).clamp(0, int(min(self.max_draft_length, chains.max_length)))
         limits[0] = 0
         lengths, passing, parts = torch.zeros_like(starts), torch.zeros_like(starts), [path.drawn]
         along = target_hidden, torch.tensor(response, device=first.device), chance
@@ -88,7 +88,9 @@ class ChainRecorder(Recorder):
         owners = torch.arange(len(group), device=group.device)
         return _Drafts(group, limits, (~is_rejected).long(), ~is_rejected, first.token.clone(), [owners], [first])
 
-    def _draft_on(self, chains: Chains | BlockChains, drafts: _Drafts, along: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _draft_on(
+        self, chains: Rollouts | BlockRollouts, drafts: _Drafts, along: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
         """Draft to the end; `along` has states of p, tokens and uniforms by position of the response."""
         eos = torch.tensor(sorted(self.eos_ids), device=drafts.token.device, dtype=drafts.token.dtype)
         alive = torch.arange(len(drafts.starts), device=drafts.token.device)

@@ -24,12 +24,11 @@ from transformers import DynamicCache, PreTrainedModel
 from evaluation.traces.branches import DrawnTokens, grow, read_signals, signal_names, target_log_probs
 from evaluation.traces.trace import CONFIDENCE, TokenInputs, Trace, TraceRow
 from lm import FeatureDraft, Sampling, acceptance_prob, acceptance_rate, residual_probs
-from lm.branches.branched import Branched, trunk
-from lm.branches.probe import check_branches, check_length
+from lm.batch import Continuations, check_branch_length, check_branches, read_prefix
+from lm.draws import draw
 from lm.features.dspark import DSpark
-from lm.finite import refuse_non_finite
 from lm.forwards import chunk_rows, chunks, device_of, logits_of
-from lm.uniforms import draw
+from lm.sampling import refuse_non_finite
 
 BRANCHES_AT_ONCE = 128
 """Bounds the attention mask of one tree."""
@@ -91,9 +90,9 @@ class Recorder:
         ids = prompt + response[:-1]
         for model in (self.draft, self.target):
             check_branches(model)
-            check_length(model, len(ids) + self.max_draft_length, num_prompt=len(prompt))
-        draft_cache, draft_hidden = trunk(self.draft, ids)
-        target_cache, target_hidden = trunk(self.target, ids)
+            check_branch_length(model, len(ids) + self.max_draft_length, num_prompt=len(prompt))
+        draft_cache, draft_hidden = read_prefix(self.draft, ids)
+        target_cache, target_hidden = read_prefix(self.target, ids)
         start = len(prompt) - 1
         path = self.path(draft_hidden[start:], target_hidden[start:].to(draft_hidden.device), response, chance[:, :2])
         positions = path.is_rejected.nonzero().squeeze(-1)
@@ -102,12 +101,12 @@ class Recorder:
         lengths, parts = torch.zeros_like(positions), [path.drawn]
         for group in (limits > 0).nonzero().squeeze(-1).split(BRANCHES_AT_ONCE):
             roots, uniforms = positions[group] + len(prompt), chance[positions[group].cpu(), 2:]
-            tree = Branched(self.draft, self.vocab_size, draft_cache, roots)
+            tree = Continuations(self.draft, self.vocab_size, draft_cache, roots)
             first = path.rejected.at(group)
             drawn, lengths[group] = grow(
                 tree, first, limits[group], uniforms, sampling=self.drafting, eos_ids=self.eos_ids
             )
-            tree.cut()
+            tree.drop()
             parts.append(self.with_acceptance(target_cache, roots, drawn, lengths[group]))
         outcomes = {"is_rejected": path.is_rejected, "acceptance_rate": path.acceptance_rate}
         return self.trace_of(row, DrawnTokens.joined(parts), outcomes, lengths)
@@ -154,9 +153,9 @@ class Recorder:
         if not self.has_target_branches:
             return drawn
         device = device_of(self.target)
-        tree = Branched(self.target, self.vocab_size, cache, roots.to(device))
+        tree = Continuations(self.target, self.vocab_size, cache, roots.to(device))
         log_p = target_log_probs(tree, drawn.token.to(device), lengths.to(device), self.sampling, self.chunk_mb)
-        tree.cut()
+        tree.drop()
         is_rest = torch.ones_like(drawn.token, dtype=torch.bool)
         is_rest[lengths.cumsum(0) - lengths] = False
         prob = drawn.acceptance_prob.clone()

@@ -31,8 +31,8 @@ from evaluation.traces.coupling import Recorder
 from evaluation.traces.trace import Trace, TraceRow, join_traces
 from heads.model.head import AcceptanceHead
 from lm import FeatureDraft, Pair, Sampling
-from lm.frequencies import refuse_crossing
-from lm.uniforms import GENERATOR, seed_of, uniforms
+from lm.draws import GENERATOR, seed_of, uniforms
+from lm.rope import refuse_crossing
 from store.lock import only_writer
 from store.progress import Bar
 from store.shards import clean_partial, forget_broken, is_whole, problems_of, read_sidecar, write_atomic

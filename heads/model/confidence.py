@@ -21,7 +21,7 @@ from heads.model.files import read_safetensors
 from heads.model.head import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm.features.dspark import DSpark
-from lm.finite import FLOATS
+from lm.sampling import FLOATS
 from store.json_files import read_json
 from store.shards import atomic_directory
 

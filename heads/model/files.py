@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from configs.paths import check_local
-from lm.finite import FLOATS
+from lm.sampling import FLOATS
 from store.json_files import read_json
 from store.shards import write_atomic
 

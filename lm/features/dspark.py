@@ -1,28 +1,24 @@
 """DSpark drafts (arXiv 2607.05147), in the layout of DeepSpec (github.com/deepseek-ai/DeepSpec): a block of tokens from
-one forward, and DFlash, which is the same without a Markov head.
+one forward. DFlash is the same without a Markov head.
 
-With x_0 the anchor, the newest token of the text, place i of a block proposes x_{i+1}:
+With the anchor x_0, the newest token of the text, state i of a block gives x_{i+1}:
 
-    c_t = hidden_norm(fc(features_t))                          of every token before the anchor: each layer makes keys
-        and values of it, by its own k_proj, k_norm and v_proj, at position t
-    h_0 … h_{B-1} = norm(layers(embed(x_0), embed(mask), …))   at the anchor's position and those behind it; a place
-        sees all of the context and the whole block, both ways
-    q_i = softmax(lm_head(h_i) + W2 z_i)                       z_i: vanilla W1[x_i]; gated sigmoid(gate [h_i; W1[x_i]])
-        W1[x_i]; rnn tanh(o_i), where [g_i; c_i; o_i] = joint [s_i; W1[x_i]; h_i] and s_{i+1} = sigmoid(g_i) s_i + (1 -
-        sigmoid(g_i)) tanh(c_i), s_0 = 0
-    confidence_i = proj [h_i; W1[x_i]], or proj h_i            logit of the acceptance rate of x_{i+1}: it is known
-        before x_{i+1} is drawn
+    c_t = hidden_norm(fc(features_t))                 context, of each token before the anchor: every layer makes a key
+                                                      and a value of it by its own k_proj, k_norm and v_proj, at t
+    h_0 … h_{B-1} = norm(layers(embed(x_0), embed(mask), …))   from the anchor's position on; all see the context and
+                                                      the whole block, both ways
+    q_i = softmax(lm_head(h_i) + W2 z_i)              z_i: vanilla W1[x_i]; gated sigmoid(gate [h_i; W1[x_i]]) W1[x_i];
+        rnn tanh(o_i), where [g_i; c_i; o_i] = joint [s_i; W1[x_i]; h_i], s_0 = 0 and
+        s_{i+1} = sigmoid(g_i) s_i + (1 - sigmoid(g_i)) tanh(c_i)
+    confidence_i = proj [h_i; W1[x_i]], or proj h_i   logit of the acceptance rate of x_{i+1}, known before it is drawn
 
-So tokens are drawn one after another with no further forward. What heads and output head read of a place is `hidden`,
-its state with the Markov head's numbers behind it: [h_i; W1[x_i]], and z_i too where that is not W1[x_i] itself.
+So tokens are drawn one after another without another forward. Heads and LM head read `hidden` of a token: [h_i;
+W1[x_i]], and z_i where that is not W1[x_i].
 
-    draft.remember(draft.context(features), positions, cache)      once for all tokens that the target has been at
-    states = draft.block(anchors, positions, cache=cache)           appends the block to the cache: roll it back
-    hidden = draft.joined(states, previous)                         of texts that are known; `follow` has it place by
-        place
+    draft.remember(draft.context(features), positions, cache)   once for all tokens that the target has read
+    states = draft.block(anchors, positions, cache=cache)       appends the block to the cache: roll it back
+    hidden = draft.joined(states, previous)                     of known texts; `follow` makes it token by token
     logits, confidence = draft.logits(hidden), draft.confidence(hidden)
-
-`on_text` runs many blocks of one text at once, as training does.
 """
 
 import torch
@@ -32,18 +28,19 @@ from transformers import Qwen3Config
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
 
-from lm.features.draft import FeatureDraft, Rotation
-from lm.models.masked import visible
+from lm.features.base import FeatureDraft, Rotation
+from lm.masks import visible
+from lm.signals import upcast
 
 Memory = Tensor | None
-"""What a Markov head carries from place to place; None before the first, and of heads that carry nothing."""
+"""What a Markov head carries from token to token; None before the first, and if it carries nothing."""
 
 
 class VanillaMarkov(nn.Module):
-    """The bias of a place follows from the token before it alone."""
+    """A bias that follows from the previous token alone."""
 
     num_parts = 1
-    """Rows of width `rank` that a place has of it: W1[x], and z where it is another."""
+    """Vectors of width `rank` that it adds to `hidden`: W1[x], and z if that differs."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -52,24 +49,24 @@ class VanillaMarkov(nn.Module):
         self.markov_w2 = nn.Linear(self.rank, config.vocab_size, bias=False)
 
     def step(
-        self, states: Float[Tensor, "*place hidden"], previous: Int[Tensor, "*place"], memory: Memory
-    ) -> tuple[Float[Tensor, "*place parts"], Memory]:
-        """(what stands behind the state of a place, what the next place is given)."""
+        self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
+    ) -> tuple[Float[Tensor, "*block parts"], Memory]:
+        """(what `hidden` has after the state, memory for the next token)."""
         return self.markov_w1(previous), None
 
     def over(
-        self, states: Float[Tensor, "*block place hidden"], previous: Int[Tensor, "*block place"]
-    ) -> Float[Tensor, "*block place parts"]:
-        """What stands behind the states of whole blocks."""
+        self, states: Float[Tensor, "*block draft hidden"], previous: Int[Tensor, "*block draft"]
+    ) -> Float[Tensor, "*block draft parts"]:
+        """`step` over whole blocks."""
         return self.step(states, previous, None)[0]
 
-    def bias(self, parts: Float[Tensor, "*place parts"]) -> Float[Tensor, "*place vocab"]:
+    def bias(self, parts: Float[Tensor, "*draft parts"]) -> Float[Tensor, "*draft vocab"]:
         """W2 z, which is added to the logits."""
         return self.markov_w2(parts[..., -self.rank :])
 
 
 class GatedMarkov(VanillaMarkov):
-    """The place's state decides how much of the token before it counts."""
+    """A bias whose size the state decides."""
 
     num_parts = 2
 
@@ -78,15 +75,15 @@ class GatedMarkov(VanillaMarkov):
         self.gate_proj = nn.Linear(config.hidden_size + self.rank, self.rank)
 
     def step(
-        self, states: Float[Tensor, "*place hidden"], previous: Int[Tensor, "*place"], memory: Memory
-    ) -> tuple[Float[Tensor, "*place parts"], Memory]:
+        self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
+    ) -> tuple[Float[Tensor, "*block parts"], Memory]:
         embedded = self.markov_w1(previous)
         gate = self.gate_proj(torch.cat([states, embedded], -1)).sigmoid()
         return torch.cat([embedded, gate * embedded], -1), None
 
 
 class RNNMarkov(VanillaMarkov):
-    """A recurrent state carries every token of the block so far."""
+    """A bias that follows from every token of the block so far."""
 
     num_parts = 2
 
@@ -95,8 +92,8 @@ class RNNMarkov(VanillaMarkov):
         self.joint_proj = nn.Linear(2 * self.rank + config.hidden_size, 3 * self.rank)
 
     def step(
-        self, states: Float[Tensor, "*place hidden"], previous: Int[Tensor, "*place"], memory: Memory
-    ) -> tuple[Float[Tensor, "*place parts"], Memory]:
+        self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
+    ) -> tuple[Float[Tensor, "*block parts"], Memory]:
         embedded = self.markov_w1(previous)
         memory = torch.zeros_like(embedded) if memory is None else memory
         gate, candidate, output = self.joint_proj(torch.cat([memory, embedded, states], -1)).chunk(3, -1)
@@ -104,11 +101,11 @@ class RNNMarkov(VanillaMarkov):
         return torch.cat([embedded, output.tanh()], -1), gate * memory + (1 - gate) * candidate.tanh()
 
     def over(
-        self, states: Float[Tensor, "*block place hidden"], previous: Int[Tensor, "*block place"]
-    ) -> Float[Tensor, "*block place parts"]:
+        self, states: Float[Tensor, "*block draft hidden"], previous: Int[Tensor, "*block draft"]
+    ) -> Float[Tensor, "*block draft parts"]:
         parts, memory = [], None
-        for place in range(states.shape[-2]):
-            part, memory = self.step(states[..., place, :], previous[..., place], memory)
+        for index in range(states.shape[-2]):
+            part, memory = self.step(states[..., index, :], previous[..., index], memory)
             parts.append(part)
         return torch.stack(parts, -2)
 
@@ -124,16 +121,16 @@ class ConfidenceHead(nn.Module):
         super().__init__()
         self.proj = nn.Linear(input_size, 1)
 
-    def forward(self, inputs: Float[Tensor, "*place input"]) -> Float[Tensor, "*place"]:
+    def forward(self, inputs: Float[Tensor, "*draft input"]) -> Float[Tensor, "*draft"]:
         return self.proj(inputs).squeeze(-1)
 
 
 class DSparkLayer(nn.Module):
-    """Qwen3's layer, whose attention is not causal."""
+    """Qwen3's layer with attention that is not causal."""
 
-    def __init__(self, config: Qwen3Config, place: int) -> None:
+    def __init__(self, config: Qwen3Config, index: int) -> None:
         super().__init__()
-        self.self_attn = Qwen3Attention(config, place)
+        self.self_attn = Qwen3Attention(config, index)
         self.self_attn.is_causal = False
         self.mlp = Qwen3MLP(config)
         self.input_layernorm, self.post_attention_layernorm = (
@@ -157,7 +154,7 @@ class DSparkLayer(nn.Module):
         mask: Bool[Tensor, "batch 1 node cached"] | None,
         cache: Cache,
     ) -> Float[Tensor, "batch node hidden"]:
-        """The residual stream behind the layer."""
+        """The residual stream after the layer."""
         attended, _ = self.self_attn(
             self.input_layernorm(states), position_embeddings=rotation, attention_mask=mask, past_key_values=cache
         )
@@ -172,8 +169,8 @@ class DSpark(FeatureDraft):
 
     def __init__(self, config: Qwen3Config) -> None:
         """Args:
-        config: Qwen3's keys, and `block_size`, `target_layer_ids` (0 is behind the target's first layer, -1 its
-            embedding), `mask_token_id`, `markov_rank` (0: there is no Markov head), `markov_head_type`,
+        config: Qwen3's keys, and `block_size`, `target_layer_ids` (0 is after the target's first layer, -1 its
+            embedding), `mask_token_id`, `markov_rank` (0: no Markov head), `markov_head_type`,
             `enable_confidence_head`, `confidence_head_with_markov`.
         """
         super().__init__(config, has_embedding=True, num_logits=config.vocab_size)
@@ -182,7 +179,7 @@ class DSpark(FeatureDraft):
         self.fc = nn.Linear(len(config.target_layer_ids) * size, size, bias=False)
         self.hidden_norm, self.norm = (Qwen3RMSNorm(size, eps=eps) for _ in range(2))
         self._markov_kind: str | None = config.markov_head_type if config.markov_rank else None
-        self.layers = nn.ModuleList([DSparkLayer(config, place) for place in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([DSparkLayer(config, index) for index in range(config.num_hidden_layers)])
         self.markov_head = MARKOV_HEADS[self._markov_kind](config) if self._markov_kind else None
         self._confidence_size = 0
         if config.enable_confidence_head:
@@ -198,14 +195,11 @@ class DSpark(FeatureDraft):
         return self.config.hidden_size + markov_width(self.config.markov_rank, self._markov_kind)
 
     def context(self, features: Float[Tensor, "batch token feature"]) -> Float[Tensor, "batch token hidden"]:
-        """What the layers make keys and values of, for tokens that the target has been at."""
+        """What layers make keys and values of."""
         return self.hidden_norm(self.fc(features.to(self.device, self.dtype)))
 
     def remember(
-        self,
-        context: Float[Tensor, "batch token hidden"],
-        positions: Int[Tensor, "#batch token"],
-        cache: Cache,
+        self, context: Float[Tensor, "batch token hidden"], positions: Int[Tensor, "#batch token"], cache: Cache
     ) -> None:
         """Append context to the cache of every layer."""
         rotation = self.rotary_emb(context, positions)
@@ -220,21 +214,21 @@ class DSpark(FeatureDraft):
         *,
         cache: Cache,
         mask: Bool[Tensor, "batch 1 node cached"] | None = None,
-    ) -> Float[Tensor, "batch block place hidden"]:
-        """The states of every place, in one forward, which appends them to the cache.
+    ) -> Float[Tensor, "batch block draft hidden"]:
+        """The states of blocks, in one forward, which appends them to the cache.
 
         Args:
-            anchors: token that each block begins with.
+            anchors: first token of each block.
             positions: position of each anchor.
-            cache: holds the context, by `remember`.
-            mask: the entries that each node sees, block after block; None: everything, which is right for one block
+            cache: holds the context (`remember`).
+            mask: the entries that each token sees, block after block; None: everything, which is right for one block
                 whose context is all that the cache holds.
         """
-        places = torch.arange(self.block_size, device=self.device)
         tokens = torch.full((*anchors.shape, self.block_size), self.config.mask_token_id, device=self.device)
         tokens[..., 0] = anchors
         states = self.embed(tokens.flatten(1))
-        rotation = self.rotary_emb(states, (positions[..., None] + places).flatten(1))
+        steps = torch.arange(self.block_size, device=self.device)
+        rotation = self.rotary_emb(states, (positions[..., None] + steps).flatten(1))
         for layer in self.layers:
             states = layer(states, rotation=rotation, mask=mask, cache=cache)
         return self.norm(states).unflatten(1, (-1, self.block_size))
@@ -243,68 +237,66 @@ class DSpark(FeatureDraft):
         self,
         features: Float[Tensor, "batch token feature"],
         tokens: Int[Tensor, "batch token"],
-        places: Int[Tensor, "batch block"],
-    ) -> Float[Tensor, "batch block place hidden"]:
-        """The states of blocks of whole texts, each of which sees the text before its anchor alone.
+        positions: Int[Tensor, "batch block"],
+    ) -> Float[Tensor, "batch block draft hidden"]:
+        """The states of blocks of whole texts, as training needs them; a block sees only the text before its anchor.
 
         Args:
-            features: what the target said, also of tokens that no block sees.
+            features: the target's, also of tokens that no block sees.
             tokens: the texts, from position 0 on.
-            places: place of each anchor in its text.
+            positions: position of each anchor in its text.
         """
         cache = DynamicCache()  # gradients pass through what it holds
         self.remember(self.context(features), torch.arange(features.shape[1], device=self.device)[None], cache)
-        mask = seen_by_blocks(places, features.shape[1], self.block_size)
-        return self.block(tokens.gather(1, places), places, cache=cache, mask=mask)
+        mask = block_mask(positions, features.shape[1], self.block_size)
+        return self.block(tokens.gather(1, positions), positions, cache=cache, mask=mask)
 
     def joined(
-        self, states: Float[Tensor, "*block place hidden"], previous: Int[Tensor, "*block place"]
-    ) -> Float[Tensor, "*block place wide"]:
-        """`hidden` of whole blocks; `previous` has the token before that which each place proposes."""
+        self, states: Float[Tensor, "*block draft hidden"], previous: Int[Tensor, "*block draft"]
+    ) -> Float[Tensor, "*block draft wide"]:
+        """`hidden` of whole blocks; `previous` has the token before each drafted one."""
         return states if self.markov_head is None else torch.cat([states, self.markov_head.over(states, previous)], -1)
 
     def follow(
         self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
     ) -> tuple[Float[Tensor, "*block wide"], Memory]:
-        """(`hidden` of one place of some blocks, what the next place is given)."""
+        """(`hidden` of one token of some blocks, memory for the next token)."""
         if self.markov_head is None:
             return states, None
         parts, memory = self.markov_head.step(states, previous, memory)
         return torch.cat([states, parts], -1), memory
 
-    def base(self, states: Float[Tensor, "*place hidden"]) -> Float[Tensor, "*place vocab"]:
-        """Logits before the token before is known."""
+    def base(self, states: Float[Tensor, "*draft hidden"]) -> Float[Tensor, "*draft vocab"]:
+        """Logits without the previous token's bias."""
         return super().logits(states)
 
-    def bias(self, hidden: Float[Tensor, "*place wide"]) -> Float[Tensor, "*place vocab"]:
-        """What the token before adds to the logits."""
+    def bias(self, hidden: Float[Tensor, "*draft wide"]) -> Float[Tensor, "*draft vocab"]:
+        """What the previous token adds to the logits."""
         if self.markov_head is None:
             return hidden.new_zeros(()).expand(*hidden.shape[:-1], self.num_logits)
         return self.markov_head.bias(hidden)
 
-    def logits(self, hidden: Float[Tensor, "*place wide"]) -> Float[Tensor, "*place vocab"]:
+    def logits(self, hidden: Float[Tensor, "*draft wide"]) -> Float[Tensor, "*draft vocab"]:
         return self.base(hidden[..., : self.config.hidden_size]) + self.bias(hidden)
 
-    def confidence(self, hidden: Float[Tensor, "*place wide"]) -> Float[Tensor, "*place"]:
-        """Logit that the draft's own head gives to the acceptance rate of each place, in float32 or wider."""
+    def confidence(self, hidden: Float[Tensor, "*draft wide"]) -> Float[Tensor, "*draft"]:
+        """The draft's own logit of each token's acceptance rate, in float32 or wider."""
         assert self.confidence_head is not None, "this draft has no confidence head"
-        logit = self.confidence_head(hidden[..., : self._confidence_size])
-        return logit if logit.itemsize >= 4 else logit.float()
+        return upcast(self.confidence_head(hidden[..., : self._confidence_size]))
 
 
 def markov_width(rank: int, kind: str | None) -> int:
-    """Numbers of a Markov head that stand behind the state of a place; 0 without one."""
+    """Width that a Markov head adds to `hidden`; 0 without one."""
     return rank * MARKOV_HEADS[kind].num_parts if rank and kind else 0
 
 
-def seen_by_blocks(
-    places: Int[Tensor, "batch block"], num_text: int, block_size: int
+def block_mask(
+    positions: Int[Tensor, "batch block"], num_text: int, block_size: int
 ) -> Bool[Tensor, "batch 1 node cached"]:
-    """The entries that each place of some blocks sees, behind the context of a text: the text before the anchor, and
-    the block.
+    """Mask of blocks after the context of a text: each sees the text before its anchor, and itself.
 
-    Worked example: with a text of 3 and blocks of 2 at places 1 and 2, the rows are 1001100 twice and 1100011 twice.
+    Worked example: with a text of 3 and blocks of 2 at positions 1 and 2, the rows are 1001100 twice and 1100011 twice.
     """
-    owners = torch.arange(places.shape[1], device=places.device).repeat_interleave(block_size)
-    is_own = (owners[:, None] == owners).expand(len(places), -1, -1)
-    return visible(places.repeat_interleave(block_size, 1) - 1, num_text, is_own)[:, None]
+    owners = torch.arange(positions.shape[1], device=positions.device).repeat_interleave(block_size)
+    in_block = (owners[:, None] == owners).expand(len(positions), -1, -1)
+    return visible(positions.repeat_interleave(block_size, 1) - 1, num_text, in_block)[:, None]

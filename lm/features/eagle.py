@@ -18,7 +18,7 @@ parent.
 
 A tree is the same with a mask: entries of one forward are nodes in any order, `positions` tell their depth, and row i
 of `mask` says which entries of the cache (old ones first, then those of this forward) node i sees. What is not kept is
-dropped by `lm.features.draft.roll_back`. EAGLE-2 is the tree that is grown from EAGLE-1's weights, so both have one
+dropped by `lm.features.base.roll_back`. EAGLE-2 is the tree that is grown from EAGLE-1's weights, so both have one
 class here.
 """
 
@@ -29,7 +29,7 @@ from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lm.features.draft import DraftLayer, FeatureDraft, Mask, Outputs, causal
+from lm.features.base import DraftLayer, FeatureDraft, Mask, Outputs, causal
 
 
 class Eagle(FeatureDraft):

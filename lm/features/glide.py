@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
-from lm.features.draft import FeatureDraft, Mask, Outputs, Rotation, causal
+from lm.features.base import FeatureDraft, Mask, Outputs, Rotation, causal
 
 KeysValues = tuple[Float[Tensor, "batch heads seen size"], Float[Tensor, "batch heads seen size"]]
 """Cached keys and values of one layer of the target."""

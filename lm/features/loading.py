@@ -1,4 +1,4 @@
-"""Feature drafts made from released directories, read strictly and checked to fit the target.
+"""Feature drafts from released directories, read strictly and checked to fit the target.
 
 A reduced vocabulary comes as two maps: `d2t`, offsets (the target's id of entry i is i + d2t[i]), and `t2d`, a mask
 over the target's ids. Without `lm_head` its rows are the target's own.
@@ -10,29 +10,30 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from configs.schema import ModelSource, PairConfig
-from lm.features.draft import FeatureDraft
+from lm.features.base import FeatureDraft
 from lm.features.dspark import MARKOV_HEADS, DSpark
 from lm.features.eagle import Eagle, Eagle3
 from lm.features.eight_bits import to_eight_bits
 from lm.features.glide import Glide
 from lm.features.released import Released
-from lm.finite import FLOATS
+from lm.sampling import FLOATS
 
-_KEYS = (
+_SPECULATORS_KEYS = (
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
     *("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids"),
 )
-"""Keys of the layout of speculators beside the layer's own config."""
-_OF_BLOCKS = (
+"""Keys of speculators' layout beside the layer's own config."""
+_DSPARK_KEYS = (
     *("block_size", "target_layer_ids", "num_target_layers", "mask_token_id"),
     *("markov_rank", "enable_confidence_head"),
 )
-"""Keys of DeepSpec's layout that a draft of blocks cannot do without."""
-_ELSEWHERE = "use it with the target that it was trained for"
+"""Keys that DeepSpec's layout must have."""
+_OTHER_TARGET = "use it with the target that it was trained for"
+_FETCH = "fetch the release again"
 
 
 def feature_draft_of(pair: PairConfig, target: PreTrainedModel) -> FeatureDraft:
-    """The feature draft that pair.draft names, loaded by `load_feature_draft`."""
+    """The feature draft that pair.draft names (`load_feature_draft`)."""
     num_layers = target.config.get_text_config().num_hidden_layers
     dtype = None if pair.draft.dtype == "auto" else getattr(torch, pair.draft.dtype)
     return load_feature_draft(pair.draft, target, num_layers=num_layers, dtype=dtype)
@@ -41,10 +42,10 @@ def feature_draft_of(pair: PairConfig, target: PreTrainedModel) -> FeatureDraft:
 def load_feature_draft(
     source: ModelSource, target: PreTrainedModel, *, num_layers: int, dtype: torch.dtype | None = None
 ) -> FeatureDraft:
-    """The draft in evaluation mode, on the device of the target's output head, bound to the target.
+    """The draft in evaluation mode, on the device of the target's LM head, bound to the target.
 
     Args:
-        source: directory or hub repository of the draft; its device is the target's, whatever `device_map` says.
+        source: directory or hub repository of the draft; its `device_map` is ignored.
         target: the model whose states the draft reads.
         num_layers: layers of the target.
         dtype: dtype of the draft's weights; None: as stored.
@@ -54,38 +55,37 @@ def load_feature_draft(
             target; a quantisation that is not of 8 bits.
     """
     released = Released(source)
-    if source.quantization not in (None, "8bit"):
-        raise released.refusal(f"quantization is {source.quantization}", "of feature drafts it is 8bit or null")
-    makers = {"eagle": _eagle, "eagle3": _eagle3, "speculators": _speculators, "glide": _glide, "dspark": _dspark}
+    released.require(
+        source.quantization in (None, "8bit"),
+        f"quantization is {source.quantization}",
+        "of feature drafts it is 8bit or null",
+    )
     released.check_kind()
+    make = {"eagle": _eagle, "eagle3": _eagle3, "speculators": _speculators, "glide": _glide, "dspark": _dspark}
     with init_empty_weights():
-        draft = makers[released.layout or "eagle"](released, target, num_layers)
+        draft = make[released.layout or "eagle"](released, target, num_layers)
     _fill(draft, released, dtype)
-    device = next(target.get_output_embeddings().parameters()).device
     draft.name_or_path = source.path
-    draft.to(device).eval().bind(target)
+    draft.to(next(target.get_output_embeddings().parameters()).device).eval().bind(target)
     if source.quantization is not None:
         to_eight_bits(draft)
     return draft
 
 
 def _fill(draft: FeatureDraft, released: Released, dtype: torch.dtype | None) -> None:
-    """Give the draft its weights: all of them, and nothing else. Buffers stay as they are: rotary frequencies are no
-    numbers to round.
-    """
+    """Give the draft all of its weights, and nothing else. Buffers (RoPE frequencies) keep their dtype."""
     expected = draft.state_dict()
-    remedy = "fetch the release again, and check that config.json belongs to it"
-    for difference, names in (
+    remedy = f"{_FETCH}, and check that config.json belongs to it"
+    for verb, names in (
         ("lacks", expected.keys() - released.tensors.keys()),
         ("also has", released.tensors.keys() - expected.keys()),
     ):
-        if names:
-            raise released.refusal(f"it {difference} {len(names)} tensors, first {min(names)}", remedy)
+        released.require(not names, f"it {verb} {len(names)} tensors, first {min(names, default='')}", remedy)
     for name, tensor in released.tensors.items():
-        if tensor.shape != expected[name].shape:
-            raise released.refusal(f"{name} is {list(tensor.shape)}, expected {list(expected[name].shape)}", remedy)
-        if tensor.dtype not in FLOATS or not tensor.isfinite().all():
-            raise released.refusal(f"{name} is {tensor.dtype} or has NaN, and finite floats are read", remedy)
+        shape, expected_shape = list(tensor.shape), list(expected[name].shape)
+        released.require(shape == expected_shape, f"{name} is {shape}, expected {expected_shape}", remedy)
+        is_finite = tensor.dtype in FLOATS and bool(tensor.isfinite().all())
+        released.require(is_finite, f"{name} is {tensor.dtype} or has NaN, and finite floats are read", remedy)
     dtype = dtype or next(iter(released.tensors.values())).dtype
     draft.load_state_dict({name: tensor.to(dtype) for name, tensor in released.tensors.items()}, assign=True)
 
@@ -93,68 +93,50 @@ def _fill(draft: FeatureDraft, released: Released, dtype: torch.dtype | None) ->
 def _eagle(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
     config = released.llama(released.config)
     _check_fits(released, config, target, config.hidden_size)
-    return Eagle(
-        config, has_embedding="embed_tokens.weight" in released.tensors, has_fc_bias="fc.bias" in released.tensors
-    )
+    has_embedding, has_bias = (name in released.tensors for name in ("embed_tokens.weight", "fc.bias"))
+    return Eagle(config, has_embedding=has_embedding, has_fc_bias=has_bias)
 
 
 def _eagle3(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
     released.rename("midlayer.", "layers.0.")
-    return _of_layers(released, released.llama(released.config), target, num_layers)
+    return _eagle3_of(released, released.llama(released.config), target, num_layers)
 
 
 def _speculators(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
     keys = released.config
-    if keys["speculators_model_type"] != "eagle3":
-        raise released.refusal(
-            f"its speculators_model_type is {keys['speculators_model_type']}", "eagle3 is the one that is known here"
-        )
-    if "norm_before_residual" not in keys:
-        raise released.refusal(
-            "config.json lacks norm_before_residual, for which readers assume different values", "write true or false"
-        )
+    kind = keys["speculators_model_type"]
+    released.require(kind == "eagle3", f"its speculators_model_type is {kind}", "only eagle3 is supported")
+    released.require(
+        "norm_before_residual" in keys,
+        "config.json lacks norm_before_residual, for which readers assume different values",
+        "write true or false",
+    )
     config = released.llama(keys.get("transformer_layer_config", {}))
-    for name in _KEYS:
+    for name in _SPECULATORS_KEYS:
         setattr(config, name, keys.get(name))
-    return _of_layers(released, config, target, num_layers)
+    return _eagle3_of(released, config, target, num_layers)
 
 
-def _eagle3_layer_ids(released: Released, config: LlamaConfig) -> tuple[int, ...]:
-    """The hidden states of the target that config.json names, as transformers counts them; () if it names none.
-
-    SafeAILab and speculators count so too, at the top level. SpecForge writes `eagle_config`, counts layers from 0 and
-    means the state after each (its default, [1, L / 2 - 1, L - 4], names the same states as SafeAILab's).
-    """
-    nested = released.config.get("eagle_config") or {}
-    if not isinstance(nested, dict) or not nested.get("use_aux_hidden_state", True):
-        remedy = "a draft that reads three of the target's states is known"
-        raise released.refusal(f"its eagle_config is {nested!r:.80}", remedy)
-    written = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
-    ids = written or nested.get("eagle_aux_hidden_state_layer_ids") or ()
-    if not isinstance(ids, list | tuple) or not all(type(layer_id) is int for layer_id in ids):
-        raise released.refusal(f"its eagle_aux_hidden_state_layer_ids are {ids!r:.80}", "write a list of whole numbers")
-    return tuple(ids) if written else tuple(layer_id + 1 for layer_id in ids)
-
-
-def _of_layers(released: Released, config: LlamaConfig, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
+def _eagle3_of(released: Released, config: LlamaConfig, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
     """An EAGLE-3 draft, of SafeAILab's layout or of speculators'."""
     target_size = getattr(config, "target_hidden_size", None) or config.hidden_size
     _check_fits(released, config, target, target_size)
     ids = _eagle3_layer_ids(released, config) or (2, num_layers // 2, num_layers - 3)
-    if not all(1 <= layer_id <= num_layers for layer_id in ids):
-        remedy = f"name layers from 1 to {num_layers} as eagle_aux_hidden_state_layer_ids in its config.json"
-        raise released.refusal(
-            f"it reads the target behind layers {list(ids)}, and the target has {num_layers}",
-            f"{remedy}, or {_ELSEWHERE}",
-        )
-    if any(name.startswith("layers.1.") for name in released.tensors):
-        raise released.refusal("it has more than one layer", "EAGLE-3 drafts of one layer are read")
+    released.require(
+        all(1 <= layer_id <= num_layers for layer_id in ids),
+        f"it reads the target after layers {list(ids)}, and the target has {num_layers}",
+        f"name layers from 1 to {num_layers} as eagle_aux_hidden_state_layer_ids in its config.json, or "
+        f"{_OTHER_TARGET}",
+    )
+    has_one_layer = not any(name.startswith("layers.1.") for name in released.tensors)
+    released.require(has_one_layer, "it has more than one layer", "EAGLE-3 drafts of one layer are read")
     has_embedding, has_head = (f"{name}.weight" in released.tensors for name in ("embed_tokens", "lm_head"))
-    lacks = [name for name, has in (("embed_tokens", has_embedding), ("lm_head", has_head)) if not has]
-    if lacks and config.hidden_size != target.config.get_text_config().hidden_size:
-        raise released.refusal(
-            f"it is not as wide as the target and has no {lacks[0]}", f"fetch a release with {lacks[0]} of its own"
-        )
+    lacks = "" if has_embedding and has_head else "embed_tokens" if not has_embedding else "lm_head"
+    released.require(
+        not lacks or config.hidden_size == target.config.get_text_config().hidden_size,
+        f"it is not as wide as the target and has no {lacks}",
+        f"fetch a release with {lacks} of its own",
+    )
     width = getattr(config, "draft_vocab_size", None) or config.vocab_size
     num_logits = width if has_head or "d2t" in released.tensors else None
     draft = Eagle3(
@@ -170,41 +152,61 @@ def _of_layers(released: Released, config: LlamaConfig, target: PreTrainedModel,
     return draft
 
 
+def _eagle3_layer_ids(released: Released, config: LlamaConfig) -> tuple[int, ...]:
+    """The hidden states of the target that config.json names, as transformers counts them; () if it names none.
+
+    SafeAILab and speculators count so too, at the top level. SpecForge writes `eagle_config`, counts layers from 0 and
+    means the state after each (its default, [1, L / 2 - 1, L - 4], names the same states as SafeAILab's).
+    """
+    nested = released.config.get("eagle_config") or {}
+    reads_states = isinstance(nested, dict) and nested.get("use_aux_hidden_state", True)
+    remedy = "use a draft that reads three of the target's states"
+    released.require(reads_states, f"its eagle_config is {nested!r:.80}", remedy)
+    written = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
+    ids = written or nested.get("eagle_aux_hidden_state_layer_ids") or ()
+    is_list = isinstance(ids, list | tuple) and all(type(layer_id) is int for layer_id in ids)
+    released.require(is_list, f"its eagle_aux_hidden_state_layer_ids are {ids!r:.80}", "write a list of whole numbers")
+    return tuple(ids) if written else tuple(layer_id + 1 for layer_id in ids)
+
+
 def _glide(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
     released.rename("model.", "")
     config = released.llama({"large_num_attention_heads": 32} | released.config)
     config.tie_word_embeddings = config.tie_word_embeddings and "lm_head.weight" not in released.tensors
     of_target = target.config.get_text_config()
-    head_size = getattr(of_target, "head_dim", None) or of_target.hidden_size // of_target.num_attention_heads
-    _check_fits(released, config, target, config.large_hidden_size, of_target.num_attention_heads * head_size)
-    if config.large_num_attention_heads != of_target.num_attention_heads:
-        num_heads = f"{config.large_num_attention_heads} heads and the target's {of_target.num_attention_heads}"
-        raise released.refusal(f"its queries have {num_heads}", _ELSEWHERE)
-    if config.num_hidden_layers > num_layers:
-        raise released.refusal(f"it has {config.num_hidden_layers} layers and the target {num_layers}", _ELSEWHERE)
+    num_heads = of_target.num_attention_heads
+    head_size = getattr(of_target, "head_dim", None) or of_target.hidden_size // num_heads
+    _check_fits(released, config, target, config.large_hidden_size, num_heads * head_size)
+    for is_fitting, subject in (
+        (
+            config.large_num_attention_heads == num_heads,
+            f"its queries have {config.large_num_attention_heads} heads and the target's {num_heads}",
+        ),
+        (
+            config.num_hidden_layers <= num_layers,
+            f"it has {config.num_hidden_layers} layers and the target {num_layers}",
+        ),
+    ):
+        released.require(is_fitting, subject, _OTHER_TARGET)
     return Glide(config, num_layers)
 
 
 def _dspark(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
     keys = {"markov_head_type": None, "confidence_head_with_markov": False} | released.config
-    lacks = [name for name in _OF_BLOCKS if name not in keys]
-    if lacks:
-        raise released.refusal(f"config.json lacks {', '.join(lacks)}", "fetch the release again")
+    lacks = [name for name in _DSPARK_KEYS if name not in keys]
+    released.require(not lacks, f"config.json lacks {', '.join(lacks)}", _FETCH)
     config = released.qwen3(keys)
     _check_fits(released, config, target, config.hidden_size)
-    if config.num_target_layers != num_layers:
-        layers = f"{config.num_target_layers} layers, and this one has {num_layers}"
-        raise released.refusal(f"it is made for a target of {layers}", _ELSEWHERE)
-    for name, (fits, needed) in _needed_of_blocks(config).items():
-        if not fits:
-            raise released.refusal(
-                f"its {name} is {getattr(config, name)}", f"it must be {needed}; fetch the release again"
-            )
+    layers = f"{config.num_target_layers} layers, and this one has {num_layers}"
+    fits = config.num_target_layers == num_layers
+    released.require(fits, f"it is made for a target of {layers}", _OTHER_TARGET)
+    for name, (is_valid, expected) in _dspark_limits(config).items():
+        released.require(is_valid, f"its {name} is {getattr(config, name)}", f"it must be {expected}; {_FETCH}")
     return DSpark(config)
 
 
-def _needed_of_blocks(config: Qwen3Config) -> dict[str, tuple[bool, str]]:
-    """(whether a key of a DSpark draft has a value that it can have, those values), by key."""
+def _dspark_limits(config: Qwen3Config) -> dict[str, tuple[bool, str]]:
+    """(whether a DSpark draft can have the key's value, the values that it can have), by key."""
     ids, last = config.target_layer_ids, config.num_target_layers - 1
     is_list = isinstance(ids, list) and all(type(layer_id) is int for layer_id in ids)
     has_markov = config.markov_rank in range(1, config.vocab_size + 1)
@@ -234,39 +236,41 @@ def _check_fits(
     width: int,
     expected: int | None = None,
 ) -> None:
-    """Raise unless the draft reads states as wide as the target's, and its vocabulary is the target's."""
+    """Check that the draft reads states as wide as the target's, and has its vocabulary."""
     of_target = target.config.get_text_config()
-    for quantity, read, given in (
+    for quantity, draft_size, target_size in (
         ("states", width, expected or of_target.hidden_size),
         ("a vocabulary", config.vocab_size, of_target.vocab_size),
     ):
-        if read != given:
-            raise released.refusal(
-                f"it is made for a target with {quantity} of {read}, and this one has {given}", _ELSEWHERE
-            )
+        subject = f"it is made for a target with {quantity} of {draft_size}, and this one has {target_size}"
+        released.require(draft_size == target_size, subject, _OTHER_TARGET)
 
 
 def _target_ids(released: Released, num_logits: int | None, vocab_size: int) -> Tensor | None:
-    """The target's id of each entry of a reduced vocabulary; None where it is whole."""
+    """The target's id of each entry of a reduced vocabulary; None if it is not reduced."""
     offsets, mask = (released.tensors.pop(name, None) for name in ("d2t", "t2d"))
     if num_logits is None or num_logits == vocab_size:
         return None
-    remedy = "fetch the release again, or map the vocabulary anew"
+    remedy = f"{_FETCH}, or map the vocabulary again"
     if offsets is None:
-        raise released.refusal(
-            f"its vocabulary is reduced to {num_logits} of {vocab_size} ids, and d2t is missing", remedy
-        )
-    if offsets.shape != (num_logits,):
-        raise released.refusal(f"d2t has shape {list(offsets.shape)} for a vocabulary of {num_logits}", remedy)
+        subject = f"its vocabulary is reduced to {num_logits} of {vocab_size} ids, and d2t is missing"
+        raise released.refusal(subject, remedy)
+    subject = f"d2t has shape {list(offsets.shape)} for a vocabulary of {num_logits}"
+    released.require(offsets.shape == (num_logits,), subject, remedy)
     ids = torch.arange(num_logits) + offsets.long()
-    if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < num_logits:
-        leads = f"leads to {len(ids.unique())} ids from {int(ids.min())} to {int(ids.max())}"
-        raise released.refusal(
-            f"d2t, which holds offsets, {leads}, where {num_logits} below {vocab_size} are expected", remedy
-        )
+    num_unique = len(ids.unique())
+    released.require(
+        bool(ids.min() >= 0) and bool(ids.max() < vocab_size) and num_unique == num_logits,
+        f"d2t, which holds offsets, leads to {num_unique} ids from {int(ids.min())} to {int(ids.max())}, where "
+        f"{num_logits} below {vocab_size} are expected",
+        remedy,
+    )
     if mask is not None:
-        kept = mask.bool()
-        if len(kept) != vocab_size or int(kept.sum()) != num_logits or not bool(kept[ids].all()):
-            marks = f"t2d marks {int(kept.sum())} of {len(kept)} ids"
-            raise released.refusal(f"{marks}, which are not the {num_logits} of {vocab_size} that d2t leads to", remedy)
+        marked = mask.bool()
+        released.require(
+            len(marked) == vocab_size and int(marked.sum()) == num_logits and bool(marked[ids].all()),
+            f"t2d marks {int(marked.sum())} of {len(marked)} ids, which are not the {num_logits} of {vocab_size} that "
+            "d2t leads to",
+            remedy,
+        )
     return ids

@@ -93,6 +93,11 @@ class Released:
         """The error that refuses the directory: what is wrong, and what to do."""
         return _refusal(self.path, subject, remedy)
 
+    def require(self, condition: bool, subject: str, remedy: str) -> None:
+        """Raise the `refusal` unless the condition holds."""
+        if not condition:
+            raise self.refusal(subject, remedy)
+
     def check_kind(self) -> None:
         """Raise ValueError for a kind of draft that shares a layout's names and is not read."""
         _check_layer(self.path, self.config)

@@ -94,7 +94,7 @@ def _outcome(model: PreTrainedModel) -> str:
     if refusal is not None:
         # the reason alone, without the model's name, the error in brackets and the remedy
         return f"refused: {refusal.split('; ')[0].split(' (')[0].split(': ')[-1]}"
-    return STEPWISE if CachedModel(model).is_stepwise else "exact"
+    return STEPWISE if CachedModel(model).one_token_at_a_time else "exact"
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from data_gen.responses import conversation, in_process
 from data_gen.responses.in_process import TargetInProcess, left_padded
 from data_gen.store import labels as stored_labels
 from lm import Sampling, cross_entropy, forwards
-from lm.finite import non_finite
-from lm.uniforms import draw, seed_of, uniforms
+from lm.draws import draw, seed_of, uniforms
+from lm.sampling import non_finite
 
 _label_batch, _fed_hidden, _respond = Labeller._label_batch, Labeller.fed_hidden, TargetInProcess.respond
 _to_safetensors = stored_labels.to_safetensors

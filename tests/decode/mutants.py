@@ -188,7 +188,7 @@ MUTANTS = {
     "no_residual": (lm.verification, "residual_probs", _no_residual),
     "accept_by_target_prob": (lm.verification, "_ratio", _accept_by_target_prob),
     "accept_swapped": (lm.verification, "_ratio", _accept_swapped),
-    "last_row_residual": (lm.verification, "next_law", _last_row_residual),
+    "last_row_residual": (lm.verification, "next_dist", _last_row_residual),
     "bonus_from_previous_row": (decode.loop.decoder, "verify", _bonus_from_previous_row),
     "q_before_warping": (ModelDrafter, "propose", _q_before_warping),
     "q_shifted": (ModelDrafter, "propose", _q_shifted),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lm.branches.probe import check_branches, check_length
-from lm.models.masked import Branching
+from lm.batch import check_branch_length, check_branches
+from lm.masks import BranchMask
 from tests.conformance.families import FAMILIES, build
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -16,7 +16,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 def test_branches_of_full_attention_are_what_they_are_alone(name):
     model = build(BY_NAME[name])
     check_branches(model)
-    check_length(model, 100, num_prompt=4)
+    check_branch_length(model, 100, num_prompt=4)
 
 
 @pytest.mark.parametrize("name", ["bloom (ALiBi)", "mpt (ALiBi)", "mamba", "lfm2"])
@@ -30,16 +30,16 @@ def test_a_family_whose_branches_would_be_wrong_is_refused_with_one_line(name):
 def test_a_window_shorter_than_a_response_is_refused(name):
     model = build(BY_NAME[name])
     check_branches(model)
-    check_length(model, 8, num_prompt=4)
+    check_branch_length(model, 8, num_prompt=4)
     with pytest.raises(ValueError, match="sees 8 tokens"):
-        check_length(model, 9, num_prompt=4)
+        check_branch_length(model, 9, num_prompt=4)
 
 
 def test_a_branch_sees_the_text_before_its_root_and_its_own_earlier_tokens():
-    branching = Branching(5, torch.tensor([2, 4]))
+    branching = BranchMask(5, torch.tensor([2, 4]))
     positions, seen = branching.feed(torch.tensor([0, 1]), torch.tensor([0, 0]))
     assert positions.tolist() == [2, 4]
     assert seen.int().tolist() == [[1, 1, 0, 0, 0, 1, 0], [1, 1, 1, 1, 0, 0, 1]]
-    positions, seen = branching.feed(torch.tensor([0]), branching.depths(torch.tensor([0])))
+    positions, seen = branching.feed(torch.tensor([0]), branching.lengths(torch.tensor([0])))
     assert positions.tolist() == [3]
     assert seen.int().tolist() == [[1, 1, 0, 0, 0, 1, 0, 1]]

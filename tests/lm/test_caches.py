@@ -11,7 +11,7 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.plain import FixedLength
 from lm import CachedModel, Sampling
-from lm.kv_buffer import forget, keep, make_cache, seat
+from lm.cache import drop_first, insert_rows, make_cache, select_rows
 from tests.toys.small_pair import SIZES
 
 LLAMA = LlamaConfig(**SIZES)
@@ -27,7 +27,7 @@ def model_of(config):
 def test_a_layer_that_does_not_hold_what_was_fed_is_named(place):
     cached = CachedModel(model_of(SOFT_CAPPED))
     cached.forward([1, 2, 3])
-    cached._cache.layers[place].length -= 1
+    cached.cache.layers[place].length -= 1
     with pytest.raises(AssertionError, match=rf"layer {place} .* holds 3 tokens and the model has 4"):
         cached.forward([1, 2, 3, 4])
 
@@ -52,7 +52,7 @@ def test_a_sequence_that_takes_the_place_of_another_is_as_if_alone(config):
     with torch.no_grad():
         model(torch.stack([gone, long]), past_key_values=cache)
         model(short[None], past_key_values=new)
-        seat(cache, new, torch.tensor([0]), 2)
+        insert_rows(cache, new, torch.tensor([0]), 2)
         mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
         places = {"attention_mask": mask, "position_ids": torch.tensor([[4], [6]]), "past_key_values": cache}
         ours = model(torch.tensor([[11], [12]]), **places).logits[:, 0]
@@ -61,8 +61,8 @@ def test_a_sequence_that_takes_the_place_of_another_is_as_if_alone(config):
             for row, token in ((short, 11), (long, 12))
         ]
         torch.testing.assert_close(ours, torch.stack(alone), rtol=0, atol=1e-6)
-        keep(cache, torch.tensor([0]))
-        forget(cache, 2)
+        select_rows(cache, torch.tensor([0]))
+        drop_first(cache, 2)
         ours = model(
             torch.tensor([[12]]),
             attention_mask=torch.ones(1, 6).long(),
@@ -80,7 +80,7 @@ def test_sequences_that_leave_a_batch_leave_the_others_as_they_were(config, rows
     cache = make_cache(model, 2)
     with torch.no_grad():
         model(tokens[:, :5], past_key_values=cache)
-        keep(cache, torch.tensor(rows))
+        select_rows(cache, torch.tensor(rows))
         logits = model(tokens[rows, 5:], past_key_values=cache).logits[:, -1]
         torch.testing.assert_close(logits, model(tokens[rows]).logits[:, -1], rtol=0, atol=1e-6)
 

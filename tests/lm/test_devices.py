@@ -17,8 +17,8 @@ from decode.loop.drafter import ModelDrafter
 from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, Policy
 from heads.model.head import AcceptanceHead
 from lm import CachedModel, RandomSampler, Sampling, revealed_probs, verify
-from lm.kv_buffer import keep, make_cache
-from lm.uniforms import draw
+from lm.cache import make_cache, select_rows
+from lm.draws import draw
 from tests.toys.places import Places, place_of, put
 from tests.toys.small_pair import llama
 
@@ -72,7 +72,7 @@ def test_sequences_leave_a_batch_on_every_device_that_holds_a_part_of_it():
     with Places():
         cache = make_cache(model, 4)
         model(torch.ones(3, 2, dtype=torch.long, device=FIRST), past_key_values=cache)
-        keep(cache, torch.tensor([0, 2], device=FIRST))
+        select_rows(cache, torch.tensor([0, 2], device=FIRST))
         assert [(len(layer.keys), str(place_of(layer.keys))) for layer in cache.layers] == [(2, FIRST), (2, SECOND)]
 
 

@@ -12,10 +12,10 @@ from decode.drafters.pearl import PearlDecoder
 from decode.drafters.trees.drafter import TreeDrafter
 from decode.policies import FixedLength
 from lm import CachedModel, Sampling
-from lm.branches.probe import check_length
+from lm.batch import check_branch_length
 from lm.forwards import hidden_states, logits_of
-from lm.frequencies import frequencies_of
 from lm.pair import without_weights
+from lm.rope import rope_switch_of
 from tests.toys.longrope import BOUND, KINDS, greedy_of, model_of, said_by_generate, text_of
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -41,8 +41,8 @@ def drafter_of(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_config_alone_tells_the_frequencies_that_the_weights_tell(kind, tmp_path):
     model_of(kind).config.save_pretrained(tmp_path)
-    assert frequencies_of(without_weights(ModelSource(path=str(tmp_path)))) == frequencies_of(model_of(kind))
-    assert frequencies_of(model_of(kind)).bound == BOUND
+    assert rope_switch_of(without_weights(ModelSource(path=str(tmp_path)))) == rope_switch_of(model_of(kind))
+    assert rope_switch_of(model_of(kind)).bound == BOUND
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -93,7 +93,7 @@ def test_whole_texts_on_either_side_have_the_laws_of_generate_in_one_batch(kind)
         with pytest.raises(ValueError, match=f"beyond {BOUND} .*lower data.max_prompt_tokens"):
             hidden_states(model, [text_of(9), text_of(BOUND + 1)], [3, start])
     with pytest.raises(ValueError, match=f"prompt, response and branch have {BOUND + 1} tokens"):
-        check_length(model, BOUND + 1, num_prompt=BOUND)
+        check_branch_length(model, BOUND + 1, num_prompt=BOUND)
 
 
 def test_layers_that_change_at_two_lengths_are_refused():
@@ -101,7 +101,7 @@ def test_layers_that_change_at_two_lengths_are_refused():
     rope = model.config.rope_parameters
     model.config.rope_parameters = {"one": rope, "other": rope | {"original_max_position_embeddings": 2 * BOUND}}
     with pytest.raises(ValueError, match=f"at {BOUND} and {2 * BOUND} tokens"):
-        frequencies_of(model)
+        rope_switch_of(model)
 
 
 def test_dynamic_frequencies_are_refused_beyond_the_context_and_cost_nothing_below():

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from configs import ModelSource, PairConfig
 from lm import CachedModel, Pair, load_model, load_pair, load_tokenizer, vocab_size_of
-from lm.models.repository import _warn_of_moving_code, repository_of
+from lm.pair import _warn_of_moving_code, repository_of
 from tests.toys.small_pair import llama
 
 TINY = Path(__file__, "../../../checkpoints/tiny").resolve()

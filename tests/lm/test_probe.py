@@ -7,9 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lm import CachedModel
-from lm.caches.snapshots import Snapshots
-from lm.kv_buffer import make_cache
-from lm.models.probe import _feeds, _text
+from lm.cache import Snapshots, make_cache
+from lm.selfcheck import _text, chain_plan
 from tests.conformance.families import FAMILIES, VOCAB_SIZE, build
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -36,13 +35,13 @@ def llama(max_position_embeddings=256):
     [("zamba2", torch.float64), ("zamba2", torch.float32), ("jamba", torch.bfloat16), ("mamba", torch.float32)],
 )
 def test_a_model_whose_longer_feeds_are_not_its_steps_is_fed_one_token_at_a_time(name, dtype):
-    assert CachedModel(build(BY_NAME[name]).to(dtype)).is_stepwise
+    assert CachedModel(build(BY_NAME[name]).to(dtype)).one_token_at_a_time
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "granitemoehybrid", "mixtral (experts)"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rounding_slows_no_model_down(name, dtype):
-    assert not CachedModel(build(BY_NAME[name]).to(dtype)).is_stepwise
+    assert not CachedModel(build(BY_NAME[name]).to(dtype)).one_token_at_a_time
 
 
 @pytest.mark.parametrize(("rounding_of_words", "is_refused"), [(0.1, False), (0.3, True)])
@@ -59,15 +58,15 @@ def test_half_precision_that_is_noisy_on_reserved_tokens_is_tried_on_words(round
         return ids
 
     tried = []
-    monkeypatch.setattr("lm.models.probe.row_errors", noise)
-    monkeypatch.setattr("lm.models.probe._text", text)
+    monkeypatch.setattr("lm.selfcheck.row_errors", noise)
+    monkeypatch.setattr("lm.selfcheck._text", text)
     model = llama().to(torch.bfloat16)
     model.resize_token_embeddings(400)
     if is_refused:
         with pytest.raises(ValueError, match=r"differ from those without one by 0\.3 of their spread"):
             CachedModel(model)
     else:
-        assert not CachedModel(model).is_stepwise
+        assert not CachedModel(model).one_token_at_a_time
 
 
 @pytest.mark.parametrize(("first", "share"), [(0, 1e-3), (70, 1.0)])
@@ -87,13 +86,13 @@ def test_feeds_of_several_tokens_that_part_by_little_or_late_are_found(first, sh
     model.num_before = 0
     model.lm_head.forward = parting
     model.model.register_forward_pre_hook(counting, with_kwargs=True)
-    assert CachedModel(model).is_stepwise
+    assert CachedModel(model).one_token_at_a_time
 
 
 @pytest.mark.parametrize("length", [1, 2, 8, 20, 64, 150])
 @pytest.mark.parametrize("has_states", [False, True])
 def test_a_probe_feeds_the_whole_text_however_short_the_context(length, has_states):
-    feeds = _feeds(length, has_states=has_states)
+    feeds = chain_plan(length, has_states=has_states)
     assert feeds[0][0] == 0
     assert feeds[-1][1] == length
     assert all(start < end for start, end in feeds)

@@ -4,15 +4,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
 
-import lm.caches.buffers
+import lm.cache
 from lm import CachedModel, GreedySampler, RandomSampler
-from lm.trees.cached import TreeModel
-from lm.trees.tree import Tree
-from lm.trees.verification import node_probs, verify_tree
+from lm.masks import Tree
+from lm.verification import node_probs, verify_tree
 from tests.toys.small_pair import llama
 
 _VOCAB = 4
-_sees = Tree.sees
+_ancestors = Tree.ancestors
 
 
 def test_greedy_takes_the_longest_path_of_argmaxes_and_the_argmax_behind_it():
@@ -36,15 +35,15 @@ def test_a_tree_is_refused_that_is_none():
         Tree((1, 1), (-1, -1))
 
 
-def _model() -> TreeModel:
+def _model() -> CachedModel:
     config = llama(vocab_size=12, initializer_range=0.4, max_position_embeddings=128)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)
-    return TreeModel(model.double().eval(), with_hidden=True)
+    return CachedModel(model.double().eval(), with_hidden=True, holds_trees=True)
 
 
-def assert_tree_is_its_paths(cached: TreeModel) -> None:
+def assert_tree_is_its_paths(cached: CachedModel) -> None:
     """Trees fed at once and level by level, kept and rolled back, give the logits and hidden states of each path
     alone.
     """
@@ -76,7 +75,7 @@ def test_a_tree_in_the_cache_is_its_paths():
 
 
 def _seen_siblings(self):
-    seen = _sees(self)
+    seen = _ancestors(self)
     for node in range(len(self)):
         seen[node, self.children(self.parents[node])] = True
     return seen
@@ -87,7 +86,7 @@ def _unmoved(self, length, places):
 
 
 @pytest.mark.parametrize(
-    "mutant", [(Tree, "sees", _seen_siblings), (lm.caches.buffers.BufferLayer, "gather", _unmoved)]
+    "mutant", [(Tree, "ancestors", _seen_siblings), (lm.cache.BufferLayer, "keep_entries", _unmoved)]
 )
 def test_mutants_of_the_cache_change_the_logits(mutant, monkeypatch):
     cached = _model()
@@ -107,4 +106,4 @@ def test_a_model_with_more_than_full_attention_is_refused_in_one_line():
         head_dim=8,
     )
     with pytest.raises(ValueError, match=r"cannot hold a tree of drafts: its cache has WindowLayer; .*draft chains"):
-        TreeModel(AutoModelForCausalLM.from_config(config).eval())
+        CachedModel(AutoModelForCausalLM.from_config(config).eval(), holds_trees=True)

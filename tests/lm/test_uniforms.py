@@ -5,7 +5,7 @@ import torch
 from scipy.stats import kstest
 
 from lm import RandomSampler
-from lm.uniforms import uniforms
+from lm.draws import uniforms
 
 _NUM_STREAMS = 70_000
 

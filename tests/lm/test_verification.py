@@ -10,7 +10,7 @@ from lm import (
     RandomSampler,
     acceptance_prob,
     acceptance_rate,
-    next_law,
+    next_dist,
     num_accepted,
     residual_probs,
     verify,
@@ -106,8 +106,8 @@ def test_greedy_draws_refuse_what_is_not_finite():
 def test_a_narrower_draft_vocabulary_has_probability_zero_beyond_its_end():
     q, p = torch.tensor([0.5, 0.5]), torch.tensor([[0.2, 0.2, 0.6], [0.0, 0.0, 1.0]])
     draws = Scripted(0)
-    assert next_law(0, [q], p, draws).tolist() == [0.0, 0.0, 1.0]
-    assert next_law(1, [q], p, draws).tolist() == [0.0, 0.0, 1.0]
+    assert next_dist(0, [q], p, draws).tolist() == [0.0, 0.0, 1.0]
+    assert next_dist(1, [q], p, draws).tolist() == [0.0, 0.0, 1.0]
 
 
 def test_probabilities_are_looked_at_up_to_the_first_rejection_and_those_that_are_no_numbers_reject():

@@ -1,5 +1,5 @@
 """Tiny random models whose rotary frequencies change at 16 tokens, and what plain `generate` says of any text
-(`lm.frequencies`).
+(`lm.rope`).
 """
 
 from collections.abc import Sequence

@@ -31,7 +31,6 @@ from decode.policies.registry import POLICIES as REGISTERED
 from decode.policies.registry import RULES
 from heads import AcceptanceHead
 from lm import Sampler, Sampling
-from lm.models.seats import Ask
 from tests.toys.enumeration import ToyModel, law_of
 from tests.toys.observed import observed
 
@@ -180,16 +179,16 @@ AUTOS = {
 """Rules that price tokens, whose lambda a batch learns together, and the rule of one sequence."""
 
 
-class ToySeats:
+class ToyBatch:
     """A batch of toys, each of which feeds itself."""
 
     def __init__(self, model, num):
-        self.seats = [
+        self.rows = [
             ToyModel(model.seed, model.vocab_size, width=model.width, sharpness=model.sharpness) for _ in range(num)
         ]
 
-    def forward(self, asks: list[Ask]):
-        return [ask.seat.forward(ask.token_ids, ask.num_rows) for ask in asks]
+    def forward(self, rows, texts, num_logits):
+        return [row.forward(text, num) for row, text, num in zip(rows, texts, num_logits, strict=True)]
 
 
 def decoder_of(

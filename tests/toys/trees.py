@@ -8,13 +8,14 @@ from decode.drafters.trees.shapes import Shape
 from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import Policy
 from lm import Sampling
-from lm.trees.cached import TreeModel
-from lm.trees.tree import Tree
+from lm.masks import Tree
 from tests.toys.enumeration import ToyModel, _logits
 
 
-class ToyTreeModel(ToyModel, TreeModel):
+class ToyTreeModel(ToyModel):
     """A toy whose cache holds a text and, behind it, a tree; logits depend on what was fed and kept."""
+
+    holds_trees = True
 
     def reset(self) -> None:
         super().reset()

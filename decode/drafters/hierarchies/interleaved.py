@@ -50,8 +50,8 @@ class InterleavedDrafter:
         for name, value in (("m", m), ("n", n)):
             if value < 0:
                 raise ValueError(f"{name} is {value}; it must be at least 0")
-        self.small: CachedModel = cached(small, CachedModel, vocab_size=vocab_size)
-        self.medium: CachedModel = cached(medium, CachedModel, vocab_size=vocab_size)
+        self.small: CachedModel = cached(small, vocab_size=vocab_size)
+        self.medium: CachedModel = cached(medium, vocab_size=vocab_size)
         self.m, self.n = m, n
 
     def start(self, session: Session) -> None:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from decode.loop.drafter import Drafter, PolicyDrafter, Proposal
 from decode.loop.session import Session, cached
 from decode.policies.base import Policy
-from lm import CachedModel, next_law, num_accepted
+from lm import CachedModel, next_dist, num_accepted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class PreVerifiedDrafter(PolicyDrafter):
         rounds: None: `InnerRounds()`, those of full HSDDW.
         vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
         """
-        wrapped = cached(model, CachedModel, vocab_size=vocab_size, with_hidden=bool(policy.heads))
+        wrapped = cached(model, vocab_size=vocab_size, with_hidden=bool(policy.heads))
         super().__init__(wrapped, policy)
         self.inner, self.rounds = inner, rounds or InnerRounds()
 
@@ -115,7 +115,7 @@ class PreVerifiedDrafter(PolicyDrafter):
                 break
         else:  # no stop among the accepted tokens
             if count < len(inner.tokens) or self.rounds.bonus or not inner.tokens:
-                dist = next_law(count, inner.dists, q, draws)
+                dist = next_dist(count, inner.dists, q, draws)
                 token, drawn = self._signals.draw(len(proposal.tokens), logits[count], dist, draws, row=count)
                 self.take(token, drawn, q[count])
         ids = ids + proposal.tokens[num_before:]

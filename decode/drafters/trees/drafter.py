@@ -21,10 +21,9 @@ from decode.drafters.trees.shapes import Dynamic, Shape
 from decode.loop.drafter import PolicyDrafter, Proposal
 from decode.loop.session import cached
 from decode.policies.base import Policy
-from lm.features.stepwise import BlockModel, GlideModel, TreeDraft
+from lm.features.model import BlockModel, GlideModel, TreeDraft
+from lm.masks import ROOT, Tree
 from lm.signals import entropy, upcast
-from lm.trees.cached import TreeModel
-from lm.trees.tree import ROOT, Tree
 
 
 class TreeDrafter(PolicyDrafter):
@@ -43,7 +42,7 @@ class TreeDrafter(PolicyDrafter):
         vocab_size: int | None = None,
     ) -> None:
         """Args:
-            model: the draft; a `PreTrainedModel` is wrapped in a `TreeModel`. A feature draft (`lm.feature_model`)
+            model: the draft; a `PreTrainedModel` is wrapped in a `CachedModel`. A feature draft (`lm.feature_model`)
                 reads the target that verifies; a draft of blocks is refused.
             policy: when to stop.
             shape: how the tree branches; None: as EAGLE-2's.
@@ -55,7 +54,8 @@ class TreeDrafter(PolicyDrafter):
         """
         if read_every < 1:
             raise ValueError(f"read_every is {read_every}; it must be at least 1")
-        super().__init__(cached(model, TreeModel, vocab_size=vocab_size, with_hidden=bool(policy.heads)), policy)
+        wrapped = cached(model, vocab_size=vocab_size, with_hidden=bool(policy.heads), holds_trees=True)
+        super().__init__(wrapped, policy)
         if isinstance(self.model, BlockModel):
             raise ValueError("a DSpark draft makes one block, which is a chain; draft without a tree")
         self.shape, self.read_every = shape or Dynamic(), read_every

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from decode.drafters.trees.shapes import Shape
-from lm.trees.tree import ROOT, Tree
+from lm.masks import ROOT, Tree
 
 
 class Growth:

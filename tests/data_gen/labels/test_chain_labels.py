@@ -11,8 +11,9 @@ from data_gen.labels.layout import Layout
 from data_gen.responses.exchange import Exchange
 from data_gen.store.labels import to_safetensors
 from heads.batches.features import FeatureShard
-from lm import Sampling, TappedModel, acceptance_rate, entropy, feature_model
-from lm.uniforms import draw, uniforms
+from lm import CachedModel, Sampling, acceptance_rate, entropy, feature_model
+from lm.draws import draw, uniforms
+from lm.features.recorder import FeatureRecorder
 from store.shards import write_shard
 from tests.toys.random_drafts import BLOCKS, KINDS, VOCAB, draft, target
 
@@ -36,7 +37,7 @@ def labelled(kind: str, exchanges: list[Exchange] = EXCHANGES, draft_every: int 
 
 def expected(kind: str, exchange: Exchange, start: int, uniform: torch.Tensor) -> list[dict[str, object]]:
     """One draft, token by token beside the target."""
-    tapped = TappedModel(target(), draft(kind))
+    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
     model = feature_model(draft(kind), tapped)
     committed = [*exchange.prompt_ids, *exchange.response_ids[:start]]
     tapped.forward(committed[:-1])

@@ -15,7 +15,7 @@ from data_gen.responses import in_process
 from data_gen.responses.exchange import Exchange, Request
 from data_gen.responses.in_process import TargetInProcess
 from lm import Sampling
-from lm.uniforms import draw, seed_of, uniforms
+from lm.draws import draw, seed_of, uniforms
 
 SIGMAS = 4.5
 """A count is allowed this many standard deviations: false alarm below 1e-5 each."""

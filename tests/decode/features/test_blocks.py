@@ -8,7 +8,8 @@ import torch
 from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, TreeDrafter, speculative_generate
 from decode.policies import DSparkConfidence, Entropy, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
-from lm import CachedModel, Sampling, TappedModel, feature_model
+from lm import CachedModel, Sampling, feature_model
+from lm.features.recorder import FeatureRecorder
 from tests.decode.features.test_chains import PROMPT, decoder_of, greedy, target_law
 from tests.toys.enumeration import assert_same_law
 from tests.toys.loop import OF_BLOCKS, POLICIES, SAMPLINGS, law
@@ -83,7 +84,7 @@ def test_a_block_that_is_read_at_its_end_is_the_same(kind):
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_middle_model_may_have_blocks_drafted_for_it(kind):
-    middle = TappedModel(target(), draft(kind))
+    middle = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
     inner = ModelDrafter(feature_model(draft(kind), middle), FixedLength(2))
     drafter = PreVerifiedDrafter(inner, middle, Entropy(0.5))
     outer = CachedModel(target("qwen2"))
@@ -125,7 +126,7 @@ def test_confidences_are_refused_of_a_draft_that_has_none(kind):
 
 
 def test_a_tree_of_blocks_is_refused():
-    tapped = TappedModel(target(), draft("rnn"))
+    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft("rnn")))
     with pytest.raises(ValueError, match="one block, which is a chain"):
         TreeDrafter(feature_model(draft("rnn"), tapped), FixedLength(2))
 

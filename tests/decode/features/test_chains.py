@@ -7,7 +7,8 @@ import torch
 
 from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, speculative_generate
 from decode.policies import Entropy, FixedLength, HeadPolicy, Policy
-from lm import CachedModel, Sampling, TappedModel, feature_model
+from lm import CachedModel, Sampling, feature_model
+from lm.features.recorder import FeatureRecorder
 from tests.toys.enumeration import assert_same_law
 from tests.toys.loop import POLICIES, SAMPLINGS, law
 from tests.toys.observed import observed
@@ -19,7 +20,7 @@ PROMPT = [1, 2, 3]
 def decoder_of(
     kind: str, policy: Policy, *, sampling: Sampling, family: str = "llama", eos_ids=()
 ) -> SpeculativeDecoder:
-    tapped = TappedModel(target(family), draft(kind, family))
+    tapped = CachedModel(target(family), recorder=FeatureRecorder(target(family), draft(kind, family)))
     drafter = ModelDrafter(feature_model(draft(kind, family), tapped), policy)
     return SpeculativeDecoder(tapped, drafter, sampling=sampling, eos_ids=frozenset(eos_ids))
 
@@ -84,7 +85,7 @@ def test_every_policy_runs_unchanged_and_changes_no_greedy_token(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_middle_model_may_have_a_feature_draft_of_its_own(kind):
-    middle = TappedModel(target(), draft(kind))
+    middle = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
     inner = ModelDrafter(feature_model(draft(kind), middle), FixedLength(2))
     drafter = PreVerifiedDrafter(inner, middle, Entropy(0.5))
     outer = target("qwen2")

@@ -9,8 +9,8 @@ from decode.drafters.trees.drafter import TreeDrafter
 from decode.drafters.trees.shapes import Cape, Dynamic
 from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import CumulativeTokenProb, FixedLength, Policy
-from lm import Sampling, feature_model
-from lm.features.taps import TappedTreeModel
+from lm import CachedModel, Sampling, feature_model
+from lm.features.recorder import FeatureRecorder
 from tests.decode.features.test_chains import PROMPT, greedy, target_law
 from tests.toys.enumeration import assert_same_law, law_of
 from tests.toys.loop import SAMPLINGS
@@ -25,7 +25,7 @@ SHAPES = {
 
 
 def tree_decoder_of(kind: str, policy: Policy, sampling: Sampling) -> SpeculativeDecoder:
-    tapped = TappedTreeModel(target(), draft(kind))
+    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)), holds_trees=True)
     drafter = TreeDrafter(feature_model(draft(kind), tapped), policy, SHAPES[kind])
     return SpeculativeDecoder(tapped, drafter, sampling=sampling, eos_ids=frozenset())
 
@@ -43,12 +43,15 @@ def test_greedy_output_of_trees_equals_transformers_generate(kind):
 def test_after_trees_the_draft_reads_what_it_reads_of_a_fresh_sequence(kind):
     decoder = tree_decoder_of(kind, FixedLength(3), Sampling(temperature=0))
     text = [*PROMPT, *decoder.generate(PROMPT, 20).token_ids]
-    fresh = TappedTreeModel(target(), draft(kind))
+    fresh = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)), holds_trees=True)
     fresh.forward(text[:-1])
-    assert decoder.target.num_features == len(decoder.target) == len(text) - 1
+    assert decoder.target.recorder.num_features == len(decoder.target) == len(text) - 1
     if kind != "glide":
         torch.testing.assert_close(
-            decoder.target.features(0, len(text) - 1), fresh.features(0, len(text) - 1), rtol=0, atol=1e-8
+            decoder.target.recorder.features(0, len(text) - 1),
+            fresh.recorder.features(0, len(text) - 1),
+            rtol=0,
+            atol=1e-8,
         )
     model = feature_model(draft(kind), fresh)
     torch.testing.assert_close(decoder.drafter.model.forward(text), model.forward(text), rtol=0, atol=1e-8)

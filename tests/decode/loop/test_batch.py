@@ -8,16 +8,16 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
 import decode.loop.decoder
-import lm.probe
+import lm.selfcheck
 from decode import Generation, ModelDrafter, SpeculativeDecoder
 from decode.loop.batch import Batch
 from decode.loop.decoder import limits_of
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from lm import RandomSampler, Sampling
-from lm.models import seats
-from lm.models.seats import Seats
+from lm import batch as batch_module
+from lm.batch import BatchModel
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
-from tests.toys.loop import AUTOS, OTHER, POLICIES, PROMPT, RULE, SAMPLINGS, LearnedProb, ToySeats, decoder_of, toy_head
+from tests.toys.loop import AUTOS, OTHER, POLICIES, PROMPT, RULE, SAMPLINGS, LearnedProb, ToyBatch, decoder_of, toy_head
 from tests.toys.random_pairs import CONFIGS, random_pair
 
 
@@ -25,8 +25,8 @@ from tests.toys.random_pairs import CONFIGS, random_pair
 def toys(monkeypatch):
     monkeypatch.setattr(
         SpeculativeDecoder,
-        "_seats",
-        lambda self, model, num: (ToySeats if isinstance(model, ToyModel) else Seats)(model, num),
+        "_batch_model",
+        lambda self, model, num: (ToyBatch if isinstance(model, ToyModel) else BatchModel)(model, num),
     )
 
 
@@ -161,29 +161,31 @@ def test_a_batch_may_be_as_small_as_one(batch_size):
 
 MUTANTS = {
     "seen_padding": (
-        seats,
+        batch_module,
         "visible",
         lambda places, end: torch.ones(*places.shape, end, dtype=torch.bool),
     ),
     "rejected_tokens_stay": (
-        seats.Seat,
+        batch_module.BatchRow,
         "roll_back",
         lambda self, length: setattr(self, "_length", min(self._length, length + 1)),
     ),
-    "rows_off_by_one": (seats, "_wanted", lambda asks, width: [max(0, place - 1) for place in WANTED(asks, width)]),
+    "rows_off_by_one": (batch_module, "_requested", lambda *args: [max(0, index - 1) for index in REQUESTED(*args)]),
 }
-WANTED = seats._wanted
+REQUESTED = batch_module._requested
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_broken_batch_is_refused_before_it_decodes_and_would_not_pass(mutant, monkeypatch):
     decoder = whole_pair()
     monkeypatch.setattr(*MUTANTS[mutant])
-    monkeypatch.setattr(lm.probe, "_PASSED", {})
+    monkeypatch.setattr(lm.selfcheck, "_PASSED", {})
     with pytest.raises((ValueError, AssertionError)):
         decoder.generate_batch([[3, 1, 4, 1, 5], [9]], 8, batch_size=2)
     monkeypatch.setattr(
-        lm.probe, "_PASSED", {model: {"ragged rows"} for model in (decoder.target.model, decoder.drafter.model.model)}
+        lm.selfcheck,
+        "_PASSED",
+        {model: {"rows of different lengths": False} for model in (decoder.target.model, decoder.drafter.model.model)},
     )
     with pytest.raises(AssertionError):
         assert_as_alone(decoder, [[3, 1, 4, 1, 5], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9]], [14, 10, 12], 2)

@@ -26,7 +26,6 @@ from evaluation.traces.coupling import Recorder
 from evaluation.traces.recording import record_trace
 from heads import AcceptanceHead
 from lm import CachedModel, Sampling
-from lm.trees.cached import TreeModel
 from tests.toys import small_pair
 
 PROMPT, NUM = [3, 1, 4, 1, 5], 12
@@ -196,8 +195,10 @@ def test_a_head_says_the_same_in_train_mode():
 
 def streams(kind: str, shared: str) -> tuple[SpeculativeDecoder, SpeculativeDecoder]:
     """Two decoders with one model object between them."""
-    make = TreeModel if kind == "tree" else CachedModel
-    models = {name: [make(llama(seed)) for seed in seeds] for name, seeds in (("target", (0, 0)), ("draft", (1, 1)))}
+    models = {
+        name: [CachedModel(llama(seed), holds_trees=kind == "tree") for seed in seeds]
+        for name, seeds in (("target", (0, 0)), ("draft", (1, 1)))
+    }
     models[shared][1] = models[shared][0]
     pairs = zip(models["target"], models["draft"], strict=True)
     if kind == "tree":

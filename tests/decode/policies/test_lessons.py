@@ -12,7 +12,7 @@ from decode.policies import FixedLength, Policy
 from decode.policies.base import AfterDraw, Outcome, State
 from serve.lanes import Lane
 from tests.toys.enumeration import ToyModel
-from tests.toys.loop import PROMPT, ToySeats, decoder_of
+from tests.toys.loop import PROMPT, ToyBatch, decoder_of
 from tests.toys.trees import tree_decoder_of
 
 
@@ -62,7 +62,7 @@ def chain(pupil: Pupil) -> int:
 
 def batch(pupil: Pupil) -> int:
     decoder = decoder_of(pupil, eos_ids=())
-    decoder._seats = ToySeats
+    decoder._batch_model = ToyBatch
     generations = decoder.generate_batch([PROMPT, [1]], 20, batch_size=2, generator=seeded())
     return sum(num_revealed(each.rounds) for each in generations)
 

@@ -19,9 +19,9 @@ from scipy.stats import chi2
 from decode import ModelDrafter, SpeculativeDecoder
 from heads import AcceptanceHead
 from lm import CachedModel, RandomSampler, Sampling
-from lm.uniforms import seed_of
+from lm.draws import seed_of
 from tests.toys import small_pair
-from tests.toys.loop import AUTOS, POLICIES, RULE, SAMPLINGS, ToySeats, decoder_of
+from tests.toys.loop import AUTOS, POLICIES, RULE, SAMPLINGS, ToyBatch, decoder_of
 
 BATCH_SIZE, LENGTH, LEAST_EXPECTED, FALSE_ALARM = 7, 3, 5.0, 1e-4
 PROMPTS = ([0, 0, 1], [2, 2, 0])
@@ -33,8 +33,8 @@ Law = Mapping[tuple, float]
 class ToyDecoder(SpeculativeDecoder):
     """The loop, with seats for toys."""
 
-    def _seats(self, model, num):
-        return ToySeats(model, num)
+    def _batch_model(self, model, num):
+        return ToyBatch(model, num)
 
 
 @dataclass(frozen=True)

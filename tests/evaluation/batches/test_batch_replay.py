@@ -19,7 +19,7 @@ from evaluation.traces.played import PlayedSampler
 from evaluation.traces.replay import Lockstep, replay_rounds, replay_settings
 from evaluation.tuning.rule import batch_auto_for
 from lm import Sampling
-from tests.decode.loop.test_batch import ToySeats
+from tests.decode.loop.test_batch import ToyBatch
 from tests.toys import small_pair
 from tests.toys.loop import POLICIES, LearnedProb, decoder_of, toy_head
 from tests.toys.traces import traced
@@ -61,7 +61,7 @@ def assert_same_load(one: Load, other: Load) -> None:
     ],
 )
 def test_a_batch_of_replay_is_the_batch_of_the_loop(policy, size, monkeypatch):
-    monkeypatch.setattr(SpeculativeDecoder, "_seats", lambda self, model, num: ToySeats(model, num))
+    monkeypatch.setattr(SpeculativeDecoder, "_batch_model", lambda self, model, num: ToyBatch(model, num))
     trace, chosen = some(40), (POLICIES | RULES)[policy]
     rows = queue_of(len(trace.rows), 2)[:24]
     decoder = decoder_of(chosen, length=3)

@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import kstest
 
 from lm import RandomSampler
-from lm.uniforms import seed_of
+from lm.draws import seed_of
 from tests.decode.mutants import MUTANTS
 from tests.evaluation.batches import sampled_laws
 from tests.evaluation.batches.sampled_laws import FALSE_ALARM, LawCase, cases, p_value

@@ -17,7 +17,8 @@ from evaluation.traces.recording import record_trace
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from heads import AcceptanceHead
-from lm import Sampling, TappedModel, feature_model
+from lm import CachedModel, Sampling, feature_model
+from lm.features.recorder import FeatureRecorder
 from tests.evaluation.flags.point_mass import PointMassDrafter
 from tests.toys import small_pair
 from tests.toys.loop import OF_BLOCKS, POLICIES
@@ -68,7 +69,7 @@ def decoder_of(
         return SpeculativeDecoder(
             small_pair.model(1, 2), drafter, sampling=sampling, vocab_size=small_pair.VOCAB, **limits
         )
-    tapped = TappedModel(target(), draft(kind))
+    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
     drafter = ModelDrafter(feature_model(draft(kind), tapped), policy)
     return SpeculativeDecoder(tapped, drafter, sampling=sampling, max_draft_length=length, eos_ids=frozenset(eos_ids))
 

@@ -24,14 +24,14 @@ from evaluation.traces.trace import Trace, TraceRow, join_traces
 from lm import (
     CachedModel,
     Sampling,
-    TappedModel,
     acceptance_prob,
     acceptance_rate,
     entropy,
     feature_model,
     residual_probs,
 )
-from lm.uniforms import draw, uniforms
+from lm.draws import draw, uniforms
+from lm.features.recorder import FeatureRecorder
 from tests.evaluation.traces.forms import (
     EOS,
     LENGTH,
@@ -156,7 +156,7 @@ def expected_draft(
     kind: str, response: list[int], start: int, chance: torch.Tensor
 ) -> tuple[list[int], int, list[dict[str, float]]]:
     """(tokens, number that pass, signals of each) of the round from `start`, drafted token by token with the target."""
-    tapped = TappedModel(target(), draft(kind))
+    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
     drafting = feature_model(draft(kind), tapped)
     tapped.forward([*PROMPT, *response[:start]][:-1])
     tokens, rejected, steps = [], None, []

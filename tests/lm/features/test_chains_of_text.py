@@ -1,13 +1,14 @@
-"""Chains from every place of a text, side by side, say what a draft says that is fed token by token beside its
+"""Rollouts from every place of a text, side by side, say what a draft says that is fed token by token beside its
 target.
 """
 
 import pytest
 import torch
 
-from lm import TappedModel, feature_model
-from lm.branches.chains import Chains, chains_of, run_target
+from lm import CachedModel, feature_model
 from lm.features.glide import Glide
+from lm.features.recorder import FeatureRecorder
+from lm.features.rollout import Rollouts, rollouts_of, run_target
 from tests.toys.random_drafts import BLOCKS, KINDS, TARGETS, config, draft, target
 
 TEXT = [1, 5, 2, 6, 0, 3, 3, 4, 1]
@@ -18,7 +19,7 @@ DRAWN = [[3, 4, 0, 6], [1, 1, 2, 5], [6, 0, 0, 3], [2, 4, 5, 1], [0, 2, 3, 4]]
 
 def alone(kind: str, family: str, text: list[int], tokens: list[int]) -> torch.Tensor:
     """The states of one round that begins after `text`: the target has read all but its last token."""
-    tapped = TappedModel(target(family), draft(kind, family))
+    tapped = CachedModel(target(family), recorder=FeatureRecorder(target(family), draft(kind, family)))
     model = feature_model(draft(kind, family), tapped)
     tapped.forward(text[:-1])
     states = []
@@ -31,8 +32,8 @@ def alone(kind: str, family: str, text: list[int], tokens: list[int]) -> torch.T
 @pytest.mark.parametrize("family", TARGETS)
 @pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_each_chain_is_a_round_of_its_own(kind, family):
-    chains = chains_of(draft(kind, family), run_target(target(family), draft(kind, family), TEXT), TEXT)
-    num_steps = int(min(4, chains.most - 1))
+    chains = rollouts_of(draft(kind, family), run_target(target(family), draft(kind, family), TEXT), TEXT)
+    num_steps = int(min(4, chains.max_length - 1))
     for _ in range(2):  # the second time the first chains are in the way
         states = [chains.begin(torch.tensor(LENGTHS))]
         for step in range(num_steps):
@@ -46,7 +47,7 @@ def test_each_chain_is_a_round_of_its_own(kind, family):
 
 @pytest.mark.parametrize("kind", ["eagle", "glide", "rnn"])
 def test_a_chain_that_has_ended_leaves_the_others_as_they_are(kind):
-    chains = chains_of(draft(kind), run_target(target(), draft(kind), TEXT), TEXT)
+    chains = rollouts_of(draft(kind), run_target(target(), draft(kind), TEXT), TEXT)
     chains.begin(torch.tensor(LENGTHS))
     chains.feed(torch.tensor([tokens[0] for tokens in DRAWN]), torch.arange(5))
     chains.feed(torch.tensor([DRAWN[1][1], DRAWN[3][1]]), torch.tensor([1, 3]))
@@ -62,5 +63,5 @@ def test_a_glide_draft_of_two_layers_is_refused_with_one_line():
         .bind(target())
     )
     with pytest.raises(ValueError, match="has 2 layers") as refusal:
-        Chains(made, run_target(target(), made, TEXT), TEXT)
+        Rollouts(made, run_target(target(), made, TEXT), TEXT)
     assert "\n" not in str(refusal.value)

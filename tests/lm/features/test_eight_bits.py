@@ -8,9 +8,10 @@ from torch import nn
 from torch.nn import functional
 
 from configs import ModelSource
-from lm import TappedModel, feature_model
+from lm import CachedModel, feature_model
 from lm.features.eight_bits import EightBitLinear
 from lm.features.loading import load_feature_draft
+from lm.features.recorder import FeatureRecorder
 from tests.lm.features.released_by_hand import LAYOUTS, released, write
 from tests.toys.random_drafts import LAYERS, target
 
@@ -22,7 +23,7 @@ def put_back(layer):
 
 def drafted(draft):
     """Logits after each of a few tokens."""
-    tapped = TappedModel(target(), draft)
+    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft))
     model = feature_model(draft, tapped)
     tapped.forward([1, 2, 3, 4])
     return torch.cat([model.forward([1, 2, 3, 4, 5, 6, 0][:end]) for end in (5, 6, 7)])

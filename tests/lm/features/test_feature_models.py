@@ -5,8 +5,9 @@ afresh.
 import pytest
 import torch
 
-from lm import TappedModel, feature_model
-from lm.trees.tree import Tree
+from lm import CachedModel, feature_model
+from lm.features.recorder import FeatureRecorder
+from lm.masks import Tree
 from tests.toys.random_drafts import BLOCKS, KINDS, TARGETS, VOCAB, draft, target
 
 
@@ -14,7 +15,7 @@ def logits_afresh(kind, family, committed, drafted):
     """Of a new sequence whose target has read all but the newest committed token; `drafted` is fed to the draft one by
     one.
     """
-    tapped = TappedModel(target(family), draft(kind, family))
+    tapped = CachedModel(target(family), recorder=FeatureRecorder(target(family), draft(kind, family)))
     tapped.forward(committed[:-1])
     model = feature_model(draft(kind, family), tapped)
     for end in range(len(committed), len(committed) + len(drafted) + 1):
@@ -25,7 +26,7 @@ def logits_afresh(kind, family, committed, drafted):
 @pytest.mark.parametrize("family", TARGETS)
 @pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_logits_after_any_rounds_are_those_of_a_fresh_sequence(kind, family):
-    tapped = TappedModel(target(family), draft(kind, family))
+    tapped = CachedModel(target(family), recorder=FeatureRecorder(target(family), draft(kind, family)))
     model = feature_model(draft(kind, family), tapped)
     assert model.max_length == 0, "nothing is drafted before the target has read the prompt"
     generator = torch.Generator().manual_seed(0)
@@ -43,14 +44,14 @@ def test_logits_after_any_rounds_are_those_of_a_fresh_sequence(kind, family):
         committed = committed + drafted[: step % 3]
         for each in (tapped, model):
             each.roll_back(len(committed))
-        assert len(tapped) == tapped.num_features == len(committed)
+        assert len(tapped) == tapped.recorder.num_features == len(committed)
         assert len(model) <= len(committed)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_a_token_of_which_the_target_has_not_spoken_is_fed_after_the_draft_s_own_output(kind):
     """As in a hierarchy whose outer level adds a token: also if what it follows was rolled back."""
-    tapped = TappedModel(target(), draft(kind))
+    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
     tapped.forward([1, 2, 3, 4])
     model = feature_model(draft(kind), tapped)
     model.forward([1, 2, 3, 4, 5, 6])
@@ -62,7 +63,7 @@ def test_a_token_of_which_the_target_has_not_spoken_is_fed_after_the_draft_s_own
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "reduced"])
 def test_a_tree_s_node_has_the_logits_of_its_path_as_a_chain(kind):
     committed = [1, 2, 3, 4]
-    tapped = TappedModel(target(), draft(kind))
+    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
     tapped.forward(committed[:-1])
     model = feature_model(draft(kind), tapped)
     model.forward(committed)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from configs import ModelSource
-from lm import TappedModel, feature_model
+from lm import CachedModel, feature_model
 from lm.features.loading import load_feature_draft
+from lm.features.recorder import FeatureRecorder
 from lm.features.released import max_positions_of, released_layout_of, width_of
 from tests.lm.features.released_by_hand import D2T, LAYOUTS, T2D, Truth, expected, expected_confidence, released, write
 from tests.toys.random_drafts import LAYERS, VOCAB, WIDTH, target
@@ -19,7 +20,7 @@ def test_a_directory_written_by_hand_computes_what_its_formula_says(layout, tmp_
     source = ModelSource(path=str(write(tmp_path, config, tensors)))
     draft = load_feature_draft(source, target(), num_layers=LAYERS)
     assert max_positions_of(source) == draft.config.max_position_embeddings
-    tapped = TappedModel(target(), draft)
+    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft))
     model = feature_model(draft, tapped)
     committed, drafted = [1, 2, 3, 4, 5], [6, 0]
     tapped.forward(committed[:-1])

@@ -17,9 +17,8 @@ from transformers import (
 )
 
 from lm import CachedModel
-from lm.features.taps import watched
-from lm.forwards import check_output_layer, hidden_states, logits_of
-from lm.models.halves import halves_of
+from lm.features.recorder import recorded_outputs
+from lm.forwards import body_and_lm_head, check_output_layer, hidden_states, logits_of
 from tests.toys.small_pair import SIZES
 
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2)
@@ -47,7 +46,7 @@ def assert_rows_are_those_of_the_whole(model):
 @pytest.mark.parametrize(("config", "has_halves"), [(LLAMA, True), (GPT2, True), (SOFT_CAPPED, False)])
 def test_models_are_taken_apart_only_where_nothing_follows_the_head(config, has_halves):
     model = model_of(config)
-    assert (halves_of(model) is not None) == has_halves
+    assert (body_and_lm_head(model) is not None) == has_halves
     assert_rows_are_those_of_the_whole(model)
 
 
@@ -81,7 +80,7 @@ def test_two_threads_on_one_model_read_their_own_hidden_states(kind):
             cached = CachedModel(model, with_hidden=True)
             cached.forward(text, len(text))
             return cached.hidden
-        with torch.inference_mode(), watched([model.model.layers[0]]) as seen:
+        with torch.inference_mode(), recorded_outputs([model.model.layers[0]]) as seen:
             model(torch.tensor([text]))
         return seen[0]
 
@@ -100,7 +99,7 @@ def test_a_model_whose_whole_is_watched_is_called_as_a_whole():
     assert_rows_are_those_of_the_whole(model)
     assert len(seen) >= 4
     hook.remove()
-    assert halves_of(model) is not None
+    assert body_and_lm_head(model) is not None
 
 
 def with_another_head(model):

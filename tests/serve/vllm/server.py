@@ -29,7 +29,7 @@ from data_gen.responses.server import CompletionsServer
 from data_gen.responses.spelling import Spelling
 from data_gen.responses.top_logprobs import LawReader, joined
 from lm import Pair, Sampling
-from lm.uniforms import uniforms
+from lm.draws import uniforms
 from tests.serve.vllm.laws import law_of
 
 START_S, NUM, NUM_TOKENS, FALSE_ALARM, MOST_Z = 1200, 32, 64, 1e-4, 4.0

@@ -5,7 +5,7 @@ what was seen.
 import pytest
 import torch
 
-import lm.trees.verification
+import lm.verification
 from decode import Counts, SpeculativeDecoder
 from decode.drafters.trees.drafter import TreeDrafter
 from decode.drafters.trees.shapes import Cape, Dynamic, Shape
@@ -90,7 +90,7 @@ def _unreduced(tokens, law, draws):
 
 
 @pytest.mark.parametrize(
-    "mutant", [(SpeculativeDecoder, "_tree_dists", _unwarped), (lm.trees.verification, "_refusals", _unreduced)]
+    "mutant", [(SpeculativeDecoder, "_tree_dists", _unwarped), (lm.verification, "_rejection_probs", _unreduced)]
 )
 def test_mutants_of_the_loop_change_the_law(mutant, monkeypatch):
     assert_target_law(FixedLength(2), SHAPES["dynamic"], SAMPLINGS["cold"])

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import lm.trees.verification
+import lm.verification
 from lm import Sampler
-from lm.trees.tree import ROOT, Tree
-from lm.trees.verification import verify_tree
+from lm.masks import ROOT, Tree
+from lm.verification import verify_tree
 from tests.toys.enumeration import assert_same_law, law_of
 
 _VOCAB, _LENGTH = 4, 3
-_refusals = lm.trees.verification._refusals
+_rejection_probs = lm.verification._rejection_probs
 
 
 def random_tree(generator: torch.Generator) -> Tree:
@@ -62,7 +62,7 @@ def test_a_two_level_tree_keeps_the_targets_law():
 def _shared_draw(tokens, law, draws):
     """One uniform for all siblings: the first is accepted whose conditional probability is above it."""
     lowest = 1.0
-    for refusal in _refusals(tokens, law, draws):
+    for refusal in _rejection_probs(tokens, law, draws):
         before, lowest = lowest, min(lowest, refusal)
         yield lowest / before if before else 1.0
 
@@ -77,16 +77,16 @@ def _as_drawn(tokens, law, draws):
 
 
 _MUTANTS = {
-    "shared_draw": ("_refusals", _shared_draw),
-    "siblings_on_unreduced_p": ("_refusals", _unreduced),
-    "candidate_as_drawn": ("_refusals", _as_drawn),
-    "residual_with_the_refused": ("_left", lambda tokens, law, draws: law),
+    "shared_draw": ("_rejection_probs", _shared_draw),
+    "siblings_on_unreduced_p": ("_rejection_probs", _unreduced),
+    "candidate_as_drawn": ("_rejection_probs", _as_drawn),
+    "residual_with_the_refused": ("_remaining", lambda tokens, law, draws: law),
 }
 
 
 @pytest.mark.parametrize("mutant", _MUTANTS)
 def test_mutants_of_verification_change_the_law(mutant, monkeypatch):
     name, broken = _MUTANTS[mutant]
-    monkeypatch.setattr(lm.trees.verification, name, broken)
+    monkeypatch.setattr(lm.verification, name, broken)
     with pytest.raises(AssertionError):
         test_a_two_level_tree_keeps_the_targets_law()

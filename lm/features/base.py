@@ -1,7 +1,6 @@
-"""What feature drafts share: embeddings and output head, perhaps those of the target, a reduced vocabulary, and a
-layer's second half.
+"""What feature drafts share: embeddings and LM head, perhaps those of the target, a reduced vocabulary, Llama's layer.
 
-Names of parameters are those of the released checkpoints, so that `load_state_dict` is all that loading takes
+Parameters have the names of the released checkpoints, so that `load_state_dict` is all that loading takes
 (`lm.features.loading`).
 """
 
@@ -14,29 +13,29 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from lm.caches.buffers import BufferLayer
-from lm.models.masked import visible
+from lm.cache import growing_cache
+from lm.masks import visible
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines of the rotary embedding, one row per position."""
+"""Cosines and sines of RoPE, one row per position."""
 Mask = Bool[Tensor, "1 1 node cached"]
-"""The entries that each node sees, as `lm.models.masked` places them."""
+"""The cache entries that each node sees (`lm.masks`)."""
 
 
 class Outputs(NamedTuple):
-    """What a forward of a draft gives for each node."""
+    """Outputs of a draft for each node."""
 
     states: Float[Tensor, "batch node hidden"]
-    """States that the nodes that follow are fed in place of the target's features."""
+    """States that later nodes read in place of the target's features."""
     hidden: Float[Tensor, "batch node hidden"]
-    """Input of the output head, and with it of every acceptance head."""
+    """Input of the LM head and of acceptance heads."""
 
 
 class FeatureDraft(nn.Module):
     """A draft for one target. Bind it to the target before use."""
 
     lag = 0
-    """The entry of token t has position t - lag, and reads what the target said up to token t - 1."""
+    """The entry of token t has position t - lag, and reads the target's states up to token t - 1."""
     target_ids: Int[Tensor, " reduced"] | None
     name_or_path = ""
     """Directory or repository that it was loaded from."""
@@ -44,8 +43,8 @@ class FeatureDraft(nn.Module):
     def __init__(self, config: LlamaConfig | Qwen3Config, *, has_embedding: bool, num_logits: int | None) -> None:
         """Args:
         config: config of the draft's layer; its vocabulary is the target's.
-        has_embedding: has the draft input embeddings? Otherwise the target's serve.
-        num_logits: width of the draft's output head; None: it has none, and the target's serves.
+        has_embedding: the draft has input embeddings; otherwise the target's are used.
+        num_logits: width of the draft's LM head; None: it has none, and the target's is used.
         """
         super().__init__()
         config._attn_implementation = "sdpa"
@@ -56,9 +55,7 @@ class FeatureDraft(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # Qwen3 has all keys that it reads
         self.register_buffer("target_ids", None, persistent=False)
         self._borrowed: tuple[nn.Module, nn.Module] | None = None
-        """The target's input embeddings and output head, in a tuple, since a module would own a module of its own
-        attribute: moving the draft would move them too.
-        """
+        """The target's input embeddings and LM head; in a tuple, so that they are not moved with the draft."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,12 +64,12 @@ class FeatureDraft(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device that it computes on."""
+        """Device of its weights."""
         return next(self.parameters()).device
 
     @property
     def hidden_size(self) -> int:
-        """Width of what its output head reads, and with it every acceptance head."""
+        """Width of the input of its LM head and of acceptance heads."""
         return self.config.hidden_size
 
     @property
@@ -88,12 +85,12 @@ class FeatureDraft(nn.Module):
         return None
 
     def reduce(self, target_ids: Int[Tensor, " reduced"]) -> None:
-        """Set the target's ids that the draft's own head names, in this order."""
+        """Set the target's ids that the draft's own LM head has logits for, in its order."""
         self.target_ids = target_ids
 
     def bind(self, target: PreTrainedModel) -> "FeatureDraft":
-        """Borrow from this target what the draft has none of; a reduced vocabulary without a head of its own takes a
-        copy of the target's rows.
+        """Use the target's embeddings or LM head where the draft has none; a reduced vocabulary without an LM head gets
+        a copy of the target's rows.
         """
         self._borrowed = target.get_input_embeddings(), target.get_output_embeddings()
         if self.target_ids is not None and not self._has_head:
@@ -104,12 +101,12 @@ class FeatureDraft(nn.Module):
         return self
 
     def is_bound_to(self, target: PreTrainedModel) -> bool:
-        """Whether it borrows from this very model."""
+        """True if it is bound to this very model."""
         return self._borrowed is not None and self._borrowed[1] is target.get_output_embeddings()
 
     @property
     def borrowed(self) -> tuple[nn.Module, nn.Module]:
-        """Input embeddings and output head of the target."""
+        """Input embeddings and LM head of the target."""
         assert self._borrowed is not None, "bind the draft to its target first"
         return self._borrowed
 
@@ -119,12 +116,12 @@ class FeatureDraft(nn.Module):
         return self.borrowed[0] if self.embed_tokens is None else self.embed_tokens
 
     def embed(self, tokens: Int[Tensor, "*node"]) -> Float[Tensor, "*node hidden"]:
-        """Input embeddings, where the draft is."""
+        """Input embeddings, on the draft's device."""
         embedding = self.embedding
         return embedding(tokens.to(next(embedding.parameters()).device)).to(self.device, self.dtype)
 
     def logits(self, hidden: Float[Tensor, "*node hidden"]) -> Float[Tensor, "*node vocab"]:
-        """Logits over the target's vocabulary; -inf where a reduced one has no entry."""
+        """Logits over the target's vocabulary; -inf for ids that a reduced one lacks."""
         head = self.borrowed[1] if self.lm_head is None else self.lm_head
         weight = next(head.parameters())
         narrow = head(hidden.to(weight.device, weight.dtype))
@@ -134,22 +131,12 @@ class FeatureDraft(nn.Module):
         return wide.index_copy_(-1, self.target_ids, narrow)
 
     def new_cache(self, capacity: int) -> DynamicCache:
-        """An empty cache for the draft's layers, which `roll_back` cuts."""
-        cache = DynamicCache()
-        cache.layers = [BufferLayer(capacity) for _ in range(self.config.num_hidden_layers)]
-        return cache
-
-
-def roll_back(cache: Cache, length: int) -> None:
-    """Keep the first `length` entries of a draft's cache."""
-    for layer in cache.layers:
-        layer.roll_back(length)  # type: ignore[union-attr]  # `new_cache` makes buffers
+        """An empty cache for the draft's layers."""
+        return growing_cache(capacity)
 
 
 def causal(tokens: Int[Tensor, "batch new"], cache: Cache | None, device: torch.device) -> Mask | None:
-    """The entries that each new one of a chain sees: all before it and itself; None where attention knows that by
-    itself.
-    """
+    """Mask of new entries of a chain, each of which sees all before it; None if attention does so without a mask."""
     num_new, num_cached = tokens.shape[1], 0 if cache is None else cache.get_seq_length()
     if num_new == 1 or num_cached == 0:
         return None
@@ -158,9 +145,7 @@ def causal(tokens: Int[Tensor, "batch new"], cache: Cache | None, device: torch.
 
 
 class DraftLayer(nn.Module):
-    """Llama's layer behind its first norm: attention, whose input may be wider than the residual stream, and the
-    MLP.
-    """
+    """Llama's layer after its first norm: attention, whose input may be wider than the residual stream, and the MLP."""
 
     def __init__(self, config: LlamaConfig, *, input_size: int, qkv_bias: bool) -> None:
         super().__init__()
@@ -180,7 +165,7 @@ class DraftLayer(nn.Module):
         mask: Mask | None,
         cache: Cache | None,
     ) -> Float[Tensor, "batch node hidden"]:
-        """The residual stream behind the layer."""
+        """The residual stream after the layer."""
         attended, _ = self.self_attn(inputs, position_embeddings=rotation, attention_mask=mask, past_key_values=cache)
         states = residual + attended
         return states + self.mlp(self.post_attention_layernorm(states))

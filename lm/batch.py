@@ -1,0 +1,269 @@
+"""Several sequences in one forward: rows of a batch, each with its own length and roll-back (law 4.5), and
+continuations of one text.
+
+A padded forward feeds each row of a batch the tokens that its cache lacks. Padding is on the right, and queries see
+positions of their own row up to their own position, so they never see padding or what was rolled back. That is exact
+for full attention with explicit positions; other models are refused (`lm.selfcheck`).
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from lm.cache import BufferLayer, RowFeed, growing_cache
+from lm.forwards import body_and_lm_head, body_of, device_of, refuse_training
+from lm.masks import BranchMask, additive, visible
+from lm.model import CachedModel
+from lm.rope import refuse_crossing, rope_switch_of
+from lm.selfcheck import check, check_batch, ids_of_plan, refusal_of
+
+_MAX_EXTRA = 4
+"""Tokens before the requested rows that a forward takes along; a row that lacks more is fed them in another forward."""
+_PREFIX, _BRANCHES = (1, 2, 3, 1, 2), ((2, (3, 1)), (4, (2, 2, 3)))
+"""A text of the check, and its continuations: (tokens of the text that one sees, its own tokens)."""
+
+
+class BatchRow(CachedModel):
+    """One row of a batch, with the interface of a `CachedModel`."""
+
+    def __init__(self, batch: "BatchModel", row: int, like: CachedModel) -> None:
+        """Args:
+        batch: the batch.
+        row: index of the row.
+        like: a model of one sequence, with the same model and settings.
+        """
+        self.model, self.vocab_size, self.with_hidden = like.model, like.vocab_size, like.with_hidden
+        self.hidden, self._max_length, self._device = None, like._max_length, batch.device
+        self.row, self._batch = row, batch
+        self.reset()
+
+    def reset(self) -> None:
+        self._length, self._rope_switch = 0, rope_switch_of(self.model)
+
+    def roll_back(self, length: int) -> None:
+        self._length = min(self._length, length)
+
+    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
+        return self._batch.forward([self], [token_ids], [num_rows])[0]
+
+
+class BatchModel:
+    """`rows` of a batch, and forwards of any of them together."""
+
+    def __init__(self, cached: CachedModel, num_rows: int) -> None:
+        """Args:
+        cached: the model, for one sequence; it keeps its own cache.
+        num_rows: maximum number of sequences at once.
+
+        Raises:
+            ValueError: a model whose rows cannot be rolled back one by one.
+        """
+        self.model, self.vocab_size = cached.model, cached.vocab_size
+        self.device = device_of(cached.model)  # `cached` knows where the model was at its last reset
+        self._cache = DynamicCache(config=self.model.config)
+        others = {type(layer).__name__ for layer in self._cache.layers if type(layer) is not DynamicLayer}
+        remedy = "only full attention rolls back sequence by sequence: decode one prompt at a time"
+        refusal = refusal_of(self.model, "be decoded in batches", remedy)
+        if others or not self._cache.layers:
+            raise refusal(f"its cache has {', '.join(sorted(others)) or 'no layers that are known beforehand'}")
+        self._num_rows = max(num_rows, 2)
+        self._cache.layers = [BufferLayer(1) for _ in self._cache.layers]
+        rows = [BatchRow(self, row, cached) for row in range(self._num_rows)]
+        check_batch(
+            cached,
+            refusal,
+            roll_back=lambda row, length: rows[row].roll_back(length),
+            forward=lambda texts: self.forward(rows[:2], texts, [1, 1]),
+        )
+        for row in rows:
+            row.reset()
+        self.rows = rows[:num_rows]
+
+    @torch.inference_mode()
+    def forward(
+        self, rows: Sequence[BatchRow], texts: Sequence[Sequence[int]], num_logits: Sequence[int]
+    ) -> list[Float[Tensor, "rows vocab"]]:
+        """Logits after each of the last `num_logits` tokens of every text, in one forward, or in two if a row lacks
+        many tokens.
+
+        Args:
+            rows: the rows that are fed.
+            texts: whole text of each; tokens that are not in the cache are fed.
+            num_logits: number of logits requested of each.
+        """
+        for row, text, num in zip(rows, texts, num_logits, strict=True):
+            assert 1 <= num <= len(text) - len(row), f"{num} rows requested of {len(text) - len(row)} fed tokens"
+            row._check_side(len(text) - num, len(text))
+        if len({row._is_long for row in rows}) > 1:
+            switch = rope_switch_of(self.model)
+            assert switch is not None
+            raise switch.refusal("a batch has short and long texts", "decode the long prompts apart")
+        late = [
+            (row, text[:-num])
+            for row, text, num in zip(rows, texts, num_logits, strict=True)
+            if len(text) - len(row) - num > _MAX_EXTRA
+        ]
+        if late:
+            self._feed(*zip(*late, strict=True))
+            for row, text in late:
+                row._length = len(text)
+        hidden, logits = self._feed(rows, texts)
+        fed = [len(text) - len(row) for row, text in zip(rows, texts, strict=True)]
+        indices = torch.tensor(_requested(fed, num_logits, hidden.shape[1]), device=hidden.device)
+        hidden = hidden.flatten(0, 1)[indices]
+        if logits is None:
+            assert self._parts is not None
+            logits = self._parts.head(hidden)
+        else:
+            logits = logits.flatten(0, 1)[indices]
+        logits = logits if self.vocab_size is None else logits[:, : self.vocab_size]
+        for row, text, states in zip(rows, texts, hidden.split(list(num_logits)), strict=True):
+            row.hidden, row._length = states, len(text)
+        return list(logits.split(list(num_logits)))
+
+    def _feed(
+        self, rows: Sequence[BatchRow], texts: Sequence[Sequence[int]]
+    ) -> tuple[Float[Tensor, "fed width hidden"], Float[Tensor, "fed width vocab"] | None]:
+        """Feed what the cache lacks: final hidden states, and logits if the model is more than body and head."""
+        fed = [list(text[len(row) :]) for row, text in zip(rows, texts, strict=True)]
+        width, end = max(map(len, fed)), max(map(len, texts))
+        ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in fed], device=self.device)
+        starts = torch.tensor([[len(row)] for row in rows], device=self.device)
+        ends = torch.tensor([[len(text)] for text in texts], device=self.device)
+        positions = starts + torch.arange(width, device=self.device)
+        feed = RowFeed([row.row for row in rows], positions, end, self._num_rows)
+        for layer in self._cache.layers:
+            layer.feed = feed  # type: ignore[union-attr]  # a `BufferLayer`
+        inputs = {
+            "past_key_values": self._cache,
+            "use_cache": True,
+            "position_ids": positions.minimum(ends - 1),  # padding may lie beyond the last position
+            "attention_mask": additive(visible(positions, end), self.model.dtype)[:, None],
+        }
+        self._parts = body_and_lm_head(self.model)
+        if self._parts is not None:
+            return self._parts.body(input_ids=ids, **inputs).last_hidden_state, None
+        output = self.model(input_ids=ids, output_hidden_states=True, **inputs)
+        return output.hidden_states[-1], output.logits
+
+
+def _requested(num_fed: Sequence[int], num_logits: Sequence[int], width: int) -> list[int]:
+    """Flat indices, in [row x width], of the last `num_logits` of each row's fed tokens."""
+    ends = (width * row + num for row, num in enumerate(num_fed))
+    return [index for end, num in zip(ends, num_logits, strict=True) for index in range(end - num, end)]
+
+
+class Continuations:
+    """Continuations of one text, each from some position of it, read side by side.
+
+    The text is in the cache once. Each continuation attends to the part before its start and to its own tokens, by a
+    mask and explicit positions, so a step is one forward of one token each. Departure: a model with sliding windows
+    sees its whole context here; `check_branch_length` refuses longer texts.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, vocab_size: int, cache: DynamicCache, starts: Int[Tensor, " branch"]
+    ) -> None:
+        """Args:
+        model: the model.
+        vocab_size: width of the distributions that callers compute from hidden states.
+        cache: holds the text (`read_prefix`), and after it what is fed.
+        starts: number of tokens of the text that each continuation sees.
+        """
+        self.model, self.vocab_size, self.cache, self.starts = model, vocab_size, cache, starts
+        self._num_text = cache.get_seq_length()
+        self._mask = BranchMask(self._num_text, starts)
+
+    @torch.inference_mode()
+    def feed(
+        self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]
+    ) -> Float[Tensor, "fed hidden"]:
+        """Final hidden states after each token.
+
+        Args:
+            tokens: tokens of any continuations, those of one in their order.
+            owners: the continuation of each token.
+            depths: index of each token in its continuation, from 0.
+        """
+        positions, mask = self._mask.feed(owners, depths)
+        output = body_of(self.model)(
+            input_ids=tokens[None],
+            attention_mask=additive(mask, self.model.dtype)[None, None],
+            position_ids=positions[None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return output.last_hidden_state[0]
+
+    def drop(self) -> None:
+        """Drop all continuations, and keep the text."""
+        self.cache.crop(self._num_text - self.cache.get_seq_length())  # a negative number: so many tokens less
+        self._mask = BranchMask(self._num_text, self.starts)
+
+
+def read_prefix(model: PreTrainedModel, ids: list[int]) -> tuple[DynamicCache, Float[Tensor, "position hidden"]]:
+    """A cache that holds `ids`, and the final hidden states after each. Windows are ignored: the mask hides entries."""
+    cache = growing_cache(2 * len(ids))
+    with torch.inference_mode():
+        output = body_of(model)(
+            input_ids=torch.tensor([ids], device=device_of(model)), past_key_values=cache, use_cache=True
+        )
+    return cache, output.last_hidden_state[0]
+
+
+def check_branches(model: PreTrainedModel) -> None:
+    """Raise ValueError unless continuations that are read side by side have the hidden states that each has alone."""
+    refuse_training(model)
+    check(
+        model,
+        "branches side by side",
+        lambda seed: _branch_feeds(model, seed),
+        lambda reason: _no_trace(model, reason),
+        difference="branches side by side change its hidden states",
+    )
+
+
+def check_branch_length(model: PreTrainedModel, length: int, *, num_prompt: int) -> None:
+    """Raise ValueError if prompt, response and branch, which share a forward, have more tokens than a window of the
+    model, or cross a RoPE switch (`lm.rope`).
+    """
+    subject = f"prompt, response and branch have {length} tokens, which are read at once"
+    remedy = "lower decode.max_new_tokens or data.max_prompt_tokens"
+    refuse_crossing(model, num_prompt, length, subject=subject, remedy=remedy)
+    for index, layer in enumerate(DynamicCache(config=model.config).layers):
+        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        if window is not None and length > window:
+            subject = f"layer {index} of {type(model).__name__} sees {window} tokens"
+            raise ValueError(
+                f"{subject}; prompt, response and branch have {length}, which branches need to see whole: {remedy}"
+            )
+        if window is None and type(layer) is not DynamicLayer:
+            raise _no_trace(
+                model, f"layer {index} keeps a state ({type(layer).__name__}), and each branch would need its own"
+            )
+
+
+@torch.inference_mode()
+def _branch_feeds(model: PreTrainedModel, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(hidden states of a branch beside the others, those of the branch alone), for every branch."""
+    prefix = ids_of_plan(model, _PREFIX, seed)
+    branches = [(num_visible, ids_of_plan(model, tokens, seed)) for num_visible, tokens in _BRANCHES]
+    cache, _ = read_prefix(model, prefix)
+    device = device_of(model)
+    side_by_side = Continuations(model, 0, cache, torch.tensor([num for num, _ in branches], device=device))
+    fed = [(token, owner, depth) for owner, (_, ids) in enumerate(branches) for depth, token in enumerate(ids)]
+    hidden = side_by_side.feed(*torch.tensor(fed, device=device).T).split([len(ids) for _, ids in branches])
+    for states, (num_visible, ids) in zip(hidden, branches, strict=True):
+        whole = torch.tensor([[*prefix[:num_visible], *ids]], device=device)
+        yield states, body_of(model)(input_ids=whole, use_cache=False).last_hidden_state[0, num_visible:]
+
+
+def _no_trace(model: PreTrainedModel, reason: str) -> ValueError:
+    return ValueError(
+        f"no trace can be recorded with {type(model).__name__}: {reason}; `acceptance-heads bench` compares policies "
+        "without a trace"
+    )

@@ -1,0 +1,330 @@
+"""KV caches that roll back exactly and do not copy what they hold.
+
+transformers' `DynamicLayer` concatenates, so every step copies every key and value: at batch 64 that costs more than
+the forward. Here a layer writes into one buffer and returns a view of it. Attention rolls back by counting. Recurrent
+and convolutional layers, which cannot forget a token, return to a copy of an earlier state (`Snapshots`).
+"""
+
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+_MAX_SNAPSHOTS = 48
+"""Copies kept, more than any draft has tokens. The first two, of nothing and of the prompt, always stay: going back
+further than the others means going back to the prompt.
+"""
+
+
+class RowFeed(NamedTuple):
+    """Where a forward of rows of different lengths writes, the same in every layer."""
+
+    rows: list[int]
+    """Row of the buffer of each sequence that is fed."""
+    positions: Int[Tensor, "row fed"]
+    """Position of each token, padding included."""
+    end: int
+    """Positions that the queries are shown; the mask hides those beyond a row's own length."""
+    num_rows: int
+    """Rows of the buffer."""
+
+
+class BufferLayer(DynamicLayer):
+    """One attention layer's keys and values, [row, head, position, dim].
+
+    All rows hold the `length` positions from `first` on. While `feed` is set, rows have lengths of their own instead:
+    they are filled from position 0, and what lies beyond a row's length (rejected tokens, padding) is hidden by the
+    mask of each forward and overwritten by the next tokens.
+    """
+
+    feed: RowFeed | None = None
+
+    def __init__(self, capacity: int) -> None:
+        """Args:
+        capacity: positions to begin with; doubled when it does not suffice.
+        """
+        super().__init__()
+        self.capacity = capacity
+        self.first = self.length = 0
+        self._keys: Tensor
+        self._values: Tensor
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if self.feed is not None:
+            return self._update_rows(self.feed, key_states, value_states)
+        filled, num_new = self.length, key_states.shape[-2]
+        if filled == 0 and not self._fits(key_states, len(key_states)):
+            self._allocate(len(key_states), key_states, value_states)
+        self.length += num_new
+        if self.first + self.length > self.capacity:
+            self._make_room(self.length, filled)
+        start = self.first + filled
+        self._keys.narrow(2, start, num_new).copy_(key_states)
+        self._values.narrow(2, start, num_new).copy_(value_states)
+        return self._view()
+
+    def _update_rows(self, feed: RowFeed, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        needed = feed.end + feed.positions.shape[1]  # padding is written too, at most a width beyond the last token
+        if not self._fits(key_states, feed.num_rows):
+            self._allocate(feed.num_rows, key_states, value_states)
+        if needed > self.capacity:
+            self._make_room(needed, self.capacity)
+        rows = torch.tensor(feed.rows, device=key_states.device)
+        positions = feed.positions.to(key_states.device)
+        shown = []
+        for buffer, states in ((self._keys, key_states), (self._values, value_states)):
+            buffer[rows[:, None], :, positions] = states.transpose(1, 2)
+            filled = buffer[:, :, : feed.end]
+            are_first = feed.rows == list(range(len(rows)))  # then they need not be copied
+            shown.append(filled[: len(rows)] if are_first else filled[rows])
+        return shown[0], shown[1]
+
+    def get_seq_length(self) -> int:
+        """Positions held; 0 while rows differ in length, since models are then given positions and a mask."""
+        return self.length
+
+    def roll_back(self, length: int) -> None:
+        """Keep the first `length` positions."""
+        self.length = min(self.length, length)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Roll back in transformers' terms: by minus the number of tokens to forget."""
+        self.roll_back(max(self.length - abs(tokens_to_remove), 0))
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays."""
+        self.first = self.length = 0
+
+    def drop_first(self, count: int) -> None:
+        """Forget the first positions of every row."""
+        self.first, self.length = self.first + count, self.length - count
+
+    def keep_entries(self, length: int, positions: Tensor) -> None:
+        """Keep the first `length` positions and, moved together after them, the entries at these positions."""
+        for buffer in (self._keys, self._values):
+            start = self.first + length
+            buffer[:, :, start : start + len(positions)] = buffer[:, :, self.first + positions.to(buffer.device)]
+        self.length = length + len(positions)
+
+    def insert_rows(self, other: "BufferLayer", rows: Tensor, num_rows: int) -> None:
+        """Overwrite `rows` with the rows of another layer, right-aligned.
+
+        Positions left of a shorter row become 0, and the mask must hide them: an old NaN there would survive the mask,
+        since 0 * NaN is NaN.
+
+        Args:
+            other: a layer of at most as many positions, unless this one is empty.
+            rows: the rows to overwrite, one for each of the other layer.
+            num_rows: rows of this layer, if it is empty.
+        """
+        if not self.is_initialized:
+            self._allocate(num_rows, other._keys, other._values)
+        if self.length < other.length:
+            assert self.length == 0, "a layer with shorter rows would have to move them"
+            self.length = other.length
+        end, rows = self.first + self.length, rows.to(self._keys.device)
+        for buffer in (self._keys, self._values):
+            buffer[rows, :, self.first : end - other.length] = 0
+        self._keys[rows, :, end - other.length : end], self._values[rows, :, end - other.length : end] = other._view()
+        self._view()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows; only what is filled is copied."""
+        if self.is_initialized:
+            indices = indices.to(self._keys.device)  # a model's layers may be on several devices
+            self._keys, self._values = (self._selected(buffer, indices) for buffer in (self._keys, self._values))
+            self._view()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(len(self._keys)).repeat_interleave(repeats))
+
+    def _fits(self, states: Tensor, num_rows: int) -> bool:
+        """False if the model's dtype or device, or the number of rows, has changed since the buffer was made."""
+        return (
+            self.is_initialized
+            and self._keys.dtype == states.dtype
+            and self._keys.device == states.device
+            and len(self._keys) == num_rows
+        )
+
+    def _allocate(self, num_rows: int, *states: Tensor) -> None:
+        self.dtype, self.device = states[0].dtype, states[0].device
+        # zeros, because a masked entry has weight 0, and 0 * NaN is NaN
+        self._keys, self._values = (
+            state.new_zeros(num_rows, state.shape[1], self.capacity, state.shape[3]) for state in states
+        )
+        self.is_initialized = True
+
+    def _selected(self, buffer: Tensor, indices: Tensor) -> Tensor:
+        filled = slice(self.first, self.first + self.length)
+        rows = indices.tolist() if buffer.is_cpu else []
+        # in place: on a CPU, fresh memory costs more than the copy
+        if rows and all(row < other for row, other in pairwise(rows)):
+            for index, row in enumerate(rows):
+                if index != row:
+                    buffer[index, :, filled] = buffer[row, :, filled]
+            return buffer[: len(rows)]
+        smaller = buffer.new_zeros(len(indices), *buffer.shape[1:])
+        smaller[:, :, filled] = buffer[indices, :, filled]
+        return smaller
+
+    def _make_room(self, needed: int, filled: int) -> None:
+        """Move the `filled` positions to the front, into larger buffers if they must hold more than their capacity."""
+        while self.capacity < needed:
+            self.capacity *= 2
+        self._keys, self._values = (self._moved(buffer, filled) for buffer in (self._keys, self._values))
+        self.first = 0
+
+    def _moved(self, buffer: Tensor, filled: int) -> Tensor:
+        larger = buffer.new_zeros(*buffer.shape[:2], self.capacity, buffer.shape[3])
+        larger[:, :, :filled] = buffer[:, :, self.first : self.first + filled]
+        return larger
+
+    def _view(self) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = (buffer.narrow(2, self.first, self.length) for buffer in (self._keys, self._values))
+        return self.keys, self.values
+
+
+class WindowLayer(BufferLayer):
+    """A layer with sliding or chunked attention. It keeps every position, since a rejection may need again what left
+    the window, and returns a view of the last ones; masks are transformers' own, for that view.
+    """
+
+    is_sliding = True
+
+    def __init__(self, capacity: int, sliding_window: int) -> None:
+        """Args:
+        capacity: positions to begin with; doubled when it does not suffice.
+        sliding_window: the window of sliding attention, the query included, or the chunk of chunked attention.
+        """
+        super().__init__(capacity)
+        self.sliding_window = sliding_window
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        _, first = self.get_mask_sizes(0)
+        keys, values = super().update(key_states, value_states)
+        return keys[:, :, first:], values[:, :, first:]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(number of positions that the next queries are shown, the first of them)."""
+        first = max(self.length - self.sliding_window + 1, 0)
+        return self.length + query_length - first, first
+
+
+class Snapshots:
+    """Earlier states of those layers of a cache that cannot roll back by counting.
+
+    A copy is taken before every forward. Rolling back restores the last copy that is early enough, which may be earlier
+    than requested; the tokens in between are then fed again. A draft, which feeds one token at a time, has a copy at
+    every length; a target has one at the start of each verification.
+    """
+
+    def __init__(self, cache: DynamicCache) -> None:
+        self._cache = cache
+        self._copies: list[tuple[int, list[dict[str, Any]]]] = []
+        """(length, state of each layer), the shortest first."""
+
+    def take(self, length: int) -> None:
+        """Copy the state of the cache, which holds `length` tokens."""
+        if len(self._copies) == _MAX_SNAPSHOTS:
+            del self._copies[2]
+        self._copies.append((length, [_state_of(layer) for layer in self._layers]))
+
+    def restore(self, length: int) -> int | None:
+        """Restore the last copy of at most `length` tokens: its length, or None if there is no such copy."""
+        while self._copies:
+            num_held, states = self._copies.pop()
+            if num_held <= length:
+                for layer, state in zip(self._layers, states, strict=True):
+                    vars(layer).update({name: _restored(layer, name, value) for name, value in state.items()})
+                return num_held
+        return None
+
+    @property
+    def _layers(self) -> list[Any]:
+        return [layer for layer in self._cache.layers if not isinstance(layer, BufferLayer)]
+
+
+def _state_of(layer: Any) -> dict[str, Any]:
+    """A copy of the layer's attributes; for keys and values that only grow, a slice of their current length."""
+    growing = ("keys", "values") if isinstance(layer, DynamicLayer) and not layer.is_sliding else ()
+    return {
+        name: slice(value.shape[-2])
+        if name in growing and isinstance(value, Tensor) and value.dim() == 4
+        else _copied(value)
+        for name, value in vars(layer).items()
+    }
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+def _restored(layer: Any, name: str, value: Any) -> Any:
+    return getattr(layer, name)[:, :, value] if isinstance(value, slice) else value
+
+
+def make_cache(model: PreTrainedModel, capacity: int) -> DynamicCache:
+    """An empty cache; attention layers have room for `capacity` positions at first, other layers are transformers'."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [_buffered(layer, capacity) for layer in cache.layers]
+    return cache
+
+
+def _buffered(layer: Any, capacity: int) -> Any:
+    if type(layer) is DynamicLayer:
+        return BufferLayer(capacity)
+    return WindowLayer(capacity, layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else layer
+
+
+def growing_cache(capacity: int) -> DynamicCache:
+    """An empty cache of `BufferLayer`s, as many as a model writes to."""
+    cache = DynamicCache()
+    cache.layer_class_to_replicate = partial(BufferLayer, capacity)  # type: ignore[assignment]  # makes one, too
+    return cache
+
+
+def roll_back(cache: Any, length: int) -> None:
+    """Keep the first `length` positions of a cache of `growing_cache`."""
+    for layer in cache.layers:
+        layer.roll_back(length)
+
+
+def select_rows(cache: DynamicCache, rows: Tensor) -> None:
+    """Keep these rows of the batch; `rows` may be on any device."""
+    # every kind of layer has this method, and it takes any number of rows
+    cache.reorder_cache(rows.long())  # type: ignore[arg-type]
+
+
+def takes_turns(cache: DynamicCache) -> bool:
+    """Whether rows can be overwritten (`insert_rows`) and first positions dropped: attention layers can do both."""
+    return all(isinstance(layer, BufferLayer) for layer in cache.layers)
+
+
+def insert_rows(cache: DynamicCache, other: DynamicCache, rows: Tensor, num_rows: int) -> None:
+    """`BufferLayer.insert_rows` in every layer."""
+    for layer, new in zip(cache.layers, other.layers, strict=True):
+        layer.insert_rows(new, rows, num_rows)  # type: ignore[union-attr]  # `takes_turns`
+
+
+def drop_first(cache: DynamicCache, count: int) -> None:
+    """Forget the first positions of every row, in every layer."""
+    for layer in cache.layers:
+        layer.drop_first(count)  # type: ignore[union-attr]  # `takes_turns`

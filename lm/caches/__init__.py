@@ -1,1 +1,0 @@
-"""Layers of a KV cache that roll back exactly, one file per way of doing it."""

@@ -1,0 +1,288 @@
+"""Law 4.5 for a feature draft: one sequence, fed token by token like a `CachedModel`, beside the target whose states it
+reads; with the nodes of a tree level by level; or with a block at once, whose tokens are then drawn one by one.
+
+Its cache holds a prefix of the committed tokens that was fed with the target's features (`num_kept`), and during a
+draft an extension that was fed with the draft's own outputs. Rolling back always drops the extension: its accepted
+tokens are fed again with the target's features, as in training. So the next forward feeds committed[num_kept:].
+
+In the first round of a generation the target has read nothing: `max_length` is then 0, so that a drafter proposes
+nothing, and the verification of the empty draft reads the prompt (law 4.4 counts it as any other).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lm.cache import roll_back
+from lm.features.base import FeatureDraft, Outputs
+from lm.features.dspark import DSpark, Memory
+from lm.features.eagle import Eagle
+from lm.features.glide import Glide, cached_keys_values
+from lm.features.recorder import FeatureRecorder
+from lm.forwards import refuse_training
+from lm.masks import EMPTY, Tree, tree_feed
+from lm.model import CachedModel
+
+_CAPACITY = 256
+
+
+class FeatureModel:
+    """One sequence in one feature draft, with the interface of a `CachedModel` that drafts.
+
+    Attributes:
+        hidden: [rows, hidden] input of the LM head in the last forward, which has one row; a tree's has more.
+        outputs: outputs of the last forward, whose states deeper nodes read; None once they are rolled back.
+        session: the generation that uses this model, or used it last (`decode.loop.session`).
+    """
+
+    with_hidden = True
+    session: Any = None
+
+    def __init__(self, draft: FeatureDraft, target: CachedModel, *, vocab_size: int | None = None) -> None:
+        """Args:
+        draft: a draft that is bound to the target's model.
+        target: the object that verifies, with a recorder of what the draft reads.
+        vocab_size: width that logits are cut to; None keeps all.
+        """
+        assert isinstance(target.recorder, FeatureRecorder), "make the target with a recorder of this draft"
+        self.draft, self.target, self.vocab_size = draft.eval(), target, vocab_size
+        self._recorder = target.recorder
+        self.reset()
+
+    def __len__(self) -> int:
+        """Tokens that were fed and not rolled back."""
+        return self._length
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the draft."""
+        return self.draft.device
+
+    @property
+    def output_device(self) -> torch.device:
+        """Device of hidden states."""
+        return self.draft.device
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of what heads read."""
+        return self.draft.hidden_size
+
+    @property
+    def max_length(self) -> float:
+        """Maximum number of tokens that may be fed; 0 before the target has read anything."""
+        return float(self.draft.config.max_position_embeddings) if self._recorder.num_features else 0.0
+
+    def check_mode(self) -> None:
+        """Raise ValueError if the draft is in train mode."""
+        refuse_training(self.draft)
+
+    @property
+    def num_logits(self) -> int:
+        """Width of its distributions."""
+        return self.draft.num_logits if self.vocab_size is None else min(self.draft.num_logits, self.vocab_size)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the input embeddings."""
+        return next(self.draft.embedding.parameters()).shape[0]
+
+    def embedding(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
+        """Input embeddings, on the device of `tokens`."""
+        return self.draft.embed(tokens).to(tokens.device)
+
+    def reset(self) -> None:
+        """Empty the cache for a new sequence."""
+        self._cache = self.draft.new_cache(_CAPACITY)
+        self._length = self.num_kept = 0
+        self.hidden: Float[Tensor, "rows hidden"] | None = None
+        self.roll_back(0)
+
+    def roll_back(self, length: int) -> None:
+        """Keep at most the first `length` tokens, and none that was fed with the draft's own outputs."""
+        self._length = self.num_kept = min(self.num_kept, length)
+        self.outputs: Outputs | None = None
+        roll_back(self._cache, max(self._length - self.draft.lag, 0))
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "1 vocab"]:
+        """Logits after the last token of `token_ids`, of which the first len(self) were fed before."""
+        assert len(token_ids) > self._length, "no token to feed"
+        assert num_rows == 1, f"{num_rows} rows requested; a feature draft verifies nothing"
+        known = self._recorder.num_features + 1
+        if self.outputs is None and self._length >= known:
+            self.roll_back(known - 1)  # the outputs that the next token reads were dropped
+        while self._length < len(token_ids):
+            # the target's features serve many tokens at once; the draft's own outputs come one at a time
+            end = min(known, len(token_ids)) if self._length < known else self._length + 1
+            fed = token_ids[max(self._length, self.draft.lag) : end]
+            logits = self._feed(torch.tensor([fed], device=self.device), end)
+            self.num_kept = min(end, known)
+        return logits
+
+    @torch.inference_mode()
+    def forward_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
+        """Logits after a token that was drawn on the device, without a transfer to the host."""
+        return self._feed(token.view(1, 1).to(self.device), self._length + 1)
+
+    def _feed(self, tokens: Int[Tensor, "1 fed"], end: int) -> Float[Tensor, "1 vocab"]:
+        """Feed the tokens before index `end` of the text: the logits after the last."""
+        last = end - self.draft.lag
+        positions = torch.arange(last - tokens.shape[1], last, device=self.device)[None]
+        self.outputs = self._outputs(tokens, positions, last)
+        self._length = end
+        self.hidden = self.outputs.hidden[0, -1:]
+        return self._to_vocab(self.draft.logits(self.hidden))
+
+    def _outputs(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
+        """Outputs of the entries of these tokens, which end before position `last`."""
+        raise NotImplementedError
+
+    def _to_vocab(self, logits: Float[Tensor, "*node all"]) -> Float[Tensor, "*node vocab"]:
+        return logits[..., : self.vocab_size]
+
+
+class EagleModel(FeatureModel):
+    """One sequence in an EAGLE draft."""
+
+    draft: Eagle
+
+    def _outputs(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
+        if last <= self._recorder.num_features:
+            states = self.draft.entering(self._recorder.features(last - tokens.shape[1], last))
+        else:
+            assert self.outputs is not None
+            states = self.outputs.states[:, -1:]
+        return self.draft(tokens, states, positions, cache=self._cache)
+
+    def roll_back(self, length: int) -> None:
+        super().roll_back(length)
+        self._tree = EMPTY
+
+    @torch.inference_mode()
+    def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
+        """As `CachedModel.forward_tree`; a node reads its parent's output, so children of new nodes wait for the next
+        call.
+
+        Args:
+            token_ids: the whole text.
+            tree: begins with the nodes that were fed before, which extend the cache until the next `roll_back`.
+        """
+        new = slice(len(self._tree), len(tree))
+        logits, hidden = [], []
+        if len(token_ids) > len(self):
+            assert not len(self._tree), "roll back before the text grows: it would leave its tree"
+            logits.append(self.forward(token_ids))
+            assert self.outputs is not None
+            self._states, hidden = self.outputs.states[0, -1:], [self.outputs.hidden[0, -1:]]
+        if new.stop > new.start:
+            parents, tokens = (torch.tensor(column[new], device=self.device) for column in (tree.parents, tree.tokens))
+            num_text = self._length - self.draft.lag
+            assert self._cache.get_seq_length() == num_text + len(self._tree), "the cache holds the text and the tree"
+            positions, mask = tree_feed(tree.depths[new], tree.ancestors()[new], num_text)
+            outputs = self.draft(
+                tokens[None],
+                self._states[parents + 1][None],
+                positions[None].to(self.device),
+                cache=self._cache,
+                mask=mask[None, None].to(self.device),
+            )
+            self._states = torch.cat([self._states, outputs.states[0]])
+            logits.append(self._to_vocab(self.draft.logits(outputs.hidden[0])))
+            hidden.append(outputs.hidden[0])
+        self._tree, self.hidden = tree, torch.cat(hidden)
+        return torch.cat(logits)
+
+
+class GlideModel(FeatureModel):
+    """One sequence in a GliDe draft."""
+
+    draft: Glide
+
+    def _outputs(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
+        keys_values = cached_keys_values(self.target.cache, self._recorder.cached_layer_ids, len(self.target))
+        return self.draft(tokens, keys_values, positions, cache=self._cache)
+
+    @torch.inference_mode()
+    def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "1 vocab"]:
+        """As `CachedModel.forward_tree`, for CaPE's trees: one chain, whose other siblings are leaves and never fed."""
+        assert list(tree.parents) == list(range(-1, len(tree) - 1)), "a GliDe draft feeds one chain; use CaPE's shape"
+        return self.forward([*token_ids, *tree.tokens])
+
+
+class BlockModel(FeatureModel):
+    """One sequence in a DSpark draft. A block is one forward, from the first token whose features the target has not
+    given; the tokens drawn from it are read by its Markov head alone.
+
+    Its cache holds the context (`num_kept` entries) and the block.
+    """
+
+    draft: DSpark
+
+    @property
+    def max_length(self) -> float:
+        known = self._recorder.num_features
+        return min(float(known + self.draft.block_size), super().max_length) if known else 0.0
+
+    def roll_back(self, length: int) -> None:
+        super().roll_back(length)
+        self._states: Float[Tensor, "1 block hidden"] | None = None
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "1 vocab"]:
+        assert num_rows == 1, f"{num_rows} rows requested; a feature draft verifies nothing"
+        if self._states is None:
+            self._begin(token_ids, min(self._recorder.num_features, len(token_ids) - 1))
+        assert len(token_ids) > self._length, "no token to feed"
+        for token in torch.tensor(token_ids[self._length :], device=self.device).split(1):
+            logits = self._markov_step(token)
+        return logits
+
+    @torch.inference_mode()
+    def forward_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
+        return self._markov_step(token.to(self.device))
+
+    @torch.inference_mode()
+    def confidence(self) -> Float[Tensor, " 1"]:
+        """The draft's own logit of the acceptance rate of the next token."""
+        assert self.hidden is not None, "no block has begun"
+        return self.draft.confidence(self.hidden)
+
+    def _begin(self, token_ids: Sequence[int], anchor: int) -> None:
+        """Run the block that begins with the token of index `anchor`."""
+        if anchor > self.num_kept:
+            context = self.draft.context(self._recorder.features(self.num_kept, anchor))
+            positions = torch.arange(self.num_kept, anchor, device=self.device)[None]
+            self.draft.remember(context, positions, self._cache)
+            self.num_kept = anchor
+        anchors, positions = (torch.tensor([[number]], device=self.device) for number in (token_ids[anchor], anchor))
+        self._states = self.draft.block(anchors, positions, cache=self._cache)[0]
+        self._base, self._length = self._to_vocab(self.draft.base(self._states)), anchor
+        self._memory: Memory = None
+
+    def _markov_step(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
+        """Logits after this token of the block."""
+        assert self._states is not None, "no block has begun"
+        index = self._length - self.num_kept
+        assert index < self.draft.block_size, f"a block has {self.draft.block_size} tokens"
+        self.hidden, self._memory = self.draft.follow(self._states[:, index], token, self._memory)
+        self._length += 1
+        return self._base[:, index] + self._to_vocab(self.draft.bias(self.hidden))
+
+
+def feature_model(
+    draft: FeatureDraft, target: CachedModel, *, vocab_size: int | None = None
+) -> EagleModel | GlideModel | BlockModel:
+    """One sequence in `draft`; args are those of `FeatureModel`."""
+    if isinstance(draft, DSpark):
+        return BlockModel(draft, target, vocab_size=vocab_size)
+    return (GlideModel if isinstance(draft, Glide) else EagleModel)(draft, target, vocab_size=vocab_size)
+
+
+DraftModel = CachedModel | FeatureModel
+"""A model that drafts token by token."""
+TreeDraft = CachedModel | EagleModel | GlideModel
+"""A model that drafts trees; EAGLE drafts grow EAGLE-2's trees, GliDe drafts CaPE's chain with siblings."""

@@ -1,0 +1,181 @@
+"""Drafts of a feature draft from many positions of one text, side by side.
+
+A round that begins when text[:n] is committed knows the target's states of text[:n-1] and the newest token. Its first
+distribution reads the target's states, every further one the draft's own outputs. So what a feature draft predicts
+after a token depends on where its round began, and each position of a text has its own rollout:
+
+    rollouts = rollouts_of(draft, run_target(target, draft, ids), ids)
+    hidden = rollouts.begin(lengths)            one rollout per length n; input of its first distribution
+    hidden = rollouts.feed(tokens, owners)      one more token of some rollouts; input of their next distributions
+
+Rollouts of a DSpark draft are blocks: all states of one exist once it begins, and tokens are read by the Markov head
+alone. `lm.features.model` drafts one sequence in the same way, with a cache that rolls back.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from lm.batch import read_prefix
+from lm.cache import roll_back
+from lm.features.base import FeatureDraft, Mask, Outputs
+from lm.features.dspark import DSpark, block_mask
+from lm.features.eagle import Eagle
+from lm.features.glide import Glide, cached_keys_values
+from lm.features.recorder import modules_read_by, recorded_outputs
+from lm.masks import BranchMask, visible
+
+_MAX_BLOCKS = 64
+"""Blocks per forward; bounds the attention mask."""
+
+
+class TargetOutputs(NamedTuple):
+    """Outputs of the target for one text."""
+
+    cache: DynamicCache
+    """Holds at least the text."""
+    hidden: Float[Tensor, "token hidden"]
+    """State of each token after the final norm."""
+    features: Float[Tensor, "1 token feature"]
+    """What the draft reads of each token; width 0 if it reads only the cache."""
+
+
+@torch.inference_mode()
+def run_target(target: PreTrainedModel, draft: FeatureDraft, ids: Sequence[int]) -> TargetOutputs:
+    """One forward of the target over a text."""
+    with recorded_outputs(modules_read_by(draft, target)) as outputs:
+        cache, hidden = read_prefix(target, list(ids))
+    parts = [part.to(draft.device) for _, part in sorted(outputs.items())]
+    features = torch.cat(parts or [hidden.new_zeros(len(ids), 0, device=draft.device)], -1)[None]
+    return TargetOutputs(cache, hidden, features)
+
+
+class Rollouts:
+    """One text in the cache of an EAGLE or GliDe draft, and rollouts from it."""
+
+    max_length = float("inf")
+    """Maximum number of tokens of a rollout."""
+
+    def __init__(self, draft: FeatureDraft, outputs: TargetOutputs, ids: Sequence[int]) -> None:
+        """Args:
+            draft: a draft that is bound to the target.
+            outputs: outputs of the target for the text.
+            ids: the text, of at least two tokens.
+
+        Raises:
+            ValueError: a GliDe draft of several layers, whose upper layers depend on where earlier rounds ended.
+        """
+        if draft.config.num_hidden_layers > 1:
+            raise ValueError(
+                f"this draft has {draft.config.num_hidden_layers} layers, and their cache depends on where earlier "
+                "rounds ended: no trace or data can be made with it; `acceptance-heads bench` compares policies without"
+            )
+        self.draft, self._target, self._length = draft, outputs, len(ids)
+        self._tokens = torch.tensor(list(ids), device=draft.device)
+        self._cache = draft.new_cache(2 * len(ids))
+        self._text = self._read_text()
+
+    @torch.inference_mode()
+    def begin(self, lengths: Int[Tensor, " rollout"]) -> Float[Tensor, "rollout hidden"]:
+        """Begin rollouts, and drop those before: the hidden state of each one's first distribution.
+
+        Args:
+            lengths: number of tokens committed when each rollout begins; more than the draft's `lag`.
+        """
+        num_kept = self._length - self.draft.lag
+        roll_back(self._cache, num_kept)
+        self._lengths = lengths.to(self.draft.device)
+        self._mask = BranchMask(num_kept, self._lengths - self.draft.lag)
+        roots = self._lengths - 1 - self.draft.lag
+        self._states = self._text.states[0, roots]
+        return self._text.hidden[0, roots]
+
+    @torch.inference_mode()
+    def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"]) -> Float[Tensor, "fed hidden"]:
+        """Feed one more token to some rollouts, at most one to each: the hidden state after it.
+
+        Args:
+            tokens: tokens drawn from the last distributions.
+            owners: the rollout of each token.
+        """
+        tokens, owners = tokens.to(self.draft.device), owners.to(self.draft.device)
+        positions, visible_entries = self._mask.feed(owners, self._mask.lengths(owners))
+        mask = visible_entries[None, None]
+        if isinstance(self.draft, Eagle):
+            states = self._states[owners][None]
+            outputs = self.draft(tokens[None], states, positions[None], cache=self._cache, mask=mask)
+        else:
+            outputs = self._run_glide(tokens, positions, self._lengths[owners] - 1, mask=mask)
+        self._states[owners] = outputs.states[0]
+        return outputs.hidden[0]
+
+    def _read_text(self) -> Outputs:
+        """The draft's outputs for the text, each token read with the target's states before it."""
+        lag, tokens = self.draft.lag, self._tokens
+        positions = torch.arange(self._length - lag, device=self.draft.device)
+        with torch.inference_mode():
+            if isinstance(self.draft, Eagle):
+                states = self.draft.entering(self._target.features[:, : self._length - lag])
+                return self.draft(tokens[None, lag:], states, positions[None], cache=self._cache)
+            # the target has no key before the first token, so it sees its own; no rollout begins there
+            return self._run_glide(tokens, positions, positions.clamp(min=1))
+
+    def _run_glide(self, tokens: Tensor, positions: Tensor, num_known: Tensor, mask: Mask | None = None) -> Outputs:
+        """A GliDe draft's forward in which each token sees the first `num_known` keys of the target."""
+        assert isinstance(self.draft, Glide)
+        cross_mask = visible(num_known - 1, self._length)[None, None]
+        keys_values = cached_keys_values(self._target.cache, self.draft.cached_layer_ids, self._length)
+        return self.draft(
+            tokens[None], keys_values, positions[None], cache=self._cache, mask=mask, cross_mask=cross_mask
+        )
+
+
+class BlockRollouts:
+    """One text in the cache of a DSpark draft, and blocks from positions of it; the interface of `Rollouts`."""
+
+    def __init__(self, draft: DSpark, outputs: TargetOutputs, ids: Sequence[int]) -> None:
+        self.draft, self._length, self.max_length = draft, len(ids), float(draft.block_size)
+        self._tokens = torch.tensor(list(ids), device=draft.device)
+        self._cache = draft.new_cache(2 * len(ids))
+        with torch.inference_mode():
+            positions = torch.arange(len(ids), device=draft.device)[None]
+            draft.remember(draft.context(outputs.features), positions, self._cache)
+
+    @torch.inference_mode()
+    def begin(self, lengths: Int[Tensor, " rollout"]) -> Float[Tensor, "rollout wide"]:
+        """`hidden` of each block's first token; the anchor is the last token of each length (`Rollouts.begin`)."""
+        anchors = lengths.to(self.draft.device) - 1
+        self._states = torch.cat([self._blocks(part) for part in anchors.split(_MAX_BLOCKS)])
+        self._indices = torch.zeros_like(anchors)
+        hidden, self._memory = self.draft.follow(self._states[:, 0], self._tokens[anchors], None)
+        return hidden
+
+    @torch.inference_mode()
+    def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"]) -> Float[Tensor, "fed wide"]:
+        """`hidden` of the next token of some blocks, after their newest token (`Rollouts.feed`)."""
+        tokens, owners = tokens.to(self.draft.device), owners.to(self.draft.device)
+        self._indices[owners] += 1
+        states = self._states[owners, self._indices[owners]]
+        memory = None if self._memory is None else self._memory[owners]
+        hidden, memory = self.draft.follow(states, tokens, memory)
+        if self._memory is not None and memory is not None:
+            self._memory[owners] = memory
+        return hidden
+
+    def _blocks(self, anchors: Int[Tensor, " block"]) -> Float[Tensor, "block index hidden"]:
+        """The states of blocks that begin with these tokens of the text."""
+        if not len(anchors):  # attention takes no empty batch
+            shape = (0, self.draft.block_size, self.draft.config.hidden_size)
+            return torch.empty(shape, dtype=self.draft.dtype, device=anchors.device)
+        roll_back(self._cache, self._length)
+        mask = block_mask(anchors[None], self._length, self.draft.block_size)
+        return self.draft.block(self._tokens[anchors][None], anchors[None], cache=self._cache, mask=mask)[0]
+
+
+def rollouts_of(draft: FeatureDraft, outputs: TargetOutputs, ids: Sequence[int]) -> Rollouts | BlockRollouts:
+    """Rollouts of a draft of any kind; args and errors are those of `Rollouts`."""
+    return BlockRollouts(draft, outputs, ids) if isinstance(draft, DSpark) else Rollouts(draft, outputs, ids)

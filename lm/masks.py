@@ -1,0 +1,163 @@
+"""Trees of tokens, and positions and masks of forwards in which each token sees some entries of the cache.
+
+A forward has a position for every token, and a mask with a row for every token. The mask's columns are the entries of
+the cache, old ones first, then those of the forward: first a text, whose entries are at positions 0, 1, …, then
+whatever branches off from it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+ROOT = -1
+"""The last token of the text, from which a tree grows."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Candidate tokens after a text: for each token the node that it follows, parents before their children.
+
+    Worked example: tokens (5, 7, 2) and parents (-1, -1, 0) offer the continuations "5 2" and "7".
+
+    Raises:
+        ValueError: a parent that does not come before its child, siblings with one token.
+    """
+
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    depths: list[int] = field(init=False, compare=False)
+    """Depth of each node; the root's children have 1."""
+    _children: dict[int, list[int]] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        depths: list[int] = []
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            if not ROOT <= parent < node:
+                raise ValueError(
+                    f"node {node} has parent {parent}; a parent is {ROOT} (the text's last token) or an earlier node"
+                )
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+            children.setdefault(parent, []).append(node)
+        for parent, nodes in children.items():
+            tokens = self.tokens_of(nodes)
+            if len(set(tokens)) < len(nodes):
+                raise ValueError(f"node {parent} has children {tokens}; siblings are distinct tokens")
+        object.__setattr__(self, "depths", depths)
+        object.__setattr__(self, "_children", children)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def depth(self) -> int:
+        """Tokens of its longest continuation."""
+        return max(self.depths, default=0)
+
+    def children(self, node: int) -> list[int]:
+        """Nodes right after this one, which may be `ROOT`."""
+        return self._children.get(node, [])
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root's child to this one."""
+        path = []
+        while node != ROOT:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def tokens_of(self, path: Sequence[int]) -> list[int]:
+        """The tokens of these nodes."""
+        return [self.tokens[node] for node in path]
+
+    def ancestors(self) -> Bool[np.ndarray, "node node"]:
+        """For each node a row: True at the nodes of its path, itself included."""
+        mask = np.eye(len(self), dtype=bool)
+        for node, parent in enumerate(self.parents):
+            if parent != ROOT:
+                mask[node] |= mask[parent]
+        return mask
+
+
+EMPTY = Tree()
+"""The tree without nodes."""
+
+
+def visible(
+    last_visible: Int[Tensor, "*batch fed"], num_text: int, branch: Bool[Tensor, "*batch fed branched"] | None = None
+) -> Bool[Tensor, "*batch fed cached"]:
+    """Mask of the entries that each token sees.
+
+    Args:
+        last_visible: the last position of the text that a token sees; it sees everything before, too.
+        num_text: entries of the text.
+        branch: mask of the entries after the text; None if there are none.
+    """
+    text = torch.arange(num_text, device=last_visible.device) <= last_visible[..., None]
+    return text if branch is None else torch.cat([text, branch], -1)
+
+
+def additive(mask: Bool[Tensor, "*batch fed cached"], dtype: torch.dtype) -> Float[Tensor, "*batch fed cached"]:
+    """The mask as attention adds it to its scores: 0 for a visible entry, the lowest number for a hidden one."""
+    return torch.full(mask.shape, torch.finfo(dtype).min, dtype=dtype, device=mask.device).masked_fill_(mask, 0.0)
+
+
+def tree_feed(
+    depths: Sequence[int], ancestors: Bool[np.ndarray, "new node"], num_text: int, *, num_pending: int = 0
+) -> tuple[Int[Tensor, " fed"], Bool[Tensor, "fed cached"]]:
+    """(positions, mask), on the CPU, of a forward of the end of a text and of nodes of a tree after it.
+
+    With a text of 3 tokens, the last of them pending, and two new siblings of depth 1, the positions are 2, 3 and 3,
+    and the rows of the mask 11100, 11110 and 11101.
+
+    Args:
+        depths: depth of each new node; the root's children have 1.
+        ancestors: mask of the nodes that each new node sees: cached ones first, then new ones.
+        num_text: tokens of the text, pending ones included.
+        num_pending: how many of its last tokens are fed, before the nodes.
+    """
+    # numpy's calls on so few numbers take half as long as torch's
+    pending, new = np.arange(num_text - num_pending, num_text), num_text - 1 + np.asarray(depths, dtype=np.int64)
+    positions = np.concatenate([pending, new])
+    mask = np.zeros((len(positions), num_text + ancestors.shape[1]), dtype=bool)
+    mask[:, :num_text] = np.arange(num_text) <= positions[:, None]
+    mask[num_pending:, num_text:] = ancestors
+    return torch.from_numpy(positions), torch.from_numpy(mask)
+
+
+class BranchMask:
+    """Continuations of a text, each from some position of it; a continuation sees the text before that, and itself.
+
+    With continuations from positions 2 and 4 of a text of 5 tokens, a first forward of one token each has positions 2
+    and 4, and the rows of its mask are 1100010 and 1111001.
+    """
+
+    def __init__(self, num_text: int, starts: Int[Tensor, " branch"]) -> None:
+        """Args:
+        num_text: entries of the text.
+        starts: position at which each continuation begins.
+        """
+        self._num_text, self._starts = num_text, starts
+        self._owners = self._depths = starts.new_empty(0)
+
+    def lengths(self, owners: Int[Tensor, " fed"]) -> Int[Tensor, " fed"]:
+        """Number of entries of each of these continuations."""
+        return (self._owners[:, None] == owners).sum(0)
+
+    def feed(
+        self, owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]
+    ) -> tuple[Int[Tensor, " fed"], Bool[Tensor, "fed cached"]]:
+        """Append entries: their positions, and their mask.
+
+        Args:
+            owners: the continuation of each entry.
+            depths: index of each entry in its continuation, from 0.
+        """
+        self._owners, self._depths = torch.cat([self._owners, owners]), torch.cat([self._depths, depths])
+        in_branch = (self._owners == owners[:, None]) & (self._depths <= depths[:, None])
+        starts = self._starts[owners]
+        return starts + depths, visible(starts - 1, self._num_text, in_branch)

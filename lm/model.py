@@ -1,0 +1,369 @@
+"""Law 4.5: a causal language model with a KV cache that can be extended and rolled back.
+
+The cache holds a prefix of committed[:-1], and the next forward feeds committed[len(cache):]: one token after a
+rejection, two after full acceptance, more after rounds without a draft. Rolling back is exact. Attention rolls back by
+counting; a model with recurrent or convolutional layers returns to an earlier copy of their state, perhaps earlier than
+requested, and the tokens in between are fed again (`lm.cache`). Other models are refused (`lm.selfcheck`).
+
+After the text, the cache can hold the nodes of one tree. A node sees the text and the nodes of its own path, and has
+the position that it has in its path. Nodes are added level by level, as a draft does, or all at once, as the target
+does; then `keep` moves the accepted path's entries to the end of the text and drops the others. That is exact for full
+attention with explicit positions.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from inspect import signature
+from threading import get_ident
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from lm.cache import BufferLayer, Snapshots, make_cache
+from lm.compiled import Compile, CompiledEpilogues
+from lm.forwards import (
+    body_and_lm_head,
+    device_of,
+    eos_ids_of,
+    lm_head_of,
+    num_logits_of,
+    refuse_training,
+)
+from lm.masks import EMPTY, Tree, additive, tree_feed
+from lm.rope import RopeSwitch, rope_switch_of
+from lm.selfcheck import check_cache, check_tree
+
+_CAPACITY = 256
+"""Positions that a cache has room for at first."""
+_MAX_PENDING = 32
+"""Text tokens that are fed together with nodes; the rest of a longer text (the prompt) is fed before."""
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """What records the states that a feature draft reads: `lm.features.recorder.FeatureRecorder`."""
+
+    buffer: BufferLayer
+
+    def check(self, cache: Any) -> None: ...
+    def reset(self) -> None: ...
+    def roll_back(self, length: int) -> None: ...
+    def watching(self, *, has_body: bool) -> AbstractContextManager[dict[int, Tensor] | None]: ...
+    def append(self, start: int, outputs: dict[int, Tensor] | None, states: Any, nothing: Any) -> None: ...
+
+
+class CachedModel:
+    """One sequence, perhaps followed by one tree, in one causal model.
+
+    Attributes:
+        hidden: [rows, hidden] final hidden states (after the final norm, as the LM head reads them) of the rows that
+            the last forward returned; may be None unless `with_hidden`.
+        holds_trees: `forward_tree` and `keep` may be used.
+        recorder: keeps the states that a feature draft reads; None without one.
+        epilogues: compiled functions of its forwards; None if nothing is compiled.
+        session: the generation that uses this model, or used it last (`decode.loop.session`).
+    """
+
+    _max_length = float("inf")
+    _rope_switch: RopeSwitch | None = None
+    _is_long = False
+    """The text is read with the long RoPE frequencies (`lm.rope`)."""
+    session: Any = None
+    holds_trees = False
+    recorder: Recorder | None = None
+    epilogues: CompiledEpilogues | None = None
+    _tree = EMPTY
+    """The nodes that are in the cache."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        vocab_size: int | None = None,
+        with_hidden: bool = False,
+        holds_trees: bool = False,
+        recorder: Recorder | None = None,
+        compile: Compile = False,
+    ) -> None:
+        """Args:
+        model: any causal language model of transformers whose cache can be rolled back.
+        vocab_size: width that logits are cut to (the extra ids of a padded vocabulary get probability 0); None: all.
+        with_hidden: also keep the final hidden states; costs a hook if the model is more than body and head.
+        holds_trees: `forward_tree` and `keep` will be used.
+        recorder: records what a feature draft reads.
+        compile: "stop" compiles functions of its forwards (`lm.compiled`).
+
+        Raises:
+            ValueError: the model is in train mode, its cache cannot be rolled back or hold a tree, or its hidden states
+                or features are not available.
+        """
+        refuse_training(model)
+        self.model, self.vocab_size, self.with_hidden = model, vocab_size, with_hidden
+        self.hidden: Float[Tensor, "rows hidden"] | None = None
+        if with_hidden:
+            lm_head_of(model)
+        self.recorder = recorder
+        self.epilogues = CompiledEpilogues() if compile else None
+        self.holds_trees = holds_trees
+        self._max_length = float(getattr(model.config.get_text_config(), "max_position_embeddings", None) or "inf")
+        self._parameters = signature(type(model).forward).parameters
+        self._length = 0
+        self._is_plain = False
+        self.one_token_at_a_time = False
+        """After the prompt, feed one token at a time, as `generate` does; some recurrent layers need it."""
+        self.reset()
+        if self.recorder is not None:
+            self.recorder.check(self.cache)
+        check_cache(self)
+        if holds_trees:
+            check_tree(self)
+
+    def __len__(self) -> int:
+        """Entries of the cache: tokens of the text, and nodes."""
+        return self._length
+
+    @property
+    def device(self) -> torch.device:
+        """Device that takes token ids."""
+        return self._device
+
+    @property
+    def output_device(self) -> torch.device:
+        """Device of logits and hidden states, which differs if the model is spread over several devices."""
+        return next(lm_head_of(self.model).parameters()).device
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the final hidden state."""
+        return self.model.config.get_text_config().hidden_size
+
+    @property
+    def max_length(self) -> float:
+        """Maximum number of tokens that may be fed of the session's text; infinite if the config names no limit."""
+        return self.limit_of(self.session.num_prompt) if self.session is not None else self._max_length
+
+    def limit_of(self, num_prompt: int) -> float:
+        """Maximum number of tokens that may be fed of a text with such a prompt (`lm.rope`)."""
+        if self._rope_switch is None or self._rope_switch.is_long(num_prompt - 1):
+            return self._max_length
+        return min(self._max_length, float(self._rope_switch.bound))
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The ids that end a sequence: those of the generation config, else of the config."""
+        return eos_ids_of(self.model.generation_config) or eos_ids_of(self.model.config.get_text_config())
+
+    def check_mode(self) -> None:
+        """Raise ValueError if the model is in train mode."""
+        refuse_training(self.model)
+
+    @property
+    def num_logits(self) -> int:
+        """Width of its distributions."""
+        width = num_logits_of(self.model)
+        return width if self.vocab_size is None else min(width, self.vocab_size)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the input embeddings."""
+        return next(self.model.get_input_embeddings().parameters()).shape[0]
+
+    def embedding(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
+        """Input embeddings, on the device of `tokens`."""
+        return self.model.get_input_embeddings()(tokens.to(self._device)).to(tokens.device)
+
+    def reset(self) -> None:
+        """Empty the cache for a new sequence, and inspect the model again, which may have moved or changed."""
+        self._device = device_of(self.model)
+        self._single = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        self._positions = torch.arange(_CAPACITY, device=self._device)[None]
+        self._rope_switch = rope_switch_of(self.model)
+        self._tree = EMPTY
+        if self.recorder is not None:
+            self.recorder.reset()
+        self._empty()
+
+    def _empty(self) -> None:
+        """Empty the cache, or make a new one if its layers cannot be emptied."""
+        self._parts = body_and_lm_head(self.model)
+        if self._is_plain:
+            self.roll_back(0)
+            return
+        self.cache = make_cache(self.model, _CAPACITY)
+        self._buffers = [layer for layer in self.cache.layers if isinstance(layer, BufferLayer)]
+        self._counted = [
+            (index, layer) for index, layer in enumerate(self.cache.layers) if isinstance(layer, CacheLayerMixin)
+        ]
+        self._is_plain = len(self._buffers) == len(self.cache.layers)
+        self._snapshots = None if self._is_plain else Snapshots(self.cache)
+        self._length = 0
+
+    def roll_back(self, length: int) -> None:
+        """Drop the tree, and keep at most the first `length` tokens of the text."""
+        length = min(length, self._length - len(self._tree))
+        self._tree = EMPTY
+        if self.recorder is not None:
+            self.recorder.roll_back(length)
+        if length >= self._length:
+            return
+        if self._snapshots is not None:
+            restored = self._snapshots.restore(length)
+            if restored is None:
+                self._empty()
+                return
+            length = restored
+        for layer in self._buffers:
+            layer.roll_back(length)
+        self._length = length
+        self._check_lengths()
+
+    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
+        """Logits after each of the last `num_rows` tokens of `token_ids`, in the model's dtype.
+
+        Args:
+            token_ids: the whole text; its first len(self) tokens are in the cache, the others are fed.
+            num_rows: at most the number of tokens fed.
+        """
+        self._check_side(len(token_ids) - num_rows + 1, len(token_ids))
+        if torch.is_inference_mode_enabled():  # the loop enters it once a round: entering costs as much as a softmax
+            return self._forward(token_ids, num_rows)
+        with torch.inference_mode():
+            return self._forward(token_ids, num_rows)
+
+    @torch.inference_mode()
+    def forward_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
+        """Logits after a token that was drawn on the device, without a transfer to the host."""
+        self._check_side(0, self._length + 1)
+        return self._feed(token.view(1, 1).to(self._device), self._next_positions(1), 1)
+
+    @torch.inference_mode()
+    def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
+        """Logits after the text's last token, unless it was in the cache, and after each node that was not.
+
+        Args:
+            token_ids: the whole text; tokens that are not in the cache are fed.
+            tree: begins with the nodes that are in the cache.
+        """
+        self._check_side(len(token_ids), len(token_ids) + tree.depth)
+        num_pending = len(token_ids) - (len(self) - len(self._tree))
+        assert num_pending == 0 or not len(self._tree), "roll back before the text grows: it would leave its tree"
+        if num_pending > _MAX_PENDING:
+            self.forward(token_ids[:-1])
+            num_pending = 1
+        num_cached = len(self._tree)
+        ids = [*token_ids[len(token_ids) - num_pending :], *tree.tokens[num_cached:]]
+        depths, ancestors = tree.depths[num_cached:], tree.ancestors()[num_cached:]
+        positions, mask = tree_feed(depths, ancestors, len(token_ids), num_pending=num_pending)
+        inputs = {
+            "position_ids": positions[None].to(self._device),
+            "attention_mask": additive(mask, self.model.dtype)[None, None].to(self._device),
+        }
+        num_rows = len(tree) - num_cached + bool(num_pending)
+        logits = self._feed(torch.tensor([ids], device=self._device), inputs, num_rows)
+        self._tree = tree
+        return logits
+
+    @torch.inference_mode()
+    def keep(self, path: Sequence[int]) -> None:
+        """Append the nodes of this path to the text, and drop the other nodes."""
+        length = len(self) - len(self._tree)
+        entries = torch.tensor(path, dtype=torch.long) + length
+        for layer in self._buffers if self.recorder is None else [*self._buffers, self.recorder.buffer]:
+            layer.keep_entries(length, entries)
+        self._length, self._tree = length + len(path), EMPTY
+        self._check_lengths()
+
+    def _check_side(self, num_first: int, end: int) -> None:
+        """Raise ValueError if the text, with `end` tokens, crosses a RoPE switch.
+
+        Args:
+            num_first: tokens that are read at once if none is cached.
+            end: tokens that are cached after the forward.
+        """
+        if self._rope_switch is None:
+            return
+        if self._length == 0:
+            self._is_long = num_first > self._rope_switch.bound
+        if end > self._rope_switch.bound and not (self._is_long and self._rope_switch.is_long(end)):
+            raise self._rope_switch.refusal(f"the text has {end} tokens", "shorten the prompt, or lower max_new_tokens")
+
+    def _forward(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
+        fed = token_ids[self._length :]
+        assert 1 <= num_rows <= len(fed), f"{num_rows} rows requested of {len(fed)} fed tokens"
+        if not (self.one_token_at_a_time and len(fed) > 1):
+            ids = self._single.fill_(fed[0]) if len(fed) == 1 else torch.tensor([fed], device=self._device)
+            return self._feed(ids, self._next_positions(len(fed)), num_rows)
+        # the prompt at once, as `generate` feeds it, and what was drafted after it one by one
+        num_first = 1 if self._length > 0 else len(fed) - num_rows + 1
+        steps = []
+        for tokens in (fed[:num_first], *([token] for token in fed[num_first:])):
+            ids = torch.tensor([tokens], device=self._device)
+            steps.append((self._feed(ids, self._next_positions(len(tokens)), 1), self.hidden))
+        logits, hidden = zip(*steps[-num_rows:], strict=True)
+        self.hidden = None if self.hidden is None else torch.cat(hidden)
+        return torch.cat(logits)
+
+    def _next_positions(self, num_fed: int) -> dict[str, Tensor]:
+        """Positions of the tokens that are fed next, as a keyword of the model's forward."""
+        end = self._length + num_fed
+        if end > self._positions.shape[1]:
+            self._positions = torch.arange(2 * end, device=self._device)[None]
+        return {"position_ids": self._positions[:, self._length : end]}
+
+    def _feed(
+        self, ids: Int[Tensor, "1 fed"], inputs: Mapping[str, Tensor], num_rows: int
+    ) -> Float[Tensor, "rows vocab"]:
+        """Feed tokens with positions, and perhaps a mask; all that extends the cache passes here."""
+        if self._snapshots is not None:
+            self._snapshots.take(self._length)
+        if self.recorder is None:
+            logits, _ = self._run(ids, inputs, num_rows)
+        else:
+            with self.recorder.watching(has_body=self._parts is not None) as outputs:
+                logits, states = self._run(ids, inputs, num_rows)
+            self.recorder.append(self._length, outputs, states, logits.new_empty(ids.shape[1], 0))
+        self._length += ids.shape[1]
+        self._check_lengths()
+        return logits if self.vocab_size in (None, logits.shape[-1]) else logits[:, : self.vocab_size]
+
+    def _run(
+        self, ids: Int[Tensor, "1 fed"], inputs: Mapping[str, Tensor], num_rows: int
+    ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "fed hidden"] | None]:
+        """(logits of the last rows, hidden states of all rows if the model is body and head)."""
+        if self._parts is not None:
+            states = self._parts.body(
+                input_ids=ids, past_key_values=self.cache, use_cache=True, **inputs
+            ).last_hidden_state[0]
+            self.hidden = states[-num_rows:]
+            return self._parts.head(self.hidden), states
+        known: dict[str, Any] = {
+            "past_key_values": self.cache,
+            "cache_params": self.cache,
+            "logits_to_keep": num_rows,
+            **inputs,  # without positions, some families count from 0 in every forward
+        }
+        accepted = {name: value for name, value in known.items() if name in self._parameters}
+        if not self.with_hidden:
+            return self.model(input_ids=ids, use_cache=True, **accepted).logits[0, -num_rows:], None
+        # a hook only during the forward: one that stayed would keep this object as long as the model lives
+        hook = lm_head_of(self.model).register_forward_pre_hook(partial(self._keep_hidden, get_ident()))
+        try:
+            return self.model(input_ids=ids, use_cache=True, **accepted).logits[0, -num_rows:], None
+        finally:
+            hook.remove()
+
+    def _keep_hidden(self, thread: int, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if get_ident() == thread:  # another thread may run the same model
+            self.hidden = inputs[0][0]
+
+    def _check_lengths(self) -> None:
+        """Check law 4.5 on every layer that counts tokens; a layer never written to shares another layer's keys."""
+        for index, layer in self._counted:
+            if layer.get_seq_length() != self._length and layer.is_initialized:
+                held = f"layer {index} ({type(layer).__name__}) of the cache holds {layer.get_seq_length()} tokens"
+                raise AssertionError(f"{held} and the model has {self._length}")

@@ -1,0 +1,333 @@
+"""Tests of a model against itself, once per model: fed in an unusual way, it must give the logits of a plain forward.
+
+transformers does not promise for every family that a cache, a tree, rows of different lengths or continuations side by
+side are read correctly. Some forwards ignore a cache (RWKV) or need another one (xLSTM), some of several tokens are not
+the forwards of each (Mamba, Zamba2), some read positions off the mask (ALiBi). Such a model would silently decode other
+tokens. So each way to feed has a plan, which is compared with plain forwards.
+
+The error of a row is its largest difference, as a share of the row's standard deviation over the vocabulary. At most:
+
+    float32, float64    2e-4 in every row (2e-2 where a GPU rounds float32 products to TF32). A float64 model's float32
+                        parts leave 5e-5; Zamba2's two forwards differ by 5e-4 to 4e-2
+    half precision      0.2 in the median row of each feed: single rows may choose other experts of a mixture, and a
+                        wrong cache leaves 0.3 and more. 0.5 in every row where recurrent states recover from a wrong
+                        feed; both in trees, batches and branches, which have few rows
+
+A second text is tried where the first fails because of rounding: experts that tie are in one text, not in two, and
+reserved tokens, which only the first text has, are noisy (SmolLM2-135M in bfloat16: 0.22 to 1.2, and 0.17 on words).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from lm.forwards import device_of
+from lm.masks import Tree
+from lm.rope import rope_switch_of
+
+_TOLERANCE, _TF32_TOLERANCE, _HALF_MEDIAN_TOLERANCE, _HALF_ROW_TOLERANCE = 2e-4, 2e-2, 0.2, 0.5
+_NUM_MEDIAN_ROWS = 5
+"""Rows of the shortest feed that has its own median; all shorter feeds share one."""
+_CHAIN_LENGTH = 150
+"""Tokens of the text, if the context has room for them."""
+_CHAIN = (
+    *((0, 30), (30, 31), (31, 32), (32, 53), (40, 41), (41, 43)),
+    *((43, 64), (60, 81), (81, 102), (81, 82), (82, 103), (103, 104)),
+)
+"""(length to roll back to, length to feed up to), one after the other; tokens that are rolled back were wrong ones. The
+rest of the text comes last: at once, or one by one into a model with recurrent states, whose single steps and longer
+feeds are two different computations.
+"""
+_STEPWISE_LENGTH = 64
+"""Tokens of the text that are fed again one at a time if longer feeds are wrong."""
+_FAILURE = "its forward fails with this cache"
+_FIRST_WORD = 300
+"""Ids below may be control tokens or single bytes, which come first in many vocabularies."""
+_TREE_TEXT, _TREE = (1, 2, 3), Tree((1, 2, 3, 1, 2), (-1, -1, 0, 1, 3))
+_BATCH = (
+    ((0, (1, 2, 3)), (0, (2, 1))),
+    ((3, (1, 2, 3, 1)), (1, (2, 3, 1, 3))),
+    ((2, (1, 2, 1)), (4, (2, 3, 1, 3, 1, 2))),
+)
+"""Feeds of two rows: (length to roll back to, text) of each."""
+_MIN_INDEXER_HEADS = 16
+"""An indexer of h heads scores a key exactly 0 with probability 2^-h: with so many heads no two keys of a row tie."""
+
+_PASSED: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
+"""For each way to feed that a model passed: whether it needs one token at a time."""
+Refusal = Callable[[str], ValueError]
+Cached = Any
+"""A `CachedModel`, whose module imports this one."""
+Feeds = Iterable[tuple[Float[Tensor, "row width"], Float[Tensor, "row width"]]]
+"""(rows of a feed, rows of plain forwards) of each feed."""
+
+
+def refusal_of(model: PreTrainedModel, purpose: str, remedy: str) -> Refusal:
+    """From a reason to the error that also names the model, the purpose ("be decoded") and the remedy."""
+    return lambda reason: ValueError(f"{type(model).__name__} cannot {purpose}: {reason}; {remedy}")
+
+
+def check(
+    model: PreTrainedModel, name: str, feeds: Callable[[int], Feeds], refusal: Refusal, *, difference: str
+) -> None:
+    """Raise ValueError unless the feeds of a plan of few rows give what plain forwards give.
+
+    Args:
+        model: the model that is fed; one that passed is not tested again.
+        name: the way to feed.
+        feeds: the plan with the text of a seed, 0 or 1.
+        refusal: makes the error.
+        difference: start of the error's reason, up to "by".
+    """
+    passed, errors = _PASSED.setdefault(model, {}), []
+    if name in passed:
+        return
+    for seed in (0, 1) if model.dtype != torch.float64 else (0,):
+        with _refusing(refusal, f"its forward fails with {name}"):
+            rows = torch.cat([row_errors(rows.detach(), expected.detach()) for rows, expected in feeds(seed)])
+        errors.append(float(rows.max()))
+        if _largest([rows], by_median=_is_half(model)) <= _tolerance(model) and errors[-1] <= _HALF_ROW_TOLERANCE:
+            passed[name] = False
+            return
+    raise refusal(f"{difference} by {min(errors):.2g} of their spread")
+
+
+def check_cache(cached: Cached) -> None:
+    """Raise ValueError unless forwards through the cache give what a forward without one does.
+
+    `one_token_at_a_time` is set if feeds of several tokens fail, but a prompt followed by single tokens gives what
+    transformers' own cache gives.
+    """
+    passed = _PASSED.setdefault(cached.model, {})
+    if "cache" not in passed:
+        remedy = "choose a model whose whole state is in a cache that transformers can add tokens to"
+        refusal = refusal_of(cached.model, "be decoded by a CachedModel", remedy)
+        if cached.model.config.is_encoder_decoder:
+            raise refusal("it is an encoder-decoder")
+        _check_key_selection(cached, refusal)
+        passed["cache"] = _needs_single_tokens(cached, refusal)
+        cached.reset()
+    cached.one_token_at_a_time = passed["cache"]
+
+
+def check_tree(cached: Cached) -> None:
+    """Raise ValueError unless each node of a tree in the cache has the logits of its path alone."""
+    refusal = refusal_of(cached.model, "hold a tree of drafts", "only full attention can: draft chains with this model")
+    others = {type(layer).__name__ for layer in cached.cache.layers} - {"BufferLayer"}
+    if others:
+        raise refusal(f"its cache has {', '.join(sorted(others))}")
+    difference = "its logits in a tree differ from those of a path alone"
+    check(cached.model, "a mask for a tree", lambda seed: _tree_feeds(cached, seed), refusal, difference=difference)
+    cached.reset()
+
+
+def check_batch(
+    cached: Cached,
+    refusal: Refusal,
+    roll_back: Callable[[int, int], None],
+    forward: Callable[[list[list[int]]], list[Tensor]],
+) -> None:
+    """Raise ValueError unless rows of a batch have the logits that each has alone, in `cached`.
+
+    Args:
+        cached: a model of one sequence.
+        refusal: makes the error.
+        roll_back: cuts a row of the batch to a length.
+        forward: feeds the first rows of the batch up to the end of these texts: the last logits of each.
+    """
+
+    def feeds(seed: int) -> Feeds:
+        for feed in _BATCH:
+            for row, (num_kept, _) in enumerate(feed):
+                roll_back(row, num_kept)
+            texts = [ids_of_plan(cached.model, tokens, seed) for _, tokens in feed]
+            for text, logits in zip(texts, forward(texts), strict=True):
+                cached.reset()
+                yield logits, cached.forward(text)
+
+    difference = "its logits in a batch differ from those alone"
+    check(cached.model, "rows of different lengths", feeds, refusal, difference=difference)
+    cached.reset()
+
+
+def _needs_single_tokens(cached: Cached, refusal: Refusal) -> bool:
+    """True if tokens must be fed one at a time; raises ValueError if the logits are wrong even then."""
+    tolerance = _HALF_ROW_TOLERANCE if _is_half(cached.model) and _has_states(cached) else _tolerance(cached.model)
+    error = _chain_error(cached, 0, refusal)
+    if not any(map(is_written, cached.cache.layers)):
+        raise refusal("its forward ignores the cache")
+    if error > tolerance and (cached.model.dtype == torch.float32 or _by_median(cached)):
+        error = min(error, _chain_error(cached, 1, refusal))
+    if error <= tolerance:
+        return False
+    cached.one_token_at_a_time = True
+    with _refusing(refusal, _FAILURE), torch.inference_mode():
+        tokens = _text(cached, _STEPWISE_LENGTH, 0)
+        expected = _generated(cached, tokens)
+        stepwise_error = _largest(_chain_errors(cached, tokens, expected), by_median=_by_median(cached))
+        cache_error = row_errors(expected, _logits(cached, tokens, 0, use_cache=False)).max()
+    if stepwise_error > tolerance or cache_error > _HALF_ROW_TOLERANCE:
+        raise refusal(f"its logits through a cache differ from those without one by {error:.2g} of their spread")
+    return True
+
+
+def _check_key_selection(cached: Cached, refusal: Refusal) -> None:
+    """Raise ValueError for attention to a few selected keys that tie: which it sees differs between forwards."""
+    config, max_length = cached.model.config.get_text_config(), cached.max_length
+    num_kept, num_indexed = (getattr(config, name, None) for name in ("keep_window_size", "index_topk"))
+    # Doge scores keys by their values, which hold no position
+    if num_kept is not None and num_kept < max_length:
+        raise refusal(f"it keeps {num_kept} keys of texts up to {max_length:.0f} tokens, and keys of equal tokens tie")
+    num_heads = getattr(config, "index_n_heads", _MIN_INDEXER_HEADS)
+    # DeepSeek's indexer, which has a ReLU
+    if num_indexed is not None and num_indexed < max_length and num_heads < _MIN_INDEXER_HEADS:
+        subject = f"its indexer of {num_heads} heads keeps {num_indexed} keys of texts up to {max_length:.0f} tokens"
+        raise refusal(f"{subject}, and scores of 0 tie")
+
+
+def _chain_error(cached: Cached, seed: int, refusal: Refusal) -> float:
+    with _refusing(refusal, _FAILURE), torch.inference_mode():
+        tokens = _text(cached, _CHAIN_LENGTH, seed)
+        expected = _logits(cached, tokens, 0, use_cache=False)
+        return _largest(_chain_errors(cached, tokens, expected), by_median=_by_median(cached))
+
+
+def _chain_errors(
+    cached: Cached, tokens: Sequence[int], expected: Float[Tensor, "position vocab"]
+) -> Iterator[Float[Tensor, " row"]]:
+    """Errors of the rows that follow right tokens only, feed by feed, without those of the prompt."""
+    num_ids = cached.model.config.get_text_config().vocab_size
+    cached.reset()
+    feeds = chain_plan(len(tokens), has_states=_has_states(cached))
+    for (start, end), (num_kept, _) in pairwise([*feeds, (len(tokens), len(tokens))]):
+        cached.roll_back(start)
+        num_right = min(num_kept, end)  # the tokens after these are wrong, and rolled back by the next feed
+        wrong = [(token + 1) % num_ids for token in tokens[num_right:end]]
+        num_rows = 1 if start == 0 else end - start
+        logits = cached.forward([*tokens[:num_right], *wrong], num_rows)
+        first = end - num_rows
+        if start > 0 and num_right > first:
+            yield row_errors(logits[: num_right - first], expected[first:num_right])
+
+
+def chain_plan(length: int, *, has_states: bool) -> list[tuple[int, int]]:
+    """The feeds of a text of this length: `_CHAIN` in proportion, and then the rest of the text."""
+    scaled = [(start * length // _CHAIN_LENGTH, end * length // _CHAIN_LENGTH) for start, end in _CHAIN]
+    plan = [(start, end) for start, end in scaled if start < end] or [(0, 1)]
+    stride = 1 if has_states else length
+    return plan + [(start, min(start + stride, length)) for start in range(plan[-1][1], length, stride)]
+
+
+def _tree_feeds(cached: Cached, seed: int) -> Feeds:
+    """(logits of a path in a tree, its logits alone), for every path, and for one after it was kept."""
+    text, tree = ids_of_plan(cached.model, _TREE_TEXT, seed), Tree([0, 1, 0], [-1, -1, 1])
+    if cached.model.config.get_text_config().vocab_size > max(_TREE.tokens):
+        tree = Tree(ids_of_plan(cached.model, _TREE.tokens, seed), _TREE.parents)
+    path = tree.path(len(tree) - 1)
+    cached.reset()
+    in_tree = cached.forward_tree(text, tree)[1:]
+    cached.keep(path[:1])
+    after_keeping = cached.forward([*text, *tree.tokens_of(path)], 1)
+    for nodes, logits in [*zip(map(tree.path, range(len(tree))), in_tree.split(1), strict=True), (path, after_keeping)]:
+        cached.reset()
+        yield logits, cached.forward([*text, *tree.tokens_of(nodes)])
+
+
+def _text(cached: Cached, length: int, seed: int) -> list[int]:
+    """At most `length` tokens of few ids; forwards with and without a cache differ across a RoPE switch."""
+    switch = rope_switch_of(cached.model)
+    room = int(min(length, cached.max_length if switch is None else min(cached.max_length, switch.bound)))
+    generator = torch.Generator().manual_seed(seed)
+    return ids_of_plan(cached.model, torch.randint(1, 10, (room,), generator=generator).tolist(), seed)
+
+
+def ids_of_plan(model: PreTrainedModel, tokens: Iterable[int], seed: int) -> list[int]:
+    """Ids for the small numbers of a plan: the lowest ids, or for a second text ids of words. High ones may stand for
+    images.
+    """
+    num_ids = model.config.get_text_config().vocab_size
+    return [(_FIRST_WORD * min(seed, 1) + token) % num_ids for token in tokens]
+
+
+def _generated(cached: Cached, tokens: Sequence[int]) -> Float[Tensor, "position vocab"]:
+    """The logits that `generate` sees: of a prompt, and then of one token at a time."""
+    parameters = signature(type(cached.model).forward).parameters
+    cache = DynamicCache(config=cached.model.config)
+    caches = {name: cache for name in ("past_key_values", "cache_params") if name in parameters}
+    num_prompt = chain_plan(len(tokens), has_states=True)[0][1]
+    feeds = pairwise((0, *range(num_prompt, len(tokens) + 1)))
+    return torch.cat([_logits(cached, tokens[start:end], start, use_cache=True, **caches) for start, end in feeds])
+
+
+def _logits(cached: Cached, tokens: Sequence[int], start: int, **settings: Any) -> Float[Tensor, "position vocab"]:
+    """Logits of a plain forward of tokens from position `start` on."""
+    ids = torch.tensor([tokens], device=cached.device)
+    if "position_ids" in signature(type(cached.model).forward).parameters:
+        settings["position_ids"] = torch.arange(start, start + len(tokens), device=cached.device)[None]
+    return cached.model(input_ids=ids, **settings).logits[0, :, : cached.vocab_size]
+
+
+def row_errors(rows: Float[Tensor, "row width"], expected: Float[Tensor, "row width"]) -> Float[Tensor, " row"]:
+    """The error of each row; 0 if the expected row is not finite: such rows are refused when they are decoded."""
+    expected = expected.to(rows.device)
+    spread = expected.float().std(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    errors = (rows - expected).abs().amax(-1).float() / spread
+    return torch.where(expected.isfinite().all(-1), errors.nan_to_num(float("inf")), 0.0)
+
+
+def _largest(errors: Iterable[Float[Tensor, " row"]], *, by_median: bool) -> float:
+    """Error of the worst row, or of the median row of the worst feed."""
+    feeds = list(errors)
+    if not by_median:
+        return max((float(error.max()) for error in feeds), default=0.0)
+    short = [error for error in feeds if len(error) < _NUM_MEDIAN_ROWS]
+    groups = [*([torch.cat(short)] if short else []), *(error for error in feeds if len(error) >= _NUM_MEDIAN_ROWS)]
+    return max((float(group.median()) for group in groups), default=0.0)
+
+
+def _tolerance(model: PreTrainedModel) -> float:
+    """The largest error of a row or, in half precision, of the median row of a feed."""
+    if _is_half(model):
+        return _HALF_MEDIAN_TOLERANCE
+    is_rounded = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return _TF32_TOLERANCE if is_rounded and device_of(model).type == "cuda" else _TOLERANCE
+
+
+def _is_half(model: PreTrainedModel) -> bool:
+    return model.dtype not in (torch.float32, torch.float64)
+
+
+def _by_median(cached: Cached) -> bool:
+    """True if rows are too noisy to be compared one by one."""
+    return _is_half(cached.model) and not _has_states(cached)
+
+
+def _has_states(cached: Cached) -> bool:
+    """True if its cache holds recurrent or convolutional states."""
+    return any(hasattr(layer, "has_previous_state") for layer in cached.cache.layers)
+
+
+def is_written(layer: Any) -> bool:
+    """True if a forward has left anything in this layer of a cache."""
+    states = getattr(layer, "has_previous_state", {})
+    # by its name: the transformers that vLLM runs with has no such class
+    return any(states.values()) or (getattr(layer, "is_initialized", False) and type(layer).__name__ != "DummyLayer")
+
+
+@contextmanager
+def _refusing(refusal: Refusal, failure: str) -> Iterator[None]:
+    """Turn the failure of a forward into a refusal of its model; running out of memory is not one."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise refusal(f"{failure} ({type(error).__name__}: {error})") from error
