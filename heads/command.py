@@ -16,7 +16,7 @@ from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from heads.model.official import read_official_head
 from heads.model.provenance import Provenance
-from heads.training.directory import RunDirectory, check_whole, run_of
+from heads.training.directory import RunDirectory, run_of
 from heads.training.sweep import Sweep
 from lm import load_pair
 from lm.features.dspark import DSpark
@@ -183,7 +183,6 @@ def load_sweep(checkpoint: Path) -> Sweep:
     """
     if not checkpoint.is_file():
         raise FileNotFoundError(f"no checkpoint at {checkpoint}; run `acceptance-heads train` with this config first")
-    check_whole(checkpoint)
     run_of(checkpoint)
     sweep = Sweep.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True)
     sweep.use_selected()

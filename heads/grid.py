@@ -72,10 +72,8 @@ def grid(config: HeadsConfig) -> dict[HeadShape, tuple[float, ...]]:
         if not 0 < weight < float("inf"):
             raise ValueError(f"heads.reject_weights or heads.accept_weight has {weight}; use a positive number")
     papers: list[tuple[Timing, Inputs, str]] = [("fed", Inputs(), PAPERS)] if config.specdec else []
-    product_of = product(config.timings, config.scalars, config.embeddings, config.normalised)
-    combined = [
-        (timing, Inputs.of(scalars, embedding, timing, normed)) for timing, scalars, embedding, normed in product_of
-    ]
+    axes = product(config.timings, config.scalars, config.embeddings, config.normalised)
+    combined = [(timing, Inputs.of(scalars, embedding, timing, normed)) for timing, scalars, embedding, normed in axes]
     possible = [(timing, inputs) for timing, inputs in combined if timing != "prefix" or not inputs.reads_token]
     if missing := set(config.timings) - {timing for timing, _ in possible}:
         raise ValueError(

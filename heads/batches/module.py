@@ -20,9 +20,8 @@ from data_gen.store.identity import describe_model
 from data_gen.store.manifest import read_manifest, refuse_older
 from data_gen.store.rows import read_rows
 from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard, check_numbers, width_of
-from heads.batches.loader import BatchLoader, block_reader
+from heads.batches.loader import BatchLoader, Item, Share, block_reader
 from heads.batches.online import response_reader
-from heads.batches.order import Item, Share
 from heads.grid import grid, scalar_names
 from store.shards import check_sums, list_shards, read_sidecar
 

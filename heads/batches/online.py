@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from data_gen.store.rows import read_rows
 from heads.batches.features import RATE, TARGET_PROB, Batch, Features, FeatureShard, Row, with_states
-from heads.batches.order import Item
+from heads.batches.loader import Item
 from lm.forwards import hidden_states
 from lm.signals import SCALARS
 

@@ -81,7 +81,6 @@ class RunDirectory:
         on_disk = self.read() if resume else {}
         has_checkpoint, saved = resume and self.checkpoint.is_file(), ""
         if has_checkpoint:
-            check_whole(self.checkpoint)
             saved = run_of(self.checkpoint)
             if on_disk:
                 _refuse_difference(on_disk, described, path=self.path)
@@ -107,8 +106,12 @@ class RunDirectory:
         return on_disk
 
 
-def check_whole(path: Path) -> None:
-    """Raise ValueError if a checkpoint is truncated or corrupted."""
+def run_of(path: Path) -> str:
+    """The name of the run that wrote a checkpoint.
+
+    Raises:
+        ValueError: the file is truncated, corrupted, or not a checkpoint of a sweep.
+    """
     remedy = "delete it, or pass --resume false, to start over"
     try:
         with zipfile.ZipFile(path) as file:
@@ -117,10 +120,6 @@ def check_whole(path: Path) -> None:
         raise ValueError(f"checkpoint {path} is incomplete ({path.stat().st_size:,} bytes); {remedy}") from error
     if broken is not None:
         raise ValueError(f"checkpoint {path} is corrupted (in {broken}); {remedy}")
-
-
-def run_of(path: Path) -> str:
-    """The name of the run that wrote a checkpoint; ValueError if it is not a checkpoint of a sweep."""
     try:
         return torch.load(path, mmap=True, weights_only=True, map_location="cpu")["hyper_parameters"]["facts"]["run"]
     except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError) as error:

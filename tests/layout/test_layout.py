@@ -28,16 +28,16 @@ CEILINGS = {
     "store": (623, 500),
     "lm": (5339, 4000),
     "data_gen": (6931, 4400),
-    "heads": (4398, 3600),
+    "heads": (4370, 3600),
     "decode": (5051, 4200),
     "evaluation": (11009, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
-    "tests": (28996, 18000),
+    "tests": (28995, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
-MAX_RECORD_TYPES = 170
+MAX_RECORD_TYPES = 168
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
 
 

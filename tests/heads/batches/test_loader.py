@@ -18,8 +18,16 @@ from safetensors.torch import load_file, save
 
 from configs.schema import Config, ModelSource
 from data_gen.store.identity import describe_model
-from heads.batches.loader import BatchLoader, read_ahead
-from heads.batches.order import Share, batches, evaluation_batches, in_order, num_batches, shuffled
+from heads.batches.loader import (
+    BatchLoader,
+    Share,
+    batches,
+    evaluation_batches,
+    in_order,
+    num_batches,
+    read_ahead,
+    shuffled,
+)
 from heads.training.command import train
 from heads.training.sweep import Sweep
 from store import shards

@@ -33,18 +33,11 @@ class Hub(BaseHTTPRequestHandler):
             self.repos.setdefault(name, {})
             self.answer({"url": f"{constants.ENDPOINT}/{name}"})
         elif "/preupload/" in self.path:
-            files = [
-                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
-            ]
-            self.answer({"files": files})
+            modes = {"uploadMode": "regular", "shouldIgnore": False}
+            self.answer({"files": [{"path": file["path"]} | modes for file in json.loads(body)["files"]]})
         elif "/commit/" in self.path:
-            lines = [json.loads(line) for line in body.splitlines()]
-            files = {
-                line["value"]["path"]: base64.b64decode(line["value"]["content"])
-                for line in lines
-                if line["key"] == "file"
-            }
-            self.repos[self.repo].update(files)
+            files = [line["value"] for line in map(json.loads, body.splitlines()) if line["key"] == "file"]
+            self.repos[self.repo] |= {file["path"]: base64.b64decode(file["content"]) for file in files}
             self.answer({"commitUrl": f"{constants.ENDPOINT}/{self.repo}/commit/{COMMIT}", "commitOid": COMMIT})
         else:
             self.answer({"errors": [], "warnings": []})
@@ -61,9 +54,7 @@ class Hub(BaseHTTPRequestHandler):
             content = files[self.path.rsplit("/", 1)[1]]
             self.answer(content, ETag=f'"{hashlib.sha1(content).hexdigest()}"', **{"X-Repo-Commit": COMMIT})
         elif "/tree/" in self.path:
-            self.answer(
-                [{"type": "file", "path": name, "size": len(content), "oid": "0"} for name, content in files.items()]
-            )
+            self.answer([{"type": "file", "path": name, "size": len(files[name]), "oid": "0"} for name in files])
         else:
             self.answer({"id": self.repo, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]})
 

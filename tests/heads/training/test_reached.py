@@ -1,4 +1,4 @@
-"""`heads.reached`: a token of a draft counts as often as verification looks at it."""
+"""`heads.reached`: a token of a draft is weighted by the probability that verification reaches it."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def test_a_token_of_weight_three_counts_as_three_tokens(depth):
 
 
 def drafts_in(data_dir: Path, directory: Path, *, seed: int | None) -> Path:
-    """The data as that of a feature draft, whose second tokens are surely rejected; a seed changes what is behind."""
+    """Data of a feature draft whose second tokens are surely rejected; a seed changes the labels after them."""
     shutil.copytree(data_dir, directory)
     manifest = json.loads((directory / "manifest.json").read_text())
     (directory / "manifest.json").write_text(json.dumps(manifest | {"draft_length": 7}))
@@ -53,16 +53,16 @@ def drafts_in(data_dir: Path, directory: Path, *, seed: int | None) -> Path:
         tensors = load_file(path)
         firsts = tensors["row_offsets"][:-1]
         tensors["acceptance_prob"][firsts + 1] = 0.0
-        is_behind = torch.ones(len(tensors["token"]), dtype=torch.bool)
-        is_behind[firsts] = is_behind[firsts + 1] = False
+        is_after = torch.ones(len(tensors["token"]), dtype=torch.bool)
+        is_after[firsts] = is_after[firsts + 1] = False
         if seed is not None:
             generator = torch.Generator().manual_seed(seed)
-            tensors["acceptance_prob"][is_behind] = torch.rand(int(is_behind.sum()), generator=generator)
-        write_shard(path, save(tensors), rows=len(firsts), tokens=len(is_behind))
+            tensors["acceptance_prob"][is_after] = torch.rand(int(is_after.sum()), generator=generator)
+        write_shard(path, save(tensors), rows=len(firsts), tokens=len(is_after))
     return directory
 
 
-def test_what_is_behind_a_rejected_token_teaches_nothing(data_dir, tmp_path):
+def test_labels_after_a_rejected_token_change_nothing(data_dir, tmp_path):
     weights = {}
     for reached in (True, False):
         for seed in (None, 1):
