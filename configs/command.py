@@ -8,7 +8,7 @@ stderr and exit code 2.
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from inspect import signature
@@ -28,35 +28,25 @@ _SECTIONS = {"pair": PairConfig, "data": DataConfig, "heads": HeadsConfig, "deco
 
 
 def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentParser:
-    """The parser of one command: `--config FILE`, dotted overrides of every section, `--print_config`, and the
-    command's own flags.
+    """The parser of a command: its flags, and for an experiment `--config FILE`, `--print_config` and every setting.
 
     Args:
         command: its docstring becomes the help, its keyword-only parameters become flags.
-        trainer: the class whose arguments the `trainer` section must fit; None: the section is not checked (commands
-            that train nothing).
+        trainer: the class whose arguments the `trainer` section must fit; None, for commands that train nothing: any.
     """
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(
-        description=(command.__doc__ or "").strip().split("\n")[0],
-        usage="%(prog)s [--config FILE] [--section.key VALUE ...] [--print_config] [options]"
-        if takes_config(command)
-        else None,
-        exit_on_error=False,
-    )
+    parser = ArgumentParser(description=(command.__doc__ or "").strip().split("\n")[0], exit_on_error=False)
     parser.add_function_arguments(command, skip={"config"})
     _let_flags_stand_alone(parser, command)
     if not takes_config(command):
         return parser
-    parser.add_argument(
-        "--config", action=_Experiment, help=f"YAML of the experiment, or the name of a shipped one: {', '.join(NAMES)}"
-    )
+    parser.usage = "%(prog)s [--config FILE] [--section.key VALUE ...] [--print_config] [options]"
+    text = f"YAML of the experiment, or the name of a shipped one: {', '.join(NAMES)}"
+    parser.add_argument("--config", action=_Experiment, help=text)
     for name, section in _SECTIONS.items():
         parser.add_class_arguments(section, name)
     if trainer is None:
-        parser.add_argument(
-            "--trainer", type=dict[str, Any], default={}, help="pytorch_lightning.Trainer's own arguments"
-        )
+        parser.add_argument("--trainer", type=dict[str, Any], default={}, help="pytorch_lightning.Trainer's arguments")
     else:
         parser.add_class_arguments(trainer, "trainer", instantiate=False)
         parser.set_defaults({"trainer.devices": 1})  # Lightning's own default, auto, takes every GPU of the machine
@@ -144,30 +134,18 @@ def run(
 
 
 def refuse_wrong(command: Command, argv: list[str]) -> None:
-    """End the process if a setting is wrong, except those of `trainer`, whose class takes seconds to import.
-
-    Args:
-        command: a function with a `config`.
-        argv: flags of the command.
-    """
+    """End the process if a setting is wrong, except those of `trainer`, whose class takes seconds to import."""
     if {"--print_config", "--help.all"} & set(argv):
         return
-    parser = parser_for(command)
-    parsed = _parsed(parser, list(_without_trainer(argv)), command)
+    parser, is_trainer, others = parser_for(command), False, []
+    for argument in argv:  # without `--trainer.x=VALUE` and `--trainer.x VALUE`
+        is_trainer = argument.startswith("--trainer") if argument.startswith("--") else is_trainer
+        others += [] if is_trainer else [argument]
+    parsed = _parsed(parser, others, command)
     try:
         config_of(parser, parsed)
     except (ValueError, OSError) as error:
         _fail(one_line(error))
-
-
-def _without_trainer(argv: Iterable[str]) -> Iterator[str]:
-    """The arguments without `--trainer.x=VALUE` and `--trainer.x VALUE`."""
-    is_trainer = False
-    for argument in argv:
-        if argument.startswith("--"):
-            is_trainer = argument.startswith("--trainer")
-        if not is_trainer:
-            yield argument
 
 
 def _parsed(parser: ArgumentParser, argv: Iterable[str], command: Command) -> Namespace:
@@ -215,15 +193,11 @@ def _plain(problem: str) -> str:
 
 
 def similar(name: str, options: Iterable[str]) -> list[str]:
-    """Options that a mistyped name may mean: those of the same last word deeper in its section, else the most similar
-    one, else all with a similar last word.
+    """Options (with dashes) that a mistyped name may mean: those of the same last word deeper in its section, else the
+    most similar one, else all with a similar last word.
 
     `pair.dtype` gives pair.target.dtype and pair.draft.dtype; `data.num_trian` gives data.num_train; `num_train`,
     without its section, data.num_train and heads.num_train.
-
-    Args:
-        name: the option that was typed, without dashes.
-        options: all options of a parser, with dashes.
     """
     known = [option.removeprefix("--") for option in options if option.startswith("--")]
     section, _, word = name.rpartition(".")

@@ -62,12 +62,8 @@ def read_signals(
 def draft_by_draft(
     steps: Sequence[DrawnTokens], owners: Sequence[Tensor], num_drafts: int
 ) -> tuple[DrawnTokens, Int[Tensor, " draft"]]:
-    """(tokens of parallel drafts, drawn step after step, sorted by draft and step; the length of each draft).
-
-    Args:
-        steps: the tokens of each step.
-        owners: the draft that each of them belongs to.
-        num_drafts: number of drafts.
+    """(tokens of parallel drafts, sorted by draft and step; the length of each draft), from the tokens of each step and
+    the drafts that they belong to.
     """
     owner = torch.cat(list(owners))
     return DrawnTokens.joined(steps).at(owner.argsort(stable=True)), torch.bincount(owner, minlength=num_drafts)

@@ -112,9 +112,7 @@ class TraceFolder:
                 self._record(place, spec, pair, bar.update)
 
     def _check_frequencies(self, pair: Pair) -> None:
-        """Raise ValueError if texts of the configured lengths cross a model's change of rotary frequencies: a trace
-        reads each text at once.
-        """
+        """Raise ValueError if texts may cross a model's change of rotary frequencies: a trace reads each at once."""
         data, decode = self.experiment.data, self.experiment.decode
         longest = data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length
         subject = f"data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length is {longest}"
@@ -263,18 +261,15 @@ def record_trace(
     categories: Mapping[str, str] | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Trace:
-    """The trace of some responses of the target.
+    """The trace of some responses of the target; ValueError without any.
 
     Args:
         recorder: the models, the sampling and the longest draft.
         exchanges: prompts with responses that were drawn from the target under the recorder's sampling.
         max_new_tokens: the length limit that the responses were generated with.
         seed: the seed of outcomes and branches.
-        categories: id of each exchange -> the category of its prompt; None: none.
+        categories: id of each exchange -> the category of its prompt.
         progress: a function that is called with 1 after each response.
-
-    Raises:
-        ValueError: no exchanges.
     """
     traces = []
     width = max((len(exchange.response_ids) for exchange in exchanges), default=0)

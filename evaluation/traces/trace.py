@@ -69,9 +69,7 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class TraceRow:
-    """One prompt and one response of the target to it; prompts have as many rows as they have turns and draws of the
-    coins.
-    """
+    """One prompt and one response of the target to it; a prompt has a row for each of its turns and draws of coins."""
 
     id: str
     category: str
@@ -104,9 +102,7 @@ class Trace:
     draft_sampling: Sampling | None = None
     """The sampling that the draft draws by, if it is not the target's."""
     block_size: int | None = None
-    """Tokens that a DSpark draft gives in one forward, which is all that a round of it costs; None: each draft step is
-    a forward.
-    """
+    """Tokens of one forward of a DSpark draft, all that a round of it costs; None: each draft step is a forward."""
 
     @property
     def token(self) -> Int[Array, " drafts"]:
@@ -164,9 +160,7 @@ class Trace:
 
     @cached_property
     def branch(self) -> Int[Array, " positions"]:
-        """Flat index of the first token of the branch at each rejected position; the position itself where there is no
-        branch.
-        """
+        """Flat index of the first token of the branch at each position; the position itself where there is none."""
         start = np.arange(self.num_positions)
         firsts = self.num_positions + np.cumsum(self.branch_lengths) - self.branch_lengths
         start[self.is_rejected] = np.where(self.branch_lengths > 0, firsts, start[self.is_rejected])
@@ -174,42 +168,30 @@ class Trace:
 
     @cached_property
     def rejected(self) -> Int[Array, " positions"]:
-        """The first path position at which a round that starts at each position has a rejection; num_positions where
-        the row has none.
-        """
+        """Where a round that starts at each position has its first rejection on the path; num_positions: nowhere."""
         return self.fork if self.num_passing is None else np.arange(self.num_positions) + self.num_passing
 
     @cached_property
     def longest(self) -> Int[Array, " positions"]:
-        """The most tokens that a round from each position may draft; `max_draft_length`, or what its branch has of a
-        feature draft's.
-        """
+        """The most tokens that a round from each position may draft; of a feature draft, those of its branch."""
         return np.full(self.num_positions, self.max_draft_length) if self.num_passing is None else self.branch_lengths
 
     @cached_property
     def fork(self) -> Int[Array, " positions"]:
-        """The position at which a round that starts at each position leaves the path for a branch; num_positions where
-        it never does.
-        """
-        none = self.num_positions
+        """Where a round that starts at each position leaves the path for a branch; num_positions: nowhere."""
+        none, ends = self.num_positions, np.repeat(self.offsets[1:], np.diff(self.offsets))
         marks = np.where(self.is_rejected, np.arange(none), none)
-        result = np.empty(none, dtype=np.int64)
-        for start, end in zip(self.offsets[:-1], self.offsets[1:], strict=True):
-            result[start:end] = np.minimum.accumulate(marks[start:end][::-1])[::-1]
-        return result
+        following = np.minimum.accumulate(marks[::-1])[::-1]
+        return np.where(following < ends, following, none)
 
     @cached_property
     def first_drawn(self) -> Int[Array, " positions"]:
-        """Flat index of the first token that a round drafts which starts at each position; the response's token where
-        none is drafted (`is_drafted`).
-        """
+        """Flat index of the first token of a round from each position; the response's token if it drafts none."""
         return np.where(self.is_rejected, self.branch, np.arange(self.num_positions))
 
     @property
     def is_drafted(self) -> Bool[Array, " positions"]:
-        """Whether a round that starts at each position drafts: not where a rejection leaves no room before the limit,
-        nor where a feature draft has not read the target yet.
-        """
+        """Whether a round from each position drafts: it needs room before the limit, and a feature draft its target."""
         return ~self.is_rejected | (self.branch != np.arange(self.num_positions))
 
     @property
@@ -222,8 +204,7 @@ class Trace:
         """Flat index of the token drawn before each, on its path or branch; for a row's first token, its own."""
         before = np.arange(len(self.token)) - 1
         before[self.offsets[:-1]] = self.offsets[:-1]
-        has_branch = self.branch_lengths > 0
-        at = self.is_rejected.nonzero()[0][has_branch]
+        at = self.is_rejected.nonzero()[0][self.branch_lengths > 0]
         before[self.branch[at]] = before[at]
         return before
 
