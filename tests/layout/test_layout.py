@@ -24,13 +24,13 @@ MORE_PARAMETERS = {
 
 CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
-    "configs": (1346, 1000),
+    "configs": (1320, 1000),
     "store": (623, 500),
     "lm": (5339, 4000),
     "data_gen": (6931, 4400),
     "heads": (4370, 3600),
     "decode": (5051, 4200),
-    "evaluation": (11009, 7400),
+    "evaluation": (10981, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
