@@ -41,7 +41,7 @@ COMMANDS: dict[str, Entry] = {
     "all": Entry("configs.front:all_steps", (*_DATA, "heads.dir", "decode.dir")),
     "plan": Entry("evaluation.costs.plan:plan", ("pair.gpus", *_DATA)),
     "data": Entry("data_gen.pipeline.command:make", (*_DATA, "data.source", "data.features", "data.batch_size")),
-    "stats": Entry("data_gen.stats.command:stats", ("data.dir",)),
+    "stats": Entry("data_gen.stats:stats", ("data.dir",)),
     "train": Entry("heads.training.command:train", (*_HEADS, "heads.features", "trainer.max_epochs")),
     "export": Entry("heads.command:export", ("heads.dir", "heads.select")),
     "import": Entry("heads.command:import_", ("heads.dir",)),

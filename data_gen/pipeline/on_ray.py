@@ -1,10 +1,9 @@
 """`engine: ray`: shards as rows of a Ray Data set, mapped by a pool of actors, each with the models of one stage and
 the resources of data.ray.
 
-An actor writes the shard's files and returns its index. A lost actor loses one shard's work: Ray restarts it up to
-`_RESTARTS` times and gives it that shard again. With several machines, data.dir and every path must be visible to all.
-
-A user's mistake comes back from an actor as a value, because Ray would wrap an exception in its own tracebacks.
+A lost actor loses one shard's work: Ray restarts it up to `_RESTARTS` times and gives it that shard again. Workers
+receive the driver's copy of the project's packages. With several machines, data.dir and every path must be visible to
+all. A user's mistake comes back as a value, because Ray would wrap an exception in its own tracebacks.
 """
 
 import logging
@@ -19,8 +18,8 @@ from typing import Any
 
 import torch
 
-from configs.schema import DataConfig, ModelSource, RayConfig
-from data_gen.pipeline.worker import Job, Worker, models_of
+from configs.schema import RayConfig
+from data_gen.pipeline.worker import Job, Worker
 from data_gen.responses.conversation import ShardSpec
 from store.progress import Bar
 
@@ -83,7 +82,6 @@ def _reports(job: Job, specs: Sequence[ShardSpec]) -> Iterator[dict[str, Any]]:
     resources = job.data.ray
     num_workers = min(resources.num_workers, len(specs))
     _check_room(resources, num_workers)
-    _check_gpus(job, ray.cluster_resources().get("GPU", 0.0))
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = ray.data.from_items([{"index": index} for index in range(len(specs))], override_num_blocks=len(specs))
@@ -107,7 +105,12 @@ class _Actor:
     def __init__(self, job: Job, specs: Sequence[Any], driver: dict[str, str]) -> None:
         self.specs, self.error, self.reason = specs, "", ""
         with self._errors_as_values():
-            _refuse_other_versions(driver)
+            for name, installed in _versions().items():
+                if driver[name] != installed:
+                    raise ValueError(
+                        f"the worker on {platform.node()} has {name} {installed}, but the driver has {driver[name]}; "
+                        "install the same version on every machine"
+                    )
             self.worker = Worker(job)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +123,6 @@ class _Actor:
 
     @contextmanager
     def _errors_as_values(self) -> Iterator[None]:
-        """Keep a user's error as a value."""
         try:
             yield
         except (ValueError, OSError) as error:
@@ -131,15 +133,6 @@ class _Actor:
 def _versions() -> dict[str, str]:
     """Versions of the packages that decide the rows."""
     return {name: version(name) for name in ("torch", "transformers", "tokenizers")}
-
-
-def _refuse_other_versions(driver: dict[str, str]) -> None:
-    for name, installed in _versions().items():
-        if driver[name] != installed:
-            raise ValueError(
-                f"the worker on {platform.node()} has {name} {installed}, but the driver has {driver[name]}; install "
-                "the same version on every machine"
-            )
 
 
 def _check_room(resources: RayConfig, num_workers: int) -> None:
@@ -160,22 +153,6 @@ def _check_room(resources: RayConfig, num_workers: int) -> None:
         )
 
 
-def _check_gpus(job: Job, num_gpus: float) -> None:
-    """Raise ValueError if models belong on a GPU and the cluster has GPUs, but the workers get none."""
-    names = [name for name in models_of(job) if not _is_on_cpu(getattr(job.pair, name))]
-    if job.data.ray.num_gpus == 0 and num_gpus > 0 and names:
-        device = getattr(job.pair, names[0]).device_map
-        raise ValueError(
-            f"data.ray.num_gpus is 0, so the {names[0]} (device_map {device}) would run on the CPU, but the cluster "
-            f"has {num_gpus:g} GPUs; set data.ray.num_gpus to the GPUs per worker, or pair.{names[0]}.device_map to cpu"
-        )
-
-
-def _is_on_cpu(source: ModelSource) -> bool:
-    devices = source.device_map.values() if isinstance(source.device_map, dict) else [source.device_map]
-    return all(str(device) in ("cpu", "disk") for device in devices)
-
-
 def _reason_of(error: Exception) -> str:
     """The line of Ray's message that gives the reason why an actor died."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -185,23 +162,22 @@ def _reason_of(error: Exception) -> str:
 
 def _same_everywhere(job: Job) -> Job:
     """The job with this process's thread count and absolute paths, so that every actor writes the same bytes to the
-    same directory.
+    same directory; the name of the target on a server stays.
     """
-    models = {name: source for name in ("target", "draft", "micro") if (source := getattr(job.pair, name)) is not None}
+    pair, data = job.pair, job.data
+    models = {name: source for name in ("target", "draft", "micro") if (source := getattr(pair, name)) is not None}
     absolute = {name: replace(source, path=_absolute(source.path)) for name, source in models.items()}
-    pair = replace(job.pair, num_threads=job.pair.num_threads or torch.get_num_threads(), **absolute)
-    return replace(job, pair=pair, data=_data_everywhere(job.data, job.pair.target.path))
-
-
-def _data_everywhere(data: DataConfig, target: str) -> DataConfig:
-    """The section with absolute paths; `target`, the original path, stays the name of the target on a server."""
     return replace(
-        data,
-        dir=os.path.abspath(data.dir),
-        split_ids=data.split_ids and os.path.abspath(data.split_ids),
-        responses=data.responses and os.path.abspath(data.responses),
-        prompts=tuple(replace(source, path=_absolute(source.path)) for source in data.prompt_sources),
-        server=replace(data.server, model=data.server.model or target),
+        job,
+        pair=replace(pair, num_threads=pair.num_threads or torch.get_num_threads(), **absolute),
+        data=replace(
+            data,
+            dir=os.path.abspath(data.dir),
+            split_ids=data.split_ids and os.path.abspath(data.split_ids),
+            responses=data.responses and os.path.abspath(data.responses),
+            prompts=tuple(replace(source, path=_absolute(source.path)) for source in data.prompt_sources),
+            server=replace(data.server, model=data.server.model or pair.target.path),
+        ),
     )
 
 
@@ -211,14 +187,9 @@ def _absolute(path: str) -> str:
 
 
 def _session(resources: RayConfig) -> dict[str, Any]:
-    """Arguments of Ray's session.
-
-    On a cluster, workers receive the driver's copy of the project's packages. A local session declares as many cores
-    and custom resources as the workers request, even if the machine has fewer.
-    """
+    """Arguments of Ray's session; a local one declares as many cores and custom resources as the workers request."""
+    modules = [str(Path(__file__).parents[2] / name) for name in PACKAGES]
     if resources.address is not None:
-        root = Path(__file__).parents[2]
-        modules = [str(root / name) for name in PACKAGES]
         return {"runtime_env": {"py_modules": modules, "excludes": ["**/__pycache__/**"]}}
     needed = int(resources.num_workers * resources.num_cpus) + 1
     custom = {name: count * resources.num_workers for name, count in resources.resources.items()}

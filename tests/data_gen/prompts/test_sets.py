@@ -12,7 +12,7 @@ from configs.schema import DataConfig, PromptSource
 from data_gen.pipeline.command import make
 from data_gen.prompts import hub
 from data_gen.prompts.pool import load_prompts
-from data_gen.stats.command import stats
+from data_gen.stats import stats
 from data_gen.store.rows import read_rows
 from store.shards import list_shards
 

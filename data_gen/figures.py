@@ -1,4 +1,4 @@
-"""One figure of three panels: SVIP's Figures 2, 3 and 4 for this pair (definitions in `data_gen.stats.positions`)."""
+"""One figure of three panels: SVIP's Figures 2, 3 and 4 for this pair (definitions in `data_gen.stats`)."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from data_gen.stats.positions import Positions, lower_bounds
+from data_gen.stats import Positions, lower_bounds
 
 _BLUE, _ORANGE = "#1f5fa8", "#d95f02"
 _NUM_BINS, _FEWEST = 20, 5

@@ -8,8 +8,7 @@ import torch
 
 from data_gen.pipeline.command import make
 from data_gen.pipeline.plan import plan
-from data_gen.stats.command import stats
-from data_gen.stats.positions import accepted_length, lower_bounds
+from data_gen.stats import accepted_length, lower_bounds, stats
 from data_gen.store.rows import read_rows
 from lm import acceptance_rate, cross_entropy, entropy
 from store.shards import list_shards, read_sidecar, rows_path

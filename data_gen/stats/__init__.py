@@ -1,1 +1,0 @@
-"""Acceptance statistics of a pair."""
