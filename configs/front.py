@@ -59,9 +59,9 @@ COMMANDS: dict[str, Entry] = {
     "tables": Entry("evaluation.papers.command:paper_tables", _DECODE),
     "theory": Entry("evaluation.theory.command:theory"),
     "trace": Entry("evaluation.traces.recording:trace", _DECODE),
-    "check": Entry("data_gen.pipeline.check:check", ("data.dir",)),
-    "import-data": Entry("data_gen.official.command:import_", ("data.dir",)),
-    "responses": Entry("data_gen.pipeline.reuse:responses", ("data.dir",)),
+    "check": Entry("data_gen.pipeline.inspect:check", ("data.dir",)),
+    "import-data": Entry("data_gen.official:import_", ("data.dir",)),
+    "responses": Entry("data_gen.pipeline.inspect:responses", ("data.dir",)),
 }
 
 

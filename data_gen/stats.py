@@ -61,7 +61,8 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
     if plots and positions["acceptance_rate"].size:
         from data_gen.figures import draw  # matplotlib takes long to import
 
-        draw(positions, summary, path.with_suffix(".png"))
+        bounds = lower_bounds(positions["entropy"], positions["cross_entropy"])
+        draw(positions | {"bound": bounds["bretagnolle_huber"]}, summary, path.with_suffix(".png"))
         print(f"  {path.with_suffix('.png')}")
     print(
         f"The target accepts a drafted token of {split} with probability {summary['acceptance_rate_mean']:.2f} on "

@@ -11,12 +11,19 @@ from typing import Any, Literal
 
 from configs.hints import meant
 from configs.schema import Config, DataConfig, PairConfig
-from data_gen.pipeline.growth import refuse_other_prompts, shards_of
 from data_gen.pipeline.lockstep import begin, in_lockstep
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.share import Share, share_of
 from data_gen.pipeline.sizes import settled
-from data_gen.pipeline.stages import Stage, forget_all_stages, is_done, name_of, stages_of
+from data_gen.pipeline.stages import (
+    Stage,
+    forget_all_stages,
+    is_done,
+    name_of,
+    refuse_other_prompts,
+    shards_of,
+    stages_of,
+)
 from data_gen.pipeline.worker import Job, Worker, check_lengths, steps_of
 from data_gen.prompts.pool import unreadable
 from data_gen.prompts.prompt import say_once

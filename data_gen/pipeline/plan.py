@@ -19,9 +19,8 @@ from typing import Any
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
-from data_gen.pipeline.growth import shards_of
 from data_gen.pipeline.sizes import settled
-from data_gen.pipeline.stages import is_done, name_of, stages_of
+from data_gen.pipeline.stages import is_done, name_of, shards_of, stages_of
 from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker, check_lengths, steps_of
 from data_gen.prompts.prompt import Prompt
 from data_gen.responses.conversation import ShardSpec

@@ -9,12 +9,15 @@ one model at a time (`sequential`), which keep their results in DIR/stages until
 Hidden states are written once, by the stage `draft`; the stage `target` moves the file. With `labels: server` the
 responses come with the target's distributions, and there is no stage `target`.
 
+A larger run keeps the shards of the smaller one; only a short last shard is made again. Each shard's sidecar has a
+digest of every prompt that it was made from, so that shards of other prompts are refused.
+
 Every random number of a shard comes from seeds of (run seed, stage, split, shard index). So a shard has the same bytes
 on any engine, in any order, and after any interruption.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +31,9 @@ from data_gen.labels.chains import ChainLabeller
 from data_gen.labels.labeller import Labelled, Labeller
 from data_gen.labels.laws import mixed
 from data_gen.labels.layout import Layout, layout_of
-from data_gen.prompts.pool import sources_of
+from data_gen.prompts.pool import load_prompts, sources_of
+from data_gen.prompts.prompt import Prompt
+from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec, without
 from data_gen.responses.exchange import Answers, Exchange, Laws, Problem, Progress, Response
 from data_gen.responses.top_logprobs import joined
@@ -66,6 +71,40 @@ def stages_of(data: DataConfig) -> tuple[Stage, ...]:
 def name_of(spec: ShardSpec) -> str:
     """A shard in files and messages: train-00012."""
     return f"{spec.split}-{spec.index:05d}"
+
+
+def shards_of(data: DataConfig) -> list[ShardSpec]:
+    """The shards of all splits, in the order in which they are made.
+
+    Raises:
+        ValueError: fewer prompts than requested.
+    """
+    return [spec for split in SPLITS for spec in cut_shards(split, load_prompts(data, split), data.rows_per_shard)]
+
+
+def cut_shards(split: str, prompts: Sequence[Prompt], size: int) -> list[ShardSpec]:
+    """Shards of `size` consecutive prompts."""
+    starts = range(0, len(prompts), size)
+    return [ShardSpec(split, index, tuple(prompts[start : start + size])) for index, start in enumerate(starts)]
+
+
+def refuse_other_prompts(specs: Iterable[ShardSpec], data: DataConfig) -> None:
+    """Forget short shards that have grown.
+
+    Raises:
+        ValueError: a shard was made from other prompts.
+    """
+    sources = ", ".join(str(Path(source.path)) for source in data.prompt_sources)
+    for spec in specs:
+        for made in _prompts_made(spec, data):
+            num = min(len(made), len(spec.digests))
+            if made[:num] != spec.digests[:num]:
+                raise ValueError(
+                    f"{name_of(spec)} of {data.dir} was made from other prompts than {sources} has now; restore "
+                    f"the earlier prompts, choose another data.dir, or delete {data.dir} to start over"
+                )
+            if num < len(spec.digests):
+                _forget(spec, data)
 
 
 def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> bool:
@@ -226,7 +265,7 @@ def save_responses(spec: ShardSpec, answers: Answers, data: DataConfig) -> None:
 
 def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
     """The answers that `save_responses` saved."""
-    answers = _answers_in(_stage_path(spec, data, "respond"))
+    answers = answers_in(_stage_path(spec, data, "respond"))
     if data.labels == "target":
         return answers
     laws, lengths = safetensors.torch.load_file(_stage_path(spec, data, "laws")), layout_of(answers.exchanges).lengths
@@ -234,17 +273,8 @@ def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
     return answers._replace(laws=[Laws(ids, probs) for ids, probs in parts])
 
 
-def responded_in(directory: str) -> list[Path]:
-    """The files of the stage `respond` in a data directory."""
-    return sorted(Path(directory, "stages", "respond").glob(f"*.{_SUFFIXES['respond']}"))
-
-
-def exchanges_in(path: Path) -> list[Exchange]:
-    """The exchanges of one of these files."""
-    return _answers_in(path).exchanges
-
-
-def _answers_in(path: Path) -> Answers:
+def answers_in(path: Path) -> Answers:
+    """The answers in a file of the stage `respond`."""
     content = read_json(path, remedy="delete it and run the same command again", keys=("exchanges", "problems"))
     return Answers(
         [Exchange(**exchange) for exchange in content["exchanges"]],
@@ -292,14 +322,14 @@ def add_target(
     return Labelled(columns | hidden | labelled.columns, labelled.broken)
 
 
-def prompts_made(spec: ShardSpec, data: DataConfig) -> Iterator[list[str]]:
+def _prompts_made(spec: ShardSpec, data: DataConfig) -> Iterator[list[str]]:
     """Digests of the prompts that the shard on disk, or its responses, were made from."""
     for path in (rows_path(data.dir, spec.split, spec.index), _stage_path(spec, data, "respond")):
         if sidecar_path(path).is_file():
             yield read_sidecar(path, keys=("prompts",))["prompts"]
 
 
-def forget(spec: ShardSpec, data: DataConfig) -> None:
+def _forget(spec: ShardSpec, data: DataConfig) -> None:
     """Make a shard count as missing, in every stage."""
     sidecar_path(rows_path(data.dir, spec.split, spec.index)).unlink(missing_ok=True)
     forget_stages(spec, data)

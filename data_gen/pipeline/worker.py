@@ -18,8 +18,7 @@ from data_gen.labels.layout import layout_of
 from data_gen.pipeline import stages
 from data_gen.pipeline.stages import Stage
 from data_gen.responses.conversation import ShardSpec, ask
-from data_gen.responses.exchange import Answers, Problem, Progress, ResponseSource
-from data_gen.responses.hopeless import LatestRows
+from data_gen.responses.exchange import Answers, LatestRows, Problem, Progress, ResponseSource
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.responses.source import make_server, make_source
 from data_gen.responses.top_logprobs import joined

@@ -1,11 +1,14 @@
 """Requests to a source of responses, and its answers (law 4.6)."""
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
+_MIN_ROWS, _MAX_ROWS, _HOPELESS_SHARE = 8, 32, 0.9
+"""A run stops once this share of the latest 8 to 32 rows failed."""
 FinishReason = Literal["stop", "length"]
 Progress = Callable[[int], None]
 """A function that is called with the number of requests finished since the last call."""
@@ -83,3 +86,34 @@ class Answers(NamedTuple):
     """[response token, hidden] of all exchanges, one after the other; None unless the source kept all of them."""
     laws: Sequence[Laws | None] = ()
     """Distributions of each exchange, None if unknown."""
+
+
+class LatestRows:
+    """The problems of the latest rows of a run (None for a row without one). It stops once nearly all of them failed:
+    the cause is then a setting, a model or a proxy, not the rows.
+    """
+
+    def __init__(self, *, max_error_share: float = 0.0) -> None:
+        """Args:
+        max_error_share: the share of failures that the config allows; at 1 the run never stops.
+        """
+        self._problems: deque[Problem | None] = deque(maxlen=_MAX_ROWS)
+        self._share = max(_HOPELESS_SHARE, max_error_share)
+
+    def add(self, problems: Iterable[Problem | None], *, subject: str, remedy: str) -> None:
+        """Add rows.
+
+        Args:
+            problems: the problem of each row, None for a row without one.
+            subject: the end of "8 of the last 8 …", such as "rows of the stage draft ended in an error".
+            remedy: the remedy, as a clause.
+
+        Raises:
+            ValueError: nearly all of the latest rows failed.
+        """
+        self._problems.extend(problems)
+        failed, num = [problem for problem in self._problems if problem is not None], len(self._problems)
+        if num >= _MIN_ROWS and len(failed) >= self._share * num and self._share < 1:
+            raise ValueError(
+                f"{len(failed)} of the last {num} {subject}; the latest, {failed[-1].id}: {failed[-1].reason}; {remedy}"
+            )

@@ -23,6 +23,7 @@ from data_gen.responses.exchange import (
     Answers,
     Exchange,
     FinishReason,
+    LatestRows,
     Laws,
     Problem,
     Progress,
@@ -30,7 +31,6 @@ from data_gen.responses.exchange import (
     Response,
     ResponseSource,
 )
-from data_gen.responses.hopeless import LatestRows
 from data_gen.responses.spelling import Spelling
 from data_gen.responses.top_logprobs import LawReader, NotDeterminedError
 from lm import Sampling

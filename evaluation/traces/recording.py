@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from configs.schema import Config
-from data_gen.pipeline.growth import cut_shards
+from data_gen.pipeline.stages import cut_shards
 from data_gen.prompts.splits import Split
 from data_gen.responses.conversation import ShardSpec, ask, row_id
 from data_gen.responses.exchange import Exchange

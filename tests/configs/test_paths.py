@@ -14,8 +14,8 @@ from checkpoints.recipes.tiny import make_drafts, make_trio
 from configs.command import run
 from configs.paths import check_local, local_path
 from configs.schema import Config, ModelSource, PairConfig, PromptSource
-from data_gen.official.command import import_ as import_data
-from data_gen.pipeline.reuse import responses
+from data_gen.official import import_ as import_data
+from data_gen.pipeline.inspect import responses
 from decode.generate.command import generate
 from evaluation.flags.command import flags
 from evaluation.papers.command import paper_tables

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from configs.schema import Config, PromptSource
-from data_gen.official import json_file
+from data_gen.official import _parse, _read
 from data_gen.pipeline.command import make
 from data_gen.prompts import hub
 from data_gen.prompts.splits import split_by_id
@@ -91,9 +91,9 @@ def texts(folder: Path, config: Config) -> dict[str, Boundary]:
         source.respond([Request(name, "<u>q", [2, 84]) for name in ("1", "2", "3#2", "4")], 0, lambda count: None)
 
     def read_official() -> None:
-        for number, item in enumerate(json_file.read(official)):
+        for number, item in enumerate(_read(official)):
             keys = ("log_p_7b", "log_p_70b")
-            json_file.parse(item, str(number), keys=keys, where=f"{official} item {number}")
+            _parse(item, str(number), keys=keys, where=f"{official} item {number}")
 
     reads: list[Callable[[], object]] = [read_prompts, read_responses]
     reads += [read_official, lambda: split_by_id([], weights=(1, 1, 1), seed=0, split_ids=str(split))]

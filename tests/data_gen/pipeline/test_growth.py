@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from data_gen.labels.labeller import Labeller
-from data_gen.pipeline.check import check
 from data_gen.pipeline.command import make
+from data_gen.pipeline.inspect import check
 from data_gen.pipeline.worker import Worker
 from data_gen.store.manifest import settle
 from store.shards import list_shards, read_sidecar, rows_path

@@ -10,7 +10,7 @@ import pytest
 
 from configs.schema import ModelSource
 from data_gen.pipeline.command import make
-from data_gen.pipeline.reuse import responses
+from data_gen.pipeline.inspect import responses
 from tests.data_gen.on_disk import assert_same_rows, rows_of
 from tests.toys.saved_pair import save_toy
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from data_gen.responses.exchange import Problem
-from data_gen.responses.hopeless import LatestRows
+from data_gen.responses.exchange import LatestRows, Problem
 
 REFUSED = r"{} answers are invalid; the latest, p\d+: no answer; check"
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from configs.schema import SamplingConfig
 from data_gen.pipeline.command import make
+from data_gen.pipeline.inspect import responses
 from data_gen.pipeline.plan import plan
-from data_gen.pipeline.reuse import responses
 from data_gen.pipeline.worker import Job, models_of
 from data_gen.store.manifest import read_manifest
 from tests.data_gen.on_disk import files_of

@@ -10,9 +10,8 @@ import yaml
 
 from data_gen.__main__ import main
 from data_gen.pipeline import command
-from data_gen.pipeline.check import check
 from data_gen.pipeline.command import make
-from data_gen.pipeline.reuse import responses
+from data_gen.pipeline.inspect import check, responses
 from store import shards
 from store.shards import check_sums, features_path, problems_of, rows_path, sidecar_path, write_shard
 from tests.data_gen.on_disk import files_of

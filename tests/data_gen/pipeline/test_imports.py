@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
-from data_gen.official.command import import_
+from data_gen.official import import_
 from data_gen.pipeline.command import make
 from data_gen.store.labels import read_tensors
 from data_gen.store.rows import read_rows

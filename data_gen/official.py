@@ -1,13 +1,16 @@
-"""`acceptance-heads import-data`: imports data of the official SpecDec++ code as rows, and features by the config's
-draft, so that heads can be trained on them.
+"""`acceptance-heads import-data`: imports data of the official SpecDec++ code as rows, and labels and features by the
+config's draft, so that heads can be trained on them.
 
-The file has Y, log q(Y), log p(Y) and so P, all under temperature 1 without truncation. The draft adds its hidden
-states over prompt + X_<i (drawn-time) and prompt + Z_<=i (fed-time, mixed here with data.mixing_ratio), and H(q).
-acceptance_rate and cross_entropy would need the target and are null. Before a shard is written, the draft's log q(Y) is
-compared with the file's, so that another draft and swapped keys are refused.
+The JSON (`data/gen_*.py` of the released code) is one list of objects with the fields prompt and continuation (strings)
+and prefix, tokens, draft, log_p_7b (draft), log_p_70b (target), p_acc (lists, or lists written as strings). So it has
+Y, log q(Y), log p(Y) and P, under temperature 1 without truncation. The draft adds its hidden states over prompt +
+X_<i (drawn-time) and prompt + Z_<=i (fed-time, mixed here with data.mixing_ratio), and H(q). acceptance_rate and
+cross_entropy would need the target and are null. Before a shard is written, the draft's log q(Y) is compared with the
+file's, so that another draft and swapped keys are refused.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -19,15 +22,15 @@ from torch import Tensor
 
 from configs.paths import local_path
 from configs.schema import Config, DataConfig, ModelSource, PairConfig
+from data_gen.labels.laws import acceptance_prob_of
 from data_gen.labels.layout import layout_of
-from data_gen.official import json_file
 from data_gen.pipeline import stages
 from data_gen.pipeline.command import check_settings
 from data_gen.pipeline.worker import Job, Worker, check_lengths, max_positions
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec
-from data_gen.responses.exchange import Answers
+from data_gen.responses.exchange import Answers, Exchange
 from data_gen.store.identity import describe_model
 from data_gen.store.manifest import FORMAT, settle
 from store.json_files import read_json
@@ -47,6 +50,9 @@ from store.shards import (
 _SAMPLING = {"temperature": 1.0, "top_k": None, "top_p": None}
 _TOLERANCE_NATS = 0.1
 """Limit of the median difference in log q(Y): half precision is well below it, another model above."""
+_INFINITY, _ROUNDING = re.compile(r"-inf\b"), 1e-3
+Row = tuple[Exchange, dict[str, Tensor]]
+"""One object of the file, and its draft_ids, log_q, log_p and acceptance_prob, each [token]."""
 
 
 def import_(
@@ -70,10 +76,10 @@ def import_(
     """
     pair, data, path = config.pair, config.data, local_path(file, "--file")
     _check_request(pair, data, split, features=features)
-    keys, items, size = (draft_key, target_key), json_file.read(path), data.rows_per_shard
+    keys, items, size = (draft_key, target_key), _read(path), data.rows_per_shard
 
-    def row(number: int) -> json_file.Row:
-        return json_file.parse(items[number], f"{split}-{number}", keys=keys, where=f"{file}: item {number}")
+    def row(number: int) -> Row:
+        return _parse(items[number], f"{split}-{number}", keys=keys, where=f"{file}: item {number}")
 
     claim = partial(_claim, Path(data.dir), _manifest(pair, data, features=features, keys=keys), split=split, file=path)
     with only_writer(data.dir, setting="data.dir"):
@@ -111,7 +117,7 @@ def _check_request(pair: PairConfig, data: DataConfig, split: str, *, features: 
 def _write(
     split: str,
     index: int,
-    part: Sequence[json_file.Row],
+    part: Sequence[Row],
     *,
     data: DataConfig,
     worker: Worker | None,
@@ -147,7 +153,7 @@ def _is_done(spec: ShardSpec, data: DataConfig, features: bool) -> bool:
     return stages.is_done(spec, data) if features else is_whole(rows_path(data.dir, spec.split, spec.index))
 
 
-def _check_fit(row: json_file.Row, worker: Worker | None) -> None:
+def _check_fit(row: Row, worker: Worker | None) -> None:
     """Raise ValueError for a row that the loaded draft cannot read."""
     if worker is None:
         return
@@ -217,3 +223,58 @@ def _describe(source: ModelSource, *, needed: bool) -> dict[str, Any]:
     if needed or Path(source.path).is_dir():
         return describe_model(source)
     return {"name": source.path, "revision": source.revision}
+
+
+def _parse(item: Any, name: str, *, keys: tuple[str, str], where: str) -> Row:
+    """One object of the file as the row `name`; `keys` are the fields of log q and log p, `where` is for messages."""
+    if not isinstance(item, dict):
+        raise ValueError(f"{where}: expected an object, got {type(item).__name__}")
+    prefix, tokens, draft = (_list(item, key, where, check=_is_id) for key in ("prefix", "tokens", "draft"))
+    log_q, log_p = (_list(item, key, where, check=_is_log_prob) for key in keys)
+    lengths = {"tokens": len(tokens), "draft": len(draft), keys[0]: len(log_q), keys[1]: len(log_p)}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{where}: expected one number per response token, got lengths {lengths}")
+    columns = {
+        "draft_ids": torch.tensor(draft, dtype=torch.int64),
+        "log_q": torch.tensor(log_q, dtype=torch.float32),
+        "log_p": torch.tensor(log_p, dtype=torch.float32),
+    }
+    columns["acceptance_prob"] = acceptance_prob_of(columns["log_p"], columns["log_q"])
+    return Exchange(name, str(item.get("prompt", "")), prefix, tokens, None), columns
+
+
+def _list(item: dict[str, Any], key: str, where: str, *, check: Callable[[Any], bool]) -> list[Any]:
+    """A list of token ids or log probabilities, possibly written as a string."""
+    value = item.get(key)
+    # Python wrote these strings, and its -inf is -Infinity in JSON.
+    if isinstance(value, str):
+        try:
+            value = json.loads(_INFINITY.sub("-Infinity", value))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: expected {key} to be a list of numbers written as a string; {error}") from error
+    if not isinstance(value, list) or not all(map(check, value)):
+        kind = "token ids" if check is _is_id else "numbers of at most 0"
+        raise ValueError(f"{where}: expected {key} to be a list of {kind}, got {value!r:.60}; fields: {sorted(item)}")
+    return value
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _is_log_prob(value: Any) -> bool:
+    return type(value) in (int, float) and value <= _ROUNDING
+
+
+def _read(path: Path) -> list[Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; set --file to the path of the official JSON")
+    try:
+        items = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: expected the official JSON; {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected the official JSON, but the file is not text; download it again") from error
+    if not isinstance(items, list) or not items:
+        raise ValueError(f"{path}: expected a list of objects, got {type(items).__name__}")
+    return items

@@ -1,1 +1,0 @@
-"""Import of the data that the official SpecDec++ code makes."""

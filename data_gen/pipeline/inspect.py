@@ -1,0 +1,145 @@
+"""`acceptance-heads check`: whether the data on disk is unchanged, byte for byte; and `acceptance-heads responses`: its
+responses, the expensive part of the data, as a file.
+
+With `data.source: file` and `data.responses: FILE`, another run labels these responses again: for another draft,
+`mixing_ratio`, timing, or `Sampling`. The target then only labels and generates nothing.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from configs.paths import local_path
+from configs.schema import Config
+from data_gen.pipeline.stages import answers_in
+from data_gen.prompts.prompt import json_lines
+from data_gen.prompts.splits import SPLITS
+from data_gen.store.manifest import num_prompts, read_manifest
+from data_gen.store.rows import read_rows
+from store.progress import Bar
+from store.shards import atomic_file, check_sums, is_whole, problems_of, shards_in
+
+_READ = ("rows", "labels", "features/*")
+"""Folders whose shards belong together."""
+_COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
+
+
+def check(config: Config) -> None:
+    """Compare every shard in data.dir with its checksum and list those that are damaged; nothing is changed.
+
+    Args:
+        config: the experiment; only data.dir is read.
+
+    Raises:
+        FileNotFoundError: the directory has no data.
+        ValueError: a shard is damaged or missing.
+    """
+    directory = Path(config.data.dir)
+    manifest = read_manifest(directory)
+    paths = shards_in(directory)
+    problems = dict(problems_of(paths, is_thorough=True))
+    problems |= {
+        path: f"{path} is missing or incomplete; run `acceptance-heads data` again"
+        for path in absent(directory, manifest)
+    }
+    for folder in dict.fromkeys(path.parent for path in paths):
+        whole = [path for path in paths if path.parent == folder and path not in problems]
+        print(f"{folder}: {len(whole)} shards intact, {sum(path.stat().st_size for path in whole):,} bytes")
+    if problems:
+        print("\n".join(problems.values()))
+        raise ValueError(
+            f"{len(problems)} shards in {directory} are damaged or missing (listed above); run `acceptance-heads data` "
+            "with this config to make them again"
+        )
+    print(f"All {len(paths)} shards in {directory} are intact.")
+
+
+def absent(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Path]:
+    """Paths of missing shards: the manifest counts their prompts, or another folder has a shard of that number or a
+    later one.
+    """
+    made = [folder for pattern in _READ for folder in sorted(directory.glob(pattern)) if folder.is_dir()]
+    features = manifest.get("features")  # absent: imported rows alone
+    named = [directory / "features" / name for name in features or ()] + [directory / "labels"] * (features is not None)
+    folders = list(dict.fromkeys([directory / "rows", *named, *made]))
+    present = {path for path in shards_in(directory) if path.parent in folders}
+    for split in SPLITS:
+        num_made = max((int(path.stem[-5:]) + 1 for path in present if path.stem.startswith(f"{split}-")), default=0)
+        num = max(num_made, -(-num_prompts(manifest, split) // manifest.get("rows_per_shard", 1)))
+        for folder in folders:
+            suffix = "parquet" if folder.name == "rows" else "safetensors"
+            expected = (folder / f"{split}-{index:05d}.{suffix}" for index in range(num))
+            yield from (path for path in expected if path not in present)
+
+
+def responses(config: Config, *, out: str) -> None:
+    """Write the responses in data.dir as JSONL for `data.source: file`; an existing file is extended.
+
+    Args:
+        config: the experiment that made the rows.
+        out: the path of the JSONL file.
+
+    Raises:
+        ValueError: `out` holds another response to a row's prompt, or a shard is damaged.
+    """
+    path = local_path(out, "--out")
+    read_manifest(config.data.dir)
+    written = _hashes_in(path)
+    num_added = 0
+    with atomic_file(path) as file:
+        if written:
+            with path.open("rb") as old:
+                shutil.copyfileobj(old, file)
+        for record in _records(config.data.dir):
+            known = written.get(record["id"])
+            if known is None:
+                file.write(json.dumps(record).encode() + b"\n")
+                num_added += 1
+            elif known != _hash(record):
+                raise ValueError(
+                    f"{path} and {config.data.dir} have different responses to {record['id']}; choose another --out"
+                )
+    print(
+        f"{path}: {len(written) + num_added:,} responses, {num_added:,} of them new; to use them: --data.source file "
+        f"--data.responses {path}"
+    )
+
+
+def _hashes_in(path: Path) -> dict[str, int]:
+    """Row id -> hash of the response, for a file that an earlier call wrote."""
+    if not path.is_file():
+        return {}
+    hashes = {}
+    for number, record in json_lines(path):
+        if not record.keys() >= {"id", "prompt_ids", "response_ids"}:
+            raise ValueError(
+                f"{path}:{number} was not written by this command, which extends only its own files; choose another "
+                "--out"
+            )
+        hashes[record["id"]] = _hash(record)
+    return hashes
+
+
+def _records(directory: str) -> Iterator[dict[str, Any]]:
+    """A record for each response of the complete shards, split by split."""
+    path_of = {
+        path.stem: path
+        for pattern in ("stages/respond/*.responses", "rows/*.parquet")  # rows win
+        for path in sorted(Path(directory).glob(pattern))
+        if is_whole(path)
+    }
+    paths = [path for split in SPLITS for name, path in sorted(path_of.items()) if name.startswith(f"{split}-")]
+    check_sums(paths)
+    for path in Bar(paths, unit="shards", desc="responses"):
+        if path.suffix == ".parquet":
+            records = read_rows(path, _COLUMNS).to_pylist()
+        else:
+            records = [exchange._asdict() for exchange in answers_in(path).exchanges]
+        for record in records:
+            yield {name: record[name] for name in _COLUMNS if record[name] is not None}
+
+
+def _hash(record: Mapping[str, Any]) -> int:
+    return hash(tuple(record["response_ids"]))
