@@ -3,23 +3,18 @@
 Entry t stands for token x_{t+1} and has position t. It reads the token's embedding and a state s_t, and its output
 gives q(x_{t+2}):
 
-    EAGLE-1/2   f̂_{t+1} = layer(fc[embed(x_{t+1}); s_t])                         q = softmax(head f̂)         (no norm
-                before or after)
-    EAGLE-3     a_{t+1} = layer([norm(embed(x_{t+1})); norm(s_t)]), residual s_t  q = softmax(head norm(a))
+    EAGLE-1/2   f_{t+1} = layer(fc[embed(x_{t+1}); s_t])      q = softmax(head f)         (no norm before or after)
+    EAGLE-3     a_{t+1} = layer([norm(embed(x_{t+1})); norm(s_t)]), residual s_t          q = softmax(head norm(a))
 
-Where the target has been, s_t is made of its features by `entering`: f_t, the state after its final norm, as it is; or,
-for EAGLE-3, fc of three of its layers' outputs. Deeper in a draft s_t is the output before: `Outputs.states` of the
-parent.
+Where the target has read the text, `entering` makes s_t of its features: f_t, the state after its final norm, as it is;
+or, for EAGLE-3, fc of three of its layers' outputs. Deeper in a draft s_t is the parent's `Outputs.states`.
 
-    states = draft.entering(features)                              [batch node hidden], once for all nodes that the
-        target has been at
+    states = draft.entering(features)                              [batch node hidden]
     outputs = draft(tokens, states, positions, cache=, mask=)      appends the nodes to the cache
     logits = draft.logits(outputs.hidden)
 
-A tree is the same with a mask: entries of one forward are nodes in any order, `positions` tell their depth, and row i
-of `mask` says which entries of the cache (old ones first, then those of this forward) node i sees. What is not kept is
-dropped by `lm.features.base.roll_back`. EAGLE-2 is the tree that is grown from EAGLE-1's weights, so both have one
-class here.
+A tree is the same with a mask (`lm.masks`); what is not kept is dropped by `lm.cache.roll_back`. EAGLE-2 is the tree
+that is grown from EAGLE-1's weights, so both have one class.
 """
 
 import torch
@@ -44,7 +39,7 @@ class Eagle(FeatureDraft):
         self.layers = nn.ModuleList([DraftLayer(config, input_size=config.hidden_size, qkv_bias=qkv_bias)])
 
     def entering(self, features: Float[Tensor, "batch node feature"]) -> Float[Tensor, "batch node hidden"]:
-        """The states that nodes are fed where the target has been."""
+        """The states that nodes read where the target has read the text."""
         return features.to(self.device, self.dtype)
 
     def forward(
@@ -62,7 +57,7 @@ class Eagle(FeatureDraft):
             tokens: x_{t+1} of each entry.
             states: s_t of each entry.
             positions: t of each entry.
-            cache: what `new_cache` made; None: there is nothing before, and nothing is kept.
+            cache: from `new_cache`; None: nothing comes before, and nothing is kept.
             mask: the entries that each entry sees; None: a chain.
         """
         inputs = self._joined(self.embed(tokens), states)
@@ -77,7 +72,7 @@ class Eagle(FeatureDraft):
         return self.layers[0]  # type: ignore[return-value]  # the one it was made with
 
     def _joined(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """Input of attention: embeddings and features side by side."""
+        """Input of attention."""
         return self.fc(torch.cat([embedded, states], -1))
 
     def _residual(self, inputs: Tensor, states: Tensor) -> Tensor:
@@ -89,7 +84,7 @@ class Eagle(FeatureDraft):
 
 
 class Norms(nn.ModuleList):
-    """One RMSNorm for each of several states that stand side by side."""
+    """One RMSNorm for each of several concatenated states."""
 
     def forward(self, states: Float[Tensor, "*node wide"]) -> Float[Tensor, "*node wide"]:
         return torch.cat([norm(part) for norm, part in zip(self, states.chunk(len(self), -1), strict=True)], -1)
@@ -120,11 +115,11 @@ class Eagle3(Eagle):
         """Args:
         config: config of the layer; `norm_before_residual`, `norm_before_fc`, `fc_norm` and `norm_output` (speculators)
             are off where absent.
-        layer_ids: the target's layers after which its residual stream is read, as transformers counts hidden states: 1
-            is behind the first.
+        layer_ids: layers of the target after which its residual stream is read, from 1, as transformers counts hidden
+            states.
         target_size: width of the target.
-        has_embedding: has the draft input embeddings? Otherwise the target's serve.
-        num_logits: width of the draft's output head, whose vocabulary may be reduced; None: the target's head serves.
+        has_embedding: the draft has input embeddings; otherwise the target's are used.
+        num_logits: width of the draft's LM head, whose vocabulary may be reduced; None: the target's is used.
         """
         FeatureDraft.__init__(self, config, has_embedding=has_embedding, num_logits=num_logits)
         self._layer_ids, width, eps = layer_ids, len(layer_ids) * target_size, config.rms_norm_eps

@@ -1,11 +1,11 @@
-"""GliDe's draft (arXiv 2402.02082): a small decoder with its own vocabulary tables, whose layers also attend to the
-target's cache.
+"""GliDe's draft (arXiv 2402.02082): a small decoder with its own embeddings, whose layers also attend to the target's
+cache.
 
     h ← h + self_attn(norm h)      h ← h + cross_attn(h)      h ← h + mlp(norm h)
 
-Cross-attention has queries of its own and the keys and values that the target has cached, rotary embedding included;
-its input is not normed, its queries are rotated with base 10,000 whatever the target's, and draft layer j of D reads
-target layer L - D + j. The newest token is not in the target's cache yet: a query sees what the last verification left.
+Cross-attention has its own queries, and the keys and values that the target has cached, RoPE included. Its input is not
+normed, its queries are rotated with base 10,000 whatever the target's, and draft layer j of D reads target layer
+L - D + j. The newest token is not in the target's cache yet: a query sees what the last verification left there.
 Training hides as much (`delayed`).
 """
 
@@ -40,16 +40,16 @@ class CrossAttention(nn.Module):
     def forward(
         self,
         states: Float[Tensor, "batch node hidden"],
-        seen: KeysValues,
+        keys_values: KeysValues,
         *,
         rotation: Rotation,
         mask: CrossMask | None = None,
     ) -> Float[Tensor, "batch node hidden"]:
-        """The term that is added to the residual stream."""
+        """What is added to the residual stream."""
         queries = self.q_proj(states).unflatten(-1, (self.num_heads, self.head_size)).transpose(1, 2)
         cosines, sines = (part.unsqueeze(1) for part in rotation)
         queries = queries * cosines + rotate_half(queries) * sines
-        keys, values = (part.to(queries.device, queries.dtype) for part in seen)
+        keys, values = (part.to(queries.device, queries.dtype) for part in keys_values)
         attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         return self.o_proj(attended.transpose(1, 2).flatten(-2))
 
@@ -57,9 +57,9 @@ class CrossAttention(nn.Module):
 class GlideLayer(nn.Module):
     """Llama's layer with cross-attention in the middle."""
 
-    def __init__(self, config: LlamaConfig, place: int) -> None:
+    def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__()
-        layer = LlamaDecoderLayer(config, place)
+        layer = LlamaDecoderLayer(config, index)
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
         self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
         num_heads = config.large_num_attention_heads
@@ -76,9 +76,7 @@ class GlideLayer(nn.Module):
         masks: tuple[Mask | None, CrossMask | None],
         cache: Cache | None,
     ) -> Float[Tensor, "batch node hidden"]:
-        """The residual stream behind the layer; rotations and masks are those of self-attention and of
-        cross-attention.
-        """
+        """The residual stream after the layer; rotations and masks are for self-attention and cross-attention."""
         normed = self.input_layernorm(states)
         attended, _ = self.self_attn(
             normed, position_embeddings=rotations[0], attention_mask=masks[0], past_key_values=cache
@@ -98,7 +96,7 @@ class Glide(FeatureDraft):
         """
         num_logits = None if config.tie_word_embeddings else config.vocab_size
         super().__init__(config, has_embedding=True, num_logits=num_logits)
-        self.layers = nn.ModuleList([GlideLayer(config, place) for place in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([GlideLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.cross_rotary_emb = _cross_rotation(config)
         self.cached_layer_ids = tuple(range(num_target_layers - config.num_hidden_layers, num_target_layers))
@@ -116,7 +114,7 @@ class Glide(FeatureDraft):
     def forward(
         self,
         tokens: Int[Tensor, "batch node"],
-        seen: list[KeysValues],
+        keys_values: list[KeysValues],
         positions: Int[Tensor, "batch node"],
         *,
         cache: Cache | None = None,
@@ -127,36 +125,36 @@ class Glide(FeatureDraft):
 
         Args:
             tokens: token of each node.
-            seen: what the target has cached in `cached_layer_ids`.
+            keys_values: what the target has cached in `cached_layer_ids`.
             positions: position of each node.
-            cache: what `new_cache` made; None: there is nothing before, and nothing is kept.
+            cache: from `new_cache`; None: nothing comes before, and nothing is kept.
             mask: the nodes of the draft that each node sees; None: a chain.
             cross_mask: the target's keys that each node sees; None: all.
         """
         states = self.embed(tokens)
         mask = causal(tokens, cache, states.device) if mask is None else mask
         rotations = self.rotary_emb(states, positions), self.cross_rotary_emb(states, positions)
-        for layer, of_target in zip(self.layers, seen, strict=True):
+        for layer, of_target in zip(self.layers, keys_values, strict=True):
             states = layer(states, of_target, rotations=rotations, masks=(mask, cross_mask), cache=cache)
         return Outputs(states, self.norm(states))
 
 
 def delayed(num_tokens: int, block_size: int, device: torch.device | None = None) -> Bool[Tensor, "1 1 token seen"]:
-    """The target's keys that each token sees in training: those of the blocks before the token's block, and in the
-    first block all up to the token.
+    """Mask of the target's keys in training: those of the blocks before a token's block, and in the first block all up
+    to the token.
 
     Worked example: 5 tokens in blocks of 2 see 1, 2, 2, 2, 4 of the target's keys.
     """
-    places = torch.arange(num_tokens, device=device)
-    blocks = places // block_size
+    positions = torch.arange(num_tokens, device=device)
+    blocks = positions // block_size
     before = blocks[:, None] > blocks
-    first = (places < block_size) & (places <= places[:, None])
+    first = (positions < block_size) & (positions <= positions[:, None])
     return (before | first)[None, None]
 
 
 def cached_keys_values(cache: Cache, layer_ids: Sequence[int], length: int) -> list[KeysValues]:
     """Keys and values of the first `length` tokens in these layers of a target's cache."""
-    layers: list[Any] = [cache.layers[place] for place in layer_ids]
+    layers: list[Any] = [cache.layers[index] for index in layer_ids]
     return [(layer.keys[:, :, :length], layer.values[:, :, :length]) for layer in layers]
 
 
