@@ -1,9 +1,8 @@
-"""Tensor parallelism: the slices of one model in the processes that torchrun started, each with a GPU of its own
-(`tp_plan: auto`).
+"""Tensor parallelism (`tp_plan: auto`): one model in slices, in processes that torchrun started, each with its own GPU.
 
-transformers slices a model by the plan of its class; every process then runs the same forwards, and each forward waits
-for all of them. Hidden states and logits come out whole and alike in every process, equal to those of the unsliced
-model up to the order of sums.
+transformers slices a model by the plan of its class. Every process runs the same forwards, and each forward waits for
+all of them. Hidden states and logits are whole in every process, and equal those of the unsliced model up to the order
+of sums.
 """
 
 import os
@@ -19,11 +18,11 @@ from transformers.distributed import DistributedConfig
 from configs.schema import ModelSource, PairConfig
 
 _FORWARD_TIMEOUT = timedelta(hours=2)
-"""Longest wait of a forward for another process, which may still read its slice from a slow disk."""
+"""Maximum wait of a forward for another process, which may still read its slice from a slow disk."""
 
 
 class Slices(NamedTuple):
-    """This process's place among those that hold slices."""
+    """The rank of this process among those that hold slices, and their number."""
 
     rank: int
     num: int
@@ -36,27 +35,27 @@ def sliced_models(pair: PairConfig) -> tuple[str, ...]:
 
 
 def slices_of(environment: Mapping[str, str] = os.environ) -> Slices | None:
-    """The place that torchrun gave this process; None outside torchrun."""
+    """Rank and number that torchrun gave this process; None outside torchrun."""
     rank, num = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
-    is_ours = rank.isdigit() and num.isdigit() and environment.get("MASTER_ADDR")
-    return Slices(int(rank), int(num)) if is_ours else None
+    has_torchrun = rank.isdigit() and num.isdigit() and environment.get("MASTER_ADDR")
+    return Slices(int(rank), int(num)) if has_torchrun else None
 
 
 def refuse_alone(pair: PairConfig) -> None:
-    """Raise ValueError where a model is to be sliced and torchrun did not start this process."""
+    """Raise ValueError if a model has tp_plan, and torchrun did not start this process."""
     if (names := sliced_models(pair)) and slices_of() is None:
-        raise ValueError(_alone(f"pair.{names[0]}"))
+        raise ValueError(_needs_torchrun(f"pair.{names[0]}"))
 
 
-def _alone(whose: str) -> str:
+def _needs_torchrun(whose: str) -> str:
     return (
         f"tp_plan of {whose} is set, and this process was not started by torchrun; start it as torchrun --standalone "
-        "--nproc_per_node GPUS -m data_gen …, or take device_map: auto"
+        "--nproc_per_node GPUS -m data_gen …, or use device_map: auto"
     )
 
 
 def refuse_sliced(pair: PairConfig, command: str) -> None:
-    """Raise ValueError where a model is to be sliced, and the command runs in one process."""
+    """Raise ValueError if a model has tp_plan, and the command runs in one process."""
     if names := sliced_models(pair):
         raise ValueError(
             f"pair.{names[0]}.tp_plan is for making data, and {command} runs in one process; set it to null, and "
@@ -65,15 +64,15 @@ def refuse_sliced(pair: PairConfig, command: str) -> None:
 
 
 def check_slices(source: ModelSource, config: PretrainedConfig, count: int) -> None:
-    """Raise ValueError for a model that cannot be cut into so many slices, or a setting that does not go with it."""
+    """Raise ValueError for a model that cannot be cut into so many slices, or for settings that exclude tp_plan."""
     where = f"tp_plan of {source.path}"
     for name, value in (("device_map", source.device_map), ("quantization", source.quantization)):
         if value is not None:
-            raise ValueError(f"{where} is {source.tp_plan} and {name} {value!r}; slices take no {name}, leave one out")
+            raise ValueError(f"{where} is {source.tp_plan} and {name} {value!r}; leave one of them out")
     text = config.get_text_config()
     if not getattr(text, "base_model_tp_plan", None):
         raise ValueError(
-            f"{where} is {source.tp_plan}, and transformers has no such plan for {text.model_type}; take device_map: "
+            f"{where} is {source.tp_plan}, and transformers has no such plan for {text.model_type}; use device_map: "
             "auto, which puts whole layers on each GPU"
         )
     heads = {name: getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
@@ -86,14 +85,14 @@ def check_slices(source: ModelSource, config: PretrainedConfig, count: int) -> N
 
 
 def slicing_of(source: ModelSource, config: PretrainedConfig) -> DistributedConfig:
-    """transformers' settings for this process's slice; joins the processes of torchrun, unless they are joined.
+    """transformers' settings for this process's slice; joins the processes of torchrun if they are not joined yet.
 
     Raises:
         ValueError: outside torchrun; a model or settings that cannot be sliced (`check_slices`).
     """
     slices = slices_of()
     if slices is None:
-        raise ValueError(_alone(source.path))
+        raise ValueError(_needs_torchrun(source.path))
     check_slices(source, config, slices.num)
     if "tp_plan" not in DistributedConfig.__dataclass_fields__:
         raise ValueError(

@@ -145,7 +145,7 @@ class Sampling:
         """Logits of the last rows of a sequence, as `probs` takes them; subclasses may read the tokens."""
         return logits
 
-    def laws_after(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
+    def dists(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
         """Distributions that tokens are drawn from (`lm.draws`): `probs` of the processed logits, or at temperature 0
         these logits.
         """

@@ -111,7 +111,7 @@ class PearlDecoder(SpeculativeDecoder):
             if verified is not None:
                 wait([verified])
         logits = self.target.forward(text, num_waiting + 1) if verified is None else verified.result()
-        p = self.sampling.laws_after(logits, text)
+        p = self.sampling.dists(logits, text)
         tested = Proposal(waiting.tokens + new.tokens[:1], waiting.dists + new.dists[:1])
         count = num_accepted(tested.tokens, tested.dists, p, draws)
         emitted = tested.tokens[:count]

@@ -188,8 +188,8 @@ class Batch:
     def _dists(self, texts: Sequence[list[int]], logits: list[Tensor]) -> Sequence[Float[Tensor, "rows vocab"]]:
         """Distributions that tokens are drawn from, for all rows at once if the sampling allows it."""
         if not self._sampling.sees_no_tokens:
-            return [self._sampling.laws_after(rows, text) for rows, text in zip(logits, texts, strict=True)]
-        return self._sampling.laws_after(torch.cat(logits), ()).split([len(rows) for rows in logits])
+            return [self._sampling.dists(rows, text) for rows, text in zip(logits, texts, strict=True)]
+        return self._sampling.dists(torch.cat(logits), ()).split([len(rows) for rows in logits])
 
     def _settle(self, sequence: _Sequence, p: Float[Tensor, "rows vocab"]) -> Round:
         """Verify one sequence's draft, and free its row if it ends."""

@@ -208,7 +208,7 @@ class SpeculativeDecoder:
     def _verify_chain(self, text: list[int], proposal: Proposal, draws: Sampler) -> int:
         """Law 4.2: sets the accepted tokens and returns the next one."""
         fed = text + proposal.tokens
-        p = self.sampling.laws_after(self.target.forward(fed, len(proposal.tokens) + 1), fed)
+        p = self.sampling.dists(self.target.forward(fed, len(proposal.tokens) + 1), fed)
         verdict = verify(proposal.tokens, proposal.dists, p, draws)
         proposal.set_accepted(verdict.num_accepted, p, draws)
         return verdict.next_token
@@ -228,9 +228,9 @@ class SpeculativeDecoder:
     ) -> Float[Tensor, "rows vocab"]:
         """The target's distributions after the text, and after each node."""
         if self.sampling.sees_no_tokens:
-            return self.sampling.laws_after(logits, ())
+            return self.sampling.dists(logits, ())
         texts = [text, *(text + tree.tokens_of(tree.path(node)) for node in range(len(tree)))]
-        return torch.cat([self.sampling.laws_after(row[None], text) for row, text in zip(logits, texts, strict=True)])
+        return torch.cat([self.sampling.dists(row[None], text) for row, text in zip(logits, texts, strict=True)])
 
 
 def integer_of(value: Any, name: str) -> int:

@@ -173,7 +173,7 @@ class ModelDrafter(PolicyDrafter):
             # the sampler has uniforms, or there would be no fused step
             return self._fused.step(position, ids, session.draws)  # type: ignore[arg-type]
         logits = self.model.forward(ids)
-        return self.drawn(logits[0], session.sampling.laws_after(logits, ids)[0])
+        return self.drawn(logits[0], session.sampling.dists(logits, ids)[0])
 
     def drawn(
         self, logits: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"]
@@ -195,7 +195,7 @@ class ModelDrafter(PolicyDrafter):
         for position in range(num_tokens):
             # a row with NaN draws an id beyond the last; embedding it would crash the device before the host raises
             logits = self.model.forward_drawn(drawn[-1].clamp(max=logits.shape[-1] - 1)) if position else logits
-            q = session.sampling.laws_after(logits, ())[0]
+            q = session.sampling.dists(logits, ())[0]
             drawn.append(session.draws.draw(q))
             proposal.dists.append(q)
         tokens = torch.cat(drawn).tolist()

@@ -65,7 +65,7 @@ class FusedStep(SignalReader):
         self, logits: Float[Tensor, "1 vocab"], hidden: Float[Tensor, "1 hidden"] | None, fed: Int[Tensor, " 1"]
     ) -> tuple[Float[Tensor, " vocab"], Float[Tensor, " column"]]:
         """q, and the numbers that `_columns` names."""
-        q = self._sampling.laws_after(logits, ())[0]
+        q = self._sampling.dists(logits, ())[0]
         token = greedy_token(q) if self._sampling.is_greedy else inverted(q, self._uniform)
         token = torch.where(self._forced >= 0, self._forced, token)
         state = hidden[0] if self.has_heads and hidden is not None else None

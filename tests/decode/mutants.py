@@ -78,7 +78,7 @@ def _learn_ahead(self, committed, max_tokens):
     """
     proposal = _propose(self, committed, max_tokens)
     fed = committed + proposal.tokens
-    p = self._session.sampling.laws_after(ToyModel(1).forward(fed, len(proposal.tokens) + 1), fed)
+    p = self._session.sampling.dists(ToyModel(1).forward(fed, len(proposal.tokens) + 1), fed)
     chances = revealed_probs(len(proposal.tokens), proposal.tokens, proposal.dists, p, RandomSampler())
     num_kept = next((i for i, chance in enumerate(chances) if chance < 0.5), len(chances))
     for column in (proposal.tokens, proposal.dists, self.run.steps):

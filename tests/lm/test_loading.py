@@ -92,8 +92,8 @@ def test_settings_that_cannot_be_honoured_end_in_one_line(settings, said: str):
 @pytest.mark.parametrize(
     ("settings", "count", "said"),
     [
-        ({"device_map": "cpu"}, 2, "device_map 'cpu'; slices take no device_map"),
-        ({"quantization": "4bit"}, 2, "slices take no quantization"),
+        ({"device_map": "cpu"}, 2, "device_map 'cpu'; leave one of them out"),
+        ({"quantization": "4bit"}, 2, "quantization '4bit'; leave one of them out"),
         ({}, 3, "in 3 processes, and num_attention_heads 4 is no multiple of 3"),
     ],
 )
@@ -104,7 +104,7 @@ def test_what_cannot_be_sliced_is_refused(settings, count: int, said: str):
 
 
 def test_a_family_without_a_plan_is_refused():
-    with pytest.raises(ValueError, match="transformers has no such plan for gpt2; take device_map: auto"):
+    with pytest.raises(ValueError, match="transformers has no such plan for gpt2; use device_map: auto"):
         check_slices(ModelSource(path="some/gpt2", tp_plan="auto"), AutoConfig.for_model("gpt2"), 2)
 
 

@@ -101,7 +101,7 @@ class FakeEngine:
         for place, (asked, ids) in enumerate(zip(batch, fed, strict=True)):
             output = self.draft(torch.tensor([ids]), output_hidden_states=True)
             logits = output.logits[0, -1]
-            law = self.sampling.laws_after(logits[None], ids)[0]
+            law = self.sampling.dists(logits[None], ids)[0]
             is_going = self.lanes._rows[place].run.is_going
             asked.laws.append(law)
             yield (
@@ -114,7 +114,7 @@ class FakeEngine:
         """Verify a draft; True if the request has ended."""
         fed = asked.committed + tokens
         logits = self.target(torch.tensor([fed])).logits[0, len(asked.committed) - 1 :]
-        verdict = verify(tokens, asked.laws[: len(tokens)], self.sampling.laws_after(logits, fed), asked.draws)
+        verdict = verify(tokens, asked.laws[: len(tokens)], self.sampling.dists(logits, fed), asked.draws)
         asked.verified, asked.num_accepted = tuple(tokens), verdict.num_accepted
         asked.rounds.append((tokens, drawn[: len(tokens)]))
         emitted = tokens[: verdict.num_accepted]

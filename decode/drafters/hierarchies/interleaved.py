@@ -85,7 +85,7 @@ class InterleavedDrafter:
 
     def _extend(self, proposal: Proposal, ids: list[int], model: CachedModel) -> None:
         """Add one token drawn from a model."""
-        q = self._session.sampling.laws_after(model.forward(ids), ids)[0]
+        q = self._session.sampling.dists(model.forward(ids), ids)[0]
         token = self._session.draws.token(q)
         ids.append(token)
         proposal.tokens.append(token)

@@ -106,7 +106,7 @@ class PreVerifiedDrafter(PolicyDrafter):
         inner = self.inner.propose(ids, window) if window > 0 else Proposal()
         fed = ids + inner.tokens
         logits = self.model.forward(fed, len(inner.tokens) + 1)
-        q = self._session.sampling.laws_after(logits, fed)
+        q = self._session.sampling.dists(logits, fed)
         count = num_accepted(inner.tokens, inner.dists, q, draws)
         inner.set_accepted(count, q, draws)
         for row, token in enumerate(inner.tokens[:count]):

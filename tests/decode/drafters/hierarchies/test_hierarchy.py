@@ -113,7 +113,7 @@ class PrintedDecoder(SpeculativeDecoder):
 
     def _verify_chain(self, text, proposal, draws):
         fed = text + proposal.tokens
-        p = self.sampling.laws_after(self.target.forward(fed, len(proposal.tokens) + 1), fed)
+        p = self.sampling.dists(self.target.forward(fed, len(proposal.tokens) + 1), fed)
         proposal.accepted = range(num_accepted(proposal.tokens, proposal.dists, p, draws))
         return draws.token(p[len(proposal.accepted)])
 
