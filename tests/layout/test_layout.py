@@ -26,7 +26,7 @@ CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
     "configs": (1320, 1000),
     "store": (623, 500),
-    "lm": (5339, 4000),
+    "lm": (5328, 4000),
     "data_gen": (6812, 4400),
     "heads": (4370, 3600),
     "decode": (5051, 4200),
