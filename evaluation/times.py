@@ -101,7 +101,7 @@ class Times:
         precision = f"; times ± {100 * error:.0f} %" if error else ""
         if error > _UNCERTAIN:
             precision = "; these times are uncertain: measure them again with `acceptance-heads costs --again`"
-        return f"t_target/t_draft = {self.ratio:.2f} ({self.origin}; {self.stop_origin}{precision})"
+        return f"t_target/t_draft = {self.ratio:.2f}, {self.origin}; {self.stop_origin}{precision}"
 
     @property
     def slug(self) -> str:
@@ -114,7 +114,7 @@ class Times:
         place = "On this machine" if self.origin.startswith("measured") else "At the times given"
         place = "At the times of the record" if self.origin == RECORDED else place
         place = "On other hardware" if self.origin.startswith("ratio") else place
-        return f"{place} (a target forward costs {self.ratio:.1f} draft forwards)"
+        return f"{place}, where a target forward costs {self.ratio:.1f} draft forwards"
 
     def with_ratio(self, ratio: float) -> "Times":
         """Other hardware: this target's time, constant in k, a draft that is `ratio` times faster, and stops as

@@ -14,6 +14,7 @@ from decode.policies.batch import BatchAuto
 from evaluation.batches.curves import BatchTimes, kept_curves
 from evaluation.batches.load import Load, load_at, queue_of
 from evaluation.batches.lockstep import step_through
+from evaluation.competitor import head_in
 from evaluation.contest import Replays, best_heads, fastest_on_dev
 from evaluation.families import BASELINE, BOUNDS, HEADS_OF, PERFECT, families, family
 from evaluation.table import Table, say
@@ -185,7 +186,7 @@ def batch_tables(rows: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
     lacks = "" if any(row["family"] == PERFECT for row in rows) else "; no perfect head: decode.perfect_head is false"
     note = (
         "settings chosen on dev at this size; tokens/s of the whole batch; gain: over the best fixed length. Predicted "
-        f"(law 4.13). No oracle: it ignores the other sequences, so it bounds nothing in a batch{lacks}"
+        f"by law 4.13. No oracle: it ignores the other sequences, so it bounds nothing in a batch{lacks}"
     )
     tables = []
     for size in dict.fromkeys(row["batch_size"] for row in rows):
@@ -193,10 +194,10 @@ def batch_tables(rows: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
         cells = [
             {
                 "policy": family(row["family"]).label,
-                "setting": row["setting"],
+                "setting": ": ".join(filter(None, (head_in(row["name"]), row["setting"]))),
                 "tokens/s": f"{row['tokens_per_s']:.1f}",
                 "gain": "" if row["family"] == BASELINE else f"{row['gain']:+.1%}",
-                "seconds of a request": f"{row['request_s']:.3g}",
+                "seconds per request": f"{row['request_s']:.3g}",
             }
             for row in of_size
         ]

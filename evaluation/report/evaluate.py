@@ -171,8 +171,8 @@ def about(experiment: Experiment, times: Times) -> str:
     decode, origins = experiment.decode, f"{times.origin}; {times.stop_origin}"
     return (
         f"{names}; {experiment.sampling.text}; responses up to {decode.max_new_tokens} tokens, drafts up to "
-        f"{decode.max_draft_length}; t_draft {t_draft_ms} ms, t_target {t_target_ms} ms "
-        f"({origins})"
+        f"{decode.max_draft_length}; t_draft {t_draft_ms} ms, t_target {t_target_ms} ms, "
+        f"{origins}"
     )
 
 

@@ -47,7 +47,7 @@ def verification_curve(times: Times) -> list[Plot]:
     added = forwards[-1] / forwards[0] - 1
     plot = plot_of(
         "verification",
-        f"What one verification costs here ({times.origin}): {forwards[0]:.1f} draft forwards without a drafted token, "
+        f"What one verification costs here, {times.origin}: {forwards[0]:.1f} draft forwards without a drafted token, "
         f"{added:+.0%} with {len(forwards) - 1}.",
         figure,
     )

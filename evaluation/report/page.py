@@ -48,11 +48,14 @@ def write_report(page: Page) -> None:
     steps = next(iter(page.rankings.values()), [])
     first = [answers[0].contest.times for answers in page.answers.values()]
     here = next((number for number, step in enumerate(steps) if step.times in first), 0)
-    labels = [f"{step.times.ratio:.3g}{', this evaluation' * (number == here)}" for number, step in enumerate(steps)]
+    labels = [
+        f"{step.times.ratio:.3g} draft forwards{', as in this evaluation' * (number == here)}"
+        for number, step in enumerate(steps)
+    ]
     parts = {
         "about": escape(page.about),
         "answers": "".join(_answers(name, page) for name in page.answers),
-        "rankings": "".join(_rankings(name, contests, here, page) for name, contests in page.rankings.items()),
+        "rankings": "".join(_rankings(contests, here) for contests in page.rankings.values()),
         "last": max(0, len(steps) - 1),
         "here": here,
         "labels": json.dumps(labels or [""]),
@@ -88,9 +91,8 @@ def _answer(answer: Answer) -> str:
     return f'<p class="verdict">{verdict}</p>{explained}{_figure(answer.picture)}{table}'
 
 
-def _rankings(dataset: str, contests: Sequence[Contest], here: int, page: Page) -> str:
-    heading = f"<h3>{escape(dataset)}</h3>" if len(page.rankings) > 1 else ""
-    return heading + "".join(
+def _rankings(contests: Sequence[Contest], here: int) -> str:
+    return "".join(
         f'<div data-step="{step}"{"" if step == here else " hidden"}>{_ranking(contest)}</div>'
         for step, contest in enumerate(contests)
     )
@@ -106,7 +108,7 @@ def _batches(rows: Sequence[Mapping[str, Any]]) -> str:
     setups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         share = "as measured" if row["verify_share"] is None else f"{row['verify_share']:g} t_draft"
-        title = f"a target forward costs {row['ratio']:.2f} draft forwards ({row['costs']}), a verified token {share}"
+        title = f"a target forward costs {row['ratio']:.2f} draft forwards, {row['costs']}; a verified token {share}"
         setups.setdefault((row["dataset"], title), []).append(row)
     tables = [table for (_, title), of_setup in setups.items() for table in batch_tables(of_setup, title)]
     note = f'<p class="note">{escape(tables[0].note)}</p>' if tables else ""

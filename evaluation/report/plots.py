@@ -22,7 +22,7 @@ _MEANINGS = {
     "max_rejection_prob": "rejection probability at which drafting stops",
     "min_token_prob": "minimum probability of the newest token",
     "min_max_prob": "minimum probability of the likeliest token",
-    "max_sqrt_entropy": "square root of the entropy at which drafting stops (nats)",
+    "max_sqrt_entropy": "square root of the entropy at which drafting stops, nats",
 }
 """Parameter -> what its values mean."""
 _LINES: Mapping[Timing, str] = {"fed": "--", "drawn": "-", "prefix": ":"}
@@ -62,8 +62,8 @@ def pareto(results: Sequence[Result]) -> Plot:
     return plot_of(
         "pareto",
         "Wasted tokens against target forwards, one point per setting. The ring marks the setting chosen on dev; "
-        f"settings beyond {_BEYOND_CHOSEN:g} times the chosen rates are cut off. Lower left is better "
-        "(SpecDec++, Figure 4).",
+        f"settings beyond {_BEYOND_CHOSEN:g} times the chosen rates are cut off. Lower left is better, "
+        "as in Figure 4 of SpecDec++.",
         figure,
     )
 
@@ -154,9 +154,9 @@ def entropies(trace: Trace) -> Plot:
     for label, mask, colour in (("accepted", is_accepted, BLUE), ("rejected", ~is_accepted, RED)):
         if not mask.any():
             continue
-        mean = f"{label} (mean {entropy[mask].mean():.2f})"
+        mean = f"{label}, mean {entropy[mask].mean():.2f}"
         axes.hist(entropy[mask], bins=bins, histtype="step", density=True, color=colour, linewidth=1.5, label=mean)
-    axes.set(xlabel="entropy of the draft's distribution (nats)", ylabel="density of tokens, log scale", yscale="log")
+    axes.set(xlabel="entropy of the draft's distribution, nats", ylabel="density of tokens, log scale", yscale="log")
     legend_below(axes)
     return plot_of("entropy", "Entropy of the draft where its token was accepted and where it was rejected.", figure)
 

@@ -42,7 +42,7 @@ def recommend(contest: Contest, experiment: Experiment) -> dict[str, Any]:
         "policy": spec_of(result, path) if best != HEADS or path else None,
         "head": path,
         "speed": f"predicted {result.tokens_per_s * contest.times.t_target_s[0]:.2f} times as fast as the target alone,"
-        f" {over} ({contest.baseline.setting['k']})",
+        f" {over}, {contest.baseline.setting['k']}",
         "gain": gain._asdict(),
         "costs": contest.times.title,
         "of": experiment.identity,

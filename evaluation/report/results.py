@@ -76,7 +76,7 @@ def result_table(contest: Contest) -> Table:
     return Table(
         title_of(contest),
         rows,
-        "predicted from counts and times (law 4.9). gain: throughput over the best fixed length's, with its 95 % "
+        "predicted from counts and times by law 4.9. gain: throughput over the best fixed length's, with its 95 % "
         "interval: paired bootstrap of test prompts, at the settings that dev chose. Bold: the best on dev of what can "
         "be run",
         names=2,

@@ -99,7 +99,7 @@ def stages_of(contest: Contest) -> list[Stage]:
         **({} if free in (BASELINE, PRODUCT) else {free: "what else the draft knows of itself"}),
         head: "what a head learned",
         PERFECT: "what the draft cannot see, or a head has not learned",
-        ORACLE: "the coin, and the token before it is drawn",
+        ORACLE: "the random draw, and each token before it is drawn",
     }
     stages: list[Stage] = []
     pending: list[str] = []  # knowledge of missing stages, which the next one that has figures adds too
@@ -136,8 +136,8 @@ def stage_table(stages: Sequence[Stage], contest: Contest, *, beside: Sequence[s
     lost = f". {slower}: slower than the row above" if slower else ""
     listed = f". Beside them, over the best fixed length: {'; '.join(beside)}" if beside else ""
     note = (
-        "predicted (law 4.9). gain: tokens/s over the best fixed length's, with its 95 % interval (paired bootstrap of "
-        "test prompts, at the settings that dev chose); tokens/s has the same interval, times the best fixed "
+        "predicted by law 4.9. gain: tokens/s over the best fixed length's, with its 95 % interval: paired bootstrap "
+        "of test prompts, at the settings that dev chose. tokens/s has the same interval, times the best fixed "
         f"length's. adds: over the row above. Bold: the best on dev of what can be run{lost}{listed}"
     )
     columns = ("stage", "what it knows", "setting", "tokens/s", "gain", "adds")

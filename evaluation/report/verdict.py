@@ -124,13 +124,13 @@ def verdict_of(contest: Contest) -> str:
     own = contest.leaders.get(HEADS, free)
     length = next(iter(contest.baseline.setting.values()))
     if own.family == BASELINE:
-        return f"{where}: no policy that needs no training is faster than the best fixed length ({length})."
+        return f"{where}: no policy that needs no training is faster than the best fixed length, {length}."
     gain = contest.gain(own.family).words
-    sentence = f"{where}: {_named(own)}, predicted {gain} over the best fixed length ({length})"
+    sentence = f"{where}: {_named(own)}, predicted {gain} over the best fixed length, {length}"
     lead = contest.lead
     if lead is None:
         return f"{sentence}. It needs no training, and no trained heads are compared with it."
-    over = "" if free.family == BASELINE else f", {lead.words} over {_rival(free.family)}, which needs no training"
+    over = "" if free.family == BASELINE else f", and {lead.words} over {_rival(free.family)}, which needs no training"
     return f"{sentence}{over}.{doubt_of(lead, free.family, contest.num_prompts)}"
 
 

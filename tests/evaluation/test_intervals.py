@@ -74,4 +74,4 @@ def test_a_stop_is_charged_its_measured_time_however_unsure_that_is():
     for error, precision in ((0.2, "times ± 3 %"), (0.5, "times ± 5 %"), (2.99, again)):
         unsure = replace(sure, errors=TimeErrors(0.02, 0.031, {"entropy": error, "token_prob": 0.1}))
         assert [unsure.stop_s(kind) for kind in ("entropy", "entropy & token_prob")] == [0.001, 0.001]
-        assert unsure.title == f"t_target/t_draft = 2.00 (measured; stops measured; {precision})"
+        assert unsure.title == f"t_target/t_draft = 2.00, measured; stops measured; {precision}"

@@ -76,7 +76,8 @@ def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_eva
     steps = re.findall(r'data-step="(\d+)"( hidden)?', text)
     assert [step for step, hidden in steps if not hidden] == ["4"]
     labels = json.loads(re.search(r"labels = (\[.*?\]);", text)[1])
-    assert labels == ["1.5", "2", "3", "4", "5, this evaluation", "5", "8", "12", "20", "30", "40"]
+    ratios = ("1.5", "2", "3", "4", "5", "5", "8", "12", "20", "30", "40")
+    assert labels == [f"{ratio} draft forwards{', as in this evaluation' * (n == 4)}" for n, ratio in enumerate(ratios)]
     assert 'max="10" step="1" value="4"' in text
     part = text.split('data-step="4">')[1].split("</div></div>")[0]
     assert cells(part) == [[str(cell) for cell in row.values()] for row in result_table(contest).rows]
@@ -102,7 +103,14 @@ def test_plots_of_two_datasets_are_two_files(contest, tmp_path):
 def test_batches_have_a_table_for_each_size_and_share_with_one_number_in_a_cell(tmp_path):
     rows = [
         {"dataset": "made", "ratio": 5.0, "costs": "given", "verify_share": share, "batch_size": size}
-        | {"family": family, "setting": f"x={size}", "tokens_per_s": speed + size, "gain": gain, "request_s": 2.0}
+        | {
+            "family": family,
+            "name": family,
+            "setting": f"x={size}",
+            "tokens_per_s": speed + size,
+            "gain": gain,
+            "request_s": 2.0,
+        }
         for share in (0.0, 0.2)
         for size in (1, 4)
         for family, speed, gain in (("fixed_length", 10.0, 0.0), ("entropy", 12.0 + share, 0.2))
@@ -121,4 +129,4 @@ def test_the_page_shows_the_table_of_its_step(page):
     command = [BROWSER, *flags, page.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     assert [step for step, hidden in re.findall(r'data-step="(\d+)"( hidden)?', dom) if not hidden] == ["4"]
-    assert '<output id="step-value">5, this evaluation</output>' in dom
+    assert '<output id="step-value">5 draft forwards, as in this evaluation</output>' in dom

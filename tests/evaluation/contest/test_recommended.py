@@ -86,7 +86,7 @@ def test_what_is_recommended_wins_beyond_chance_and_generate_follows(experiment,
     verdict = recommend(pooled([replays_at(**speeds)], COST), experiment)
     assert verdict["policy"] == policy.format(experiment.exported / "it")
     assert re.match(says, verdict["sentence"])
-    gain = "as the best fixed length (3)" if policy.startswith("fixed") else " % ("
+    gain = "as the best fixed length, 3" if policy.startswith("fixed") else " % ("
     assert gain in verdict["speed"]
     write_verdict(verdict, experiment.directory)
     assert experiment.default_policy == (verdict["policy"], f"{verdict['sentence']} It is {verdict['speed']}")

@@ -76,11 +76,11 @@ def test_the_sentence_has_the_figures_of_the_results(replays, heads, t_draft_s):
     answer = answer_of(contest, heads=heads)
     own, free = contest.leaders["heads"], contest.leaders[TRAINING_FREE]
     assert answer.verdict.startswith(
-        f"On this machine (a target forward costs {1 / t_draft_s:.1f} draft forwards): head"
+        f"On this machine, where a target forward costs {1 / t_draft_s:.1f} draft forwards: head"
     )
     length = contest.baseline.setting["k"]
-    assert f"predicted {contest.gain(own.family).words} over the best fixed length ({length})" in answer.verdict
-    over = f", {contest.lead.words} over the {family(free.family).label}, which needs no training"
+    assert f"predicted {contest.gain(own.family).words} over the best fixed length, {length}" in answer.verdict
+    over = f", and {contest.lead.words} over the {family(free.family).label}, which needs no training"
     assert (over in answer.verdict) == (free.family != BASELINE)
     stage = next(stage for stage in answer.stages if stage.family == own.family)
     assert stage.result is own
