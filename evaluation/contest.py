@@ -201,12 +201,7 @@ def result_of(arm: Arm, number: int, times: Times, *, on_dev: float | None = Non
     """An arm at one setting, on test."""
     played = arm.test.select([number])
     return Result(
-        competitor=arm.competitor,
-        number=number,
-        on_dev=on_dev,
-        spent=times.spent(played).at(0),
-        played=played,
-        arm=arm,
+        competitor=arm.competitor, number=number, on_dev=on_dev, spent=times.spent(played).at(0), played=played, arm=arm
     )
 
 

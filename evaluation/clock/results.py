@@ -1,13 +1,12 @@
-"""`evaluation evaluate` on a clock: what it said beside what replay and the cost model predict of the same prompts (law
-4.9).
+"""`evaluation evaluate --clock`: clocked generations beside what the times predict of the same prompts (law 4.9).
 
-Every family plays at the setting that dev chose, in real generations that the trace is played to. The oracle and the
-perfect head know what no loop knows, so they are not there; the target alone is.
+Every family decodes at the setting that dev chose, in real generations that the trace is played to, and so does the
+target alone. The oracle and the perfect head are left out: they know what no loop knows.
 
-difference            clocked tokens/s over predicted ones - 1
-draft, verify, rest   where it lies: clocked less predicted seconds of drafts, of verifications, and between rounds
-                      (where nothing is predicted), over all predicted seconds; less time in them means more tokens/s
-common                the median of all differences: the machine's pace today against that when its costs were measured
+    difference            clocked tokens/s over predicted ones - 1
+    draft, verify, rest   clocked less predicted seconds of drafts, of verifications, and between rounds (where nothing
+                          is predicted), over all predicted seconds
+    common                median difference of all families: the machine's speed now against that when it was timed
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +54,7 @@ class ClockReport:
 
     @property
     def common(self) -> float:
-        """Median difference of all families, the machine's pace."""
+        """Median difference of all families, the machine's speed."""
         return float(np.median([row["difference"] for row in self.rows]))
 
     @property
@@ -65,43 +64,35 @@ class ClockReport:
         if not beyond:
             return f"every family is within {TOLERANCE:.0%} of its prediction"
         listed = ", ".join(
-            f"{row['family']} {row['difference']:+.1%} (most of it: {max(_PARTS, key=lambda part: abs(row[part]))})"
+            f"{row['family']} {row['difference']:+.1%}, most of it {max(_PARTS, key=lambda part: abs(row[part]))}"
             for row in beyond
         )
-        against_pace = {row["family"]: (1 + row["difference"]) / (1 + self.common) - 1 for row in self.rows}
-        apart = ", ".join(
-            f"{name} {difference:+.1%}" for name, difference in against_pace.items() if abs(difference) > TOLERANCE
-        )
-        pace = f"{self.common:+.1%} is the median of all families, the machine's pace"
+        relative = {row["family"]: (1 + row["difference"]) / (1 + self.common) - 1 for row in self.rows}
+        others = ", ".join(f"{name} {part:+.1%}" for name, part in relative.items() if abs(part) > TOLERANCE)
         return (
-            f"beyond {TOLERANCE:.0%} of the prediction: {listed}; {pace}; beyond {TOLERANCE:.0%} of that pace: "
-            f"{apart or 'none'}"
+            f"beyond {TOLERANCE:.0%} of the prediction: {listed}; {self.common:+.1%} is the median of all families; "
+            f"beyond {TOLERANCE:.0%} of that median: {others or 'none'}"
         )
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON has it."""
-        return {
-            "dataset": self.dataset,
-            "about": self.about,
-            "verdict": self.verdict,
-            "common": self.common,
-            "rows": [flat(row) for row in self.rows],
-        }
+        report = {"dataset": self.dataset, "about": self.about, "verdict": self.verdict, "common": self.common}
+        return report | {"rows": [flat(row) for row in self.rows]}
 
     @property
-    def sheet(self) -> Table:
-        """The table of every family."""
-        note = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
+    def table(self) -> Table:
+        """A row for each family."""
         rows = [
             {
                 "policy": family(row["family"]).label,
                 **cells,
-                "of it draft / verify / rest": " / ".join(f"{row[part]:+.1%}" for part in _PARTS),
+                **{f"of it {part}": f"{row[part]:+.1%}" for part in _PARTS},
                 "predicted gain": row["predicted_gain"].text,
                 "clocked gain": row["clocked_gain"].text,
             }
             for row, cells in zip(self.rows, shown(self.rows, _COLUMNS), strict=True)
         ]
+        note = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
         return Table(f"{self.dataset} on a clock: {self.about}", rows, note, names=2)
 
     @property
@@ -128,77 +119,69 @@ class ClockReport:
 
 
 def report_of(
-    clocked: Clocked, runners: Sequence[Result], cost: Times, *, dataset: str, rows: Sequence[int]
+    clocked: Clocked, runners: Sequence[Result], times: Times, *, dataset: str, rows: Sequence[int]
 ) -> ClockReport:
-    """Every runner, over the rows that all of them played as replayed; rows of one prompt, such as the turns of a
+    """Every runner, over the rows that all of them decoded as replayed; rows of one prompt, such as the turns of a
     conversation, count together.
 
     Args:
         clocked: seconds of the rows.
         runners: the best fixed length among them.
-        cost: predicts them.
+        times: predict them.
         dataset: its name.
         rows: numbers of the clocked rows on the test split.
 
     Raises:
         ValueError: there is no such row.
     """
-    kept = clocked.agrees
-    if not kept.any():
+    agrees = clocked.agrees
+    if not agrees.any():
         raise ValueError(
             f"{dataset}: no response is decoded as it was replayed; record the trace again with the models as they are "
             "now"
         )
-    replays = [replayed_on(runner, rows) for runner in runners]
-    predicted = [_by_prompt(replayed, cost.time_s(replayed)[0, kept], kept) for replayed in replays]
-    measured = [_by_prompt(replayed, clocked.wall_s(number), kept) for number, replayed in enumerate(replays)]
-    base = next(number for number, runner in enumerate(runners) if runner.family == BASELINE)
-    results = []
-    for number, runner in enumerate(runners):
-        expected, spent = predicted[number], measured[number]
-        results.append(
-            {
-                "family": runner.family,
-                "setting": runner.label,
-                "predicted_tokens_per_s": expected.tokens_per_s,
-                "clocked_tokens_per_s": spent.tokens_per_s,
-                "difference": spent.tokens_per_s / expected.tokens_per_s - 1,
-                **_parts(clocked, number, replays[number], cost=cost),
-                "predicted_gain": gain_over(predicted[base], expected),
-                "clocked_gain": gain_over(measured[base], spent),
-            }
-        )
-    about = _about(clocked, num_prompts=len(measured[0].tokens))
+    every = [replayed_on(runner, rows) for runner in runners]
+    predicted = [_by_prompt(played, times.time_s(played)[0, agrees], agrees) for played in every]
+    measured = [_by_prompt(played, clocked.wall_s(number), agrees) for number, played in enumerate(every)]
+    base = [runner.family for runner in runners].index(BASELINE)
+    results = [
+        {
+            "family": runner.family,
+            "setting": runner.label,
+            "predicted_tokens_per_s": expected.tokens_per_s,
+            "clocked_tokens_per_s": spent.tokens_per_s,
+            "difference": spent.tokens_per_s / expected.tokens_per_s - 1,
+            **_parts(clocked, number, every[number], times=times),
+            "predicted_gain": gain_over(predicted[base], expected),
+            "clocked_gain": gain_over(measured[base], spent),
+        }
+        for number, (runner, expected, spent) in enumerate(zip(runners, predicted, measured, strict=True))
+    ]
+    num_prompts, num_rows = len(measured[0].tokens), int(agrees.sum())
+    about = f"{num_rows} responses to " * (num_prompts < num_rows) + (
+        f"{num_prompts} test prompts, medians of {clocked.seconds.shape[1]} generations each, prompts read beforehand"
+    )
+    if left_out := len(agrees) - num_rows:
+        about += f"; {left_out} responses left out, where a threshold falls between the last bits of loop and trace"
     return ClockReport(dataset=dataset, about=about, rows=results)
 
 
-def _by_prompt(replayed: Played, seconds: Array, kept: Array) -> Spent:
-    """Tokens and seconds of each prompt, its kept rows together."""
-    _, numbers = np.unique(replayed.prompt_of_row[kept], return_inverse=True)
-    tokens = np.bincount(numbers, replayed.counts.num_emitted[0, kept])
+def _by_prompt(played: Played, seconds: Array, agrees: Array) -> Spent:
+    """Tokens and seconds of each prompt, its rows together."""
+    _, numbers = np.unique(played.prompt_of_row[agrees], return_inverse=True)
+    tokens = np.bincount(numbers, played.counts.num_emitted[0, agrees])
     return Spent(tokens.astype(np.int64), np.bincount(numbers, seconds))
 
 
-def _about(clocked: Clocked, *, num_prompts: int) -> str:
-    """One line on what was timed."""
-    num_rows, num_repeats = int(clocked.agrees.sum()), clocked.seconds.shape[1]
-    about = f"{num_prompts} test prompts, medians of {num_repeats} generations each, prompts read beforehand"
-    about = f"{num_rows} responses to {about}" if num_prompts < num_rows else about
-    if left_out := len(clocked.agrees) - num_rows:
-        about += f"; {left_out} responses left out, where a threshold falls between the last bits of loop and trace"
-    return about
-
-
-def _parts(clocked: Clocked, number: int, replayed: Played, *, cost: Times) -> dict[str, float]:
+def _parts(clocked: Clocked, number: int, played: Played, *, times: Times) -> dict[str, float]:
     """Clocked less predicted seconds of each part, over all predicted seconds."""
-    kept = clocked.agrees
-    total_s = float(cost.time_s(replayed)[0, kept].sum())
-    verify_s = float((replayed.lengths[0, kept] @ cost.target_s(np.arange(replayed.lengths.shape[-1]))).sum())
+    total_s = float(times.time_s(played)[0, clocked.agrees].sum())
+    lengths = played.lengths[0, clocked.agrees]
+    verify_s = float((lengths @ times.target_s(np.arange(lengths.shape[-1]))).sum())
     wall_s = float(clocked.wall_s(number).sum())
-    spent = {"draft": wall_s * clocked.share(number, "draft_s"), "verify": wall_s * clocked.share(number, "target_s")}
-    spent["rest"] = wall_s - sum(spent.values())
-    expected = {"draft": total_s - verify_s, "verify": verify_s, "rest": 0.0}
-    return {part: (spent[part] - expected[part]) / total_s for part in expected}
+    draft, verify = (wall_s * clocked.share(number, part) for part in ("draft_s", "target_s"))
+    seconds = (draft - (total_s - verify_s), verify - verify_s, wall_s - draft - verify)
+    return {part: part_s / total_s for part, part_s in zip(_PARTS, seconds, strict=True)}
 
 
 def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) -> None:

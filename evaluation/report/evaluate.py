@@ -18,9 +18,8 @@ from evaluation.costs.machine import costs_for
 from evaluation.flag_types import Sizes, sizes_of
 from evaluation.report.batches import in_batches
 from evaluation.report.files import folder_of, records, stage_frame, write, write_csv, write_plots
-from evaluation.report.gains import speed_up_bars, verification_curve
 from evaluation.report.page import RATIOS, Page, write_report
-from evaluation.report.plots import all_plots
+from evaluation.report.plots import all_plots, speed_up_bars, verification_curve
 from evaluation.report.recommended import pooled, recommend, write_verdict
 from evaluation.report.results import contest_frame
 from evaluation.report.transfer import source_contests, transfer_frame, transfer_table, transferred
@@ -184,7 +183,7 @@ def clocked(
         contest = page.answers[dataset][0].contest
         report = clock_dataset(experiment, contest, replays.traces.test, num_prompts=num_prompts, repeats=repeats)
         page.clocks.append(report)
-        report.sheet.print()
+        report.table.print()
     path = page.directory / "clock.json"
     write_atomic(path, to_json([report.as_dict() for report in page.clocks], indent=1).encode())
     write_plots(page.directory / "plots", [report.plot for report in page.clocks])

@@ -117,7 +117,7 @@ def _batches(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _clocks(reports: Sequence[ClockReport]) -> str:
     parts = (
-        f"{_table(report.sheet._replace(title=f'{report.dataset}: {report.about}'))}"
+        f"{_table(report.table._replace(title=f'{report.dataset}: {report.about}'))}"
         f'<p class="note">{escape(report.verdict)}</p>{_figure(report.plot)}'
         for report in reports
     )

@@ -39,14 +39,7 @@ def called(name: str, kind: str, *flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tree"),
-    [
-        ("eagle", "null"),
-        ("glide", "null"),
-        ("eagle", "eagle2"),
-        ("glide", "cape"),
-        ("draft", "cape"),
-    ],
+    ("kind", "tree"), [("eagle", "null"), ("glide", "null"), ("eagle", "eagle2"), ("glide", "cape"), ("draft", "cape")]
 )
 def test_generate_writes_what_the_target_writes(kind, tree, capsys):
     flags = [

@@ -120,9 +120,9 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
         (1 + second["predicted_gain"].value) * (1 + second["difference"]) - 1
     )
     assert "1 responses left out" in report.about
-    assert f"{second['family']} {second['difference']:+.1%} (most of it: draft)" in report.verdict
-    assert first["family"] not in report.verdict.split("pace")[0]
-    assert f"beyond 3% of that pace: {first['family']} {1 / (1 + report.common) - 1:+.1%}" in report.verdict
+    assert f"{second['family']} {second['difference']:+.1%}, most of it draft" in report.verdict
+    assert first["family"] not in report.verdict.split("median")[0]
+    assert f"beyond 3% of that median: {first['family']} {1 / (1 + report.common) - 1:+.1%}" in report.verdict
     path = tmp_path / "report.html"
     write_report(Page(about="", directory=tmp_path, clocks=[report]))
     assert "AdaEDL" in path.read_text()

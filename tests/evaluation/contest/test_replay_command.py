@@ -20,7 +20,6 @@ from evaluation.batches.curves import keep_curves
 from evaluation.costs.command import verdict_of as costs_verdict
 from evaluation.costs.machine import kept_costs, key_of
 from evaluation.report.replay import at_costs, histogram
-from evaluation.table import wide_console
 from evaluation.times import Times
 from evaluation.traces.publish import record
 from evaluation.traces.recording import trace_folder
@@ -74,16 +73,10 @@ def test_replay_prints_the_counts_of_the_policy_over_both_splits(flags, capsys):
         assert played["speed_up"] == pytest.approx(counts.num_emitted / seconds * 0.05)
         assert sum(played["rounds_by_length"]) == counts.num_target
     assert [played["split"] for played in document["played"]] == ["dev", "test"]
+    sentence = f"max_sqrt_entropy=0.4 on 2 test prompts of stories, predicted {played['speed_up']:.2f} times"
+    assert sentence in " ".join(" ".join(lines[-4:-1]).split())
+    assert lines[-1].startswith("next: acceptance-heads evaluate")
     assert sum("draft lengths" in line for line in lines) == 2
-
-
-def test_replay_ends_in_a_sentence_and_the_next_step(flags, capsys):
-    _, document = printed(capsys, "replay", *flags, "--policy", "fixed_length:k=3")
-    run(COMMANDS, argv=["replay", *flags, "--policy", "fixed_length:k=3"])
-    *lines, last = capsys.readouterr().out.splitlines()
-    speed_up = document["played"][1]["speed_up"]
-    assert f"fixed_length:k=3 on 2 test prompts of stories, predicted {speed_up:.2f} times" in " ".join(lines[-2:])
-    assert last.startswith("next: acceptance-heads evaluate")
 
 
 def test_costs_say_what_the_times_mean_for_speculation():
@@ -272,10 +265,6 @@ def test_broken_costs_name_their_file(flags, capsys):
 
 def test_a_histogram_shows_every_draft_length():
     assert histogram([0, 8, 4, 0]) == "0 | █▄ | 3   mean 1.33, median 1"
-
-
-def test_a_table_in_a_pipe_is_wide(capsys):
-    assert wide_console().width >= 190
 
 
 @pytest.mark.slow

@@ -91,10 +91,7 @@ def test_the_sentence_has_the_figures_of_the_results(replays, heads, t_draft_s):
     ("lead", "says"),
     [
         (Gain(0.1, 0.02, 0.2, 0.0), ""),
-        (
-            Gain(0.1, -0.02, 0.2, 0.0),
-            " With 7 test prompts this difference could be chance, and the entropy (SVIP) ",
-        ),
+        (Gain(0.1, -0.02, 0.2, 0.0), " With 7 test prompts this difference could be chance, and the entropy (SVIP) "),
         (Gain(-0.1, -0.2, -0.02, 0.0), " No trained head is faster here: use the entropy (SVIP)."),
     ],
 )

@@ -148,13 +148,7 @@ def test_what_was_not_measured_as_a_whole_is_the_sum_of_its_parts():
 
 def test_policies_of_one_kind_of_stop_share_a_name():
     heads = [AcceptanceHead(8, 2, timing, scalars=True) for timing in ("fed", "drawn")]
-    assert set(policies_by_kind(heads)) == {
-        "entropy",
-        "token_prob",
-        "max_prob",
-        "fed+s-d2",
-        "drawn+s-d2",
-    }
+    assert set(policies_by_kind(heads)) == {"entropy", "token_prob", "max_prob", "fed+s-d2", "drawn+s-d2"}
     both = HeadPolicy(heads[0], also=heads[1])
     assert both.stop_kind == Auto(heads[1], 1.0, 2.0, also=heads[0]).stop_kind == "drawn+s-d2 & fed+s-d2"
     assert [policy.stop_kind for policy in (FixedLength(2), Oracle(), HeadPolicy(ScoreHead("perfect", "drawn")))] == [

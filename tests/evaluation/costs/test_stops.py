@@ -59,12 +59,7 @@ def test_twice_the_work_is_twice_the_stop(loop):
 
 def test_a_head_is_timed_on_a_draft_that_keeps_its_hidden_states(loop):
     head = AcceptanceHead(loop.pair.draft.config.hidden_size, 1, "drawn", scalars=True)
-    assert set(time_stops(loop, policies_by_kind([head]))) == {
-        "entropy",
-        "token_prob",
-        "max_prob",
-        "drawn+s-d1",
-    }
+    assert set(time_stops(loop, policies_by_kind([head]))) == {"entropy", "token_prob", "max_prob", "drawn+s-d1"}
 
 
 def test_heads_between_the_shallowest_and_the_deepest_lie_on_their_line(loop):
