@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from configs.paths import local_path
-from configs.schema import Config, PairConfig
+from configs.schema import Config, ModelSource, PairConfig
 from data_gen.store.identity import describe_model
 from heads.measures.report import beats_signal, best_heads, verdict
 from heads.model.card import description
@@ -106,35 +106,37 @@ def import_(
     is_dspark = released_layout_of(pair.draft) == "dspark"
     if is_dspark and reject_weight is not None:
         raise ValueError(
-            f"--reject_weight is {reject_weight}, but the confidence head of {source} was trained without one; remove "
-            "it"
+            f"--reject_weight is {reject_weight}, but {source} has a confidence head that was trained without one; "
+            "remove it"
         )
     if reject_weight is None and not is_dspark:
         raise ValueError(
             f"{source} does not record its reject weight; pass --reject_weight (the head's name often contains it)"
         )
     pair = pair if is_dspark else config.pair
-    models: dict[str, Any] = {
-        name: {"path": model.path, "name": model.path, "revision": model.revision}
-        for name, model in (("draft", pair.draft), ("target", pair.target))
-    }
     provenance = Provenance(
         accept_weight=accept_weight,
         reject_weight=1.0 if reject_weight is None else reject_weight,
         mixing_ratio=None if is_dspark else mixing_ratio,
         sampling=asdict(config.pair.sampling),
         training={"imported_from": source},
-        **models,
+        draft=_named(pair.draft),
+        target=_named(pair.target),
     )
-    if is_dspark:
-        draft = load_pair(pair).drafting
-        assert isinstance(draft, DSpark), "its layout says so"
-        head = confidence_head_of(draft, provenance)
-    else:
-        head = read_official_head(source, provenance)
+    head = _confidence_head(pair, provenance) if is_dspark else read_official_head(source, provenance)
     path = save_whole(head, out_path)
     print(f"wrote the head of {source} to {path}; next: acceptance-heads inspect --path {path}")
     return path
+
+
+def _named(model: ModelSource) -> dict[str, Any]:
+    return {"path": model.path, "name": model.path, "revision": model.revision}
+
+
+def _confidence_head(pair: PairConfig, provenance: Provenance) -> AcceptanceHead:
+    draft = load_pair(pair).drafting
+    assert isinstance(draft, DSpark), "its layout says so"
+    return confidence_head_of(draft, provenance)
 
 
 def push(*, path: str, repo: str, private: bool = False) -> str:
