@@ -47,9 +47,9 @@ class Spent(NamedTuple):
         """Throughput over all prompts: a number, or one for each setting."""
         return self.tokens.sum(-1) / self.seconds.sum(-1)
 
-    def at(self, setting: int) -> "Spent":
-        """The same of one setting."""
-        return Spent(self.tokens[setting], self.seconds[setting])
+    def at(self, index: int | np.ndarray) -> "Spent":
+        """The same of one setting, or of some prompts of one."""
+        return Spent(self.tokens[index], self.seconds[index])
 
 
 class Gain(NamedTuple):

@@ -139,10 +139,7 @@ def score_of(name: str, token: Histogram, survival: Histogram) -> dict[str, Any]
     columns = {"brier": of_tokens.brier, "ece": of_tokens.ece, "auroc": auroc(token)}
     columns |= {"survival_brier": of_survival.brier, "survival_ece": of_survival.ece}
     columns |= {"predicted_survival": predicted, "survival": survival.accepted.sum(-1) / survival.total}
-    return {
-        "predictor": name,
-        **{measure: float(getattr(whole, measure)) for measure in ("brier", "kl", "ece")},
-        "auroc": float(auroc(pooled(token))),
-        "survival_brier": float(measures(pooled(survival)).brier),
-        "by_position": {measure: values.tolist() for measure, values in columns.items()},
-    }
+    score = {measure: float(getattr(whole, measure)) for measure in ("brier", "kl", "ece")}
+    score |= {"auroc": float(auroc(pooled(token))), "survival_brier": float(measures(pooled(survival)).brier)}
+    by_position = {measure: values.tolist() for measure, values in columns.items()}
+    return {"predictor": name, **score, "by_position": by_position}

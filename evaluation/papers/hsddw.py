@@ -24,7 +24,7 @@ import torch
 from data_gen.store.manifest import digest
 from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
-from evaluation.gain import Spent, gain_over
+from evaluation.gain import gain_over
 from evaluation.hierarchies.configurations import (
     BOTH,
     HSDDW,
@@ -55,13 +55,11 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, repeats: int, tre
     Raises:
         ValueError: no test prompts, or --eagle is no EAGLE draft for this target.
     """
-    trio, fixed = PairModels(lambda: experiment.pair), f"K={WINDOW}"
-    names = {NO_DRAFT, *_ABLATION, *_MODELS.values()}
-    members = [
-        one
-        for one in configurations_of(trio)
-        if one.name in names and (one.setting == fixed or not one.setting.startswith("K="))
-    ]
+    trio = PairModels(lambda: experiment.pair)
+    configurations = configurations_of(trio)
+    by_name = {one.name: one for one in configurations}
+    by_name |= {one.name: one for one in configurations if one.setting == f"K={WINDOW}"}
+    members = [by_name[name] for name in dict.fromkeys((NO_DRAFT, *_ABLATION, *_MODELS.values()))]
     rivals = [_eagle(experiment, eagle, tree)] if eagle else []
     runs: dict[str, dict[str, Run]] = {}
     pearl: dict[str, str] = {}
@@ -125,8 +123,7 @@ def pearl_speed_up(experiment: Experiment, trio: PairModels, prompts: Sequence[l
 def speed_up(runs: Mapping[str, Run], name: str, part: np.ndarray | None = None) -> str:
     """Speed-up over the target alone on some prompts, by the clock; `part` None: on all."""
     part = np.full(len(runs[name].decoded), True) if part is None else part
-    spent = (runs[name].measured, runs[NO_DRAFT].measured)
-    one, alone = (Spent(each.tokens[part], each.seconds[part]).tokens_per_s for each in spent)
+    one, alone = (runs[each].measured.at(part).tokens_per_s for each in (name, NO_DRAFT))
     return f"{one / alone:.2f}x"
 
 

@@ -267,12 +267,9 @@ def row_cells(rows: Rows, alone: Spent, columns: Sequence[str]) -> Iterator[dict
     labels = np.array(columns)
     parts = {name: labels == name for name in sorted(set(columns))} | {"Avg.": np.full(len(labels), True)}
     rivals = dict(zip(("published", "best fixed"), rows, strict=False))
-
-    def speed(spent: Spent, part: np.ndarray) -> float:
-        return float(Spent(spent.tokens[part], spent.seconds[part]).tokens_per_s)
-
     for method, run in rows.items():
-        cells = {name: f"{speed(run.measured, part) / speed(alone, part):.2f}" for name, part in parts.items()}
+        speed_ups = {name: run.measured.at(at).tokens_per_s / alone.at(at).tokens_per_s for name, at in parts.items()}
+        cells = {name: f"{speed_up:.2f}" for name, speed_up in speed_ups.items()}
         gains = {
             f"over {rival}": "" if of == method else gain_over(rows[of].measured, run.measured).text
             for rival, of in rivals.items()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs.command import config_of, parser_for, run
+from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
 from decode.loop.rounds import Counts
 from decode.policies import Entropy, MaxProb, TokenProb
@@ -31,10 +32,8 @@ def timed(rounds: int, length: int, stall: float = 1.0, seconds: float = 1.0, em
     return Decoded(counts=counts, seconds=seconds, later=counts, later_draft_s=draft_s, later_target_s=target_s)
 
 
-class Models:
-    """No model is needed to choose."""
-
-    drafter = print
+MODELS = PairModels(lambda: None)
+"""No model is loaded to choose."""
 
 
 def on_dev(stall: float = 1.0):
@@ -61,15 +60,15 @@ def test_the_times_of_a_draft_are_fitted_to_its_generations():
 
 @pytest.mark.parametrize("stall", [1.0, 8.0])
 def test_dev_chooses_by_counts_and_times_whatever_stalled_on_the_clock(stall):
-    methods = methods_of(CHAIN, STOPS, Models(), lengths=[1, 2, 4], play_dev=on_dev(stall))
+    methods = methods_of(CHAIN, STOPS, MODELS, lengths=[1, 2, 4], play_dev=on_dev(stall))
     settings = {method: one.setting for method, one in methods.items()}
     assert settings == {"chain, as published": "k=4", "chain, best fixed": "k=2", "chain + stop": "a=2"}
 
 
 def test_a_choice_without_dev_prompts_is_refused_unless_there_is_nothing_to_choose():
     with pytest.raises(ValueError, match=r"decode\.num_dev"):
-        methods_of(CHAIN, {}, Models(), lengths=[1, 2, 4], play_dev=lambda configurations: [])
-    methods = methods_of(CHAIN, {}, Models(), lengths=[4], play_dev=lambda configurations: [])
+        methods_of(CHAIN, {}, MODELS, lengths=[1, 2, 4], play_dev=lambda configurations: [])
+    methods = methods_of(CHAIN, {}, MODELS, lengths=[4], play_dev=lambda configurations: [])
     assert [one.setting for one in methods.values()] == ["k=4", "k=4"]
 
 
