@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING
 from store.lazy import lazily
 
 if TYPE_CHECKING:  # those that are not in __all__ are for the project itself
-    from decode.drafters.hierarchies.hsddw import hsddw
-    from decode.drafters.hierarchies.interleaved import InterleavedDrafter
-    from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
+    from decode.drafters.hierarchies import InnerRounds, InterleavedDrafter, PreVerifiedDrafter, hsddw
     from decode.drafters.pearl import PearlDecoder
-    from decode.drafters.trees.drafter import TreeDrafter
-    from decode.drafters.trees.shapes import Cape, Dynamic
+    from decode.drafters.trees import Cape, Dynamic, TreeDrafter
     from decode.generate.command import complete
     from decode.generate.in_transformers import SpeculativeOutput, speculative_generate
     from decode.loop.decoder import SpeculativeDecoder

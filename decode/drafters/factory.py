@@ -7,8 +7,7 @@ from transformers import PreTrainedModel
 
 from configs.schema import PairConfig
 from decode.drafters.pearl import PearlDecoder
-from decode.drafters.trees.drafter import TreeDrafter
-from decode.drafters.trees.shapes import Shape
+from decode.drafters.trees import Shape, TreeDrafter
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy

@@ -14,7 +14,7 @@ from configs.schema import Config
 from data_gen.prompts.prompt import Prompt, conversation_of
 from data_gen.prompts.templates import encode
 from decode.drafters.factory import PairModels
-from decode.drafters.trees.shapes import SHAPES
+from decode.drafters.trees import SHAPES
 from decode.experiment import Experiment
 from decode.generate.transcript import Transcript, legend, picture, summary
 from decode.loop.decoder import Generation, Round

@@ -105,9 +105,9 @@ class SpeculativeDecoder:
             raise ValueError(
                 f"a {name} drafts for one prompt at a time; use generate, or a ModelDrafter of a separate draft model"
             )
-        num_seats = integer_of(batch_size, "batch_size")
-        if num_seats < 1:
-            raise ValueError(f"batch_size is {num_seats}; it must be at least 1")
+        num_rows = integer_of(batch_size, "batch_size")
+        if num_rows < 1:
+            raise ValueError(f"batch_size is {num_rows}; it must be at least 1")
         all_ids = [ids_of(prompt) for prompt in prompts]
         limits = limits_of(max_new_tokens, len(all_ids))
         for ids, limit in zip(all_ids, limits, strict=True):
@@ -127,9 +127,9 @@ class SpeculativeDecoder:
                     f"prompts are on both sides of the length where the {role} changes its rotary frequencies "
                     f"(`lm.rope`), up to {max(map(len, all_ids))} tokens; decode the long ones apart"
                 )
-        target, draft = self._batch_model(self.target, num_seats), self._batch_model(self.drafter.model, num_seats)
-        policy = batched(self.drafter.policy, num_seats)
-        drafters = [ModelDrafter(seat, policy) for seat in draft.rows]
+        target, draft = self._batch_model(self.target, num_rows), self._batch_model(self.drafter.model, num_rows)
+        policy = batched(self.drafter.policy, num_rows)
+        drafters = [ModelDrafter(row, policy) for row in draft.rows]
         batch = Batch(target, draft, drafters, sampling=self.sampling, eos_ids=self.eos_ids)
         return batch, batch.rounds(all_ids, limits, draws, max_draft_length=self.max_draft_length)
 

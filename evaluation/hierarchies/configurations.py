@@ -12,9 +12,7 @@ from typing import Any
 
 from data_gen.store.manifest import digest
 from decode.drafters.factory import PairModels
-from decode.drafters.hierarchies.hsddw import hsddw
-from decode.drafters.hierarchies.interleaved import InterleavedDrafter
-from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
+from decode.drafters.hierarchies import InnerRounds, InterleavedDrafter, PreVerifiedDrafter, hsddw
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy
 from decode.policies.head import HeadPolicy

@@ -34,7 +34,7 @@ import numpy as np
 
 from data_gen.prompts.splits import Split
 from decode.drafters.factory import PairModels
-from decode.drafters.trees.shapes import Cape, Dynamic, Shape
+from decode.drafters.trees import Cape, Dynamic, Shape
 from decode.experiment import Experiment
 from decode.loop.rounds import Counts
 from decode.policies import FixedLength, Policy

@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM
 from data_gen.labels.labeller import Labeller
 from data_gen.responses.exchange import Exchange, Request
 from data_gen.responses.in_process import TargetInProcess
-from decode.drafters.hierarchies.interleaved import InterleavedDrafter
-from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
-from decode.drafters.trees.drafter import TreeDrafter
+from decode.drafters.hierarchies import InnerRounds, InterleavedDrafter, PreVerifiedDrafter
+from decode.drafters.trees import TreeDrafter
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, Policy

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from configs.schema import ModelSource
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.drafters.pearl import PearlDecoder
-from decode.drafters.trees.drafter import TreeDrafter
+from decode.drafters.trees import TreeDrafter
 from decode.policies import FixedLength
 from lm import CachedModel, Sampling
 from lm.batch import check_branch_length

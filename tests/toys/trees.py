@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from decode.drafters.trees.drafter import TreeDrafter
-from decode.drafters.trees.shapes import Shape
+from decode.drafters.trees import Shape, TreeDrafter
 from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import Policy
 from lm import Sampling

@@ -5,7 +5,7 @@ import torch
 
 from decode import ModelDrafter, TreeDrafter
 from decode.drafters.factory import PairModels
-from decode.drafters.trees.shapes import Dynamic
+from decode.drafters.trees import Dynamic
 from decode.policies import FixedLength, HeadPolicy
 from heads import AcceptanceHead
 from lm import Pair, Sampling

@@ -5,8 +5,7 @@ features stay aligned.
 import pytest
 import torch
 
-from decode.drafters.trees.drafter import TreeDrafter
-from decode.drafters.trees.shapes import Cape, Dynamic
+from decode.drafters.trees import Cape, Dynamic, TreeDrafter
 from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import CumulativeTokenProb, FixedLength, Policy
 from lm import CachedModel, Sampling, feature_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from decode import ModelDrafter, SpeculativeDecoder
-from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
-from decode.drafters.trees.shapes import Dynamic
+from decode.drafters.hierarchies import InnerRounds, PreVerifiedDrafter
+from decode.drafters.trees import Dynamic
 from decode.policies import FixedLength, Policy
 from decode.policies.base import AfterDraw, Outcome, State
 from serve.lanes import Lane

@@ -17,8 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from decode.drafters.hierarchies.interleaved import InterleavedDrafter
-from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
+from decode.drafters.hierarchies import InnerRounds, InterleavedDrafter, PreVerifiedDrafter
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from decode import Drafter, ModelDrafter, SpeculativeDecoder
-from decode.drafters.hierarchies.interleaved import InterleavedDrafter
-from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
+from decode.drafters.hierarchies import InnerRounds, InterleavedDrafter, PreVerifiedDrafter
 from decode.policies import FixedLength, Policy
 from lm import Sampling
 from lm.verification import num_accepted

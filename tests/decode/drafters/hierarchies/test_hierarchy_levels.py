@@ -9,9 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from decode import Drafter, Generation, ModelDrafter, SpeculativeDecoder
-from decode.drafters.hierarchies.hsddw import CONFIGURATIONS, hsddw
-from decode.drafters.hierarchies.interleaved import InterleavedDrafter
-from decode.drafters.hierarchies.pre_verified import InnerRounds, PreVerifiedDrafter
+from decode.drafters.hierarchies import CONFIGURATIONS, InnerRounds, InterleavedDrafter, PreVerifiedDrafter, hsddw
 from decode.policies import FixedLength, Policy, SelfVerify
 from lm import CachedModel, Sampling, entropy
 from tests.toys import small_pair

@@ -7,8 +7,7 @@ import torch
 
 import lm.verification
 from decode import Counts, SpeculativeDecoder
-from decode.drafters.trees.drafter import TreeDrafter
-from decode.drafters.trees.shapes import Cape, Dynamic, Shape
+from decode.drafters.trees import Cape, Dynamic, Shape, TreeDrafter
 from decode.loop.rounds import Round
 from decode.policies import AdaEDL, Entropy, FixedLength, HeadPolicy, Policy
 from lm import Sampler, Sampling

@@ -1,0 +1,296 @@
+"""Law 4.12: a drafter whose proposals a second model has already verified, so that drafters can be nested.
+
+One draft is a sequence of inner rounds, each of them law 4.2 one level down: the inner drafter proposes y_1 ... y_k
+with their distributions q', `model` gives its distributions q in one forward, y_i passes with probability min(1,
+q(y_i) / q'(y_i)), the first that fails is replaced by a draw from norm(max(0, q - q')), and after full acceptance
+q_{k+1} yields a free token, if `InnerRounds.bonus`. If the inner drafter proposed nothing, that token is always drawn:
+plain drafting by `model`.
+
+The whole is lossless: given everything before it, a token that leaves an inner round has the distribution q of `model`
+(law 4.2). So the outer verification gets q and sees an ordinary draft; by induction this holds at any depth.
+
+The stops are legal (law 4.3): the policy of this level sees the signals of `model` at each emitted position, either
+before the token, or after it, and then the token is kept. Tokens after a stop are dropped unseen. The length of the
+inner acceptance, which policies learn, affects only later stops.
+
+Counts: `num_draft_forwards` are forwards of `model`; `num_micro` tokens that the level right below proposed;
+`num_micro_forwards` forwards of all levels below.
+
+HSDDW, Hierarchical Speculative Decoding with Dynamic Window (Syu & Lee, Findings of NAACL 2025): micro, draft and
+target.
+
+Self-verify: a model keeps the token it drew and stops drafting after it when the entropy H of the distribution exceeds
+tau, the running mean of H at the tokens rejected so far in this generation; tau_1 for the micro (rejected by the
+draft), tau_2 for the draft (rejected by the target). Both start at 0, and no level proposes more than `window` tokens
+(K = 10) at a time.
+
+    pre-verify                   the micro drafts K tokens, the draft verifies them in one forward and then drafts K
+                                 tokens alone
+    pre-verify + self-verify     the same, each level stopping itself
+    full                         inner rounds (micro drafts, draft verifies) until H of the draft at an emitted position
+                                 is above tau_2
+
+The first two are rows of the paper's Table 2 (the diagrams of its Figure 5), the third is its Algorithm 2.
+
+Departures where the printed algorithms (first three points) and the authors' program (github.com/valexsyu/HSDDW, commit
+c8fed41) are wrong or incomplete:
+
+* The window shrinks through a minimum over a set that contains 0, so it would stay 0. Here: the first position above
+  tau ends it.
+* n_tot, the tokens passed to the target, omits the resampled token. Here every emitted token is proposed and counted.
+* The entropy lists of the two levels are aliases of one list, and tau_1 is updated under tau_2's index. Here each
+  level's policy has its own state: H of its own distribution at the first token that the level above rejected.
+* At a position where the draft is unsure, the program replaces the micro's token from the residual *without testing
+  it*, which is biased (a residual is the distribution given rejection). Here that token is verified as any other and is
+  the last of the draft; still one forward.
+* The program starts both tau at 10 in the full algorithm, replacing them in the first inner round by its smallest
+  entropies; in the other two configurations at 0, as the paper says and as this does throughout.
+* In the first two configurations the program drafts alone whatever the pre-verified tokens are, and of those only the
+  inner round's last moves tau_2, with the entropy of the position after all K micro tokens even if one was rejected.
+  Here the draft's self-verification sees every token that it emits, and tau_2 takes the entropy of the rejected token.
+* The program's entropies are of distributions after temperature, top-k and top-p; here of untruncated ones at
+  temperature 1 (law 4.1). The paper's runs have temperature 1 and no truncation, where both agree.
+* A draft of the full algorithm ends in the program only at more than 50 tokens; here at the loop's max_draft_length.
+* The program tests for EOS inside an inner block only after the target's verification; here nothing is drafted after
+  it.
+* The program always uses the free token after full inner acceptance; `bonus=False` omits it.
+
+Levels can also stop by other policies than entropies (`policies`), among them trained heads.
+
+Chen's hierarchical variant (Algorithm 2): m times (n tokens of the small model, then one of the medium), then the
+target verifies all.
+
+Source: H. Chen, An Exploration of Hierarchical Speculative Decoding. Every token is verified against the distribution
+that it was drawn from, the small model's or the medium's, as in the paper. A rejected one is replaced by a draw from
+the residual of that same proposal, norm(max(0, p - q)) with its own q. Law 4.2 requires nothing else, so the output has
+the target's distribution although the proposals alternate.
+
+As printed, the replacement is drawn from plain p. Then a drafted position has, whatever proposed it, the distribution
+
+    min(p, q) + (1 - sum_v min(p, q)(v)) p
+
+which is p only if q = p: the paper admits that "the distribution of outputs may differ". A test shows the bias.
+
+Departures: the printed k is the index of the first rejected token; the listing returns x_1 ... x_k, including the
+rejected token, and draws the next from p_{k+1}, while Table A.1 and Theorem 3.2 count k tokens in all. Here, as they
+count: k - 1 tokens are accepted, and the replacement is drawn at the rejected position. A draft may end inside a block,
+at EOS or at the length limit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Literal, get_args
+
+from transformers import PreTrainedModel
+
+from decode.loop.drafter import Drafter, ModelDrafter, PolicyDrafter, Proposal
+from decode.loop.session import Session, cached
+from decode.policies.base import Policy
+from decode.policies.plain import FixedLength, SelfVerify
+from lm import CachedModel, next_dist, num_accepted
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerRounds:
+    """How many inner rounds make one draft, and how long each may be."""
+
+    window: int = 10
+    """Maximum inner draft length (HSDDW: K = 10)."""
+    max_rounds: int | None = None
+    """Inner rounds per draft; None: until the policy stops or the draft is full."""
+    num_alone: int = 0
+    """Tokens that `model` then drafts alone."""
+    bonus: bool = True
+    """Emit the free token of a fully accepted inner round."""
+
+    def __post_init__(self) -> None:
+        for name in ("window", "max_rounds", "num_alone"):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ValueError(f"{name} is {value}; it must be at least 0")
+
+    def lengths(self) -> Iterator[int]:
+        """The window of each inner round; 0 if `model` drafts alone."""
+        together = repeat(self.window) if self.max_rounds is None else repeat(self.window, self.max_rounds)
+        return chain(together, repeat(0, self.num_alone))
+
+
+class PreVerifiedDrafter(PolicyDrafter):
+    """Drafts the tokens that the inner drafter proposes and `model` accepts, until the policy of this level stops or a
+    context is full.
+    """
+
+    role, verifies = "draft that pre-verifies", True
+
+    def __init__(
+        self,
+        inner: Drafter,
+        model: PreTrainedModel | CachedModel,
+        policy: Policy,
+        *,
+        rounds: InnerRounds | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Args:
+        inner: any drafter, also a pre-verified one.
+        model: verifies what `inner` proposes; a `PreTrainedModel` is wrapped in a `CachedModel`.
+        policy: when this level stops, by the signals and hidden states of `model`.
+        rounds: None: `InnerRounds()`, those of full HSDDW.
+        vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
+        """
+        wrapped = cached(model, vocab_size=vocab_size, with_hidden=bool(policy.heads))
+        super().__init__(wrapped, policy)
+        self.inner, self.rounds = inner, rounds or InnerRounds()
+
+    def start(self, session: Session) -> None:
+        super().start(session)
+        self.inner.start(session)
+
+    def propose(self, committed: list[int], max_tokens: int) -> Proposal:
+        limit = self.begin(committed, max_tokens)
+        for window in self.rounds.lengths():
+            room = limit - len(self.proposal.tokens)
+            if room < 1 or self.proposal.stop_reason != "limit":
+                break
+            ids = committed + self.proposal.tokens
+            # a bonus token needs room too, and the model's forward must fit its context
+            self._inner_round(ids, int(min(window, room - self.rounds.bonus, self.model.max_length - len(ids))))
+        return self.proposal
+
+    def roll_back(self, length: int) -> None:
+        super().roll_back(length)
+        self.inner.roll_back(length)
+
+    def _inner_round(self, ids: list[int], window: int) -> None:
+        """Play one inner round after `ids`; extends the proposal by its tokens."""
+        proposal, draws = self.proposal, self._session.draws
+        num_before = len(proposal.tokens)
+        inner = self.inner.propose(ids, window) if window > 0 else Proposal()
+        fed = ids + inner.tokens
+        logits = self.model.forward(fed, len(inner.tokens) + 1)
+        q = self._session.sampling.dists(logits, fed)
+        count = num_accepted(inner.tokens, inner.dists, q, draws)
+        inner.set_accepted(count, q, draws)
+        for row, token in enumerate(inner.tokens[:count]):
+            drawn = self._signals.read(len(proposal.tokens), logits[row], token, row=row)
+            if not self.take(token, drawn, q[row]):
+                break
+        else:  # no stop among the accepted tokens
+            if count < len(inner.tokens) or self.rounds.bonus or not inner.tokens:
+                dist = next_dist(count, inner.dists, q, draws)
+                token, drawn = self._signals.draw(len(proposal.tokens), logits[count], dist, draws, row=count)
+                self.take(token, drawn, q[count])
+        ids = ids + proposal.tokens[num_before:]
+        self.model.roll_back(len(ids) - 1)  # the last token is fed with the next forward (law 4.5)
+        if window > 0:
+            self.inner.conclude(ids, count)
+        proposal.num_draft_forwards += 1
+        proposal.num_micro += len(inner.tokens)
+        proposal.num_micro_forwards += inner.num_draft_forwards + inner.num_micro_forwards
+
+
+Configuration = Literal["pre-verify", "pre-verify + self-verify", "full"]
+CONFIGURATIONS: tuple[Configuration, ...] = get_args(Configuration)
+
+
+def hsddw(
+    micro: PreTrainedModel | CachedModel,
+    draft: PreTrainedModel | CachedModel,
+    *,
+    configuration: Configuration = "full",
+    window: int = 10,
+    policies: tuple[Policy, Policy] | None = None,
+    bonus: bool = True,
+) -> PreVerifiedDrafter:
+    """The drafter of one of HSDDW's configurations.
+
+    Args:
+        micro: drafts; the paper's is a 68M Llama.
+        draft: pre-verifies; the paper's is Llama-2 7B. Wrap it in a `CachedModel` with `vocab_size` if logits are
+            padded.
+        configuration: how levels alternate, and which levels stop themselves.
+        window: K, the maximum number of tokens that a level drafts at a time.
+        policies: (micro's, draft's), instead of the configuration's.
+        bonus: use the draft's free token after full inner acceptance.
+
+    Raises:
+        ValueError: an unknown configuration, a negative window.
+    """
+    if configuration not in CONFIGURATIONS:
+        raise ValueError(f"configuration is {configuration!r}; one of {', '.join(CONFIGURATIONS)}")
+    if configuration == "full":
+        rounds = InnerRounds(window=window, bonus=bonus)
+    else:
+        rounds = InnerRounds(window=window, max_rounds=1, num_alone=window, bonus=bonus)
+    stops = (FixedLength(window), Policy()) if configuration == "pre-verify" else (SelfVerify(), SelfVerify())
+    micro_policy, draft_policy = policies or stops
+    return PreVerifiedDrafter(ModelDrafter(micro, micro_policy), draft, draft_policy, rounds=rounds)
+
+
+class InterleavedDrafter:
+    """Alternates between two models on a fixed schedule."""
+
+    def __init__(
+        self,
+        small: PreTrainedModel | CachedModel,
+        medium: PreTrainedModel | CachedModel,
+        *,
+        m: int = 2,
+        n: int = 3,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Args:
+            small: drafts n tokens of each block; counted as micro.
+            medium: drafts the last token of each block; counted as draft.
+            m: blocks per draft.
+            n: tokens of the small model per block; 0: only the medium model drafts.
+            vocab_size: `Pair.vocab_size` if logits are wider than the tokenizer.
+
+        Raises:
+            ValueError: a negative m or n.
+        """
+        for name, value in (("m", m), ("n", n)):
+            if value < 0:
+                raise ValueError(f"{name} is {value}; it must be at least 0")
+        self.small: CachedModel = cached(small, vocab_size=vocab_size)
+        self.medium: CachedModel = cached(medium, vocab_size=vocab_size)
+        self.m, self.n = m, n
+
+    def start(self, session: Session) -> None:
+        for model, role in ((self.small, "small draft"), (self.medium, "medium draft")):
+            session.take(model, role)
+            model.reset()
+        self._session = session
+
+    def propose(self, committed: list[int], max_tokens: int) -> Proposal:
+        proposal = Proposal()
+        ids = list(committed)
+        context = min(self.small.max_length, self.medium.max_length)
+        # the last token is drawn and never fed, so it may be one beyond the context
+        num_tokens = min(self.m * (self.n + 1), max_tokens, context - len(committed) + 1)
+        while len(proposal.tokens) < num_tokens and proposal.stop_reason == "limit":
+            if len(proposal.tokens) % (self.n + 1) < self.n:
+                self._extend(proposal, ids, self.small)
+                proposal.num_micro += 1
+                proposal.num_micro_forwards += 1
+            else:
+                self._extend(proposal, ids, self.medium)
+                proposal.num_draft_forwards += 1
+        return proposal
+
+    def conclude(self, committed: list[int], num_accepted: int) -> None:
+        self.roll_back(len(committed) - 1)
+
+    def roll_back(self, length: int) -> None:
+        self.small.roll_back(length)
+        self.medium.roll_back(length)
+
+    def _extend(self, proposal: Proposal, ids: list[int], model: CachedModel) -> None:
+        """Add one token drawn from a model."""
+        q = self._session.sampling.dists(model.forward(ids), ids)[0]
+        token = self._session.draws.token(q)
+        ids.append(token)
+        proposal.tokens.append(token)
+        proposal.dists.append(q)
+        if token in self._session.eos_ids:
+            proposal.stop_reason = "eos"

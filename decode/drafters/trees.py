@@ -1,0 +1,287 @@
+"""Drafts that are trees: an ordinary policy stops them by what it sees along the best path.
+
+At every level the best candidate has the largest sum of log q. The policy sees the draft steps of its path as if they
+were a chain: entropies, probabilities and head scores of its tokens. If another path takes the lead, the policy sees
+that one from its beginning, so that no score of one path counts for another. If `after` says stop, this level is the
+last; if `stop_before` does, the level is dropped, its forward paid; `limit` is a number of levels. `read_every` = 2
+checks for a stop only after every second level, as SVIP's paper does on EAGLE-2. The paper does not say whose entropy
+it reads in a tree; here it is the best path's.
+
+The candidates depend only on the text, so a stop may depend on their values. A tree accepts its candidate x with p(x),
+for which candidate heads are trained; fed-time and drawn-time heads, trained for a chain's min(1, p / q), overestimate
+survival here.
+
+Candidates are numbered as they are made, parents first. Expanded ones are fed to the draft. The candidates to verify
+are selected at the end; since no child is more probable than its parent, they form a tree.
+
+EAGLE-2 (arXiv 2406.16858; `topK_genrate` of SafeAILab/EAGLE at cb7e084): every level offers the `width` most probable
+    children of each expanded node; of these the `width` best by the sum of log q along their path are expanded next; of
+    all candidates the best `num_nodes` are verified. Published: width 10, 59 nodes, 6 levels.
+CaPE (GliDe with a CaPE, arXiv 2402.02082; cape.sh of its code at edf4c9a): a greedy chain (published: of 4) whose
+    tokens get siblings, more where the draft is less sure: 8 candidates if the largest probability is below .3, 6 below
+    .6, 4 below .8, else 2, including the chain's own token. All are verified.
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.loop.drafter import PolicyDrafter, Proposal
+from decode.loop.session import cached
+from decode.policies.base import Policy
+from lm.features.model import BlockModel, GlideModel, TreeDraft
+from lm.masks import ROOT, Tree
+from lm.signals import entropy, upcast
+
+_BANDS = ((0.3, 8), (0.6, 6), (0.8, 4), (1.0, 2))
+
+
+@runtime_checkable
+class Shape(Protocol):
+    """How a tree branches."""
+
+    @property
+    def num_expanded(self) -> int:
+        """Number of nodes of a level, the best, that get children."""
+        ...
+
+    @property
+    def num_nodes(self) -> int | None:
+        """Number of candidates, the best of all, that are verified; None: all."""
+        ...
+
+    def num_children(self, max_prob: float) -> int:
+        """Number of candidates after a node at which the draft's largest probability is `max_prob`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """EAGLE-2's tree, which grows where the draft is confident."""
+
+    width: int = 10
+    num_nodes: int | None = 59
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"width is {self.width}; it must be at least 1")
+        if self.num_nodes is not None and self.num_nodes < 1:
+            raise ValueError(f"num_nodes is {self.num_nodes}; it must be at least 1, or None to verify all candidates")
+
+    @property
+    def num_expanded(self) -> int:
+        return self.width
+
+    def num_children(self, max_prob: float) -> int:
+        return self.width
+
+
+@dataclass(frozen=True)
+class Cape:
+    """CaPE's tree, whose width follows the draft's confidence."""
+
+    bands: tuple[tuple[float, int], ...] = _BANDS
+    """(upper bound of the largest probability, candidates), in rising order; the last is for all larger ones."""
+    num_expanded: int = 1
+    num_nodes: int | None = None
+
+    def num_children(self, max_prob: float) -> int:
+        return next((count for below, count in self.bands if max_prob < below), self.bands[-1][1])
+
+
+SHAPES: dict[str, Shape] = {"eagle2": Dynamic(), "cape": Cape()}
+"""Published shapes, by their names in commands."""
+
+
+class Growth:
+    """The candidates of one tree."""
+
+    def __init__(self, shape: Shape, eos_ids: Set[int]) -> None:
+        """Args:
+        shape: how the tree branches.
+        eos_ids: tokens after which nothing is drafted.
+        """
+        self._shape, self._eos_ids = shape, eos_ids
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.scores: list[float] = []
+        """Sum of log q along the path of each candidate."""
+        self.depth = 0
+        self.level: list[int] = []
+        """The candidates of the deepest level."""
+        self.expanded: list[int] = [ROOT]
+        """The nodes whose distributions make the next level."""
+        self._fed: list[int] = []
+
+    def add_level(self, log_q: Float[Tensor, "expanded vocab"]) -> None:
+        """Add the children of the expanded nodes, from their log probabilities.
+
+        Raises:
+            ValueError: log probabilities that are not finite.
+        """
+        nums = [self._shape.num_children(max_prob) for max_prob in log_q.amax(-1).exp().tolist()]
+        values, ids = (column.tolist() for column in log_q.topk(min(max(nums), log_q.shape[-1])))
+        start = len(self.tokens)
+        for row, node in enumerate(self.expanded):
+            before = 0.0 if node == ROOT else self.scores[node]
+            for value, token in list(zip(values[row], ids[row], strict=True))[: nums[row]]:
+                if value > -inf:
+                    self.tokens.append(token)
+                    self.parents.append(node)
+                    self.scores.append(before + min(value, 0.0))
+        if start == len(self.tokens):
+            raise ValueError(
+                "a distribution to choose candidates from is not finite; load the model in float32 or check its weights"
+            )
+        self.level = list(range(start, len(self.tokens)))
+        self.depth += 1
+
+    def drop_level(self) -> None:
+        """Remove the last level."""
+        for column in (self.tokens, self.parents, self.scores):
+            del column[len(column) - len(self.level) :]
+        self.level, self.depth = [], self.depth - 1
+
+    def expand(self) -> Tree | None:
+        """Select the nodes that get children; returns the tree of all nodes that are fed, None if none is expanded."""
+        self.expanded = sorted(self._best(self.open, self._shape.num_expanded))
+        self._fed += self.expanded
+        return self._tree_of(self._fed) if self.expanded else None
+
+    @property
+    def open(self) -> list[int]:
+        """Candidates of the deepest level that may be followed by other tokens."""
+        return [node for node in self.level if self.tokens[node] not in self._eos_ids]
+
+    def path(self, node: int) -> list[int]:
+        """Candidates from the first level to this one."""
+        path = [node]
+        while self.parents[path[-1]] != ROOT:
+            path.append(self.parents[path[-1]])
+        return path[::-1]
+
+    def best_path(self) -> list[int]:
+        """The path to the best candidate of the deepest level."""
+        return self.path(self._best(self.level, 1)[0])
+
+    def selected(self) -> list[int]:
+        """The candidates that are verified, in the order of their numbers."""
+        candidates = range(len(self.tokens))
+        return sorted(self._best(candidates, self._shape.num_nodes or len(candidates)))
+
+    def tree(self) -> Tree:
+        """The tree of the candidates that are verified."""
+        return self._tree_of(self.selected())
+
+    def _best(self, nodes: Sequence[int], num: int) -> list[int]:
+        """The most probable, best first; of equals the first, so a parent comes before its children."""
+        return sorted(nodes, key=lambda node: -self.scores[node])[:num]
+
+    def _tree_of(self, nodes: Sequence[int]) -> Tree:
+        indices = {node: index for index, node in enumerate(nodes)} | {ROOT: ROOT}
+        return Tree([self.tokens[node] for node in nodes], [indices[self.parents[node]] for node in nodes])
+
+
+class TreeDrafter(PolicyDrafter):
+    """One model drafts a tree level by level until its policy stops."""
+
+    drafts_trees = True
+    model: TreeDraft
+
+    def __init__(
+        self,
+        model: PreTrainedModel | TreeDraft | BlockModel,
+        policy: Policy,
+        shape: Shape | None = None,
+        *,
+        read_every: int = 1,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Args:
+            model: the draft; a `PreTrainedModel` is wrapped in a `CachedModel`. A feature draft (`lm.feature_model`)
+                reads the target that verifies; a draft of blocks is refused.
+            policy: when to stop.
+            shape: how the tree branches; None: as EAGLE-2's.
+            read_every: levels between checks for the policy's stop.
+            vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
+
+        Raises:
+            ValueError: a model that cannot hold this tree, a head that does not fit, read_every below 1.
+        """
+        if read_every < 1:
+            raise ValueError(f"read_every is {read_every}; it must be at least 1")
+        wrapped = cached(model, vocab_size=vocab_size, with_hidden=bool(policy.heads), holds_trees=True)
+        super().__init__(wrapped, policy)
+        if isinstance(self.model, BlockModel):
+            raise ValueError("a DSpark draft makes one block, which is a chain; draft without a tree")
+        self.shape, self.read_every = shape or Dynamic(), read_every
+        if isinstance(self.model, GlideModel) and self.shape.num_expanded > 1:
+            raise ValueError(
+                f"a GliDe draft feeds one chain, but {self.shape} expands {self.shape.num_expanded} nodes a level; use "
+                "CaPE's tree"
+            )
+        self._looks = type(policy).after is not Policy.after or policy.stops_before or bool(policy.zero_feedback)
+
+    def propose(self, committed: list[int], max_tokens: int) -> Proposal:
+        """Draft at most `max_tokens` levels after `committed`."""
+        num_levels = self.begin(committed, max_tokens)
+        self._path: list[int] = []
+        self._outputs: dict[int, tuple[Float[Tensor, " vocab"], Float[Tensor, "1 hidden"] | None]] = {}
+        self._growth = Growth(self.shape, self._session.eos_ids)
+        fed: Tree | None = Tree()
+        while self._growth.depth < num_levels and fed is not None and self._grow(committed, fed):
+            fed = self._growth.expand()
+            self.proposal.stop_reason = "limit" if self._growth.open else "eos"
+        self._nodes = self._growth.selected()
+        indices = {node: index for index, node in enumerate(self._nodes)}
+        self.proposal.tree = tree = self._growth.tree()
+        self.proposal.tokens = list(tree.tokens)
+        self.proposal.best = [indices[node] for node in self._path if node in indices]
+        return self.proposal
+
+    def conclude(self, committed: list[int], num_accepted: int) -> None:
+        """The accepted path was rejected if it ends at a node with children."""
+        self.model.roll_back(len(committed) - 1)
+        tree, accepted, best = self.proposal.tree, self.proposal.accepted, self.proposal.best
+        assert tree is not None
+        last = accepted[-1] if accepted else ROOT
+        below = [depth for node, depth in enumerate(tree.depths) if last == ROOT or last in tree.path(node)]
+        rejected_entropy = 0.0
+        if tree.children(last) and "entropy" in self.policy.signals:
+            rejected_entropy = float(entropy(self._outputs[ROOT if last == ROOT else self._nodes[last]][0]))
+        num_passed = next((index for index, node in enumerate(best) if node not in accepted), len(best))
+        probs = self.proposal.acceptance_probs[: num_passed + 1]
+        self.run.end(max(below, default=0), num_accepted, probs, rejected_entropy=rejected_entropy)
+
+    def _grow(self, committed: list[int], fed: Tree) -> bool:
+        """Add a level; returns whether the policy continues."""
+        growth = self._growth
+        logits = self.model.forward_tree(committed, fed)
+        self.proposal.num_draft_forwards += 1
+        hidden = self.model.hidden
+        rows = [None] * len(logits) if hidden is None else list(hidden[-len(logits) :].split(1))
+        self._outputs.update(zip(growth.expanded, zip(logits, rows, strict=True), strict=True))
+        growth.add_level(upcast(logits).log_softmax(-1))
+        if not self._looks:
+            return True
+        is_checked, path = growth.depth % self.read_every == 0, growth.best_path()
+        run = self.run.branched(is_longer=path[:-1] == self._path)
+        stops = False
+        for node in path[len(run.steps) :]:
+            logits, self.model.hidden = self._outputs[growth.parents[node]]
+            drawn = self._signals.read(len(run.steps), logits, growth.tokens[node])
+            if is_checked and node == path[-1] and run.stops_before(drawn):
+                growth.drop_level()
+                self.proposal.stop_reason = "policy"
+                return False
+            stops = run.keep(drawn)
+        self.run, self._path = run, path
+        if is_checked and stops:
+            self.proposal.stop_reason = "policy"
+            return False
+        return True
