@@ -74,7 +74,7 @@ def grow(
     tree: Continuations,
     first: DrawnTokens,
     limits: Int[Tensor, " branch"],
-    chance: Float[Tensor, "branch step"],
+    uniforms: Float[Tensor, "branch step"],
     *,
     sampling: Sampling,
     eos_ids: frozenset[int],
@@ -85,7 +85,7 @@ def grow(
         tree: the draft, at the positions of the rejected draws.
         first: the rejected draws.
         limits: the most tokens of each branch, the first included.
-        chance: uniforms that tokens are drawn by, on the CPU.
+        uniforms: what tokens are drawn by, on the CPU.
         sampling: the sampling that the draft draws by.
         eos_ids: a branch ends with one.
     """
@@ -93,7 +93,7 @@ def grow(
     alive = torch.arange(len(tokens), device=tokens.device)
     eos = torch.tensor(sorted(eos_ids), device=tokens.device, dtype=tokens.dtype)
     steps, owners = [first], [alive]
-    for depth in range(chance.shape[1]):
+    for depth in range(uniforms.shape[1]):
         can_grow = (limits[alive] > depth + 1) & ~torch.isin(tokens, eos)
         alive, tokens = alive[can_grow], tokens[can_grow]
         if not len(alive):
@@ -102,7 +102,7 @@ def grow(
         logits = logits_of(tree.model, hidden, tree.vocab_size)
         refuse_non_finite(logits, "the draft", "along a branch of a trace")
         q = sampling.probs(logits)
-        tokens = draw(q, chance[alive.cpu(), depth])
+        tokens = draw(q, uniforms[alive.cpu(), depth])
         steps.append(read_signals(logits, tokens, q, hidden))
         owners.append(alive)
     return draft_by_draft(steps, owners, len(limits))

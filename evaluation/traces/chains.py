@@ -49,7 +49,7 @@ class ChainRecorder(Recorder):
     """Makes trace rows of a feature draft; its attributes are those of `Recorder`."""
 
     @torch.inference_mode()
-    def record(self, row: TraceRow, chance: Float[Tensor, "position uniform"]) -> Trace:
+    def record(self, row: TraceRow, uniforms: Float[Tensor, "position uniform"]) -> Trace:
         assert isinstance(self.draft, FeatureDraft), "a draft that is a whole model has a Recorder"
         prompt, response = list(row.prompt_ids), list(row.response_ids)
         ids = (prompt + response)[: max(len(prompt) + len(response) - 1, 1 + self.draft.lag)]
@@ -60,11 +60,11 @@ class ChainRecorder(Recorder):
         starts = torch.arange(len(response), device=self.draft.device)
         first = chains.begin((starts + len(prompt)).clamp(min=1 + self.draft.lag))
         target_hidden = outputs.hidden[len(prompt) - 1 :][: len(response)].to(first.device)
-        path = self.path(first, target_hidden, response, chance[:, :2])
+        path = self.path(first, target_hidden, response, uniforms[:, :2])
         limits = (row.limit - 1 - starts).clamp(0, int(min(self.max_draft_length, chains.max_length)))
         limits[0] = 0
         lengths, passing, parts = torch.zeros_like(starts), torch.zeros_like(starts), [path.drawn]
-        along = target_hidden, torch.tensor(response, device=first.device), chance
+        along = target_hidden, torch.tensor(response, device=first.device), uniforms
         for group in (limits > 0).nonzero().squeeze(-1).split(BRANCHES_AT_ONCE):
             chains.begin(group + len(prompt))
             drafts = self._begun(path, group, limits[group])
@@ -116,10 +116,10 @@ class ChainRecorder(Recorder):
         self, drafts: _Drafts, owners: Tensor, q: Tensor, along: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Int[Tensor, " owner"], Float[Tensor, " owner"]]:
         """Token and acceptance_prob of drafts without a rejection so far."""
-        target_hidden, response, chance = along
+        target_hidden, response, uniforms = along
         positions = drafts.starts[owners] + drafts.passing[owners]
         p = self.target_probs(target_hidden[positions]).to(q.device)
-        token, uniform = response[positions], chance[positions.cpu()].to(q.device)
+        token, uniform = response[positions], uniforms[positions.cpu()].to(q.device)
         is_accepted = uniform[:, 0] < acceptance_prob(token, q=p, p=q)
         residual = residual_probs(q=p[~is_accepted], p=q[~is_accepted])
         token[~is_accepted] = draw(residual, uniform[~is_accepted, 1])

@@ -78,12 +78,12 @@ class Recorder:
         return self.draft_sampling or self.sampling
 
     @torch.inference_mode()
-    def record(self, row: TraceRow, chance: Float[Tensor, "position uniform"]) -> Trace:
+    def record(self, row: TraceRow, uniforms: Float[Tensor, "position uniform"]) -> Trace:
         """The trace of one response.
 
         Args:
             row: a prompt of at least one token, and the response X, EOS included if there is one.
-            chance: float64 uniforms, on the CPU.
+            uniforms: float64, on the CPU.
         """
         assert isinstance(self.draft, PreTrainedModel), "a feature draft's trace is made by evaluation.traces.chains"
         prompt, response = list(row.prompt_ids), list(row.response_ids)
@@ -94,40 +94,40 @@ class Recorder:
         draft_cache, draft_hidden = read_prefix(self.draft, ids)
         target_cache, target_hidden = read_prefix(self.target, ids)
         start = len(prompt) - 1
-        path = self.path(draft_hidden[start:], target_hidden[start:].to(draft_hidden.device), response, chance[:, :2])
+        path = self.path(draft_hidden[start:], target_hidden[start:].to(draft_hidden.device), response, uniforms[:, :2])
         positions = path.is_rejected.nonzero().squeeze(-1)
         # each verification adds a token of the target's, so the last position before the limit cannot be drafted
         limits = (row.limit - 1 - positions).clamp(0, self.max_draft_length)
         lengths, parts = torch.zeros_like(positions), [path.drawn]
         for group in (limits > 0).nonzero().squeeze(-1).split(BRANCHES_AT_ONCE):
-            roots, uniforms = positions[group] + len(prompt), chance[positions[group].cpu(), 2:]
+            roots, numbers = positions[group] + len(prompt), uniforms[positions[group].cpu(), 2:]
             tree = Continuations(self.draft, self.vocab_size, draft_cache, roots)
             first = path.rejected.at(group)
             drawn, lengths[group] = grow(
-                tree, first, limits[group], uniforms, sampling=self.drafting, eos_ids=self.eos_ids
+                tree, first, limits[group], numbers, sampling=self.drafting, eos_ids=self.eos_ids
             )
             tree.drop()
             parts.append(self.with_acceptance(target_cache, roots, drawn, lengths[group]))
         outcomes = {"is_rejected": path.is_rejected, "acceptance_rate": path.acceptance_rate}
         return self.trace_of(row, DrawnTokens.joined(parts), outcomes, lengths)
 
-    def path(self, draft_hidden: Tensor, target_hidden: Tensor, response_ids: list[int], chance: Tensor) -> Path:
+    def path(self, draft_hidden: Tensor, target_hidden: Tensor, response_ids: list[int], uniforms: Tensor) -> Path:
         """Outcomes and signals along the response, chunk by chunk of its positions."""
         tokens = torch.tensor(response_ids, device=draft_hidden.device)
         parts = [
-            self._path_chunk(draft_hidden[chunk], target_hidden[chunk], tokens[chunk], chance[: len(tokens)][chunk])
+            self._path_chunk(draft_hidden[chunk], target_hidden[chunk], tokens[chunk], uniforms[: len(tokens)][chunk])
             for chunk in chunks(len(tokens), chunk_rows(self.vocab_size, self.chunk_mb))
         ]
         drawn, rejected, is_rejected, rates = zip(*parts, strict=True)
         return Path(DrawnTokens.joined(drawn), DrawnTokens.joined(rejected), torch.cat(is_rejected), torch.cat(rates))
 
-    def _path_chunk(self, draft_hidden: Tensor, target_hidden: Tensor, tokens: Tensor, chance: Tensor) -> Path:
+    def _path_chunk(self, draft_hidden: Tensor, target_hidden: Tensor, tokens: Tensor, uniforms: Tensor) -> Path:
         q_logits, p = self.draft_logits(draft_hidden), self.target_probs(target_hidden).to(draft_hidden.device)
         q = self.drafting.probs(q_logits)
-        chance = chance.to(q.device)
+        uniforms = uniforms.to(q.device)
         # the coupling runs backwards: the response's token was drawn from p, so q and p change roles
-        is_rejected = ~(chance[:, 0] < acceptance_prob(tokens, q=p, p=q))
-        draws = draw(residual_probs(q=p[is_rejected], p=q[is_rejected]), chance[is_rejected, 1])
+        is_rejected = ~(uniforms[:, 0] < acceptance_prob(tokens, q=p, p=q))
+        draws = draw(residual_probs(q=p[is_rejected], p=q[is_rejected]), uniforms[is_rejected, 1])
         prob = acceptance_prob(draws, q[is_rejected], p[is_rejected])
         rejected = read_signals(q_logits[is_rejected], draws, q[is_rejected], draft_hidden[is_rejected], prob)
         drawn = read_signals(q_logits, tokens, q, draft_hidden, acceptance_prob(tokens, q, p))

@@ -40,7 +40,7 @@ _PER_POSITION = ("is_rejected", "acceptance_rate", "num_passing")
 """Columns of a file of signals that are `Trace.positions`; what else it has, except inputs, is `Trace.drafts`."""
 
 
-class Place(NamedTuple):
+class ShardKey(NamedTuple):
     """Address of one shard."""
 
     dataset: str
@@ -60,15 +60,15 @@ class Place(NamedTuple):
         return all(map(is_whole, self.paths(directory)))
 
 
-def places_in(directory: Path, dataset: str, split: str) -> list[Place]:
+def shard_keys(directory: Path, dataset: str, split: str) -> list[ShardKey]:
     """The shards of a split that exist, first draws only."""
     paths = sorted((directory / dataset / "rows").glob(f"{split}-?????.parquet"))
-    return [Place(dataset, split, int(path.stem.rpartition("-")[2])) for path in paths]
+    return [ShardKey(dataset, split, int(path.stem.rpartition("-")[2])) for path in paths]
 
 
-def write_trace(directory: Path, place: Place, *, trace: Trace | None, problems: Sequence[Mapping[str, str]]) -> None:
+def write_trace(directory: Path, key: ShardKey, *, trace: Trace | None, problems: Sequence[Mapping[str, str]]) -> None:
     """Write one shard; `trace` is None when none of its prompts has a response."""
-    rows_path, signals_path = place.paths(directory)
+    rows_path, signals_path = key.paths(directory)
     columns: dict[str, Any] = {}
     rows = () if trace is None else trace.rows
     if trace is not None:
@@ -94,26 +94,26 @@ def read_trace(directory: Path, dataset: str, split: str, num_shards: int, *, nu
         ValueError: one is corrupted; no prompt has a response.
     """
     manifest = read_manifest(directory, command="trace")
-    places = [Place(dataset, split, index, draw) for draw in range(num_draws) for index in range(num_shards)]
-    paths = list(chain.from_iterable(place.paths(directory) for place in places))
+    keys = [ShardKey(dataset, split, index, draw) for draw in range(num_draws) for index in range(num_shards)]
+    paths = list(chain.from_iterable(key.paths(directory) for key in keys))
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing; run `acceptance-heads trace` with this config to continue")
     check_sums(paths, command="trace")
-    traces = [trace for place in places if (trace := read_shard(directory, place, manifest)) is not None]
+    traces = [trace for key in keys if (trace := read_shard(directory, key, manifest)) is not None]
     if not traces:
         raise ValueError(f"none of the {split} prompts of {dataset} has a response; see {directory / 'errors.jsonl'}")
     return join_traces(traces)
 
 
-def read_shard(directory: Path, place: Place, manifest: Mapping[str, Any]) -> Trace | None:
+def read_shard(directory: Path, key: ShardKey, manifest: Mapping[str, Any]) -> Trace | None:
     """One shard as a trace, its sums unchecked; None if none of its prompts has a response."""
-    rows_path, path = place.paths(directory)
+    rows_path, path = key.paths(directory)
     table = pq.read_table(rows_path).to_pylist()
     if not table:
         return None
     lists = ("prompt_ids", "response_ids")
-    rows = [TraceRow(**row | {name: tuple(row[name]) for name in lists}, dataset=place.dataset) for row in table]
+    rows = [TraceRow(**row | {name: tuple(row[name]) for name in lists}, dataset=key.dataset) for row in table]
     with safe_open(path, framework="pt") as file:
         has_inputs = "hidden" in file.keys()  # noqa: SIM118
         names = sorted(set(file.keys()).difference(InputTensors._fields))

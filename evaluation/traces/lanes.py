@@ -158,14 +158,14 @@ class Lockstep:
         lanes.shift = tokens.branch.take(lanes.fork) - lanes.fork
         self.feedback = mapped(lambda value: np.where(begins, 0.0, value), self.feedback)
 
-    def _drafted(self, wants: Array) -> tuple[Array, Array]:
+    def _drafted(self, may_draft: Array) -> tuple[Array, Array]:
         """One draft step where it is wanted: (where the draft has ended, where a forward ran and drew no token)."""
         lanes, tokens = self.lanes, self.tokens
         path, at = lanes.start + lanes.position, self._indices()
         drawn = self._drawn(at)
-        draws = wants
+        draws = may_draft
         if self.policy.stops_before:
-            draws = wants & ~np.asarray(self.policy.stop_before(self.state, drawn.before), dtype=bool)
+            draws = may_draft & ~np.asarray(self.policy.stop_before(self.state, drawn.before), dtype=bool)
         state, stops = self.policy.after(self.state, drawn)
         if tokens.acceptance_prob is not None:
             feedback = self.policy.feedback(self.state, drawn, tokens.acceptance_prob.take(at))
@@ -173,7 +173,7 @@ class Lockstep:
             self.feedback = mapped(lambda total, new: total + np.where(is_revealed, new, 0.0), self.feedback, feedback)
         self.state = merged(draws, state, self.state)
         lanes.position = lanes.position + draws
-        return ~draws | stops | tokens.is_eos.take(at) | (lanes.position >= lanes.allowed), wants & ~draws
+        return ~draws | stops | tokens.is_eos.take(at) | (lanes.position >= lanes.allowed), may_draft & ~draws
 
     def _indices(self) -> Array:
         """Flat index of each lane's next token."""

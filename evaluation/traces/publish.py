@@ -1,4 +1,4 @@
-"""Copying a trace for publication, without prompts, and with logits of heads in place of the large hidden states."""
+"""Copying a trace for publication, without prompts, and with logits of heads instead of the large hidden states."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from typing import Any
 
 from configs.paths import local_path
 from data_gen.store.manifest import read_manifest
-from evaluation.traces.disk import places_in, read_shard, write_trace
+from evaluation.traces.disk import read_shard, shard_keys, write_trace
 from evaluation.traces.recording import SPLITS
 from heads import AcceptanceHead
 from store.shards import atomic_directory, check_sums, read_sidecar, write_atomic
@@ -29,7 +29,7 @@ def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:
     trace, scorers = source / "trace", [AcceptanceHead.from_pretrained(path).eval() for path in heads]
     manifest = read_manifest(trace, command="trace")
     datasets = sorted(folder.parent.name for folder in trace.glob("*/rows"))
-    shards = [shard for dataset in datasets for split in SPLITS for shard in places_in(trace, dataset, split)]
+    shards = [shard for dataset in datasets for split in SPLITS for shard in shard_keys(trace, dataset, split)]
     check_sums([path for shard in shards for path in shard.paths(trace)], command="trace")
     with atomic_directory(directory) as unfinished:
         if (source / "costs.jsonl").is_file():

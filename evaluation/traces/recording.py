@@ -69,15 +69,15 @@ class TraceFolder:
         """
         if self.experiment.decode.as_recorded:
             return
-        shards = [(place, spec) for place, spec in self._every() if place.split in splits]
-        present = [path for place, _ in shards for path in place.paths(self.directory) if is_whole(path)]
+        shards = [(key, spec) for key, spec in self._every() if key.split in splits]
+        present = [path for key, _ in shards for path in key.paths(self.directory) if is_whole(path)]
         is_broken = any(True for _ in problems_of(present, command="trace"))
-        if not is_broken and all(place.is_done(self.directory) for place, _ in shards):
+        if not is_broken and all(key.is_done(self.directory) for key, _ in shards):
             self.refuse_other()
             return
         with only_writer(self.directory, setting="decode.dir"):
             forget_broken(present)
-            self._record_missing([(place, spec) for place, spec in shards if not place.is_done(self.directory)])
+            self._record_missing([(key, spec) for key, spec in shards if not key.is_done(self.directory)])
             self._write_errors()
 
     def load(self, dataset: str) -> Splits[Trace]:
@@ -95,21 +95,21 @@ class TraceFolder:
         num_draws = self.experiment.decode.draws_per_prompt
         return disk.read_trace(self.directory, dataset, split, num, num_draws=num_draws)
 
-    def _every(self) -> Iterator[tuple[disk.Place, ShardSpec]]:
+    def _every(self) -> Iterator[tuple[disk.ShardKey, ShardSpec]]:
         for draw in range(self.experiment.decode.draws_per_prompt):
             for dataset, specs in self.shards.items():
-                yield from ((disk.Place(dataset, spec.split, spec.index, draw), spec) for spec in specs)
+                yield from ((disk.ShardKey(dataset, spec.split, spec.index, draw), spec) for spec in specs)
 
-    def _record_missing(self, missing: Sequence[tuple[disk.Place, ShardSpec]]) -> None:
+    def _record_missing(self, missing: Sequence[tuple[disk.ShardKey, ShardSpec]]) -> None:
         clean_partial(self.directory, "*/rows", "*/signals")
         total = sum(spec.num_requests for _, spec in missing)
         with Bar(total=total, desc="trace: loading models", unit="prompts") as bar:
             pair = self.experiment.pair
             self._check_frequencies(pair)
             self._settle(sorted(pair.eos_ids))
-            for place, spec in missing:
-                bar.set_description(f"trace: {place.dataset} {place.paths(self.directory)[0].stem}")
-                self._record(place, spec, pair, bar.update)
+            for key, spec in missing:
+                bar.set_description(f"trace: {key.dataset} {key.paths(self.directory)[0].stem}")
+                self._record(key, spec, pair, bar.update)
 
     def _check_frequencies(self, pair: Pair) -> None:
         """Raise ValueError if texts may cross a model's change of rotary frequencies: a trace reads each at once."""
@@ -120,10 +120,10 @@ class TraceFolder:
             if isinstance(model, PreTrainedModel):
                 refuse_crossing(model, 0, longest, subject=subject, remedy="lower one of the three")
 
-    def _record(self, place: disk.Place, spec: ShardSpec, pair: Pair, progress: Callable[[int], None]) -> None:
+    def _record(self, key: disk.ShardKey, spec: ShardSpec, pair: Pair, progress: Callable[[int], None]) -> None:
         decode, sampling = self.experiment.decode, self.experiment.sampling
-        draw = ("draw", place.draw) if place.draw else ()
-        seed = seed_of(decode.seed, "trace", place.dataset, spec.split, spec.index, *draw)
+        draw = ("draw", key.draw) if key.draw else ()
+        seed = seed_of(decode.seed, "trace", key.dataset, spec.split, spec.index, *draw)
         data = replace(self.experiment.data, seed=seed, max_new_tokens=decode.max_new_tokens)
         limits: dict[str, Any] = {"max_new_tokens": decode.max_new_tokens, "batch_size": decode.prompts_per_shard}
         source = TargetInProcess(pair.target, sampling, vocab_size=pair.vocab_size, eos_ids=pair.eos_ids, **limits)
@@ -151,14 +151,14 @@ class TraceFolder:
                 trace.logit(head)  # leaves its scores in the trace, which outlive the hidden states
             trace = replace(trace, inputs=None)
         problems = [problem._asdict() for problem in answers.problems]
-        disk.write_trace(self.directory, place, trace=trace, problems=problems)
+        disk.write_trace(self.directory, key, trace=trace, problems=problems)
 
     def _write_errors(self) -> None:
         """errors.jsonl: the prompts without a row, with the reason."""
         lines = []
-        for place in (place for place, _ in self._every() if place.is_done(self.directory)):
-            draw = {"draw": place.draw} if place.draw else {}
-            lines += [problem | draw for problem in read_sidecar(place.paths(self.directory)[0])["problems"]]
+        for key in (key for key, _ in self._every() if key.is_done(self.directory)):
+            draw = {"draw": key.draw} if key.draw else {}
+            lines += [problem | draw for problem in read_sidecar(key.paths(self.directory)[0])["problems"]]
         text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
         write_atomic(self.directory / "errors.jsonl", text.encode())
 
@@ -235,15 +235,15 @@ def _recorded_shards(directory: Path, dataset: str, split: Split) -> list[ShardS
     Raises:
         FileNotFoundError: some are missing; old manifests do not have their number, so nothing can be missing there.
     """
-    places = disk.places_in(directory, dataset, split)
+    keys = disk.shard_keys(directory, dataset, split)
     recorded = read_manifest(directory, command="trace").get("recorded", {})
-    num = recorded.get("num_shards", {}).get(f"{dataset}.{split}", len(places))
-    if len(places) != num:
+    num = recorded.get("num_shards", {}).get(f"{dataset}.{split}", len(keys))
+    if len(keys) != num:
         raise FileNotFoundError(
-            f"{directory} has {len(places)} of the {num} shards of {dataset}'s {split} split that were recorded; copy "
+            f"{directory} has {len(keys)} of the {num} shards of {dataset}'s {split} split that were recorded; copy "
             "the rows and signals of the others into it"
         )
-    return [ShardSpec(place.split, place.shard, ()) for place in places]
+    return [ShardSpec(key.split, key.shard, ()) for key in keys]
 
 
 def _name_of(sampling: Sampling) -> str:

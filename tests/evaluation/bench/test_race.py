@@ -15,7 +15,7 @@ from evaluation.bench.race import SAMPLINGS, Race
 from evaluation.families import ALONE
 from evaluation.flag_types import RaceRules
 from evaluation.times import Times
-from evaluation.traces.disk import places_in
+from evaluation.traces.disk import shard_keys
 from evaluation.traces.recording import trace_folder
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
@@ -90,8 +90,8 @@ def test_a_race_records_dev_alone_and_an_evaluation_the_rest(config):
         choices = Choices(config, name, (SAMPLINGS | {"own": Sampling(**vars(config.pair.sampling))})[name])
         dev = choices.replays(choices.first_dataset).traces.dev
         folder = trace_folder(choices.experiment)
-        assert places_in(folder.directory, choices.first_dataset, "dev")
-        assert not places_in(folder.directory, choices.first_dataset, "test")
+        assert shard_keys(folder.directory, choices.first_dataset, "dev")
+        assert not shard_keys(folder.directory, choices.first_dataset, "test")
         with pytest.raises(FileNotFoundError, match="test"):
             folder.load(choices.first_dataset)
         folder.complete()

@@ -17,7 +17,7 @@ from evaluation.__main__ import COMMANDS
 from evaluation.report.plots import reliability_plot
 from evaluation.traces.bounds import Oracle, ScoreHead
 from evaluation.traces.coupling import Recorder
-from evaluation.traces.disk import Place, read_trace, write_trace
+from evaluation.traces.disk import ShardKey, read_trace, write_trace
 from evaluation.traces.recording import record_trace, trace_folder
 from evaluation.traces.replay import replay, replay_settings
 from evaluation.traces.trace import Trace, TraceRow, join_traces
@@ -284,7 +284,7 @@ def written(trace: Trace, directory: Path, num_shards: int = 2) -> Trace:
         manifest["draft_sampling"] = trace.draft_sampling.as_dict()
     (directory / "manifest.json").write_text(json.dumps(manifest))
     for index, rows in enumerate(np.array_split(np.arange(len(trace.rows)), num_shards)):
-        write_trace(directory, Place("made", "dev", index), trace=trace.select(rows.tolist()), problems=[])
+        write_trace(directory, ShardKey("made", "dev", index), trace=trace.select(rows.tolist()), problems=[])
     return read_trace(directory, "made", "dev", num_shards)
 
 
