@@ -26,14 +26,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lm.cache import BufferLayer, Snapshots, make_cache
 from lm.compiled import Compile, CompiledEpilogues
-from lm.forwards import (
-    body_and_lm_head,
-    device_of,
-    eos_ids_of,
-    lm_head_of,
-    num_logits_of,
-    refuse_training,
-)
+from lm.forwards import body_and_lm_head, device_of, eos_ids_of, lm_head_of, num_logits_of, refuse_training
 from lm.masks import EMPTY, Tree, additive, tree_feed
 from lm.rope import RopeSwitch, rope_switch_of
 from lm.selfcheck import check_cache, check_tree

@@ -140,11 +140,7 @@ def _eagle3_of(released: Released, config: LlamaConfig, target: PreTrainedModel,
     width = getattr(config, "draft_vocab_size", None) or config.vocab_size
     num_logits = width if has_head or "d2t" in released.tensors else None
     draft = Eagle3(
-        config,
-        ids,
-        target_size=target_size,
-        has_embedding=has_embedding,
-        num_logits=num_logits if has_head else None,
+        config, ids, target_size=target_size, has_embedding=has_embedding, num_logits=num_logits if has_head else None
     )
     target_ids = _target_ids(released, num_logits, config.vocab_size)
     if target_ids is not None:

@@ -265,13 +265,7 @@ STATES = [
     Family(
         "qwen3_next",
         "recurrent and full",
-        {
-            **_MOE,
-            **_LINEAR,
-            "head_dim": 8,
-            "layer_types": _HYBRID,
-            "shared_expert_intermediate_size": 16,
-        },
+        {**_MOE, **_LINEAR, "head_dim": 8, "layer_types": _HYBRID, "shared_expert_intermediate_size": 16},
     ),
     Family("olmo_hybrid", "recurrent and full", {"layer_types": _HYBRID}),
     Family("qwen3_5_text", "recurrent and full", {**_LINEAR, "head_dim": 8, "layer_types": _HYBRID}),

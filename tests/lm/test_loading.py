@@ -73,10 +73,7 @@ def test_attention_is_the_one_that_is_named():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (
-            {"attn_implementation": "flash_attention_9"},
-            'attn_implementation of .*attention_9"` is not supported',
-        ),
+        ({"attn_implementation": "flash_attention_9"}, 'attn_implementation of .*attention_9"` is not supported'),
         ({"quantization": {"quant_method": "none_such"}}, "none_such.*write 4bit, 8bit"),
         ({"quantization": {"nbits": 4}}, "no `quant_method`.*write 4bit, 8bit"),
         ({"quantization": "4bit"}, "package that is not installed.*pip install -U bitsandbytes"),

@@ -75,12 +75,7 @@ BROKEN = {
         {},
         r"layers \[1, 2, 9\]",
     ),
-    "layers that are no numbers": (
-        "eagle3",
-        {"eagle_aux_hidden_state_layer_ids": ["a", 2, 3]},
-        {},
-        "whole numbers",
-    ),
+    "layers that are no numbers": ("eagle3", {"eagle_aux_hidden_state_layer_ids": ["a", 2, 3]}, {}, "whole numbers"),
     "rotary positions of images": ("eagle3", {"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, {}, "mrope"),
     "no heads": ("eagle3", {"num_attention_heads": 0}, {}, "num_attention_heads is 0; write a whole number"),
     "an unknown activation": ("eagle", {"hidden_act": "sillu"}, {}, "hidden_act is 'sillu'"),
