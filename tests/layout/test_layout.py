@@ -26,7 +26,7 @@ CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
     "configs": (1320, 1000),
     "store": (623, 500),
-    "lm": (5328, 4000),
+    "lm": (5317, 4000),
     "data_gen": (6812, 4400),
     "heads": (4372, 3600),
     "decode": (5019, 4200),
@@ -34,7 +34,7 @@ CEILINGS = {
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
-    "tests": (28905, 18000),
+    "tests": (28885, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 168
