@@ -159,15 +159,6 @@ def test_every_room_has_a_command_in_the_readme():
     assert rooms | {program for program, _ in COMMANDS} >= PROGRAMS
 
 
-def test_a_command_that_is_not_there_fails_this_test(monkeypatch: pytest.MonkeyPatch):
-    for argv in (
-        ["exprot", "--config", "configs/tiny.yaml"],
-        ["export", "--config", "configs/tiny.yaml", "--heed", "x"],
-    ):
-        with pytest.raises((AssertionError, ArgumentError), match=r"exprot|heed"):
-            test_every_command_of_the_readme_parses("heads", argv, monkeypatch)
-
-
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -242,9 +233,6 @@ def test_the_script_of_the_readme_imports_and_calls_what_there_is():
     given = {keyword.arg: None for keyword in policy.keywords}
     inspect.signature(names["HeadPolicy"].from_pretrained).bind(*policy.args, **given)
     inspect.signature(names["HeadPolicy"]).bind(None, **given)
-    given = {keyword.arg for keyword in calls["target.generate"].keywords} & {"draft_model", "policy"}
-    assert (
-        given
-        == {"draft_model", "policy"}
-        <= inspect.signature(import_module("decode").speculative_generate).parameters.keys()
-    )
+    expected = {"draft_model", "policy"}
+    assert expected <= {keyword.arg for keyword in calls["target.generate"].keywords}
+    assert expected <= inspect.signature(import_module("decode").speculative_generate).parameters.keys()

@@ -85,7 +85,9 @@ def test_a_reading_that_was_stopped_goes_on_and_another_is_refused(target, texts
         read_target(target, texts, tmp_path / "readings", layer_ids=(1, 2, 3))
 
 
-def test_the_vocabulary_is_what_the_target_says_most(paths):
+def test_the_vocabulary_is_what_the_target_predicts_most_and_a_width_fits_its_heads(target, paths):
+    with pytest.raises(ValueError, match="hidden_size is 96; use a multiple of 64 up to 128"):
+        SmallDraft(target, load_tokenizer(ModelSource(path=str(TINY / "target"))), hidden_size=96, num_layers=1)
     ids = likeliest_tokens(paths, 50, vocab_size=768)
     first = torch.cat([reading.likeliest[:, 0] for path in paths for reading in load_readings(path)])
     assert (ids[1:] > ids[:-1]).all()
@@ -146,11 +148,6 @@ def test_what_is_saved_decodes_as_the_target(kind, target, paths, tmp_path):
     assert generation.counts.num_drafted > 0
 
 
-def test_a_width_that_no_head_fits_is_refused(target):
-    with pytest.raises(ValueError, match="hidden_size is 96; use a multiple of 64 up to 128"):
-        SmallDraft(target, load_tokenizer(ModelSource(path=str(TINY / "target"))), hidden_size=96, num_layers=1)
-
-
 def test_responses_are_read_from_the_file_that_data_writes(tmp_path):
     path = tmp_path / "responses.jsonl"
     path.write_text('{"id": "0", "prompt_ids": [1, 2], "response_ids": [3]}\n{"prompt_ids": [1], "response_ids": []}\n')
@@ -168,6 +165,5 @@ def test_no_prompt_is_taught_and_held_out():
     assert without_leakage(texts[:100]) == texts[:100]
     assert without_leakage([]) == []
     # few prompts: the last shard is cut out of the last 128 texts, which must not repeat one another either
-    assert without_leakage([Text([place % 140], [place]) for place in range(280)]) == [
-        *(Text([place % 140], [place]) for place in (*range(12), *range(140, 280)))
-    ]
+    few = [Text([number % 140], [number]) for number in range(280)]
+    assert without_leakage(few) == [*few[:12], *few[140:]]

@@ -26,16 +26,8 @@ from lm import Pair, load_pair
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 TOY = ModelShape(num_hidden_layers=1, hidden_size=16, intermediate_size=32, num_attention_heads=2)
-TOY_RECIPE = Recipe(
-    target=TOY,
-    draft=TOY,
-    micro=TOY,
-    vocab_size=300,
-    num_tokenizer_stories=40,
-    batch_size=4,
-    target_steps=5,
-    distil_steps=3,
-)
+SIZES = {"vocab_size": 300, "num_tokenizer_stories": 40, "batch_size": 4, "target_steps": 5, "distil_steps": 3}
+TOY_RECIPE = Recipe(target=TOY, draft=TOY, micro=TOY, **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +45,6 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path):
     for name, seed in {"a": 0, "b": 0, "c": 1}.items():
         make_trio(tmp_path / name, seed=seed, recipe=TOY_RECIPE)
     first, again, other = (digest(tmp_path / name) for name in "abc")
-    assert set(first) == set(again)
     assert first == again
     assert all(first[f"{name}/model.safetensors"] != other[f"{name}/model.safetensors"] for name in TRIO)
 
@@ -103,26 +94,21 @@ def test_a_digit_is_a_token_and_any_text_survives(trio):
 
 
 def test_the_chat_template_ends_where_the_target_speaks(trio):
-    text = trio.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Work out 2 + 3."}], add_generation_prompt=True, tokenize=False
-    )
+    messages = [{"role": "user", "content": "Work out 2 + 3."}]
+    text = trio.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == f"<|user|>\nWork out 2 + 3.\n{ASSISTANT}\n"
     assert trio.tokenizer.eos_token == END
     assert trio.eos_ids == {trio.tokenizer.eos_token_id}
 
 
-def test_the_trio_shares_one_tokenizer_and_takes_at_most_6_mb():
+def test_the_trio_is_finite_bfloat16_with_one_tokenizer_in_at_most_6_mb():
     files = {name: {file.name: file.read_bytes() for file in (TINY / name).iterdir()} for name in TRIO}
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert len({files[model][name] for model in TRIO}) == 1
-    assert sum(len(content) for of_model in files.values() for content in of_model.values()) <= 6_000_000
-
-
-def test_the_trio_is_stored_as_finite_bfloat16():
-    for name in TRIO:
-        for tensor in load_file(TINY / name / "model.safetensors").values():
-            assert tensor.dtype == torch.bfloat16
-            assert tensor.isfinite().all()
+    assert sum(len(content) for contents in files.values() for content in contents.values()) <= 6_000_000
+    for tensor in (tensor for name in TRIO for tensor in load_file(TINY / name / "model.safetensors").values()):
+        assert tensor.dtype == torch.bfloat16
+        assert tensor.isfinite().all()
 
 
 def test_acceptance_is_high_and_uneven_and_the_micro_is_accepted_less(trio):
