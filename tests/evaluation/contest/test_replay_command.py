@@ -81,12 +81,9 @@ def test_replay_prints_the_counts_of_the_policy_over_both_splits(flags, capsys):
 
 def test_costs_say_what_the_times_mean_for_speculation():
     times = {"t_draft_s": 0.001, "t_target_s": [0.005, 0.006], "stops": {"entropy": (2e-5, 0.0), "drawn": (1e-4, 0.0)}}
-    dear = costs_verdict(times)
-    assert (
-        "a target forward costs 5.0 draft forwards, and the most expensive stop, drawn, adds 10% to a draft step."
-        in dear
-    )
-    assert "expect little" not in dear
+    sentence = costs_verdict(times)
+    assert "costs 5.0 draft forwards, and the most expensive stop, drawn, adds 10% to a draft step." in sentence
+    assert "expect little" not in sentence
     assert "expect little of any policy" in costs_verdict(times | {"t_target_s": [0.002], "stops": {}})
 
 
@@ -98,63 +95,42 @@ def test_replay_at_another_ratio_changes_the_times_and_not_the_counts(flags, cap
     assert there["played"][1]["speed_up"] > here["played"][1]["speed_up"]
 
 
-def test_replay_needs_no_model(flags, capsys):
-    asked = ["replay", *flags, "--policy", f"head:{flags[5]}/exported/plain,max_rejection_prob=0.5"]
-    _, here = printed(capsys, *asked)
-    capsys.readouterr()
-    away = ["--pair.target.path", "/nowhere/target", "--pair.draft.path", "/nowhere/draft"]
-    run(COMMANDS, argv=[*asked, *away, *JSON])
-    shown = capsys.readouterr()
-    assert shown.err.startswith("draft and target not here: taken for those of the trace\n")
-    document = json.loads(shown.out)
-    assert [played["num_drafted"] for played in document["played"]] == [
-        played["num_drafted"] for played in here["played"]
-    ]
+def test_replay_needs_neither_models_nor_times(flags, capsys):
+    policy = f"head:{flags[5]}/exported/plain,max_rejection_prob=0.5"
+    _, here = printed(capsys, "replay", *flags, "--policy", policy)
+    absent = ["--pair.target.path", "/nowhere/target", "--pair.draft.path", "/nowhere/draft"]
+    lines, document = printed(capsys, "replay", *flags, "--policy", policy, *absent)
+    assert lines[0] == "draft and target not here: taken for those of the trace"
+    drafted = [[played["num_drafted"] for played in one["played"]] for one in (here, document)]
+    assert drafted[0] == drafted[1]
     assert "stops free: the draft is not here" in document["costs"]["stop_origin"]
-    with pytest.raises(SystemExit):
-        run(COMMANDS, argv=[*asked, "--pair.target.path", "/nowhere/another"])
-    assert "no model at '/nowhere/another'" in capsys.readouterr().err
-
-
-def test_replay_without_times_takes_a_ratio_or_asks_for_one(flags, capsys):
-    untimed = [flag for flag in flags if flag not in TIMES]
-    _, document = printed(capsys, "replay", *untimed, "--policy", "entropy", "--ratio", "4")
+    _, document = printed(capsys, "replay", *without_times(flags), "--policy", "entropy", "--ratio", "4")
     assert (document["costs"]["t_draft_s"], document["costs"]["t_target_s"]) == (0.25, [1.0])
     assert "nothing measured" in document["costs"]["origin"]
-    with pytest.raises(SystemExit):
-        run(COMMANDS, argv=["replay", *untimed, "--policy", "entropy", "--decode.ratios", "[]"])
-    assert "costs.jsonl, and none are given" in capsys.readouterr().err
 
 
-def test_what_tune_writes_is_what_auto_replays(flags, capsys):
+def without_times(flags):
+    return [flag for flag in flags if flag not in TIMES]
+
+
+def test_what_tune_writes_and_prints_is_what_auto_replays_and_generate_takes(flags, capsys):
     lines, document = printed(capsys, "tune", *flags)
     assert (max(map(len, lines)) <= 190, lines[0][:17]) == (True, "replay: tune: 0 %"), "a bar comes first"
-    assert len([line for line in lines if "plain" in line and "│" in line]) == 1, "no cell of the table folds"
-    _, auto = printed(capsys, "replay", *flags, "--policy", f"head:{flags[5]}/exported/plain,max_rejection_prob=auto")
-    assert auto["played"][1]["num_emitted"] > 0
-    assert set(document["tuned"][0]["recommended"]) >= {
-        "index_offset",
-        "index_slope",
-        "throughput",
-        "max_rejection_prob",
-    }
-
-
-def test_tune_ends_with_a_line_per_head_the_best_one_and_the_next_command(flags, capsys):
-    capsys.readouterr()
-    run(COMMANDS, argv=["tune", *flags])
-    lines = capsys.readouterr().out.splitlines()
     (row,) = [line.split("│") for line in lines if line.startswith("│ plain")]
     threshold, gain = (row[column].strip() for column in (3, 4))
     assert re.fullmatch(r"[+-]\d+ % \(-?\d+, -?\d+\)", gain)
     assert len("│".join(row)) <= 100
-    assert "Written to HEAD/config.json below" in " ".join(" ".join(lines).split())
+    text = " ".join(" ".join(lines).split())
+    assert "Written to HEAD/config.json below" in text
     recommended = json.loads(Path(flags[5], "exported", "plain", "config.json").read_text())["recommended"]
+    assert recommended == document["tuned"][0]["recommended"]
     assert f"{recommended['max_rejection_prob']:.4f}" == threshold
-    assert {"tokens_per_s", "auto_tokens_per_s", "fixed_tokens_per_s"} <= recommended.keys()
+    assert {"tokens_per_s", "auto_tokens_per_s", "fixed_tokens_per_s", "index_slope"} <= recommended.keys()
     verdict = json.loads(Path(flags[3], "verdict.json").read_text())
-    assert verdict["sentence"] in " ".join(" ".join(lines).split())
+    assert verdict["sentence"] in text
     assert lines[-1] == f"next: acceptance-heads generate --config … --prompt …, which takes {verdict['policy']}"
+    _, auto = printed(capsys, "replay", *flags, "--policy", f"head:{flags[5]}/exported/plain,max_rejection_prob=auto")
+    assert auto["played"][1]["num_emitted"] > 0
 
 
 def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, capsys):
@@ -204,33 +180,35 @@ def test_auto_at_other_times_than_it_was_tuned_for_estimates_its_lambda_anew():
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("name", "argv", "message"),
     [
-        (["--policy", "svip"], "there is no policy 'svip'"),
-        (["--policy", "entropy:h=1"], "no parameter 'h'"),
-        (["--policy", "token_prob:min_token_prob=2"], "a probability, between 0 and 1"),
-        (["--policy", "entropy", "--ratio", "0"], "must be a positive number"),
-        (["--policy", "entropy", "--decode.dir", "nowhere"], "run `acceptance-heads trace`"),
-        (["--policy", "entropy", "--decode.seed", "7"], "seed"),
-        (["--policy", "head:/nowhere/at/all"], "nowhere"),
+        ("replay", ["--policy", "svip"], "there is no policy 'svip'"),
+        ("replay", ["--policy", "entropy:h=1"], "no parameter 'h'"),
+        ("replay", ["--policy", "token_prob:min_token_prob=2"], "a probability, between 0 and 1"),
+        ("replay", ["--policy", "entropy", "--ratio", "0"], "must be a positive number"),
+        ("replay", ["--policy", "entropy", "--decode.dir", "nowhere"], "run `acceptance-heads trace`"),
+        ("replay", ["--policy", "entropy", "--decode.seed", "7"], "seed"),
+        ("replay", ["--policy", "head:/nowhere/at/all"], "nowhere"),
+        ("replay", ["--policy", "entropy", "--pair.target.path", "/nowhere/it"], "no model at '/nowhere/it'"),
+        ("replay", ["--policy", "entropy", "--decode.ratios", "[]"], "costs.jsonl, and none are given"),
+        ("evaluate", ["--decode.seed", "7"], "in seed: 0 there, 7 in this run; choose another decode.dir"),
+        ("tune", ["--decode.seed", "7"], "in seed: 0 there, 7 in this run; choose another decode.dir"),
+        ("evaluate", ["--transfer_from", "/nowhere"], "nowhere/trace/manifest.json"),
+        ("evaluate", ["--decode.as_recorded=true", "--clock", "1"], "decode.as_recorded has neither models"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused_in_one_line(flags, capsys, argv, said):
+def test_what_cannot_be_replayed_is_refused_in_one_line_before_anything_is_timed(
+    flags, capsys, monkeypatch, name, argv, message
+):
+    if "--decode.seed" in argv and name != "replay":
+        monkeypatch.setattr(f"evaluation.report.{name}.costs_for", lambda *_: pytest.fail("timed"))
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
-        run(COMMANDS, argv=["replay", *flags, *argv])
+        run(COMMANDS, argv=[name, *(without_times(flags) if "none are given" in message else flags), *argv])
     problem = capsys.readouterr().err.splitlines()[-1]
     assert stopped.value.code == 2
     assert problem.startswith("error: ")
-    assert said in problem
-
-
-@pytest.mark.parametrize("name", ["evaluate", "tune"])
-def test_a_trace_of_other_settings_is_refused_before_anything_is_timed(name, flags, capsys, monkeypatch):
-    monkeypatch.setattr(f"evaluation.report.{name}.costs_for", lambda *_: pytest.fail("timed"))
-    with pytest.raises(SystemExit, match="2"):
-        run(COMMANDS, argv=[name, *flags, "--decode.seed", "7"])
-    assert "differs in seed: 0 there, 7 in this run; choose another decode.dir" in capsys.readouterr().err
+    assert message in problem
 
 
 def test_costs_are_printed_and_kept(flags, capsys):
@@ -268,29 +246,15 @@ def test_a_histogram_shows_every_draft_length():
 
 
 @pytest.mark.slow
-def test_what_was_chosen_under_one_sampling_travels_to_another(flags, tmp_path, capsys):
-    path = tmp_path / "warm"
+def test_what_was_chosen_under_one_sampling_is_transferred_to_another(flags, tmp_path, capsys):
+    path, source = tmp_path / "warm", flags[flags.index("--decode.dir") + 1]
     AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling={"temperature": 1.0})).save_pretrained(path)
-    there = [f"--decode.heads=[{path}]", "--pair.sampling.temperature=0.5", "--decode.allow_foreign_heads=true"]
-    home = flags[flags.index("--decode.dir") + 1]
-    _, document = printed(
-        capsys, "evaluate", *flags, *there, "--decode.dir", str(tmp_path / "there"), "--transfer_from", home, *JSON
-    )
+    changes = [f"--decode.heads=[{path}]", "--pair.sampling.temperature=0.5", "--decode.allow_foreign_heads=true"]
+    changes += ["--decode.dir", str(tmp_path / "there"), "--transfer_from", source]
+    _, document = printed(capsys, "evaluate", *flags, *changes)
     rows = {(row["family"], row["chosen_on"]): row for row in document["results"]}
     assert {chosen_on for _, chosen_on in rows} == {"stories", "stories (temperature 1)"}
     assert rows["head_drawn", "stories (temperature 1)"]["name"] == "head:warm"
-    with pytest.raises(SystemExit):
-        run(
-            COMMANDS,
-            argv=[
-                "evaluate",
-                *flags,
-                *there,
-                f"--decode.dir={tmp_path / 'there'}",
-                f"--transfer_from={tmp_path / 'nowhere'}",
-            ],
-        )
-    assert "nowhere/trace/manifest.json" in capsys.readouterr().err
 
 
 RECORD = (
@@ -330,12 +294,6 @@ def test_a_record_that_lost_a_shard_is_refused(flags, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(COMMANDS, argv=["replay", *flags[:2], "--decode.dir", str(tmp_path), *RECORD, "--policy", "entropy"])
     assert "test split that were recorded" in capsys.readouterr().err
-
-
-def test_nothing_is_clocked_on_a_record(flags, capsys):
-    with pytest.raises(SystemExit):
-        run(COMMANDS, argv=["evaluate", *flags, *RECORD, "--clock", "1"])
-    assert "decode.as_recorded has neither models" in capsys.readouterr().err
 
 
 def test_a_record_has_its_own_times_or_asks_for_some(flags, tmp_path, capsys):
