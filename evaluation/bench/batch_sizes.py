@@ -104,11 +104,11 @@ def _rising(seconds: Mapping[int, Sequence[float]]) -> Curve:
 def size_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Policies down, sizes across."""
     cells = (
-        (row["policy"], f"batch {row['batch_size']}", f"{row['tokens_per_s']:.1f} ({row['against_fixed'] - 1:+.1%})")
+        (row["policy"], f"batch {row['batch_size']}", f"{row['tokens_per_s']:.1f}, {row['against_fixed'] - 1:+.1%}")
         for row in sorted(rows, key=lambda row: int(row["batch_size"]))
     )
     title = "tokens/s of continuous batches, all sequences together, medians over turns"
-    return Table(title, crossed("policy", cells), "in brackets: over the best fixed length's of the same turn")
+    return Table(title, crossed("policy", cells), "after the comma: over the best fixed length's of the same turn")
 
 
 def size_verdict(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -118,5 +118,5 @@ def size_verdict(rows: Sequence[Mapping[str, Any]]) -> str:
         size: max((row for row in rows if row["batch_size"] == size), key=lambda row: float(row["tokens_per_s"]))
         for size in sizes
     }
-    named = (f"{row['policy']} in batches of {size} ({row['against_fixed'] - 1:+.1%})" for size, row in best.items())
+    named = (f"{row['policy']} {row['against_fixed'] - 1:+.1%} in batches of {size}" for size, row in best.items())
     return f"Fastest on this clock, over the best fixed length: {', '.join(named)}."

@@ -1,1 +1,1 @@
-"""Hierarchies of three models side by side: competitors, their generations, times and tables."""
+"""Hierarchies of three models side by side: configurations, their generations, times and tables."""

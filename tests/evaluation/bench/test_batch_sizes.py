@@ -66,4 +66,4 @@ def test_the_fastest_policy_of_every_size_is_named_in_a_sentence():
         {"batch_size": size, "policy": policy, "tokens_per_s": speed, "against_fixed": speed / 100}
         for size, policy, speed in ((1, "entropy", 110.0), (1, "fixed_length:k=2", 100.0), (4, "entropy", 90.0))
     ]
-    assert "entropy in batches of 1 (+10.0%), entropy in batches of 4 (-10.0%)." in size_verdict(sizes)
+    assert "entropy +10.0% in batches of 1, entropy -10.0% in batches of 4." in size_verdict(sizes)
