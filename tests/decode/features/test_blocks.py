@@ -5,8 +5,8 @@ runs unchanged, and a round costs one forward of the draft whatever is kept of i
 import pytest
 import torch
 
-from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, TreeDrafter, speculative_generate
-from decode.policies import DSparkConfidence, Entropy, FixedLength, HeadPolicy
+from decode import TreeDrafter
+from decode.policies import DSparkConfidence, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
 from lm import CachedModel, Sampling, feature_model
 from lm.features.recorder import FeatureRecorder
@@ -37,13 +37,6 @@ def test_greedy_output_equals_transformers_generate(kind, family):
     assert generation.rounds[0].drafted == ()
     assert {len(round_.drafted) for round_ in generation.rounds[1:-4]} == {BLOCK}, "a block is all that a round drafts"
     assert 0 < generation.counts.num_accepted < generation.counts.num_drafted
-
-
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_the_sampled_law_is_the_target_s_exactly(kind):
-    sampling = SAMPLINGS["top_k"]
-    decoder = decoder_of(kind, FixedLength(2), sampling=sampling)
-    assert_same_law(law(decoder, 4, PROMPT), target_law(sampling, 4), tolerance=1e-10)
 
 
 @pytest.mark.parametrize("policy", EVERY)
@@ -80,16 +73,6 @@ def test_a_block_that_is_read_at_its_end_is_the_same(kind):
     decoder.drafter.reads_at_end = True  # as on an accelerator
     on_device = decoder.generate(PROMPT, 30, generator=torch.Generator().manual_seed(2))
     assert (on_device.token_ids, on_device.counts) == (one.token_ids, one.counts)
-
-
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_a_middle_model_may_have_blocks_drafted_for_it(kind):
-    middle = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
-    inner = ModelDrafter(feature_model(draft(kind), middle), FixedLength(2))
-    drafter = PreVerifiedDrafter(inner, middle, Entropy(0.5))
-    outer = CachedModel(target("qwen2"))
-    decoder = SpeculativeDecoder(outer, drafter, sampling=GREEDY, eos_ids=frozenset())
-    assert list(decoder.generate(PROMPT, 20).token_ids) == greedy(20, "qwen2")
 
 
 @pytest.mark.parametrize("is_product", [False, True])
@@ -129,10 +112,3 @@ def test_a_tree_of_blocks_is_refused():
     tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft("rnn")))
     with pytest.raises(ValueError, match="one block, which is a chain"):
         TreeDrafter(feature_model(draft("rnn"), tapped), FixedLength(2))
-
-
-def test_generate_of_transformers_takes_a_dspark_draft_of_its_model():
-    keywords = {"custom_generate": speculative_generate, "do_sample": False, "max_new_tokens": 20}
-    ids = torch.tensor([PROMPT])
-    output = target("llama").generate(ids, draft_model=draft("rnn"), policy=FixedLength(3), **keywords)
-    assert output[0, len(PROMPT) :].tolist() == greedy(20)

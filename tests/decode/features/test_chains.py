@@ -12,7 +12,7 @@ from lm.features.recorder import FeatureRecorder
 from tests.toys.enumeration import assert_same_law
 from tests.toys.loop import POLICIES, SAMPLINGS, law
 from tests.toys.observed import observed
-from tests.toys.random_drafts import KINDS, TARGETS, VOCAB, WIDTH, draft, feature_head, target
+from tests.toys.random_drafts import BLOCKS, KINDS, TARGETS, VOCAB, WIDTH, draft, feature_head, target
 
 PROMPT = [1, 2, 3]
 
@@ -56,7 +56,9 @@ def target_law(sampling: Sampling, num_tokens: int) -> dict[tuple[int, ...], flo
     return open_
 
 
-@pytest.mark.parametrize(("kind", "num_tokens"), [("eagle", 3), ("reduced", 4), ("glide", 3)])
+@pytest.mark.parametrize(
+    ("kind", "num_tokens"), [("eagle", 3), ("reduced", 4), ("glide", 3), *((kind, 4) for kind in BLOCKS)]
+)
 def test_the_sampled_law_is_the_target_s_exactly(kind, num_tokens):
     """Of four tokens the second round drafts two, the other on the draft's own output; each token more is eight times
     the branches.
@@ -83,7 +85,7 @@ def test_every_policy_runs_unchanged_and_changes_no_greedy_token(kind):
     assert len(lengths) > 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_a_middle_model_may_have_a_feature_draft_of_its_own(kind):
     middle = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
     inner = ModelDrafter(feature_model(draft(kind), middle), FixedLength(2))
@@ -105,7 +107,7 @@ def test_the_vocabulary_of_a_reduced_draft_is_all_that_it_names():
     assert drafted == {0, 2, 3, 6} < set(range(VOCAB))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "rnn"])
 def test_generate_of_transformers_takes_a_feature_draft_of_its_model(kind):
     keywords = {"custom_generate": speculative_generate, "do_sample": False, "max_new_tokens": 20}
     ids = torch.tensor([PROMPT])
