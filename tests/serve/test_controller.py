@@ -68,7 +68,7 @@ class Engine:
         self.now += self.draft(len(rows))  # the first step is paid in any case
         while goes_on:
             chances.append(np.where(self.random.random(len(rows)) < SHARE, EASY, HARD))
-            seen = [AfterDraw(len(chances) - 1, 0.0, 0.0, 0.0, 0.0, chance, 0.0) for chance in chances[-1].tolist()]
+            seen = [AfterDraw(len(chances) - 1, token_prob=chance) for chance in chances[-1].tolist()]
             goes_on = self.lanes.step([len(chances)] * len(rows), seen)
             self.now += self.draft(len(rows)) * goes_on
         drafts = self.lanes.drafts

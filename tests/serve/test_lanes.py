@@ -165,7 +165,7 @@ def test_another_request_of_the_same_id_starts_anew():
     for policy, expected in ((Heuristic(2), 2), (FixedLength(3), 3)):
         lanes.begin([row("a", policy)], {"a"})
         for token in range(5):
-            lanes.step([token], [AfterDraw(token, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)])
+            lanes.step([token], [AfterDraw(token)])
         assert len(lanes.drafts[0]) == expected
 
 
@@ -192,7 +192,7 @@ def test_what_a_policy_learns_of_a_round_is_what_the_target_verified(
     lane = Lane(Heuristic(2))
     lane.begin(5, STOPS)
     for token in (4, 5):
-        lane.take(token, AfterDraw(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+        lane.take(token, AfterDraw(0))
     lane.end(verified, num_accepted)
     lane.begin(5, STOPS)
     assert lane.run.num_tokens == expected
@@ -201,5 +201,5 @@ def test_what_a_policy_learns_of_a_round_is_what_the_target_verified(
 def test_nothing_is_drafted_after_an_end():
     lane = Lane(FixedLength(5))
     lane.begin(5, STOPS)
-    lane.take(EOS, AfterDraw(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+    lane.take(EOS, AfterDraw(0))
     assert not lane.run.is_going

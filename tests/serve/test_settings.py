@@ -65,11 +65,6 @@ def test_auto_is_the_rule_of_the_batch(tmp_path: Path):
         assert (policy.next_mean, policy.is_learning) == (0.7, True)
 
 
-def test_a_head_that_is_not_there_is_refused_by_its_path(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="missing"):
-        made({"policy": f"head:{tmp_path / 'missing'}"})
-
-
 @pytest.mark.parametrize(
     ("role", "other"), [("draft", DRAFT | {"weights": "3"}), ("target", TARGET | {"weights": "3"})]
 )
@@ -79,10 +74,12 @@ def test_a_head_of_another_model_is_refused_unless_it_is_allowed(path: str, role
     made({"policy": f"head:{path}", "allow_foreign_heads": True}, **{role: other})
 
 
-def test_a_head_of_another_width_is_refused_even_if_foreign_heads_are_allowed(tmp_path: Path):
+def test_a_missing_head_and_one_of_another_width_are_refused_even_if_foreign_heads_are_allowed(tmp_path: Path):
     AcceptanceHead(4, 0, "fed").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="width 4, but this draft's have width 8"):
         made({"policy": f"head:{tmp_path}", "allow_foreign_heads": True})
+    with pytest.raises(FileNotFoundError, match="missing"):
+        made({"policy": f"head:{tmp_path / 'missing'}"})
 
 
 def test_a_request_gets_what_it_asks_for_and_the_same_object_every_time(path: str):
@@ -96,31 +93,31 @@ def test_a_request_gets_what_it_asks_for_and_the_same_object_every_time(path: st
 
 
 @pytest.mark.parametrize(
-    "asked", ["nonsense", 7, {"policy": "entropy"}, "fixed_length:k=-1", "ada_edl:scale=-3", "self_verify:initial=abc"]
+    ("asked", "reason"),
+    [
+        ("nonsense", "no such policy"),
+        (7, "no such policy"),
+        ({"policy": "entropy"}, "must be parameter=value"),
+        ("fixed_length:k=-1", "k is -1"),
+        ("ada_edl:scale=-3", "scale is -3"),
+        ("self_verify:initial=abc", "initial is 'abc'"),
+        ("module_of_a_request:Policy", "no such policy"),  # imports no module
+        ("head:PATH", "the server has no head"),  # reads no file that the server has not named
+    ],
 )
-def test_what_a_request_cannot_have_is_warned_of_once_and_the_servers_policy_serves(asked: object):
-    warned: list[str] = []
-    policies = made({"policy": "fixed_length:k=4"}, warned)
-    for _ in range(3):
-        assert policies.of_request(asked, Sampling()) == FixedLength(4)
-    assert len(warned) == 1
-    assert "gets the server's policy fixed_length:k=4" in warned[0]
-
-
-def test_a_request_imports_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_request_cannot_have_is_warned_of_once_and_the_servers_policy_serves(
+    asked: object, reason: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "module_of_a_request.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     warned: list[str] = []
     policies = made({"policy": "fixed_length:k=4"}, warned)
-    assert policies.of_request("module_of_a_request:Policy", Sampling()) == FixedLength(4)
-    assert "there is no such policy" in warned[0]
-
-
-def test_a_request_reads_no_file_that_the_server_has_not_named(path: str):
-    warned: list[str] = []
-    policies = made({"policy": "fixed_length:k=4", "heads": {}}, warned)
-    assert policies.of_request(f"head:{path}", Sampling()) == FixedLength(4)
-    assert "the server has no head" in warned[0]
+    for _ in range(3):
+        spec = asked.replace("PATH", path) if isinstance(asked, str) else asked
+        assert policies.of_request(spec, Sampling()) == FixedLength(4)
+    assert len(warned) == 1
+    assert "gets the server's policy fixed_length:k=4" in warned[0]
+    assert reason in warned[0]
     assert not policies.heads
 
 

@@ -16,28 +16,28 @@ TRAINED = {"temperature": 1.0, "top_k": None, "top_p": None}
 def generated(provenance: Provenance, **settings: Any) -> torch.Tensor:
     target, draft = random_pair("llama")
     head = AcceptanceHead(16, 1, "drawn", True, provenance=provenance)
-    given = {
-        "custom_generate": speculative_generate,
-        "draft_model": draft,
-        "policy": HeadPolicy(head),
-        "max_new_tokens": 4,
-    }
-    return target.generate(torch.tensor([[3, 1, 4]]), **given | settings)
+    given = {"draft_model": draft, "policy": HeadPolicy(head), "max_new_tokens": 4}
+    return target.generate(torch.tensor([[3, 1, 4]]), custom_generate=speculative_generate, **given | settings)
 
 
-def test_a_head_of_another_sampling_is_refused():
-    with pytest.raises(ValueError, match=r"trained for sampling .*'temperature': 1.0.* allow_foreign_heads"):
-        generated(Provenance(sampling=TRAINED), do_sample=False)
-    with pytest.raises(ValueError, match="'top_k': 50"):
-        generated(Provenance(sampling=TRAINED), do_sample=True)
-
-
-def test_a_head_of_another_draft_is_refused():
-    with pytest.raises(ValueError, match="the draft"):
-        generated(Provenance(draft={"name": "another", "hidden_size": 24}), do_sample=False)
-
-
-def test_a_head_that_fits_or_says_nothing_or_is_allowed_passes():
-    assert generated(Provenance(sampling=TRAINED), do_sample=True, top_k=0).shape[1] > 3
-    assert generated(Provenance(), do_sample=False).shape[1] > 3
-    assert generated(Provenance(sampling=TRAINED), do_sample=False, allow_foreign_heads=True).shape[1] > 3
+@pytest.mark.parametrize(
+    ("provenance", "settings", "problem"),
+    [
+        (
+            {"sampling": TRAINED},
+            {"do_sample": False},
+            r"trained for sampling .*'temperature': 1.0.* allow_foreign_heads",
+        ),
+        ({"sampling": TRAINED}, {"do_sample": True}, "'top_k': 50"),
+        ({"draft": {"name": "another", "hidden_size": 24}}, {"do_sample": False}, "the draft"),
+        ({"sampling": TRAINED}, {"do_sample": True, "top_k": 0}, None),
+        ({}, {"do_sample": False}, None),
+        ({"sampling": TRAINED}, {"do_sample": False, "allow_foreign_heads": True}, None),
+    ],
+)
+def test_a_head_that_was_trained_for_something_else_is_refused_unless_it_is_allowed(provenance, settings, problem):
+    if problem is None:
+        assert generated(Provenance(**provenance), **settings).shape[1] > 3
+    else:
+        with pytest.raises(ValueError, match=problem):
+            generated(Provenance(**provenance), **settings)

@@ -39,38 +39,6 @@ def llama(seed: int, width: int = WIDTH, dropout: float = 0.0) -> PreTrainedMode
         return AutoModelForCausalLM.from_config(config).double().eval()
 
 
-def chain(target, draft, **how):
-    return SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(3), **how), **how).generate(PROMPT, NUM)
-
-
-def batch(target, draft, **how):
-    return SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(3), **how), **how).generate_batch(
-        [PROMPT, [1]], NUM
-    )[0]
-
-
-def tree(target, draft, **how):
-    return SpeculativeDecoder(target, TreeDrafter(draft, FixedLength(3), Cape(), **how), **how).generate(PROMPT, NUM)
-
-
-def pearl(target, draft, **how):
-    return PearlDecoder(target, draft, gamma=2, **how).generate(PROMPT, NUM)
-
-
-def interleaved(target, draft, **how):
-    return SpeculativeDecoder(target, InterleavedDrafter(draft, llama(7), **how), **how).generate(PROMPT, NUM)
-
-
-def pre_verifying(target, draft, **how):
-    drafter = PreVerifiedDrafter(ModelDrafter(llama(7), FixedLength(2), **how), draft, Policy(), **how)
-    return SpeculativeDecoder(target, drafter, **how).generate(PROMPT, NUM)
-
-
-def pre_verified(target, draft, **how):
-    drafter = PreVerifiedDrafter(ModelDrafter(draft, FixedLength(2), **how), llama(7), Policy(), **how)
-    return SpeculativeDecoder(target, drafter, **how).generate(PROMPT, NUM)
-
-
 def inside_transformers(target, draft, **how):
     settings = {"draft_model": draft, "do_sample": True, "max_new_tokens": NUM, **how}
     return target.generate(
@@ -78,16 +46,39 @@ def inside_transformers(target, draft, **how):
     ).generation
 
 
+def loop(drafter_of: Callable) -> Callable:
+    """A generation of the loop whose drafter is made of a draft."""
+    return lambda target, draft, **how: SpeculativeDecoder(target, drafter_of(draft, **how), **how).generate(
+        PROMPT, NUM
+    )
+
+
+def model_drafter(draft, **how) -> ModelDrafter:
+    return ModelDrafter(draft, FixedLength(3), **how)
+
+
 WAYS_IN: dict[str, Callable] = {
-    way.__name__: way
-    for way in (chain, batch, tree, pearl, interleaved, pre_verifying, pre_verified, inside_transformers)
+    "chain": loop(model_drafter),
+    "batch": lambda target, draft, **how: SpeculativeDecoder(target, model_drafter(draft, **how), **how).generate_batch(
+        [PROMPT, [1]], NUM
+    )[0],
+    "tree": loop(lambda draft, **how: TreeDrafter(draft, FixedLength(3), Cape(), **how)),
+    "pearl": lambda target, draft, **how: PearlDecoder(target, draft, gamma=2, **how).generate(PROMPT, NUM),
+    "interleaved": loop(lambda draft, **how: InterleavedDrafter(draft, llama(7), **how)),
+    "pre_verifying": loop(
+        lambda draft, **how: PreVerifiedDrafter(model_drafter(llama(7), **how), draft, Policy(), **how)
+    ),
+    "pre_verified": loop(
+        lambda draft, **how: PreVerifiedDrafter(model_drafter(draft, **how), llama(7), Policy(), **how)
+    ),
+    "inside_transformers": inside_transformers,
 }
 
 
 @pytest.fixture
 def no_token(monkeypatch) -> None:
     """No forward beyond those that a model is tried with when it is made: those come before any generation is begun."""
-    for kind in (SpeculativeDecoder, SpeculativeDecoder, PearlDecoder):
+    for kind in (SpeculativeDecoder, PearlDecoder):
         monkeypatch.setattr(kind, "_round", lambda *arguments: pytest.fail("a round was begun"))
 
 
