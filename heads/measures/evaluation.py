@@ -15,9 +15,11 @@ from heads.batches.features import Batch, Features, of_timing
 from heads.grid import HeadSpec
 from heads.measures.histogram import Histogram, LogitHistogram, observe
 from heads.measures.scores import auroc, fit_logistic, measures, reliability
-from heads.measures.survival import NUM_POSITIONS, DraftMetric
+from heads.measures.survival import by_position
 
 Result = dict[str, Any]
+NUM_POSITIONS = 8
+"""Number of draft positions with metrics of their own."""
 SIGNALS = ("log_token_prob", "negative_entropy")
 
 
@@ -68,15 +70,20 @@ class _TimingMetrics(nn.Module):
         self.register_buffer("shift", shift)
         self.register_buffer("temperature", temperature)
         self.tokens, self.signals = LogitHistogram(len(shift)), LogitHistogram(len(SIGNALS))
-        self.raw, self.calibrated = DraftMetric(len(shift)), DraftMetric(len(shift))
+        count = len(shift) * NUM_POSITIONS
+        self.drafts = nn.ModuleDict(
+            {way: nn.ModuleList([LogitHistogram(count), LogitHistogram(count)]) for way in ("raw", "calibrated")}
+        )
 
     def update(self, logit: Tensor, features: Features) -> None:
         label, lengths = features.acceptance_prob, features.row_lengths
         calibrated = (logit + self.shift[:, None].to(logit)) / self.temperature[:, None].to(logit)
         signals = torch.stack([features.scalars["log_token_prob"].float(), -features.scalars["entropy"].float()])
         self.tokens.update(observe(logit, label[None]))
-        self.raw.update(logit, label, row_lengths=lengths)
-        self.calibrated.update(calibrated, label, row_lengths=lengths)
+        for metrics, values in zip(self.drafts.values(), (logit, calibrated), strict=True):
+            histograms = by_position(values, label, row_lengths=lengths, num_positions=NUM_POSITIONS)
+            for metric, histogram in zip(metrics, histograms, strict=True):  # type: ignore[call-overload]
+                metric.update(histogram)
         self.signals.update(observe(signals, label[None]))
 
     def of_heads(self) -> list[dict[str, Any]]:
@@ -85,11 +92,12 @@ class _TimingMetrics(nn.Module):
         columns = {"auroc": auroc(histogram), "temperature": self.temperature, "shift": self.shift}
         results: list[dict[str, Any]] = _unstack(columns)
         unit, zero = torch.ones_like(self.shift), torch.zeros_like(self.shift)
-        for way, drafts, slope, offset in (
-            ("raw", self.raw, unit, zero),
-            ("calibrated", self.calibrated, 1 / self.temperature, self.shift / self.temperature),
+        for way, slope, offset in (
+            ("raw", unit, zero),
+            ("calibrated", 1 / self.temperature, self.shift / self.temperature),
         ):
-            of_tokens, of_drafts = _unstack(measures(histogram, slope, offset)._asdict()), _draft_results(drafts)
+            drafts = (metric.compute() for metric in self.drafts[way])  # type: ignore[union-attr]
+            of_tokens, of_drafts = _unstack(measures(histogram, slope, offset)._asdict()), _draft_results(*drafts)
             bins = _unstack(reliability(histogram, slope, offset)._asdict())
             for index, result in enumerate(results):
                 result |= {f"{way}_{name}": value for name, value in of_tokens[index].items()}
@@ -97,9 +105,8 @@ class _TimingMetrics(nn.Module):
         return results
 
 
-def _draft_results(metric: DraftMetric) -> list[dict[str, Any]]:
+def _draft_results(token: Histogram, survival: Histogram) -> list[dict[str, Any]]:
     """Metrics of each head by draft position, and of its survival predictions."""
-    token, survival = metric.token.compute(), metric.survival.compute()
     along = _unstack(measures(token)._asdict() | {"auroc": auroc(token)})
     of_survival = _unstack(measures(survival)._asdict())
     parts = [slice(start, start + NUM_POSITIONS) for start in range(0, len(along), NUM_POSITIONS)]

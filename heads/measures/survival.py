@@ -10,13 +10,10 @@ for choosing heads; `evaluate` replays decoding exactly (law 4.10).
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from heads.measures.histogram import Histogram, LogitHistogram, observe
-
-NUM_POSITIONS = 8
-"""Number of draft positions with metrics of their own."""
+from heads.measures.histogram import Histogram, observe
 
 
 def reach_of(acceptance_prob: Float[Tensor, " tokens"], row_lengths: Int[Tensor, " rows"]) -> Float[Tensor, " tokens"]:
@@ -66,20 +63,6 @@ def by_position(
         survival.append(observe(logit_of_survival, reach[None], fits[None]))
     missing = num_positions - len(token)
     return _interleave(token, missing), _interleave(survival, missing)
-
-
-class DraftMetric(nn.Module):
-    """The two histograms of `by_position`, summed over batches, for raw or for calibrated logits."""
-
-    def __init__(self, num_heads: int) -> None:
-        super().__init__()
-        self.token, self.survival = LogitHistogram(num_heads * NUM_POSITIONS), LogitHistogram(num_heads * NUM_POSITIONS)
-
-    def update(self, logit: Tensor, acceptance_prob: Tensor, *, row_lengths: Tensor) -> None:
-        """Add [heads, tokens] logits of whole responses."""
-        token, survival = by_position(logit, acceptance_prob, row_lengths=row_lengths, num_positions=NUM_POSITIONS)
-        self.token.update(token)
-        self.survival.update(survival)
 
 
 def _interleave(parts: list[Histogram], missing: int) -> Histogram:
