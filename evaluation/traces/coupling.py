@@ -13,6 +13,7 @@ and acceptance has exactly verification's probability. From each rejected b the 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from evaluation.traces.branches import DrawnTokens, grow, read_signals, signal_names, target_log_probs
-from evaluation.traces.trace import CONFIDENCE, TokenInputs, Trace, TraceRow
+from evaluation.traces.trace import CONFIDENCE, InputTensors, Trace, TraceRow
 from lm import FeatureDraft, Sampling, acceptance_prob, acceptance_rate, residual_probs
 from lm.batch import Continuations, check_branch_length, check_branches, read_prefix
 from lm.draws import draw
@@ -196,6 +197,6 @@ class Recorder:
             drafts={"token": token.numpy(), "is_eos": np.isin(token, sorted(self.eos_ids)), **drafts},
             positions={name: values.cpu().numpy() for name, values in columns.items()},
             branch_lengths=branch_lengths.cpu().numpy(),
-            inputs=TokenInputs.of(drawn.hidden.cpu(), ids, embedding),
+            inputs=partial(InputTensors, drawn.hidden.cpu(), ids, embedding),
             block_size=None if blocks is None else blocks.block_size,
         )

@@ -11,6 +11,7 @@ Written atomically with sidecars (`store.shards`): present means complete.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import torch
 from safetensors import safe_open
 
 from data_gen.store.manifest import read_manifest
-from evaluation.traces.trace import InputTensors, TokenInputs, Trace, TraceRow, join_traces
+from evaluation.traces.trace import InputTensors, Trace, TraceRow, join_traces
 from lm import Sampling
 from store.shards import check_sums, is_whole, write_shard
 
@@ -77,7 +78,7 @@ def write_trace(directory: Path, key: ShardKey, *, trace: Trace | None, problems
         narrow = {name: values.astype(np.int32) for name, values in arrays.items() if values.dtype == np.int64}
         sizes = {} if trace.block_size is None else {"block_size": np.array([trace.block_size])}
         columns = {name: torch.from_numpy(np.ascontiguousarray(v)) for name, v in (arrays | narrow | sizes).items()}
-        columns |= {} if trace.inputs is None else trace.inputs.tensors._asdict()
+        columns |= {} if trace.inputs is None else trace.inputs()._asdict()
     content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in columns.items()})
     write_shard(signals_path, content, rows=len(rows))
     sink = pa.BufferOutputStream()
@@ -129,7 +130,7 @@ def read_shard(directory: Path, key: ShardKey, manifest: Mapping[str, Any]) -> T
         drafts=arrays | {"is_eos": np.isin(arrays["token"], manifest["eos_ids"])},
         positions=positions,
         branch_lengths=branch_lengths,
-        inputs=TokenInputs(lambda: _inputs(path)) if has_inputs else None,
+        inputs=partial(_inputs, path) if has_inputs else None,
         block_size=None if block_size is None else int(block_size[0]),
     )
 

@@ -17,7 +17,7 @@ path holds each draft's first step, with the response's token.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,23 +48,6 @@ class InputTensors(NamedTuple):
     """Token ids, ascending."""
     embedding: Float[Tensor, "known hidden"]
     """Rows of the draft's input embeddings."""
-
-
-class TokenInputs:
-    """What heads read of a trace, the bulk of it; made when a head first needs it."""
-
-    def __init__(self, make: Callable[[], InputTensors]) -> None:
-        self.make = make
-
-    @classmethod
-    def of(cls, *tensors: Tensor) -> "TokenInputs":
-        """Tensors that are in memory: hidden, embedding_ids, embedding."""
-        return cls(lambda: InputTensors(*tensors))
-
-    @cached_property
-    def tensors(self) -> InputTensors:
-        """All inputs as tensors."""
-        return self.make()
 
 
 @dataclass(frozen=True)
@@ -98,7 +81,8 @@ class Trace:
     tokens that verification accepts of the whole draft of a round that starts there.
     """
     branch_lengths: Int[Array, " rejected"]
-    inputs: TokenInputs | None = None
+    inputs: Callable[[], InputTensors] | None = None
+    """Makes what heads read, the bulk of a trace, when a head first needs it."""
     draft_sampling: Sampling | None = None
     """The sampling that the draft draws by, if it is not the target's."""
     block_size: int | None = None
@@ -252,7 +236,7 @@ class Trace:
                 "the trace has neither scores of this head nor hidden states to compute them from; record it again "
                 "with decode.trace_hidden=true, or with the head in decode.heads"
             )
-        hidden, known_ids, embedding = self.inputs.tensors
+        hidden, known_ids, embedding = self.inputs()
         if head.hidden_size != hidden.shape[-1]:
             raise ValueError(
                 f"the head reads hidden states of width {head.hidden_size}, the trace's are {hidden.shape[-1]} wide; "
@@ -299,7 +283,7 @@ class Trace:
             drafts={name: values[at] for name, values in self.drafts.items()},
             positions={name: values[path] for name, values in self.positions.items()},
             branch_lengths=self.branch_lengths[branches],
-            inputs=None if self.inputs is None else _inputs_at(self.inputs, torch.from_numpy(at)),
+            inputs=None if self.inputs is None else partial(_inputs_at, self.inputs, torch.from_numpy(at)),
         )
 
 
@@ -328,17 +312,18 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
         drafts={name: drafts(name) for name in first.drafts if all(name in trace.drafts for trace in traces)},
         positions={name: np.concatenate([trace.positions[name] for trace in traces]) for name in first.positions},
         branch_lengths=np.concatenate([trace.branch_lengths for trace in traces]),
-        inputs=TokenInputs(lambda: _joined(inputs, ends)) if len(inputs) == len(traces) else None,
+        inputs=cache(lambda: _joined(inputs, ends)) if len(inputs) == len(traces) else None,
     )
 
 
-def _inputs_at(inputs: TokenInputs, drafts: Int[Tensor, " drafts"]) -> TokenInputs:
-    return TokenInputs(lambda: inputs.tensors._replace(hidden=inputs.tensors.hidden[drafts]))
+def _inputs_at(inputs: Callable[[], InputTensors], drafts: Int[Tensor, " drafts"]) -> InputTensors:
+    tensors = inputs()
+    return tensors._replace(hidden=tensors.hidden[drafts])
 
 
-def _joined(inputs: Sequence[TokenInputs], ends: Sequence[int]) -> InputTensors:
+def _joined(inputs: Sequence[Callable[[], InputTensors]], ends: Sequence[int]) -> InputTensors:
     """Inputs of several traces, all paths before all branches; `ends` are the lengths of their paths."""
-    parts = [each.make() for each in inputs]  # not `tensors`, which would keep a second copy
+    parts = [make() for make in inputs]
     ids, index = torch.cat([part.embedding_ids for part in parts]).unique(return_inverse=True)
     rows = torch.cat([part.embedding for part in parts])
     embedding = rows.new_empty(len(ids), rows.shape[-1])

@@ -3,14 +3,14 @@ outcomes min(1, q/p); rejected draws from norm(max(0, q - p)); branches from q. 
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from evaluation.traces.trace import TokenInputs, Trace, TraceRow
+from evaluation.traces.trace import InputTensors, Trace, TraceRow
 from lm import Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
 from lm.signals import signals_of
 from tests.toys.enumeration import ToyModel
@@ -129,7 +129,7 @@ class Toys:
                 "acceptance_rate": acceptance_rate(q, p).numpy()[index[: len(is_rejected)]],
             },
             branch_lengths=np.array(lengths, dtype=np.int64),
-            inputs=TokenInputs.of(hidden[index], torch.arange(3), torch.eye(4, dtype=torch.float64)[:3]),
+            inputs=partial(InputTensors, hidden[index], torch.arange(3), torch.eye(4, dtype=torch.float64)[:3]),
         )
 
 

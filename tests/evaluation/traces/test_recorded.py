@@ -92,7 +92,7 @@ def test_every_signal_of_path_and_branches_is_that_of_a_forward_over_its_own_pre
         }
         for name, value in expected.items():
             assert part.signal(name)[index] == pytest.approx(float(value), abs=2e-5), (name, index)
-        assert torch.allclose(part.inputs.tensors.hidden[index], hidden, atol=1e-5)
+        assert torch.allclose(part.inputs().hidden[index], hidden, atol=1e-5)
         if index < part.num_positions:
             rate = part.positions["acceptance_rate"][index]
             assert rate == pytest.approx(float(acceptance_rate(q, p)), abs=1e-5)
@@ -196,7 +196,7 @@ def test_every_draft_of_a_feature_drafts_trace_is_that_of_a_round_by_itself(kind
         assert trace.num_passing[start] == passing
         for name in ("entropy", "log_token_prob", "acceptance_prob"):
             assert trace.signal(name)[at].tolist() == pytest.approx([step[name] for step in steps], abs=1e-6)
-        for hidden, step in zip(trace.inputs.tensors.hidden[at], steps, strict=True):
+        for hidden, step in zip(trace.inputs().hidden[at], steps, strict=True):
             assert torch.allclose(hidden, step["hidden"], atol=1e-10)
 
 
@@ -302,7 +302,7 @@ def test_a_trace_is_the_same_after_writing_and_reading(kind, sampling, tmp_path)
         for name in ours.keys() - {"is_eos"}:
             np.testing.assert_array_equal(ours[name], theirs[name], name)
     np.testing.assert_array_equal(back.branch_lengths, expected.branch_lengths)
-    for ours, theirs in zip(back.inputs.tensors, expected.inputs.tensors, strict=True):
+    for ours, theirs in zip(back.inputs(), expected.inputs(), strict=True):
         assert torch.equal(ours, theirs)
 
 
