@@ -30,7 +30,7 @@ CEILINGS = {
     "data_gen": (6812, 4400),
     "heads": (4362, 3600),
     "decode": (5019, 4200),
-    "evaluation": (10941, 7400),
+    "evaluation": (10928, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
