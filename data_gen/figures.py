@@ -48,7 +48,6 @@ def _draw_entropy(axis: Axes, positions: Positions, c: float) -> None:
 
 
 def _draw_ratio(axis: Axes, positions: Positions, summary: dict[str, Any]) -> None:
-    """Histogram of H(q, p) / H(q)."""
     has_entropy = positions["entropy"] > 0.01
     ratio = positions["cross_entropy"][has_entropy] / positions["entropy"][has_entropy]
     highest = float(np.quantile(ratio, 0.97))  # the tail is long; it is drawn as one bar

@@ -71,7 +71,6 @@ def make_data(
 
 
 def _line(prompt: Any, index: int) -> str:
-    """One prompt as a line of JSON."""
     record = {"id": str(index), "prompt": prompt} if isinstance(prompt, str) else prompt
     record = dict(record) if isinstance(record, Mapping) else {"messages": record}
     try:

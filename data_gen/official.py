@@ -154,7 +154,6 @@ def _is_done(spec: ShardSpec, data: DataConfig, features: bool) -> bool:
 
 
 def _check_fit(row: Row, worker: Worker | None) -> None:
-    """Raise ValueError for a row that the loaded draft cannot read."""
     if worker is None:
         return
     assert worker.labeller.draft is not None
@@ -176,7 +175,6 @@ def _check_fit(row: Row, worker: Worker | None) -> None:
 
 
 def _check_draft(log_q: Tensor, log_q_in_file: Tensor, path: str) -> None:
-    """Raise ValueError unless the draft at `path` gives the log q of the file."""
     difference = float((log_q - log_q_in_file).abs().median())
     if not difference <= _TOLERANCE_NATS:
         raise ValueError(
@@ -244,7 +242,6 @@ def _parse(item: Any, name: str, *, keys: tuple[str, str], where: str) -> Row:
 
 
 def _list(item: dict[str, Any], key: str, where: str, *, check: Callable[[Any], bool]) -> list[Any]:
-    """A list of token ids or log probabilities, possibly written as a string."""
     value = item.get(key)
     # Python wrote these strings, and its -inf is -Infinity in JSON.
     if isinstance(value, str):

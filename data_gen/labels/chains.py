@@ -219,7 +219,6 @@ class ChainLabeller:
         return logits
 
     def _empty(self, timings: Sequence[str]) -> LabelledDrafts:
-        """The labels of no response: every column and state, empty."""
         names = (*NUMBERS_OF_DRAFT, *NUMBERS_OF_TARGET, *NUMBERS_OF_BOTH)
         columns = {name: torch.empty(0) for name in names} | {"draft_ids": torch.empty(0, dtype=torch.int64)}
         none = torch.empty(0, self.draft.hidden_size, dtype=self.feature_dtype)

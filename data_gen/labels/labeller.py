@@ -102,7 +102,6 @@ class Labeller:
         return Labelled(columns, broken)
 
     def _no_columns(self, with_hidden: bool, *, is_served: bool) -> dict[str, Tensor]:
-        """The empty columns of a shard whose prompts were all skipped."""
         has_draft, has_target = self.draft is not None, self.target is not None
         groups = (
             (NUMBERS_OF_DRAFT, has_draft),

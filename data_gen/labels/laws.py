@@ -116,5 +116,4 @@ def _draft_labels(q_logits: Tensor, q: Tensor, draft_ids: Tensor) -> Labels:
 
 
 def _at(values: Tensor, ids: Tensor) -> Tensor:
-    """The value of each row at its id: values[i, ids[i]]."""
     return values.gather(-1, ids.unsqueeze(-1)).squeeze(-1)

@@ -99,11 +99,6 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
 
 
 def _share(data: DataConfig, rank: int | None, world_size: int | None) -> Share:
-    """The share of this process.
-
-    Raises:
-        ValueError: several processes with Ray, which distributes the shards itself.
-    """
     share = share_of(rank, world_size)
     if data.engine == "ray" and not share.is_whole:
         raise ValueError(
@@ -133,7 +128,6 @@ def _sizes(specs: Sequence[ShardSpec]) -> dict[str, Any]:
 
 
 def _requested(stages: str, data: DataConfig, *, retry_errors: bool) -> tuple[Stage, ...]:
-    """The stages that this run makes, in order."""
     if stages == "all":
         return stages_of(data)
     if data.mode == "together":
@@ -159,7 +153,6 @@ def _complete(
     stages: Sequence[Stage],
     retry_errors: bool,
 ) -> int:
-    """Make the missing and damaged shards of this share; returns their number."""
     own_names = {name_of(spec) for spec in specs}
     names = None if share.is_whole else own_names
     clean_partial(data.dir, *SHARD_FOLDERS, names=names)
@@ -183,7 +176,6 @@ def _complete(
 
 
 def _refuse_gap(stage: Stage, specs: Sequence[ShardSpec], data: DataConfig) -> None:
-    """Raise ValueError if the previous stage is not complete for every shard."""
     previous: Stage | None = next((first for first, second in pairwise(stages_of(data)) if second == stage), None)
     missing = [] if previous is None else [spec for spec in specs if not is_done(spec, data, previous)]
     if missing:
@@ -194,11 +186,7 @@ def _refuse_gap(stage: Stage, specs: Sequence[ShardSpec], data: DataConfig) -> N
 
 
 def _account(data: DataConfig, specs: Sequence[ShardSpec], *, num_made: int, done: str) -> None:
-    """Print what was made; if every shard is complete, also count the prompts and write errors.jsonl.
-
-    Raises:
-        ValueError: more prompts ended in an error than data.max_error_share allows.
-    """
+    """Print what was made; if every shard is complete, also count the prompts and write errors.jsonl."""
     missing = [spec for spec in specs if not is_done(spec, data)]
     if missing:
         print(f"{data.dir}: {done}; {len(missing)} shards are incomplete, the first is {name_of(missing[0])}")
@@ -231,7 +219,6 @@ def _account(data: DataConfig, specs: Sequence[ShardSpec], *, num_made: int, don
 
 
 def _refuse_errors(totals: Mapping[str, int], data: DataConfig) -> None:
-    """Raise ValueError if no prompt became a row, or too many ended in an error."""
     if totals["error"] > data.max_error_share * totals["input"]:
         raise ValueError(
             f"{totals['error']:,} of {totals['input']:,} prompts ended in an error, above data.max_error_share "
@@ -247,7 +234,6 @@ def _refuse_errors(totals: Mapping[str, int], data: DataConfig) -> None:
 
 
 def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
-    """Run the job's stage on the shards with the configured engine."""
     begin(job, specs)
     engine = {"local": _run_here, "ray": run_on_actors}[job.data.engine]
     total = sum(spec.num_requests for spec in specs)
@@ -256,7 +242,6 @@ def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
 
 
 def _run_here(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
-    """`engine: local`: one worker in this process makes one shard after the other; `bar` counts prompts."""
     worker = Worker(job)
     step = 1 / steps_of(job.stage)
 

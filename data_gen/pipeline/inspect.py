@@ -108,7 +108,6 @@ def responses(config: Config, *, out: str) -> None:
 
 
 def _hashes_in(path: Path) -> dict[str, int]:
-    """Row id -> hash of the response, for a file that an earlier call wrote."""
     if not path.is_file():
         return {}
     hashes = {}
@@ -123,7 +122,6 @@ def _hashes_in(path: Path) -> dict[str, int]:
 
 
 def _records(directory: str) -> Iterator[dict[str, Any]]:
-    """A record for each response of the complete shards, split by split."""
     path_of = {
         path.stem: path
         for pattern in ("stages/respond/*.responses", "rows/*.parquet")  # rows win

@@ -61,7 +61,6 @@ def begin(job: Job, specs: Sequence[ShardSpec]) -> None:
 
 
 def _follow() -> None:
-    """Run the leader's jobs until there are no more."""
     while (work := _exchange(None)) is not None:
         job, specs = work
         worker = Worker(replace(job, writes=False))

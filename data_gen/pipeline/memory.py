@@ -189,7 +189,6 @@ def _weights(sizes: dict[str, Size]) -> dict[str, float]:
 
 
 def _responses(target: Size, data: DataConfig) -> dict[str, float]:
-    """Bytes per sequence while the target generates."""
     return {
         "KV cache": target.kv_per_position * (data.max_prompt_tokens + data.max_new_tokens + SPARE_POSITIONS),
         "activations": target.activations_per_position * data.max_prompt_tokens,

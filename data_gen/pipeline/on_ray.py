@@ -131,12 +131,10 @@ class _Actor:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of the packages that decide the rows."""
     return {name: version(name) for name in ("torch", "transformers", "tokenizers")}
 
 
 def _check_room(resources: RayConfig, num_workers: int) -> None:
-    """Raise ValueError unless the cluster has room for all workers at once."""
     from ray.util import placement_group, remove_placement_group
 
     bundle = {"CPU": float(resources.num_cpus), "GPU": float(resources.num_gpus), **resources.resources}
@@ -154,7 +152,6 @@ def _check_room(resources: RayConfig, num_workers: int) -> None:
 
 
 def _reason_of(error: Exception) -> str:
-    """The line of Ray's message that gives the reason why an actor died."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if line.startswith("The actor is dead because")] or lines[-1:]
     return reasons[-1][:300] if reasons else type(error).__name__

@@ -108,7 +108,6 @@ def _check_memory(config: Config, *, is_measured: bool, head_weights: int) -> li
 
 
 def _settled(config: Config, *, is_needed: bool) -> DataConfig:
-    """The settled section; unchanged if the prompts are not available and not needed."""
     try:
         return settled(config.data, config.heads)
     except FileNotFoundError:
@@ -118,7 +117,6 @@ def _settled(config: Config, *, is_needed: bool) -> DataConfig:
 
 
 def _missing(data: DataConfig, *, is_needed: bool) -> list[ShardSpec] | None:
-    """The shards still to make; None, with a note, if the prompts are not available and not needed."""
     try:
         return [spec for spec in shards_of(data) if not is_done(spec, data)]
     except (FileNotFoundError, ValueError) as error:
@@ -148,7 +146,6 @@ def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, An
 
 
 def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estimate:
-    """The estimate from a sample of these prompts, without the time to load models."""
     with tempfile.TemporaryDirectory() as folder:
         sampled = replace(data, dir=folder)
         spec, seconds = ShardSpec("train", 0, tuple(prompts)), 0.0
@@ -220,7 +217,6 @@ def _bytes_of(folder: str, spec: ShardSpec) -> int:
 
 
 def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
-    """Upper bounds from the YAML and the draft's config.json."""
     tokens = data.max_new_tokens
     num_features: float = (data.mixes if "fed" in data.feature_sets else 0) + ("drawn" in data.feature_sets)
     width = width_of(pair.draft)
@@ -238,7 +234,6 @@ def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
 
 
 def _report(data: DataConfig, totals: dict[str, Any]) -> str:
-    """The totals as text, with a warning when the disk is too small."""
     workers = data.ray.num_workers if data.engine == "ray" else 1
     lines = [
         f"  rows              {totals['rows']:>15,}",

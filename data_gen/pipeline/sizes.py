@@ -53,7 +53,6 @@ def _features(config: DataConfig, heads: HeadsConfig) -> tuple[Feature, ...]:
 
 
 def _read_by(heads: HeadsConfig) -> dict[Feature, str]:
-    """Feature set that heads read -> the setting that requires it."""
     of_timings: dict[Feature, list[str]] = {"fed": [], "drawn": []}
     for timing in heads.timings:
         of_timings["fed" if timing == "fed" else "drawn"].append(timing)
@@ -66,7 +65,6 @@ def _read_by(heads: HeadsConfig) -> dict[Feature, str]:
 
 
 def _check_features(features: Sequence[Feature], heads: HeadsConfig) -> None:
-    """Raise ValueError if data.features lacks some that the heads read."""
     for name, setting in _read_by(heads).items():
         if name not in features:
             others = "heads.specdec: false" if setting == "heads.specdec" else "other heads.timings"

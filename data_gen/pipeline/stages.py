@@ -323,14 +323,12 @@ def add_target(
 
 
 def _prompts_made(spec: ShardSpec, data: DataConfig) -> Iterator[list[str]]:
-    """Digests of the prompts that the shard on disk, or its responses, were made from."""
     for path in (rows_path(data.dir, spec.split, spec.index), _stage_path(spec, data, "respond")):
         if sidecar_path(path).is_file():
             yield read_sidecar(path, keys=("prompts",))["prompts"]
 
 
 def _forget(spec: ShardSpec, data: DataConfig) -> None:
-    """Make a shard count as missing, in every stage."""
     sidecar_path(rows_path(data.dir, spec.split, spec.index)).unlink(missing_ok=True)
     forget_stages(spec, data)
 

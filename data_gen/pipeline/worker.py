@@ -202,7 +202,6 @@ class Worker:
         )
 
     def _label(self, spec: ShardSpec, answers: Answers, drafted: dict[str, Tensor], progress: Progress) -> Answers:
-        """Label a shard and write the results of the stage. Returns the answers with new problems."""
         if self.chains is not None:
             return stages.write_drafts(spec, answers, labeller=self.chains, data=self.data, progress=progress)
         if self.stage == "target":
@@ -242,7 +241,6 @@ class Worker:
         return stages.load_drafted(spec, data) if self.stage == "target" else (stages.load_responses(spec, data), {})
 
     def _ask(self, spec: ShardSpec, progress: Progress) -> Answers:
-        """The source's answers to a shard; with `labels: server` also the target's distributions."""
         assert self.source is not None
         settings = self._settings(spec, progress)
         if self._server is None:

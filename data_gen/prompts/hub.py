@@ -82,7 +82,6 @@ def set_name(path: str) -> str:
 
 
 def _ending(path: Path) -> str:
-    """The suffix of a file's name before .gz."""
     return Path(path.name.removesuffix(".gz")).suffix
 
 

@@ -133,7 +133,6 @@ def _in_proportion(pools: Mapping[str, Sequence[Prompt]], weights: Mapping[str, 
 
 
 def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) -> list[Prompt]:
-    """All prompts of a split of one set, in order."""
     if source.path == "stories" and not Path(source.path).exists():
         return [Prompt(s.id, (s.prompt,), category=s.kind) for s in stories(split, count, seed=config.seed)]
     prompt_set = set_of(source)

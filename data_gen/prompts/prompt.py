@@ -210,7 +210,6 @@ def conversation_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Prompt, list
 
 
 def _form_of(record: dict[str, Any]) -> str | None:
-    """The field by which a record is recognised, or None."""
     if not _CONVERSATIONS & record.keys() and _is_messages(record.get("prompt")):
         return "prompt"
     return next((name for name in _FORMS if name in record), None)
@@ -290,7 +289,6 @@ def _is_messages(value: Any) -> bool:
 
 
 def _history(value: Any) -> list[str]:
-    """The user's side of Alpaca's history, a list of [question, reply]."""
     if not isinstance(value, list) or not all(isinstance(pair, list) and pair for pair in value):
         raise ValueError(f"expected history to be a list of [question, reply], got {_shown(value)}")
     if not all(isinstance(pair[0], str) for pair in value):
@@ -299,7 +297,6 @@ def _history(value: Any) -> list[str]:
 
 
 def _tools(value: Any) -> str:
-    """Tools as a JSON list; "" if there are none."""
     if isinstance(value, str):
         return value
     if value is not None and not isinstance(value, list):
@@ -308,7 +305,6 @@ def _tools(value: Any) -> str:
 
 
 def _optional(record: dict[str, Any], name: str) -> str:
-    """The string of a field that a record may lack."""
     value = record.get(name)
     if value is not None and not isinstance(value, str):
         raise ValueError(f"expected {name} to be a string, got {_shown(value)}")

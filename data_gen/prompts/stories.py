@@ -168,7 +168,6 @@ def convert(rng: Random) -> Task:
 
 
 def _sequence(rng: Random, items: list[str]) -> str:
-    """The items one by one, each after a phrase."""
     first, *others = items
     return (
         "; ".join([f"The list begins with {first}", *(f"{_pick(rng, 'item_leads')} {item}" for item in others)]) + "."
@@ -252,7 +251,6 @@ def story_stream(split: str, seed: int) -> Iterator[Story]:
 
 
 def _candidate(rng: Random) -> Story:
-    """One problem of any kind and split."""
     (kind,) = rng.choices(list(KINDS), [share for _, share in KINDS.values()])
     prompt, answer = KINDS[kind][0](rng)
     return Story(f"{kind}-{hashlib.sha256(prompt.encode()).hexdigest()[:12]}", prompt, answer, kind)

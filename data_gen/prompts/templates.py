@@ -88,11 +88,6 @@ def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[st
 
 
 def _tools_of(prompt: Prompt) -> list[Any] | None:
-    """The tools of a prompt, as `apply_chat_template` takes them.
-
-    Raises:
-        ValueError: they are not a JSON list.
-    """
     try:
         tools = json.loads(prompt.tools or "null")
     except ValueError as error:

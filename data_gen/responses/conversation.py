@@ -92,7 +92,6 @@ def ask(spec: ShardSpec, source: ResponseSource, *, progress: Progress, **settin
 
 
 def _in_order(spec: ShardSpec, requests: Mapping[str, Request], answers: Mapping[str, Response | Problem]) -> Answers:
-    """The answers, conversation by conversation instead of turn by turn."""
     exchanges, problems, laws, states = list[Exchange](), list[Problem](), list[Laws | None](), []
     for name in (row_id(prompt, turn) for prompt in spec.prompts for turn in range(len(prompt.turns))):
         answer = answers[name]

@@ -34,11 +34,7 @@ _OFFICIAL = "https://api.openai.com/"
 
 
 def _key_for(url: str, variable: str | None) -> str:
-    """The API key for a server: of the named variable; by default OPENAI_API_KEY, for the official address only.
-
-    Raises:
-        ValueError: the variable is not set.
-    """
+    """The API key for a server: of the named variable; by default OPENAI_API_KEY, for the official address only."""
     if variable is None:
         return os.environ.get("OPENAI_API_KEY", "none") if url.startswith(_OFFICIAL) else "none"
     if variable not in os.environ:
@@ -196,11 +192,6 @@ class Servers:
                 self._changed.notify_all()
 
     def _leave_out(self, url: str, error: openai.APIError) -> None:
-        """Drop a server.
-
-        Raises:
-            ValueError: it was the last one.
-        """
         was_in = self._num_running.pop(url, None) is not None
         if not self._num_running:
             self._end = self._end or self._reason(url, error)

@@ -64,7 +64,6 @@ class ResponseFile:
         return answer
 
     def _name(self, record: dict[str, Any], number: int) -> str:
-        """The id of the row that a line answers."""
         where = f"{self.path}:{number}"
         if record.get("id") is None:
             raise ValueError(f"{where}: expected an id; got {sorted(record)}")
@@ -87,7 +86,6 @@ def _are_ids(value: Any) -> bool:
 
 
 def _line_offsets(path: str) -> list[int]:
-    """Byte offset of each line's beginning."""
     offsets, position = [], 0
     with open_lines(path) as file:
         for line in file:

@@ -100,7 +100,6 @@ class _Batch:
 
     @property
     def _active(self) -> list[int]:
-        """The rows whose sequences have not ended."""
         return [row for row, owner in enumerate(self._owners) if owner is not None]
 
     @property
@@ -128,7 +127,6 @@ class _Batch:
             insert_rows(self._cache, prompts, torch.tensor(rows), len(self._owners))
 
     def _read(self, indices: Sequence[int], rows: Sequence[int], cache: DynamicCache) -> None:
-        """Prompts -> `cache`, and the first token of each."""
         ids, mask = left_padded([self._requests[index].prompt_ids for index in indices], self._device)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)  # count from each prompt's first token, not from its padding
         hidden = self._forward(ids, mask, positions, cache)
@@ -166,7 +164,6 @@ class _Batch:
         self._spans, self._newest = self._spans[rows], self._newest[rows]
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        """[row, hidden] after the last token of each row."""
         output = body_of(self._source.model)(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache
         )

@@ -158,11 +158,6 @@ class CompletionsServer:
         return results
 
     def _try_each(self) -> None:
-        """Send a first request to each server, to fail before anything large starts.
-
-        Raises:
-            ValueError: names the server and what it lacks.
-        """
         body = self._settings_for(Request("", "one", self.spelling.ids_of("one"))) | {"seed": 0, "max_tokens": 1}
         hint = "" if self.reader is None else f"; start the server with --max-logprobs {self.reader.num_logprobs}"
         answers = self.servers.try_each(body, hint=hint)
@@ -202,12 +197,7 @@ class CompletionsServer:
         return self._laws(places, [*exchange.response_ids[:-1], None])
 
     def _laws(self, places: Sequence[Mapping[int, float]], tokens: Sequence[int | None]) -> Laws:
-        """The distributions at the positions of these tokens; None: a token that the server has not seen.
-
-        Raises:
-            RefusedError: log-probabilities of other tokens than these.
-            NotDeterminedError: they do not determine a distribution.
-        """
+        """The distributions at the positions of these tokens; None: a token that the server has not seen."""
         assert self.reader is not None
         if len(places) != len(tokens):
             raise NotDeterminedError(
@@ -242,11 +232,7 @@ class CompletionsServer:
         return laws
 
     def _settings_for(self, request: Request) -> dict[str, Any]:
-        """The request's body, from which the server reads exactly `prompt_ids`.
-
-        Raises:
-            ValueError: the server would add special tokens that the template has written already.
-        """
+        """The request's body, from which the server reads exactly `prompt_ids`."""
         prompt_as = (
             self.server.prompt_as
             if self.server.prompt_as != "auto"
@@ -268,12 +254,6 @@ class CompletionsServer:
         )
 
     def _read(self, completion: Any, request: Request) -> Response | Problem:
-        """The response in a completion, with its distributions if requested, or the problem.
-
-        Raises:
-            RefusedError: the completion has another form.
-            NotDeterminedError: the log-probabilities do not determine a requested distribution.
-        """
         choice = _choice(completion)
         text, token_ids, reason = choice.get("text"), choice.get("token_ids"), choice.get("finish_reason")
         if not isinstance(text, str) or reason not in ("stop", "length"):
@@ -296,11 +276,6 @@ class CompletionsServer:
 
 
 def _choice(completion: Any) -> dict[str, Any]:
-    """The choice of a completion.
-
-    Raises:
-        RefusedError: there is not exactly one.
-    """
     choices = completion.get("choices") if isinstance(completion, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise RefusedError(f"invalid answer from the server, expected one choice: {str(completion)[:160]!r}")
@@ -308,11 +283,7 @@ def _choice(completion: Any) -> dict[str, Any]:
 
 
 def _generated_positions(choice: Mapping[str, Any]) -> list[dict[int, float]]:
-    """Log-probabilities by token id at each generated position.
-
-    Raises:
-        RefusedError: there are none, or they name tokens by text.
-    """
+    """Log-probabilities by token id at each generated position."""
     try:
         return [
             {_token_id(name): float(value) for name, value in place.items()}
@@ -323,11 +294,6 @@ def _generated_positions(choice: Mapping[str, Any]) -> list[dict[int, float]]:
 
 
 def _prompt_positions(choice: Mapping[str, Any]) -> list[dict[int, float]]:
-    """The same at each prompt position; the first is empty.
-
-    Raises:
-        RefusedError: there are none.
-    """
     try:
         return [
             {int(name): float(entry["logprob"]) for name, entry in (place or {}).items()}

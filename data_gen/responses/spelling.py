@@ -90,5 +90,4 @@ class Spelling:
 
 
 def _solid(text: str) -> str:
-    """A text without spaces and incomplete characters."""
     return "".join(text.replace("\ufffd", "").split())

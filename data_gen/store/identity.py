@@ -65,7 +65,6 @@ def describe_model(source: ModelSource) -> dict[str, Any]:
 
 
 def _commit_and_width(source: ModelSource) -> tuple[str | None, int]:
-    """The hub's commit, and the width of the states that heads read."""
     width = width_of(source)
     if width is not None:  # a feature draft; transformers does not know every layout
         return commit_of(source), width
@@ -97,7 +96,6 @@ def _weights(folder: Path) -> str:
 
 
 def _hashes(paths: Sequence[Path]) -> list[str]:
-    """sha256 of each file, from the cache if possible."""
     cache = _cache_path()
     known: dict[str, str] = {}
     with suppress(OSError, ValueError):  # missing or unreadable: hash everything again

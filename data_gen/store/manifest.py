@@ -82,7 +82,6 @@ def make_manifest(
 
 
 def _recorded(pair: PairConfig, data: DataConfig) -> dict[str, Any]:
-    """Facts about a run that later runs are not compared with."""
     return {
         "git_commit": git_commit(),
         "python": platform.python_version(),
@@ -98,17 +97,11 @@ def _recorded(pair: PairConfig, data: DataConfig) -> dict[str, Any]:
 
 
 def _of_forwards(pair: PairConfig) -> dict[str, list[str | None]]:
-    """Settings of target and draft that affect only the rounding of forwards."""
     names = ("tp_plan", "attn_implementation")
     return {name: [getattr(source, name) for source in (pair.target, pair.draft)] for name in names}
 
 
 def _described_file(path: Path, directory: Path) -> dict[str, Any]:
-    """Size and hash of a file of responses.
-
-    Raises:
-        ValueError: the content from which the directory was made has changed.
-    """
     size = path.stat().st_size
     made = read_manifest(directory).get("responses") if (directory / "manifest.json").is_file() else None
     if made and (size < made["bytes"] or file_sha256(path, made["bytes"]) != made["sha256"]):
@@ -208,7 +201,6 @@ def _differences(on_disk: Any, in_run: Any, key: str = "") -> Iterator[str]:
 
 
 def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Everything that determines how text becomes ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return str(backend.to_str()) if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
 
