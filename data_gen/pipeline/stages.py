@@ -35,7 +35,7 @@ from data_gen.prompts.pool import load_prompts, sources_of
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec, without
-from data_gen.responses.exchange import Answers, Exchange, Laws, Problem, Progress, Response
+from data_gen.responses.exchange import Answers, Distributions, Exchange, Problem, Progress, Response
 from data_gen.responses.top_logprobs import joined
 from data_gen.store import labels, rows
 from lm.draws import seed_of, uniforms
@@ -53,9 +53,9 @@ from store.shards import (
 )
 
 Stage = Literal["together", "respond", "draft", "target"]
-_SUFFIXES = {"respond": "responses"} | dict.fromkeys(("laws", "draft", "fed", "drawn"), "safetensors")
-"""Result of a stage -> the suffix of its file. `laws`: the target's distributions, of the stage respond with `labels:
-server`; `fed` and `drawn`: feature shards of the stage draft, without labels.
+_SUFFIXES = {"respond": "responses"} | dict.fromkeys(("distributions", "draft", "fed", "drawn"), "safetensors")
+"""Result of a stage -> the suffix of its file. `distributions`: the target's, of the stage respond with `labels:
+server`; `fed` and `drawn`: hidden states of the stage draft.
 """
 _OF_EVERY_MIXING = ("from_target", "fed")
 """Columns that hold each row once per mixing."""
@@ -113,8 +113,8 @@ def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> boo
     states = [features_path(data.dir, timing, *name) for timing in data.feature_sets]
     if all(map(is_whole, [rows_path(data.dir, *name), labels_path(data.dir, *name), *states])):
         return True
-    laws = ("laws",) if data.labels == "server" else ()
-    results = {"respond": ("respond", *laws), "draft": ("draft",)}.get(stage, ())
+    distributions = ("distributions",) if data.labels == "server" else ()
+    results = {"respond": ("respond", *distributions), "draft": ("draft",)}.get(stage, ())
     stored = [_states_path(spec, data, timing) for timing in data.feature_sets] if stage == "draft" else []
     return bool(results) and all(map(is_whole, [*(_stage_path(spec, data, name) for name in results), *stored]))
 
@@ -255,7 +255,8 @@ def save_responses(spec: ShardSpec, answers: Answers, data: DataConfig) -> None:
     stage has them.
     """
     if data.labels == "server":
-        write_shard(_stage_path(spec, data, "laws"), safetensors.torch.save(joined(answers.laws)._asdict()))
+        tensors = safetensors.torch.save(joined(answers.distributions)._asdict())
+        write_shard(_stage_path(spec, data, "distributions"), tensors)
     content = {
         "exchanges": [exchange._asdict() for exchange in answers.exchanges],
         "problems": [problem._asdict() for problem in answers.problems],
@@ -268,9 +269,12 @@ def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
     answers = answers_in(_stage_path(spec, data, "respond"))
     if data.labels == "target":
         return answers
-    laws, lengths = safetensors.torch.load_file(_stage_path(spec, data, "laws")), layout_of(answers.exchanges).lengths
-    parts = zip(laws["ids"].split(lengths), laws["probs"].split(lengths), strict=True) if lengths else ()
-    return answers._replace(laws=[Laws(ids, probs) for ids, probs in parts])
+    lengths, stored = (
+        layout_of(answers.exchanges).lengths,
+        labels.read_tensors(_stage_path(spec, data, "distributions")),
+    )
+    parts = zip(stored["ids"].split(lengths), stored["probs"].split(lengths), strict=True) if lengths else ()
+    return answers._replace(distributions=[Distributions(ids, probs) for ids, probs in parts])
 
 
 def answers_in(path: Path) -> Answers:

@@ -211,7 +211,7 @@ class Worker:
         else:
             known_columns = {} if answers.states is None else {"target_states": answers.states}
             if self.data.labels == "server":
-                known_columns["p_ids"], known_columns["p_probs"] = joined(answers.laws)
+                known_columns["p_ids"], known_columns["p_probs"] = joined(answers.distributions)
             labelled = stages.label_and_mix(
                 spec,
                 answers.exchanges,

@@ -11,7 +11,16 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema import DataConfig
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode_text, render
-from data_gen.responses.exchange import Answers, Exchange, Laws, Problem, Progress, Request, Response, ResponseSource
+from data_gen.responses.exchange import (
+    Answers,
+    Distributions,
+    Exchange,
+    Problem,
+    Progress,
+    Request,
+    Response,
+    ResponseSource,
+)
 from lm.draws import seed_of
 
 
@@ -92,7 +101,7 @@ def ask(spec: ShardSpec, source: ResponseSource, *, progress: Progress, **settin
 
 
 def _in_order(spec: ShardSpec, requests: Mapping[str, Request], answers: Mapping[str, Response | Problem]) -> Answers:
-    exchanges, problems, laws, states = list[Exchange](), list[Problem](), list[Laws | None](), []
+    exchanges, problems, distributions, states = list[Exchange](), list[Problem](), list[Distributions | None](), []
     for name in (row_id(prompt, turn) for prompt in spec.prompts for turn in range(len(prompt.turns))):
         answer = answers[name]
         if isinstance(answer, Problem):
@@ -100,9 +109,9 @@ def _in_order(spec: ShardSpec, requests: Mapping[str, Request], answers: Mapping
             continue
         request = requests[name]
         exchanges.append(Exchange(name, request.text, request.prompt_ids, answer.response_ids, answer.finish_reason))
-        laws.append(answer.laws)
+        distributions.append(answer.distributions)
         states.append(answer.states)
-    result = Answers(exchanges, problems, laws=laws)
+    result = Answers(exchanges, problems, distributions=distributions)
     known = [state for state in states if state is not None]  # a response of an earlier run has none
     return result._replace(states=torch.cat(known)) if known and len(known) == len(states) else result
 
@@ -123,11 +132,11 @@ def without(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Ans
     return Answers(
         [exchange for exchange in answers.exchanges if exchange.id not in problems],
         [problems[name] for name in names if name in problems],
-        laws=[law for row, law in enumerate(answers.laws) if row not in broken],
+        distributions=[known for row, known in enumerate(answers.distributions) if row not in broken],
     )
 
 
-def with_laws(spec: ShardSpec, answers: Answers, results: Sequence[Laws | Problem]) -> Answers:
+def with_distributions(spec: ShardSpec, answers: Answers, results: Sequence[Distributions | Problem]) -> Answers:
     """The answers with the target's distributions of every exchange; a row without them becomes a problem.
 
     Args:
@@ -136,10 +145,10 @@ def with_laws(spec: ShardSpec, answers: Answers, results: Sequence[Laws | Proble
         results: those of the other exchanges, in order, or the problems with them.
     """
     missing = iter(results)
-    known = [next(missing) if laws is None else laws for laws in answers.laws]
-    broken = {row: laws.reason for row, laws in enumerate(known) if isinstance(laws, Problem)}
-    laws = [None if isinstance(laws, Problem) else laws for laws in known]
-    return without(spec, answers._replace(laws=laws), broken)
+    known = [next(missing) if result is None else result for result in answers.distributions]
+    broken = {row: result.reason for row, result in enumerate(known) if isinstance(result, Problem)}
+    sound = [None if isinstance(result, Problem) else result for result in known]
+    return without(spec, answers._replace(distributions=sound), broken)
 
 
 def row_id(prompt: Prompt, turn: int) -> str:

@@ -24,7 +24,7 @@ class Request(NamedTuple):
     prompt_ids: list[int]
 
 
-class Laws(NamedTuple):
+class Distributions(NamedTuple):
     """The target's distributions p under the run's `Sampling` at the positions of a response: tokens with probability
     above 0.
     """
@@ -45,7 +45,7 @@ class Response(NamedTuple):
     """[response token, hidden] on the CPU: the target's final hidden states from which the tokens were drawn, if the
     source keeps them.
     """
-    laws: Laws | None = None
+    distributions: Distributions | None = None
     """Distributions from which the tokens were drawn, if a server returns them."""
 
 
@@ -84,7 +84,7 @@ class Answers(NamedTuple):
     problems: list[Problem]
     states: Tensor | None = None
     """[response token, hidden] of all exchanges, one after the other; None unless the source kept all of them."""
-    laws: Sequence[Laws | None] = ()
+    distributions: Sequence[Distributions | None] = ()
     """Distributions of each exchange, None if unknown."""
 
 

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from configs.schema import ServerConfig
-from data_gen.responses.conversation import ShardSpec, ask, asking, with_laws
+from data_gen.responses.conversation import ShardSpec, ask, asking, with_distributions
 from data_gen.responses.dispatch import RefusedError, Servers
 from data_gen.responses.exchange import (
     Answers,
+    Distributions,
     Exchange,
     FinishReason,
     LatestRows,
-    Laws,
     Problem,
     Progress,
     Request,
@@ -32,7 +32,7 @@ from data_gen.responses.exchange import (
     ResponseSource,
 )
 from data_gen.responses.spelling import Spelling
-from data_gen.responses.top_logprobs import LawReader, NotDeterminedError
+from data_gen.responses.top_logprobs import DistributionReader, NotDeterminedError
 from lm import Sampling
 from lm.draws import seed_of
 
@@ -64,7 +64,7 @@ class CompletionsServer:
         model: str,
         sampling: Sampling,
         max_new_tokens: int,
-        reader: LawReader | None = None,
+        reader: DistributionReader | None = None,
     ) -> None:
         """Args:
         server: addresses and dialect of the servers.
@@ -100,13 +100,13 @@ class CompletionsServer:
         """
         return self.servers.start(self._respond(requests, seed, progress)).result()
 
-    def laws_of(self, exchanges: Sequence[Exchange]) -> list[Laws | Problem]:
+    def distributions_of(self, exchanges: Sequence[Exchange]) -> list[Distributions | Problem]:
         """The target's distributions at the positions of existing responses.
 
         Raises:
             ValueError: as `respond`.
         """
-        return self.servers.start(self._laws_of(exchanges)).result()
+        return self.servers.start(self._distributions_of(exchanges)).result()
 
     async def ask(self, spec: ShardSpec, source: ResponseSource, *, progress: Progress, **settings: Any) -> Answers:
         """The answers of `source`, these servers or a file, to a shard, as `data_gen.responses.conversation.ask`; if
@@ -124,8 +124,9 @@ class CompletionsServer:
                 answers = end.value
         if self.reader is None:
             return answers
-        unknown = [exchange for exchange, laws in zip(answers.exchanges, answers.laws, strict=True) if laws is None]
-        return with_laws(spec, answers, await self._laws_of(unknown))
+        pairs = zip(answers.exchanges, answers.distributions, strict=True)
+        unknown = [exchange for exchange, known in pairs if known is None]
+        return with_distributions(spec, answers, await self._distributions_of(unknown))
 
     async def _respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
         async def answer(request: Request) -> Response | Problem:
@@ -137,8 +138,8 @@ class CompletionsServer:
 
         return await self._all([(request.id, answer(request)) for request in requests])
 
-    async def _laws_of(self, exchanges: Sequence[Exchange]) -> list[Laws | Problem]:
-        return await self._all([(exchange.id, self._laws_along(exchange)) for exchange in exchanges])
+    async def _distributions_of(self, exchanges: Sequence[Exchange]) -> list[Distributions | Problem]:
+        return await self._all([(exchange.id, self._distributions_along(exchange)) for exchange in exchanges])
 
     async def _all(self, works: Sequence[tuple[str, Coroutine[Any, Any, Any]]]) -> list[Any]:
         """The results in order; what the servers refuse is a problem, and nearly only problems end the run."""
@@ -166,12 +167,12 @@ class CompletionsServer:
         plain = body | {"temperature": 1.0, "top_p": 1.0, "extra_body": body["extra_body"] | {"top_k": -1}}
         for url, plain_answer in self.servers.try_each(plain).items():
             try:
-                places, plain_places = (
+                positions, plain_positions = (
                     _generated_positions(_choice(answer)) for answer in (answers[url], plain_answer)
                 )
-                for first_position in (places, plain_places):
-                    self._laws(first_position, [None])
-                if _is_tempered(places, plain_places, self.sampling.temperature):
+                for first_position in (positions, plain_positions):
+                    self._distributions(first_position, [None])
+                if _is_tempered(positions, plain_positions, self.sampling.temperature):
                     raise NotDeterminedError(
                         "its log-probabilities depend on the temperature; start the server with --logprobs-mode "
                         "raw_logprobs, or set data.labels: target"
@@ -179,7 +180,7 @@ class CompletionsServer:
             except (RefusedError, NotDeterminedError) as error:
                 raise ValueError(f"{url} failed at its first request: {error}") from error
 
-    async def _laws_along(self, exchange: Exchange) -> Laws:
+    async def _distributions_along(self, exchange: Exchange) -> Distributions:
         """The distributions along a response, from one forward over everything before its last token."""
         assert self.reader is not None
         num = self.reader.num_logprobs
@@ -193,43 +194,43 @@ class CompletionsServer:
             "extra_body": extra_body,
         }
         choice = _choice(await self.servers.ask(body))
-        places = [*_prompt_positions(choice)[len(exchange.prompt_ids) :], *_generated_positions(choice)]
-        return self._laws(places, [*exchange.response_ids[:-1], None])
+        positions = [*_prompt_positions(choice)[len(exchange.prompt_ids) :], *_generated_positions(choice)]
+        return self._distributions(positions, [*exchange.response_ids[:-1], None])
 
-    def _laws(self, places: Sequence[Mapping[int, float]], tokens: Sequence[int | None]) -> Laws:
+    def _distributions(self, positions: Sequence[Mapping[int, float]], tokens: Sequence[int | None]) -> Distributions:
         """The distributions at the positions of these tokens; None: a token that the server has not seen."""
         assert self.reader is not None
-        if len(places) != len(tokens):
+        if len(positions) != len(tokens):
             raise NotDeterminedError(
-                f"the server returned log-probabilities at {len(places)} of {len(tokens)} positions"
+                f"the server returned log-probabilities at {len(positions)} of {len(tokens)} positions"
             )
-        for number, (place, token) in enumerate(zip(places, tokens, strict=True)):
-            wrong = next((name for name in place if not 0 <= name < _NUM_IDS), None)
+        for number, (logprobs, token) in enumerate(zip(positions, tokens, strict=True)):
+            wrong = next((name for name in logprobs if not 0 <= name < _NUM_IDS), None)
             if wrong is not None:
                 raise RefusedError(
                     f"invalid answer from the server: log-probability of token id {wrong} at position {number}"
                 )
-            if token is not None and token not in place:
+            if token is not None and token not in logprobs:
                 raise RefusedError(
                     f"the server's log-probabilities at position {number} lack token {token} of the response: they "
                     "belong to another position or another response"
                 )
-        return self.reader.laws(places)
+        return self.reader.distributions(positions)
 
-    def _laws_of_drawn(self, places: Sequence[Mapping[int, float]], tokens: Sequence[int]) -> Laws:
+    def _distributions_of_drawn(self, positions: Sequence[Mapping[int, float]], tokens: Sequence[int]) -> Distributions:
         """The distributions at the positions of tokens that the server drew; refused if one had probability 0."""
-        laws = self._laws(places, tokens)
-        has_prob = ((laws.ids == torch.tensor(tokens).unsqueeze(-1)) & (laws.probs > 0)).any(-1)
+        distributions = self._distributions(positions, tokens)
+        has_prob = ((distributions.ids == torch.tensor(tokens).unsqueeze(-1)) & (distributions.probs > 0)).any(-1)
         for number in (~has_prob).nonzero().flatten().tolist():
-            support = laws.ids[number][laws.probs[number] > 0].tolist()
+            support = distributions.ids[number][distributions.probs[number] > 0].tolist()
             # tokens that are equally likely may fall on either side of a limit
-            if places[number][tokens[number]] < min(places[number][token] for token in support):
+            if positions[number][tokens[number]] < min(positions[number][token] for token in support):
                 raise RefusedError(
                     f"token {tokens[number]} at position {number} of the response has probability 0 under "
                     "pair.sampling, by the server's log-probabilities: it uses another sampling, or they belong to "
                     "another position"
                 )
-        return laws
+        return distributions
 
     def _settings_for(self, request: Request) -> dict[str, Any]:
         """The request's body, from which the server reads exactly `prompt_ids`."""
@@ -272,7 +273,8 @@ class CompletionsServer:
             raise RefusedError(f"the server returned {num_tokens} tokens, more than the requested {limit}")
         if self.reader is None:
             return answer
-        return answer._replace(laws=self._laws_of_drawn(_generated_positions(choice), answer.response_ids))
+        distributions = self._distributions_of_drawn(_generated_positions(choice), answer.response_ids)
+        return answer._replace(distributions=distributions)
 
 
 def _choice(completion: Any) -> dict[str, Any]:
@@ -286,8 +288,8 @@ def _generated_positions(choice: Mapping[str, Any]) -> list[dict[int, float]]:
     """Log-probabilities by token id at each generated position."""
     try:
         return [
-            {_token_id(name): float(value) for name, value in place.items()}
-            for place in choice["logprobs"]["top_logprobs"]
+            {_token_id(name): float(value) for name, value in logprobs.items()}
+            for logprobs in choice["logprobs"]["top_logprobs"]
         ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RefusedError(_NO_IDS.format(str(choice.get("logprobs"))[:80])) from error
@@ -296,8 +298,8 @@ def _generated_positions(choice: Mapping[str, Any]) -> list[dict[int, float]]:
 def _prompt_positions(choice: Mapping[str, Any]) -> list[dict[int, float]]:
     try:
         return [
-            {int(name): float(entry["logprob"]) for name, entry in (place or {}).items()}
-            for place in choice["prompt_logprobs"]
+            {int(name): float(entry["logprob"]) for name, entry in (logprobs or {}).items()}
+            for logprobs in choice["prompt_logprobs"]
         ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RefusedError(_NO_IDS.format(str(choice.get("prompt_logprobs"))[:80])) from error
@@ -310,14 +312,14 @@ def _token_id(name: str) -> int:
 
 
 def _is_tempered(
-    places: Sequence[Mapping[int, float]], plain: Sequence[Mapping[int, float]], temperature: float | int
+    positions: Sequence[Mapping[int, float]], plain: Sequence[Mapping[int, float]], temperature: float | int
 ) -> bool:
     """Whether log-probabilities of one position match this temperature better than temperature 1: whether the distance
     between the largest and the smallest was divided by it.
     """
     if temperature in (0, 1):
         return False
-    spread, spread_at_1 = (max(p[0].values()) - min(p[0].values()) for p in (places, plain))
+    spread, spread_at_1 = (max(p[0].values()) - min(p[0].values()) for p in (positions, plain))
     return abs(spread - spread_at_1) > abs(spread - spread_at_1 / temperature)
 
 

@@ -10,7 +10,7 @@ from data_gen.responses.exchange import ResponseSource
 from data_gen.responses.from_file import ResponseFile
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.responses.spelling import Spelling
-from data_gen.responses.top_logprobs import LawReader, num_logprobs_of
+from data_gen.responses.top_logprobs import DistributionReader, num_logprobs_of
 from lm import Sampling, eos_ids_of, load_config
 from lm.features.released import released_layout_of
 
@@ -57,7 +57,7 @@ def make_server(
     reader = None
     if data.labels == "server":
         width = load_config(pair.target).get_text_config().vocab_size
-        reader = LawReader(
+        reader = DistributionReader(
             sampling=sampling,
             num_logprobs=num_logprobs_of(sampling, data.server.num_logprobs),
             num_ids=spelling.num_ids,

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from data_gen.responses.exchange import Laws
+from data_gen.responses.exchange import Distributions
 from lm import Sampling
 
 _MARGIN, _TOP = 30, 50
@@ -76,7 +76,7 @@ def num_logprobs_of(sampling: Sampling, requested: int | None) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LawReader:
+class DistributionReader:
     """Turns log-probabilities into distributions."""
 
     sampling: Sampling
@@ -87,14 +87,15 @@ class LawReader:
     is_padded: bool = False
     """Whether the server's vocabulary may have further ids."""
 
-    def laws(self, places: Sequence[Mapping[int, float]]) -> Laws:
+    def distributions(self, positions: Sequence[Mapping[int, float]]) -> Distributions:
         """The distributions at some positions, from {token id: log-probability} at each.
 
         Raises:
             NotDeterminedError: names the first position whose distribution does not follow, and the reason.
         """
-        ids, values = _likeliest(places, self.num_logprobs)
-        mass, lacks = values.exp().sum(-1), torch.tensor([len(place) < self.num_logprobs for place in places]).bool()
+        ids, values = _likeliest(positions, self.num_logprobs)
+        mass = values.exp().sum(-1)
+        lacks = torch.tensor([len(logprobs) < self.num_logprobs for logprobs in positions]).bool()
         _refuse(~(mass > 0), "no token has any mass")
         _refuse(mass > 1 + _SUM_ERROR, f"their probabilities sum to more than 1; {_RAW}")
         _refuse(~lacks & (values[:, -1] <= _MINUS_INFINITY), f"they are of truncated distributions; {_RAW}")
@@ -112,7 +113,9 @@ class LawReader:
         _refuse((least <= last) & ~is_all, f"the {self.num_logprobs} likeliest hold less than top_p; {_MORE}")
         return _by_support(ids, Sampling().probs(values.masked_fill(~is_kept, -torch.inf), torch.float64))
 
-    def _nucleus(self, values: Float[Tensor, "place top"], is_all: Bool[Tensor, " place"]) -> Bool[Tensor, "place top"]:
+    def _nucleus(
+        self, values: Float[Tensor, "position top"], is_all: Bool[Tensor, " position"]
+    ) -> Bool[Tensor, "position top"]:
         """Which tokens top-p alone keeps: those that together with all less likely ones hold more than 1 - top_p.
 
         The mass of the tokenizer's ids is 1, or in a padded vocabulary at least the returned part.
@@ -133,45 +136,46 @@ class LawReader:
         return torch.zeros_like(by_total[0]).scatter(-1, order, by_total[0])
 
 
-def joined(laws: Sequence[Laws | None]) -> Laws:
+def joined(distributions: Sequence[Distributions | None]) -> Distributions:
     """The distributions of several responses, one after the other; none may be None."""
-    known = [part for part in laws if part is not None]
-    assert len(known) == len(laws)
+    known = [part for part in distributions if part is not None]
+    assert len(known) == len(distributions)
     width = max((part.ids.shape[-1] for part in known), default=0)
     parts = [[torch.nn.functional.pad(values, (0, width - values.shape[-1])) for values in part] for part in known]
     if not parts:
-        return Laws(torch.zeros(0, width, dtype=torch.int32), torch.zeros(0, width))
-    return Laws(*map(torch.cat, zip(*parts, strict=True)))
+        return Distributions(torch.zeros(0, width, dtype=torch.int32), torch.zeros(0, width))
+    return Distributions(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _likeliest(
-    places: Sequence[Mapping[int, float]], num: int
-) -> tuple[Int[Tensor, "place top"], Float[Tensor, "place top"]]:
+    positions: Sequence[Mapping[int, float]], num: int
+) -> tuple[Int[Tensor, "position top"], Float[Tensor, "position top"]]:
     """The `num` likeliest of each position in descending order, ties by ascending id; padded with id 0 at minus
     infinity.
     """
-    lengths = np.array([len(place) for place in places], dtype=np.int64)
-    flat_ids = np.fromiter(chain.from_iterable(places), np.int64, lengths.sum())
-    flat_values = np.fromiter(chain.from_iterable(place.values() for place in places), np.float64, lengths.sum())
-    rows = np.repeat(np.arange(len(places)), lengths)
+    lengths = np.array([len(logprobs) for logprobs in positions], dtype=np.int64)
+    flat_ids = np.fromiter(chain.from_iterable(positions), np.int64, lengths.sum())
+    all_values = chain.from_iterable(logprobs.values() for logprobs in positions)
+    flat_values = np.fromiter(all_values, np.float64, lengths.sum())
+    rows = np.repeat(np.arange(len(positions)), lengths)
     order = np.lexsort((flat_ids, -flat_values, rows))
     columns = np.arange(len(order)) - np.repeat(lengths.cumsum() - lengths, lengths)
     is_in = columns < num
-    ids = np.zeros((len(places), num), np.int64)
-    values = np.full((len(places), num), -np.inf)
+    ids = np.zeros((len(positions), num), np.int64)
+    values = np.full((len(positions), num), -np.inf)
     ids[rows[is_in], columns[is_in]] = flat_ids[order][is_in]
     values[rows[is_in], columns[is_in]] = flat_values[order][is_in]
     return torch.from_numpy(ids), torch.from_numpy(values)
 
 
-def _by_support(ids: Int[Tensor, "place top"], probs: Float[Tensor, "place top"]) -> Laws:
+def _by_support(ids: Int[Tensor, "position top"], probs: Float[Tensor, "position top"]) -> Distributions:
     probs, order = probs.sort(dim=-1, descending=True, stable=True)
     width = int((probs > 0).sum(-1).max()) if len(probs) else 0
     ids, probs = ids.gather(-1, order)[:, :width], probs[:, :width]
-    return Laws(ids.masked_fill(probs == 0, 0).int(), probs.float())
+    return Distributions(ids.masked_fill(probs == 0, 0).int(), probs.float())
 
 
-def _refuse(is_wrong: Bool[Tensor, " place"], reason: str) -> None:
+def _refuse(is_wrong: Bool[Tensor, " position"], reason: str) -> None:
     if is_wrong.any():
         position = int(is_wrong.nonzero()[0])
         raise NotDeterminedError(

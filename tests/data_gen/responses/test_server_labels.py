@@ -96,8 +96,8 @@ def test_labels_of_responses_that_are_there_already_are_those_that_came_with_the
 
 
 def shifted(choice):
-    places = choice["logprobs"]["top_logprobs"]
-    places[:] = [*places[1:], places[0]]
+    positions = choice["logprobs"]["top_logprobs"]
+    positions[:] = [*positions[1:], positions[0]]
 
 
 def rotated(choice):
@@ -146,7 +146,7 @@ def test_one_stage_after_the_other_gives_the_bytes_of_one_run_and_needs_the_draf
     make(config)
     make(one)
     make(staged, stages="respond")
-    assert list((Path(staged.data.dir) / "stages" / "laws").glob("*.safetensors"))
+    assert list((Path(staged.data.dir) / "stages" / "distributions").glob("*.safetensors"))
     make(staged, stages="draft")
     with pytest.raises(ValueError, match=r"--stages is target, but with data\.labels: server"):
         make(staged, stages="target")
@@ -161,8 +161,8 @@ def test_one_stage_after_the_other_gives_the_bytes_of_one_run_and_needs_the_draf
 def test_laws_that_a_broken_disk_lost_are_asked_for_again(told, with_data):
     staged = with_data(sampled(told, top_k=20), mode="sequential")
     make(staged, stages="respond")
-    laws = sorted((Path(staged.data.dir) / "stages" / "laws").glob("*.safetensors"))
-    laws[0].write_bytes(laws[0].read_bytes()[:-1])
+    distributions = sorted((Path(staged.data.dir) / "stages" / "distributions").glob("*.safetensors"))
+    distributions[0].write_bytes(distributions[0].read_bytes()[:-1])
     make(staged)
     whole = with_data(staged, dir=staged.data.dir + "-whole")
     make(whole)

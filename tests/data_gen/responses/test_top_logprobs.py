@@ -1,9 +1,9 @@
-"""Laws from the likeliest tokens' log-probabilities: those of `Sampling` over all logits, or none."""
+"""Distributions from the likeliest tokens' log-probabilities: those of `Sampling` over all logits, or none."""
 
 import pytest
 import torch
 
-from data_gen.responses.top_logprobs import LawReader, NotDeterminedError, num_logprobs_of
+from data_gen.responses.top_logprobs import DistributionReader, NotDeterminedError, num_logprobs_of
 from lm import Sampling
 
 NUM_IDS, NUM_PADDED = 300, 316
@@ -23,12 +23,12 @@ def told(logits: torch.Tensor, num: int) -> list[dict[int, float]]:
     ]
 
 
-def dense(laws) -> torch.Tensor:
-    return torch.zeros(len(laws.ids), NUM_IDS).scatter_add_(-1, laws.ids.long(), laws.probs)
+def dense(distributions) -> torch.Tensor:
+    return torch.zeros(len(distributions.ids), NUM_IDS).scatter_add_(-1, distributions.ids.long(), distributions.probs)
 
 
-def reader(sampling: Sampling, num: int, *, is_padded: bool = False) -> LawReader:
-    return LawReader(sampling=sampling, num_logprobs=num, num_ids=NUM_IDS, is_padded=is_padded)
+def reader(sampling: Sampling, num: int, *, is_padded: bool = False) -> DistributionReader:
+    return DistributionReader(sampling=sampling, num_logprobs=num, num_ids=NUM_IDS, is_padded=is_padded)
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,14 @@ def reader(sampling: Sampling, num: int, *, is_padded: bool = False) -> LawReade
 def test_the_law_is_that_of_all_logits(sampling, width):
     logits = logits_of(width=width)
     num = 64 if sampling.top_k or sampling.is_greedy else 400  # all of a padded vocabulary for top-p alone
-    laws = reader(sampling, num, is_padded=width > NUM_IDS).laws(told(logits, num))
-    torch.testing.assert_close(dense(laws), sampling.probs(logits[:, :NUM_IDS]), rtol=1e-5, atol=1e-7)
+    distributions = reader(sampling, num, is_padded=width > NUM_IDS).distributions(told(logits, num))
+    torch.testing.assert_close(dense(distributions), sampling.probs(logits[:, :NUM_IDS]), rtol=1e-5, atol=1e-7)
 
 
 def test_top_p_alone_is_known_from_few_where_no_id_is_padded():
     logits, sampling = logits_of() * 1.5, Sampling(top_p=0.8)
-    laws = reader(sampling, 100).laws(told(logits, 100))
-    torch.testing.assert_close(dense(laws), sampling.probs(logits), rtol=1e-5, atol=1e-7)
+    distributions = reader(sampling, 100).distributions(told(logits, 100))
+    torch.testing.assert_close(dense(distributions), sampling.probs(logits), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -65,13 +65,13 @@ def test_equals_around_the_kth_place_are_kept_together_or_the_law_is_refused(tem
     num_determined = 0
     for place in range(len(logits)):
         try:
-            laws = reader(sampling, 52).laws(told(logits[place : place + 1], 52))
+            distributions = reader(sampling, 52).distributions(told(logits[place : place + 1], 52))
         except NotDeterminedError:
             assert (logits[place] >= logits[place].topk(52).values[-1]).sum() >= 52
             assert logits[place].topk(52).values[-1] == logits[place].topk(50).values[-1]
             continue
         num_determined += 1
-        torch.testing.assert_close(dense(laws), sampling.probs(logits[place : place + 1]), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(dense(distributions), sampling.probs(logits[place, None]), rtol=1e-5, atol=1e-7)
     assert 0 < num_determined < 400
 
 
@@ -79,22 +79,22 @@ def test_equals_around_the_kth_place_are_kept_together_or_the_law_is_refused(tem
 def test_the_greedy_law_of_equals_is_the_least_id_as_argmax_has_it(place_of_ties, expected):
     logits = logits_of(1)
     logits[0, list(place_of_ties)] = 50.0
-    laws = reader(Sampling(temperature=0), 15).laws(told(logits, 15))
-    assert (laws.ids.tolist(), laws.probs.tolist()) == ([[expected]], [[1.0]])
+    distributions = reader(Sampling(temperature=0), 15).distributions(told(logits, 15))
+    assert (distributions.ids.tolist(), distributions.probs.tolist()) == ([[expected]], [[1.0]])
 
 
 def test_padded_ids_among_the_likeliest_are_made_up_for_or_the_law_is_refused():
     logits = logits_of(3, width=NUM_PADDED)
     logits[:, NUM_IDS : NUM_IDS + 10] = 30.0
     sampling = Sampling(top_k=50)
-    laws = reader(sampling, 64, is_padded=True).laws(told(logits, 64))
-    torch.testing.assert_close(dense(laws), sampling.probs(logits[:, :NUM_IDS]), rtol=1e-5, atol=1e-7)
+    distributions = reader(sampling, 64, is_padded=True).distributions(told(logits, 64))
+    torch.testing.assert_close(dense(distributions), sampling.probs(logits[:, :NUM_IDS]), rtol=1e-5, atol=1e-7)
     with pytest.raises(NotDeterminedError, match=r"others may be as likely as number 50; raise data\.server"):
-        reader(sampling, 59, is_padded=True).laws(told(logits, 59))
+        reader(sampling, 59, is_padded=True).distributions(told(logits, 59))
 
 
 @pytest.mark.parametrize(
-    ("sampling", "places", "reason"),
+    ("sampling", "positions", "reason"),
     [
         (Sampling(top_p=0.999), told(logits_of(1) / 9, 64), "at position 0 .* the 64 likeliest hold less than top_p"),
         (Sampling(top_k=5), told(logits_of(2), 64)[:1] + told(logits_of(2), 20)[1:], "at position 1 .* fewer than 64"),
@@ -103,9 +103,9 @@ def test_padded_ids_among_the_likeliest_are_made_up_for_or_the_law_is_refused():
         (Sampling(top_k=5), [dict.fromkeys(range(64), float("nan"))], "no token has any"),
     ],
 )
-def test_what_does_not_determine_the_law_is_refused_with_the_place(sampling, places, reason):
+def test_what_does_not_determine_the_law_is_refused_with_the_place(sampling, positions, reason):
     with pytest.raises(NotDeterminedError, match=reason):
-        reader(sampling, 64).laws(places)
+        reader(sampling, 64).distributions(positions)
 
 
 @pytest.mark.parametrize(

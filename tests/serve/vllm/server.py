@@ -27,7 +27,7 @@ from data_gen.responses.exchange import Exchange, Request
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.responses.server import CompletionsServer
 from data_gen.responses.spelling import Spelling
-from data_gen.responses.top_logprobs import LawReader, joined
+from data_gen.responses.top_logprobs import DistributionReader, joined
 from lm import Pair, Sampling
 from lm.draws import uniforms
 from tests.serve.vllm.laws import law_of
@@ -55,7 +55,7 @@ def requests(pair: Pair) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def server(pair: Pair, requests: list[Request], tmp_path_factory) -> Iterator[ServerConfig]:
-    """vLLM in float32 and eager, as laws are compared to rounding."""
+    """vLLM in float32 and eager, as distributions are compared to rounding."""
     folder, log = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("log") / "log"
     for path in (TRIO / "target").iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
@@ -95,7 +95,7 @@ def _wait(process: subprocess.Popen, port: int, log: Path) -> None:
     raise AssertionError(f"vLLM is not ready after {START_S} s, or has ended: {log.read_text()[-2000:]}")
 
 
-def source_of(server: ServerConfig, pair: Pair, sampling: Sampling, reader: LawReader | None = None):
+def source_of(server: ServerConfig, pair: Pair, sampling: Sampling, reader: DistributionReader | None = None):
     how = {"model": "target", "sampling": sampling, "max_new_tokens": NUM_TOKENS, "reader": reader}
     return CompletionsServer(server, Spelling(pair.tokenizer, pair.eos_ids), **how)
 
@@ -127,7 +127,7 @@ def test_a_server_that_reads_two_bos_is_told_apart(server, pair, requests):
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: sampling.text)
 def test_labels_from_log_probabilities_are_those_of_the_target_here(server, pair, requests, sampling):
     """Those that come with a response, and those of `prompt_logprobs`."""
-    reader = LawReader(sampling=sampling, num_logprobs=100, num_ids=pair.vocab_size)
+    reader = DistributionReader(sampling=sampling, num_logprobs=100, num_ids=pair.vocab_size)
     source = source_of(server, pair, sampling, reader)
     answers = source.respond(requests, 0, lambda count: None)
     exchanges = [
@@ -135,19 +135,20 @@ def test_labels_from_log_probabilities_are_those_of_the_target_here(server, pair
         for request, answer in zip(requests, answers, strict=True)
     ]
     here = labels(pair, sampling, exchanges, None)
-    for laws in ([answer.laws for answer in answers], source.laws_of(exchanges)):
-        found = labels(pair, sampling, exchanges, joined(laws))
+    for distributions in ([answer.distributions for answer in answers], source.distributions_of(exchanges)):
+        found = labels(pair, sampling, exchanges, joined(distributions))
         assert torch.equal(found["draft_ids"], here["draft_ids"])
         for name, tolerance in EXACT.items():
             torch.testing.assert_close(found[name], here[name], atol=tolerance, rtol=0)
 
 
-def labels(pair: Pair, sampling: Sampling, exchanges: list[Exchange], laws) -> dict[str, torch.Tensor]:
-    """Labels by the target in this process, or by given laws, for the same Y."""
+def labels(pair: Pair, sampling: Sampling, exchanges: list[Exchange], distributions) -> dict[str, torch.Tensor]:
+    """Labels by the target in this process, or by given distributions, for the same Y."""
     how = {"vocab_size": pair.vocab_size, "batch_size": 16, "chunk_mb": 64, "feature_dtype": torch.float32}
-    labeller = Labeller(draft=pair.draft, target=pair.target if laws is None else None, sampling=sampling, **how)
+    target = pair.target if distributions is None else None
+    labeller = Labeller(draft=pair.draft, target=target, sampling=sampling, **how)
     inputs = {"uniform": uniforms(1, sum(len(exchange.response_ids) for exchange in exchanges))}
-    inputs |= {} if laws is None else dict(zip(("p_ids", "p_probs"), laws, strict=True))
+    inputs |= {} if distributions is None else dict(zip(("p_ids", "p_probs"), distributions, strict=True))
     columns, broken = labeller.label(exchanges, inputs, with_hidden=False, progress=lambda count: None)
     assert not broken
     return columns
