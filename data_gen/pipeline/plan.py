@@ -33,8 +33,8 @@ from store.shards import rows_path
 
 _ROW_BYTES_PER_TOKEN = 32
 """Upper bound of the Parquet bytes of one response position: six numbers, two ids, a coin, and the text."""
-_SAFETENSORS_BYTES_PER_TOKEN = 29
-"""Bytes of one feature position without its hidden state: six float32, one int32, one bool."""
+_LABEL_BYTES_PER_TOKEN = 29
+"""Bytes of the labels of one token: six float32, one int32, one bool (and one more of each further mixing)."""
 _BUDGET_S = 30.0
 """Seconds that a sample may take, without loading the models."""
 _WARM_PROMPTS, _WARM_TOKENS, _FEWEST_PROMPTS = 2, 8, 4
@@ -49,7 +49,7 @@ class Estimate:
     prompt_tokens: float
     response_tokens: float
     row_bytes: float
-    feature_bytes: float
+    """Bytes on disk: row, labels and hidden states."""
     token_s: float | None = None
     """Seconds of a response token through all stages; None if nothing was measured."""
     origin: str = "upper bounds, nothing measured"
@@ -67,8 +67,7 @@ def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str
     """
     check_settings(config.pair, config.data)
     needs = _check_memory(config, is_measured=sample > 0, head_weights=head_weights)  # needs no prompts, so it is first
-    pair, data = config.pair, _settled(config, is_needed=sample > 0)
-    missing = _missing(data, is_needed=sample > 0)
+    pair, (data, missing) = config.pair, _missing(config, is_needed=sample > 0)
     prompts = [prompt for spec in missing or () for prompt in spec.prompts]
     num_rows = sum(spec.num_requests for spec in missing or ())
     if missing is None:
@@ -107,27 +106,23 @@ def _check_memory(config: Config, *, is_measured: bool, head_weights: int) -> li
     return needs
 
 
-def _settled(config: Config, *, is_needed: bool) -> DataConfig:
+def _missing(config: Config, *, is_needed: bool) -> tuple[DataConfig, list[ShardSpec] | None]:
+    """The settled section and the shards still to make; None, with a note, if the prompts are neither there nor
+    needed.
+    """
+    data, is_settled = config.data, False
     try:
-        return settled(config.data, config.heads)
-    except FileNotFoundError:
-        if is_needed or config.data.num_train is None:
-            raise
-        return config.data
-
-
-def _missing(data: DataConfig, *, is_needed: bool) -> list[ShardSpec] | None:
-    try:
-        return [spec for spec in shards_of(data) if not is_done(spec, data)]
+        data, is_settled = settled(data, config.heads), True
+        return data, [spec for spec in shards_of(data) if not is_done(spec, data)]
     except (FileNotFoundError, ValueError) as error:
-        if is_needed:
+        if is_needed or data.num_train is None or (isinstance(error, ValueError) and not is_settled):
             raise
         print(f"note: prompts are not available, so rows are data.num_train + num_dev + num_test ({error})")
-        return None
+        return data, None
 
 
 def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, Any]:
-    disk_bytes = num_rows * (estimate.row_bytes + estimate.feature_bytes)
+    disk_bytes = num_rows * estimate.row_bytes
     num_tokens = num_rows * estimate.response_tokens
     # disk_usage needs an existing folder, and data.dir may not exist yet
     folder = next(path for path in (Path(data.dir).absolute(), *Path(data.dir).absolute().parents) if path.exists())
@@ -177,7 +172,6 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
             prompt_tokens=statistics.fmean(map(len, table["prompt_ids"])),
             response_tokens=statistics.fmean(lengths),
             row_bytes=token_bytes * statistics.fmean(lengths),
-            feature_bytes=0.0,
             token_s=seconds / sum(responses),
             origin=f"estimated from {len(spec.prompts)} sample prompts{limit}",
             is_cut=is_cut or len(spec.prompts) < len(prompts),
@@ -218,18 +212,18 @@ def _bytes_of(folder: str, spec: ShardSpec) -> int:
 
 def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
     tokens = data.max_new_tokens
-    num_features: float = (data.mixes if "fed" in data.feature_sets else 0) + ("drawn" in data.feature_sets)
-    width = width_of(pair.draft)
+    num_states = (data.mixes if "fed" in data.feature_sets else 0) + ("drawn" in data.feature_sets)
+    width, num_drafted = width_of(pair.draft), 1.0
     if width is None:
         width = load_config(pair.draft).get_text_config().hidden_size
     else:  # a feature draft
-        num_features *= data.draft_length / data.draft_every
-    position_bytes = width * FEATURE_DTYPES[data.feature_dtype].itemsize + _SAFETENSORS_BYTES_PER_TOKEN
+        num_drafted = data.draft_length / data.draft_every
+    state_bytes = num_states * width * FEATURE_DTYPES[data.feature_dtype].itemsize
+    token_bytes = _ROW_BYTES_PER_TOKEN + num_drafted * (_LABEL_BYTES_PER_TOKEN + state_bytes)
     return Estimate(
         prompt_tokens=float(data.max_prompt_tokens),
         response_tokens=float(tokens),
-        row_bytes=float(tokens * _ROW_BYTES_PER_TOKEN),
-        feature_bytes=float(num_features * tokens * position_bytes),
+        row_bytes=tokens * token_bytes,
     )
 
 
