@@ -1,5 +1,5 @@
-"""The toy loops that the laws of decoding are proven on: two models over three tokens that disagree, every policy,
-every sampling.
+"""The toy loops that the laws of decoding are proven on: two models over three tokens that disagree, as chains and as
+trees, every policy, every sampling.
 """
 
 from collections.abc import Sequence
@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from decode import ModelDrafter, SpeculativeDecoder
+from decode.drafters.trees import Shape, TreeDrafter
 from decode.policies import (
     AdaEDL,
     CumulativeTokenProb,
@@ -31,16 +33,15 @@ from decode.policies.registry import POLICIES as REGISTERED
 from decode.policies.registry import RULES
 from heads import AcceptanceHead
 from lm import Sampler, Sampling
-from tests.toys.enumeration import ToyModel, law_of
+from lm.masks import Tree
+from tests.toys.enumeration import ToyModel, _logits, law_of
 from tests.toys.observed import observed
 
 
 @dataclass(frozen=True)
 class LearnedProb(Policy):
-    """Stop when 1 - (product of learned acceptance probabilities so far) > max_rejection_prob.
-
-    The probability is a logistic of the logits of q(y) and of max_v q(v), refitted on the job from q(y) itself on
-    (`decode.policies.learning`).
+    """Stop when 1 - (product of learned acceptance probabilities so far) > max_rejection_prob, a logistic of the logits
+    of q(y) and of max_v q(v), refitted on the job (`decode.policies.learning`).
     """
 
     max_rejection_prob: Number = 0.7
@@ -213,3 +214,54 @@ def law(
         return generation.token_ids
 
     return law_of(play)
+
+
+class ToyTreeModel(ToyModel):
+    """A toy whose cache holds a text and, behind it, a tree; logits depend on what was fed and kept."""
+
+    holds_trees = True
+
+    def reset(self) -> None:
+        super().reset()
+        self.tree = Tree()
+
+    def __len__(self) -> int:
+        return len(self.fed) + len(self.tree)
+
+    def roll_back(self, length: int) -> None:
+        self.tree = Tree()
+        super().roll_back(length)
+
+    def forward_tree(self, token_ids: list[int], tree: Tree) -> Tensor:
+        new = token_ids[len(self.fed) :]
+        assert not (new and len(self.tree))
+        assert list(tree.tokens[: len(self.tree)]) == list(self.tree.tokens)
+        self.fed += new
+        nodes = [tree.path(node) for node in range(len(self.tree), len(tree))]
+        prefixes = [tuple(self.fed + tree.tokens_of(path)) for path in ([[]] if new else []) + nodes]
+        self.forwards.append(len(new) + len(nodes))
+        self.tree = tree
+        self.hidden = torch.stack([_logits(self.seed + 1000, prefix, 4, 1.0) for prefix in prefixes])
+        return torch.stack([_logits(self.seed, prefix, self.width, self.sharpness) for prefix in prefixes])[
+            :, : self.vocab_size
+        ]
+
+    def keep(self, path: list[int]) -> None:
+        self.fed += self.tree.tokens_of(path)
+        self.tree = Tree()
+
+
+def tree_decoder_of(
+    policy: Policy,
+    shape: Shape,
+    *,
+    sampling: Sampling | None = None,
+    eos_ids: tuple[int, ...] = (2,),
+    length: int = 20,
+    vocab_size: int = 3,
+    read_every: int = 1,
+) -> SpeculativeDecoder:
+    """The real loop on two toys that disagree."""
+    drafter = TreeDrafter(ToyTreeModel(2, vocab_size), policy, shape, read_every=read_every)
+    target = ToyTreeModel(1, vocab_size)
+    return SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset(eos_ids), max_draft_length=length)

@@ -12,8 +12,7 @@ from decode.policies import FixedLength, Policy
 from decode.policies.base import AfterDraw, Outcome, State
 from serve.lanes import Lane
 from tests.toys.enumeration import ToyModel
-from tests.toys.loop import PROMPT, ToyBatch, decoder_of
-from tests.toys.trees import tree_decoder_of
+from tests.toys.loop import PROMPT, ToyBatch, decoder_of, tree_decoder_of
 
 
 class Pupil(Policy):

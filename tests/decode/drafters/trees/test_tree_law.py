@@ -12,9 +12,8 @@ from decode.loop.rounds import Round
 from decode.policies import AdaEDL, Entropy, FixedLength, HeadPolicy, Policy
 from lm import Sampler, Sampling
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
-from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, toy_head
+from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, toy_head, tree_decoder_of
 from tests.toys.random_pairs import CONFIGS, random_pair
-from tests.toys.trees import tree_decoder_of
 
 SHAPES = {
     "dynamic": Dynamic(2, 4),
