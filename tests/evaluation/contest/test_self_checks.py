@@ -18,6 +18,7 @@ from decode.policies import FixedLength, HeadPolicy, Policy
 from evaluation.competitor import Competitor, competitors_of
 from evaluation.contest import Replays, fastest_on_dev, replay_arms
 from evaluation.gain import Splits
+from evaluation.report.recommended import pooled
 from evaluation.report.tune import tuned_heads
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
@@ -94,13 +95,14 @@ def test_the_threshold_that_would_have_been_best_is_never_below_the_deployed_one
     torch.nn.init.normal_(head.out.weight)
     for fold in (splits, Splits(splits.test, splits.dev)):
         (tuned,) = tuned_on(fold, {"made": head}, cost)
-        assert tuned.best_tokens_per_s >= tuned.tokens_per_s
-        assert tuned.max_rejection_prob > 0
+        assert tuned["best_tokens_per_s"] >= tuned["tokens_per_s"]
+        assert tuned["max_rejection_prob"] > 0
 
 
 def tuned_on(traces, heads, cost):
     grids = competitors_of({}, heads, max_draft_length=traces.dev.max_draft_length, policies=("head",))
-    return tuned_heads(Replays(traces=traces, arms=list(replay_arms(grids, traces)), heads=heads), cost)[1]
+    replays = Replays(traces=traces, arms=list(replay_arms(grids, traces)), heads=heads)
+    return tuned_heads(replays, pooled([replays], cost))
 
 
 def test_two_arms_of_one_length_do_not_differ(splits):
@@ -131,7 +133,7 @@ def test_a_head_of_shuffled_labels_gains_nothing_and_one_of_true_labels_does(tmp
         folder.complete()
         (dataset,) = experiment.datasets
         traces, cost = Splits(*folder.load(dataset)), Times.constant(0.001, 0.005)
-        gains[name] = tuned_on(traces, experiment.heads, cost)[0].gain
+        gains[name] = tuned_on(traces, experiment.heads, cost)[0]["gain"]
     assert gains["true"].value > 0.05
     assert gains["shuffled"].value < 0.02
     assert gains["shuffled"].low <= 0
