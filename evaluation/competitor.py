@@ -68,7 +68,7 @@ def competitors_of(
 
     Args:
         chosen: policy -> parameter -> values, in place of the built-in values of that policy.
-        heads: by name; each has a grid of its own.
+        heads: by name; each is a competitor.
         max_draft_length: the longest fixed length.
         policies: names of those that compete, as decode.policies has them; empty: all.
 

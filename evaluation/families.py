@@ -119,7 +119,7 @@ GROUPS: dict[str, Callable[[str], bool]] = {
 
 
 def styles_of(names: Iterable[str]) -> dict[str, Style]:
-    """A style for each family of a plot: the colour of its kind, and a line and marker of its own within that kind."""
+    """A style for each family of a plot: the colour of its kind, and its own line and marker within that kind."""
     numbers = {kind: count() for kind in COLOURS}
     styles = {}
     for name in dict.fromkeys(names):

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 GREY, BLUE, RED = "#98a2b3", "#3b6fb6", "#c4532d"
 INK = "#123456"
-"""Stands for the ink while a figure is drawn; in the SVG it is the reader's own, dark on light or light on dark."""
+"""Placeholder for the text colour while a figure is drawn; the SVG takes the colour of the page around it."""
 _BOTH_SCHEMES = (
     "<style>svg{color:#1d2430}@media(prefers-color-scheme:dark){svg{color:#e3e8f0}}text{fill:currentColor}</style>"
 )
@@ -28,7 +28,7 @@ class Plot(NamedTuple):
     svg: str
 
     def of(self, dataset: str) -> "Plot":
-        """The same, told apart from those of other datasets."""
+        """The same, with the name of the dataset."""
         return self._replace(name=f"{self.name}-{dataset}", caption=f"{dataset}: {self.caption}")
 
 

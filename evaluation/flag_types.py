@@ -28,19 +28,19 @@ class RaceRules:
     """Directory of a language model that drafts for transformers beside a feature draft."""
 
 
-def sizes_of(asked: Sizes | None) -> tuple[int, ...] | None:
+def sizes_of(given: Sizes | None) -> tuple[int, ...] | None:
     """The sizes of batches that a command line asks for; None where it asks for no batches.
 
     Raises:
         ValueError: what is no list of numbers, no size at all, a batch of no sequence.
     """
-    if asked is None:
+    if given is None:
         return None
-    listed = asked.split(",") if isinstance(asked, str) else [asked] if isinstance(asked, int) else asked
+    listed = given.split(",") if isinstance(given, str) else [given] if isinstance(given, int) else given
     try:
         sizes = tuple(int(size) for size in listed)
     except ValueError:
-        raise ValueError(f"--batch is {asked}; name sizes of batches as numbers, such as 1,4,16") from None
+        raise ValueError(f"--batch is {given}; name sizes of batches as numbers, such as 1,4,16") from None
     if not sizes:
         raise ValueError("--batch names no size; give some, such as 1,4,16, or leave it out")
     for size in sizes:

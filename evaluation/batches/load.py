@@ -1,7 +1,7 @@
 """What a continuous batch did, round by round: all that its costs depend on (law 4.13).
 
-A batch has a number of seats. Sequences wait in a queue; one that ends leaves its seat to the next, which begins with
-the next round. Each round of the batch is one round of every sequence that is seated.
+A batch has a number of rows. Requests wait in a queue; when one ends, its row takes the next one, which starts with the
+next round. Each round of the batch is one round of every sequence in it.
 """
 
 from heapq import heapreplace
@@ -15,7 +15,7 @@ from evaluation.traces.replay import Rounds
 from evaluation.traces.trace import Array
 
 _TURNOVER = 4
-"""Requests per seat, at least: the first of all seats begin together, as no later ones do."""
+"""Each row of the batch serves at least this many requests: the first ones start in step, and later ones do not."""
 
 
 class LoadSpent(NamedTuple):
@@ -57,7 +57,7 @@ class Load(NamedTuple):
 
 
 def queue_of(num_rows: int, size: int) -> Int[Array, " request"]:
-    """The rows of a trace in a random order, over and over until every seat has had its turns."""
+    """Rows of a trace in a random order, repeated until there are enough requests for every row of the batch."""
     generator = np.random.default_rng(0)
     return np.concatenate([generator.permutation(num_rows) for _ in range(-(-_TURNOVER * size // num_rows))])
 
@@ -75,8 +75,8 @@ def load_of(rounds: Rounds, rows: Int[Array, " request"], size: int, *, is_drain
     Args:
         rounds: of one setting: lanes are rows.
         rows: the queue.
-        size: seats.
-        is_drained: all requests to their end; False: until a seat is left empty, so that the batch is always full.
+        size: rows of the batch.
+        is_drained: all requests to their end; False: until a row is left empty, so that the batch is always full.
     """
     firsts = np.searchsorted(rounds.lane, np.arange(rounds.lane.max() + 2))
     lengths = np.diff(firsts)[rows]

@@ -14,8 +14,8 @@ from evaluation.traces.lanes import Lockstep, Tokens, Totals, TraceLanes, merged
 from evaluation.traces.trace import Array, Trace
 
 
-class _Seats(Lockstep):
-    """TraceLanes that are seats, whose rounds end together."""
+class _Batch(Lockstep):
+    """Lanes that are the rows of a batch, whose rounds end together."""
 
     def __init__(self, trace: Trace, policy: Policy, rows: Int[Array, " request"], size: int) -> None:
         self.every = TraceLanes.of(trace, np.arange(len(rows)), rows)
@@ -26,49 +26,49 @@ class _Seats(Lockstep):
 
     @property
     def busy(self) -> Array:
-        """Seats with a sequence."""
+        """Rows with a sequence."""
         return self.lanes.start < self.lanes.end
 
-    def chosen(self, going: Array) -> Array:
-        """Seats that the batch's rule lets draft on, among those whose sequences want to."""
-        if self.controller is None or not going.any():
-            return going
-        at = going.nonzero()[0]
+    def allowed(self, drafting: Array) -> Array:
+        """Rows in which the batch's rule lets drafting continue, among those whose policies continue."""
+        if self.controller is None or not drafting.any():
+            return drafting
+        at = drafting.nonzero()[0]
         rule: Any = self.policy
         seen = self._drawn(self._indices()).before if rule.looks_ahead else None
-        expected_tokens = np.broadcast_to(rule.expected_tokens(self.state, seen), going.shape)[at]
-        result = np.zeros_like(going)
+        expected_tokens = np.broadcast_to(rule.expected_tokens(self.state, seen), drafting.shape)[at]
+        result = np.zeros_like(drafting)
         result[at] = self.controller.chosen(expected_tokens, int((self.lanes.position + 1)[self.busy].sum()))
         return result
 
     def round(self, totals: Totals) -> tuple[list[int], int]:
         """One round of all: (sequences in each draft step, tokens verified)."""
         busy = self.busy
-        going, unused = busy & (self.lanes.allowed > 0), np.zeros_like(busy)
+        drafting, unused = busy & (self.lanes.allowed > 0), np.zeros_like(busy)
         has_blocks = self.tokens.has_blocks
-        steps = [int(going.sum())] if has_blocks and going.any() else []
-        while (going := self.chosen(going)).any():
-            steps += [] if has_blocks else [int(going.sum())]
-            ended, is_unused = self._drafted(going)
+        steps = [int(drafting.sum())] if has_blocks and drafting.any() else []
+        while (drafting := self.allowed(drafting)).any():
+            steps += [] if has_blocks else [int(drafting.sum())]
+            ended, is_unused = self._drafted(drafting)
             unused |= is_unused
-            going = going & ~ended
+            drafting = drafting & ~ended
         num_tokens = int((self.lanes.position + 1)[busy].sum())
         self._conclude(np.ones_like(busy), unused, totals)
         return steps, num_tokens
 
     def refill(self) -> bool:
-        """Seat those that wait; False if a seat stays empty."""
+        """Give empty rows the next requests; False if a row stays empty."""
         empty = (~self.busy).nonzero()[0]
-        seated = empty[: len(self.every.index) - self.next]
-        if len(seated):
-            new = np.arange(self.next, self.next + len(seated))
+        filled = empty[: len(self.every.index) - self.next]
+        if len(filled):
+            new = np.arange(self.next, self.next + len(filled))
             for name in ("index", "start", "end", "limit"):
-                getattr(self.lanes, name)[seated] = getattr(self.every, name)[new]
-            self.next += len(seated)
+                getattr(self.lanes, name)[filled] = getattr(self.every, name)[new]
+            self.next += len(filled)
             begins = np.zeros(len(self.lanes.start), dtype=bool)
-            begins[seated] = True
+            begins[filled] = True
             self._begin(begins, merged(begins, self.policy.start(), self.state))
-        return len(seated) == len(empty)
+        return len(filled) == len(empty)
 
 
 def step_through(
@@ -80,7 +80,7 @@ def step_through(
         trace: of one or more prompts.
         policy: no parameter is an array.
         rows: the queue, no shorter than the batch.
-        size: seats.
+        size: rows of the batch.
         is_drained: as for `load_of`.
     """
     size = min(size, len(rows))
@@ -89,20 +89,20 @@ def step_through(
     num_tokens, emitted = [], []
     begins, ends = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        seats = _Seats(trace, policy, rows, size)
+        batch = _Batch(trace, policy, rows, size)
         is_full = True
-        while is_full or (is_drained and seats.busy.any()):
-            before, index = seats.next, seats.lanes.index.copy()
-            was_busy = seats.busy
-            taken, verified = seats.round(totals)
+        while is_full or (is_drained and batch.busy.any()):
+            before, index = batch.next, batch.lanes.index.copy()
+            was_busy = batch.busy
+            taken, verified = batch.round(totals)
             steps.append(taken)
             num_tokens.append(verified)
             emitted.append(int(totals.rounds[-1][-1].sum()))
-            if seats.controller is not None:
-                seats.controller.end(taken, verified, emitted[-1])
-            ends[index[was_busy & ~seats.busy]] = len(steps)
-            is_full = seats.refill() and is_full
-            begins[before : seats.next] = len(steps)
+            if batch.controller is not None:
+                batch.controller.end(taken, verified, emitted[-1])
+            ends[index[was_busy & ~batch.busy]] = len(steps)
+            is_full = batch.refill() and is_full
+            begins[before : batch.next] = len(steps)
     table = np.zeros((len(steps), max(map(len, steps), default=0)), dtype=np.int64)
     for number, taken in enumerate(steps):
         table[number, : len(taken)] = taken

@@ -87,9 +87,9 @@ def replayed_on(result: Result, rows: Sequence[int]) -> Played:
 
 
 def _timed(decoder: SpeculativeDecoder, trace: Trace, row: int) -> tuple[Generation, tuple[float, ...]]:
-    asked, draws = trace.rows[row], PlayedSampler(trace, row)
+    request, draws = trace.rows[row], PlayedSampler(trace, row)
     started_s = perf_counter()
-    generation = decoder.generate(asked.prompt_ids, asked.limit, generator=draws)
+    generation = decoder.generate(request.prompt_ids, request.limit, generator=draws)
     wall_s = perf_counter() - started_s
     rounds = generation.rounds
     return generation, (wall_s, sum(round_.draft_s for round_ in rounds), sum(round_.target_s for round_ in rounds))

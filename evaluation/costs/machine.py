@@ -158,10 +158,10 @@ def shares_of(experiment: Experiment, policies: Mapping[str, Policy], measured: 
     if isinstance(share, str):
         return StopShares("stops' shares by size", by_size)
     weights = measured or by_size
-    dearest = max(weights.values(), default=0.0) or 1.0
+    largest = max(weights.values(), default=0.0) or 1.0
     return StopShares(
-        f"dearest stop {share:.1%} of a draft step",
-        {kind: share * weight / dearest for kind, weight in weights.items()},
+        f"most expensive stop {share:.1%} of a draft step",
+        {kind: share * weight / largest for kind, weight in weights.items()},
     )
 
 
@@ -171,7 +171,7 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
     Args:
         experiment: the models and settings of the loop.
         policies: one policy for each kind of stop, by its kind.
-        again: measure everything anew.
+        again: measure everything again.
     """
     times = None if again else kept_costs(experiment.directory).get(key_of(experiment))
     missing = {kind: policy for kind, policy in policies.items() if times is None or kind not in times["stops"]}
@@ -255,5 +255,5 @@ def measure_loop(loop: Loop) -> dict[str, Any]:
 def kept_costs(directory: Path) -> KeyedStore:
     """The times of every loop that was timed for this directory."""
     return KeyedStore(
-        directory / "costs.jsonl", remedy="delete the line, and the times are measured anew", fields=_MEASURED
+        directory / "costs.jsonl", remedy="delete the line, and the times are measured again", fields=_MEASURED
     )

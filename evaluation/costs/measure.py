@@ -204,7 +204,7 @@ def _straight(by_length: dict[int, list[float]], longest: int) -> Array:
 
 def _errors(generations: Sequence[Generation], max_draft_length: int) -> TimeErrors:
     """Relative standard errors of t_draft and of t_target(k), its mean over k: by bootstrap of the generations of each
-    draft length, since the machine's pace changes from one generation to the next.
+    draft length, since the machine's speed changes from one generation to the next.
     """
     of_length: dict[int, list[Generation]] = {}
     for generation in generations:

@@ -1,7 +1,7 @@
 """A drafter whose policies take turns, round by round, in one generation.
 
-Policies that are compared within a generation read no prompt of their own, and a machine that slows down for a moment
-slows neighbouring rounds alike. Before its draft is timed, a policy's model reads all but the newest token, so that
+Policies that take turns within one generation share its prompt, and a machine that slows down for a moment slows
+neighbouring rounds alike. Before its draft is timed, a policy's model reads all but the newest token, so that
 every draft feeds one token first, whichever policies came before.
 """
 
@@ -73,7 +73,7 @@ class Rotation(Drafter):
 
 
 def shuffled(cycle: list[str]) -> Iterator[str]:
-    """The names of a cycle in one order after the other, so that none is always behind the same one."""
+    """The names of a cycle, in a new random order each time, so that none always follows the same one."""
     generator = np.random.default_rng(0)
     while True:
         yield from generator.permutation(cycle).tolist()

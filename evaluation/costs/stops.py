@@ -40,7 +40,7 @@ BUDGET_S = 15.0
 """Seconds that stops are timed for; longer where `FEWEST_CYCLES` take longer."""
 FEWEST_CYCLES = 6
 NUM_FIXED, _FIXED = 3, ""
-"""Rounds of the fixed length in a cycle: every kind is held against it."""
+"""Rounds of the fixed length in a cycle, with which every kind is compared."""
 _RESAMPLES = 200
 
 

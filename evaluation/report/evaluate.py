@@ -156,11 +156,11 @@ def at_ratios(contests: Sequence[Contest], replays: Replays) -> list[Contest]:
     first, *_ = contests
     _, *others = first.times.at_ratios(RATIOS)
     known = {contest.times.title: contest for contest in contests}
-    held = [first]
+    every = [first]
     for times in Bar(others, desc=f"evaluate: {first.dataset} at other times", unit="ratios"):
         other = known.get(times.title)
-        held.append(other or hold(replays, times, dataset=first.dataset, is_online=(False,)))
-    return sorted(held, key=lambda contest: contest.times.ratio)
+        every.append(other or hold(replays, times, dataset=first.dataset, is_online=(False,)))
+    return sorted(every, key=lambda contest: contest.times.ratio)
 
 
 def about(experiment: Experiment, times: Times) -> str:

@@ -169,8 +169,8 @@ def _meaning(name: str, parameter: str) -> str:
 
 
 def _scored_later(trace: Trace, drawn: Array, is_accepted: Array) -> tuple[Array, Array]:
-    """Index of each drawn token's fed-time score (it stands at the token after it), and whether the drawn token was
-    accepted.
+    """Index of each drawn token's fed-time score (at the token after it), and whether the drawn
+    token was accepted.
     """
     following = drawn + 1
     fits = following < len(trace.token)

@@ -2,7 +2,7 @@
 
 The policy is written as for `decode generate` (`decode.policies.registry`). `auto` keeps the index that `evaluation
 tune` wrote into its head and takes the times of this run: those kept of a measurement, those of the YAML, or those of
-the ratio that is asked for.
+`--ratio`.
 """
 
 import sys

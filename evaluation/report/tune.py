@@ -148,9 +148,10 @@ def threshold_table(
         for row in tuned
     ]
     written = f"Paths: below {folder}" if has_other_files else f"Written to HEAD/config.json below {folder}"
+    written = written if any(files.values()) else "Nothing is written"
     note = (
         "threshold: max_rejection_prob, the risk of a rejection at which drafting stops, chosen on dev. Gains: on "
         f"test, over the best fixed length, {contest.baseline.setting['k']}, predicted from counts and times. auto: "
-        f"the rule that needs no threshold. Best on dev first. {written if any(files.values()) else 'Nothing is written'}"
+        f"the rule that needs no threshold. Best on dev first. {written}"
     )
     return Table(f"thresholds for {contest.times.title}", rows, note, names=2)

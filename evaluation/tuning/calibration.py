@@ -19,7 +19,7 @@ def is_of_other_sampling(head: AcceptanceHead, sampling: Sampling) -> bool:
 def calibrated_on(dev: Trace, heads: Mapping[str, AcceptanceHead]) -> dict[str, AcceptanceHead]:
     """Heads that were trained under another `Sampling`, with slope and offset refitted to these prompts, by new names.
 
-    Where drafts have a sampling of their own, every head but the fed-time ones is refitted, on the tokens that a round
+    Where drafts have their own sampling, every head but the fed-time ones is refitted, on the tokens that a round
     drafts first.
     """
     calibrated = {}

@@ -109,7 +109,7 @@ def token_scores(trace: Trace, head: Any) -> Float[Array, " drafts"]:
     if head.timing != "fed":
         return scored
     score = np.full(len(scored), np.nan)
-    # A fed-time score stands at the token after the one it is about; a row's first token follows none.
+    # A fed-time score has the index of the token after the one it is about; a row's first token follows none.
     followers = (trace.before != np.arange(len(scored))).nonzero()[0]
     score[trace.before[followers]] = scored[followers]
     return score
@@ -125,7 +125,7 @@ class Solution(NamedTuple):
     first: float
     """g with no score yet."""
     shares: Array
-    """Share of all pairs that lies in each."""
+    """Share of all pairs in each."""
 
 
 def solve(pairs: Pairs, *, is_lagging: bool) -> Solution:
@@ -139,7 +139,7 @@ def solve(pairs: Pairs, *, is_lagging: bool) -> Solution:
     bins, next_bins = (np.searchsorted(edges, values) for values in (pairs.score, pairs.next_score))
     num = len(edges) + 1
     marginal = np.bincount(next_bins, minlength=num) / len(next_bins)
-    moves = np.zeros((num + 1, num))  # the last row, which no pair fills, stands for "no score yet"
+    moves = np.zeros((num + 1, num))  # the last row, which no pair fills, is for "no score yet"
     np.add.at(moves, (bins, next_bins), 1.0)
     moves = (moves + _PRIOR_PAIRS * marginal) / (moves.sum(1, keepdims=True) + _PRIOR_PAIRS)
     scores, accepted = (
@@ -161,8 +161,7 @@ def roots(
     """g of every row of `moves`: Q = 0, by value iteration on a grid of prices."""
     worth = np.zeros((len(acceptance), len(_PRICES)))
     for _ in range(_SWEEPS):
-        # W of each next bin at price x / A: surviving there makes a unit of survival that much dearer. Beyond the grid
-        # W is 0.
+        # W of each next bin at price x / A: a unit of survival costs that much more there; beyond the grid it is 0.
         later = np.stack(
             [np.interp(_PRICES / prob, _PRICES, row, right=0.0) for prob, row in zip(acceptance, worth, strict=True)]
         )

@@ -30,14 +30,14 @@ CEILINGS = {
     "data_gen": (6711, 4400),
     "heads": (4362, 3600),
     "decode": (5019, 4200),
-    "evaluation": (10928, 7400),
+    "evaluation": (10896, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
-    "tests": (28746, 18000),
+    "tests": (28744, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
-MAX_RECORD_TYPES = 168
+MAX_RECORD_TYPES = 167
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
 
 

@@ -100,7 +100,7 @@ def test_a_sequence_learns_in_a_replayed_batch_as_it_does_alone(policy):
 @pytest.mark.parametrize(
     "mutant",
     [
-        (lockstep._Seats, "_outcome", lambda self: Lockstep._outcome(self)._replace(feedback=())),
+        (lockstep._Batch, "_outcome", lambda self: Lockstep._outcome(self)._replace(feedback=())),
         (lockstep, "merged", lambda begins, first, state: state),
     ],
     ids=["withheld", "handed_on"],

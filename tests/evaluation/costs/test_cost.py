@@ -1,5 +1,6 @@
 """What rounds cost (law 4.9)."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from time import sleep
@@ -21,7 +22,7 @@ from evaluation.costs.stops import policies_by_kind, sizes
 from evaluation.times import StopShares, Times
 from evaluation.traces.bounds import Oracle, ScoreHead
 from evaluation.traces.replay import replay_settings
-from evaluation.turns import turns_within
+from evaluation.turns import in_turns, turns_within
 from heads import AcceptanceHead
 from lm import Pair, Sampling
 from tests.toys.random_pairs import random_pair
@@ -164,6 +165,15 @@ class Words(PreTrainedTokenizerBase):
 def loop() -> Loop:
     pair = Pair(*random_pair("llama"), None, Words())
     return Loop(pair=pair, prompts=[[5, 6, 7], [9, 8]], sampling=Sampling(), max_draft_length=4, max_new_tokens=24)
+
+
+def test_another_competitor_begins_on_every_prompt():
+    assert list(in_turns("abc", [7, 8])) == [(7, ("a", "b", "c")), (8, ("b", "c", "a"))]
+
+
+def test_over_as_many_repeats_as_competitors_each_is_as_often_at_every_place():
+    orders = [order for repeat in range(3) for _, order in in_turns("abc", range(5), first=repeat)]
+    assert {count for place in zip(*orders, strict=True) for count in Counter(place).values()} == {5}
 
 
 def test_turns_end_with_the_budget_but_not_before_the_fewest(capsys):
