@@ -1,5 +1,5 @@
-"""Models on devices that are not here (`places`): a draft and a target apart, a target over two, and what is left of a
-batch.
+"""Models on devices that this machine lacks (`tests.toys.devices`): draft and target apart, a target spread over two,
+and the rest of a batch.
 """
 
 import pytest
@@ -18,7 +18,7 @@ from heads.model.head import AcceptanceHead
 from lm import CachedModel, RandomSampler, Sampling, revealed_probs, verify
 from lm.cache import make_cache, select_rows
 from lm.draws import draw
-from tests.toys.places import Places, place_of, put
+from tests.toys.devices import FakeDevices, device_of, put
 from tests.toys.small_pair import llama
 
 CONFIG = llama()
@@ -61,18 +61,18 @@ def test_output_is_the_same_wherever_target_and_draft_are(sampling, is_spread):
     target, draft = model_of(0), model_of(1)
     put(draft, SECOND)
     spread(target) if is_spread else put(target, FIRST)
-    with Places():
+    with FakeDevices():
         assert generated(target, draft, sampling) == expected
 
 
 def test_sequences_leave_a_batch_on_every_device_that_holds_a_part_of_it():
     model = model_of(0)
     spread(model)
-    with Places():
+    with FakeDevices():
         cache = make_cache(model, 4)
         model(torch.ones(3, 2, dtype=torch.long, device=FIRST), past_key_values=cache)
         select_rows(cache, torch.tensor([0, 2], device=FIRST))
-        assert [(len(layer.keys), str(place_of(layer.keys))) for layer in cache.layers] == [(2, FIRST), (2, SECOND)]
+        assert [(len(layer.keys), str(device_of(layer.keys))) for layer in cache.layers] == [(2, FIRST), (2, SECOND)]
 
 
 class Elsewhere(torch.Generator):
@@ -80,7 +80,7 @@ class Elsewhere(torch.Generator):
 
 
 def test_draws_take_a_generator_of_any_device():
-    with Places():
+    with FakeDevices():
         draws = RandomSampler(Elsewhere().manual_seed(0))
         assert draws.token(torch.full((4,), 0.25, device=FIRST)) in range(4)
 
@@ -88,18 +88,18 @@ def test_draws_take_a_generator_of_any_device():
 def test_draws_are_the_same_where_there_is_no_float64():
     probs = torch.rand(20, generator=torch.Generator().manual_seed(0))
     expected = [RandomSampler(torch.Generator().manual_seed(seed)).token(probs) for seed in range(9)]
-    drawn = [draw(probs[None], torch.tensor([0.1 * place], dtype=torch.float64)).item() for place in range(9)]
-    with Places():
+    drawn = [draw(probs[None], torch.tensor([0.1 * index], dtype=torch.float64)).item() for index in range(9)]
+    with FakeDevices():
         there = probs.to("mps")
         assert [RandomSampler(torch.Generator().manual_seed(seed)).token(there) for seed in range(9)] == expected
         assert [
-            draw(there[None], torch.tensor([0.1 * place], dtype=torch.float64)).item() for place in range(9)
+            draw(there[None], torch.tensor([0.1 * index], dtype=torch.float64)).item() for index in range(9)
         ] == drawn
 
 
 def test_tensors_of_two_devices_do_not_meet():
     """The account that these tests rest on."""
-    with Places():
+    with FakeDevices():
         one, other = torch.ones(2, device=FIRST), torch.ones(2, device=SECOND)
         with pytest.raises(RuntimeError, match="same device"):
             one + other
@@ -110,7 +110,7 @@ def test_tensors_of_two_devices_do_not_meet():
 
 def test_responses_of_a_spread_target_are_those_of_a_whole_one():
     """With sequences that end early, so that the others are left."""
-    requests = [Request(str(place), "", [1 + place, 2]) for place in range(6)]
+    requests = [Request(str(index), "", [1 + index, 2]) for index in range(6)]
 
     def answered(model):
         source = TargetInProcess(
@@ -128,11 +128,11 @@ def test_responses_of_a_spread_target_are_those_of_a_whole_one():
     assert len(set(map(len, expected))) > 1
     target = model_of(0)
     spread(target)
-    with Places():
+    with FakeDevices():
         assert answered(target) == expected
 
 
-class Moves(Places):
+class Moves(FakeDevices):
     """Also notes the shape of everything that moves."""
 
     def __init__(self):
@@ -141,7 +141,7 @@ class Moves(Places):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = super().__torch_function__(func, types, args, kwargs)
-        if func in (torch.Tensor.to, torch.Tensor.cpu) and place_of(result) != place_of(args[0]):
+        if func in (torch.Tensor.to, torch.Tensor.cpu) and device_of(result) != device_of(args[0]):
             self.shapes.append(args[0].shape)
         return result
 
@@ -164,9 +164,9 @@ def test_logits_cross_to_another_device_only_to_meet_those_of_the_draft(is_with_
 
     expected = labelled(model_of(0), model_of(1) if is_with_draft else None)
     target, draft = model_of(0), model_of(1) if is_with_draft else None
-    for model, place in ((target, FIRST), (draft, SECOND)):
+    for model, device in ((target, FIRST), (draft, SECOND)):
         if model is not None:
-            put(model, place)
+            put(model, device)
     with Moves() as moves:
         columns = labelled(target, draft)
     assert all(torch.equal(columns[name], values) for name, values in expected.items())
@@ -186,7 +186,7 @@ def test_a_head_is_where_the_hidden_states_of_a_spread_draft_are(timing):
     expected = generated(model_of(1))
     draft = model_of(1)
     spread(draft)
-    with Places():
+    with FakeDevices():
         assert generated(draft) == expected
 
 
@@ -204,31 +204,31 @@ def test_the_host_reads_once_per_token_that_a_policy_looks_at_and_thrice_per_rou
     for module in (target, draft, policy.fed_head, policy.drawn_head):
         if module is not None:
             put(module, FIRST)
-    with Places() as places:
+    with FakeDevices() as devices:
         decoder = SpeculativeDecoder(
             target, ModelDrafter(draft, policy), sampling=sampling, max_draft_length=5, eos_ids=frozenset()
         )
-        num_before = places.num_host_reads
+        num_before = devices.num_host_reads
         generation = decoder.generate(PROMPT, 8, generator=torch.Generator().manual_seed(0))
-        num_reads = places.num_host_reads - num_before
+        num_reads = devices.num_host_reads - num_before
     num_rounds, num_drafted = len(generation.rounds), generation.counts.num_drafted
     assert 0 < num_reads <= num_per_token * num_drafted + (3 - num_per_token) * num_rounds
 
 
-@pytest.mark.parametrize("place", ["cpu", FIRST])
+@pytest.mark.parametrize("device", ["cpu", FIRST])
 @pytest.mark.parametrize(
-    "places", [("cpu", FIRST, SECOND), (FIRST, "cpu", "cpu"), (SECOND, SECOND, SECOND), (FIRST, FIRST, SECOND)]
+    "devices", [("cpu", FIRST, SECOND), (FIRST, "cpu", "cpu"), (SECOND, SECOND, SECOND), (FIRST, FIRST, SECOND)]
 )
-def test_a_token_is_verified_wherever_its_law_is_and_however_narrow(places, place):
+def test_a_token_is_verified_wherever_its_distribution_is_and_however_narrow(devices, device):
     laws = [torch.rand(width).double() for width in (6, 4, 6)]
     laws, p = [law / law.sum() for law in laws], torch.rand(4, 6).double().softmax(-1)
     tokens, draws = [1, 3, 5], [RandomSampler(torch.Generator().manual_seed(seed)) for seed in range(20)]
     expected = revealed_probs(3, tokens, laws, p, draws[0]), [verify(tokens, laws, p, each) for each in draws]
     draws = [RandomSampler(torch.Generator().manual_seed(seed)) for seed in range(20)]
     assert {verdict.num_accepted for verdict in expected[1]} >= {0, 1, 3}
-    with Places():
-        there = [law.to(each) for law, each in zip(laws, places, strict=True)]
-        p = p.to(place)
+    with FakeDevices():
+        there = [law.to(each) for law, each in zip(laws, devices, strict=True)]
+        p = p.to(device)
         assert (
             revealed_probs(3, tokens, there, p, draws[0]),
             [verify(tokens, there, p, each) for each in draws],
@@ -246,14 +246,14 @@ def timeless(rounds):
 
 
 @pytest.mark.parametrize(
-    "places", [(FIRST, SECOND, "cpu"), (FIRST, SECOND, FIRST), (FIRST, SECOND, SECOND), ("cpu", FIRST, "cpu")]
+    "devices", [(FIRST, SECOND, "cpu"), (FIRST, SECOND, FIRST), (FIRST, SECOND, SECOND), ("cpu", FIRST, "cpu")]
 )
-def test_models_that_draft_in_turns_may_be_on_several_devices(places):
+def test_models_that_draft_in_turns_may_be_on_several_devices(devices):
     expected = timeless(interleaved(model_of(1), model_of(2), model_of(0)))
     models = [model_of(seed) for seed in (1, 2, 0)]
-    for model, place in zip(models, places, strict=True):
-        put(model, place)
-    with Places():
+    for model, device in zip(models, devices, strict=True):
+        put(model, device)
+    with FakeDevices():
         assert timeless(interleaved(*models)) == expected
 
 
@@ -295,10 +295,10 @@ def test_a_draft_may_be_moved_between_two_generations(decoder_of, policy):
         return timeless(decoder.generate(PROMPT, 12, generator=torch.Generator().manual_seed(0)).rounds)
 
     expected = generated()
-    with Places():
-        for place in (FIRST, SECOND, "cpu"):
-            put(draft, place)
-            assert generated() == expected, place
+    with FakeDevices():
+        for device in (FIRST, SECOND, "cpu"):
+            put(draft, device)
+            assert generated() == expected, device
 
 
 class Taught(Policy):
@@ -335,11 +335,11 @@ def sharp_pair():
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling()])
 @pytest.mark.parametrize("signals", [(), ("entropy",)])
 def test_a_policy_that_looks_at_no_token_learns_the_same_on_every_device(signals, sampling):
-    def told(place):
+    def told(device):
         policy, (target, draft) = Taught(signals), sharp_pair()
-        put(target, place)
-        put(draft, place)
-        with Places():
+        put(target, device)
+        put(draft, device)
+        with FakeDevices():
             decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), sampling=sampling, eos_ids=frozenset())
             decoder.generate(PROMPT, 40, generator=torch.Generator().manual_seed(0))
         return policy.told
