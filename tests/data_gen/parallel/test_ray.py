@@ -102,7 +102,7 @@ def test_a_users_mistake_in_a_worker_is_one_line_and_exit_code_2(on_cluster, tmp
     assert end.value.code == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
-    assert "the draft yields NaN or infinite logits for each of 8 ids" in lines[0]
+    assert "the draft yields NaN or infinite logits for each of 8 tested ids" in lines[0]
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_a_shard_whose_prompts_are_all_skipped_is_an_empty_shard(toy_config, wit
 
 def test_a_model_that_yields_nan_is_refused(toy_config, tmp_path):
     config = with_a_draft_of_nan(toy_config, tmp_path / "broken")
-    with pytest.raises(ValueError, match=r"the draft yields NaN or infinite logits for each of 8 ids"):
+    with pytest.raises(ValueError, match=r"the draft yields NaN or infinite logits for each of 8 tested ids"):
         make(config)
     assert not list(Path(config.data.dir).rglob("*.parquet"))
 
