@@ -27,14 +27,14 @@ CEILINGS = {
     "configs": (1320, 1000),
     "store": (623, 500),
     "lm": (5317, 4000),
-    "data_gen": (6711, 4400),
+    "data_gen": (6712, 4400),
     "heads": (4362, 3600),
     "decode": (5019, 4200),
     "evaluation": (10896, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
-    "tests": (28737, 18000),
+    "tests": (28729, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 167
