@@ -1,5 +1,4 @@
-"""A released directory of a feature draft: which layout it has, its config.json, and its tensors, from safetensors
-alone.
+"""A released directory of a feature draft: its layout, its config.json, and its tensors, from safetensors alone.
 
 eagle         SafeAILab's EAGLE-1/2: Llama's keys with one layer; `fc.weight`, `layers.0.*`
 eagle3        SafeAILab's EAGLE-3: `draft_vocab_size`, or "Eagle3" in `architectures`; `midlayer.*`
@@ -27,25 +26,25 @@ from lm.features.dspark import markov_width
 
 LayerConfig = TypeVar("LayerConfig", bound=PreTrainedConfig)
 _NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")
-"""Keys of config.json that no layer is made from."""
-_MOST = 2**17
-_WHOLE = {
-    **dict.fromkeys(("hidden_size", "large_hidden_size", "target_hidden_size"), (1, _MOST)),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "large_num_attention_heads"), (1, _MOST)),
+"""Keys of config.json that do not describe a layer."""
+_MAX_SIZE = 2**17
+_LIMITS = {
+    **dict.fromkeys(("hidden_size", "large_hidden_size", "target_hidden_size"), (1, _MAX_SIZE)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "large_num_attention_heads"), (1, _MAX_SIZE)),
     **dict.fromkeys(("intermediate_size", "head_dim"), (1, 2**20)),
     **dict.fromkeys(("num_hidden_layers", "num_target_layers"), (1, 2**12)),
     **dict.fromkeys(("vocab_size", "draft_vocab_size"), (1, 2**24)),
     "max_position_embeddings": (1, 2**40),
     **dict.fromkeys(("block_size", "markov_rank", "mask_token_id"), (-1, 2**24)),
 }
-"""Keys that are whole numbers, with what may be made into layers; each layout narrows the last three."""
+"""Keys that are whole numbers, and their limits; each layout narrows the last three."""
 _NESTED = ("dflash_config", "dspark_config")
 _PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token", "mask_hidden")
-"""Keys or tensors of P-EAGLE, whose draft gives all its tokens in one forward."""
+"""Keys or tensors of P-EAGLE, which drafts all tokens in one forward."""
 
 
 class Released:
-    """What a released directory holds."""
+    """Contents of a released directory."""
 
     def __init__(self, source: ModelSource) -> None:
         """Read config.json and every tensor.
@@ -64,7 +63,7 @@ class Released:
                 raise ValueError(f"{file} cannot be read ({error}); fetch or copy the model again") from error
 
     def rename(self, old: str, new: str) -> None:
-        """Put `new` in the place of `old` where names of tensors begin with it."""
+        """Replace the prefix `old` of tensor names by `new`."""
         for name in [name for name in self.tensors if name.startswith(old)]:
             self.tensors[new + name.removeprefix(old)] = self.tensors.pop(name)
 
@@ -90,7 +89,7 @@ class Released:
             ) from error
 
     def refusal(self, subject: str, remedy: str) -> ValueError:
-        """The error that refuses the directory: what is wrong, and what to do."""
+        """The error for this directory: what is wrong, and the remedy."""
         return _refusal(self.path, subject, remedy)
 
     def require(self, condition: bool, subject: str, remedy: str) -> None:
@@ -99,7 +98,7 @@ class Released:
             raise self.refusal(subject, remedy)
 
     def check_kind(self) -> None:
-        """Raise ValueError for a kind of draft that shares a layout's names and is not read."""
+        """Raise ValueError for an unsupported kind of draft that shares a layout's names."""
         _check_layer(self.path, self.config)
         if nested := [name for name in _NESTED if name in self.config]:
             remedy = "DeepSpec's layout is read, with those keys at the top level of config.json"
@@ -113,16 +112,16 @@ def _refusal(path: str, subject: str, remedy: str) -> ValueError:
 
 
 def _check_layer(path: str, keys: Any) -> None:
-    """Refuse what no layer can be made of, by its own name."""
+    """Raise ValueError for keys with impossible values."""
     if not isinstance(keys, dict):
         raise _refusal(path, f"its transformer_layer_config is {keys!r:.40}", "fetch the release again")
     rope = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     if isinstance(rope, dict) and "mrope" in (rope.get("rope_type"), rope.get("type")):
         raise _refusal(path, "its rotary positions (mrope) are those of images in a text", "use a text model's draft")
-    for name, (minimum, most) in _WHOLE.items():
+    for name, (minimum, maximum) in _LIMITS.items():
         value = keys.get(name)
-        if name in keys and value is not None and (type(value) is not int or not minimum <= value <= most):
-            raise _refusal(path, f"its {name} is {value!r:.40}", f"write a whole number from {minimum} to {most}")
+        if name in keys and value is not None and (type(value) is not int or not minimum <= value <= maximum):
+            raise _refusal(path, f"its {name} is {value!r:.40}", f"write a whole number from {minimum} to {maximum}")
     theta = keys.get("rope_theta", 1.0)
     if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < float("inf"):
         raise _refusal(path, f"its rope_theta is {theta!r:.40}", "write a number above 0, or leave it out")
@@ -132,10 +131,10 @@ def _check_layer(path: str, keys: Any) -> None:
 
 
 def released_layout_of(source: ModelSource) -> str | None:
-    """Layout of a directory or hub repository, by its config.json; None: a language model, or nothing that can be read.
+    """Layout of a directory or hub repository, by its config.json; None: a language model, or unreadable.
 
     Raises:
-        ValueError: a config.json that is broken, or weights that would have to be looked at and are pickled.
+        ValueError: a broken config.json, or pickled weights whose names decide the layout.
     """
     config = _config_of(source)
     if config is None:
@@ -149,7 +148,7 @@ def released_layout_of(source: ModelSource) -> str | None:
         return "dspark"
     if "draft_vocab_size" in config or "Eagle3" in architectures:
         return "eagle3"
-    # EAGLE-1's config is that of a Llama with one layer, so its weights have to tell
+    # EAGLE-1's config is that of a Llama with one layer, so its weights decide
     is_eagle = config.get("num_hidden_layers") == 1 and any("fc.weight" in _names(file) for file in _files(source))
     return "eagle" if is_eagle else None
 
@@ -161,7 +160,7 @@ def commit_of(source: ModelSource) -> str | None:
 
 
 def width_of(source: ModelSource) -> int | None:
-    """Width of what a feature draft's head reads, by its config.json; None: the source is no feature draft."""
+    """Width of what heads on a feature draft read, by its config.json; None: not a feature draft."""
     config, layout = _config_of(source) or {}, released_layout_of(source)
     if layout is None:
         return None
@@ -172,13 +171,13 @@ def width_of(source: ModelSource) -> int | None:
 
 
 def max_positions_of(source: ModelSource) -> int:
-    """The longest text that a feature draft reads, by its config.json; Llama's default where that says nothing."""
+    """Maximum text length of a feature draft, by its config.json; Llama's default if that has none."""
     layer = _layer_keys(source, _config_of(source) or {})
     return int(layer.get("max_position_embeddings") or LlamaConfig().max_position_embeddings)
 
 
 def _layer_keys(source: ModelSource, config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a draft's layer, in its config.json or nested in it; ValueError for values that no layer can have."""
+    """The keys of a draft's layer, in its config.json or nested in it; ValueError for impossible values."""
     layer = config.get("transformer_layer_config", config)
     for keys in (config, layer):
         _check_layer(source.path, keys)
@@ -200,7 +199,7 @@ def _config_of(source: ModelSource) -> dict[str, Any] | None:
 
 
 def _names(file: Path) -> set[str]:
-    """Names of all tensors in a file; none of a broken one, which whoever loads it will refuse."""
+    """Names of all tensors in a file; none for a broken one, which loading refuses."""
     try:
         with safe_open(file, "pt") as opened:
             return set(opened.keys())
@@ -209,7 +208,7 @@ def _names(file: Path) -> set[str]:
 
 
 def _files(source: ModelSource) -> list[Path]:
-    """The files of weights; ValueError where there are pickled ones alone."""
+    """The files of weights; ValueError if all are pickled."""
     directory = Path(source.path)
     if not directory.is_dir():
         directory = Path(
