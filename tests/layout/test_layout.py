@@ -26,7 +26,7 @@ CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
     "configs": (1320, 1000),
     "store": (623, 500),
-    "lm": (5317, 4000),
+    "lm": (5316, 4000),
     "data_gen": (6712, 4400),
     "heads": (4362, 3600),
     "decode": (5019, 4200),
