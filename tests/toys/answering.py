@@ -1,7 +1,10 @@
 """A completions server of a few lines, which answers as a test tells it to, and what a run made of its answers."""
 
 import json
-from http.server import BaseHTTPRequestHandler
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from configs.schema import Config
@@ -31,6 +34,17 @@ class Answering(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: object) -> None:
         pass
+
+
+@contextmanager
+def answering(answer: Callable[[dict, int], tuple[int, object]]) -> Iterator[ThreadingHTTPServer]:
+    """A server on this machine with this `answer`; `bodies` are the requests that it got."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    server.bodies, server.answer = [], answer
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
 
 
 def completion(text: str, finish_reason: str = "stop", **more: object) -> tuple[int, dict]:

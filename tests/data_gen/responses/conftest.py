@@ -1,25 +1,18 @@
 """A server in this process, and the toy run that has its responses from it."""
 
-import threading
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from configs.schema import ServerConfig
-from tests.toys.answering import Answering, completion
+from tests.toys.answering import answering, completion
 
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
-    server.bodies, server.answer = [], lambda body, attempt: completion("hello")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with answering(lambda body, attempt: completion("hello")) as server:
+        yield server
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ import random
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from http.server import ThreadingHTTPServer
 
 import pytest
 
@@ -20,7 +19,7 @@ from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.dispatch import Servers, _key_for
 from data_gen.responses.exchange import Answers
 from tests.data_gen.on_disk import files_of
-from tests.toys.answering import Answering, all_rows, close_half_way, completion, problems
+from tests.toys.answering import Answering, all_rows, answering, close_half_way, completion, problems
 
 
 def echo(body, attempt):
@@ -30,18 +29,8 @@ def echo(body, attempt):
 
 @pytest.fixture
 def second():
-    with another() as server:
+    with answering(echo) as server:
         yield server
-
-
-@contextmanager
-def another():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
-    server.bodies, server.answer = [], echo
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
 
 
 def url_of(server) -> str:
@@ -110,7 +99,7 @@ def test_a_prompt_at_which_servers_fail_is_the_problem_of_its_row(served, server
     def answer(body, attempt):
         return (500, {"error": {"message": "boom"}}) if "xx" in body["prompt"] else echo(body, attempt)
 
-    with another() as third:
+    with answering(echo) as third:
         servers = (server, second, third)[:num_servers]
         for each in servers:
             each.answer = answer
