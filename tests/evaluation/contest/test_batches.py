@@ -3,11 +3,12 @@ fixed lengths.
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from configs.schema import DecodeConfig
+from decode.experiment import Experiment
 from evaluation.batches.curves import BatchTimes
 from evaluation.batches.load import load_at, queue_of
 from evaluation.batches.lockstep import step_through
@@ -112,7 +113,8 @@ def test_measured_and_recorded_times_of_verification_are_taken_as_they_are(origi
 
 def test_every_size_has_a_table_and_every_result_is_a_row(replays, capsys, monkeypatch):
     monkeypatch.setattr(batches, "kept_curves", lambda experiment: None)
-    experiment = SimpleNamespace(decode=SimpleNamespace(verify_shares=(0.0, 0.2)))
+    experiment = Experiment.__new__(Experiment)
+    experiment.decode = DecodeConfig(verify_shares=(0.0, 0.2))
     rows = in_batches(experiment, {"toys": replays}, [TIMES], [1, 44])
     assert len(rows) == 2 * 2 * 4
     assert list(rows[0])[:6] == ["dataset", "ratio", "costs", "verify_share", "batch_size", "family"]

@@ -77,6 +77,7 @@ def test_replay_prints_the_counts_of_the_policy_over_both_splits(flags, capsys):
     assert sentence in " ".join(" ".join(lines[-4:-1]).split())
     assert lines[-1].startswith("next: acceptance-heads evaluate")
     assert sum("draft lengths" in line for line in lines) == 2
+    assert histogram([0, 8, 4, 0]) == "0 | █▄ | 3   mean 1.33, median 1"
 
 
 def test_costs_say_what_the_times_mean_for_speculation():
@@ -241,10 +242,6 @@ def test_broken_costs_name_their_file(flags, capsys):
             store.entries()
 
 
-def test_a_histogram_shows_every_draft_length():
-    assert histogram([0, 8, 4, 0]) == "0 | █▄ | 3   mean 1.33, median 1"
-
-
 @pytest.mark.slow
 def test_what_was_chosen_under_one_sampling_is_transferred_to_another(flags, tmp_path, capsys):
     path, source = tmp_path / "warm", flags[flags.index("--decode.dir") + 1]
@@ -264,7 +261,6 @@ RECORD = (
     "--data.prompts=/nowhere/prompts.jsonl",
     "--pair.sampling.temperature=0.3",
 )
-"""Neither models nor prompts, and a config that says otherwise than the trace."""
 
 
 def test_a_record_is_evaluated_as_it_was_without_models_and_prompts(flags, tmp_path, capsys):
