@@ -2,6 +2,7 @@
 in DIR/batch_costs.jsonl for `evaluation evaluate --batch`.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 from decode.experiment import Experiment
 from decode.policies.batch import BatchCosts, Curve
 from evaluation.costs.machine import loop_key, recorded
-from evaluation.times import Times
+from evaluation.times import RECORDED, Times
 from store.json_files import KeyedStore
 
 
@@ -40,6 +41,20 @@ class BatchTimes(NamedTuple):
         if self.verify_share is not None:
             return f"{self.times.title}; a verified token costs {self.verify_share:g} t_draft"
         return f"{self.times.title}; curves of {'one sequence' if self.measured is None else 'batches'}"
+
+
+def setups_of(
+    every_times: Sequence[Times], verify_shares: Sequence[float], measured: BatchCosts | None = None
+) -> list[BatchTimes]:
+    """All times with every share of a verified token; measured or recorded times once, with the curves if there are
+    any.
+    """
+    setups: list[BatchTimes] = []
+    for times in every_times:
+        has_curves = times.origin in ("measured", RECORDED)
+        setups += [BatchTimes(times, None, measured)] * has_curves
+        setups += [BatchTimes(times, share) for share in verify_shares if not has_curves]
+    return setups
 
 
 def keep_curves(experiment: Experiment, curves: BatchCosts) -> Path:

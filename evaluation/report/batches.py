@@ -11,14 +11,14 @@ import torch
 
 from decode.experiment import Experiment
 from decode.policies.batch import BatchAuto
-from evaluation.batches.curves import BatchTimes, kept_curves
+from evaluation.batches.curves import BatchTimes, kept_curves, setups_of
 from evaluation.batches.load import Load, load_at, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.competitor import head_in
 from evaluation.contest import Replays, best_heads, fastest_on_dev
 from evaluation.families import BASELINE, BOUNDS, HEADS_OF, PERFECT, families, family
 from evaluation.table import Table, say
-from evaluation.times import RECORDED, Times
+from evaluation.times import Times
 from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_rounds
 from evaluation.traces.trace import CONFIDENCE, Trace
@@ -62,21 +62,6 @@ def in_batches(
                 table.print()
             rows += new
     return rows
-
-
-def setups_of(every_times: Sequence[Times], verify_shares: Sequence[float], measured: Any = None) -> list[BatchTimes]:
-    """All times with every share of a verified token; measured or recorded times once, with the curves of batches if
-    there are any.
-    """
-    return [
-        setup
-        for times in every_times
-        for setup in (
-            [BatchTimes(times, None, measured)]
-            if times.origin in ("measured", RECORDED)
-            else [BatchTimes(times, share) for share in verify_shares]
-        )
-    ]
 
 
 def contests_of(

@@ -9,7 +9,7 @@ import torch
 
 from configs.schema import DecodeConfig
 from decode.experiment import Experiment
-from evaluation.batches.curves import BatchTimes
+from evaluation.batches.curves import BatchTimes, setups_of
 from evaluation.batches.load import load_at, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.competitor import bounds, default_values, head_competitor, make_competitor
@@ -17,7 +17,7 @@ from evaluation.contest import Replays, replay_arms
 from evaluation.flag_types import sizes_of
 from evaluation.gain import Splits
 from evaluation.report import batches
-from evaluation.report.batches import contests_of, in_batches, setups_of
+from evaluation.report.batches import contests_of, in_batches
 from evaluation.times import RECORDED, StopShares, Times
 from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_rounds
