@@ -1,6 +1,6 @@
 """The sections of an experiment's YAML: `pair`, `data`, `heads`, `trainer`, `decode`.
 
-A field's docstring is its help on the command line. Ranges are in `configs.limits`. URLs in place of paths are refused
+A field's docstring is its help on the command line. Ranges are in `configs.limits`. URLs instead of paths are refused
 here (`configs.paths`), so that a Config made in Python is checked too.
 """
 

@@ -67,7 +67,7 @@ def competitors_of(
     """All grids of an evaluation but the bounds.
 
     Args:
-        chosen: policy -> parameter -> values, in place of the built-in values of that policy.
+        chosen: policy -> parameter -> values, instead of the built-in values of that policy.
         heads: by name; each is a competitor.
         max_draft_length: the longest fixed length.
         policies: names of those that compete, as decode.policies has them; empty: all.
@@ -116,7 +116,7 @@ def make_competitor(
     """All combinations of the values of some parameters of the policy `name`.
 
     Args:
-        kind: class of the policy, in place of the registry's.
+        kind: class of the policy, instead of the registry's.
         fixed: further arguments of the policy, such as a head.
     """
     if empty := [key for key, values in parameters.items() if not len(values)]:

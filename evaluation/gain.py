@@ -1,4 +1,4 @@
-"""How sure a ratio of throughputs is: the paired bootstrap over test prompts, in one place.
+"""How sure a ratio of throughputs is: the paired bootstrap over test prompts.
 
 Two ways of decoding write texts to the same prompts. How hard a prompt is moves both alike, so prompts are resampled in
 pairs: the same draw of prompts for both, and the ratio is that of the totals. A conversation is one prompt: its turns

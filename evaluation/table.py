@@ -47,8 +47,8 @@ class Table(NamedTuple):
     def table(self) -> RichTable:
         """The table as it prints. What is too wide folds: a figure that is cut says nothing."""
         table = RichTable(title=self.title, caption=self.note or None, caption_justify="left")
-        for place, heading in enumerate(self.columns):
-            table.add_column(heading, justify="left" if place < self.names else "right", overflow="fold")
+        for index, heading in enumerate(self.columns):
+            table.add_column(heading, justify="left" if index < self.names else "right", overflow="fold")
         for row in self.rows:
             table.add_row(*(str(row.get(column, "")) for column in self.columns))
         return table

@@ -111,10 +111,10 @@ class Times:
     @property
     def where(self) -> str:
         """The same as the first words of a sentence."""
-        place = "On this machine" if self.origin.startswith("measured") else "At the times given"
-        place = "At the times of the record" if self.origin == RECORDED else place
-        place = "On other hardware" if self.origin.startswith("ratio") else place
-        return f"{place}, where a target forward costs {self.ratio:.1f} draft forwards"
+        setting = "On this machine" if self.origin.startswith("measured") else "At the times given"
+        setting = "At the times of the record" if self.origin == RECORDED else setting
+        setting = "On other hardware" if self.origin.startswith("ratio") else setting
+        return f"{setting}, where a target forward costs {self.ratio:.1f} draft forwards"
 
     def with_ratio(self, ratio: float) -> "Times":
         """Other hardware: this target's time, constant in k, a draft that is `ratio` times faster, and stops as

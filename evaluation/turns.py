@@ -22,7 +22,7 @@ def in_turns(
     Args:
         competitors: names, or the competitors themselves.
         prompts: whatever is played by all of them, such as prompts, sizes of batches or repeats.
-        first: place of the competitor that begins on the first prompt; a repeat gives its number, so that another
+        first: index of the competitor that begins on the first prompt; a repeat gives its number, so that another
             competitor begins.
     """
     members = tuple(competitors)

@@ -5,6 +5,7 @@ head = train_heads("data/mine", depths=(1, 2))      the same for a directory wit
 head = AcceptanceHead.from_pretrained("owner/name") an exported head, from the hub or a directory
 head.push_to_hub("owner/name")                      upload it with its model card
 head.calibrated(head(hidden))                       acceptance probabilities of drafted tokens
+head.provenance                                     a Provenance: the models, data and measures of a head
 """
 
 from typing import TYPE_CHECKING

@@ -262,7 +262,7 @@ def refuse_offloaded(model: PreTrainedModel, source: ModelSource) -> None:
         if weight is not None and weight.device.type == "meta":
             raise ValueError(
                 f"the weight of the {part} of {source.path} did not fit and was offloaded (device_map "
-                f"{source.device_map!r}; it is on meta), and every position needs it; give it a device of its own in "
+                f"{source.device_map!r}; it is on meta), and every position needs it; give it its own device in "
                 "device_map, free memory, or choose a smaller dtype"
             )
 

@@ -155,7 +155,7 @@ def load_model(source: ModelSource, *, device: torch.device | None = None) -> Pr
 
     Args:
         source: directory or hub repository of the model, and how it is loaded.
-        device: device of the model, in place of `source.device_map`.
+        device: device of the model, instead of `source.device_map`.
 
     Raises:
         FileNotFoundError: the source has no model.
@@ -260,7 +260,7 @@ def _within_memory(source: ModelSource) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if this error or a cause of it is a lack of memory; torch has no type of its own for that of the CPU."""
+    """True if this error or a cause of it is a lack of memory; torch has no separate type for the CPU's."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
         return True
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)

@@ -19,7 +19,6 @@ def lazily(package: str, file: str) -> Callable[[str], Any]:
     block = next(node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     modules = {alias.name: str(node.module) for node in imports for alias in node.names}
-    vars(sys.modules[package])["__dir__"] = lambda: sorted({*vars(sys.modules[package]), *modules})  # for `help`
 
     def attribute(name: str) -> Any:
         if name not in modules:

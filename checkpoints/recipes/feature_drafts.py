@@ -7,7 +7,7 @@ frozen.
             no noise on features, since those of deeper positions have errors anyway; depth k weighs 0.8^k as in
             EAGLE-3, which has no distance; no HASS loss on the likeliest tokens alone.
     glide   GliDe (arXiv 2402.02082): cross-attention does not see the newest blocks of the target's keys. Departure:
-            KL(p || q) in place of cross-entropy on the text, so that free choices of wording agree.
+            KL(p || q) instead of cross-entropy on the text, so that free choices of wording agree.
     dspark  One forward drafts a block of tokens. Draft and confidence head are trained together, as the released ones
             (github.com/deepseek-ai/DeepSpec, modeling/dspark/loss.py):
 
@@ -140,7 +140,7 @@ def unrolled(
     """An EAGLE draft's outputs at depth 1, 2, … (endless) of drafts from all entries at once, on the data's tokens.
 
     Entry t reads token t + 1. At depth k + 1 it is k tokens after a root, the last entry with a state of the target. It
-    reads the output of entry t - 1 at depth k. It sees the entries up to t - k at depth 1 and those of its own draft:
+    reads the output of entry t - 1 at depth k. It sees the entries up to t - k at depth 1 and those of its draft:
     t - k + m at depth m + 1. The first k entries have no root, and their outputs mean nothing.
     """
     cache, positions = DynamicCache(), torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)

@@ -22,7 +22,7 @@ from lm import free_memory, load_config
 from lm.parallel import check_slices, join, refuse_alone, sliced_models, slices_of
 
 _WAIT = timedelta(days=365)
-"""Longest wait for the leader's next job, which may follow long stages of its own; if it dies, torchrun ends the
+"""Longest wait for the leader's next job, which may follow its own long stages; if it dies, torchrun ends the
 others.
 """
 

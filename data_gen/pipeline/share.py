@@ -88,13 +88,13 @@ class Share(NamedTuple):
                     f"{who}; wait until it ends, stop it, give this process --world_size {world_size} too, or choose "
                     "another data.dir"
                 )
-            if holder.get("asked", requested) != requested:
+            if holder.get("requested", requested) != requested:
                 raise ValueError(
-                    f"{who}, with data.num_train, num_dev and num_test {holder['asked']} instead of {requested}; give "
-                    "all processes the same numbers, or wait until it ends"
+                    f"{who}, with data.num_train, num_dev and num_test {holder['requested']} instead of {requested}; "
+                    "give all processes the same numbers, or wait until it ends"
                 )
         if not self.is_whole:
-            state(Path(directory) / self._lock, asked=requested)
+            state(Path(directory) / self._lock, requested=requested)
 
     def on_its_gpu(self, pair: PairConfig) -> PairConfig:
         """The section with models moved from the first GPU to this process's GPU, if the machine has several."""

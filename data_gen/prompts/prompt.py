@@ -151,7 +151,7 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def json_records(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
-    """The same, with an error in place of a line that is not a JSON object."""
+    """The same, with an error instead of a line that is not a JSON object."""
     with open_lines(path) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():

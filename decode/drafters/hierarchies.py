@@ -39,7 +39,7 @@ c8fed41) are wrong or incomplete:
   tau ends it.
 * n_tot, the tokens passed to the target, omits the resampled token. Here every emitted token is proposed and counted.
 * The entropy lists of the two levels are aliases of one list, and tau_1 is updated under tau_2's index. Here each
-  level's policy has its own state: H of its own distribution at the first token that the level above rejected.
+  level's policy has its own state: H of its distribution at the first token that the level above rejected.
 * At a position where the draft is unsure, the program replaces the micro's token from the residual *without testing
   it*, which is biased (a residual is the distribution given rejection). Here that token is verified as any other and is
   the last of the draft; still one forward.

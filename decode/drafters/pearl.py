@@ -116,7 +116,7 @@ class PearlDecoder(SpeculativeDecoder):
         count = num_accepted(tested.tokens, tested.dists, p, draws)
         emitted = tested.tokens[:count]
         is_passed = count == len(tested.tokens)
-        # the target's own token: in place of the rejected one, or if nothing was drafted
+        # the target's own token: instead of the rejected one, or if nothing was drafted
         if not is_passed or not new.tokens:
             is_over = bool(emitted) and (emitted[-1] in self.eos_ids or len(emitted) == num_left)
             emitted = emitted if is_over else [*emitted, draws.token(next_dist(count, tested.dists, p, draws))]

@@ -2,7 +2,7 @@
 
 accepted   drafted, and accepted by the target          green
 rejected   drafted, and discarded                       struck through, dim; of a tree the likeliest rejected path
-residual   the target's token in place of a rejected    red
+residual   the target's token instead of a rejected    red
 bonus      the target's token after full acceptance     blue
 """
 

@@ -37,7 +37,7 @@ class SignalReader:
             raise ValueError(
                 f"{type(policy).__name__} reads signals {sorted(unknown)}; use some of {', '.join(AfterDraw._fields)}"
             )
-        self.model, self.asked, self.devices = model, policy.signals, devices_of(policy, model)
+        self.model, self.requested, self.devices = model, policy.signals, devices_of(policy, model)
         self.confidence_of = _confidence_of(policy, model) if "confidence_logit" in policy.signals else None
         self.fed, self.prefix, self.drawn = (
             None if head is None else _stepwise(head, model)
@@ -46,8 +46,8 @@ class SignalReader:
         heads = [head for head in (self.fed, self.prefix, self.drawn) if head is not None]
         self.has_heads = bool(heads)
         names = {name for head in heads for name in head.inputs.scalars}
-        names |= self.asked & {"entropy", "max_prob", "top_prob"}
-        self.names = sorted(names | ({"log_token_prob"} if "token_prob" in self.asked else set()))
+        names |= self.requested & {"entropy", "max_prob", "top_prob"}
+        self.names = sorted(names | ({"log_token_prob"} if "token_prob" in self.requested else set()))
         """Signals that are computed."""
 
     def draw(
@@ -134,7 +134,7 @@ class HostSignals(SignalReader):
         return draws.token(q)
 
     def _read(self, position: int, logits: Tensor, token: int, row: int, probs: Tensor | None) -> tuple[int, AfterDraw]:
-        if not self.asked:
+        if not self.requested:
             return token, AfterDraw(position)
         stats, top_prob, fed_logit, prefix_logit, drawn_logit = _NO_STATS, 0.0, math.inf, 0.0, 0.0
         if self.names:
@@ -175,7 +175,7 @@ class DeviceSignals(SignalReader):
     def _read(
         self, position: int, logits: Tensor, token: Tensor, row: int, probs: Tensor | None
     ) -> tuple[int, AfterDraw]:
-        if not self.asked:
+        if not self.requested:
             return refuse_no_token(int(token), logits), AfterDraw(position)
         known = token.clamp(max=len(logits) - 1)  # a distribution that is not finite draws an id beyond the last
         hidden = self.hidden(row) if self.has_heads else None

@@ -1,4 +1,4 @@
-"""One policy through one generation: what it is asked at each token, and what it remembers between rounds (law 4.3)."""
+"""One policy through one generation: its decision at each token and its memory between rounds (law 4.3)."""
 
 from collections.abc import Iterable
 from copy import copy

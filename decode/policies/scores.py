@@ -89,7 +89,7 @@ class ScoringPolicy(Policy):
 
     @property
     def stop_kind(self) -> str:
-        """The shapes of the heads; one that stands in for a head in replay has none, and costs nothing."""
+        """The shapes of the heads; a substitute for a head in replay has none and costs nothing."""
         return JOINT.join(sorted(head.shape_name for head in self._by_timing.values() if head.shape_name))
 
     @property

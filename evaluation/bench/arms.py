@@ -92,7 +92,7 @@ def assisted(
         sampling: passed to `generate`.
         changes: settings of the draft's generation config, the only one that transformers reads; None: plain generation
             without a draft.
-        assistant: a language model that drafts in place of the pair's draft.
+        assistant: a language model that drafts instead of the pair's draft.
         ends_at_eos: a generation ends at the target's EOS.
     """
     drafts = None if changes is None else assistant or pair.draft

@@ -50,7 +50,7 @@ def bench(
         config: the experiment: pair, heads, times, and whether the loop is compiled.
         batch: sizes of continuous batches in which `lengths` and `policies` are measured; null: one sequence.
         samplings: any of greedy, sampled (temperature 1), nucleus (0.7, top-p 0.9), own (the config's).
-        policies: specs that run in place of each family's best, such as head:PATH,max_rejection_prob=0.4; at least one
+        policies: specs that run instead of each family's best, such as head:PATH,max_rejection_prob=0.4; at least one
             is a fixed length.
         families: the families that run beside the best fixed length; empty: all.
         constants: lengths of transformers' constant schedule; empty: our best fixed one and half of it.

@@ -203,7 +203,7 @@ def verdict_of(cell: Mapping[str, Any], results: Sequence[RaceResult]) -> str:
 def race_plot(cells: Sequence[Cell]) -> Plot:
     """Gain over the best fixed length: one panel per dataset and sampling, one row per family.
 
-    Without a draft the target is so slow that nothing else could be told apart: it is there only where nothing else is.
+    Speed without a draft would hide all other differences, so it is shown only where nothing else is.
     """
     ran = dict.fromkeys(one.family for _, results in cells for one in results)
     families = [family for family in ran if family not in (BASELINE, ALONE, UNASSISTED)] or [ALONE]

@@ -106,9 +106,9 @@ class ClockReport:
         axes.fill_between(ends, ends * (1 - TOLERANCE), ends * (1 + TOLERANCE), color=GREY, alpha=0.25, linewidth=0)
         axes.plot(ends, ends, color=GREY, linestyle="--", linewidth=1)
         styles = styles_of(row["family"] for row in self.rows)
-        for row, *place in zip(self.rows, predicted, clocked, strict=True):
+        for row, *point in zip(self.rows, predicted, clocked, strict=True):
             colour, _, marker = styles[row["family"]]
-            axes.plot(*place, marker, color=colour, markersize=5, label=family(row["family"]).label)
+            axes.plot(*point, marker, color=colour, markersize=5, label=family(row["family"]).label)
         axes.set(xlabel="predicted tokens/s", ylabel="clocked tokens/s")
         legend_below(axes)
         return plot_of(

@@ -34,7 +34,7 @@ def costs_for(
 
     Args:
         experiment: the models, policies and settings.
-        ratio: t_target / t_draft of other hardware, in place of that of these times.
+        ratio: t_target / t_draft of other hardware, instead of that of these times.
         others: policies that are neither registered nor heads of the experiment.
         has_heads: whether the stops of the experiment's heads count, too.
 

@@ -168,7 +168,7 @@ def _of_blocks(drafts: dict[int, list[float]]) -> tuple[float, float]:
     a line's offset would be mostly noise.
     """
     lengths = sorted(length for length in drafts if length)
-    first_s, last_s = (typical(drafts[lengths[place]]) for place in (0, -1))
+    first_s, last_s = (typical(drafts[lengths[index]]) for index in (0, -1))
     num_further = lengths[-1] - lengths[0]
     each_s = max(0.0, last_s - first_s) / num_further if num_further else 0.0
     return first_s, each_s
@@ -213,9 +213,9 @@ def _errors(generations: Sequence[Generation], max_draft_length: int) -> TimeErr
     generator, resampled = np.random.default_rng(0), []
     for _ in range(_RESAMPLES):
         drawn = [
-            members[place]
+            members[index]
             for members in of_length.values()
-            for place in generator.integers(len(members), size=len(members))
+            for index in generator.integers(len(members), size=len(members))
         ]
         resampled.append(_times_of(drawn, max_draft_length))
     draft_s, target_s = (np.array(times) for times in zip(*resampled, strict=True))

@@ -41,11 +41,11 @@ def flags(
     Args:
         config: the experiment; its trace is recorded first if it does not exist.
         for_: the engine, written --for.
-        t_draft_ms: milliseconds of a draft forward in that engine, with t_target_ms, in place of measured times; or by
+        t_draft_ms: milliseconds of a draft forward in that engine, with t_target_ms, instead of measured times; or by
             sequences in a batch, 1:4,8:5.
         t_target_ms: milliseconds of a target forward of one token (what a token takes without speculation); or by
             tokens that it verifies, 1:30,5:33,17:50.
-        log: in place of the two times, logs of a llama.cpp server with this draft at -lv 4 and without a draft:
+        log: instead of the two times, logs of a llama.cpp server with this draft at -lv 4 and without a draft:
             spec.log,alone.log; more logs, with other numbers of drafted tokens, improve the fit.
         batch: sizes of batches to choose a number of tokens for as well, for engines with one per size: 1,4,16.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.

@@ -67,7 +67,7 @@ def configurations_of(trio: PairModels) -> list[Configuration]:
 def with_heads(
     trio: PairModels, heads: Sequence[AcceptanceHead], paths: Sequence[str], *, max_rejection_prob: float
 ) -> list[Configuration]:
-    """Trained heads in place of entropies: in plain speculation and in full HSDDW.
+    """Trained heads instead of entropies: in plain speculation and in full HSDDW.
 
     Args:
         trio: the three models.

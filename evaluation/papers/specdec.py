@@ -1,4 +1,4 @@
-"""SpecDec++ (arXiv 2405.19715): throughputs of its own heads, replayed on the test prompts, and forward times, clocked.
+"""SpecDec++ (arXiv 2405.19715): throughputs of its heads, replayed on the test prompts, and forward times, clocked.
 
 Tables 1 and 3 as printed: K in {2, 4, …, 14}, h in {0.1, 0.3, 0.5, 0.7, 0.9} on raw probabilities, and each cell is the
 best *on test*. `evaluate` chooses on dev and gives intervals. As in the paper a throughput is counts times forward

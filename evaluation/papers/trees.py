@@ -3,12 +3,12 @@ EAGLE-2.
 
     Table 3   a chain, and the same with CaPE's siblings; published with 4 tokens
     Table 4   EAGLE-2's tree; published with six levels, 10 candidates after a node and 59 nodes in all, and with stops
-              that are asked after every second level
+              evaluated after every second level
 
 Each as published, at the fixed length that is fastest on dev, and with every stop at the setting that is fastest on
 dev. A stop is a policy's spec (`decode.policies.registry`). What its spec leaves open of the policy's grid is chosen
-among a few of the grid's values, all of them where `decode.grid` gives them; of a tree also after how many levels it is
-asked. Dev compares the settings of one name by
+among a few of the grid's values, all of them where `decode.grid` gives them; for a tree also the
+levels between two evaluations. Dev compares the settings of one name by
 
     T = a rounds + b num_draft_forwards + c rounds + d N_draft
 
@@ -66,7 +66,7 @@ class Draft(NamedTuple):
     shape: Shape | None = None
     """None: a chain."""
     read_every: tuple[int, ...] = (1,)
-    """After how many levels a stop may be asked."""
+    """Levels between two evaluations of a stop."""
 
 
 CHAIN, CAPE = Draft("chain", 4), Draft("CaPE", 4, Cape())

@@ -43,7 +43,7 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
     Args:
         config: the experiment.
         write: put `recommended` into every head's config.json, and the verdict into decode.dir.
-        ratio: t_target / t_draft of other hardware, in place of the measured times.
+        ratio: t_target / t_draft of other hardware, instead of the measured times.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     experiment = Experiment(config)

@@ -273,8 +273,8 @@ def record_trace(
     """
     traces = []
     width = max((len(exchange.response_ids) for exchange in exchanges), default=0)
-    chance = uniforms(seed, len(exchanges), width, recorder.num_uniforms)
-    for exchange, numbers in zip(exchanges, chance, strict=True):
+    draws = uniforms(seed, len(exchanges), width, recorder.num_uniforms)
+    for exchange, numbers in zip(exchanges, draws, strict=True):
         # a response that EOS did not end was cut at a limit, its length
         limit = max_new_tokens if exchange.finish_reason == "stop" else len(exchange.response_ids)
         texts = tuple(exchange.prompt_ids), tuple(exchange.response_ids)

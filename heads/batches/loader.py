@@ -170,7 +170,7 @@ def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], B
 
 
 class BatchLoader:
-    """An iterable of batches, which Lightning accepts in place of a DataLoader."""
+    """An iterable of batches, which Lightning accepts instead of a DataLoader."""
 
     def __init__(
         self,

@@ -96,7 +96,7 @@ class _TimingMetrics(nn.Module):
             ("raw", unit, zero),
             ("calibrated", 1 / self.temperature, self.shift / self.temperature),
         ):
-            drafts = (metric.compute() for metric in self.drafts[way])  # type: ignore[union-attr]
+            drafts = (metric.compute() for metric in self.drafts[way])  # type: ignore[attr-defined]
             of_tokens, of_drafts = _unstack(measures(histogram, slope, offset)._asdict()), _draft_results(*drafts)
             bins = _unstack(reliability(histogram, slope, offset)._asdict())
             for index, result in enumerate(results):

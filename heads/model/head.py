@@ -11,8 +11,8 @@ is fitted on dev. `timing` names the hidden state that a head reads and what it 
     prefix     the same state before the token is drawn (law 4.8c); acceptance_rate, the mean over possible tokens
     candidate  the same state, for a token that a tree offers; p(y), with which the target accepts it
 
-Departures from the official code: one logit in place of two (a softmax over two logits sees only their difference), and
-separate blocks in place of one shared block.
+Departures from the official code: one logit instead of two (a softmax over two logits sees only their difference), and
+separate blocks instead of one shared block.
 """
 
 import hashlib

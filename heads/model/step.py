@@ -70,7 +70,7 @@ class StepwiseHead:
         scalars: Float[Tensor, " scalar"] | None = None,
         token: Int[Tensor, " 1"] | None = None,
     ) -> Float[Tensor, " 1"]:
-        """The logit f; inputs as in `AcceptanceHead.forward`, with the token in place of its embedding."""
+        """The logit f; inputs as in `AcceptanceHead.forward`, with the token instead of its embedding."""
         stream, logit = self.inputs.taken(hidden.to(self.dtype)), None
         if self.inputs.embedding:
             assert token is not None

@@ -26,7 +26,7 @@ class Outputs(NamedTuple):
     """Outputs of a draft for each node."""
 
     states: Float[Tensor, "batch node hidden"]
-    """States that later nodes read in place of the target's features."""
+    """States that later nodes read instead of the target's features."""
     hidden: Float[Tensor, "batch node hidden"]
     """Input of the LM head and of acceptance heads."""
 

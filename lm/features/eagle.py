@@ -1,6 +1,6 @@
 """EAGLE-1/2 and EAGLE-3 drafts (arXiv 2401.15077, 2406.16858, 2503.01840): one layer that reads the target's features.
 
-Entry t stands for token x_{t+1} and has position t. It reads the token's embedding and a state s_t, and its output
+Entry t represents token x_{t+1} and has position t. It reads the token's embedding and a state s_t, and its output
 gives q(x_{t+2}):
 
     EAGLE-1/2   f_{t+1} = layer(fc[embed(x_{t+1}); s_t])      q = softmax(head f)         (no norm before or after)

@@ -135,7 +135,7 @@ def _eagle3_of(released: Released, config: LlamaConfig, target: PreTrainedModel,
     released.require(
         not lacks or config.hidden_size == target.config.get_text_config().hidden_size,
         f"it is not as wide as the target and has no {lacks}",
-        f"fetch a release with {lacks} of its own",
+        f"fetch a release with {lacks} ",
     )
     width = getattr(config, "draft_vocab_size", None) or config.vocab_size
     num_logits = width if has_head or "d2t" in released.tensors else None

@@ -25,20 +25,31 @@ MORE_PARAMETERS = {
 CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
     "configs": (1320, 1000),
-    "store": (623, 500),
+    "store": (622, 500),
     "lm": (5316, 4000),
     "data_gen": (6712, 4400),
-    "heads": (4362, 3600),
+    "heads": (4363, 3600),
     "decode": (5019, 4200),
     "evaluation": (10896, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
-    "tests": (28724, 18000),
+    "tests": (28735, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 167
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
+
+WORDS = {
+    **dict.fromkeys(
+        ("told", "asked", "anew", "dear", "stands", "seat", "abroad", "yardstick", "champion", "finalist"), 0
+    ),
+    "place": 8,
+    "chance": 4,
+    "behind": 1,
+    "of its own": 3,
+}
+"""How often the packages may use words with plainer substitutes, in names too; "in place" is idiomatic."""
 
 
 def functions(module: Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -169,3 +180,9 @@ def test_record_types_stay_few():
 def test_no_figure_touches_the_global_state_of_matplotlib():
     """pyplot, and a backend set at import, would switch off the plots of the notebook that imports the package."""
     assert [name for name, module in MODULES.items() if re.search(r"pyplot|matplotlib\.use\(", module.text)] == []
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_words_with_plainer_substitutes_do_not_return(word: str):
+    text = " ".join(module.text for module in MODULES.values()).replace("_", " ")
+    assert len(re.findall(rf"(?<![A-Za-z]){word}s?(?![A-Za-z])", text)) <= WORDS[word]
