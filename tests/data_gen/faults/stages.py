@@ -55,7 +55,7 @@ def _apart(config: Config) -> Config:
     return replace(config, data=replace(config.data, mode="sequential"))
 
 
-_SHARDS = ("rows/*", "features/**/*", "errors.jsonl")
+_SHARDS = ("rows/*", "labels/*", "features/**/*", "errors.jsonl")
 _TRACES = ("trace/*/rows/*", "trace/*/signals/*", "trace/errors.jsonl")
 STAGES = {
     "data": Stage("data", lambda config, whole: make(config), "data", _SHARDS),

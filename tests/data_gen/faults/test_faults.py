@@ -153,7 +153,7 @@ DAMAGE: dict[str, Callable[[Path, Path, random.Random], object]] = {
 }
 
 
-@pytest.mark.parametrize("folder", ["rows", "features/fed"])
+@pytest.mark.parametrize("folder", ["rows", "labels", "features/fed"])
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_shard_is_made_again_or_refused_by_name(bench: Bench, kind: str, folder: str):
     chance, stage = random.Random(f"{kind} {folder}"), STAGES["data"]

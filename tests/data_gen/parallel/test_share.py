@@ -110,7 +110,7 @@ def at_work(toy_config):
             signal.pause()
 
     lock = Path(toy_config.data.dir) / f"{LOCK}-1-of-3"
-    with meanwhile(work, until=lambda: lock.is_file() and '"asked"' in lock.read_text()) as pid:
+    with meanwhile(work, until=lambda: lock.is_file() and '"requested"' in lock.read_text()) as pid:
         yield pid
 
 
