@@ -19,9 +19,11 @@ import zipfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 
 from configs.schema import Config, ModelSource, PairConfig
@@ -171,7 +173,8 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
             return {name: values}
         return {full: leaf for key, value in values.items() for full, leaf in flat(value, f"{name}.{key}").items()}
 
-    sections = {name: config.get(name) or {} for name in ("pair", "data", "heads", "trainer")}
+    sections = {name: config.get(name) or {} for name in ("pair", "data", "heads")}
+    sections["trainer"] = _TRAINER_DEFAULTS | (config.get("trainer") or {})
     return {full: leaf for name, values in sections.items() for full, leaf in flat(values, name).items()}
 
 
@@ -185,5 +188,7 @@ def _refuse_processes(on_disk: dict[str, Any], processes: int, *, dropout: float
         )
 
 
+_TRAINER_DEFAULTS = {name: parameter.default for name, parameter in signature(pl.Trainer).parameters.items()}
+"""Written into run.json by the command line, left out by Python callers."""
 _MODEL = ModelSource(path="")
 _DEFAULTS = json.loads(json.dumps(asdict(Config(pair=PairConfig(target=_MODEL, draft=_MODEL)))))

@@ -78,7 +78,7 @@ def test_a_resume_from_another_config_is_refused_and_names_the_setting(copied: C
     refused = {
         r"heads\.learning_rate = 0\.01, but this config has 0\.5": changed(copied, learning_rate=0.5),
         r"trainer\.max_epochs = 2, but this config has 9": replace(copied, trainer=copied.trainer | {"max_epochs": 9}),
-        r"trainer\.max_steps = None, but this config has 9": replace(copied, trainer=copied.trainer | {"max_steps": 9}),
+        r"trainer\.max_steps = -1, but this config has 9": replace(copied, trainer=copied.trainer | {"max_steps": 9}),
         r"pair\.draft\.dtype = 'auto', but this config has 'float64'": replace(
             copied, pair=replace(pair, draft=replace(pair.draft, dtype="float64"))
         ),
