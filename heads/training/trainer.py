@@ -167,11 +167,14 @@ def stopped_by_sigusr1() -> Iterator[None]:
 
 
 def quiet() -> None:
-    """Silence Lightning's start-up lines and three warnings that every small training run would cause."""
+    """Silence Lightning's start-up lines and four warnings that every small training run would cause."""
     # run.json is in heads.dir before the first checkpoint, and `RunDirectory` refuses files of another run
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     # the interval counts steps of all epochs, and metrics on dev are logged after each epoch anyway
     warnings.filterwarnings("ignore", r"The number of training batches \(\d+\) is smaller than the logging interval")
+    warnings.filterwarnings(
+        "ignore", "You have overridden `on_after_batch_transfer`"
+    )  # the data module has no such hook
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
