@@ -9,7 +9,7 @@ SMOLLM2 ?= checkpoints/smollm2/target
 comma = ,
 # of these extras: others are installed on top when they are asked for
 INSTALLED = $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
-# Types and shapes are checked at every call, which makes a test three times as dear.
+# Types and shapes are checked at every call, which makes a test three times as slow.
 CHECKED = --jaxtyping-packages=store,lm,heads,data_gen,decode,evaluation,serve,checkpoints,beartype.beartype
 
 SMOLLM2_HEAD = head:checkpoints/smollm2/heads/drawn+s-d1-w6
@@ -43,7 +43,7 @@ smollm2: $(INSTALLED) ## a published model, SmolLM2-135M: an answer in colour, a
 	$(RUN) -m evaluation bench $(SMOLLM2_SETTINGS) --samplings '[own]' --num_prompts 8 --num_tokens 64 --race.ignore_eos false \
 		--policies '[fixed_length:k=2,cumulative_token_prob:min_token_prob=0.38,$(SMOLLM2_HEAD)]'
 
-test: $(INSTALLED) ## the fast tests, every law among them (three minutes; so does a bare `pytest`)
+test: $(INSTALLED) ## the fast tests, every law among them (five minutes; so does a bare `pytest`)
 	$(RUN) -m pytest -n 2
 
 test-all: $(INSTALLED) ## every test, with types and shapes checked at every call: what CI runs (a quarter of an hour)

@@ -60,7 +60,7 @@ class Result:
 
     @property
     def setting(self) -> Mapping[str, Any]:
-        """The parameters."""
+        """Parameters of the policy at this setting, by name."""
         return self.competitor.settings[self.number]
 
     @property
@@ -107,7 +107,7 @@ class Contest:
 
     @property
     def num_prompts(self) -> int:
-        """Test prompts."""
+        """Number of test prompts that every result was judged on."""
         return len(self.baseline.spent.tokens)
 
     @cached_property

@@ -183,7 +183,7 @@ class Auto(ScoringPolicy):
         )
 
     def _rate(self, state: AutoState) -> Number:
-        """lambda."""
+        """Tokens per second that a draft must reach (lambda of law 4.11), at least the target's own."""
         rate = state.tokens / state.seconds if self.is_online else self._prior()[0]
         return np.maximum(rate, 1.0 / self.t_target_s)
 

@@ -164,12 +164,12 @@ class ScoringPolicy(Policy):
 
     @cached_property
     def _calibration(self) -> Scale:
-        """Of `head`; cached, since a head computes it at each access."""
+        """Shift and temperature of `head`; cached, since a head computes them at each access."""
         return self.head.calibration_shift, self.head.temperature
 
     @cached_property
     def _scales(self) -> tuple[Scale | None, Scale | None]:
-        """Of the fed-time head, and of the head that scores the newest token."""
+        """Shift and temperature of the fed-time head, and of the head that scores the newest token."""
 
         def scale(head: AcceptanceHead | None) -> Scale | None:
             if head is None:

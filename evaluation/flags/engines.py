@@ -106,7 +106,7 @@ class Engine:
             )
 
     def competitor(self, family: str, longest: int, values: Values | None = None) -> Competitor:
-        """Its rule at these settings, or at all that `flags` compares."""
+        """The engine's stopping rule at these settings; None: at all settings that `flags` compares."""
         all_values = values or (self.values or registered(self.rule).values)(longest)
         return make_competitor(family, self.rule, all_values, kind=self.kind)
 

@@ -90,7 +90,7 @@ class Trace:
 
     @property
     def token(self) -> Int[Array, " drafts"]:
-        """Every token."""
+        """Id of every drafted token, over all drafts in order."""
         return self.drafts["token"]
 
     @property

@@ -164,8 +164,8 @@ class EagleModel(FeatureModel):
 
     @torch.inference_mode()
     def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
-        """As `CachedModel.forward_tree`; a node reads its parent's output, so children of new nodes wait for the next
-        call.
+        """Logits after new nodes, as `CachedModel.forward_tree` returns them. A node reads its parent's output, so
+        children of new nodes wait for the next call.
 
         Args:
             token_ids: the whole text.
@@ -208,7 +208,7 @@ class GlideModel(FeatureModel):
 
     @torch.inference_mode()
     def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "1 vocab"]:
-        """As `CachedModel.forward_tree`, for CaPE's trees: one chain, whose other siblings are leaves and never fed."""
+        """Logits after CaPE's tree: one chain is fed, its other siblings are leaves (`CachedModel.forward_tree`)."""
         assert list(tree.parents) == list(range(-1, len(tree) - 1)), "a GliDe draft feeds one chain; use CaPE's shape"
         return self.forward([*token_ids, *tree.tokens])
 

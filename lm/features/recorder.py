@@ -69,7 +69,7 @@ class FeatureRecorder:
         return self.buffer.keys[0, :, start:end]
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all recorded features; their memory stays allocated."""
         self.buffer.reset()
 
     def roll_back(self, length: int) -> None:
