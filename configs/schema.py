@@ -207,8 +207,8 @@ class DataConfig:
     time and disk space fall almost by n.
     """
     features: tuple[Literal["fed", "drawn"], ...] | None = None
-    """Hidden states to store: fed (after feeding the mixed sequence, law 4.6), drawn (those the tokens were drawn from,
-    law 4.8b). null: those that heads.timings and heads.specdec need.
+    """Hidden states to store: fed (after the draft has read the token), drawn (those that the token was drawn from).
+    null: those that heads.timings and heads.specdec need.
     """
     feature_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of the hidden states on disk; float32 takes twice the space."""

@@ -36,7 +36,7 @@ _NAMES = ("acceptance_prob", "acceptance_rate", "entropy", "cross_entropy")
 
 
 def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[str, Any]:
-    """A summary of one split, and SVIP's plots of it.
+    """Print a summary of one split, and draw SVIP's plots of it.
 
     Args:
         split: train, dev or test.

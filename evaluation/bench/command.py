@@ -44,7 +44,7 @@ def bench(
     num_tokens: int = 64,
     json: bool = False,
 ) -> dict[str, Any]:
-    """Wall clock, side by side with transformers' assisted generation.
+    """Time real generations, in turns with transformers' assisted generation.
 
     Args:
         config: the experiment: pair, heads, times, and whether the loop is compiled.

@@ -21,7 +21,7 @@ _WORTHWHILE = 3
 
 
 def costs(config: Config, *, again: bool = False, json: bool = False) -> None:
-    """Forward times of this machine inside the loop, and what each kind of stop adds.
+    """Measure forward times on this machine, and what each kind of stop adds.
 
     Args:
         config: the experiment; decode.t_draft_s and decode.t_target_s are ignored.

@@ -40,7 +40,7 @@ def paper_tables(
     tree: tuple[int, int] = (10, 59),
     json: bool = False,
 ) -> None:
-    """A paper's tables for this pair.
+    """Print a paper's tables for this pair.
 
     Args:
         config: the experiment.

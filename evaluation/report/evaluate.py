@@ -46,13 +46,13 @@ def evaluate(
 
     Args:
         config: of the experiment.
-        batch: also replay every policy in continuous batches of so many sequences: 1,4,16,64.
-        clock: also time real generations of so many test prompts, with all their turns, every family at its best
-            setting, beside what is predicted; 0: none.
-        repeats: of each timed generation; medians count.
-        transfer_from: decode.dir of an evaluation under another sampling; settings that are chosen on its first dataset
-            are also judged on every dataset of this one.
-        all: print every policy's row too, below the stages to the oracle.
+        batch: also replay every policy in continuous batches of these sizes: 1,4,16,64.
+        clock: number of test prompts to generate for real and time, next to the prediction; every family runs at its
+            best setting, in turns; 0: none.
+        repeats: number of timed generations per prompt; the median counts.
+        transfer_from: decode.dir of an evaluation under another sampling; the settings chosen on its first dataset are
+            also judged on every dataset of this one.
+        all: also print one row per policy.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     check_local(transfer_from, "--transfer_from")
