@@ -54,7 +54,7 @@ class Released:
         """
         self.path, self.layout, self.config = source.path, released_layout_of(source), _config_of(source) or {}
         self.tensors: dict[str, Tensor] = {}
-        for file in _files(source):
+        for file in files_of(source):
             try:
                 self.tensors |= {
                     name: tensor for name, tensor in load_file(file).items() if not name.endswith("rotary_emb.inv_freq")
@@ -90,7 +90,7 @@ class Released:
 
     def refusal(self, subject: str, remedy: str) -> ValueError:
         """The error for this directory: what is wrong, and the remedy."""
-        return _refusal(self.path, subject, remedy)
+        return refusal_of(self.path, subject, remedy)
 
     def require(self, condition: bool, subject: str, remedy: str) -> None:
         """Raise the `refusal` unless the condition holds."""
@@ -107,27 +107,27 @@ class Released:
             raise self.refusal("it drafts all its tokens in one forward (P-EAGLE)", "use an EAGLE-3 draft")
 
 
-def _refusal(path: str, subject: str, remedy: str) -> ValueError:
+def refusal_of(path: str, subject: str, remedy: str) -> ValueError:
     return ValueError(f"the feature draft {path} cannot be used: {subject}; {remedy}")
 
 
 def _check_layer(path: str, keys: Any) -> None:
     """Raise ValueError for keys with impossible values."""
     if not isinstance(keys, dict):
-        raise _refusal(path, f"its transformer_layer_config is {keys!r:.40}", "fetch the release again")
+        raise refusal_of(path, f"its transformer_layer_config is {keys!r:.40}", "fetch the release again")
     rope = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     if isinstance(rope, dict) and "mrope" in (rope.get("rope_type"), rope.get("type")):
-        raise _refusal(path, "its rotary positions (mrope) are those of images in a text", "use a text model's draft")
+        raise refusal_of(path, "its rotary positions (mrope) are those of images in a text", "use a text model's draft")
     for name, (minimum, maximum) in _LIMITS.items():
         value = keys.get(name)
         if name in keys and value is not None and (type(value) is not int or not minimum <= value <= maximum):
-            raise _refusal(path, f"its {name} is {value!r:.40}", f"write a whole number from {minimum} to {maximum}")
+            raise refusal_of(path, f"its {name} is {value!r:.40}", f"write a whole number from {minimum} to {maximum}")
     theta = keys.get("rope_theta", 1.0)
     if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < float("inf"):
-        raise _refusal(path, f"its rope_theta is {theta!r:.40}", "write a number above 0, or leave it out")
+        raise refusal_of(path, f"its rope_theta is {theta!r:.40}", "write a number above 0, or leave it out")
     activation = keys.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in ACT2FN:
-        raise _refusal(path, f"its hidden_act is {activation!r:.40}", "transformers knows no such activation")
+        raise refusal_of(path, f"its hidden_act is {activation!r:.40}", "transformers knows no such activation")
 
 
 def released_layout_of(source: ModelSource) -> str | None:
@@ -149,7 +149,7 @@ def released_layout_of(source: ModelSource) -> str | None:
     if "draft_vocab_size" in config or "Eagle3" in architectures:
         return "eagle3"
     # EAGLE-1's config is that of a Llama with one layer, so its weights decide
-    is_eagle = config.get("num_hidden_layers") == 1 and any("fc.weight" in _names(file) for file in _files(source))
+    is_eagle = config.get("num_hidden_layers") == 1 and any("fc.weight" in _names(file) for file in files_of(source))
     return "eagle" if is_eagle else None
 
 
@@ -207,7 +207,7 @@ def _names(file: Path) -> set[str]:
         return set()
 
 
-def _files(source: ModelSource) -> list[Path]:
+def files_of(source: ModelSource) -> list[Path]:
     """The files of weights; ValueError if all are pickled."""
     directory = Path(source.path)
     if not directory.is_dir():
