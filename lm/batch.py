@@ -47,8 +47,8 @@ class BatchRow(CachedModel):
     def roll_back(self, length: int) -> None:
         self._length = min(self._length, length)
 
-    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
-        return self._batch.forward([self], [token_ids], [num_rows])[0]
+    def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
+        return self._batch.feed([self], [new_tokens], [num_rows])[0]
 
 
 class BatchModel:
@@ -77,43 +77,40 @@ class BatchModel:
             cached,
             refusal,
             roll_back=lambda row, length: rows[row].roll_back(length),
-            forward=lambda texts: self.forward(rows[:2], texts, [1, 1]),
+            feed=lambda texts: self.feed(
+                rows[:2], [text[len(row) :] for row, text in zip(rows, texts, strict=False)], [1, 1]
+            ),
         )
         for row in rows:
             row.reset()
         self.rows = rows[:num_rows]
 
     @torch.inference_mode()
-    def forward(
-        self, rows: Sequence[BatchRow], texts: Sequence[Sequence[int]], num_logits: Sequence[int]
+    def feed(
+        self, rows: Sequence[BatchRow], new_tokens: Sequence[Sequence[int]], num_logits: Sequence[int]
     ) -> list[Float[Tensor, "rows vocab"]]:
-        """Logits after each of the last `num_logits` tokens of every text, in one forward, or in two if a row lacks
-        many tokens.
+        """Append tokens to several rows, in one forward, or in two if a row gets many (`CachedModel.feed`).
 
         Args:
             rows: the rows that are fed.
-            texts: whole text of each; tokens that are not in the cache are fed.
+            new_tokens: of each.
             num_logits: number of logits requested of each.
         """
-        for row, text, num in zip(rows, texts, num_logits, strict=True):
-            assert 1 <= num <= len(text) - len(row), f"{num} rows requested of {len(text) - len(row)} fed tokens"
-            row._check_side(len(text) - num, len(text))
+        for row, tokens, num in zip(rows, new_tokens, num_logits, strict=True):
+            assert 1 <= num <= len(tokens), f"{num} rows requested of {len(tokens)} fed tokens"
+            row._check_side(len(row) + len(tokens) - num, len(row) + len(tokens))
         if len({row._is_long for row in rows}) > 1:
             switch = rope_switch_of(self.model)
             assert switch is not None
             raise switch.refusal("a batch has short and long texts", "decode the long prompts apart")
-        late = [
-            (row, text[:-num])
-            for row, text, num in zip(rows, texts, num_logits, strict=True)
-            if len(text) - len(row) - num > _MAX_EXTRA
-        ]
+        fed = list(new_tokens)
+        late = [index for index, num in enumerate(num_logits) if len(fed[index]) - num > _MAX_EXTRA]
         if late:
-            self._feed(*zip(*late, strict=True))
-            for row, text in late:
-                row._length = len(text)
-        hidden, logits = self._feed(rows, texts)
-        fed = [len(text) - len(row) for row, text in zip(rows, texts, strict=True)]
-        indices = torch.tensor(_requested(fed, num_logits, hidden.shape[1]), device=hidden.device)
+            self._feed([rows[index] for index in late], [fed[index][: -num_logits[index]] for index in late])
+            for index in late:
+                fed[index] = fed[index][-num_logits[index] :]
+        hidden, logits = self._feed(rows, fed)
+        indices = torch.tensor(_requested(list(map(len, fed)), num_logits, hidden.shape[1]), device=hidden.device)
         hidden = hidden.flatten(0, 1)[indices]
         if logits is None:
             assert self._parts is not None
@@ -121,19 +118,21 @@ class BatchModel:
         else:
             logits = logits.flatten(0, 1)[indices]
         logits = logits if self.vocab_size is None else logits[:, : self.vocab_size]
-        for row, text, states in zip(rows, texts, hidden.split(list(num_logits)), strict=True):
-            row.hidden, row._length = states, len(text)
+        for row, states in zip(rows, hidden.split(list(num_logits)), strict=True):
+            row.hidden = states
         return list(logits.split(list(num_logits)))
 
     def _feed(
-        self, rows: Sequence[BatchRow], texts: Sequence[Sequence[int]]
+        self, rows: Sequence[BatchRow], fed: Sequence[Sequence[int]]
     ) -> tuple[Float[Tensor, "fed width hidden"], Float[Tensor, "fed width vocab"] | None]:
-        """Feed what the cache lacks: final hidden states, and logits if the model is more than body and head."""
-        fed = [list(text[len(row) :]) for row, text in zip(rows, texts, strict=True)]
-        width, end = max(map(len, fed)), max(map(len, texts))
-        ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in fed], device=self.device)
+        """One forward: final hidden states, and logits if the model is more than body and head."""
+        width = max(map(len, fed))
+        ids = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in fed], device=self.device)
         starts = torch.tensor([[len(row)] for row in rows], device=self.device)
-        ends = torch.tensor([[len(text)] for text in texts], device=self.device)
+        for row, tokens in zip(rows, fed, strict=True):
+            row._length += len(tokens)
+        end = max(map(len, rows))
+        ends = torch.tensor([[len(row)] for row in rows], device=self.device)
         positions = starts + torch.arange(width, device=self.device)
         feed = RowFeed([row.row for row in rows], positions, end, self._num_rows)
         for layer in self._cache.layers:

@@ -1,7 +1,7 @@
 """Law 4.5: a causal language model with a KV cache that can be extended and rolled back.
 
-The cache holds a prefix of committed[:-1], and the next forward feeds committed[len(cache):]: one token after a
-rejection, two after full acceptance, more after rounds without a draft. Rolling back is exact. Attention rolls back by
+The cache holds a prefix of committed[:-1], and callers feed committed[len(model):] next: one token after a rejection,
+two after full acceptance, more after rounds without a draft. Rolling back is exact. Attention rolls back by
 counting; a model with recurrent or convolutional layers returns to an earlier copy of their state, perhaps earlier than
 requested, and the tokens in between are fed again (`lm.cache`). Other models are refused (`lm.selfcheck`).
 
@@ -56,7 +56,7 @@ class CachedModel:
     Attributes:
         hidden: [rows, hidden] final hidden states (after the final norm, as the LM head reads them) of the rows that
             the last forward returned; may be None unless `with_hidden`.
-        holds_trees: `forward_tree` and `keep` may be used.
+        holds_trees: `feed_tree` and `keep` may be used.
         recorder: keeps the states that a feature draft reads; None without one.
         epilogues: compiled functions of its forwards; None if nothing is compiled.
         session: the generation that uses this model, or used it last (`decode.loop.session`).
@@ -87,7 +87,7 @@ class CachedModel:
         model: any causal language model of transformers whose cache can be rolled back.
         vocab_size: width that logits are cut to (the extra ids of a padded vocabulary get probability 0); None: all.
         with_hidden: also keep the final hidden states; costs a hook if the model is more than body and head.
-        holds_trees: `forward_tree` and `keep` will be used.
+        holds_trees: `feed_tree` and `keep` will be used.
         recorder: records what a feature draft reads.
         compile: "stop" compiles functions of its forwards (`lm.compiled`).
 
@@ -132,7 +132,6 @@ class CachedModel:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the final hidden state."""
         return self.model.config.get_text_config().hidden_size
 
     @property
@@ -157,7 +156,6 @@ class CachedModel:
 
     @property
     def num_logits(self) -> int:
-        """Width of its distributions."""
         width = num_logits_of(self.model)
         return width if self.vocab_size is None else min(width, self.vocab_size)
 
@@ -215,48 +213,44 @@ class CachedModel:
         self._length = length
         self._check_lengths()
 
-    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
-        """Logits after each of the last `num_rows` tokens of `token_ids`, in the model's dtype.
-
-        Args:
-            token_ids: the whole text; its first len(self) tokens are in the cache, the others are fed.
-            num_rows: at most the number of tokens fed.
-        """
-        self._check_side(len(token_ids) - num_rows + 1, len(token_ids))
+    def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
+        """Append tokens to the text: the logits after each of the last `num_rows` of them, in the model's dtype."""
+        assert 1 <= num_rows <= len(new_tokens), f"{num_rows} rows requested of {len(new_tokens)} fed tokens"
+        self._check_side(len(new_tokens) - num_rows + 1, self._length + len(new_tokens))
         if torch.is_inference_mode_enabled():  # the loop enters it once a round: entering costs as much as a softmax
-            return self._forward(token_ids, num_rows)
+            return self._feed_text(new_tokens, num_rows)
         with torch.inference_mode():
-            return self._forward(token_ids, num_rows)
+            return self._feed_text(new_tokens, num_rows)
 
     @torch.inference_mode()
-    def forward_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
-        """Logits after a token that was drawn on the device, without a transfer to the host."""
+    def feed_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
+        """Append a token that was drawn on the device, without a transfer to the host: the logits after it."""
         self._check_side(0, self._length + 1)
         return self._feed(token.view(1, 1).to(self._device), self._next_positions(1), 1)
 
     @torch.inference_mode()
-    def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
-        """Logits after the text's last token, unless it was in the cache, and after each node that was not.
+    def feed_tree(self, new_tokens: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
+        """Append tokens to the text, and nodes to the tree: the logits after the last of the tokens, if there are any,
+        and after each new node.
 
         Args:
-            token_ids: the whole text; tokens that are not in the cache are fed.
+            new_tokens: none if nodes are in the cache.
             tree: begins with the nodes that are in the cache.
         """
-        self._check_side(len(token_ids), len(token_ids) + tree.depth)
-        num_pending = len(token_ids) - (len(self) - len(self._tree))
-        assert num_pending == 0 or not len(self._tree), "roll back before the text grows: it would leave its tree"
-        if num_pending > _MAX_PENDING:
-            self.forward(token_ids[:-1])
-            num_pending = 1
-        num_cached = len(self._tree)
-        ids = [*token_ids[len(token_ids) - num_pending :], *tree.tokens[num_cached:]]
+        num_cached, num_text = len(self._tree), self._length - len(self._tree) + len(new_tokens)
+        self._check_side(num_text, num_text + tree.depth)
+        assert not (new_tokens and num_cached), "roll back before the text grows: it would leave its tree"
+        if len(new_tokens) > _MAX_PENDING:
+            self.feed(new_tokens[:-1])
+            new_tokens = new_tokens[-1:]
+        ids = [*new_tokens, *tree.tokens[num_cached:]]
         depths, ancestors = tree.depths[num_cached:], tree.ancestors()[num_cached:]
-        positions, mask = tree_feed(depths, ancestors, len(token_ids), num_pending=num_pending)
+        positions, mask = tree_feed(depths, ancestors, num_text, num_pending=len(new_tokens))
         inputs = {
             "position_ids": positions[None].to(self._device),
             "attention_mask": additive(mask, self.model.dtype)[None, None].to(self._device),
         }
-        num_rows = len(tree) - num_cached + bool(num_pending)
+        num_rows = len(tree) - num_cached + bool(new_tokens)
         logits = self._feed(torch.tensor([ids], device=self._device), inputs, num_rows)
         self._tree = tree
         return logits
@@ -285,9 +279,7 @@ class CachedModel:
         if end > self._rope_switch.bound and not (self._is_long and self._rope_switch.is_long(end)):
             raise self._rope_switch.refusal(f"the text has {end} tokens", "shorten the prompt, or lower max_new_tokens")
 
-    def _forward(self, token_ids: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
-        fed = token_ids[self._length :]
-        assert 1 <= num_rows <= len(fed), f"{num_rows} rows requested of {len(fed)} fed tokens"
+    def _feed_text(self, fed: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
         if not (self.one_token_at_a_time and len(fed) > 1):
             ids = self._single.fill_(fed[0]) if len(fed) == 1 else torch.tensor([fed], device=self._device)
             return self._feed(ids, self._next_positions(len(fed)), num_rows)
@@ -311,7 +303,7 @@ class CachedModel:
     def _feed(
         self, ids: Int[Tensor, "1 fed"], inputs: Mapping[str, Tensor], num_rows: int
     ) -> Float[Tensor, "rows vocab"]:
-        """Feed tokens with positions, and perhaps a mask; all that extends the cache passes here."""
+        """One forward of tokens with positions, and perhaps a mask; all that extends the cache passes here."""
         if self._snapshots is not None:
             self._snapshots.take(self._length)
         if self.recorder is None:

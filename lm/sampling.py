@@ -145,11 +145,19 @@ class Sampling:
         """Logits of the last rows of a sequence, as `probs` takes them; subclasses may read the tokens."""
         return logits
 
-    def dists(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
+    def dists(
+        self, logits: Float[Tensor, "rows vocab"], text: Sequence[int] = (), draft: Sequence[int] = ()
+    ) -> Float[Tensor, "rows vocab"]:
         """Distributions that tokens are drawn from (`lm.draws`): `probs` of the processed logits, or at temperature 0
         these logits.
+
+        Args:
+            logits: of the last rows of a sequence.
+            text: its tokens; read unless `sees_no_tokens`.
+            draft: further tokens after them.
         """
-        logits = self.processed(logits, token_ids)
+        if not self.sees_no_tokens:
+            logits = self.processed(logits, [*text, *draft])
         return logits if self.is_greedy else self.probs(logits)
 
     def _make_warpers(self) -> LogitsProcessorList:

@@ -133,7 +133,7 @@ def check_batch(
     cached: Cached,
     refusal: Refusal,
     roll_back: Callable[[int, int], None],
-    forward: Callable[[list[list[int]]], list[Tensor]],
+    feed: Callable[[list[list[int]]], list[Tensor]],
 ) -> None:
     """Raise ValueError unless rows of a batch have the logits that each has alone, in `cached`.
 
@@ -141,17 +141,17 @@ def check_batch(
         cached: a model of one sequence.
         refusal: makes the error.
         roll_back: cuts a row of the batch to a length.
-        forward: feeds the first rows of the batch up to the end of these texts: the last logits of each.
+        feed: feeds the first rows of the batch up to the end of these texts: the last logits of each.
     """
 
     def feeds(seed: int) -> Feeds:
-        for feed in _BATCH:
-            for row, (num_kept, _) in enumerate(feed):
+        for plan in _BATCH:
+            for row, (num_kept, _) in enumerate(plan):
                 roll_back(row, num_kept)
-            texts = [ids_of_plan(cached.model, tokens, seed) for _, tokens in feed]
-            for text, logits in zip(texts, forward(texts), strict=True):
+            texts = [ids_of_plan(cached.model, tokens, seed) for _, tokens in plan]
+            for text, logits in zip(texts, feed(texts), strict=True):
                 cached.reset()
-                yield logits, cached.forward(text)
+                yield logits, cached.feed(text)
 
     difference = "its logits in a batch differ from those alone"
     check(cached.model, "rows of different lengths", feeds, refusal, difference=difference)
@@ -212,7 +212,7 @@ def _chain_errors(
         num_right = min(num_kept, end)  # the tokens after these are wrong, and rolled back by the next feed
         wrong = [(token + 1) % num_ids for token in tokens[num_right:end]]
         num_rows = 1 if start == 0 else end - start
-        logits = cached.forward([*tokens[:num_right], *wrong], num_rows)
+        logits = cached.feed([*tokens[:num_right], *wrong][len(cached) :], num_rows)
         first = end - num_rows
         if start > 0 and num_right > first:
             yield row_errors(logits[: num_right - first], expected[first:num_right])
@@ -233,12 +233,12 @@ def _tree_feeds(cached: Cached, seed: int) -> Feeds:
         tree = Tree(ids_of_plan(cached.model, _TREE.tokens, seed), _TREE.parents)
     path = tree.path(len(tree) - 1)
     cached.reset()
-    in_tree = cached.forward_tree(text, tree)[1:]
+    in_tree = cached.feed_tree(text, tree)[1:]
     cached.keep(path[:1])
-    after_keeping = cached.forward([*text, *tree.tokens_of(path)], 1)
+    after_keeping = cached.feed(tree.tokens_of(path[1:]))
     for nodes, logits in [*zip(map(tree.path, range(len(tree))), in_tree.split(1), strict=True), (path, after_keeping)]:
         cached.reset()
-        yield logits, cached.forward([*text, *tree.tokens_of(nodes)])
+        yield logits, cached.feed([*text, *tree.tokens_of(nodes)])
 
 
 def _text(cached: Cached, length: int, seed: int) -> list[int]:

@@ -52,8 +52,7 @@ c8fed41) are wrong or incomplete:
   temperature 1 (law 4.1). The paper's runs have temperature 1 and no truncation, where both agree.
 * A draft of the full algorithm ends in the program only at more than 50 tokens; here at the loop's max_draft_length.
 * The program tests for EOS inside an inner block only after the target's verification; here nothing is drafted after
-  it.
-* The program always uses the free token after full inner acceptance; `bonus=False` omits it.
+  it. It always uses the free token after full inner acceptance; `bonus=False` omits it.
 
 Levels can also stop by other policies than entropies (`policies`), among them trained heads.
 
@@ -147,28 +146,26 @@ class PreVerifiedDrafter(PolicyDrafter):
         self.inner.start(session)
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
-        limit = self.begin(committed, max_tokens)
+        limit, text = self.begin(committed, max_tokens), list(committed)
         for window in self.rounds.lengths():
             room = limit - len(self.proposal.tokens)
             if room < 1 or self.proposal.stop_reason != "limit":
                 break
-            ids = committed + self.proposal.tokens
             # a bonus token needs room too, and the model's forward must fit its context
-            self._inner_round(ids, int(min(window, room - self.rounds.bonus, self.model.max_length - len(ids))))
+            self._inner_round(text, int(min(window, room - self.rounds.bonus, self.model.max_length - len(text))))
         return self.proposal
 
     def roll_back(self, length: int) -> None:
         super().roll_back(length)
         self.inner.roll_back(length)
 
-    def _inner_round(self, ids: list[int], window: int) -> None:
-        """Play one inner round after `ids`; extends the proposal by its tokens."""
+    def _inner_round(self, text: list[int], window: int) -> None:
+        """Play one inner round; extends the text and the proposal by its tokens."""
         proposal, draws = self.proposal, self._session.draws
         num_before = len(proposal.tokens)
-        inner = self.inner.propose(ids, window) if window > 0 else Proposal()
-        fed = ids + inner.tokens
-        logits = self.model.forward(fed, len(inner.tokens) + 1)
-        q = self._session.sampling.dists(logits, fed)
+        inner = self.inner.propose(text, window) if window > 0 else Proposal()
+        logits = self.model.feed(text[len(self.model) :] + inner.tokens, len(inner.tokens) + 1)
+        q = self._session.sampling.dists(logits, text, inner.tokens)
         count = num_accepted(inner.tokens, inner.dists, q, draws)
         inner.set_accepted(count, q, draws)
         for row, token in enumerate(inner.tokens[:count]):
@@ -180,10 +177,10 @@ class PreVerifiedDrafter(PolicyDrafter):
                 dist = next_dist(count, inner.dists, q, draws)
                 token, drawn = self._signals.draw(len(proposal.tokens), logits[count], dist, draws, row=count)
                 self.take(token, drawn, q[count])
-        ids = ids + proposal.tokens[num_before:]
-        self.model.roll_back(len(ids) - 1)  # the last token is fed with the next forward (law 4.5)
+        text += proposal.tokens[num_before:]
+        self.model.roll_back(len(text) - 1)  # the last token is fed with the next forward (law 4.5)
         if window > 0:
-            self.inner.conclude(ids, count)
+            self.inner.conclude(text, count)
         proposal.num_draft_forwards += 1
         proposal.num_micro += len(inner.tokens)
         proposal.num_micro_forwards += inner.num_draft_forwards + inner.num_micro_forwards
@@ -287,7 +284,7 @@ class InterleavedDrafter:
 
     def _extend(self, proposal: Proposal, ids: list[int], model: CachedModel) -> None:
         """Add one token drawn from a model."""
-        q = self._session.sampling.dists(model.forward(ids), ids)[0]
+        q = self._session.sampling.dists(model.feed(ids[len(model) :]), ids)[0]
         token = self._session.draws.token(q)
         ids.append(token)
         proposal.tokens.append(token)

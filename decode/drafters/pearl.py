@@ -102,7 +102,8 @@ class PearlDecoder(SpeculativeDecoder):
         started_s = perf_counter()
         waiting = self._waiting
         text, num_waiting = committed + waiting.tokens, len(waiting.tokens)
-        verified = None if self._pool is None else self._pool.submit(self.target.forward, text, num_waiting + 1)
+        pending = text[len(self.target) :]
+        verified = None if self._pool is None else self._pool.submit(self.target.feed, pending, num_waiting + 1)
         try:
             new = self._draft(text, num_left - num_waiting)
             drafted_s = perf_counter()
@@ -110,7 +111,7 @@ class PearlDecoder(SpeculativeDecoder):
             # if drafting raises, the next generation must find caches that no forward writes to
             if verified is not None:
                 wait([verified])
-        logits = self.target.forward(text, num_waiting + 1) if verified is None else verified.result()
+        logits = self.target.feed(pending, num_waiting + 1) if verified is None else verified.result()
         p = self.sampling.dists(logits, text)
         tested = Proposal(waiting.tokens + new.tokens[:1], waiting.dists + new.dists[:1])
         count = num_accepted(tested.tokens, tested.dists, p, draws)

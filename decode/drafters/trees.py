@@ -261,7 +261,7 @@ class TreeDrafter(PolicyDrafter):
     def _grow(self, committed: list[int], fed: Tree) -> bool:
         """Add a level; returns whether the policy continues."""
         growth = self._growth
-        logits = self.model.forward_tree(committed, fed)
+        logits = self.model.feed_tree(committed[len(self.model) :], fed)
         self.proposal.num_draft_forwards += 1
         hidden = self.model.hidden
         rows = [None] * len(logits) if hidden is None else list(hidden[-len(logits) :].split(1))

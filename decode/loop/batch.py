@@ -19,7 +19,7 @@ from decode.loop.drafter import ModelDrafter
 from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session
 from decode.policies.batch import BatchRule
-from lm import CachedModel, Sampler, Sampling, verify
+from lm import CachedModel, DraftModel, Sampler, Sampling, verify
 
 
 @runtime_checkable
@@ -29,7 +29,7 @@ class Together(Protocol):
     @property
     def rows(self) -> Sequence[CachedModel]: ...
 
-    def forward(self, rows: Sequence[Any], texts: Sequence[Any], num_logits: Sequence[int]) -> list[Tensor]: ...
+    def feed(self, rows: Sequence[Any], new_tokens: Sequence[Any], num_logits: Sequence[int]) -> list[Tensor]: ...
 
 
 class BatchRound(NamedTuple):
@@ -63,6 +63,10 @@ class _Sequence:
     def num_planned(self) -> int:
         """Tokens that the round's verification will be fed so far."""
         return len(self.drafter.proposal.tokens) + 1
+
+    def pending(self, row: DraftModel) -> list[int]:
+        """Tokens of the text that a row lacks."""
+        return self.committed[len(row) :]
 
 
 class Batch:
@@ -133,20 +137,17 @@ class Batch:
         started_s = perf_counter()
         steps = self._drafted(busy, max_draft_length)
         drafted_s = perf_counter()
-        fed = [sequence.committed + sequence.drafter.proposal.tokens for sequence in busy]
         rows = [sequence.target for sequence in busy]
-        p = self._dists(fed, self._target.forward(rows, fed, [sequence.num_planned for sequence in busy]))
+        fed = [
+            sequence.pending(row) + sequence.drafter.proposal.tokens for sequence, row in zip(busy, rows, strict=True)
+        ]
+        p = self._dists(busy, self._target.feed(rows, fed, [sequence.num_planned for sequence in busy]))
         num_tokens = sum(sequence.num_planned for sequence in busy)
         verified = [self._settle(sequence, dists) for sequence, dists in zip(busy, p, strict=True)]
         ended_s = perf_counter()
-        batch_round = BatchRound(
-            steps,
-            num_tokens,
-            sum(len(round_.emitted) for round_ in verified),
-            drafted_s - started_s,
-            ended_s - drafted_s,
-            num_joined,
-        )
+        num_emitted = sum(len(round_.emitted) for round_ in verified)
+        times_s = drafted_s - started_s, ended_s - drafted_s
+        batch_round = BatchRound(steps, num_tokens, num_emitted, *times_s, num_joined)
         if self._controller is not None:
             self._controller.end(batch_round.steps, batch_round.num_tokens, batch_round.num_emitted)
         return batch_round
@@ -162,10 +163,13 @@ class Batch:
         steps: list[int] = []
         while going := self._continuing(going, busy):
             steps.append(len(going))
-            ids = [sequence.committed + sequence.drafter.proposal.tokens for sequence in going]
-            models = [sequence.drafter.model for sequence in going]  # each a `Seat`
-            logits = self._draft.forward(models, ids, [1] * len(models))
-            outcomes = zip(going, logits, self._dists(ids, logits), strict=True)
+            rows = [sequence.drafter.model for sequence in going]
+            fed = [
+                sequence.drafter.proposal.tokens[-1:] or sequence.pending(row)
+                for sequence, row in zip(going, rows, strict=True)
+            ]
+            logits = self._draft.feed(rows, fed, [1] * len(rows))
+            outcomes = zip(going, logits, self._dists(going, logits), strict=True)
             going = [
                 sequence
                 for sequence, row, q in outcomes
@@ -185,11 +189,14 @@ class Batch:
             sequence.drafter.proposal.stop_reason = "policy"
         return [sequence for sequence, is_going in zip(going, continues, strict=True) if is_going]
 
-    def _dists(self, texts: Sequence[list[int]], logits: list[Tensor]) -> Sequence[Float[Tensor, "rows vocab"]]:
+    def _dists(self, sequences: list[_Sequence], logits: list[Tensor]) -> Sequence[Float[Tensor, "rows vocab"]]:
         """Distributions that tokens are drawn from, for all rows at once if the sampling allows it."""
-        if not self._sampling.sees_no_tokens:
-            return [self._sampling.dists(rows, text) for rows, text in zip(logits, texts, strict=True)]
-        return self._sampling.dists(torch.cat(logits), ()).split([len(rows) for rows in logits])
+        if self._sampling.sees_no_tokens:
+            return self._sampling.dists(torch.cat(logits)).split([len(rows) for rows in logits])
+        return [
+            self._sampling.dists(rows, sequence.committed, sequence.drafter.proposal.tokens)
+            for rows, sequence in zip(logits, sequences, strict=True)
+        ]
 
     def _settle(self, sequence: _Sequence, p: Float[Tensor, "rows vocab"]) -> Round:
         """Verify one sequence's draft, and free its row if it ends."""

@@ -105,8 +105,7 @@ class SpeculativeDecoder:
             raise ValueError(
                 f"a {name} drafts for one prompt at a time; use generate, or a ModelDrafter of a separate draft model"
             )
-        num_rows = integer_of(batch_size, "batch_size")
-        if num_rows < 1:
+        if (num_rows := integer_of(batch_size, "batch_size")) < 1:
             raise ValueError(f"batch_size is {num_rows}; it must be at least 1")
         all_ids = [ids_of(prompt) for prompt in prompts]
         limits = limits_of(max_new_tokens, len(all_ids))
@@ -207,8 +206,8 @@ class SpeculativeDecoder:
 
     def _verify_chain(self, text: list[int], proposal: Proposal, draws: Sampler) -> int:
         """Law 4.2: sets the accepted tokens and returns the next one."""
-        fed = text + proposal.tokens
-        p = self.sampling.dists(self.target.forward(fed, len(proposal.tokens) + 1), fed)
+        logits = self.target.feed(text[len(self.target) :] + proposal.tokens, len(proposal.tokens) + 1)
+        p = self.sampling.dists(logits, text, proposal.tokens)
         verdict = verify(proposal.tokens, proposal.dists, p, draws)
         proposal.set_accepted(verdict.num_accepted, p, draws)
         return verdict.next_token
@@ -217,7 +216,7 @@ class SpeculativeDecoder:
         """Law 4.2 with several candidates at each position."""
         tree, target = proposal.tree, self.target
         assert tree is not None
-        p = self._tree_dists(target.forward_tree(text, tree), text, tree)
+        p = self._tree_dists(target.feed_tree(text[len(target) :], tree), text, tree)
         proposal.accepted, next_token = verify_tree(tree, p, draws)
         if proposal.takes_feedback:
             proposal.acceptance_probs = node_probs(tree, proposal.best, p, draws)
@@ -228,9 +227,9 @@ class SpeculativeDecoder:
     ) -> Float[Tensor, "rows vocab"]:
         """The target's distributions after the text, and after each node."""
         if self.sampling.sees_no_tokens:
-            return self.sampling.dists(logits, ())
-        texts = [text, *(text + tree.tokens_of(tree.path(node)) for node in range(len(tree)))]
-        return torch.cat([self.sampling.dists(row[None], text) for row, text in zip(logits, texts, strict=True)])
+            return self.sampling.dists(logits)
+        paths = [[], *(tree.tokens_of(tree.path(node)) for node in range(len(tree)))]
+        return torch.cat([self.sampling.dists(row[None], text, path) for row, path in zip(logits, paths, strict=True)])
 
 
 def integer_of(value: Any, name: str) -> int:

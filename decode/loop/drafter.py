@@ -150,12 +150,12 @@ class ModelDrafter(PolicyDrafter):
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         num_tokens = self.begin(committed, max_tokens)
+        pending = committed[len(self.model) :]
         if self.reads_at_end and num_tokens > 0 and self._session.sampling.sees_no_tokens:
-            self._propose_on_device(committed, num_tokens)
+            self._propose_on_device(pending, num_tokens)
             return self.proposal
-        ids = list(committed)
-        while num_tokens > 0 and self.take(*self._step(len(self.proposal.tokens), ids)):
-            ids.append(self.proposal.tokens[-1])
+        while num_tokens > 0 and self.take(*self._step(committed, pending)):
+            pending = self.proposal.tokens[-1:]
         return self.proposal
 
     def num_forwards(self, num_steps: int) -> int:
@@ -166,14 +166,14 @@ class ModelDrafter(PolicyDrafter):
         self.proposal.num_draft_forwards = self.num_forwards(self.proposal.num_draft_forwards + 1)
         return super().take(token, drawn, q)
 
-    def _step(self, position: int, ids: list[int]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
-        """Draw a token after `ids`; returns the arguments of `take`."""
-        session = self._session
+    def _step(self, committed: list[int], pending: list[int]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
+        """Feed the pending tokens and draw one; returns the arguments of `take`."""
+        session, drafted = self._session, self.proposal.tokens
         if self._fused is not None:
             # the sampler has uniforms, or there would be no fused step
-            return self._fused.step(position, ids, session.draws)  # type: ignore[arg-type]
-        logits = self.model.forward(ids)
-        return self.drawn(logits[0], session.sampling.dists(logits, ids)[0])
+            return self._fused.step(len(drafted), pending, session.draws)  # type: ignore[arg-type]
+        logits = self.model.feed(pending)
+        return self.drawn(logits[0], session.sampling.dists(logits, committed, drafted)[0])
 
     def drawn(
         self, logits: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"]
@@ -184,18 +184,18 @@ class ModelDrafter(PolicyDrafter):
         token, drawn = self._signals.draw(len(self.proposal.tokens), logits, q, session.draws, probs=probs)
         return token, drawn, q
 
-    def _propose_on_device(self, committed: list[int], num_tokens: int) -> None:
+    def _propose_on_device(self, pending: list[int], num_tokens: int) -> None:
         """Draft on the device, then read all tokens in one transfer and keep those up to the first EOS.
 
         Forwards beyond an EOS are wasted, and count.
         """
         proposal, session = self.proposal, self._session
-        logits = self.model.forward(committed)
+        logits = self.model.feed(pending)
         drawn: list[Tensor] = []
         for position in range(num_tokens):
             # a row with NaN draws an id beyond the last; embedding it would crash the device before the host raises
-            logits = self.model.forward_drawn(drawn[-1].clamp(max=logits.shape[-1] - 1)) if position else logits
-            q = session.sampling.dists(logits, ())[0]
+            logits = self.model.feed_drawn(drawn[-1].clamp(max=logits.shape[-1] - 1)) if position else logits
+            q = session.sampling.dists(logits)[0]
             drawn.append(session.draws.draw(q))
             proposal.dists.append(q)
         tokens = torch.cat(drawn).tolist()

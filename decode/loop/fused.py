@@ -6,6 +6,8 @@ uniform (`lm.draws.UniformSource`), and verification gets the same q. A fed-time
 scalars stay on the device from the step before.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -39,9 +41,9 @@ class FusedStep(SignalReader):
             torch._dynamo.mark_static_address(tensor)
 
     def step(
-        self, position: int, token_ids: list[int], draws: UniformSource
+        self, position: int, new_tokens: Sequence[int], draws: UniformSource
     ) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
-        """Draw a token after these: it, the signals of the step, and the distribution that it was drawn from.
+        """Feed these tokens and draw one: it, the signals of the step, and the distribution that it was drawn from.
 
         Raises:
             ValueError: the distribution is not finite.
@@ -52,9 +54,9 @@ class FusedStep(SignalReader):
         else:
             self._uniform.fill_(uniform)
             self._forced.fill_(forced)
-        logits = self._cached.forward(token_ids)
+        logits = self._cached.feed(new_tokens)
         hidden = self._cached.hidden if self._cached.with_hidden else None
-        q, values = self._epilogues(self._epilogue, logits, hidden, token_ids[-1])
+        q, values = self._epilogues(self._epilogue, logits, hidden, new_tokens[-1])
         numbers = dict(zip(self._columns, values.tolist(), strict=True))
         token_id = refuse_no_token(int(numbers["token"]), q)
         if position == 0:  # no token of this round is fed yet
@@ -65,7 +67,7 @@ class FusedStep(SignalReader):
         self, logits: Float[Tensor, "1 vocab"], hidden: Float[Tensor, "1 hidden"] | None, fed: Int[Tensor, " 1"]
     ) -> tuple[Float[Tensor, " vocab"], Float[Tensor, " column"]]:
         """q, and the numbers that `_columns` names."""
-        q = self._sampling.dists(logits, ())[0]
+        q = self._sampling.dists(logits)[0]
         token = greedy_token(q) if self._sampling.is_greedy else inverted(q, self._uniform)
         token = torch.where(self._forced >= 0, self._forced, token)
         state = hidden[0] if self.has_heads and hidden is not None else None

@@ -162,16 +162,13 @@ def settle_round(
         emitted.append(next_token)
     text += emitted
     # the cache holds all fed tokens and should hold text[:-1]: the rest is N_discarded, measured instead of derived
-    num_beyond = len(target) - (len(text) - 1)
-    tree = proposal.tree
+    num_beyond, tree = len(target) - (len(text) - 1), proposal.tree
     if tree is not None:
         target.keep(list(proposal.accepted))  # type: ignore[attr-defined]
     target.roll_back(len(text) - 1)
     drafter.conclude(text, len(proposal.accepted))
     counts = _counts_of(proposal, len(proposal.accepted), len(emitted))
-    assert counts.num_discarded == num_beyond, (
-        f"law 4.4: {counts.num_discarded} tokens are discarded, but the cache drops {num_beyond}"
-    )
+    assert counts.num_discarded == num_beyond, f"law 4.4: {counts.num_discarded} discarded, {num_beyond} dropped"
     began_s, drafted_s, ended_s = (*clock_s, perf_counter()) if clock_s else (0.0, 0.0, 0.0)
     return Round(
         tuple(proposal.tokens),

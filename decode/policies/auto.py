@@ -47,8 +47,8 @@ from decode.policies.scores import ScoringPolicy
 if TYPE_CHECKING:
     from heads.model.head import AcceptanceHead
 
-_LONGEST = 20
-"""Largest fixed length that `prior_of` compares."""
+LONGEST = 20
+"""Largest fixed length that a prior of lambda compares."""
 
 
 class AutoState(NamedTuple):
@@ -208,7 +208,7 @@ def prior_of(acceptance: Number, cost: Number, start: Number = 0.0) -> tuple[Num
     """
     accepted, power = acceptance, acceptance
     rate, profit = (1.0 + acceptance) / (1.0 + start + cost), acceptance - start - cost
-    for k in range(2, _LONGEST + 1):
+    for k in range(2, LONGEST + 1):
         power = power * acceptance
         accepted = accepted + power
         extra = start + k * cost

@@ -22,16 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from decode.policies.auto import Auto
+from decode.policies.auto import LONGEST, Auto
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, Policy, State
 from decode.policies.learning import learned_from
 from decode.policies.scores import ScoringPolicy
 
 if TYPE_CHECKING:
     from heads.model.head import AcceptanceHead
-
-_LONGEST = 20
-"""Largest fixed length that the prior of lambda compares."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,7 @@ class BatchAuto(ScoringPolicy, BatchRule):
 
     def prior(self) -> float:
         """lambda of the best fixed length, if every token were accepted with probability `next_mean`."""
-        lengths = np.arange(_LONGEST + 1)
+        lengths = np.arange(LONGEST + 1)
         return self._best_rate(lengths, lengths * self.costs.draft(self.batch_size))
 
     def _best_rate(self, lengths: Any, draft_s: Any) -> float:

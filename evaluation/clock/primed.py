@@ -22,7 +22,7 @@ class PrimedModel(CachedModel):
         self._num_primed = 0
         self.reset()
         if len(prompt_ids) > 1:
-            self.forward(prompt_ids[:-1])
+            self.feed(prompt_ids[:-1])
         self._num_primed = len(prompt_ids) - 1
 
     def reset(self) -> None:

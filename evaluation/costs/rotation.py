@@ -81,5 +81,5 @@ def shuffled(cycle: list[str]) -> Iterator[str]:
 
 def _read(model: CachedModel, committed: list[int]) -> None:
     """Feed all tokens but the newest."""
-    if len(model) < len(committed) - 1:
-        model.forward(committed[:-1])
+    if pending := committed[len(model) : -1]:
+        model.feed(pending)

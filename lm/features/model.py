@@ -3,7 +3,7 @@ reads; with the nodes of a tree level by level; or with a block at once, whose t
 
 Its cache holds a prefix of the committed tokens that was fed with the target's features (`num_kept`), and during a
 draft an extension that was fed with the draft's own outputs. Rolling back always drops the extension: its accepted
-tokens are fed again with the target's features, as in training. So the next forward feeds committed[num_kept:].
+tokens are fed again with the target's features, as in training. So callers feed committed[num_kept:] next.
 
 In the first round of a generation the target has read nothing: `max_length` is then 0, so that a drafter proposes
 nothing, and the verification of the empty draft reads the prompt (law 4.4 counts it as any other).
@@ -102,30 +102,32 @@ class FeatureModel:
         self.roll_back(0)
 
     def roll_back(self, length: int) -> None:
-        """Keep at most the first `length` tokens, and none that was fed with the draft's own outputs."""
-        self._length = self.num_kept = min(self.num_kept, length)
+        """Keep at most the first `length` tokens, and none that was fed with the draft's own outputs.
+
+        Nor is the last token kept that reads the target's features, since the outputs that the next one reads go, too.
+        """
+        self._length = self.num_kept = min(self.num_kept, length, self._recorder.num_features)
         self.outputs: Outputs | None = None
+        self._tree = EMPTY
         roll_back(self._cache, max(self._length - self.draft.lag, 0))
 
     @torch.inference_mode()
-    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "1 vocab"]:
-        """Logits after the last token of `token_ids`, of which the first len(self) were fed before."""
-        assert len(token_ids) > self._length, "no token to feed"
+    def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Float[Tensor, "1 vocab"]:
+        """Append tokens to the text: the logits after the last."""
+        assert new_tokens, "no token to feed"
         assert num_rows == 1, f"{num_rows} rows requested; a feature draft verifies nothing"
-        known = self._recorder.num_features + 1
-        if self.outputs is None and self._length >= known:
-            self.roll_back(known - 1)  # the outputs that the next token reads were dropped
-        while self._length < len(token_ids):
+        known, start = self._recorder.num_features + 1, self._length
+        while (num_fed := self._length - start) < len(new_tokens):
             # the target's features serve many tokens at once; the draft's own outputs come one at a time
-            end = min(known, len(token_ids)) if self._length < known else self._length + 1
-            fed = token_ids[max(self._length, self.draft.lag) : end]
+            end = min(known, start + len(new_tokens)) if self._length < known else self._length + 1
+            fed = new_tokens[max(num_fed, self.draft.lag - start) : end - start]
             logits = self._feed(torch.tensor([fed], device=self.device), end)
             self.num_kept = min(end, known)
         return logits
 
     @torch.inference_mode()
-    def forward_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
-        """Logits after a token that was drawn on the device, without a transfer to the host."""
+    def feed_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
+        """Append a token that was drawn on the device, without a transfer to the host: the logits after it."""
         return self._feed(token.view(1, 1).to(self.device), self._length + 1)
 
     def _feed(self, tokens: Int[Tensor, "1 fed"], end: int) -> Float[Tensor, "1 vocab"]:
@@ -158,24 +160,20 @@ class EagleModel(FeatureModel):
             states = self.outputs.states[:, -1:]
         return self.draft(tokens, states, positions, cache=self._cache)
 
-    def roll_back(self, length: int) -> None:
-        super().roll_back(length)
-        self._tree = EMPTY
-
     @torch.inference_mode()
-    def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
-        """Logits after new nodes, as `CachedModel.forward_tree` returns them. A node reads its parent's output, so
-        children of new nodes wait for the next call.
+    def feed_tree(self, new_tokens: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
+        """Append tokens and nodes, as `CachedModel.feed_tree` does. A node reads its parent's output, so children of
+        new nodes wait for the next call.
 
         Args:
-            token_ids: the whole text.
+            new_tokens: none if nodes were fed.
             tree: begins with the nodes that were fed before, which extend the cache until the next `roll_back`.
         """
         new = slice(len(self._tree), len(tree))
         logits, hidden = [], []
-        if len(token_ids) > len(self):
+        if new_tokens:
             assert not len(self._tree), "roll back before the text grows: it would leave its tree"
-            logits.append(self.forward(token_ids))
+            logits.append(self.feed(new_tokens))
             assert self.outputs is not None
             self._states, hidden = self.outputs.states[0, -1:], [self.outputs.hidden[0, -1:]]
         if new.stop > new.start:
@@ -207,10 +205,11 @@ class GlideModel(FeatureModel):
         return self.draft(tokens, keys_values, positions, cache=self._cache)
 
     @torch.inference_mode()
-    def forward_tree(self, token_ids: Sequence[int], tree: Tree) -> Float[Tensor, "1 vocab"]:
-        """Logits after CaPE's tree: one chain is fed, its other siblings are leaves (`CachedModel.forward_tree`)."""
+    def feed_tree(self, new_tokens: Sequence[int], tree: Tree) -> Float[Tensor, "1 vocab"]:
+        """Append CaPE's tree: one chain is fed, its other siblings are leaves (`CachedModel.feed_tree`)."""
         assert list(tree.parents) == list(range(-1, len(tree) - 1)), "a GliDe draft feeds one chain; use CaPE's shape"
-        return self.forward([*token_ids, *tree.tokens])
+        new_nodes, self._tree = tree.tokens[len(self._tree) :], tree
+        return self.feed([*new_tokens, *new_nodes])
 
 
 class BlockModel(FeatureModel):
@@ -232,17 +231,19 @@ class BlockModel(FeatureModel):
         self._states: Float[Tensor, "1 block hidden"] | None = None
 
     @torch.inference_mode()
-    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "1 vocab"]:
+    def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Float[Tensor, "1 vocab"]:
+        assert new_tokens, "no token to feed"
         assert num_rows == 1, f"{num_rows} rows requested; a feature draft verifies nothing"
         if self._states is None:
-            self._begin(token_ids, min(self._recorder.num_features, len(token_ids) - 1))
-        assert len(token_ids) > self._length, "no token to feed"
-        for token in torch.tensor(token_ids[self._length :], device=self.device).split(1):
+            num_context = min(self._recorder.num_features - self._length, len(new_tokens) - 1)
+            new_tokens = new_tokens[num_context:]
+            self._begin(new_tokens[0], self._length + num_context)
+        for token in torch.tensor(new_tokens, device=self.device).split(1):
             logits = self._markov_step(token)
         return logits
 
     @torch.inference_mode()
-    def forward_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
+    def feed_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
         return self._markov_step(token.to(self.device))
 
     @torch.inference_mode()
@@ -251,14 +252,14 @@ class BlockModel(FeatureModel):
         assert self.hidden is not None, "no block has begun"
         return self.draft.confidence(self.hidden)
 
-    def _begin(self, token_ids: Sequence[int], anchor: int) -> None:
-        """Run the block that begins with the token of index `anchor`."""
+    def _begin(self, token: int, anchor: int) -> None:
+        """Run the block that begins with this token, of index `anchor`."""
         if anchor > self.num_kept:
             context = self.draft.context(self._recorder.features(self.num_kept, anchor))
             positions = torch.arange(self.num_kept, anchor, device=self.device)[None]
             self.draft.remember(context, positions, self._cache)
             self.num_kept = anchor
-        anchors, positions = (torch.tensor([[number]], device=self.device) for number in (token_ids[anchor], anchor))
+        anchors, positions = (torch.tensor([[number]], device=self.device) for number in (token, anchor))
         self._states = self.draft.block(anchors, positions, cache=self._cache)[0]
         self._base, self._length = self._to_vocab(self.draft.base(self._states)), anchor
         self._memory: Memory = None

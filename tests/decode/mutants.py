@@ -51,7 +51,7 @@ def _q_before_warping(self, committed, max_tokens):
     kept = []
     for i in range(len(proposal.tokens)):
         self.model.roll_back(0)
-        kept.append(self.model.forward(committed + proposal.tokens[:i])[-1].softmax(-1))
+        kept.append(self.model.feed(committed + proposal.tokens[:i])[-1].softmax(-1))
     proposal.dists = kept
     return proposal
 
@@ -77,8 +77,7 @@ def _learn_ahead(self, committed, max_tokens):
     not.
     """
     proposal = _propose(self, committed, max_tokens)
-    fed = committed + proposal.tokens
-    p = self._session.sampling.dists(ToyModel(1).forward(fed, len(proposal.tokens) + 1), fed)
+    p = self._session.sampling.dists(ToyModel(1).feed(committed + proposal.tokens, len(proposal.tokens) + 1))
     chances = revealed_probs(len(proposal.tokens), proposal.tokens, proposal.dists, p, RandomSampler())
     num_kept = next((i for i, chance in enumerate(chances) if chance < 0.5), len(chances))
     for column in (proposal.tokens, proposal.dists, self.run.steps):
@@ -172,16 +171,16 @@ class _CountAll(RandomSampler):
         return sum(next(self._accepts) < acceptance_prob for acceptance_prob in acceptance_probs)
 
 
-def _uncut_forward(self, token_ids, num_rows=1):
+def _uncut_feed(self, new_tokens, num_rows=1):
     """Logits of a padded vocabulary, uncut."""
     vocab_size, self.vocab_size = self.vocab_size, self.width
     try:
-        return _forward(self, token_ids, num_rows)
+        return _feed(self, new_tokens, num_rows)
     finally:
         self.vocab_size = vocab_size
 
 
-_forward = ToyModel.forward
+_feed = ToyModel.feed
 
 MUTANTS = {
     "residual_sign": (lm.verification, "residual_probs", _residual_sign),
@@ -205,7 +204,7 @@ MUTANTS = {
     "forwards_without_unused": (decode.loop.rounds, "_counts_of", _forwards_without_unused),
     "stale_cache": (ToyModel, "roll_back", _stale_cache),
     "forgetful_cache": (ToyModel, "roll_back", _forgetful_cache),
-    "uncut_padding": (ToyModel, "forward", _uncut_forward),
+    "uncut_padding": (ToyModel, "feed", _uncut_feed),
     "shared_uniforms": (decode.loop.decoder, "RandomSampler", _SharedUniforms),
     "reseeded": (decode.loop.decoder, "RandomSampler", _Reseeded),
     "count_all": (decode.loop.decoder, "RandomSampler", _CountAll),

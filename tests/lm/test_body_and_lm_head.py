@@ -35,7 +35,7 @@ def model_of(config):
 def assert_rows_are_those_of_the_whole(model):
     cached = CachedModel(model, with_hidden=True)
     for length in (3, 5, 6, 7):
-        logits = cached.forward(TOKENS[:length], 1 if length == 3 else length - len(cached))
+        logits = cached.feed(TOKENS[len(cached) : length], 1 if length == 3 else length - len(cached))
         hidden = cached.hidden
         with torch.no_grad():
             expected = model(torch.tensor([TOKENS[:length]]), output_hidden_states=True)
@@ -63,7 +63,7 @@ def test_a_model_that_is_its_own_base_model_has_hidden_states():
 def test_layers_between_hidden_states_and_the_output_layer_decode_and_yield_no_labels():
     sizes = {name: size for name, size in SIZES.items() if name in ElectraConfig().to_dict()}
     model = model_of(ElectraConfig(**sizes, embedding_size=8, is_decoder=True))
-    logits = CachedModel(model).forward(TOKENS, 2)
+    logits = CachedModel(model).feed(TOKENS, 2)
     torch.testing.assert_close(logits, model(torch.tensor([TOKENS])).logits[0, -2:].detach())
     with pytest.raises(ValueError, match="hidden states of 16 numbers and its output layer, which takes 8"):
         check_output_layer(model, SIZES["vocab_size"])
@@ -78,7 +78,7 @@ def test_two_threads_on_one_model_read_their_own_hidden_states(kind):
     def states_of(text):
         if kind == "heads":
             cached = CachedModel(model, with_hidden=True)
-            cached.forward(text, len(text))
+            cached.feed(text, len(text))
             return cached.hidden
         with torch.inference_mode(), recorded_outputs([model.model.layers[0]]) as seen:
             model(torch.tensor([text]))
@@ -129,7 +129,7 @@ def with_another_forward(model):
 @pytest.mark.parametrize("changed", [with_another_head, with_a_hook_on_the_body, with_another_forward])
 def test_a_model_that_has_been_changed_is_taken_as_it_is_now(changed):
     model = model_of(LLAMA)
-    CachedModel(model).forward(TOKENS[:3])
+    CachedModel(model).feed(TOKENS[:3])
     kept = CachedModel(model)
     changed(model)
     for cached in (CachedModel(model), kept):
@@ -137,14 +137,14 @@ def test_a_model_that_has_been_changed_is_taken_as_it_is_now(changed):
         for length in (3, 5):
             with torch.no_grad():
                 expected = model(torch.tensor([TOKENS[:length]])).logits[0, -1:]
-            torch.testing.assert_close(cached.forward(TOKENS[:length]), expected, rtol=0, atol=1e-12)
+            torch.testing.assert_close(cached.feed(TOKENS[len(cached) : length]), expected, rtol=0, atol=1e-12)
 
 
 def test_positions_go_on_beyond_the_first_that_were_prepared():
     model = model_of(LLAMA)
     tokens = [1 + place % 19 for place in range(600)]
     cached = CachedModel(model)
-    cached.forward(tokens[:300])
+    cached.feed(tokens[:300])
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0, -300:]
-    torch.testing.assert_close(cached.forward(tokens, 300), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(cached.feed(tokens[300:], 300), expected, rtol=0, atol=1e-10)

@@ -26,10 +26,10 @@ def model_of(config):
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_layer_that_does_not_hold_what_was_fed_is_named(place):
     cached = CachedModel(model_of(SOFT_CAPPED))
-    cached.forward([1, 2, 3])
+    cached.feed([1, 2, 3])
     cached.cache.layers[place].length -= 1
     with pytest.raises(AssertionError, match=rf"layer {place} .* holds 3 tokens and the model has 4"):
-        cached.forward([1, 2, 3, 4])
+        cached.feed([4])
 
 
 @pytest.mark.parametrize("config", [LLAMA, SOFT_CAPPED])
@@ -94,13 +94,13 @@ def test_a_decoder_goes_on_after_its_models_have_changed_their_dtype():
     model.float()
     assert decoder.generate([1, 2, 3], 8).token_ids == first
     decoder.target.reset()
-    assert decoder.target.forward([1, 2, 3]).dtype == torch.float32
+    assert decoder.target.feed([1, 2, 3]).dtype == torch.float32
 
 
 def test_nothing_stays_with_a_model_whose_hidden_states_were_watched():
     model = model_of(SOFT_CAPPED)
     cached = CachedModel(model, with_hidden=True)
-    cached.forward([1, 2, 3])
+    cached.feed([1, 2, 3])
     assert cached.hidden is not None
     left = weakref.ref(cached)
     del cached
@@ -114,7 +114,7 @@ def test_hidden_states_are_watched_on_the_head_that_there_is():
     cached = CachedModel(model, with_hidden=True)
     model.set_output_embeddings(torch.nn.Linear(16, 20, bias=False, dtype=torch.float64))
     cached.reset()
-    cached.forward([1, 2, 3])
+    cached.feed([1, 2, 3])
     with torch.no_grad():
         expected = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states[-1][0, -1:]
     torch.testing.assert_close(cached.hidden, expected, rtol=0, atol=1e-12)

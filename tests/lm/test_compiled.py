@@ -35,8 +35,8 @@ def first_row(logits, hidden, token):
 def stepped(model):
     """Logits after a prompt and one more token, by a compiled step."""
     model.reset()
-    model.forward(TOKENS)
-    return model.epilogues(first_row, model.forward([*TOKENS, 4]), None, 4)[0]
+    model.feed(TOKENS)
+    return model.epilogues(first_row, model.feed([4]), None, 4)[0]
 
 
 @pytest.mark.parametrize(("device", "num_per_thread"), [("cuda", 1), ("cpu", 0)])

@@ -148,9 +148,9 @@ def path_of(folder, name):
 def test_rolling_back_forgets_and_hidden_states_are_those_of_the_rows_asked():
     model = AutoModelForCausalLM.from_config(CONFIG).double().eval()
     cached = CachedModel(model, with_hidden=True)
-    cached.forward([1, 2, 3, 4])
+    cached.feed([1, 2, 3, 4])
     cached.roll_back(2)
-    logits, hidden = cached.forward([1, 2, 5, 6], 2), cached.hidden
+    logits, hidden = cached.feed([5, 6], 2), cached.hidden
     with torch.no_grad():
         expected = model(torch.tensor([[1, 2, 5, 6]]), output_hidden_states=True)
     torch.testing.assert_close(logits, expected.logits[0, -2:], rtol=0, atol=1e-12)

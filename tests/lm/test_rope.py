@@ -111,8 +111,8 @@ def test_dynamic_frequencies_are_refused_beyond_the_context_and_cost_nothing_bel
     model, text = LlamaForCausalLM(config).eval(), text_of(BOUND + 1)
     cached = CachedModel(model)
     expected = said_by_generate(model, text[:4], text[4:BOUND])
-    torch.testing.assert_close(cached.forward(text[:BOUND], BOUND - 3), expected, **CLOSE)
+    torch.testing.assert_close(cached.feed(text[:BOUND], BOUND - 3), expected, **CLOSE)
     cached.reset()
-    for refused in (lambda: cached.forward(text), lambda: hidden_states(model, [text], [BOUND])):
+    for refused in (lambda: cached.feed(text), lambda: hidden_states(model, [text], [BOUND])):
         with pytest.raises(ValueError, match=r"beyond 16 \(rope_type dynamic\)"):
             refused()

@@ -52,13 +52,13 @@ def assert_tree_is_its_paths(cached: CachedModel) -> None:
     for turn in range(3):
         if turn % 2:
             levels = [Tree(tree.tokens[:num], tree.parents[:num]) for num in (0, 2, 5, 6)]
-            parts = [(cached.forward_tree(text, level), cached.hidden) for level in levels]
+            parts = [(cached.feed_tree(text[len(cached) :], level), cached.hidden) for level in levels]
             logits, hidden = (torch.cat(each) for each in zip(*parts, strict=True))
         else:
-            logits, hidden = cached.forward_tree(text, tree), cached.hidden
+            logits, hidden = cached.feed_tree(text[len(cached) :], tree), cached.hidden
         for row, node in enumerate(range(-1, len(tree))):
             alone.reset()
-            expected = alone.forward(text + tree.tokens_of(tree.path(node)))
+            expected = alone.feed(text + tree.tokens_of(tree.path(node)))
             torch.testing.assert_close(logits[row : row + 1], expected, rtol=0, atol=1e-10)
             torch.testing.assert_close(hidden[row : row + 1], alone.hidden, rtol=0, atol=1e-10)
         path = ([1, 3], [1, 3, 5], [])[turn]
@@ -67,7 +67,7 @@ def assert_tree_is_its_paths(cached: CachedModel) -> None:
         assert len(cached) == len(text) - 1
     cached.roll_back(len(text) - 3)
     alone.reset()
-    torch.testing.assert_close(cached.forward(text), alone.forward(text), rtol=0, atol=1e-10)
+    torch.testing.assert_close(cached.feed(text[len(cached) :]), alone.feed(text), rtol=0, atol=1e-10)
 
 
 def test_a_tree_in_the_cache_is_its_paths():

@@ -134,19 +134,18 @@ class ToyModel(CachedModel):
     def roll_back(self, length: int) -> None:
         del self.fed[length:]
 
-    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Tensor:
-        new = token_ids[len(self.fed) :]
-        assert 1 <= num_rows <= len(new), f"{num_rows} rows asked of {len(new)} fed tokens"
-        self.forwards.append(len(new))
-        self.fed += new
+    def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Tensor:
+        assert 1 <= num_rows <= len(new_tokens), f"{num_rows} rows asked of {len(new_tokens)} fed tokens"
+        self.forwards.append(len(new_tokens))
+        self.fed += new_tokens
         prefixes = [tuple(self.fed[: len(self.fed) - num_rows + 1 + row]) for row in range(num_rows)]
         self.hidden = torch.stack([_logits(self.seed + 1000, prefix, 4, 1.0) for prefix in prefixes])
         return torch.stack([_logits(self.seed, prefix, self.width, self.sharpness) for prefix in prefixes])[
             :, : self.vocab_size
         ]
 
-    def forward_drawn(self, token: Tensor) -> Tensor:
-        return self.forward([*self.fed, int(token)])
+    def feed_drawn(self, token: Tensor) -> Tensor:
+        return self.feed([int(token)])
 
     def law(
         self, prompt: Sequence[int], length: int, *, sampling: Sampling, eos_ids: frozenset[int]

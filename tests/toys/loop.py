@@ -188,8 +188,8 @@ class ToyBatch:
             ToyModel(model.seed, model.vocab_size, width=model.width, sharpness=model.sharpness) for _ in range(num)
         ]
 
-    def forward(self, rows, texts, num_logits):
-        return [row.forward(text, num) for row, text, num in zip(rows, texts, num_logits, strict=True)]
+    def feed(self, rows, new_tokens, num_logits):
+        return [row.feed(tokens, num) for row, tokens, num in zip(rows, new_tokens, num_logits, strict=True)]
 
 
 def decoder_of(
@@ -232,8 +232,7 @@ class ToyTreeModel(ToyModel):
         self.tree = Tree()
         super().roll_back(length)
 
-    def forward_tree(self, token_ids: list[int], tree: Tree) -> Tensor:
-        new = token_ids[len(self.fed) :]
+    def feed_tree(self, new: list[int], tree: Tree) -> Tensor:
         assert not (new and len(self.tree))
         assert list(tree.tokens[: len(self.tree)]) == list(self.tree.tokens)
         self.fed += new

@@ -56,10 +56,10 @@ def observed(decoder: SpeculativeDecoder, draft: CachedModel | None = None) -> I
         seen.num_proposed += len(proposal.tokens)
         return proposal
 
-    def forward(original: Callable[..., Any], token_ids: Sequence[int], num_rows: int = 1) -> Any:
+    def feed(original: Callable[..., Any], new_tokens: Sequence[int], num_rows: int = 1) -> Any:
         seen.num_target += 1
-        seen.num_fed += len(token_ids) - len(target)
-        return original(token_ids, num_rows)
+        seen.num_fed += len(new_tokens)
+        return original(new_tokens, num_rows)
 
     def roll_back(original: Callable[..., None], length: int) -> None:
         seen.num_given_back += max(0, len(target) - length)
@@ -76,10 +76,10 @@ def observed(decoder: SpeculativeDecoder, draft: CachedModel | None = None) -> I
         seen.num_draft_forwards = before + 1  # a toy feeds a drawn token by its other method: one forward all the same
         return result
 
-    watched = [(decoder.drafter, "propose", propose), (target, "forward", forward), (target, "roll_back", roll_back)]
+    watched = [(decoder.drafter, "propose", propose), (target, "feed", feed), (target, "roll_back", roll_back)]
     watched.append((target, "reset", reset))
     if draft is not None:
-        watched += [(draft, "forward", draft_forward), (draft, "forward_drawn", draft_forward)]
+        watched += [(draft, "feed", draft_forward), (draft, "feed_drawn", draft_forward)]
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in watched]
     for owner, name, watch in watched:
         setattr(owner, name, _around(getattr(owner, name), watch))

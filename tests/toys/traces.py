@@ -44,7 +44,7 @@ class Toys:
         """Logits and hidden state after the prompt and `prefix`."""
         model = self.models[name]
         model.reset()
-        logits = model.forward([*PROMPT, *prefix])[-1]
+        logits = model.feed([*PROMPT, *prefix])[-1]
         assert model.hidden is not None
         return logits, model.hidden[-1]
 

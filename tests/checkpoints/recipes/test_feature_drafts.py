@@ -100,8 +100,8 @@ def test_predictions_for_a_text_at_each_depth_are_those_of_decoding(kind, target
     for depth, log_q in enumerate(log_q_by_depth(draft, reading), 1):
         for row, (text, position) in zip(log_q, positions, strict=True):
             tapped = CachedModel(target, recorder=FeatureRecorder(target, draft))
-            tapped.forward(ids[text, : position + 1 - depth].tolist())
-            decoded = feature_model(draft, tapped).forward(ids[text, : position + 1].tolist())[0].log_softmax(-1)
+            tapped.feed(ids[text, : position + 1 - depth].tolist())
+            decoded = feature_model(draft, tapped).feed(ids[text, : position + 1].tolist())[0].log_softmax(-1)
             torch.testing.assert_close(row, decoded, atol=1e-4, rtol=0)
     assert depth == NUM_DEPTHS
 

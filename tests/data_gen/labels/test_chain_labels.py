@@ -40,9 +40,9 @@ def expected(kind: str, exchange: Exchange, start: int, uniform: torch.Tensor) -
     tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
     model = feature_model(draft(kind), tapped)
     committed = [*exchange.prompt_ids, *exchange.response_ids[:start]]
-    tapped.forward(committed[:-1])
+    tapped.feed(committed[:-1])
     steps, tokens = [], []
-    logits = model.forward(committed)
+    logits = model.feed(committed)
     for place in range(min(LENGTH, len(exchange.response_ids) - start)):
         q, drawn = WARM.probs(logits), model.hidden[0]
         p = WARM.probs(target()(torch.tensor([[*committed, *tokens]]), use_cache=False).logits[:, -1])
@@ -56,7 +56,7 @@ def expected(kind: str, exchange: Exchange, start: int, uniform: torch.Tensor) -
             "entropy": float(entropy(logits)),
             "acceptance_rate": float(acceptance_rate(q, p)),
         }
-        logits = model.forward([*committed, *tokens])
+        logits = model.feed(tokens[-1:])
         steps.append({"numbers": numbers, "drawn": drawn, "fed": model.hidden[0]})
         if tokens[-1] == EOS:
             break

@@ -82,10 +82,10 @@ class Slow(ToyModel):
 
     is_busy = False
 
-    def forward(self, token_ids, num_rows=1):
+    def feed(self, new_tokens, num_rows=1):
         self.is_busy, self.thread = True, current_thread()
         sleep(0.2)
-        rows = super().forward(token_ids, num_rows)
+        rows = super().feed(new_tokens, num_rows)
         self.is_busy = False
         return rows
 

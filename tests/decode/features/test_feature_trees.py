@@ -43,7 +43,7 @@ def test_after_trees_the_draft_reads_what_it_reads_of_a_fresh_sequence(kind):
     decoder = tree_decoder_of(kind, FixedLength(3), Sampling(temperature=0))
     text = [*PROMPT, *decoder.generate(PROMPT, 20).token_ids]
     fresh = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)), holds_trees=True)
-    fresh.forward(text[:-1])
+    fresh.feed(text[:-1])
     assert decoder.target.recorder.num_features == len(decoder.target) == len(text) - 1
     if kind != "glide":
         torch.testing.assert_close(
@@ -53,7 +53,8 @@ def test_after_trees_the_draft_reads_what_it_reads_of_a_fresh_sequence(kind):
             atol=1e-8,
         )
     model = feature_model(draft(kind), fresh)
-    torch.testing.assert_close(decoder.drafter.model.forward(text), model.forward(text), rtol=0, atol=1e-8)
+    used = decoder.drafter.model
+    torch.testing.assert_close(used.feed(text[len(used) :]), model.feed(text), rtol=0, atol=1e-8)
 
 
 def test_the_sampled_law_of_trees_is_the_target_s_exactly():

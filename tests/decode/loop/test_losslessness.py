@@ -98,7 +98,7 @@ def test_temperature_zero_emits_the_most_probable_token_each_time():
     ((tokens, probability),) = output.items()
     assert probability == 1.0
     for i, token in enumerate(tokens):
-        assert token == ToyModel(1).forward([*PROMPT, *tokens[:i]])[-1].argmax()
+        assert token == ToyModel(1).feed([*PROMPT, *tokens[:i]])[-1].argmax()
 
 
 def test_a_vocabulary_of_five_preserves_the_target_law():
@@ -181,8 +181,8 @@ def test_every_forward_feeds_the_tokens_that_the_cache_lacks_and_no_others():
 
 def test_mixed_dtypes_of_draft_and_target_are_lossless_up_to_rounding():
     class Narrow(ToyModel):
-        def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> torch.Tensor:
-            return super().forward(token_ids, num_rows).to(torch.bfloat16)
+        def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> torch.Tensor:
+            return super().feed(new_tokens, num_rows).to(torch.bfloat16)
 
     decoder = SpeculativeDecoder(ToyModel(1), ModelDrafter(Narrow(2), FixedLength(2)), eos_ids=frozenset({2}))
     assert_same_law(

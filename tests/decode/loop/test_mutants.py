@@ -57,8 +57,7 @@ def test_drop_by_value_emits_the_law_that_the_design_works_out(monkeypatch):
     probs = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     decoder = laws.decoder_of(FixedLength(1), eos_ids=())
     for model in (decoder.target, decoder.drafter.model):
-        forward = model.forward
-        monkeypatch.setattr(model, "forward", lambda ids, rows=1, forward=forward: forward(ids, rows) * 0 + probs.log())
+        monkeypatch.setattr(model, "feed", lambda ids, rows=1, feed=model.feed: feed(ids, rows) * 0 + probs.log())
     first = {0: 0.0, 1: 0.0, 2: 0.0}
     monkeypatch.setattr(*MUTANTS["drop_by_value"])
     for tokens, probability in laws.law(decoder, 2).items():

@@ -58,7 +58,7 @@ def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_th
     scalars = []
     for i, token in enumerate(tokens):
         fresh = ToyModel(2, 5)
-        logits = fresh.forward([*PROMPT, *tokens[:i]])[-1]
+        logits = fresh.feed([*PROMPT, *tokens[:i]])[-1]
         probs = logits.softmax(-1)
         shown = policy.seen[i]
         assert shown.position == i
@@ -151,7 +151,7 @@ def test_both_readers_draw_the_same_tokens_and_read_the_same_signals(asked):
         heads = (head_with_every_input(timing) for timing in ("fed", "drawn", "prefix"))
         signals, ids, steps = reader(Asks(*heads), model), list(PROMPT), []
         for position in range(4):
-            logits = model.forward(ids)[-1]
+            logits = model.feed(ids[len(model) :])[-1]
             token, drawn = signals.draw(position, logits, logits.softmax(-1), draws)
             ids.append(token)
             steps.append((token, *(getattr(drawn, name) for name in sorted(asked))))
@@ -181,7 +181,7 @@ def test_a_new_scalar_is_read_by_every_reader(timing, margin):
         model, ids, before = ToyModel(2, 5), list(PROMPT), None
         signals = reader(policy, model)
         for position in range(3):
-            logits = model.forward(ids)[-1]
+            logits = model.feed(ids[len(model) :])[-1]
             draws = RandomSampler(torch.Generator().manual_seed(position))
             token, drawn = signals.draw(position, logits, logits.softmax(-1), draws)
             now = torch.stack([logits.max() - logits[token], entropy(logits)])

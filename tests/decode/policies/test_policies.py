@@ -38,7 +38,7 @@ def direct_lengths(rule: str, seed: int, num_tokens: int) -> list[tuple[int, int
 
     def probs(model, tokens):
         model.reset()
-        return model.forward(tokens)[-1].softmax(-1)
+        return model.feed(tokens)[-1].softmax(-1)
 
     while len(ids) < len(PROMPT) + num_tokens:
         room = min(20, len(PROMPT) + num_tokens - len(ids) - 1)
@@ -288,7 +288,7 @@ def test_entropy_of_a_near_certain_token_is_at_least_zero(dtype):
 
 
 def test_entropy_is_that_of_the_untruncated_distribution_whatever_the_sampling():
-    logits = ToyModel(2).forward(PROMPT)[-1]
+    logits = ToyModel(2).feed(PROMPT)[-1]
     q = logits.softmax(-1)
     assert float(entropy(logits)) == pytest.approx(float(-(q * q.log()).sum()))
     decoder = decoder_of(Entropy(0.3), sampling=Sampling(temperature=0.0), eos_ids=())

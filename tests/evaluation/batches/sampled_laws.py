@@ -89,9 +89,8 @@ def exact_law(decoder: SpeculativeDecoder, prompt: Sequence[int]) -> dict[Outcom
     for _ in range(LENGTH):
         grown: dict[Outcome, float] = {}
         for tokens, probability in going.items():
-            ids = [*prompt, *tokens]
             decoder.target.reset()
-            probs = decoder.sampling.dists(decoder.target.forward(ids), ids)[-1].double()
+            probs = decoder.sampling.dists(decoder.target.feed([*prompt, *tokens]))[-1].double()
             for token, prob in enumerate((probs / probs.sum()).tolist()):
                 if prob > 0:
                     (law if token in decoder.eos_ids else grown)[(*tokens, token)] = probability * prob

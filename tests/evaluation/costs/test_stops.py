@@ -89,10 +89,10 @@ def test_a_rotation_drafts_in_its_order_and_feeds_each_draft_one_token_first(loo
     drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in arms.items()}
     fed, order = [], ["fixed", "entropy", "head", "entropy"]
 
-    def watched(forward):
-        def watching(token_ids, num_rows=1):
-            fed.append(len(token_ids) - len(watching.model))
-            return forward(token_ids, num_rows)
+    def watched(feed):
+        def watching(new_tokens, num_rows=1):
+            fed.append(len(new_tokens))
+            return feed(new_tokens, num_rows)
 
         return watching
 
@@ -101,9 +101,7 @@ def test_a_rotation_drafts_in_its_order_and_feeds_each_draft_one_token_first(loo
     rounds = decoder.stream([5, 6, 7], 24, generator=torch.Generator().manual_seed(0))
     next(rounds)  # the prompt is read
     for model in {id(drafter.model): drafter.model for drafter in drafters.values()}.values():
-        watching = watched(model.forward)
-        watching.model = model
-        model.forward = watching
+        model.feed = watched(model.feed)
     try:
         for _ in range(2):
             fed.clear()
@@ -111,7 +109,7 @@ def test_a_rotation_drafts_in_its_order_and_feeds_each_draft_one_token_first(loo
             assert fed[-4:] == [1, 1, 1, 1]
     finally:
         for drafter in drafters.values():
-            vars(drafter.model).pop("forward", None)
+            vars(drafter.model).pop("feed", None)
     assert [draft.kind for draft in rotation.drafts][:3] == order[:3]
 
 

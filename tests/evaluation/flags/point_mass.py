@@ -43,9 +43,9 @@ class PointMassDrafter(ModelDrafter):
             proposal.stop_reason = "policy"
         return proposal
 
-    def _step(self, position: int, ids: list[int]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
-        logits = self.model.forward(ids)
+    def _step(self, committed: list[int], pending: list[int]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
+        logits = self.model.feed(pending)
         greedy = self._session.sampling.is_greedy  # where laws are logits, and the largest is taken
         law: Tensor = logits[0] if greedy else _LIKELIEST.probs(logits[0])
-        token, drawn = self._signals.draw(position, logits[0], law, self._session.draws)
+        token, drawn = self._signals.draw(len(self.proposal.tokens), logits[0], law, self._session.draws)
         return token, drawn, law

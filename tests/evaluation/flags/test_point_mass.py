@@ -43,7 +43,7 @@ def test_every_drafted_token_is_the_likeliest_whatever_the_sampling():
     for played in decoder.generate(PROMPT, 12).rounds:
         for place, token in enumerate(played.drafted):
             draft.reset()
-            assert token == int(draft.forward([*committed, *played.drafted[:place]])[-1].argmax())
+            assert token == int(draft.feed([*committed, *played.drafted[:place]])[-1].argmax())
         committed += played.emitted
 
 

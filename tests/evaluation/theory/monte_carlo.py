@@ -36,9 +36,9 @@ class ConstantModel(ToyModel):
         self.log_probs = torch.as_tensor(probs, dtype=torch.float64).log()
         super().__init__(seed=0, vocab_size=len(self.log_probs))
 
-    def forward(self, token_ids: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
-        assert 1 <= num_rows <= len(token_ids) - len(self.fed), "a forward feeds at least the tokens of its rows"
-        self.fed = list(token_ids)
+    def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
+        assert 1 <= num_rows <= len(new_tokens), "a forward feeds at least the tokens of its rows"
+        self.fed += new_tokens
         return self.log_probs.expand(num_rows, -1)
 
 

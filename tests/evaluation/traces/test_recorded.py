@@ -69,7 +69,7 @@ def prefixes(trace: Trace) -> list[list[int]]:
 def alone(which: torch.nn.Module, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and hidden state of one model over one sequence, with nothing batched or cached."""
     cached = CachedModel(which, with_hidden=True)
-    logits = cached.forward(ids)[-1]
+    logits = cached.feed(ids)[-1]
     return logits, cached.hidden[-1]
 
 
@@ -142,7 +142,7 @@ def test_a_likeliest_token_is_accepted_where_the_response_has_it_with_the_target
         prompt, response = list(part.rows[0].prompt_ids), torch.tensor(part.rows[0].response_ids)
         for each in models:
             each.reset()
-        likeliest, p = (each.forward(prompt + response[:-1].tolist(), len(response)) for each in models)
+        likeliest, p = (each.feed(prompt + response[:-1].tolist(), len(response)) for each in models)
         likeliest, p = likeliest.argmax(-1), SHARP.probs(p)
         assert part.is_rejected.tolist() == (likeliest != response).tolist()
         at = part.is_rejected.nonzero()[0][part.branch_lengths > 0]
@@ -158,11 +158,11 @@ def expected_draft(
     """(tokens, number that pass, signals of each) of the round from `start`, drafted token by token with the target."""
     tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
     drafting = feature_model(draft(kind), tapped)
-    tapped.forward([*PROMPT, *response[:start]][:-1])
+    tapped.feed([*PROMPT, *response[:start]][:-1])
     tokens, rejected, steps = [], None, []
     for depth in range(min(LENGTH, LIMIT - 1 - start)):
         committed = [*PROMPT, *response[:start]]
-        logits = drafting.forward([*committed, *tokens])
+        logits = drafting.feed([*committed, *tokens][len(drafting) :])
         q = WARM.probs(logits)
         p = WARM.probs(target()(torch.tensor([[*committed, *tokens]]), use_cache=False).logits[:, -1])
         position = start + depth

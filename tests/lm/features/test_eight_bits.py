@@ -25,8 +25,8 @@ def drafted(draft):
     """Logits after each of a few tokens."""
     tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft))
     model = feature_model(draft, tapped)
-    tapped.forward([1, 2, 3, 4])
-    return torch.cat([model.forward([1, 2, 3, 4, 5, 6, 0][:end]) for end in (5, 6, 7)])
+    tapped.feed([1, 2, 3, 4])
+    return torch.cat([model.feed(tokens) for tokens in ([1, 2, 3, 4, 5], [6], [0])])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

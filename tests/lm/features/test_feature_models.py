@@ -16,10 +16,10 @@ def logits_afresh(kind, family, committed, drafted):
     one.
     """
     tapped = CachedModel(target(family), recorder=FeatureRecorder(target(family), draft(kind, family)))
-    tapped.forward(committed[:-1])
+    tapped.feed(committed[:-1])
     model = feature_model(draft(kind, family), tapped)
     for end in range(len(committed), len(committed) + len(drafted) + 1):
-        logits = model.forward((committed + drafted)[:end])
+        logits = model.feed((committed + drafted)[len(model) : end])
     return logits, model.hidden
 
 
@@ -31,16 +31,16 @@ def test_logits_after_any_rounds_are_those_of_a_fresh_sequence(kind, family):
     assert model.max_length == 0, "nothing is drafted before the target has read the prompt"
     generator = torch.Generator().manual_seed(0)
     committed = [1, 2, 3]
-    tapped.forward(committed)
+    tapped.feed(committed)
     for step in range(8):
         committed = committed + torch.randint(VOCAB, (1,), generator=generator).tolist()
         drafted = torch.randint(VOCAB, (step % 4,), generator=generator).tolist()
         for end in range(len(committed), len(committed) + len(drafted) + 1):
-            logits = model.forward((committed + drafted)[:end])
+            logits = model.feed((committed + drafted)[len(model) : end])
         expected, hidden = logits_afresh(kind, family, committed, drafted)
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
         torch.testing.assert_close(model.hidden, hidden, rtol=0, atol=1e-10)
-        tapped.forward(committed + drafted)
+        tapped.feed((committed + drafted)[len(tapped) :])
         committed = committed + drafted[: step % 3]
         for each in (tapped, model):
             each.roll_back(len(committed))
@@ -52,11 +52,11 @@ def test_logits_after_any_rounds_are_those_of_a_fresh_sequence(kind, family):
 def test_a_token_of_which_the_target_has_not_spoken_is_fed_after_the_draft_s_own_output(kind):
     """As in a hierarchy whose outer level adds a token: also if what it follows was rolled back."""
     tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
-    tapped.forward([1, 2, 3, 4])
+    tapped.feed([1, 2, 3, 4])
     model = feature_model(draft(kind), tapped)
-    model.forward([1, 2, 3, 4, 5, 6])
+    model.feed([1, 2, 3, 4, 5, 6])
     model.roll_back(5)
-    logits = model.forward([1, 2, 3, 4, 5, 0])
+    logits = model.feed([1, 2, 3, 4, 5, 0][len(model) :])
     torch.testing.assert_close(logits, logits_afresh(kind, "llama", [1, 2, 3, 4, 5], [0])[0], rtol=0, atol=1e-10)
 
 
@@ -64,15 +64,15 @@ def test_a_token_of_which_the_target_has_not_spoken_is_fed_after_the_draft_s_own
 def test_a_tree_s_node_has_the_logits_of_its_path_as_a_chain(kind):
     committed = [1, 2, 3, 4]
     tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
-    tapped.forward(committed[:-1])
+    tapped.feed(committed[:-1])
     model = feature_model(draft(kind), tapped)
-    model.forward(committed)
+    model.feed(committed)
     model.roll_back(len(committed) - 1)
-    first_logits = model.forward_tree(committed, Tree((5, 6), (-1, -1)))[1:]
-    logits = model.forward_tree(committed, Tree((5, 6, 0, 1, 2), (-1, -1, 1, 0, 1)))
+    first_logits = model.feed_tree(committed[len(model) :], Tree((5, 6), (-1, -1)))[1:]
+    logits = model.feed_tree([], Tree((5, 6, 0, 1, 2), (-1, -1, 1, 0, 1)))
     for drafted, ours in (([5], first_logits[0]), ([6, 0], logits[0]), ([5, 1], logits[1]), ([6, 2], logits[2])):
         torch.testing.assert_close(ours[None], logits_afresh(kind, "llama", committed, drafted)[0], rtol=0, atol=1e-10)
     model.roll_back(len(committed) - 1)
     torch.testing.assert_close(
-        model.forward([1, 2, 3, 0]), logits_afresh(kind, "llama", [1, 2, 3, 0], [])[0], rtol=0, atol=1e-10
+        model.feed([1, 2, 3, 0][len(model) :]), logits_afresh(kind, "llama", [1, 2, 3, 0], [])[0], rtol=0, atol=1e-10
     )

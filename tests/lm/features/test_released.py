@@ -23,11 +23,11 @@ def test_a_directory_written_by_hand_computes_what_its_formula_says(layout, tmp_
     tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft))
     model = feature_model(draft, tapped)
     committed, drafted = [1, 2, 3, 4, 5], [6, 0]
-    tapped.forward(committed[:-1])
+    tapped.feed(committed[:-1])
     truth = Truth(target(), committed[:-1])
     for end in (5, 6, 7):
         tokens = (committed + drafted)[:end]
-        logits = model.forward(tokens)[0]
+        logits = model.feed(tokens[len(model) :])[0]
         plain = expected(layout, config, tensors, truth=truth, tokens=tokens, num_known=4)
         # norms and rotary embeddings are float32, as Llama's
         torch.testing.assert_close(logits, plain, rtol=0, atol=1e-5)

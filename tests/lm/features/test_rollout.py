@@ -21,10 +21,10 @@ def alone(kind: str, family: str, text: list[int], tokens: list[int]) -> torch.T
     """The states of one round that begins after `text`: the target has read all but its last token."""
     tapped = CachedModel(target(family), recorder=FeatureRecorder(target(family), draft(kind, family)))
     model = feature_model(draft(kind, family), tapped)
-    tapped.forward(text[:-1])
+    tapped.feed(text[:-1])
     states = []
     for count in range(len(tokens) + 1):
-        model.forward([*text, *tokens[:count]])
+        model.feed([*text, *tokens[:count]][len(model) :])
         states.append(model.hidden[0])
     return torch.stack(states)
 

@@ -111,8 +111,7 @@ class PrintedDecoder(SpeculativeDecoder):
     """The loop of Chen's Algorithm 2 as printed: biased."""
 
     def _verify_chain(self, text, proposal, draws):
-        fed = text + proposal.tokens
-        p = self.sampling.dists(self.target.forward(fed, len(proposal.tokens) + 1), fed)
+        p = self.sampling.dists(self.target.feed(text[len(self.target) :] + proposal.tokens, len(proposal.tokens) + 1))
         proposal.accepted = range(num_accepted(proposal.tokens, proposal.dists, p, draws))
         return draws.token(p[len(proposal.accepted)])
 
@@ -125,7 +124,7 @@ def test_a_replacement_drawn_from_plain_p_as_chen_prints_it_is_biased(m, n):
     with pytest.raises(AssertionError, match="against"):
         assert_same_law(printed, ToyModel(TARGET).law(PROMPT, 3, sampling=Sampling(), eos_ids=frozenset()))
     if m == 1:
-        p, q = (ToyModel(seed).forward(PROMPT)[-1].softmax(-1) for seed in (TARGET, MICRO if n else DRAFT))
+        p, q = (ToyModel(seed).feed(PROMPT)[-1].softmax(-1) for seed in (TARGET, MICRO if n else DRAFT))
         decoder.max_draft_length = 1
         first = law_of(lambda draws: decoder.generate(PROMPT, 2, generator=draws).token_ids[0])
         overlap = torch.minimum(p, q)

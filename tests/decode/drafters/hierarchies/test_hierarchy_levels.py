@@ -22,10 +22,13 @@ VOCAB = 6
 class CheckedModel(CachedModel):
     """Every row it returns is that of an uncached forward over the same tokens."""
 
-    def forward(self, token_ids, num_rows=1):
-        rows = super().forward(token_ids, num_rows)
+    text = ()
+
+    def feed(self, new_tokens, num_rows=1):
+        self.text = [*self.text[: len(self)], *new_tokens]
+        rows = super().feed(new_tokens, num_rows)
         with torch.inference_mode():
-            whole = self.model(input_ids=torch.tensor([token_ids])).logits[0, -num_rows:]
+            whole = self.model(input_ids=torch.tensor([self.text])).logits[0, -num_rows:]
         torch.testing.assert_close(rows, whole, atol=1e-9, rtol=0)
         return rows
 
@@ -147,7 +150,7 @@ def test_the_draft_level_sees_its_own_models_signals_at_every_emitted_position()
     ids, expected = list(PROMPT), []
     for played in generation.rounds:
         for position, token in enumerate(played.drafted):
-            logits = ToyModel(2).forward([*ids, *played.drafted[:position]])[-1]
+            logits = ToyModel(2).feed([*ids, *played.drafted[:position]])[-1]
             expected.append((position, float(entropy(logits)), float(logits.softmax(-1)[token])))
         ids += played.emitted
     assert len(expected) > 10
@@ -165,7 +168,7 @@ def test_tau_of_each_level_is_fed_by_the_rejections_of_the_level_above():
     ids, rejected = list(PROMPT), []
     for played in generation.rounds:
         if played.num_accepted < len(played.drafted):
-            rejected.append(float(entropy(ToyModel(2).forward([*ids, *played.drafted[: played.num_accepted]])[-1])))
+            rejected.append(float(entropy(ToyModel(2).feed([*ids, *played.drafted[: played.num_accepted]])[-1])))
         ids += played.emitted
     seen = [outcome.rejected_entropy for outcome in outer.outcomes if outcome.num_accepted < outcome.num_drafted]
     assert seen
@@ -186,7 +189,7 @@ def test_full_hsddw_ends_a_draft_at_the_first_position_where_the_draft_is_unsure
     ids = list(PROMPT)
     for played in generation.rounds:
         entropies = [
-            float(entropy(ToyModel(2).forward([*ids, *played.drafted[:i]])[-1])) for i in range(len(played.drafted))
+            float(entropy(ToyModel(2).feed([*ids, *played.drafted[:i]])[-1])) for i in range(len(played.drafted))
         ]
         assert all(value <= 0.8 for value in entropies[:-1])
         assert played.stop_reason != "policy" or entropies[-1] > 0.8
