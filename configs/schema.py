@@ -4,7 +4,7 @@ A field's docstring is its help on the command line. Ranges are in `configs.limi
 here (`configs.paths`), so that a Config made in Python is checked too.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from configs.paths import check_local
@@ -53,7 +53,9 @@ class PairConfig:
     target: ModelSource
     """The large model, whose output distribution is preserved; it takes most of the memory and time."""
     draft: ModelSource
-    """The small model that proposes tokens, with the target's tokenizer. Heads are trained for this model only."""
+    """The small model that proposes tokens, with the target's tokenizer; path: mtp is the target's own MTP layer. Heads
+    are trained for this model only.
+    """
     micro: ModelSource | None = None
     """A third, still smaller model for hierarchies."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -66,6 +68,9 @@ class PairConfig:
     def __post_init__(self) -> None:
         for name, model in (("target", self.target), ("draft", self.draft), ("micro", self.micro)):
             check_local(model and model.path, f"pair.{name}.path", may_be_on_hub=True)
+        if self.draft.path == "mtp":
+            mtp = replace(self.draft, path=f"{self.target.path}#mtp", revision=self.target.revision)
+            object.__setattr__(self, "draft", mtp)
 
 
 @dataclass(frozen=True, kw_only=True)

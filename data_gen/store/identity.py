@@ -20,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from configs.schema import ModelSource
-from lm.features.released import commit_of, width_of
+from lm.features.released import MTP, commit_of, width_of, without_mtp
 from lm.pair import repository_of
 from store.shards import write_atomic
 
@@ -39,6 +39,9 @@ def describe_model(source: ModelSource) -> dict[str, Any]:
         FileNotFoundError: neither a local model directory nor a reachable hub id.
         ValueError: its config is inconsistent.
     """
+    if (target := without_mtp(source)) != source:  # the target's files hold its MTP layer
+        described = describe_model(target)
+        return described | {key: f"{described[key]}{MTP}" for key in ("name", "commit", "weights") if described[key]}
     try:
         commit, width = _commit_and_width(source)
     except OSError as error:

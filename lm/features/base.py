@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
@@ -40,11 +40,19 @@ class FeatureDraft(nn.Module):
     name_or_path = ""
     """Directory or repository that it was loaded from."""
 
-    def __init__(self, config: LlamaConfig | Qwen3Config, *, has_embedding: bool, num_logits: int | None) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        has_embedding: bool,
+        num_logits: int | None,
+        rotary: nn.Module | None = None,
+    ) -> None:
         """Args:
         config: config of the draft's layer; its vocabulary is the target's.
         has_embedding: the draft has input embeddings; otherwise the target's are used.
         num_logits: width of the draft's LM head; None: it has none, and the target's is used.
+        rotary: rotary embedding; None: Llama's.
         """
         super().__init__()
         config._attn_implementation = "sdpa"
@@ -52,7 +60,8 @@ class FeatureDraft(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
         self._has_head = num_logits is not None
         self.lm_head = nn.Linear(config.hidden_size, num_logits, bias=False) if num_logits is not None else None
-        self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # Qwen3 has all keys that it reads
+        # other families have all keys that Llama's reads
+        self.rotary_emb = LlamaRotaryEmbedding(config) if rotary is None else rotary  # type: ignore[arg-type]
         self.register_buffer("target_ids", None, persistent=False)
         self._borrowed: tuple[nn.Module, nn.Module] | None = None
         """The target's input embeddings and LM head; in a tuple, so that they are not moved with the draft."""

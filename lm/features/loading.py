@@ -15,7 +15,8 @@ from lm.features.dspark import MARKOV_HEADS, DSpark
 from lm.features.eagle import Eagle, Eagle3
 from lm.features.eight_bits import to_eight_bits
 from lm.features.glide import Glide
-from lm.features.released import Released
+from lm.features.mtp import mtp_of
+from lm.features.released import MTP, Released, refusal_of
 from lm.sampling import FLOATS
 
 _SPECULATORS_KEYS = (
@@ -54,21 +55,26 @@ def load_feature_draft(
         ValueError: weights that are pickled, missing, surplus, or of another shape; a draft that does not fit the
             target; a quantisation that is not of 8 bits.
     """
+    if source.quantization not in (None, "8bit"):
+        remedy = "of feature drafts it is 8bit or null"
+        raise refusal_of(source.path, f"quantization is {source.quantization}", remedy)
+    is_mtp = source.path.endswith(MTP)
+    draft = mtp_of(source, target, dtype) if is_mtp else _released(source, target, num_layers, dtype)
+    draft.name_or_path = source.path
+    draft.to(next(target.get_output_embeddings().parameters()).device).eval().bind(target)
+    if source.quantization is not None:
+        to_eight_bits(draft)
+    return draft
+
+
+def _released(source: ModelSource, target: PreTrainedModel, num_layers: int, dtype: torch.dtype | None) -> FeatureDraft:
+    """A draft from its released directory, on the CPU."""
     released = Released(source)
-    released.require(
-        source.quantization in (None, "8bit"),
-        f"quantization is {source.quantization}",
-        "of feature drafts it is 8bit or null",
-    )
     released.check_kind()
     make = {"eagle": _eagle, "eagle3": _eagle3, "speculators": _speculators, "glide": _glide, "dspark": _dspark}
     with init_empty_weights():
         draft = make[released.layout or "eagle"](released, target, num_layers)
     _fill(draft, released, dtype)
-    draft.name_or_path = source.path
-    draft.to(next(target.get_output_embeddings().parameters()).device).eval().bind(target)
-    if source.quantization is not None:
-        to_eight_bits(draft)
     return draft
 
 

@@ -6,9 +6,11 @@ speculators   `speculators_model_type`; `layers.0.*`
 glide         `large_hidden_size`; Llama's names, and `cross_attn`
 dspark        DeepSpec's DSpark and DFlash: `markov_rank`, or "DSpark" in `architectures`; Qwen3's names. Directories of
               z-lab and SpecForge, whose keys are nested, are refused by name
+mtp           the MTP layer of a target, in the target's own directory: its path is the target's and `#mtp`
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +26,8 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from configs.schema import ModelSource
 from lm.features.dspark import markov_width
 
+MTP = "#mtp"
+"""End of the path of a target's own MTP layer (`configs.schema.PairConfig`)."""
 LayerConfig = TypeVar("LayerConfig", bound=PreTrainedConfig)
 _NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")
 """Keys of config.json that do not describe a layer."""
@@ -136,6 +140,8 @@ def released_layout_of(source: ModelSource) -> str | None:
     Raises:
         ValueError: a broken config.json, or pickled weights whose names decide the layout.
     """
+    if source.path.endswith(MTP):
+        return "mtp"
     config = _config_of(source)
     if config is None:
         return None
@@ -155,8 +161,14 @@ def released_layout_of(source: ModelSource) -> str | None:
 
 def commit_of(source: ModelSource) -> str | None:
     """Commit of a hub repository."""
+    source = without_mtp(source)
     path = cached_file(source.path, "config.json", revision=source.revision)
     return None if Path(source.path).is_dir() else extract_commit_hash(str(path), None)
+
+
+def without_mtp(source: ModelSource) -> ModelSource:
+    """The target that a path with `#mtp` names; any other source as it is."""
+    return replace(source, path=source.path.removesuffix(MTP))
 
 
 def width_of(source: ModelSource) -> int | None:
@@ -185,17 +197,18 @@ def _layer_keys(source: ModelSource, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config_of(source: ModelSource) -> dict[str, Any] | None:
+    path = source.path.removesuffix(MTP)
     try:
-        path = cached_file(source.path, "config.json", revision=source.revision)
+        file = cached_file(path, "config.json", revision=source.revision)
     except OSError:
         return None
     try:
-        config = json.loads(Path(str(path)).read_text(encoding="utf-8"))
+        config = json.loads(Path(str(file)).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"config.json of {source.path} is not JSON ({error}); fetch or copy the model again"
-        ) from error
-    return config if isinstance(config, dict) else None
+        raise ValueError(f"config.json of {path} is not JSON ({error}); fetch or copy the model again") from error
+    if not isinstance(config, dict):
+        return None
+    return config.get("text_config", config) if path != source.path else config
 
 
 def _names(file: Path) -> set[str]:

@@ -10,6 +10,7 @@ from lm import FeatureDraft
 from lm.features.dspark import DSpark
 from lm.features.eagle import Eagle, Eagle3
 from lm.features.glide import Glide
+from tests.toys import mtp
 
 VOCAB, WIDTH, LAYERS = 7, 16, 3
 SIZES = {
@@ -26,6 +27,8 @@ TARGETS = {
 }
 KINDS = ("eagle", "eagle3", "reduced", "glide")
 BLOCK = 4
+PAIRS = [(kind, family) for kind in KINDS for family in TARGETS] + [("mtp", family) for family in mtp.FAMILIES]
+"""Drafts with the families of their targets; an MTP layer has a target of its own."""
 BLOCKS = ("vanilla", "gated", "rnn", "dflash")
 """DSpark drafts by their Markov head; DFlash has none."""
 
@@ -43,6 +46,8 @@ def _spread(model: torch.nn.Module, seed: int, scale: float) -> None:
 
 @cache
 def target(family: str = "llama") -> PreTrainedModel:
+    if family in mtp.FAMILIES:
+        return mtp.target(family)
     model = AutoModelForCausalLM.from_config(TARGETS[family]).double().eval()
     _spread(model, 1, 0.35)
     return model
@@ -63,6 +68,8 @@ def block_config(markov: str, **keys) -> Qwen3Config:
 
 @cache
 def draft(kind: str, family: str = "llama") -> FeatureDraft:
+    if kind == "mtp":
+        return mtp.draft(family)
     made: FeatureDraft
     if kind == "eagle":
         made = Eagle(config(), has_embedding=False)

@@ -2,13 +2,15 @@
 afresh.
 """
 
+from itertools import product
+
 import pytest
 import torch
 
 from lm import CachedModel, feature_model
 from lm.features.recorder import FeatureRecorder
 from lm.masks import Tree
-from tests.toys.random_drafts import BLOCKS, KINDS, TARGETS, VOCAB, draft, target
+from tests.toys.random_drafts import BLOCKS, KINDS, PAIRS, TARGETS, VOCAB, draft, target
 
 
 def logits_afresh(kind, family, committed, drafted):
@@ -23,8 +25,7 @@ def logits_afresh(kind, family, committed, drafted):
     return logits, model.hidden
 
 
-@pytest.mark.parametrize("family", TARGETS)
-@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
+@pytest.mark.parametrize(("kind", "family"), [*PAIRS, *product(BLOCKS, TARGETS)])
 def test_logits_after_any_rounds_are_those_of_a_fresh_sequence(kind, family):
     tapped = CachedModel(target(family), recorder=FeatureRecorder(target(family), draft(kind, family)))
     model = feature_model(draft(kind, family), tapped)
@@ -38,13 +39,15 @@ def test_logits_after_any_rounds_are_those_of_a_fresh_sequence(kind, family):
         for end in range(len(committed), len(committed) + len(drafted) + 1):
             logits = model.feed((committed + drafted)[len(model) : end])
         expected, hidden = logits_afresh(kind, family, committed, drafted)
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
-        torch.testing.assert_close(model.hidden, hidden, rtol=0, atol=1e-10)
+        atol = 1e-5 if kind == "mtp" else 1e-10  # layers of these targets compute in float32
+        torch.testing.assert_close(logits, expected, rtol=0, atol=atol)
+        torch.testing.assert_close(model.hidden, hidden, rtol=0, atol=atol)
         tapped.feed((committed + drafted)[len(tapped) :])
         committed = committed + drafted[: step % 3]
         for each in (tapped, model):
             each.roll_back(len(committed))
-        assert len(tapped) == tapped.recorder.num_features == len(committed)
+        assert len(tapped) <= tapped.recorder.num_features == len(committed)
+        assert len(tapped) == len(committed) or family == "qwen3_next"
         assert len(model) <= len(committed)
 
 

@@ -2,6 +2,8 @@
 target.
 """
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from lm import CachedModel, feature_model
 from lm.features.glide import Glide
 from lm.features.recorder import FeatureRecorder
 from lm.features.rollout import Rollouts, rollouts_of, run_target
-from tests.toys.random_drafts import BLOCKS, KINDS, TARGETS, config, draft, target
+from tests.toys.random_drafts import BLOCKS, PAIRS, TARGETS, config, draft, target
 
 TEXT = [1, 5, 2, 6, 0, 3, 3, 4, 1]
 LENGTHS = [2, 3, 5, 8, 9]
@@ -29,8 +31,7 @@ def alone(kind: str, family: str, text: list[int], tokens: list[int]) -> torch.T
     return torch.stack(states)
 
 
-@pytest.mark.parametrize("family", TARGETS)
-@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
+@pytest.mark.parametrize(("kind", "family"), [*PAIRS[:-1], *product(BLOCKS, TARGETS)])  # Qwen3-Next has no branches
 def test_each_chain_is_a_round_of_its_own(kind, family):
     chains = rollouts_of(draft(kind, family), run_target(target(family), draft(kind, family), TEXT), TEXT)
     num_steps = int(min(4, chains.max_length - 1))
@@ -42,7 +43,8 @@ def test_each_chain_is_a_round_of_its_own(kind, family):
             states.append(fed[owners.argsort()])
         for owner, length in enumerate(LENGTHS):
             expected = alone(kind, family, TEXT[:length], DRAWN[owner][:num_steps])
-            assert torch.allclose(torch.stack([step[owner] for step in states]), expected, atol=1e-12)
+            atol = 1e-5 if kind == "mtp" else 1e-12  # layers of these targets compute in float32
+            assert torch.allclose(torch.stack([step[owner] for step in states]), expected, atol=atol)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "glide", "rnn"])

@@ -1,0 +1,178 @@
+"""Native MTP: the layer for multi-token prediction in a target's own checkpoint, as a feature draft.
+
+Entry t represents token x_{t+1}. It reads the token's embedding and a state s_t: the target's, after its final norm,
+where the target has read the text, and deeper in a draft the entry's own parent's output. The one layer is used at
+every depth, as engines do.
+
+    s_{t+1} = norm(layer(W [norm(embed(x_{t+1})); norm(s_t)]))        q(x_{t+2}) = softmax(head s_{t+1})
+
+`pair.draft.path: mtp` names it, which the config turns into the target's path and `#mtp`. The target's model ignores
+its tensors (`mtp.*`, or a layer after the last of the body); transformers' MtpModel knows how they are called in each
+family, and its layer runs here. As there, the next step reads a state after the norm; vLLM's DeepSeek reads it before.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_layers import MtpModel
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
+
+from configs.schema import ModelSource
+from lm.cache import roll_back
+from lm.features.base import FeatureDraft, Mask, Outputs, causal
+from lm.features.eagle import Eagle
+from lm.features.released import files_of, refusal_of, without_mtp
+from lm.selfcheck import check
+
+_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
+_SHARED = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")
+"""Copies of the target's own tensors."""
+_OTHER_DRAFT = "use another draft"
+_DIFFERENCE = "the states of its layer differ through a cache"
+
+
+class Mtp(Eagle):
+    """The MTP layer of a target."""
+
+    def __init__(self, model: MtpModel) -> None:
+        """Take the layer of transformers' `model`, and a copy of the target's rotary embedding."""
+        rotary = deepcopy(model.rotary_emb)
+        FeatureDraft.__init__(self, model.config, has_embedding=False, num_logits=None, rotary=rotary)
+        [self.layer] = model.layers
+        self.shared_norm = model.shared_post_norm if model.use_shared_post_norm else nn.Identity()
+        self._rope_keys = {"layer_type": model.config.layer_types[0]} if model.has_per_layer_rope else {}
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch node"],
+        states: Float[Tensor, "batch node hidden"],
+        positions: Int[Tensor, "batch node"],
+        *,
+        cache: Cache | None = None,
+        mask: Mask | None = None,
+    ) -> Outputs:
+        inputs = self.embed(tokens)
+        mask = causal(tokens, cache, inputs.device) if mask is None else mask
+        positions = positions + 1  # transformers counts the position of the token, not of the state
+        hidden = self.layer(
+            inputs,
+            states,
+            position_embeddings=self.rotary_emb(inputs, positions, **self._rope_keys),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+        )
+        hidden = self.shared_norm(hidden)
+        return Outputs(hidden, hidden)
+
+
+def mtp_of(source: ModelSource, target: PreTrainedModel, dtype: torch.dtype | None) -> Mtp:
+    """The MTP layer of a target, which its own checkpoint contains, on the CPU.
+
+    Args:
+        source: the draft, whose path is the target's and `#mtp`.
+        target: the model.
+        dtype: dtype of the weights; None: the target's.
+
+    Raises:
+        ValueError: no MTP layer in the checkpoint, several, or one that cannot be read or rolled back.
+    """
+    of_target = without_mtp(source)
+    if of_target.path != target.name_or_path:
+        subject = f"it is the MTP layer of {of_target.path}, and the target is {target.name_or_path}"
+        raise refusal_of(source.path, subject, "set pair.draft.path to mtp")
+    tensors = _tensors(of_target, target)
+    layers = {match[1] for name in tensors if (match := re.search(r"layers\.(\d+)\.", name))}
+    if len(layers) != 1:
+        names = f"mtp.* or layers.{target.config.get_text_config().num_hidden_layers}.*"
+        subject = f"the checkpoint has {len(layers)} MTP layers (tensors {names}), and one is read"
+        raise refusal_of(source.path, subject, "use a checkpoint with one, or another draft")
+    _complete(target.config.get_text_config())
+    dtype = dtype or target.dtype
+    try:
+        with ExitStack() as stack:
+            for context in MtpModel.get_init_context(dtype, False, False, None):  # on meta: no weight is drawn
+                stack.enter_context(context)
+            model = MtpModel(target, 1)
+    except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
+        cause = " ".join(str(error).split())[:200]
+        subject = f"transformers cannot build the MTP layer of {type(target).__name__} ({cause})"
+        raise refusal_of(source.path, subject, _OTHER_DRAFT) from error
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
+    if kinds[0] != "full_attention" or model.rotary_emb is None:
+        subject = f"its layer has {kinds[0]}" if model.rotary_emb is not None else "it has no rotary positions"
+        raise refusal_of(source.path, subject, f"full attention with rotary positions is read: {_OTHER_DRAFT}")
+    _fill(model, tensors, source, target, dtype)
+    draft = Mtp(model).eval()
+    draft.bind(target)
+    refusal = partial(refusal_of, source.path, remedy=_OTHER_DRAFT)
+    check(target, "a cache of its MTP layer", lambda seed: _feeds(draft, seed), refusal, difference=_DIFFERENCE)
+    return draft
+
+
+def _tensors(source: ModelSource, target: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of MTP layers in the target's files."""
+    num_layers, tensors = target.config.get_text_config().num_hidden_layers, {}
+    for file in files_of(source):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # not a dict
+                match = _LAYER.match(name)
+                if (name.startswith("mtp.") or (match and int(match[1]) >= num_layers)) and not name.endswith(_SHARED):
+                    tensors[name] = opened.get_tensor(name)
+    return tensors
+
+
+def _complete(config: Any) -> None:
+    """Set what transformers' MTP needs and the configs of some families lack, such as Qwen3-Next's."""
+    config.num_mtp_layers = 1
+    for name, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+        if getattr(config, name, None) and not getattr(config, f"mtp_{name}", None):
+            setattr(config, f"mtp_{name}", [kind])
+
+
+def _fill(
+    model: MtpModel, tensors: dict[str, Tensor], source: ModelSource, target: PreTrainedModel, dtype: torch.dtype
+) -> None:
+    """Give the layer all of its weights, and nothing else."""
+    mapping: Any = model.get_weight_conversions(target)
+    settings = LoadStateDictConfig(weight_mapping=mapping, dtype=dtype)
+    has_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        loading, _ = convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=settings)
+    finally:
+        if has_bars:
+            logging.enable_progress_bar()
+    missing = {name for name in loading.missing_keys if name.startswith(("layers.", "shared_post_norm."))}
+    misread = {name for name, *_ in loading.mismatched_keys} | set(loading.conversion_errors)
+    for problem, names in (
+        ("lacks", missing - misread),
+        ("also has", loading.unexpected_keys),
+        ("has other shapes of", misread),
+    ):
+        if names:
+            raise refusal_of(source.path, f"it {problem} {len(names)} tensors, first {min(names)}", _OTHER_DRAFT)
+
+
+@torch.no_grad()
+def _feeds(draft: Mtp, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Outputs of the layer after its cache was rolled back, and without one (`lm.selfcheck`)."""
+    tokens, positions = torch.tensor([[1, 2, 3, 1, 2 + seed]]), torch.arange(5)[None]
+    states = torch.randn(1, 5, draft.hidden_size, generator=torch.Generator().manual_seed(seed)).to(draft.dtype)
+    cache = draft.new_cache(8)
+    draft(tokens[:, :3], states[:, :3], positions[:, :3], cache=cache)
+    roll_back(cache, 2)
+    rest = draft(tokens[:, 2:], states[:, 2:], positions[:, 2:], cache=cache)
+    yield rest.hidden[0], draft(tokens, states, positions).hidden[0, 2:]
