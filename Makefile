@@ -44,16 +44,16 @@ smollm2: $(INSTALLED) ## a published model, SmolLM2-135M: an answer in colour, a
 		--policies '[fixed_length:k=2,cumulative_token_prob:min_token_prob=0.38,$(SMOLLM2_HEAD)]'
 
 test: $(INSTALLED) ## the fast tests, every law among them (five minutes; so does a bare `pytest`)
-	$(RUN) -m pytest -n 2
+	$(RUN) -m pytest -n 2 --dist worksteal
 
 test-all: $(INSTALLED) ## every test, with types and shapes checked at every call: what CI runs (a quarter of an hour)
-	$(RUN) -m pytest -n 2 -m '' $(CHECKED)
+	$(RUN) -m pytest -n 2 --dist worksteal -m '' $(CHECKED)
 
 check: $(INSTALLED) ## ruff, formatting, types, the fast tests
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(RUN) -m pytest -n 2
+	$(RUN) -m pytest -n 2 --dist worksteal
 
 conformance: $(INSTALLED) ## the table of model families that are exact
 	$(RUN) -m tests.conformance

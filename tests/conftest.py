@@ -3,9 +3,12 @@
 import gc
 import os
 from collections.abc import Generator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 torch.set_num_threads(1)  # models here are toys: a second thread only costs them
 gc.disable()  # until everything is imported: all of that stays
@@ -29,6 +32,20 @@ def _unsynced():
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PNG files stay empty, except in tests marked `draws` and in session fixtures, which are set up before this one:
+    drawing takes three quarters of a small training run.
+    """
+    draw = Figure.savefig
+
+    def save(self: Figure, path: object, **settings: Any) -> None:
+        path.write_bytes(b"") if isinstance(path, Path) else draw(self, path, **settings)
+
+    if request.node.get_closest_marker("draws") is None:
+        monkeypatch.setattr(Figure, "savefig", save)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -28,6 +28,7 @@ def test_accepted_length_is_the_mean_run_of_accepted_tokens():
     assert accepted_length(rates).tolist() == pytest.approx([0.5 + 0.5 + 0.5 * 0.2, 1.2, 0.2])
 
 
+@pytest.mark.draws
 def test_stats_summarise_a_run_and_draw_its_plots(toy_config, capsys):
     make(toy_config)
     summary = stats(toy_config)

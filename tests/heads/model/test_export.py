@@ -46,17 +46,13 @@ def test_the_kl_on_train_is_over_as_many_responses_as_dev_has(config: Config, tm
     assert head.provenance.metrics["train_raw_kl"] == pytest.approx(float(kl), abs=1e-4)
 
 
-def is_of(other: str, name: str) -> bool:
-    """Whether two heads are of one kind of inputs."""
-    return other.split("-")[0] == name.split("-")[0]
-
-
 def test_best_is_one_head_of_each_kind_and_a_name_is_one_head(trained: Run, config: Config, tmp_path: Path):
     names = [path.name for path in export(config, head="best", metric="auroc", out=str(tmp_path))]
     assert sorted(name.split("-")[0] for name in names) == ["drawn", "drawn+s", "fed", "fed+s"]
     for name in names:
-        of_kind = {other: head for other, head in trained.results["dev"]["heads"].items() if is_of(other, name)}
-        assert name == max(of_kind, key=lambda other: of_kind[other]["auroc"])
+        heads, kind = trained.results["dev"]["heads"], name.split("-")[0]
+        of_kind = [other for other in heads if other.split("-")[0] == kind]
+        assert name == max(of_kind, key=lambda other: heads[other]["auroc"])
     assert [path.name for path in export(config, head="fed-d2-w6", out=str(tmp_path))] == ["fed-d2-w6"]
     with pytest.raises(ValueError, match="no head 'fed-d9-w6'"):
         export(config, head="fed-d9-w6", out=str(tmp_path))

@@ -15,8 +15,7 @@ import torch
 from huggingface_hub import constants
 
 from heads import AcceptanceHead, Provenance
-from heads.command import import_, inspect, push, save_whole
-from tests.toys.made_up import make_config
+from heads.command import inspect, push, save_whole
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -101,18 +100,6 @@ def test_a_head_goes_to_the_hub_with_its_card_and_comes_back(tmp_path: Path, rep
     ours, theirs = AcceptanceHead.from_pretrained(path), AcceptanceHead.from_pretrained("someone/fed-d2-w6")
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert inspect(path="someone/fed-d2-w6")["reject_weight"] == 6.0
-
-
-def test_an_official_head_is_imported_from_the_hub(tmp_path: Path, repos):
-    from test_importer import write_official
-
-    official, hidden = write_official(tmp_path / "official", 3), torch.randn(7, 6)
-    repos["hacky/head"] = {file.name: file.read_bytes() for file in (tmp_path / "official").iterdir()}
-    path = import_(
-        make_config(tmp_path, tmp_path), source="hacky/head", out=str(tmp_path / "imported"), reject_weight=6.0
-    )
-    head = AcceptanceHead.from_pretrained(path)
-    torch.testing.assert_close(head.raw(head(hidden)), official.model(hidden).softmax(-1)[:, 1])
 
 
 def test_what_the_hub_does_not_give_or_take_is_one_line(tmp_path: Path, repos, monkeypatch: pytest.MonkeyPatch):
