@@ -12,7 +12,7 @@ A head's calibrated logit is (f + ln(w_rej / w_acc)) / T: the shift undoes the l
 the cross-entropy on dev. A signal such as log q(y) gets the a z + b of a logistic regression, for a fair comparison.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import torch
@@ -129,7 +129,7 @@ def recalibrated(
     """
     slope, offset = map(float, fit_logistic(observe(head.calibrated_logit(logit)[None], acceptance_prob[None])))
     plain = replace(head.provenance, accept_weight=1.0, reject_weight=1.0, calibration_temperature=1.0)
-    fitted = AcceptanceHead.from_config(head.config | plain.as_dict())
+    fitted = AcceptanceHead.from_config(head.config | asdict(plain))
     scale = slope / head.temperature
     weights = {name: scale * t if name.startswith(("out.", "skip.")) else t for name, t in head.state_dict().items()}
     weights["out.bias"] = weights["out.bias"] + scale * head.calibration_shift + offset

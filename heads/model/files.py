@@ -3,7 +3,7 @@ the hub. Nothing is unpickled.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,11 @@ IS_PICKLED = (
     "'model.safetensors')` (clone, because the official blocks share their tensors)"
 )
 _EXPORT = "export the head again with `acceptance-heads export`"
+_FLOATS = "float16, bfloat16, float32 or float64"
 
 
 def local_directory(source: str | Path, **download: Any) -> Path:
-    """The local path of a head; a hub id (owner/name) is downloaded.
-
-    Args:
-        source: a local file or directory, or a hub id.
-        download: revision, token and other arguments of `snapshot_download`.
+    """The local path of a head; a hub id (owner/name) is downloaded with the arguments of `snapshot_download`.
 
     Raises:
         FileNotFoundError: neither a local path nor a repository that can be downloaded.
@@ -85,44 +82,37 @@ def write_head_files(directory: Path, tensors: Mapping[str, Tensor], config: dic
     """Write both files, each atomically; ValueError if the disk is full."""
     contiguous = {name: t.contiguous().cpu() for name, t in tensors.items()}
     write_atomic(directory / WEIGHTS, save(contiguous, metadata={"format": "pt"}))
-    write_atomic(directory / "config.json", config_text(config))
+    write_head_config(directory / "config.json", config)
 
 
-def config_text(config: dict[str, Any]) -> bytes:
-    """The bytes of config.json."""
-    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+def write_head_config(path: Path, config: dict[str, Any]) -> None:
+    """Write config.json atomically."""
+    write_atomic(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
-def read_head_config(path: Path) -> dict[str, Any]:
-    """The config.json of a head; ValueError if it is not a JSON object or a value has the wrong type."""
-    config = read_json(path, remedy=_EXPORT)
+def read_head_config(path: Path, *, keys: Sequence[str] = (), remedy: str = _EXPORT) -> dict[str, Any]:
+    """The config.json of a head; ValueError if it is not a JSON object with `keys` or a value has the wrong type."""
+    config = read_json(path, remedy=remedy, keys=keys)
     for key, kinds in _KINDS.items():
         value = config.get(key)
         is_number_for_bool = isinstance(value, bool) and bool not in kinds
         is_list_of_others = isinstance(value, list) and not all(isinstance(item, str) for item in value)
         if key in config and (not isinstance(value, kinds) or is_number_for_bool or is_list_of_others):
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise ValueError(f"{path}: {key} is {value!r}, expected {names}; {_EXPORT}")
+            raise ValueError(f"{path}: {key} is {value!r}, expected {names}; {remedy}")
     return config
 
 
 def read_head_files(
     directory: Path, expected: Callable[[dict[str, Any]], dict[str, tuple[int, ...]]]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and the tensors of a saved head, checked by name, shape and finiteness.
-
-    Args:
-        directory: of the head.
-        expected: config -> name and shape of each tensor.
-    """
+    """config.json and the tensors of a saved head; `expected`: config -> name and shape of each tensor."""
     path, weights = directory / "config.json", directory / WEIGHTS
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is a file, not an exported head; name the head's directory")
     if not path.is_file():
         raise FileNotFoundError(f"no config.json in {directory}; a head is a directory with config.json and {WEIGHTS}")
-    config = read_head_config(path)
-    if missing := [key for key in ("hidden_size", "num_layers") if key not in config]:
-        raise ValueError(f"{path} has no {missing[0]!r}, so this is not an acceptance head; {_EXPORT}")
+    config = read_head_config(path, keys=("hidden_size", "num_layers"))
     check_no_pickle(weights)
     if not weights.is_file():
         raise FileNotFoundError(f"no {WEIGHTS} in {directory}; {_EXPORT}")
@@ -169,7 +159,7 @@ def checked(
         if tuple(tensors[name].shape) != expected[name]:
             problems.append(f"{name} has shape {tuple(tensors[name].shape)}, expected {expected[name]}")
         elif tensors[name].dtype not in FLOATS:
-            problems.append(f"{name} has dtype {tensors[name].dtype}, expected float16, bfloat16, float32 or float64")
+            problems.append(f"{name} has dtype {tensors[name].dtype}, expected {_FLOATS}")
         elif not (tensors[name].abs() < _LARGEST).all():
             problems.append(f"{name} has NaN or values above {_LARGEST:g}, which overflow float32")
     if problems:

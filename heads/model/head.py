@@ -18,6 +18,7 @@ separate blocks instead of one shared block.
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,12 +29,11 @@ from torch import Tensor, nn
 
 from configs.paths import local_path
 from heads.model.card import model_card
-from heads.model.files import config_text, local_directory, read_head_config, read_head_files, write_head_files
+from heads.model.files import local_directory, read_head_config, read_head_files, write_head_config, write_head_files
 from heads.model.formula import PAPERS, architecture_of, stack_forward
 from heads.model.inputs import Inputs
 from heads.model.provenance import Provenance
 from lm.signals import SCALARS
-from store.shards import write_atomic
 
 Timing = Literal["fed", "drawn", "prefix", "candidate"]
 TIMING_LABELS = {"fed": "fed-time", "drawn": "drawn-time", "prefix": "prefix", "candidate": "candidate"}
@@ -150,22 +150,15 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
     @property
     def config(self) -> dict[str, Any]:
         """Entries of config.json."""
-        return {
-            "architectures": [type(self).__name__],
-            "hidden_size": self.hidden_size,
-            "num_layers": self.depth,
-            "timing": self.timing,
-            "architecture": self.architecture,
-            **self.inputs.config,
-            **self.provenance.as_dict(),
-        }
+        sizes = {"architectures": [type(self).__name__], "hidden_size": self.hidden_size, "num_layers": self.depth}
+        shape = {"timing": self.timing, "architecture": self.architecture, **self.inputs.config}
+        return sizes | shape | asdict(self.provenance)
 
     def fingerprint(self) -> str:
         """sha256 over architecture and weights: the key of the head's scores in a trace."""
         shape = f"{self.timing} {self.inputs.config['scalars']} {self.inputs.embedding} {self.depth}"
         # departures from the paper's head are named only where they apply, so that older traces keep their keys
-        shape += " normalised" * self.inputs.is_normalised
-        shape += f" {self.architecture}" * (self.architecture != PAPERS)
+        shape += " normalised" * self.inputs.is_normalised + f" {self.architecture}" * (self.architecture != PAPERS)
         digest = hashlib.sha256(shape.encode())
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(name.encode())
@@ -182,10 +175,8 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         return model_card(self.config, num_parameters=self.num_parameters)
 
     def save_pretrained(self, save_directory: str | Path, **arguments: Any) -> str | None:
-        """Write the head into a directory, which is created if needed; `arguments` are `PyTorchModelHubMixin`'s.
-
-        Raises:
-            ValueError: the directory is a URL, or the disk is full.
+        """Write the head into a directory, which is created if needed; `arguments` are `PyTorchModelHubMixin`'s. A URL
+        or a full disk raises ValueError.
         """
         return super().save_pretrained(local_path(save_directory, "save_directory"), **arguments)
 
@@ -219,12 +210,8 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
     def from_config(cls, config: dict[str, Any]) -> "AcceptanceHead":
         """A head with random weights, from a config.json."""
         optional = ("timing", "scalars", "embedding", "is_normalised", "architecture")
-        return cls(
-            config["hidden_size"],
-            config["num_layers"],
-            **{key: config[key] for key in optional if key in config},
-            provenance=Provenance.from_dict(config),
-        )
+        given = {key: config[key] for key in optional if key in config}
+        return cls(config["hidden_size"], config["num_layers"], **given, provenance=Provenance.from_dict(config))
 
     @classmethod
     def _expected(cls, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -253,4 +240,4 @@ def update_config(directory: str | Path, **changes: Any) -> None:
     path = Path(directory) / "config.json"
     config = read_head_config(path) | changes
     Provenance.from_dict(config)
-    write_atomic(path, config_text(config))
+    write_head_config(path, config)

@@ -11,14 +11,14 @@ top-k 50), trained with w_acc = 1.
 """
 
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from heads.model.files import check_no_pickle, check_width, checked, local_directory, read_safetensors
+from heads.model.files import check_no_pickle, check_width, checked, local_directory, read_head_config, read_safetensors
 from heads.model.head import AcceptanceHead, check_shape
 from heads.model.provenance import Provenance
-from store.json_files import read_json
+
+_REMEDY = "name the directory of a SpecDec++ head"
 
 
 def read_official_head(source: str | Path, provenance: Provenance) -> AcceptanceHead:
@@ -41,49 +41,30 @@ def read_official_head(source: str | Path, provenance: Provenance) -> Acceptance
             f"no {missing[0].name} at {path.parent}; an official head is a directory with config.json and "
             "model.safetensors"
         )
-    hidden_size, depth = _shape(read_json(config_path, remedy="fetch it again"), config_path)
-    tensors = _unshared(read_safetensors(path), depth)
-    check_width(hidden_size, tensors, source=path.parent)
-    tensors = checked(tensors, _official_shapes(hidden_size, depth), source=path)
-    head = AcceptanceHead(hidden_size, depth, provenance=provenance)
-    head.load_state_dict(_converted(tensors, depth), strict=True)
+    config = read_head_config(config_path, keys=("hidden_size",), remedy=_REMEDY)
+    width, depth = config["hidden_size"], config.get("num_layers", 0)
+    try:
+        check_shape(width, depth, "fed")
+    except ValueError as error:
+        raise ValueError(f"{config_path}: {error}") from error
+    tensors = read_safetensors(path)
+    check_width(width, tensors, source=path.parent)
+    head = AcceptanceHead(width, depth, provenance=provenance)
+    head.load_state_dict(_converted(tensors, width, depth, path), strict=True)
     return head.eval()
 
 
-def _shape(config: dict[str, Any], path: Path) -> tuple[int, int]:
-    if "hidden_size" not in config:
-        raise ValueError(f"{path} has no 'hidden_size', so it is not a SpecDec++ head; name the directory of one")
-    hidden_size, depth = config["hidden_size"], config.get("num_layers", 0)
-    if type(hidden_size) is not int or type(depth) is not int:
-        raise ValueError(
-            f"{path}: hidden_size is {hidden_size!r} and num_layers {depth!r}, expected integers; fetch it again"
-        )
-    try:
-        check_shape(hidden_size, depth, "fed")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return hidden_size, depth
-
-
-def _unshared(tensors: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
-    """The tensors with the shared block, which a file may store once, as every block."""
-    stored = [i for i in range(depth) if f"model.{i}.linear.weight" in tensors]
-    shared = {part: tensors.get(f"model.{stored[0]}.linear.{part}") for part in ("weight", "bias") if len(stored) == 1}
-    copies = {f"model.{i}.linear.{part}": t for i in range(depth) for part, t in shared.items() if t is not None}
-    return tensors | copies
-
-
-def _official_shapes(hidden_size: int, depth: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {f"model.{depth}.weight": (2, hidden_size), f"model.{depth}.bias": (2,)}
-    for i in range(depth):
-        shapes |= {f"model.{i}.linear.weight": (hidden_size, hidden_size), f"model.{i}.linear.bias": (hidden_size,)}
-    return shapes
-
-
-def _converted(tensors: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
-    """Tensors of an `AcceptanceHead`: one logit z_1 - z_0, D separate blocks."""
-    weight, bias = tensors[f"model.{depth}.weight"], tensors[f"model.{depth}.bias"]
-    renamed = {"out.weight": (weight[1] - weight[0])[None], "out.bias": (bias[1] - bias[0])[None]}
-    for i in range(depth):
-        renamed |= {f"blocks.{i}.{part}": tensors[f"model.{i}.linear.{part}"].clone() for part in ("weight", "bias")}
-    return renamed
+def _converted(tensors: dict[str, Tensor], width: int, depth: int, path: Path) -> dict[str, Tensor]:
+    """Tensors of an `AcceptanceHead`: one logit z_1 - z_0, and D separate blocks, of which the file may have one."""
+    shapes = {f"model.{depth}.weight": (2, width), f"model.{depth}.bias": (2,)}
+    stored = [block for block in range(depth) if f"model.{block}.linear.weight" in tensors]
+    blocks = {}
+    for part, shape in (("weight", (width, width)), ("bias", (width,))):
+        for block in range(depth):
+            name = f"model.{block}.linear.{part}"
+            blocks[f"blocks.{block}.{part}"], shapes[name] = name, shape
+            shared = tensors.get(f"model.{stored[0]}.linear.{part}") if len(stored) == 1 else None
+            tensors = tensors if shared is None else tensors | {name: shared}
+    tensors = checked(tensors, shapes, source=path)
+    out = {f"out.{part}": tensors[f"model.{depth}.{part}"].diff(dim=0) for part in ("weight", "bias")}
+    return out | {ours: tensors[official].clone() for ours, official in blocks.items()}

@@ -1,6 +1,6 @@
 """A head's training data and metrics: the part of `config.json` beside its architecture."""
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -38,7 +38,3 @@ class Provenance:
     def from_dict(cls, values: dict[str, Any]) -> "Provenance":
         """From a config.json; keys that are not fields are ignored."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
-
-    def as_dict(self) -> dict[str, Any]:
-        """All fields, as config.json has them."""
-        return asdict(self)

@@ -28,13 +28,13 @@ CEILINGS = {
     "store": (622, 500),
     "lm": (5522, 4000),
     "data_gen": (6715, 4400),
-    "heads": (4371, 3600),
+    "heads": (4325, 3600),
     "decode": (5019, 4200),
     "evaluation": (10896, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
-    "tests": (28933, 18000),
+    "tests": (28929, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 167
