@@ -181,14 +181,13 @@ def _meant(problem: str, parser: ArgumentParser) -> str | None:
 
 
 def _plain(problem: str) -> str:
-    """The parser's message in one line; for a value of no possible type without the parser's reasons, if it is long,
-    without its middle.
-    """
+    """The parser's message in one line, without its reasons for a value and, if it is long, without its middle."""
     text = " ".join(problem.split())
     if missing := re.search(r"class_path '(?:[\w.]*\.)?(\w+)': Requirement '([\w-]+)", text):
         return f"{missing[1]} needs {missing[2]}, which is not installed; run pip install {missing[2]}"
-    pattern = r"Does not validate against any of the Union.*Given value: (?!Namespace)"
-    text = re.sub(pattern, "no possible value is ", text)
+    text = re.sub(r"Does not validate against any of the Union.*value: (?!Namespace)", "no possible value is ", text)
+    if match := re.search(r'(?:Parser key "([\w.]+)": )?Expected a typing\.Literal\[(.*?)\]\. Got value: (.*)', text):
+        text = f"{match[1] or 'a value'} is {match[3]}, but it must be one of {match[2].replace(chr(39), '')}"
     return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
 
 
