@@ -1,8 +1,7 @@
 """t_draft and t_target of transformers' own assisted generation, which is what its flags are chosen for.
 
-Its loop takes longer around a forward than ours, so gains predicted at our times would be too large. Generations with
-several constant numbers of tokens, and without an assistant, take turns; forwards are counted by hooks on both models,
-and the seconds are
+Its loop takes longer around a forward than ours. Generations with several constant numbers of tokens, and without an
+assistant, take turns; forwards are counted by hooks on both models, and the seconds are
 
     T = t_start + t_draft * (draft forwards) + t_target(1) * (verifications of a draft) + t_target(0) * (plain steps)
 
@@ -13,39 +12,55 @@ is part of t_draft. The faster of two runs counts, because other work on the mac
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 from torch import nn
 
+from decode.experiment import Experiment
 from evaluation.bench.arms import Timed, assisted, constant, warm_up
+from evaluation.costs.machine import NUM_PROMPTS, costs_for, kept_costs, key_of
 from evaluation.hierarchies.times import least_absolute
 from evaluation.times import TimeErrors, Times
 from evaluation.turns import in_turns, turns_within
-from lm import Pair, Sampling
+from lm import Pair
 
 LENGTHS = (None, 1, 2, 4, 8, 16)
 """Constant numbers of tokens that are timed; None: no assistant."""
 BUDGET_S = 40.0
-_FEWEST_TURNS = 12
+_FEWEST_TURNS, _TOKENS = 12, 64
 _NEVER_STOPS = {"assistant_confidence_threshold": 1e-9}
-
 Run = tuple[int, int, int, float]
 """Draft forwards, verifications of a draft, target forwards of one token, and seconds of one generation."""
 
 
-def times_of_assisted(pair: Pair, prompts: Sequence[list[int]], sampling: Sampling, *, num_tokens: int) -> Times:
-    """Times of transformers' loop for this pair, measured on these prompts."""
+def times_for(experiment: Experiment, engine: str) -> Times:
+    """The times of our loop, or of transformers' loop, which DIR/costs.jsonl keeps beside ours."""
+    ours = costs_for(experiment)
+    if engine != "transformers" or experiment.decode.t_draft_s is not None:
+        return ours
+    store, key = kept_costs(experiment.directory), key_of(experiment) | {"loop": "transformers"}
+    kept = store.get(key)
+    if kept is None:
+        times = _measured(experiment)
+        kept = {name: getattr(times, name) for name in ("t_draft_s", "t_target_s", "origin")}
+        kept |= {"errors": times.errors._asdict(), "stops": {}}
+        store.keep([(key, kept)])
+    errors = TimeErrors(**kept["errors"])._replace(stopping=ours.errors.stopping)
+    own = {"t_draft_s": kept["t_draft_s"], "t_target_s": tuple(kept["t_target_s"]), "origin": kept["origin"]}
+    return replace(ours, **own, errors=errors)
+
+
+def _measured(experiment: Experiment) -> Times:
+    pair, prompts = experiment.pair, experiment.prompt_ids(next(iter(experiment.datasets)), "dev", num=NUM_PROMPTS)
+    num_tokens = min(_TOKENS, experiment.decode.max_new_tokens)
     changes = {str(k): None if k is None else constant(k) | _NEVER_STOPS for k in LENGTHS}
-    arms = {name: assisted(pair, num_tokens, sampling, settings) for name, settings in changes.items()}
+    arms = {name: assisted(pair, num_tokens, experiment.sampling, settings) for name, settings in changes.items()}
     warm_up(arms, prompts)
     turns = turns_within(BUDGET_S, _FEWEST_TURNS, desc="costs: transformers' own", unit="turns")
     timed = in_turns(arms, ((turn, prompts[turn % len(prompts)]) for turn in turns))
-    return fitted([faster(pair, arms[name], *at) for at, order in timed for name in order])
-
-
-def faster(pair: Pair, arm: Timed, seed: int, prompt: list[int]) -> Run:
-    """The faster of two equal generations."""
-    return min((_counted(pair, arm, seed, prompt) for _ in range(2)), key=lambda run: run[-1])
+    runs = [[_counted(pair, arms[name], *at) for _ in range(2)] for at, order in timed for name in order]
+    return fitted([min(twice, key=lambda run: run[-1]) for twice in runs])
 
 
 def _counted(pair: Pair, arm: Timed, seed: int, prompt: list[int]) -> Run:

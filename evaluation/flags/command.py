@@ -1,29 +1,52 @@
 """python -m evaluation flags: the best values of an engine's settings, by replaying its own rule (law 4.10).
 
 The engine does not run: a trace has what its rule looks at, and the times are given, read from its log, or measured (of
-transformers in its own loop, else in ours). Settings are chosen on dev and judged on test.
+transformers in its own loop, else in ours). Settings are chosen on dev and judged on test, beside the engine's default,
+the best fixed length, no speculation, and what the engine lacks: our policies and heads at the same times.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from json import dumps as to_json
-from pathlib import Path
+from typing import Any
 
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.costs.machine import NUM_PROMPTS, costs_for, kept_costs, key_of
+from decode.policies import FixedLength
+from evaluation.batches.curves import BatchTimes
+from evaluation.batches.load import load_at
+from evaluation.competitor import Competitor, competitors_of, label_of, make_competitor
+from evaluation.contest import Arm, Result, fastest_on_dev, replay_arms
+from evaluation.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE
 from evaluation.flag_types import EngineName, Milliseconds, Sizes, sizes_of
-from evaluation.flags.answer import Answer, Traces, batch_line, batch_table
-from evaluation.flags.assisted import times_of_assisted
+from evaluation.flags.assisted import times_for
 from evaluation.flags.engines import ENGINES, Drafting, Engine
 from evaluation.flags.times import Given, given_times
-from evaluation.gain import Splits
-from evaluation.table import printing, say
-from evaluation.times import TimeErrors, Times
+from evaluation.gain import Gain, Splits
+from evaluation.table import Table, printing, say, shown
+from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
+from evaluation.traces.replay import replay_rounds
 from evaluation.traces.trace import Trace, join_traces
+from evaluation.tuning.calibration import calibrated_on
+from heads.model.head import AcceptanceHead
 from lm import Sampling
+from store.progress import Bar
 
-_TOKENS = 64
+Traces = Mapping[Drafting, Splits[Trace]]
+"""By how an engine drafts, its default first."""
+NONE, DEFAULT, FIXED, FLAGS = "no speculation", "the engine's default", "best fixed length", "these flags"
+OURS = {TRAINING_FREE: "our best policy without training", HEADS: "our best head"}
+_BASES = {NONE: NONE, DEFAULT: "the default", FIXED: f"the {FIXED}"}
+"""Choices that gains are measured from, as sentences name them."""
+_BATCH_COLUMNS = {
+    "batch": ("size", ""),
+    "number": ("number", ""),
+    "tokens/s": ("tokens_per_s", ".1f"),
+    "over no speculation": ("over_none", "+.1%"),
+    "over one number for all": ("over_one", "+.1%"),
+}
 
 
 def flags(
@@ -57,33 +80,29 @@ def flags(
     with printing(aside=json):
         experiment = Experiment(config if given is None else given.put_into(config))
         engine.check(experiment.sampling)
-        answer = Answer(engine, traces_for(experiment, engine), times_for(experiment, engine, given))
+        times = times_for(experiment, engine.name) if given is None else given.times(experiment)
+        answer = Answer(engine, traces_for(experiment, engine), times)
         answer.add_ours(experiment.heads, drawn=traces_of(experiment, None))
         answer.table().print()
         for sentence in answer.sentences():
             say(sentence)
         print(f"\n  {answer.line}\n")
         batches = answer.in_batches(sizes, given) if sizes else []
-        line = batch_line(engine, batches) if batches else None
         if batches:
-            batch_table(batches, answer.alone).print()
-            print(f"\n  {line}\n")
+            batch_table(batches, times.title).print()
+            print(f"\n  {batch_line(engine, batches)}\n")
     if json:
-        print(to_json({**answer.as_dict(), "costs": asdict(answer.alone), "batches": batches, "batch_line": line}))
+        line = batch_line(engine, batches) if batches else None
+        print(to_json({**answer.as_dict(), "costs": asdict(times), "batches": batches, "batch_line": line}))
 
 
 def traces_for(experiment: Experiment, engine: Engine) -> Traces:
     """The trace of each way in which the engine drafts; recorded if it does not exist."""
-    folders: set[Path] = set()
-    traces: dict[Drafting, Splits[Trace]] = {}
-    for drafting in engine.draftings:
+    ways: dict[Any, Drafting] = {}
+    for drafting in engine.draftings:  # at temperature 0, drawing and taking the likeliest are the same
         sampling = drafting.sampling_of(experiment.sampling)
-        directory = trace_folder(experiment, draft_sampling=sampling).directory
-        # at temperature 0, drawing and taking the likeliest are the same
-        if directory not in folders:
-            folders.add(directory)
-            traces[drafting] = traces_of(experiment, sampling)
-    return traces
+        ways.setdefault(trace_folder(experiment, draft_sampling=sampling).directory, drafting)
+    return {one: traces_of(experiment, one.sampling_of(experiment.sampling)) for one in ways.values()}
 
 
 def traces_of(experiment: Experiment, draft_sampling: Sampling | None) -> Splits[Trace]:
@@ -95,24 +114,180 @@ def traces_of(experiment: Experiment, draft_sampling: Sampling | None) -> Splits
     return Splits(*(join_traces(split) for split in zip(*parts, strict=True)))
 
 
-def times_for(experiment: Experiment, engine: Engine, given: Given | None) -> Times:
-    """The times of one sequence: given, or measured, of transformers in its own loop, else in ours."""
-    ours = costs_for(experiment)
-    if given is not None:
-        return given.times(ours, experiment.decode.max_draft_length)
-    if engine.name != "transformers" or experiment.decode.t_draft_s is not None:
-        return ours
-    # kept in DIR/costs.jsonl beside the times of our loop
-    store, key = kept_costs(experiment.directory), key_of(experiment) | {"loop": "transformers"}
-    kept = store.get(key)
-    if kept is None:
-        prompts = experiment.prompt_ids(next(iter(experiment.datasets)), "dev", num=NUM_PROMPTS)
-        num_tokens = min(_TOKENS, experiment.decode.max_new_tokens)
-        measured = times_of_assisted(experiment.pair, prompts, experiment.sampling, num_tokens=num_tokens)
-        kept = {name: getattr(measured, name) for name in ("t_draft_s", "t_target_s", "origin")}
-        kept |= {"errors": measured.errors._asdict(), "stops": {}}
-        store.keep([(key, kept)])
-    errors = TimeErrors(**kept["errors"])
-    errors = errors._replace(stopping={**ours.errors.stopping, **errors.stopping})
-    own = {"t_draft_s": kept["t_draft_s"], "t_target_s": tuple(kept["t_target_s"]), "origin": kept["origin"]}
-    return replace(ours, **own, errors=errors)
+class Answer:
+    """One engine at one set of times.
+
+    Attributes:
+        engine: the engine.
+        traces: by how the engine drafts, its default first.
+        alone: times without speculation.
+        speculating: times with it: what each round pays beyond its draft is part of t_target(k).
+        choices: name -> no speculation, the default if there is one, the best fixed length, the flags, and ours; a
+            competitor's name says how the engine drafts, or names our policy.
+        short_of_hindsight: how much slower the flags are than the best setting on test, as a fraction of its speed.
+    """
+
+    def __init__(self, engine: Engine, traces: Traces, times: Times) -> None:
+        extra_s = engine.extra_forwards * times.t_draft_s
+        self.engine, self.traces, self.alone = engine, traces, times
+        self.speculating = replace(times, t_target_s=tuple(seconds + extra_s for seconds in times.t_target_s))
+        default, self._default = next(iter(traces.items()))
+        longest = self._default.dev.max_draft_length
+        [alone] = replay_arms([Competitor(NONE, "", FixedLength(0), ({},))], self._default)
+        self.choices = fastest_on_dev([alone], times)
+        rules = [make_competitor(FIXED, "fixed_length", {"k": range(1, longest + 1)})]
+        if engine.default is not None:
+            values = {name: [value] for name, value in engine.default.items()}
+            rules.insert(0, engine.competitor(DEFAULT, longest, values))
+        self.choices |= fastest_on_dev((self.arm(rule, default) for rule in rules), self.speculating)
+        arms = [self.arm(engine.competitor(FLAGS, longest), drafting) for drafting in traces]
+        self.choices |= fastest_on_dev(arms, self.speculating, {FLAGS: self.choices[NONE]})
+        on_test = [self.choices[NONE].tokens_per_s, *(self.speculating.tokens_per_s(arm.test).max() for arm in arms)]
+        self.short_of_hindsight = 1 - self.flags.tokens_per_s / float(max(on_test))
+
+    def arm(self, rule: Competitor, drafting: Drafting) -> Arm:
+        """What the engine does at every setting of a rule, drafting in this way."""
+        [arm] = replay_arms([replace(rule, name=drafting.label)], self.traces[drafting])
+        dev, test = (self.engine.played(one, rule.settings) for one in (arm.dev, arm.test))
+        return replace(arm, dev=dev, test=test)
+
+    def add_ours(self, heads: Mapping[str, AcceptanceHead], *, drawn: Splits[Trace]) -> None:
+        """Add the best of our policies without training, and of our heads.
+
+        Our loop draws its drafts. If the engine takes the likeliest tokens, ours compete on both kinds of drafts.
+
+        Args:
+            heads: by name; one that was trained on other drafts is calibrated to these.
+            drawn: the trace of drafts that are drawn as the target's tokens are.
+        """
+        best: dict[str, Result] = {}
+        is_drawn = self._default.dev.draft_sampling is None
+        for label, traces in {"": self._default, **({} if is_drawn else {" on drawn drafts": drawn})}.items():
+            fitted = {**heads, **calibrated_on(traces.dev, heads)}
+            rivals = [
+                replace(one, family=name, name=f"{one.family}{label}")
+                for one in competitors_of({}, fitted, max_draft_length=traces.dev.max_draft_length)
+                for group, name in OURS.items()
+                if GROUPS[group](one.family) and one.family not in (*BOUNDS, BASELINE)
+            ]
+            arms = replay_arms(Bar(rivals, desc="replay: our policies", unit="policies"), traces)
+            best = fastest_on_dev(arms, self.speculating, best)
+        self.choices |= {name: best[name] for name in OURS.values() if name in best}
+
+    @property
+    def flags(self) -> Result:
+        """The engine at its best setting, or without speculation where that is faster."""
+        return self.choices[FLAGS]
+
+    @cached_property
+    def drafting(self) -> Drafting | None:
+        """How the engine drafts at its best setting; None where no speculation is faster."""
+        return next((drafting for drafting in self.traces if drafting.label == self.flags.competitor.name), None)
+
+    @property
+    def line(self) -> str:
+        """The line to paste."""
+        return self.engine.line(self.flags.setting, self.drafting) if self.drafting else self.engine.off
+
+    def gains(self, choice: Result) -> dict[str, Gain]:
+        """Gains over no speculation, the default and the best fixed length, as far as there are any."""
+        return {base: choice.over(self.choices[base]) for base in _BASES if base in self.choices}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The answer in JSON."""
+        choices = [
+            {"what": name, "drafts": choice.competitor.name, "setting": dict(choice.setting)}
+            | {"tokens_per_s": choice.tokens_per_s}
+            | {"gains": {base: gain._asdict() for base, gain in self.gains(choice).items()}}
+            for name, choice in self.choices.items()
+        ]
+        facts = {"engine": self.engine.name, "version": self.engine.version, "line": self.line}
+        speculates = {"speculates": self.drafting is not None, "short_of_hindsight": self.short_of_hindsight}
+        return {**facts, **speculates, "choices": choices}
+
+    def table(self) -> Table:
+        """A row per choice, with its predicted gains."""
+        rows = []
+        for name, choice in self.choices.items():
+            gains = {f"over {base}": gain.text for base, gain in self.gains(choice).items() if base != name}
+            setting = "; ".join(filter(None, (label_of("", choice.setting), choice.competitor.name)))
+            rows.append({"what": name, "setting": setting, "tokens/s": f"{choice.tokens_per_s:.1f}", **gains})
+        note = (
+            "gain: predicted from counts and times (law 4.9) on test, with its 95 % interval (paired bootstrap of test "
+            f"prompts). Rows of ours need our loop or plugin. The rule is that of {self.engine.name} "
+            f"{self.engine.version}. These flags are {self.short_of_hindsight:.1%} slower than the best setting on test"
+        )
+        headings = ["what", "setting", "tokens/s", *(f"over {base}" for base in _BASES if base in self.choices)]
+        return Table(f"{self.engine.name}: settings chosen on dev; {self.alone.title}", rows, note, 2, headings)
+
+    def sentences(self) -> Iterator[str]:
+        """The answer in sentences."""
+        flags, where, name = self.flags, self.alone.where, self.engine.name
+        if self.drafting is None:
+            yield f"{where}: do not speculate. No setting of {name} is predicted to be faster than the target on dev."
+        else:
+            listed = ", ".join(f"{gain.words} over {_BASES[base]}" for base, gain in self.gains(flags).items())
+            is_sure = flags.over(self.choices[NONE]).low > 0
+            doubt = "" if is_sure else " This could be chance; raise decode.num_test to settle it."
+            yield f"{where}: {label_of('', flags.setting)}, predicted {listed}.{doubt}"
+        default = self.choices.get(DEFAULT)
+        if default is not None and (gain := default.over(self.choices[NONE])).value < 0:
+            yield f"{name}'s default is predicted to be slower: {gain.words} over no speculation."
+        for ours, choice in ((ours, self.choices[ours]) for ours in OURS.values() if ours in self.choices):
+            yield f"{ours[0].upper()}{ours[1:]} ({choice.competitor.name}) would add {choice.over(flags).words}."
+        if self.engine.remark:
+            yield self.engine.remark
+
+    def in_batches(self, sizes: Sequence[int], given: Given | None) -> list[dict[str, Any]]:
+        """The number that is fastest on dev at each size of batch, sizes ascending (law 4.13); 0: do not speculate.
+
+        Args:
+            sizes: sequences in a batch, which draft in lockstep.
+            given: times by tokens, from the command line; None: the times of one sequence are used for batches.
+        """
+        traces = self.traces[self.drafting] if self.drafting else self._default
+        costs = BatchTimes(self.alone).curves("") if given is None else given.curves
+        numbers = range(traces.dev.max_draft_length + 1)
+        policy = make_competitor(FLAGS, "fixed_length", {"k": numbers}).policy
+        splits = [(replay_rounds(trace, policy), len(trace.rows)) for trace in traces]
+        rows: list[dict[str, Any]] = []
+        for size in sorted(sizes):
+            dev, test = (
+                [load_at(*one, size).spent(costs).tokens_per_s for one in loads]
+                for loads in ([(rounds, k, num_rows) for k in numbers] for rounds, num_rows in splits)
+            )
+            rows.append(batch_row(rows, size, dev, test))
+        return rows
+
+
+def batch_row(
+    rows: Sequence[Mapping[str, Any]], size: int, dev: Sequence[float], test: Sequence[float]
+) -> dict[str, Any]:
+    """The row of a size of batch after those of smaller ones, from tokens per second by number of drafted tokens."""
+    best = max(range(len(dev)), key=dev.__getitem__)
+    first = rows[0]["number"] if rows else best
+    row = {"size": size, "number": best, "tokens_per_s": test[best]}
+    return row | {"over_none": test[best] / test[0] - 1, "over_one": test[best] / test[first] - 1}
+
+
+def batch_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """A row per size of batch with its fastest number of drafted tokens."""
+    note = (
+        "number: drafted tokens, chosen on dev (0: do not speculate); tokens/s of the whole batch on test, predicted "
+        "(law 4.13). One number for all: that of the smallest size. No interval: a batch mixes prompts"
+    )
+    return Table(f"by sequences in a batch; {title}", shown(rows, _BATCH_COLUMNS), note)
+
+
+def batch_line(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The numbers as the engine takes them: vLLM for all sizes in one setting, others one server for each."""
+    if engine.name != "vllm":
+        return "; ".join(f"{row['size']} sequences: {row['number']}" for row in rows)
+    ranges: list[list[int]] = []
+    for row in rows:
+        if ranges and ranges[-1][2] == row["number"]:
+            ranges[-1][1] = row["size"]
+        else:
+            ranges.append([ranges[-1][1] + 1 if ranges else 1, row["size"], row["number"]])
+    most = max(row["number"] for row in rows)
+    return f'"num_speculative_tokens": {most}, "num_speculative_tokens_per_batch_size": {ranges}'

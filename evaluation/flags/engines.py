@@ -1,21 +1,23 @@
 """Engines that people serve with: what each lets one set, by which rule its drafts end, and how a setting is written.
 
 A new engine is its rule (a class in `decode.policies.engines` with its line in RULES, or an existing policy) and its
-entry of ENGINES here; `flags --for NAME` then chooses its settings, and docs/flags.md is its page. Every entry was read
-in the sources of the version that it names (docs/engines.md).
+entry of ENGINES here. Every entry was read in the sources of the version that it names (docs/engines.md).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json import dumps as to_json
 from math import inf
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from decode.policies.base import Number, Policy
 from decode.policies.engines import LlamaCpp
 from decode.policies.registry import COARSE, lengths_within, registered
 from evaluation.competitor import Competitor, make_competitor
 from evaluation.flag_types import EngineName
+from evaluation.played import Played
 from lm import Sampling
 
 Setting = Mapping[str, Any]
@@ -25,31 +27,26 @@ Values = Mapping[str, Sequence[Any]]
 class Drafting(NamedTuple):
     """A way in which an engine's draft chooses tokens."""
 
+    label: str
     sampling_of: Callable[[Sampling], Sampling]
     """The draft's sampling, from the target's."""
-    label: str
-    """Its name in tables."""
     extra: str = ""
     """What it adds to the line to paste, where it is a setting too."""
 
 
-LIKELIEST = Drafting(lambda sampling: Sampling(temperature=0), "its likeliest token")
-AT_TEMPERATURE = Drafting(
-    lambda sampling: Sampling(sampling.temperature),
-    "drawn at the temperature",
-    ', "draft_sample_method": "probabilistic"',
-)
-AS_TARGET = Drafting(lambda sampling: sampling, "drawn as the target's")
+LIKELIEST = Drafting("its likeliest token", lambda sampling: Sampling(temperature=0))
+_PROBABILISTIC = ', "draft_sample_method": "probabilistic"'
+AT_TEMPERATURE = Drafting("drawn at the temperature", lambda one: Sampling(one.temperature), _PROBABILISTIC)
+AS_TARGET = Drafting("drawn as the target's", lambda sampling: sampling)
 
 
 @dataclass(frozen=True)
 class ShortDrafts(LlamaCpp):
     """llama.cpp's rule with n-min: shorter drafts are discarded unverified, and their forwards are paid.
 
-    Whether a draft is verified then depends on its tokens, which keeps the output's distribution only where they are
-    not drawn (law 4.3): llama.cpp drafts its likeliest token. So this rule is replayed on traces of likeliest drafts,
-    and no loop has it. No draft begins where fewer than `n_min` tokens are allowed. A draft that an end-of-text token
-    ends is verified whatever its length.
+    This keeps the output's distribution only where tokens are not drawn (law 4.3): llama.cpp drafts its likeliest. So
+    the rule is replayed on traces of likeliest drafts, and no loop has it. No draft begins where fewer than `n_min`
+    tokens are allowed. A draft that an end-of-text token ends is verified whatever its length.
     """
 
     n_min: Number = 0
@@ -68,15 +65,14 @@ class Engine:
     name: EngineName
     version: str
     """Version whose sources were read."""
-    rule: str
+    rule: str = "fixed_length"
     """Name of its rule in the registry."""
     kind: type[Policy] | None = None
     """Class of its rule, where that can do more than the registry's, which every loop can run."""
-    values: Callable[[int], Values] | None = None
+    values: Callable[[int], Values] | None = lambda longest: {"k": range(1, longest + 1)}
     """Settings to choose from, by the longest draft; None: those of the registry."""
-    default: Setting | None
-    """The engine's default setting; None: it has none."""
-    draftings: tuple[Drafting, ...]
+    default: Setting | None = None
+    draftings: tuple[Drafting, ...] = (LIKELIEST,)
     """The default first."""
     line: Callable[[Setting, Drafting], str]
     """The line to paste."""
@@ -85,12 +81,10 @@ class Engine:
     remark: str = ""
     """A caution below every answer."""
     extra_forwards: int = 0
-    """Draft forwards that a round pays beyond those of its draft: llama.cpp's draft reads each verification's tokens
-    again.
-    """
+    """Draft forwards that a round pays beyond its draft: llama.cpp's draft reads what was verified again."""
     drafts_whole: bool = False
-    """Whether every round drafts the full number, also where a text has no room for it, and each text once more, in the
-    step that reads its prompt (vLLM, by its counters).
+    """Every round drafts the full number, also where a text has no room for it, and each text once more, in the step
+    that reads its prompt (vLLM, by its counters).
     """
     has_batches: bool = False
     """Whether many sequences draft in lockstep, each its fixed number."""
@@ -110,23 +104,24 @@ class Engine:
         all_values = values or (self.values or registered(self.rule).values)(longest)
         return make_competitor(family, self.rule, all_values, kind=self.kind)
 
-
-def of_generation_config(setting: Setting) -> dict[str, Any]:
-    """The setting as entries of the generation config of transformers' draft."""
-    return {
-        "num_assistant_tokens": setting["num_assistant_tokens"],
-        "num_assistant_tokens_schedule": "heuristic_transient" if setting["is_heuristic"] else "constant",
-        "assistant_confidence_threshold": setting["assistant_confidence_threshold"],
-    }
-
-
-def _transformers(setting: Setting, drafting: Drafting) -> str:
-    written = ", ".join(f"{name}={to_json(value)}" for name, value in of_generation_config(setting).items())
-    return f"draft.generation_config.update({written}); target.generate(**inputs, assistant_model=draft)"
+    def played(self, played: Played, settings: Sequence[Setting]) -> Played:
+        """What the engine does where its rule did this."""
+        if not self.drafts_whole:
+            return played
+        lengths, rounds = np.array([[setting["k"]] for setting in settings]), played.counts.num_target
+        counts = replace(played.counts, num_draft_forwards=lengths * (rounds + 1))
+        is_length = np.arange(played.lengths.shape[-1]) == lengths[..., None]
+        return replace(played, counts=counts, lengths=is_length * rounds[..., None])
 
 
-def _numbers(longest: int) -> Values:
-    return {"k": range(1, longest + 1)}
+def _transformers(setting: Setting, _: Drafting) -> str:
+    schedule = "heuristic_transient" if setting["is_heuristic"] else "constant"
+    return (
+        f"draft.generation_config.update(num_assistant_tokens={setting['num_assistant_tokens']}, "
+        f'num_assistant_tokens_schedule="{schedule}", '
+        f"assistant_confidence_threshold={to_json(setting['assistant_confidence_threshold'])}); "
+        "target.generate(**inputs, assistant_model=draft)"
+    )
 
 
 LLAMA_CPP = Engine(
@@ -136,7 +131,6 @@ LLAMA_CPP = Engine(
     kind=ShortDrafts,
     values=lambda longest: {"n_max": lengths_within(longest), "n_min": (0, 1, 2, 3, 5), "p_min": COARSE},
     default={"n_max": 3, "n_min": 0, "p_min": 0.0},
-    draftings=(LIKELIEST,),
     line=lambda setting, _: (
         f"llama-server -m TARGET.gguf -md DRAFT.gguf --spec-type draft-simple --spec-draft-n-max {setting['n_max']} "
         f"--spec-draft-n-min {setting['n_min']} --spec-draft-p-min {setting['p_min']:g}"
@@ -147,9 +141,6 @@ LLAMA_CPP = Engine(
 VLLM = Engine(
     name="vllm",
     version="0.32.0",
-    rule="fixed_length",
-    values=_numbers,
-    default=None,
     draftings=(LIKELIEST, AT_TEMPERATURE),
     line=lambda setting, drafting: (
         f'vllm serve TARGET --speculative-config \'{{"method": "draft_model", "model": "DRAFT", '
@@ -163,10 +154,7 @@ VLLM = Engine(
 SGLANG = Engine(
     name="sglang",
     version="0.5.23",
-    rule="fixed_length",
-    values=_numbers,
     default={"k": 3},
-    draftings=(LIKELIEST,),
     line=lambda setting, _: (
         "python -m sglang.launch_server --model-path TARGET --speculative-algorithm STANDALONE "
         f"--speculative-draft-model-path DRAFT --speculative-num-steps {setting['k']} --speculative-eagle-topk 1 "
@@ -179,15 +167,12 @@ TRANSFORMERS = Engine(
     name="transformers",
     version="5.23.0",
     rule="assisted",
+    values=None,
     default={"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4, "is_heuristic": False},
     draftings=(AS_TARGET,),
     line=_transformers,
     off="target.generate(**inputs)",
     warps_drafts=True,
-    remark=(
-        "With scikit-learn installed transformers moves a threshold above 0 while it generates, away from the printed "
-        "one."
-    ),
+    remark="With scikit-learn installed transformers moves a threshold above 0 while it generates.",
 )
 ENGINES: dict[EngineName, Engine] = {engine.name: engine for engine in (LLAMA_CPP, VLLM, SGLANG, TRANSFORMERS)}
-"""Every engine by its name."""

@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from configs.paths import local_path
 from configs.schema import Config
+from decode.experiment import Experiment
 from decode.policies.batch import BatchCosts, Curve
+from evaluation.costs.machine import costs_for
 from evaluation.flag_types import Milliseconds
 from evaluation.times import Times
 
@@ -29,10 +31,14 @@ class Given(NamedTuple):
         draft_s, target_s = (float(curve(1)) for curve in self.curves)
         return replace(config, decode=replace(config.decode, t_draft_s=draft_s, t_target_s=target_s))
 
-    def times(self, of_single_tokens: Times, max_draft_length: int) -> Times:
-        """The times of one sequence, from those that `put_into` a config gives."""
-        target_s = tuple(float(self.curves.target(1 + k)) for k in range(max_draft_length + 1))
-        return replace(of_single_tokens, t_target_s=target_s, origin=self.origin)
+    def target_s(self, longest: int) -> tuple[float, ...]:
+        """t_target(k) of one sequence for k up to the longest draft."""
+        return tuple(float(self.curves.target(1 + k)) for k in range(longest + 1))
+
+    def times(self, experiment: Experiment) -> Times:
+        """The times of one sequence in an experiment that they were `put_into`, with those of stops."""
+        target_s = self.target_s(experiment.decode.max_draft_length)
+        return replace(costs_for(experiment), t_target_s=target_s, origin=self.origin)
 
 
 def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | None, log: str | None) -> Given | None:
@@ -50,16 +56,11 @@ def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | Non
         return None
     if t_draft_ms is None or t_target_ms is None:
         raise ValueError("--t_draft_ms and --t_target_ms go together: give both, or neither to measure them")
-    curves = BatchCosts(curve_of("t_draft_ms", t_draft_ms), curve_of("t_target_ms", t_target_ms))
-    return Given(curves, "given")
+    return Given(BatchCosts(curve_of("t_draft_ms", t_draft_ms), curve_of("t_target_ms", t_target_ms)), "given")
 
 
 def curve_of(name: str, given: Milliseconds) -> Curve:
-    """Seconds by number of tokens, of a flag in milliseconds.
-
-    Raises:
-        ValueError: anything but positive numbers, or pairs of them.
-    """
+    """Seconds by number of tokens, of a flag in milliseconds; ValueError for anything but positive numbers or pairs."""
     points = [part.partition(":") for part in str(given).split(",")]
     try:
         if len(points) == 1 and not points[0][1]:
@@ -76,6 +77,10 @@ _EVAL = re.compile(r"(?<!prompt )eval time = +([\d.]+) ms / +(\d+) ")
 _STATISTICS = re.compile(
     r"statistics +draft-simple: #calls\(b,g,a\) = *\d+[, ]+(\d+)[, ]+\d+,.*?#gen tokens = *(\d+),.*"
     r"dur\(b,g,a\) = *[\d.]+, *([\d.]+), *[\d.]+ ms"
+)
+_REMEDY = (
+    "run llama-server with -md, -lv 4 and --spec-draft-p-min 0, and once more without -md, answer a few requests with "
+    "each, and give both logs, spec.log,alone.log; or give --t_draft_ms and --t_target_ms"
 )
 
 
@@ -96,14 +101,7 @@ def read_logs(paths: Sequence[Path]) -> Given:
         lacking = "without a draft" if steps_ms else "with a draft"
         raise ValueError(f"--log is {names}: the log of a server {lacking} is missing; {_REMEDY}")
     target = Curve(*zip(*((tokens, target_ms / 1e3) for tokens, target_ms, _ in logs), strict=True))
-    draft_s = sum(steps_ms) / len(steps_ms) / 1e3
-    return Given(BatchCosts(Curve.line(draft_s), target), f"read from {names}")
-
-
-_REMEDY = (
-    "run llama-server with -md, -lv 4 and --spec-draft-p-min 0, and once more without -md, answer a few requests with "
-    "each, and give both logs, spec.log,alone.log; or give --t_draft_ms and --t_target_ms"
-)
+    return Given(BatchCosts(Curve.line(sum(steps_ms) / len(steps_ms) / 1e3), target), f"read from {names}")
 
 
 def read_log(path: Path) -> tuple[float, float, float | None]:
@@ -113,10 +111,6 @@ def read_log(path: Path) -> tuple[float, float, float | None]:
     With g rounds, M drafted tokens and Y ms of drafting, as its last statistics have them, and E ms of all `eval time`:
     t_draft = Y / M, and since each round's draft also reads what was verified, t_target(M / g) = (E - Y) / g - t_draft.
     Without a draft t_target(0) is E over the tokens but the first of each answer, which reading its prompt gives.
-
-    Raises:
-        ValueError: the log has no such lines, or too little time is left for the target.
-        FileNotFoundError: no such file.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     statistics, answers = _STATISTICS.findall(text), _EVAL.findall(text)

@@ -24,13 +24,13 @@ MORE_PARAMETERS = {
 
 CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
-    "configs": (1325, 1000),
+    "configs": (1324, 1000),
     "store": (622, 500),
     "lm": (5522, 4000),
     "data_gen": (6715, 4400),
     "heads": (4325, 3600),
     "decode": (5019, 4200),
-    "evaluation": (10896, 7400),
+    "evaluation": (10810, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),

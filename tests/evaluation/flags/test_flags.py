@@ -13,7 +13,7 @@ from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength
 from decode.policies.registry import make_policy
 from evaluation.__main__ import COMMANDS
-from evaluation.flags.answer import DEFAULT, FIXED, FLAGS, NONE, Answer, batch_line
+from evaluation.flags.command import DEFAULT, FIXED, FLAGS, NONE, Answer, batch_line
 from evaluation.flags.engines import ENGINES, LLAMA_CPP, VLLM, ShortDrafts
 from evaluation.gain import Splits
 from evaluation.played import Played
@@ -78,8 +78,8 @@ def test_an_engine_pays_the_same_for_a_setting_replayed_and_decoded(engine, sett
     played = Played.of(decoded(ModelDrafter(model(2), policy, vocab_size=VOCAB)), LENGTH)
     answer = Answer(ENGINES[engine], traces, Times(1.0, (20.0, 21.0, 22.0)))
     replayed = replay_settings(next(iter(traces.values())).dev, policy)
-    for one, other in zip(answer.spent(played, [setting]), answer.spent(replayed, [setting]), strict=True):
-        assert np.allclose(one, other, rtol=1e-12, atol=0)
+    one, other = (answer.speculating.spent(answer.engine.played(each, [setting])) for each in (played, replayed))
+    assert np.allclose(one, other, rtol=1e-12, atol=0)
 
 
 def test_where_a_draft_costs_what_it_saves_the_answer_is_not_to_speculate(traces):
@@ -149,7 +149,7 @@ def test_the_command_prints_the_line_of_every_engine(engine, written, tiny, caps
         (["--for", "llama.cpp", "--batch", "4"], "leave it out for llama.cpp"),
         (["--for", "transformers", "--pair.sampling.temperature", "0.5", *TIMES], "to its draft twice"),
         (["--for", "vllm", "--t_draft_ms", "1"], "go together"),
-        (["--for", "lama.cpp"], "--for: Expected a typing.Literal['llama.cpp'"),
+        (["--for", "lama.cpp"], "--for is lama.cpp, but it must be one of llama.cpp, vllm, sglang, transformers"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(flags, problem, tiny, capsys):
@@ -171,7 +171,7 @@ def test_vllm_drafts_its_full_number_in_every_round_and_once_more_for_each_text(
     rule = VLLM.competitor("k", 4, {"k": [4]})
     engines = VLLM, replace(VLLM, drafts_whole=False)
     times = Times.constant(1.0, 20.0)
-    whole, ending = (Answer(engine, traces, times).spent_of(rule, drafting).dev for engine in engines)
+    whole, ending = (times.spent(Answer(engine, traces, times).arm(rule, drafting).dev) for engine in engines)
     rounds, num_texts = replay_settings(dev, FixedLength(4)).counts.num_target.sum(), 20
     assert whole.seconds.sum() == 20.0 * rounds + 4 * (rounds + num_texts)
     assert ending.seconds.sum() <= (20.0 + 4) * rounds
