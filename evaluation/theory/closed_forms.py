@@ -14,7 +14,7 @@ one medium token (rate b, cost d); the paper's alpha is b, its beta a, its c our
 the survival of a whole block,
 
     interleaved_tokens  (1 - a^{n+1}) / (1 - a) * (1 - Q^m) / (1 - Q) + Q^m             Theorem 3.2, Eq. 2
-    interleaved_speedup the same / (1 + m (n c + d))                                    Theorem 3.4, Eq. 3
+    speedup             the same / (1 + m (n c + d))                                    Theorem 3.4, Eq. 3
 
 Pre-verified (HSDDW with fixed lengths), m inner rounds of n micro tokens (rate a, cost c) that the draft verifies (cost
 d), every token that leaves passing the target with rate b. A round emits j <= n tokens with probability (1 - a) a^{j-1}
@@ -31,21 +31,29 @@ from collections.abc import Callable
 from itertools import product
 from math import exp, sqrt
 
+Rates = tuple[float, float]
+"""Of the small model and of the medium one; pre-verified: of the micro under the draft, of the draft under the target.
+Costs have the same order.
+"""
+Tokens = Callable[..., float]
+"""`interleaved_tokens` or `pre_verified_tokens`."""
+
 
 def expected_tokens(acceptance_rate: float, draft_length: int) -> float:
     """Mean tokens per target forward of a draft of fixed length K: 1 … K + 1."""
     return 1 + acceptance_rate * sum(_powers(acceptance_rate, draft_length))
 
 
-def speedup(acceptance_rate: float, draft_length: int, cost: float) -> float:
-    """How much faster than the target alone; `cost` is one draft forward in target forwards."""
-    _check_costs(cost)
-    return expected_tokens(acceptance_rate, draft_length) / (1 + cost * draft_length)
+def speedup(tokens: float, *costs: float) -> float:
+    """How much faster than the target alone: tokens per round, over its target forward and the costs of its draft."""
+    if min(costs, default=0.0) < 0:
+        raise ValueError(f"a cost is {min(costs)} target forwards; it must be at least 0")
+    return tokens / (1 + sum(costs))
 
 
 def best_draft_length(acceptance_rate: float, cost: float, *, longest: int = 64) -> int:
     """The K in 0 … longest of the largest speed-up, the smallest if several."""
-    return max(range(longest + 1), key=lambda length: speedup(acceptance_rate, length, cost))
+    return max(range(longest + 1), key=lambda k: speedup(expected_tokens(acceptance_rate, k), cost * k))
 
 
 def pinsker(divergence: float) -> float:
@@ -58,43 +66,31 @@ def bretagnolle_huber(divergence: float) -> float:
     return 1 - sqrt(1 - exp(-_divergence(divergence)))
 
 
-def interleaved_tokens(small_rate: float, medium_rate: float, *, m: int, n: int) -> float:
+def interleaved_tokens(rates: Rates, *, m: int, n: int) -> float:
     """Mean tokens per target forward of Chen's m and n: 1 … m (n + 1) + 1."""
-    survival = small_rate**n * medium_rate
-    return sum(_powers(small_rate, n + 1)) * sum(_powers(survival, m)) + survival**m
+    survival = rates[0] ** n * rates[1]
+    return sum(_powers(rates[0], n + 1)) * sum(_powers(survival, m)) + survival**m
 
 
-def interleaved_speedup(rates: tuple[float, float], costs: tuple[float, float], *, m: int, n: int) -> float:
-    """How much faster than the target alone; rates and costs are (small, medium)."""
-    _check_costs(*costs)
-    return interleaved_tokens(*rates, m=m, n=n) / (1 + m * (n * costs[0] + costs[1]))
-
-
-def pre_verified_tokens(inner_rate: float, outer_rate: float, *, m: int, n: int) -> float:
+def pre_verified_tokens(rates: Rates, *, m: int, n: int) -> float:
     """Mean tokens per target forward of m inner rounds of n micro tokens: at most m (n + 1) + 1."""
-    if outer_rate == 1:
-        return 1 + m * expected_tokens(inner_rate, n)
-    phi = inner_length_generating(inner_rate, n)(outer_rate)
-    return (1 - outer_rate * phi**m) / (1 - outer_rate)
+    inner, outer = rates
+    if outer == 1:
+        return 1 + m * expected_tokens(inner, n)
+    powers = _powers(inner, n)
+    phi = (1 - inner) * sum(power * outer ** (j + 1) for j, power in enumerate(powers)) + inner**n * outer ** (n + 1)
+    return (1 - outer * phi**m) / (1 - outer)
 
 
-def pre_verified_speedup(rates: tuple[float, float], costs: tuple[float, float], *, m: int, n: int) -> float:
-    """How much faster than the target alone; rates: (micro under draft, draft under target), costs: (micro, draft)."""
-    _check_costs(*costs)
-    return pre_verified_tokens(*rates, m=m, n=n) / (1 + m * (n * costs[0] + costs[1]))
+def schedule_speedup(tokens: Tokens, rates: Rates, costs: Rates, *, m: int, n: int) -> float:
+    """How much faster than the target alone m blocks or inner rounds of n tokens are."""
+    return speedup(tokens(rates, m=m, n=n), m * n * costs[0], m * costs[1])
 
 
-def inner_length_generating(inner_rate: float, n: int) -> Callable[[float], float]:
-    """phi(x) = E[x^G] of the number G of tokens that one inner round emits."""
-    powers = _powers(inner_rate, n)
-    return lambda x: (
-        (1 - inner_rate) * sum(power * x ** (j + 1) for j, power in enumerate(powers)) + inner_rate**n * x ** (n + 1)
-    )
-
-
-def best_schedule(speedup_of: Callable[..., float], *, most: int = 12) -> tuple[int, int]:
-    """The (m, n) with m in 1 … most and n in 0 … most of the largest `speedup_of(m=m, n=n)`."""
-    return max(product(range(1, most + 1), range(most + 1)), key=lambda pair: speedup_of(m=pair[0], n=pair[1]))
+def best_schedule(tokens: Tokens, rates: Rates, costs: Rates, *, most: int = 12) -> tuple[int, int]:
+    """The (m, n) with m in 1 … most and n in 0 … most of the largest speed-up."""
+    pairs = product(range(1, most + 1), range(most + 1))
+    return max(pairs, key=lambda pair: schedule_speedup(tokens, rates, costs, m=pair[0], n=pair[1]))
 
 
 def _powers(rate: float, count: int) -> list[float]:
@@ -104,11 +100,6 @@ def _powers(rate: float, count: int) -> list[float]:
     if count < 0:
         raise ValueError(f"a draft length is {count}; it must be at least 0")
     return [rate**power for power in range(count)]
-
-
-def _check_costs(*costs: float) -> None:
-    if min(costs) < 0:
-        raise ValueError(f"a cost is {min(costs)} target forwards; it must be at least 0")
 
 
 def _divergence(divergence: float) -> float:

@@ -2,13 +2,12 @@
 their means.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from json import dumps as to_json
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
-from matplotlib.axes import Axes
 
 from configs.schema import Config
 from evaluation.figure import panels_of
@@ -16,12 +15,8 @@ from evaluation.table import Table, announce, printing, say, shown
 from evaluation.theory import closed_forms as forms
 
 _WIDTH = 110
-_COLUMNS = {
-    "form": ("form", ""),
-    "setting": ("setting", ""),
-    "tokens": ("tokens", ".4f"),
-    "speed-up": ("speedup", ".3f"),
-}
+_COLUMNS = {"form": ("form", ""), "setting": ("setting", ""), "tokens": ("tokens", ".4f")}
+_COLUMNS |= {"speed-up": ("speedup", ".3f")}
 _SCHEDULES = ((1, 1), (1, 3), (1, 6), (2, 2), (3, 1), (3, 3))
 _DIVERGENCES = (0.01, 0.1, 0.5, 1.0, 2.0, 4.0)
 """KL(q || p) in nats at which SVIP's bounds are shown."""
@@ -29,11 +24,6 @@ _BLOCKS = {1: "tab:blue", 2: "tab:orange", 3: "tab:green", 5: "tab:red"}
 """Colour of each block size m."""
 _LONGEST = 10
 _NUM_RATES = 16
-
-Form = dict[str, str | float]
-"""A row: form, setting, tokens per target forward, speed-up."""
-Best = dict[str, dict[str, int | float]]
-"""Algorithm -> its parameters and its speed-up."""
 
 
 def theory(
@@ -80,74 +70,69 @@ def theory(
         print(to_json({"forms": rows, "best": best, "written": written}))
 
 
-def rows_of(rates: tuple[float, float, float], costs: tuple[float, float]) -> Iterator[Form]:
+def rows_of(rates: tuple[float, float, float], costs: forms.Rates) -> Iterator[dict[str, Any]]:
     """Leviathan's form at lengths around the best; Chen's at several m and n, and the same schedules pre-verified."""
-    small, medium, inner = rates
-    for rate, cost in {small: costs[0], medium: costs[1]}.items():
+    for rate, cost in zip(rates, costs, strict=False):
         best = forms.best_draft_length(rate, cost)
         for length in sorted({0, 1, max(best - 2, 0), best, best + 2}):
-            name = f"a={rate} K={length}" + (" (best)" if length == best else "")
-            yield _form("Leviathan", name, forms.expected_tokens(rate, length), forms.speedup(rate, length, cost))
+            setting, tokens = f"a={rate} K={length}", forms.expected_tokens(rate, length)
+            row = {"form": "Leviathan", "setting": setting + " (best)" * (length == best), "tokens": tokens}
+            yield row | {"speedup": forms.speedup(tokens, cost * length)}
     for m, n in _SCHEDULES:
-        tokens = forms.interleaved_tokens(small, medium, m=m, n=n)
-        yield _form("Chen", f"m={m} n={n}", tokens, forms.interleaved_speedup((small, medium), costs, m=m, n=n))
-        tokens = forms.pre_verified_tokens(inner, medium, m=m, n=n)
-        speed = forms.pre_verified_speedup((inner, medium), costs, m=m, n=n)
-        yield _form("pre-verified", f"m={m} n={n}", tokens, speed)
+        for form, (tokens_of, of) in schedules_of(rates).items():
+            row = {"form": form, "setting": f"m={m} n={n}", "tokens": tokens_of(of, m=m, n=n)}
+            yield row | {"speedup": forms.schedule_speedup(tokens_of, of, costs, m=m, n=n)}
 
 
-def _form(form: str, setting: str, tokens: float, speedup: float) -> Form:
-    return {"form": form, "setting": setting, "tokens": tokens, "speedup": speedup}
-
-
-def best_settings(rates: tuple[float, float, float], costs: tuple[float, float]) -> Best:
-    """The fastest setting of each algorithm at these rates and costs, by the closed forms."""
+def schedules_of(rates: tuple[float, float, float]) -> dict[str, tuple[forms.Tokens, forms.Rates]]:
+    """Algorithm with three models -> its form and its two rates."""
     small, medium, inner = rates
-    best: Best = {}
-    for name, rate, cost in (("small alone", small, costs[0]), ("medium alone", medium, costs[1])):
-        length = forms.best_draft_length(rate, cost)
-        best[name] = {"draft_length": length, "speedup": forms.speedup(rate, length, cost)}
-    schedules: dict[str, Callable[..., float]] = {
-        "interleaved (Chen)": partial(forms.interleaved_speedup, (small, medium), costs),
-        "pre-verified": partial(forms.pre_verified_speedup, (inner, medium), costs),
+    return {
+        "Chen": (forms.interleaved_tokens, (small, medium)),
+        "pre-verified": (forms.pre_verified_tokens, (inner, medium)),
     }
-    for name, speedup in schedules.items():
-        m, n = forms.best_schedule(speedup)
-        best[name] = {"m": m, "n": n, "speedup": speedup(m=m, n=n)}
+
+
+def best_settings(rates: tuple[float, float, float], costs: forms.Rates) -> dict[str, dict[str, int | float]]:
+    """Algorithm -> the parameters and the speed-up of its fastest setting, by the closed forms."""
+    best: dict[str, dict[str, int | float]] = {}
+    for name, rate, cost in zip(("small alone", "medium alone"), rates, costs, strict=False):
+        length = forms.best_draft_length(rate, cost)
+        speed = forms.speedup(forms.expected_tokens(rate, length), cost * length)
+        best[name] = {"draft_length": length, "speedup": speed}
+    for name, (tokens, of) in schedules_of(rates).items():
+        m, n = forms.best_schedule(tokens, of, costs)
+        best["interleaved (Chen)" if name == "Chen" else name] = {
+            "m": m,
+            "n": n,
+            "speedup": forms.schedule_speedup(tokens, of, costs, m=m, n=n),
+        }
     return best
 
 
-def plot_interleaved(path: Path, *, rates: tuple[float, float], costs: tuple[float, float]) -> None:
+def plot_interleaved(path: Path, *, rates: forms.Rates, costs: forms.Rates) -> None:
     """Write the figure: tokens per target forward against n, speed-up against n, and each drafter's best against the
     small model's rate. The paper's shows the closed forms only, and its text gives no figure in numbers.
     """
-    figure, (tokens, speed, best) = panels_of(3, width=15.0, height=4.6)
+    figure, (tokens, speed, at_best) = panels_of(3, width=15.0, height=4.6)
     lengths = range(_LONGEST + 1)
     for m, colour in _BLOCKS.items():
-        emitted = [forms.interleaved_tokens(*rates, m=m, n=n) for n in lengths]
+        emitted = [forms.interleaved_tokens(rates, m=m, n=n) for n in lengths]
         tokens.plot(lengths, emitted, color=colour, label=f"m = {m}")
-        speed.plot(lengths, [forms.interleaved_speedup(rates, costs, m=m, n=n) for n in lengths], color=colour)
-    _plot_best(best, rates[1], costs)
-    title = f"rates {rates[0]} and {rates[1]}, costs {costs[0]} and {costs[1]} target forwards"
+        speeds = [forms.schedule_speedup(forms.interleaved_tokens, rates, costs, m=m, n=n) for n in lengths]
+        speed.plot(lengths, speeds, color=colour)
+    medium = rates[1]
+    small_rates = [medium * (step + 4) / (_NUM_RATES + 4) for step in range(_NUM_RATES + 1)]
+    best = [best_settings((rate, medium, rate), costs) for rate in small_rates]
+    small, interleaved = ([of[name]["speedup"] for of in best] for name in ("small alone", "interleaved (Chen)"))
+    at_best.plot(small_rates, small, label="small alone, best K")
+    at_best.plot(small_rates, interleaved, "--", color="tab:red", label="interleaved, best m and n")
+    at_best.axhline(best[0]["medium alone"]["speedup"], color="tab:green", label="medium alone, best K")
+    at_best.set(title=f"each at its best; medium's rate {medium}", xlabel="acceptance rate of the small model")
+    title = f"rates {rates[0]} and {medium}, costs {costs[0]} and {costs[1]} target forwards"
     tokens.set(xlabel="n, small tokens per block", ylabel="tokens per target forward", title="closed form")
     speed.set(xlabel="n, small tokens per block", ylabel="speed-up over the target alone", title=title)
-    tokens.legend(frameon=False)
+    for axes in (tokens, at_best):
+        axes.legend(frameon=False)
+    at_best.set_ylabel("speed-up over the target alone")
     figure.savefig(path, dpi=120)
-
-
-def _plot_best(axes: Axes, medium_rate: float, costs: tuple[float, float]) -> None:
-    """Speed-up of each drafter at its own best setting."""
-    small_rates = [medium_rate * (step + 4) / (_NUM_RATES + 4) for step in range(_NUM_RATES + 1)]
-    best = [best_settings((rate, medium_rate, rate), costs) for rate in small_rates]
-    small, interleaved = (
-        [values[name]["speedup"] for values in best] for name in ("small alone", "interleaved (Chen)")
-    )
-    axes.plot(small_rates, small, label="small alone, best K")
-    axes.plot(small_rates, interleaved, "--", color="tab:red", label="interleaved, best m and n")
-    axes.axhline(best[0]["medium alone"]["speedup"], color="tab:green", label="medium alone, best K")
-    axes.set(
-        xlabel="acceptance rate of the small model",
-        ylabel="speed-up over the target alone",
-        title=f"each at its best; medium's rate {medium_rate}",
-    )
-    axes.legend(frameon=False)

@@ -10,11 +10,8 @@ probability sum_v min(p, q). Nothing of the loop is replaced, only the models:
 
 from collections.abc import Sequence
 from itertools import islice
-from math import sqrt
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from decode.drafters.hierarchies import InnerRounds, InterleavedDrafter, PreVerifiedDrafter
@@ -22,83 +19,54 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy
 from decode.policies.plain import FixedLength
-from lm import CachedModel
 from tests.toys.enumeration import ToyModel
 
-_ROUNDS_PER_GENERATION = 200
-"""Every round copies the sequence, which is cheap while it is short."""
+NUM_ROUNDS = 300
 
 
 class ConstantModel(ToyModel):
     """The same next-token distribution after every prefix."""
 
-    def __init__(self, probs: Sequence[float] | Float[Tensor, " vocab"]) -> None:
+    def __init__(self, probs: Sequence[float] | Tensor) -> None:
         self.log_probs = torch.as_tensor(probs, dtype=torch.float64).log()
         super().__init__(seed=0, vocab_size=len(self.log_probs))
 
-    def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
+    def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Tensor:
         assert 1 <= num_rows <= len(new_tokens), "a forward feeds at least the tokens of its rows"
         self.fed += new_tokens
         return self.log_probs.expand(num_rows, -1)
 
 
-class Simulated(NamedTuple):
-    """A mean over rounds of the real loop."""
-
-    mean: float
-    standard_error: float
-
-    def z_score(self, expected: float) -> float:
-        """How many standard errors the mean lies from `expected`; 0 where both agree and nothing varies."""
-        difference = self.mean - expected
-        if not self.standard_error:
-            return 0.0 if abs(difference) < 1e-9 else float("inf")
-        return difference / self.standard_error
-
-
-def tokens_per_round(target: CachedModel, drafter: Drafter, *, num_rounds: int) -> Simulated:
-    """Mean emitted tokens per target forward over `num_rounds` rounds of the real loop."""
+def z_score(target: ConstantModel, drafter: Drafter, expected: float) -> float:
+    """How many standard errors the mean of emitted tokens per target forward lies from `expected`."""
     decoder = SpeculativeDecoder(target, drafter, eos_ids=frozenset(), max_draft_length=10_000)
     generator, emitted = torch.Generator().manual_seed(0), []
-    while len(emitted) < num_rounds:
-        most = min(_ROUNDS_PER_GENERATION, num_rounds - len(emitted))
-        rounds = islice(decoder.stream([0], 10**9, generator=generator), most)
+    while len(emitted) < NUM_ROUNDS:  # every round copies the sequence, which is cheap while it is short
+        rounds = islice(decoder.stream([0], 10**9, generator=generator), min(200, NUM_ROUNDS - len(emitted)))
         emitted += [float(len(round_.emitted)) for round_ in rounds]
     values = torch.tensor(emitted, dtype=torch.float64)
-    return Simulated(float(values.mean()), float(values.std()) / sqrt(num_rounds))
+    difference, error = float(values.mean()) - expected, float(values.std()) / NUM_ROUNDS**0.5
+    return difference / error if error else 0.0 if abs(difference) < 1e-9 else float("inf")
 
 
-def two_level_rounds(rate: float, draft_length: int, *, num_rounds: int) -> Simulated:
-    drafter = ModelDrafter(_accepted_at(rate), FixedLength(draft_length))
-    return tokens_per_round(_accepted_at(1.0), drafter, num_rounds=num_rounds)
+def two_levels(rate: float, draft_length: int) -> tuple[ConstantModel, Drafter]:
+    return accepted_at(1.0), ModelDrafter(accepted_at(rate), FixedLength(draft_length))
 
 
-def interleaved_rounds(rates: tuple[float, float], *, m: int, n: int, num_rounds: int) -> Simulated:
-    drafter = InterleavedDrafter(*(_accepted_at(rate) for rate in rates), m=m, n=n)
-    return tokens_per_round(_accepted_at(1.0), drafter, num_rounds=num_rounds)
+def interleaved(rates: tuple[float, float], *, m: int, n: int) -> tuple[ConstantModel, Drafter]:
+    return accepted_at(1.0), InterleavedDrafter(*map(accepted_at, rates), m=m, n=n)
 
 
-def pre_verified_rounds(rates: tuple[float, float], *, m: int, n: int, num_rounds: int) -> Simulated:
-    (draft_u, micro_u), (target_v, draft_v) = (_overlapping(rate) for rate in rates)
+def pre_verified(rates: tuple[float, float], *, m: int, n: int) -> tuple[ConstantModel, Drafter]:
+    # two distributions over two values with sum of minima `rate`
+    halves = [torch.tensor([rate / 2, 1 - rate / 2], dtype=torch.float64) for rate in rates]
+    (draft_u, micro_u), (target_v, draft_v) = ((half, half.flip(0)) for half in halves)
     pairs = (micro_u, draft_v), (draft_u, draft_v), (draft_u, target_v)
     micro, draft, target = (ConstantModel(torch.outer(u, v).flatten()) for u, v in pairs)
     rounds = InnerRounds(window=n, max_rounds=m)
-    drafter = PreVerifiedDrafter(ModelDrafter(micro, FixedLength(n)), draft, Policy(), rounds=rounds)
-    return tokens_per_round(target, drafter, num_rounds=num_rounds)
+    return target, PreVerifiedDrafter(ModelDrafter(micro, FixedLength(n)), draft, Policy(), rounds=rounds)
 
 
-def acceptance_rounds(q: Sequence[float], p: Sequence[float], *, num_rounds: int) -> Simulated:
-    drafter = ModelDrafter(ConstantModel(q), FixedLength(1))
-    tokens = tokens_per_round(ConstantModel(p), drafter, num_rounds=num_rounds)
-    return tokens._replace(mean=tokens.mean - 1)
-
-
-def _accepted_at(rate: float) -> ConstantModel:
-    """A model whose tokens pass a target `_accepted_at(1)` with probability `rate`."""
+def accepted_at(rate: float) -> ConstantModel:
+    """A model whose tokens pass a target `accepted_at(1)` with probability `rate`."""
     return ConstantModel([rate / 2, rate / 2, (1 - rate) / 2, (1 - rate) / 2])
-
-
-def _overlapping(rate: float) -> tuple[Tensor, Tensor]:
-    """Two distributions over two values with sum of minima `rate`."""
-    first = torch.tensor([rate / 2, 1 - rate / 2], dtype=torch.float64)
-    return first, first.flip(0)
