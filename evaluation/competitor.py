@@ -1,13 +1,14 @@
 """What competes: a policy whose parameters are arrays, an entry per setting, from the registry or `decode.grid`."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from decode.experiment import Experiment
+from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import HeadPolicy, Policy
 from decode.policies.registry import LOGISTIC, POLICIES, make_policy, registered
 from evaluation.families import ORACLE
@@ -26,6 +27,16 @@ class Competitor:
     name: str
     policy: Policy
     settings: tuple[Mapping[str, Any], ...]
+    build: Callable[..., SpeculativeDecoder] | None = None
+    """The loop at a setting, whose parameters are its keywords, of what is more than a policy: a hierarchy, a tree."""
+    micro_policy: Policy | None = None
+    """Of a hierarchy: the policy that stops the level below the draft."""
+    version: str = ""
+    """Identifies what names and settings do not, such as a head's weights."""
+
+    def at(self, number: int) -> "Competitor":
+        """The same at one of its settings."""
+        return replace(self, settings=(self.settings[number],))
 
     @property
     def head(self) -> str:

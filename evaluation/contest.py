@@ -2,7 +2,8 @@
 
     1. Every setting of every competitor is replayed on the dev and on the test prompts (`replay_dataset`). What a
        policy does on a trace depends on no times, so this happens once.
-    2. Of all settings of a family, `fastest_on_dev` takes the one with the most tokens per second on dev.
+    2. Of all settings of a family, `fastest_on_dev` takes the one with the most tokens per second on dev
+       (`best_setting`, which every command chooses by, also among settings that are decoded instead).
     3. That setting is judged on the test prompts: its `Result`.
 
 Two policies depend on the times: the rule of law 4.11 and the oracle. `hold` solves and replays them once for each set
@@ -189,12 +190,18 @@ def fastest_on_dev(arms: Iterable[Arm], times: Times, rivals: Mapping[str, Resul
     """
     best = {name: (result.on_dev or 0.0, result) for name, result in (rivals or {}).items()}
     for arm in arms:
-        speeds = times.tokens_per_s(arm.dev)
-        number = int(speeds.argmax())
-        name, on_dev = arm.competitor.family, float(speeds[number])
+        number, on_dev = best_setting(arm.dev, times)
+        name = arm.competitor.family
         if name not in best or on_dev > best[name][0]:
             best[name] = on_dev, result_of(arm, number, times, on_dev=on_dev)
     return {name: result for name, (_, result) in best.items()}
+
+
+def best_setting(dev: Played, times: Times) -> tuple[int, float]:
+    """(number, tokens per second) of the setting that is fastest on dev, the first of equals."""
+    speeds = times.tokens_per_s(dev)
+    number = int(speeds.argmax())
+    return number, float(speeds[number])
 
 
 def result_of(arm: Arm, number: int, times: Times, *, on_dev: float | None = None) -> Result:

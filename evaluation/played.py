@@ -1,7 +1,7 @@
 """What a competitor did on the prompts of one split, counted: the record that times turn into seconds (law 4.9)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from jaxtyping import Int, Num
@@ -23,6 +23,8 @@ class Played:
     """Number of each row's prompt, as the trace has it."""
     stop_kind: str = ""
     """`Policy.stop_kind`."""
+    micro_stop_kind: str = ""
+    """That of the level below the draft, in a hierarchy."""
 
     @classmethod
     def of(cls, generations: Sequence[Generation], max_draft_length: int) -> "Played":
@@ -35,7 +37,9 @@ class Played:
         """Some of the settings, on all rows or some."""
         at = np.ix_(settings, range(len(self.prompt_of_row)) if rows is None else rows)
         counts = {name: values[at] for name, values in self._counted()}
-        return Played(Counts(**counts), self.lengths[at], self.prompt_of_row[at[1][0]], self.stop_kind)
+        return replace(
+            self, counts=Counts(**counts), lengths=self.lengths[at], prompt_of_row=self.prompt_of_row[at[1][0]]
+        )
 
     def total(self, setting: int = 0) -> Counts:
         """One setting's totals over prompts."""
@@ -60,7 +64,7 @@ def joined(every: Sequence[Played]) -> Played:
     firsts = np.cumsum([0, *(int(one.prompt_of_row.max()) + 1 for one in every)])
     prompts = [first + one.prompt_of_row for first, one in zip(firsts, every, strict=False)]
     lengths = np.concatenate([one.lengths for one in every], axis=1)
-    return Played(Counts(**counts), lengths, np.concatenate(prompts), every[0].stop_kind)
+    return replace(every[0], counts=Counts(**counts), lengths=lengths, prompt_of_row=np.concatenate(prompts))
 
 
 def lengths_of(generation: Generation, max_draft_length: int) -> Int[Array, " lengths"]:

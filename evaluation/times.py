@@ -3,6 +3,8 @@
     T = (t_draft + t_stop) * num_draft_forwards + sum over rounds of t_target(k)       k: tokens drafted in the round
     throughput = N / T                        speed-up over the target alone = throughput * t_target(0)
 
+A hierarchy pays t_micro + t_stop for each forward of the level below its draft, too.
+
 t_stop is what a policy's signals and heads add to a draft step; it depends on the policy's `stop_kind` alone. With
 t_stop = 0 and t_target(k) = t_target this is the paper's T = t_draft N_draft + t_target N_target, and its latency per
 token is t_draft + t_draft * (discard rate) + (t_target - t_draft) * (verification rate). Verification is not free
@@ -66,6 +68,8 @@ class Times:
     """Assumption on the seconds of stops at other ratios."""
     errors: TimeErrors = CERTAIN
     """How sure the times are."""
+    t_micro_s: float = 0.0
+    """Seconds of one forward of the level below the draft, in a hierarchy."""
 
     def __post_init__(self) -> None:
         for name, values in (("t_draft_s", (self.t_draft_s,)), ("t_target_s", self.t_target_s)):
@@ -157,11 +161,11 @@ class Times:
 
     def time_s(self, replayed: Played) -> Float[Array, "setting row"]:
         """T of every setting on every row."""
-        per_round, step_s = (
-            self.target_s(np.arange(replayed.lengths.shape[-1])),
-            self.t_draft_s + self.stop_s(replayed.stop_kind),
-        )
-        return step_s * replayed.counts.num_draft_forwards + replayed.lengths @ per_round
+        per_round = self.target_s(np.arange(replayed.lengths.shape[-1]))
+        step_s = self.t_draft_s + self.stop_s(replayed.stop_kind)
+        micro_s = self.t_micro_s + self.stop_s(replayed.micro_stop_kind)
+        drafting_s = step_s * replayed.counts.num_draft_forwards + micro_s * replayed.counts.num_micro_forwards
+        return drafting_s + replayed.lengths @ per_round
 
     def tokens_per_s(self, replayed: Played) -> Float[Array, " setting"]:
         """Throughput of every setting, all prompts together."""

@@ -1,6 +1,6 @@
 """python -m evaluation hierarchy: does a third model pay? HSDDW's Tables 2 and 4, and Chen's variant, on this trio.
 
-Every configuration is decoded in the real loop, in turns on each prompt. Dev chooses open lengths, by the throughput
+Every competitor is decoded in the real loop, in turns on each prompt. Dev chooses open lengths, by the throughput
 predicted at the fitted times. Beside the measured speed-ups are those that the same counts give at other times, and,
 from dev, the ratios of times at which the best hierarchy beats the best plain speculation.
 
@@ -12,7 +12,6 @@ s on that of benchmarks/alpaca.yaml, on one idle core. Four minutes each:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from json import dumps as to_json
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,15 @@ from typing import Any
 import pandas as pd
 
 from configs.schema import Config
-from data_gen.prompts.splits import Split
 from decode.drafters.factory import PairModels
 from decode.experiment import BETWEEN, Experiment
+from evaluation.competitor import Competitor
+from evaluation.contest import best_setting
 from evaluation.costs.machine import shares_of
 from evaluation.costs.stops import policies_by_kind
 from evaluation.hierarchies import tables
-from evaluation.hierarchies.configurations import configurations_of, with_heads
-from evaluation.hierarchies.decoded import Configuration, Run, StoredLoop, chosen_on_dev
+from evaluation.hierarchies.configurations import hierarchies_of
+from evaluation.hierarchies.decoded import Decoded, StoredLoop
 from evaluation.hierarchies.times import at_ratios, fit_times
 from evaluation.table import announce, printing, say
 from store.shards import write_atomic
@@ -53,23 +53,21 @@ def hierarchy(
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     experiment = Experiment(config, needs_micro=True)
-    trio = PairModels(lambda: experiment.pair, with_hidden=level_heads is not None)
-    configurations, heads = configurations_of(trio), []
-    if level_heads is not None:
-        heads = [
-            experiment.load_head(path, drafting=low, verifying=high)
-            for path, (low, high) in zip(level_heads, BETWEEN, strict=True)
-        ]
-        configurations += with_heads(trio, heads, level_heads, max_rejection_prob=max_rejection_prob)
+    heads = {
+        path: experiment.load_head(path, drafting=low, verifying=high)
+        for path, (low, high) in zip(level_heads or (), BETWEEN, strict=False)
+    }
+    trio = PairModels(lambda: experiment.pair, with_hidden=bool(heads))
+    competitors = hierarchies_of(experiment, trio, heads, max_rejection_prob=max_rejection_prob)
     # at other times than this machine's a stop costs what it does in a replay
-    shares = shares_of(experiment, policies_by_kind(heads), {}).of
-    loops = {dataset: StoredLoop(experiment, dataset, trio) for dataset in experiment.datasets}
+    shares = shares_of(experiment, policies_by_kind(list(heads.values())), {}).of
+    loops = {dataset: StoredLoop(experiment, dataset) for dataset in experiment.datasets}
     documents = {}
     with printing(aside=json):
         for dataset, loop in loops.items():
-            splits: tuple[Split, ...] = ("dev", "test")
-            dev, test = play(loop, configurations, *(experiment.prompt_ids(dataset, split) for split in splits))
-            documents[dataset] = report(test, dev, ratios=ratios, shares=shares, directory=loop.directory)
+            dev, test = (experiment.prompt_ids(dataset, split) for split in ("dev", "test"))
+            decoded = play(loop, competitors, dev, test)
+            documents[dataset] = report(*decoded, ratios=ratios, shares=shares, directory=loop.directory)
         written = announce(loop.directory / name for loop in loops.values() for name in _FILES)
         for dataset, document in documents.items():
             say(f"\n{dataset}. {document['verdict']}" if len(documents) > 1 else f"\n{document['verdict']}")
@@ -79,42 +77,41 @@ def hierarchy(
 
 def play(
     loop: StoredLoop,
-    configurations: Sequence[Configuration],
+    competitors: Sequence[Competitor],
     dev_prompts: Sequence[list[int]],
     test_prompts: Sequence[list[int]],
-) -> tuple[list[Run], list[Run]]:
-    """(every configuration on dev, the one of each name that is fastest there on test)."""
+) -> tuple[list[Decoded], list[Decoded]]:
+    """(every setting on dev, each competitor at its fastest one there on test)."""
     if not test_prompts:
         raise ValueError("there are no test prompts to compare hierarchies on; raise decode.num_test")
-    first = {one.name: one for one in reversed(configurations)}
-    best = {one.name: first[one.name] for one in configurations}
-    dev = loop.play(configurations, dev_prompts) if dev_prompts else []
+    dev = loop.play(competitors, dev_prompts) if dev_prompts else []
+    chosen = [one.at(0) for one in competitors]
     if dev:
-        times = fit_times(dev)
-        best |= chosen_on_dev(dev, lambda run: tables.modelled(run, times))
-    return dev, loop.play(list(best.values()), test_prompts)
+        times, _ = fit_times(dev)
+        chosen = [one.competitor.at(best_setting(one.played, times)[0]) for one in dev]
+    return dev, loop.play(chosen, test_prompts)
 
 
 def report(
-    runs: Sequence[Run],
-    dev: Sequence[Run],
+    dev: Sequence[Decoded],
+    test: Sequence[Decoded],
     *,
     ratios: tuple[float, float],
     shares: Mapping[str, float],
     directory: Path,
 ) -> dict[str, Any]:
     """Print the tables of one dataset and write them; the same as JSON."""
-    times, given = fit_times([*dev, *runs]), at_ratios(*ratios, shares)
-    rows, gain = tables.rows_of(runs, times, given), tables.third_level_frame(dev or runs, times, shares)
+    (times, r2), given = fit_times([*dev, *test]), at_ratios(*ratios, shares)
+    rows = tables.rows_of([one.result() for one in test], times, given)
+    gain = tables.third_level_frame(dev or test, times, shares)
     pd.DataFrame(rows).to_csv(directory / "arms.csv", index=False)
     gain.to_csv(directory / "gain.csv", index=False)
     write_atomic(directory / "gain.svg", tables.third_level_plot(gain, directory.name).svg.encode())
-    title = (
-        f"{directory.name}: {len(runs[0].decoded)} test prompts, settings chosen on "
-        f"{len(dev[0].decoded) if dev else 0} dev prompts"
-    )
+    nums = (one[0].seconds.shape[1] if one else 0 for one in (test, dev))
+    title = "{}: {} test prompts, settings chosen on {} dev prompts".format(directory.name, *nums)
     tables.ablation_table(rows).print()
-    tables.run_table(rows, times, given=given, title=title).print()
+    tables.result_table(rows, times, r2, given=given, title=title).print()
     tables.gain_table(gain, split="dev" if dev else "test").print()
-    verdict = tables.third_level_verdict(runs, dev, gain, times=times)
-    return {"times": asdict(times), "arms": rows, "verdict": verdict}
+    verdict = tables.third_level_verdict(test, dev, gain, times=times, r2=r2)
+    fitted = {"t_micro_s": times.t_micro_s, "t_draft_s": times.t_draft_s, "t_target_s": times.t_target_s[0]}
+    return {"times": fitted | {"t_stop_s": times.t_stop_s, "r2": r2}, "arms": rows, "verdict": verdict}

@@ -2,8 +2,8 @@
 pays.
 
 A third level pays where the best hierarchy beats the best plain speculation (draft or micro alone), predicted from
-counts. Counts do not depend on times, so one run answers for every machine: each side is at its best configuration for
-the times in question.
+counts. Counts do not depend on times, so one run answers for every machine: each side is at its best setting for the
+times in question.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from evaluation.contest import Result, best_setting
 from evaluation.figure import GREY, Plot, figure_of, plot_of
 from evaluation.gain import gain_over
 from evaluation.hierarchies.configurations import BOTH, HSDDW, PLAIN, PRE, SELF
-from evaluation.hierarchies.decoded import Run
-from evaluation.hierarchies.times import TrioTimes, at_ratios, break_even, redundancy
+from evaluation.hierarchies.decoded import Decoded
+from evaluation.hierarchies.times import at_ratios, break_even, redundancy
+from evaluation.played import Played
 from evaluation.table import Table, shown
+from evaluation.times import Times
 
 ABLATION = {PLAIN: ("", ""), PRE: ("x", ""), SELF: ("", "x"), BOTH: ("x", "x"), HSDDW: ("x", "x")}
 """Name -> marks for pre-verify and self-verify, the rows of Table 2; HSDDW also repeats its inner rounds."""
@@ -37,43 +40,43 @@ _DRAFT_RATIOS = (0.05, 0.1, 0.2, 0.4)
 _FINE = tuple(sorted({*(round(0.01 * step, 2) for step in range(101)), *MICRO_RATIOS}))
 
 
-def modelled(run: Run, times: TrioTimes) -> float:
-    """Speed-up over the target alone, predicted at these times."""
-    return times.speedup(run.counts, run.configuration.stops)
-
-
-def rows_of(runs: Sequence[Run], times: TrioTimes, given: TrioTimes) -> list[dict[str, Any]]:
-    """One row per run: counts of three models, sigma, eta, measured and predicted speed-ups.
+def rows_of(results: Sequence[Result], times: Times, given: Times) -> list[dict[str, Any]]:
+    """One row per result: counts of three models, sigma, eta, measured and predicted speed-ups.
 
     Args:
-        runs: on the test prompts, the target alone first.
+        results: on the test prompts, the target alone first.
         times: fitted to this machine.
         given: times of other hardware.
     """
-    alone = runs[0].measured
-    plain = max((run for run in runs if run.configuration.name == PLAIN), key=lambda run: modelled(run, times))
-    rows = []
-    for run in runs:
-        counts, configuration, speed = run.counts, run.configuration, run.measured.tokens_per_s
-        has_both = bool(counts.num_micro_forwards and counts.num_draft_forwards)
+    alone, rows = results[0], []
+    plain = next(result.played for result in results if result.family == PLAIN)
+    for one in results:
+        assert one.played is not None
+        assert plain is not None
+        counts = one.played.total()
         rows.append(
             {
-                "arm": configuration.name,
-                "setting": configuration.setting,
-                "num_levels": configuration.num_levels,
+                "arm": one.family,
+                "setting": one.label,
+                "num_levels": num_levels(one.played),
                 **vars(counts),
                 "redundancy": redundancy(counts),
                 "target_utilisation": counts.verification_rate,
                 "acceptance_length": counts.acceptance_length,
-                "tokens_per_s": float(speed),
-                "speedup": float(speed / alone.tokens_per_s),
-                "speedup_se": gain_over(alone, run.measured).standard_error,
-                "speedup_modelled": modelled(run, times),
-                "speedup_at_ratios": modelled(run, given),
-                "break_even": break_even(counts, plain.counts, times, configuration.stops) if has_both else None,
+                "tokens_per_s": one.tokens_per_s,
+                "speedup": one.tokens_per_s / alone.tokens_per_s,
+                "speedup_se": one.over(alone).standard_error,
+                "speedup_modelled": best_setting(one.played, times)[1] * times.t_target_s[0],
+                "speedup_at_ratios": best_setting(one.played, given)[1] * given.t_target_s[0],
+                "break_even": break_even(one.played, plain, times) if num_levels(one.played) == 3 else None,
             }
         )
     return rows
+
+
+def num_levels(played: Played) -> int:
+    """Models that ran: 1 is the target alone."""
+    return 1 + bool(np.any(played.counts.num_draft_forwards)) + bool(np.any(played.counts.num_micro_forwards))
 
 
 def ablation_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -84,12 +87,12 @@ def ablation_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table("ablation (HSDDW, Table 2)", shown(table, columns), names=3)
 
 
-def run_table(rows: Sequence[Mapping[str, Any]], times: TrioTimes, *, given: TrioTimes, title: str) -> Table:
-    """HSDDW's Table 4, for every configuration."""
-    t_micro, t_draft, t_target = (1e3 * time for time in (times.t_micro_s, times.t_draft_s, times.t_target_s))
+def result_table(rows: Sequence[Mapping[str, Any]], times: Times, r2: float, *, given: Times, title: str) -> Table:
+    """HSDDW's Table 4, for every competitor."""
+    t_micro, t_draft, t_target = (1e3 * time for time in (times.t_micro_s, times.t_draft_s, times.t_target_s[0]))
     title = (
         f"{title}; fitted t_micro {t_micro:.2f}, t_draft {t_draft:.2f}, t_target {t_target:.2f} ms per forward, "
-        f"R² {times.r2:.3f}; given: {given.t_micro_s:g} : {given.t_draft_s:g} : 1"
+        f"R² {r2:.3f}; given: {given.t_micro_s:g} : {given.t_draft_s:g} : 1"
     )
     note = (
         "N: tokens, F: forwards. Speed-up over the target alone: measured (s.e.: bootstrap over prompts), and from the "
@@ -104,27 +107,45 @@ def run_table(rows: Sequence[Mapping[str, Any]], times: TrioTimes, *, given: Tri
     return Table(title, shown(table, _COLUMNS), note, names=2)
 
 
-def third_level_frame(runs: Sequence[Run], times: TrioTimes, shares: Mapping[str, float] | None = None) -> pd.DataFrame:
+def best_of(decoded: Sequence[Decoded], times: Times) -> tuple[Decoded, int, float]:
+    """The competitor and the number of its setting that are predicted to be fastest, with the tokens per second."""
+    best = [(one, *best_setting(one.played, times)) for one in decoded]
+    return max(best, key=lambda one: one[2])
+
+
+def sides_of(decoded: Sequence[Decoded]) -> tuple[list[Decoded], list[Decoded]]:
+    """(plain speculation and the target alone, hierarchies)."""
+    three = [one for one in decoded if num_levels(one.played) == 3]
+    return [one for one in decoded if one not in three], three
+
+
+def third_level_frame(
+    decoded: Sequence[Decoded], times: Times, shares: Mapping[str, float] | None = None
+) -> pd.DataFrame:
     """The gain of the best hierarchy over the best plain speculation on a fine grid of t_micro / t_draft, at round
     t_draft / t_target and at the fitted one.
 
     `shares` are t_stop / t_draft of each kind of stop. `standard_error` is that of the gain between the two winners; it
     does not include that each is the best of several on the same prompts.
     """
-    here, rows = times.t_draft_s / times.t_target_s, []
-    sides = [[run for run in runs if (run.configuration.num_levels == 3) == is_three] for is_three in (False, True)]
+    here, rows, sides = times.t_draft_s / times.t_target_s[0], [], sides_of(decoded)
     for draft_ratio in sorted({*_DRAFT_RATIOS, here}):
         for micro_ratio in _FINE:
             at = at_ratios(micro_ratio * draft_ratio, draft_ratio, shares or {})
-            plain, best = (max(side, key=lambda run: modelled(run, at)) for side in sides)
+            plain, best = (best_of(side, at) for side in sides)
             row: dict[str, Any] = {"draft_ratio": draft_ratio, "micro_ratio": micro_ratio}
-            row |= {"is_here": draft_ratio == here}
-            row |= {"gain": modelled(best, at) / modelled(plain, at) - 1, "standard_error": None}
+            row |= {"is_here": draft_ratio == here, "gain": best[2] / plain[2] - 1, "standard_error": None}
             if micro_ratio in MICRO_RATIOS:  # a bootstrap for every point of the fine grid would take minutes
-                spent = (run.spent(at.seconds(run.each, run.configuration.stops)) for run in (plain, best))
+                spent = (at.spent(one.played).at(number) for one, number, _ in (plain, best))
                 row["standard_error"] = gain_over(*spent).standard_error
-            rows.append(row | {"plain": plain.configuration.label, "hierarchy": best.configuration.label})
+            labels = (name_of(one.result(number)) for one, number, _ in (plain, best))
+            rows.append(row | dict(zip(("plain", "hierarchy"), labels, strict=True)))
     return pd.DataFrame(rows)
+
+
+def name_of(result: Result) -> str:
+    """Name and setting."""
+    return f"{result.family} {result.label}".removesuffix(" -")
 
 
 def gain_table(gain: pd.DataFrame, *, split: str) -> Table:
@@ -138,21 +159,27 @@ def gain_table(gain: pd.DataFrame, *, split: str) -> Table:
         }
         rows.append({"t_draft / t_target": f"{draft_ratio:.3g}{label}", **cells, "pays at": paying(group)})
     title = (
-        "best hierarchy over best plain speculation in per cent (s.e.), predicted, each at its best configuration; "
+        "best hierarchy over best plain speculation in per cent (s.e.), predicted, each at its best setting; "
         "columns: t_micro / t_draft"
     )
     return Table(title, rows, f"both sides are chosen on the prompts that they are reported on, the {split} prompts")
 
 
-def third_level_verdict(runs: Sequence[Run], dev: Sequence[Run], gain: pd.DataFrame, *, times: TrioTimes) -> str:
+def third_level_verdict(
+    test: Sequence[Decoded], dev: Sequence[Decoded], gain: pd.DataFrame, *, times: Times, r2: float = 1.0
+) -> str:
     """Whether a third level pays, in words. Dev chooses both sides, test reports them."""
-    plain, best = (_best_of(runs, dev or runs, levels, times) for levels in (2, 3))
-    here = gain_over(plain.measured, best.measured)
-    draft_ratio, micro_ratio = times.t_draft_s / times.t_target_s, times.t_micro_s / times.t_draft_s
+    names = (best_of(side, times)[0].competitor.family for side in sides_of(dev or test))
+    plain, best = (next(one.result() for one in test if one.competitor.family == name) for name in names)
+    here, here_ratio, micro_ratio = (
+        best.over(plain),
+        times.t_draft_s / times.t_target_s[0],
+        times.t_micro_s / times.t_draft_s,
+    )
     lines = [
-        f"Measured here (t_draft / t_target = {draft_ratio:.3f}, t_micro / t_draft = {micro_ratio:.2f}): the best "
-        f"hierarchy, {best.configuration.label}, is {100 * here.value:+.1f} % (s.e. {100 * here.standard_error:.1f}) "
-        f"against the best plain speculation, {plain.configuration.label}, both chosen on "
+        f"Measured here (t_draft / t_target = {here_ratio:.3f}, t_micro / t_draft = {micro_ratio:.2f}): the best "
+        f"hierarchy, {name_of(best)}, is {100 * here.value:+.1f} % (s.e. {100 * here.standard_error:.1f}) "
+        f"against the best plain speculation, {name_of(plain)}, both chosen on "
         f"{'dev' if dev else 'the same prompts'}."
     ]
     for ratio, label, group in _by_draft_ratio(gain):
@@ -160,19 +187,12 @@ def third_level_verdict(runs: Sequence[Run], dev: Sequence[Run], gain: pd.DataFr
             f"From the counts, with t_draft / t_target {'as here' if label else f'{ratio:g}'}, a third level pays at "
             f"t_micro / t_draft: {paying(group)}; best gain {100 * group['gain'].max():+.1f} %."
         )
-    if times.r2 is not None and times.r2 < _QUIET:
+    if r2 < _QUIET:
         lines.append(
-            f"The three times explain only R² = {times.r2:.2f} of the wall clock: this machine was busy. Trust the "
+            f"The three times explain only R² = {r2:.2f} of the wall clock: this machine was busy. Trust the "
             "predictions from counts at given ratios; to measure speed-ups again, delete the folder and run again."
         )
     return "\n".join(lines)
-
-
-def _best_of(runs: Sequence[Run], dev: Sequence[Run], levels: int, times: TrioTimes) -> Run:
-    """The run of the drafter with so many models that is predicted to be fastest on dev."""
-    rivals = [run for run in dev if run.configuration.num_levels == levels]
-    name = max(rivals, key=lambda run: modelled(run, times)).configuration.name
-    return next(run for run in runs if run.configuration.name == name)
 
 
 def paying(group: pd.DataFrame) -> str:
@@ -193,10 +213,7 @@ def third_level_plot(gain: pd.DataFrame, name: str) -> Plot:
     axes.axhline(0, color=GREY, linestyle="--", linewidth=1)
     axes.set(xlabel="t_micro / t_draft", ylabel="gain of a third level, %")
     axes.legend(title="t_draft / t_target", fontsize=7, title_fontsize=7, frameon=False)
-    caption = (
-        "Best hierarchy over best plain speculation (draft or micro alone), from counts, each at its best "
-        "configuration for the times."
-    )
+    caption = "Best hierarchy over best plain speculation, from counts, each at its best setting for the times."
     return plot_of(f"third-level-{name}", caption, figure)
 
 

@@ -2,9 +2,9 @@
 
     T = (t_micro + t_stop) F_micro + (t_draft + t_stop) F_draft + t_target N_target    F: forwards (law 4.9)
 
-The times are fitted by non-negative least absolute deviations over generations of all configurations (one stalled
+The times are fitted by non-negative least absolute deviations over generations of all competitors (one stalled
 generation changes no time): drafting and verifying each to its own clock, without the rounds that read the prompt. The
-forwards of the models that a configuration stops pay the t_stop of that kind of stop. A verifying forward counts like a
+forwards of the models that a competitor stops pay the t_stop of that kind of stop. A verifying forward counts like a
 drafting one. R² is of all seconds, stalls included: a low one says that the machine was busy, or that verification gets
 slower with the number of tokens.
 
@@ -18,51 +18,27 @@ being 10. Departure: gamma is here the number of tokens handed to the target; fo
 the program counts what micro and draft drew, rejected micro tokens included.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float
 from scipy.optimize import nnls
 
 from decode.loop.rounds import Counts
-from evaluation.hierarchies.decoded import Run, attributed
+from evaluation.hierarchies.decoded import Decoded
+from evaluation.played import Array, Played
+from evaluation.times import Times
 
 _REWEIGHTINGS = 30
-NO_STOPS: Mapping[str, str] = {}
+Columns = Callable[[Played], Sequence[Array]]
+"""The counts, [setting, prompt], that seconds are explained by."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrioTimes:
-    """Seconds per forward; or, with t_target_s = 1, in target forwards."""
-
-    t_micro_s: float
-    t_draft_s: float
-    t_target_s: float
-    t_stop_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that each kind of stop adds to a forward."""
-    r2: float | None = None
-    """R² of the fit; None where the times were given."""
-
-    def seconds(self, counts: Counts, stops: Mapping[str, str] = NO_STOPS) -> Any:
-        """Predicted seconds of these counts, numbers or arrays, with a configuration's stops."""
-        stop_s = {level: self.t_stop_s.get(kind, 0.0) for level, kind in stops.items()}
-        return (
-            (self.t_micro_s + stop_s.get("micro", 0.0)) * counts.num_micro_forwards
-            + (self.t_draft_s + stop_s.get("draft", 0.0)) * counts.num_draft_forwards
-            + self.t_target_s * counts.num_target
-        )
-
-    def speedup(self, counts: Counts, stops: Mapping[str, str] = NO_STOPS) -> float:
-        """Speed-up over the target alone, which takes t_target per token."""
-        return float(counts.num_emitted * self.t_target_s / self.seconds(counts, stops))
-
-
-def at_ratios(t_micro: float, t_draft: float, shares: Mapping[str, float]) -> TrioTimes:
+def at_ratios(t_micro: float, t_draft: float, shares: Mapping[str, float]) -> Times:
     """Times in target forwards; `shares`: t_stop / t_draft of each kind of stop."""
     t_stop_s = {kind: share * t_draft for kind, share in shares.items()}
-    return TrioTimes(t_micro_s=t_micro, t_draft_s=t_draft, t_target_s=1.0, t_stop_s=t_stop_s)
+    return Times(t_draft, (1.0,), t_stop_s=t_stop_s, t_micro_s=t_micro)
 
 
 def redundancy(counts: Counts) -> float:
@@ -70,66 +46,78 @@ def redundancy(counts: Counts) -> float:
     return 1 - counts.num_accepted / counts.num_drafted if counts.num_drafted else 0.0
 
 
-def break_even(hierarchy: Counts, plain: Counts, times: TrioTimes, stops: Mapping[str, str] = NO_STOPS) -> float:
+def break_even(hierarchy: Played, plain: Played, times: Times) -> float:
     """t_micro / t_draft below which the hierarchy is faster, at these t_draft and t_target; not above 0: never.
 
     From T_hierarchy / N = T_plain / N' solved for t_micro.
 
     Args:
-        hierarchy: counts of drafting with the micro.
-        plain: counts of drafting without it.
+        hierarchy: what drafting with the micro did, at one setting.
+        plain: what drafting without it did.
         times: t_draft_s and t_target_s; its t_micro_s is not read.
-        stops: those of the hierarchy; plain speculation at a fixed length has none.
     """
-    assert not plain.num_micro_forwards, "plain speculation with the draft has no micro forwards"
-    without_micro_s = replace(times, t_micro_s=0.0).seconds(hierarchy, stops)
-    spare_s = times.seconds(plain) * hierarchy.num_emitted / plain.num_emitted - without_micro_s
-    return float(spare_s / (hierarchy.num_micro_forwards * times.t_draft_s))
+    three, two = hierarchy.total(), plain.total()
+    assert not two.num_micro_forwards, "plain speculation with the draft has no micro forwards"
+    three_s, two_s = (float(replace(times, t_micro_s=0.0).time_s(played).sum()) for played in (hierarchy, plain))
+    spare_s = two_s * three.num_emitted / two.num_emitted - three_s
+    return float(spare_s / (three.num_micro_forwards * times.t_draft_s))
 
 
-def fit_times(runs: Sequence[Run]) -> TrioTimes:
-    """The times of the three models and of stops that explain the measured seconds best.
+def fit_times(decoded: Sequence[Decoded]) -> tuple[Times, float]:
+    """The times of the three models and of stops that explain the measured seconds best, and R².
 
     Args:
-        runs: of several configurations, so that the three counts vary independently.
+        decoded: several competitors, so that the three counts vary independently.
 
     Raises:
         ValueError: fewer than four generations with a second round, or none that a model's time could be read from.
     """
-    kinds = list(dict.fromkeys(kind for run in runs for kind in run.configuration.stops.values()))
-    rows: list[list[float]] = []
-    for run in runs:
-        later = [one for one in run.decoded if one.later.num_target]
-        counts = attributed((one.later for one in later), run.configuration)
-        forwards = {"micro": counts.num_micro_forwards, "draft": counts.num_draft_forwards}
-        stopped = {kind: np.zeros(len(later)) for kind in kinds}
-        for level, kind in run.configuration.stops.items():
-            stopped[kind] += forwards[level]
-        clock = [[one.later_target_s for one in later], [one.later_draft_s for one in later]]
-        rows += np.column_stack([*forwards.values(), *stopped.values(), counts.num_target, *clock]).tolist()
-    if len(rows) < 4:
-        raise ValueError(
-            f"fitting three times needs at least 4 generations of several rounds, there are {len(rows)}; raise "
-            "decode.num_test"
-        )
-    *drafting, verifying, target_s, draft_s = np.array(rows).T
-    step_s = least_absolute(np.column_stack(drafting), draft_s)
-    (t_target_s,) = least_absolute(verifying[:, None], target_s)
-    t_micro_s, t_draft_s, *t_stop_s = step_s.tolist()
+    stops = (kind for one in decoded for kind in (one.played.micro_stop_kind, one.played.stop_kind) if kind)
+    kinds = list(dict.fromkeys(stops))
+
+    def drafting(later: Played) -> list[Array]:
+        forwards = later.counts.num_micro_forwards, later.counts.num_draft_forwards
+        of_level = later.micro_stop_kind, later.stop_kind
+        return [*forwards, *(sum(n * (kind == of) for n, of in zip(forwards, of_level, strict=True)) for kind in kinds)]
+
+    (t_micro_s, t_draft_s, *t_stop_s), (t_target_s,), r2 = fitted(
+        decoded, drafting, lambda later: [later.counts.num_target], fewest=4
+    )
     if not t_draft_s or not t_target_s:
         raise ValueError(
-            f"{len(rows)} generations give t_draft {t_draft_s:g} s and t_target {t_target_s:g} s; "
+            f"the generations give t_draft {t_draft_s:g} s and t_target {t_target_s:g} s; "
             "raise decode.num_dev and decode.num_test, or run on a quieter machine"
         )
-    total = draft_s + target_s
-    residual = total - np.column_stack(drafting) @ step_s - verifying * t_target_s
-    return TrioTimes(
-        t_micro_s=t_micro_s,
-        t_draft_s=t_draft_s,
-        t_target_s=float(t_target_s),
-        t_stop_s=dict(zip(kinds, t_stop_s, strict=True)),
-        r2=1 - float(residual @ residual) / float(((total - total.mean()) ** 2).sum()),
+    stop_s = dict(zip(kinds, t_stop_s, strict=True))
+    return Times(t_draft_s, (t_target_s,), "fitted", t_stop_s=stop_s, t_micro_s=t_micro_s), r2
+
+
+def fitted(
+    decoded: Sequence[Decoded], drafting: Columns, verifying: Columns, *, fewest: int
+) -> tuple[list[float], list[float], float]:
+    """(seconds of each count of drafting, of each of verifying, R²), over generations with a second round.
+
+    Raises:
+        ValueError: fewer than `fewest` of them.
+    """
+    parts = []
+    for one in decoded:
+        has_second = one.later.counts.num_target > 0
+        columns = (drafting(one.later), verifying(one.later), [one.later_draft_s], [one.later_target_s])
+        parts.append([np.column_stack([of[has_second] for of in column]) for column in columns])
+    draft_counts, target_counts, draft_s, target_s = (
+        np.concatenate(part).astype(float) for part in zip(*parts, strict=True)
     )
+    if len(draft_s) < fewest:
+        raise ValueError(
+            f"fitting times needs at least {fewest} generations of several rounds, there are {len(draft_s)}; raise "
+            "decode.num_dev, decode.num_test or decode.max_new_tokens"
+        )
+    step_s, verify_s = least_absolute(draft_counts, draft_s[:, 0]), least_absolute(target_counts, target_s[:, 0])
+    total = (draft_s + target_s)[:, 0]
+    residual = total - draft_counts @ step_s - target_counts @ verify_s
+    r2 = 1 - float(residual @ residual) / float(((total - total.mean()) ** 2).sum() or 1.0)
+    return step_s.tolist(), verify_s.tolist(), r2
 
 
 def least_absolute(

@@ -24,23 +24,16 @@ import torch
 from data_gen.store.manifest import digest
 from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
-from evaluation.gain import gain_over
-from evaluation.hierarchies.configurations import (
-    BOTH,
-    HSDDW,
-    MICRO_ALONE,
-    NO_DRAFT,
-    PLAIN,
-    PRE,
-    SELF,
-    WINDOW,
-    configurations_of,
-)
-from evaluation.hierarchies.decoded import Configuration, Run, StoredLoop
-from evaluation.hierarchies.times import TrioTimes, fit_times, redundancy
+from decode.policies import FixedLength
+from evaluation.competitor import Competitor
+from evaluation.contest import Result
+from evaluation.hierarchies.configurations import BOTH, HSDDW, NO_DRAFT, PLAIN, PRE, SELF, WINDOW, hierarchies_of
+from evaluation.hierarchies.decoded import MICRO_ALONE, StoredLoop
+from evaluation.hierarchies.times import fit_times, redundancy
 from evaluation.keys import models_key
-from evaluation.papers.trees import eagle_2, fixed_length, lengths_of
+from evaluation.papers.trees import eagle_2, lengths_of
 from evaluation.table import Table
+from evaluation.times import Times
 from lm.features.eagle import Eagle
 
 _ABLATION = {PLAIN: ("", "", ""), PRE: ("x", "", ""), SELF: ("", "x", ""), BOTH: ("x", "x", ""), HSDDW: ("", "", "x")}
@@ -56,12 +49,13 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, repeats: int, tre
         ValueError: no test prompts, or --eagle is no EAGLE draft for this target.
     """
     trio = PairModels(lambda: experiment.pair)
-    configurations = configurations_of(trio)
-    by_name = {one.name: one for one in configurations}
-    by_name |= {one.name: one for one in configurations if one.setting == f"K={WINDOW}"}
+    by_name = {
+        one.family: one.at(one.settings.index(at) if (at := {"k": WINDOW}) in one.settings else -1)
+        for one in hierarchies_of(experiment, trio, {})
+    }
     members = [by_name[name] for name in dict.fromkeys((NO_DRAFT, *_ABLATION, *_MODELS.values()))]
     rivals = [_eagle(experiment, eagle, tree)] if eagle else []
-    runs: dict[str, dict[str, Run]] = {}
+    results: dict[str, dict[str, Result]] = {}
     pearl: dict[str, str] = {}
     is_math: dict[str, np.ndarray] = {}
     for dataset in experiment.datasets:
@@ -69,31 +63,34 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, repeats: int, tre
         if not encoded:
             raise ValueError("there are no test prompts to decode; raise decode.num_test")
         prompts = [ids for _, ids in encoded]
-        played = StoredLoop(experiment, dataset, trio).play([*members, *rivals], prompts, repeats=repeats)
-        runs[dataset] = {run.configuration.name: run for run in played}
-        times = fit_times(played[: len(members)])
+        played = StoredLoop(experiment, dataset).play([*members, *rivals], prompts, repeats=repeats)
+        results[dataset] = {one.competitor.family: one.result() for one in played}
+        times, _ = fit_times(played[: len(members)])
         pearl[dataset] = f"{pearl_speed_up(experiment, trio, prompts, times):.2f}x"
         is_math[dataset] = np.array(["math" in prompt.category.lower() for prompt, _ in encoded])
-    methods = {"AT": NO_DRAFT, **{one.name: one.name for one in rivals}, "HSDDW": HSDDW}
+    methods = {"AT": NO_DRAFT, **{one.family: one.family for one in rivals}, "HSDDW": HSDDW}
     first = [
-        {"": method} | {dataset: _with_interval(of_dataset, name) for dataset, of_dataset in runs.items()}
+        {"": method} | {dataset: _with_interval(of_dataset, name) for dataset, of_dataset in results.items()}
         for method, name in methods.items()
     ]
     ablation = [
         dict(zip(("Pre-verify", "Self-verify", "HSDDW"), marks, strict=True))
-        | {dataset: speed_up(of_dataset, name) for dataset, of_dataset in runs.items()}
+        | {dataset: speed_up(of_dataset, name) for dataset, of_dataset in results.items()}
         for name, marks in _ABLATION.items()
     ]
     title = f"HSDDW Table 1: speed-up at T = {experiment.sampling.temperature:g}, {_CLOCKED}"
     return [
         Table(title, [*first, {"": _PEARL, **pearl}]),
         Table(f"HSDDW Table 2: ablation, speed-up, {_CLOCKED}", ablation),
-        *mathematics(runs, is_math),
-        *(Table(f"HSDDW Table 4: {name}, {_CLOCKED}", _utilisation(of_dataset)) for name, of_dataset in runs.items()),
+        *mathematics(results, is_math),
+        *(
+            Table(f"HSDDW Table 4: {name}, {_CLOCKED}", _utilisation(of_dataset))
+            for name, of_dataset in results.items()
+        ),
     ]
 
 
-def _eagle(experiment: Experiment, path: str, tree: tuple[int, int]) -> Configuration:
+def _eagle(experiment: Experiment, path: str, tree: tuple[int, int]) -> Competitor:
     """EAGLE-2's tree of the draft at this path, at the published length."""
     beside, draft = experiment.with_feature_draft(path), eagle_2(*tree)
     if not isinstance(beside.pair.drafting, Eagle):
@@ -101,35 +98,37 @@ def _eagle(experiment: Experiment, path: str, tree: tuple[int, int]) -> Configur
     lengths_of(beside, [draft])  # refuses a decode.max_draft_length below the published one
     # stored beside the trio's generations, whose manifest does not name this draft
     version = digest(dumps(models_key(beside, "draft"), sort_keys=True))[:8]
-    return fixed_length(draft, draft.published, PairModels(lambda: beside.pair, holds_trees=True), version)
+    models, length = PairModels(lambda: beside.pair, holds_trees=True), draft.lengths([draft.published])
+    return draft.competitor(experiment, models, FixedLength(0), length, version=version)
 
 
-def _with_interval(runs: Mapping[str, Run], name: str) -> str:
+def _with_interval(results: Mapping[str, Result], name: str) -> str:
     """Speed-up over the target alone, with its interval over prompts."""
-    gain = gain_over(runs[NO_DRAFT].measured, runs[name].measured)
+    gain = results[name].over(results[NO_DRAFT])
     return f"{1 + gain.value:.2f}x ({1 + gain.low:.2f}, {1 + gain.high:.2f})"
 
 
-def pearl_speed_up(experiment: Experiment, trio: PairModels, prompts: Sequence[list[int]], times: TrioTimes) -> float:
+def pearl_speed_up(experiment: Experiment, trio: PairModels, prompts: Sequence[list[int]], times: Times) -> float:
     """PEARL's speed-up over the target alone, predicted from the steps that it takes on these prompts."""
-    gamma = max(1, round(times.t_target_s / times.t_draft_s))
+    t_target_s = times.t_target_s[0]
+    gamma = max(1, round(t_target_s / times.t_draft_s))
     decoder = trio.pearl(gamma, sampling=experiment.sampling)
     generator, num_tokens = torch.Generator().manual_seed(experiment.decode.seed), experiment.decode.max_new_tokens
     steps = [step for ids in prompts for step in decoder.generate(ids, num_tokens, generator=generator).rounds]
-    seconds = sum(max(times.t_draft_s * len(step.drafted), times.t_target_s) for step in steps)
-    return sum(len(step.emitted) for step in steps) * times.t_target_s / seconds
+    seconds = sum(max(times.t_draft_s * len(step.drafted), t_target_s) for step in steps)
+    return sum(len(step.emitted) for step in steps) * t_target_s / seconds
 
 
-def speed_up(runs: Mapping[str, Run], name: str, part: np.ndarray | None = None) -> str:
+def speed_up(results: Mapping[str, Result], name: str, part: np.ndarray | None = None) -> str:
     """Speed-up over the target alone on some prompts, by the clock; `part` None: on all."""
-    part = np.full(len(runs[name].decoded), True) if part is None else part
-    one, alone = (runs[each].measured.at(part).tokens_per_s for each in (name, NO_DRAFT))
-    return f"{one / alone:.2f}x"
+    one, alone = (results[each].spent for each in (name, NO_DRAFT))
+    part = np.full(len(one.tokens), True) if part is None else part
+    return f"{one.at(part).tokens_per_s / alone.at(part).tokens_per_s:.2f}x"
 
 
-def mathematics(runs: Mapping[str, Mapping[str, Run]], is_math: Mapping[str, np.ndarray]) -> Iterator[Table]:
+def mathematics(results: Mapping[str, Mapping[str, Result]], is_math: Mapping[str, np.ndarray]) -> Iterator[Table]:
     """Table 3 of each dataset in which some prompts, and not all, are on mathematics."""
-    for dataset, of_dataset in runs.items():
+    for dataset, of_dataset in results.items():
         math = is_math[dataset]
         if math.any() and not math.all():
             parts = {"All": math | ~math, "only Math": math, "rm Math": ~math}
@@ -140,14 +139,15 @@ def mathematics(runs: Mapping[str, Mapping[str, Run]], is_math: Mapping[str, np.
             yield Table(f"HSDDW Table 3: {dataset}, speed-up, {_CLOCKED}", rows)
 
 
-def _utilisation(runs: Mapping[str, Run]) -> list[dict[str, str]]:
+def _utilisation(results: Mapping[str, Result]) -> list[dict[str, str]]:
     """Rows of Table 4."""
+    counts = {name: one.played.total() for name, one in results.items() if one.played}
     return [
         {
             "Model": label,
-            "σ (%)": f"{100 * redundancy(runs[name].counts):.2f}",
-            "η (%)": f"{100 * runs[name].counts.verification_rate:.2f}",
-            "Speedup": speed_up(runs, name),
+            "σ (%)": f"{100 * redundancy(counts[name]):.2f}",
+            "η (%)": f"{100 * counts[name].verification_rate:.2f}",
+            "Speedup": speed_up(results, name),
         }
         for label, name in _MODELS.items()
     ]

@@ -17,8 +17,7 @@ from evaluation.bench.command import bench
 from evaluation.bench.race import Race, RaceTerms
 from evaluation.costs.machine import kept_costs, key_of, loop_key
 from evaluation.flag_types import RaceRules
-from evaluation.hierarchies import configurations, decoded
-from evaluation.hierarchies.decoded import Key
+from evaluation.hierarchies import decoded
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from store.json_files import KeyedStore
@@ -75,8 +74,8 @@ def decoded_of(config):
     experiment = Experiment(config)
     policy = HeadPolicy(AcceptanceHead.from_pretrained(head_of(config)), max_rejection_prob=0.5)
     run = decoded.run_key(experiment, ("target", "draft"))
-    key = Key("prompt", "sd with head", configurations.version_of(policy), run)
-    return KeyedStore(experiment.directory / "decoded.jsonl", remedy=""), key._asdict()
+    key = {"prompt": "prompt", "arm": "sd with head", "setting": decoded.version_of(policy), "run": run}
+    return KeyedStore(experiment.directory / "decoded.jsonl", remedy=""), key
 
 
 STORES = {

@@ -88,6 +88,7 @@ def test_hierarchy_decodes_every_drafter_with_heads_and_resumes_where_it_was_kil
     assert "differs in generator: 'MT19937' there, 'PCG64DXSM' in this run" in capsys.readouterr().err
 
 
+@pytest.mark.draws
 def test_theory_writes_its_table_and_figure_and_names_the_fastest(capsys, tmp_path):
     command("theory", tmp_path)
     sentence = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())

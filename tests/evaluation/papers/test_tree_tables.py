@@ -3,8 +3,9 @@ clock.
 """
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,81 +13,98 @@ from configs.command import config_of, parser_for, run
 from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
 from decode.loop.rounds import Counts
-from decode.policies import Entropy, MaxProb, TokenProb
+from decode.policies import Entropy, FixedLength, MaxProb, TokenProb
 from evaluation.__main__ import COMMANDS
-from evaluation.hierarchies.decoded import Configuration, Decoded, Run
-from evaluation.papers.trees import CHAIN, fitted, methods_of, row_cells, stop_verdict, stops_of
+from evaluation.competitor import Competitor
+from evaluation.hierarchies.decoded import Decoded
+from evaluation.papers.trees import CHAIN, methods_of, row_cells, stop_verdict, stops_of, times_of
 
 SMALL = {"num_dev": 1, "num_test": 2, "max_new_tokens": 10, "max_draft_length": 6}
 GRID = {"fixed_length": {"k": [2]}, "entropy": {"max_sqrt_entropy": [0.3]}}
-FIXED = {k: Configuration("chain", f"k={k}", lambda: None) for k in (1, 2, 4)}
-STOP = Configuration("chain + stop", "a=1", lambda: None)
-ALONE = Configuration("target alone", "", lambda: None, 1)
+FIXED, STOPPED, ALONE = (Competitor(name, name, FixedLength(0), ({},)) for name in ("chain", "chain + stop", "alone"))
 
 
-def timed(rounds: int, length: int, stall: float = 1.0, seconds: float = 1.0, emitted: int = 48) -> Decoded:
+def timed(rounds: int, length: int, stall: float = 1.0, seconds: float = 1.0, emitted: int = 48):
     """At 1 + 2 f seconds for a draft of f forwards, and 10 + 3 k for a verification of k tokens."""
     drafted = rounds * length
-    counts = Counts(num_emitted=emitted, num_drafted=drafted, num_target=rounds, num_draft_forwards=drafted)
+    counts = asdict(Counts(num_emitted=emitted, num_drafted=drafted, num_target=rounds, num_draft_forwards=drafted))
+    made = {"counts": counts, "seconds": seconds, "later": counts, "repeats": 1}
     draft_s, target_s = stall * rounds * (1 + 2 * length), stall * rounds * (10 + 3 * length)
-    return Decoded(counts=counts, seconds=seconds, later=counts, later_draft_s=draft_s, later_target_s=target_s)
+    return made | {"later_draft_s": draft_s, "later_target_s": target_s}
 
 
+EXPERIMENT = SimpleNamespace(decode=SimpleNamespace(max_draft_length=8))
 MODELS = PairModels(lambda: None)
 """No model is loaded to choose."""
 
 
 def on_dev(stall: float = 1.0):
     """Plays dev: length 2 emits most per second; its last generation may stall."""
-    rounds = {"k=1": (30, 28, 32), "k=2": (18, 20, 19), "k=4": (16, 15, 17), "a=1": (30,) * 3, "a=2": (14,) * 3}
-    lengths = {"k=1": 1, "k=2": 2, "k=4": 4, "a=1": 1, "a=2": 3}
+    rounds = {
+        "k": {1: (30, 28, 32), 2: (18, 20, 19), 4: (16, 15, 17)},
+        "min_token_prob": {0.1: (30,) * 3, 0.2: (14,) * 3},
+    }
+    lengths = {1: 1, 2: 2, 4: 4, 0.1: 1, 0.2: 3}
 
-    def play(configurations):
+    def play(competitors):
         return [
-            Run(one, tuple(timed(number, lengths[one.setting], stall if number == 19 else 1.0) for number in of))
-            for one in configurations
-            for of in [rounds[one.setting]]
+            Decoded.of(
+                one,
+                [
+                    [timed(number, lengths[value], stall if number == 19 else 1.0) for number in rounds[name][value]]
+                    for setting in one.settings
+                    for name, value in setting.items()
+                ],
+            )
+            for one in competitors
         ]
 
     return play
 
 
-STOPS = {"stop": ("version", {"a=1": TokenProb(0.1), "a=2": TokenProb(0.2)})}
+STOPS = {"stop": (TokenProb(0.1), [{"min_token_prob": 0.1}, {"min_token_prob": 0.2}])}
+
+
+def chosen(draft, stops, lengths, play_dev):
+    methods = methods_of(EXPERIMENT, MODELS, stops, lengths, play_dev, draft)
+    return {method: one.settings for method, one in methods.items()}
 
 
 def test_the_times_of_a_draft_are_fitted_to_its_generations():
-    assert fitted(on_dev()(FIXED.values())) == pytest.approx((1, 2, 10, 3), rel=1e-3)
+    times = times_of(on_dev()([replace(FIXED, settings=tuple({"k": k} for k in (1, 2, 4)))]))
+    assert (times.t_draft_s, *times.t_target_s) == pytest.approx((2, 11, 14), rel=1e-3)
 
 
 @pytest.mark.parametrize("stall", [1.0, 8.0])
 def test_dev_chooses_by_counts_and_times_whatever_stalled_on_the_clock(stall):
-    methods = methods_of(CHAIN, STOPS, MODELS, lengths=[1, 2, 4], play_dev=on_dev(stall))
-    settings = {method: one.setting for method, one in methods.items()}
-    assert settings == {"chain, as published": "k=4", "chain, best fixed": "k=2", "chain + stop": "a=2"}
+    settings = chosen(CHAIN, STOPS, [1, 2, 4], on_dev(stall))
+    best = {"chain, as published": {"k": 4}, "chain, best fixed": {"k": 2}, "chain + stop": {"min_token_prob": 0.2}}
+    assert settings == {method: (setting,) for method, setting in best.items()}
 
 
 def test_a_choice_without_dev_prompts_is_refused_unless_there_is_nothing_to_choose():
     with pytest.raises(ValueError, match=r"decode\.num_dev"):
-        methods_of(CHAIN, {}, MODELS, lengths=[1, 2, 4], play_dev=lambda configurations: [])
-    methods = methods_of(CHAIN, {}, MODELS, lengths=[4], play_dev=lambda configurations: [])
-    assert [one.setting for one in methods.values()] == ["k=4", "k=4"]
+        chosen(CHAIN, {}, [1, 2, 4], lambda competitors: [])
+    assert list(chosen(CHAIN, {}, [4], lambda competitors: []).values()) == [({"k": 4},)] * 2
 
 
 def rows_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4.0, 4.0)):
     """Four prompts of two categories; the best fixed length takes half the time of the published one."""
-    seconds = (FIXED[4], (4.0, 4.0, 8.0, 8.0)), (FIXED[2], best_s), (STOP, stop_s), (ALONE, (8.0,) * 4)
-    *runs, alone = [Run(one, tuple(timed(5, 2, seconds=each, emitted=10) for each in of)) for one, of in seconds]
+    seconds = (FIXED, (4.0, 4.0, 8.0, 8.0)), (FIXED, best_s), (STOPPED, stop_s), (ALONE, (8.0,) * 4)
+    *results, alone = [
+        Decoded.of(one, [[timed(5, 2, seconds=each, emitted=10) for each in of]]).result() for one, of in seconds
+    ]
     methods = ("chain, as published", "chain, best fixed", "chain + stop")
-    return dict(zip(methods, runs, strict=True)), alone.measured
+    return dict(zip(methods, results, strict=True)), alone.spent
 
 
 def test_a_toy_clock_gives_its_speed_ups_and_gains():
-    runs, alone = rows_at((1.6, 1.6, 3.2, 3.2))
-    rows = list(row_cells(runs, alone, ["a", "a", "b", "b"]))
-    assert [(row["Methods"], row["a"], row["b"], row["Avg."], row["setting"]) for row in rows] == [
-        ("chain, as published", "2.00", "1.00", "1.33", "k=4"),
-        ("chain, best fixed", "4.00", "2.00", "2.67", "k=2"),
-        ("chain + stop", "5.00", "2.50", "3.33", "a=1"),
+    results, alone = rows_at((1.6, 1.6, 3.2, 3.2))
+    rows = list(row_cells(results, alone, ["a", "a", "b", "b"]))
+    assert [(row["Methods"], row["a"], row["b"], row["Avg."]) for row in rows] == [
+        ("chain, as published", "2.00", "1.00", "1.33"),
+        ("chain, best fixed", "4.00", "2.00", "2.67"),
+        ("chain + stop", "5.00", "2.50", "3.33"),
     ]
     assert [row["over best fixed"].split(" ")[0] for row in rows] == ["-50.0%", "", "+25.0%"]
     assert rows[-1]["over published"].startswith("+150.0%")
@@ -114,7 +132,7 @@ def test_a_stop_has_to_beat_the_faster_fixed_length_beyond_chance(seconds, verdi
 
 def test_a_single_prompt_proves_nothing():
     runs, _ = rows_at((1.6, 1.6, 3.2, 3.2))
-    single = {method: replace(run, decoded=run.decoded[:1]) for method, run in runs.items()}
+    single = {method: replace(one, spent=one.spent.at(slice(1))) for method, one in runs.items()}
     assert stop_verdict([single]).startswith("No stop beats")
 
 
@@ -187,5 +205,5 @@ def test_a_stop_that_is_named_twice_has_one_row_with_its_name(tmp_path):
     config = config_of(parser, parser.parse_args([*flags_of(tmp_path)[1:], "--paper", "svip-trees"]))
     specs = ("entropy", "entropy", "max_prob:min_max_prob=0.5", "entropy", "token_prob")
     stops = stops_of(Experiment(config), specs)
-    kinds = {name: type(next(iter(settings.values()))) for name, (_, settings) in stops.items()}
+    kinds = {name: type(policy) for name, (policy, _) in stops.items()}
     assert kinds == {"entropy": Entropy, "max_prob:min_max_prob=0.5": MaxProb, "token_prob": TokenProb}
