@@ -4,14 +4,15 @@ Parameters have the names of the released checkpoints, so that `load_state_dict`
 (`lm.features.loading`).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
 from lm.cache import growing_cache
 from lm.masks import visible
@@ -133,15 +134,23 @@ class FeatureDraft(nn.Module):
         """Logits over the target's vocabulary; -inf for ids that a reduced one lacks."""
         head = self.borrowed[1] if self.lm_head is None else self.lm_head
         weight = next(head.parameters())
-        narrow = head(hidden.to(weight.device, weight.dtype))
+        return self.widened(head(hidden.to(weight.device, weight.dtype)), float("-inf"))
+
+    def widened(self, narrow: Float[Tensor, "*node reduced"], fill: float) -> Float[Tensor, "*node vocab"]:
+        """Numbers of the draft's vocabulary over the target's; `fill` for ids that a reduced one lacks."""
         if self.target_ids is None:
             return narrow
-        wide = narrow.new_full((*narrow.shape[:-1], self.num_logits), float("-inf"))
+        wide = narrow.new_full((*narrow.shape[:-1], self.num_logits), fill)
         return wide.index_copy_(-1, self.target_ids, narrow)
 
     def new_cache(self, capacity: int) -> DynamicCache:
         """An empty cache for the draft's layers."""
         return growing_cache(capacity)
+
+
+def num_logits_of(config: PreTrainedConfig) -> int:
+    """Entries of a draft's vocabulary, which may be a reduced one."""
+    return getattr(config, "draft_vocab_size", None) or config.vocab_size
 
 
 def causal(tokens: Int[Tensor, "batch new"], cache: Cache | None, device: torch.device) -> Mask | None:
@@ -154,15 +163,21 @@ def causal(tokens: Int[Tensor, "batch new"], cache: Cache | None, device: torch.
 
 
 class DraftLayer(nn.Module):
-    """Llama's layer after its first norm: attention, whose input may be wider than the residual stream, and the MLP."""
+    """Llama's or Qwen3's layer after its first norm: attention, whose input may be wider than the residual stream, and
+    the MLP.
+    """
 
-    def __init__(self, config: LlamaConfig, *, input_size: int, qkv_bias: bool) -> None:
+    def __init__(self, config: LlamaConfig | Qwen3Config, *, input_size: int, qkv_bias: bool) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config, 0)
+        self.self_attn: Any
+        self.mlp: Any
+        if isinstance(config, Qwen3Config):
+            self.self_attn, self.mlp = Qwen3Attention(config, 0), Qwen3MLP(config)
+        else:
+            self.self_attn, self.mlp = LlamaAttention(config, 0), LlamaMLP(config)
         for name in ("q_proj", "k_proj", "v_proj"):
             width = getattr(self.self_attn, name).out_features
             setattr(self.self_attn, name, nn.Linear(input_size, width, bias=qkv_bias))
-        self.mlp = LlamaMLP(config)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(

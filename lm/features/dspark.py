@@ -1,5 +1,6 @@
-"""DSpark drafts (arXiv 2607.05147), in the layout of DeepSpec (github.com/deepseek-ai/DeepSpec): a block of tokens from
-one forward. DFlash is the same without a Markov head.
+"""DSpark drafts (arXiv 2607.05147), as DeepSpec has them (github.com/deepseek-ai/DeepSpec): a block of tokens from one
+forward. DFlash is the same without a Markov head. Where `sample_from_anchor` is false, h_0 is dropped: h_{i+1} gives
+x_{i+1}.
 
 With the anchor x_0, the newest token of the text, state i of a block gives x_{i+1}:
 
@@ -28,7 +29,7 @@ from transformers import Qwen3Config
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
 
-from lm.features.base import FeatureDraft, Rotation
+from lm.features.base import FeatureDraft, Rotation, num_logits_of
 from lm.masks import visible
 from lm.signals import upcast
 
@@ -46,7 +47,7 @@ class VanillaMarkov(nn.Module):
         super().__init__()
         self.rank: int = config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, self.rank)
-        self.markov_w2 = nn.Linear(self.rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(self.rank, num_logits_of(config), bias=False)
 
     def step(
         self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
@@ -167,15 +168,23 @@ class DSpark(FeatureDraft):
 
     config: Qwen3Config
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Qwen3Config, *, has_embedding: bool = True, has_head: bool = True) -> None:
         """Args:
         config: Qwen3's keys, and `block_size`, `target_layer_ids` (0 is after the target's first layer, -1 its
             embedding), `mask_token_id`, `markov_rank` (0: no Markov head), `markov_head_type`,
-            `enable_confidence_head`, `confidence_head_with_markov`.
+            `enable_confidence_head`, `confidence_head_with_markov`; `sample_from_anchor` is true where absent.
+            `window_mask` says what `layer_types` with sliding_attention see.
+        has_embedding: the draft has input embeddings; otherwise the target's are used.
+        has_head: the draft has an LM head, of width `draft_vocab_size` if config has one; otherwise the target's is
+            used.
         """
-        super().__init__(config, has_embedding=True, num_logits=config.vocab_size)
+        num_logits = num_logits_of(config) if has_head else None
+        super().__init__(config, has_embedding=has_embedding, num_logits=num_logits)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.block_size: int = config.block_size
+        self.num_inputs: int = config.block_size
+        """Tokens of a block that the layers read."""
+        self.block_size = self.num_inputs - (not getattr(config, "sample_from_anchor", True))
+        """Tokens that a block drafts."""
         self.fc = nn.Linear(len(config.target_layer_ids) * size, size, bias=False)
         self.hidden_norm, self.norm = (Qwen3RMSNorm(size, eps=eps) for _ in range(2))
         self._markov_kind: str | None = config.markov_head_type if config.markov_rank else None
@@ -224,14 +233,19 @@ class DSpark(FeatureDraft):
             mask: the entries that each token sees, block after block; None: everything, which is right for one block
                 whose context is all that the cache holds.
         """
-        tokens = torch.full((*anchors.shape, self.block_size), self.config.mask_token_id, device=self.device)
+        tokens = torch.full((*anchors.shape, self.num_inputs), self.config.mask_token_id, device=self.device)
         tokens[..., 0] = anchors
         states = self.embed(tokens.flatten(1))
-        steps = torch.arange(self.block_size, device=self.device)
+        steps = torch.arange(self.num_inputs, device=self.device)
         rotation = self.rotary_emb(states, (positions[..., None] + steps).flatten(1))
-        for layer in self.layers:
-            states = layer(states, rotation=rotation, mask=mask, cache=cache)
-        return self.norm(states).unflatten(1, (-1, self.block_size))
+        types = self.config.layer_types or ["full_attention"] * len(self.layers)
+        masks = {"full_attention": mask}
+        if "sliding_attention" in types:
+            within = window_mask(self.config, positions, cache.get_seq_length())
+            masks["sliding_attention"] = within if mask is None else mask & within
+        for layer, kind in zip(self.layers, types, strict=True):
+            states = layer(states, rotation=rotation, mask=masks[kind], cache=cache)
+        return self.norm(states).unflatten(1, (-1, self.num_inputs))[..., -self.block_size :, :]
 
     def on_text(
         self,
@@ -248,7 +262,7 @@ class DSpark(FeatureDraft):
         """
         cache = DynamicCache()  # gradients pass through what it holds
         self.remember(self.context(features), torch.arange(features.shape[1], device=self.device)[None], cache)
-        mask = block_mask(positions, features.shape[1], self.block_size)
+        mask = block_mask(positions, features.shape[1], self.num_inputs)
         return self.block(tokens.gather(1, positions), positions, cache=cache, mask=mask)
 
     def joined(
@@ -274,7 +288,7 @@ class DSpark(FeatureDraft):
         """What the previous token adds to the logits."""
         if self.markov_head is None:
             return hidden.new_zeros(()).expand(*hidden.shape[:-1], self.num_logits)
-        return self.markov_head.bias(hidden)
+        return self.widened(self.markov_head.bias(hidden), 0.0)
 
     def logits(self, hidden: Float[Tensor, "*draft wide"]) -> Float[Tensor, "*draft vocab"]:
         return self.base(hidden[..., : self.config.hidden_size]) + self.bias(hidden)
@@ -300,3 +314,26 @@ def block_mask(
     owners = torch.arange(positions.shape[1], device=positions.device).repeat_interleave(block_size)
     in_block = (owners[:, None] == owners).expand(len(positions), -1, -1)
     return visible(positions.repeat_interleave(block_size, 1) - 1, num_text, in_block)[:, None]
+
+
+def window_mask(
+    config: Qwen3Config, positions: Int[Tensor, "batch block"], num_text: int
+) -> Bool[Tensor, "batch 1 node cached"]:
+    """Mask of what a sliding layer may see of a text and of all blocks, beside the block's own limits.
+
+    A block sees the last `sliding_window` tokens before its anchor (speculators); with `window_follows_token`, each of
+    its tokens sees so many up to itself (SpecForge). Inside a block a token sees those up to itself, and the later ones
+    only with `sliding_window_non_causal`.
+    """
+    assert config.sliding_window is not None, "loading refuses sliding layers without a window"
+    steps = torch.arange(config.block_size, device=positions.device)
+    first = positions[..., None] - config.sliding_window + torch.zeros_like(steps)
+    if getattr(config, "window_follows_token", False):
+        first = first + steps + 1
+    in_text = torch.arange(num_text, device=positions.device) >= first.flatten(1)[..., None]
+    in_block = steps <= steps[:, None]
+    if getattr(config, "sliding_window_non_causal", False):
+        in_block = torch.ones_like(in_block)
+    num_blocks = positions.shape[1]
+    in_blocks = in_block.repeat(num_blocks, num_blocks).expand(len(positions), -1, -1)
+    return torch.cat([in_text, in_blocks], -1)[:, None]

@@ -1,10 +1,11 @@
-"""EAGLE-1/2 and EAGLE-3 drafts (arXiv 2401.15077, 2406.16858, 2503.01840): one layer that reads the target's features.
+"""EAGLE-1/2 and EAGLE-3 drafts (arXiv 2401.15077, 2406.16858, 2503.01840): a layer that reads the target's features,
+perhaps with ordinary layers after it.
 
 Entry t represents token x_{t+1} and has position t. It reads the token's embedding and a state s_t, and its output
 gives q(x_{t+2}):
 
     EAGLE-1/2   f_{t+1} = layer(fc[embed(x_{t+1}); s_t])      q = softmax(head f)         (no norm before or after)
-    EAGLE-3     a_{t+1} = layer([norm(embed(x_{t+1})); norm(s_t)]), residual s_t          q = softmax(head norm(a))
+    EAGLE-3     a_{t+1} = layers([norm(embed(x_{t+1})); norm(s_t)]), residual s_t         q = softmax(head norm(a))
 
 Where the target has read the text, `entering` makes s_t of its features: f_t, the state after its final norm, as it is;
 or, for EAGLE-3, fc of three of its layers' outputs. Deeper in a draft s_t is the parent's `Outputs.states`.
@@ -17,12 +18,15 @@ A tree is the same with a mask (`lm.masks`); what is not kept is dropped by `lm.
 that is grown from EAGLE-1's weights, so both have one class.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from lm.features.base import DraftLayer, FeatureDraft, Mask, Outputs, causal
 
@@ -63,9 +67,10 @@ class Eagle(FeatureDraft):
         inputs = self._joined(self.embed(tokens), states)
         mask = causal(tokens, cache, inputs.device) if mask is None else mask
         rotation = self.rotary_emb(inputs, positions)
-        return self._outputs(
-            self._layer(inputs, self._residual(inputs, states), rotation=rotation, mask=mask, cache=cache)
-        )
+        states = self._layer(inputs, self._residual(inputs, states), rotation=rotation, mask=mask, cache=cache)
+        for layer in list(self.layers)[1:]:
+            states = layer(states, position_embeddings=rotation, attention_mask=mask, past_key_values=cache)
+        return self._outputs(states)
 
     @property
     def _layer(self) -> DraftLayer:
@@ -93,7 +98,7 @@ class Norms(nn.ModuleList):
 class Eagle3Layer(DraftLayer):
     """EAGLE-3's layer, with the norms of its two inputs."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig | Qwen3Config) -> None:
         super().__init__(config, input_size=2 * config.hidden_size, qkv_bias=config.attention_bias)
         self.input_layernorm, self.hidden_norm = (
             LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
@@ -105,7 +110,7 @@ class Eagle3(Eagle):
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: LlamaConfig | Qwen3Config,
         layer_ids: tuple[int, ...],
         *,
         target_size: int,
@@ -113,8 +118,8 @@ class Eagle3(Eagle):
         num_logits: int | None = None,
     ) -> None:
         """Args:
-        config: config of the layer; `norm_before_residual`, `norm_before_fc`, `fc_norm` and `norm_output` (speculators)
-            are off where absent.
+        config: config of the layers, Llama's or Qwen3's; `norm_before_residual`, `norm_before_fc`, `fc_norm` and
+            `norm_output` (speculators) are off where absent, `norm_logits` (SpecForge's `norm_output`) is on.
         layer_ids: layers of the target after which its residual stream is read, from 1, as transformers counts hidden
             states.
         target_size: width of the target.
@@ -127,7 +132,10 @@ class Eagle3(Eagle):
         has_norms = getattr(config, "fc_norm", False)
         self.fc_norm = Norms(LlamaRMSNorm(target_size, eps=eps) for _ in layer_ids) if has_norms else None
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList([Eagle3Layer(config)])
+        further: Any = Qwen3DecoderLayer if isinstance(config, Qwen3Config) else LlamaDecoderLayer
+        self.layers = nn.ModuleList(
+            [Eagle3Layer(config), *(further(config, index) for index in range(1, config.num_hidden_layers))]
+        )
         self.norm = LlamaRMSNorm(config.hidden_size, eps=eps)
 
     @property
@@ -148,5 +156,8 @@ class Eagle3(Eagle):
         return inputs[..., inputs.shape[-1] // 2 :] if getattr(self.config, "norm_before_residual", False) else states
 
     def _outputs(self, states: Tensor) -> Outputs:
-        hidden = self.norm(states)
-        return Outputs(hidden if getattr(self.config, "norm_output", False) else states, hidden)
+        normed = self.norm(states)
+        is_fed_back = getattr(self.config, "norm_output", False)
+        return Outputs(
+            normed if is_fed_back else states, normed if getattr(self.config, "norm_logits", True) else states
+        )

@@ -10,27 +10,21 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from configs.schema import ModelSource, PairConfig
-from lm.features.base import FeatureDraft
+from lm.features.base import FeatureDraft, num_logits_of
 from lm.features.dspark import MARKOV_HEADS, DSpark
 from lm.features.eagle import Eagle, Eagle3
 from lm.features.eight_bits import to_eight_bits
 from lm.features.glide import Glide
 from lm.features.mtp import mtp_of
-from lm.features.released import MTP, Released, refusal_of
+from lm.features.released import MTP, Released, max_positions, refusal_of
 from lm.sampling import FLOATS
 
-_SPECULATORS_KEYS = (
-    *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
-    *("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids"),
-)
-"""Keys of speculators' layout beside the layer's own config."""
 _DSPARK_KEYS = (
     *("block_size", "target_layer_ids", "num_target_layers", "mask_token_id"),
     *("markov_rank", "enable_confidence_head"),
 )
-"""Keys that DeepSpec's layout must have."""
+"""Keys that a DFlash or DSpark draft must have."""
 _OTHER_TARGET = "use it with the target that it was trained for"
-_FETCH = "fetch the release again"
 
 
 def feature_draft_of(pair: PairConfig, target: PreTrainedModel) -> FeatureDraft:
@@ -71,7 +65,7 @@ def _released(source: ModelSource, target: PreTrainedModel, num_layers: int, dty
     """A draft from its released directory, on the CPU."""
     released = Released(source)
     released.check_kind()
-    make = {"eagle": _eagle, "eagle3": _eagle3, "speculators": _speculators, "glide": _glide, "dspark": _dspark}
+    make = {"eagle": _eagle, "eagle3": _eagle3, "glide": _glide, "dspark": _dspark}
     with init_empty_weights():
         draft = make[released.layout or "eagle"](released, target, num_layers)
     _fill(draft, released, dtype)
@@ -81,7 +75,7 @@ def _released(source: ModelSource, target: PreTrainedModel, num_layers: int, dty
 def _fill(draft: FeatureDraft, released: Released, dtype: torch.dtype | None) -> None:
     """Give the draft all of its weights, and nothing else. Buffers (RoPE frequencies) keep their dtype."""
     expected = draft.state_dict()
-    remedy = f"{_FETCH}, and check that config.json belongs to it"
+    remedy = "check that the download is complete, and that config.json belongs to these weights"
     for verb, names in (
         ("lacks", expected.keys() - released.tensors.keys()),
         ("also has", released.tensors.keys() - expected.keys()),
@@ -97,7 +91,7 @@ def _fill(draft: FeatureDraft, released: Released, dtype: torch.dtype | None) ->
 
 
 def _eagle(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
-    config = released.llama(released.config)
+    config = released.llama(released.keys)
     _check_fits(released, config, target, config.hidden_size)
     has_embedding, has_bias = (name in released.tensors for name in ("embed_tokens.weight", "fc.bias"))
     return Eagle(config, has_embedding=has_embedding, has_fc_bias=has_bias)
@@ -105,75 +99,67 @@ def _eagle(released: Released, target: PreTrainedModel, num_layers: int) -> Feat
 
 def _eagle3(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
     released.rename("midlayer.", "layers.0.")
-    return _eagle3_of(released, released.llama(released.config), target, num_layers)
-
-
-def _speculators(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
-    keys = released.config
-    kind = keys["speculators_model_type"]
-    released.require(kind == "eagle3", f"its speculators_model_type is {kind}", "only eagle3 is supported")
-    released.require(
-        "norm_before_residual" in keys,
-        "config.json lacks norm_before_residual, for which readers assume different values",
-        "write true or false",
-    )
-    config = released.llama(keys.get("transformer_layer_config", {}))
-    for name in _SPECULATORS_KEYS:
-        setattr(config, name, keys.get(name))
-    return _eagle3_of(released, config, target, num_layers)
-
-
-def _eagle3_of(released: Released, config: LlamaConfig, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
-    """An EAGLE-3 draft, of SafeAILab's layout or of speculators'."""
+    is_silent = "speculators_model_type" in released.keys and "norm_before_residual" not in released.keys
+    subject = "config.json lacks norm_before_residual, for which readers assume different values"
+    released.require(not is_silent, subject, "write true or false")
+    has_head_norms = "layers.0.self_attn.q_norm.weight" in released.tensors
+    config = (released.qwen3 if has_head_norms else released.llama)(released.keys)
     target_size = getattr(config, "target_hidden_size", None) or config.hidden_size
     _check_fits(released, config, target, target_size)
-    ids = _eagle3_layer_ids(released, config) or (2, num_layers // 2, num_layers - 3)
+    written = _eagle3_layer_ids(released)
+    ids = written or (2, num_layers // 2, num_layers - 3)
     released.require(
-        all(1 <= layer_id <= num_layers for layer_id in ids),
+        all((0 if written else 1) <= layer_id < num_layers for layer_id in ids),
         f"it reads the target after layers {list(ids)}, and the target has {num_layers}",
-        f"name layers from 1 to {num_layers} as eagle_aux_hidden_state_layer_ids in its config.json, or "
-        f"{_OTHER_TARGET}",
+        f"name layers from 0, the embedding, to {num_layers - 1} as eagle_aux_hidden_state_layer_ids in its "
+        f"config.json (readers disagree whether what follows the last is normed), or {_OTHER_TARGET}",
     )
-    has_one_layer = not any(name.startswith("layers.1.") for name in released.tensors)
-    released.require(has_one_layer, "it has more than one layer", "EAGLE-3 drafts of one layer are read")
+    reads_twice = "layers.1.hidden_norm.weight" in released.tensors
+    released.require(not reads_twice, "each of its layers reads the embedding again", "use a draft of one layer")
+    has_embedding, has_head = _own_vocabulary(released, config, target)
+    num_logits = num_logits_of(config) if has_head else None
+    draft = Eagle3(config, ids, target_size=target_size, has_embedding=has_embedding, num_logits=num_logits)
+    config.max_position_embeddings = max_positions(released.keys)
+    return _reduced(draft, released, config)
+
+
+def _own_vocabulary(
+    released: Released, config: LlamaConfig | Qwen3Config, target: PreTrainedModel
+) -> tuple[bool, bool]:
+    """(whether a draft has input embeddings, whether it has an LM head)."""
     has_embedding, has_head = (f"{name}.weight" in released.tensors for name in ("embed_tokens", "lm_head"))
     lacks = "" if has_embedding and has_head else "embed_tokens" if not has_embedding else "lm_head"
     released.require(
         not lacks or config.hidden_size == target.config.get_text_config().hidden_size,
         f"it is not as wide as the target and has no {lacks}",
-        f"fetch a release with {lacks} ",
+        f"use a release with {lacks}",
     )
-    width = getattr(config, "draft_vocab_size", None) or config.vocab_size
-    num_logits = width if has_head or "d2t" in released.tensors else None
-    draft = Eagle3(
-        config, ids, target_size=target_size, has_embedding=has_embedding, num_logits=num_logits if has_head else None
-    )
-    target_ids = _target_ids(released, num_logits, config.vocab_size)
+    return has_embedding, has_head
+
+
+def _reduced(draft: FeatureDraft, released: Released, config: LlamaConfig | Qwen3Config) -> FeatureDraft:
+    """The draft, with its vocabulary as d2t and t2d say."""
+    target_ids = _target_ids(released, num_logits_of(config), config.vocab_size)
     if target_ids is not None:
         draft.reduce(target_ids)
     return draft
 
 
-def _eagle3_layer_ids(released: Released, config: LlamaConfig) -> tuple[int, ...]:
-    """The hidden states of the target that config.json names, as transformers counts them; () if it names none.
-
-    SafeAILab and speculators count so too, at the top level. SpecForge writes `eagle_config`, counts layers from 0 and
-    means the state after each (its default, [1, L / 2 - 1, L - 4], names the same states as SafeAILab's).
-    """
-    nested = released.config.get("eagle_config") or {}
+def _eagle3_layer_ids(released: Released) -> tuple[int, ...]:
+    """The hidden states of the target that config.json names, as transformers counts them; () if it names none."""
+    nested = released.keys.get("eagle_config") or {}
     reads_states = isinstance(nested, dict) and nested.get("use_aux_hidden_state", True)
     remedy = "use a draft that reads three of the target's states"
     released.require(reads_states, f"its eagle_config is {nested!r:.80}", remedy)
-    written = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
-    ids = written or nested.get("eagle_aux_hidden_state_layer_ids") or ()
+    ids = released.keys.get("eagle_aux_hidden_state_layer_ids") or ()
     is_list = isinstance(ids, list | tuple) and all(type(layer_id) is int for layer_id in ids)
     released.require(is_list, f"its eagle_aux_hidden_state_layer_ids are {ids!r:.80}", "write a list of whole numbers")
-    return tuple(ids) if written else tuple(layer_id + 1 for layer_id in ids)
+    return tuple(ids)
 
 
 def _glide(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
     released.rename("model.", "")
-    config = released.llama({"large_num_attention_heads": 32} | released.config)
+    config = released.llama({"large_num_attention_heads": 32} | released.keys)
     config.tie_word_embeddings = config.tie_word_embeddings and "lm_head.weight" not in released.tensors
     of_target = target.config.get_text_config()
     num_heads = of_target.num_attention_heads
@@ -194,17 +180,20 @@ def _glide(released: Released, target: PreTrainedModel, num_layers: int) -> Feat
 
 
 def _dspark(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
-    keys = {"markov_head_type": None, "confidence_head_with_markov": False} | released.config
+    released.rename("logit_head.", "")  # of early releases
+    keys = released.keys
     lacks = [name for name in _DSPARK_KEYS if name not in keys]
-    released.require(not lacks, f"config.json lacks {', '.join(lacks)}", _FETCH)
-    config = released.qwen3(keys)
+    released.require(not lacks, f"config.json lacks {', '.join(lacks)}", "write what the draft was trained with")
+    config = released.qwen3(keys | {"num_target_layers": keys["num_target_layers"] or num_layers})
     _check_fits(released, config, target, config.hidden_size)
     layers = f"{config.num_target_layers} layers, and this one has {num_layers}"
     fits = config.num_target_layers == num_layers
     released.require(fits, f"it is made for a target of {layers}", _OTHER_TARGET)
     for name, (is_valid, expected) in _dspark_limits(config).items():
-        released.require(is_valid, f"its {name} is {getattr(config, name)}", f"it must be {expected}; {_FETCH}")
-    return DSpark(config)
+        released.require(is_valid, f"its {name} is {getattr(config, name)}", f"it must be {expected}")
+    has_embedding, has_head = _own_vocabulary(released, config, target)
+    draft = DSpark(config, has_embedding=has_embedding, has_head=has_head)
+    return _reduced(draft, released, config)
 
 
 def _dspark_limits(config: Qwen3Config) -> dict[str, tuple[bool, str]]:
@@ -213,21 +202,35 @@ def _dspark_limits(config: Qwen3Config) -> dict[str, tuple[bool, str]]:
     is_list = isinstance(ids, list) and all(type(layer_id) is int for layer_id in ids)
     has_markov = config.markov_rank in range(1, config.vocab_size + 1)
     kinds = ", ".join(MARKOV_HEADS)
+    types = {"full_attention"} | ({"sliding_attention"} if config.sliding_window else set())
+    is_from_anchor = getattr(config, "sample_from_anchor", True)
+    minimum = 1 if is_from_anchor else 2
     return {
-        "block_size": (config.block_size in range(1, config.max_position_embeddings), "a number of tokens, at least 1"),
+        "block_size": (
+            config.block_size in range(minimum, config.max_position_embeddings),
+            f"a number of tokens, at least {minimum}",
+        ),
         "mask_token_id": (config.mask_token_id in range(config.vocab_size), f"an id below {config.vocab_size}"),
         # what follows the target's last layer is normed in some readers and not in others
         "target_layer_ids": (
             is_list and bool(ids) and ids == sorted({*ids}) and all(layer_id in range(-1, last) for layer_id in ids),
-            f"rising numbers from -1, the embedding, to {last - 1}, before the last layer",
+            f"rising numbers from -1, the embedding (0 as speculators counts), to {last - 1}, since readers disagree "
+            f"whether what follows the last layer, {last}, is normed",
         ),
         "markov_rank": (has_markov or config.markov_rank == 0, f"0 or a width of at most {config.vocab_size}"),
         "markov_head_type": (not has_markov or config.markov_head_type in MARKOV_HEADS, f"one of {kinds}"),
+        "sample_from_anchor": (
+            is_from_anchor or config.markov_head_type != "rnn" or not hasattr(config, "speculators_model_type"),
+            "true where markov_head_type is rnn, whose state begins at the anchor",
+        ),
         "confidence_head_with_markov": (
             has_markov or not config.confidence_head_with_markov,
             "false where markov_rank is 0",
         ),
-        "layer_types": (set(config.layer_types or ()) == {"full_attention"}, "full_attention for every layer"),
+        "layer_types": (
+            set(config.layer_types or ()) <= types,
+            "full_attention, or sliding_attention with a sliding_window, for every layer",
+        ),
     }
 
 
@@ -248,12 +251,12 @@ def _check_fits(
         released.require(draft_size == target_size, subject, _OTHER_TARGET)
 
 
-def _target_ids(released: Released, num_logits: int | None, vocab_size: int) -> Tensor | None:
+def _target_ids(released: Released, num_logits: int, vocab_size: int) -> Tensor | None:
     """The target's id of each entry of a reduced vocabulary; None if it is not reduced."""
     offsets, mask = (released.tensors.pop(name, None) for name in ("d2t", "t2d"))
-    if num_logits is None or num_logits == vocab_size:
+    if num_logits == vocab_size:
         return None
-    remedy = f"{_FETCH}, or map the vocabulary again"
+    remedy = "export the draft with the maps it was trained with"
     if offsets is None:
         subject = f"its vocabulary is reduced to {num_logits} of {vocab_size} ids, and d2t is missing"
         raise released.refusal(subject, remedy)

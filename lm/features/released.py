@@ -1,34 +1,29 @@
-"""A released directory of a feature draft: its layout, its config.json, and its tensors, from safetensors alone.
-
-eagle         SafeAILab's EAGLE-1/2: Llama's keys with one layer; `fc.weight`, `layers.0.*`
-eagle3        SafeAILab's EAGLE-3: `draft_vocab_size`, or "Eagle3" in `architectures`; `midlayer.*`
-speculators   `speculators_model_type`; `layers.0.*`
-glide         `large_hidden_size`; Llama's names, and `cross_attn`
-dspark        DeepSpec's DSpark and DFlash: `markov_rank`, or "DSpark" in `architectures`; Qwen3's names. Directories of
-              z-lab and SpecForge, whose keys are nested, are refused by name
-mtp           the MTP layer of a target, in the target's own directory: its path is the target's and `#mtp`
+"""A released directory of a feature draft: its layout, the keys of its config.json (`lm.features.layouts`), and its
+tensors, from safetensors alone. The MTP layer of a target is in the target's directory: its path is the target's and
+`#mtp`.
 """
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from configs.schema import ModelSource
 from lm.features.dspark import markov_width
+from lm.features.layouts import REFUSED, layout_of
 
 MTP = "#mtp"
 """End of the path of a target's own MTP layer (`configs.schema.PairConfig`)."""
-LayerConfig = TypeVar("LayerConfig", bound=PreTrainedConfig)
 _NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")
 """Keys of config.json that do not describe a layer."""
 _MAX_SIZE = 2**17
@@ -42,9 +37,6 @@ _LIMITS = {
     **dict.fromkeys(("block_size", "markov_rank", "mask_token_id"), (-1, 2**24)),
 }
 """Keys that are whole numbers, and their limits; each layout narrows the last three."""
-_NESTED = ("dflash_config", "dspark_config")
-_PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token", "mask_hidden")
-"""Keys or tensors of P-EAGLE, which drafts all tokens in one forward."""
 
 
 class Released:
@@ -56,7 +48,7 @@ class Released:
         Raises:
             ValueError: weights that are pickled alone, or that cannot be read.
         """
-        self.path, self.layout, self.config = source.path, released_layout_of(source), _config_of(source) or {}
+        self.path, self.layout, self.keys = source.path, released_layout_of(source), _keys_of(source)
         self.tensors: dict[str, Tensor] = {}
         for file in files_of(source):
             try:
@@ -72,25 +64,25 @@ class Released:
             self.tensors[new + name.removeprefix(old)] = self.tensors.pop(name)
 
     def llama(self, keys: dict[str, Any]) -> LlamaConfig:
-        """The config of the draft's layer, from these keys of config.json."""
+        """The config of the draft's layer, from flat keys."""
         # what SafeAILab calls qwen2 is Llama's layer with `qkv_bias`
-        return self._layer(LlamaConfig, keys, "Llama", ("llama", "eagle", "qwen2"))
+        return cast(LlamaConfig, self._layer(LlamaConfig, keys, "Llama", ("llama", "eagle", "qwen2")))
 
     def qwen3(self, keys: dict[str, Any]) -> Qwen3Config:
-        """The config of a DSpark draft's layers, from these keys of config.json."""
-        return self._layer(Qwen3Config, keys, "Qwen3", ("qwen3",))
+        """The config of layers of DSpark or Qwen3, from flat keys."""
+        return cast(Qwen3Config, self._layer(Qwen3Config, keys, "Qwen3", ("qwen3",)))
 
-    def _layer(self, made: type[LayerConfig], keys: dict[str, Any], name: str, kinds: tuple[str, ...]) -> LayerConfig:
+    def _layer(
+        self, made: type[LlamaConfig | Qwen3Config], keys: dict[str, Any], name: str, kinds: tuple[str, ...]
+    ) -> LlamaConfig | Qwen3Config:
         kind = keys.get("model_type", kinds[0])
         if kind not in kinds:
             raise self.refusal(f"its layer is of model_type {kind}", f"{name}'s is the one that is known here")
-        _check_layer(self.path, keys)
         try:
-            return made(**{key: value for key, value in keys.items() if key not in _NO_KEYS})
-        except (TypeError, ValueError, StrictDataclassError) as error:
-            raise self.refusal(
-                f"its config.json is no {name}'s ({' '.join(str(error).split())[:200]})", "fetch the release again"
-            ) from error
+            return made(**{key: value for key, value in _of_text(keys).items() if key not in _NO_KEYS})
+        except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
+            reason = f"its config.json is no {name}'s ({' '.join(str(error).split())[:200]})"
+            raise self.refusal(reason, "correct the key that the message names") from error
 
     def refusal(self, subject: str, remedy: str) -> ValueError:
         """The error for this directory: what is wrong, and the remedy."""
@@ -102,26 +94,27 @@ class Released:
             raise self.refusal(subject, remedy)
 
     def check_kind(self) -> None:
-        """Raise ValueError for an unsupported kind of draft that shares a layout's names."""
-        _check_layer(self.path, self.config)
-        if nested := [name for name in _NESTED if name in self.config]:
-            remedy = "DeepSpec's layout is read, with those keys at the top level of config.json"
-            raise self.refusal(f"its keys are nested in {nested[0]}, as z-lab and SpecForge write them", remedy)
-        if any(name in self.config or name in self.tensors for name in _PARALLEL):
-            raise self.refusal("it drafts all its tokens in one forward (P-EAGLE)", "use an EAGLE-3 draft")
+        """Raise ValueError for a kind of draft that is not read, and for rotary embeddings of other families."""
+        kind = "peagle" if "mask_hidden" in self.tensors else self.layout
+        if kind in REFUSED:
+            raise self.refusal(*REFUSED[kind])
+        is_read = kind in (None, "eagle", "eagle3", "glide", "dspark")
+        self.require(is_read, f"it is a draft of the kind {kind}", "use an EAGLE, GliDe, DFlash or DSpark draft")
+        rope = _of_text(self.keys).get("rope_parameters") or _of_text(self.keys).get("rope_scaling") or {}
+        rope = rope if isinstance(rope, dict) else {}
+        name, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor")
+        is_known = name == "default" or name in ROPE_INIT_FUNCTIONS
+        remedy = "use a draft with Llama's rotary embedding"
+        self.require(is_known, f"its rotary embedding is {name!r:.40}, which transformers does not know", remedy)
+        self.require(part in (None, 1), f"it rotates a part of each head (partial_rotary_factor {part})", remedy)
 
 
 def refusal_of(path: str, subject: str, remedy: str) -> ValueError:
     return ValueError(f"the feature draft {path} cannot be used: {subject}; {remedy}")
 
 
-def _check_layer(path: str, keys: Any) -> None:
+def _check_layer(path: str, keys: dict[str, Any]) -> None:
     """Raise ValueError for keys with impossible values."""
-    if not isinstance(keys, dict):
-        raise refusal_of(path, f"its transformer_layer_config is {keys!r:.40}", "fetch the release again")
-    rope = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
-    if isinstance(rope, dict) and "mrope" in (rope.get("rope_type"), rope.get("type")):
-        raise refusal_of(path, "its rotary positions (mrope) are those of images in a text", "use a text model's draft")
     for name, (minimum, maximum) in _LIMITS.items():
         value = keys.get(name)
         if name in keys and value is not None and (type(value) is not int or not minimum <= value <= maximum):
@@ -132,6 +125,19 @@ def _check_layer(path: str, keys: Any) -> None:
     activation = keys.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in ACT2FN:
         raise refusal_of(path, f"its hidden_act is {activation!r:.40}", "transformers knows no such activation")
+
+
+def _of_text(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys, with rotary embeddings as text needs them: mrope's three positions of a token of text are one."""
+    keys = dict(keys)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = keys.get(name)
+        if isinstance(rope, dict):
+            rope = rope.get("sliding_attention", rope)
+            is_mrope = "mrope" in (rope.get("rope_type"), rope.get("type"))
+            theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+            keys[name] = {"rope_type": "default"} | theta if is_mrope else rope
+    return keys
 
 
 def released_layout_of(source: ModelSource) -> str | None:
@@ -145,15 +151,8 @@ def released_layout_of(source: ModelSource) -> str | None:
     config = _config_of(source)
     if config is None:
         return None
-    if "speculators_model_type" in config:
-        return "speculators"
-    if "large_hidden_size" in config:
-        return "glide"
-    architectures = str(config.get("architectures"))
-    if "DSpark" in architectures or any(name in config for name in ("markov_rank", *_NESTED)):
-        return "dspark"
-    if "draft_vocab_size" in config or "Eagle3" in architectures:
-        return "eagle3"
+    if name := layout_of(_checked(source, config))[0]:
+        return name
     # EAGLE-1's config is that of a Llama with one layer, so its weights decide
     is_eagle = config.get("num_hidden_layers") == 1 and any("fc.weight" in _names(file) for file in files_of(source))
     return "eagle" if is_eagle else None
@@ -173,27 +172,41 @@ def without_mtp(source: ModelSource) -> ModelSource:
 
 def width_of(source: ModelSource) -> int | None:
     """Width of what heads on a feature draft read, by its config.json; None: not a feature draft."""
-    config, layout = _config_of(source) or {}, released_layout_of(source)
-    if layout is None:
-        return None
-    size = _layer_keys(source, config).get("hidden_size")
-    if layout != "dspark" or size is None:
-        return size
-    return size + markov_width(config.get("markov_rank", 0), config.get("markov_head_type"))
+    layout, keys = released_layout_of(source), _keys_of(source)
+    size = keys.get("hidden_size")
+    if layout is None or layout != "dspark" or size is None:
+        return size if layout else None
+    return size + markov_width(keys.get("markov_rank", 0), keys.get("markov_head_type"))
 
 
 def max_positions_of(source: ModelSource) -> int:
     """Maximum text length of a feature draft, by its config.json; Llama's default if that has none."""
-    layer = _layer_keys(source, _config_of(source) or {})
-    return int(layer.get("max_position_embeddings") or LlamaConfig().max_position_embeddings)
+    return max_positions(_keys_of(source))
 
 
-def _layer_keys(source: ModelSource, config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a draft's layer, in its config.json or nested in it; ValueError for impossible values."""
-    layer = config.get("transformer_layer_config", config)
-    for keys in (config, layer):
-        _check_layer(source.path, keys)
-    return layer
+def max_positions(keys: dict[str, Any]) -> int:
+    """Maximum text length of a draft with these keys. A text that an EAGLE-3 draft with sliding layers reads must fit
+    their window.
+    """
+    length = keys.get("max_position_embeddings") or LlamaConfig().max_position_embeddings
+    window, types = keys.get("sliding_window"), keys.get("layer_types") or ()
+    is_eagle3 = "eagle_aux_hidden_state_layer_ids" in keys
+    return int(min(length, window) if is_eagle3 and window and "sliding_attention" in types else length)
+
+
+def _keys_of(source: ModelSource) -> dict[str, Any]:
+    """The draft's keys in one form for all producers; ValueError for impossible values."""
+    return layout_of(_checked(source, _config_of(source) or {}))[1]
+
+
+def _checked(source: ModelSource, config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json; ValueError for impossible values in it or in the dicts nested in it."""
+    _check_layer(source.path, config)
+    for name in ("transformer_layer_config", "dflash_config", "dspark_config"):
+        if not isinstance(config.get(name, {}), dict):
+            raise refusal_of(source.path, f"its {name} is {config[name]!r:.40}", "write a table of keys there")
+        _check_layer(source.path, config.get(name, {}))
+    return config
 
 
 def _config_of(source: ModelSource) -> dict[str, Any] | None:

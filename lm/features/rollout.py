@@ -69,7 +69,7 @@ class Rollouts:
         Raises:
             ValueError: a GliDe draft of several layers, whose upper layers depend on where earlier rounds ended.
         """
-        if draft.config.num_hidden_layers > 1:
+        if isinstance(draft, Glide) and draft.config.num_hidden_layers > 1:
             raise ValueError(
                 f"this draft has {draft.config.num_hidden_layers} layers, and their cache depends on where earlier "
                 "rounds ended: no trace or data can be made with it; `acceptance-heads bench` compares policies without"
@@ -172,7 +172,7 @@ class BlockRollouts:
             shape = (0, self.draft.block_size, self.draft.config.hidden_size)
             return torch.empty(shape, dtype=self.draft.dtype, device=anchors.device)
         roll_back(self._cache, self._length)
-        mask = block_mask(anchors[None], self._length, self.draft.block_size)
+        mask = block_mask(anchors[None], self._length, self.draft.num_inputs)
         return self.draft.block(self._tokens[anchors][None], anchors[None], cache=self._cache, mask=mask)[0]
 
 

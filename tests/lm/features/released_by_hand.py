@@ -77,11 +77,17 @@ def released(layout: str) -> tuple[dict, dict[str, Tensor]]:
             "d2t": D2T,
             "t2d": T2D,
         }
+    if layout in WINDOWS:
+        return window_blocks(layout)
     if layout.startswith("dspark"):
         return dspark(layout.removeprefix("dspark_"))
+    if layout == "specforge":
+        keys, tensors = released("eagle3")
+        del keys["eagle_aux_hidden_state_layer_ids"]
+        keys |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [each - 1 for each in IDS]}, "norm_output": True}
+        return keys | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1]}}, tensors
     if layout.startswith("speculators"):
-        norms = {"speculators": ("input_norm", (3 * WIDTH,)), "speculators_fc_norm": ("fc_norm", (WIDTH,))}
-        kind, size = norms[layout]
+        kind, size = ("fc_norm", (WIDTH,)) if layout == "speculators_fc_norm" else ("input_norm", (3 * WIDTH,))
         names = ["input_norm.weight"] if kind == "input_norm" else [f"fc_norm.{place}.weight" for place in range(3)]
         keys = {
             "speculators_model_type": "eagle3",
@@ -94,7 +100,13 @@ def released(layout: str) -> tuple[dict, dict[str, Tensor]]:
             "norm_output": True,
             "eagle_aux_hidden_state_layer_ids": IDS,
         }
-        return keys, weights(eagle3_shapes("layers.0.") | dict.fromkeys(names, size)) | {"d2t": D2T, "t2d": T2D}
+        shapes = eagle3_shapes("layers.0.") | dict.fromkeys(names, size)
+        if layout == "speculators_qwen3":
+            layer = KEYS | {"model_type": "qwen3", "num_hidden_layers": 2, "head_dim": HEAD}
+            shapes |= qwen3_shapes("layers.1.") | head_norms("layers.0.")
+            # keys with transformers' default are not written
+            keys["transformer_layer_config"] = {name: value for name, value in layer.items() if name != "rms_norm_eps"}
+        return keys, weights(shapes) | {"d2t": D2T, "t2d": T2D}
     keys = KEYS | {
         "large_hidden_size": WIDTH,
         "large_num_attention_heads": HEADS,
@@ -113,6 +125,36 @@ def released(layout: str) -> tuple[dict, dict[str, Tensor]]:
     return keys, weights(shapes)
 
 
+def head_norms(prefix: str) -> dict[str, tuple[int, ...]]:
+    return {f"{prefix}self_attn.{name}_norm.weight": (HEAD,) for name in "qk"}
+
+
+def qwen3_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
+    """A whole layer of Qwen3."""
+    return layer_shapes(prefix, WIDTH) | {f"{prefix}input_layernorm.weight": (WIDTH,)} | head_norms(prefix)
+
+
+def window_blocks(layout: str) -> tuple[dict, dict[str, Tensor]]:
+    """(config.json, tensors) of blocks that draft nothing from the anchor, with a window in the first layer; without
+    embeddings.
+    """
+    tensors = dspark("vanilla" if layout == "speculators_dspark" else "dflash")[1]
+    del tensors["embed_tokens.weight"]
+    layer = KEYS | {"model_type": "qwen3", "num_hidden_layers": 2, "head_dim": HEAD, "use_sliding_window": True}
+    layer |= {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+    if layout == "specforge_dflash":
+        del tensors["lm_head.weight"]
+        nested = {"mask_token_id": 6, "target_layer_ids": [-1, 1]}
+        keys = {"architectures": ["DFlashDraftModel"], "block_size": 5, "num_target_layers": LAYERS}
+        return layer | keys | {"dflash_config": nested}, tensors
+    keys = {"speculators_model_type": "dspark", "transformer_layer_config": layer, "draft_vocab_size": len(REDUCED)}
+    keys |= {"block_size": 5, "aux_hidden_state_layer_ids": [0, 2], "mask_token_id": 6, "sample_from_anchor": False}
+    keys |= {"markov_rank": RANK, "markov_head_type": "vanilla", "sliding_window_non_causal": False}
+    keys |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    tensors |= {name: tensors[name][REDUCED] for name in ("lm_head.weight", "markov_head.markov_w2.weight")}
+    return keys, tensors | {"d2t": D2T, "t2d": T2D}
+
+
 def dspark(markov: str) -> tuple[dict, dict[str, Tensor]]:
     """(config.json, tensors) of a directory of DeepSpec's."""
     rank = 0 if markov == "dflash" else RANK
@@ -123,8 +165,7 @@ def dspark(markov: str) -> tuple[dict, dict[str, Tensor]]:
     shapes |= {"norm.weight": (WIDTH,), "hidden_norm.weight": (WIDTH,), "fc.weight": (WIDTH, 2 * WIDTH)}
     for place in range(2):
         prefix = f"layers.{place}."
-        shapes |= layer_shapes(prefix, WIDTH) | {f"{prefix}input_layernorm.weight": (WIDTH,)}
-        shapes |= {f"{prefix}self_attn.{name}_norm.weight": (HEAD,) for name in ("q", "k")}
+        shapes |= qwen3_shapes(prefix)
     if rank:
         keys |= {"markov_head_type": markov, "confidence_head_with_markov": True}
         shapes |= {f"markov_head.markov_w{part}.weight": (VOCAB, rank) for part in (1, 2)}
@@ -138,7 +179,13 @@ def dspark(markov: str) -> tuple[dict, dict[str, Tensor]]:
 
 
 DSPARKS = ("dspark_vanilla", "dspark_gated", "dspark_rnn", "dspark_dflash")
-LAYOUTS = ("eagle", "eagle3", "speculators", "speculators_fc_norm", "glide", *DSPARKS)
+WINDOWS = ("specforge_dflash", "speculators_dspark")
+WINDOW = 2
+EAGLE3S = ("eagle3", "specforge", "speculators", "speculators_fc_norm", "speculators_qwen3")
+KINDS = {"eagle": "eagle", "glide": "glide"} | dict.fromkeys(EAGLE3S, "eagle3") | dict.fromkeys(DSPARKS, "dspark")
+KINDS |= dict.fromkeys(WINDOWS, "dspark")
+"""What each layout is a draft of."""
+LAYOUTS = tuple(KINDS)
 
 
 def write(directory: Path, config: dict, tensors: dict[str, Tensor]) -> Path:
@@ -172,6 +219,11 @@ def attention(queries: Tensor, keys: list[Tensor], values: list[Tensor], seen: T
 
 def self_attention(inputs: Tensor, tensors: dict[str, Tensor], prefix: str) -> Tensor:
     queries, keys, values = (inputs @ tensors[f"{prefix}self_attn.{name}_proj.weight"].T for name in "qkv")
+    if f"{prefix}self_attn.q_norm.weight" in tensors:
+        queries, keys = (
+            normed(part.unflatten(1, (-1, HEAD)), tensors[f"{prefix}self_attn.{name}_norm.weight"]).flatten(1)
+            for name, part in (("q", queries), ("k", keys))
+        )
     parts = [slice(head * HEAD, (head + 1) * HEAD) for head in range(KV_HEADS)]
     seen = torch.ones(len(inputs), len(inputs), dtype=torch.bool).tril()
     attended = attention(queries, [rotated(keys[:, part]) for part in parts], [values[:, part] for part in parts], seen)
@@ -215,10 +267,10 @@ def expected(
     """
     if layout == "glide":
         return _glide(tensors, truth, tokens, num_known)
-    if layout in DSPARKS:
-        return _dspark(layout, tensors, truth, tokens, num_known)[0]
+    if KINDS[layout] == "dspark":
+        return _dspark(config, tensors, truth, tokens, num_known)[0]
     is_first = layout == "eagle"
-    prefix = "midlayer." if layout == "eagle3" else "layers.0."
+    prefix = "midlayer." if layout in ("eagle3", "specforge") else "layers.0."
     embedded = (tensors["embed_tokens.weight"] if is_first else truth.embed)[tokens[1:]]
     states = truth.final[:num_known] if is_first else _entering(config, tensors, truth.aux[:num_known])
     while True:
@@ -230,11 +282,15 @@ def expected(
             hidden = normed(states, tensors[f"{prefix}hidden_norm.weight"])
             inputs = torch.cat([normed(embedded[:count], tensors[f"{prefix}input_layernorm.weight"]), hidden], 1)
             residual = hidden if config.get("norm_before_residual") else states
-        output = mlp(residual + self_attention(inputs, tensors, prefix), tensors, prefix)[-1:]
+        output = mlp(residual + self_attention(inputs, tensors, prefix), tensors, prefix)
+        if layout == "speculators_qwen3":
+            inputs = normed(output, tensors["layers.1.input_layernorm.weight"])
+            output = mlp(output + self_attention(inputs, tensors, "layers.1."), tensors, "layers.1.")
+        output = output[-1:]
         after = output if is_first else normed(output, tensors["norm.weight"])
         if count == len(tokens) - 1:
             return after[0] @ truth.head.T if is_first else wide(after[0] @ tensors["lm_head.weight"].T)
-        states = torch.cat([states, after if config.get("norm_output") else output])
+        states = torch.cat([states, after if "norm_before_fc" in config and config["norm_output"] else output])
 
 
 def _entering(config: dict, tensors: dict[str, Tensor], features: Tensor) -> Tensor:
@@ -258,12 +314,21 @@ def _glide(tensors: dict[str, Tensor], truth: Truth, tokens: list[int], num_know
     return normed(states[-1], tensors["model.norm.weight"]) @ tensors["lm_head.weight"].T
 
 
+def _in_window(config: dict, num_known: int, size: int) -> Tensor:
+    """What each row of the text and of a block sees in a sliding layer."""
+    steps = torch.arange(size)
+    first = num_known - WINDOW + (steps + 1 if "dflash_config" in config else 0 * steps)
+    of_block = torch.cat([torch.arange(num_known) >= first[:, None], steps <= steps[:, None]], 1)
+    return torch.cat([torch.ones(num_known, num_known + size, dtype=torch.bool), of_block])
+
+
 def _dspark(
-    layout: str, tensors: dict[str, Tensor], truth: Truth, tokens: list[int], num_known: int
+    config: dict, tensors: dict[str, Tensor], truth: Truth, tokens: list[int], num_known: int
 ) -> tuple[Tensor, Tensor]:
     """(logits after the last token, logit of the confidence in the token that follows it; NaN where there is none)."""
     context = normed(truth.read_by_blocks[:num_known] @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
-    states = tensors["embed_tokens.weight"][[tokens[num_known], 6, 6, 6]]
+    size = config["block_size"]
+    states = tensors.get("embed_tokens.weight", truth.embed)[[tokens[num_known], *[6] * (size - 1)]]
     for place in range(2):
         prefix = f"layers.{place}."
         rows = torch.cat([context, normed(states, tensors[f"{prefix}input_layernorm.weight"])])
@@ -272,33 +337,36 @@ def _dspark(
             normed(part.unflatten(1, (-1, HEAD)), tensors[f"{prefix}self_attn.{name}_norm.weight"])
             for name, part in (("q", queries), ("k", keys))
         )
-        everything = torch.ones(len(rows), len(rows), dtype=torch.bool)
+        seen = torch.ones(len(rows), len(rows), dtype=torch.bool)
+        if size == 5 and place == 0:
+            seen = _in_window(config, num_known, size)
         keys_by_head = [rotated(keys[:, head]) for head in range(KV_HEADS)]
-        attended = attention(queries.flatten(1), keys_by_head, list(values.split(HEAD, 1)), everything)
+        attended = attention(queries.flatten(1), keys_by_head, list(values.split(HEAD, 1)), seen)
         attended = attended[num_known:] @ tensors[f"{prefix}self_attn.o_proj.weight"].T
         states = mlp(states + attended, tensors, prefix)
-    states = normed(states, tensors["norm.weight"])
+    states = normed(states, tensors["norm.weight"])[-4:]
     latent, state = torch.zeros(RANK, dtype=torch.float64), torch.zeros(RANK, dtype=torch.float64)
     for place, token in enumerate(tokens[num_known:]):
-        logits, confidence = tensors["lm_head.weight"] @ states[place], torch.tensor(float("nan"))
-        if layout == "dspark_dflash":
+        logits = tensors.get("lm_head.weight", truth.head) @ states[place]
+        confidence = torch.tensor(float("nan"))
+        if "markov_head.markov_w1.weight" not in tensors:
             continue
         embedded = latent = tensors["markov_head.markov_w1.weight"][token]
-        if layout == "dspark_gated":
+        if config["markov_head_type"] == "gated":
             gate, shift = (tensors[f"markov_head.gate_proj.{name}"] for name in ("weight", "bias"))
             latent = (gate @ torch.cat([states[place], embedded]) + shift).sigmoid() * embedded
-        if layout == "dspark_rnn":
+        if config["markov_head_type"] == "rnn":
             joint, shift = (tensors[f"markov_head.joint_proj.{name}"] for name in ("weight", "bias"))
             gate, candidate, output = (joint @ torch.cat([state, embedded, states[place]]) + shift).split(RANK)
             state, latent = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh(), output.tanh()
         logits = logits + tensors["markov_head.markov_w2.weight"] @ latent
         seen = torch.cat([states[place], embedded])
         confidence = tensors["confidence_head.proj.weight"][0] @ seen + tensors["confidence_head.proj.bias"][0]
-    return logits, confidence
+    return wide(logits) if len(logits) < VOCAB else logits, confidence
 
 
 def expected_confidence(
-    layout: str, tensors: dict[str, Tensor], *, truth: Truth, tokens: list[int], num_known: int
+    config: dict, tensors: dict[str, Tensor], *, truth: Truth, tokens: list[int], num_known: int
 ) -> Tensor:
     """Logit that a DSpark draft's own head gives to the acceptance rate of the token that follows `tokens`."""
-    return _dspark(layout, tensors, truth, tokens, num_known)[1]
+    return _dspark(config, tensors, truth, tokens, num_known)[1]

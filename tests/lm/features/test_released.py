@@ -10,7 +10,17 @@ from lm import CachedModel, feature_model
 from lm.features.loading import load_feature_draft
 from lm.features.recorder import FeatureRecorder
 from lm.features.released import max_positions_of, released_layout_of, width_of
-from tests.lm.features.released_by_hand import D2T, LAYOUTS, T2D, Truth, expected, expected_confidence, released, write
+from tests.lm.features.released_by_hand import (
+    D2T,
+    KINDS,
+    LAYOUTS,
+    T2D,
+    Truth,
+    expected,
+    expected_confidence,
+    released,
+    write,
+)
 from tests.toys.random_drafts import LAYERS, VOCAB, WIDTH, target
 
 
@@ -33,7 +43,7 @@ def test_a_directory_written_by_hand_computes_what_its_formula_says(layout, tmp_
         torch.testing.assert_close(logits, plain, rtol=0, atol=1e-5)
         assert width_of(source) == model.hidden_size == model.hidden.shape[-1]
         if getattr(draft, "confidence_head", None):
-            confidence = expected_confidence(layout, tensors, truth=truth, tokens=tokens, num_known=4)
+            confidence = expected_confidence(config, tensors, truth=truth, tokens=tokens, num_known=4)
             torch.testing.assert_close(model.confidence()[0], confidence, rtol=0, atol=1e-5)
 
 
@@ -54,7 +64,7 @@ def test_the_layout_of_a_model_of_its_own_is_none(tmp_path):
         layout: released_layout_of(ModelSource(path=str(write(tmp_path / layout, *released(layout)))))
         for layout in LAYOUTS
     }
-    assert names == {layout: layout.split("_")[0] for layout in LAYOUTS}
+    assert names == KINDS
 
 
 WRONG_ID, WRONG_MASK = D2T.clone(), T2D.clone()
@@ -76,29 +86,33 @@ BROKEN = {
         r"layers \[1, 2, 9\]",
     ),
     "layers that are no numbers": ("eagle3", {"eagle_aux_hidden_state_layer_ids": ["a", 2, 3]}, {}, "whole numbers"),
-    "rotary positions of images": ("eagle3", {"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, {}, "mrope"),
+    "a rotated part of a head": (
+        "eagle3",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+        {},
+        "a part of each head",
+    ),
+    "an unknown rotary embedding": ("eagle3", {"rope_scaling": {"rope_type": "spiral"}}, {}, "spiral"),
     "no heads": ("eagle3", {"num_attention_heads": 0}, {}, "num_attention_heads is 0; write a whole number"),
     "an unknown activation": ("eagle", {"hidden_act": "sillu"}, {}, "hidden_act is 'sillu'"),
     "a width that nobody makes": ("eagle", {"hidden_size": 2**62}, {}, "hidden_size is 4611686018427387904; write a"),
     "no number of layers": ("speculators", {"num_hidden_layers": "x"}, {}, "num_hidden_layers is 'x'"),
     "a base that is no number": ("eagle", {"rope_theta": "x"}, {}, "rope_theta is 'x'; write a number above 0"),
-    "z-lab's and SpecForge's keys": (
-        "dspark_rnn",
-        {"dflash_config": {"mask_token_id": 6}},
-        {},
-        "nested in dflash_config",
-    ),
-    "SpecForge's keys for DSpark": (
-        "dspark_rnn",
-        {"dspark_config": {}, "architectures": []},
-        {},
-        "nested in dspark_config",
-    ),
     "P-EAGLE": ("eagle3", {}, {"mask_hidden": torch.zeros(1)}, r"one forward \(P-EAGLE\)"),
+    "P-EAGLE of SpecForge": ("eagle3", {"architectures": ["PEagleDraftModel"]}, {}, r"one forward \(P-EAGLE\)"),
+    "P-EAGLE of speculators": ("speculators", {"speculators_model_type": "peagle"}, {}, r"one forward \(P-EAGLE\)"),
+    "Domino": ("specforge_dflash", {"architectures": ["DominoDraftModel"]}, {}, r"recurrent network .*\(Domino\)"),
+    "another correction": ("specforge_dflash", {"dflash_config": {"projector_type": "mlp"}}, {}, "of the kind mlp"),
+    "nested keys that are no table": ("specforge_dflash", {"dflash_config": 3}, {}, "dflash_config is 3"),
     "ids of layers that are no list": ("dspark_rnn", {"target_layer_ids": None}, {}, "target_layer_ids is None"),
     "a nested list of layers": ("dspark_rnn", {"target_layer_ids": [[0]]}, {}, r"target_layer_ids is \[\[0\]\]"),
     "a rank that is no number": ("dspark_rnn", {"markov_rank": "x"}, {}, "markov_rank is 'x'"),
-    "two layers": ("eagle3", {}, {"layers.1.mlp.up_proj.weight": torch.zeros(1)}, "more than one layer"),
+    "two layers that read the embedding": (
+        "eagle3",
+        {"num_hidden_layers": 2},
+        {"layers.1.hidden_norm.weight": torch.zeros(1)},
+        "reads the embedding again",
+    ),
     "no states of the target": (
         "eagle3",
         {"eagle_config": {"use_aux_hidden_state": False}},
@@ -109,19 +123,31 @@ BROKEN = {
         "eagle3",
         {"eagle_aux_hidden_state_layer_ids": None},
         {},
-        "name layers from 1 to 3",
+        "name layers from 0, the embedding, to 2",
     ),
     "an id out of range": ("eagle3", {}, {"d2t": WRONG_ID}, "d2t, which holds offsets"),
     "maps that differ": ("eagle3", {}, {"t2d": WRONG_MASK}, "t2d marks 3 of 7"),
     "a map of another size": ("speculators", {}, {"d2t": D2T[:2]}, "d2t has shape"),
-    "another kind": ("speculators", {"speculators_model_type": "dflash"}, {}, "dflash"),
+    "another kind": ("speculators", {"speculators_model_type": "xpress"}, {}, "of the kind speculators' xpress"),
+    "a recurrent Markov head after the anchor": (
+        "speculators_dspark",
+        {"markov_head_type": "rnn"},
+        {},
+        "sample_from_anchor is False; it must be true",
+    ),
+    "no token after the anchor": ("specforge_dflash", {"block_size": 1}, {}, "block_size is 1.*at least 2"),
     "a draft of blocks with a tensor that lacks": ("dspark_rnn", {"markov_head_type": "gated"}, {}, "lacks 2 tensors"),
     "a draft of blocks with a tensor too many": ("dspark_rnn", {"enable_confidence_head": False}, {}, "also has 2"),
     "a draft of blocks with another shape": ("dspark_rnn", {"markov_rank": 3}, {}, r"is \[.*expected"),
     "a draft of blocks of another width": ("dspark_rnn", {"hidden_size": 32}, {}, "states of 32"),
     "a draft of blocks of another vocabulary": ("dspark_rnn", {"vocab_size": 9}, {}, "vocabulary of 9"),
     "a target of another depth": ("dspark_rnn", {"num_target_layers": 5}, {}, "5 layers, and this one has 3"),
-    "the target's last layer": ("dspark_rnn", {"target_layer_ids": [-1, 2]}, {}, r"is \[-1, 2\].* to 1, before"),
+    "the target's last layer": (
+        "dspark_rnn",
+        {"target_layer_ids": [-1, 2]},
+        {},
+        r"is \[-1, 2\].* to 1, since readers disagree",
+    ),
     "layers in no order": ("dspark_rnn", {"target_layer_ids": [1, 0]}, {}, r"is \[1, 0\]"),
     "no place in a block": ("dspark_rnn", {"block_size": 0}, {}, "block_size is 0"),
     "a mask token out of range": ("dspark_rnn", {"mask_token_id": 7}, {}, "mask_token_id is 7.*below 7"),
@@ -137,7 +163,7 @@ BROKEN = {
         "dspark_rnn",
         {"layer_types": ["full_attention", "sliding_attention"]},
         {},
-        "full_attention for every layer",
+        "full_attention, or sliding_attention with a sliding_window",
     ),
     "whole numbers": ("dspark_rnn", {}, {_PROJ: torch.ones(1, 21, dtype=torch.int32)}, f"{_PROJ} is torch.int32 or"),
     "no number": ("dspark_rnn", {}, {_PROJ: torch.full((1, 21), torch.nan)}, f"{_PROJ} is torch.float32 or has NaN"),
@@ -200,14 +226,25 @@ def test_a_truncated_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, (1, 2, 3)),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}}, (1, 2, 3)),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, (0, 1, 2)),
+        ({"target_layer_ids": [-1, 0, 1], "architectures": ["Qwen3Eagle3Model"]}, (0, 1, 2)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 1], "use_aux_hidden_state": True}}, (1, 1, 2)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}}, (1, 2, 2)),
     ],
 )
 def test_layer_ids_are_read_as_their_producer_counts_them(keys, expected, tmp_path):
-    """SafeAILab and speculators count hidden states, SpecForge counts layers from 0."""
+    """SafeAILab and speculators count hidden states, SpecForge and DeepSpec count layers from 0."""
     config, tensors = released("eagle3")
     del config["eagle_aux_hidden_state_layer_ids"]
     source = ModelSource(path=str(write(tmp_path, config | keys, tensors)))
     assert load_feature_draft(source, target(), num_layers=LAYERS).target_layer_ids == expected
+
+
+def test_an_eagle3_draft_with_a_window_reads_texts_that_fit_it(tmp_path):
+    config, tensors = released("speculators_qwen3")
+    types = ["sliding_attention", "full_attention"]
+    window = {"use_sliding_window": True, "sliding_window": 9, "layer_types": types}
+    config["transformer_layer_config"] |= window
+    source = ModelSource(path=str(write(tmp_path, config, tensors)))
+    draft = load_feature_draft(source, target(), num_layers=LAYERS)
+    assert max_positions_of(source) == draft.config.max_position_embeddings == 9
