@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from heads.batches.features import Batch, Features, of_timing
 from heads.grid import HeadSpec
-from heads.measures.histogram import Histogram, LogitHistogram, observe
+from heads.measures.histogram import Histogram, observe
 from heads.measures.scores import auroc, fit_logistic, measures, reliability
 from heads.measures.survival import by_position
 
@@ -21,6 +22,26 @@ Result = dict[str, Any]
 NUM_POSITIONS = 8
 """Number of draft positions with metrics of their own."""
 SIGNALS = ("log_token_prob", "negative_entropy")
+
+
+class LogitHistogram(Metric):
+    """A `Histogram`, summed over batches and processes."""
+
+    full_state_update = False
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        for name, value in observe(torch.zeros(num_rows, 0), torch.zeros(1, 0))._asdict().items():
+            self.add_state(name, default=value, dist_reduce_fx="sum")
+
+    def update(self, values: Histogram) -> None:
+        """Add a histogram."""
+        for name, value in values._asdict().items():
+            getattr(self, name).add_(value)
+
+    def compute(self) -> Histogram:
+        """The sums so far."""
+        return Histogram(*(getattr(self, name) for name in Histogram._fields))
 
 
 class Evaluation(nn.Module):

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torchmetrics import Metric
 
 NUM_BINS = 2048
 LIMIT = 16.0
@@ -67,23 +66,3 @@ def observe(
         squares=(w * p * p).sum(-1),
         entropy=(w * entropy).sum(-1),
     )
-
-
-class LogitHistogram(Metric):
-    """A `Histogram`, summed over batches and processes."""
-
-    full_state_update = False
-
-    def __init__(self, num_rows: int) -> None:
-        super().__init__()
-        for name, value in observe(torch.zeros(num_rows, 0), torch.zeros(1, 0))._asdict().items():
-            self.add_state(name, default=value, dist_reduce_fx="sum")
-
-    def update(self, values: Histogram) -> None:
-        """Add a histogram."""
-        for name, value in values._asdict().items():
-            getattr(self, name).add_(value)
-
-    def compute(self) -> Histogram:
-        """The sums so far."""
-        return Histogram(*(getattr(self, name) for name in Histogram._fields))

@@ -19,8 +19,8 @@ from configs.schema import HeadsConfig
 from heads.batches.features import FEATURE_SETS, Batch, has_tokens, of_timing
 from heads.batches.online import DraftFeatures
 from heads.grid import HeadShape, grid, module_key, scalar_names, specs
-from heads.measures.evaluation import Evaluation
-from heads.measures.histogram import Histogram, LogitHistogram, observe
+from heads.measures.evaluation import Evaluation, LogitHistogram
+from heads.measures.histogram import Histogram, observe
 from heads.measures.scores import auroc, fit_temperature, measures
 from heads.measures.survival import reach_of
 from heads.model.head import AcceptanceHead

@@ -8,7 +8,8 @@ import torch
 from scipy.optimize import minimize
 from torchmetrics.classification import BinaryAUROC
 
-from heads.measures.histogram import LogitHistogram, observe
+from heads.measures.evaluation import LogitHistogram
+from heads.measures.histogram import observe
 from heads.measures.scores import auroc, fit_logistic, fit_temperature, measures, reliability
 
 
