@@ -7,7 +7,6 @@ since) is measured and added.
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,9 @@ from store.json_files import KeyedStore
 
 NUM_PROMPTS = 4
 SKIP = "--decode.t_draft_s SECONDS --decode.t_target_s SECONDS --decode.stop_share size"
+TIMING_S = measure.BUDGET_S + stops.BUDGET_S
+"""Seconds that the timing of a machine takes unless its models are large."""
+ABOUT_TIMING = f"about {round(TIMING_S)} s on a small pair"
 _TOKENS = 96
 _MEASURED = ("t_draft_s", "t_target_s", "origin", "errors", "stops")
 
@@ -40,7 +42,7 @@ def costs_for(
 
     Raises:
         ValueError: one of the two times given without the other; a ratio that is not positive; a share that is no
-            share.
+            share; `decode.as_recorded` without times beside the trace.
     """
     if ratio is not None:
         check_ratio(ratio)
@@ -54,11 +56,16 @@ def costs_for(
     if (draft_s is None) != (target_s is None):
         raise ValueError("decode.t_draft_s and decode.t_target_s go together: give both, or neither to measure them")
     policies = policies_by_kind(experiment.heads.values() if has_heads else (), others)
-    if experiment.decode.as_recorded and draft_s is None:
-        return _recorded(experiment, policies)
     if draft_s is not None and target_s is not None:
         return Times.constant(draft_s, target_s, elsewhere=shares_of(experiment, policies, {}))
-    return _model_of(times_of(experiment, policies), experiment, policies)
+    if not experiment.decode.as_recorded:
+        return _times_from(times_of(experiment, policies), experiment, policies)
+    if (entry := _kept(experiment)) is None:
+        raise ValueError(
+            f"decode.as_recorded measures nothing, and {experiment.directory}/costs.jsonl has no times of this trace's "
+            "sampling; give decode.t_draft_s and decode.t_target_s"
+        )
+    return _times_from(entry, experiment, policies)
 
 
 def costs_without_models(experiment: Experiment, policy: Policy, ratio: float | None = None) -> Times:
@@ -78,42 +85,27 @@ def costs_without_models(experiment: Experiment, policy: Policy, ratio: float | 
         return costs_for(experiment, ratio, others=[policy], has_heads=False)
     if ratio is not None:
         check_ratio(ratio)
-    times = (
-        _times_beside_trace(experiment)
-        if decode.as_recorded
-        else kept_costs(experiment.directory).get(key_of(experiment))
-    )
-    if times:
-        cost = _kept(times, experiment, policies)
-        return cost if ratio is None else cost.with_ratio(ratio)
+    if entry := _kept(experiment):
+        times = _times_from(entry, experiment, policies)
+        return times if ratio is None else times.with_ratio(ratio)
     if ratio is None and not decode.ratios:
         raise ValueError(
             f"no times of this loop are kept in {experiment.directory}/costs.jsonl, and none are given; run "
             "`acceptance-heads costs`, or give --ratio 5, or decode.t_draft_s and decode.t_target_s"
         )
-    chosen = decode.ratios[0] if ratio is None else ratio
-    check_ratio(chosen)
-    origin = f"ratio {chosen:g}, nothing measured: a second is a target forward"
-    return Times.constant(1 / chosen, 1.0, origin, shares_of(experiment, policies, {}))
+    first = decode.ratios[0] if ratio is None else ratio
+    check_ratio(first)
+    origin = f"ratio {first:g}, nothing measured: a second is a target forward"
+    return Times.constant(1 / first, 1.0, origin, shares_of(experiment, policies, {}))
 
 
-def _recorded(experiment: Experiment, policies: Mapping[str, Policy]) -> Times:
-    """The times beside a published trace.
-
-    Raises:
-        ValueError: there are none.
-    """
-    if (times := _times_beside_trace(experiment)) is None:
-        raise ValueError(
-            f"decode.as_recorded measures nothing, and {experiment.directory}/costs.jsonl has no times of this trace's "
-            "sampling; give decode.t_draft_s and decode.t_target_s"
-        )
-    return _kept(times, experiment, policies)
-
-
-def _times_beside_trace(experiment: Experiment) -> dict[str, Any] | None:
-    times = recorded(kept_costs(experiment.directory), experiment)
-    return None if times is None else times | {"origin": RECORDED}
+def _kept(experiment: Experiment) -> dict[str, Any] | None:
+    """The kept entry of this loop, or with `decode.as_recorded` the one beside the published trace."""
+    store = kept_costs(experiment.directory)
+    if not experiment.decode.as_recorded:
+        return store.get(key_of(experiment))
+    entry = recorded(store, experiment)
+    return None if entry is None else entry | {"origin": RECORDED}
 
 
 def recorded(store: KeyedStore, experiment: Experiment) -> dict[str, Any] | None:
@@ -122,29 +114,18 @@ def recorded(store: KeyedStore, experiment: Experiment) -> dict[str, Any] | None
     return next((value for key, value in store.entries()[::-1] if shared.items() <= key.items()), None)
 
 
-def _kept(times: Mapping[str, Any], experiment: Experiment, policies: Mapping[str, Policy]) -> Times:
-    """Times that were kept; a stop that was not timed has its share by size."""
-    cost = _model_of(times, experiment, policies)
-    if unmeasured := {kind: cost.elsewhere.of.get(kind, 0.0) for kind in policies if kind not in cost.t_stop_s}:
-        by_size = {kind: share * cost.t_draft_s for kind, share in unmeasured.items()}
-        cost = replace(
-            cost, t_stop_s={**cost.t_stop_s, **by_size}, stop_origin=f"this stop not timed: {cost.elsewhere.origin}"
-        )
-    return cost
-
-
-def _model_of(times: Mapping[str, Any], experiment: Experiment, policies: Mapping[str, Policy]) -> Times:
-    """The measured times of a loop as a cost model; at other ratios the stops of `policies` have shares of a step."""
-    t_stop_s = {kind: seconds for kind, (seconds, _) in times["stops"].items()}
-    errors = TimeErrors(
-        times["errors"]["drafting"],
-        times["errors"]["verifying"],
-        {kind: error_s / seconds for kind, (seconds, error_s) in times["stops"].items() if seconds},
-    )
-    shares = shares_of(experiment, policies, {kind: seconds / times["t_draft_s"] for kind, seconds in t_stop_s.items()})
-    return Times(
-        times["t_draft_s"], tuple(times["t_target_s"]), times["origin"], t_stop_s, "stops measured", shares, errors
-    )
+def _times_from(entry: Mapping[str, Any], experiment: Experiment, policies: Mapping[str, Policy]) -> Times:
+    """The times of an entry; a stop that was not timed has its share by size, and at other ratios all stops have shares
+    of a step.
+    """
+    step_s, origin = entry["t_draft_s"], "stops measured"
+    stop_s = {kind: seconds for kind, (seconds, _) in entry["stops"].items()}
+    shares = shares_of(experiment, policies, {kind: seconds / step_s for kind, seconds in stop_s.items()})
+    if untimed := {kind: shares.of.get(kind, 0.0) * step_s for kind in policies if kind not in stop_s}:
+        stop_s, origin = stop_s | untimed, f"this stop not timed: {shares.origin}"
+    of_stops = {kind: error_s / seconds for kind, (seconds, error_s) in entry["stops"].items() if seconds}
+    errors = TimeErrors(**entry["errors"], stopping=of_stops)
+    return Times(step_s, tuple(entry["t_target_s"]), entry["origin"], stop_s, origin, shares, errors)
 
 
 def shares_of(experiment: Experiment, policies: Mapping[str, Policy], measured: Mapping[str, float]) -> StopShares:
@@ -173,31 +154,26 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
         policies: one policy for each kind of stop, by its kind.
         again: measure everything again.
     """
-    times = None if again else kept_costs(experiment.directory).get(key_of(experiment))
-    missing = {kind: policy for kind, policy in policies.items() if times is None or kind not in times["stops"]}
-    if times is None or missing:
-        loop, store = loop_of(experiment), kept_costs(experiment.directory)
+    store, key = kept_costs(experiment.directory), key_of(experiment)
+    entry = None if again else store.get(key)
+    missing = {kind: policy for kind, policy in policies.items() if entry is None or kind not in entry["stops"]}
+    if entry is None or missing:
+        loop = loop_of(experiment)
         compiled = ", plus one compilation per kind of stop" if loop.compile else ""
         print(
-            f"costs: timing this machine once, {about_timing()}{compiled}; kept in {store.path}. Other work on the "
+            f"costs: timing this machine once, {ABOUT_TIMING}{compiled}; kept in {store.path}. Other work on the "
             f"machine distorts the times. To skip it, give the times: {SKIP}",
             file=sys.stderr,
             flush=True,
         )
-        times = measure_loop(loop) if times is None else times
-        times["stops"] |= {kind: tuple(stop) for kind, stop in time_stops(loop, missing).items()}
-        store.keep([(key_of(experiment), times)])
-    return times
-
-
-def about_timing() -> str:
-    """About how long a machine is timed."""
-    return f"about {round(timing_budget_s())} s on a small pair"
-
-
-def timing_budget_s() -> float:
-    """Seconds that the timing of a machine takes unless its models are large."""
-    return measure.BUDGET_S + stops.BUDGET_S
+        if entry is None:
+            times = costs_of(time_generations(loop), loop.max_draft_length)
+            errors = {"drafting": times.errors.drafting, "verifying": times.errors.verifying}
+            entry = {"t_draft_s": times.t_draft_s, "t_target_s": list(times.t_target_s)}
+            entry |= {"origin": times.origin, "errors": errors, "stops": {}}
+        entry["stops"] |= time_stops(loop, missing)
+        store.keep([(key, entry)])
+    return entry
 
 
 def loop_of(experiment: Experiment) -> Loop:
@@ -237,19 +213,6 @@ def _num_prompts(experiment: Experiment) -> int:
 
 def _num_tokens(experiment: Experiment) -> int:
     return min(experiment.decode.max_new_tokens, _TOKENS)
-
-
-def measure_loop(loop: Loop) -> dict[str, Any]:
-    """t_draft and t_target(k) inside the real loop; no stops yet."""
-    generations = time_generations(loop)
-    cost = costs_of(generations, loop.max_draft_length)
-    return {
-        "t_draft_s": cost.t_draft_s,
-        "t_target_s": list(cost.t_target_s),
-        "origin": cost.origin,
-        "errors": {"drafting": cost.errors.drafting, "verifying": cost.errors.verifying},
-        "stops": {},
-    }
 
 
 def kept_costs(directory: Path) -> KeyedStore:

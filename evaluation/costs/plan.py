@@ -9,7 +9,7 @@ import torch
 from configs.schema import Config
 from data_gen.pipeline.plan import duration
 from data_gen.pipeline.plan import plan as plan_data
-from evaluation.costs.machine import SKIP, about_timing, timing_budget_s
+from evaluation.costs.machine import ABOUT_TIMING, SKIP, TIMING_S
 from heads.grid import grid
 from heads.training.command import epochs_of
 from lm import load_config
@@ -72,4 +72,4 @@ def timing_line(config: Config) -> tuple[str, float]:
     """One line about the timing of `evaluate`, and its seconds on a small pair."""
     if config.decode.t_draft_s is not None:
         return "evaluate: no timing, as decode.t_draft_s and decode.t_target_s are set", 0.0
-    return f"evaluate: measures this machine once, {about_timing()}; skip it with {SKIP}", timing_budget_s()
+    return f"evaluate: measures this machine once, {ABOUT_TIMING}; skip it with {SKIP}", TIMING_S

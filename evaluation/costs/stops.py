@@ -1,37 +1,38 @@
 """What a stop costs (law 4.9): the seconds that each kind of stop adds to a draft step, inside the real loop.
 
-Policies take turns from round to round of one generation (`evaluation.costs.rotation`), and none of them stops before
-the end of its draft, so rounds differ only by the work of the stop. A cycle is a round of each kind, and a few of the
-fixed length, in a new order every time. The machine's speed changes from cycle to cycle, so each draft is compared with
-its own cycle:
+Policies take turns from round to round of one generation (`Rotation`), and none of them stops before the end of its
+draft, so rounds differ only by the work of the stop. A cycle is a round of each kind, and a few of the fixed length, in
+a new order every time. The machine's speed changes from cycle to cycle, so each draft is compared with its own cycle:
 
     r = seconds per draft step / median of the cycle        t_stop = (median r of the kind - median r of the fixed
                                                                      length) * t_draft
 
-Cycles go on for `BUDGET_S` seconds: more kinds take no longer, and are less sure, which `Stop.error_s` says.
+Cycles go on for `BUDGET_S` seconds: more kinds take no longer, and are less sure, which their errors say.
 
 On other hardware a stop is taken to cost what its size says: the head's bytes over the draft's bytes, since a step of a
 large model is reading its weights; signals of the distribution are then free. `decode.stop_share` says otherwise.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from statistics import median
-from typing import Any, NamedTuple, cast
+from time import perf_counter
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from decode.loop.drafter import ModelDrafter
+from decode.loop.drafter import Drafter, ModelDrafter, Proposal
+from decode.loop.session import Session
 from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.base import AfterDraw, BeforeDraw, Number, State
 from decode.policies.registry import POLICIES, make_policy
 from decode.policies.scores import ScoringPolicy
 from evaluation.costs.measure import Loop, typical
-from evaluation.costs.rotation import Draft, Rotation, shuffled
 from evaluation.turns import turns_within
 from heads.model.head import AcceptanceHead
+from lm import CachedModel
 from lm.features.dspark import DSpark
 
 STEPS = 10
@@ -43,13 +44,69 @@ NUM_FIXED, _FIXED = 3, ""
 """Rounds of the fixed length in a cycle, with which every kind is compared."""
 _RESAMPLES = 200
 
+Draft = tuple[str, float]
+"""A timed draft: the kind of its stop, and the seconds of a draft step; of a DSpark draft, of its whole block."""
+Stop = tuple[float, float]
+"""(seconds that a stop adds to a draft step, their standard error)."""
 
-class Stop(NamedTuple):
-    """Seconds that a stop adds to a draft step, with their error."""
 
-    seconds: float
-    error_s: float
-    """Standard error."""
+class Rotation(Drafter):
+    """Drafters of one draft model, or of several of the same weights, each for one round in its turn.
+
+    They share the prompt of one generation. Before a draft is timed, its model reads all but the newest token, so that
+    every draft feeds one token first, whichever came before.
+    """
+
+    def __init__(self, drafters: Mapping[str, ModelDrafter], order: Iterator[str], *, length: int) -> None:
+        """Args:
+        drafters: kind of stop -> drafter.
+        order: kinds, without end.
+        length: tokens of a timed draft; where a text ends sooner, the last drafter continues, and is not timed.
+        """
+        self._drafters, self._order, self._length = drafters, order, length
+        self._drafter = next(iter(drafters.values()))
+        self._waiting: str | None = None
+        self.drafts: list[Draft] = []
+        """Timed drafts, in their order."""
+
+    def start(self, session: Session) -> None:
+        # drafters of one model would refuse each other, so each takes its model in a session that never opens
+        apart = Session(session.sampling, session.eos_ids, session.draws)
+        for drafter in self._drafters.values():
+            drafter.start(apart)
+        for model in {id(drafter.model): drafter.model for drafter in self._drafters.values()}.values():
+            session.take(model, ModelDrafter.role)
+
+    def propose(self, committed: list[int], max_tokens: int) -> Proposal:
+        if max_tokens < self._length:
+            return self._drafter.propose(committed, max_tokens)
+        # a feature draft proposes nothing before the target has read the prompt: it is that kind's turn again
+        kind = next(self._order) if self._waiting is None else self._waiting
+        self._drafter = self._drafters[kind]
+        model = self._drafter.model
+        if isinstance(model, CachedModel) and (pending := committed[len(model) : -1]):
+            model.feed(pending)
+        started_s = perf_counter()
+        proposal = self._drafter.propose(committed, max_tokens)
+        seconds = perf_counter() - started_s
+        is_whole = len(proposal.tokens) == self._length
+        self._waiting = None if is_whole else kind
+        if is_whole:
+            self.drafts.append((kind, seconds / proposal.num_draft_forwards))
+        return proposal
+
+    def conclude(self, committed: list[int], num_accepted: int) -> None:
+        self._drafter.conclude(committed, num_accepted)
+
+    def roll_back(self, length: int) -> None:
+        self._drafter.roll_back(length)
+
+
+def shuffled(cycle: list[str]) -> Iterator[str]:
+    """The names of a cycle, in a new random order each time, so that none always follows the same one."""
+    generator = np.random.default_rng(0)
+    while True:
+        yield from generator.permutation(cycle).tolist()
 
 
 def unstopping(policy: Policy) -> Policy:
@@ -85,14 +142,17 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     Args:
         loop: what is timed, on its prompts.
         policies: one policy for each kind of stop, by its kind.
+
+    Raises:
+        ValueError: a loop that drafts nothing.
     """
     if not policies:
         return {}
     mixtures = mixtures_of(policies)
-    timed = timed_kinds(policies)
+    timed = dict.fromkeys(kind for mixture in mixtures.values() for kind in mixture)
     length, cycle = drafted_length(loop), [*timed, *[_FIXED] * NUM_FIXED]
-    arms = {_FIXED: FixedLength(length), **{kind: unstopping(policies[kind]) for kind in timed}}
-    drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in arms.items()}
+    every = {_FIXED: FixedLength(length), **{kind: unstopping(policies[kind]) for kind in timed}}
+    drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in every.items()}
     rotation = Rotation(drafters, shuffled(cycle), length=length)
     decoder = loop.models.decoder(rotation, sampling=loop.sampling, max_draft_length=length, eos_ids=loop.eos_ids)
     generator = torch.Generator().manual_seed(0)
@@ -136,11 +196,6 @@ def mixtures_of(policies: Mapping[str, Policy]) -> dict[str, dict[str, float]]:
     return mixtures
 
 
-def timed_kinds(policies: Mapping[str, Policy]) -> list[str]:
-    """The kinds of stop that are timed, of which the others are mixtures."""
-    return list(dict.fromkeys(kind for mixture in mixtures_of(policies).values() for kind in mixture))
-
-
 def drafted_length(loop: Loop) -> int:
     """Tokens of each draft that is timed.
 
@@ -159,32 +214,27 @@ def drafted_length(loop: Loop) -> int:
 
 
 def _stops_of(cycles: Sequence[Sequence[Draft]], mixtures: Mapping[str, Mapping[str, float]]) -> dict[str, Stop]:
-    levels_s = [median(draft.step_s for draft in cycle) for cycle in cycles]
-    paces: dict[str, list[list[float]]] = {}
-    for cycle, level_s in zip(cycles, levels_s, strict=True):
-        of_cycle: dict[str, list[float]] = {}
-        for draft in cycle:
-            of_cycle.setdefault(draft.kind, []).append(draft.step_s / level_s)
-        for kind, steps in of_cycle.items():
-            paces.setdefault(kind, []).append(steps)
+    levels_s = [median(step_s for _, step_s in cycle) for cycle in cycles]
+    relative: dict[str, list[list[float]]] = {kind: [[] for _ in cycles] for kind, _ in cycles[0]}
+    for number, (cycle, level_s) in enumerate(zip(cycles, levels_s, strict=True)):
+        for kind, step_s in cycle:
+            relative[kind][number].append(step_s / level_s)
     # the cycles themselves, then resamples of them: one draw for all kinds, which share the fixed length
     drawn = np.random.default_rng(0).integers(len(cycles), size=(_RESAMPLES, len(cycles)))
-    samples = [np.arange(len(cycles)), *drawn]
-    medians = {kind: np.array([np.median(np.array(steps)[rows]) for rows in samples]) for kind, steps in paces.items()}
+    samples = np.vstack([np.arange(len(cycles)), drawn])
+    medians = {kind: np.median(np.array(steps)[samples], axis=(1, 2)) for kind, steps in relative.items()}
     unit_s = typical(levels_s)  # as t_draft is: of the machine at its best
     stops = {}
     for kind, mixture in mixtures.items():
         added_s = unit_s * (sum(share * medians[timed] for timed, share in mixture.items()) - medians[_FIXED])
-        stops[kind] = Stop(max(0.0, float(added_s[0])), float(added_s[1:].std()))
+        stops[kind] = max(0.0, float(added_s[0])), float(added_s[1:].std())
     return stops
 
 
 def sizes(policies: Mapping[str, Policy], num_draft_weights: int) -> dict[str, float]:
     """Bytes of each policy's heads over those of the draft, both in one precision; 0 where there is no head."""
-    return {kind: _num_weights(policy) / num_draft_weights for kind, policy in policies.items()}
-
-
-def _num_weights(policy: Policy) -> int:
-    if not isinstance(policy, ScoringPolicy):
-        return 0
-    return sum(weight.numel() for head in policy.heads for weight in head.parameters())
+    heads = {kind: policy.heads if isinstance(policy, ScoringPolicy) else () for kind, policy in policies.items()}
+    return {
+        kind: sum(weight.numel() for head in of_kind for weight in head.parameters()) / num_draft_weights
+        for kind, of_kind in heads.items()
+    }

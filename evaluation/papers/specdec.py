@@ -27,7 +27,6 @@ from decode.loop.decoder import Generation
 from decode.policies import FixedLength, HeadPolicy
 from evaluation.competitor import family_of
 from evaluation.costs.machine import costs_for, loop_of
-from evaluation.costs.measure import fit_costs
 from evaluation.table import Table
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
@@ -130,11 +129,11 @@ def forward_times(experiment: Experiment, head: AcceptanceHead) -> Table:
     times: dict[str, dict[str, ForwardTimes]] = {"stand-alone": {}, "SpecDec": {}, "SpecDec++": {}}
     for dataset in experiment.datasets:
         generated = generations(experiment, experiment.prompt_ids(dataset, "test", num=_PROMPTS), head)
-        (t_draft, r2_draft), (t_target, r2_target) = (alone(generated[name]) for name in ("draft", "target"))
-        times["stand-alone"][dataset] = t_draft, t_target, f"{r2_draft:.4f} & {r2_target:.4f}"
+        (t_draft, draft_r2), (t_target, target_r2) = (regressed(generated[name]) for name in ("draft", "target"))
+        times["stand-alone"][dataset] = t_draft, t_target, f"{draft_r2:.4f} & {target_r2:.4f}"
         for setting in ("SpecDec", "SpecDec++"):
-            fit = fit_costs(generated[setting])
-            times[setting][dataset] = fit.t_draft_s, fit.t_target_s, f"{fit.r2:.4f}"
+            t_draft, t_target, r2 = regressed(generated[setting])
+            times[setting][dataset] = t_draft, t_target, f"{r2:.4f}"
     rows = [row for setting, by_dataset in times.items() for row in _time_rows(setting, by_dataset)]
     return Table("SpecDec++ Table 2: forward times in seconds by regression, clocked", rows)
 
@@ -176,10 +175,14 @@ def generations(
     return generated
 
 
-def alone(generated: Sequence[Generation]) -> tuple[float, float]:
-    """(seconds per forward, R²) of one model that generates without drafts: least squares without intercept."""
-    later = [generation.rounds[1:] for generation in generated]
-    forwards = np.array([float(len(rounds)) for rounds in later])
-    seconds = np.array([sum(round_.draft_s + round_.target_s for round_ in rounds) for rounds in later])
-    (time_s,), (residual,), *_ = np.linalg.lstsq(forwards[:, None], seconds, rcond=None)
-    return float(time_s), float(1 - residual / ((seconds - seconds.mean()) ** 2).sum())
+def regressed(generated: Sequence[Generation]) -> tuple[float, ...]:
+    """(seconds of a draft forward, if there are any; of a target forward; R²): least squares over generations without
+    intercept, the rounds that read prompts left out.
+    """
+    rounds = [generation.rounds[1:] for generation in generated]
+    forwards = np.array([[sum(each.counts.num_draft_forwards for each in of), len(of)] for of in rounds], dtype=float)
+    seconds = np.array([sum(each.draft_s + each.target_s for each in of) for of in rounds])
+    counted = forwards[:, forwards.any(0)]
+    times, *_ = np.linalg.lstsq(counted, seconds, rcond=None)
+    residual = seconds - counted @ times
+    return *times.tolist(), float(1 - residual @ residual / ((seconds - seconds.mean()) ** 2).sum())
