@@ -6,8 +6,8 @@
        (`best_setting`, which every command chooses by, also among settings that are decoded instead).
     3. That setting is judged on the test prompts: its `Result`.
 
-Two policies depend on the times: the rule of law 4.11 and the oracle. `hold` solves and replays them once for each set
-of times, and lets them compete with the rest.
+Two policies depend on the times: the rule of law 4.11 and the oracle. `hold_each` solves and replays them once for each
+set of times, and lets them compete with the rest.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from evaluation.times import Times
 from evaluation.traces.bounds import Oracle
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
-from evaluation.tuning.rule import auto_for
+from evaluation.tuning.rule import autos_for, side_by_side
 from heads.model.head import AcceptanceHead, Timing
 from store.progress import Bar
 
@@ -148,13 +148,19 @@ class Replays:
     heads: Mapping[str, AcceptanceHead]
     """Heads of the arms, by name."""
 
-    def autos(self, head: AcceptanceHead, times: Times, is_online: Sequence[bool] = (False, True)) -> list[Arm]:
-        """The rule of law 4.11 with this head, lambda from dev or learned online."""
-        rules = {
-            f"auto_{head.timing}{'_online' * learns}": auto_for(head, self.traces.dev, times, is_online=learns)
-            for learns in is_online
-        }
-        return list(replay_arms((Competitor(name, name, rule, ({},)) for name, rule in rules.items()), self.traces))
+    def autos(
+        self, head: AcceptanceHead, every: Sequence[Times], is_online: Sequence[bool] = (False, True)
+    ) -> list[list[Arm]]:
+        """The rule of law 4.11 with this head at each of several times, lambda from dev or learned online."""
+        arms: list[list[Arm]] = [[] for _ in every]
+        for learns in is_online:
+            name = f"auto_{head.timing}{'_online' * learns}"
+            rules = autos_for(head, self.traces.dev, every, is_online=learns)
+            dev, test = (replay_settings(trace, side_by_side(rules)) for trace in self.traces)
+            for number, rule in enumerate(rules):
+                competitor = Competitor(name, name, rule, ({},))
+                arms[number].append(Arm(competitor, dev.select([number]), test.select([number])))
+        return arms
 
     def oracle(self, times: Times) -> Arm:
         """The oracle that knows these times; the one without times is it wherever drafting an accepted token pays."""
@@ -164,20 +170,36 @@ class Replays:
 
 
 def hold(replays: Replays, times: Times, *, dataset: str = "", is_online: Sequence[bool] = (False, True)) -> Contest:
-    """The contest of one dataset at these times.
+    """The contest of one dataset at these times: `hold_each` of one."""
+    return hold_each(replays, [times], dataset=dataset, is_online=is_online)[0]
+
+
+def hold_each(
+    replays: Replays, every: Sequence[Times], *, dataset: str = "", is_online: Sequence[bool] = (False, True)
+) -> list[Contest]:
+    """The contest of one dataset at each of several times.
 
     Args:
         replays: of the dataset.
-        times: of the pair, on this machine or another.
+        every: times of the pair, on this machine or others.
         dataset: its name.
         is_online: forms of `auto` that compete with the head that is fastest on dev: lambda from dev, learned online.
     """
-    chosen = fastest_on_dev(replays.arms, times)
-    heads = [result for name, result in chosen.items() if family(name).timing]
-    autos = replays.autos(replays.heads[fastest(heads).competitor.head], times, is_online) if heads else []
-    chosen = fastest_on_dev([*autos, replays.oracle(times)], times, chosen)
-    order = [name for name in families() if name in chosen]
-    return Contest(dataset, times, {name: chosen[name] for name in dict.fromkeys([*order, *chosen])})
+    chosen = [fastest_on_dev(replays.arms, times) for times in every]
+    of_head: dict[str, list[int]] = {}
+    for number, results in enumerate(chosen):
+        if heads := [result for name, result in results.items() if family(name).timing]:
+            of_head.setdefault(fastest(heads).competitor.head, []).append(number)
+    autos: dict[int, list[Arm]] = {}
+    for head, numbers in of_head.items():
+        rules = replays.autos(replays.heads[head], [every[number] for number in numbers], is_online)
+        autos |= dict(zip(numbers, rules, strict=True))
+    contests = []
+    for number, (times, results) in enumerate(zip(every, chosen, strict=True)):
+        results = fastest_on_dev([*autos.get(number, ()), replays.oracle(times)], times, results)
+        order = dict.fromkeys([*(name for name in families() if name in results), *results])
+        contests.append(Contest(dataset, times, {name: results[name] for name in order}))
+    return contests
 
 
 def fastest_on_dev(arms: Iterable[Arm], times: Times, rivals: Mapping[str, Result] | None = None) -> dict[str, Result]:

@@ -184,8 +184,8 @@ class Auto(ScoringPolicy):
 
     def _rate(self, state: AutoState) -> Number:
         """Tokens per second that a draft must reach (lambda of law 4.11), at least the target's own."""
-        rate = state.tokens / state.seconds if self.is_online else self._prior()[0]
-        return np.maximum(rate, 1.0 / self.t_target_s)
+        rate = state.tokens / state.seconds if self.is_online else self.throughput
+        return np.maximum(self._prior()[0] if rate is None else rate, 1.0 / self.t_target_s)
 
     def _prior(self) -> tuple[Number, Number]:
         """(lambda, profit per drafting round) at the start."""

@@ -13,7 +13,7 @@ from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.clock.results import check_clock, clock_dataset
 from evaluation.competitor import competitors_with
-from evaluation.contest import Contest, Replays, hold, replay_dataset
+from evaluation.contest import Contest, Replays, hold_each, replay_dataset
 from evaluation.costs.machine import costs_for
 from evaluation.flag_types import Sizes, sizes_of
 from evaluation.report.batches import in_batches
@@ -28,7 +28,6 @@ from evaluation.table import announce, printing, say
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.tuning.calibration import calibrated_on, is_of_other_sampling
-from store.progress import Bar
 from store.shards import write_atomic
 
 
@@ -127,7 +126,7 @@ def compare_all(
     for dataset in experiment.datasets:
         replays = replay_dataset(folder.load(dataset), competitors, heads=heads, perfect_head=perfect, name=dataset)
         every[dataset] = replays
-        contests = [hold(replays, times, dataset=dataset) for times in every_times]
+        contests = hold_each(replays, every_times, dataset=dataset)
         page.answers[dataset] = [answer_of(contest, heads=heads) for contest in contests]
         for answer in page.answers[dataset]:
             for table in answer.printed(has_all=has_all):
@@ -153,13 +152,11 @@ def _transfer(source: Contest, target: Contest, replays: Replays) -> pd.DataFram
 
 def at_ratios(contests: Sequence[Contest], replays: Replays) -> list[Contest]:
     """The first contest and one at every ratio of the page, by ratio."""
-    first, *_ = contests
+    first, known = contests[0], {contest.times.title: contest for contest in contests[1:]}
     _, *others = first.times.at_ratios(RATIOS)
-    known = {contest.times.title: contest for contest in contests}
-    every = [first]
-    for times in Bar(others, desc=f"evaluate: {first.dataset} at other times", unit="ratios"):
-        other = known.get(times.title)
-        every.append(other or hold(replays, times, dataset=first.dataset, is_online=(False,)))
+    new = [times for times in others if times.title not in known]
+    every = [first, *(known[times.title] for times in others if times.title in known)]
+    every += hold_each(replays, new, dataset=first.dataset, is_online=(False,))
     return sorted(every, key=lambda contest: contest.times.ratio)
 
 

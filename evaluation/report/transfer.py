@@ -16,7 +16,7 @@ from configs.schema import Config, SamplingConfig
 from data_gen.store.manifest import read_manifest
 from decode.experiment import Experiment
 from evaluation.competitor import Competitor
-from evaluation.contest import Contest, Replays, Result, hold, replay_dataset
+from evaluation.contest import Contest, Replays, Result, hold_each, replay_dataset
 from evaluation.families import AUTO, BOUND, PERFECT, TRAINING_FREE, family
 from evaluation.gain import Gain
 from evaluation.report.results import figures_of, result_frame
@@ -112,4 +112,4 @@ def source_contests(
         traces, competitors, heads=heads, perfect_head=decode.perfect_head, name=f"transfer from {name}"
     )
     dataset = f"{name} (temperature {experiment.sampling.temperature:g})"
-    return {times.title: hold(replays, times, dataset=dataset) for times in every_times}
+    return {contest.times.title: contest for contest in hold_each(replays, every_times, dataset=dataset)}

@@ -100,7 +100,7 @@ def tuned_head(name: str, result: Result, replays: Replays, contest: Contest) ->
     """
     assert result.arm is not None
     head, times, baseline = replays.heads[name], contest.times, contest.baseline
-    rule, online = replays.autos(head, times)
+    [[rule, online]] = replays.autos(head, [times])
     ruled = result_of(rule, 0, times)
     return {
         "head": name,
