@@ -30,14 +30,14 @@ CEILINGS = {
     "data_gen": (6715, 4400),
     "heads": (4325, 3600),
     "decode": (5019, 4200),
-    "evaluation": (10768, 7400),
+    "evaluation": (10681, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
-    "tests": (28954, 18000),
+    "tests": (28948, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
-MAX_RECORD_TYPES = 163
+MAX_RECORD_TYPES = 160
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
 
 WORDS = {

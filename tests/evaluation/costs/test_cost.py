@@ -7,7 +7,6 @@ from time import sleep
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from configs.command import config_of, parser_for
 from decode import Counts
@@ -16,7 +15,7 @@ from decode.loop.decoder import Generation, Round
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
 from evaluation.costs.machine import SKIP, costs_for
-from evaluation.costs.measure import Loop, costs_of, time_generations
+from evaluation.costs.measure import costs_of, time_generations
 from evaluation.costs.plan import plan, timing_line
 from evaluation.costs.stops import policies_by_kind, sizes
 from evaluation.papers.specdec import regressed
@@ -25,8 +24,6 @@ from evaluation.traces.bounds import Oracle, ScoreHead
 from evaluation.traces.replay import replay_settings
 from evaluation.turns import in_turns, turns_within
 from heads import AcceptanceHead
-from lm import Pair, Sampling
-from tests.toys.random_pairs import random_pair
 from tests.toys.traces import traced
 
 
@@ -152,19 +149,6 @@ def test_at_another_ratio_a_head_costs_its_share_of_the_draft():
     other = Times(0.02, (0.1,), t_stop_s={"fed-d1": 0.01}, elsewhere=StopShares("by size", by_size)).with_ratio(10.0)
     assert other.stop_s("fed-d1") == pytest.approx(0.01 * num_weights / draft_weights)
     assert "by size" in other.title
-
-
-class Words(PreTrainedTokenizerBase):
-    """As many ids as the pair has logits."""
-
-    def get_vocab(self) -> dict[str, int]:
-        return {str(token): token for token in range(40)}
-
-
-@pytest.fixture(scope="module")
-def loop() -> Loop:
-    pair = Pair(*random_pair("llama"), None, Words())
-    return Loop(pair=pair, prompts=[[5, 6, 7], [9, 8]], sampling=Sampling(), max_draft_length=4, max_new_tokens=24)
 
 
 def test_another_competitor_begins_on_every_prompt():

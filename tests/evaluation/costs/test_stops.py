@@ -7,11 +7,9 @@ from time import sleep
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from decode.loop.drafter import ModelDrafter
 from decode.policies import Entropy, FixedLength, HeadPolicy
-from evaluation.costs.measure import Loop
 from evaluation.costs.stops import (
     Rotation,
     drafted_length,
@@ -24,20 +22,6 @@ from evaluation.costs.stops import (
 from heads import AcceptanceHead
 from lm import Pair, Sampling
 from tests.toys.random_drafts import BLOCK, draft, target
-from tests.toys.random_pairs import random_pair
-
-
-class Words(PreTrainedTokenizerBase):
-    """As many ids as the pair has logits."""
-
-    def get_vocab(self) -> dict[str, int]:
-        return {str(token): token for token in range(40)}
-
-
-@pytest.fixture(scope="module")
-def loop() -> Loop:
-    pair = Pair(*random_pair("llama"), None, Words())
-    return Loop(pair=pair, prompts=[[5, 6, 7], [9, 8]], sampling=Sampling(), max_draft_length=4, max_new_tokens=24)
 
 
 @dataclass(frozen=True)
@@ -136,8 +120,8 @@ def test_a_feature_draft_that_waits_for_the_prompt_does_not_lose_its_turn(loop):
 
 
 def test_a_stop_of_blocks_is_timed_on_whole_blocks(loop):
-    drafting, model = draft("rnn"), target("llama")
-    blocks = replace(loop, pair=Pair(model, drafting, None, Words()), max_draft_length=9, prompts=[[1, 2, 3]])
+    pair = Pair(target("llama"), draft("rnn"), None, loop.pair.tokenizer)
+    blocks = replace(loop, pair=pair, max_draft_length=9, prompts=[[1, 2, 3]])
     assert drafted_length(blocks) == BLOCK
     found = time_stops(blocks, {"slow": Slow(seconds=0.03)})
     assert found["slow"][0] > 0.015 * BLOCK, "its work at every place is paid once a round"
