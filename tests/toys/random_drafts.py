@@ -66,10 +66,15 @@ def block_config(markov: str, **keys) -> Qwen3Config:
     return Qwen3Config(**(sizes | of_blocks | heads | {"num_anchors": 4} | keys))
 
 
+def target_of(kind: str) -> PreTrainedModel:
+    """The target of `draft(kind)`."""
+    return target("deepseek_v3" if kind == "mtp" else "llama")
+
+
 @cache
 def draft(kind: str, family: str = "llama") -> FeatureDraft:
     if kind == "mtp":
-        return mtp.draft(family)
+        return mtp.draft(family if family in mtp.FAMILIES else "deepseek_v3")
     made: FeatureDraft
     if kind == "eagle":
         made = Eagle(config(), has_embedding=False)

@@ -22,7 +22,7 @@ from lm.features.recorder import FeatureRecorder
 from tests.evaluation.flags.point_mass import PointMassDrafter
 from tests.toys import small_pair
 from tests.toys.loop import OF_BLOCKS, POLICIES
-from tests.toys.random_drafts import VOCAB, draft, feature_head, target
+from tests.toys.random_drafts import VOCAB, draft, feature_head, target_of
 
 PROMPT, LENGTH, LIMIT, EOS = [1, 2, 3], 4, 9, 4
 WARM, GREEDY = Sampling(temperature=1.3), Sampling(temperature=0)
@@ -55,7 +55,7 @@ def rules_of(kind: str) -> dict[str, Policy]:
 def recorder(
     kind: str, sampling: Sampling = WARM, length: int = LENGTH, eos_ids: tuple[int, ...] = (EOS,)
 ) -> ChainRecorder:
-    return ChainRecorder(draft(kind), target(), sampling, VOCAB, frozenset(eos_ids), length)
+    return ChainRecorder(draft(kind), target_of(kind), sampling, VOCAB, frozenset(eos_ids), length)
 
 
 def decoder_of(
@@ -69,7 +69,7 @@ def decoder_of(
         return SpeculativeDecoder(
             small_pair.model(1, 2), drafter, sampling=sampling, vocab_size=small_pair.VOCAB, **limits
         )
-    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
+    tapped = CachedModel(target_of(kind), recorder=FeatureRecorder(target_of(kind), draft(kind)))
     drafter = ModelDrafter(feature_model(draft(kind), tapped), policy)
     return SpeculativeDecoder(tapped, drafter, sampling=sampling, max_draft_length=length, eos_ids=frozenset(eos_ids))
 

@@ -47,7 +47,7 @@ from tests.evaluation.traces.forms import (
 )
 from tests.toys import longrope, small_pair
 from tests.toys.enumeration import law_of
-from tests.toys.random_drafts import BLOCK, BLOCKS, KINDS, draft, feature_head, target
+from tests.toys.random_drafts import BLOCK, BLOCKS, KINDS, draft, feature_head, target_of
 from tests.toys.small_pair import PROMPTS, VOCAB, model
 
 SHARP = Sampling(temperature=0.8, top_k=8)
@@ -156,7 +156,7 @@ def expected_draft(
     kind: str, response: list[int], start: int, chance: torch.Tensor
 ) -> tuple[list[int], int, list[dict[str, float]]]:
     """(tokens, number that pass, signals of each) of the round from `start`, drafted token by token with the target."""
-    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
+    tapped = CachedModel(target_of(kind), recorder=FeatureRecorder(target_of(kind), draft(kind)))
     drafting = feature_model(draft(kind), tapped)
     tapped.feed([*PROMPT, *response[:start]][:-1])
     tokens, rejected, steps = [], None, []
@@ -164,7 +164,7 @@ def expected_draft(
         committed = [*PROMPT, *response[:start]]
         logits = drafting.feed([*committed, *tokens][len(drafting) :])
         q = WARM.probs(logits)
-        p = WARM.probs(target()(torch.tensor([[*committed, *tokens]]), use_cache=False).logits[:, -1])
+        p = WARM.probs(target_of(kind)(torch.tensor([[*committed, *tokens]]), use_cache=False).logits[:, -1])
         position = start + depth
         if rejected is None:
             token = torch.tensor(response[position : position + 1])
@@ -182,7 +182,7 @@ def expected_draft(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, "mtp"])
 def test_every_draft_of_a_feature_drafts_trace_is_that_of_a_round_by_itself(kind):
     response = next(one.response_ids for one in responses(20) if len(one.response_ids) > 6)
     chance = uniforms(5, len(response), recorder(kind).num_uniforms)
@@ -197,7 +197,7 @@ def test_every_draft_of_a_feature_drafts_trace_is_that_of_a_round_by_itself(kind
         for name in ("entropy", "log_token_prob", "acceptance_prob"):
             assert trace.signal(name)[at].tolist() == pytest.approx([step[name] for step in steps], abs=1e-6)
         for hidden, step in zip(trace.inputs().hidden[at], steps, strict=True):
-            assert torch.allclose(hidden, step["hidden"], atol=1e-10)
+            assert torch.allclose(hidden, step["hidden"], atol=1e-6)
 
 
 def test_the_mean_counts_of_a_feature_drafts_replay_are_those_of_the_loops_exact_law():
