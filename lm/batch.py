@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lm.cache import BufferLayer, RowFeed, growing_cache
-from lm.forwards import body_and_lm_head, body_of, device_of, refuse_training
+from lm.forwards import body_and_lm_head, body_of, chunks, device_of, hidden_states, refuse_training
 from lm.masks import BranchMask, additive, visible
 from lm.model import CachedModel
 from lm.rope import refuse_crossing, rope_switch_of
@@ -23,6 +23,8 @@ from lm.selfcheck import check, check_batch, ids_of_plan, refusal_of
 
 _MAX_EXTRA = 4
 """Tokens before the requested rows that a forward takes along; a row that lacks more is fed them in another forward."""
+_MAX_READ = 2**14
+"""Tokens, padding included, of continuations that are read again in one forward."""
 _PREFIX, _BRANCHES = (1, 2, 3, 1, 2), ((2, (3, 1)), (4, (2, 2, 3)))
 """A text of the check, and its continuations: (tokens of the text that one sees, its own tokens)."""
 
@@ -156,12 +158,19 @@ def _requested(num_fed: Sequence[int], num_logits: Sequence[int], width: int) ->
     return [index for end, num in zip(ends, num_logits, strict=True) for index in range(end - num, end)]
 
 
+class ReadText(DynamicCache):
+    """The cache of a model with recurrent layers, which cannot hold branches, and the text that it has read."""
+
+    ids: list[int]
+
+
 class Continuations:
     """Continuations of one text, each from some position of it, read side by side.
 
     The text is in the cache once. Each continuation attends to the part before its start and to its own tokens, by a
     mask and explicit positions, so a step is one forward of one token each. Departure: a model with sliding windows
-    sees its whole context here; `check_branch_length` refuses longer texts.
+    sees its whole context here; `check_branch_length` refuses longer texts. A model with recurrent layers reads each
+    continuation again with the text before it.
     """
 
     def __init__(
@@ -174,8 +183,9 @@ class Continuations:
         starts: number of tokens of the text that each continuation sees.
         """
         self.model, self.vocab_size, self.cache, self.starts = model, vocab_size, cache, starts
-        self._num_text = cache.get_seq_length()
+        self._num_text = len(cache.ids) if isinstance(cache, ReadText) else cache.get_seq_length()
         self._mask = BranchMask(self._num_text, starts)
+        self._tails: dict[int, list[int]] = {}
 
     @torch.inference_mode()
     def feed(
@@ -188,6 +198,8 @@ class Continuations:
             owners: the continuation of each token.
             depths: index of each token in its continuation, from 0.
         """
+        if isinstance(self.cache, ReadText):
+            return self._read_again(self.cache.ids, tokens, owners)
         positions, mask = self._mask.feed(owners, depths)
         output = body_of(self.model)(
             input_ids=tokens[None],
@@ -200,13 +212,37 @@ class Continuations:
 
     def drop(self) -> None:
         """Drop all continuations, and keep the text."""
-        self.cache.crop(self._num_text - self.cache.get_seq_length())  # a negative number: so many tokens less
+        self._tails = {}
+        if not isinstance(self.cache, ReadText):
+            self.cache.crop(self._num_text - self.cache.get_seq_length())  # a negative number: so many tokens less
         self._mask = BranchMask(self._num_text, self.starts)
+
+    def _read_again(
+        self, text: list[int], tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"]
+    ) -> Float[Tensor, "fed hidden"]:
+        fed: dict[int, list[int]] = {owner: [] for owner in sorted(set(owners.tolist()))}
+        for owner, token in zip(owners.tolist(), tokens.tolist(), strict=True):
+            fed[owner].append(token)
+        self._tails |= {owner: [*self._tails.get(owner, ()), *new] for owner, new in fed.items()}
+        rows = [[*text[: int(self.starts[owner])], *self._tails[owner]] for owner in fed]
+        starts = [len(row) - len(new) for row, new in zip(rows, fed.values(), strict=True)]
+        groups = chunks(len(rows), max(1, _MAX_READ // max(map(len, rows))))
+        states = torch.cat([hidden_states(self.model, rows[group], starts[group]) for group in groups])
+        return torch.empty_like(states).index_copy_(0, owners.argsort(stable=True).to(states.device), states)
+
+
+def keeps_states(model: PreTrainedModel) -> bool:
+    """True if the cache of the model has layers that are not attention."""
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
+    return not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 def read_prefix(model: PreTrainedModel, ids: list[int]) -> tuple[DynamicCache, Float[Tensor, "position hidden"]]:
     """A cache that holds `ids`, and the final hidden states after each. Windows are ignored: the mask hides entries."""
     cache = growing_cache(2 * len(ids))
+    if keeps_states(model):
+        cache = ReadText(config=model.config)
+        cache.ids = ids
     with torch.inference_mode():
         output = body_of(model)(
             input_ids=torch.tensor([ids], device=device_of(model)), past_key_values=cache, use_cache=True
@@ -233,16 +269,14 @@ def check_branch_length(model: PreTrainedModel, length: int, *, num_prompt: int)
     subject = f"prompt, response and branch have {length} tokens, which are read at once"
     remedy = "lower decode.max_new_tokens or data.max_prompt_tokens"
     refuse_crossing(model, num_prompt, length, subject=subject, remedy=remedy)
+    if keeps_states(model):
+        return
     for index, layer in enumerate(DynamicCache(config=model.config).layers):
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         if window is not None and length > window:
             subject = f"layer {index} of {type(model).__name__} sees {window} tokens"
             raise ValueError(
                 f"{subject}; prompt, response and branch have {length}, which branches need to see whole: {remedy}"
-            )
-        if window is None and type(layer) is not DynamicLayer:
-            raise _no_trace(
-                model, f"layer {index} keeps a state ({type(layer).__name__}), and each branch would need its own"
             )
 
 

@@ -23,6 +23,7 @@ from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard, check_num
 from heads.batches.loader import BatchLoader, Item, Share, block_reader
 from heads.batches.online import response_reader
 from heads.grid import grid, scalar_names
+from lm.features.released import without_mtp
 from store.shards import check_sums, list_shards, read_sidecar
 
 
@@ -243,7 +244,7 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
 
 def _described(source: ModelSource) -> dict[str, Any] | None:
     """The description of a local model; None if it is not on this machine."""
-    if not Path(source.path).is_dir():
+    if not Path(without_mtp(source).path).is_dir():
         return None
     try:
         return describe_model(source)

@@ -26,15 +26,15 @@ CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
     "configs": (1324, 1000),
     "store": (622, 500),
-    "lm": (5707, 4500),  # 500 lines for drafts in use: layouts of their producers, and MTP layers
+    "lm": (5741, 4500),  # 500 lines for drafts in use: layouts of their producers, and MTP layers
     "data_gen": (6715, 4400),
-    "heads": (4325, 3600),
+    "heads": (4326, 3600),
     "decode": (5019, 4200),
     "evaluation": (10681, 7400),
     "serve": (963, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
-    "tests": (28953, 18000),
+    "tests": (28956, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 160

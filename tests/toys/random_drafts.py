@@ -68,13 +68,13 @@ def block_config(markov: str, **keys) -> Qwen3Config:
 
 def target_of(kind: str) -> PreTrainedModel:
     """The target of `draft(kind)`."""
-    return target("deepseek_v3" if kind == "mtp" else "llama")
+    return target(kind if kind in mtp.FAMILIES else "llama")
 
 
 @cache
 def draft(kind: str, family: str = "llama") -> FeatureDraft:
-    if kind == "mtp":
-        return mtp.draft(family if family in mtp.FAMILIES else "deepseek_v3")
+    if kind == "mtp" or kind in mtp.FAMILIES:
+        return mtp.draft(family if kind == "mtp" else kind)
     made: FeatureDraft
     if kind == "eagle":
         made = Eagle(config(), has_embedding=False)

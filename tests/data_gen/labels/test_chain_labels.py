@@ -15,6 +15,7 @@ from lm import CachedModel, Sampling, acceptance_rate, entropy, feature_model
 from lm.draws import draw, uniforms
 from lm.features.recorder import FeatureRecorder
 from store.shards import write_shard
+from tests.toys.mtp import FAMILIES as MTP
 from tests.toys.random_drafts import BLOCKS, KINDS, VOCAB, draft, target_of
 
 LENGTH, EOS, WARM = 3, 4, Sampling(temperature=1.3)
@@ -64,7 +65,7 @@ def expected(kind: str, exchange: Exchange, start: int, uniform: torch.Tensor) -
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, "mtp"])
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, *MTP])
 def test_drafts_of_every_second_place_are_those_of_all_places_and_rows_hold_all(kind):
     whole, half = labelled(kind), labelled(kind, draft_every=2)
     starts = [start for lengths in whole.lengths for start in range(len(lengths))]
@@ -79,7 +80,7 @@ def test_drafts_of_every_second_place_are_those_of_all_places_and_rows_hold_all(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, "mtp"])
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, *MTP])
 def test_every_token_has_the_labels_and_states_of_its_own_draft(kind):
     drafts, at, first = labelled(kind), 0, 0
     for exchange, lengths in zip(EXCHANGES, drafts.lengths, strict=True):
@@ -133,7 +134,7 @@ def test_no_row_at_all_is_a_shard_of_none():
     assert safetensors.torch.load(to_safetensors(drafts.columns, Layout(())))["row_offsets"].tolist() == [0]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, "mtp"])
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, *MTP])
 def test_a_response_that_a_model_cannot_read_is_broken_and_leaves_the_others_as_they_are(kind, monkeypatch):
     """The target's embedding of a token that the first response reads, and nothing of the second, is NaN."""
     first, second = EXCHANGES[0], Exchange("b", "", [6, 1], [3], "stop")

@@ -62,7 +62,7 @@ ENGINE_RULES: dict[str, Policy] = {
 PLAYED = [
     *(("eagle", name) for name in rules_of("eagle")),
     *(("rnn", name) for name in rules_of("rnn")),
-    *((kind, name) for kind in (*KINDS[1:], "mtp") for name in ("drawn", "fed", "self_verify")),
+    *((kind, name) for kind in (*KINDS[1:], "deepseek_v3", "qwen3_next") for name in ("drawn", "fed", "self_verify")),
     *((kind, "token_prob") for kind in BLOCKS),
 ]
 COLD = [

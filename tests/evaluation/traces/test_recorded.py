@@ -47,6 +47,7 @@ from tests.evaluation.traces.forms import (
 )
 from tests.toys import longrope, small_pair
 from tests.toys.enumeration import law_of
+from tests.toys.mtp import FAMILIES as MTP
 from tests.toys.random_drafts import BLOCK, BLOCKS, KINDS, draft, feature_head, target_of
 from tests.toys.small_pair import PROMPTS, VOCAB, model
 
@@ -182,7 +183,7 @@ def expected_draft(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, "mtp"])
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, *MTP])
 def test_every_draft_of_a_feature_drafts_trace_is_that_of_a_round_by_itself(kind):
     response = next(one.response_ids for one in responses(20) if len(one.response_ids) > 6)
     chance = uniforms(5, len(response), recorder(kind).num_uniforms)
