@@ -24,6 +24,7 @@ from transformers.generation import BaseStreamer, EosTokenCriteria
 
 from decode import speculative_generate
 from decode.policies import Assisted, FixedLength, Heuristic
+from tests.toys.cases import first_fast
 from tests.toys.random_pairs import CONFIGS, random_pair
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
@@ -304,8 +305,10 @@ def test_a_criterion_of_ones_own_takes_the_place_of_the_configs(place, kind):
     assert generate(target, draft, **settings).tolist() == target.generate(PROMPT, **GREEDY | settings).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("policy", [None, FixedLength(5)])
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    first_fast((dtype, policy) for policy in (FixedLength(5), None) for dtype in (torch.float32, torch.float64)),
+)
 def test_greedy_tokens_are_those_of_plain_generate_in_float32_and_float64(dtype, policy):
     target, draft = (model.to(dtype) for model in random_pair("llama"))
     for first in range(1, 8):

@@ -14,6 +14,7 @@ from decode.policies import Assisted, DSparkConfidence, LlamaCpp
 from decode.policies.registry import POLICIES, RULES, parse_policy
 from lm import Sampling, load_model
 from tests.evaluation.flags.point_mass import PointMassDrafter
+from tests.toys.cases import first_fast
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = [[5, 17, 33, 60 + i, 12, 9 + i] for i in range(4)]
@@ -60,7 +61,7 @@ def drafts_of_transformers(pair, policy: Assisted, prompt: list[int]) -> tuple[l
     return [count - 1 for count in fed], text[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", first_fast(SETTINGS))
 def test_transformers_rule_drafts_what_transformers_drafts(name, pair):
     target, draft = pair
     decoder = SpeculativeDecoder(target, ModelDrafter(draft, SETTINGS[name]), sampling=GREEDY)

@@ -13,6 +13,7 @@ from decode.drafters.hierarchies import CONFIGURATIONS, InnerRounds, Interleaved
 from decode.policies import FixedLength, Policy, SelfVerify
 from lm import CachedModel, Sampling, entropy
 from tests.toys import small_pair
+from tests.toys.cases import first_fast
 from tests.toys.enumeration import ToyModel
 
 PROMPT = [0, 1, 2]
@@ -68,11 +69,7 @@ def generate(
 
 @pytest.mark.parametrize(
     ("name", "temperature"),
-    [
-        *((name, 1.0) for name in NAMES),
-        (NAMES[0], 0.0),
-        *(pytest.param(name, 0.0, marks=pytest.mark.slow) for name in NAMES[1:]),
-    ],
+    first_fast([(NAMES[0], 0.0), *((name, 1.0) for name in NAMES), *((name, 0.0) for name in NAMES[1:])], 3),
 )
 def test_caches_of_all_three_models_agree_with_uncached_forwards(trio, name, temperature):
     micro, draft, target = (CheckedModel(model) for model in trio)
@@ -90,7 +87,7 @@ def test_greedy_hierarchies_say_what_the_target_alone_says(trio, name):
     assert list(ours) == alone[0, len(PROMPT) :].tolist()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_fast(NAMES, 3))
 def test_a_hierarchy_stops_drafting_where_a_context_is_full(trio, name):
     micro, draft, target = (CachedModel(model) for model in trio)
     decoder = SpeculativeDecoder(target, drafters(micro, draft)[name], eos_ids=frozenset(), max_draft_length=8)
