@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from configs.paths import local_path
-from configs.schema import Config, ModelSource, PairConfig
+from configs.schema import Config, PairConfig
 from data_gen.store.identity import describe_model
 from heads.measures.report import beats_signal, best_heads, verdict
 from heads.model.card import description
@@ -28,8 +28,6 @@ _CARD_METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier",
 _FIRST_FACTS = ("timing", "num_layers", "num_parameters", "metrics", "recommended", "sampling")
 """First keys in the JSON of `inspect`."""
 _OTHER_DRAFT = "set pair.draft to the draft that the head was trained for"
-_KINDS = [AcceptanceHead.__name__]
-"""Entry `architectures` of a head's config.json."""
 
 
 def export(
@@ -71,7 +69,11 @@ def export(
     if results and not force and not any(beats_signal(results["dev"], sweep.specs).values()):
         result = verdict(results["dev"], sweep.specs)
         raise ValueError(f"{result} Pass --force (force=True in Python) to export anyway: {', '.join(names)}.")
-    heads = {name: _with_metrics(trained, name, results) for name, trained in sweep.heads().items() if name in names}
+    heads = {name: trained for name, trained in sweep.heads().items() if name in names}
+    for name, trained in heads.items() if results else ():
+        on_dev, on_train = (results[split]["heads"][name] for split in ("dev", "train"))
+        metrics = {key: on_dev[key] for key in _CARD_METRICS if on_dev[key] is not None}
+        trained.provenance = replace(trained.provenance, metrics=metrics | {"train_raw_kl": on_train["raw_kl"]})
     if format == "dspark":
         return [_export_dspark(heads, config.pair, root)]
     written = [save_whole(heads[name], root / name) for name in names]
@@ -96,14 +98,13 @@ def import_(
         config: the experiment; its pair names the head's draft and target, and the Sampling to use the head with.
         source: a directory with config.json and model.safetensors, or a hub id; or a DSpark draft for pair.target.
         out: output directory of the head.
-        reject_weight: reject weight that the head was trained with. The official config does not contain it, but the
-            head's name often does. Not allowed for a DSpark draft, whose loss has none.
+        reject_weight: reject weight that the head was trained with; for a SpecDec++ head only.
         accept_weight: accept weight that the head was trained with.
         mixing_ratio: mixing ratio of the training data.
     """
-    out_path = local_path(out, "--out")
-    pair = replace(config.pair, draft=replace(config.pair.draft, path=source))
-    is_dspark = released_layout_of(pair.draft) == "dspark"
+    out_path, pair = local_path(out, "--out"), config.pair
+    of_source = replace(pair, draft=replace(pair.draft, path=source))
+    is_dspark = released_layout_of(of_source.draft) == "dspark"
     if is_dspark and reject_weight is not None:
         raise ValueError(
             f"--reject_weight is {reject_weight}, but {source} has a confidence head that was trained without one; "
@@ -113,30 +114,24 @@ def import_(
         raise ValueError(
             f"{source} does not record its reject weight; pass --reject_weight (the head's name often contains it)"
         )
-    pair = pair if is_dspark else config.pair
+    models = {"draft": of_source.draft if is_dspark else pair.draft, "target": pair.target}
     provenance = Provenance(
         accept_weight=accept_weight,
         reject_weight=1.0 if reject_weight is None else reject_weight,
         mixing_ratio=None if is_dspark else mixing_ratio,
-        sampling=asdict(config.pair.sampling),
+        sampling=asdict(pair.sampling),
         training={"imported_from": source},
-        draft=_named(pair.draft),
-        target=_named(pair.target),
+        **{role: {"path": m.path, "name": m.path, "revision": m.revision} for role, m in models.items()},
     )
-    head = _confidence_head(pair, provenance) if is_dspark else read_official_head(source, provenance)
+    if is_dspark:
+        draft = load_pair(of_source).drafting
+        assert isinstance(draft, DSpark), "its layout says so"
+        head = confidence_head_of(draft, provenance)
+    else:
+        head = read_official_head(source, provenance)
     path = save_whole(head, out_path)
     print(f"wrote the head of {source} to {path}; next: acceptance-heads inspect --path {path}")
     return path
-
-
-def _named(model: ModelSource) -> dict[str, Any]:
-    return {"path": model.path, "name": model.path, "revision": model.revision}
-
-
-def _confidence_head(pair: PairConfig, provenance: Provenance) -> AcceptanceHead:
-    draft = load_pair(pair).drafting
-    assert isinstance(draft, DSpark), "its layout says so"
-    return confidence_head_of(draft, provenance)
 
 
 def push(*, path: str, repo: str, private: bool = False) -> str:
@@ -192,26 +187,20 @@ def load_sweep(checkpoint: Path) -> Sweep:
 
 
 def save_whole(head: AcceptanceHead, path: Path) -> Path:
-    """Save a head atomically, replacing a head that exists there.
-
-    Raises:
-        ValueError: `path` holds something other than a head, which is left as it is; or the disk is full.
+    """Save a head atomically, replacing a head that exists there; ValueError if something else is there, which is left
+    as it is, or if the disk is full.
     """
     with atomic_directory(path) as folder:
-        if path.exists() and not _is_head(path):
+        config = path / "config.json"
+        is_head = path.is_dir() and {entry.name for entry in path.iterdir()} <= set(FILES)
+        if is_head and config.is_file():
+            is_head = read_json(config, remedy="move it away").get("architectures") == [AcceptanceHead.__name__]
+        if path.exists() and not is_head:
             raise ValueError(
                 f"{path} exists and is not an exported head, so it is not overwritten; name another directory"
             )
         head.save_pretrained(folder)
     return path
-
-
-def _is_head(path: Path) -> bool:
-    """Whether a directory is empty or holds only the files of a head."""
-    if not path.is_dir() or not {entry.name for entry in path.iterdir()} <= set(FILES):
-        return False
-    config = path / "config.json"
-    return not config.is_file() or read_json(config, remedy="move it away").get("architectures") == _KINDS
 
 
 def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> list[str]:
@@ -228,15 +217,6 @@ def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> 
     if head not in names:
         raise ValueError(f"this sweep has no head {head!r}; pass --head best, all, or one of {', '.join(names)}")
     return [head]
-
-
-def _with_metrics(head: AcceptanceHead, name: str, results: dict[str, Any]) -> AcceptanceHead:
-    if results:
-        on_dev, on_train = (results[split]["heads"][name] for split in ("dev", "train"))
-        metrics = {key: on_dev[key] for key in _CARD_METRICS if on_dev[key] is not None}
-        metrics["train_raw_kl"] = on_train["raw_kl"]
-        head.provenance = replace(head.provenance, metrics=metrics)
-    return head
 
 
 def _export_dspark(heads: dict[str, AcceptanceHead], pair: PairConfig, out: Path) -> Path:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from configs.schema import HeadsConfig
 from heads.model.formula import PAPERS
@@ -23,20 +24,12 @@ class HeadShape:
 
     def head(self, hidden_size: int, provenance: Provenance | None = None) -> AcceptanceHead:
         """A head of this shape with random weights."""
-        return AcceptanceHead(
-            hidden_size,
-            self.depth,
-            self.timing,
-            *self.inputs,
-            architecture=self.architecture,
-            provenance=provenance,
-        )
+        settings: dict[str, Any] = {"architecture": self.architecture, "provenance": provenance}
+        return AcceptanceHead(hidden_size, self.depth, self.timing, *self.inputs, **settings)
 
     @property
     def kind(self) -> str:
-        """fed, drawn, prefix or candidate; +s with scalars, +e with the token's embedding, +ARCHITECTURE if it is not
-        the paper's.
-        """
+        """Timing and inputs, such as drawn+s+e."""
         return kind_of(self.timing, self.inputs, self.architecture)
 
     def __str__(self) -> str:
@@ -68,9 +61,8 @@ def grid(config: HeadsConfig) -> dict[HeadShape, tuple[float, ...]]:
             raise ValueError(f"heads.{name} is empty, so the sweep has no heads; name at least one value")
         if len(set(values)) != len(values):
             raise ValueError(f"heads.{name} is {values}; name each value once")
-    for weight in (*config.reject_weights, config.accept_weight):
-        if not 0 < weight < float("inf"):
-            raise ValueError(f"heads.reject_weights or heads.accept_weight has {weight}; use a positive number")
+    if wrong := [weight for weight in (*config.reject_weights, config.accept_weight) if not 0 < weight < float("inf")]:
+        raise ValueError(f"heads.reject_weights or heads.accept_weight has {wrong[0]}; use a positive number")
     papers: list[tuple[Timing, Inputs, str]] = [("fed", Inputs(), PAPERS)] if config.specdec else []
     axes = product(config.timings, config.scalars, config.embeddings, config.normalised)
     combined = [(timing, Inputs.of(scalars, embedding, timing, normed)) for timing, scalars, embedding, normed in axes]

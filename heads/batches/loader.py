@@ -87,11 +87,8 @@ def blocks(shard_sizes: Sequence[int]) -> list[Block]:
 
 def in_order(shard_sizes: Sequence[int]) -> Iterator[Item]:
     """Every response once, in stored order."""
-    return (
-        Item(block, offset, turn)
-        for turn, block in enumerate(blocks(shard_sizes))
-        for offset in range(block.stop - block.start)
-    )
+    turns = enumerate(blocks(shard_sizes))
+    return (Item(block, offset, turn) for turn, block in turns for offset in range(block.stop - block.start))
 
 
 def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iterator[Item]:
@@ -125,21 +122,13 @@ def evaluation_batches(items: Iterator[Item], size: int, share: Share) -> Iterat
     yield from of_process
 
 
-def num_batches(num_items: int, size: int) -> int:
-    """Number of training batches in an epoch."""
-    return -(-num_items // size)
-
-
 def _pairs(lengths: Sequence[int], generator: torch.Generator) -> list[list[int]]:
     """Indices of a block's responses, the longest with the shortest and so on, in random order: five responses of 9, 1,
     5, 7 and 3 tokens give [0, 1], [3, 4] and [2].
     """
     indices = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     count = (len(indices) + 1) // 2
-    pairs = [
-        [long, short] if long != short else [long]
-        for long, short in zip(indices[:count], reversed(indices), strict=False)
-    ]
+    pairs = [list(dict.fromkeys(pair)) for pair in zip(indices[:count], reversed(indices), strict=False)]
     return [pairs[i] for i in torch.randperm(count, generator=generator).tolist()]
 
 
@@ -198,9 +187,7 @@ class BatchLoader:
         self._resume: dict[str, int] | None = None
 
     def __len__(self) -> int:
-        if self.seed is None:
-            return sum(1 for _ in self._order())
-        return num_batches(self.num_items, self.batch_size)
+        return sum(1 for _ in self._order()) if self.seed is None else -(-self.num_items // self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, on which the order depends; Lightning calls this before each."""
@@ -224,8 +211,7 @@ class BatchLoader:
     def _order(self) -> Iterator[list[Item]]:
         """The batches of the epoch, from `_taken` on."""
         if self.seed is None:
-            # without a predicate `filter` keeps every response
-            included = filter(self.is_included, in_order(list(map(len, self.lengths))))
+            included = filter(self.is_included or (lambda item: True), in_order(list(map(len, self.lengths))))
             return evaluation_batches(included, self.batch_size, self.share)
         items = shuffled(self.lengths, seed=self.seed, epoch=self.epoch)
         return batches(items, self.batch_size, self.share, first=self._taken)

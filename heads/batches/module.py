@@ -38,10 +38,7 @@ class FeatureData(pl.LightningDataModule):
     """
 
     def __init__(self, data: DataConfig, heads: HeadsConfig, *, pair: PairConfig) -> None:
-        """Args:
-            data: the `data` section of the config.
-            heads: the `heads` section of the config.
-            pair: the models that the data must have been made with.
+        """`data` and `heads` are sections of the config, and `pair` has the models that the data must be made with.
 
         Raises:
             FileNotFoundError: no data.
@@ -54,10 +51,8 @@ class FeatureData(pl.LightningDataModule):
         self.scalars = scalar_names(shapes)
         self.columns = (*self.scalars, *(LABELS[timing] for timing in timings if LABELS[timing] != "acceptance_prob"))
         self.manifest = read_manifest(data.dir, keys=("target", "draft", "sampling", "prompts"))
-        check_manifest(self.manifest, data, pair=pair)
         self.is_online = heads.features == "online"
-        if not self.is_online:
-            _check_features(self.manifest, self.timings, directory=data.dir)
+        _check_manifest(self.manifest, data, pair=pair, features=() if self.is_online else self.timings)
         self._names: dict[str, list[list[str]]] = {}
         splits = [split for split in ("train", "dev", "test") if split != "test" or data.num_test]
         if is_first_process():  # the others start later, or wait for it
@@ -78,12 +73,8 @@ class FeatureData(pl.LightningDataModule):
     def tested(self) -> tuple[str, ...]:
         """Splits that a finished sweep is measured on: dev, train, test, and dev/SET, test/SET if there are sets."""
         held_out = [split for split in ("dev", "test") if split in self._shards]
-        by_set = [
-            f"{split}/{name}"
-            for split in held_out
-            for name in sorted({name for shard in self._sets(split) for name in shard})
-        ]
-        return "dev", "train", *held_out[1:], *by_set
+        sets = {split: sorted({name for shard in self._sets(split) for name in shard}) for split in held_out}
+        return "dev", "train", *held_out[1:], *(f"{split}/{name}" for split in held_out for name in sets[split])
 
     def test_dataloader(self) -> list[BatchLoader]:
         """Loaders in the order of `tested`; train has as many responses as dev, enough to measure overfitting."""
@@ -94,10 +85,8 @@ class FeatureData(pl.LightningDataModule):
     def loader(self, split: str, *, seed: int | None = None, num: int | None = None, only: str = "") -> BatchLoader:
         """Batches of one split, of its first `num` responses or of one prompt set (`only`); shuffled with a seed."""
         read, lengths = self._source(split)
-        if split == "train" and self.heads.num_train is not None:
-            lengths = _first(lengths, self.heads.num_train)
-        if num is not None:
-            lengths = _first(lengths, num)
+        for count in (self.heads.num_train if split == "train" else None, num):
+            lengths = lengths if count is None else _first(lengths, count)
         sets = self._sets(split) if only else None
         in_set = None if sets is None else lambda item: sets[item.block.shard][item.block.start + item.offset] == only
         share = Share(self.trainer.global_rank, self.trainer.world_size) if self.trainer else None
@@ -168,15 +157,14 @@ class FeatureData(pl.LightningDataModule):
         return shards
 
     def _width(self) -> int:
-        paths = [path for shards in self._shards.values() for shard in shards for path in shard.states.values() if path]
-        widths = {path: width_of(path) for path in paths}
-        first = widths[paths[0]]
-        for path, width in widths.items():
-            if width != first:
-                raise ValueError(
-                    f"{path} has hidden states of width {width}, other shards {first}, so they come from different "
-                    "drafts; delete the features and make them again"
-                )
+        shards = [shard for of_split in self._shards.values() for shard in of_split]
+        widths = {path: width_of(path) for shard in shards for path in shard.states.values() if path}
+        first = next(iter(widths.values()))
+        if others := [path for path, width in widths.items() if width != first]:
+            raise ValueError(
+                f"{others[0]} has hidden states of width {widths[others[0]]}, other shards {first}, so they come from "
+                "different drafts; delete the features and make them again"
+            )
         return first
 
 
@@ -192,32 +180,24 @@ def _first(lengths: Sequence[list[int]], count: int) -> list[list[int]]:
         raise ValueError(
             f"heads.num_train is {count}, but there are {total} training responses; use 1 to {total}, or null for all"
         )
-    first = []
-    for shard in lengths:
-        if count > 0:
-            first.append(shard[:count])
-        count -= len(shard)
-    return first
+    starts = accumulate(map(len, lengths), initial=0)
+    return [shard[: count - start] for shard, start in zip(lengths, starts, strict=False) if start < count]
 
 
-def _check_features(manifest: dict[str, Any], needed: Sequence[str], *, directory: str) -> None:
-    """Raise ValueError if the data was made without features that the heads read."""
-    available = manifest.get("features", needed)
-    if missing := [name for name in needed if name not in available]:
-        raise ValueError(
-            f"{directory} was made with {' and '.join(available) or 'no'} features, but heads.timings and "
-            f"heads.specdec need {missing[0]} features; change them, or make the data in another data.dir without "
-            "data.features (`acceptance-heads responses` keeps the responses)"
-        )
-
-
-def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConfig) -> None:
-    """Raise ValueError unless the data was made with the models and the sampling of this pair.
+def _check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConfig, features: Sequence[str]) -> None:
+    """Raise ValueError unless the data was made with the models and the sampling of this pair, and with `features`.
 
     Training on cached features needs no model. If a model is not on this machine, only the name of its directory is
     compared, with a warning.
     """
     refuse_older(manifest, data.dir)
+    available = manifest.get("features", features)
+    if missing := [name for name in features if name not in available]:
+        raise ValueError(
+            f"{data.dir} was made with {' and '.join(available) or 'no'} features, but heads.timings and "
+            f"heads.specdec need {missing[0]} features; change them, or make the data in another data.dir without "
+            "data.features (`acceptance-heads responses` keeps the responses)"
+        )
     expected = {"sampling": asdict(pair.sampling), "mixing_ratio": data.mixing_ratio, "mixes": data.mixes}
     on_disk = {name: manifest.get(name) for name in expected}
     for name, source in (("target", pair.target), ("draft", pair.draft)):
@@ -244,9 +224,7 @@ def check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConf
 
 def _described(source: ModelSource) -> dict[str, Any] | None:
     """The description of a local model; None if it is not on this machine."""
-    if not Path(without_mtp(source).path).is_dir():
-        return None
     try:
-        return describe_model(source)
+        return describe_model(source) if Path(without_mtp(source).path).is_dir() else None
     except FileNotFoundError:  # a directory without config.json: an empty mount point, a tokenizer alone
         return None

@@ -8,7 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -48,12 +47,10 @@ def response_reader(
         own_rows = {timing: part for timing, (part,) in rows.items()}
         return Response(ids["prompt_ids"], ids["response_ids"], own_rows)
 
-    return lambda items: list(map(response, items)), [_lengths(read_rows(path, _IDS)) for path in paths]
+    def lengths(path: Path) -> list[int]:
+        return pc.add(*map(pc.list_value_length, read_rows(path, _IDS).columns)).to_pylist()  # type: ignore[no-any-return]
 
-
-def _lengths(table: pa.Table) -> list[int]:
-    prompts, responses = (pc.list_value_length(column) for column in table.columns)
-    return pc.add(prompts, responses).to_pylist()  # type: ignore[no-any-return]
+    return lambda items: list(map(response, items)), list(map(lengths, paths))
 
 
 class DraftFeatures:

@@ -54,13 +54,11 @@ class Evaluation(nn.Module):
         temperature: the temperature of each head's calibration.
         """
         super().__init__()
-        self._names = [str(spec) for spec in specs]
-        self.parts = nn.ModuleDict()
-        self._rows: dict[str, list[int]] = {}
-        for timing in dict.fromkeys(spec.shape.timing for spec in specs):
-            rows = [index for index, spec in enumerate(specs) if spec.shape.timing == timing]
-            self._rows[timing] = rows
-            self.parts[timing] = _TimingMetrics(shift[rows], temperature[rows])
+        self._names, rows = [str(spec) for spec in specs], dict[str, list[int]]()
+        for index, spec in enumerate(specs):
+            rows.setdefault(spec.shape.timing, []).append(index)
+        self._rows = rows
+        self.parts = nn.ModuleDict({timing: _TimingMetrics(shift[at], temperature[at]) for timing, at in rows.items()})
 
     @torch.no_grad()
     def update(self, logits: Mapping[str, Tensor], batch: Batch) -> None:
@@ -70,8 +68,7 @@ class Evaluation(nn.Module):
 
     def compute(self) -> Result:
         """{"heads": {name: …}, "signals": {timing: {signal: …}}, "labels": {timing: …}}."""
-        heads: dict[str, Any] = {}
-        signals, labels = {}, {}
+        heads, signals, labels = dict[str, Any](), {}, {}
         for timing, rows in self._rows.items():
             part: Any = self.parts[timing]
             heads |= dict(zip([self._names[row] for row in rows], part.of_heads(), strict=True))
@@ -113,13 +110,11 @@ class _TimingMetrics(nn.Module):
         columns = {"auroc": auroc(histogram), "temperature": self.temperature, "shift": self.shift}
         results: list[dict[str, Any]] = _unstack(columns)
         unit, zero = torch.ones_like(self.shift), torch.zeros_like(self.shift)
-        for way, slope, offset in (
-            ("raw", unit, zero),
-            ("calibrated", 1 / self.temperature, self.shift / self.temperature),
-        ):
+        affine = {"raw": (unit, zero), "calibrated": (1 / self.temperature, self.shift / self.temperature)}
+        for way, of_heads in affine.items():
             drafts = (metric.compute() for metric in self.drafts[way])  # type: ignore[attr-defined]
-            of_tokens, of_drafts = _unstack(measures(histogram, slope, offset)._asdict()), _draft_results(*drafts)
-            bins = _unstack(reliability(histogram, slope, offset)._asdict())
+            of_tokens, of_drafts = _unstack(measures(histogram, *of_heads)._asdict()), _draft_results(*drafts)
+            bins = _unstack(reliability(histogram, *of_heads)._asdict())
             for index, result in enumerate(results):
                 result |= {f"{way}_{name}": value for name, value in of_tokens[index].items()}
                 result[way] = of_drafts[index] | {"reliability": bins[index]}
@@ -145,12 +140,8 @@ def _label_results(histogram: Histogram) -> dict[str, float]:
     total, mean = float(histogram.total[0]), float(histogram.accepted[0].sum() / histogram.total[0])
     label_entropy = float(histogram.entropy[0] / histogram.total[0])
     entropy_of_mean = -sum(prob * math.log(prob) for prob in (mean, 1 - mean) if prob > 0)
-    return {
-        "num_tokens": total,
-        "mean_acceptance_prob": mean,
-        "mean_entropy": label_entropy,
-        "constant_kl": entropy_of_mean - label_entropy,
-    }
+    means = {"mean_acceptance_prob": mean, "mean_entropy": label_entropy}
+    return {"num_tokens": total, **means, "constant_kl": entropy_of_mean - label_entropy}
 
 
 def _unstack(columns: Mapping[str, Tensor]) -> list[dict[str, Any]]:

@@ -58,11 +58,5 @@ def observe(
     bins = ((z.clamp(-LIMIT, LIMIT) + LIMIT) * (NUM_BINS / (2 * LIMIT))).long().clamp(max=NUM_BINS - 1)
     entropy = -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p))
     weight, accepted, logits = (z.new_zeros(len(z), NUM_BINS).scatter_add_(1, bins, x) for x in (w, w * p, w * z))
-    return Histogram(
-        weight,
-        accepted,
-        logits,
-        product=(w * p * z).sum(-1),
-        squares=(w * p * p).sum(-1),
-        entropy=(w * entropy).sum(-1),
-    )
+    sums = ((w * value).sum(-1) for value in (p * z, p * p, entropy))
+    return Histogram(weight, accepted, logits, *sums)

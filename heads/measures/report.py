@@ -69,11 +69,11 @@ def verdict(result: Result, specs: Sequence[HeadSpec]) -> str:
 
 def beats_signal(result: Result, specs: Sequence[HeadSpec]) -> dict[str, bool]:
     """Timing -> whether its best head has a lower KL than the draft's own signal, both calibrated on dev."""
-    return {
-        timing: _best(result, specs, timing)[1]["calibrated_kl"]
-        < result["signals"][timing][_signal(timing)[0]]["calibrated_kl"]
-        for timing in dict.fromkeys(spec.shape.timing for spec in specs)
-    }
+    beats = {}
+    for timing in dict.fromkeys(spec.shape.timing for spec in specs):
+        alone = result["signals"][timing][_signal(timing)[0]]
+        beats[timing] = _best(result, specs, timing)[1]["calibrated_kl"] < alone["calibrated_kl"]
+    return beats
 
 
 def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
@@ -118,17 +118,13 @@ def save_plots(
 ) -> list[Path]:
     """Draw every plot into a directory; returns the files."""
     directory.mkdir(parents=True, exist_ok=True)
-    figures = {
-        "heat_map": _heat_map(result, specs),
-        "reliability": _reliability_diagrams(result, specs),
-        "along_draft": _along_draft(result, specs),
-    }
+    figures = {"heat_map": _heat_map(result, specs), "reliability": _reliability_diagrams(result, specs)}
+    figures["along_draft"] = _along_draft(result, specs)
     if history:
         figures["learning_curves"] = _learning_curves(result, specs, history=history)
-    paths = [directory / f"{name}.png" for name in figures]
-    for path, figure in zip(paths, figures.values(), strict=True):
-        figure.savefig(path, dpi=120)
-    return paths
+    for name, figure in figures.items():
+        figure.savefig(directory / f"{name}.png", dpi=120)
+    return [directory / f"{name}.png" for name in figures]
 
 
 def _best(result: Result, specs: Sequence[HeadSpec], timing: str) -> tuple[str, Mapping[str, Any]]:
@@ -154,11 +150,9 @@ def _by_depth_and_weight(result: Result, specs: Sequence[HeadSpec]) -> str:
 
 
 def _every(result: Result, specs: Sequence[HeadSpec]) -> str:
-    measured = {
-        f"{name} alone ({timing})": values
-        for timing, signals in result["signals"].items()
-        for name, values in signals.items()
-    }
+    measured = dict[str, Mapping[str, Any]]()
+    for timing, signals in result["signals"].items():
+        measured |= {f"{name} alone ({timing})": values for name, values in signals.items()}
     measured |= {str(spec): result["heads"][str(spec)] for spec in specs}
     rows = [
         [name, *(f"{values[column]:.4f}" if column in values else "" for column in _COLUMNS)]

@@ -20,13 +20,12 @@ _WHEN = {
 _SPECDEC = "SpecDec++ (arXiv 2405.19715)"
 _TRUTHS = {"prefix": "acceptance_rate", "candidate": "the target's probability of the token"}
 _TEXT = Path(__file__).with_name("card.jinja")
+_SECTIONS = ("front_matter", "summary", "usage", "trained_on", "measured", "threshold")
 
 
 def model_card(config: dict[str, Any], *, num_parameters: int) -> ModelCard:
     """The card of one head, from its config.json."""
-    names = ("front_matter", "summary", "usage", "trained_on", "measured", "threshold")
-    sections = _sections(config, num_parameters)
-    text = "\n\n".join(sections[name] for name in names if sections[name])
+    text = "\n\n".join(section for section in _sections(config, num_parameters).values() if section)
     return ModelCard(f"{text}\n", ignore_metadata_errors=False)
 
 
@@ -60,5 +59,4 @@ def _sections(config: dict[str, Any], num_parameters: int) -> dict[str, str]:
     }
     template = Environment(trim_blocks=True, lstrip_blocks=True).from_string(_TEXT.read_text(encoding="utf-8"))
     macros = template.make_module(facts)
-    names = ("front_matter", "summary", "usage", "trained_on", "measured", "threshold")
-    return {name: str(getattr(macros, name)()).strip() for name in names}
+    return {name: str(getattr(macros, name)()).strip() for name in _SECTIONS}

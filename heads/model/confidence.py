@@ -48,11 +48,8 @@ def confidence_head_of(draft: DSpark, provenance: Provenance | None = None) -> A
 
 
 def write_confidence_head(head: AcceptanceHead, name: str, *, source: Path, out: Path) -> Path:
-    """Copy a DSpark draft's directory, atomically, from `source` to `out`, with a head as its confidence head.
-
-    Args:
-        head: a linear prefix head without scalars.
-        name: its name in the card and in messages.
+    """Copy a DSpark draft's directory, atomically, from `source` to `out`, with a linear prefix head as its confidence
+    head; the card and messages call it `name`.
 
     Raises:
         FileNotFoundError: no draft at `source`.
@@ -83,12 +80,12 @@ def write_confidence_head(head: AcceptanceHead, name: str, *, source: Path, out:
 def _width_of(files: Mapping[Path, Mapping[str, Tensor]], source: Path) -> int:
     """Number of inputs of the draft's confidence head."""
     stored = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
-    if missing := [name for name in _PARTS if name not in stored]:
-        raise ValueError(
-            f"the draft {source} has no tensor {missing[0]}, so it has no confidence head to replace; set pair.draft "
-            "to a DSpark draft with one"
-        )
     for name in _PARTS:
+        if name not in stored:
+            raise ValueError(
+                f"the draft {source} has no tensor {name}, so it has no confidence head to replace; set pair.draft to "
+                "a DSpark draft with one"
+            )
         if stored[name].dtype not in FLOATS:
             raise ValueError(f"{name} of {source} has dtype {stored[name].dtype}; use a draft that stores it as floats")
     return stored[_PARTS[0]].shape[-1]

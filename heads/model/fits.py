@@ -39,12 +39,13 @@ def check_fits(
         remedy: end of the message.
     """
     trained = head.provenance
-    for role, trained_with, current in (("the draft", trained.draft, draft), ("the target", trained.target, target)):
-        if current is not None and _differ(trained_with, current):
-            old, new = _distinct_names(trained_with, current)
-            raise ValueError(
-                f"the head {name} was trained with {old}, but {current.get('role', role)} is {new}; {remedy}"
-            )
+    for role, old, new in (("the draft", trained.draft, draft), ("the target", trained.target, target)):
+        if new is not None and _differ(old, new):
+            names = [str(facts.get("path") or facts.get("name") or "another model") for facts in (old, new)]
+            if names[0] == names[1]:  # a model that was trained further
+                names = [f"{name} ({_identifier(facts)})" for name, facts in zip(names, (old, new), strict=True)]
+            role = new.get("role", role)
+            raise ValueError(f"the head {name} was trained with {names[0]}, but {role} is {names[1]}; {remedy}")
     sampling = dict(sampling or {})
     if trained.sampling and any(trained.sampling.get(key) != value for key, value in sampling.items()):
         raise ValueError(
@@ -76,14 +77,6 @@ def _differ(described: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     if "name" in shared and Path(described["name"]).name != Path(other["name"]).name:
         return True
     return "revision" in shared and described["revision"] != other["revision"]
-
-
-def _distinct_names(described: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str]:
-    """Paths of two models; with an identifier of the weights if both paths are the same (a model trained further)."""
-    old, new = (str(facts.get("path") or facts.get("name") or "another model") for facts in (described, other))
-    if old != new:
-        return old, new
-    return f"{old} ({_identifier(described)})", f"{new} ({_identifier(other)})"
 
 
 def _identifier(description: Mapping[str, Any]) -> str:

@@ -34,13 +34,12 @@ class Inputs(NamedTuple):
     ) -> "Inputs":
         """The inputs that a config or config.json names; ValueError for an unknown or repeated scalar."""
         if isinstance(scalars, bool):
-            standard = tuple(name for name in STANDARD if timing != "prefix" or not SCALARS[name].reads_token)
-            return cls(standard if scalars else (), bool(embedding), bool(is_normalised))
-        for name in scalars:
-            if name not in SCALARS or list(scalars).count(name) > 1:
-                raise ValueError(
-                    f"scalars are {list(scalars)}; use true, false, or some of {', '.join(SCALARS)}, each once"
-                )
+            readable = [name for name in STANDARD if timing != "prefix" or not SCALARS[name].reads_token]
+            scalars = readable if scalars else ()
+        if not set(scalars) <= SCALARS.keys() or len(set(scalars)) < len(scalars):
+            raise ValueError(
+                f"scalars are {list(scalars)}; use true, false, or some of {', '.join(SCALARS)}, each once"
+            )
         return cls(tuple(scalars), bool(embedding), bool(is_normalised))
 
     @property
@@ -58,11 +57,7 @@ class Inputs(NamedTuple):
     def config(self) -> dict[str, bool | list[str]]:
         """The keys of config.json."""
         named: dict[tuple[str, ...], bool] = {(): False, STANDARD: True}
-        return {
-            "scalars": named.get(self.scalars, list(self.scalars)),
-            "embedding": self.embedding,
-            "is_normalised": self.is_normalised,
-        }
+        return self._asdict() | {"scalars": named.get(self.scalars, list(self.scalars))}
 
     def taken(self, states: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:
         """Hidden states or embeddings, normalised if the head normalises them."""
@@ -71,11 +66,8 @@ class Inputs(NamedTuple):
     def among(
         self, columns: Mapping[str, Float[Tensor, "*tokens"]], embedding: Callable[[], Float[Tensor, "*tokens hidden"]]
     ) -> tuple[Float[Tensor, "*tokens scalar"] | None, Float[Tensor, "*tokens hidden"] | None]:
-        """The arguments `scalars` and `embedding` of a head's forward, for some tokens.
-
-        Args:
-            columns: scalars by name, in nats.
-            embedding: a function that returns the draft's input embeddings of the tokens; called only if they are read.
+        """The arguments `scalars` and `embedding` of a head's forward for some tokens, from scalars by name, in nats,
+        and a function that returns the draft's input embeddings of the tokens.
         """
         scalars = torch.stack([columns[name] for name in self.scalars], -1) if self.scalars else None
         return scalars, embedding() if self.embedding else None
@@ -92,12 +84,10 @@ class Inputs(NamedTuple):
         Raises:
             ValueError: an input is missing, or given to a head that does not read it.
         """
-        for name, value, is_read in (
-            ("scalars", scalars, bool(self.scalars)),
-            ("embedding", embedding, self.embedding),
-        ):
-            if (value is not None) != is_read:
-                problem = f"needs {name}; pass it" if is_read else f"takes no {name}; leave it out"
+        is_read = {"scalars": bool(self.scalars), "embedding": self.embedding}
+        for name, value in (("scalars", scalars), ("embedding", embedding)):
+            if (value is not None) != is_read[name]:
+                problem = f"needs {name}; pass it" if is_read[name] else f"takes no {name}; leave it out"
                 raise ValueError(f"the head {problem}")
         parts = [part for part in (scalars, None if embedding is None else self.taken(embedding)) if part is not None]
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0] if parts else None

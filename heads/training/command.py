@@ -89,7 +89,8 @@ def settled(config: Config) -> Config:
         heads = replace(heads, learning_rate=min(_HIGHEST_RATE, float(f"{_RATE_TIMES_WIDTH / width:.2g}")))
         choices.append(f"heads.learning_rate {heads.learning_rate:g} for a draft of width {width:,}")
     if trainer.get("max_epochs") is None and trainer.get("max_steps", -1) in (None, -1):
-        num = _num_responses(config)
+        sidecars = [read_sidecar(path, keys=("rows",)) for path in list_shards(config.data.dir, "train", "labels")]
+        num = max(1, min(sum(sidecar["rows"] for sidecar in sidecars), heads.num_train or sys.maxsize))
         trainer["max_epochs"] = epochs_of(num, heads.batch_size)
         choices.append(f"trainer.max_epochs {trainer['max_epochs']} for {num:,} responses")
     if choices and is_first_process():
@@ -103,12 +104,7 @@ def epochs_of(num_responses: int, batch_size: int) -> int:
 
 
 def build(config: Config, *, run: str | None = None, device: torch.device = _CPU) -> tuple[Sweep, FeatureData]:
-    """The LightningModule and the data module of a config.
-
-    Args:
-        config: the experiment.
-        run: name of the run, stored in its checkpoints.
-        device: device of this process's training steps.
+    """The LightningModule and the data module of a config, for the run of this name and steps on this device.
 
     Raises:
         FileNotFoundError, ValueError: missing or invalid data, or a draft other than the one that made the data.
@@ -130,12 +126,8 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
             f"heads.reached is true, but it needs data of a feature draft, and {config.data.dir} was made with a "
             "separate draft model; set heads.reached to false"
         )
-    facts = {
-        "run": run,
-        "hidden_size": data.hidden_size,
-        "scalar_stats": _scalar_stats(data),
-        "provenance": _provenance(config, data),
-    }
+    facts = {"run": run, "hidden_size": data.hidden_size, "scalar_stats": _scalar_stats(data)}
+    facts["provenance"] = _provenance(config, data)
     if any(config.heads.embeddings):
         embedding = _input_embedding(config.pair, data.hidden_size)
     return Sweep(asdict(config.heads), facts, draft=draft, embedding=embedding), data
@@ -166,14 +158,6 @@ def _input_embedding(pair: PairConfig, hidden_size: int) -> Float[Tensor, "vocab
     return embedding
 
 
-def _num_responses(config: Config) -> int:
-    """Number of training responses."""
-    data, heads = config.data, config.heads
-    paths = list_shards(data.dir, "train", "labels")
-    num = sum(read_sidecar(path, keys=("rows",))["rows"] for path in paths)
-    return max(1, num if heads.num_train is None else min(num, heads.num_train))
-
-
 def _scalar_stats(data: FeatureData) -> dict[str, list[list[float]]]:
     """Feature set -> [mean, standard deviation] of each scalar, over the first training shard."""
     stats: dict[str, list[list[float]]] = {}
@@ -185,19 +169,15 @@ def _scalar_stats(data: FeatureData) -> dict[str, list[list[float]]]:
 
 def _provenance(config: Config, data: FeatureData) -> dict[str, Any]:
     manifest, recorded = data.manifest, data.manifest.get("recorded", {})
+    models = {name: {"path": recorded.get(f"{name}_path"), **manifest[name]} for name in ("draft", "target")}
     settings = {key: config.trainer.get(key) for key in ("max_epochs", "max_steps", "precision")}
-    trainer = {key: value for key, value in settings.items() if value not in (None, -1)}
-    return {
-        # data of feature drafts is not mixed
-        "mixing_ratio": None if manifest.get("draft_length") else manifest["mixing_ratio"],
-        "draft": {"path": recorded.get("draft_path"), **manifest["draft"]},
-        "target": {"path": recorded.get("target_path"), **manifest["target"]},
-        "sampling": manifest["sampling"],
-        "training": {
-            "prompts": manifest["prompts"],
-            "responses": data.num_responses("train"),
-            "learning_rate": config.heads.learning_rate,
-            "sequences_per_batch": config.heads.batch_size,
-            **(trainer or {"max_epochs": PAPER_EPOCHS}),
-        },
+    training = {
+        "prompts": manifest["prompts"],
+        "responses": data.num_responses("train"),
+        "learning_rate": config.heads.learning_rate,
+        "sequences_per_batch": config.heads.batch_size,
     }
+    training |= {key: value for key, value in settings.items() if value not in (None, -1)}
+    # data of feature drafts is not mixed
+    mixing_ratio = None if manifest.get("draft_length") else manifest["mixing_ratio"]
+    return {"mixing_ratio": mixing_ratio, **models, "sampling": manifest["sampling"], "training": training}

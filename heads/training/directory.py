@@ -68,31 +68,23 @@ class RunDirectory:
     def prepare(self, config: Config, *, resume: bool, processes: int = 1) -> tuple[str, str | None]:
         """Decide whether to resume, and write run.json (rank 0 only; other ranks reach the same decision).
 
-        Args:
-            config: the experiment.
-            resume: whether to resume from an existing checkpoint.
-            processes: number of processes of this run.
-
         Returns:
             The name of the run, and the checkpoint to resume from.
 
         Raises:
             ValueError: a broken checkpoint, or one of another config or an incompatible number of processes.
         """
-        described = _described(config)
+        described = {"processes": processes, **_described(config)}
         on_disk = self.read() if resume else {}
-        has_checkpoint, saved = resume and self.checkpoint.is_file(), ""
-        if has_checkpoint:
-            saved = run_of(self.checkpoint)
-            if on_disk:
-                _refuse_difference(on_disk, described, path=self.path)
-                _refuse_processes(on_disk, processes, dropout=config.heads.dropout, path=self.path)
-        is_resumed = has_checkpoint and (not on_disk or on_disk["run"] == saved)
+        saved = run_of(self.checkpoint) if resume and self.checkpoint.is_file() else None
+        if saved and on_disk:
+            _refuse_difference(on_disk, described, path=self.path)
+        is_resumed = saved is not None and (not on_disk or on_disk["run"] == saved)
         run = saved if is_resumed else on_disk["run"] if on_disk else uuid.uuid4().hex
         if is_first_process():
             self.path.mkdir(parents=True, exist_ok=True)
             clean_partial(self.path)
-            text = json.dumps({"run": run, "processes": processes, **described}, indent=1) + "\n"
+            text = json.dumps({"run": run, **described}, indent=1) + "\n"
             write_atomic(self.path / "run.json", text.encode())
         return run, str(self.checkpoint) if is_resumed else None
 
@@ -151,7 +143,9 @@ def _digest_of_data(directory: str) -> str | None:
 
 
 def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, path: Path) -> None:
-    """Raise ValueError for the first setting that differs; settings that run.json lacks have their default."""
+    """Raise ValueError for the first setting that differs; settings that run.json lacks have their default. Another
+    number of processes changes only rounding, unless there is dropout.
+    """
     remedy = f"choose another heads.dir, or {_START_OVER} in this one"
     if None not in (on_disk.get("data"), described["data"]) and on_disk["data"] != described["data"]:
         directory = described["config"]["data"]["dir"]
@@ -163,29 +157,26 @@ def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, pa
             raise ValueError(
                 f"{path} has a run with {name} = {old.get(name)!r}, but this config has {new.get(name)!r}; {remedy}"
             )
-
-
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Every setting that training depends on, by its full name, such as pair.draft.path."""
-
-    def flat(values: Any, name: str) -> dict[str, Any]:
-        if not isinstance(values, dict):
-            return {name: values}
-        return {full: leaf for key, value in values.items() for full, leaf in flat(value, f"{name}.{key}").items()}
-
-    sections = {name: config.get(name) or {} for name in ("pair", "data", "heads")}
-    sections["trainer"] = _TRAINER_DEFAULTS | (config.get("trainer") or {})
-    return {full: leaf for name, values in sections.items() for full, leaf in flat(values, name).items()}
-
-
-def _refuse_processes(on_disk: dict[str, Any], processes: int, *, dropout: float, path: Path) -> None:
-    """Raise ValueError if resuming a run on another number of processes would change more than rounding."""
+    processes, dropout = described["processes"], new["heads.dropout"]
     written = on_disk.get("processes", processes)
     if written != processes and dropout:
         raise ValueError(
             f"{path} has a run of {written} processes, but this one has {processes}, and heads.dropout {dropout:g} "
             f"depends on their number; set trainer.devices x trainer.num_nodes to {written}, or {_START_OVER}"
         )
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Every setting that training depends on, by its full name, such as pair.draft.path."""
+    sections = {name: config.get(name) or {} for name in ("pair", "data", "heads")}
+    return _flat(sections | {"trainer": _TRAINER_DEFAULTS | (config.get("trainer") or {})})
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for name, value in values.items():
+        leaves |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return leaves
 
 
 _TRAINER_DEFAULTS = {name: parameter.default for name, parameter in signature(pl.Trainer).parameters.items()}

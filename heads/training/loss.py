@@ -22,7 +22,7 @@ _GPU_CHUNK_BYTES = 64 * 1024 * 1024
 """The same on a GPU, where few large kernels are faster."""
 LEAST_CHUNK = 256
 """Minimum tokens per chunk. Weights of wide blocks exceed the cache and are read once per chunk: chunks of 32 tokens
-take 1.7 times as long at width 384, and 1.4 times at 1,024 and 4,096; larger chunks than 256 hardly help."""
+take 1.4 to 1.7 times as long at widths of 384 to 4,096; larger chunks than 256 hardly help."""
 
 
 def mean_over_processes(values: Tensor) -> Tensor:
@@ -48,12 +48,10 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(
-        cls, label: Tensor, accept_weight: Tensor, reject_weight: Tensor, token_weight: Tensor | None = None
+        cls, label: Tensor, accept_weight: Tensor, reject_weight: Tensor, token_weight: Tensor | float = 1.0
     ) -> "Targets":
-        """Targets of a batch, with its own denominator; without token weights every token has weight 1."""
-        accepted, rejected = label, 1 - label
-        if token_weight is not None:
-            accepted, rejected = token_weight * accepted, token_weight * rejected
+        """Targets of a batch, with its own denominator."""
+        accepted, rejected = token_weight * label, token_weight * (1 - label)
         mass = accept_weight * accepted.sum() + reject_weight * rejected.sum()
         return cls(accepted, rejected, accept_weight, reject_weight, mass)
 
@@ -71,21 +69,21 @@ def weighted_bce(logit: Float[Tensor, "heads tokens"], targets: Targets) -> Floa
     return (total * F.softplus(logit) - accept * logit).sum(-1) / mass
 
 
-def chunk_size(num_heads: int, hidden: Float[Tensor, "tokens hidden"]) -> int:
-    """Tokens per chunk.
+def chunks_of(hidden: Float[Tensor, "tokens hidden"], *, num_heads: int) -> list[slice]:
+    """Chunks of the tokens of a batch.
 
     Heads are narrow, so the elementwise passes between their matrix products are limited by memory bandwidth: over a
     whole batch each costs as much as a product. Chunks keep the activations in a core's cache.
     """
     num_bytes = CHUNK_BYTES if hidden.device.type == "cpu" else _GPU_CHUNK_BYTES
-    return max(LEAST_CHUNK, num_bytes // (4 * num_heads * hidden.shape[1]))
+    size = max(LEAST_CHUNK, num_bytes // (4 * num_heads * hidden.shape[1]))
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
 
 class ChunkedLoss(torch.autograd.Function):
     """`ChunkedLoss.apply(loss_of, chunks, *weights)`: the sum of loss_of(weights, chunk) over all chunks, [heads].
 
     Autograd runs on each chunk, and only the sums of the gradients are kept, so memory does not grow with the batch.
-    `tests/heads/training/test_sweep.py` compares loss and gradients with those of the whole batch.
     """
 
     @staticmethod
@@ -93,16 +91,13 @@ class ChunkedLoss(torch.autograd.Function):
         ctx: Any, loss_of: Callable[[Sequence[Tensor], slice], Tensor], chunks: Sequence[slice], *weights: Tensor
     ) -> Tensor:
         values = [weight.detach().requires_grad_() for weight in weights]
-        grads = [torch.zeros_like(weight) for weight in weights]
         loss = weights[0].new_zeros(len(weights[0]))
         for chunk in chunks:
             with torch.enable_grad():
                 chunk_loss = loss_of(values, chunk)
-                chunk_grads = torch.autograd.grad(chunk_loss.sum(), values)
-            for total, grad in zip(grads, chunk_grads, strict=True):
-                total.add_(grad)
+                chunk_loss.sum().backward()
             loss += chunk_loss.detach()
-        ctx.save_for_backward(*grads)
+        ctx.save_for_backward(*(value.grad if value.grad is not None else torch.zeros_like(value) for value in values))
         return loss
 
     @staticmethod

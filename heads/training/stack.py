@@ -1,8 +1,7 @@
 """Heads of one shape, stacked: their matrix products run as one batched product per block.
 
-Adam is elementwise and the losses are independent, so stacked heads train exactly as they would alone, up to rounding
-(`tests/heads/training/test_sweep.py`: 1e-6). Initial values depend only on (seed, name of the shape), not on the other
-heads of the grid.
+Adam is elementwise and the losses are independent, so stacked heads train exactly as they would alone, up to rounding.
+Initial values depend only on (seed, name of the shape), not on the other heads of the grid.
 
 Scalars are standardised with the mean and standard deviation of the training data. `head` folds this into the exported
 weights, so an exported head reads scalars in nats.
@@ -20,7 +19,7 @@ from heads.model.formula import ARCHITECTURES, Dropout, stack_forward
 from heads.model.head import AcceptanceHead
 from heads.model.inputs import STANDARD
 from heads.model.provenance import Provenance
-from heads.training.loss import ChunkedLoss, Targets, chunk_size, weighted_bce
+from heads.training.loss import ChunkedLoss, Targets, chunks_of, weighted_bce
 
 
 class HeadStack(nn.Module):
@@ -81,10 +80,8 @@ class HeadStack(nn.Module):
             logit = self._logits(dict(zip(weights, values, strict=True)), stream[chunk], x, dropout)
             return weighted_bce(logit, targets.at(chunk))
 
-        size = chunk_size(len(self.specs), stream)
-        chunks = [slice(start, start + size) for start in range(0, len(stream), size)]
-        loss: Tensor = ChunkedLoss.apply(loss_of, chunks, *weights.values())
-        return loss
+        chunks = chunks_of(stream, num_heads=len(self.specs))
+        return ChunkedLoss.apply(loss_of, chunks, *weights.values())  # type: ignore[no-any-return]
 
     def _logits(
         self, weights: Mapping[str, Tensor], stream: Tensor, inputs: Tensor | None, dropout: Dropout | None

@@ -81,11 +81,14 @@ class Sweep(pl.LightningModule):
 
     def items(self) -> list[tuple[str, HeadStack]]:
         """(key, stack) of the current weights."""
-        return [(key, stack) for key, stack in self.stacks.items() if isinstance(stack, HeadStack)]
+        return list(self.stacks.items())  # type: ignore[arg-type]
 
     def logits(self, stack: HeadStack, batch: Batch) -> Tensor:
         """[heads, tokens] of one stack."""
         return stack(*self._inputs(stack, batch))
+
+    def on_train_start(self) -> None:
+        self.print(training_plan(self.trainer, self.config.batch_size), file=sys.stderr)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
         """The features of a batch, which the frozen draft computes if they are online."""
@@ -102,20 +105,16 @@ class Sweep(pl.LightningModule):
             dropout = stack.dropout(self.config.dropout, *step)
             losses.append(stack.loss(*self._inputs(stack, batch), targets=targets, dropout=dropout))
         loss = torch.cat(losses)
-        is_finite = torch.isfinite(loss.detach()).tolist()
-        if names := [str(spec) for spec, finite in zip(self.specs, is_finite, strict=True) if not finite]:
-            raise ValueError(
-                f"the loss of {', '.join(names)} is not finite at step {self.global_step}; lower heads.learning_rate"
-            )
+        if not (is_finite := torch.isfinite(loss.detach())).all():
+            names = ", ".join(str(self.specs[index]) for index in (~is_finite).nonzero().flatten().tolist())
+            raise ValueError(f"the loss of {names} is not finite at step {self.global_step}; lower heads.learning_rate")
         self.log("train/loss", loss.detach().mean(), prog_bar=True, sync_dist=True)
         return loss.sum()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         for key, stack in self.items() if has_tokens(batch) else []:
             label = of_timing(batch, stack.shape.timing).acceptance_prob
-            reach = self._reach(batch, stack)
-            logits = self.logits(stack, batch).float()
-            histogram = observe(logits, label[None], None if reach is None else reach[None])
+            histogram = observe(self.logits(stack, batch).float(), label[None], self._reach(batch, stack)[None])
             self.histograms[key].update(histogram)  # type: ignore[operator]
 
     def on_validation_epoch_end(self) -> None:
@@ -167,12 +166,10 @@ class Sweep(pl.LightningModule):
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
         """Clip the gradient norm of each head separately, as if it were trained alone."""
-        if not gradient_clip_val:
-            return
         if gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
-        for _, stack in self.items():
+        for _, stack in self.items() if gradient_clip_val else ():
             grads = [p.grad for p in stack.parameters() if p.grad is not None]
             norm = torch.stack([grad.flatten(1).norm(dim=1) for grad in grads]).norm(dim=0)
             for grad in grads:
@@ -184,27 +181,22 @@ class Sweep(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.history = checkpoint["history"]
 
-    def on_train_start(self) -> None:
-        self.print(training_plan(self.trainer, self.config.batch_size), file=sys.stderr)
-
     @torch.no_grad()
     def use_selected(self) -> None:
         """Replace the current weights by each head's best ones; a head that was never validated keeps its current."""
-        if self.config.select == "last":
-            return
-        self._copy(self.best_kl.isfinite(), source=self.best, destination=self.stacks)
+        if self.config.select != "last":
+            self._copy(self.best_kl.isfinite(), source=self.best, destination=self.stacks)
 
     def heads(self) -> dict[str, AcceptanceHead]:
         """Every head by name, with its current weights (see `use_selected`) and its provenance."""
-        exported, shared = {}, self.facts["provenance"]
-        temperatures = iter(self.temperature.tolist())
+        exported, temperatures = {}, iter(self.temperature.tolist())
         for _, stack in self.items():
             for index, spec in enumerate(stack.specs):
                 provenance = Provenance(
                     accept_weight=self.config.accept_weight,
                     reject_weight=spec.reject_weight,
                     calibration_temperature=next(temperatures),
-                    **shared | ({} if spec.shape.timing == "fed" else {"mixing_ratio": None}),
+                    **self.facts["provenance"] | ({} if spec.shape.timing == "fed" else {"mixing_ratio": None}),
                 )
                 exported[str(spec)] = stack.head(index, provenance).cpu()
         return exported
@@ -219,10 +211,11 @@ class Sweep(pl.LightningModule):
 
         return features.hidden.to(stack.scalar_mean.dtype), *stack.shape.inputs.among(features.scalars, embedded)
 
-    def _reach(self, batch: Batch, stack: HeadStack) -> Tensor | None:
-        """Weight of each token; None: all have weight 1."""
+    def _reach(self, batch: Batch, stack: HeadStack) -> Tensor:
+        """Weight of each token."""
         drafts = batch[FEATURE_SETS[stack.shape.timing]]
-        return reach_of(drafts.acceptance_prob, drafts.row_lengths) if self.config.reached else None
+        prob = drafts.acceptance_prob
+        return reach_of(prob, drafts.row_lengths) if self.config.reached else torch.ones_like(prob)
 
     @property
     def _shift(self) -> Tensor:

@@ -147,10 +147,8 @@ def training_plan(trainer: pl.Trainer, batch_size: int) -> str:
     """One line with the number of steps, the batch size and the number of processes."""
     processes, accumulated = trainer.world_size, trainer.accumulate_grad_batches
     shared = f", {batch_size // processes:,} on each of {processes:,} processes" if processes > 1 else ""
-    of_batches = f" of {accumulated:,} batches" if accumulated > 1 else ""
-    return (
-        f"training for {num_optimizer_steps(trainer):,} steps{of_batches}, {batch_size:,} responses per batch{shared}"
-    )
+    steps = f"{num_optimizer_steps(trainer):,} steps" + f" of {accumulated:,} batches" * (accumulated > 1)
+    return f"training for {steps}, {batch_size:,} responses per batch{shared}"
 
 
 @contextmanager
@@ -168,13 +166,13 @@ def stopped_by_sigusr1() -> Iterator[None]:
 
 def quiet() -> None:
     """Silence Lightning's start-up lines and four warnings that every small training run would cause."""
-    # run.json is in heads.dir before the first checkpoint, and `RunDirectory` refuses files of another run
-    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-    # the interval counts steps of all epochs, and metrics on dev are logged after each epoch anyway
-    warnings.filterwarnings("ignore", r"The number of training batches \(\d+\) is smaller than the logging interval")
-    warnings.filterwarnings(
-        "ignore", "You have overridden `on_after_batch_transfer`"
-    )  # the data module has no such hook
+    for message in (
+        "Checkpoint directory .* exists and is not empty",  # run.json is written before the first checkpoint
+        # the interval counts steps of all epochs, and metrics on dev are logged after each epoch anyway
+        r"The number of training batches \(\d+\) is smaller than the logging interval",
+        "You have overridden `on_after_batch_transfer`",  # the data module has no such hook
+    ):
+        warnings.filterwarnings("ignore", message)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
