@@ -83,10 +83,8 @@ class Row(NamedTuple):
 
 
 class FeatureShard:
-    """The labels of one shard and its hidden states, in memory-mapped safetensors files.
-
-    Before reading, callers compare the files with their sidecars (`store.shards.check_sums`) and the range of their
-    numbers (`check_numbers`).
+    """The labels of one shard and its hidden states, in memory-mapped safetensors files that callers have checked
+    (`store.shards.check_sums`, `check_numbers`).
     """
 
     def __init__(
@@ -229,5 +227,4 @@ def with_states(rows: Sequence[Row], hidden: Float[Tensor, "tokens hidden"]) -> 
 def empty_features(shards: Sequence[FeatureShard], timing: str) -> Features:
     """Features of no rows, with the dtypes and widths of the shards; at least one shard has rows."""
     rows = next(shard for shard in shards if shard.num_rows).read(0, 1)[timing][0]
-    first: Features = apply_to_collection(gathered(rows), Tensor, lambda values: values[:0])
-    return first
+    return apply_to_collection(gathered(rows), Tensor, lambda values: values[:0])  # type: ignore[no-any-return]

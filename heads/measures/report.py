@@ -69,7 +69,7 @@ def verdict(result: Result, specs: Sequence[HeadSpec]) -> str:
 
 def beats_signal(result: Result, specs: Sequence[HeadSpec]) -> dict[str, bool]:
     """Timing -> whether its best head has a lower KL than the draft's own signal, both calibrated on dev."""
-    beats = {}
+    beats = dict[str, bool]()
     for timing in dict.fromkeys(spec.shape.timing for spec in specs):
         alone = result["signals"][timing][_signal(timing)[0]]
         beats[timing] = _best(result, specs, timing)[1]["calibrated_kl"] < alone["calibrated_kl"]

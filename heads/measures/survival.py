@@ -61,11 +61,10 @@ def by_position(
         log_survival = log_survival[:, :starts] + log_hat[:, k:]
         logit_of_survival = log_survival - torch.log(-torch.expm1(log_survival.clamp(max=-1e-12)))
         survival.append(observe(logit_of_survival, reach[None], fits[None]))
-    missing = num_positions - len(token)
-    return _interleave(token, missing), _interleave(survival, missing)
+    return _interleave(token, num_positions), _interleave(survival, num_positions)
 
 
-def _interleave(parts: list[Histogram], missing: int) -> Histogram:
+def _interleave(parts: list[Histogram], count: int) -> Histogram:
     """K histograms of [heads] -> one of [heads * K]; positions that no response reaches stay empty."""
-    parts = parts + [Histogram(*map(torch.zeros_like, parts[0]))] * missing
+    parts = parts + [Histogram(*map(torch.zeros_like, parts[0]))] * (count - len(parts))
     return Histogram(*(torch.stack(column, 1).flatten(0, 1) for column in zip(*parts, strict=True)))

@@ -72,8 +72,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             architecture: key of `heads.model.formula.ARCHITECTURES`.
 
         Raises:
-            ValueError: a width below 1, a negative depth, an unknown timing, architecture or scalar, a prefix head that
-                reads the token.
+            ValueError: an impossible or unknown value, or a prefix head that reads the token.
         """
         super().__init__()
         check_shape(hidden_size, depth, timing, architecture)

@@ -94,11 +94,8 @@ class StepwiseHead:
         # changes are invisible in inference tensors, and when a submodule of the embedding (an adapter) is switched
         if self._vocabulary is None or module is None or [*module.children()] or any(t.is_inference() for t in sources):
             return self._new_table()
-        token = torch.zeros(1, dtype=torch.long, device=self.device)
-        state = (
-            self._vocabulary.embedding(token).dtype,
-            [(StorageWeakRef(t.untyped_storage()), t._version, t.dtype) for t in sources],
-        )
+        dtype = self._vocabulary.embedding(torch.zeros(1, dtype=torch.long, device=self.device)).dtype
+        state = dtype, [(StorageWeakRef(t.untyped_storage()), t._version, t.dtype) for t in sources]
         tables = _TABLES.setdefault(head, WeakKeyDictionary())
         if module not in tables or tables[module][0] != state:
             tables[module] = state, self._new_table()
@@ -159,10 +156,7 @@ class HostHead:
         row, logit = self._of_token(token_id) if self._head.inputs.embedding else (self._mix_bias, 0.0)
         if self._head.inputs.is_normalised:
             hidden = self._normalised(hidden)
-        if row is None:
-            values[:] = hidden
-        else:
-            np.add(hidden, row, out=values, casting="unsafe")
+        np.add(hidden, 0.0 if row is None else row, out=values, casting="unsafe")
         if self._columns_read:
             self._scalars[:] = scalars = [numbers[index] for index in self._columns_read]
             for slope, scalar in zip(self._slopes, scalars, strict=True):
@@ -183,11 +177,9 @@ class HostHead:
     def _of_token(self, token_id: int | None) -> tuple[np.ndarray | None, float]:
         """What the token's embedding adds to the stream and to the logit."""
         assert token_id is not None
-        if self._table is None:
-            (rows, logits), token_id = self._as_arrays(self._head.of_embedding(torch.tensor([token_id]))), 0
-        else:
-            rows, logits = self._table
-        return None if rows is None else rows[token_id], logits.item(token_id)
+        rows, logits = self._table or self._as_arrays(self._head.of_embedding(torch.tensor([token_id])))
+        index = token_id if self._table else 0
+        return None if rows is None else rows[index], logits.item(index)
 
     def _as_arrays(self, terms: Terms) -> tuple[np.ndarray | None, np.ndarray]:
         stream, logit = terms

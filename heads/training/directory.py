@@ -76,10 +76,11 @@ class RunDirectory:
         """
         described = {"processes": processes, **_described(config)}
         on_disk = self.read() if resume else {}
-        saved = run_of(self.checkpoint) if resume and self.checkpoint.is_file() else None
-        if saved and on_disk:
+        has_checkpoint = resume and self.checkpoint.is_file()
+        saved = run_of(self.checkpoint) if has_checkpoint else ""
+        if has_checkpoint and on_disk:
             _refuse_difference(on_disk, described, path=self.path)
-        is_resumed = saved is not None and (not on_disk or on_disk["run"] == saved)
+        is_resumed = has_checkpoint and (not on_disk or on_disk["run"] == saved)
         run = saved if is_resumed else on_disk["run"] if on_disk else uuid.uuid4().hex
         if is_first_process():
             self.path.mkdir(parents=True, exist_ok=True)
