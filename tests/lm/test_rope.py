@@ -68,7 +68,7 @@ def test_a_draft_drafts_up_to_its_own_change_and_the_target_goes_on():
     assert [len(played.drafted) for played in generation.rounds][-3:] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("kind", ["phi3", "llama"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_batches_hold_one_side(kind):
     decoder = SpeculativeDecoder(model_of(kind), drafter_of(kind), **GREEDY)
     for lengths, new in (((4, 7), BOUND - 7), ((BOUND + 2, 20, 30), 12)):
@@ -79,7 +79,7 @@ def test_batches_hold_one_side(kind):
         decoder.generate_batch([text_of(4), text_of(30)], 3)
 
 
-@pytest.mark.parametrize("kind", ["phi3", "phimoe", "llama"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_whole_texts_on_either_side_have_the_laws_of_generate_in_one_batch(kind):
     model = model_of(kind)
     rows = [text_of(length, seed=length) for length in (BOUND, 30, 9, BOUND + 8)]

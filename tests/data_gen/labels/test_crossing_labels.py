@@ -89,11 +89,8 @@ def test_a_run_whose_texts_may_cross_the_bound_is_refused_before_any_prompt_is_a
     shutil.copytree(toy_pair / "target", tmp_path / "target")
     path = tmp_path / "target" / "config.json"
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 64}
-    path.write_text(
-        json.dumps(
-            json.loads(path.read_text()) | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4} | factors}
-        )
-    )
+    rope = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4} | factors}
+    path.write_text(json.dumps(json.loads(path.read_text()) | rope))
     config = replace(toy_config, pair=replace(toy_config.pair, target=ModelSource(path=str(tmp_path / "target"))))
     with pytest.raises(
         ValueError, match=r"max_new_tokens is 70, and LlamaForCausalLM changes .* beyond 64 .*lower either setting"

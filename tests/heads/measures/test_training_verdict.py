@@ -7,18 +7,11 @@ from tests.toys.made_up import make_config
 
 def result_of(kl: dict[str, float], sweep: list[HeadSpec]) -> dict:
     """Made-up measurements: a head's KL by its timing, 0.4 for each signal alone, 0.5 for a constant."""
-    heads = {
-        str(spec): {"calibrated_kl": kl[spec.shape.timing] + 0.01 * spec.shape.depth, "auroc": 0.7} for spec in sweep
-    }
-    alone = {
-        "log_token_prob": {"calibrated_kl": 0.4, "auroc": 0.6},
-        "negative_entropy": {"calibrated_kl": 0.45, "auroc": 0.55},
-    }
-    return {
-        "heads": heads,
-        "signals": dict.fromkeys(kl, alone),
-        "labels": {timing: {"constant_kl": 0.5} for timing in kl},
-    }
+    of_heads = {str(spec): kl[spec.shape.timing] + 0.01 * spec.shape.depth for spec in sweep}
+    heads = {name: {"calibrated_kl": value, "auroc": 0.7} for name, value in of_heads.items()}
+    alone = {"log_token_prob": {"calibrated_kl": 0.4, "auroc": 0.6}}
+    alone |= {"negative_entropy": {"calibrated_kl": 0.45, "auroc": 0.55}}
+    return {"heads": heads, "signals": dict.fromkeys(kl, alone), "labels": {key: {"constant_kl": 0.5} for key in kl}}
 
 
 def sweep(tmp_path, *timings: str) -> list[HeadSpec]:
@@ -39,13 +32,10 @@ def test_the_best_head_of_each_timing_stands_beside_log_q_and_a_constant(tmp_pat
     assert "Warning" not in verdict(result_of({"fed": 0.3, "drawn": 0.3}, heads), heads)
 
 
-def test_where_no_head_beats_log_q_it_is_said(tmp_path):
+def test_a_prefix_head_is_held_against_the_entropy_which_knows_no_token_either(tmp_path):
     heads = sweep(tmp_path, "drawn")
     _, last = verdict(result_of({"drawn": 0.41}, heads), heads).splitlines()
     assert last.startswith("No head beats the draft's own")
-
-
-def test_a_prefix_head_is_held_against_the_entropy_which_knows_no_token_either(tmp_path):
     heads = sweep(tmp_path, "prefix")
     assert beats_signal(result_of({"prefix": 0.42}, heads), heads) == {"prefix": True}
     said = verdict(result_of({"prefix": 0.42}, heads), heads)

@@ -111,14 +111,14 @@ def test_a_pickled_head_is_refused_and_the_remedy_works_as_printed(folder: Path,
 
 def test_an_import_overwrites_nothing_but_a_head(folder: Path, tmp_path: Path):
     write_official(folder, 1)
-    mine, config = tmp_path / "mine", make_config(tmp_path, tmp_path)
+    mine, settings = tmp_path / "mine", {"config": make_config(tmp_path, tmp_path), "source": str(folder)}
     mine.mkdir()
     (mine / "thesis.tex").write_text("years of work")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for out in (mine, folder, mine / "thesis.tex"):
-        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         with pytest.raises(ValueError, match="is not an exported head"):
-            import_(config, source=str(folder), out=str(out), reject_weight=6.0)
-        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+            import_(**settings, out=str(out), reject_weight=6.0)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     for reject_weight in (6.0, 3.0):
-        path = import_(config, source=str(folder), out=str(tmp_path / "new"), reject_weight=reject_weight)
+        path = import_(**settings, out=str(tmp_path / "new"), reject_weight=reject_weight)
         assert AcceptanceHead.from_pretrained(path).provenance.reject_weight == reject_weight

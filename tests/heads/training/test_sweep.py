@@ -198,8 +198,9 @@ def test_grid_is_every_combination_once_and_prefix_heads_take_what_is_known_befo
     assert [name for name in names if name.startswith("prefix")] == ["prefix-d1-w1", "prefix+entropy-d1-w1"]
 
 
-@pytest.mark.parametrize("timings", [("fed", "drawn"), ("drawn",), ("fed",)])
-@pytest.mark.parametrize("scalars", [(True,), (False, True)])
+@pytest.mark.parametrize(
+    ("timings", "scalars"), [(("fed", "drawn"), (True,)), (("drawn",), (False, True)), (("fed",), (False, True))]
+)
 def test_the_papers_heads_join_a_grid_of_others_once(timings, scalars):
     options = {"timings": timings, "scalars": scalars, "depths": (1,), "reject_weights": (1.0, 6.0)}
     others, every = (names_of(**options, specdec=is_on) for is_on in (False, True))
