@@ -18,8 +18,10 @@ from torch import Tensor
 from decode.loop.drafter import ModelDrafter
 from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session
+from decode.loop.signals import BatchSignals
 from decode.policies.batch import BatchRule
 from lm import CachedModel, DraftModel, Sampler, Sampling, verify
+from lm.draws import refuse_no_token
 
 
 @runtime_checkable
@@ -91,9 +93,10 @@ class Batch:
         self._target, self._draft = target, draft
         self._sequences = [_Sequence(drafter, row) for drafter, row in zip(drafters, target.rows, strict=True)]
         self._sampling, self._eos_ids = sampling, eos_ids
-        policy = drafters[0].policy
-        self._controller = policy.controller() if isinstance(policy, BatchRule) else None
+        self._policy, self._signals = drafters[0].policy, BatchSignals(drafters[0].model.embedding)
+        self._controller = self._policy.controller() if isinstance(self._policy, BatchRule) else None
         self._rounds: list[list[Round]] = []
+        self._stepped: list[_Sequence] = []
 
     @property
     def generations(self) -> list[Generation]:
@@ -163,19 +166,33 @@ class Batch:
         steps: list[int] = []
         while going := self._continuing(going, busy):
             steps.append(len(going))
-            rows = [sequence.drafter.model for sequence in going]
-            fed = [
-                sequence.drafter.proposal.tokens[-1:] or sequence.pending(row)
-                for sequence, row in zip(going, rows, strict=True)
-            ]
-            logits = self._draft.feed(rows, fed, [1] * len(rows))
-            outcomes = zip(going, logits, self._dists(going, logits), strict=True)
-            going = [
-                sequence
-                for sequence, row, q in outcomes
-                if sequence.drafter.take(*sequence.drafter.drawn(row[0], q[0]))
-            ]
+            going = self._step(going, len(steps) - 1)
         return tuple(steps)
+
+    def _step(self, going: list[_Sequence], position: int) -> list[_Sequence]:
+        """Draft one token of each of these sequences; returns those whose policies want another."""
+        rows: list[Any] = [sequence.drafter.model for sequence in going]
+        fed = [
+            sequence.drafter.proposal.tokens[-1:] or sequence.pending(row)
+            for sequence, row in zip(going, rows, strict=True)
+        ]
+        logits = self._draft.feed(rows, fed, [1] * len(rows))
+        dists = [q[0] for q in self._dists(going, logits)]
+        draws = [sequence.session.draws for sequence in going]
+        if dists[0].is_cpu:
+            token = torch.tensor([sampler.token(q) for sampler, q in zip(draws, dists, strict=True)])
+        else:
+            token = torch.cat([sampler.draw(q) for sampler, q in zip(draws, dists, strict=True)])
+        hidden = torch.cat([row.hidden for row in rows]) if self._policy.heads else None
+        kept = [self._stepped.index(sequence) for sequence in going] if position else None
+        self._stepped, policies = going, [self._policy] * len(going)
+        tokens, signals = self._signals.read(position, torch.cat(logits), hidden, token, policies=policies, kept=kept)
+        outcomes = zip(going, tokens, signals, dists, strict=True)
+        return [
+            sequence
+            for sequence, token_id, drawn, q in outcomes
+            if sequence.drafter.take(refuse_no_token(token_id, q), drawn, q)
+        ]
 
     def _continuing(self, going: list[_Sequence], busy: list[_Sequence]) -> list[_Sequence]:
         """Rows that the batch's rule lets continue, among those whose policies want to."""

@@ -173,16 +173,9 @@ class ModelDrafter(PolicyDrafter):
             # the sampler has uniforms, or there would be no fused step
             return self._fused.step(len(drafted), pending, session.draws)  # type: ignore[arg-type]
         logits = self.model.feed(pending)
-        return self.drawn(logits[0], session.sampling.dists(logits, committed, drafted)[0])
-
-    def drawn(
-        self, logits: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"]
-    ) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
-        """Draw a token from q, given the draft's logits; returns the arguments of `take`."""
-        session = self._session
+        q = session.sampling.dists(logits, committed, drafted)[0]
         probs = q if session.sampling.is_plain else None
-        token, drawn = self._signals.draw(len(self.proposal.tokens), logits, q, session.draws, probs=probs)
-        return token, drawn, q
+        return *self._signals.draw(len(drafted), logits[0], q, session.draws, probs=probs), q
 
     def _propose_on_device(self, pending: list[int], num_tokens: int) -> None:
         """Draft on the device, then read all tokens in one transfer and keep those up to the first EOS.

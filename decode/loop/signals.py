@@ -8,9 +8,12 @@
 
 Only the signals that the policy names are computed. The token is drawn in the same step, so that token and signals
 reach the host together; a policy that stops before the draw sees only the distribution, and its token is discarded.
+
+`reader_of` reads one sequence, `BatchSignals` a batch of them.
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -188,6 +191,86 @@ class DeviceSignals(SignalReader):
         values = torch.cat([column.to(torch.float32) for column in (token, *columns.values())]).tolist()
         token_id = refuse_no_token(int(values[0]), logits)
         return token_id, after_draw(position, dict(zip(columns, values[1:], strict=True)))
+
+
+class BatchSignals:
+    """Reads the signals of all rows of a batch, step after step of a round, with one transfer to the host a step.
+
+    All rows are at the same draft position, so a fed-time head scores in each step the tokens of the step before.
+    """
+
+    def __init__(self, embedding: Callable[[Int[Tensor, " rows"]], Float[Tensor, "rows hidden"]]) -> None:
+        """Args:
+        embedding: token ids -> the draft's input embeddings.
+        """
+        self._embedding = embedding
+        self._previous: tuple[Mapping[Any, Tensor], Tensor] | None = None
+
+    @torch.inference_mode()
+    def read(
+        self,
+        position: int,
+        logits: Float[Tensor, "rows vocab"],
+        hidden: Float[Tensor, "rows hidden"] | None,
+        token: Int[Tensor, " rows"],
+        *,
+        policies: Sequence[Policy],
+        kept: Sequence[int] | None = None,
+    ) -> tuple[list[int], list[AfterDraw]]:
+        """The tokens of a step, and the signals for each row's policy.
+
+        Args:
+            position: draft position of the tokens, from 0.
+            logits: the draft's logits, before any sampling transform.
+            hidden: the hidden states that gave the logits, if a policy has heads.
+            token: drafted token of each row; an id beyond the last is returned as it is.
+            policies: policy of each row.
+            kept: index of each row among those of the step before; None: they are the same rows.
+        """
+        heads = dict.fromkeys(head for policy in policies for head in policy.heads)
+        signals = frozenset[str]().union(*(policy.signals for policy in policies))
+        names = {name for head in heads for name in head.inputs.scalars} | signals & {"entropy", "max_prob", "top_prob"}
+        names |= {"log_token_prob"} if "token_prob" in signals else set()
+        if not names and not heads:
+            return token.tolist(), [AfterDraw(position)] * len(policies)
+        known = token.long().clamp(max=logits.shape[-1] - 1)
+        columns: dict[Any, Tensor] = {**signals_of(logits, known, sorted(names))}
+        for head in heads:
+            if head.timing != "fed":
+                columns[head] = self._scored(head, hidden, columns, known, None)
+            elif position > 0 and self._previous is not None:
+                columns[head] = self._scored(head, hidden, *self._previous, kept)
+        self._previous = columns, known
+        # float64 holds every id exactly
+        tokens, *rows = torch.stack([token.double(), *(column.double() for column in columns.values())]).tolist()
+        numbers = dict(zip(columns, rows, strict=True))
+        return [int(token_id) for token_id in tokens], [
+            _row_signals(policy, position, row, numbers) for row, policy in enumerate(policies)
+        ]
+
+    def _scored(
+        self,
+        head: AcceptanceHead,
+        hidden: Tensor | None,
+        columns: Mapping[Any, Tensor],
+        token: Tensor,
+        kept: Sequence[int] | None,
+    ) -> Float[Tensor, " rows"]:
+        """The head's logits for these tokens, which have these scalars."""
+        assert hidden is not None, "a head scores hidden states: the draft must keep them"
+        if kept is not None:
+            token, columns = token[kept], {name: columns[name][kept] for name in head.inputs.scalars}
+        return head(hidden, *head.inputs.among(columns, lambda: self._embedding(token)))
+
+
+def _row_signals(
+    policy: Policy, position: int, row: int, numbers: Mapping[str | AcceptanceHead, list[float]]
+) -> AfterDraw:
+    """Signals of one row, with the scores of its policy's own heads."""
+    signals = {name: column[row] for name, column in numbers.items() if isinstance(name, str)}
+    heads = {"fed_logit": policy.fed_head, "prefix_logit": policy.prefix_head, "drawn_logit": policy.drawn_head}
+    scores = {name: numbers[head][row] for name, head in heads.items() if head is not None and head in numbers}
+    return after_draw(position, signals | scores)
 
 
 def reader_of(policy: Policy, model: DraftModel, made: SignalReader | None = None) -> SignalReader:

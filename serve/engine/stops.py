@@ -1,22 +1,22 @@
 """The policies of vLLM's proposer: the requests of its batch and their drafts in the current round."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from decode.loop.signals import BatchSignals
 from serve.engine import cpu
 from serve.engine.policies import policies_of
 from serve.engine.rows import rows_of
 from serve.lanes import Lanes, RequestRow
-from serve.signals import BatchSignals, Embedding
 
 
 class Stops:
     """Reads every step of vLLM's draft loop; decides when it ends and which tokens are drafts."""
 
-    def __init__(self, config: Any, device: torch.device, embedding: Embedding) -> None:
+    def __init__(self, config: Any, device: torch.device, embedding: Callable[[Tensor], Tensor]) -> None:
         """Args:
         config: a `VllmConfig`.
         device: device of the draft.

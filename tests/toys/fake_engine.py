@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from decode.loop.signals import BatchSignals
 from decode.policies import AfterDraw, Policy
 from lm import Sampler, Sampling, verify
 from serve.lanes import Lanes, RequestRow
-from serve.signals import BatchSignals
 
 
 @dataclass
