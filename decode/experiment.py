@@ -108,8 +108,8 @@ class Experiment:
     @property
     def identity(self) -> dict[str, Any]:
         """Models and sampling that a verdict is about."""
-        models = {"target": self.models.target.path, "draft": self.models.draft.path}
-        return {**models, "sampling": self.sampling.as_dict()}
+        paths = {level: getattr(self.models, level).path for level in ("target", "draft")}
+        return paths | {"sampling": self.sampling.as_dict()}
 
     def described(self, level: Level) -> dict[str, Any]:
         """Name, revision and fingerprint of one model; no weights are loaded."""
@@ -118,13 +118,8 @@ class Experiment:
         return self._described[level]
 
     def presume(self, recorded: Mapping[Level, Mapping[str, Any]]) -> None:
-        """Assume that missing models are those of a record, if they have the same names.
-
-        Args:
-            recorded: level -> the description of its model in a manifest.
-
-        Raises:
-            FileNotFoundError: a missing model of another name.
+        """Assume that missing models are those of a manifest, level -> description, if they have the same names;
+        FileNotFoundError for a missing model of another name.
         """
         for level, description in recorded.items():
             try:
@@ -136,18 +131,15 @@ class Experiment:
                 self.presumed.add(level)
 
     def _take_record(self) -> None:
-        """Take models, sampling, limits and datasets from the trace in decode.dir.
-
-        Raises:
-            FileNotFoundError: there is no trace.
-        """
+        """Take models, sampling, limits and datasets from the trace in decode.dir."""
         keys = ("target", "draft", "sampling", "max_draft_length", "max_new_tokens", "prompts")
         record = read_manifest(self.directory / "trace", command="trace", keys=keys)
         self._described = {"target": record["target"], "draft": record["draft"]}
         self.presumed = {"target", "draft"}
         self.sampling = Sampling(**record["sampling"])
-        limits = {name: record[name] for name in ("max_draft_length", "max_new_tokens")}
-        self.decode = replace(self.decode, **limits)
+        self.decode = replace(
+            self.decode, max_draft_length=record["max_draft_length"], max_new_tokens=record["max_new_tokens"]
+        )
         names = dict.fromkeys(key.rpartition(".")[0] for key in record["prompts"])
         self.data = self._data
         self.datasets = {name: PromptSource(path=name) for name in names}

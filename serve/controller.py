@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from decode.policies.batch import BatchCosts, Curve, gaining
+from decode.policies.batch import BatchCosts, Controller, Curve
 
 _MEMORY = 0.95
 _ROW_MEMORY = 0.995
@@ -62,8 +62,11 @@ class Measured:
         return Curve.line(max(first_s, _LEAST * self._seconds), slope_s)
 
 
-class MeasuredController:
+class MeasuredController(Controller):
     """Measures the rounds and draft steps of an engine and decides which rows under the batch rule continue."""
+
+    is_paid = False
+    """The next step runs in any case, for rows with other policies."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._clock, self._draft, self._target = clock, Measured(), Measured()
@@ -97,22 +100,18 @@ class MeasuredController:
             self._first_s = now_s - self._at_s
         self._num_steps, self._at_s = self._num_steps + 1, now_s
 
-    def continues(self, expected_tokens: Any, num_tokens: int, *, is_paid: bool) -> Any:
-        """Which rows continue, bool [row].
-
-        Args:
-            values: expected value of one more token, [row], for the rows under the batch rule.
-            num_tokens: tokens to verify if none of these rows continues, including other rows' tokens of the next step.
-            is_paid: whether the next step runs anyway.
-        """
+    def chosen(self, expected_tokens: Any, num_tokens: int) -> Any:
         if self._costs is None or (self._idle >= _PROBE_EVERY and self._num_steps < 2):
             return np.ones(len(expected_tokens), dtype=bool)
-        target, sizes = self._costs.target, np.arange(1, len(expected_tokens) + 1)
-        step_s = 0.0 if is_paid or self._num_steps == 0 else self._costs.draft(self._num_rows)
-        return gaining(expected_tokens, self.throughput * (target(num_tokens + sizes) - target(num_tokens) + step_s))
+        return super().chosen(expected_tokens, num_tokens)
+
+    def step_cost_s(self, numbers: Any, num_tokens: int) -> Any:  # type: ignore[override]
+        assert self._costs is not None
+        step_s = 0.0 if self.is_paid or self._num_steps == 0 else self._costs.draft(self._num_rows)
+        return self._costs.target(num_tokens + numbers) - self._costs.target(num_tokens) + step_s
 
     @property
-    def throughput(self) -> float:
+    def throughput(self) -> float:  # type: ignore[override]
         """lambda for the rows of this round."""
         assert self._costs is not None
         alone = 1.0 / float(self._costs.target(self._num_rows))

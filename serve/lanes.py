@@ -14,11 +14,8 @@ Rows whose policy has a batch rule (`auto`) are decided together by `serve.contr
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from decode.policies.base import AfterDraw, Policy
+from decode.policies.base import AfterDraw, Policy, PolicyRun
 from decode.policies.batch import BatchRule
-from decode.policies.run import PolicyRun
 from serve.controller import MeasuredController
 
 
@@ -118,15 +115,11 @@ class Lanes:
 
     def _choose(self) -> None:
         """Apply the batch rule to the rows that have it and have not stopped."""
-        undecided = [lane for lane in self._rows if lane.run.is_going and isinstance(lane.run.policy, BatchRule)]
-        if not undecided:
-            return
-        num_others = sum(lane.run.is_going for lane in self._rows) - len(undecided)
-        values = [lane.run.policy.expected_tokens(lane.run.state) for lane in undecided]  # type: ignore[attr-defined]
-        num_tokens = sum(len(lane.tokens) + 1 for lane in self._rows) + num_others
-        continues = self._controller.continues(np.array(values, dtype=float), num_tokens, is_paid=num_others > 0)
-        for lane, is_going in zip(undecided, continues, strict=True):
-            lane.run.is_going = bool(is_going)
+        going = [lane.run for lane in self._rows if lane.run.is_going]
+        if undecided := [run for run in going if isinstance(run.policy, BatchRule)]:
+            num_others = len(going) - len(undecided)
+            self._controller.is_paid = num_others > 0
+            self._controller.stop_losing(undecided, sum(len(lane.tokens) + 1 for lane in self._rows) + num_others)
 
     @property
     def is_going(self) -> bool:

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from decode.policies.base import AfterDraw, Policy
+from decode.policies.base import AfterDraw, Policy, PolicyRun
 from decode.policies.batch import batched
 from decode.policies.registry import POLICIES, parse_policy, read_spec
-from decode.policies.run import PolicyRun
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from lm import Sampling

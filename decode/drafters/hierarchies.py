@@ -6,43 +6,37 @@ q(y_i) / q'(y_i)), the first that fails is replaced by a draw from norm(max(0, q
 q_{k+1} yields a free token, if `InnerRounds.bonus`. If the inner drafter proposed nothing, that token is always drawn:
 plain drafting by `model`.
 
-The whole is lossless: given everything before it, a token that leaves an inner round has the distribution q of `model`
-(law 4.2). So the outer verification gets q and sees an ordinary draft; by induction this holds at any depth.
-
-The stops are legal (law 4.3): the policy of this level sees the signals of `model` at each emitted position, either
-before the token, or after it, and then the token is kept. Tokens after a stop are dropped unseen. The length of the
-inner acceptance, which policies learn, affects only later stops.
+It is lossless: given everything before it, a token that leaves an inner round has the distribution q of `model` (law
+4.2), so the outer verification gets q and sees an ordinary draft; by induction this holds at any depth. The stops are
+legal (law 4.3): the policy of this level sees the signals of `model` at each emitted position, before the token, or
+after it, and then the token is kept. Tokens after a stop are dropped unseen. The length of the inner acceptance, which
+policies learn, affects only later stops.
 
 Counts: `num_draft_forwards` are forwards of `model`; `num_micro` tokens that the level right below proposed;
 `num_micro_forwards` forwards of all levels below.
 
 HSDDW, Hierarchical Speculative Decoding with Dynamic Window (Syu & Lee, Findings of NAACL 2025): micro, draft and
-target.
-
-Self-verify: a model keeps the token it drew and stops drafting after it when the entropy H of the distribution exceeds
-tau, the running mean of H at the tokens rejected so far in this generation; tau_1 for the micro (rejected by the
-draft), tau_2 for the draft (rejected by the target). Both start at 0, and no level proposes more than `window` tokens
-(K = 10) at a time.
+target. Self-verify: a model keeps the token it drew and stops drafting after it when the entropy H of the distribution
+exceeds tau, the running mean of H at the tokens rejected so far in this generation; tau_1 for the micro (rejected by
+the draft), tau_2 for the draft (rejected by the target). Both start at 0, and no level proposes more than `window`
+tokens (K = 10) at a time.
 
     pre-verify                   the micro drafts K tokens, the draft verifies them in one forward and then drafts K
-                                 tokens alone
+                                 tokens alone (this row and the next: Table 2 and the diagrams of Figure 5)
     pre-verify + self-verify     the same, each level stopping itself
     full                         inner rounds (micro drafts, draft verifies) until H of the draft at an emitted position
-                                 is above tau_2
-
-The first two are rows of the paper's Table 2 (the diagrams of its Figure 5), the third is its Algorithm 2.
+                                 is above tau_2 (Algorithm 2)
 
 Departures where the printed algorithms (first three points) and the authors' program (github.com/valexsyu/HSDDW, commit
-c8fed41) are wrong or incomplete:
+c8fed41) are wrong or incomplete. Levels can also stop by other policies (`policies`), among them trained heads.
 
-* The window shrinks through a minimum over a set that contains 0, so it would stay 0. Here: the first position above
-  tau ends it.
+* The window shrinks through a minimum over a set that contains 0, so it would stay 0. Here the first position above tau
+  ends it.
 * n_tot, the tokens passed to the target, omits the resampled token. Here every emitted token is proposed and counted.
 * The entropy lists of the two levels are aliases of one list, and tau_1 is updated under tau_2's index. Here each
   level's policy has its own state: H of its distribution at the first token that the level above rejected.
 * At a position where the draft is unsure, the program replaces the micro's token from the residual *without testing
-  it*, which is biased (a residual is the distribution given rejection). Here that token is verified as any other and is
-  the last of the draft; still one forward.
+  it*, which is biased. Here that token is verified as any other and is the last of the draft; still one forward.
 * The program starts both tau at 10 in the full algorithm, replacing them in the first inner round by its smallest
   entropies; in the other two configurations at 0, as the paper says and as this does throughout.
 * In the first two configurations the program drafts alone whatever the pre-verified tokens are, and of those only the
@@ -54,26 +48,20 @@ c8fed41) are wrong or incomplete:
 * The program tests for EOS inside an inner block only after the target's verification; here nothing is drafted after
   it. It always uses the free token after full inner acceptance; `bonus=False` omits it.
 
-Levels can also stop by other policies than entropies (`policies`), among them trained heads.
+Chen's hierarchical variant (H. Chen, An Exploration of Hierarchical Speculative Decoding, Algorithm 2): m times (n
+tokens of the small model, then one of the medium), then the target verifies all. Every token is verified against the
+distribution that it was drawn from, the small model's or the medium's. A rejected one is replaced by a draw from the
+residual of that same proposal, norm(max(0, p - q)), so by law 4.2 the output has the target's distribution.
 
-Chen's hierarchical variant (Algorithm 2): m times (n tokens of the small model, then one of the medium), then the
-target verifies all.
-
-Source: H. Chen, An Exploration of Hierarchical Speculative Decoding. Every token is verified against the distribution
-that it was drawn from, the small model's or the medium's, as in the paper. A rejected one is replaced by a draw from
-the residual of that same proposal, norm(max(0, p - q)) with its own q. Law 4.2 requires nothing else, so the output has
-the target's distribution although the proposals alternate.
-
-As printed, the replacement is drawn from plain p. Then a drafted position has, whatever proposed it, the distribution
+As printed, the replacement is drawn from plain p. Then a drafted position has the distribution
 
     min(p, q) + (1 - sum_v min(p, q)(v)) p
 
 which is p only if q = p: the paper admits that "the distribution of outputs may differ". A test shows the bias.
-
-Departures: the printed k is the index of the first rejected token; the listing returns x_1 ... x_k, including the
-rejected token, and draws the next from p_{k+1}, while Table A.1 and Theorem 3.2 count k tokens in all. Here, as they
-count: k - 1 tokens are accepted, and the replacement is drawn at the rejected position. A draft may end inside a block,
-at EOS or at the length limit.
+Another departure: the printed k is the index of the first rejected token; the listing returns x_1 ... x_k, including
+the rejected token, and draws the next from p_{k+1}, while Table A.1 and Theorem 3.2 count k tokens in all. Here, as
+they count, k - 1 tokens are accepted, and the replacement is drawn at the rejected position. A draft may end inside a
+block, at EOS or at the length limit.
 """
 
 from collections.abc import Iterator
@@ -90,6 +78,12 @@ from decode.policies.plain import FixedLength, SelfVerify
 from lm import CachedModel, next_dist, num_accepted
 
 
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if value < 0:
+            raise ValueError(f"{name} is {value}; it must be at least 0")
+
+
 @dataclass(frozen=True, kw_only=True)
 class InnerRounds:
     """How many inner rounds make one draft, and how long each may be."""
@@ -104,9 +98,7 @@ class InnerRounds:
     """Emit the free token of a fully accepted inner round."""
 
     def __post_init__(self) -> None:
-        for name in ("window", "max_rounds", "num_alone"):
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise ValueError(f"{name} is {value}; it must be at least 0")
+        _check_counts(window=self.window, max_rounds=self.max_rounds or 0, num_alone=self.num_alone)
 
     def lengths(self) -> Iterator[int]:
         """The window of each inner round; 0 if `model` drafts alone."""
@@ -246,9 +238,7 @@ class InterleavedDrafter:
         Raises:
             ValueError: a negative m or n.
         """
-        for name, value in (("m", m), ("n", n)):
-            if value < 0:
-                raise ValueError(f"{name} is {value}; it must be at least 0")
+        _check_counts(m=m, n=n)
         self.small: CachedModel = cached(small, vocab_size=vocab_size)
         self.medium: CachedModel = cached(medium, vocab_size=vocab_size)
         self.m, self.n = m, n

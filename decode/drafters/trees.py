@@ -25,7 +25,6 @@ CaPE (GliDe with a CaPE, arXiv 2402.02082; cape.sh of its code at edf4c9a): a gr
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -41,31 +40,13 @@ from lm.signals import entropy, upcast
 _BANDS = ((0.3, 8), (0.6, 6), (0.8, 4), (1.0, 2))
 
 
-@runtime_checkable
-class Shape(Protocol):
-    """How a tree branches."""
-
-    @property
-    def num_expanded(self) -> int:
-        """Number of nodes of a level, the best, that get children."""
-        ...
-
-    @property
-    def num_nodes(self) -> int | None:
-        """Number of candidates, the best of all, that are verified; None: all."""
-        ...
-
-    def num_children(self, max_prob: float) -> int:
-        """Number of candidates after a node at which the draft's largest probability is `max_prob`."""
-        ...
-
-
 @dataclass(frozen=True)
 class Dynamic:
     """EAGLE-2's tree, which grows where the draft is confident."""
 
     width: int = 10
     num_nodes: int | None = 59
+    """Number of candidates, the best of all, that are verified; None: all."""
 
     def __post_init__(self) -> None:
         if self.width < 1:
@@ -75,9 +56,11 @@ class Dynamic:
 
     @property
     def num_expanded(self) -> int:
+        """Number of nodes of a level, the best, that get children."""
         return self.width
 
     def num_children(self, max_prob: float) -> int:
+        """Number of candidates after a node at which the draft's largest probability is `max_prob`."""
         return self.width
 
 
@@ -94,6 +77,8 @@ class Cape:
         return next((count for below, count in self.bands if max_prob < below), self.bands[-1][1])
 
 
+Shape = Dynamic | Cape
+"""How a tree branches."""
 SHAPES: dict[str, Shape] = {"eagle2": Dynamic(), "cape": Cape()}
 """Published shapes, by their names in commands."""
 

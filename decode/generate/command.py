@@ -1,9 +1,9 @@
 """One prompt through the speculative loop: `python -m decode generate`, and `complete` in Python."""
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from json import dumps
 from typing import Any, Literal
 
 import torch
@@ -57,7 +57,9 @@ def generate(
     stop, pair = experiment.policy(policy), experiment.pair
     rounds = _rounds(experiment, prompt, stop, max_new_tokens, tree=tree)
     if json:
-        print(_document(Generation.of(rounds), pair, prompt=prompt, policy=policy, sampling=experiment.sampling))
+        generation, settings = Generation.of(rounds), {"prompt": prompt, "policy": policy}
+        record = {"text": _text(generation, pair), **settings, "sampling": asdict(experiment.sampling)}
+        print(dumps(record | generation.as_dict(), ensure_ascii=False))
         return
     transcript = Transcript(Console(highlight=False), pair.tokenizer, has_rejected=rejected)
     closing = _show(rounds, transcript, stop)
@@ -120,12 +122,6 @@ def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> st
     closing = summary(Generation.of(finished), policy)
     transcript.console.print("\n" + closing, soft_wrap=True)
     return closing
-
-
-def _document(generation: Generation, pair: Pair, *, sampling: Any, **settings: Any) -> str:
-    """A generation as JSON."""
-    record = {"text": _text(generation, pair), **settings, "sampling": asdict(sampling), **generation.as_dict()}
-    return json.dumps(record, ensure_ascii=False)
 
 
 def _text(generation: Generation, pair: Pair) -> str:

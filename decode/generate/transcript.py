@@ -7,7 +7,7 @@ bonus      the target's token after full acceptance     blue
 """
 
 from io import StringIO
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -21,19 +21,10 @@ _WINDOW = 16
 """Tokens that are decoded again with each new one; spaces and joins depend only on their neighbours."""
 
 
-@runtime_checkable
-class TokenDecoder(Protocol):
-    """A tokenizer, as far as it is needed here."""
-
-    def decode(self, token_ids: list[int], **how: Any) -> Any:
-        """The text of token ids."""
-        ...
-
-
 class Detokenizer:
     """The text that each token adds; a byte-level token may hold half a character, which waits for its other half."""
 
-    def __init__(self, tokenizer: TokenDecoder) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._ids, self._start, self._num_shown = tokenizer, list[int](), 0, 0
 
     def add(self, token: int) -> str:
@@ -64,7 +55,7 @@ def legend() -> Text:
 class Transcript:
     """Writes rounds to a console as they come."""
 
-    def __init__(self, console: Console, tokenizer: TokenDecoder, *, has_rejected: bool = True) -> None:
+    def __init__(self, console: Console, tokenizer: Any, *, has_rejected: bool = True) -> None:
         self.console, self._detokenizer, self._has_rejected = console, Detokenizer(tokenizer), has_rejected
         self.text = Text()
         """Everything written so far."""

@@ -8,9 +8,8 @@ as lossless as the loop. With a rule for the whole batch (`decode.policies.batch
 
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -19,19 +18,10 @@ from decode.loop.drafter import ModelDrafter
 from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session
 from decode.loop.signals import BatchSignals
-from decode.policies.batch import BatchRule
-from lm import CachedModel, DraftModel, Sampler, Sampling, verify
+from decode.policies.batch import BatchAuto
+from lm import CachedModel, Sampler, Sampling, verify
+from lm.batch import BatchModel
 from lm.draws import refuse_no_token
-
-
-@runtime_checkable
-class Together(Protocol):
-    """One model for all sequences: `lm.batch.BatchModel`."""
-
-    @property
-    def rows(self) -> Sequence[CachedModel]: ...
-
-    def feed(self, rows: Sequence[Any], new_tokens: Sequence[Any], num_logits: Sequence[int]) -> list[Tensor]: ...
 
 
 class BatchRound(NamedTuple):
@@ -66,18 +56,14 @@ class _Sequence:
         """Tokens that the round's verification will be fed so far."""
         return len(self.drafter.proposal.tokens) + 1
 
-    def pending(self, row: DraftModel) -> list[int]:
-        """Tokens of the text that a row lacks."""
-        return self.committed[len(row) :]
-
 
 class Batch:
     """A continuous batch: `rounds` decodes the prompts, `generations` collects the results."""
 
     def __init__(
         self,
-        target: Together,
-        draft: Together,
+        target: BatchModel,
+        draft: BatchModel,
         drafters: Sequence[ModelDrafter],
         *,
         sampling: Sampling,
@@ -94,7 +80,7 @@ class Batch:
         self._sequences = [_Sequence(drafter, row) for drafter, row in zip(drafters, target.rows, strict=True)]
         self._sampling, self._eos_ids = sampling, eos_ids
         self._policy, self._signals = drafters[0].policy, BatchSignals(drafters[0].model.embedding)
-        self._controller = self._policy.controller() if isinstance(self._policy, BatchRule) else None
+        self._controller = self._policy.controller() if isinstance(self._policy, BatchAuto) else None
         self._rounds: list[list[Round]] = []
         self._stepped: list[_Sequence] = []
 
@@ -140,29 +126,20 @@ class Batch:
         started_s = perf_counter()
         steps = self._drafted(busy, max_draft_length)
         drafted_s = perf_counter()
-        rows = [sequence.target for sequence in busy]
-        fed = [
-            sequence.pending(row) + sequence.drafter.proposal.tokens for sequence, row in zip(busy, rows, strict=True)
-        ]
-        p = self._dists(busy, self._target.feed(rows, fed, [sequence.num_planned for sequence in busy]))
-        num_tokens = sum(sequence.num_planned for sequence in busy)
-        verified = [self._settle(sequence, dists) for sequence, dists in zip(busy, p, strict=True)]
+        rows: list[Any] = [each.target for each in busy]
+        fed = [each.committed[len(each.target) :] + each.drafter.proposal.tokens for each in busy]
+        nums = [each.num_planned for each in busy]
+        p = self._dists(busy, self._target.feed(rows, fed, nums))
+        num_emitted = sum(len(self._settle(each, dists).emitted) for each, dists in zip(busy, p, strict=True))
         ended_s = perf_counter()
-        num_emitted = sum(len(round_.emitted) for round_ in verified)
-        times_s = drafted_s - started_s, ended_s - drafted_s
-        batch_round = BatchRound(steps, num_tokens, num_emitted, *times_s, num_joined)
         if self._controller is not None:
-            self._controller.end(batch_round.steps, batch_round.num_tokens, batch_round.num_emitted)
-        return batch_round
+            self._controller.end(steps, sum(nums), num_emitted)
+        return BatchRound(steps, sum(nums), num_emitted, drafted_s - started_s, ended_s - drafted_s, num_joined)
 
     def _drafted(self, busy: list[_Sequence], max_draft_length: int) -> tuple[int, ...]:
         """Draft for all sequences; returns the number of sequences in each step."""
-        rooms = [min(max_draft_length, sequence.end - len(sequence.committed) - 1) for sequence in busy]
-        going = [
-            sequence
-            for sequence, room in zip(busy, rooms, strict=True)
-            if sequence.drafter.begin(sequence.committed, room) > 0
-        ]
+        rooms = [min(max_draft_length, each.end - len(each.committed) - 1) for each in busy]
+        going = [each for each, room in zip(busy, rooms, strict=True) if each.drafter.begin(each.committed, room) > 0]
         steps: list[int] = []
         while going := self._continuing(going, busy):
             steps.append(len(going))
@@ -172,39 +149,29 @@ class Batch:
     def _step(self, going: list[_Sequence], position: int) -> list[_Sequence]:
         """Draft one token of each of these sequences; returns those whose policies want another."""
         rows: list[Any] = [sequence.drafter.model for sequence in going]
-        fed = [
-            sequence.drafter.proposal.tokens[-1:] or sequence.pending(row)
-            for sequence, row in zip(going, rows, strict=True)
-        ]
+        fed = [each.drafter.proposal.tokens[-1:] or each.committed[len(each.drafter.model) :] for each in going]
         logits = self._draft.feed(rows, fed, [1] * len(rows))
         dists = [q[0] for q in self._dists(going, logits)]
-        draws = [sequence.session.draws for sequence in going]
+        pairs = [(each.session.draws, q) for each, q in zip(going, dists, strict=True)]
         if dists[0].is_cpu:
-            token = torch.tensor([sampler.token(q) for sampler, q in zip(draws, dists, strict=True)])
+            token = torch.tensor([draws.token(q) for draws, q in pairs])
         else:
-            token = torch.cat([sampler.draw(q) for sampler, q in zip(draws, dists, strict=True)])
+            token = torch.cat([draws.draw(q) for draws, q in pairs])
         hidden = torch.cat([row.hidden for row in rows]) if self._policy.heads else None
         kept = [self._stepped.index(sequence) for sequence in going] if position else None
         self._stepped, policies = going, [self._policy] * len(going)
         tokens, signals = self._signals.read(position, torch.cat(logits), hidden, token, policies=policies, kept=kept)
-        outcomes = zip(going, tokens, signals, dists, strict=True)
-        return [
-            sequence
-            for sequence, token_id, drawn, q in outcomes
-            if sequence.drafter.take(refuse_no_token(token_id, q), drawn, q)
-        ]
+        outcomes = zip(going, map(refuse_no_token, tokens, dists), signals, dists, strict=True)
+        return [each for each, token_id, drawn, q in outcomes if each.drafter.take(token_id, drawn, q)]
 
     def _continuing(self, going: list[_Sequence], busy: list[_Sequence]) -> list[_Sequence]:
         """Rows that the batch's rule lets continue, among those whose policies want to."""
         if self._controller is None or not going:
             return going
-        runs = [sequence.drafter.run for sequence in going]
-        values = [run.policy.expected_tokens(run.state) for run in runs]  # type: ignore[attr-defined]
-        expected_tokens = np.array([float(value) for value in values])
-        continues = self._controller.chosen(expected_tokens, sum(sequence.num_planned for sequence in busy))
-        for sequence in (sequence for sequence, is_going in zip(going, continues, strict=True) if not is_going):
-            sequence.drafter.proposal.stop_reason = "policy"
-        return [sequence for sequence, is_going in zip(going, continues, strict=True) if is_going]
+        self._controller.stop_losing([each.drafter.run for each in going], sum(each.num_planned for each in busy))
+        for sequence in going:
+            sequence.drafter.proposal.stop_reason = sequence.drafter.run.stop_reason
+        return [sequence for sequence in going if sequence.drafter.run.is_going]
 
     def _dists(self, sequences: list[_Sequence], logits: list[Tensor]) -> Sequence[Float[Tensor, "rows vocab"]]:
         """Distributions that tokens are drawn from, for all rows at once if the sampling allows it."""

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.loop.batch import Batch, BatchRound, Together
+from decode.loop.batch import Batch, BatchRound
 from decode.loop.drafter import Drafter, ModelDrafter, Proposal
 from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session, cached, check_free
@@ -132,7 +132,7 @@ class SpeculativeDecoder:
         batch = Batch(target, draft, drafters, sampling=self.sampling, eos_ids=self.eos_ids)
         return batch, batch.rounds(all_ids, limits, draws, max_draft_length=self.max_draft_length)
 
-    def _batch_model(self, model: CachedModel, num: int) -> Together:
+    def _batch_model(self, model: CachedModel, num: int) -> BatchModel:
         return BatchModel(model, num)
 
     def stream(

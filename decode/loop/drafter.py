@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from decode.loop.fused import fused_step
 from decode.loop.session import Session, cached
 from decode.loop.signals import reader_of
-from decode.policies.base import AfterDraw, Policy
-from decode.policies.run import PolicyRun
+from decode.policies.base import AfterDraw, Policy, PolicyRun
 from lm import DraftModel, Sampler, revealed_probs
 from lm.draws import refuse_no_token
 from lm.features.model import BlockModel

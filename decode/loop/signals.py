@@ -13,7 +13,7 @@ reach the host together; a policy that stops before the draw sees only the distr
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,10 +48,7 @@ class SignalReader:
         )
         heads = [head for head in (self.fed, self.prefix, self.drawn) if head is not None]
         self.has_heads = bool(heads)
-        names = {name for head in heads for name in head.inputs.scalars}
-        names |= self.requested & {"entropy", "max_prob", "top_prob"}
-        self.names = sorted(names | ({"log_token_prob"} if "token_prob" in self.requested else set()))
-        """Signals that are computed."""
+        self.names = _computed(heads, self.requested)
 
     def draw(
         self,
@@ -228,13 +225,11 @@ class BatchSignals:
             kept: index of each row among those of the step before; None: they are the same rows.
         """
         heads = dict.fromkeys(head for policy in policies for head in policy.heads)
-        signals = frozenset[str]().union(*(policy.signals for policy in policies))
-        names = {name for head in heads for name in head.inputs.scalars} | signals & {"entropy", "max_prob", "top_prob"}
-        names |= {"log_token_prob"} if "token_prob" in signals else set()
+        names = _computed(heads, frozenset[str]().union(*(policy.signals for policy in policies)))
         if not names and not heads:
             return token.tolist(), [AfterDraw(position)] * len(policies)
         known = token.long().clamp(max=logits.shape[-1] - 1)
-        columns: dict[Any, Tensor] = {**signals_of(logits, known, sorted(names))}
+        columns: dict[Any, Tensor] = {**signals_of(logits, known, names)}
         for head in heads:
             if head.timing != "fed":
                 columns[head] = self._scored(head, hidden, columns, known, None)
@@ -284,6 +279,12 @@ def reader_of(policy: Policy, model: DraftModel, made: SignalReader | None = Non
     if made is not None and made.devices == devices_of(policy, model):
         return made
     return (HostSignals if model.device.type == "cpu" else DeviceSignals)(policy, model)
+
+
+def _computed(heads: Iterable[AcceptanceHead | StepwiseHead], signals: frozenset[str]) -> list[str]:
+    """Names of the signals (`lm.signals`) that are computed for these heads, and for a policy of these signals."""
+    names = {name for head in heads for name in head.inputs.scalars} | signals & {"entropy", "max_prob", "top_prob"}
+    return sorted(names | ({"log_token_prob"} if "token_prob" in signals else set()))
 
 
 def after_draw(position: int, numbers: dict[str, float]) -> AfterDraw:

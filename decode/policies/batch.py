@@ -16,6 +16,7 @@ whether another continues to draft, never whether a drawn token is verified: law
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from decode.policies.auto import LONGEST, Auto
-from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, Policy, State
+from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, Policy, PolicyRun, State
 from decode.policies.learning import learned_from
 from decode.policies.scores import ScoringPolicy
 
@@ -80,7 +81,7 @@ class BatchCosts(NamedTuple):
 
 
 class BatchRule:
-    """A policy that decides for a whole batch: its `controller` chooses sequences by their `expected_tokens`."""
+    """A policy for a whole batch, in which a `Controller` chooses sequences by their `expected_tokens`."""
 
     @property
     def looks_ahead(self) -> bool:
@@ -94,10 +95,6 @@ class BatchRule:
             state: of the draft so far.
             seen: signals of the next step before its draw; None unless the rule `looks_ahead`.
         """
-        raise NotImplementedError
-
-    def controller(self) -> BatchController:
-        """The rule's state for one run of a batch."""
         raise NotImplementedError
 
 
@@ -157,6 +154,7 @@ class BatchAuto(ScoringPolicy, BatchRule):
         return self.costs.target(num_tokens + numbers) - self.costs.target(num_tokens) + self.costs.draft(numbers)
 
     def controller(self) -> BatchController:
+        """The rule's state for one run of a batch."""
         return BatchController(self)
 
     def prior(self) -> float:
@@ -200,45 +198,54 @@ class BlockAuto(BatchAuto):
         return self._best_rate(np.arange(self.block_size + 1), self.costs.draft(self.batch_size))
 
 
-class BatchController:
-    """Applies the rule in one run of a batch and learns lambda: tokens over seconds."""
+class Controller:
+    """Decides for a batch; subclasses say what a step costs, and what a second is worth."""
+
+    throughput: float
+    """lambda, in tokens per second of the whole batch."""
+    step_cost_s: Callable[[Any, int], Any]
+    """Seconds of one more draft step for so many sequences, if so many tokens are verified without it."""
+
+    def chosen(self, expected_tokens: Any, num_tokens: int) -> Any:
+        """The sequences that together gain most from one more step, bool [sequence]; none if every set loses.
+
+        Args:
+            expected_tokens: [sequence] tokens that the step is expected to add to each.
+            num_tokens: tokens that the whole batch feeds the verification if none of them continues.
+        """
+        order, sizes = np.argsort(-expected_tokens, kind="stable"), np.arange(1, len(expected_tokens) + 1)
+        gain = np.cumsum(expected_tokens[order]) - self.throughput * self.step_cost_s(sizes, num_tokens)
+        best = int(gain.argmax())
+        result = np.zeros(len(expected_tokens), dtype=bool)
+        result[order[: best + 1]] = gain[best] >= 0
+        return result
+
+    def stop_losing(self, runs: Sequence[PolicyRun], num_tokens: int) -> None:
+        """Stop those of these drafts whose next step does not pay."""
+        values = [run.policy.expected_tokens(run.state) for run in runs]  # type: ignore[attr-defined]
+        for run, continues in zip(runs, self.chosen(np.array(values, dtype=float), num_tokens), strict=True):
+            if not continues:
+                run.stop("policy")
+
+
+class BatchController(Controller):
+    """A run of a batch whose costs are given, which learns lambda: tokens over seconds."""
 
     def __init__(self, rule: BatchAuto) -> None:
-        self.rule = rule
+        self.rule, self.step_cost_s = rule, rule.step_cost_s
         rate = rule.prior() if rule.throughput is None else rule.throughput
         self.seconds = rule.prior_rounds * float(rule.costs.target(rule.batch_size))
         self.tokens = rate * self.seconds
 
-    def chosen(self, expected_tokens: Any, num_tokens: int) -> Any:
-        """Which sequences continue, bool [sequence].
-
-        Args:
-            expected_tokens: [sequence] of each sequence that may continue.
-            num_tokens: tokens that the whole batch feeds the verification so far.
-        """
-        sizes = np.arange(1, len(expected_tokens) + 1)
-        return gaining(expected_tokens, self.tokens / self.seconds * self.rule.step_cost_s(sizes, num_tokens))
+    @property
+    def throughput(self) -> float:  # type: ignore[override]
+        return self.tokens / self.seconds
 
     def end(self, steps: Any, num_tokens: int, num_emitted: int) -> None:
         """Learn lambda from a finished round."""
         if self.rule.throughput is None:
             self.tokens += num_emitted
             self.seconds += float(self.rule.costs.round_s(np.array(steps, dtype=np.float64), num_tokens))
-
-
-def gaining(expected_tokens: Any, price: Any) -> Any:
-    """The set of sequences that gains most from one more step, bool [sequence]; empty if every set loses.
-
-    Args:
-        expected_tokens: [sequence] tokens that the step is expected to add.
-        price: [sequence] cost in tokens if one, two, ... sequences take the step.
-    """
-    order = np.argsort(-expected_tokens, kind="stable")
-    gain = np.cumsum(expected_tokens[order]) - price
-    best = int(gain.argmax())
-    result = np.zeros(len(expected_tokens), dtype=bool)
-    result[order[: best + 1]] = gain[best] >= 0
-    return result
 
 
 def batched(policy: Policy, batch_size: int, costs: BatchCosts | None = None) -> Policy:

@@ -31,7 +31,7 @@ CEILINGS = {
     "heads": (4159, 3600),
     "decode": (5019, 4200),
     "evaluation": (10681, 7400),
-    "serve": (963, 800),
+    "serve": (870, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
     "tests": (28894, 18000),

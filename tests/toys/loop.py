@@ -33,6 +33,7 @@ from decode.policies.registry import POLICIES as REGISTERED
 from decode.policies.registry import RULES
 from heads import AcceptanceHead
 from lm import Sampler, Sampling
+from lm.batch import BatchModel
 from lm.masks import Tree
 from tests.toys.enumeration import ToyModel, _logits, law_of
 from tests.toys.observed import observed
@@ -180,8 +181,8 @@ AUTOS = {
 """Rules that price tokens, whose lambda a batch learns together, and the rule of one sequence."""
 
 
-class ToyBatch:
-    """A batch of toys, each of which feeds itself."""
+class ToyBatch(BatchModel):
+    """Toys that feed themselves."""
 
     def __init__(self, model, num):
         self.rows = [

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from time import sleep
 
@@ -84,19 +85,16 @@ def test_a_rotation_drafts_in_its_order_and_feeds_each_draft_one_token_first(loo
     drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in arms.items()}
     fed, order = [], ["fixed", "entropy", "head", "entropy"]
 
-    def watched(feed):
-        def watching(new_tokens, num_rows=1):
-            fed.append(len(new_tokens))
-            return feed(new_tokens, num_rows)
-
-        return watching
+    def watched(feed, new_tokens, num_rows=1):
+        fed.append(len(new_tokens))
+        return feed(new_tokens, num_rows)
 
     rotation = Rotation(drafters, iter(order * 9), length=4)
     decoder = loop.models.decoder(rotation, sampling=Sampling(), max_draft_length=4, eos_ids=frozenset())
     rounds = decoder.stream([5, 6, 7], 24, generator=torch.Generator().manual_seed(0))
     next(rounds)  # the prompt is read
     for model in {id(drafter.model): drafter.model for drafter in drafters.values()}.values():
-        model.feed = watched(model.feed)
+        model.feed = partial(watched, model.feed)
     try:
         for _ in range(2):
             fed.clear()
