@@ -10,7 +10,7 @@ from lm import FeatureDraft
 from lm.features.dspark import DSpark
 from lm.features.eagle import Eagle, Eagle3
 from lm.features.glide import Glide
-from tests.toys import mtp
+from tests.conformance import mtp
 
 VOCAB, WIDTH, LAYERS = 7, 16, 3
 SIZES = {

@@ -15,7 +15,7 @@ from lm import CachedModel, Sampling, acceptance_rate, entropy, feature_model
 from lm.draws import draw, uniforms
 from lm.features.recorder import FeatureRecorder
 from store.shards import write_shard
-from tests.toys.mtp import FAMILIES as MTP
+from tests.conformance.mtp import FAMILIES as MTP
 from tests.toys.random_drafts import BLOCKS, KINDS, VOCAB, draft, target_of
 
 LENGTH, EOS, WARM = 3, 4, Sampling(temperature=1.3)

@@ -32,6 +32,7 @@ from lm import (
 )
 from lm.draws import draw, uniforms
 from lm.features.recorder import FeatureRecorder
+from tests.conformance.mtp import FAMILIES as MTP
 from tests.evaluation.traces.forms import (
     EOS,
     LENGTH,
@@ -47,7 +48,6 @@ from tests.evaluation.traces.forms import (
 )
 from tests.toys import longrope, small_pair
 from tests.toys.enumeration import law_of
-from tests.toys.mtp import FAMILIES as MTP
 from tests.toys.random_drafts import BLOCK, BLOCKS, KINDS, draft, feature_head, target_of
 from tests.toys.small_pair import PROMPTS, VOCAB, model
 

@@ -13,12 +13,12 @@ from data_gen.store.identity import describe_model
 from lm import load_model
 from lm.features.loading import load_feature_draft
 from lm.features.released import released_layout_of, width_of
-from tests.toys.mtp import FAMILIES, draft, target, write
+from tests.conformance.mtp import LAYOUTS, draft, target, write
 
 TEXT = torch.tensor([[1, 5, 2, 6, 0, 3]])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LAYOUTS)
 @torch.no_grad()
 def test_states_and_logits_are_those_of_transformers_mtp_model(family, monkeypatch):
     ours, model = draft(family), target(family)

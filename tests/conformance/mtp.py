@@ -16,11 +16,14 @@ from lm.features.loading import load_feature_draft
 from tests.conformance.families import FAMILIES as ALL
 from tests.conformance.families import build
 
-FAMILIES = {
-    # family: (prefix of the layer, names of what comes before and after it)
-    "deepseek_v3": ("model.layers.2.", "model.layers.2.", ("eh_proj", "enorm", "hnorm", "shared_head.norm")),
-    "qwen3_next": ("mtp.layers.0.", "mtp.", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")),
+FAMILIES = ("deepseek_v3", "qwen3_next")
+_AFTER = "model.layers.2.", "model.layers.2.", ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+_APART = "mtp.layers.0.", "mtp.", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+LAYOUTS = {
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite", "axk1", "youtu", "hy_v3"), _AFTER),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _APART),
 }
+"""For each family: prefix of the layer, prefix and names of what comes before and after it."""
 SEED = 2
 """Of weights with which the draft is right now and then."""
 _DIRECTORIES = TemporaryDirectory()
@@ -35,7 +38,7 @@ def write(family: str, directory: Path) -> Path:
     config = json.loads((directory / "config.json").read_text()) | {"num_hidden_layers": 2}
     config |= {name: values[:-1] for name, values in config.items() if isinstance(values, list) and len(values) == 3}
     (directory / "config.json").write_text(json.dumps(config))
-    layer, prefix, names = FAMILIES[family]
+    layer, prefix, names = LAYOUTS[family]
     saved = load_file(directory / "model.safetensors")
     tensors = {
         name.replace("model.layers.2.", layer): tensor
