@@ -18,7 +18,7 @@ A schedule keeps what it has learnt from prompt to prompt, as it would for its u
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -34,25 +34,18 @@ HEURISTICALLY: dict[str, Any] = {"num_assistant_tokens_schedule": "heuristic"}
 _LEARNT = ("num_assistant_tokens", "assistant_confidence_threshold")
 
 
-class Written(NamedTuple):
-    """How much a generation wrote, and how long it took."""
-
-    tokens: int
-    seconds: float
-
-
-Timed = Callable[[list[int], int], Written]
-"""Generates from a prompt and a seed."""
+Timed = Callable[[list[int], int], tuple[int, float]]
+"""Generates from a prompt and a seed; returns its number of tokens and its seconds."""
 
 
 def generations_of(decoder: SpeculativeDecoder, num_tokens: int) -> Timed:
     """Generations of our loop, timed."""
 
-    def written(prompt: list[int], seed: int) -> Written:
+    def written(prompt: list[int], seed: int) -> tuple[int, float]:
         generator = torch.Generator().manual_seed(seed)
         started_s = perf_counter()
         generation = decoder.generate(prompt, num_tokens, generator=generator)
-        return Written(len(generation.token_ids), perf_counter() - started_s)
+        return len(generation.token_ids), perf_counter() - started_s
 
     return written
 
@@ -101,7 +94,7 @@ def assisted(
     generation: dict[str, Any] = {"do_sample": False} if sampling.is_greedy else {"do_sample": True, **warpers}
     settings = dict(changes or {})
 
-    def written(prompt: list[int], seed: int) -> Written:
+    def written(prompt: list[int], seed: int) -> tuple[int, float]:
         torch.manual_seed(seed)
         ids = torch.tensor([prompt], device=pair.target.device)
         with _set(pair.target, drafts, settings, ends_at_eos=ends_at_eos):
@@ -114,7 +107,7 @@ def assisted(
                 settings.update({name: getattr(drafts.generation_config, name) for name in _LEARNT})
         num_written = output.shape[1] - len(prompt)
         assert ends_at_eos or num_written == num_tokens, "every arm writes the same number of tokens"
-        return Written(num_written, seconds)
+        return num_written, seconds
 
     return written
 

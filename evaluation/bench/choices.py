@@ -1,84 +1,50 @@
-"""Settings that compete in a race: those that were named, or each family's fastest on dev under one sampling.
+"""Settings that compete in a race: each family's fastest on dev under one sampling.
 
 A trace is of one sampling, so each sampling has a trace of dev prompts, in DIR/bench/SAMPLING (that of the config's
 sampling is the one of every command).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from configs.schema import Config, SamplingConfig
 from decode.experiment import Experiment
 from decode.policies.base import Policy
-from decode.policies.registry import read_spec
 from evaluation.competitor import competitors_with
 from evaluation.contest import Replays, Result, hold, replay_dataset, result_of
 from evaluation.families import BASELINE, BOUNDS, family
 from evaluation.gain import Splits
 from evaluation.times import Times
-from evaluation.traces.recording import TraceFolder, trace_folder
+from evaluation.traces.recording import trace_folder
 from heads.model.head import AcceptanceHead
 from lm import Sampling
-
-
-class Racer(NamedTuple):
-    """A family at one setting, which takes part in the race."""
-
-    family: str
-    setting: str
-    policy: Policy | None = None
-    """Policy that our loop runs; None: a schedule of transformers."""
-    on_dev: float | None = None
-    """Tokens per second that were predicted when dev chose the setting; None for a policy that was named."""
-
-    def is_foreign(self, sampling: Sampling) -> bool:
-        """Whether one of its heads was trained under another sampling."""
-        heads = self.policy.heads if self.policy else ()
-        known = [head.provenance.sampling for head in heads if isinstance(head, AcceptanceHead)]
-        return any(trained_under and trained_under != sampling.as_dict() for trained_under in known)
 
 
 class Choices:
     """The setting that each family runs at under one sampling."""
 
     def __init__(self, config: Config, name: str, sampling: Sampling) -> None:
-        """Args:
-        config: the experiment.
-        name: the name of the sampling.
-        sampling: the sampling of the cells.
-        """
+        """`name`: that of the sampling."""
         of_pair = Sampling(**vars(config.pair.sampling))
         self.experiment = Experiment(config if sampling == of_pair else _under(config, name, sampling))
         self.first_dataset = next(iter(self.experiment.datasets))
+        self.replays = cache(self._replays)
+        """Every competitor on a dataset's dev prompts; the trace is recorded first, if need be."""
         self._name = name
-        self._replays: dict[str, Replays] = {}
 
-    @cached_property
-    def _folder(self) -> TraceFolder:
-        folder = trace_folder(self.experiment)
+    def _replays(self, dataset: str) -> Replays:
+        folder, heads = trace_folder(self.experiment), self.experiment.heads
         folder.complete(("dev",))  # nothing is chosen on test
-        return folder
-
-    def replays(self, dataset: str) -> Replays:
-        """Every competitor on the dataset's dev prompts; the trace is recorded first, if need be."""
-        if dataset not in self._replays:
-            dev, heads = self._folder.load_split(dataset, "dev"), self.experiment.heads
-            traces = Splits(dev, dev.select([0]))  # nothing is reported on test here
-            self._replays[dataset] = replay_dataset(
-                traces,
-                competitors_with(self.experiment, heads),
-                heads=heads,
-                perfect_head=False,
-                name=f"dev, {dataset}, {self._name}",
-            )
-        return self._replays[dataset]
+        dev = folder.load_split(dataset, "dev")
+        competitors, traces = competitors_with(self.experiment, heads), Splits(dev, dev.select([0]))  # test: not read
+        name = f"dev, {dataset}, {self._name}"
+        return replay_dataset(traces, competitors, heads=heads, perfect_head=False, name=name)
 
     def at(
         self, times: Times, families: Sequence[str] = (), *, dataset: str | None = None, num_fixed: int = 1
-    ) -> dict[str, Racer]:
+    ) -> dict[str, Result]:
         """Name -> a family at its setting that is fastest on dev at these times.
 
         Args:
@@ -100,28 +66,19 @@ class Choices:
         }
         if unknown := [name for name in families if name not in known]:
             raise ValueError(f"there is no family {unknown[0]!r} here; one of {', '.join(known)}")
+        best, arm = known[BASELINE], known[BASELINE].arm
+        assert arm is not None
+        speeds = times.tokens_per_s(arm.dev)
+        order = [int(number) for number in speeds.argsort()[::-1] if number != best.number][: num_fixed - 1]
+        others = [result_of(arm, number, times, on_dev=float(speeds[number])) for number in order]
         members = {name: result for name, result in known.items() if not families or name in (*families, BASELINE)}
-        for length in _next_best(known[BASELINE], times, num_fixed - 1):
-            members[f"{BASELINE} {length.label}"] = length
-        return {name: Racer(one.family, one.label, one.policy, one.on_dev) for name, one in members.items()}
-
-    def named(self, specs: Sequence[str]) -> Mapping[str, Racer]:
-        """The policies that these specs write down (`decode.policies.registry`)."""
-        return {spec: Racer(_family_of(spec), spec, self.experiment.policy(spec)) for spec in specs}
+        return members | {f"{BASELINE} {length.label}": length for length in others}
 
 
-def _next_best(best: Result, times: Times, num: int) -> list[Result]:
-    """The competitor's other settings, the fastest on dev first."""
-    assert best.arm is not None
-    speeds = times.tokens_per_s(best.arm.dev)
-    order = [int(number) for number in speeds.argsort()[::-1] if number != best.number]
-    return [result_of(best.arm, number, times, on_dev=float(speeds[number])) for number in order[:num]]
-
-
-def _family_of(spec: str) -> str:
-    """The name of a spec's policy, as it is written: entropy, head, auto, or module:Class."""
-    name, _ = read_spec(spec)
-    return name if ":" in name else spec.partition(":")[0]
+def is_foreign(policy: Policy, sampling: Sampling) -> bool:
+    """Whether one of a policy's heads was trained under another sampling."""
+    known = [head.provenance.sampling for head in policy.heads if isinstance(head, AcceptanceHead)]
+    return any(trained_under and trained_under != sampling.as_dict() for trained_under in known)
 
 
 def _under(config: Config, name: str, sampling: Sampling) -> Config:

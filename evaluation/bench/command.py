@@ -19,9 +19,9 @@ from data_gen.store.manifest import git_commit
 from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from evaluation.batches.curves import keep_curves
-from evaluation.bench import results as race_results
 from evaluation.bench.batch_sizes import measure_sizes, size_table, size_verdict
 from evaluation.bench.race import Race, RaceTerms
+from evaluation.bench.results import Cell, cell_table, race_plot, summary_table, transfer_tables, verdict_of
 from evaluation.costs.measure import Loop
 from evaluation.flag_types import RaceRules, Sizes, sizes_of
 from evaluation.table import announce, printing, say
@@ -78,22 +78,22 @@ def bench(
 
 def _raced(race: Race, samplings: Sequence[str]) -> list[dict[str, Any]]:
     """Print each cell as soon as it is there; then the plot."""
-    cells: list[race_results.Cell] = []
+    cells: list[Cell] = []
     print("bench: every policy and schedule in turns; finished cells are stored", flush=True)
-    for cell in race.cells(samplings):
-        cells.append((cell, race_results.results_of(cell)))
-        race_results.cell_table(*cells[-1]).print(_WIDTH)
+    for stored in race.cells(samplings):
+        cells.append(Cell.of(stored))
+        cell_table(cells[-1]).print(_WIDTH)
     if len(cells) > 1:
-        race_results.summary_table(cells).print(_WIDTH)
-    if len({cell["dataset"] for cell, _ in cells}) > 1:
-        for table in race_results.transfer_tables(cells):
+        summary_table(cells).print(_WIDTH)
+    if len({cell.stored["dataset"] for cell in cells}) > 1:
+        for table in transfer_tables(cells):
             table.print(_WIDTH)
     path = race.experiment.directory / "plots" / "bench.svg"
-    write_atomic(path, race_results.race_plot(cells).svg.encode())
+    write_atomic(path, race_plot(cells).svg.encode())
     announce([race.path, path])
-    for cell, results in cells:
-        say(f"\n{race_results.verdict_of(cell, results)}")
-    return [{**cell, "arms": [one.as_dict() for one in results]} for cell, results in cells]
+    for cell in cells:
+        say(f"\n{verdict_of(cell)}")
+    return [cell.as_dict() for cell in cells]
 
 
 def _in_batches(

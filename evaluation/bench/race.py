@@ -11,7 +11,7 @@ Heads were trained under one sampling; under others they run all the same, and t
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -20,11 +20,11 @@ from configs.schema import Config, ModelSource
 from data_gen.store.identity import describe_model
 from data_gen.store.manifest import digest
 from decode.experiment import Experiment
-from decode.policies import FixedLength
-from decode.policies.registry import registered
+from decode.policies import FixedLength, Policy
+from decode.policies.registry import read_spec, registered
 from evaluation.bench import arms as ways
-from evaluation.bench.arms import CONSTANT, Timed, Written, generations_of, warm_up
-from evaluation.bench.choices import Choices, Racer
+from evaluation.bench.arms import CONSTANT, Timed, generations_of, warm_up
+from evaluation.bench.choices import Choices, is_foreign
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
 from evaluation.families import ALONE, BASELINE
@@ -68,7 +68,7 @@ class Race:
         ValueError: an unknown policy, a head that does not fit, no fixed length among named policies.
         FileNotFoundError: no head or assistant at that path.
         """
-        self._config, self._terms, rules = config, terms, terms.rules
+        self._terms, rules = terms, terms.rules
         self.experiment = Experiment(config)
         self._samplings = SAMPLINGS | {"own": self.experiment.sampling}
         # made here, so that heads and custom policies are checked before anything is measured
@@ -90,7 +90,7 @@ class Race:
         if rules.assistant is not None:
             self._assistant_source = ModelSource(path=rules.assistant, dtype=config.pair.target.dtype)
             load_config(self._assistant_source)
-        self._choices: dict[str, Choices] = {}
+        self._choices = cache(lambda name: Choices(config, name, self._samplings[name]))
         self.path = self.experiment.directory / "bench.jsonl"
         self._store = KeyedStore(self.path, remedy="delete the line, and it is measured again")
 
@@ -153,7 +153,7 @@ class Race:
 
     def _measured(self, dataset: str, sampling: str, key: Mapping[str, Any]) -> dict[str, Any]:
         arms, terms, times = self._arms(dataset, sampling), self._terms, self._times
-        settings = [(name, racer.setting) for name, (racer, _) in arms.items()]
+        settings = [(name, arm["setting"]) for name, (arm, _) in arms.items()]
         rows = measured_rows(
             self._store,
             digest(repr((sorted(key.items(), key=str), settings))),
@@ -170,47 +170,39 @@ class Race:
             "cycles": terms.rules.cycles,
             "run": terms.rules.run,
             "default_schedule": ways.about_default(),
-            "arms": [
-                {
-                    "family": racer.family,
-                    "setting": racer.setting,
-                    "is_foreign": racer.is_foreign(self._samplings[sampling]),
-                    "on_dev": racer.on_dev,
-                    **totals,
-                }
-                for (racer, _), totals in zip(arms.values(), totals_of(rows), strict=True)
-            ],
+            "arms": [arm | totals for (arm, _), totals in zip(arms.values(), totals_of(rows), strict=True)],
         }
 
-    def _arms(self, dataset: str, name: str) -> dict[str, tuple[Racer, Timed]]:
-        """Every competitor, and its generations, by a unique name; `name` is the sampling's."""
-        sampling, terms = self._samplings[name], self._terms
-        if name not in self._choices:
-            self._choices[name] = Choices(self._config, name, sampling)
-        choices, num_fixed = self._choices[name], terms.rules.num_fixed
-        racers = (
-            choices.named(terms.policies)
-            if terms.policies
-            else choices.at(self._times, terms.families, dataset=dataset, num_fixed=num_fixed)
-        )
-        pair, num_tokens, ends_at_eos = self.experiment.pair, terms.num_tokens, not terms.rules.ignore_eos
+    def _arms(self, dataset: str, name: str) -> dict[str, tuple[dict[str, Any], Timed]]:
+        """Unique name -> what a cell keeps of a competitor, and its generations; `name` is the sampling's."""
+        sampling, terms, pair = self._samplings[name], self._terms, self.experiment.pair
+        arms: dict[str, tuple[dict[str, Any], Timed]] = {}
+        ends_at_eos, num_tokens = not terms.rules.ignore_eos, terms.num_tokens
         loop = Loop.of(
             self.experiment, pair=pair, sampling=sampling, max_new_tokens=num_tokens, ends_at_eos=ends_at_eos
         )
-        arms = {
-            name: (racer, generations_of(loop.decoder(racer.policy), num_tokens))
-            for name, racer in {ALONE: Racer(ALONE, "-", FixedLength(0)), **racers}.items()
-            if racer.policy
-        }
-        schedules: dict[Racer, Mapping[str, Any] | None] = {Racer(ways.UNASSISTED, "-"): None}
+        policies: dict[str, tuple[str, str, Policy, float | None]] = {ALONE: (ALONE, "-", FixedLength(0), None)}
+        if self._named:
+            policies |= {
+                spec: (_family_of(spec), spec, policy, None)
+                for spec, policy in zip(terms.policies, self._named, strict=True)
+            }
+        else:
+            choices = self._choices(name)
+            chosen = choices.at(self._times, terms.families, dataset=dataset, num_fixed=terms.rules.num_fixed)
+            policies |= {each: (one.family, one.label, one.policy, one.on_dev) for each, one in chosen.items()}
+        for each, (family, setting, policy, on_dev) in policies.items():
+            timed = generations_of(loop.decoder(policy), num_tokens)
+            arms[each] = _arm(family, setting, is_foreign=is_foreign(policy, sampling), on_dev=on_dev), timed
+        schedules: dict[tuple[str, str], Mapping[str, Any] | None] = {(ways.UNASSISTED, "-"): None}
         if not self.experiment.has_feature_draft or self._assistant is not None:
-            schedules |= {Racer(ways.DEFAULT, "-"): {}, Racer(ways.HEURISTIC, "-"): ways.HEURISTICALLY}
-            constants = terms.constants or _constants_beside(racers)
-            schedules |= {Racer(CONSTANT, f"k={k}"): ways.constant(k) for k in constants}
-        options: dict[str, Any] = {"assistant": self._assistant, "ends_at_eos": ends_at_eos}
-        for racer, changes in schedules.items():
+            best = policies[BASELINE][2] if BASELINE in policies else None
+            schedules |= {(ways.DEFAULT, "-"): {}, (ways.HEURISTIC, "-"): ways.HEURISTICALLY}
+            schedules |= {(CONSTANT, f"k={k}"): ways.constant(k) for k in terms.constants or _constants_beside(best)}
+        for (family, setting), changes in schedules.items():
+            options: dict[str, Any] = {"assistant": self._assistant, "ends_at_eos": ends_at_eos}
             timed = ways.assisted(pair, num_tokens, sampling, changes, **options)
-            arms[f"{racer.family} {racer.setting}"] = racer, timed
+            arms[f"{family} {setting}"] = _arm(family, setting), timed
         return arms
 
     @cached_property
@@ -220,9 +212,18 @@ class Race:
         return None if source is None else load_model(source, device=self.experiment.pair.target.device)
 
 
-def _constants_beside(racers: Mapping[str, Racer]) -> tuple[int, ...]:
+def _arm(family: str, setting: str, *, is_foreign: bool = False, on_dev: float | None = None) -> dict[str, Any]:
+    return {"family": family, "setting": setting, "is_foreign": is_foreign, "on_dev": on_dev}
+
+
+def _family_of(spec: str) -> str:
+    """The name of a spec's policy, as it is written: entropy, head, auto, or module:Class."""
+    name, _ = read_spec(spec)
+    return name if ":" in name else spec.partition(":")[0]
+
+
+def _constants_beside(best: Policy | None) -> tuple[int, ...]:
     """The best fixed length on dev and half of it: a draft step of transformers costs more, so fewer do better."""
-    best = racers[BASELINE].policy if BASELINE in racers else None
     return tuple(sorted({max(1, best.k // 2), max(1, best.k)})) if isinstance(best, FixedLength) else _CONSTANTS
 
 
@@ -257,7 +258,7 @@ def measured_rows(
                     warm_up(arms, prompts)
                     is_warm = True
                 seed = index + len(prompts) * (cycle + rules.cycles * rules.run)
-                texts: dict[str, Written] = {}
+                texts: dict[str, tuple[int, float]] = {}
                 for name in order:
                     texts[name] = arms[name](prompts[index], seed)
                     bar.update()

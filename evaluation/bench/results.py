@@ -10,19 +10,20 @@ remaining lead is not due to a badly chosen one. Cycles of a prompt count as one
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from decode.policies import FixedLength
 from decode.policies.registry import POLICIES
 from evaluation.bench.arms import DEFAULT, SCHEDULES, UNASSISTED
+from evaluation.competitor import Competitor
+from evaluation.contest import Result, fastest
 from evaluation.families import ALONE, BASELINE, PRODUCT, TRAINING_FREE
 from evaluation.families import family as family_named
 from evaluation.figure import GREY, Plot, panels_of, plot_of
-from evaluation.gain import Gain, Spent, gain_over, median_ratio
+from evaluation.gain import Gain, Spent, median_ratio
 from evaluation.table import Table
 
 SAMPLING_NAMES = {"greedy": "greedy", "sampled": "T=1", "nucleus": "T=0.7, top-p 0.9", "own": "as in the config"}
@@ -36,99 +37,110 @@ _RIVALS = {rival: (rival,) for rival in (BASELINE, *SCHEDULES, PRODUCT)} | {
 """Rival -> the families of which the fastest is it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RaceResult:
-    """One arm of a cell, on the clock beside its rivals."""
+class Cell(NamedTuple):
+    """A cell of a race as it is stored, and its arms on the clock."""
 
-    family: str
-    setting: str
-    is_foreign: bool
-    """Whether one of its heads was trained under another sampling."""
-    on_dev: float | None
-    """Tokens per second that were predicted when dev chose the setting; None for a policy that was named."""
-    spent: Spent
-    rivals: Mapping[str, Spent]
+    stored: Mapping[str, Any]
+    arms: list[Result]
+    """In the order in which they are stored; a competitor's name is its setting."""
+    rivals: dict[str, Result]
 
-    @cached_property
-    def over(self) -> dict[str, Gain]:
-        """Gain over each rival."""
-        return {name: gain_over(rival, self.spent) for name, rival in self.rivals.items()}
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> "Cell":
+        """Raises ValueError: no fixed length among the arms."""
+        arms = [
+            Result(
+                competitor=Competitor(arm["family"], arm["setting"], FixedLength(0), ({},)),
+                number=0,
+                on_dev=arm["on_dev"],
+                spent=Spent(np.array(arm["tokens"]), np.array(arm["seconds"])),
+            )
+            for arm in stored["arms"]
+        ]
+        members = {name: [arm for arm in arms if arm.family in of] for name, of in _RIVALS.items()}
+        if not members[BASELINE]:
+            raise ValueError(
+                "no policy is a fixed length, which gains are measured from; name at least one, as fixed_length:k=5"
+            )
+        return cls(
+            stored, arms, {name: max(of, key=lambda arm: arm.tokens_per_s) for name, of in members.items() if of}
+        )
 
     @property
-    def median_over(self) -> dict[str, float]:
-        """The median of ratios prompt by prompt, minus 1, over each rival; for texts of one length."""
-        return {name: median_ratio(rival.seconds, self.spent.seconds) - 1 for name, rival in self.rivals.items()}
+    def ratio(self) -> float:
+        """t_target(0) / t_draft."""
+        return float(self.stored["times"]["t_target_s"][0] / self.stored["times"]["t_draft_s"])
+
+    @property
+    def sampling(self) -> str:
+        """Name of the sampling, in words."""
+        return SAMPLING_NAMES[self.stored["sampling"]]
+
+    def over(self, arm: Result, rival: str) -> Gain:
+        """The gain of an arm over a rival."""
+        return arm.over(self.rivals[rival])
+
+    def median_over(self, arm: Result, rival: str) -> float:
+        """The median of ratios prompt by prompt, minus 1, over a rival; for texts of one length."""
+        return median_ratio(self.rivals[rival].spent.seconds, arm.spent.seconds) - 1
+
+    def cell_of(self, arm: Result, rival: str) -> str:
+        """Gain, interval and median in per cent; empty over itself."""
+        gain = self.over(arm, rival)
+        return "" if gain.standard_error == 0 else f"{_short(gain)} {100 * self.median_over(arm, rival):+.1f}"
+
+    def best_of(self, family: str) -> Result | None:
+        """The fastest arm of a family; None where it did not run."""
+        of_family = [arm for arm in self.arms if arm.family == family]
+        return max(of_family, key=lambda arm: arm.tokens_per_s, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """The arm in JSON."""
-        named = {"family": self.family, "setting": self.setting, "is_foreign": self.is_foreign}
-        gains = {name: gain._asdict() for name, gain in self.over.items()}
-        return named | {"tokens_per_s": self.spent.tokens_per_s, "over": gains, "median_over": self.median_over}
+        """The cell in JSON."""
+        arms = []
+        for stored, arm in zip(self.stored["arms"], self.arms, strict=True):
+            named = {name: stored[name] for name in ("family", "setting", "is_foreign")}
+            over = {name: self.over(arm, name)._asdict() for name in self.rivals}
+            medians = {name: self.median_over(arm, name) for name in self.rivals}
+            arms.append(named | {"tokens_per_s": arm.tokens_per_s, "over": over, "median_over": medians})
+        return {**self.stored, "arms": arms}
 
 
-Cell = tuple[dict[str, Any], Sequence[RaceResult]]
-"""A cell of a race as it is stored, and the results of its arms."""
-
-
-def results_of(cell: Mapping[str, Any]) -> list[RaceResult]:
-    """Every arm of a cell.
-
-    Raises:
-        ValueError: no fixed length among the arms.
-    """
-    arms = [(arm, Spent(np.array(arm["tokens"]), np.array(arm["seconds"]))) for arm in cell["arms"]]
-    members = {name: [spent for arm, spent in arms if arm["family"] in of] for name, of in _RIVALS.items()}
-    if not members[BASELINE]:
-        raise ValueError(
-            "no policy is a fixed length, which gains are measured from; name at least one, as fixed_length:k=5"
-        )
-    rivals = {name: max(of, key=lambda spent: spent.tokens_per_s) for name, of in members.items() if of}
-    names = ("family", "setting", "is_foreign", "on_dev")
-    return [RaceResult(**{name: arm[name] for name in names}, spent=spent, rivals=rivals) for arm, spent in arms]
-
-
-def cell_table(cell: Mapping[str, Any], results: Sequence[RaceResult]) -> Table:
+def cell_table(cell: Cell) -> Table:
     """The table of one cell."""
-    rivals = [name for name in (BASELINE, *SCHEDULES) if name in results[0].rivals]
-    rows = []
-    for one in results:
-        is_slower = one.family == BASELINE and one.spent is not one.rivals[BASELINE]  # only the fastest is the best
-        name = "fixed length" if is_slower else name_of(one.family)
-        rows.append(
-            {
-                "policy": name + " (head of another sampling)" * one.is_foreign,
-                "setting": one.setting,
-                "tokens/s": f"{one.spent.tokens_per_s:.1f}",
-                "alone": f"x{1 + one.over[ALONE].value:.2f}",
-                **{f"over {name_of(rival)}": _with_median(one, rival) for rival in rivals},
-            }
-        )
-    times = f"t_draft {1e3 * cell['times']['t_draft_s']:.2f} ms, t_target/t_draft {ratio_of(cell):.2f}"
-    texts = f"{len(results[0].spent.tokens)} prompts of {cell['dataset']}, at most {cell['num_tokens']} tokens"
-    title = f"{SAMPLING_NAMES[cell['sampling']]}: {times}; {texts}, {cell['cycles']} times"
+    stored, rows = cell.stored, []
+    rivals = [name for name in (BASELINE, *SCHEDULES) if name in cell.rivals]
+    for arm, of in zip(cell.arms, stored["arms"], strict=True):
+        is_slower = arm.family == BASELINE and arm is not cell.rivals[BASELINE]  # only the fastest is the best
+        name = "fixed length" if is_slower else name_of(arm.family)
+        row = {"policy": name + " (head of another sampling)" * of["is_foreign"], "setting": of["setting"]}
+        row |= {"tokens/s": f"{arm.tokens_per_s:.1f}", "alone": f"x{1 + cell.over(arm, ALONE).value:.2f}"}
+        rows.append(row | {f"over {name_of(rival)}": cell.cell_of(arm, rival) for rival in rivals})
+    times = f"t_draft {1e3 * stored['times']['t_draft_s']:.2f} ms, t_target/t_draft {cell.ratio:.2f}"
+    texts = f"{len(cell.arms[0].spent.tokens)} prompts of {stored['dataset']}, at most {stored['num_tokens']} tokens"
+    title = f"{cell.sampling}: {times}; {texts}, {stored['cycles']} times"
     note = (
         "gain in per cent, its 95 % interval over prompts, and the median of the ratios of prompts; each rival is the "
         "fastest of its kind on these prompts, the best fixed length and the target alone included"
     )
-    return Table(f"{title}; default schedule: {cell['default_schedule']}", rows, note, names=2)
+    return Table(f"{title}; default schedule: {stored['default_schedule']}", rows, note, names=2)
 
 
 def summary_table(cells: Sequence[Cell]) -> Table:
     """One row per cell and family of trained heads."""
-    known = {rival for _, results in cells for rival in results[0].rivals}
+    known = {rival for cell in cells for rival in cell.rivals}
     rivals = {rival: f"over {name_of(rival)}" for rival in (BASELINE, TRAINING_FREE, *SCHEDULES) if rival in known}
     rows = [
         {
-            "ratio": f"{ratio_of(cell):.2f}",
-            "dataset": cell["dataset"],
-            "sampling": SAMPLING_NAMES[cell["sampling"]],
-            "policy": name_of(one.family),
-            "setting": one.setting,
-            **{heading: _short(one.over[rival]) for rival, heading in rivals.items() if rival in one.over},
+            "ratio": f"{cell.ratio:.2f}",
+            "dataset": cell.stored["dataset"],
+            "sampling": cell.sampling,
+            "policy": name_of(arm.family),
+            "setting": arm.competitor.name,
+            **{heading: _short(cell.over(arm, rival)) for rival, heading in rivals.items() if rival in cell.rivals},
         }
-        for cell, results in cells
-        for one in results
-        if family_named(one.family).needs_training
+        for cell in cells
+        for arm in cell.arms
+        if family_named(arm.family).needs_training
     ]
     headings = ("ratio", "dataset", "sampling", "policy", "setting", *rivals.values())
     note = "gain in per cent over each rival, and its 95 % interval over prompts"
@@ -152,12 +164,15 @@ def transfer_tables(cells: Sequence[Cell]) -> Iterator[Table]:
 
 def gains_over(cells: Sequence[Cell], rival: str) -> dict[str, dict[tuple[str, str], Gain]]:
     """Family -> (sampling, dataset or MEAN) -> its gain over a rival; the rival itself is left out."""
-    first_set, gains = cells[0][0]["dataset"], {}
-    for family in dict.fromkeys(one.family for _, results in cells for one in results):
+    first_set, gains = cells[0].stored["dataset"], {}
+    for family in dict.fromkeys(arm.family for cell in cells for arm in cell.arms):
         of_family: dict[tuple[str, str], Gain] = {}
-        for sampling in dict.fromkeys(cell["sampling"] for cell, _ in cells):
-            of_cells = {cell["dataset"]: best_of(of, family) for cell, of in cells if cell["sampling"] == sampling}
-            of_sets = {name: arm.over[rival] for name, arm in of_cells.items() if arm and rival in arm.over}
+        for sampling in dict.fromkeys(cell.stored["sampling"] for cell in cells):
+            of_sets = {
+                cell.stored["dataset"]: cell.over(arm, rival)
+                for cell in cells
+                if cell.stored["sampling"] == sampling and rival in cell.rivals and (arm := cell.best_of(family))
+            }
             of_family |= {(sampling, name): gain for name, gain in of_sets.items()}
             if transfer := [gain for name, gain in of_sets.items() if name != first_set]:
                 of_family[sampling, MEAN] = mean_gain(transfer)
@@ -173,31 +188,31 @@ def mean_gain(gains: Sequence[Gain]) -> Gain:
     return Gain(value, value - _NORMAL * error, value + _NORMAL * error, error)
 
 
-def verdict_of(cell: Mapping[str, Any], results: Sequence[RaceResult]) -> str:
+def verdict_of(cell: Cell) -> str:
     """Lead of our arm that dev chose over each schedule, and our arms that are slower than one.
 
     Policies that were named have no figures of dev: the fastest of them on the timed prompts is reported.
     """
-    ours = [one for one in results if one.family not in (*SCHEDULES, ALONE, UNASSISTED)]
-    if any(one.on_dev is not None for one in ours):
-        how, best = "dev chose", max(ours, key=lambda one: one.on_dev or 0.0)
-    else:
+    ours = [arm for arm in cell.arms if arm.family not in (*SCHEDULES, ALONE, UNASSISTED)]
+    how, best = "dev chose", fastest(ours)
+    if best.on_dev is None:
         how = "fastest of the named policies on these prompts:"
-        best = max(ours, key=lambda one: one.spent.tokens_per_s)
-    where = f"{cell['dataset']}, {SAMPLING_NAMES[cell['sampling']]} at ratio {ratio_of(cell):.2f}"
-    against = [f"{_with_median(best, name)} % over {name_of(name)}" for name in SCHEDULES if name in best.over]
-    if not against:
-        lead = "" if best.family == BASELINE else f", {_short(best.over[BASELINE])} % over the best fixed length"
+        best = max(ours, key=lambda arm: arm.tokens_per_s)
+    where = f"{cell.stored['dataset']}, {cell.sampling} at ratio {cell.ratio:.2f}"
+    schedules = [name for name in SCHEDULES if name in cell.rivals]
+    if not schedules:
+        lead = f", {_short(cell.over(best, BASELINE))} % over the best fixed length" * (best.family != BASELINE)
         alone = "without --race.assistant no schedule of transformers runs beside it"
         return f"{where}: {how} {name_of(best.family)}{lead}; {alone}."
+    against = ", ".join(f"{cell.cell_of(best, name)} % over {name_of(name)}" for name in schedules)
     slower = [
-        f"{name_of(one.family)} than {name_of(name)}"
-        for one in ours
-        for name in SCHEDULES
-        if name in one.over and one.over[name].value < 0
+        f"{name_of(arm.family)} than {name_of(name)}"
+        for arm in ours
+        for name in schedules
+        if cell.over(arm, name).value < 0
     ]
     rest = f"Slower: {'; '.join(slower)}" if slower else "None of ours is slower than a schedule"
-    return f"{where}: {how} {name_of(best.family)}: {', '.join(against)}. {rest}."
+    return f"{where}: {how} {name_of(best.family)}: {against}. {rest}."
 
 
 def race_plot(cells: Sequence[Cell]) -> Plot:
@@ -205,17 +220,17 @@ def race_plot(cells: Sequence[Cell]) -> Plot:
 
     Speed without a draft would hide all other differences, so it is shown only where nothing else is.
     """
-    ran = dict.fromkeys(one.family for _, results in cells for one in results)
+    ran = dict.fromkeys(arm.family for cell in cells for arm in cell.arms)
     families = [family for family in ran if family not in (BASELINE, ALONE, UNASSISTED)] or [ALONE]
     figure, panels = panels_of(len(cells), width=2.2 + 2.6 * len(cells), height=0.34 * len(families) + 1.4)
-    for axes, (cell, results) in zip(panels, cells, strict=True):
+    for axes, cell in zip(panels, cells, strict=True):
         for row, family in enumerate(families):
-            if best := best_of(results, family):
-                gain, shape = best.over[BASELINE], "s" if family in SCHEDULES else "o"
+            if best := cell.best_of(family):
+                gain, shape = cell.over(best, BASELINE), "s" if family in SCHEDULES else "o"
                 errors = 100 * np.array([[gain.value - gain.low], [gain.high - gain.value]])
                 axes.errorbar(100 * gain.value, row, xerr=errors.clip(min=0), fmt=shape, markersize=4, capsize=2)
         axes.axvline(0, color=GREY, linewidth=1)
-        axes.set_title(f"{cell['dataset']}\n{SAMPLING_NAMES[cell['sampling']]}", fontsize=9)
+        axes.set_title(f"{cell.stored['dataset']}\n{cell.sampling}", fontsize=9)
         axes.set_yticks(range(len(families)), [])
         axes.set_ylim(len(families) - 0.5, -0.5)
     panels[0].set_yticks(range(len(families)), [name_of(family) for family in families], fontsize=8)
@@ -224,25 +239,9 @@ def race_plot(cells: Sequence[Cell]) -> Plot:
     return plot_of("bench", caption, figure)
 
 
-def best_of(results: Sequence[RaceResult], family: str) -> RaceResult | None:
-    """The fastest arm of a family; None where it did not run."""
-    of_family = [one for one in results if one.family == family]
-    return max(of_family, key=lambda one: one.spent.tokens_per_s, default=None)
-
-
-def ratio_of(cell: Mapping[str, Any]) -> float:
-    """The cell's t_target(0) / t_draft."""
-    return float(cell["times"]["t_target_s"][0] / cell["times"]["t_draft_s"])
-
-
 def name_of(family: str) -> str:
     """Name of a family or a rival in tables and plots."""
     return f"best {family}" if family == TRAINING_FREE else family_named(family).label
-
-
-def _with_median(one: RaceResult, rival: str) -> str:
-    gain = one.over[rival]
-    return "" if gain.standard_error == 0 else f"{_short(gain)} {100 * one.median_over[rival]:+.1f}"
 
 
 def _short(gain: Gain) -> str:

@@ -65,7 +65,7 @@ def _measured(experiment: Experiment) -> Times:
 
 def _counted(pair: Pair, arm: Timed, seed: int, prompt: list[int]) -> Run:
     with _counting(pair.target) as of_target, _counting(pair.draft) as of_draft:
-        seconds = arm(prompt, seed).seconds
+        _, seconds = arm(prompt, seed)
     verifications = len(of_target) if of_draft else 0
     return len(of_draft), verifications, len(of_target) - verifications, seconds
 

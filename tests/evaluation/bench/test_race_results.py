@@ -3,9 +3,17 @@
 import numpy as np
 import pytest
 
-from evaluation.bench import results as race_results
 from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
-from evaluation.bench.results import MEAN, gains_over, mean_gain, results_of, summary_table, verdict_of
+from evaluation.bench.results import (
+    MEAN,
+    Cell,
+    gains_over,
+    mean_gain,
+    race_plot,
+    summary_table,
+    transfer_tables,
+    verdict_of,
+)
 from evaluation.families import ALONE
 from evaluation.gain import Gain, Spent, gain_over
 
@@ -28,14 +36,14 @@ HEADS = [arm(family, 1.0, 1.0) for family in ("head", "head_drawn", "auto_drawn"
 
 
 def test_a_gain_is_that_of_totals_and_its_interval_is_paired():
-    entropy, tokens = results_of(CELL)[2], np.array([10, 10])
-    base, spent = Spent(tokens, np.array([2.0, 3.0])), Spent(tokens, np.array([1.0, 3.0]))
-    assert entropy.over["fixed_length"] == gain_over(base, spent)
-    assert entropy.over["fixed_length"].value == pytest.approx(0.25)
-    assert entropy.median_over["fixed_length"] == pytest.approx(0.5)
-    assert entropy.over[ALONE].value == pytest.approx(1.5)
+    cell, tokens = Cell.of(CELL), np.array([10, 10])
+    entropy, base = cell.arms[2], Spent(tokens, np.array([2.0, 3.0]))
+    assert cell.over(entropy, "fixed_length") == gain_over(base, Spent(tokens, np.array([1.0, 3.0])))
+    assert cell.over(entropy, "fixed_length").value == pytest.approx(0.25)
+    assert cell.median_over(entropy, "fixed_length") == pytest.approx(0.5)
+    assert cell.over(entropy, ALONE).value == pytest.approx(1.5)
     with pytest.raises(ValueError, match="name at least one"):
-        results_of(cell_of(arm(ALONE, 1.0), arm("entropy", 1.0)))
+        Cell.of(cell_of(arm(ALONE, 1.0), arm("entropy", 1.0)))
 
 
 RIVALS = {
@@ -48,58 +56,56 @@ RIVALS = {
 
 @pytest.mark.parametrize(("extra", "rival", "number", "gain"), RIVALS.values(), ids=RIVALS)
 def test_a_rival_is_the_fastest_of_its_kind(extra, rival, number, gain):
-    results = results_of(cell_of(*OURS, *THEIRS, extra))
-    assert results[number].over[rival].value == pytest.approx(gain)
+    cell = Cell.of(cell_of(*OURS, *THEIRS, extra))
+    assert cell.over(cell.arms[number], rival).value == pytest.approx(gain)
 
 
-def test_a_slower_arm_is_named():
-    verdict = verdict_of(CELL, results_of(CELL))
-    assert "Slower: largest probability than transformers: default" in verdict
+ON_DEV = {"fixed_length": 5.0, "entropy": 6.0, "max_prob": 7.0}
+VERDICTS = {
+    "a slower arm": (CELL, "Slower: largest probability than transformers: default"),
+    "none is slower": (
+        cell_of(arm(ALONE, 4.0), arm("fixed_length", 2.0), arm(DEFAULT, 2.2)),
+        "None of ours is slower than a schedule.",
+    ),
+    "dev chose what is slower on test": (
+        CELL | {"arms": [one | {"on_dev": ON_DEV.get(one["family"])} for one in CELL["arms"]]},
+        "dev chose largest probability: -",
+    ),
+    "named policies": (CELL, "fastest of the named policies on these prompts: entropy (SVIP): +"),
+    "no schedule": (cell_of(*OURS, *HEADS), "% over the best fixed length; without --race.assistant"),
+}
+
+
+@pytest.mark.parametrize(("cell", "part"), VERDICTS.values(), ids=VERDICTS)
+def test_the_verdict_names_what_dev_chose_and_what_is_slower(cell, part):
+    verdict = verdict_of(Cell.of(cell))
+    assert part in verdict
     assert "entropy (SVIP) than" not in verdict
-    won = cell_of(arm(ALONE, 4.0), arm("fixed_length", 2.0), arm(DEFAULT, 2.2))
-    assert verdict_of(won, results_of(won)).endswith("None of ours is slower than a schedule.")
-
-
-def test_dev_chooses_which_arm_of_ours_is_reported_and_test_does_not():
-    on_dev = {"fixed_length": 5.0, "entropy": 6.0, "max_prob": 7.0}
-    chosen = CELL | {"arms": [one | {"on_dev": on_dev.get(one["family"])} for one in CELL["arms"]]}
-    assert "dev chose largest probability: -" in verdict_of(chosen, results_of(chosen)), "entropy is faster on test"
-    named = verdict_of(CELL, results_of(CELL))
-    assert "fastest of the named policies on these prompts: entropy (SVIP): +" in named
 
 
 def test_the_summary_has_a_row_per_trained_head_and_a_column_per_rival_that_ran():
-    cell = cell_of(*OURS, *THEIRS, *HEADS)
-    table = summary_table([(cell, results_of(cell))])
+    table = summary_table([Cell.of(cell_of(*OURS, *THEIRS, *HEADS))])
     assert table.column("policy") == ["best head, drawn-time", "auto, drawn-time head"]
     assert table.column("over best training-free") == ["+100.0 (+0, +200)"] * 2
-    alone = cell_of(*OURS, *HEADS)
-    headings = summary_table([(alone, results_of(alone))]).columns
+    headings = summary_table([Cell.of(cell_of(*OURS, *HEADS))]).columns
     assert headings[-2:] == ["over best fixed length", "over best training-free"]
-    assert "% over the best fixed length; without --race.assistant" in verdict_of(alone, results_of(alone))
 
 
 def test_the_plot_has_a_line_per_family_and_a_panel_per_sampling():
-    cells = [(cell, results_of(cell)) for cell in (CELL, CELL | {"sampling": "nucleus"})]
-    text = race_results.race_plot(cells).svg
+    text = race_plot([Cell.of(CELL), Cell.of(CELL | {"sampling": "nucleus"})]).svg
     assert text.count("entropy (SVIP)") == 1
     assert "greedy" in text
     assert "top-p 0.9" in text
     assert "target alone" not in text, "so slow that the others could not be told apart"
 
 
-def test_two_datasets_have_a_mean_over_transfer_sets():
+def test_two_datasets_have_a_mean_over_transfer_sets_whose_error_is_smaller_than_each():
     """Each family counts at its fastest arm."""
     arms = [arm(ALONE, 8.0, 8.0), arm("fixed_length", 4.0, 4.0), arm("fixed_length", 2.0, 2.0, setting="k=2")]
-    cells = [(cell, results_of(cell)) for cell in (cell_of(*arms), cell_of(*arms, dataset="news"))]
+    cells = [Cell.of(cell) for cell in (cell_of(*arms), cell_of(*arms, dataset="news"))]
     assert gains_over(cells, ALONE)["fixed_length"]["greedy", MEAN].value == pytest.approx(3.0)
-    tables = {table.title: table for table in race_results.transfer_tables(cells)}
+    tables = {table.title: table for table in transfer_tables(cells)}
     assert list(tables) == ["over best fixed length", "over target alone"], "no product and no schedule ran"
     assert tables["over target alone"].column("policy") == ["best fixed length"]
-
-
-def test_a_mean_of_independent_gains_has_a_smaller_error_than_each():
     mean = mean_gain([Gain(0.1, 0.0, 0.2, 0.03), Gain(0.3, 0.2, 0.4, 0.04)])
-    assert mean.value == pytest.approx(0.2)
-    assert mean.standard_error == pytest.approx(0.025)
-    assert (mean.low, mean.high) == pytest.approx((0.2 - 1.96 * 0.025, 0.2 + 1.96 * 0.025))
+    assert mean == pytest.approx((0.2, 0.2 - 1.96 * 0.025, 0.2 + 1.96 * 0.025, 0.025))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evaluation.bench.arms import Written, assisted
+from evaluation.bench.arms import assisted
 from evaluation.bench.race import measured_rows, totals_of
 from evaluation.flag_types import RaceRules
 from lm import Sampling
@@ -22,7 +22,7 @@ def raced(path, *, run=0, race="race", stops_after=None):
             if stops_after is not None and len(texts) >= stops_after:
                 raise KeyboardInterrupt
             texts.append((name, prompt[0], seed))
-            return Written(6 + prompt[0], (6 + prompt[0]) / speed)
+            return 6 + prompt[0], (6 + prompt[0]) / speed
 
         return written
 
@@ -61,6 +61,6 @@ def test_cycles_of_a_prompt_are_one_sample(tmp_path):
 def test_texts_may_end_at_eos_and_report_their_length(pair, monkeypatch):
     monkeypatch.setattr(pair.target.generation_config, "eos_token_id", list(range(pair.vocab_size)))
     timed = assisted(pair, 8, Sampling(temperature=0.0), None, ends_at_eos=True)
-    assert timed(PROMPTS[0], 0).tokens == 1
-    assert assisted(pair, 8, Sampling(temperature=0.0), None)(PROMPTS[0], 0).tokens == 8
+    assert timed(PROMPTS[0], 0)[0] == 1
+    assert assisted(pair, 8, Sampling(temperature=0.0), None)(PROMPTS[0], 0)[0] == 8
     assert EOS in pair.target.generation_config.eos_token_id
