@@ -30,14 +30,14 @@ CEILINGS = {
     "data_gen": (6715, 4400),
     "heads": (4159, 3600),
     "decode": (5019, 4200),
-    "evaluation": (10681, 7400),
+    "evaluation": (10631, 7400),
     "serve": (870, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
-    "tests": (28897, 18000),
+    "tests": (28892, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
-MAX_RECORD_TYPES = 160
+MAX_RECORD_TYPES = 158
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
 
 WORDS = {
