@@ -19,7 +19,6 @@ from heads.model.provenance import Provenance
 from heads.training.directory import RunDirectory, run_of
 from heads.training.sweep import Sweep
 from lm import load_pair
-from lm.features.dspark import DSpark
 from lm.features.released import released_layout_of
 from store.json_files import read_json
 from store.shards import atomic_directory
@@ -69,11 +68,7 @@ def export(
     if results and not force and not any(beats_signal(results["dev"], sweep.specs).values()):
         result = verdict(results["dev"], sweep.specs)
         raise ValueError(f"{result} Pass --force (force=True in Python) to export anyway: {', '.join(names)}.")
-    heads = {name: trained for name, trained in sweep.heads().items() if name in names}
-    for name, trained in heads.items() if results else ():
-        on_dev, on_train = (results[split]["heads"][name] for split in ("dev", "train"))
-        metrics = {key: on_dev[key] for key in _CARD_METRICS if on_dev[key] is not None}
-        trained.provenance = replace(trained.provenance, metrics=metrics | {"train_raw_kl": on_train["raw_kl"]})
+    heads = {name: _measured(trained, name, results) for name, trained in sweep.heads().items() if name in names}
     if format == "dspark":
         return [_export_dspark(heads, config.pair, root)]
     written = [save_whole(heads[name], root / name) for name in names]
@@ -125,9 +120,7 @@ def import_(
         **models,
     )
     if is_dspark:
-        draft = load_pair(of_source).drafting
-        assert isinstance(draft, DSpark), "its layout says so"
-        head = confidence_head_of(draft, provenance)
+        head = confidence_head_of(load_pair(of_source).drafting, provenance)  # type: ignore[arg-type]
     else:
         head = read_official_head(source, provenance)
     path = save_whole(head, out_path)
@@ -218,6 +211,15 @@ def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> 
     if head not in names:
         raise ValueError(f"this sweep has no head {head!r}; pass --head best, all, or one of {', '.join(names)}")
     return [head]
+
+
+def _measured(head: AcceptanceHead, name: str, results: dict[str, Any]) -> AcceptanceHead:
+    """The head with its metrics, if there are any."""
+    if results:
+        on_dev, on_train = (results[split]["heads"][name] for split in ("dev", "train"))
+        metrics = {key: on_dev[key] for key in _CARD_METRICS if on_dev[key] is not None}
+        head.provenance = replace(head.provenance, metrics=metrics | {"train_raw_kl": on_train["raw_kl"]})
+    return head
 
 
 def _export_dspark(heads: dict[str, AcceptanceHead], pair: PairConfig, out: Path) -> Path:

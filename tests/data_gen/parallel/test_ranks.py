@@ -16,9 +16,9 @@ from data_gen.pipeline.command import make
 from data_gen.store import manifest
 from data_gen.store.rows import read_rows
 from store.shards import list_shards, rows_path
+from tests.cases import first_fast
 from tests.data_gen.on_disk import files_of, in_a_child
 from tests.data_gen.pipeline.test_resume import make_and_die
-from tests.toys.cases import first_fast
 
 
 def started(work: Callable[[], object], *, told: str | Path = os.devnull) -> int:

@@ -13,10 +13,10 @@ from data_gen.pipeline.inspect import responses
 from data_gen.pipeline.plan import plan
 from data_gen.pipeline.worker import Job, models_of
 from data_gen.store.manifest import read_manifest
+from tests.cases import first_fast
 from tests.data_gen.on_disk import files_of
 from tests.data_gen.served_model import ServedModel
 from tests.toys.answering import all_rows, problems
-from tests.toys.cases import first_fast
 
 _OF_FLOATS = ("acceptance_prob", "target_prob", "acceptance_rate", "log_q", "entropy")
 

@@ -10,8 +10,8 @@ from decode.policies import DSparkConfidence, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
 from lm import CachedModel, Sampling, feature_model
 from lm.features.recorder import FeatureRecorder
+from tests.cases import first_fast
 from tests.decode.features.test_chains import PROMPT, decoder_of, greedy, target_law
-from tests.toys.cases import first_fast
 from tests.toys.enumeration import assert_same_law
 from tests.toys.loop import OF_BLOCKS, POLICIES, SAMPLINGS, law
 from tests.toys.observed import observed

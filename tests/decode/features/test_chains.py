@@ -9,7 +9,7 @@ from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, specula
 from decode.policies import Entropy, FixedLength, HeadPolicy, Policy
 from lm import CachedModel, Sampling, feature_model
 from lm.features.recorder import FeatureRecorder
-from tests.toys.cases import first_fast
+from tests.cases import first_fast
 from tests.toys.enumeration import assert_same_law
 from tests.toys.loop import POLICIES, SAMPLINGS, law
 from tests.toys.observed import observed

@@ -10,8 +10,8 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import CumulativeTokenProb, FixedLength, Policy
 from lm import CachedModel, Sampling, feature_model
 from lm.features.recorder import FeatureRecorder
+from tests.cases import first_fast
 from tests.decode.features.test_chains import PROMPT, greedy, target_law
-from tests.toys.cases import first_fast
 from tests.toys.enumeration import assert_same_law, law_of
 from tests.toys.loop import SAMPLINGS
 from tests.toys.random_drafts import draft, target

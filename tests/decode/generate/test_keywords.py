@@ -24,7 +24,7 @@ from transformers.generation import BaseStreamer, EosTokenCriteria
 
 from decode import speculative_generate
 from decode.policies import Assisted, FixedLength, Heuristic
-from tests.toys.cases import first_fast
+from tests.cases import first_fast
 from tests.toys.random_pairs import CONFIGS, random_pair
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])

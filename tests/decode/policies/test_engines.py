@@ -13,8 +13,8 @@ from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import Assisted, DSparkConfidence, LlamaCpp
 from decode.policies.registry import POLICIES, RULES, parse_policy
 from lm import Sampling, load_model
+from tests.cases import first_fast
 from tests.evaluation.flags.point_mass import PointMassDrafter
-from tests.toys.cases import first_fast
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = [[5, 17, 33, 60 + i, 12, 9 + i] for i in range(4)]

@@ -12,8 +12,8 @@ from decode import Drafter, Generation, ModelDrafter, SpeculativeDecoder
 from decode.drafters.hierarchies import CONFIGURATIONS, InnerRounds, InterleavedDrafter, PreVerifiedDrafter, hsddw
 from decode.policies import FixedLength, Policy, SelfVerify
 from lm import CachedModel, Sampling, entropy
+from tests.cases import first_fast
 from tests.toys import small_pair
-from tests.toys.cases import first_fast
 from tests.toys.enumeration import ToyModel
 
 PROMPT = [0, 1, 2]

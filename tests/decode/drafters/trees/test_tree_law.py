@@ -11,7 +11,7 @@ from decode.drafters.trees import Cape, Dynamic, Shape, TreeDrafter
 from decode.loop.rounds import Round
 from decode.policies import AdaEDL, Entropy, FixedLength, HeadPolicy, Policy
 from lm import Sampler, Sampling
-from tests.toys.cases import first_fast
+from tests.cases import first_fast
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, toy_head, tree_decoder_of
 from tests.toys.random_pairs import CONFIGS, random_pair
