@@ -2,6 +2,7 @@
 
 import io
 import re
+from math import ceil
 from typing import NamedTuple
 
 import matplotlib as mpl
@@ -9,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 GREY, BLUE, RED = "#98a2b3", "#3b6fb6", "#c4532d"
+_LONG = 22
+"""Longest label, in characters, of which two fit side by side."""
 INK = "#123456"
 """Placeholder for the text colour while a figure is drawn; the SVG takes the colour of the page around it."""
 _BOTH_SCHEMES = (
@@ -33,8 +36,8 @@ class Plot(NamedTuple):
 
 
 def figure_of(height: float) -> tuple[Figure, Axes]:
-    """A figure with one pair of axes."""
-    figure, (axes,) = panels_of(1, width=5.6, height=height)
+    """A figure with one pair of axes, narrow, so that its text stays readable on a page of 420 pixels."""
+    figure, (axes,) = panels_of(1, width=4.4, height=height)
     return figure, axes
 
 
@@ -45,17 +48,20 @@ def panels_of(count: int, *, width: float, height: float) -> tuple[Figure, list[
         panels = list(figure.subplots(1, count, squeeze=False)[0])
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
+        axes.tick_params(labelsize=9)
     return figure, panels
 
 
-def legend_below(axes: Axes, *, columns: int = 2) -> None:
-    """The legend under the axes, where it covers no data."""
+def legend_below(axes: Axes) -> None:
+    """The legend under the axes, where it covers no data; the figure grows by its rows."""
+    labels = axes.get_legend_handles_labels()[1]
+    columns = 1 if max(map(len, labels), default=0) > _LONG else 2
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.set_figheight(figure.get_figheight() + 0.19 * ceil(len(labels) / columns) + 0.1)
     with mpl.rc_context(_STYLE):  # type: ignore[arg-type]
         # "outside" makes room for it below the axis' own label
-        figure = axes.get_figure(root=True)
-        assert figure is not None
-        legend = figure.legend(loc="outside lower center", fontsize=8, ncols=columns)
+        legend = figure.legend(loc="outside lower center", fontsize=9, ncols=columns)
     legend.set_frame_on(False)
 
 

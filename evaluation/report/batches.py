@@ -171,7 +171,8 @@ def batch_tables(rows: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
     lacks = "" if any(row["family"] == PERFECT for row in rows) else "; no perfect head: decode.perfect_head is false"
     note = (
         "settings chosen on dev at this size; tokens/s of the whole batch; gain: over the best fixed length. Predicted "
-        f"by law 4.13. No oracle: it ignores the other sequences, so it bounds nothing in a batch{lacks}"
+        "from the seconds of a batch's rounds (law 4.13 of docs/laws.md). No oracle: it ignores the other sequences, "
+        f"so it bounds nothing in a batch{lacks}"
     )
     tables = []
     for size in dict.fromkeys(row["batch_size"] for row in rows):

@@ -1,6 +1,7 @@
 """Plots of an evaluation, as SVG for the page and as files (SpecDec++ Figure 4)."""
 
 from collections.abc import Collection, Mapping, Sequence
+from textwrap import fill
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
@@ -43,7 +44,7 @@ def pareto(results: Sequence[Result]) -> Plot:
     """Discard rate against verification rate of every setting (SpecDec++ Figure 4), a ring around the one that dev
     chose.
     """
-    figure, axes = figure_of(4.2)
+    figure, axes = figure_of(3.2)
     styles, right, top = styles_of(result.family for result in results), 0.0, 0.0
     for result in results:
         verified, discarded = _rates(result)
@@ -83,7 +84,7 @@ def thresholds(contest: Contest) -> list[Plot]:
     plots = []
     for number, (meaning, members) in enumerate(by_meaning.items(), 1):
         styles = styles_of(result.family for result in members)
-        figure, axes = figure_of(3.2 + 0.2 * len(members) / 2)
+        figure, axes = figure_of(2.8)
         for result in members:
             assert result.arm is not None
             colour, line, _ = styles[result.family]
@@ -100,7 +101,7 @@ def thresholds(contest: Contest) -> list[Plot]:
 
 def draft_lengths(results: Sequence[Result], times: Times) -> Plot:
     """How long drafts are at the settings that dev chose."""
-    figure, axes = figure_of(3.8)
+    figure, axes = figure_of(3.0)
     styles = styles_of(result.family for result in results)
     for result in results:
         assert result.played is not None
@@ -122,7 +123,7 @@ def draft_lengths(results: Sequence[Result], times: Times) -> Plot:
 
 def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Plot:
     """Calibrated prediction against the share accepted, over the tokens that the draft draws first at each position."""
-    figure, axes = figure_of(3.8)
+    figure, axes = figure_of(3.0)
     drawn, is_accepted = trace.first_drawn[trace.is_drafted], trace.is_first_accepted[trace.is_drafted]
     axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
     for timing, head in heads.items():
@@ -147,7 +148,7 @@ def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Pl
 
 def entropies(trace: Trace) -> Plot:
     """H(q) where the draft's token was accepted, and where it was rejected."""
-    figure, axes = figure_of(3.6)
+    figure, axes = figure_of(2.8)
     entropy = trace.signal("entropy")[trace.first_drawn[trace.is_drafted]]
     is_accepted = trace.is_first_accepted[trace.is_drafted]
     bins = np.linspace(0, max(1.0, float(entropy.max())), 40).tolist()
@@ -192,7 +193,7 @@ def speed_up_bars(contest: Contest) -> Plot:
     family that dev chooses is in bold.
     """
     results, times = contest.results, contest.times
-    figure, axes = figure_of(0.3 * len(results) + 1.0)
+    figure, axes = figure_of(0.36 * len(results) + 1.0)
     names = sorted(results, key=lambda name: results[name].tokens_per_s)
     values = times.t_target_s[0] * np.array([results[name].tokens_per_s for name in names])
     base = values[names.index(BASELINE)]
@@ -200,7 +201,9 @@ def speed_up_bars(contest: Contest) -> Plot:
     errors = np.maximum(0, np.stack([values - low, high - values]))
     styles = styles_of(results)
     colours = [styles[name].colour for name in names]
-    axes.barh([family(name).label for name in names], values, xerr=errors, color=colours, ecolor=GREY, capsize=2)
+    axes.barh(
+        [fill(family(name).label, 24) for name in names], values, xerr=errors, color=colours, ecolor=GREY, capsize=2
+    )
     axes.get_yticklabels()[names.index(contest.best.family)].set_fontweight("bold")
     axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
     axes.margins(y=0.01)

@@ -11,6 +11,9 @@ from evaluation.contest import Arm, Contest, Result
 from evaluation.families import ALONE, BASELINE, ORACLE, PERFECT, TRAINING_FREE, family
 from evaluation.table import Table, flat
 
+PREDICTED = "predicted: replayed counts of forwards times the seconds of each (law 4.9 of docs/laws.md)"
+"""What the figures of a table are, for its note."""
+
 
 def figures_of(result: Result, contest: Contest) -> dict[str, Any]:
     """The columns of results.csv: one family on test, against the rivals of a contest on the same prompts."""
@@ -76,7 +79,7 @@ def result_table(contest: Contest) -> Table:
     return Table(
         title_of(contest),
         rows,
-        "predicted from counts and times by law 4.9. gain: throughput over the best fixed length's, with its 95 % "
+        f"{PREDICTED}. gain: throughput over the best fixed length's, with its 95 % "
         "interval: paired bootstrap of test prompts, at the settings that dev chose. Bold: the best on dev of what can "
         "be run",
         names=2,

@@ -23,7 +23,7 @@ from evaluation.contest import Contest, Result
 from evaluation.families import ALONE, BASELINE, HEADS, ORACLE, PERFECT, PRODUCT, TRAINING_FREE, family, styles_of
 from evaluation.figure import GREY, Plot, figure_of, plot_of
 from evaluation.gain import Gain
-from evaluation.report.results import title_of, values_of
+from evaluation.report.results import PREDICTED, title_of, values_of
 from evaluation.table import Table, flat
 
 _MISSING = {
@@ -136,7 +136,7 @@ def stage_table(stages: Sequence[Stage], contest: Contest, *, beside: Sequence[s
     lost = f". {slower}: slower than the row above" if slower else ""
     listed = f". Beside them, over the best fixed length: {'; '.join(beside)}" if beside else ""
     note = (
-        "predicted by law 4.9. gain: tokens/s over the best fixed length's, with its 95 % interval: paired bootstrap "
+        f"{PREDICTED}. gain: tokens/s over the best fixed length's, with its 95 % interval: paired bootstrap "
         "of test prompts, at the settings that dev chose. tokens/s has the same interval, times the best fixed "
         f"length's. adds: over the row above. Bold: the best on dev of what can be run{lost}{listed}"
     )
@@ -163,7 +163,7 @@ def _speed(tokens_per_s: float) -> str:
 
 def stage_plot(stages: Sequence[Stage], contest: Contest) -> Plot:
     """Tokens per second of each stage, in full colour from where the one before it ends."""
-    figure, axes = figure_of(0.55 * len(stages) + 1.2)
+    figure, axes = figure_of(0.72 * len(stages) + 1.2)
     styles = styles_of(stage.family for stage in stages)
     base = before = stages[0].speeds.value
     for row, stage in enumerate(stages):
@@ -177,15 +177,15 @@ def stage_plot(stages: Sequence[Stage], contest: Contest) -> Plot:
                 axes.errorbar(value, row, xerr=[[value - low], [end - value]], color=GREY, capsize=3, linewidth=1.2)
             before = value
         axes.annotate(text, (max(end, base), row), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set_yticks(range(len(stages)), [f"{stage.name}\n{fill(stage.knows, 32)}" for stage in stages])
+    axes.set_yticks(range(len(stages)), [f"{stage.name}\n{fill(stage.knows, 26)}" for stage in stages])
     axes.invert_yaxis()
     axes.axvline(base, color=GREY, linewidth=1)
-    axes.margins(x=0.24)
+    axes.margins(x=0.3)
     axes.set_xlabel("predicted tokens per second")
     percent = (lambda speed: 100 * (np.asarray(speed) / base - 1), lambda gain: base * (1 + np.asarray(gain) / 100))
     gains = axes.secondary_xaxis("top", functions=percent)
     gains.set_xlabel("gain over the best fixed length, %")
-    gains.tick_params(labelsize=8)
+    gains.tick_params(labelsize=9)
     return plot_of(
         f"gain-{contest.times.slug}",
         f"Where the oracle's gain goes at {contest.times.title}: {contest.dataset}. Full colour is what a stage adds "

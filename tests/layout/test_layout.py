@@ -30,7 +30,7 @@ CEILINGS = {
     "data_gen": (6715, 4400),
     "heads": (4161, 3600),
     "decode": (5019, 4200),
-    "evaluation": (10631, 7400),
+    "evaluation": (10644, 7400),
     "serve": (870, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
