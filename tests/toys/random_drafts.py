@@ -25,12 +25,14 @@ TARGETS = {
     "llama": LlamaConfig(num_hidden_layers=LAYERS, **SIZES),
     "qwen2": Qwen2Config(num_hidden_layers=LAYERS, **SIZES),
 }
-KINDS = ("eagle", "eagle3", "reduced", "glide")
+KINDS = ("eagle", "eagle3", "reduced", "layers", "glide")
 BLOCK = 4
 PAIRS = [(kind, family) for kind in KINDS for family in TARGETS] + [("mtp", family) for family in mtp.FAMILIES]
 """Drafts with the families of their targets; an MTP layer has a target of its own."""
-BLOCKS = ("vanilla", "gated", "rnn", "dflash")
-"""DSpark drafts by their Markov head; DFlash has none."""
+BLOCKS = ("vanilla", "gated", "rnn", "dflash", "window")
+"""DSpark drafts by their Markov head; DFlash has none. The last has a window, a reduced vocabulary and the target's
+embedding, and drafts nothing from the anchor.
+"""
 
 
 def _spread(model: torch.nn.Module, seed: int, scale: float) -> None:
@@ -59,6 +61,10 @@ def config(**keys) -> LlamaConfig:
 
 def block_config(markov: str, **keys) -> Qwen3Config:
     """The config of a DSpark draft of two layers that reads the target's embedding and its middle layer."""
+    if markov == "window":
+        of_window = {"use_sliding_window": True, "sliding_window": 2, "sample_from_anchor": False}
+        of_window |= {"layer_types": ["sliding_attention", "full_attention"], "draft_vocab_size": 4}
+        return block_config("vanilla", block_size=BLOCK + 1, **of_window, **keys)
     rank = 0 if markov == "dflash" else 5
     of_blocks = {"block_size": BLOCK, "target_layer_ids": [-1, 1], "num_target_layers": LAYERS, "mask_token_id": 6}
     heads = {"markov_rank": rank, "markov_head_type": markov, "enable_confidence_head": markov != "dflash"}
@@ -85,8 +91,13 @@ def draft(kind: str, family: str = "llama") -> FeatureDraft:
     elif kind == "reduced":
         made = Eagle3(config(), (1, 2, 3), target_size=WIDTH, num_logits=4)
         made.reduce(torch.tensor([0, 2, 3, 6]))
+    elif kind == "layers":
+        layers = Qwen3Config(**(SIZES | {"num_hidden_layers": 2, "head_dim": 6}))
+        made = Eagle3(layers, (0, 1, 2), target_size=WIDTH)
     elif kind in BLOCKS:
-        made = DSpark(block_config(kind))
+        made = DSpark(block_config(kind), has_embedding=kind != "window")
+        if kind == "window":
+            made.reduce(torch.tensor([0, 2, 3, 6]))
     else:
         made = Glide(config(large_hidden_size=WIDTH, large_num_attention_heads=4), LAYERS)
     made = made.double().eval()
