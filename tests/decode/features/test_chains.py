@@ -42,7 +42,7 @@ def test_greedy_output_equals_transformers_generate(kind, family):
     assert 0 < generation.counts.num_accepted < generation.counts.num_drafted == seen.num_draft_forwards
 
 
-def target_law(sampling: Sampling, num_tokens: int, family: str) -> dict[tuple[int, ...], float]:
+def target_law(sampling: Sampling, num_tokens: int, family: str = "llama") -> dict[tuple[int, ...], float]:
     """Products of the target's probabilities, no cache involved."""
     open_ = {(): 1.0}
     for _ in range(num_tokens):
@@ -60,7 +60,15 @@ def target_law(sampling: Sampling, num_tokens: int, family: str) -> dict[tuple[i
     ("kind", "family", "num_tokens"),
     [
         *(("eagle", "llama", 3), ("glide", "llama", 3), ("mtp", "qwen3_next", 4)),
-        *first_fast((("reduced", "llama", 4), *((kind, "llama", 4) for kind in BLOCKS), ("mtp", "deepseek_v3", 4)), 0),
+        *first_fast(
+            (
+                ("reduced", "llama", 4),
+                ("layers", "llama", 4),
+                *((kind, "llama", 4) for kind in BLOCKS),
+                ("mtp", "deepseek_v3", 4),
+            ),
+            0,
+        ),
     ],
 )
 def test_the_sampled_law_is_the_target_s_exactly(kind, family, num_tokens):

@@ -20,6 +20,7 @@ SHAPES = {
     "eagle": Dynamic(3, 12),
     "eagle3": Dynamic(3, 8),
     "reduced": Dynamic(2, 4),
+    "layers": Dynamic(2, 6),
     "glide": Cape(((0.5, 3), (1.0, 2))),
 }
 
