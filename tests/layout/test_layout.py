@@ -34,7 +34,7 @@ CEILINGS = {
     "serve": (870, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
-    "tests": (28892, 18000),
+    "tests": (28912, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 158
