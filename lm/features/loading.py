@@ -221,7 +221,7 @@ def _dspark_limits(config: Qwen3Config) -> dict[str, tuple[bool, str]]:
         "markov_head_type": (not has_markov or config.markov_head_type in MARKOV_HEADS, f"one of {kinds}"),
         "sample_from_anchor": (
             is_from_anchor or config.markov_head_type != "rnn" or not hasattr(config, "speculators_model_type"),
-            "true where markov_head_type is rnn, whose state begins at the anchor",
+            "true for a recurrent Markov head (rnn), whose state speculators begins at the anchor",
         ),
         "confidence_head_with_markov": (
             has_markov or not config.confidence_head_with_markov,
