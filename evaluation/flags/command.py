@@ -21,6 +21,7 @@ from evaluation.contest import Arm, Result, fastest_on_dev, replay_arms
 from evaluation.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE
 from evaluation.flag_types import EngineName, Milliseconds, Sizes, sizes_of
 from evaluation.flags.assisted import times_for
+from evaluation.flags.counters import read_counters, speeds
 from evaluation.flags.engines import ENGINES, Drafting, Engine
 from evaluation.flags.times import Given, given_times
 from evaluation.gain import Gain, Splits
@@ -57,6 +58,8 @@ def flags(
     t_target_ms: Milliseconds | None = None,
     log: str | None = None,
     batch: Sizes | None = None,
+    from_: str | None = None,
+    block: bool = False,
     json: bool = False,
 ) -> None:
     """The best settings of an engine, by replaying its own rule on a trace; prints the line to paste.
@@ -68,15 +71,20 @@ def flags(
             sequences in a batch, 1:4,8:5.
         t_target_ms: milliseconds of a target forward of one token (what a token takes without speculation); or by
             tokens that it verifies, 1:30,5:33,17:50.
-        log: instead of the two times, logs of a llama.cpp server with this draft at -lv 4 and without a draft:
-            spec.log,alone.log; more logs, with other numbers of drafted tokens, improve the fit.
+        log: instead of the times, logs of a llama.cpp server with this draft at -lv 4 and without one (more improve the
+            fit): spec.log,alone.log.
         batch: sizes of batches to choose a number of tokens for as well, for engines with one per size: 1,4,16.
+        from_: the engine's own counters of accepted tokens by position, instead of a trace, for any kind of draft
+            (written --from): files, or the shares themselves, 0.84,0.60,0.39.
+        block: with --from, a draft is one forward however many tokens it has (DFlash, DSpark, P-EAGLE).
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     engine, given, sizes = ENGINES[for_], given_times(t_draft_ms, t_target_ms, log), sizes_of(batch)
     if sizes is not None and not engine.has_batches:
         able = ", ".join(name for name, other in ENGINES.items() if other.has_batches)
         raise ValueError(f"--batch needs an engine whose sequences draft in lockstep ({able}); leave it out for {for_}")
+    if from_ is not None:
+        return from_counters(engine, read_counters(from_), given, sizes or (), is_block=block, json=json)
     with printing(aside=json):
         experiment = Experiment(config if given is None else given.put_into(config))
         engine.check(experiment.sampling)
@@ -84,16 +92,42 @@ def flags(
         answer = Answer(engine, traces_for(experiment, engine), times)
         answer.add_ours(experiment.heads, drawn=traces_of(experiment, None))
         answer.table().print()
-        for sentence in answer.sentences():
-            say(sentence)
+        say("\n".join(answer.sentences()))
         print(f"\n  {answer.line}\n")
         batches = answer.in_batches(sizes, given) if sizes else []
-        if batches:
-            batch_table(batches, times.title).print()
-            print(f"\n  {batch_line(engine, batches)}\n")
+        of_batches = print_batches(engine, batches, times.title)
     if json:
-        line = batch_line(engine, batches) if batches else None
-        print(to_json({**answer.as_dict(), "costs": asdict(times), "batches": batches, "batch_line": line}))
+        print(to_json({**answer.as_dict(), "costs": asdict(times), **of_batches}))
+
+
+def from_counters(
+    engine: Engine, counters: Sequence[Any], given: Given | None, sizes: Sequence[int], *, is_block: bool, json: bool
+) -> None:
+    """Print the best number of drafted tokens by counters alone."""
+    if given is None:
+        raise ValueError("--from needs times: give --t_draft_ms and --t_target_ms, or --log")
+    speed, low, high = speeds(counters, given, 1, is_block=is_block)
+    best, counted = int(speed.argmax()), len(counters[-1])
+    rows = [{"k": k, "tokens/s": speed[k], "from": low[k], "to": high[k]} for k in range(len(speed))]
+    line = engine.number.format(k=best, all=best + 1) if best else engine.off
+    batches: list[dict[str, Any]] = []
+    for size in sorted(sizes):
+        of_size = speeds(counters, given, size, is_block=is_block)[0].tolist()
+        batches.append(batch_row(batches, size, of_size, of_size))
+    with printing(aside=json):
+        note = f"from, to: the bracket of two assumptions (docs/flags.md); k > {counted}: extrapolated"
+        columns = {"k": ("k", "")} | {name: (name, ".1f") for name in ("tokens/s", "from", "to")}
+        counts = ", ".join(str(len(one)) for one in counters)
+        Table(f"{engine.name}, predicted from counters at k = {counts}", shown(rows, columns), note).print()
+        over = [f"{seconds[best] / speed[0] - 1:+.0%}" for seconds in (speed, low, high)]
+        beyond = f" Your counters end at {counted}: measure k={best} too." if best > counted else ""
+        gain = f"k={best}, predicted {over[0]} ({over[1]}, {over[2]}) over no speculation.{beyond}"
+        say(gain if best else "Do not speculate.")
+        print(f"\n  {line}\n")
+        of_batches = print_batches(engine, batches, "predicted from counters")
+    if json:
+        facts = {"engine": engine.name, "version": engine.version, "line": line, "k": best, "speeds": rows}
+        print(to_json({**facts, **of_batches}))
 
 
 def traces_for(experiment: Experiment, engine: Engine) -> Traces:
@@ -118,12 +152,9 @@ class Answer:
     """One engine at one set of times.
 
     Attributes:
-        engine: the engine.
-        traces: by how the engine drafts, its default first.
         alone: times without speculation.
         speculating: times with it: what each round pays beyond its draft is part of t_target(k).
-        choices: name -> no speculation, the default if there is one, the best fixed length, the flags, and ours; a
-            competitor's name says how the engine drafts, or names our policy.
+        choices: name -> result; a competitor's name says how the engine drafts, or names our policy.
         short_of_hindsight: how much slower the flags are than the best setting on test, as a fraction of its speed.
     """
 
@@ -270,13 +301,17 @@ def batch_row(
     return row | {"over_none": test[best] / test[0] - 1, "over_one": test[best] / test[first] - 1}
 
 
-def batch_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """A row per size of batch with its fastest number of drafted tokens."""
+def print_batches(engine: Engine, rows: Sequence[Mapping[str, Any]], title: str) -> dict[str, Any]:
+    """Print a row per size of batch with its fastest number of drafted tokens, if there are any; the same for JSON."""
+    if not rows:
+        return {"batches": [], "batch_line": None}
     note = (
-        "number: drafted tokens, chosen on dev (0: do not speculate); tokens/s of the whole batch on test, predicted "
-        "(law 4.13). One number for all: that of the smallest size. No interval: a batch mixes prompts"
+        "number: drafted tokens (0: do not speculate); tokens/s of the whole batch on test, predicted (law 4.13). One "
+        "number for all: that of the smallest size. No interval: a batch mixes prompts"
     )
-    return Table(f"by sequences in a batch; {title}", shown(rows, _BATCH_COLUMNS), note)
+    Table(f"by sequences in a batch; {title}", shown(rows, _BATCH_COLUMNS), note).print()
+    print(f"\n  {batch_line(engine, rows)}\n")
+    return {"batches": list(rows), "batch_line": batch_line(engine, rows)}
 
 
 def batch_line(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> str:

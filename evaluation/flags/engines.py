@@ -76,6 +76,8 @@ class Engine:
     """The default first."""
     line: Callable[[Setting, Drafting], str]
     """The line to paste."""
+    number: str
+    """The part of that line for a number k of drafted tokens, whatever the kind of draft."""
     off: str
     """The line without speculation."""
     remark: str = ""
@@ -135,6 +137,7 @@ LLAMA_CPP = Engine(
         f"llama-server -m TARGET.gguf -md DRAFT.gguf --spec-type draft-simple --spec-draft-n-max {setting['n_max']} "
         f"--spec-draft-n-min {setting['n_min']} --spec-draft-p-min {setting['p_min']:g}"
     ),
+    number="--spec-draft-n-max {k} --spec-draft-n-min 0 --spec-draft-p-min 0",
     off="llama-server -m TARGET.gguf",
     extra_forwards=1,
 )
@@ -146,6 +149,7 @@ VLLM = Engine(
         f'vllm serve TARGET --speculative-config \'{{"method": "draft_model", "model": "DRAFT", '
         f'"num_speculative_tokens": {setting["k"]}{drafting.extra}}}\''
     ),
+    number='"num_speculative_tokens": {k}',
     off="vllm serve TARGET",
     remark="Its adaptive verification (V2 runner), which verifies less of each draft, is not replayed.",
     drafts_whole=True,
@@ -160,6 +164,7 @@ SGLANG = Engine(
         f"--speculative-draft-model-path DRAFT --speculative-num-steps {setting['k']} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {setting['k'] + 1}"
     ),
+    number="--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {all}",
     off="python -m sglang.launch_server --model-path TARGET",
     has_batches=True,
 )
@@ -171,6 +176,7 @@ TRANSFORMERS = Engine(
     default={"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4, "is_heuristic": False},
     draftings=(AS_TARGET,),
     line=_transformers,
+    number='num_assistant_tokens={k}, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0',
     off="target.generate(**inputs)",
     warps_drafts=True,
     remark="With scikit-learn installed transformers moves a threshold above 0 while it generates.",

@@ -18,6 +18,7 @@ MORE_PARAMETERS = {
     "decode.generate.command.generate": 8,
     "evaluation.costs.init.init": 8,  # a command's flags
     "evaluation.bench.command.bench": 11,  # the same
+    "evaluation.flags.command.flags": 9,  # the same
     "evaluation.report.command.evaluate": 8,  # the same
     "heads.model.head.__init__": 8,  # entries of config.json, each by its name
 }
@@ -30,11 +31,11 @@ CEILINGS = {
     "data_gen": (6715, 4400),
     "heads": (4161, 3600),
     "decode": (5019, 4200),
-    "evaluation": (10644, 7400),
+    "evaluation": (10839, 7400),
     "serve": (870, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (795, 800),
-    "tests": (28912, 18000),
+    "tests": (29025, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 158
