@@ -27,7 +27,7 @@ from data_gen.labels.labeller import Labeller
 from data_gen.pipeline import stages
 from data_gen.pipeline.command import make
 from data_gen.pipeline.worker import Job, Worker
-from data_gen.prompts.pool import load_prompts
+from data_gen.prompts.sets import load_prompts
 from data_gen.responses.conversation import ShardSpec, ask
 from data_gen.responses.exchange import Exchange
 from evaluation.turns import in_turns
@@ -85,10 +85,9 @@ def labelling(config: Config) -> dict[str, Callable[[], Any]]:
     worker = Worker(Job(pair=config.pair, data=config.data, stage="together"))
     spec = ShardSpec("train", 0, tuple(load_prompts(config.data, "train")))
     answers = ask(spec, worker.source, tokenizer=worker.tokenizer, data=worker.data, progress=lambda count: None)
-    settings: dict[str, Any] = {"labeller": worker.labeller, "data": worker.data, "progress": lambda count: None}
 
     def label() -> None:
-        columns = stages.label_and_mix(spec, answers.exchanges, **settings).columns
+        columns = worker.label_and_mix(spec, answers.exchanges, {}, lambda count: None).columns
         stages.write_files(spec, answers, columns=columns, data=worker.data)
 
     return {"bare": lambda: bare(worker.labeller, answers.exchanges, worker.data.batch_size), "labelling": label}

@@ -65,7 +65,7 @@ def make_data(
     )
     config = _config(pair, root, len(lines), settings)
     check_limits(config)
-    _write(lines, root / _PROMPTS)
+    write_atomic(root / _PROMPTS, "".join(f"{line}\n" for line in lines).encode())
     make(config)
     return config
 
@@ -108,10 +108,3 @@ def _source(model: Any, path: Path, tokenizer: PreTrainedTokenizerBase | None) -
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return ModelSource(path=str(path))
-
-
-def _write(lines: Sequence[str], path: Path) -> None:
-    """Write the file of the prompts; an existing file with this content is kept."""
-    text = "\n".join(lines) + "\n"
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        write_atomic(path, text.encode())

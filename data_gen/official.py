@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from configs.paths import local_path
-from configs.schema import Config, DataConfig, ModelSource, PairConfig
+from configs.schema import Config, DataConfig, PairConfig
 from data_gen.labels.laws import acceptance_prob_of
-from data_gen.labels.layout import layout_of
 from data_gen.pipeline import stages
 from data_gen.pipeline.command import check_settings
-from data_gen.pipeline.worker import Job, Worker, check_lengths, max_positions
+from data_gen.pipeline.worker import Job, Worker, check_lengths, limit_of
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec
@@ -88,14 +87,16 @@ def import_(
         clean_partial(data.dir, *SHARD_FOLDERS)
         forget_broken(path for path in shards_in(data.dir) if path.name.startswith(f"{split}-"))
         shards = range(-(-len(items) // size))
-        missing = [index for index in shards if not _is_done(ShardSpec(split, index, ()), data, features)]
+        is_done = stages.is_done if features else lambda spec, data: is_whole(rows_path(data.dir, split, spec.index))
+        missing = [index for index in shards if not is_done(ShardSpec(split, index, ()), data)]
         worker = None
         if features and missing:
             check_lengths(pair, data, names=("draft",))
             worker = Worker(Job(pair=pair, data=data, stage="draft"))
         # every item before the first forward; not kept in memory, since a file may hold 40,000
-        for number in range(len(items)):
-            _check_fit(row(number), worker)
+        for exchange, columns in map(row, range(len(items))):
+            if worker is not None:
+                _check_fit(exchange, columns["draft_ids"].tolist(), worker)
         for index in Bar(missing, unit="shards", desc=split, disable=worker is None):
             part = [row(number) for number in range(index * size, min((index + 1) * size, len(items)))]
             _write(split, index, part, data=data, worker=worker, claim=claim)
@@ -127,40 +128,30 @@ def _write(
     """Write one shard; `claim` is called just before, so that a refused file leaves no folder."""
     spec = ShardSpec(split, index, tuple(Prompt(exchange.id, (exchange.prompt,)) for exchange, _ in part))
     answers = Answers([exchange for exchange, _ in part], [])
-    tables = [table for _, table in part]
-    columns = {name: torch.cat([table[name] for table in tables]) for name in tables[0]}
+    columns = {name: torch.cat([table[name] for _, table in part]) for name in part[0][1]}
     if worker is None:
         claim()
         stages.write_rows(spec, answers, columns=columns, data=data)
         return
-    known_columns = {"draft_ids": columns["draft_ids"]}
-    labelled = stages.label_and_mix(
-        spec,
-        answers.exchanges,
-        labeller=worker.labeller,
-        data=data,
-        progress=lambda count: None,
-        known_columns=known_columns,
-    )
+    known = {"draft_ids": columns["draft_ids"]}
+    labelled = worker.label_and_mix(spec, answers.exchanges, known, lambda count: None)
     for number, reason in labelled.broken.items():
         raise ValueError(f"{answers.exchanges[number].id}: {reason}, or remove this row from the file")
-    _check_draft(labelled.columns["log_q"], columns["log_q"], worker.job.pair.draft.path)
+    difference = float((labelled.columns["log_q"] - columns["log_q"]).abs().median())
+    if not difference <= _TOLERANCE_NATS:
+        raise ValueError(
+            f"log q of the draft at {worker.job.pair.draft.path} differs from the file's by {difference:.2f} nats in "
+            f"the median (at most {_TOLERANCE_NATS}): set pair.draft to the model that made the file, check "
+            "--draft_key, or import rows only with --features false"
+        )
     claim()
-    layout = layout_of(answers.exchanges)
-    stages.write_files(spec, answers, columns=labelled.columns | columns, layout=layout, data=data)
+    stages.write_files(spec, answers, columns=labelled.columns | columns, data=data)
 
 
-def _is_done(spec: ShardSpec, data: DataConfig, features: bool) -> bool:
-    return stages.is_done(spec, data) if features else is_whole(rows_path(data.dir, spec.split, spec.index))
-
-
-def _check_fit(row: Row, worker: Worker | None) -> None:
-    if worker is None:
-        return
-    assert worker.labeller.draft is not None
-    limit = max_positions(worker.labeller.draft.config)
-    (exchange, columns), last = row, worker.labeller.vocab_size - 1
-    ids = [*exchange.prompt_ids, *exchange.response_ids, *columns["draft_ids"].tolist()]
+def _check_fit(exchange: Exchange, draft_ids: list[int], worker: Worker) -> None:
+    limit, last = limit_of(worker.job.pair, "draft"), worker.labeller.vocab_size - 1
+    ids = [*exchange.prompt_ids, *exchange.response_ids, *draft_ids]
+    length = len(exchange.prompt_ids) + len(exchange.response_ids)
     if not exchange.prompt_ids or not exchange.response_ids:
         raise ValueError(f"{exchange.id} has no prompt or no response tokens; remove it from the file")
     if not 0 <= min(ids) <= max(ids) <= last:
@@ -168,20 +159,9 @@ def _check_fit(row: Row, worker: Worker | None) -> None:
             f"{exchange.id} has token ids {min(ids)} to {max(ids)}, but pair.draft's are 0 to {last}; set pair.draft "
             "to the model of the file"
         )
-    length = len(exchange.prompt_ids) + len(exchange.response_ids)
     if limit is not None and length > limit:
         raise ValueError(
             f"{exchange.id} is {length} tokens long, but pair.draft reads at most {limit}; remove it from the file"
-        )
-
-
-def _check_draft(log_q: Tensor, log_q_in_file: Tensor, path: str) -> None:
-    difference = float((log_q - log_q_in_file).abs().median())
-    if not difference <= _TOLERANCE_NATS:
-        raise ValueError(
-            f"log q of the draft at {path} differs from the file's by {difference:.2f} nats in the median (at most "
-            f"{_TOLERANCE_NATS}): set "
-            "pair.draft to the model that made the file, check --draft_key, or import rows only with --features false"
         )
 
 
@@ -201,12 +181,17 @@ def _claim(directory: Path, manifest: Mapping[str, Any], *, split: str, file: Pa
 
 def _manifest(pair: PairConfig, data: DataConfig, *, features: bool, keys: tuple[str, str]) -> dict[str, Any]:
     settings = {name: getattr(data, name) for name in ("feature_dtype", "mixing_ratio", "mixes", "seed")}
+    # a target that was never downloaded is described by its name
+    needs_hash = {"target": Path(pair.target.path).is_dir(), "draft": features or Path(pair.draft.path).is_dir()}
+    sources = {name: getattr(pair, name) for name in needs_hash}
     return {
         "format": FORMAT,
         "source": "specdec++",
         "prompts": "specdec++",
-        "target": _describe(pair.target, needed=False),
-        "draft": _describe(pair.draft, needed=features),
+        **{
+            name: describe_model(source) if needs_hash[name] else {"name": source.path, "revision": source.revision}
+            for name, source in sources.items()
+        },
         "sampling": _SAMPLING,
         "keys": list(keys),
         "rows_per_shard": data.rows_per_shard,
@@ -215,53 +200,42 @@ def _manifest(pair: PairConfig, data: DataConfig, *, features: bool, keys: tuple
     }
 
 
-def _describe(source: ModelSource, *, needed: bool) -> dict[str, Any]:
-    """A model with its hashes if it is local or needed, else by name alone, as for a target that was never
-    downloaded.
-    """
-    if needed or Path(source.path).is_dir():
-        return describe_model(source)
-    return {"name": source.path, "revision": source.revision}
-
-
 def _parse(item: Any, name: str, *, keys: tuple[str, str], where: str) -> Row:
     """One object of the file as the row `name`; `keys` are the fields of log q and log p, `where` is for messages."""
     if not isinstance(item, dict):
         raise ValueError(f"{where}: expected an object, got {type(item).__name__}")
-    prefix, tokens, draft = (_list(item, key, where, check=_is_id) for key in ("prefix", "tokens", "draft"))
-    log_q, log_p = (_list(item, key, where, check=_is_log_prob) for key in keys)
-    lengths = {"tokens": len(tokens), "draft": len(draft), keys[0]: len(log_q), keys[1]: len(log_p)}
+    lists = {key: _list(item, key, where, is_id=key not in keys) for key in ("prefix", "tokens", "draft", *keys)}
+    lengths = {key: len(values) for key, values in lists.items() if key != "prefix"}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{where}: expected one number per response token, got lengths {lengths}")
+    log_q, log_p = (torch.tensor(lists[key], dtype=torch.float32) for key in keys)
     columns = {
-        "draft_ids": torch.tensor(draft, dtype=torch.int64),
-        "log_q": torch.tensor(log_q, dtype=torch.float32),
-        "log_p": torch.tensor(log_p, dtype=torch.float32),
+        "draft_ids": torch.tensor(lists["draft"], dtype=torch.int64),
+        "log_q": log_q,
+        "log_p": log_p,
+        "acceptance_prob": acceptance_prob_of(log_p, log_q),
     }
-    columns["acceptance_prob"] = acceptance_prob_of(columns["log_p"], columns["log_q"])
-    return Exchange(name, str(item.get("prompt", "")), prefix, tokens, None), columns
+    return Exchange(name, str(item.get("prompt", "")), lists["prefix"], lists["tokens"], None), columns
 
 
-def _list(item: dict[str, Any], key: str, where: str, *, check: Callable[[Any], bool]) -> list[Any]:
+def _list(item: dict[str, Any], key: str, where: str, *, is_id: bool) -> list[Any]:
+    """A list of token ids or log probabilities, which Python may have written as a string."""
+
+    def is_valid(value: Any) -> bool:
+        if is_id:
+            return type(value) is int and 0 <= value < 2**31
+        return type(value) in (int, float) and value <= _ROUNDING
+
     value = item.get(key)
-    # Python wrote these strings, and its -inf is -Infinity in JSON.
     if isinstance(value, str):
         try:
-            value = json.loads(_INFINITY.sub("-Infinity", value))
+            value = json.loads(_INFINITY.sub("-Infinity", value))  # Python's -inf in JSON
         except json.JSONDecodeError as error:
             raise ValueError(f"{where}: expected {key} to be a list of numbers written as a string; {error}") from error
-    if not isinstance(value, list) or not all(map(check, value)):
-        kind = "token ids" if check is _is_id else "numbers of at most 0"
+    if not isinstance(value, list) or not all(map(is_valid, value)):
+        kind = "token ids" if is_id else "numbers of at most 0"
         raise ValueError(f"{where}: expected {key} to be a list of {kind}, got {value!r:.60}; fields: {sorted(item)}")
     return value
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**31
-
-
-def _is_log_prob(value: Any) -> bool:
-    return type(value) in (int, float) and value <= _ROUNDING
 
 
 def _read(path: Path) -> list[Any]:
@@ -269,10 +243,8 @@ def _read(path: Path) -> list[Any]:
         raise FileNotFoundError(f"there is no file {path}; set --file to the path of the official JSON")
     try:
         items = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}: expected the official JSON; {error.msg}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected the official JSON, but the file is not text; download it again") from error
+    except ValueError as error:  # no JSON, or no text
+        raise ValueError(f"{path}: expected the official JSON; {error}; download it again") from error
     if not isinstance(items, list) or not items:
         raise ValueError(f"{path}: expected a list of objects, got {type(items).__name__}")
     return items

@@ -15,9 +15,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from configs.paths import check_local
 from configs.schema import Config, DataConfig, ModelSource, PromptSource
 from data_gen.pipeline.sizes import settled
-from data_gen.prompts.hub import set_name
-from data_gen.prompts.pool import load_prompts, sources_of
 from data_gen.prompts.prompt import Prompt
+from data_gen.prompts.sets import load_prompts, set_name, sources_of
 from data_gen.prompts.splits import Split
 from data_gen.prompts.templates import encode
 from data_gen.store.identity import describe_model

@@ -35,7 +35,7 @@ _COUNTS = {"bytes", "rows", "tokens", "input", "ok"}
 """Integer facts of a sidecar."""
 _DIRECTORY_WAIT_S = 600.0
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_NAME = re.compile(r"(train|dev|test)-\d{5,}\.(parquet|safetensors|responses)(\.json)?")
+_NAME = re.compile(r"(train|dev|test)-\d{5,}\.(parquet|safetensors)(\.json)?")
 _MAX_THREADS = 8
 _MIN_BAR_BYTES = 2**27
 """Total size from which a progress bar is shown; smaller checks take a tenth of a second."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import DataConfig, ModelSource, PairConfig
-from data_gen.prompts.pool import load_prompts
+from data_gen.prompts.sets import load_prompts
 from data_gen.prompts.templates import encode
 from lm import Pair, load_pair
 

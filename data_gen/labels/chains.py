@@ -84,13 +84,8 @@ class ChainLabeller:
         timings: Sequence[str],
         progress: Progress,
     ) -> LabelledDrafts:
-        """The labels and states of every draft of some responses.
-
-        Args:
-            exchanges: the rows of a shard.
-            uniform: float64 numbers that the tokens of each draft are drawn with.
-            timings: the requested timings of features.
-            progress: called with 1 for every row.
+        """The labels and states of every draft of some responses; `uniform` are float64 numbers to draw the tokens of
+        each draft with.
         """
         parts, lengths, start = [self._empty(timings)], [], 0
         broken: dict[int, str] = {}
@@ -98,11 +93,10 @@ class ChainLabeller:
             end = start + len(exchange.response_ids)
             try:
                 labelled = self._labelled(exchange, uniform[start:end], timings)
-            except NonFiniteError as error:
-                broken[row] = str(error)
-            else:
                 parts += labelled
                 lengths.append([length for part in labelled for length in part.lengths[0]])
+            except NonFiniteError as error:
+                broken[row] = str(error)
             start = end
             progress(1)
         rows, columns, hidden = (

@@ -14,10 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from data_gen.labels.laws import (
-    NUMBERS_OF_BOTH,
-    NUMBERS_OF_DRAFT,
-    NUMBERS_OF_SERVER,
-    NUMBERS_OF_TARGET,
     acceptance_prob_of,
     label_draft,
     label_joint,
@@ -83,7 +79,7 @@ class Labeller:
                 refuse_training(model)
         layout = layout_of(exchanges)
         costs = [len(exchange.prompt_ids) + len(exchange.response_ids) for exchange in exchanges]
-        columns = {} if exchanges else self._no_columns(with_hidden, is_served="p_ids" in inputs)
+        columns: dict[str, Tensor] = {} if exchanges else self._label_states(self._no_states(), inputs, with_hidden)
         for rows in forwards.alike(costs, self.batch_size):
             positions = layout.positions(rows)
             part = self._label_batch(
@@ -101,32 +97,20 @@ class Labeller:
             broken = {row: reason.format(token) for row, token in first_of.items()} | broken
         return Labelled(columns, broken)
 
-    def _no_columns(self, with_hidden: bool, *, is_served: bool) -> dict[str, Tensor]:
-        has_draft, has_target = self.draft is not None, self.target is not None
-        groups = (
-            (NUMBERS_OF_DRAFT, has_draft),
-            (NUMBERS_OF_TARGET, has_target),
-            (NUMBERS_OF_SERVER, is_served),
-            (NUMBERS_OF_BOTH, has_draft and has_target),
-        )
-        columns = {name: torch.empty(0) for names, is_present in groups if is_present for name in names}
-        if has_draft:
-            columns["draft_ids"] = torch.empty(0, dtype=torch.int64)
-            if with_hidden:
-                columns["drawn"] = self._no_hidden()
-        return columns
-
-    def _no_hidden(self) -> Tensor:
-        assert self.draft is not None
-        return torch.empty(0, self.draft.config.get_text_config().hidden_size, dtype=self.feature_dtype)
+    def _no_states(self) -> dict[str, Tensor]:
+        """The hidden states of no positions, which give empty columns of the right types."""
+        models = {"draft": self.draft, "target": self.target}
+        return {
+            name: torch.empty(0, model.config.get_text_config().hidden_size, dtype=model.dtype).to(
+                forwards.output_device_of(model)
+            )
+            for name, model in models.items()
+            if model is not None
+        }
 
     def fed_hidden(self, exchanges: Sequence[Exchange], mixed_ids: Tensor, *, mixes: int) -> Tensor:
-        """Draft states after each token of each mixed sequence was fed, [token of every mixing, hidden].
-
-        Args:
-            exchanges: the rows of the shard.
-            mixed_ids: Z, row by row, and within a row mixing by mixing.
-            mixes: mixings per row.
+        """Draft states after each token of each mixed sequence was fed, [token of every mixing, hidden]; `mixed_ids` is
+        Z, row by row, and within a row mixing by mixing.
         """
         assert self.draft is not None
         layout = layout_of(exchanges).repeated(mixes)
@@ -144,7 +128,7 @@ class Labeller:
             part = part.to("cpu", self.feature_dtype)
             hidden = part.new_empty(layout.num_tokens, part.shape[-1]) if hidden is None else hidden
             hidden[layout.positions(rows)] = part
-        return self._no_hidden() if hidden is None else hidden
+        return self._no_states()["draft"].to("cpu", self.feature_dtype) if hidden is None else hidden
 
     @torch.inference_mode()
     def _label_batch(
@@ -161,13 +145,19 @@ class Labeller:
         inputs = dict(inputs)
         if self.target is not None and "target_states" in inputs:
             states["target"] = inputs.pop("target_states").to(forwards.output_device_of(self.target))
-        num_tokens = sum(len(exchange.response_ids) for exchange in exchanges)
+        return self._label_states(states, inputs, with_hidden)
+
+    @torch.inference_mode()
+    def _label_states(
+        self, states: Mapping[str, Tensor], inputs: Mapping[str, Tensor], with_hidden: bool
+    ) -> dict[str, Tensor]:
+        """The columns of some positions, in chunks of them."""
         parts = [
             self._label_chunk(
                 {name: hidden[chunk] for name, hidden in states.items()},
                 {name: value[chunk] for name, value in inputs.items()},
             )
-            for chunk in forwards.chunks(num_tokens, self._chunk_rows())
+            for chunk in forwards.chunks(max(1, len(next(iter(states.values())))), self._chunk_rows())
         ]
         columns = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
         if with_hidden and "draft" in states:

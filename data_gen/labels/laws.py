@@ -28,8 +28,6 @@ NUMBERS_OF_TARGET = ("log_p", "acceptance_prob")
 """Labels that need the target and the draft's labels."""
 NUMBERS_OF_BOTH = ("acceptance_rate", "cross_entropy")
 """Labels that need both distributions at once."""
-NUMBERS_OF_SERVER = (*NUMBERS_OF_TARGET, "acceptance_rate")
-"""Labels that need the draft and a server's distribution p."""
 
 
 def label_draft(
@@ -65,13 +63,8 @@ def label_served(
     *,
     labels: Labels,
 ) -> Labels:
-    """log_p, acceptance_prob and acceptance_rate from a distribution p given by its support.
-
-    Args:
-        q: the draft's distribution.
-        ids: the tokens with probability above 0 under p, and padding.
-        probs: their probabilities; 0 for padding.
-        labels: those of `label_draft`.
+    """log_p, acceptance_prob and acceptance_rate from a distribution p given by its support: `probs` of `ids`, padded
+    with 0; `labels` are those of `label_draft`.
     """
     p = torch.zeros_like(q).scatter_add_(-1, ids.to(q.device, torch.int64), probs.to(q.device, q.dtype))
     log_p = _at(p, labels["draft_ids"]).log()

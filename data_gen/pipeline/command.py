@@ -3,8 +3,8 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from importlib import import_module
+from contextlib import ExitStack, suppress
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -15,22 +15,14 @@ from data_gen.pipeline.lockstep import begin, in_lockstep
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.share import Share, share_of
 from data_gen.pipeline.sizes import settled
-from data_gen.pipeline.stages import (
-    Stage,
-    forget_all_stages,
-    is_done,
-    name_of,
-    refuse_other_prompts,
-    shards_of,
-    stages_of,
-)
-from data_gen.pipeline.worker import Job, Worker, check_lengths, steps_of
-from data_gen.prompts.pool import unreadable
+from data_gen.pipeline.stages import Stage, forget_stages, is_done, refuse_other_prompts, shards_of, stages_of
+from data_gen.pipeline.worker import Job, Worker, check_lengths
 from data_gen.prompts.prompt import say_once
+from data_gen.prompts.sets import unreadable
 from data_gen.prompts.splits import SPLITS
 from data_gen.prompts.templates import TEMPLATES
 from data_gen.responses.conversation import ShardSpec
-from data_gen.responses.source import check_labels
+from data_gen.responses.top_logprobs import num_logprobs_of
 from data_gen.store.errors import account, has_errors, write_errors
 from data_gen.store.manifest import make_manifest, settle
 from lm import Sampling, free_memory, load_pair_tokenizer
@@ -40,6 +32,12 @@ from store.progress import Bar
 from store.shards import SHARD_FOLDERS, clean_partial, forget_broken, is_whole, rows_path, shards_in
 
 _FEW_PROMPTS = 50
+_NEEDED = (
+    ("engine", "ray", "ray", "ray", "engine: local"),
+    ("source", "server", "openai", "serving", "source: transformers"),
+    ("labels", "server", "openai", "serving", "labels: target"),
+)
+"""(setting, value, the module that it needs, the extra that installs it, what needs none)."""
 _OF_ALL = ("manifest", "errors")
 """Files that all processes write, one at a time."""
 
@@ -63,7 +61,12 @@ def make(
     """
     if sliced_models(config.pair) and rank is None and world_size is None:
         rank, world_size = 0, 1  # torchrun's variables count slices
-    share = _share(config.data, rank, world_size)
+    share = share_of(rank, world_size)
+    if config.data.engine == "ray" and not share.is_whole:
+        raise ValueError(
+            f"data.engine is ray, which needs a single process, and this process is {share}; set data.engine: local, "
+            "or start one process (--rank 0 --world_size 1)"
+        )
     check_settings(config.pair, config.data)
     with in_lockstep(config.pair) as is_leader:
         if is_leader:
@@ -96,16 +99,6 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
                 print(f"{data.dir}: {share} {done}; {num_others} other processes still run, and the last one reports")
             else:
                 _account(data, all_specs, num_made=num_made, done=done if share.is_whole else f"{share} {done}")
-
-
-def _share(data: DataConfig, rank: int | None, world_size: int | None) -> Share:
-    share = share_of(rank, world_size)
-    if data.engine == "ray" and not share.is_whole:
-        raise ValueError(
-            f"data.engine is ray, which needs a single process, and this process is {share}; set data.engine: local, "
-            "or start one process (--rank 0 --world_size 1)"
-        )
-    return share
 
 
 def hint_at_few(num_prompts: int, setting: str) -> None:
@@ -153,16 +146,13 @@ def _complete(
     stages: Sequence[Stage],
     retry_errors: bool,
 ) -> int:
-    own_names = {name_of(spec) for spec in specs}
+    own_names = {spec.name for spec in specs}
     names = None if share.is_whole else own_names
     clean_partial(data.dir, *SHARD_FOLDERS, names=names)
     forget_broken(path for path in shards_in(data.dir) if path.stem in own_names)
     missing = [spec for spec in specs if not is_done(spec, data)]
-    retried = [
-        spec
-        for spec in specs
-        if retry_errors and spec not in missing and has_errors(rows_path(data.dir, spec.split, spec.index))
-    ]
+    done = [spec for spec in specs if retry_errors and spec not in missing]
+    retried = [spec for spec in done if has_errors(rows_path(data.dir, spec.split, spec.index))]
     num_made = 0
     for stage in stages:
         if unfinished := [spec for spec in missing if not is_done(spec, data, stage)]:
@@ -181,7 +171,7 @@ def _refuse_gap(stage: Stage, specs: Sequence[ShardSpec], data: DataConfig) -> N
     if missing:
         raise ValueError(
             f"stage {stage} needs stage {previous}, which is missing for {len(missing)} shards of {data.dir} (the "
-            f"first is {name_of(missing[0])}); run --stages {previous} to completion first"
+            f"first is {missing[0].name}); run --stages {previous} to completion first"
         )
 
 
@@ -189,9 +179,12 @@ def _account(data: DataConfig, specs: Sequence[ShardSpec], *, num_made: int, don
     """Print what was made; if every shard is complete, also count the prompts and write errors.jsonl."""
     missing = [spec for spec in specs if not is_done(spec, data)]
     if missing:
-        print(f"{data.dir}: {done}; {len(missing)} shards are incomplete, the first is {name_of(missing[0])}")
+        print(f"{data.dir}: {done}; {len(missing)} shards are incomplete, the first is {missing[0].name}")
         return
-    forget_all_stages(specs, data)
+    forget_stages(specs, data)
+    for folder in (*Path(data.dir).glob("stages/*"), Path(data.dir, "stages")):
+        with suppress(OSError):  # it is absent, or has results of another run
+            folder.rmdir()
     paths = [
         path for split in SPLITS for path in sorted(Path(data.dir, "rows").glob(f"{split}-*.parquet")) if is_whole(path)
     ]
@@ -235,21 +228,19 @@ def _refuse_errors(totals: Mapping[str, int], data: DataConfig) -> None:
 
 def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
     begin(job, specs)
-    engine = {"local": _run_here, "ray": run_on_actors}[job.data.engine]
     total = sum(spec.num_requests for spec in specs)
     with Bar(total=total, unit="rows", desc=f"{job.stage}: loading models") as bar:
-        engine(job, specs, bar)
+        (run_on_actors if job.data.engine == "ray" else _run_here)(job, specs, bar)
 
 
 def _run_here(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
     worker = Worker(job)
-    step = 1 / steps_of(job.stage)
 
     def progress(count: int) -> None:
-        bar.update(count * step)
+        bar.update(count / job.num_steps)
 
     for spec, answers in worker.with_answers(specs, progress):
-        bar.set_description(f"{job.stage}: {name_of(spec)}")
+        bar.set_description(f"{job.stage}: {spec.name}")
         worker.make(spec, progress, answers)
     del worker
     free_memory()  # the next stage loads other models
@@ -273,29 +264,36 @@ def check_settings(pair: PairConfig, data: DataConfig) -> None:
             raise ValueError(
                 f"pair.{names[0]}.tp_plan is set and {section}.{other}, which needs whole models; use device_map: auto"
             )
-    if data.split_ids is not None and not Path(data.split_ids).is_file():
-        raise FileNotFoundError(
-            f"data.split_ids is {data.split_ids}, but there is no such file; remove the setting or correct the path"
-        )
+    files = {"split_ids": data.split_ids, "responses": data.responses if data.source == "file" else None}
+    for name, file in files.items():
+        if file is not None and not Path(file).is_file():
+            raise FileNotFoundError(
+                f"data.{name} is {file}, but there is no such file; remove the setting or correct the path"
+            )
     if data.source == "file" and data.responses is None:
         raise ValueError("data.source is file, but data.responses is null; set it to the path of a JSONL file")
-    if data.source == "file" and not Path(str(data.responses)).is_file():
-        raise FileNotFoundError(
-            f"data.responses is {data.responses}, but there is no such file; set it to the path of a JSONL file"
+    if data.labels == "server":
+        _check_labels(pair, data)
+    for name, value, module, extra, other in _NEEDED:
+        if getattr(data, name) == value and find_spec(module) is None:
+            raise ValueError(
+                f"data.{name} is {value}, but {module} is not installed; install the extra `{extra}`, or use {other}"
+            )
+
+
+def _check_labels(pair: PairConfig, data: DataConfig) -> None:
+    """Raise ValueError for settings under which a server cannot provide the target's distributions."""
+    remedy = "or data.labels: target, which labels with the target in this process"
+    num_logprobs_of(Sampling(**vars(pair.sampling)), data.server.num_logprobs)
+    problem = ""
+    if data.source == "transformers":
+        problem = "data.source is transformers, which runs the target in this process; set data.source: server"
+    elif data.server.kind != "vllm":
+        problem = (
+            f"data.server.kind is {data.server.kind}, whose log-probabilities have no token ids; set "
+            "data.server.kind: vllm"
         )
-    if data.engine == "ray":
-        _needs("ray.data", "data.engine is ray", extra="ray", instead="engine: local")
-    check_labels(pair, data)
-    if data.source == "server":
-        _needs("openai", "data.source is server", extra="serving", instead="source: transformers")
-    elif data.labels == "server":
-        _needs("openai", "data.labels is server", extra="serving", instead="labels: target")
-
-
-def _needs(module: str, setting: str, *, extra: str, instead: str) -> None:
-    try:
-        import_module(module)
-    except ImportError as error:
-        raise ValueError(
-            f"{setting}, but {module} is not installed; install the extra `{extra}`, or use {instead}"
-        ) from error
+    elif released_layout_of(pair.draft):
+        problem = "pair.draft is a feature draft, which reads the target's states; choose another draft"
+    if problem:
+        raise ValueError(f"data.labels is server, but {problem}, {remedy}")

@@ -27,15 +27,7 @@ _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 
 
 def check(config: Config) -> None:
-    """Compare every shard in data.dir with its checksum and list those that are damaged; nothing is changed.
-
-    Args:
-        config: the experiment; only data.dir is read.
-
-    Raises:
-        FileNotFoundError: the directory has no data.
-        ValueError: a shard is damaged or missing.
-    """
+    """Compare every shard in data.dir with its checksum and list those that are damaged; nothing is changed."""
     directory = Path(config.data.dir)
     manifest = read_manifest(directory)
     paths = shards_in(directory)
@@ -124,7 +116,7 @@ def _hashes_in(path: Path) -> dict[str, int]:
 def _records(directory: str) -> Iterator[dict[str, Any]]:
     path_of = {
         path.stem: path
-        for pattern in ("stages/respond/*.responses", "rows/*.parquet")  # rows win
+        for pattern in ("stages/respond/*.safetensors", "rows/*.parquet")  # rows win
         for path in sorted(Path(directory).glob(pattern))
         if is_whole(path)
     }

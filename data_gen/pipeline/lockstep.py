@@ -16,7 +16,7 @@ from functools import cache
 from torch import distributed
 
 from configs.schema import PairConfig
-from data_gen.pipeline.worker import Job, Worker, is_sliced
+from data_gen.pipeline.worker import Job, Worker
 from data_gen.responses.conversation import ShardSpec
 from lm import free_memory, load_config
 from lm.parallel import check_slices, join, refuse_alone, sliced_models, slices_of
@@ -56,7 +56,7 @@ def in_lockstep(pair: PairConfig) -> Iterator[bool]:
 
 def begin(job: Job, specs: Sequence[ShardSpec]) -> None:
     """Start the job in the other processes too, if one of its models is sliced."""
-    if is_sliced(job):
+    if job.is_sliced:
         _exchange((job, list(specs)))
 
 

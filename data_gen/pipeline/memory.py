@@ -88,15 +88,8 @@ class Need(NamedTuple):
 
 
 def needs(config: Config, num_gpus: int = 1, *, head_weights: int = 0) -> list[Need]:
-    """The stages of data, training and evaluation that this experiment has, in order.
-
-    Args:
-        config: the experiment.
-        num_gpus: processes with one GPU each, into which models with `tp_plan` are cut.
-        head_weights: weights of all heads together.
-
-    Raises:
-        ValueError: a model cannot be cut into this many slices.
+    """The stages of data, training and evaluation that this experiment has, in order. Models with `tp_plan` are cut
+    into `num_gpus` slices; ValueError if one cannot be.
     """
     data = config.data
     sources = {"target": config.pair.target, "draft": config.pair.draft, "micro": config.pair.micro}
@@ -116,11 +109,7 @@ def needs(config: Config, num_gpus: int = 1, *, head_weights: int = 0) -> list[N
 
 
 def gpus_of(written: str | None) -> list[float]:
-    """Usable bytes of each GPU, written as `2x80` (two of 80 GB) or those of this machine, all taken as the smallest.
-
-    Raises:
-        ValueError: another notation.
-    """
+    """Usable bytes of each GPU, written as `2x80` (two of 80 GB) or those of this machine, by the smallest."""
     if written is None:
         sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
         return [min(sizes) - _RESERVED_BYTES] * len(sizes) if sizes else []
@@ -188,14 +177,6 @@ def _weights(sizes: dict[str, Size]) -> dict[str, float]:
     return {f"{name} weights": size.weights for name, size in sizes.items()}
 
 
-def _responses(target: Size, data: DataConfig) -> dict[str, float]:
-    return {
-        "KV cache": target.kv_per_position * (data.max_prompt_tokens + data.max_new_tokens + SPARE_POSITIONS),
-        "activations": target.activations_per_position * data.max_prompt_tokens,
-        "logits": target.vocab_size * _DECODING_BYTES_PER_LOGIT,
-    }
-
-
 def _labels(stage: str, sizes: dict[str, Size], data: DataConfig) -> Need:
     positions = data.max_prompt_tokens + data.max_new_tokens
     per_sequence = {
@@ -216,7 +197,12 @@ def _data_stages(pair: dict[str, Size], data: DataConfig) -> list[Need]:
         labels = [_labels(f"labels of the {name}", {name: pair[name]}, data) for name in ("draft", "target")]
     if data.source != "transformers":
         return labels
-    per_sequence = _responses(pair["target"], data)
+    target, positions = pair["target"], data.max_prompt_tokens + data.max_new_tokens + SPARE_POSITIONS
+    per_sequence = {
+        "KV cache": target.kv_per_position * positions,
+        "activations": target.activations_per_position * data.max_prompt_tokens,
+        "logits": target.vocab_size * _DECODING_BYTES_PER_LOGIT,
+    }
     return [Need("responses", _weights(answering), per_sequence, data.batch_size, "data.batch_size"), *labels]
 
 

@@ -1,17 +1,14 @@
-"""`engine: ray`: shards as rows of a Ray Data set, mapped by a pool of actors, each with the models of one stage and
-the resources of data.ray.
+"""`engine: ray`: shards made by Ray actors, each with the models of one stage and the resources of data.ray.
 
-A lost actor loses one shard's work: Ray restarts it up to `_RESTARTS` times and gives it that shard again. Workers
-receive the driver's copy of the project's packages. With several machines, data.dir and every path must be visible to
-all. A user's mistake comes back as a value, because Ray would wrap an exception in its own tracebacks.
+A lost actor loses one shard's work: Ray restarts it up to `_RESTARTS` times and gives it that shard again. On a
+cluster, workers receive the driver's copy of the project's packages; all machines must see data.dir and every path.
 """
 
-import logging
 import os
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,8 +26,6 @@ _ROOM_S = 30
 """Seconds to wait for the resources of all workers: an actor without resources waits forever, silently."""
 PACKAGES = ("store", "configs", "data_gen", "lm")
 """Packages of the project that a worker imports."""
-_ERRORS = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
-"""Errors that an actor may report, by name."""
 
 
 def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
@@ -41,25 +36,32 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
         FileNotFoundError: a worker raised it.
     """
     import ray  # an extra, checked by data_gen.pipeline.command.check_settings
+    from ray.util import ActorPool, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     is_own = not ray.is_initialized()  # a caller's Ray session is used and left running
     if is_own:
-        # without an address Ray would join any cluster that it finds on this machine
-        ray.init(
-            address=job.data.ray.address or "local",
-            log_to_driver=False,
-            configure_logging=False,
-            **_session(job.data.ray),
-        )
-    num_done = 0
+        ray.init(log_to_driver=False, configure_logging=False, **_session(job.data.ray))
+    resources, num_done, group = job.data.ray, 0, None
+    num_workers = min(resources.num_workers, len(specs))
     try:
-        for row in _reports(job, specs):
-            if row["error"]:
-                raise _ERRORS[row["error"]](row["reason"])
-            spec = specs[int(row["index"])]
-            bar.set_description(f"{job.stage}: {spec.split}-{spec.index:05d}")
-            bar.update(spec.num_requests)
+        group = _reserved(resources, num_workers)
+        actor_type = ray.remote(_Actor).options(
+            num_cpus=resources.num_cpus,
+            num_gpus=resources.num_gpus,
+            resources=resources.resources,
+            max_restarts=_RESTARTS,
+            max_task_retries=_RESTARTS,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group) if group else "DEFAULT",
+        )
+        actors = [actor_type.remote(_same_everywhere(job), _versions()) for _ in range(num_workers)]
+        made = ActorPool(actors).map_unordered(lambda actor, spec: actor.make.remote(spec), list[Any](specs))
+        for name, num_requests in made:
+            bar.set_description(f"{job.stage}: {name}")
+            bar.update(num_requests)
             num_done += 1
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None  # without Ray's own tracebacks
     except ray.exceptions.RayActorError as error:
         when = (
             f"after {num_done} shards were made" if num_done else "while it loaded its models or made its first shard"
@@ -70,91 +72,59 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
             "data.mode: sequential; finished shards are kept"
         ) from error
     finally:
+        if group:
+            remove_placement_group(group)  # ends the actors
         if is_own:
             ray.shutdown()
 
 
-def _reports(job: Job, specs: Sequence[ShardSpec]) -> Iterator[dict[str, Any]]:
-    """Wait for the shards and yield each report: the shard's index, and the kind and text of an error, if any."""
-    import ray
-    import ray.data
-
-    resources = job.data.ray
-    num_workers = min(resources.num_workers, len(specs))
-    _check_room(resources, num_workers)
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    rows = ray.data.from_items([{"index": index} for index in range(len(specs))], override_num_blocks=len(specs))
-    reports = rows.map_batches(
-        _Actor,
-        fn_constructor_args=(_same_everywhere(job), [ray.put(spec) for spec in specs], _versions()),
-        batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=num_workers),
-        num_cpus=resources.num_cpus,
-        num_gpus=resources.num_gpus,
-        resources=resources.resources,
-        max_restarts=_RESTARTS,
-        max_task_retries=_RESTARTS,
-    )
-    return iter(reports.iter_rows())
-
-
 class _Actor:
-    """A worker in an actor's process; `specs` are the shards in the object store."""
+    """A worker in an actor's process, which loads its models with its first shard."""
 
-    def __init__(self, job: Job, specs: Sequence[Any], driver: dict[str, str]) -> None:
-        self.specs, self.error, self.reason = specs, "", ""
-        with self._errors_as_values():
-            for name, installed in _versions().items():
-                if driver[name] != installed:
-                    raise ValueError(
-                        f"the worker on {platform.node()} has {name} {installed}, but the driver has {driver[name]}; "
-                        "install the same version on every machine"
-                    )
-            self.worker = Worker(job)
+    def __init__(self, job: Job, driver: dict[str, str]) -> None:
+        self._job, self._driver = job, driver
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        import ray
+    @cached_property
+    def _worker(self) -> Worker:
+        for name, installed in _versions().items():
+            if self._driver[name] != installed:
+                raise ValueError(
+                    f"the worker on {platform.node()} has {name} {installed}, but the driver has {self._driver[name]}; "
+                    "install the same version on every machine"
+                )
+        return Worker(self._job)
 
-        with self._errors_as_values():
-            for index in batch["index"] if not self.error else ():
-                self.worker.make(ray.get(self.specs[int(index)]), lambda count: None)
-        return {"index": batch["index"], "error": [self.error], "reason": [self.reason]}
-
-    @contextmanager
-    def _errors_as_values(self) -> Iterator[None]:
-        try:
-            yield
-        except (ValueError, OSError) as error:
-            self.error = "FileNotFoundError" if isinstance(error, FileNotFoundError) else "ValueError"
-            self.reason = " ".join(str(error).split())
+    def make(self, spec: ShardSpec) -> tuple[str, int]:
+        """Make a shard; returns its name and the number of its requests."""
+        self._worker.make(spec, lambda count: None)
+        return spec.name, spec.num_requests
 
 
 def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "transformers", "tokenizers")}
 
 
-def _check_room(resources: RayConfig, num_workers: int) -> None:
+def _reserved(resources: RayConfig, num_workers: int) -> Any:
+    """A placement group with the resources of all workers; None if they request none."""
     from ray.util import placement_group, remove_placement_group
 
     bundle = {"CPU": float(resources.num_cpus), "GPU": float(resources.num_gpus), **resources.resources}
     bundle = {name: count for name, count in bundle.items() if count > 0}
     if not bundle:
-        return
+        return None
     group = placement_group([bundle] * num_workers)
-    has_room = group.wait(_ROOM_S)
-    remove_placement_group(group)
-    if not has_room:
+    if not group.wait(_ROOM_S):
+        remove_placement_group(group)
         raise ValueError(
             f"data.ray requests {num_workers} workers of {bundle} each, but the cluster could not provide them within "
             f"{_ROOM_S} s; lower num_workers, num_cpus, num_gpus or resources, or add machines to the cluster"
         )
+    return group
 
 
 def _reason_of(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reasons = [line for line in lines if line.startswith("The actor is dead because")] or lines[-1:]
-    return reasons[-1][:300] if reasons else type(error).__name__
+    return next((line for line in lines if line.startswith("The actor is dead because")), lines[-1])[:300]
 
 
 def _same_everywhere(job: Job) -> Job:
@@ -185,9 +155,13 @@ def _absolute(path: str) -> str:
 
 def _session(resources: RayConfig) -> dict[str, Any]:
     """Arguments of Ray's session; a local one declares as many cores and custom resources as the workers request."""
-    modules = [str(Path(__file__).parents[2] / name) for name in PACKAGES]
     if resources.address is not None:
-        return {"runtime_env": {"py_modules": modules, "excludes": ["**/__pycache__/**"]}}
-    needed = int(resources.num_workers * resources.num_cpus) + 1
-    custom = {name: count * resources.num_workers for name, count in resources.resources.items()}
-    return {"num_cpus": max(needed, os.cpu_count() or 1), "resources": custom, "include_dashboard": False}
+        modules = [str(Path(__file__).parents[2] / name) for name in PACKAGES]
+        code = {"py_modules": modules, "excludes": ["**/__pycache__/**"]}
+        return {"address": resources.address, "runtime_env": code}
+    return {
+        "address": "local",  # by default Ray would join any cluster that it finds on this machine
+        "num_cpus": max(int(resources.num_workers * resources.num_cpus) + 1, os.cpu_count() or 1),
+        "resources": {name: count * resources.num_workers for name, count in resources.resources.items()},
+        "include_dashboard": False,
+    }

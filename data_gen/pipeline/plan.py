@@ -20,8 +20,8 @@ from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
 from data_gen.pipeline.sizes import settled
-from data_gen.pipeline.stages import is_done, name_of, shards_of, stages_of
-from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker, check_lengths, steps_of
+from data_gen.pipeline.stages import is_done, shards_of, stages_of
+from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker, check_lengths
 from data_gen.prompts.prompt import Prompt
 from data_gen.responses.conversation import ShardSpec
 from data_gen.store.rows import read_rows
@@ -145,7 +145,7 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
         sampled = replace(data, dir=folder)
         spec, seconds = ShardSpec("train", 0, tuple(prompts)), 0.0
         for stage in stages_of(data):
-            with Bar(total=steps_of(stage) * len(prompts), unit="steps", desc="sample: loading models") as bar:
+            with Bar(total=len(prompts), unit="steps", desc="sample: loading models") as bar:
                 worker = Worker(Job(pair=pair, data=sampled, stage=stage))
                 bar.set_description(f"sample: {stage}")
                 if stage == stages_of(data)[0]:
@@ -181,33 +181,28 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
 def _sized(
     worker: Worker, data: DataConfig, prompts: Sequence[Prompt], bar: Bar
 ) -> tuple[DataConfig, ShardSpec, float]:
-    """Run the first stage on twice as many prompts each time while the budget lasts; returns the settings, shard and
-    seconds of the last run.
+    """Run the first stage on as many prompts and tokens as fit the budget by the time of two short responses; returns
+    the settings, the shard and the seconds.
     """
     worker.resize(replace(data, max_new_tokens=min(_WARM_TOKENS, data.max_new_tokens)))
     warm_up = ShardSpec("dev", 0, tuple(prompts[:_WARM_PROMPTS]))
-    warm_s = [_timed(worker, warm_up, bar) for _ in range(2)][-1]
-    token_s = warm_s / _WARM_TOKENS * _FEWEST_PROMPTS / _WARM_PROMPTS
-    data = replace(data, max_new_tokens=min(data.max_new_tokens, max(_WARM_TOKENS, int(_BUDGET_S / token_s))))
+    token_s = [_timed(worker, warm_up, bar) for _ in range(2)][-1] / _WARM_PROMPTS / _WARM_TOKENS
+    limit = min(data.max_new_tokens, max(_WARM_TOKENS, int(_BUDGET_S / token_s / _FEWEST_PROMPTS)))
+    data, num = replace(data, max_new_tokens=limit), max(_FEWEST_PROMPTS, int(_BUDGET_S / token_s / limit))
     worker.resize(data)
-    started_s, num, index = time.monotonic(), _FEWEST_PROMPTS, 0
-    while True:
-        spec = ShardSpec("train", index, tuple(prompts[:num]))
-        seconds = _timed(worker, spec, bar)
-        if num >= len(prompts) or time.monotonic() - started_s + 2 * seconds > _BUDGET_S:
-            return data, spec, seconds
-        num, index = 2 * num, index + 1
+    spec = ShardSpec("train", 0, tuple(prompts[:num]))
+    return data, spec, _timed(worker, spec, bar)
 
 
 def _timed(worker: Worker, spec: ShardSpec, bar: Bar) -> float:
-    bar.reset(total=steps_of(worker.stage) * spec.num_requests)
+    bar.reset(total=worker.job.num_steps * spec.num_requests)
     start_s = time.perf_counter()
     worker.make(spec, bar.count)
     return time.perf_counter() - start_s
 
 
 def _bytes_of(folder: str, spec: ShardSpec) -> int:
-    return sum(path.stat().st_size for path in Path(folder).rglob(f"{name_of(spec)}.*") if path.suffix != ".json")
+    return sum(path.stat().st_size for path in Path(folder).rglob(f"{spec.name}.*") if path.suffix != ".json")
 
 
 def _bound(pair: PairConfig, data: DataConfig) -> Estimate:

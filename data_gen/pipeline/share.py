@@ -53,10 +53,11 @@ class Share(NamedTuple):
 
     @property
     def _lock(self) -> str:
+        """The lock of this rank, or of the directory if one process makes everything."""
         return LOCK if self.is_whole else f"{LOCK}-{self.rank}-of-{self.world_size}"
 
     def writing(self, directory: str) -> AbstractContextManager[None]:
-        """The lock of this rank, or of the directory if one process makes everything."""
+        """The lock that this process holds while it works."""
         return only_writer(directory, setting="data.dir", name=self._lock)
 
     def turn(self, directory: str) -> AbstractContextManager[None]:
@@ -113,10 +114,8 @@ class Share(NamedTuple):
 
 
 def share_of(rank: int | None, world_size: int | None, environment: Mapping[str, str] = os.environ) -> Share:
-    """The share of this process: as given, or from the variables of torchrun or srun, or everything.
-
-    Raises:
-        ValueError: one of the two is missing, or the rank is not below world_size.
+    """The share of this process: as given, or from the variables of torchrun or srun, or everything; ValueError for
+    half of a share or a rank that is not below world_size.
     """
     if rank is None and world_size is None:
         return next(filter(None, (_launched(launcher, environment) for launcher in _LAUNCHERS)), Share(0, 1))

@@ -2,14 +2,12 @@
 stored.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from configs.schema import DataConfig, HeadsConfig
-from data_gen.prompts.hub import load, set_of
-from data_gen.prompts.pool import WEIGHTS, load_prompts
+from data_gen.prompts.sets import WEIGHTS, load, load_prompts, set_of
 from data_gen.prompts.splits import SPLITS, split_by_id
 from data_gen.store.manifest import read_manifest
 
@@ -17,19 +15,9 @@ Feature = Literal["fed", "drawn"]
 
 
 def settled(config: DataConfig, heads: HeadsConfig | None = None, *, is_verbose: bool = True) -> DataConfig:
-    """The section with `split_weights` and `num_train` as numbers, and with the features that these heads need.
-
-    An existing directory keeps its shares, so that no prompt moves from one split to another. Evaluation settles the
+    """The section with `split_weights` and `num_train` as numbers, and with the features that these heads need. An
+    existing directory keeps its shares, so that no prompt moves from one split to another. Evaluation settles the
     section as training did, so none of its test prompts was trained on.
-
-    Args:
-        config: the section.
-        heads: the heads that read the features; None: features stay open.
-        is_verbose: print the sizes of the splits if the prompts are too few for the usual shares.
-
-    Raises:
-        ValueError: too few prompts for dev and test, stories without num_train, or features that these heads need are
-            missing.
     """
     if config.split_weights is None:
         config = replace(config, split_weights=_weights(config, is_verbose=is_verbose))
@@ -40,7 +28,14 @@ def settled(config: DataConfig, heads: HeadsConfig | None = None, *, is_verbose:
     if config.features is None and heads is not None:
         config = replace(config, features=_features(config, heads))
     elif heads is not None and heads.features == "cached":
-        _check_features(config.feature_sets, heads)
+        for name, setting in _read_by(heads).items():
+            if name not in config.feature_sets:
+                others = "heads.specdec: false" if setting == "heads.specdec" else "other heads.timings"
+                raise ValueError(
+                    f"data.features is [{', '.join(config.feature_sets)}], but {setting} needs {name} features; remove "
+                    f"data.features to get what the heads need, or choose {others}, or heads.features: online, which "
+                    "needs none"
+                )
     return config
 
 
@@ -52,26 +47,13 @@ def _features(config: DataConfig, heads: HeadsConfig) -> tuple[Feature, ...]:
     return tuple(name for name in features if name in (*_read_by(heads), *existing))
 
 
-def _read_by(heads: HeadsConfig) -> dict[Feature, str]:
-    of_timings: dict[Feature, list[str]] = {"fed": [], "drawn": []}
+def _read_by(heads: HeadsConfig) -> dict[str, str]:
+    """Feature set -> the setting that needs it."""
+    timings: dict[str, list[str]] = {"fed": [], "drawn": []}
     for timing in heads.timings:
-        of_timings["fed" if timing == "fed" else "drawn"].append(timing)
-    settings: dict[Feature, str] = {
-        name: f"heads.timings [{', '.join(timings)}]" for name, timings in of_timings.items() if timings
-    }
-    if heads.specdec:
-        settings.setdefault("fed", "heads.specdec")
-    return settings
-
-
-def _check_features(features: Sequence[Feature], heads: HeadsConfig) -> None:
-    for name, setting in _read_by(heads).items():
-        if name not in features:
-            others = "heads.specdec: false" if setting == "heads.specdec" else "other heads.timings"
-            raise ValueError(
-                f"data.features is [{', '.join(features)}], but {setting} needs {name} features; remove data.features "
-                f"to get what the heads need, or choose {others}, or heads.features: online, which needs none"
-            )
+        timings["fed" if timing == "fed" else "drawn"].append(timing)
+    settings = {name: f"heads.timings [{', '.join(names)}]" for name, names in timings.items() if names}
+    return ({"fed": "heads.specdec"} if heads.specdec else {}) | settings
 
 
 def _weights(config: DataConfig, *, is_verbose: bool) -> tuple[int, int, int]:

@@ -11,36 +11,25 @@ responses come with the target's distributions, and there is no stage `target`.
 
 A larger run keeps the shards of the smaller one; only a short last shard is made again. Each shard's sidecar has a
 digest of every prompt that it was made from, so that shards of other prompts are refused.
-
-Every random number of a shard comes from seeds of (run seed, stage, split, shard index). So a shard has the same bytes
-on any engine, in any order, and after any interruption.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import safetensors.torch
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from configs.schema import DataConfig
-from data_gen.labels.chains import ChainLabeller
-from data_gen.labels.labeller import Labelled, Labeller
-from data_gen.labels.laws import mixed
 from data_gen.labels.layout import Layout, layout_of
-from data_gen.prompts.pool import load_prompts, sources_of
 from data_gen.prompts.prompt import Prompt
+from data_gen.prompts.sets import load_prompts, sources_of
 from data_gen.prompts.splits import SPLITS
-from data_gen.responses.conversation import ShardSpec, without
-from data_gen.responses.exchange import Answers, Distributions, Exchange, Problem, Progress, Response
-from data_gen.responses.top_logprobs import joined
+from data_gen.responses.conversation import ShardSpec
+from data_gen.responses.exchange import Answers, Exchange, Problem, Response
 from data_gen.store import labels, rows
-from lm.draws import seed_of, uniforms
-from lm.sampling import REMEDY
-from store.json_files import read_json
 from store.shards import (
     features_path,
     is_whole,
@@ -53,12 +42,8 @@ from store.shards import (
 )
 
 Stage = Literal["together", "respond", "draft", "target"]
-_SUFFIXES = {"respond": "responses"} | dict.fromkeys(("distributions", "draft", "fed", "drawn"), "safetensors")
-"""Result of a stage -> the suffix of its file. `distributions`: the target's, of the stage respond with `labels:
-server`; `fed` and `drawn`: hidden states of the stage draft.
-"""
-_OF_EVERY_MIXING = ("from_target", "fed")
-"""Columns that hold each row once per mixing."""
+_RESULTS = ("respond", "draft", "fed", "drawn")
+"""Folders of results in DIR/stages; `fed` and `drawn` are hidden states of the stage draft."""
 
 
 def stages_of(data: DataConfig) -> tuple[Stage, ...]:
@@ -68,17 +53,8 @@ def stages_of(data: DataConfig) -> tuple[Stage, ...]:
     return ("respond", "draft") if data.labels == "server" else ("respond", "draft", "target")
 
 
-def name_of(spec: ShardSpec) -> str:
-    """A shard in files and messages: train-00012."""
-    return f"{spec.split}-{spec.index:05d}"
-
-
 def shards_of(data: DataConfig) -> list[ShardSpec]:
-    """The shards of all splits, in the order in which they are made.
-
-    Raises:
-        ValueError: fewer prompts than requested.
-    """
+    """The shards of all splits, in the order in which they are made; ValueError for fewer prompts than requested."""
     return [spec for split in SPLITS for spec in cut_shards(split, load_prompts(data, split), data.rows_per_shard)]
 
 
@@ -96,15 +72,18 @@ def refuse_other_prompts(specs: Iterable[ShardSpec], data: DataConfig) -> None:
     """
     sources = ", ".join(str(Path(source.path)) for source in data.prompt_sources)
     for spec in specs:
-        for made in _prompts_made(spec, data):
+        path = rows_path(data.dir, spec.split, spec.index)
+        for file in (path, _stage_path(spec, data, "respond")):
+            made = read_sidecar(file, keys=("prompts",))["prompts"] if sidecar_path(file).is_file() else spec.digests
             num = min(len(made), len(spec.digests))
             if made[:num] != spec.digests[:num]:
                 raise ValueError(
-                    f"{name_of(spec)} of {data.dir} was made from other prompts than {sources} has now; restore "
-                    f"the earlier prompts, choose another data.dir, or delete {data.dir} to start over"
+                    f"{spec.name} of {data.dir} was made from other prompts than {sources} has now; restore the "
+                    f"earlier prompts, choose another data.dir, or delete {data.dir} to start over"
                 )
             if num < len(spec.digests):
-                _forget(spec, data)
+                sidecar_path(path).unlink(missing_ok=True)
+                forget_stages([spec], data)
 
 
 def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> bool:
@@ -113,73 +92,10 @@ def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> boo
     states = [features_path(data.dir, timing, *name) for timing in data.feature_sets]
     if all(map(is_whole, [rows_path(data.dir, *name), labels_path(data.dir, *name), *states])):
         return True
-    distributions = ("distributions",) if data.labels == "server" else ()
-    results = {"respond": ("respond", *distributions), "draft": ("draft",)}.get(stage, ())
+    if stage in ("together", "target"):
+        return False
     stored = [_states_path(spec, data, timing) for timing in data.feature_sets] if stage == "draft" else []
-    return bool(results) and all(map(is_whole, [*(_stage_path(spec, data, name) for name in results), *stored]))
-
-
-def label_and_mix(
-    spec: ShardSpec,
-    exchanges: Sequence[Exchange],
-    *,
-    labeller: Labeller,
-    data: DataConfig,
-    progress: Progress,
-    known_columns: Mapping[str, Tensor] | None = None,
-) -> Labelled:
-    """The labels of the loaded models, the coins `from_target`, and the requested hidden states `drawn` and `fed`.
-
-    Broken rows are labelled too, so that the random numbers, batches and bytes of all other rows do not change.
-
-    Args:
-        spec: the shard.
-        exchanges: the rows of the shard.
-        labeller: a labeller that has the draft, and perhaps the target.
-        data: the section of the config.
-        progress: called with the number of rows of each batch.
-        known_columns: `target_states` (replace the target's forward), `p_ids` and `p_probs` (replace the target), and
-            `draft_ids` (Y was drawn elsewhere).
-    """
-    layout = layout_of(exchanges)
-    inputs = {
-        "uniform": uniforms(seed_of(data.seed, "draft", spec.split, spec.index), layout.num_tokens),
-        **(known_columns or {}),
-    }
-    columns, broken = labeller.label(exchanges, inputs, with_hidden="drawn" in data.feature_sets, progress=progress)
-    coins = uniforms(seed_of(data.seed, "mixing", spec.split, spec.index), layout.num_tokens * data.mixes)
-    columns["from_target"] = coins < data.mixing_ratio
-    if "fed" in data.feature_sets:
-        order = layout.order(data.mixes)
-        response_ids = torch.tensor(
-            [token for exchange in exchanges for token in exchange.response_ids], dtype=torch.int64
-        )
-        mixed_ids = mixed(response_ids[order], columns["draft_ids"][order], columns["from_target"])
-        columns["fed"] = labeller.fed_hidden(exchanges, mixed_ids, mixes=data.mixes)
-    for timing in data.feature_sets:
-        mixes = data.mixes if timing == "fed" else 1
-        infinite_rows = layout.repeated(mixes).rows_with(~columns[timing].isfinite().all(-1))
-        reason = (
-            f"the draft's {timing} hidden states are not finite in data.feature_dtype {data.feature_dtype}; {REMEDY}"
-        )
-        broken = {row // mixes: reason for row in infinite_rows} | broken
-    return Labelled(columns, broken)
-
-
-def without_broken(
-    spec: ShardSpec, answers: Answers, labelled: Labelled, *, mixes: int
-) -> tuple[Answers, dict[str, Tensor]]:
-    """The answers and columns without broken rows, each of which becomes a problem."""
-    if not labelled.broken:
-        return answers, labelled.columns
-    layout = layout_of(answers.exchanges)
-    sound = [row for row in range(len(answers.exchanges)) if row not in labelled.broken]
-    once = layout.positions(sound)
-    repeated = layout.repeated(mixes).positions([row * mixes + mix for row in sound for mix in range(mixes)])
-    positions = {name: repeated if name in _OF_EVERY_MIXING else once for name in labelled.columns}
-    return without(spec, answers, labelled.broken), {
-        name: values[positions[name]] for name, values in labelled.columns.items()
-    }
+    return all(map(is_whole, [_stage_path(spec, data, stage), *stored]))
 
 
 def write_files(
@@ -187,20 +103,15 @@ def write_files(
     answers: Answers,
     *,
     columns: Mapping[str, Tensor],
-    layout: Layout,
+    layout: Layout | None = None,
     rows_columns: Mapping[str, Tensor] | None = None,
     data: DataConfig,
 ) -> None:
-    """Write the hidden states, the labels and then the rows of a shard, so that rows on disk always have both.
-
-    Args:
-        spec: the shard.
-        answers: its exchanges and problems.
-        columns: the labels, and the hidden states by timing; missing ones are those of the stage `draft`.
-        layout: the tokens of each response in `columns`.
-        rows_columns: the columns of the rows, if they differ (feature drafts).
-        data: the section of the config.
+    """Write the hidden states, the labels and then the rows of a shard, so that rows on disk always have both. Hidden
+    states that `columns` lacks are those of the stage `draft`; a feature draft, whose labels are not those of the
+    response tokens, needs `layout` and `rows_columns` too.
     """
+    layout = layout or layout_of(answers.exchanges)
     for timing in data.feature_sets:
         path = features_path(data.dir, timing, spec.split, spec.index)
         if timing in columns:
@@ -210,25 +121,12 @@ def write_files(
     facts = {"rows": len(answers.exchanges), "tokens": layout.num_tokens}
     write_shard(labels_path(data.dir, spec.split, spec.index), labels.to_safetensors(columns, layout), **facts)
     write_rows(spec, answers, columns=rows_columns or columns, data=data)
+    forget_stages([spec], data)
 
 
 def _write_states(path: Path, hidden: Tensor, answers: Answers, data: DataConfig, timing: str) -> None:
     num_rows = len(answers.exchanges) * (data.mixes if timing == "fed" else 1)
     write_shard(path, safetensors.torch.save({"hidden": hidden.contiguous()}), rows=num_rows, tokens=len(hidden))
-
-
-def write_drafts(
-    spec: ShardSpec, answers: Answers, *, labeller: ChainLabeller, data: DataConfig, progress: Progress
-) -> Answers:
-    """Label a shard with a feature draft's drafts and write it. Returns the answers with new problems."""
-    shape = (layout_of(answers.exchanges).num_tokens, data.draft_length)
-    uniform = uniforms(seed_of(data.seed, "draft", spec.split, spec.index), *shape)
-    drafts = labeller.label(answers.exchanges, uniform, timings=data.feature_sets, progress=progress)
-    answers, lengths = without(spec, answers, drafts.broken), [length for row in drafts.lengths for length in row]
-    columns = drafts.columns | drafts.hidden | {"draft_lengths": torch.tensor(lengths, dtype=torch.int64)}
-    layout = Layout(tuple(map(sum, drafts.lengths)))
-    write_files(spec, answers, columns=columns, layout=layout, rows_columns=drafts.rows, data=data)
-    return answers
 
 
 def write_rows(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tensor], data: DataConfig) -> None:
@@ -250,108 +148,42 @@ def kept_responses(spec: ShardSpec, data: DataConfig) -> dict[str, Response]:
     return {row["id"]: Response(list(row["response_ids"]), row["finish_reason"]) for row in table.to_pylist()}
 
 
-def save_responses(spec: ShardSpec, answers: Answers, data: DataConfig) -> None:
-    """Save the result of the stage `respond`, without the target's states; distributions first, so that a complete
-    stage has them.
-    """
-    if data.labels == "server":
-        tensors = safetensors.torch.save(joined(answers.distributions)._asdict())
-        write_shard(_stage_path(spec, data, "distributions"), tensors)
-    content = {
-        "exchanges": [exchange._asdict() for exchange in answers.exchanges],
-        "problems": [problem._asdict() for problem in answers.problems],
-    }
-    write_shard(_stage_path(spec, data, "respond"), json.dumps(content).encode(), prompts=spec.digests)
+def save(spec: ShardSpec, stage: Stage, answers: Answers, columns: Mapping[str, Tensor], data: DataConfig) -> None:
+    """Save the result of the stage `respond` or `draft`: first the hidden states, then the rest in one file."""
+    for timing in data.feature_sets:
+        if timing in columns:
+            _write_states(_stage_path(spec, data, timing), columns[timing], answers, data, timing)
+    small = {name: values for name, values in columns.items() if name not in data.feature_sets}
+    turns: dict[str, Sequence[Exchange | Problem]] = {"exchanges": answers.exchanges, "problems": answers.problems}
+    metadata = {name: json.dumps([turn._asdict() for turn in part]) for name, part in turns.items()}
+    content = safetensors.torch.save(small, metadata=metadata)
+    write_shard(_stage_path(spec, data, stage), content, prompts=spec.digests)
 
 
-def load_responses(spec: ShardSpec, data: DataConfig) -> Answers:
-    """The answers that `save_responses` saved."""
-    answers = answers_in(_stage_path(spec, data, "respond"))
-    if data.labels == "target":
-        return answers
-    lengths, stored = (
-        layout_of(answers.exchanges).lengths,
-        labels.read_tensors(_stage_path(spec, data, "distributions")),
-    )
-    parts = zip(stored["ids"].split(lengths), stored["probs"].split(lengths), strict=True) if lengths else ()
-    return answers._replace(distributions=[Distributions(ids, probs) for ids, probs in parts])
+def load(spec: ShardSpec, stage: Stage, data: DataConfig) -> tuple[Answers, dict[str, Tensor]]:
+    """The answers and the columns that `save` saved, without the hidden states."""
+    path = _stage_path(spec, data, stage)
+    return answers_in(path), labels.read_tensors(path)
+
+
+def load_states(spec: ShardSpec, data: DataConfig) -> dict[str, Tensor]:
+    """The hidden states of the stage `draft`, by timing."""
+    return {timing: labels.read_tensors(_states_path(spec, data, timing))["hidden"] for timing in data.feature_sets}
 
 
 def answers_in(path: Path) -> Answers:
     """The answers in a file of the stage `respond`."""
-    content = read_json(path, remedy="delete it and run the same command again", keys=("exchanges", "problems"))
-    return Answers(
-        [Exchange(**exchange) for exchange in content["exchanges"]],
-        [Problem(**problem) for problem in content["problems"]],
-    )
-
-
-def save_drafted(spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], data: DataConfig) -> None:
-    """Save the result of the stage `draft`: first the hidden states, then the other columns and the problems."""
-    for timing in data.feature_sets:
-        _write_states(_stage_path(spec, data, timing), columns[timing], answers, data, timing)
-    problems = json.dumps([problem._asdict() for problem in answers.problems])
-    small = {name: values for name, values in columns.items() if name not in data.feature_sets}
-    write_shard(_stage_path(spec, data, "draft"), safetensors.torch.save(small, metadata={"problems": problems}))
-
-
-def load_drafted(spec: ShardSpec, data: DataConfig) -> tuple[Answers, dict[str, Tensor]]:
-    """The answers and the columns that `save_responses` and `save_drafted` saved, without the hidden states."""
-    path = _stage_path(spec, data, "draft")
     with safe_open(path, framework="pt") as file:
-        problems = [Problem(**problem) for problem in json.loads(file.metadata()["problems"])]
-        columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, the file is not a mapping
-    exchanges, failed_ids = load_responses(spec, data).exchanges, {problem.id for problem in problems}
-    return Answers([exchange for exchange in exchanges if exchange.id not in failed_ids], problems), columns
+        turns = {name: json.loads(text) for name, text in file.metadata().items()}
+    exchanges = [Exchange(**exchange) for exchange in turns["exchanges"]]
+    return Answers(exchanges, [Problem(**problem) for problem in turns["problems"]])
 
 
-def add_target(
-    spec: ShardSpec,
-    answers: Answers,
-    columns: dict[str, Tensor],
-    *,
-    labeller: Labeller,
-    data: DataConfig,
-    progress: Progress,
-) -> Labelled:
-    """The stage `target`: the columns of `load_drafted` with log_p and acceptance_prob. If rows are broken, also the
-    hidden states, so that theirs can be removed.
-    """
-    inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
-    labelled = labeller.label(answers.exchanges, inputs, with_hidden=False, progress=progress)
-    hidden = {
-        timing: labels.read_tensors(_states_path(spec, data, timing))["hidden"]
-        for timing in (data.feature_sets if labelled.broken else ())
-    }
-    return Labelled(columns | hidden | labelled.columns, labelled.broken)
-
-
-def _prompts_made(spec: ShardSpec, data: DataConfig) -> Iterator[list[str]]:
-    for path in (rows_path(data.dir, spec.split, spec.index), _stage_path(spec, data, "respond")):
-        if sidecar_path(path).is_file():
-            yield read_sidecar(path, keys=("prompts",))["prompts"]
-
-
-def _forget(spec: ShardSpec, data: DataConfig) -> None:
-    sidecar_path(rows_path(data.dir, spec.split, spec.index)).unlink(missing_ok=True)
-    forget_stages(spec, data)
-
-
-def forget_stages(spec: ShardSpec, data: DataConfig) -> None:
-    """Remove the results of the earlier stages of a complete shard."""
-    for stage in _SUFFIXES:
-        path = _stage_path(spec, data, stage)
+def forget_stages(specs: Iterable[ShardSpec], data: DataConfig) -> None:
+    """Remove the results of the earlier stages of complete shards."""
+    for path in [_stage_path(spec, data, stage) for spec in specs for stage in _RESULTS]:
         for file in (path, sidecar_path(path)):
             file.unlink(missing_ok=True)
-
-
-def forget_all_stages(specs: Sequence[ShardSpec], data: DataConfig) -> None:
-    """Remove the results of earlier stages of complete shards, and then the empty folders."""
-    for spec in specs:
-        forget_stages(spec, data)
-    for folder in (*(Path(data.dir) / "stages" / stage for stage in _SUFFIXES), Path(data.dir) / "stages"):
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
 
 
 def _states_path(spec: ShardSpec, data: DataConfig, timing: str) -> Path:
@@ -363,4 +195,4 @@ def _states_path(spec: ShardSpec, data: DataConfig, timing: str) -> Path:
 
 
 def _stage_path(spec: ShardSpec, data: DataConfig, stage: str) -> Path:
-    return Path(data.dir) / "stages" / stage / f"{name_of(spec)}.{_SUFFIXES[stage]}"
+    return Path(data.dir) / "stages" / stage / f"{spec.name}.safetensors"

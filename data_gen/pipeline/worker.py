@@ -1,44 +1,54 @@
-"""A worker holds the models of one stage and makes shards, in this process (`engine: local`) or in an actor (`ray`)."""
+"""A worker holds the models of one stage and makes shards, in this process (`engine: local`) or in an actor (`ray`).
+
+Every random number of a shard comes from seeds of (run seed, stage, split, shard index). So a shard has the same bytes
+on any engine, in any order, and after any interruption.
+"""
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig
 
 from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.labels.chains import ChainLabeller
-from data_gen.labels.labeller import Labeller
-from data_gen.labels.layout import layout_of
+from data_gen.labels.labeller import Labelled, Labeller
+from data_gen.labels.laws import mixed
+from data_gen.labels.layout import Layout, layout_of
 from data_gen.pipeline import stages
 from data_gen.pipeline.stages import Stage
-from data_gen.responses.conversation import ShardSpec, ask
-from data_gen.responses.exchange import Answers, LatestRows, Problem, Progress, ResponseSource
+from data_gen.responses.conversation import ShardSpec, ask, without
+from data_gen.responses.exchange import Answers, Exchange, LatestRows, Problem, Progress, ResponseSource
 from data_gen.responses.in_process import TargetInProcess
-from data_gen.responses.source import make_server, make_source
-from data_gen.responses.top_logprobs import joined
+from data_gen.responses.text import ResponseFile, Spelling
+from data_gen.responses.top_logprobs import DistributionReader, joined, num_logprobs_of
 from lm import (
     Pair,
     Sampling,
     check_width,
+    eos_ids_of,
     feature_draft_of,
     load_config,
     load_model,
     load_pair_tokenizer,
     vocab_size_of,
 )
+from lm.draws import seed_of, uniforms
 from lm.features.released import max_positions_of, released_layout_of
 from lm.forwards import check_numbers, check_output_layer
 from lm.pair import is_out_of_memory, without_weights
 from lm.parallel import sliced_models
 from lm.rope import refuse_crossing
+from lm.sampling import REMEDY
 
 FEATURE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_OF_EVERY_MIXING = ("from_target", "fed")
+"""Columns that hold each row once per mixing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +63,24 @@ class Job:
     writes: bool = True
     """False: only run the forwards; another process writes (`data_gen.pipeline.lockstep`)."""
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models that a worker loads; a feature draft is loaded with its target."""
+        both = ("draft",) if self.data.labels == "server" else ("draft", "target")
+        return {
+            "together": both if released_layout_of(self.pair.draft) is None else ("target",),
+            "respond": ("target",) if self.data.source == "transformers" else (),
+        }.get(self.stage, (self.stage,))
 
-def models_of(job: Job) -> tuple[str, ...]:
-    """The models that a worker loads; a feature draft is loaded with its target."""
-    both = ("draft",) if job.data.labels == "server" else ("draft", "target")
-    return {
-        "together": both if released_layout_of(job.pair.draft) is None else ("target",),
-        "respond": ("target",) if job.data.source == "transformers" else (),
-        "draft": ("draft",),
-        "target": ("target",),
-    }[job.stage]
+    @property
+    def num_steps(self) -> int:
+        """How often `Worker.make` reports each request: `together` requests and labels, other stages do one of both."""
+        return 2 if self.stage == "together" else 1
 
-
-def is_sliced(job: Job) -> bool:
-    """Whether a worker loads a slice of a model."""
-    return not set(models_of(job)).isdisjoint(sliced_models(job.pair))
+    @property
+    def is_sliced(self) -> bool:
+        """Whether a worker loads a slice of a model."""
+        return not set(self.models).isdisjoint(sliced_models(self.pair))
 
 
 class Worker:
@@ -84,9 +97,11 @@ class Worker:
         torch.set_num_threads(pair.num_threads or torch.get_num_threads())
         self.job, self.stage = job, job.stage
         self.tokenizer = load_pair_tokenizer(pair)
-        needs_responses = job.stage in ("together", "respond")
-        self._server = make_server(pair, data, tokenizer=self.tokenizer) if needs_responses else None
-        models = {name: load_model(getattr(pair, name)) for name in models_of(job)}
+        self._spelling = Spelling(self.tokenizer, _eos_ids(pair.target, self.tokenizer))
+        self._asks = job.stage in ("together", "respond")
+        uses_server = self._asks and "server" in (data.source, data.labels)
+        self._server = _server(pair, data, self._spelling) if uses_server else None
+        models = {name: load_model(getattr(pair, name)) for name in job.models}
         vocab_size = vocab_size_of(self.tokenizer, models.get("target", models.get("draft")))
         for name, model in models.items():
             check_width(model, vocab_size, name)
@@ -100,26 +115,38 @@ class Worker:
 
     def resize(self, data: DataConfig) -> None:
         """Build the source and the labellers for the batch size and the limits of `data`."""
-        self.data, pair, models, vocab_size = data, self.job.pair, self._models, self._vocab_size
-        self.source: ResponseSource | None = None
+        self.data, models = data, self._models
+        self.source = self._source() if self._asks else None
         self.chains: ChainLabeller | None = None
-        if self.stage in ("together", "respond"):
-            self.source = make_source(
-                pair, data, server=self._server, models=models, tokenizer=self.tokenizer, vocab_size=vocab_size
-            )
         settings: dict[str, Any] = {
-            "sampling": Sampling(**vars(pair.sampling)),
-            "vocab_size": vocab_size,
+            "target": models.get("target"),
+            "sampling": Sampling(**vars(self.job.pair.sampling)),
+            "vocab_size": self._vocab_size,
             "chunk_mb": data.chunk_mb,
             "feature_dtype": FEATURE_DTYPES[data.feature_dtype],
         }
-        draft, target = models.get("draft"), models.get("target")
-        self.labeller = Labeller(draft=draft, target=target, batch_size=data.batch_size, **settings)
+        self.labeller = Labeller(draft=models.get("draft"), batch_size=data.batch_size, **settings)
         if self._feature_draft is not None:
-            target = models["target"]
-            eos_ids = Pair(target, self._feature_draft, None, self.tokenizer).eos_ids
+            eos_ids = Pair(models["target"], self._feature_draft, None, self.tokenizer).eos_ids
             settings |= {"eos_ids": eos_ids, "draft_length": data.draft_length, "draft_every": data.draft_every}
-            self.chains = ChainLabeller(draft=self._feature_draft, target=target, **settings)
+            self.chains = ChainLabeller(draft=self._feature_draft, **settings)
+
+    def _source(self) -> ResponseSource:
+        data = self.data
+        if data.source == "server":
+            assert self._server is not None
+            return self._server
+        if data.source == "file":
+            return ResponseFile(str(data.responses), self._spelling, max_new_tokens=data.max_new_tokens)
+        return TargetInProcess(
+            self._models["target"],
+            Sampling(**vars(self.job.pair.sampling)),
+            vocab_size=self._vocab_size,
+            eos_ids=self._spelling.eos_ids,
+            max_new_tokens=data.max_new_tokens,
+            batch_size=data.batch_size,
+            keeps_states="draft" in self._models,
+        )
 
     def with_answers(
         self, specs: Sequence[ShardSpec], progress: Progress
@@ -139,7 +166,7 @@ class Worker:
 
         Args:
             spec: the shard.
-            progress: called with the number of requests that a step has finished (`steps_of`).
+            progress: called with the number of requests that a step has finished (`Job.num_steps`).
             answers: what `with_answers` yielded with the shard; None: request them from the source.
 
         Raises:
@@ -164,8 +191,8 @@ class Worker:
     def _halve_batch(self, spec: ShardSpec) -> None:
         data = self.data
         size = min(data.batch_size, spec.num_requests) // 2
-        where = f"{self.stage}: out of memory at {spec.split}-{spec.index:05d}"
-        if is_sliced(self.job):  # the other processes did not run out, and wait in a forward of the full batch
+        where = f"{self.stage}: out of memory at {spec.name}"
+        if self.job.is_sliced:  # the other processes did not run out, and wait in a forward of the full batch
             raise ValueError(
                 f"{where} with data.batch_size {data.batch_size}, in one process of a sliced model; set "
                 f"data.batch_size to at most {max(1, size)} and run the same command again, which keeps the finished "
@@ -184,16 +211,22 @@ class Worker:
         self.resize(replace(data, batch_size=size))
 
     def _make(self, spec: ShardSpec, progress: Progress, answers: Answers | None) -> None:
-        drafted: dict[str, Tensor] = {}
-        if answers is None:
-            answers, drafted = self._answers(spec, progress)
-        known = set() if isinstance(self.source, TargetInProcess) else {problem.id for problem in _errors(answers)}
+        columns: dict[str, Tensor] = {}
+        if self.source is None:
+            answers, columns = stages.load(spec, "draft" if self.stage == "target" else "respond", self.data)
+        elif answers is None:
+            answers = self._ask(spec, progress)
+        if self.source is not None and self.data.labels == "server":
+            columns = dict(zip(("p_ids", "p_probs"), joined(answers.distributions), strict=True))
+        is_new = isinstance(self.source, TargetInProcess)  # all others count problems with answers themselves
+        known = set() if is_new else {problem.id for problem in _errors(answers)}
         if self.stage == "respond":
             if self.job.writes:
-                stages.save_responses(spec, answers, self.data)
+                stages.save(spec, self.stage, answers, columns, self.data)
         else:
             progress(len(answers.problems))  # they get no labels
-            answers = self._label(spec, answers, drafted, progress)
+            label = self._label if self.chains is None else self._label_drafts
+            answers = label(spec, answers, columns, progress)
         failed = [problem for problem in _errors(answers) if problem.id not in known]
         self._latest.add(
             [*failed, *[None] * len(answers.exchanges)],
@@ -201,44 +234,88 @@ class Worker:
             remedy="finished shards are kept; run with --retry_errors to try these rows again",
         )
 
-    def _label(self, spec: ShardSpec, answers: Answers, drafted: dict[str, Tensor], progress: Progress) -> Answers:
-        if self.chains is not None:
-            return stages.write_drafts(spec, answers, labeller=self.chains, data=self.data, progress=progress)
+    def _label(self, spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], progress: Progress) -> Answers:
+        """Label the rows and write the shard; returns the answers with new problems."""
         if self.stage == "target":
-            labelled = stages.add_target(
-                spec, answers, drafted, labeller=self.labeller, data=self.data, progress=progress
-            )
+            labelled = self._add_target(spec, answers, columns, progress)
         else:
-            known_columns = {} if answers.states is None else {"target_states": answers.states}
-            if self.data.labels == "server":
-                known_columns["p_ids"], known_columns["p_probs"] = joined(answers.distributions)
-            labelled = stages.label_and_mix(
-                spec,
-                answers.exchanges,
-                labeller=self.labeller,
-                data=self.data,
-                progress=progress,
-                known_columns=known_columns,
-            )
-        answers, columns = stages.without_broken(spec, answers, labelled, mixes=self.data.mixes)
+            columns |= {} if answers.states is None else {"target_states": answers.states}
+            labelled = self.label_and_mix(spec, answers.exchanges, columns, progress)
+        answers, columns = self._without_broken(spec, answers, labelled)
         if not self.job.writes:
             return answers
         if self.stage == "draft" and self.data.labels == "target":
-            stages.save_drafted(spec, answers, columns, self.data)
-            return answers
-        layout = layout_of(answers.exchanges)
-        stages.write_files(spec, answers, columns=columns, layout=layout, data=self.data)
-        stages.forget_stages(spec, self.data)
+            stages.save(spec, self.stage, answers, columns, self.data)
+        else:
+            stages.write_files(spec, answers, columns=columns, data=self.data)
         return answers
 
-    def _answers(self, spec: ShardSpec, progress: Progress) -> tuple[Answers, dict[str, Tensor]]:
-        """The shard's responses, from the source or the previous stage, and the columns that the stage `draft`
-        saved.
+    def label_and_mix(
+        self, spec: ShardSpec, exchanges: Sequence[Exchange], known: Mapping[str, Tensor], progress: Progress
+    ) -> Labelled:
+        """The labels of the loaded models, the coins `from_target`, and the requested hidden states `drawn` and `fed`.
+        Broken rows are labelled too, so that the random numbers, batches and bytes of all other rows do not change.
+        `known`: inputs of `Labeller.label` besides the uniforms.
         """
-        data = self.data
-        if self.source is not None:
-            return self._ask(spec, progress), {}
-        return stages.load_drafted(spec, data) if self.stage == "target" else (stages.load_responses(spec, data), {})
+        data, layout = self.data, layout_of(exchanges)
+        uniform, coins = (
+            uniforms(seed_of(data.seed, name, spec.split, spec.index), layout.num_tokens * times)
+            for name, times in (("draft", 1), ("mixing", data.mixes))
+        )
+        columns, broken = self.labeller.label(
+            exchanges, {"uniform": uniform, **known}, with_hidden="drawn" in data.feature_sets, progress=progress
+        )
+        columns["from_target"] = coins < data.mixing_ratio
+        if "fed" in data.feature_sets:
+            order = layout.order(data.mixes)
+            ids = torch.tensor([token for exchange in exchanges for token in exchange.response_ids], dtype=torch.int64)
+            mixed_ids = mixed(ids[order], columns["draft_ids"][order], columns["from_target"])
+            columns["fed"] = self.labeller.fed_hidden(exchanges, mixed_ids, mixes=data.mixes)
+        for timing in data.feature_sets:
+            mixes = data.mixes if timing == "fed" else 1
+            infinite_rows = layout.repeated(mixes).rows_with(~columns[timing].isfinite().all(-1))
+            reason = f"the draft's {timing} hidden states are not finite in data.feature_dtype {data.feature_dtype}"
+            broken = {row // mixes: f"{reason}; {REMEDY}" for row in infinite_rows} | broken
+        return Labelled(columns, broken)
+
+    def _add_target(
+        self, spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], progress: Progress
+    ) -> Labelled:
+        """The draft's columns with log_p and acceptance_prob. If rows are broken, also the hidden states, so that
+        theirs can be removed.
+        """
+        inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
+        labelled = self.labeller.label(answers.exchanges, inputs, with_hidden=False, progress=progress)
+        hidden = stages.load_states(spec, self.data) if labelled.broken else {}
+        return Labelled(columns | hidden | labelled.columns, labelled.broken)
+
+    def _without_broken(
+        self, spec: ShardSpec, answers: Answers, labelled: Labelled
+    ) -> tuple[Answers, dict[str, Tensor]]:
+        """The answers and columns without broken rows, each of which becomes a problem."""
+        if not labelled.broken:
+            return answers, labelled.columns
+        layout, mixes = layout_of(answers.exchanges), self.data.mixes
+        sound = [row for row in range(len(answers.exchanges)) if row not in labelled.broken]
+        once = layout.positions(sound)
+        repeated = layout.repeated(mixes).positions([row * mixes + mix for row in sound for mix in range(mixes)])
+        return without(spec, answers, labelled.broken), {
+            name: values[repeated if name in _OF_EVERY_MIXING else once] for name, values in labelled.columns.items()
+        }
+
+    def _label_drafts(
+        self, spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], progress: Progress
+    ) -> Answers:
+        """`_label` with the drafts of a feature draft."""
+        assert self.chains is not None
+        data, shape = self.data, (layout_of(answers.exchanges).num_tokens, self.data.draft_length)
+        uniform = uniforms(seed_of(data.seed, "draft", spec.split, spec.index), *shape)
+        drafts = self.chains.label(answers.exchanges, uniform, timings=data.feature_sets, progress=progress)
+        answers, lengths = without(spec, answers, drafts.broken), [length for row in drafts.lengths for length in row]
+        columns = drafts.columns | drafts.hidden | {"draft_lengths": torch.tensor(lengths, dtype=torch.int64)}
+        layout = Layout(tuple(map(sum, drafts.lengths)))
+        stages.write_files(spec, answers, columns=columns, layout=layout, rows_columns=drafts.rows, data=data)
+        return answers
 
     def _ask(self, spec: ShardSpec, progress: Progress) -> Answers:
         assert self.source is not None
@@ -250,6 +327,35 @@ class Worker:
     def _settings(self, spec: ShardSpec, progress: Progress) -> dict[str, Any]:
         kept = stages.kept_responses(spec, self.data) if self.job.keeps_responses else None
         return {"tokenizer": self.tokenizer, "data": self.data, "progress": progress, "kept": kept}
+
+
+def _eos_ids(target: ModelSource, tokenizer: Any) -> frozenset[int]:
+    """The end-of-sequence ids of the target's generation config, read without loading the model; or the tokenizer's."""
+    try:
+        config = GenerationConfig.from_pretrained(target.path, revision=target.revision or "main")
+    except OSError:
+        config = None
+    return eos_ids_of(config) or eos_ids_of(GenerationConfig(eos_token_id=tokenizer.eos_token_id))
+
+
+def _server(pair: PairConfig, data: DataConfig, spelling: Spelling) -> Any:
+    """The servers of a run that uses any, for responses or labels; ValueError if one does not answer, or lacks an
+    ability.
+    """
+    from data_gen.responses.server import CompletionsServer  # needs the extra `serving`
+
+    sampling, reader = Sampling(**vars(pair.sampling)), None
+    if data.labels == "server":
+        reader = DistributionReader(
+            sampling=sampling,
+            num_logprobs=num_logprobs_of(sampling, data.server.num_logprobs),
+            num_ids=spelling.num_ids,
+            is_padded=load_config(pair.target).get_text_config().vocab_size > spelling.num_ids,
+        )
+    model = data.server.model or pair.target.path
+    return CompletionsServer(
+        data.server, spelling, model=model, sampling=sampling, max_new_tokens=data.max_new_tokens, reader=reader
+    )
 
 
 def check_lengths(pair: PairConfig, data: DataConfig, names: Sequence[str] = ("draft", "target")) -> None:
@@ -270,7 +376,9 @@ def check_lengths(pair: PairConfig, data: DataConfig, names: Sequence[str] = ("d
 def limit_of(pair: PairConfig, name: str) -> int | None:
     """The longest sequence that target or draft reads, by its config; None if it sets no limit."""
     source: ModelSource = getattr(pair, name)
-    return max_positions_of(source) if _is_feature_draft(pair, name) else max_positions(load_config(source))
+    if _is_feature_draft(pair, name):
+        return max_positions_of(source)
+    return getattr(load_config(source).get_text_config(), "max_position_embeddings", None)
 
 
 def _is_feature_draft(pair: PairConfig, name: str) -> bool:
@@ -279,13 +387,3 @@ def _is_feature_draft(pair: PairConfig, name: str) -> bool:
 
 def _errors(answers: Answers) -> list[Problem]:
     return [problem for problem in answers.problems if problem.outcome == "error"]
-
-
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """The longest sequence that a model reads; None if it sets no limit."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-def steps_of(stage: Stage) -> int:
-    """How often `Worker.make` reports each request: `together` requests and labels, other stages do one of the two."""
-    return 2 if stage == "together" else 1

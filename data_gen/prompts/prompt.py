@@ -1,10 +1,7 @@
 """`Prompt`, its parsing from records of prompt sets, and reading of JSONL files.
 
-Fields by which a record is recognised, first match wins: `messages`, `conversations` or `conversation` (role/content or
-from/value), `prompt` where it is a list of messages (DPO), `turns` (MT-Bench, Spec-Bench), `instruction` (Alpaca,
-Dolly), `question` (GSM8K, SQuAD, OpenOrca), `prompt` (HumanEval), `text`. Also read: `input` and `context` (material
-for the question), `system` and `system_prompt`, `tools`, and Alpaca's `history`. Replies in a conversation are dropped,
-because the target writes its own. docs/data.md has the table.
+A record is recognised by the first of `_FORMS` that it has; a `prompt` may also be a list of messages (DPO). Replies in
+a conversation are dropped, because the target writes its own. docs/data.md has the table of all fields.
 """
 
 import gzip
@@ -21,7 +18,7 @@ _ID_FIELDS = ("id", "idx", "task_id", "question_id")
 _CONVERSATIONS = {"messages", "conversations", "conversation"}
 _QUESTIONS = ("instruction", "question", "prompt", "text")
 _CONTEXTS, _SYSTEMS = ("input", "context"), ("system", "system_prompt")
-_EXPECTED = "one of the fields messages, conversations, conversation, turns, instruction, question, prompt, text"
+_MESSAGES = "a list of messages with the strings 'role' and 'content', or 'from' and 'value'"
 _ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("tool", "observation", "function"), "tool"),
@@ -87,14 +84,9 @@ def is_text(text: str) -> bool:
 def prompts_of(
     records: Iterable[tuple[str, str, dict[str, Any] | ValueError]], columns: Mapping[str, str] | None = None
 ) -> tuple[list[Prompt], dict[str, str]]:
-    """The prompts of a set, and location -> reason of each unreadable record.
-
-    Args:
-        records: (location, default id, the record or the error instead).
-        columns: our name of a field -> the set's name of it.
-
-    Raises:
-        ValueError: at least half of the records cannot be read.
+    """The prompts of a set, and location -> reason of each unreadable record. `records` are (location, default id, the
+    record or the error instead); `columns` our name of a field -> the set's name. ValueError if at least half of the
+    records cannot be read.
     """
     prompts: dict[str, Prompt] = {}
     problems: dict[str, str] = {}
@@ -180,13 +172,16 @@ def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
         ValueError: no known field, or one of the wrong type.
     """
     prompt_id = next((str(record[name]) for name in _ID_FIELDS if record.get(name) is not None), default_id)
-    if not is_text(prompt_id):
-        raise ValueError(f"expected the id to be text, got a lone surrogate in {_shown(prompt_id)}")
-    system = "\n\n".join(filter(None, (_optional(record, name) for name in _SYSTEMS)))
-    prompt = replace(
-        _turns_of(record), id=prompt_id, tools=_tools(record.get("tools")), category=str(record.get("category") or "")
+    _check(is_text(prompt_id), "the id to be text, not a lone surrogate", prompt_id)
+    prompt, tools = _turns_of(record), record.get("tools")
+    _check(tools is None or isinstance(tools, str | list), "tools to be a list, or the JSON of one", tools)
+    return replace(
+        prompt,
+        id=prompt_id,
+        tools=tools if isinstance(tools, str) else json.dumps(tools) if tools else "",
+        category=str(record.get("category") or ""),
+        system="\n\n".join(filter(None, (*_texts(record, _SYSTEMS), prompt.system))),
     )
-    return replace(prompt, system="\n\n".join(filter(None, (system, prompt.system))))
 
 
 def conversation_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Prompt, list[str]]:
@@ -224,92 +219,73 @@ def _unused(record: dict[str, Any]) -> set[str]:
 
 def _turns_of(record: dict[str, Any]) -> Prompt:
     """The turns, context and system message of a record, without its id."""
-    context = "\n".join(filter(None, (_optional(record, name) for name in _CONTEXTS)))
+    context = "\n".join(filter(None, _texts(record, _CONTEXTS)))
     form = _form_of(record)
     if form is None:
         raise ValueError(
-            f"expected {_EXPECTED}; got {', '.join(sorted(record))}; map one of them, such as data.prompts: "
-            f"{{path: …, columns: {{prompt: {min(record, default='NAME')}}}}}"
+            f"expected one of the fields {', '.join(_FORMS)}; got {', '.join(sorted(record))}; map one of them, such "
+            f"as data.prompts: {{path: …, columns: {{prompt: {min(record, default='NAME')}}}}}"
         )
     value = record[form]
     if form in _CONVERSATIONS or _is_messages(value):
-        return replace(_conversation(_messages(value)), context=context)
+        return replace(_conversation(value), context=context)
     if form == "turns":
-        if not isinstance(value, list) or not value or not all(isinstance(turn, str) for turn in value):
-            raise ValueError(f"expected turns to be a list of strings, got {_shown(value)}")
+        is_list = isinstance(value, list) and value and all(isinstance(turn, str) for turn in value)
+        _check(is_list, "turns to be a list of strings", value)
         return Prompt("", tuple(value), context=context)
-    if not isinstance(value, str):
-        raise ValueError(f"expected {form} to be a string, got {_shown(value)}")
-    earlier = _history(record.get("history") or [])
+    _check(isinstance(value, str), f"{form} to be a string", value)
+    history = record.get("history") or []
+    is_list = isinstance(history, list) and all(
+        isinstance(pair, list) and pair and isinstance(pair[0], str) for pair in history
+    )
+    _check(is_list, "history to be a list of [question, reply], both strings", history)
+    earlier = [pair[0] for pair in history]
     if earlier and context:  # `context` belongs to the first turn, but this one to the last
         return Prompt("", (*earlier, f"{value}\n{context}"))
     return Prompt("", (*earlier, value), context=context)
 
 
-def _conversation(messages: list[tuple[str, str]]) -> Prompt:
-    """The turns without the replies; system messages at any position are joined into one."""
-    turns = [(role, text) for role, text in messages if role in ("user", "tool")]
-    if not any(role == "user" for role, _ in turns):
-        raise ValueError("expected at least one user message")
-    roles = tuple(role for role, _ in turns) if any(role == "tool" for role, _ in turns) else ()
-    system = "\n\n".join(text for role, text in messages if role == "system")
-    return Prompt("", tuple(text for _, text in turns), system=system, roles=roles)
-
-
-def _messages(value: Any) -> list[tuple[str, str]]:
-    """(role, text) of every message: {role, content} or {from, value}."""
+def _conversation(value: Any) -> Prompt:
+    """The turns of messages without the replies; system messages at any position are joined into one."""
     # some Parquet files store such a list as a dict of columns
     if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
         value = [dict(zip(value, items, strict=False)) for items in zip(*value.values(), strict=False)]
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise ValueError(f"{_EXPECTED_MESSAGES}, got {_shown(value)}")
-    return [_message(message) for message in value]
-
-
-_EXPECTED_MESSAGES = "expected a list of messages with the strings 'role' and 'content', or 'from' and 'value'"
+    is_list = isinstance(value, list) and all(isinstance(message, dict) for message in value)
+    _check(is_list, _MESSAGES, value)
+    messages = [_message(message) for message in value]
+    turns = [(role, text) for role, text in messages if role in ("user", "tool")]
+    all_roles = tuple(role for role, _ in turns)
+    _check("user" in all_roles, "at least one user message", value)
+    system = "\n\n".join(text for role, text in messages if role == "system")
+    roles = all_roles if "tool" in all_roles else ()
+    return Prompt("", tuple(text for _, text in turns), system=system, roles=roles)
 
 
 def _message(message: dict[str, Any]) -> tuple[str, str]:
-    name = message.get("role", message.get("from"))
+    """(role, text) of a message: {role, content} or {from, value}."""
+    role = _ROLES.get(str(message.get("role", message.get("from"))).lower())
     content = message.get("content", message.get("value"))
-    if not isinstance(name, str) or (role := _ROLES.get(name.lower())) is None:
-        known = ", ".join(_ROLES)
-        raise ValueError(f"{_EXPECTED_MESSAGES}; the role is {_shown(name)}, not one of {known}")
+    _check(role is not None, f"{_MESSAGES}, and a role of {', '.join(_ROLES)}", message)
+    if role == "assistant":  # dropped; a tool call may have no content
+        return "assistant", ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "\n".join(str(part.get("text") or "") for part in content)
-    if role == "assistant":  # dropped; a tool call may have no content
-        return role, ""
-    if not isinstance(content, str):
-        raise ValueError(f"{_EXPECTED_MESSAGES}, got {_shown(message)}")
-    return role, content
+    _check(isinstance(content, str), _MESSAGES, message)
+    return str(role), str(content)
 
 
 def _is_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
-def _history(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(pair, list) and pair for pair in value):
-        raise ValueError(f"expected history to be a list of [question, reply], got {_shown(value)}")
-    if not all(isinstance(pair[0], str) for pair in value):
-        raise ValueError(f"expected the questions of history to be strings, got {_shown(value)}")
-    return [pair[0] for pair in value]
+def _texts(record: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """Fields that are strings; absent ones are empty."""
+    values = {name: "" if record.get(name) is None else record[name] for name in names}
+    for name, value in values.items():
+        _check(isinstance(value, str), f"{name} to be a string", value)
+    return list(values.values())
 
 
-def _tools(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if value is not None and not isinstance(value, list):
-        raise ValueError(f"expected tools to be a list, or the JSON of one, got {_shown(value)}")
-    return json.dumps(value) if value else ""
-
-
-def _optional(record: dict[str, Any], name: str) -> str:
-    value = record.get(name)
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"expected {name} to be a string, got {_shown(value)}")
-    return value or ""
-
-
-def _shown(value: Any) -> str:
-    return repr(value)[:80]
+def _check(is_right: Any, expected: str, value: Any) -> None:
+    if not is_right:
+        raise ValueError(f"expected {expected}, got {value!r:.80}")

@@ -22,16 +22,9 @@ _SPLIT_IDS = 'data.split_ids takes a JSON object of id lists such as {"dev": [3,
 def split_by_id(
     prompts: Iterable[Prompt], *, weights: tuple[int, int, int], seed: int, split_ids: str | None = None
 ) -> dict[Split, list[Prompt]]:
-    """Every prompt in exactly one split, each split in hash order.
-
-    Args:
-        prompts: prompts with unique ids; of duplicates one is kept, in test before dev before train.
-        weights: shares of train, dev and test.
-        seed: the seed of the hash order.
-        split_ids: path of a JSON file of id lists, used instead of the weights.
-
-    Raises:
-        ValueError: invalid weights, or a file of another form.
+    """Every prompt in exactly one split, each split in hash order, by shares of train, dev and test or by the file
+    `split_ids`. Of duplicates one is kept, in test before dev before train. ValueError: invalid weights, or a file of
+    another form.
     """
     if split_ids is not None:
         return _split_by_list(in_hash_order(prompts, seed), split_ids)

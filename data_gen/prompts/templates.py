@@ -8,7 +8,6 @@ that heads see the same form of prompt everywhere.
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -29,17 +28,7 @@ TEMPLATES = ("chat", *_WRAPPERS)
 
 
 def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, replies: Sequence[str] = ()) -> list[int]:
-    """Token ids of the conversation up to the target's next reply.
-
-    Args:
-        prompt: the conversation; its first len(replies) + 1 turns are used.
-        tokenizer: the pair's.
-        template: one of `TEMPLATES`.
-        replies: the target's replies to the earlier turns.
-
-    Raises:
-        ValueError: an unknown template, or `chat` with a tokenizer that has none.
-    """
+    """Token ids of the conversation up to the target's next reply; `replies` answer the turns before it."""
     return encode_text(render(prompt, tokenizer, template, replies), tokenizer, template)
 
 
@@ -76,9 +65,16 @@ def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[st
         messages.append({"role": prompt.roles[index] if prompt.roles else "user", "content": turn})
         if index < len(replies):
             messages.append({"role": "assistant", "content": replies[index]})
-    tools = _tools_of(prompt)
     try:
-        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True))
+        tools = json.loads(prompt.tools or "null")
+    except ValueError as error:
+        raise ValueError(f"prompt {prompt.id}: tools are not JSON: {error}; give a JSON list") from error
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"prompt {prompt.id}: tools are {prompt.tools[:80]!r}; give a JSON list")
+    try:
+        return str(
+            tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
+        )
     except TemplateError as error:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise ValueError(
@@ -87,23 +83,10 @@ def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[st
         ) from error
 
 
-def _tools_of(prompt: Prompt) -> list[Any] | None:
-    try:
-        tools = json.loads(prompt.tools or "null")
-    except ValueError as error:
-        raise ValueError(f"prompt {prompt.id}: tools are not JSON: {error}; give a JSON list") from error
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"prompt {prompt.id}: tools are {prompt.tools[:80]!r}; give a JSON list")
-    return tools or None
-
-
 def _llama2(texts: Sequence[str], replies: Sequence[str], system: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """[INST] … [/INST] reply </s><s>[INST] … [/INST]; the tokenizer adds the first <s>."""
     bos, eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
-    parts = []
-    for index, text in enumerate(texts):
-        head = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system and index == 0 else ""
-        parts.append(f"[INST] {head}{text.strip()} [/INST]")
-        if index < len(replies):
-            parts.append(f" {replies[index].strip()} {eos}{bos}")
-    return "".join(parts)
+    heads = [f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system else "", *[""] * len(replies)]
+    answers = [*(f" {reply.strip()} {eos}{bos}" for reply in replies), ""]
+    turns = zip(heads, texts, answers, strict=True)
+    return "".join(f"[INST] {head}{text.strip()} [/INST]{answer}" for head, text, answer in turns)

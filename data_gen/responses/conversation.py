@@ -38,9 +38,19 @@ class ShardSpec:
         return [hashlib.sha256(ascii(prompt).encode()).hexdigest()[:16] for prompt in self.prompts]
 
     @property
+    def name(self) -> str:
+        """The shard in files and messages: train-00012."""
+        return f"{self.split}-{self.index:05d}"
+
+    @property
+    def row_ids(self) -> list[str]:
+        """The row ids of all turns of all conversations; each becomes a row or a problem."""
+        return [row_id(prompt, turn) for prompt in self.prompts for turn in range(len(prompt.turns))]
+
+    @property
     def num_requests(self) -> int:
-        """Turns of all conversations; each becomes a row or a problem."""
-        return sum(len(prompt.turns) for prompt in self.prompts)
+        """Number of turns of all conversations."""
+        return len(self.row_ids)
 
 
 def asking(
@@ -51,14 +61,8 @@ def asking(
     progress: Progress,
     kept: Mapping[str, Response] | None = None,
 ) -> Generator[tuple[list[Request], int], list[Response | Problem], Answers]:
-    """Yield the requests of each turn and their seed, take the answers to them, and return those of the shard.
-
-    Args:
-        spec: the shard.
-        tokenizer: the pair's.
-        data: the section of the config.
-        progress: called with the number of turns that need no answer.
-        kept: row id -> an existing response, which is not requested again.
+    """Yield the requests of each turn and their seed, take the answers to them, and return those of the shard. `kept`:
+    row id -> an existing response, which is not requested again.
     """
     answers: dict[str, Response | Problem] = dict(kept or {})
     requests: dict[str, Request] = {}
@@ -83,12 +87,7 @@ def asking(
 
 def ask(spec: ShardSpec, source: ResponseSource, *, progress: Progress, **settings: Any) -> Answers:
     """The source's answers to every turn of the shard: turn k of all conversations together, then turn k + 1.
-
-    Args:
-        spec: the shard.
-        source: the source.
-        progress: called with the number of finished turns.
-        settings: those of `asking`.
+    `settings` are those of `asking`.
     """
     turns = asking(spec, progress=progress, **settings)
     try:
@@ -101,48 +100,36 @@ def ask(spec: ShardSpec, source: ResponseSource, *, progress: Progress, **settin
 
 
 def _in_order(spec: ShardSpec, requests: Mapping[str, Request], answers: Mapping[str, Response | Problem]) -> Answers:
-    exchanges, problems, distributions, states = list[Exchange](), list[Problem](), list[Distributions | None](), []
-    for name in (row_id(prompt, turn) for prompt in spec.prompts for turn in range(len(prompt.turns))):
-        answer = answers[name]
-        if isinstance(answer, Problem):
-            problems.append(answer)
-            continue
-        request = requests[name]
-        exchanges.append(Exchange(name, request.text, request.prompt_ids, answer.response_ids, answer.finish_reason))
-        distributions.append(answer.distributions)
-        states.append(answer.states)
-    result = Answers(exchanges, problems, distributions=distributions)
-    known = [state for state in states if state is not None]  # a response of an earlier run has none
-    return result._replace(states=torch.cat(known)) if known and len(known) == len(states) else result
+    named = {name: answers[name] for name in spec.row_ids}
+    responses = {name: answer for name, answer in named.items() if isinstance(answer, Response)}
+    exchanges = [
+        Exchange(name, requests[name].text, requests[name].prompt_ids, response.response_ids, response.finish_reason)
+        for name, response in responses.items()
+    ]
+    states = [response.states for response in responses.values() if response.states is not None]
+    return Answers(
+        exchanges,
+        [answer for answer in named.values() if isinstance(answer, Problem)],
+        # a response of an earlier run has no states
+        states=torch.cat(states) if states and len(states) == len(responses) else None,
+        distributions=[response.distributions for response in responses.values()],
+    )
 
 
 def without(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Answers:
-    """The answers with these rows turned into problems, in the order of the shard; without states.
-
-    Args:
-        spec: the shard.
-        answers: the answers to its requests.
-        broken: row -> reason.
-    """
-    problems = {problem.id: problem for problem in answers.problems}
-    problems |= {
-        answers.exchanges[row].id: Problem(answers.exchanges[row].id, "error", reason) for row, reason in broken.items()
-    }
-    names = (row_id(prompt, turn) for prompt in spec.prompts for turn in range(len(prompt.turns)))
+    """The answers with these rows (row -> reason) turned into problems, in the order of the shard; without states."""
+    new = [Problem(answers.exchanges[row].id, "error", reason) for row, reason in broken.items()]
+    problems = {problem.id: problem for problem in [*answers.problems, *new]}
     return Answers(
         [exchange for exchange in answers.exchanges if exchange.id not in problems],
-        [problems[name] for name in names if name in problems],
+        [problems[name] for name in spec.row_ids if name in problems],
         distributions=[known for row, known in enumerate(answers.distributions) if row not in broken],
     )
 
 
 def with_distributions(spec: ShardSpec, answers: Answers, results: Sequence[Distributions | Problem]) -> Answers:
-    """The answers with the target's distributions of every exchange; a row without them becomes a problem.
-
-    Args:
-        spec: the shard.
-        answers: the answers to its requests, with the distributions that came with them.
-        results: those of the other exchanges, in order, or the problems with them.
+    """The answers with the target's distributions of every exchange: those that came with them, and `results` for the
+    others, in order; a row without them becomes a problem.
     """
     missing = iter(results)
     known = [next(missing) if result is None else result for result in answers.distributions]
@@ -177,9 +164,6 @@ def _request(
     text = render(prompt, tokenizer, data.template, replies)
     prompt_ids = encode_text(text, tokenizer, data.template)
     if len(prompt_ids) > data.max_prompt_tokens:
-        return Problem(
-            name,
-            "skipped",
-            f"the prompt has {len(prompt_ids)} tokens; data.max_prompt_tokens is {data.max_prompt_tokens}",
-        )
+        reason = f"the prompt has {len(prompt_ids)} tokens; data.max_prompt_tokens is {data.max_prompt_tokens}"
+        return Problem(name, "skipped", reason)
     return Request(name, text, prompt_ids)

@@ -53,10 +53,6 @@ class Servers:
     """The servers of data.server, and the event loop of their requests."""
 
     def __init__(self, config: ServerConfig, *, model: str) -> None:
-        """Args:
-        config: addresses, time-outs and retries.
-        model: the target's name on the servers.
-        """
         self.config, self.model = config, model
         self._keys = {url: _key_for(url, config.api_key_variable) for url in config.urls}
         self._clients: dict[str, openai.AsyncOpenAI] = {}
@@ -65,11 +61,6 @@ class Servers:
         """The error of the last server."""
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="servers", daemon=True).start()
-
-    @property
-    def num_at_once(self) -> int:
-        """Number of requests in flight at once."""
-        return self.config.concurrency * len(self.config.urls)
 
     def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Run a coroutine in the loop."""
@@ -85,10 +76,10 @@ class Servers:
         cancelled.
         """
         open_shards: deque[tuple[ShardSpec, Future[Answers]]] = deque()
-        waiting = iter(specs)
+        waiting, num_at_once = iter(specs), self.config.concurrency * len(self.config.urls)
         try:
             while True:
-                while sum(len(spec.prompts) for spec, _ in list(open_shards)[2:]) < self.num_at_once:
+                while sum(len(spec.prompts) for spec, _ in list(open_shards)[2:]) < num_at_once:
                     if (spec := next(waiting, None)) is None:
                         break
                     open_shards.append((spec, self.start(ask(spec))))
@@ -148,14 +139,8 @@ class Servers:
             ) from error
 
     def try_each(self, body: Mapping[str, Any], *, hint: str = "") -> dict[str, Any]:
-        """The answer of each server to a first request.
-
-        Args:
-            body: the request.
-            hint: appended to the message if a server refuses it.
-
-        Raises:
-            ValueError: a server does not answer, or refuses it.
+        """The answer of each server to a first request; ValueError, which ends in `hint`, if one does not answer or
+        refuses it.
         """
         answers = {}
         for url in self.config.urls:

@@ -89,27 +89,17 @@ class Answers(NamedTuple):
 
 
 class LatestRows:
-    """The problems of the latest rows of a run (None for a row without one). It stops once nearly all of them failed:
-    the cause is then a setting, a model or a proxy, not the rows.
+    """The latest rows of a run, which stops once nearly all of them failed: the cause is then a setting, a model or a
+    proxy, not the rows. With a `max_error_share` of 1 it never stops.
     """
 
     def __init__(self, *, max_error_share: float = 0.0) -> None:
-        """Args:
-        max_error_share: the share of failures that the config allows; at 1 the run never stops.
-        """
         self._problems: deque[Problem | None] = deque(maxlen=_MAX_ROWS)
         self._share = max(_HOPELESS_SHARE, max_error_share)
 
     def add(self, problems: Iterable[Problem | None], *, subject: str, remedy: str) -> None:
-        """Add rows.
-
-        Args:
-            problems: the problem of each row, None for a row without one.
-            subject: the end of "8 of the last 8 …", such as "rows of the stage draft ended in an error".
-            remedy: the remedy, as a clause.
-
-        Raises:
-            ValueError: nearly all of the latest rows failed.
+        """Add the problem of each row, None for a row without one; ValueError if nearly all of the latest rows failed.
+        `subject` ends "8 of the last 8 …".
         """
         self._problems.extend(problems)
         failed, num = [problem for problem in self._problems if problem is not None], len(self._problems)

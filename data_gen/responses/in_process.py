@@ -136,11 +136,7 @@ class _Batch:
         self._draw(hidden, rows)
 
     def step(self, *, is_last: bool) -> None:
-        """One more token of every sequence.
-
-        Args:
-            is_last: no further request joins.
-        """
+        """One more token of every sequence; `is_last`: no further request joins."""
         active = self._active
         if len(active) <= _MAX_SHARE_ACTIVE * len(self._owners) and (is_last or not takes_turns(self._cache)):
             self._remove_all_but(active)
@@ -182,30 +178,19 @@ class _Batch:
         for row, index, token, state, is_broken in zip(
             rows, owners, drawn.tolist(), hidden.unbind(), broken.tolist(), strict=True
         ):
+            ids, states = self._tokens[index], self._states[index]
             if is_broken:
-                self._fail(index)
-                self._owners[row] = None
-                continue
-            self._tokens[index].append(token)
-            if source.keeps_states:
-                self._states[index].append(state)
-            if token in source.eos_ids or len(self._tokens[index]) == source.max_new_tokens:
-                self._answer(index)
-                self._owners[row] = None
-
-    def _answer(self, index: int) -> None:
-        ids, states = self._tokens[index], self._states[index]
-        self.answers[index] = Response(
-            ids, "stop" if ids[-1] in self._source.eos_ids else "length", torch.stack(states).cpu() if states else None
-        )
-        self._states[index] = []
-
-    def _fail(self, index: int) -> None:
-        reason = (
-            f"the target has NaN or infinite logits after {len(self._tokens[index])} tokens of its response; {REMEDY}"
-        )
-        self.answers[index] = Problem(self._requests[index].id, "error", reason)
-        self._states[index] = []
+                reason = f"the target has NaN or infinite logits after {len(ids)} tokens of its response; {REMEDY}"
+                self.answers[index] = Problem(self._requests[index].id, "error", reason)
+            else:
+                ids.append(token)
+                if source.keeps_states:
+                    states.append(state)
+                if (has_stopped := token in source.eos_ids) or len(ids) == source.max_new_tokens:
+                    kept = torch.stack(states).cpu() if states else None
+                    self.answers[index] = Response(ids, "stop" if has_stopped else "length", kept)
+            if index in self.answers:
+                self._owners[row], self._states[index] = None, []
 
 
 def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from data_gen.responses.exchange import (
     Response,
     ResponseSource,
 )
-from data_gen.responses.spelling import Spelling
+from data_gen.responses.text import Spelling
 from data_gen.responses.top_logprobs import DistributionReader, NotDeterminedError
 from lm import Sampling
 from lm.draws import seed_of
@@ -66,17 +66,8 @@ class CompletionsServer:
         max_new_tokens: int,
         reader: DistributionReader | None = None,
     ) -> None:
-        """Args:
-        server: addresses and dialect of the servers.
-        spelling: the tokenizer of the pair, and the ids that end a response.
-        model: the target's name on the servers.
-        sampling: the sampling that they use.
-        max_new_tokens: the longest response.
-        reader: turns log-probabilities into distributions, with `labels: server`.
-
-        Raises:
-            ValueError: a `Sampling` that this kind of server does not support, one of several servers does not answer,
-                or a server that returns no distributions.
+        """Check the sampling, and that each of several servers answers and returns distributions if there is a
+        `reader`, as `labels: server` needs; ValueError if not.
         """
         self._latest = LatestRows()
         self.server, self.spelling, self.sampling, self.reader = server, spelling, sampling, reader
@@ -93,19 +84,13 @@ class CompletionsServer:
             self._try_each()
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
-        """One answer per request.
-
-        Raises:
-            ValueError: no server can be reached, one refuses the key or the model, or nearly every answer is invalid.
+        """One answer per request; ValueError if no server answers, one refuses the key or the model, or nearly all
+        answers are invalid.
         """
         return self.servers.start(self._respond(requests, seed, progress)).result()
 
     def distributions_of(self, exchanges: Sequence[Exchange]) -> list[Distributions | Problem]:
-        """The target's distributions at the positions of existing responses.
-
-        Raises:
-            ValueError: as `respond`.
-        """
+        """The target's distributions at the positions of existing responses; ValueError as `respond`."""
         return self.servers.start(self._distributions_of(exchanges)).result()
 
     async def ask(self, spec: ShardSpec, source: ResponseSource, *, progress: Progress, **settings: Any) -> Answers:
@@ -185,14 +170,9 @@ class CompletionsServer:
         assert self.reader is not None
         num = self.reader.num_logprobs
         extra_body = self.settings["extra_body"] | {"top_k": -1, "prompt_logprobs": num}
-        body = {
-            "prompt": [*exchange.prompt_ids, *exchange.response_ids[:-1]],
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "logprobs": num,
-            "seed": 0,
-            "extra_body": extra_body,
-        }
+        text = [*exchange.prompt_ids, *exchange.response_ids[:-1]]
+        settings = {"max_tokens": 1, "temperature": 1.0, "logprobs": num, "seed": 0}
+        body = {"prompt": text, **settings, "extra_body": extra_body}
         choice = _choice(await self.servers.ask(body))
         positions = [*_prompt_positions(choice)[len(exchange.prompt_ids) :], *_generated_positions(choice)]
         return self._distributions(positions, [*exchange.response_ids[:-1], None])
@@ -234,14 +214,8 @@ class CompletionsServer:
 
     def _settings_for(self, request: Request) -> dict[str, Any]:
         """The request's body, from which the server reads exactly `prompt_ids`."""
-        prompt_as = (
-            self.server.prompt_as
-            if self.server.prompt_as != "auto"
-            else "token_ids"
-            if self.server.kind == "vllm"
-            else "text"
-        )
-        if prompt_as == "token_ids":
+        is_exact = self.server.prompt_as == "auto" and self.server.kind == "vllm"
+        if is_exact or self.server.prompt_as == "token_ids":
             return {"prompt": request.prompt_ids, **self.settings}
         if "add_special_tokens" in self.server.extra or self.spelling.ids_of(request.text) == request.prompt_ids:
             return {"prompt": request.text, **self.settings}
@@ -332,25 +306,14 @@ def request_settings(kind: str, sampling: Sampling, *, max_new_tokens: int, eos_
     Raises:
         ValueError: top_k for a server that does not support it.
     """
-    settings: dict[str, Any] = {
-        "max_tokens": max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p or 1.0,
-    }
+    top_p = sampling.top_p or 1.0
+    settings: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": sampling.temperature, "top_p": top_p}
     if kind == "vllm":
         settings["extra_body"] = {"top_k": sampling.top_k or -1, "return_token_ids": True, **_UNPENALISED}
     elif kind == "transformers":
-        generation: dict[str, Any] = {
-            "do_sample": not sampling.is_greedy,
-            "max_new_tokens": max_new_tokens,
-            "eos_token_id": eos_ids,
-        }
+        generation = {"do_sample": not sampling.is_greedy, "max_new_tokens": max_new_tokens, "eos_token_id": eos_ids}
         if not sampling.is_greedy:
-            generation |= {
-                "temperature": sampling.temperature,
-                "top_k": sampling.top_k or 0,
-                "top_p": sampling.top_p or 1.0,
-            }
+            generation |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": top_p}
         settings["extra_body"] = {"generation_config": json.dumps(generation)}
     elif sampling.top_k is not None:
         raise ValueError(

@@ -35,12 +35,8 @@ def has_errors(path: Path) -> bool:
 
 
 def write_errors(directory: str | Path, paths: Iterable[Path], unreadable: Mapping[str, str] | None = None) -> None:
-    """Write DIR/errors.jsonl, one {id, outcome, reason, shard} per line, in the order of the shards.
-
-    Args:
-        directory: the folder of the data.
-        paths: the shards of rows.
-        unreadable: location -> reason of each record of data.prompts that cannot be read.
+    """Write DIR/errors.jsonl, one {id, outcome, reason, shard} per line, in the order of the shards of rows in `paths`.
+    `unreadable`: location -> reason of each record of data.prompts that cannot be read.
     """
     unread = [{"id": where, "outcome": "error", "reason": reason} for where, reason in (unreadable or {}).items()]
     lines = [json.dumps({**problem, "shard": None}) + "\n" for problem in unread]

@@ -33,11 +33,8 @@ _IGNORED_KEYS = ("transformers_version", "_name_or_path")
 
 
 def describe_model(source: ModelSource) -> dict[str, Any]:
-    """Name, revision, commit and hashes of one model.
-
-    Raises:
-        FileNotFoundError: neither a local model directory nor a reachable hub id.
-        ValueError: its config is inconsistent.
+    """Name, revision, commit and hashes of one model; FileNotFoundError if it is neither a local directory nor a
+    reachable hub id, ValueError if its config is inconsistent.
     """
     if (target := without_mtp(source)) != source:  # the target's files hold its MTP layer
         described = describe_model(target)
@@ -52,14 +49,13 @@ def describe_model(source: ModelSource) -> dict[str, Any]:
         raise ValueError(
             f"transformers cannot read config.json of {source.path!r}: {' '.join(str(error).split())}"
         ) from error
-    folder = Path(source.path)
-    local = folder.is_dir()
+    folder = Path(source.path) if Path(source.path).is_dir() else None
     return {
-        "name": folder.name if local else source.path,
+        "name": folder.name if folder else source.path,
         "revision": source.revision,
         "commit": commit,
-        "weights": _weights(folder) if local else None,
-        "config": _configs(folder) if local else None,
+        "weights": _weights(folder) if folder else None,
+        "config": _configs(folder) if folder else None,
         "dtype": source.dtype,
         "hidden_size": width,
         # omitted if null, as in manifests written before the setting existed
@@ -95,15 +91,16 @@ def file_sha256(path: Path, num_bytes: int | None = None) -> str:
 
 def _weights(folder: Path) -> str:
     paths = sorted([*folder.glob("*.safetensors"), *folder.glob("*.py")])
-    return _digest([f"{path.name} {sha256}" for path, sha256 in zip(paths, _hashes(paths), strict=True)])
+    lines = [f"{path.name} {sha256}" for path, sha256 in zip(paths, _hashes(paths), strict=True)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _hashes(paths: Sequence[Path]) -> list[str]:
-    cache = _cache_path()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "acceptance-heads", "sha256.json")
     known: dict[str, str] = {}
     with suppress(OSError, ValueError):  # missing or unreadable: hash everything again
         known = dict(json.loads(cache.read_text()))
-    names = [_cache_name(path) for path in paths]
+    names = [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths]
     new = {name: path for name, path in zip(names, paths, strict=True) if name not in known}
     num_bytes = sum(path.stat().st_size for path in new.values())
     if num_bytes >= _SLOW_BYTES:
@@ -118,22 +115,9 @@ def _hashes(paths: Sequence[Path]) -> list[str]:
     return [(known | hashed)[name] for name in names]
 
 
-def _cache_path() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "acceptance-heads" / "sha256.json"
-
-
-def _cache_name(path: Path) -> str:
-    facts = path.stat()
-    return f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}"
-
-
 def _configs(folder: Path) -> str:
     configs = []
     for path in (folder / "config.json", folder / "generation_config.json"):
         values = json.loads(path.read_text()) if path.is_file() else {}
         configs.append({key: value for key, value in values.items() if key not in _IGNORED_KEYS})
-    return _digest([json.dumps(configs, sort_keys=True)])
-
-
-def _digest(lines: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(configs, sort_keys=True).encode()).hexdigest()

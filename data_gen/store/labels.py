@@ -29,12 +29,8 @@ _NUMBERS = ("acceptance_prob", "log_q", *SCALARS, "acceptance_rate")
 
 
 def to_safetensors(columns: Mapping[str, Tensor], layout: Layout) -> bytes:
-    """The file of one shard's labels.
-
-    Args:
-        columns: draft_ids, log_p and the numbers, [token]; from_target [token of every mixing], unless all tokens are
-            drafted; draft_lengths [draft] of a feature draft.
-        layout: the tokens of each response.
+    """The file of one shard's labels, from columns [token] (from_target: [token of every mixing]); without from_target
+    all tokens are drafted.
     """
     tensors = {name: columns[name].float() for name in _NUMBERS if name in columns}
     tensors |= {

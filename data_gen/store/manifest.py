@@ -51,14 +51,7 @@ def make_manifest(
     tokenizer: PreTrainedTokenizerBase,
     split: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The manifest of a run, before any model is loaded.
-
-    Args:
-        pair: section of the config.
-        data: section of the config, its sizes settled.
-        tokenizer: the pair's.
-        split: the number of prompts of each split.
-    """
+    """The manifest of a run, before any model is loaded; `split`: the number of prompts of each split."""
     is_served = "server" in (data.source, data.labels)
     return {
         "format": FORMAT,
@@ -91,14 +84,12 @@ def _recorded(pair: PairConfig, data: DataConfig) -> dict[str, Any]:
         "engine": data.engine,
         "target_path": pair.target.path,
         "draft_path": pair.draft.path,
-        **_of_forwards(pair),
+        **{
+            name: [getattr(source, name) for source in (pair.target, pair.draft)]
+            for name in ("tp_plan", "attn_implementation")
+        },
         "command": sys.argv,
     }
-
-
-def _of_forwards(pair: PairConfig) -> dict[str, list[str | None]]:
-    names = ("tp_plan", "attn_implementation")
-    return {name: [getattr(source, name) for source in (pair.target, pair.draft)] for name in names}
 
 
 def _described_file(path: Path, directory: Path) -> dict[str, Any]:
@@ -113,17 +104,7 @@ def _described_file(path: Path, directory: Path) -> dict[str, Any]:
 
 
 def read_manifest(directory: str | Path, *, command: str = "data", keys: Sequence[str] = ()) -> dict[str, Any]:
-    """The manifest of a directory of shards.
-
-    Args:
-        directory: the folder of the shards.
-        command: the command of `acceptance-heads` that makes such a directory, for the message.
-        keys: the entries that the caller reads.
-
-    Raises:
-        FileNotFoundError: there is no manifest.
-        ValueError: the manifest is damaged.
-    """
+    """The manifest of a directory that `command` makes; ValueError if it is damaged or lacks one of `keys`."""
     path = Path(directory) / "manifest.json"
     if not path.is_file():
         raise FileNotFoundError(f"no {path}: run `acceptance-heads {command}` with this config first")
@@ -145,15 +126,8 @@ def refuse_older(manifest: Mapping[str, Any], directory: str | Path) -> None:
 
 
 def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str = "data.dir") -> None:
-    """Write the manifest into a new directory, or compare it with the one in an old directory.
-
-    Args:
-        directory: the folder, which is created if missing.
-        manifest: the manifest of this run.
-        setting: the key of the config that names the directory.
-
-    Raises:
-        ValueError: names the first key that differs, and both values.
+    """Write the manifest into a new directory, or compare it with that of an existing one, which `setting` names;
+    ValueError for the first key that differs.
     """
     # through JSON: tuples become lists
     path, in_run = Path(directory) / "manifest.json", json.loads(json.dumps(manifest))
@@ -166,13 +140,12 @@ def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str =
             f"{path} differs in {difference}; choose another {setting}"
             f"{_REUSE if setting == 'data.dir' else ''}, or delete {directory} to start over"
         )
-    grown = {name: in_run[name] for name in ("responses",) if in_run.get(name)}
+    grown = {"responses": in_run["responses"]} if in_run.get("responses") else {}
     if "split" in in_run:
-        made = {
+        grown["split"] = {
             name: part if num_prompts(on_disk, name) <= part["prompts"] else on_disk["split"][name]
             for name, part in in_run["split"].items()
         }
-        grown["split"] = made
     if any(on_disk.get(name) != value for name, value in grown.items()):
         recorded = in_run["recorded"] | {"earlier": on_disk.get("recorded")}
         write_atomic(path, json.dumps(on_disk | grown | {"recorded": recorded}, indent=2).encode())
@@ -190,14 +163,13 @@ def num_prompts(manifest: Mapping[str, Any], split: str) -> int:
 def _differences(on_disk: Any, in_run: Any, key: str = "") -> Iterator[str]:
     """A description of each entry that differs; `key` is the dotted path of what is compared."""
     if isinstance(on_disk, dict) and isinstance(in_run, dict):
-        skipped = {"fingerprint"} if key else {"recorded", *_GROWING}  # older manifests have fingerprints of models
+        skipped = set() if key else {"recorded", *_GROWING}
         for name in dict.fromkeys(name for name in [*on_disk, *in_run] if name not in skipped):
             yield from _differences(on_disk.get(name), in_run.get(name), f"{key}.{name}" if key else name)
-    elif key.startswith("versions."):
-        if str(on_disk).split(".")[:2] != str(in_run).split(".")[:2]:
+    else:
+        parts = [str(value).split(".")[:2] if key.startswith("versions.") else value for value in (on_disk, in_run)]
+        if parts[0] != parts[1]:
             yield f"{key}: {on_disk!r} there, {in_run!r} in this run"
-    elif on_disk != in_run:
-        yield f"{key}: {on_disk!r} there, {in_run!r} in this run"
 
 
 def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -212,15 +184,9 @@ def digest(text: str) -> str:
 
 def git_commit() -> str | None:
     """The commit of the project's checkout; None where it is installed without git."""
+    command, folder = ["git", "rev-parse", "HEAD"], Path(__file__).parent
     try:
-        answer = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
+        answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() or None

@@ -11,10 +11,9 @@
 log_p may be -inf: with top-k or top-p the target can give Y no probability at all. A column that a run cannot compute
 is null.
 
-float16 moves a number by at most 2^-11 of itself, and one below 6e-5 by at most 3e-8: an acceptance_prob or rate by
-less than 0.0003, which changes the KL of a head by the square of it, and a log probability near -8 by 0.004. The two
-entropies keep 2^-16, because their difference is a divergence near zero. Heads on cached features are unaffected, as
-features store their own numbers. `read_rows` returns float32.
+float16 moves an acceptance_prob or rate by less than 0.0003, and a log probability near -8 by 0.004; the entropies keep
+2^-16, because their difference is a divergence near zero. Heads read the exact numbers of labels/ instead. `read_rows`
+returns float32.
 """
 
 from collections.abc import Mapping, Sequence

@@ -22,7 +22,7 @@ from configs.schema import (
 from data_gen.pipeline.command import check_settings, hint_at_few
 from data_gen.pipeline.plan import shard_size
 from data_gen.pipeline.worker import limit_of
-from data_gen.prompts.hub import load, set_of
+from data_gen.prompts.sets import load, set_of
 from evaluation.costs.plan import plan
 from lm import load_pair_tokenizer
 from store.shards import write_atomic

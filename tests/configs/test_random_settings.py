@@ -17,8 +17,7 @@ from configs.schema import Config
 from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
 from data_gen.pipeline.sizes import settled
-from data_gen.prompts.hub import set_of
-from data_gen.prompts.pool import sources_of
+from data_gen.prompts.sets import set_of, sources_of
 from decode.experiment import Experiment
 from heads.grid import grid
 

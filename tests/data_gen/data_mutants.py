@@ -9,8 +9,8 @@ import torch
 from data_gen.labels import labeller, laws
 from data_gen.labels.labeller import Labeller
 from data_gen.labels.laws import acceptance_prob_of, label_draft, label_joint, label_target
-from data_gen.pipeline import stages
-from data_gen.pipeline.stages import label_and_mix
+from data_gen.pipeline import stages, worker
+from data_gen.pipeline.worker import Worker
 from data_gen.responses import conversation, in_process
 from data_gen.responses.in_process import TargetInProcess, left_padded
 from data_gen.store import labels as stored_labels
@@ -18,13 +18,14 @@ from lm import Sampling, cross_entropy, forwards
 from lm.draws import draw, seed_of, uniforms
 from lm.sampling import non_finite
 
-_label_batch, _fed_hidden, _respond = Labeller._label_batch, Labeller.fed_hidden, TargetInProcess.respond
+_label_and_mix, _label_batch = Worker.label_and_mix, Labeller._label_batch
+_fed_hidden, _respond = Labeller.fed_hidden, TargetInProcess.respond
 _to_safetensors = stored_labels.to_safetensors
 
 
-def _coin_by_equality(spec, exchanges, **settings):
+def _coin_by_equality(self, spec, exchanges, known, progress):
     """A token counts as the target's wherever Y equals X."""
-    labelled = label_and_mix(spec, exchanges, **settings)
+    labelled = _label_and_mix(self, spec, exchanges, known, progress)
     response_ids = torch.tensor([token for exchange in exchanges for token in exchange.response_ids])
     labelled.columns["from_target"] = labelled.columns["draft_ids"] == response_ids
     return labelled
@@ -102,8 +103,8 @@ def _uncut_logits(self, model, hidden):
 
 MUTANTS = {
     "acceptance_swapped": (labeller, "acceptance_prob_of", lambda log_p, log_q: acceptance_prob_of(log_q, log_p)),
-    "coin_by_equality": (stages, "label_and_mix", _coin_by_equality),
-    "coin_inverted": (stages, "mixed", _coin_inverted),
+    "coin_by_equality": (Worker, "label_and_mix", _coin_by_equality),
+    "coin_inverted": (worker, "mixed", _coin_inverted),
     "drawn_shifted": (Labeller, "_label_batch", _drawn_shifted),
     "fed_shifted": (Labeller, "fed_hidden", _fed_shifted),
     "loss_everywhere": (stored_labels, "to_safetensors", _loss_everywhere),
@@ -112,14 +113,14 @@ MUTANTS = {
     "entropy_truncated": (labeller, "label_draft", _entropy_truncated),
     "drawn_before_warping": (laws, "label_draft", _drawn_before_warping),
     "cross_entropy_swapped": (labeller, "label_joint", _cross_entropy_swapped),
-    "draws_shared_by_shards": (stages, "seed_of", lambda seed, stage, split, index: seed_of(seed, stage, split)),
+    "draws_shared_by_shards": (worker, "seed_of", lambda seed, stage, split, index: seed_of(seed, stage, split)),
     "responses_shared_by_shards": (
         conversation,
         "seed_of",
         lambda seed, stage, split, index, turn: seed_of(seed, stage, split, turn),
     ),
-    "coins_of_the_drafts_draws": (stages, "seed_of", lambda seed, stage, split, index: seed_of(seed, split, index)),
-    "coins_shared_by_mixes": (stages, "uniforms", lambda seed, count: uniforms(seed, 1).expand(count)),
+    "coins_of_the_drafts_draws": (worker, "seed_of", lambda seed, stage, split, index: seed_of(seed, split, index)),
+    "coins_shared_by_mixes": (worker, "uniforms", lambda seed, count: uniforms(seed, 1).expand(count)),
     "uniforms_shared_by_rows": (
         in_process,
         "uniforms",

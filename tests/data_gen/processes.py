@@ -43,7 +43,7 @@ def ray_actors(ancestor: int | None = None) -> list[int]:
             name = Path(f"/proc/{pid}/cmdline").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if name.startswith("ray::MapWorker"):
+        if name.startswith("ray::_Actor"):
             actors.append(pid)
     return actors
 

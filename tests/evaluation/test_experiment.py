@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs.command import config_of, parser_for, run
-from data_gen.prompts.pool import load_prompts
+from data_gen.prompts.sets import load_prompts
 from decode.__main__ import COMMANDS as GENERATE
 from decode.experiment import Experiment, names_apart
 from evaluation.__main__ import COMMANDS as MEASURE

@@ -13,11 +13,10 @@ from safetensors.torch import save_file
 from configs.schema import Config, PromptSource
 from data_gen.official import _parse, _read
 from data_gen.pipeline.command import make
-from data_gen.prompts import hub
+from data_gen.prompts import sets as hub
 from data_gen.prompts.splits import split_by_id
 from data_gen.responses.exchange import Request
-from data_gen.responses.from_file import ResponseFile
-from data_gen.responses.spelling import Spelling
+from data_gen.responses.text import ResponseFile, Spelling
 from data_gen.store.errors import account
 from data_gen.store.manifest import read_manifest, settle
 from data_gen.store.rows import read_rows

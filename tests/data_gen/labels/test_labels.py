@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from data_gen.labels import labeller, laws
 from data_gen.labels.labeller import Labeller
-from data_gen.pipeline import stages
+from data_gen.pipeline import worker
 from data_gen.pipeline.command import make
 from data_gen.responses import in_process
 from data_gen.responses.exchange import Exchange, Request
@@ -204,7 +204,7 @@ def test_every_draw_of_a_run_has_a_seed_of_its_own(toy_config, monkeypatch):
         seeds.append(seed)
         return uniforms(seed, *shape)
 
-    for module in (in_process, stages):
+    for module in (in_process, worker):
         monkeypatch.setattr(module, "uniforms", record)
     make(toy_config)
     assert len(seeds) == 3 * 5

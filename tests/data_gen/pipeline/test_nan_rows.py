@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from configs.schema import Config
 from data_gen.pipeline.command import make
-from data_gen.prompts.pool import load_prompts
+from data_gen.prompts.sets import load_prompts
 from data_gen.responses.exchange import Problem, Request, Response
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.store.labels import read_tensors

@@ -9,10 +9,9 @@ from transformers import AutoTokenizer
 
 from configs.schema import DataConfig, PromptSource
 from data_gen.pipeline.sizes import settled
-from data_gen.prompts import hub
-from data_gen.prompts.hub import load, set_of
-from data_gen.prompts.pool import WEIGHTS, load_prompts
+from data_gen.prompts import sets as hub
 from data_gen.prompts.prompt import Prompt, prompt_of
+from data_gen.prompts.sets import WEIGHTS, load, load_prompts, set_of
 from data_gen.prompts.splits import SPLITS, split_by_id
 from data_gen.prompts.templates import encode, render
 
@@ -103,7 +102,7 @@ def test_every_known_form_of_record_is_read(record, expected):
         ('{"turns": "one"}', r":2: expected turns to be a list of strings, got 'one'"),
         ('{"prompt": 5}', r":2: expected prompt to be a string, got 5"),
         ('{"prompt": null}', r":2: expected prompt to be a string, got None"),
-        ('{"id": "\\ud800", "prompt": "x"}', r":2: expected the id to be text, got a lone surrogate"),
+        ('{"id": "\\ud800", "prompt": "x"}', r":2: expected the id to be text, not a lone surrogate"),
         ('{"prompt": "\xff"}', r":2: the line is not UTF-8 text"),
         ('{"id": "0", "prompt": "again"}', r":2: id '0' is used by an earlier record"),
     ],

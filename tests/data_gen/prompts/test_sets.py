@@ -10,8 +10,8 @@ import pytest
 from configs.command import config_of, parser_for
 from configs.schema import DataConfig, PromptSource
 from data_gen.pipeline.command import make
-from data_gen.prompts import hub
-from data_gen.prompts.pool import load_prompts
+from data_gen.prompts import sets as hub
+from data_gen.prompts.sets import load_prompts
 from data_gen.stats import stats
 from data_gen.store.rows import read_rows
 from store.shards import list_shards

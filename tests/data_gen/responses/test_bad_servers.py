@@ -14,7 +14,7 @@ from configs.schema import Config
 from data_gen.pipeline.command import make
 from data_gen.responses.exchange import LatestRows, Problem, Request, Response
 from data_gen.responses.server import CompletionsServer
-from data_gen.responses.spelling import Spelling
+from data_gen.responses.text import Spelling
 from lm import Sampling
 from tests.data_gen.on_disk import files_of
 from tests.toys.answering import all_rows, close_half_way, completion, problems

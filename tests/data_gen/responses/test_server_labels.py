@@ -11,7 +11,7 @@ from configs.schema import SamplingConfig
 from data_gen.pipeline.command import make
 from data_gen.pipeline.inspect import responses
 from data_gen.pipeline.plan import plan
-from data_gen.pipeline.worker import Job, models_of
+from data_gen.pipeline.worker import Job
 from data_gen.store.manifest import read_manifest
 from tests.cases import first_fast
 from tests.data_gen.on_disk import files_of
@@ -149,7 +149,7 @@ def test_one_stage_after_the_other_gives_the_bytes_of_one_run_and_needs_the_draf
     make(config)
     make(one)
     make(staged, stages="respond")
-    assert list((Path(staged.data.dir) / "stages" / "distributions").glob("*.safetensors"))
+    assert list((Path(staged.data.dir) / "stages" / "respond").glob("*.safetensors"))
     make(staged, stages="draft")
     with pytest.raises(ValueError, match=r"--stages is target, but with data\.labels: server"):
         make(staged, stages="target")
@@ -158,13 +158,13 @@ def test_one_stage_after_the_other_gives_the_bytes_of_one_run_and_needs_the_draf
     for config_of_mode in (config, one):
         stages = ("together",) if config_of_mode is config else ("respond", "draft")
         jobs = [Job(pair=config.pair, data=config_of_mode.data, stage=stage) for stage in stages]
-        assert {name for job in jobs for name in models_of(job)} == {"draft"}
+        assert {name for job in jobs for name in job.models} == {"draft"}
 
 
 def test_laws_that_a_broken_disk_lost_are_asked_for_again(told, with_data):
     staged = with_data(sampled(told, top_k=20), mode="sequential")
     make(staged, stages="respond")
-    distributions = sorted((Path(staged.data.dir) / "stages" / "distributions").glob("*.safetensors"))
+    distributions = sorted((Path(staged.data.dir) / "stages" / "respond").glob("*.safetensors"))
     distributions[0].write_bytes(distributions[0].read_bytes()[:-1])
     make(staged)
     whole = with_data(staged, dir=staged.data.dir + "-whole")

@@ -10,9 +10,8 @@ from transformers import AutoTokenizer
 
 from data_gen.pipeline.command import make
 from data_gen.responses.exchange import Problem, Request, Response
-from data_gen.responses.from_file import ResponseFile
 from data_gen.responses.server import request_settings
-from data_gen.responses.spelling import Spelling
+from data_gen.responses.text import ResponseFile, Spelling
 from lm import Sampling
 from tests.toys.answering import all_rows, completion, problems
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from configs.schema import DataConfig, ModelSource, PairConfig
-from data_gen.prompts.pool import load_prompts
+from data_gen.prompts.sets import load_prompts
 from data_gen.prompts.templates import encode
 from decode.drafters.factory import PairModels
 from decode.policies import HeadPolicy

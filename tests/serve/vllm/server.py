@@ -21,12 +21,12 @@ from tokenizers.processors import TemplateProcessing
 from benchmarks.serve.loop import TRIO, interpreter, pair_of_the_trio
 from configs.schema import DataConfig, ServerConfig
 from data_gen.labels.labeller import Labeller
-from data_gen.prompts.pool import load_prompts
+from data_gen.prompts.sets import load_prompts
 from data_gen.prompts.templates import encode_text, render
 from data_gen.responses.exchange import Exchange, Request
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.responses.server import CompletionsServer
-from data_gen.responses.spelling import Spelling
+from data_gen.responses.text import Spelling
 from data_gen.responses.top_logprobs import DistributionReader, joined
 from lm import Pair, Sampling
 from lm.draws import uniforms

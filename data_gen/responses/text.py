@@ -1,0 +1,159 @@
+"""Responses from outside, as token ids, and `source: file`.
+
+prompt ids + response ids must decode to prompt text + response text. A response that does not is a `Problem` and never
+altered. (If the target wrote the same text with other ids, this cannot be detected; servers that return ids avoid it.)
+
+A file of responses has one JSON object per line:
+
+    {"id": "81", "response": "text"}                    tokenized here, and ended with end-of-sequence unless
+                                                        finish_reason is length
+    {"id": "81", "turn": 2, "response_ids": [5, 9, 1]}  taken as they are; turns count from 1
+
+A line may also have "finish_reason": "stop" | "length", and "prompt_ids", which must be the prompt ids of the run.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from data_gen.prompts.prompt import is_text, json_lines, open_lines
+from data_gen.responses.exchange import FinishReason, Problem, Progress, Request, Response
+from lm import vocab_size_of
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """The ids of responses, under one tokenizer."""
+
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: frozenset[int]
+    """Ids that end a response."""
+
+    @cached_property
+    def num_ids(self) -> int:
+        """One more than the tokenizer's largest id; cached, since a large vocabulary takes a tenth of a second."""
+        return vocab_size_of(self.tokenizer)
+
+    def of_text(self, text: str, finish_reason: FinishReason, request: Request) -> Response | Problem:
+        """The response with this text; a `Problem` if no ids decode to it."""
+        if not is_text(text):
+            return _error(request, "the response has a lone surrogate (half of a character)")
+        alone, prompt, joint = (
+            list(self.tokenizer(part, add_special_tokens=False)["input_ids"])
+            for part in (text, request.text, request.text + text)
+        )
+        # Some tokenizers mark the start of a text (a space before the first word), so the response alone does not
+        # continue the prompt. The ids of prompt and response together do, unless a token spans the border.
+        candidates = [alone] + ([joint[len(prompt) :]] if joint[: len(prompt)] == prompt else [])
+        expected = self._decode(request.prompt_ids) + text
+        for ids in candidates:
+            if self._decode(request.prompt_ids + ids) == expected:
+                return self.of_ids(ids, finish_reason, request)
+        return _error(request, f"the response does not round-trip through the tokenizer: {text[:60]!r}")
+
+    def of_ids(
+        self, ids: list[int], finish_reason: FinishReason, request: Request, *, text: str | None = None
+    ) -> Response | Problem:
+        """The response with these ids, ended with an end-of-sequence id if it stopped; a `Problem` for invalid ids, or
+        for a `text` received with them that they do not spell.
+        """
+        wrong = next((token for token in ids if type(token) is not int or not 0 <= token < self.num_ids), None)
+        if wrong is not None:
+            return _error(request, f"response id {wrong!r:.40} is not one of the tokenizer's {self.num_ids}")
+        if text is not None:  # compared without spaces and incomplete characters
+            spelled = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            if _solid(str(spelled)) != _solid(text):
+                return _error(request, f"the response's text differs from its decoded token ids: {text[:60]!r}")
+        if finish_reason == "stop" and self.eos_ids and not (ids and ids[-1] in self.eos_ids):
+            eos_id = self.tokenizer.eos_token_id
+            ids = [*ids, eos_id if eos_id in self.eos_ids else min(self.eos_ids)]
+        if not ids:
+            return _error(request, "empty response")
+        early = next((position for position, token in enumerate(ids[:-1]) if token in self.eos_ids), None)
+        if early is not None:
+            return _error(request, f"end-of-sequence id at position {early} of a response of {len(ids)} tokens")
+        return Response(ids, finish_reason)
+
+    def ids_of(self, text: str) -> list[int]:
+        """A text's ids with the special tokens that the tokenizer adds, as a server reads it by default."""
+        return list(self.tokenizer(text)["input_ids"])
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+class ResponseFile:
+    """Looks responses up by row id. Only the byte offset of each line stays in memory, so the file may be large."""
+
+    def __init__(self, path: str, spelling: Spelling, *, max_new_tokens: int) -> None:
+        """Check every line of the file; ValueError for a malformed one, with file and line number."""
+        self.path, self.spelling, self.max_new_tokens = path, spelling, max_new_tokens
+        offsets, position = list[int](), 0
+        with open_lines(path) as file:
+            for line in file:
+                offsets.append(position)
+                position += len(line)
+        names = {number: _row_name(record, f"{path}:{number}") for number, record in json_lines(path)}
+        self._offsets = {name: offsets[number - 1] for number, name in names.items()}
+
+    def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
+        """The file's response to each request; a `Problem` if it is missing, too long or malformed."""
+        answers: list[Response | Problem] = []
+        with open_lines(self.path) as file:
+            for request in requests:
+                if (offset := self._offsets.get(request.id)) is None:
+                    answers.append(_error(request, f"no response in {self.path}"))
+                else:
+                    file.seek(offset)
+                    answers.append(self._response(json.loads(file.readline()), request))
+                progress(1)
+        return answers
+
+    def _response(self, record: dict[str, Any], request: Request) -> Response | Problem:
+        if record.get("prompt_ids", request.prompt_ids) != request.prompt_ids:
+            problem = f"{self.path} has other prompt_ids for this id; check data.prompts and data.template"
+            return _error(request, problem)
+        if "response_ids" in record:
+            ids = list(record["response_ids"])
+            reason = record.get("finish_reason", "stop" if ids and ids[-1] in self.spelling.eos_ids else "length")
+            answer = self.spelling.of_ids(ids, reason, request)
+        else:
+            answer = self.spelling.of_text(record["response"], record.get("finish_reason", "stop"), request)
+        if isinstance(answer, Response) and (num := len(answer.response_ids)) > self.max_new_tokens:
+            reason = f"the response has {num} tokens; data.max_new_tokens is {self.max_new_tokens}"
+            return Problem(request.id, "skipped", reason)
+        return answer
+
+
+def _row_name(record: dict[str, Any], where: str) -> str:
+    """The id of the row that a line answers; ValueError for a malformed line."""
+    turn, prompt_ids, reason = record.get("turn", 1), record.get("prompt_ids", []), record.get("finish_reason", "stop")
+    has_response = _are_ids(record.get("response_ids")) or isinstance(record.get("response"), str)
+    expected_response = "response (a string) or response_ids (a list of integers)"
+    checks = (
+        (record.get("id") is not None, f"an id; got {sorted(record)}"),
+        (_are_ids(prompt_ids), f"prompt_ids to be a list of integers, got {prompt_ids!r:.80}"),
+        (has_response, f"{expected_response}; got {sorted(record)}"),
+        (reason in ("stop", "length"), f"finish_reason to be stop or length, got {reason!r}"),
+        (isinstance(turn, int) and turn >= 1, f"turn to be a whole number from 1, got {turn!r}"),
+    )
+    for is_right, expected in checks:
+        if not is_right:
+            raise ValueError(f"{where}: expected {expected}")
+    return str(record["id"]) if turn == 1 else f"{record['id']}#{turn}"
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+def _error(request: Request, reason: str) -> Problem:
+    return Problem(request.id, "error", reason)
+
+
+def _solid(text: str) -> str:
+    return "".join(text.replace("\ufffd", "").split())
