@@ -35,7 +35,7 @@ CEILINGS = {
     "serve": (870, 800),
     "checkpoints/recipes": (1567, 1400),
     "benchmarks": (794, 800),
-    "tests": (29031, 18000),
+    "tests": (29022, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 158
