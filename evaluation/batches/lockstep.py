@@ -10,7 +10,7 @@ from jaxtyping import Int
 from decode.policies.base import Policy
 from decode.policies.batch import BatchAuto
 from evaluation.batches.load import Load
-from evaluation.traces.lanes import Lockstep, Tokens, Totals, TraceLanes, merged
+from evaluation.traces.replay import Lockstep, Tokens, Totals, TraceLanes, merged
 from evaluation.traces.trace import Array, Trace
 
 

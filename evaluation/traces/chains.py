@@ -21,8 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from evaluation.traces.branches import DrawnTokens, draft_by_draft, read_signals
-from evaluation.traces.coupling import BRANCHES_AT_ONCE, Path, Recorder
+from evaluation.traces.coupling import BRANCHES_AT_ONCE, DrawnTokens, Path, Recorder, draft_by_draft, read_signals
 from evaluation.traces.trace import Trace, TraceRow
 from lm import FeatureDraft, acceptance_prob, residual_probs
 from lm.batch import check_branch_length, check_branches

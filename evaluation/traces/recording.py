@@ -7,6 +7,7 @@ raising it keeps what is recorded.
 """
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from configs.paths import local_path
 from configs.schema import Config
 from data_gen.pipeline.stages import cut_shards
 from data_gen.prompts.splits import Split
@@ -35,7 +37,16 @@ from lm.draws import GENERATOR, seed_of, uniforms
 from lm.rope import refuse_crossing
 from store.lock import only_writer
 from store.progress import Bar
-from store.shards import clean_partial, forget_broken, is_whole, problems_of, read_sidecar, write_atomic
+from store.shards import (
+    atomic_directory,
+    check_sums,
+    clean_partial,
+    forget_broken,
+    is_whole,
+    problems_of,
+    read_sidecar,
+    write_atomic,
+)
 
 SPLITS: tuple[Split, ...] = ("dev", "test")
 _DECIDING = ("max_draft_length", "max_new_tokens", "seed", "prompts_per_shard", "trace_hidden", "perfect_head")
@@ -296,3 +307,37 @@ def trace(config: Config) -> None:
                 "in branches"
             )
     print("next: acceptance-heads evaluate --config …, which replays every policy on it")
+
+
+def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:
+    """Copy a trace and its times for others to evaluate, replay and tune on (`--decode.as_recorded true`), without
+    prompts and hidden states.
+
+    Args:
+        decode_dir: decode.dir of the evaluation; its trace has first draws only, and hidden states.
+        out: the folder that becomes another decode.dir.
+        heads: directories of the heads whose logits the copy holds.
+    """
+    source, directory = Path(local_path(decode_dir, "--decode_dir")), Path(local_path(out, "--out"))
+    if directory.exists():
+        raise ValueError(f"{directory} exists already; choose another --out, or delete it")
+    trace, scorers = source / "trace", [AcceptanceHead.from_pretrained(path).eval() for path in heads]
+    manifest = read_manifest(trace, command="trace")
+    datasets = sorted(folder.parent.name for folder in trace.glob("*/rows"))
+    shards = [shard for dataset in datasets for split in SPLITS for shard in disk.shard_keys(trace, dataset, split)]
+    check_sums([path for shard in shards for path in shard.paths(trace)], command="trace")
+    with atomic_directory(directory) as unfinished:
+        if (source / "costs.jsonl").is_file():
+            shutil.copy(source / "costs.jsonl", unfinished)
+        facts: dict[str, Any] = {**manifest, "trace_hidden": False, "heads": list(heads)}
+        write_atomic(unfinished / "trace" / "manifest.json", json.dumps(facts, indent=1).encode())
+        for shard in shards:
+            if (content := disk.read_shard(trace, shard, manifest)) is not None:
+                rows = tuple(replace(row, prompt_ids=()) for row in content.rows)
+                for head in scorers:
+                    content.logit(head)  # stays in the trace, when its hidden states go
+                content = replace(content, rows=rows, inputs=None)
+            problems = read_sidecar(shard.paths(trace)[0])["problems"]
+            disk.write_trace(unfinished / "trace", shard, trace=content, problems=problems)
+    num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    print(f"{directory}: {len(shards)} shards, logits of {len(heads)} heads, {num_bytes / 1e6:.1f} MB")

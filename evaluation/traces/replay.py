@@ -1,25 +1,281 @@
 """Law 4.10: every policy of one draft from one trace, with no model.
 
-The policy is the same object that the loop runs, called on arrays of one number per lane (`evaluation.traces.lanes`);
-where a lane takes no part, a mask keeps its state. Nothing is approximated: limits, EOS, stops before the draw and the
-outcomes that policies learn are those of `decode.loop.decoder` and `decode.loop.drafter`
-(tests/evaluation/traces/test_replay.py compares the distributions exactly).
+Lanes of a replay, one per setting and prompt, take their steps together, each at its position in its response: a step
+is one draft step of every lane and, where the draft ends with it, the verification. The policy is the same object that
+the loop runs, called on arrays of one number per lane; where a lane takes no part, a mask keeps its state. Nothing is
+approximated: limits, EOS, stops before the draw and the outcomes that policies learn are those of `decode.loop.decoder`
+and `decode.loop.drafter` (tests/evaluation/traces/test_replay.py compares the distributions exactly).
 """
 
-from dataclasses import fields
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 
 from decode.loop.rounds import Counts
-from decode.policies.base import Policy
+from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped
+from decode.policies.scores import timing_of
 from evaluation.played import Played
-from evaluation.traces.lanes import Lockstep, Tokens, Totals, TraceLanes, expanded, min_length, num_settings
+from evaluation.traces.bounds import Oracle
 from evaluation.traces.trace import Array, Trace
 
 _LANES_AT_ONCE = 12288
 """So many that the arrays of a step stay in a core's cache."""
+_COMPACT_EVERY = 32
+_MIN_ALIVE = 0.8
+"""Share of lanes below which those that have ended are dropped: they cost as much as the others, and dropping costs a
+copy.
+"""
+_ABSENT = dict.fromkeys(AfterDraw._fields, 0.0)
+"""Signals that the policy does not read."""
+
+
+class Tokens(NamedTuple):
+    """The trace's entries for every token, and one entry after the last, which only lanes that have ended read."""
+
+    rejected: Int[Array, " positions+1"]
+    fork: Int[Array, " positions+1"]
+    branch: Int[Array, " positions+1"]
+    longest: Int[Array, " positions+1"]
+    is_eos: Bool[Array, " drafts+1"]
+    signals: dict[str, Float[Array, " drafts+1"]]
+    max_draft_length: int
+    oracle: Int[Array, " positions+1"] | None
+    """Tokens that it drafts in a round from each position; None for policies that know no outcomes."""
+    acceptance_prob: Float[Array, " drafts+1"] | None
+    """Acceptance probabilities that feedback is computed from; None for policies without feedback."""
+    has_blocks: bool
+    """Whether a round costs one forward of the draft, however many tokens it drafts."""
+
+    @classmethod
+    def of(cls, trace: Trace, policy: Policy) -> "Tokens":
+        """Entries of the trace, with the signals that the policy reads."""
+        heads = {f"{timing_of(head)}_logit": head for head in policy.heads}
+        signals = {}
+        for name in policy.signals & frozenset(AfterDraw._fields):
+            values = trace.logit(heads[name]) if name in heads else trace.signal(name)
+            signals[name] = np.append(values, values[-1:])
+        return cls(
+            rejected=np.append(trace.rejected, trace.num_positions),
+            fork=np.append(trace.fork, trace.num_positions),
+            branch=np.append(trace.branch, 0),
+            longest=np.append(trace.longest, 0),
+            is_eos=np.append(trace.drafts["is_eos"], True),
+            signals=signals,
+            max_draft_length=trace.max_draft_length,
+            oracle=np.append(policy.lengths(trace.rejected, trace.offsets), 0) if isinstance(policy, Oracle) else None,
+            acceptance_prob=np.append(trace.drafts["acceptance_prob"], 0.0) if policy.zero_feedback else None,
+            has_blocks=trace.block_size is not None,
+        )
+
+
+@dataclass
+class TraceLanes:
+    """State of all lanes; start, end, limit, stop and fork are flat indices of the trace."""
+
+    index: Int[Array, " lane"]
+    """Index in the totals."""
+    start: Int[Array, " lane"]
+    """Where the round starts."""
+    end: Int[Array, " lane"]
+    """Where the response ends; a lane with start = end has ended."""
+    limit: Int[Array, " lane"]
+    """Where the length limit ends it at the latest."""
+    room: Int[Array, " lane"]
+    """The most tokens that the loop lets this round draft."""
+    allowed: Int[Array, " lane"]
+    """The most that the policy lets it draft, of those."""
+    position: Int[Array, " lane"]
+    """Tokens drafted so far in this round."""
+    stop: Int[Array, " lane"]
+    """The first rejected position from the start on."""
+    fork: Int[Array, " lane"]
+    """Where the round leaves the path: at the rejection, or with a feature draft at once."""
+    shift: Int[Array, " lane"]
+    """Distance from there to its branch."""
+
+    @classmethod
+    def of(cls, trace: Trace, index: Int[Array, " lane"], rows: Int[Array, " lane"]) -> "TraceLanes":
+        """TraceLanes at the start of these rows; no round has begun."""
+        start = trace.offsets[rows]
+        limit = start + np.array([row.limit for row in trace.rows])[rows]
+        return cls(index, start, trace.offsets[rows + 1], limit, *[np.zeros_like(rows)] * 6)
+
+    def at(self, mask: Bool[Array, " lane"]) -> "TraceLanes":
+        """The lanes in the mask."""
+        return TraceLanes(*(values[mask] for values in vars(self).values()))
+
+
+_COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted", "num_draft_forwards")
+
+
+class Totals(NamedTuple):
+    """Counts of all lanes so far."""
+
+    counts: dict[str, Int[Array, " lanes"]]
+    lengths: Int[Array, "lanes lengths"]
+    rounds: list[tuple[Array, ...]]
+    """(lane, drafted, draft forwards, emitted) of the rounds that ended in each step; empty unless `keeps_rounds`."""
+    keeps_rounds: bool = False
+
+    @classmethod
+    def of(cls, num_lanes: int, max_draft_length: int, *, keeps_rounds: bool = False) -> "Totals":
+        """Totals before the first round."""
+        counts = {name: np.zeros(num_lanes, dtype=np.int64) for name in _COUNTED}
+        return cls(counts, np.zeros((num_lanes, max_draft_length + 1), dtype=np.int32), [], keeps_rounds)
+
+
+class Lockstep:
+    """Lanes that take their steps together."""
+
+    def __init__(self, tokens: Tokens, policy: Policy, lanes: TraceLanes) -> None:
+        self.tokens, self.policy, self.lanes = tokens, policy, lanes
+        self.discards_short = bool(np.any(min_length(policy) > 0))
+        self.feedback: State = mapped(lambda value: np.full(len(lanes.index), value), policy.zero_feedback)
+        size = len(lanes.index)
+        # a state may hold one number for all lanes; compaction needs one of each
+        self.state = mapped(lambda value: np.array(np.broadcast_to(value, size), dtype=np.float64), policy.start())
+        self._begin(np.ones(size, dtype=bool), self.state)
+
+    def run(self, totals: Totals) -> None:
+        """Play all rounds of all lanes."""
+        for step in count(1):
+            if step % _COMPACT_EVERY == 0:
+                self._compact()
+                if not len(self.lanes.index):
+                    return
+            self._conclude(*self._drafted(self.lanes.position < self.lanes.allowed), totals)
+
+    def _begin(self, begins: Array, state: State) -> None:
+        """Begin a new round in the lanes where `begins`."""
+        lanes, tokens = self.lanes, self.tokens
+        self.state = merged(begins, self.policy.begin(state), self.state)
+        lanes.room = np.clip(lanes.limit - lanes.start - 1, 0, tokens.max_draft_length)
+        limit = self.policy.limit(self.state) if tokens.oracle is None else tokens.oracle.take(lanes.start)
+        allowed = np.minimum(np.minimum(limit, lanes.room), tokens.longest.take(lanes.start)).astype(np.int64)
+        if self.discards_short:
+            allowed = np.where(allowed < min_length(self.policy), 0, allowed)
+        first_rejected, fork = tokens.rejected.take(lanes.start), tokens.fork.take(lanes.start)
+        new = {"position": np.zeros_like(lanes.start), "allowed": allowed, "stop": first_rejected, "fork": fork}
+        is_new = begins.all()  # with a fixed length always, and cheaper than the masks
+        for name, values in new.items():
+            setattr(lanes, name, values if is_new else np.where(begins, values, getattr(lanes, name)))
+        lanes.shift = tokens.branch.take(lanes.fork) - lanes.fork
+        self.feedback = mapped(lambda value: np.where(begins, 0.0, value), self.feedback)
+
+    def _drafted(self, may_draft: Array) -> tuple[Array, Array]:
+        """One draft step where it is wanted: (where the draft has ended, where a forward ran and drew no token)."""
+        lanes, tokens = self.lanes, self.tokens
+        path, at = lanes.start + lanes.position, self._indices()
+        drawn = self._drawn(at)
+        draws = may_draft
+        if self.policy.stops_before:
+            draws = may_draft & ~np.asarray(self.policy.stop_before(self.state, drawn.before), dtype=bool)
+        state, stops = self.policy.after(self.state, drawn)
+        if tokens.acceptance_prob is not None:
+            feedback = self.policy.feedback(self.state, drawn, tokens.acceptance_prob.take(at))
+            is_revealed = draws & (path <= lanes.stop)
+            self.feedback = mapped(lambda total, new: total + np.where(is_revealed, new, 0.0), self.feedback, feedback)
+        self.state = merged(draws, state, self.state)
+        lanes.position = lanes.position + draws
+        return ~draws | stops | tokens.is_eos.take(at) | (lanes.position >= lanes.allowed), may_draft & ~draws
+
+    def _indices(self) -> Array:
+        """Flat index of each lane's next token."""
+        path = self.lanes.start + self.lanes.position
+        at = np.where(path < self.lanes.fork, path, path + self.lanes.shift)
+        # lanes that wait for the others, or have ended, may point beyond the end
+        return np.minimum(at, len(self.tokens.is_eos) - 1, out=at)
+
+    def _drawn(self, at: Array) -> AfterDraw:
+        signals = {name: signal.take(at) for name, signal in self.tokens.signals.items()}
+        if "fed_logit" in signals:
+            signals["fed_logit"] = np.where(self.lanes.position == 0, np.inf, signals["fed_logit"])
+        return AfterDraw(**(_ABSENT | signals | {"position": self.lanes.position}))
+
+    def _conclude(self, ended: Array, has_unused_forward: Array, totals: Totals) -> None:
+        lanes = self.lanes
+        over = (ended & (lanes.start < lanes.end)).nonzero()[0]
+        index, start, drawn = lanes.index[over], lanes.start[over], lanes.position[over]
+        drafted = np.where(self._is_discarded()[over], 0, drawn) if self.discards_short else drawn
+        accepted = np.minimum(drafted, lanes.stop[over] - start)
+        emitted = np.minimum(accepted + 1, lanes.end[over] - start)
+        # the forward of a block runs before its first token is read
+        forwards = lanes.allowed[over] > 0 if self.tokens.has_blocks else drawn + has_unused_forward[over]
+        amounts = (emitted, drafted, 1, accepted, forwards.astype(np.int64))
+        for name, amount in zip(_COUNTED, amounts, strict=True):
+            totals.counts[name][index] += amount
+        totals.lengths[index, drafted] += 1
+        if totals.keeps_rounds:
+            totals.rounds.append((index, drafted, amounts[-1], emitted))
+        state = self.policy.end(self.state, self._outcome()) if self.policy.has_memory else self.state
+        lanes.start[over] += emitted
+        self._begin(ended, state)
+
+    def _is_discarded(self) -> Array:
+        """Whether each lane's draft, if it ends now, is too short to be verified; one that an EOS ended never is."""
+        lanes = self.lanes
+        path = lanes.start + lanes.position - 1
+        last = np.clip(np.where(path < lanes.fork, path, path + lanes.shift), 0, len(self.tokens.is_eos) - 1)
+        return (lanes.position < min_length(self.policy)) & ~((lanes.position > 0) & self.tokens.is_eos.take(last))
+
+    def _outcome(self) -> Outcome:
+        """Outcome of each lane's round, if it ends now; unused where it does not."""
+        lanes, entropy = self.lanes, self.tokens.signals.get("entropy")
+        accepted = np.minimum(lanes.position, lanes.stop - lanes.start)
+        at_stop = np.minimum(lanes.stop + lanes.shift, len(self.tokens.is_eos) - 1)
+        rejected_entropy = 0.0 if entropy is None else np.where(accepted < lanes.position, entropy.take(at_stop), 0.0)
+        return Outcome(lanes.position, accepted, lanes.room, rejected_entropy, self.feedback)
+
+    def _compact(self) -> None:
+        """Drop lanes that have ended, once they are many."""
+        alive = self.lanes.start < self.lanes.end
+        if alive.mean() <= _MIN_ALIVE:
+            self.lanes = self.lanes.at(alive)
+            self.state, self.feedback = (
+                mapped(lambda value: value[alive], numbers) for numbers in (self.state, self.feedback)
+            )
+            self.policy = expanded(self.policy, alive)
+
+
+def merged(mask: Array, new: State, old: State) -> State:
+    """The new state in the mask, the old one elsewhere."""
+    return mapped(lambda value, before: before if value is before else np.where(mask, value, before), new, old)
+
+
+def min_length(policy: Policy) -> Array:
+    """Drafts of fewer tokens are discarded unverified; only `evaluation.flags.engines.ShortDrafts` has such a limit."""
+    return np.asarray(getattr(policy, "discards_below", 0))
+
+
+def _array_fields(policy: Policy) -> Iterator[tuple[str, Array]]:
+    for f in fields(policy):  # type: ignore[arg-type]
+        value = getattr(policy, f.name)
+        if isinstance(value, np.ndarray) and value.ndim == 1:
+            yield f.name, value
+
+
+def num_settings(policy: Policy) -> int:
+    """Settings side by side: the length of the policy's array parameters; ValueError if they have several."""
+    lengths = {name: len(value) for name, value in _array_fields(policy)}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"array parameters of {type(policy).__name__} are settings side by side, but their lengths differ: "
+            f"{lengths}"
+        )
+    return next(iter(lengths.values()), 1)
+
+
+def expanded(policy: Policy, index: Array) -> Policy:
+    """The policy with its array parameters at an index, such as the setting of each lane."""
+    result = copy.copy(policy)
+    for name, value in list(_array_fields(policy)):
+        object.__setattr__(result, name, value[index])
+    return result
 
 
 def replay(trace: Trace, policy: Policy) -> Counts:

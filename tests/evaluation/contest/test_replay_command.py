@@ -21,8 +21,7 @@ from evaluation.costs.command import verdict_of as costs_verdict
 from evaluation.costs.machine import kept_costs, key_of
 from evaluation.report.replay import at_costs, histogram
 from evaluation.times import Times
-from evaluation.traces.publish import record
-from evaluation.traces.recording import trace_folder
+from evaluation.traces.recording import record, trace_folder
 from evaluation.traces.replay import replay
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
