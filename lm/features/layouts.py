@@ -58,10 +58,9 @@ def layout_of(config: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
 def _speculators(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Keys of speculators' layout."""
     kind, layer = config["speculators_model_type"], {"model_type": "qwen3"} | config.get("transformer_layer_config", {})
-    if layer["model_type"] in _LAYERS:
-        # what fails here is refused where the layer is made, with the error's text
-        with suppress(TypeError, ValueError, KeyError, StrictDataclassError):
-            layer = _LAYERS[layer["model_type"]](**layer).to_dict()
+    # what fails here is refused where the layer is made, with the error's text
+    with suppress(TypeError, ValueError, KeyError, StrictDataclassError):
+        layer = _LAYERS[layer["model_type"]](**layer).to_dict()
     keys = {name: value for name, value in config.items() if name not in _OUTER} | layer
     if kind == "eagle3":
         return "eagle3", {"eagle_aux_hidden_state_layer_ids": None} | keys
@@ -78,7 +77,7 @@ def _nested(config: dict[str, Any], architectures: str) -> tuple[str, dict[str, 
     nested: dict[str, Any] = {}
     for name in _NESTED:
         nested |= config.get(name) or {}
-    projector = nested.get("projector_type") or next(
+    projector = str(nested.get("projector_type") or "") or next(
         (name for name in ("Domino", "DSpark") if name in architectures), "dspark" if "markov_rank" in nested else ""
     )
     is_dspark = projector.lower() == "dspark"

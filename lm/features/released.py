@@ -19,14 +19,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from configs.schema import ModelSource
-from lm.features.dspark import markov_width
+from lm.features.dspark import MARKOV_HEADS, markov_width
 from lm.features.layouts import REFUSED, layout_of
 
 MTP = "#mtp"
 """End of the path of a target's own MTP layer (`configs.schema.PairConfig`)."""
 _NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")
 """Keys of config.json that do not describe a layer."""
-_MAX_SIZE = 2**17
+_MAX_SIZE, _MAX_THETA = 2**17, 1e15
 _LIMITS = {
     **dict.fromkeys(("hidden_size", "large_hidden_size", "target_hidden_size"), (1, _MAX_SIZE)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "large_num_attention_heads"), (1, _MAX_SIZE)),
@@ -103,7 +103,7 @@ class Released:
         rope = _of_text(self.keys).get("rope_parameters") or _of_text(self.keys).get("rope_scaling") or {}
         rope = rope if isinstance(rope, dict) else {}
         name, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor")
-        is_known = name == "default" or name in ROPE_INIT_FUNCTIONS
+        is_known = name in ("default", *ROPE_INIT_FUNCTIONS)
         remedy = "use a draft with Llama's rotary embedding"
         self.require(is_known, f"its rotary embedding is {name!r:.40}, which transformers does not know", remedy)
         self.require(part in (None, 1), f"it rotates a part of each head (partial_rotary_factor {part})", remedy)
@@ -119,9 +119,12 @@ def _check_layer(path: str, keys: dict[str, Any]) -> None:
         value = keys.get(name)
         if name in keys and value is not None and (type(value) is not int or not minimum <= value <= maximum):
             raise refusal_of(path, f"its {name} is {value!r:.40}", f"write a whole number from {minimum} to {maximum}")
-    theta = keys.get("rope_theta", 1.0)
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < float("inf"):
-        raise refusal_of(path, f"its rope_theta is {theta!r:.40}", "write a number above 0, or leave it out")
+    for table in (keys, keys.get("rope_parameters"), keys.get("rope_scaling")):
+        theta = table.get("rope_theta", 1.0) if isinstance(table, dict) else 1.0
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < _MAX_THETA:
+            raise refusal_of(path, f"its rope_theta is {theta!r:.40}", "write a number above 0, or leave it out")
+    if (markov := keys.get("markov_head_type")) not in (None, *MARKOV_HEADS):
+        raise refusal_of(path, f"its markov_head_type is {markov!r:.40}", f"write one of {', '.join(MARKOV_HEADS)}")
     activation = keys.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in ACT2FN:
         raise refusal_of(path, f"its hidden_act is {activation!r:.40}", "transformers knows no such activation")
@@ -134,6 +137,7 @@ def _of_text(keys: dict[str, Any]) -> dict[str, Any]:
         rope = keys.get(name)
         if isinstance(rope, dict):
             rope = rope.get("sliding_attention", rope)
+            rope = rope if isinstance(rope, dict) else {"rope_type": str(rope)}  # refused by name
             is_mrope = "mrope" in (rope.get("rope_type"), rope.get("type"))
             theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
             keys[name] = {"rope_type": "default"} | theta if is_mrope else rope

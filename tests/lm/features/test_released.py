@@ -2,6 +2,10 @@
 line.
 """
 
+from contextlib import suppress
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 
@@ -238,6 +242,33 @@ def test_layer_ids_are_read_as_their_producer_counts_them(keys, expected, tmp_pa
     del config["eagle_aux_hidden_state_layer_ids"]
     source = ModelSource(path=str(write(tmp_path, config | keys, tensors)))
     assert load_feature_draft(source, target(), num_layers=LAYERS).target_layer_ids == expected
+
+
+ODD = (None, "x", -1, 2**70, [], {}, True, 1.5, [[0]])
+KEYS = {
+    "eagle3": (("rope_theta",), ("eagle_config",), ("rope_parameters", "rope_theta"), ("rope_scaling", "type")),
+    "speculators": (("transformer_layer_config",), ("transformer_layer_config", "model_type"), ("draft_vocab_size",)),
+    "speculators_dspark": (("markov_head_type",), ("sample_from_anchor",), ("aux_hidden_state_layer_ids",)),
+    "specforge_dflash": (
+        ("dflash_config", "projector_type"),
+        ("layer_types",),
+        ("rope_parameters", "sliding_attention"),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", KEYS)
+def test_an_odd_value_is_refused_or_read(layout, tmp_path):
+    for (*outer, name), odd in product(KEYS[layout], ODD):
+        config, tensors = released(layout)
+        inner = config
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[name] = odd
+        source = ModelSource(path=str(write(tmp_path, config, tensors)))
+        for read in (width_of, max_positions_of, partial(load_feature_draft, target=target(), num_layers=LAYERS)):
+            with suppress(ValueError):
+                read(source)
 
 
 def test_an_eagle3_draft_with_a_window_reads_texts_that_fit_it(tmp_path):
