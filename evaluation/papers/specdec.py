@@ -14,8 +14,9 @@ Generations of all settings take turns, on a few prompts at several lengths, in 
 the first round of each, which reads the prompt, is left out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import mean, stdev
 from typing import Any
 
@@ -24,12 +25,14 @@ import torch
 
 from decode.experiment import Experiment
 from decode.loop.decoder import Generation
-from decode.policies import FixedLength, HeadPolicy
+from decode.policies import FixedLength, HeadPolicy, Policy
 from evaluation.competitor import family_of
+from evaluation.contest import best_setting
 from evaluation.costs.machine import costs_for, loop_of
 from evaluation.table import Table
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
+from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from evaluation.turns import in_turns
 from heads.model.head import AcceptanceHead
@@ -64,9 +67,9 @@ def specdec_tables(experiment: Experiment) -> list[Table]:
     folder = trace_folder(experiment)
     folder.complete()
     tests, times = {dataset: folder.load(dataset).test for dataset in experiment.datasets}, costs_for(experiment)
-    plain = {dataset: best_length(test, times) for dataset, test in tests.items()}
+    plain = {dataset: best_of(test, FixedLength, lengths_of(test), times) for dataset, test in tests.items()}
     best = {
-        name: {dataset: best_threshold(head, test, times) for dataset, test in tests.items()}
+        name: {dataset: best_of(test, partial(HeadPolicy, head), THRESHOLDS, times) for dataset, test in tests.items()}
         for name, head in heads.items()
     }
     fastest = max(best, key=lambda name: sum(speed / plain[dataset][0] for dataset, (speed, _) in best[name].items()))
@@ -79,17 +82,15 @@ def specdec_tables(experiment: Experiment) -> list[Table]:
     ]
 
 
-def best_length(trace: Trace, times: Times) -> Best:
-    """The fastest fixed length."""
-    lengths = [length for length in LENGTHS if length <= trace.max_draft_length] or [trace.max_draft_length]
-    speeds = times.speeds(trace, FixedLength(np.array(lengths)))  # type: ignore[arg-type]
-    return max(zip(speeds.tolist(), map(float, lengths), strict=True), key=lambda best: best[0])
+def best_of(trace: Trace, kind: Callable[..., Policy], values: Sequence[float], times: Times) -> Best:
+    """The fastest of some values of a policy's parameter."""
+    number, tokens_per_s = best_setting(replay_settings(trace, kind(np.array(values))), times)
+    return tokens_per_s, float(values[number])
 
 
-def best_threshold(head: AcceptanceHead, trace: Trace, times: Times) -> Best:
-    """The fastest threshold of one head."""
-    speeds = times.speeds(trace, HeadPolicy(head, np.array(THRESHOLDS)))
-    return max(zip(speeds.tolist(), THRESHOLDS, strict=True), key=lambda best: best[0])
+def lengths_of(trace: Trace) -> list[int]:
+    """The paper's lengths that drafts of this trace reach."""
+    return [length for length in LENGTHS if length <= trace.max_draft_length] or [trace.max_draft_length]
 
 
 def throughput_rows(
@@ -134,21 +135,17 @@ def forward_times(experiment: Experiment, head: AcceptanceHead) -> Table:
         for setting in ("SpecDec", "SpecDec++"):
             t_draft, t_target, r2 = regressed(generated[setting])
             times[setting][dataset] = t_draft, t_target, f"{r2:.4f}"
-    rows = [row for setting, by_dataset in times.items() for row in _time_rows(setting, by_dataset)]
+    rows = []
+    for setting, of_sets in times.items():
+        for dataset, (draft_s, target_s, r2) in of_sets.items():
+            row = {"Setting": setting, "Dataset": dataset, "t_draft": f"{draft_s:.5f}", "t_target": f"{target_s:.5f}"}
+            rows.append(row | {"R^2": r2})
+        averages = {"Setting": setting, "Dataset": "average"}
+        for column, seconds in zip(("t_draft", "t_target"), list(zip(*of_sets.values(), strict=True))[:2], strict=True):
+            deviation = f" ± {stdev(seconds):.5f}" if len(seconds) > 1 else ""
+            averages[column] = f"{mean(seconds):.5f}{deviation}"
+        rows.append(averages)
     return Table("SpecDec++ Table 2: forward times in seconds by regression, clocked", rows)
-
-
-def _time_rows(setting: str, times: Mapping[str, ForwardTimes]) -> list[dict[str, str]]:
-    """One row per dataset, and their average with its deviation."""
-    rows = [
-        {"Setting": setting, "Dataset": dataset, "t_draft": f"{draft:.5f}", "t_target": f"{target:.5f}", "R^2": r2}
-        for dataset, (draft, target, r2) in times.items()
-    ]
-    average = {"Setting": setting, "Dataset": "average"}
-    drafts, targets, _ = zip(*times.values(), strict=True)
-    for column, seconds in (("t_draft", drafts), ("t_target", targets)):
-        average[column] = f"{mean(seconds):.5f}" + (f" ± {stdev(seconds):.5f}" if len(seconds) > 1 else "")
-    return [*rows, average]
 
 
 def generations(

@@ -17,10 +17,12 @@ import numpy as np
 
 from decode.experiment import Experiment
 from decode.policies import Entropy, FixedLength, Heuristic, Policy
+from evaluation.contest import best_setting
 from evaluation.costs.machine import costs_for
 from evaluation.table import Table
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
+from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 
 PUBLISHED = {"pythia": 0.4, "qwen2.5": 0.3, "llama-3": 0.3}
@@ -45,7 +47,9 @@ def svip_tables(experiment: Experiment) -> list[Table]:
     for dataset, trace in traces.items():
         cut = dict(by_length(trace.test, experiment.decode.max_new_tokens))
         prefix = f"{dataset}: " if len(traces) > 1 else ""
-        rows += [{"Methods": f"{prefix}{name}", **speed_ups(cut, policy, times)} for name, policy in methods.items()]
+        rows += [
+            {"Methods": f"{prefix}{name}", **_cells(speed_ups(cut, policy, times))} for name, policy in methods.items()
+        ]
     first, second = (1, 6) if experiment.sampling.is_greedy else (5, 2)
     figures = f"replayed on test, predicted at {times.title}; h = {threshold:g} ({why})"
     return [
@@ -60,19 +64,19 @@ def threshold_for(target: str, dev: Trace, times: Times) -> tuple[float, str]:
         if name in target.lower():
             return threshold, "the paper's"
     held_out = dev.select(range(min(HELD_OUT, len(dev.rows))))
-    speeds = times.speeds(held_out, Entropy(np.array(CHOICES)))  # type: ignore[arg-type]
-    return CHOICES[int(speeds.argmax())], f"chosen on {len(held_out.rows)} dev prompts"
+    number, _ = best_setting(replay_settings(held_out, Entropy(np.array(CHOICES))), times)  # type: ignore[arg-type]
+    return CHOICES[number], f"chosen on {len(held_out.rows)} dev prompts"
 
 
 def category_rows(parts: Mapping[str, Trace], methods: Mapping[str, Policy], times: Times) -> list[dict[str, str]]:
     """A column per category; the last is their mean, with SVIP's gain over the constant."""
-    cells = {name: speed_ups(parts, policy, times) for name, policy in methods.items()}
-    means = {
-        name: np.mean([_speed_up(part, policy, times) for part in parts.values()]) for name, policy in methods.items()
-    }
-    gain = f" ({means['SVIP'] / means['Const.'] - 1:+.1%})"
-    averages = {name: f"{mean:.2f}{gain if name == 'SVIP' else ''}" for name, mean in means.items()}
-    return [{"Methods": name, **cells[name], "Avg.": averages[name]} for name in methods]
+    speeds = {name: speed_ups(parts, policy, times) for name, policy in methods.items()}
+    means = {name: np.mean(list(of_parts.values())) for name, of_parts in speeds.items()}
+    gain = {"SVIP": f" ({means['SVIP'] / means['Const.'] - 1:+.1%})"}
+    return [
+        {"Methods": name, **_cells(of_parts), "Avg.": f"{means[name]:.2f}{gain.get(name, '')}"}
+        for name, of_parts in speeds.items()
+    ]
 
 
 def by_category(dataset: str, trace: Trace) -> dict[str, Trace]:
@@ -89,10 +93,10 @@ def by_length(trace: Trace, longest: int) -> Iterator[tuple[str, Trace]]:
         yield str(length), trace.select(range(len(trace.rows)), num_tokens=length)
 
 
-def speed_ups(parts: Mapping[str, Trace], policy: Policy, times: Times) -> dict[str, str]:
+def speed_ups(parts: Mapping[str, Trace], policy: Policy, times: Times) -> dict[str, float]:
     """Predicted speed-ups over the target alone, by column."""
-    return {name: f"{_speed_up(part, policy, times):.2f}" for name, part in parts.items()}
+    return {name: float(times.speeds(part, policy)[0] * times.t_target_s[0]) for name, part in parts.items()}
 
 
-def _speed_up(trace: Trace, policy: Policy, times: Times) -> float:
-    return float(times.speeds(trace, policy)[0] * times.t_target_s[0])
+def _cells(speeds: Mapping[str, float]) -> dict[str, str]:
+    return {name: f"{speed:.2f}" for name, speed in speeds.items()}

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from configs.command import run
 from decode.policies import Entropy, FixedLength, HeadPolicy, Heuristic
 from evaluation.__main__ import COMMANDS
-from evaluation.papers.specdec import LENGTHS, THRESHOLDS, best_threshold
+from evaluation.papers.specdec import LENGTHS, THRESHOLDS, best_of
 from evaluation.papers.svip import CHOICES, by_category, by_length, category_rows, speed_ups, threshold_for
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
@@ -83,11 +84,11 @@ def test_without_the_papers_heads_the_error_says_how_to_train_them(flags, capsys
     assert "heads.specdec" in capsys.readouterr().err
 
 
-def test_the_best_threshold_is_that_of_the_papers_five(played):
+def test_the_best_of_is_that_of_the_papers_five(played):
     head = AcceptanceHead(16, 0)
     torch.nn.init.normal_(head.out.weight)
     speeds = {h: COST.tokens_per_s(replay_settings(played, HeadPolicy(head, h)))[0] for h in THRESHOLDS}
-    tokens_per_s, threshold = best_threshold(head, played, COST)
+    tokens_per_s, threshold = best_of(played, partial(HeadPolicy, head), THRESHOLDS, COST)
     assert tokens_per_s == pytest.approx(max(speeds.values()))
     assert speeds[threshold] == pytest.approx(tokens_per_s)
     assert (len(LENGTHS), len(THRESHOLDS)) == (7, 5)
