@@ -231,8 +231,8 @@ def distil(draft: Draft, paths: Sequence[Path], directory: Path, distillation: D
     if len(paths) < 2:
         raise ValueError(f"there are {len(paths)} shards of readings, but 2 are needed; use more responses")
     *training, held_out = paths
-    groups = [group for epoch in range(distillation.num_epochs) for group in _groups(training, distillation, epoch)]
-    num_steps = sum(group.num_batches for group in groups)
+    num_epochs = distillation.num_epochs
+    num_steps = sum(num for epoch in range(num_epochs) for _, num in _groups(training, distillation, epoch))
 
     def loss(batch_and_depths: tuple[Batch, int]) -> Float[Tensor, ""]:
         with torch.autocast("cpu", torch.bfloat16, enabled=distillation.is_mixed):
@@ -242,7 +242,7 @@ def distil(draft: Draft, paths: Sequence[Path], directory: Path, distillation: D
 
     fit(
         [Pupil(draft.module, loss, has_muon=False)],
-        partial(_batches, groups),
+        lambda start: _batches(training, distillation, num_epochs, start),
         title="train the draft",
         num_steps=num_steps,
         learning_rate=distillation.learning_rate,
@@ -256,41 +256,29 @@ def distil(draft: Draft, paths: Sequence[Path], directory: Path, distillation: D
     return {"steps": num_steps, **_figures(draft, held_out, distillation), **asdict(distillation)}
 
 
-class _Group(NamedTuple):
-    """Shards whose texts are shuffled together, as batches of texts of about one length."""
-
-    paths: Sequence[Path]
-    num_batches: int
-    batch_size: int
-    num_depths: int
-    seed: str
-
-    def batches(self, start: int = 0) -> Iterator[tuple[Batch, int]]:
-        """The batches from `start` on, each with the number of depths to train."""
-        rng = random.Random(self.seed)
-        readings = [reading for path in self.paths for reading in load_readings(path)]
-        readings.sort(key=lambda reading: len(reading.ids) + rng.random())
-        parts = [readings[first : first + self.batch_size] for first in range(0, len(readings), self.batch_size)]
-        rng.shuffle(parts)
-        return ((_padded(part), self.num_depths) for part in parts[start:])
+def _groups(paths: Sequence[Path], settings: Distillation, epoch: int) -> list[tuple[list[Path], int]]:
+    """Shards whose texts are shuffled together in an epoch, and their number of batches."""
+    order, size = list(paths), settings.batch_size
+    random.Random(f"{settings.seed} {epoch}").shuffle(order)
+    groups = [order[start : start + _SHARDS_TOGETHER] for start in range(0, len(order), _SHARDS_TOGETHER)]
+    num_texts = [sum(read_sidecar(path, keys=("texts",))["texts"] for path in group) for group in groups]
+    return [(group, -(-num // size)) for group, num in zip(groups, num_texts, strict=True)]
 
 
-def _groups(paths: Sequence[Path], distillation: Distillation, epoch: int) -> Iterator[_Group]:
-    order, size = list(paths), distillation.batch_size
-    random.Random(f"{distillation.seed} {epoch}").shuffle(order)
-    is_deep = epoch >= distillation.num_epochs - distillation.num_deep_epochs
-    for start in range(0, len(order), _SHARDS_TOGETHER):
-        group = order[start : start + _SHARDS_TOGETHER]
-        num_texts = sum(read_sidecar(path, keys=("texts",))["texts"] for path in group)
-        seed = f"{distillation.seed} {epoch} {start}"
-        yield _Group(group, -(-num_texts // size), size, distillation.num_depths if is_deep else 1, seed)
-
-
-def _batches(groups: Sequence[_Group], start: int) -> Iterator[tuple[Batch, int]]:
-    for group in groups:
-        if start < group.num_batches:
-            yield from group.batches(start)
-        start = max(0, start - group.num_batches)
+def _batches(paths: Sequence[Path], settings: Distillation, epochs: int, start: int = 0) -> Iterator[tuple[Batch, int]]:
+    """The batches from step `start` on, of texts of about one length, each with the number of depths to train."""
+    for epoch in range(epochs):
+        num_depths = settings.num_depths if epoch >= settings.num_epochs - settings.num_deep_epochs else 1
+        for number, (group, num_batches) in enumerate(_groups(paths, settings, epoch)):
+            if start < num_batches:
+                rng = random.Random(f"{settings.seed} {epoch} {number * _SHARDS_TOGETHER}")
+                readings = [reading for path in group for reading in load_readings(path)]
+                readings.sort(key=lambda reading: len(reading.ids) + rng.random())
+                size = settings.batch_size
+                parts = [readings[first : first + size] for first in range(0, len(readings), size)]
+                rng.shuffle(parts)
+                yield from ((_padded(part), num_depths) for part in parts[start:])
+            start = max(0, start - num_batches)
 
 
 def _padded(readings: Sequence[Reading]) -> Batch:
@@ -309,8 +297,8 @@ def _padded(readings: Sequence[Reading]) -> Batch:
 @torch.no_grad()
 def _figures(draft: Draft, path: Path, distillation: Distillation) -> dict[str, list[float]]:
     """Mean divergence and acceptance_rate by depth."""
-    [group] = _groups([path], distillation, 0)
-    by_batch = zip(*(divergences_and_rates(draft, batch, NUM_DEPTHS) for batch, _ in group.batches()), strict=True)
+    batches = _batches([path], distillation, 1)
+    by_batch = zip(*(divergences_and_rates(draft, batch, NUM_DEPTHS) for batch, _ in batches), strict=True)
     divergences, rates = (torch.stack(rows).double().mean(0).tolist() for rows in by_batch)
     figures = {"divergences": divergences, "acceptance_rates": rates}
     return {name: [round(value, 4) for value in values] for name, values in figures.items()}

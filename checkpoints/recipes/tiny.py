@@ -12,7 +12,7 @@ not width, decides t_target / t_draft. Same seed, recipe, machine and thread cou
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,23 +39,22 @@ _FILES |= {"chat_template.jinja", "figures.json"}
 """Files of a model's directory; a directory with anything else is never overwritten."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """Size of one model, in the words of `LlamaConfig`."""
+Shape = Mapping[str, int]
+"""Size of one model, in the words of `LlamaConfig`."""
 
-    num_hidden_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
+
+def shape_of(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int) -> Shape:
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    return dict(zip(names, (num_layers, hidden_size, intermediate_size, num_heads), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything but seed and machine that decides the models' bytes."""
 
-    target: ModelShape = ModelShape(num_hidden_layers=10, hidden_size=128, intermediate_size=352, num_attention_heads=4)
-    draft: ModelShape = ModelShape(num_hidden_layers=1, hidden_size=96, intermediate_size=256, num_attention_heads=3)
-    micro: ModelShape = ModelShape(num_hidden_layers=1, hidden_size=24, intermediate_size=64, num_attention_heads=1)
+    target: Shape = field(default_factory=partial(shape_of, 10, 128, 352, 4))
+    draft: Shape = field(default_factory=partial(shape_of, 1, 96, 256, 3))
+    micro: Shape = field(default_factory=partial(shape_of, 1, 24, 64, 1))
     vocab_size: int = 768
     num_tokenizer_stories: int = 4000
     batch_size: int = 16
@@ -206,10 +205,10 @@ def _log_probs(
     return model.lm_head(hidden[is_learned]).log_softmax(-1)
 
 
-def _new_model(shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+def _new_model(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """A model with random weights from torch's global generator."""
     config = LlamaConfig(
-        **asdict(shape),
+        **shape,
         vocab_size=len(tokenizer),
         max_position_embeddings=texts.MAX_TOKENS,
         tie_word_embeddings=True,

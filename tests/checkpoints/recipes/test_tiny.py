@@ -19,13 +19,13 @@ from checkpoints.recipes.texts import (
     story_batches,
     train_tokenizer,
 )
-from checkpoints.recipes.tiny import TRIO, ModelShape, Recipe, log_q, make_trio
+from checkpoints.recipes.tiny import TRIO, Recipe, log_q, make_trio, shape_of
 from configs.schema import ModelSource, PairConfig
 from data_gen.prompts.stories import stories
 from lm import Pair, load_pair
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
-TOY = ModelShape(num_hidden_layers=1, hidden_size=16, intermediate_size=32, num_attention_heads=2)
+TOY = shape_of(1, 16, 32, 2)
 SIZES = {"vocab_size": 300, "num_tokenizer_stories": 40, "batch_size": 4, "target_steps": 5, "distil_steps": 3}
 TOY_RECIPE = Recipe(target=TOY, draft=TOY, micro=TOY, **SIZES)
 
@@ -41,22 +41,17 @@ def digest(directory: Path) -> dict[str, str]:
     return {str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path):
-    for name, seed in {"a": 0, "b": 0, "c": 1}.items():
-        make_trio(tmp_path / name, seed=seed, recipe=TOY_RECIPE)
-    first, again, other = (digest(tmp_path / name) for name in "abc")
-    assert first == again
-    assert all(first[f"{name}/model.safetensors"] != other[f"{name}/model.safetensors"] for name in TRIO)
-
-
-def test_models_on_disk_are_replaced_only_on_request(tmp_path):
-    make_trio(tmp_path, recipe=TOY_RECIPE)
-    before = digest(tmp_path)
+def test_the_same_seed_gives_the_same_bytes_and_models_on_disk_are_replaced_only_on_request(tmp_path):
+    for name in "ab":
+        make_trio(tmp_path / name, recipe=TOY_RECIPE)
+    first = digest(tmp_path / "a")
+    assert first == digest(tmp_path / "b")
     with pytest.raises(ValueError, match=r"target exists.*overwrite"):
-        make_trio(tmp_path, seed=1, recipe=TOY_RECIPE)
-    assert digest(tmp_path) == before
-    make_trio(tmp_path, seed=1, recipe=TOY_RECIPE, overwrite=True)
-    assert digest(tmp_path) != before
+        make_trio(tmp_path / "b", seed=1, recipe=TOY_RECIPE)
+    assert first == digest(tmp_path / "b")
+    make_trio(tmp_path / "b", seed=1, recipe=TOY_RECIPE, overwrite=True)
+    other = digest(tmp_path / "b")
+    assert all(first[f"{name}/model.safetensors"] != other[f"{name}/model.safetensors"] for name in TRIO)
 
 
 def test_an_interrupted_recipe_writes_nothing(tmp_path, monkeypatch):
