@@ -39,7 +39,7 @@ _FILES |= {"chat_template.jinja", "figures.json"}
 """Files of a model's directory; a directory with anything else is never overwritten."""
 
 
-Shape = Mapping[str, int]
+Shape = Mapping[str, Any]
 """Size of one model, in the words of `LlamaConfig`."""
 
 

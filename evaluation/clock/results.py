@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool, Float
 
 from decode.experiment import Experiment
 from decode.policies import FixedLength
-from evaluation.clock.primed import PrimedLoop
-from evaluation.clock.turns import Clocked, clock, replayed_on
+from evaluation.clock.turns import PrimedLoop, clock, replayed_on
 from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Result, replay_arms, result_of
 from evaluation.families import ALONE, BASELINE, BOUNDS, family, styles_of
@@ -119,13 +119,19 @@ class ClockReport:
 
 
 def report_of(
-    clocked: Clocked, runners: Sequence[Result], times: Times, *, dataset: str, rows: Sequence[int]
+    seconds: Float[Array, "runner repeat row part"],
+    agrees: Bool[Array, " row"],
+    runners: Sequence[Result],
+    times: Times,
+    *,
+    dataset: str,
+    rows: Sequence[int],
 ) -> ClockReport:
     """Every runner, over the rows that all of them decoded as replayed; rows of one prompt, such as the turns of a
     conversation, count together.
 
     Args:
-        clocked: seconds of the rows.
+        seconds, agrees: as `clock` returns them.
         runners: the best fixed length among them.
         times: predict them.
         dataset: its name.
@@ -134,15 +140,16 @@ def report_of(
     Raises:
         ValueError: there is no such row.
     """
-    agrees = clocked.agrees
     if not agrees.any():
         raise ValueError(
             f"{dataset}: no response is decoded as it was replayed; record the trace again with the models as they are "
             "now"
         )
-    every = [replayed_on(runner, rows) for runner in runners]
-    predicted = [_by_prompt(played, times.time_s(played)[0, agrees], agrees) for played in every]
-    measured = [_by_prompt(played, clocked.wall_s(number), agrees) for number, played in enumerate(every)]
+    agreeing = [row for row, is_same in zip(rows, agrees, strict=True) if is_same]
+    every, timed = [replayed_on(runner, agreeing) for runner in runners], seconds[:, :, agrees]
+    wall_s = np.median(timed[..., 0], axis=1)
+    predicted = [_by_prompt(played, times.time_s(played)[0]) for played in every]
+    measured = [_by_prompt(played, wall_s[number]) for number, played in enumerate(every)]
     base = [runner.family for runner in runners].index(BASELINE)
     results = [
         {
@@ -151,37 +158,40 @@ def report_of(
             "predicted_tokens_per_s": expected.tokens_per_s,
             "clocked_tokens_per_s": spent.tokens_per_s,
             "difference": spent.tokens_per_s / expected.tokens_per_s - 1,
-            **_parts(clocked, number, every[number], times=times),
+            **_parts(wall_s[number].sum(), timed[number].sum((0, 1)), every[number], times),
             "predicted_gain": gain_over(predicted[base], expected),
             "clocked_gain": gain_over(measured[base], spent),
         }
         for number, (runner, expected, spent) in enumerate(zip(runners, predicted, measured, strict=True))
     ]
-    num_prompts, num_rows = len(measured[0].tokens), int(agrees.sum())
-    about = f"{num_rows} responses to " * (num_prompts < num_rows) + (
-        f"{num_prompts} test prompts, medians of {clocked.seconds.shape[1]} generations each, prompts read beforehand"
-    )
-    if left_out := len(agrees) - num_rows:
-        about += f"; {left_out} responses left out, where a threshold falls between the last bits of loop and trace"
+    about = _about(len(measured[0].tokens), agrees, num_repeats=seconds.shape[1])
     return ClockReport(dataset=dataset, about=about, rows=results)
 
 
-def _by_prompt(played: Played, seconds: Array, agrees: Array) -> Spent:
+def _about(num_prompts: int, agrees: Bool[Array, " row"], *, num_repeats: int) -> str:
+    num_rows, num_left_out = int(agrees.sum()), int((~agrees).sum())
+    about = f"{num_rows} responses to " * (num_prompts < num_rows) + (
+        f"{num_prompts} test prompts, medians of {num_repeats} generations each, prompts read beforehand"
+    )
+    if num_left_out:
+        about += f"; {num_left_out} responses left out, where a threshold falls between the last bits of loop and trace"
+    return about
+
+
+def _by_prompt(played: Played, seconds: Array) -> Spent:
     """Tokens and seconds of each prompt, its rows together."""
-    _, numbers = np.unique(played.prompt_of_row[agrees], return_inverse=True)
-    tokens = np.bincount(numbers, played.counts.num_emitted[0, agrees])
+    _, numbers = np.unique(played.prompt_of_row, return_inverse=True)
+    tokens = np.bincount(numbers, played.counts.num_emitted[0])
     return Spent(tokens.astype(np.int64), np.bincount(numbers, seconds))
 
 
-def _parts(clocked: Clocked, number: int, played: Played, *, times: Times) -> dict[str, float]:
-    """Clocked less predicted seconds of each part, over all predicted seconds."""
-    total_s = float(times.time_s(played)[0, clocked.agrees].sum())
-    lengths = played.lengths[0, clocked.agrees]
-    verify_s = float((lengths @ times.target_s(np.arange(lengths.shape[-1]))).sum())
-    wall_s = float(clocked.wall_s(number).sum())
-    draft, verify = (wall_s * clocked.share(number, part) for part in ("draft_s", "target_s"))
+def _parts(wall_s: float, totals_s: Array, played: Played, times: Times) -> dict[str, float]:
+    """Clocked less predicted seconds of each part, over all predicted seconds; each part has its share of `wall_s`."""
+    total_s, lengths = float(times.time_s(played).sum()), played.lengths[0].sum(0)
+    verify_s = float(lengths @ times.target_s(np.arange(len(lengths))))
+    draft, verify = wall_s * totals_s[1:] / totals_s[0]
     seconds = (draft - (total_s - verify_s), verify - verify_s, wall_s - draft - verify)
-    return {part: part_s / total_s for part, part_s in zip(_PARTS, seconds, strict=True)}
+    return {part: float(part_s / total_s) for part, part_s in zip(_PARTS, seconds, strict=True)}
 
 
 def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) -> None:
@@ -203,7 +213,7 @@ def clock_dataset(
     runners = [result_of(alone, 0, times)]
     runners += [result for name, result in contest.results.items() if name not in BOUNDS]
     clocked = clock(loop, runners, test.select(rows), rows, repeats=repeats, name=contest.dataset)
-    return report_of(clocked, runners, times, dataset=contest.dataset, rows=rows)
+    return report_of(*clocked, runners, times, dataset=contest.dataset, rows=rows)
 
 
 def rows_of(trace: Trace, num_prompts: int) -> list[int]:

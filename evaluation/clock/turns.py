@@ -1,55 +1,77 @@
 """Generations of several policies on a clock, in turns: the loop that is configured, played to by a trace
 (`evaluation.traces.played`).
 
-Each turn visits every prompt, and on it every runner, in an order that rotates; both models hold the prompt before the
-clock starts. The first turn is not timed: it compiles whatever the others will need, since those feed the very same
-tokens, and holds every generation against its replay. Signals were recorded many positions at once and are read one by
-one, so their last bits may differ, and a threshold may fall between: such a prompt is left out for everyone.
+Each turn visits every prompt, and on it every runner, in an order that rotates. Both models hold the prompt before the
+clock starts (law 4.5: after `prime(prompt)` the cache holds prompt[:-1], a prefix of committed[:-1], and `reset`
+returns to that); beside a feature draft the first round reads the prompt, for every policy alike. The first turn is not
+timed: it compiles whatever the others will need, since those feed the very same tokens, and holds every generation
+against its replay. Signals were recorded many positions at once and are read one by one, so their last bits may differ,
+and a threshold may fall between: such a prompt is left out for everyone.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property, partial
 from time import perf_counter
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from decode.loop.decoder import Generation, SpeculativeDecoder
-from evaluation.clock.primed import PrimedLoop
+from decode.drafters.factory import PairModels
+from decode.loop.decoder import Generation
 from evaluation.contest import Result
+from evaluation.costs.measure import Loop
 from evaluation.played import Played, lengths_of
 from evaluation.traces.played import PlayedSampler
 from evaluation.traces.trace import Array, Trace
 from evaluation.turns import in_turns
+from lm import CachedModel
 from store.progress import Bar
 
 _COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted")
-PARTS = ("wall_s", "draft_s", "target_s")
-"""Parts of a generation's seconds that are kept."""
 
 
-@dataclass(frozen=True)
-class Clocked:
-    """Seconds of all runners, and the rows on which all of them did what their replays say."""
+class PrimedModel(CachedModel):
+    """A `CachedModel` whose `reset` keeps the prompt."""
 
-    seconds: Float[Array, "runner repeat row part"]
-    """Parts as `PARTS` names them."""
-    agrees: Bool[Array, " row"]
-    """Whether every runner did what its replay says."""
+    _num_primed = 0
 
-    def wall_s(self, runner: int) -> Float[Array, " row"]:
-        """Seconds of each row that agrees, medians over the repeats."""
-        return np.median(self.seconds[runner, ..., 0][:, self.agrees], axis=0)
+    def prime(self, prompt_ids: Sequence[int]) -> None:
+        """Read all of the prompt but its last token; sequences start from there until the next call."""
+        self._num_primed = 0
+        self.reset()
+        if len(prompt_ids) > 1:
+            self.feed(prompt_ids[:-1])
+        self._num_primed = len(prompt_ids) - 1
 
-    def share(self, runner: int, part: str) -> float:
-        """Share of a runner's seconds that went into one part."""
-        totals = self.seconds[runner][:, self.agrees].sum((0, 1))
-        return float(totals[PARTS.index(part)] / totals[0])
+    def reset(self) -> None:
+        """Go back to the end of the prompt."""
+        if self._num_primed:
+            self.roll_back(self._num_primed)
+        else:
+            super().reset()
+
+
+class PrimedLoop(Loop):
+    """The loop of a config, eager or compiled, for several policies that take turns on one prompt."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self.pair.eos_ids
+
+    def prime(self, prompt_ids: Sequence[int]) -> None:
+        """Set the text that every decoder starts from next."""
+        for model in (self.models.target, *self.models.drafts.values()):
+            if isinstance(model, PrimedModel):
+                model.prime(prompt_ids)
+
+    @cached_property
+    def models(self) -> PairModels:
+        return PairModels(self.pair, self.compile, kind=partial(PrimedModel, compile=self.compile))
 
 
 def clock(
     loop: PrimedLoop, runners: Sequence[Result], trace: Trace, rows: Sequence[int], *, repeats: int, name: str
-) -> Clocked:
+) -> tuple[Float[Array, "runner repeat row part"], Bool[Array, " row"]]:
     """Play the whole trace to every runner, once untimed and then `repeats` times.
 
     Args:
@@ -59,40 +81,37 @@ def clock(
         rows: their numbers on the runners' test split.
         repeats: timed turns.
         name: the name of the dataset, for the progress bar.
+
+    Returns:
+        Seconds of each generation, of its drafts and of its verifications; and the rows on which every runner did what
+        its replay says.
     """
     num = len(trace.rows)
-    seconds, agrees = np.zeros((len(runners), repeats, num, len(PARTS))), np.ones(num, dtype=bool)
+    seconds, agrees = np.zeros((len(runners), repeats, num, 3)), np.ones(num, dtype=bool)
     with Bar(total=(repeats + 1) * num * len(runners), desc=f"clock: {name}", unit="generations") as bar:
-        decoders, replays = (
-            [loop.decoder(runner.policy) for runner in runners],
-            [replayed_on(runner, rows) for runner in runners],
-        )
+        decoders = [loop.decoder(runner.policy) for runner in runners]
+        replays = [replayed_on(runner, rows) for runner in runners]
         for turn in range(repeats + 1):
             for row, order in in_turns(range(len(runners)), range(num), first=turn):
-                loop.prime(trace.rows[row].prompt_ids)
+                request = trace.rows[row]
+                loop.prime(request.prompt_ids)
                 for number in order:
-                    generation, timed = _timed(decoders[number], trace, row)
+                    draws, started_s = PlayedSampler(trace, row), perf_counter()
+                    generation = decoders[number].generate(request.prompt_ids, request.limit, generator=draws)
+                    wall_s, rounds = perf_counter() - started_s, generation.rounds
                     if turn:
-                        seconds[number, turn - 1, row] = timed
+                        parts_s = (sum(one.draft_s for one in rounds), sum(one.target_s for one in rounds))
+                        seconds[number, turn - 1, row] = (wall_s, *parts_s)
                     elif not _agrees(generation, replays[number], row):
                         agrees[row] = False
                     bar.update()
-    return Clocked(seconds, agrees)
+    return seconds, agrees
 
 
 def replayed_on(result: Result, rows: Sequence[int]) -> Played:
     """What a result did on some test rows."""
     assert result.played is not None
     return result.played.select([0], rows)
-
-
-def _timed(decoder: SpeculativeDecoder, trace: Trace, row: int) -> tuple[Generation, tuple[float, ...]]:
-    request, draws = trace.rows[row], PlayedSampler(trace, row)
-    started_s = perf_counter()
-    generation = decoder.generate(request.prompt_ids, request.limit, generator=draws)
-    wall_s = perf_counter() - started_s
-    rounds = generation.rounds
-    return generation, (wall_s, sum(round_.draft_s for round_ in rounds), sum(round_.target_s for round_ in rounds))
 
 
 def _agrees(generation: Generation, replayed: Played, row: int) -> bool:

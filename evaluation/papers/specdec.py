@@ -135,11 +135,11 @@ def forward_times(experiment: Experiment, head: AcceptanceHead) -> Table:
         for setting in ("SpecDec", "SpecDec++"):
             t_draft, t_target, r2 = regressed(generated[setting])
             times[setting][dataset] = t_draft, t_target, f"{r2:.4f}"
-    rows = []
+    rows: list[dict[str, str]] = []
     for setting, of_sets in times.items():
-        for dataset, (draft_s, target_s, r2) in of_sets.items():
+        for dataset, (draft_s, target_s, printed_r2) in of_sets.items():
             row = {"Setting": setting, "Dataset": dataset, "t_draft": f"{draft_s:.5f}", "t_target": f"{target_s:.5f}"}
-            rows.append(row | {"R^2": r2})
+            rows.append(row | {"R^2": printed_r2})
         averages = {"Setting": setting, "Dataset": "average"}
         for column, seconds in zip(("t_draft", "t_target"), list(zip(*of_sets.values(), strict=True))[:2], strict=True):
             deviation = f" ± {stdev(seconds):.5f}" if len(seconds) > 1 else ""

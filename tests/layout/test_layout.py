@@ -31,14 +31,14 @@ CEILINGS = {
     "data_gen": (6129, 4400),
     "heads": (4161, 3600),
     "decode": (5018, 4200),
-    "evaluation": (10805, 7400),
+    "evaluation": (10784, 7400),
     "serve": (870, 800),
-    "checkpoints/recipes": (1567, 1400),
+    "checkpoints/recipes": (1554, 1400),
     "benchmarks": (794, 800),
-    "tests": (29052, 18000),
+    "tests": (29046, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
-MAX_RECORD_TYPES = 158
+MAX_RECORD_TYPES = 157
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
 
 WORDS = {

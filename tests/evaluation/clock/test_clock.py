@@ -8,9 +8,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, Policy
-from evaluation.clock.primed import PrimedLoop, PrimedModel
 from evaluation.clock.results import check_clock, report_of, rows_of
-from evaluation.clock.turns import Clocked, clock, replayed_on
+from evaluation.clock.turns import PrimedLoop, PrimedModel, clock, replayed_on
 from evaluation.competitor import Competitor
 from evaluation.contest import Arm, Result, result_of
 from evaluation.gain import Spent, gain_over
@@ -57,11 +56,11 @@ def loop() -> PrimedLoop:
 
 
 def test_every_prompt_is_played_as_it_was_replayed_and_timed_in_each_turn(recorded):
-    clocked = clock(loop(), runners_on(recorded), recorded, range(5), repeats=2, name="made")
-    assert clocked.seconds.shape == (3, 2, 5, 3)
-    assert clocked.agrees.all()
-    assert (clocked.seconds > 0).all()
-    assert (clocked.seconds[..., 0] > clocked.seconds[..., 1:].sum(-1)).all()
+    seconds, agrees = clock(loop(), runners_on(recorded), recorded, range(5), repeats=2, name="made")
+    assert seconds.shape == (3, 2, 5, 3)
+    assert agrees.all()
+    assert (seconds > 0).all()
+    assert (seconds[..., 0] > seconds[..., 1:].sum(-1)).all()
 
 
 def test_a_prompt_that_one_runner_plays_otherwise_is_left_out(recorded):
@@ -70,7 +69,7 @@ def test_a_prompt_that_one_runner_plays_otherwise_is_left_out(recorded):
     differs = (other.lengths != runners[1].played.lengths)[0].any(-1)
     assert differs.any()
     runners[1] = runner_of("cumulative_token_prob", POLICIES["cumulative_token_prob"], other)
-    assert np.array_equal(clock(loop(), runners, recorded, range(5), repeats=1, name="made").agrees, ~differs)
+    assert np.array_equal(clock(loop(), runners, recorded, range(5), repeats=1, name="made")[1], ~differs)
 
 
 def test_a_primed_model_gives_the_logits_of_an_unprimed_one():
@@ -109,8 +108,7 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
         for total, verify, more, extra in zip(predicted, verify_s, slower, rest, strict=True)
     ]
     agrees = np.array([True, True, True, True, False])
-    clocked = Clocked(np.stack(parts)[:, None].repeat(3, 1), agrees)
-    report = report_of(clocked, runners, COST, dataset="made", rows=range(5))
+    report = report_of(np.stack(parts)[:, None].repeat(3, 1), agrees, runners, COST, dataset="made", rows=range(5))
     first, second, _ = report.rows
     assert (first["difference"], first["draft"], first["verify"], first["rest"]) == pytest.approx((0, 0, 0, 0))
     total_s = predicted[1][agrees].sum()
@@ -138,7 +136,7 @@ def test_turns_of_a_conversation_are_clocked_together_and_count_as_one_prompt(re
     assert [rows_of(talks, num) for num in (1, 2, 9)] == [[0, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
     runners, rows = runners_on(talks), rows_of(talks, 2)
     seconds = np.random.default_rng(0).uniform(1, 2, (3, 1, 4, 3))
-    report = report_of(Clocked(seconds, np.ones(4, dtype=bool)), runners, COST, dataset="made", rows=rows)
+    report = report_of(seconds, np.ones(4, dtype=bool), runners, COST, dataset="made", rows=rows)
     spent = [
         Spent(runner.played.counts.num_emitted[0, :4].reshape(2, 2).sum(0), seconds[n, 0, :, 0].reshape(2, 2).sum(0))
         for n, runner in enumerate(runners)
