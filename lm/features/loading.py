@@ -15,7 +15,6 @@ from lm.features.dspark import MARKOV_HEADS, DSpark
 from lm.features.eagle import Eagle, Eagle3
 from lm.features.eight_bits import to_eight_bits
 from lm.features.glide import Glide
-from lm.features.mtp import mtp_of
 from lm.features.released import MTP, Released, max_positions, refusal_of
 from lm.sampling import FLOATS
 
@@ -52,8 +51,14 @@ def load_feature_draft(
     if source.quantization not in (None, "8bit"):
         remedy = "of feature drafts it is 8bit or null"
         raise refusal_of(source.path, f"quantization is {source.quantization}", remedy)
-    is_mtp = source.path.endswith(MTP)
-    draft = mtp_of(source, target, dtype) if is_mtp else _released(source, target, num_layers, dtype)
+    if source.path.endswith(MTP):
+        try:
+            from lm.features.mtp import mtp_of  # older transformers lack what it imports
+        except ImportError as error:
+            raise refusal_of(source.path, "this transformers has no MTP modules", "install 5.23 or later") from error
+        draft: FeatureDraft = mtp_of(source, target, dtype)
+    else:
+        draft = _released(source, target, num_layers, dtype)
     draft.name_or_path = source.path
     draft.to(next(target.get_output_embeddings().parameters()).device).eval().bind(target)
     if source.quantization is not None:

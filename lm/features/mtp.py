@@ -1,14 +1,14 @@
 """Native MTP: the layer for multi-token prediction in a target's own checkpoint, as a feature draft.
 
 Entry t represents token x_{t+1}. It reads the token's embedding and a state s_t: the target's, after its final norm,
-where the target has read the text, and deeper in a draft the entry's own parent's output. The one layer is used at
+where the target has read the text, and the output of the entry before it deeper in a draft. The one layer is used at
 every depth, as engines do.
 
     s_{t+1} = norm(layer(W [norm(embed(x_{t+1})); norm(s_t)]))        q(x_{t+2}) = softmax(head s_{t+1})
 
-`pair.draft.path: mtp` names it, which the config turns into the target's path and `#mtp`. The target's model ignores
-its tensors (`mtp.*`, or a layer after the last of the body); transformers' MtpModel knows how they are called in each
-family, and its layer runs here. As there, the next step reads a state after the norm; vLLM's DeepSeek reads it before.
+`pair.draft.path: mtp` names it; the config replaces that by the target's path and `#mtp`. The target ignores the
+layer's tensors (`mtp.*`, or a layer after its last one). transformers' MtpModel maps their names in each family, and
+its layer runs here. As there, the next step reads the state after the norm; vLLM's DeepSeek reads the one before it.
 """
 
 import re
