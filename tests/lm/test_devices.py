@@ -18,6 +18,7 @@ from heads.model.head import AcceptanceHead
 from lm import CachedModel, RandomSampler, Sampling, revealed_probs, verify
 from lm.cache import make_cache, select_rows
 from lm.draws import draw
+from tests.cases import first_fast
 from tests.toys.devices import FakeDevices, device_of, put
 from tests.toys.small_pair import llama
 
@@ -190,7 +191,7 @@ def test_a_head_is_where_the_hidden_states_of_a_spread_draft_are(timing):
         assert generated(draft) == expected
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling()])
+@pytest.mark.parametrize("sampling", first_fast([Sampling(), Sampling(temperature=0.0)], 1))
 @pytest.mark.parametrize(
     ("policy", "num_per_token"),
     [(FixedLength(1), 0), (FixedLength(8), 0), (Heuristic(3), 0), (Entropy(5.0), 1), (CumulativeTokenProb(1e-9), 1)]
@@ -245,9 +246,10 @@ def timeless(rounds):
     return [(one.drafted, one.emitted) for one in rounds]
 
 
-@pytest.mark.parametrize(
-    "devices", [(FIRST, SECOND, "cpu"), (FIRST, SECOND, FIRST), (FIRST, SECOND, SECOND), ("cpu", FIRST, "cpu")]
-)
+SPREAD = [(FIRST, SECOND, "cpu"), ("cpu", FIRST, "cpu"), (FIRST, SECOND, FIRST), (FIRST, SECOND, SECOND)]
+
+
+@pytest.mark.parametrize("devices", first_fast((devices,) for devices in SPREAD))
 def test_models_that_draft_in_turns_may_be_on_several_devices(devices):
     expected = timeless(interleaved(model_of(1), model_of(2), model_of(0)))
     models = [model_of(seed) for seed in (1, 2, 0)]
@@ -285,7 +287,7 @@ class InBatches:
         return self.decoder.generate_batch([prompt, [4]], num, batch_size=2, generator=generator)[0]
 
 
-@pytest.mark.parametrize("policy", range(3))
+@pytest.mark.parametrize("policy", first_fast(range(3), 1))
 @pytest.mark.parametrize("decoder_of", [a_chain, a_tree, a_hierarchy, InBatches])
 def test_a_draft_may_be_moved_between_two_generations(decoder_of, policy):
     draft = model_of(1)
@@ -332,7 +334,7 @@ def sharp_pair():
     return pair
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling()])
+@pytest.mark.parametrize("sampling", first_fast([Sampling(), Sampling(temperature=0.0)], 1))
 @pytest.mark.parametrize("signals", [(), ("entropy",)])
 def test_a_policy_that_looks_at_no_token_learns_the_same_on_every_device(signals, sampling):
     def told(device):
