@@ -75,7 +75,7 @@ class Choices:
         return members | {f"{BASELINE} {length.label}": length for length in others}
 
 
-def is_foreign(policy: Policy, sampling: Sampling) -> bool:
+def of_other_sampling(policy: Policy, sampling: Sampling) -> bool:
     """Whether one of a policy's heads was trained under another sampling."""
     known = [head.provenance.sampling for head in policy.heads if isinstance(head, AcceptanceHead)]
     return any(trained_under and trained_under != sampling.as_dict() for trained_under in known)

@@ -24,7 +24,7 @@ from decode.policies import FixedLength, Policy
 from decode.policies.registry import read_spec, registered
 from evaluation.bench import arms as ways
 from evaluation.bench.arms import CONSTANT, Timed, generations_of, warm_up
-from evaluation.bench.choices import Choices, is_foreign
+from evaluation.bench.choices import Choices, of_other_sampling
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
 from evaluation.families import ALONE, BASELINE
@@ -193,7 +193,8 @@ class Race:
             policies |= {each: (one.family, one.label, one.policy, one.on_dev) for each, one in chosen.items()}
         for each, (family, setting, policy, on_dev) in policies.items():
             timed = generations_of(loop.decoder(policy), num_tokens)
-            arms[each] = _arm(family, setting, is_foreign=is_foreign(policy, sampling), on_dev=on_dev), timed
+            facts = _arm(family, setting, of_other_sampling=of_other_sampling(policy, sampling), on_dev=on_dev)
+            arms[each] = facts, timed
         schedules: dict[tuple[str, str], Mapping[str, Any] | None] = {(ways.UNASSISTED, "-"): None}
         if not self.experiment.has_feature_draft or self._assistant is not None:
             best = policies[BASELINE][2] if BASELINE in policies else None
@@ -212,8 +213,8 @@ class Race:
         return None if source is None else load_model(source, device=self.experiment.pair.target.device)
 
 
-def _arm(family: str, setting: str, *, is_foreign: bool = False, on_dev: float | None = None) -> dict[str, Any]:
-    return {"family": family, "setting": setting, "is_foreign": is_foreign, "on_dev": on_dev}
+def _arm(family: str, setting: str, *, of_other_sampling: bool = False, on_dev: float | None = None) -> dict[str, Any]:
+    return {"family": family, "setting": setting, "of_other_sampling": of_other_sampling, "on_dev": on_dev}
 
 
 def _family_of(spec: str) -> str:

@@ -98,7 +98,7 @@ class Cell(NamedTuple):
         """The cell in JSON."""
         arms = []
         for stored, arm in zip(self.stored["arms"], self.arms, strict=True):
-            named = {name: stored[name] for name in ("family", "setting", "is_foreign")}
+            named = {name: stored[name] for name in ("family", "setting", "of_other_sampling")}
             over = {name: self.over(arm, name)._asdict() for name in self.rivals}
             medians = {name: self.median_over(arm, name) for name in self.rivals}
             arms.append(named | {"tokens_per_s": arm.tokens_per_s, "over": over, "median_over": medians})
@@ -112,7 +112,7 @@ def cell_table(cell: Cell) -> Table:
     for arm, of in zip(cell.arms, stored["arms"], strict=True):
         is_slower = arm.family == BASELINE and arm is not cell.rivals[BASELINE]  # only the fastest is the best
         name = "fixed length" if is_slower else name_of(arm.family)
-        row = {"policy": name + " (head of another sampling)" * of["is_foreign"], "setting": of["setting"]}
+        row = {"policy": name + " (head of another sampling)" * of["of_other_sampling"], "setting": of["setting"]}
         row |= {"tokens/s": f"{arm.tokens_per_s:.1f}", "alone": f"x{1 + cell.over(arm, ALONE).value:.2f}"}
         rows.append(row | {f"over {name_of(rival)}": cell.cell_of(arm, rival) for rival in rivals})
     times = f"t_draft {1e3 * stored['times']['t_draft_s']:.2f} ms, t_target/t_draft {cell.ratio:.2f}"

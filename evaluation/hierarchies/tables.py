@@ -26,8 +26,8 @@ ABLATION = {PLAIN: ("", ""), PRE: ("x", ""), SELF: ("", "x"), BOTH: ("x", "x"), 
 """Name -> marks for pre-verify and self-verify, the rows of Table 2; HSDDW also repeats its inner rounds."""
 _SPEED_UPS = {"speed-up": ("speedup", ".3f"), "s.e.": ("speedup_se", ".3f")}
 _SPEED_UPS |= {"modelled": ("speedup_modelled", ".3f"), "given": ("speedup_at_ratios", ".3f")}
-_COLUMNS = {"drafter": ("arm", ""), "setting": ("setting", ""), "N": ("num_emitted", ""), "N_micro": ("num_micro", "")}
-_COLUMNS |= {"N_draft": ("num_drafted", ""), "N_target": ("num_target", "")}
+_COLUMNS = {"drafter": ("drafter", ""), "setting": ("setting", ""), "N": ("num_emitted", "")}
+_COLUMNS |= {"N_micro": ("num_micro", ""), "N_draft": ("num_drafted", ""), "N_target": ("num_target", "")}
 _COLUMNS |= {"F_micro": ("num_micro_forwards", ""), "F_draft": ("num_draft_forwards", "")}
 _COLUMNS |= {"sigma %": ("sigma", ".2f"), "eta %": ("eta", ".2f"), "tok/s": ("tokens_per_s", ".0f")}
 _COLUMNS |= _SPEED_UPS | {"pays below": ("below", "")}
@@ -56,7 +56,7 @@ def rows_of(results: Sequence[Result], times: Times, given: Times) -> list[dict[
         counts = one.played.total()
         rows.append(
             {
-                "arm": one.family,
+                "drafter": one.family,
                 "setting": one.label,
                 "num_levels": num_levels(one.played),
                 **vars(counts),
@@ -81,9 +81,9 @@ def num_levels(played: Played) -> int:
 
 def ablation_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """HSDDW's Table 2."""
-    by_name = {row["arm"]: row for row in rows}
+    by_name = {row["drafter"]: row for row in rows}
     table = [{**by_name[name], "pre": pre, "self": self_verify} for name, (pre, self_verify) in ABLATION.items()]
-    columns = {"": ("arm", ""), "pre-verify": ("pre", ""), "self-verify": ("self", ""), **_SPEED_UPS}
+    columns = {"": ("drafter", ""), "pre-verify": ("pre", ""), "self-verify": ("self", ""), **_SPEED_UPS}
     return Table("ablation (HSDDW, Table 2)", shown(table, columns), names=3)
 
 

@@ -53,13 +53,9 @@ def autos_for(head: Any, trace: Trace, every: Sequence[Times], *, is_online: boo
 
 def side_by_side(rules: Sequence[Auto]) -> Auto:
     """Rules that differ by their times and lambda, as the settings of one policy."""
-    first = rules[0]
-    columns = {
-        name: np.array([getattr(rule, name) for rule in rules])
-        for name in _OF_TIMES
-        if getattr(first, name) is not None
-    }
-    return replace(first, **columns)
+    columns = {name: [getattr(rule, name) for rule in rules] for name in _OF_TIMES}
+    arrays: dict[str, Any] = {name: np.array(column) for name, column in columns.items() if None not in column}
+    return replace(rules[0], **arrays)
 
 
 def _fixed_points(rules: Sequence[Auto], trace: Trace, every: Sequence[Times]) -> list[Auto]:

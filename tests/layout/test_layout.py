@@ -31,7 +31,7 @@ CEILINGS = {
     "data_gen": (6129, 4400),
     "heads": (4161, 3600),
     "decode": (5018, 4200),
-    "evaluation": (10784, 7400),
+    "evaluation": (10781, 7400),
     "serve": (870, 800),
     "checkpoints/recipes": (1554, 1400),
     "benchmarks": (794, 800),

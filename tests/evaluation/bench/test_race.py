@@ -9,7 +9,7 @@ import pytest
 from configs.command import config_of, parser_for
 from decode.policies.registry import POLICIES
 from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
-from evaluation.bench.choices import Choices, is_foreign
+from evaluation.bench.choices import Choices, of_other_sampling
 from evaluation.bench.command import bench
 from evaluation.bench.race import SAMPLINGS, Race
 from evaluation.families import ALONE
@@ -76,7 +76,7 @@ def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(confi
         chosen = choices.at(TIMES, ("head_drawn", "auto_drawn"))
         assert list(chosen) == ["fixed_length", "head_drawn", "auto_drawn"]
         assert choices.replays(choices.first_dataset).traces.dev.sampling == SAMPLINGS[name]
-        assert [is_foreign(one.policy, SAMPLINGS[name]) for one in chosen.values()] == [False, foreign, foreign]
+        assert [of_other_sampling(one.policy, SAMPLINGS[name]) for one in chosen.values()] == [False, foreign, foreign]
         fixed = next(
             arm for arm in choices.replays(choices.first_dataset).arms if arm.competitor.family == "fixed_length"
         )

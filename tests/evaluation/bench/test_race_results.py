@@ -20,7 +20,7 @@ from evaluation.gain import Gain, Spent, gain_over
 
 def arm(family, *seconds, setting="", on_dev=None, tokens=10):
     made = {"family": family, "setting": setting or family, "tokens": [tokens] * len(seconds)}
-    return made | {"seconds": list(seconds), "is_foreign": False, "on_dev": on_dev}
+    return made | {"seconds": list(seconds), "of_other_sampling": False, "on_dev": on_dev}
 
 
 def cell_of(*arms, dataset="stories", sampling="greedy"):

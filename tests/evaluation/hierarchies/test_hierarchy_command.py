@@ -65,7 +65,7 @@ def test_hierarchy_decodes_every_drafter_with_heads_and_resumes_where_it_was_kil
     assert "a third level pays at" in printed.err.rpartition("\n\n")[2]
     arms = json.loads(printed.out)["datasets"]["stories"]["arms"]
     assert len(arms) == 13
-    assert [arm["arm"] for arm in arms[-2:]] == ["sd with head", "HSDDW with heads"]
+    assert [row["drafter"] for row in arms[-2:]] == ["sd with head", "HSDDW with heads"]
     for arm in arms:
         assert arm["num_emitted"] <= 16
         assert arm["num_accepted"] <= arm["num_drafted"]
@@ -77,7 +77,7 @@ def test_hierarchy_decodes_every_drafter_with_heads_and_resumes_where_it_was_kil
     path.write_bytes(whole[: len(whole) // 2])
     capsys.readouterr()
     command("hierarchy", tmp_path, *FEW, *heads, "--json")
-    counted = ("arm", "num_emitted", "num_drafted", "num_accepted", "num_micro_forwards", "num_draft_forwards")
+    counted = ("drafter", "num_emitted", "num_drafted", "num_accepted", "num_micro_forwards", "num_draft_forwards")
     resumed = document(capsys)["datasets"]["stories"]["arms"]
     before, after = ({tuple(arm[name] for name in counted) for arm in each} for each in (arms, resumed))
     assert {row for row in after if row[0].startswith(("HSDDW", "sd + "))} <= before
