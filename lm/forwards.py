@@ -198,7 +198,6 @@ def hidden_states(
 def _hidden_states(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]
 ) -> list[Float[Tensor, "token hidden"]]:
-    """Final hidden states of each sequence, in one forward."""
     width = max(map(len, rows))
     # A causal model cannot see padding on the right, so no mask is needed. But attention multiplies hidden states that
     # it does not see by 0, and 0 * NaN is NaN: a row is padded with one of its own ids, not with one of another row.

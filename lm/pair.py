@@ -124,7 +124,6 @@ def load_pair_tokenizer(config: PairConfig) -> PreTrainedTokenizerBase:
 
 
 def _sources(config: PairConfig) -> dict[str, ModelSource]:
-    """The models with tokenizers: all but a feature draft."""
     sources = {"target": config.target} | ({} if released_layout_of(config.draft) else {"draft": config.draft})
     return sources | ({"micro": config.micro} if config.micro else {})
 
@@ -207,7 +206,6 @@ def _warn_of_moving_code(path: str, revision: str) -> None:
 
 
 def _settings_of(source: ModelSource, *, device: torch.device | None) -> dict[str, Any]:
-    """Arguments of `from_pretrained`: devices, attention, quantisation."""
     settings: dict[str, Any] = {}
     if source.attn_implementation is not None:
         settings["attn_implementation"] = source.attn_implementation
@@ -352,7 +350,6 @@ def _reading(source: ModelSource, part: str) -> Iterator[None]:
 def _check_same_ids(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, paths: tuple[str, str], name: str
 ) -> None:
-    """Raise ValueError unless both map the same tokens to the same ids."""
     ids, other_ids = tokenizer.get_vocab(), other.get_vocab()
     if ids == other_ids:
         return

@@ -161,7 +161,6 @@ class Sampling:
         return logits if self.is_greedy else self.probs(logits)
 
     def _make_warpers(self) -> LogitsProcessorList:
-        """transformers' warpers in transformers' order."""
         warpers = LogitsProcessorList()
         if self.temperature not in (0.0, 1.0):
             warpers.append(TemperatureLogitsWarper(float(self.temperature)))

@@ -268,7 +268,6 @@ def _generated(cached: Cached, tokens: Sequence[int]) -> Float[Tensor, "position
 
 
 def _logits(cached: Cached, tokens: Sequence[int], start: int, **settings: Any) -> Float[Tensor, "position vocab"]:
-    """Logits of a plain forward of tokens from position `start` on."""
     ids = torch.tensor([tokens], device=cached.device)
     if "position_ids" in signature(type(cached.model).forward).parameters:
         settings["position_ids"] = torch.arange(start, start + len(tokens), device=cached.device)[None]

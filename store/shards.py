@@ -44,12 +44,10 @@ ShardCheck = Callable[[Path], None]
 
 
 def rows_path(directory: str | Path, split: str, index: int) -> Path:
-    """Path of a shard's rows."""
     return Path(directory) / "rows" / f"{split}-{index:05d}.parquet"
 
 
 def labels_path(directory: str | Path, split: str, index: int) -> Path:
-    """Path of a shard's labels."""
     return Path(directory) / "labels" / f"{split}-{index:05d}.safetensors"
 
 
@@ -59,7 +57,7 @@ def features_path(directory: str | Path, timing: str, split: str, index: int) ->
 
 
 def sidecar_path(path: Path) -> Path:
-    """Path of a shard's sidecar; a shard without one is incomplete."""
+    """A shard without one is incomplete."""
     return path.with_name(path.name + ".json")
 
 
@@ -76,7 +74,7 @@ def write_shard(path: Path, content: bytes | memoryview, **facts: Any) -> None:
 
 
 def move_shard(source: Path, path: Path) -> None:
-    """Rename a complete shard to `path`, in the same file system; if the process is killed, it must be made again."""
+    """Rename a complete shard, in the same file system; if the process is killed, it must be made again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sidecar_path(path).unlink(missing_ok=True)
     source.replace(path)
@@ -163,10 +161,8 @@ def read_sidecar(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
     facts = read_json(sidecar_path(path), remedy=SIDECAR_REMEDY, keys=("bytes", "sha256", *keys))
     for name in _COUNTS & facts.keys():
         if type(facts[name]) is not int or facts[name] < 0:
-            raise ValueError(
-                f"{sidecar_path(path)}: {name} is {facts[name]!r:.80}, expected an integer of at least 0; "
-                f"{SIDECAR_REMEDY}"
-            )
+            expected = f"{name} is {facts[name]!r:.80}, expected an integer of at least 0"
+            raise ValueError(f"{sidecar_path(path)}: {expected}; {SIDECAR_REMEDY}")
     return facts
 
 
@@ -183,13 +179,11 @@ def verify_shard(path: Path, *, command: str = "data") -> None:
     if not sidecar_path(path).is_file():
         raise ValueError(f"{path} has no sidecar {sidecar_path(path).name}, so it is incomplete; {again}")
     facts = read_sidecar(path)
-    if path.stat().st_size != facts["bytes"]:
-        raise ValueError(
-            f"{path} is truncated: it has {path.stat().st_size:,} bytes instead of {facts['bytes']:,}; {again}"
-        )
+    if (size := path.stat().st_size) != facts["bytes"]:
+        raise ValueError(f"{path} is truncated: it has {size:,} bytes instead of {facts['bytes']:,}; {again}")
     if sha256_of(path) != facts["sha256"]:
         raise ValueError(
-            f"{path} is corrupted: its sha256 differs from its sidecar's; delete it and the sidecar, and {again}"
+            f"{path} is corrupted: its sha256 is not its sidecar's; delete it and the sidecar, and {again}"
         )
     if facts.get("shard", path.stem) != path.stem:
         raise ValueError(f"{path} was written as {facts['shard']} and renamed; delete both and {again}")
@@ -257,10 +251,8 @@ def problems_of(
         except ValueError as error:
             return str(error)
         except OSError as error:
-            return (
-                f"{path} cannot be read ({error.strerror}); repair the disk, or delete the file and run "
-                f"`acceptance-heads {command}` again"
-            )
+            remedy = f"repair the disk, or delete the file and run `acceptance-heads {command}` again"
+            return f"{path} cannot be read ({error.strerror}); {remedy}"
         return None
 
     sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]

@@ -273,7 +273,6 @@ class InterleavedDrafter:
         self.medium.roll_back(length)
 
     def _extend(self, proposal: Proposal, ids: list[int], model: CachedModel) -> None:
-        """Add one token drawn from a model."""
         q = self._session.sampling.dists(model.feed(ids[len(model) :]), ids)[0]
         token = self._session.draws.token(q)
         ids.append(token)

@@ -113,7 +113,6 @@ def _rounds(
 
 
 def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> str:
-    """Print each round as it comes, then the summary, which is returned."""
     transcript.console.print(legend())
     finished: list[Round] = []
     for round_ in rounds:

@@ -227,7 +227,6 @@ def _sampling_of(processors: LogitsProcessorList | None, config: GenerationConfi
 
 
 def _streamed(rounds: Iterator[Round], input_ids: Tensor, streamer: BaseStreamer) -> Iterator[Round]:
-    """The rounds, after the streamer got each."""
     streamer.put(input_ids.cpu())
     for round_ in rounds:
         streamer.put(torch.tensor(round_.emitted))

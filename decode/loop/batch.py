@@ -183,7 +183,6 @@ class Batch:
         ]
 
     def _settle(self, sequence: _Sequence, p: Float[Tensor, "rows vocab"]) -> Round:
-        """Verify one sequence's draft, and free its row if it ends."""
         proposal = sequence.drafter.proposal
         verdict = verify(proposal.tokens, proposal.dists, p, sequence.session.draws)
         proposal.set_accepted(verdict.num_accepted, p, sequence.session.draws)

@@ -225,7 +225,6 @@ class SpeculativeDecoder:
     def _tree_dists(
         self, logits: Float[Tensor, "rows vocab"], text: list[int], tree: Tree
     ) -> Float[Tensor, "rows vocab"]:
-        """The target's distributions after the text, and after each node."""
         if self.sampling.sees_no_tokens:
             return self.sampling.dists(logits)
         paths = [[], *(tree.tokens_of(tree.path(node)) for node in range(len(tree)))]

@@ -262,7 +262,6 @@ class BatchSignals:
 def _row_signals(
     policy: Policy, position: int, row: int, numbers: Mapping[str | AcceptanceHead, list[float]]
 ) -> AfterDraw:
-    """Signals of one row, with the scores of its policy's own heads."""
     signals = {name: column[row] for name, column in numbers.items() if isinstance(name, str)}
     heads = {"fed_logit": policy.fed_head, "prefix_logit": policy.prefix_head, "drawn_logit": policy.drawn_head}
     scores = {name: numbers[head][row] for name, head in heads.items() if head is not None and head in numbers}

@@ -163,7 +163,6 @@ class BatchAuto(ScoringPolicy, BatchRule):
         return self._best_rate(lengths, lengths * self.costs.draft(self.batch_size))
 
     def _best_rate(self, lengths: Any, draft_s: Any) -> float:
-        """Largest throughput of any draft length."""
         tokens = self.batch_size * np.cumsum(self.next_mean**lengths)
         return float((tokens / (draft_s + self.costs.target(self.batch_size * (lengths + 1)))).max())
 

@@ -1,4 +1,4 @@
-"""Fixes for two bugs of vLLM's CPU build, in the releases of `conditions.TRIED`.
+"""Fixes for two bugs of vLLM's CPU build, in the releases of `plugin.TRIED`.
 
 expand_batch_to_tokens    its kernel writes into a copy, so sampled verification reads temperature, top-k and top-p from
                           uninitialised memory, and the output distribution differs from the target's
@@ -39,8 +39,6 @@ def expanded(
 
 
 def _of_rows(apply: Any) -> Any:
-    """`apply`, except that logits of zero rows are returned unchanged."""
-
     @wraps(apply)
     def applied(logits: Tensor, k: Tensor) -> Tensor:
         return apply(logits, k) if len(logits) else logits

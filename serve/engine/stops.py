@@ -1,16 +1,24 @@
-"""The policies of vLLM's proposer: the requests of its batch and their drafts in the current round."""
+"""The policies of vLLM's proposer: the requests of its batch and their drafts in the current round.
 
-from collections.abc import Callable, Container
+The runner requests drafts before it updates its records, so a request's record lacks the tokens that the step has just
+sampled; they are counted here from the step's output.
+"""
+
+import logging
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from configs.schema import ModelSource
+from data_gen.store.identity import describe_model
 from decode.loop.signals import BatchSignals
+from lm import Sampling
+from serve import KEY
 from serve.engine import cpu
-from serve.engine.policies import policies_of
-from serve.engine.rows import rows_of
 from serve.lanes import Lanes, RequestRow
+from serve.settings import Policies, Settings
 
 
 class Stops:
@@ -70,3 +78,84 @@ class Stops:
     def probs(self) -> Tensor | None:
         """Probabilities that the drafted tokens were sampled from, [rows, steps, vocab]."""
         return torch.stack(self._probs, dim=1).contiguous() if self._probs else None
+
+
+def policies_of(config: Any) -> Policies:
+    """The policies of a `VllmConfig`.
+
+    Raises:
+        ValueError: invalid settings, or heads that do not fit.
+        FileNotFoundError: no exported head at a path.
+    """
+    drafting = config.speculative_config
+    warn = logging.getLogger("vllm." + KEY).warning  # a child of vLLM's logger, which has its handlers
+    if drafting.draft_sample_method == "greedy":
+        warn(
+            '%s: draft_sample_method is greedy, which lowers acceptance at temperature > 0; set "draft_sample_method": '
+            '"probabilistic" in --speculative-config',
+            KEY,
+        )
+    return Policies(
+        Settings.parsed(config.additional_config[KEY]),
+        hidden_size=drafting.draft_model_config.get_hidden_size(),
+        draft=_description(drafting.draft_model_config, "--speculative-config's model"),
+        target=_description(config.model_config, "--model"),
+        warn=warn,
+    )
+
+
+def _description(model: Any, role: str) -> Callable[[], dict[str, Any]]:
+    source = ModelSource(path=model.model, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    return lambda: {"role": role, "path": model.model, **describe_model(source)}
+
+
+def rows_of(
+    sampled: Sequence[Sequence[int]],
+    requests: Mapping[str, Any],
+    batch: Any,
+    is_discarded: Sequence[bool],
+    policies: Policies,
+) -> list[RequestRow]:
+    """One row for each request of the batch.
+
+    Args:
+        sampled: tokens of each row after verification, padded with -1.
+        requests: the runner's `CachedRequestState` by id.
+        batch: the runner's `InputBatch`.
+        is_discarded: whether a row still processes its prompt; its sampled tokens are ignored.
+        policies: policies of the requests.
+    """
+    rows = []
+    for index, tokens in enumerate(sampled):
+        request = requests[batch.req_ids[index]]
+        params = request.sampling_params
+        emitted = [] if is_discarded[index] else [token for token in tokens if token >= 0]
+        stop_ids = frozenset(params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids)
+        num_left = num_left_of(request, int(batch.num_tokens_no_spec[index]) + len(emitted))
+        has_ended = not emitted or not stop_ids.isdisjoint(emitted)
+        rows.append(
+            RequestRow(
+                request=batch.req_ids[index],
+                policy=policies.of_request((params.extra_args or {}).get(KEY), sampling_of(params)),
+                verified=tuple(batch.spec_token_ids[index]),
+                num_accepted=max(len(emitted) - 1, 0),
+                room=0 if has_ended else max(num_left - 1, 0),
+                stop_ids=stop_ids,
+            )
+        )
+    return rows
+
+
+def num_left_of(request: Any, num_tokens: int) -> int:
+    """Tokens that a request may still generate if it has `num_tokens`, prompt included."""
+    longest = request.sampling_params.max_tokens
+    return 2**31 if longest is None else longest - (num_tokens - request.num_prompt_tokens)
+
+
+def sampling_of(params: Any) -> Sampling:
+    """A request's `SamplingParams` as a `Sampling`."""
+    if params.temperature < 1e-5:  # vLLM's limit for greedy sampling
+        return Sampling(temperature=0.0)
+    return Sampling(
+        params.temperature, params.top_k if params.top_k > 0 else None, params.top_p if params.top_p < 1 else None
+    )

@@ -11,10 +11,10 @@ from decode.policies import FixedLength
 from lm import Sampling
 from serve import KEY
 from serve.engine import stops
-from serve.engine.conditions import TRIED, check_conditions
 from serve.engine.cpu import expanded
+from serve.engine.plugin import TRIED, check_conditions
 from serve.engine.proposer import stopping
-from serve.engine.rows import rows_of, sampling_of
+from serve.engine.stops import rows_of, sampling_of
 from serve.settings import Policies, Settings
 
 VERSION = f"{TRIED[-1]}.0"
