@@ -183,7 +183,7 @@ def verify_shard(path: Path, *, command: str = "data") -> None:
         raise ValueError(f"{path} is truncated: it has {size:,} bytes instead of {facts['bytes']:,}; {again}")
     if sha256_of(path) != facts["sha256"]:
         raise ValueError(
-            f"{path} is corrupted: its sha256 is not its sidecar's; delete it and the sidecar, and {again}"
+            f"{path} is corrupted: its sha256 differs from its sidecar's; delete it and the sidecar, and {again}"
         )
     if facts.get("shard", path.stem) != path.stem:
         raise ValueError(f"{path} was written as {facts['shard']} and renamed; delete both and {again}")

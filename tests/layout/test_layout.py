@@ -26,13 +26,13 @@ MORE_PARAMETERS = {
 CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
     "configs": (1324, 1000),
-    "store": (622, 500),
-    "lm": (5749, 4500),  # 500 lines for drafts in use: layouts of their producers, and MTP layers
+    "store": (614, 500),
+    "lm": (5743, 4500),  # 500 lines for drafts in use: layouts of their producers, and MTP layers
     "data_gen": (6129, 4400),
     "heads": (4161, 3600),
-    "decode": (5018, 4200),
+    "decode": (5012, 4200),
     "evaluation": (10781, 7400),
-    "serve": (870, 800),
+    "serve": (841, 800),
     "checkpoints/recipes": (1554, 1400),
     "benchmarks": (794, 800),
     "tests": (29048, 18000),
