@@ -163,31 +163,20 @@ def test_an_import_goes_on_where_it_was_stopped_and_refuses_another_file(imports
         import_(config, file=files["dev"])
 
 
-def test_features_of_another_draft_are_refused(imports):
+def test_what_the_draft_or_the_labels_do_not_fit_is_refused(imports, tmp_path):
     _, config, files = imports
-    other = replace(config, pair=replace(config.pair, draft=config.pair.target))
-    with pytest.raises(ValueError, match=r"log q of the draft at .* differs from the file's by .* nats"):
-        import_(other, file=files["train"])
-    assert not [path for path in Path(config.data.dir).rglob("*") if path.is_file()]
+    wide = tmp_path / "wide.json"
+    wide.write_text(json.dumps([item(prefix="[1, 31999]")]))
+    pair, warm = config.pair, replace(config.pair.sampling, top_k=50)
+    swapped = {"draft_key": "log_p_70b", "target_key": "log_p_7b"}
+    refusals = (
+        ({"draft": pair.target}, {}, r"log q of the draft at .* differs from the file's by .* nats"),
+        ({}, swapped, "check --draft_key"),
+        ({"sampling": warm}, {}, r"temperature 1 without truncation; pass --pair\.sampling\.temperature 1"),
+        ({}, {"file": str(wide)}, r"train-0 has token ids 1 to 31999, but pair\.draft's are 0 to 259"),
+    )
+    for changes, flags, complaint in refusals:
+        with pytest.raises(ValueError, match=complaint):
+            import_(replace(config, pair=replace(pair, **changes)), **{"file": files["train"]} | flags)
+        assert not [path for path in Path(config.data.dir).rglob("*") if path.is_file()]
     import_(config, file=files["train"])
-
-
-def test_swapped_keys_are_refused(imports):
-    _, config, files = imports
-    with pytest.raises(ValueError, match="check --draft_key"):
-        import_(config, file=files["train"], draft_key="log_p_70b", target_key="log_p_7b")
-
-
-def test_a_sampling_that_the_official_labels_are_not_of_is_refused(imports):
-    _, config, files = imports
-    warm = replace(config.pair, sampling=replace(config.pair.sampling, top_k=50))
-    with pytest.raises(ValueError, match=r"temperature 1 without truncation; pass --pair\.sampling\.temperature 1"):
-        import_(replace(config, pair=warm), file=files["train"])
-
-
-def test_a_row_that_the_draft_cannot_read_is_refused(imports, tmp_path):
-    _, config, _ = imports
-    path = tmp_path / "wide.json"
-    path.write_text(json.dumps([item(prefix="[1, 31999]")]))
-    with pytest.raises(ValueError, match=r"train-0 has token ids 1 to 31999, but pair\.draft's are 0 to 259"):
-        import_(config, file=str(path))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs.schema import Config, SamplingConfig
+from configs.schema import Config
 from data_gen.pipeline.command import make
 from data_gen.store import manifest
 from store import shards
@@ -95,19 +95,6 @@ def test_a_run_killed_at_any_write_resumes_to_the_same_bytes(toy_config, with_da
         assert os.WTERMSIG(in_a_child(lambda write=write: make_and_die(config, write))) == signal.SIGKILL
     make(config)
     assert files_of(directory) == whole
-
-
-def test_another_manifest_is_refused_and_the_key_named(toy_config, with_data):
-    make(toy_config)
-    for changes, key in (
-        ({"seed": 1}, "seed: 0 there, 1 in"),
-        ({"mixing_ratio": 0.2}, "mixing_ratio"),
-        ({"rows_per_shard": 2}, "rows_per_shard"),
-    ):
-        with pytest.raises(ValueError, match=key):
-            make(with_data(toy_config, **changes))
-    with pytest.raises(ValueError, match=r"sampling.temperature: 1.0 there, 0.5 in"):
-        make(replace(toy_config, pair=replace(toy_config.pair, sampling=SamplingConfig(temperature=0.5))))
 
 
 def test_moved_models_are_the_same_models_and_trained_ones_are_not(toy_config, tmp_path):

@@ -85,15 +85,6 @@ def test_a_file_that_holds_something_else_stays_as_it_is(toy_config, tmp_path, c
     assert path.read_text() == content.replace("NAME", name)
 
 
-def test_a_line_whose_prompt_ids_are_no_ids_is_refused(toy_config, with_data, tmp_path):
-    path = tmp_path / "responses.jsonl"
-    path.write_text('{"id": "p1", "prompt_ids": "five", "response_ids": [5]}\n')
-    with pytest.raises(
-        ValueError, match=r"responses.jsonl:1: expected prompt_ids to be a list of integers, got 'five'"
-    ):
-        make(with_data(toy_config, source="file", responses=str(path)))
-
-
 def test_what_the_stage_respond_left_is_written_as_it_is_once_the_rows_are_there(toy_config, with_data, tmp_path):
     config = with_data(toy_config, mode="sequential")
     make(config, stages="respond")

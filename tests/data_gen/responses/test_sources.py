@@ -119,6 +119,10 @@ def test_a_file_of_responses_is_used_as_it_is(toy_config, with_data, tmp_path, t
         ('{"response": "x"}', ":2: expected an id"),
         ('{"id": 1, "text": "x"}', ":2: expected response"),
         (
+            '{"id": 1, "prompt_ids": "five", "response_ids": [5]}',
+            ":2: expected prompt_ids to be a list of integers, got 'five'",
+        ),
+        (
             '{"id": 1, "response": "x", "finish_reason": "eos"}',
             ":2: expected finish_reason to be stop or length, got 'eos'",
         ),
