@@ -37,6 +37,10 @@ _LIMITS = {
     **dict.fromkeys(("block_size", "markov_rank", "mask_token_id"), (-1, 2**24)),
 }
 """Keys that are whole numbers, and their limits; each layout narrows the last three."""
+_FLAGS = (
+    *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "sample_from_anchor"),
+    *("sliding_window_non_causal", "enable_confidence_head", "confidence_head_with_markov"),
+)
 
 
 class Released:
@@ -123,6 +127,9 @@ def _check_layer(path: str, keys: dict[str, Any]) -> None:
         theta = table.get("rope_theta", 1.0) if isinstance(table, dict) else 1.0
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < _MAX_THETA:
             raise refusal_of(path, f"its rope_theta is {theta!r:.40}", "write a number above 0, or leave it out")
+    for name in _FLAGS:
+        if type(keys.get(name, False)) is not bool:
+            raise refusal_of(path, f"its {name} is {keys[name]!r:.40}", "write true or false")
     if (markov := keys.get("markov_head_type")) not in (None, *MARKOV_HEADS):
         raise refusal_of(path, f"its markov_head_type is {markov!r:.40}", f"write one of {', '.join(MARKOV_HEADS)}")
     activation = keys.get("hidden_act", "silu")
