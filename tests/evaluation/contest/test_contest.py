@@ -14,7 +14,7 @@ from evaluation.gain import Splits
 from evaluation.times import Times
 from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_settings
-from evaluation.tuning.rule import auto_for
+from evaluation.tuning.rule import auto_for, autos_for
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling
@@ -112,6 +112,11 @@ def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold(
     grid = next(arm for arm in arms if arm.competitor.family == f"perfect_{timing}")
     assert reached > 0.97
     assert reached > 0.98 * cost.tokens_per_s(grid.test).max()
+
+
+def test_rules_that_are_solved_side_by_side_are_those_solved_alone(splits):
+    head, every = ScoreHead("perfect", "drawn"), [Times.constant(1 / ratio, 1.0) for ratio in (0.5, 2, 5, 20)]
+    assert autos_for(head, splits.dev, every) == [auto_for(head, splits.dev, times) for times in every]
 
 
 def test_auto_learns_online_what_it_is_told_offline(splits):

@@ -27,11 +27,6 @@ from heads import AcceptanceHead
 from tests.toys.traces import traced
 
 
-def played(num_drafted: int, *, draft_s: float, target_s: float) -> Round:
-    counts = Counts(num_emitted=1, num_drafted=num_drafted, num_target=1, num_draft_forwards=num_drafted)
-    return Round((0,) * num_drafted, 0, (0,), "limit", counts, draft_s, target_s)
-
-
 def generations(
     t_draft_s: float,
     t_target_s: float,
@@ -39,16 +34,14 @@ def generations(
     *,
     begin_s: float = 0.0,
     lengths: Sequence[int] = (0, 1, 3, 6),
+    has_blocks: bool = False,
 ) -> list[Generation]:
     """Rounds with exactly those times; the first of each reads a prompt and is slow."""
     made = []
-    for length in lengths:
-        rounds = [played(length, draft_s=9.0, target_s=9.0)]
-        rounds += [
-            played(length, draft_s=(length > 0) * begin_s + length * t_draft_s, target_s=t_target_s + slope_s * length)
-            for _ in range(4 + length)
-        ]
-        made.append(Generation((), tuple(rounds), Counts()))
+    for k in lengths:
+        counts = Counts(num_emitted=1, num_drafted=k, num_target=1, num_draft_forwards=min(k, 1) if has_blocks else k)
+        whole = Round((0,) * k, 0, (0,), "limit", counts, (k > 0) * begin_s + k * t_draft_s, t_target_s + slope_s * k)
+        made.append(Generation((), (replace(whole, draft_s=9.0, target_s=9.0), *[whole] * (4 + k)), Counts()))
     return made
 
 
@@ -91,19 +84,11 @@ def test_costs_are_found_in_rounds_that_have_them(generated, max_draft_length, t
 
 
 def test_a_block_is_paid_once_a_round_and_what_each_of_its_tokens_takes_with_the_verification():
-    made = generations(0.002, 0.1, 0.005, begin_s=0.03)
-    once = [
-        replace(one, rounds=tuple(replace(round_, counts=blocks_of(round_)) for round_ in one.rounds)) for one in made
-    ]
-    times = costs_of(once, 6)
+    times = costs_of(generations(0.002, 0.1, 0.005, begin_s=0.03, has_blocks=True), 6)
     assert times.t_draft_s == pytest.approx(0.032)
     assert times.t_target_s == pytest.approx([0.1, *(0.098 + 0.007 * length for length in range(1, 7))])
     assert times.round_s(2, has_blocks=True) == pytest.approx((0.1, 0.137, 0.144))
     assert times.line(has_blocks=True) == pytest.approx((0.0, 0.1, 0.007, 0.032))
-
-
-def blocks_of(round_: Round) -> Counts:
-    return replace(round_.counts, num_draft_forwards=min(round_.counts.num_drafted, 1))
 
 
 def test_regression_finds_both_times_with_r2_1_where_they_are_exact():
@@ -133,11 +118,9 @@ def test_policies_of_one_kind_of_stop_share_a_name():
     assert set(policies_by_kind(heads)) == {"entropy", "token_prob", "max_prob", "fed+s-d2", "drawn+s-d2"}
     both = HeadPolicy(heads[0], also=heads[1])
     assert both.stop_kind == Auto(heads[1], 1.0, 2.0, also=heads[0]).stop_kind == "drawn+s-d2 & fed+s-d2"
-    assert [policy.stop_kind for policy in (FixedLength(2), Oracle(), HeadPolicy(ScoreHead("perfect", "drawn")))] == [
-        "",
-        "",
-        "",
-    ]
+    assert {policy.stop_kind for policy in (FixedLength(2), Oracle(), HeadPolicy(ScoreHead("perfect", "drawn")))} == {
+        ""
+    }
 
 
 def test_at_another_ratio_a_head_costs_its_share_of_the_draft():
@@ -151,13 +134,10 @@ def test_at_another_ratio_a_head_costs_its_share_of_the_draft():
     assert "by size" in other.title
 
 
-def test_another_competitor_begins_on_every_prompt():
+def test_another_competitor_begins_on_every_prompt_and_each_equally_often_over_as_many_repeats():
     assert list(in_turns("abc", [7, 8])) == [(7, ("a", "b", "c")), (8, ("b", "c", "a"))]
-
-
-def test_over_as_many_repeats_as_competitors_each_is_as_often_at_every_place():
     orders = [order for repeat in range(3) for _, order in in_turns("abc", range(5), first=repeat)]
-    assert {count for place in zip(*orders, strict=True) for count in Counter(place).values()} == {5}
+    assert {count for column in zip(*orders, strict=True) for count in Counter(column).values()} == {5}
 
 
 def test_turns_end_with_the_budget_but_not_before_the_fewest(capsys):
