@@ -160,6 +160,18 @@ def test_a_token_that_only_the_mixed_sequence_has_is_a_problem_of_its_row(health
     assert_others_are_the_same(broken, healthy, {name})
 
 
+def test_every_mixing_of_a_broken_row_is_left_out(healthy, with_data, tmp_path):
+    healthy = with_data(healthy, mixes=2, num_test=0)
+    broken = poisoned(healthy, "draft", tmp_path)
+    make(healthy)
+    make(broken)
+    (name,) = problems_of(broken)
+    assert rows_of(broken) == [row for row in rows_of(healthy) if row["id"] != name]
+    stored = read_tensors(labels_path(broken.data.dir, "train", 1))
+    hidden = read_tensors(features_path(broken.data.dir, "fed", "train", 1))["hidden"]
+    assert len(hidden) == len(stored["is_drafted"]) == 2 * stored["row_offsets"][-1]
+
+
 def test_broken_padding_breaks_no_row(healthy, with_data, tmp_path):
     """Untrained embeddings of the padding token may be NaN; prompts of differing length share batches, and 0 * NaN is
     NaN. With this seed no row has the padding token as a token of its own.

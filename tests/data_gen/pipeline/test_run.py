@@ -124,12 +124,12 @@ def test_each_mixing_is_a_row_of_the_fed_features(toy_config, with_data):
 def test_the_coin_decides_the_mixing_also_where_both_tokens_are_equal(toy_config, with_data):
     """A draft that is the target, decoded greedily, proposes X itself everywhere; the coins must not notice."""
     pair = replace(toy_config.pair, draft=toy_config.pair.target, sampling=SamplingConfig(temperature=0.0))
-    config = with_data(replace(toy_config, pair=pair), mixing_ratio=0.5)
+    config = with_data(replace(toy_config, pair=pair), mixing_ratio=0.25)
     make(config)
     rows = [row for path in list_shards(config.data.dir, "train") for row in read_rows(path).to_pylist()]
     assert all(row["draft_ids"] == row["response_ids"] for row in rows)
     coins = [coin for row in rows for coin in row["from_target"]]
-    assert 0.25 < sum(coins) / len(coins) < 0.75
+    assert 0.1 < sum(coins) / len(coins) < 0.4
 
 
 def test_a_second_turn_is_asked_with_the_targets_own_reply(toy_config, with_data, tmp_path):

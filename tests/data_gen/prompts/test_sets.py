@@ -12,6 +12,7 @@ from configs.schema import DataConfig, PromptSource
 from data_gen.pipeline.command import make
 from data_gen.prompts import sets as hub
 from data_gen.prompts.sets import load_prompts
+from data_gen.prompts.splits import SPLITS
 from data_gen.stats import stats
 from data_gen.store.rows import read_rows
 from store.shards import list_shards
@@ -251,6 +252,16 @@ def test_several_sets_split_each_as_it_would_be_alone(two_sets):
         name = Path(source.path).stem
         mixed = [prompt.id.removeprefix(f"{name}/") for prompt in together if prompt.set == name]
         assert mixed[:10] == [prompt.id for prompt in alone][: len(mixed)]
+
+
+def test_a_prompt_of_two_sets_is_in_one_split_of_one_set(tmp_path):
+    for name, first in (("a", 0), ("b", 20)):
+        lines = [json.dumps({"prompt": f"Tell me {number}."}) + "\n" for number in range(first, first + 40)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    sources = tuple(str(tmp_path / f"{name}.jsonl") for name in "ab")
+    data = DataConfig(prompts=sources, split_weights=(2, 1, 1), num_train=60, num_dev=60, num_test=60)
+    prompts = [prompt for split in SPLITS for prompt in load_prompts(data, split, may_be_fewer=True)]
+    assert len({prompt.content for prompt in prompts}) == len(prompts) > 20
 
 
 def test_a_list_of_one_is_that_one(two_sets):
