@@ -82,7 +82,7 @@ def specdec_tables(experiment: Experiment) -> list[Table]:
     ]
 
 
-def best_of(trace: Trace, kind: Callable[..., Policy], values: Sequence[float], times: Times) -> Best:
+def best_of(trace: Trace, kind: Callable[..., Policy], values: Sequence[int | float], times: Times) -> Best:
     """The fastest of some values of a policy's parameter."""
     number, tokens_per_s = best_setting(replay_settings(trace, kind(np.array(values))), times)
     return tokens_per_s, float(values[number])
