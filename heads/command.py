@@ -5,10 +5,16 @@ from json import dumps as to_json
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from configs.paths import local_path
 from configs.schema import Config, PairConfig
+from data_gen.pipeline.sizes import settled
 from data_gen.store.identity import describe_model
+from heads.batches.features import of_timing
+from heads.batches.module import FeatureData
 from heads.measures.report import beats_signal, best_heads, verdict
+from heads.measures.scores import sequential_temperatures
 from heads.model.card import description
 from heads.model.confidence import CARD, confidence_head_of, write_confidence_head
 from heads.model.files import FILES, downloaded, first_line
@@ -19,9 +25,10 @@ from heads.model.provenance import Provenance
 from heads.training.directory import RunDirectory, run_of
 from heads.training.sweep import Sweep
 from lm import load_pair
+from lm.features.dspark import DSpark
 from lm.features.released import released_layout_of
 from store.json_files import read_json
-from store.shards import atomic_directory
+from store.shards import atomic_directory, write_atomic
 
 _CARD_METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
 _FIRST_FACTS = ("timing", "num_layers", "num_parameters", "metrics", "recommended", "sampling")
@@ -37,37 +44,35 @@ def export(
     out: str | None = None,
     checkpoint: str | None = None,
     force: bool = False,
-    format: Literal["head", "dspark"] = "head",
+    format: Literal["head", "dspark", "sts"] = "head",
 ) -> list[Path]:
-    """Write the heads of a checkpoint, one directory each, or a DSpark draft with the head in it.
+    """Write the heads of a checkpoint, a DSpark draft with a head in it, or temperatures of such a draft's confidences.
 
     Args:
         config: the experiment; heads.dir holds the checkpoint.
         head: name of one head, `best` (by the metric on dev, one for each kind of inputs) or `all`.
         metric: metric that selects `best`: calibrated_kl, raw_kl, auroc, calibrated_brier, …
-        out: output folder; null: heads.dir/exported, or heads.dir/dspark for format dspark.
+        out: output folder, or file of format sts; null: exported, dspark or sts.json in heads.dir.
         checkpoint: a Lightning checkpoint; null: heads.dir/last.ckpt.
         force: export even if no head beats the draft's own log q(y), which needs no training.
-        format: head: one directory per head. dspark: a copy of pair.draft in which only confidence_head.proj differs;
-            needs a linear prefix head, named by `head` if there are several.
+        format: head: one directory per head. dspark: a copy of pair.draft with a linear prefix head as its confidence
+            head. sts: temperatures fitted on dev, for SGLang's --speculative-dspark-confidence-sts-path.
 
     Raises:
         FileNotFoundError: no checkpoint.
         ValueError: a checkpoint of another run, no such head or metric, heads worse than log q(y), or not linear.
     """
     run = RunDirectory(Path(config.heads.dir))
-    root = local_path(out, "--out") if out else run.path / ("exported" if format == "head" else "dspark")
-    sweep = load_sweep(local_path(checkpoint, "--checkpoint") if checkpoint else run.checkpoint)
-    if checkpoint is None and (on_disk := run.read()) and on_disk["run"] != sweep.facts["run"]:
-        raise ValueError(
-            f"{run.checkpoint} belongs to an earlier run, and the run in {run.path}/run.json has no checkpoint yet; "
-            f"continue `acceptance-heads train`, or pass --checkpoint {run.checkpoint} to export the earlier run"
-        )
+    name = {"head": "exported", "dspark": "dspark", "sts": "sts.json"}[format]
+    root = local_path(out, "--out") if out else run.path / name
+    if format == "sts":
+        return [_export_sts(config, root)]
+    sweep = _sweep_of(run, checkpoint)
     results = _results(run, sweep)
     names = _names(head, sweep, results=results, metric=metric)
     if results and not force and not any(beats_signal(results["dev"], sweep.specs).values()):
-        result = verdict(results["dev"], sweep.specs)
-        raise ValueError(f"{result} Pass --force (force=True in Python) to export anyway: {', '.join(names)}.")
+        remedy = f"Pass --force (force=True in Python) to export anyway: {', '.join(names)}."
+        raise ValueError(f"{verdict(results['dev'], sweep.specs)} {remedy}")
     heads = {name: _measured(trained, name, results) for name, trained in sweep.heads().items() if name in names}
     if format == "dspark":
         return [_export_dspark(heads, config.pair, root)]
@@ -76,6 +81,16 @@ def export(
         print(verdict(results["dev"], sweep.specs))
     print(f"wrote {len(written)} heads to {root}; next: acceptance-heads evaluate --config …")
     return written
+
+
+def _sweep_of(run: RunDirectory, checkpoint: str | None) -> Sweep:
+    sweep = load_sweep(local_path(checkpoint, "--checkpoint") if checkpoint else run.checkpoint)
+    if checkpoint is None and (on_disk := run.read()) and on_disk["run"] != sweep.facts["run"]:
+        raise ValueError(
+            f"{run.checkpoint} belongs to an earlier run, and the run in {run.path}/run.json has no checkpoint yet; "
+            f"continue `acceptance-heads train`, or pass --checkpoint {run.checkpoint} to export the earlier run"
+        )
+    return sweep
 
 
 def import_(
@@ -238,6 +253,49 @@ def _export_dspark(heads: dict[str, AcceptanceHead], pair: PairConfig, out: Path
     check_fits(heads[name], name, draft={"role": "pair.draft", **describe_model(pair.draft)}, remedy=_OTHER_DRAFT)
     path = write_confidence_head(heads[name], name, source=source, out=out)
     print(f"wrote {path}: a copy of {source} with the head {name} as its confidence head; {path / CARD} describes it")
+    return path
+
+
+def confidence_data(config: Config) -> tuple[FeatureData, DSpark]:
+    """The blocks of an experiment's data, as prefix heads read them, and the draft, which has a confidence head.
+
+    Raises:
+        FileNotFoundError: no data.
+        ValueError: a draft without a confidence head.
+    """
+    path, sets = config.pair.draft.path, config.heads
+    if released_layout_of(config.pair.draft) != "dspark":
+        raise ValueError(f"pair.draft is {path}, which is not a DSpark draft; set it to one with a confidence head")
+    sets = replace(sets, timings=("prefix",), scalars=(True,), embeddings=(False,), specdec=False, features="cached")
+    data = FeatureData(settled(config.data, sets, is_verbose=False), sets, pair=config.pair)
+    draft = load_pair(config.pair).drafting
+    assert isinstance(draft, DSpark), "its layout is DSpark's"
+    if draft.confidence_head is None:
+        raise ValueError(f"pair.draft is {path}, which has no confidence head; set it to a DSpark draft with one")
+    return data, draft
+
+
+@torch.inference_mode()
+def _export_sts(config: Config, path: Path) -> Path:
+    """The temperatures of the draft's confidences, fitted to whole blocks of the dev split."""
+    data, draft = confidence_data(config)
+    blocks = []
+    for batch in data.loader("dev"):
+        features = of_timing(batch, "prefix")
+        logits = draft.confidence(features.hidden.float().to(draft.device, draft.dtype)).cpu()
+        prob, lengths = batch["drawn"].acceptance_prob.float(), features.row_lengths.tolist()
+        rows = zip(logits.split(lengths), prob.split(lengths), strict=True)
+        blocks += [torch.stack(row) for row in rows if len(row[0]) == draft.block_size]
+    if not blocks:
+        raise ValueError(
+            f"no draft of the dev split in {config.data.dir} has all {draft.block_size} tokens of a block; set "
+            "data.draft_length to the block, raise data.num_dev, and make the data again"
+        )
+    logits, probs = torch.stack(blocks).double().unbind(1)
+    facts = {"dataset": f"{config.data.dir}, dev", "num_samples": len(blocks)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, to_json(sequential_temperatures(logits, probs.cumprod(1)) | facts, indent=1).encode())
+    print(f"wrote {path}; next: sglang --speculative-dspark-confidence-sts-path {path}")
     return path
 
 

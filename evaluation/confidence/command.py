@@ -1,37 +1,36 @@
 """python -m evaluation judge: how well calibrated a DSpark draft's confidences are on your prompts, by position.
 
 They predict the acceptance rate before a token is drawn. Compared are the draft's own confidence head, the same with an
-offset and slope fitted on dev (one, or one per position), and your prefix heads. A token is weighted by the probability
-that verification reaches it (law 4.8c).
+offset and slope fitted on dev (one, or one per position), your prefix heads, vLLM's estimator, which needs no head, and
+the acceptance rate itself, as a perfect confidence would predict it. A token is weighted by the probability that
+verification reaches it (law 4.8c).
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from configs.schema import Config
-from data_gen.pipeline.sizes import settled
 from decode.experiment import Experiment
 from evaluation.table import Table, announce, printing, shown
 from heads import AcceptanceHead
 from heads.batches.features import RATE, of_timing
 from heads.batches.module import FeatureData
+from heads.command import confidence_data
 from heads.measures.histogram import Histogram
 from heads.measures.scores import auroc, fit_logistic, measures
 from heads.measures.survival import by_position
 from lm import Sampling
 from lm.features.dspark import DSpark
-from lm.features.released import released_layout_of
 from store.progress import Bar
 from store.shards import write_atomic
 
-OWN = "confidence head"
+OWN, VLLM, PERFECT = "confidence head", "vLLM's estimator", "perfect confidence"
 PER_POSITION = f"{OWN}, an offset and slope per position"
 
 
@@ -43,6 +42,8 @@ class Drafts(NamedTuple):
     acceptance_prob: Float[Tensor, " tokens"]
     logits: Mapping[str, Float[Tensor, " tokens"]]
     """Predictions of the draft's own head and of yours, by name."""
+    max_logit: Float[Tensor, " tokens"]
+    """logit(max q) at the temperature of the sampling, within +- 40."""
     lengths: Int[Tensor, " drafts"]
     block_size: int
 
@@ -50,6 +51,27 @@ class Drafts(NamedTuple):
         """Histograms of tokens and of the survival of drafts, by position."""
         settings: dict[str, Any] = {"row_lengths": self.lengths, "num_positions": self.block_size, "is_draft": True}
         return by_position(logit[None], self.acceptance_prob, label=self.rate[None], **settings)
+
+    @property
+    def is_token(self) -> Bool[Tensor, "drafts position"]:
+        """Which positions of each draft have a token."""
+        return torch.arange(self.block_size) < self.lengths[:, None]
+
+    def padded(self, values: Float[Tensor, " tokens"], fill: float = 0.0) -> Float[Tensor, "drafts position"]:
+        """Values of tokens, draft by draft."""
+        rows = torch.full(self.is_token.shape, fill, dtype=torch.float64)
+        rows[self.is_token] = values.double()
+        return rows
+
+    def kept(self, logit: Float[Tensor, " tokens"]) -> Float[Tensor, " position_or_all"]:
+        """The share of accepted tokens that remains, by position and in all, if only half of the tokens are verified:
+        those with the largest predicted survival.
+        """
+        predicted = self.padded(torch.nn.functional.logsigmoid(logit.double()), -torch.inf).cumsum(1)
+        survival = self.padded(self.acceptance_prob).cumprod(1)
+        best = predicted.flatten().argsort(descending=True, stable=True)[: len(logit) // 2]
+        kept = torch.zeros_like(survival).flatten().index_fill(0, best, 1.0).view_as(survival) * survival
+        return torch.cat([kept.sum(0) / survival.sum(0), (kept.sum() / survival.sum())[None]])
 
 
 def judge(config: Config, *, json: bool = False) -> None:
@@ -65,12 +87,16 @@ def judge(config: Config, *, json: bool = False) -> None:
         ValueError: no draft with a confidence head, or no test prompts.
     """
     with printing(aside=json):
-        scores = [score_of(name, *histograms) for name, histograms in predictors(*_drafts(config)).items()]
+        dev, test = _drafts(config)
+        scores = [score_of(name, test, logit) for name, logit in predictors(dev, test).items()]
         title = f"{config.data.dir}, test split; {Sampling(**vars(config.pair.sampling)).text}"
         columns = {name: (name, "" if name == "predictor" else ".5f") for name in scores[0] if name != "by_position"}
-        note = "survival: every token of the draft so far is accepted"
+        note = (
+            "survival: every token of the draft so far is accepted; kept: accepted tokens that remain if only half of "
+            f"all tokens are verified, those with the largest predicted survival. The row {PERFECT} bounds every head"
+        )
         Table(f"confidences at all positions; {title}", shown(scores, columns), note).print()
-        for name in ("brier", "ece", "survival_ece"):
+        for name in ("brier", "ece", "survival_ece", "kept"):
             rows = [
                 {"predictor": one["predictor"]}
                 | {str(position): f"{value:.4f}" for position, value in enumerate(one["by_position"][name], 1)}
@@ -87,44 +113,73 @@ def judge(config: Config, *, json: bool = False) -> None:
 
 def _drafts(config: Config) -> tuple[Drafts, Drafts]:
     """The drafts of dev and test."""
-    experiment, sets, path = Experiment(config), config.heads, config.pair.draft.path
-    if released_layout_of(config.pair.draft) != "dspark":
-        raise ValueError(f"pair.draft is {path}, which is not a DSpark draft; set it to one with a confidence head")
     if not config.data.num_test:
         raise ValueError("data.num_test is 0, but judge needs a test split; set it and run `acceptance-heads data`")
-    sets = replace(sets, timings=("prefix",), scalars=(True,), embeddings=(False,), specdec=False, features="cached")
-    data = FeatureData(settled(config.data, sets, is_verbose=False), sets, pair=config.pair)
-    heads = {name: head for name, head in experiment.heads.items() if head.timing == "prefix"}
-    draft = experiment.pair.drafting
-    assert isinstance(draft, DSpark), "its layout is DSpark's"
-    if draft.confidence_head is None:
-        raise ValueError(f"pair.draft is {path}, which has no confidence head; set it to a DSpark draft with one")
-    return _read(data, "dev", draft, heads), _read(data, "test", draft, heads)
+    data, draft = confidence_data(config)
+    heads = {name: head for name, head in Experiment(config).heads.items() if head.timing == "prefix"}
+    temperature = config.pair.sampling.temperature or 1.0
+    dev, test = (_read(data, split, draft, heads, temperature) for split in ("dev", "test"))
+    return dev, test
 
 
 @torch.inference_mode()
-def _read(data: FeatureData, split: str, draft: DSpark, heads: Mapping[str, AcceptanceHead]) -> Drafts:
+def _read(
+    data: FeatureData, split: str, draft: DSpark, heads: Mapping[str, AcceptanceHead], temperature: float
+) -> Drafts:
     parts = []
     for batch in Bar(data.loader(split), desc=f"read {split}", unit="batches"):
         features = of_timing(batch, "prefix")
-        logits = [draft.confidence(features.hidden.float().to(draft.device, draft.dtype)).float().cpu()]
+        states = features.hidden.float().to(draft.device, draft.dtype)
+        largest = (draft.logits(states).float() / temperature).log_softmax(-1).amax(-1).cpu()
+        max_logit = (largest - torch.log(-torch.expm1(largest))).clamp(-40, 40)
+        logits = [draft.confidence(states).float().cpu()]
         for head in heads.values():
             scalars = features.columns(head.inputs.scalars) if head.inputs.scalars else None
             logits.append(head.calibrated_logit(head(features.hidden, scalars)).float())
         prob = batch["drawn"].acceptance_prob.float()
-        parts.append((features.scalars[RATE].float(), prob, features.row_lengths, *logits))
-    rate, prob, lengths, *columns = map(torch.cat, zip(*parts, strict=True))
-    return Drafts(rate, prob, dict(zip((OWN, *heads), columns, strict=True)), lengths, draft.block_size)
+        parts.append((features.scalars[RATE].float(), prob, max_logit, features.row_lengths, *logits))
+    rate, prob, largest, lengths, *columns = map(torch.cat, zip(*parts, strict=True))
+    return Drafts(rate, prob, dict(zip((OWN, *heads), columns, strict=True)), largest, lengths, draft.block_size)
 
 
-def predictors(dev: Drafts, test: Drafts) -> dict[str, tuple[Histogram, Histogram]]:
-    """Every predictor with its histograms on test, the draft's own first."""
+def predictors(dev: Drafts, test: Drafts) -> dict[str, Float[Tensor, " tokens"]]:
+    """Every predictor with its logits on test, the draft's own first."""
     own, (by_position, _) = test.logits[OWN], dev.histograms(dev.logits[OWN])
     position = torch.cat([torch.arange(length) for length in test.lengths.tolist()])
     slope, offset = fit_logistic(pooled(by_position))
     slopes, offsets = (values[position] for values in fit_logistic(by_position))
     refits = {f"{OWN}, one offset and slope": slope * own + offset, PER_POSITION: slopes * own + offsets}
-    return {name: test.histograms(logit) for name, logit in ({OWN: own} | refits | {**test.logits}).items()}
+    free = {VLLM: estimated_online(dev, test), PERFECT: test.rate.double().logit(1e-12)}
+    return {OWN: own, **refits, **test.logits, **free}
+
+
+def estimated_online(*streams: Drafts) -> Float[Tensor, " tokens"]:
+    """Logits that vLLM's estimator (0.32.0, adaptive verification) gives the last of some streams of drafts.
+
+    a = sigmoid(slope * logit(max q) + offset of the position), from slope 0.5 and offsets -0.2. Every 100 steps, here
+    one draft each, one Newton step on what these steps revealed, with a ridge of 1e-3; of each parameter's step
+    n / (n + 50) is taken, where n counts the tokens that teach it. Earlier steps are forgotten. Departure: a token
+    teaches its acceptance_prob, weighted by the probability that verification reaches it; vLLM sees one outcome.
+    """
+    slope, offset = torch.tensor(0.5).double(), torch.full((streams[0].block_size,), -0.2, dtype=torch.float64)
+    for drafts in streams:
+        labels, logits = drafts.padded(drafts.acceptance_prob), []
+        reach = torch.cat([torch.ones(len(labels), 1), labels.cumprod(1)[:, :-1]], 1) * drafts.is_token
+        steps = (part.split(_REFIT_INTERVAL) for part in (drafts.padded(drafts.max_logit), labels, reach))
+        for x, label, weight in zip(*steps, strict=True):
+            logits.append(slope * x + offset)
+            prob = logits[-1].sigmoid()
+            curvature, error = weight * prob * (1 - prob), weight * (label - prob)
+            cross, own, pull, num = (curvature * x).sum(0), curvature.sum(0) + _RIDGE, error.sum(0), weight.sum(0)
+            slope_step = (error * x).sum() - (cross * pull / own).sum()
+            slope_step = slope_step / ((curvature * x * x).sum() + _RIDGE - (cross**2 / own).sum())
+            slope_step = slope_step * num.sum() / (num.sum() + _DAMPING)
+            slope_step = slope_step if slope + slope_step >= 0 else torch.zeros_like(slope)
+            slope, offset = slope + slope_step, offset + (pull - cross * slope_step) / own * num / (num + _DAMPING)
+    return torch.cat(logits)[drafts.is_token]
+
+
+_REFIT_INTERVAL, _DAMPING, _RIDGE = 100, 50.0, 1e-3
 
 
 def pooled(by_position: Histogram) -> Histogram:
@@ -132,14 +187,17 @@ def pooled(by_position: Histogram) -> Histogram:
     return Histogram(*(part.sum(0, keepdim=True) for part in by_position))
 
 
-def score_of(name: str, token: Histogram, survival: Histogram) -> dict[str, Any]:
+def score_of(name: str, drafts: Drafts, logit: Float[Tensor, " tokens"]) -> dict[str, Any]:
     """The measures of one predictor, over all positions and by position."""
+    (token, survival), kept = drafts.histograms(logit), drafts.kept(logit)
     whole, of_tokens, of_survival = measures(pooled(token)), measures(token), measures(survival)
     predicted = (survival.mean_logit.sigmoid() * survival.weight).sum(-1) / survival.total
     columns = {"brier": of_tokens.brier, "ece": of_tokens.ece, "auroc": auroc(token)}
     columns |= {"survival_brier": of_survival.brier, "survival_ece": of_survival.ece}
     columns |= {"predicted_survival": predicted, "survival": survival.accepted.sum(-1) / survival.total}
+    columns["kept"] = kept[:-1]
     score = {measure: float(getattr(whole, measure)) for measure in ("brier", "kl", "ece")}
     score |= {"auroc": float(auroc(pooled(token))), "survival_brier": float(measures(pooled(survival)).brier)}
+    score["kept"] = float(kept[-1])
     by_position = {measure: values.tolist() for measure, values in columns.items()}
     return {"predictor": name, **score, "by_position": by_position}

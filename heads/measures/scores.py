@@ -121,6 +121,31 @@ def fit_logistic(histogram: Histogram) -> tuple[Float[Tensor, " signals"], Float
     return slope, beta[:, 1] - slope * mean
 
 
+def sequential_temperatures(
+    logits: Float[Tensor, "draft position"], survival: Float[Tensor, "draft position"]
+) -> dict[str, list[float]]:
+    """Temperatures of confidences, position after position, each with the smallest ECE of the predicted survival: the
+    product of the confidences so far (SGLang 0.5.23, `dspark_sts_fit`, whose 41 temperatures from 0.1 to 10 these are).
+
+    Args:
+        logits: confidences of whole blocks.
+        survival: probability that all tokens up to each are accepted.
+    """
+    grid = torch.logspace(-1, 1, 41, dtype=torch.float64)
+    fitted: dict[str, list[float]] = {"temperatures": [], "ece_before": [], "ece_after": []}
+    before, after = torch.zeros_like(logits[:, 0]), torch.zeros_like(logits[:, 0])
+    for logit, label in zip(logits.T, survival.T, strict=True):
+        before, candidates = before + F.logsigmoid(logit), after + F.logsigmoid(logit / grid[:, None])
+        predicted = torch.cat([before[None], candidates]).clamp(max=-1e-12)
+        errors = measures(observe(predicted - torch.log(-torch.expm1(predicted)), label[None])).ece
+        best = int(errors[1:].argmin())
+        after = candidates[best]
+        values = (float(grid[best]), float(errors[0]), float(errors[1 + best]))
+        for column, value in zip(fitted.values(), values, strict=True):
+            column.append(value)
+    return fitted
+
+
 def recalibrated(
     head: AcceptanceHead, logit: Float[Tensor, " tokens"], acceptance_prob: Float[Tensor, " tokens"]
 ) -> AcceptanceHead:

@@ -11,7 +11,7 @@ import torch
 
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, ModelSource, PairConfig
 from data_gen.pipeline.command import make
-from evaluation.confidence.command import OWN, PER_POSITION, Drafts, judge, predictors
+from evaluation.confidence.command import OWN, PER_POSITION, PERFECT, VLLM, Drafts, estimated_online, judge, predictors
 from heads import AcceptanceHead
 from heads.command import export
 from heads.measures.scores import measures
@@ -30,15 +30,37 @@ def drafts_of(seed: int, num: int = 400) -> Drafts:
     logit = torch.randn(int(lengths.sum())) * 2
     position = torch.cat([torch.arange(length) for length in lengths.tolist()])
     off = torch.tensor([1.0, 0.0, -1.0])[position] + torch.tensor([0.5, 1.0, 2.0])[position] * logit
-    return Drafts(logit.sigmoid(), torch.rand(len(logit)), {OWN: off, "a head": logit}, lengths, BLOCK)
+    return Drafts(logit.sigmoid(), torch.rand(len(logit)), {OWN: off, "a head": logit}, off, lengths, BLOCK)
 
 
 def test_a_refit_per_position_undoes_what_is_off_at_each():
-    histograms = dict(predictors(drafts_of(0), drafts_of(1)))
-    brier = {name: float(measures(token).brier.mean()) for name, (token, _) in histograms.items()}
+    test = drafts_of(1)
+    logits = predictors(drafts_of(0), test)
+    brier = {name: float(measures(test.histograms(logit)[0]).brier.mean()) for name, logit in logits.items()}
+    assert brier[PERFECT] == pytest.approx(0, abs=1e-6)
     assert brier["a head"] == pytest.approx(0, abs=1e-6)  # it is the truth
     assert brier[PER_POSITION] == pytest.approx(0, abs=1e-5)
     assert brier[PER_POSITION] < 0.1 * min(brier[f"{OWN}, one offset and slope"], brier[OWN])
+
+
+def test_the_online_estimate_learns_a_slope_and_an_offset_per_position():
+    """Of labels that are logistic in its input with these; it begins at 0.5 and -0.2."""
+    drafts = drafts_of(0, 20_000)
+    position = torch.cat([torch.arange(length) for length in drafts.lengths.tolist()])
+    logit = 0.8 * drafts.max_logit + torch.tensor([1.0, 0.3, -0.5])[position]
+    drafts = drafts._replace(acceptance_prob=logit.sigmoid())
+    learned = estimated_online(drafts)
+    first = torch.arange(len(logit)) < int(drafts.lengths[:100].sum())
+    torch.testing.assert_close(learned[first], 0.5 * drafts.max_logit[first].double() - 0.2)
+    torch.testing.assert_close(learned[-3000:], logit[-3000:].double(), atol=0.05, rtol=0.02)
+
+
+def test_trimming_keeps_most_accepted_tokens_where_the_survival_is_known():
+    drafts = drafts_of(0)._replace(acceptance_prob=drafts_of(0).rate)
+    known, reverse = drafts.kept(drafts.logits["a head"]), drafts.kept(-drafts.logits["a head"])
+    assert known.shape == (BLOCK + 1,)
+    assert 0.5 < float(known[-1]) <= 1
+    assert float(known[-1]) > float(reverse[-1])
 
 
 def test_a_token_is_weighted_by_the_probability_that_verification_reaches_it():
@@ -92,9 +114,23 @@ def test_the_embedded_drafts_confidence_is_judged_by_position(config, capsys):
     own = found[OWN]
     assert len(own["by_position"]["brier"]) == 7
     assert 0 < own["brier"] < 0.05 < own["auroc"]  # it was trained at this very sampling
+    assert found[PERFECT]["kept"] >= found[VLLM]["kept"] > 0.5
     survival = own["by_position"]["survival"]
     assert survival == sorted(survival, reverse=True)
     np.testing.assert_allclose(own["by_position"]["predicted_survival"], survival, atol=0.1)
+
+
+@pytest.mark.slow
+def test_temperatures_of_the_drafts_confidences_are_written_as_sglang_takes_them(config, tmp_path):
+    [path] = export(config, format="sts", out=str(tmp_path / "sts.json"))
+    fitted = json.loads(path.read_text())
+    assert fitted.keys() == {"temperatures", "dataset", "num_samples", "ece_before", "ece_after"}
+    assert len(fitted["temperatures"]) == len(fitted["ece_before"]) == len(fitted["ece_after"]) == 7
+    assert all(0.1 <= temperature <= 10 for temperature in fitted["temperatures"])
+    assert fitted["num_samples"] > 10
+    assert np.mean(fitted["ece_after"]) <= np.mean(fitted["ece_before"])
+    with pytest.raises(ValueError, match=r"pair.draft is .*draft, which is not a DSpark draft"):
+        export(replace(config, pair=replace(config.pair, draft=ModelSource(path=str(TINY / "draft")))), format="sts")
 
 
 @pytest.mark.slow

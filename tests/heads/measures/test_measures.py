@@ -10,7 +10,14 @@ from torchmetrics.classification import BinaryAUROC
 
 from heads.measures.evaluation import LogitHistogram
 from heads.measures.histogram import observe
-from heads.measures.scores import auroc, fit_logistic, fit_temperature, measures, reliability
+from heads.measures.scores import (
+    auroc,
+    fit_logistic,
+    fit_temperature,
+    measures,
+    reliability,
+    sequential_temperatures,
+)
 
 
 @pytest.fixture
@@ -106,6 +113,17 @@ def test_a_signal_alone_gets_its_best_logistic_regression(tokens):
             lambda ab, z=z, p=p: np.mean(np.logaddexp(0, ab[0] * z + ab[1]) - p * (ab[0] * z + ab[1])), x0=[0.5, 0.0]
         ).x
         assert (float(slope[row]), float(offset[row])) == pytest.approx(tuple(best), abs=5e-3)
+
+
+def test_a_temperature_of_each_position_undoes_what_its_confidences_are_off_by():
+    """By factors on the grid of 41 temperatures; the first position is right as it is."""
+    true = torch.randn(3000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
+    factors = 10.0 ** torch.tensor([0.0, 0.25, -0.5], dtype=torch.float64)
+    fitted = sequential_temperatures(true * factors, true.sigmoid().cumprod(1))
+    assert fitted["temperatures"] == pytest.approx(factors.tolist(), rel=1e-6)
+    assert fitted["ece_after"] == pytest.approx([0, 0, 0], abs=2e-3)
+    assert fitted["ece_before"][0] == pytest.approx(0, abs=2e-3)
+    assert min(fitted["ece_before"][1:]) > 0.02
 
 
 def test_reliability_of_a_true_prediction_is_the_diagonal(tokens):
