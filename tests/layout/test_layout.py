@@ -29,13 +29,13 @@ CEILINGS = {
     "store": (614, 500),
     "lm": (5750, 4500),  # 500 lines for drafts in use: layouts of their producers, and MTP layers
     "data_gen": (6129, 4400),
-    "heads": (4161, 3600),
+    "heads": (4244, 3600),
     "decode": (5012, 4200),
-    "evaluation": (10781, 7400),
+    "evaluation": (10839, 7400),
     "serve": (841, 800),
     "checkpoints/recipes": (1554, 1400),
     "benchmarks": (794, 800),
-    "tests": (29018, 18000),
+    "tests": (29072, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 157
