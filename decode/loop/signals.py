@@ -202,7 +202,7 @@ class BatchSignals:
         embedding: token ids -> the draft's input embeddings.
         """
         self._embedding = embedding
-        self._previous: tuple[Mapping[Any, Tensor], Tensor] | None = None
+        self._previous: tuple[Mapping[str, Tensor], Tensor] | None = None
 
     @torch.inference_mode()
     def read(
@@ -230,16 +230,16 @@ class BatchSignals:
         if not names and not heads:
             return token.tolist(), [AfterDraw(position)] * len(policies)
         known = token.long().clamp(max=logits.shape[-1] - 1)
-        columns: dict[Any, Tensor] = {**signals_of(logits, known, names)}
+        columns, scores = signals_of(logits, known, names), dict[AcceptanceHead, Tensor]()
         for head in heads:
             if head.timing != "fed":
-                columns[head] = self._scored(head, hidden, columns, known, None)
+                scores[head] = self._scored(head, hidden, columns, known, None)
             elif position > 0 and self._previous is not None:
-                columns[head] = self._scored(head, hidden, *self._previous, kept)
+                scores[head] = self._scored(head, hidden, *self._previous, kept)
         self._previous = columns, known
-        # float64 holds every id exactly
-        tokens, *rows = torch.stack([token.double(), *(column.double() for column in columns.values())]).tolist()
-        numbers = dict(zip(columns, rows, strict=True))
+        read: dict[Any, Tensor] = {**columns, **scores}  # float64 holds every id exactly
+        tokens, *rows = torch.stack([token.double(), *(column.double() for column in read.values())]).tolist()
+        numbers = dict(zip(read, rows, strict=True))
         return [int(token_id) for token_id in tokens], [
             _row_signals(policy, position, row, numbers) for row, policy in enumerate(policies)
         ]
@@ -248,7 +248,7 @@ class BatchSignals:
         self,
         head: AcceptanceHead,
         hidden: Tensor | None,
-        columns: Mapping[Any, Tensor],
+        columns: Mapping[str, Tensor],
         token: Tensor,
         kept: Sequence[int] | None,
     ) -> Float[Tensor, " rows"]:
