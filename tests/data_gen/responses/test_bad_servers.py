@@ -82,6 +82,7 @@ def test_a_server_that_cannot_be_kept_from_a_second_bos_is_refused(served, adds_
         ({"token_ids": [True, 70]}, "response id True is not one"),
         ({"token_ids": "no list"}, "token_ids is not a list"),
         ({"token_ids": [70, 71]}, "text differs from its decoded token ids"),
+        ({"token_ids": [1, 70], "text": "c"}, "end-of-sequence id at position 0 of a response of 3 tokens"),
         ({"text": "far too long"}, "13 tokens, more than the requested 4"),
         ({"text": None}, "invalid answer from the server"),
         ({"finish_reason": "content_filter"}, "invalid answer from the server"),
