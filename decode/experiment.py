@@ -23,7 +23,7 @@ from data_gen.store.identity import describe_model
 from data_gen.store.manifest import read_manifest
 from decode.drafters.factory import check_micro
 from decode.policies.base import Policy
-from decode.policies.chosen import UNTUNED, best_head, read_verdict
+from decode.policies.recommended import UNTUNED, best_head, read_verdict
 from decode.policies.registry import policy_of, read_spec
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead

@@ -69,7 +69,7 @@ def default_values(max_draft_length: int, policies: Sequence[str] = ()) -> dict[
 
 
 def competitors_of(
-    chosen: Mapping[str, Mapping[str, Sequence[Any]]],
+    grids: Mapping[str, Mapping[str, Sequence[Any]]],
     heads: Mapping[str, AcceptanceHead],
     *,
     max_draft_length: int,
@@ -78,7 +78,7 @@ def competitors_of(
     """All grids of an evaluation but the bounds.
 
     Args:
-        chosen: policy -> parameter -> values, instead of the built-in values of that policy.
+        grids: policy -> parameter -> values, instead of the built-in values of that policy.
         heads: by name; each is a competitor.
         max_draft_length: the longest fixed length.
         policies: names of those that compete, as decode.policies has them; empty: all.
@@ -87,16 +87,16 @@ def competitors_of(
         ValueError: an unknown policy or parameter, a value out of range; values of a policy that does not compete.
     """
     values = default_values(max_draft_length, policies)
-    if policies and (left_out := [name for name in chosen if name not in values]):
+    if policies and (left_out := [name for name in grids if name not in values]):
         raise ValueError(
             f"decode.grid has values for {left_out[0]}, which decode.policies leaves out; add it there, or drop "
             "its values"
         )
     try:
-        values |= {name: dict(parameters) for name, parameters in chosen.items() if registered(name)}
+        values |= {name: dict(parameters) for name, parameters in grids.items() if registered(name)}
     except ValueError as error:
         raise ValueError(f"decode.grid: {error}") from error
-    grids = []
+    competitors = []
     for name, parameters in values.items():
         if name == "fixed_length" and max(parameters.get("k", ()), default=0) > max_draft_length:
             raise ValueError(
@@ -104,10 +104,10 @@ def competitors_of(
                 f"{max_draft_length}, raise it"
             )
         if name == "head":
-            grids += [head_competitor(head_name, head, parameters) for head_name, head in heads.items()]
+            competitors += [head_competitor(head_name, head, parameters) for head_name, head in heads.items()]
         else:
-            grids.append(make_competitor(name, name, parameters))
-    return grids
+            competitors.append(make_competitor(name, name, parameters))
+    return competitors
 
 
 def competitors_with(

@@ -18,7 +18,7 @@ from typing import Any
 from decode.policies.base import Policy
 from evaluation.competitor import Competitor, bounds, label_of
 from evaluation.families import BASELINE, BOUND, GROUPS, HEADS, HEADS_OF, ORACLE, TRAINING_FREE, families, family
-from evaluation.gain import Gain, Spent, Splits, gain_over
+from evaluation.gain import Gain, Splits, Throughput, gain_over
 from evaluation.played import Played
 from evaluation.times import Times
 from evaluation.traces.bounds import Oracle
@@ -47,7 +47,7 @@ class Result:
     """Of the setting."""
     on_dev: float | None = None
     """Tokens per second on dev, by which the setting was chosen."""
-    spent: Spent
+    throughput: Throughput
     """Tokens and seconds of each test prompt."""
     played: Played | None = None
     """What this setting did on test; None if it was only clocked."""
@@ -77,18 +77,18 @@ class Result:
     @property
     def tokens_per_s(self) -> float:
         """Throughput on test."""
-        return float(self.spent.tokens_per_s)
+        return float(self.throughput.tokens_per_s)
 
     def over(self, base: "Result") -> Gain:
         """The gain over another result on the same prompts."""
-        return gain_over(base.spent, self.spent)
+        return gain_over(base.throughput, self.throughput)
 
     def percent_of(self, bound: "Result | None") -> float:
         """Throughput in per cent of a bound's; NaN where the trace does not know the bound."""
         if bound is None:
             return float("nan")
-        seconds, tokens = bound.spent.seconds.sum() / self.spent.seconds.sum(), self.spent.tokens.sum()
-        return float(100 * seconds * (tokens / bound.spent.tokens.sum()))
+        seconds, tokens = bound.throughput.seconds.sum() / self.throughput.seconds.sum(), self.throughput.tokens.sum()
+        return float(100 * seconds * (tokens / bound.throughput.tokens.sum()))
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Contest:
     @property
     def num_prompts(self) -> int:
         """Number of test prompts that every result was judged on."""
-        return len(self.baseline.spent.tokens)
+        return len(self.baseline.throughput.tokens)
 
     @cached_property
     def leaders(self) -> dict[str, Result]:
@@ -185,9 +185,9 @@ def hold_each(
         dataset: its name.
         is_online: forms of `auto` that compete with the head that is fastest on dev: lambda from dev, learned online.
     """
-    chosen = [fastest_on_dev(replays.arms, times) for times in every]
+    best_arms = [fastest_on_dev(replays.arms, times) for times in every]
     of_head: dict[str, list[int]] = {}
-    for number, results in enumerate(chosen):
+    for number, results in enumerate(best_arms):
         if heads := [result for name, result in results.items() if family(name).timing]:
             of_head.setdefault(fastest(heads).competitor.head, []).append(number)
     autos: dict[int, list[Arm]] = {}
@@ -195,7 +195,7 @@ def hold_each(
         rules = replays.autos(replays.heads[head], [every[number] for number in numbers], is_online)
         autos |= dict(zip(numbers, rules, strict=True))
     contests = []
-    for number, (times, results) in enumerate(zip(every, chosen, strict=True)):
+    for number, (times, results) in enumerate(zip(every, best_arms, strict=True)):
         results = fastest_on_dev([*autos.get(number, ()), replays.oracle(times)], times, results)
         order = dict.fromkeys([*(name for name in families() if name in results), *results])
         contests.append(Contest(dataset, times, {name: results[name] for name in order}))
@@ -230,7 +230,12 @@ def result_of(arm: Arm, number: int, times: Times, *, on_dev: float | None = Non
     """An arm at one setting, on test."""
     played = arm.test.select([number])
     return Result(
-        competitor=arm.competitor, number=number, on_dev=on_dev, spent=times.spent(played).at(0), played=played, arm=arm
+        competitor=arm.competitor,
+        number=number,
+        on_dev=on_dev,
+        throughput=times.throughput(played).at(0),
+        played=played,
+        arm=arm,
     )
 
 
@@ -263,7 +268,7 @@ def replay_dataset(
         name: of the dataset, for the progress bar.
     """
     every = [*competitors, *(bound for bound in bounds() if perfect_head or bound.family == ORACLE)]
-    with Bar(total=sum(len(each.settings) for each in every), desc=f"replay: {name}", unit="settings") as bar:
+    with Bar(total=sum(len(entry.settings) for entry in every), desc=f"replay: {name}", unit="settings") as bar:
         return Replays(traces=traces, arms=list(replay_arms(every, traces, bar.update)), heads=heads)
 
 
@@ -271,6 +276,6 @@ def replay_arms(
     competitors: Iterable[Competitor], traces: Splits[Trace], progress: Callable[[int], object] = lambda count: None
 ) -> Iterator[Arm]:
     """Every competitor on both splits; `progress` gets the number of settings after each."""
-    for each in competitors:
-        yield Arm(each, replay_settings(traces.dev, each.policy), replay_settings(traces.test, each.policy))
-        progress(len(each.settings))
+    for entry in competitors:
+        yield Arm(entry, replay_settings(traces.dev, entry.policy), replay_settings(traces.test, entry.policy))
+        progress(len(entry.settings))

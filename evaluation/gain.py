@@ -34,7 +34,7 @@ class Splits(Generic[Kept]):
         return iter((self.dev, self.test))
 
 
-class Spent(NamedTuple):
+class Throughput(NamedTuple):
     """Tokens and seconds of each prompt, of one setting or of several side by side."""
 
     tokens: Int[np.ndarray, "*setting prompt"]
@@ -46,9 +46,9 @@ class Spent(NamedTuple):
         """Throughput over all prompts: a number, or one for each setting."""
         return self.tokens.sum(-1) / self.seconds.sum(-1)
 
-    def at(self, index: int | np.ndarray) -> "Spent":
+    def at(self, index: int | np.ndarray) -> "Throughput":
         """The same of one setting, or of some prompts of one."""
-        return Spent(self.tokens[index], self.seconds[index])
+        return Throughput(self.tokens[index], self.seconds[index])
 
 
 class Gain(NamedTuple):
@@ -73,12 +73,12 @@ class Gain(NamedTuple):
         return f"{value:+d} % ({low}, {high})"
 
 
-def gain_over(base: Spent, spent: Spent) -> Gain:
-    """The gain of `spent` over `base`, which have the same prompts in the same order, with its BCa interval (Efron
+def gain_over(base: Throughput, throughput: Throughput) -> Gain:
+    """The gain of `throughput` over `base`, which have the same prompts in the same order, with its BCa interval (Efron
     1987) of 2,000 resamples.
     """
-    num = len(spent.tokens)
-    sums = np.stack([base.tokens, base.seconds, spent.tokens, spent.seconds], axis=1, dtype=np.float64)
+    num = len(throughput.tokens)
+    sums = np.stack([base.tokens, base.seconds, throughput.tokens, throughput.seconds], axis=1, dtype=np.float64)
     value = float(_gains(sums.sum(0)))
     if num < 2:
         return Gain(value, value, value, float("nan"))

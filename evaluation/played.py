@@ -60,10 +60,10 @@ class Played:
 def joined(every: Sequence[Played]) -> Played:
     """What the same settings did on several traces, their prompts one after the other."""
     names = [name for name, _ in every[0]._counted()]
-    counts = {name: np.concatenate([getattr(one.counts, name) for one in every], axis=1) for name in names}
-    firsts = np.cumsum([0, *(int(one.prompt_of_row.max()) + 1 for one in every)])
-    prompts = [first + one.prompt_of_row for first, one in zip(firsts, every, strict=False)]
-    lengths = np.concatenate([one.lengths for one in every], axis=1)
+    counts = {name: np.concatenate([getattr(part.counts, name) for part in every], axis=1) for name in names}
+    firsts = np.cumsum([0, *(int(part.prompt_of_row.max()) + 1 for part in every)])
+    prompts = [first + part.prompt_of_row for first, part in zip(firsts, every, strict=False)]
+    lengths = np.concatenate([part.lengths for part in every], axis=1)
     return replace(every[0], counts=Counts(**counts), lengths=lengths, prompt_of_row=np.concatenate(prompts))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from decode.policies.base import JOINT, Policy
-from evaluation.gain import Spent
+from evaluation.gain import Throughput
 from evaluation.played import Played
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Array, Trace
@@ -147,9 +147,9 @@ class Times:
         """Seconds t_target(k) of a verification of k drafted tokens."""
         return np.asarray(self.t_target_s)[np.minimum(length, len(self.t_target_s) - 1)]
 
-    def spent(self, replayed: Played) -> Spent:
+    def throughput(self, replayed: Played) -> Throughput:
         """Tokens and seconds of every setting on every prompt."""
-        return Spent(replayed.per_prompt(replayed.counts.num_emitted), replayed.per_prompt(self.time_s(replayed)))
+        return Throughput(replayed.per_prompt(replayed.counts.num_emitted), replayed.per_prompt(self.time_s(replayed)))
 
     def round_s(self, max_draft_length: int, *, has_blocks: bool = False) -> tuple[float, ...]:
         """Seconds of a round that drafts 0, 1, … max_draft_length tokens, nothing added to its draft steps, or with

@@ -50,10 +50,10 @@ class QuickTopP(TopPLogitsWarper):
         indices = (num_kept + torch.tensor([-1, 0])).clamp(0, _NUM_LIKELIEST - 1)
         last, first_out = likeliest.gather(-1, indices).split(1, dim=-1)
         is_clear = ((above - self.top_p).abs() > _MARGIN).all(-1) & (last > first_out).squeeze(-1)
-        kept = scores.masked_fill(scores < last, self.filter_value)
+        masked = scores.masked_fill(scores < last, self.filter_value)
         if not is_clear.all():  # NaN is never clear
-            kept[~is_clear] = super().__call__(input_ids, scores[~is_clear])
-        return kept
+            masked[~is_clear] = super().__call__(input_ids, scores[~is_clear])
+        return masked
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,10 @@ class MeasuredController(Controller):
             self._first_s = now_s - self._at_s
         self._num_steps, self._at_s = self._num_steps + 1, now_s
 
-    def chosen(self, expected_tokens: Any, num_tokens: int) -> Any:
+    def continuing(self, expected_tokens: Any, num_tokens: int) -> Any:
         if self._costs is None or (self._idle >= _PROBE_EVERY and self._num_steps < 2):
             return np.ones(len(expected_tokens), dtype=bool)
-        return super().chosen(expected_tokens, num_tokens)
+        return super().continuing(expected_tokens, num_tokens)
 
     def step_cost_s(self, numbers: Any, num_tokens: int) -> Any:  # type: ignore[override]
         assert self._costs is not None

@@ -29,7 +29,7 @@ from benchmarks.serve.loop import interpreter
 from configs.command import run
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.gain import Spent, gain_over
+from evaluation.gain import Throughput, gain_over
 from evaluation.turns import in_turns
 
 ALONE = 0  # the length of the arm without speculation
@@ -170,9 +170,9 @@ def summary(runs: Runs, measured_at: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def cost_of(arm: Sequence[Run], clock: str) -> Spent:
+def cost_of(arm: Sequence[Run], clock: str) -> Throughput:
     """Tokens and seconds of each prompt; `clock` is a field of `Run`."""
-    return Spent(np.array([len(run.token_ids) for run in arm]), np.array([getattr(run, clock) for run in arm]))
+    return Throughput(np.array([len(run.token_ids) for run in arm]), np.array([getattr(run, clock) for run in arm]))
 
 
 def step_ms(arm: Sequence[Run]) -> float:

@@ -128,7 +128,7 @@ class ChainLabeller:
         limits[~is_kept] = 1  # the rows need the first step of every position
         groups = torch.arange(len(response)).split(at_once)
         return [
-            _kept(
+            _selected(
                 self._group(chains, reading, lengths[group], limits[group], uniform[group], timings=timings),
                 is_kept[group],
             )
@@ -219,7 +219,7 @@ class ChainLabeller:
         return LabelledDrafts(columns, columns, dict.fromkeys(timings, none), [])
 
 
-def _kept(labelled: LabelledDrafts, is_kept: Tensor) -> LabelledDrafts:
+def _selected(labelled: LabelledDrafts, is_kept: Tensor) -> LabelledDrafts:
     """The labels of one response with all rows but only the drafts that `is_kept`, [draft], selects."""
     lengths = torch.tensor(labelled.lengths[0])
     is_token_kept = is_kept.repeat_interleave(lengths)

@@ -325,8 +325,8 @@ class Worker:
         return self._server.servers.start(self._server.ask(spec, self.source, **settings)).result()
 
     def _settings(self, spec: ShardSpec, progress: Progress) -> dict[str, Any]:
-        kept = stages.kept_responses(spec, self.data) if self.job.keeps_responses else None
-        return {"tokenizer": self.tokenizer, "data": self.data, "progress": progress, "kept": kept}
+        kept_responses = stages.kept_responses(spec, self.data) if self.job.keeps_responses else None
+        return {"tokenizer": self.tokenizer, "data": self.data, "progress": progress, "kept": kept_responses}
 
 
 def _eos_ids(target: ModelSource, tokenizer: Any) -> frozenset[int]:

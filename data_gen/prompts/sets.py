@@ -139,10 +139,10 @@ def _apart(
     ]
     apart: dict[str, list[Prompt]] = {}
     for name, pool in pools.items():
-        own = without_duplicates(pool, earlier)
-        earlier += own
-        apart[name] = [replace(prompt, id=f"{name}/{prompt.id}", set=name) for prompt in own]
-        if repeats := len(pool) - len(own):
+        unique = without_duplicates(pool, earlier)
+        earlier += unique
+        apart[name] = [replace(prompt, id=f"{name}/{prompt.id}", set=name) for prompt in unique]
+        if repeats := len(pool) - len(unique):
             say_once(f"{name}: {repeats} {split} prompts are also in another set and are left out")
     return apart
 

@@ -187,8 +187,8 @@ class _Batch:
                 if source.keeps_states:
                     states.append(state)
                 if (has_stopped := token in source.eos_ids) or len(ids) == source.max_new_tokens:
-                    kept = torch.stack(states).cpu() if states else None
-                    self.answers[index] = Response(ids, "stop" if has_stopped else "length", kept)
+                    kept_states = torch.stack(states).cpu() if states else None
+                    self.answers[index] = Response(ids, "stop" if has_stopped else "length", kept_states)
             if index in self.answers:
                 self._owners[row], self._states[index] = None, []
 

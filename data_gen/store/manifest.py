@@ -118,9 +118,9 @@ def read_manifest(directory: str | Path, *, command: str = "data", keys: Sequenc
 
 def refuse_older(manifest: Mapping[str, Any], directory: str | Path) -> None:
     """Raise ValueError if another version of the data format made a directory that heads are to be trained on."""
-    if (found := manifest.get("format", FORMAT)) != FORMAT:
+    if (format_ := manifest.get("format", FORMAT)) != FORMAT:
         raise ValueError(
-            f"{directory} has data format {found}, but this version reads format {FORMAT}; make the data in another "
+            f"{directory} has data format {format_}, but this version reads format {FORMAT}; make the data in another "
             "data.dir (`acceptance-heads responses` keeps the responses)"
         )
 

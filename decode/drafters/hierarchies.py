@@ -152,7 +152,6 @@ class PreVerifiedDrafter(PolicyDrafter):
         self.inner.roll_back(length)
 
     def _inner_round(self, text: list[int], window: int) -> None:
-        """Play one inner round; extends the text and the proposal by its tokens."""
         proposal, draws = self.proposal, self._session.draws
         num_before = len(proposal.tokens)
         inner = self.inner.propose(text, window) if window > 0 else Proposal()

@@ -126,11 +126,11 @@ class Batch:
         started_s = perf_counter()
         steps = self._drafted(busy, max_draft_length)
         drafted_s = perf_counter()
-        rows: list[Any] = [each.target for each in busy]
-        fed = [each.committed[len(each.target) :] + each.drafter.proposal.tokens for each in busy]
-        nums = [each.num_planned for each in busy]
+        rows: list[Any] = [seq.target for seq in busy]
+        fed = [seq.committed[len(seq.target) :] + seq.drafter.proposal.tokens for seq in busy]
+        nums = [seq.num_planned for seq in busy]
         p = self._dists(busy, self._target.feed(rows, fed, nums))
-        num_emitted = sum(len(self._settle(each, dists).emitted) for each, dists in zip(busy, p, strict=True))
+        num_emitted = sum(len(self._settle(seq, dists).emitted) for seq, dists in zip(busy, p, strict=True))
         ended_s = perf_counter()
         if self._controller is not None:
             self._controller.end(steps, sum(nums), num_emitted)
@@ -138,8 +138,8 @@ class Batch:
 
     def _drafted(self, busy: list[_Sequence], max_draft_length: int) -> tuple[int, ...]:
         """Draft for all sequences; returns the number of sequences in each step."""
-        rooms = [min(max_draft_length, each.end - len(each.committed) - 1) for each in busy]
-        going = [each for each, room in zip(busy, rooms, strict=True) if each.drafter.begin(each.committed, room) > 0]
+        rooms = [min(max_draft_length, seq.end - len(seq.committed) - 1) for seq in busy]
+        going = [seq for seq, room in zip(busy, rooms, strict=True) if seq.drafter.begin(seq.committed, room) > 0]
         steps: list[int] = []
         while going := self._continuing(going, busy):
             steps.append(len(going))
@@ -149,10 +149,10 @@ class Batch:
     def _step(self, going: list[_Sequence], position: int) -> list[_Sequence]:
         """Draft one token of each of these sequences; returns those whose policies want another."""
         rows: list[Any] = [sequence.drafter.model for sequence in going]
-        fed = [each.drafter.proposal.tokens[-1:] or each.committed[len(each.drafter.model) :] for each in going]
+        fed = [seq.drafter.proposal.tokens[-1:] or seq.committed[len(seq.drafter.model) :] for seq in going]
         logits = self._draft.feed(rows, fed, [1] * len(rows))
         dists = [q[0] for q in self._dists(going, logits)]
-        pairs = [(each.session.draws, q) for each, q in zip(going, dists, strict=True)]
+        pairs = [(seq.session.draws, q) for seq, q in zip(going, dists, strict=True)]
         if dists[0].is_cpu:
             token = torch.tensor([draws.token(q) for draws, q in pairs])
         else:
@@ -162,13 +162,13 @@ class Batch:
         self._stepped, policies = going, [self._policy] * len(going)
         tokens, signals = self._signals.read(position, torch.cat(logits), hidden, token, policies=policies, kept=kept)
         outcomes = zip(going, map(refuse_no_token, tokens, dists), signals, dists, strict=True)
-        return [each for each, token_id, drawn, q in outcomes if each.drafter.take(token_id, drawn, q)]
+        return [seq for seq, token_id, drawn, q in outcomes if seq.drafter.take(token_id, drawn, q)]
 
     def _continuing(self, going: list[_Sequence], busy: list[_Sequence]) -> list[_Sequence]:
         """Rows that the batch's rule lets continue, among those whose policies want to."""
         if self._controller is None or not going:
             return going
-        self._controller.stop_losing([each.drafter.run for each in going], sum(each.num_planned for each in busy))
+        self._controller.stop_losing([seq.drafter.run for seq in going], sum(seq.num_planned for seq in busy))
         for sequence in going:
             sequence.drafter.proposal.stop_reason = sequence.drafter.run.stop_reason
         return [sequence for sequence in going if sequence.drafter.run.is_going]

@@ -188,7 +188,6 @@ class SpeculativeDecoder:
 
     @torch.inference_mode()
     def _round(self, committed: list[int], num_left: int, draws: Sampler) -> Round:
-        """Play one round; extends `committed` by the emitted tokens."""
         started_s = perf_counter()
         proposal = self.drafter.propose(committed, min(self.max_draft_length, num_left - 1))
         drafted_s = perf_counter()

@@ -157,11 +157,11 @@ class Auto(ScoringPolicy):
     def limit(self, state: AutoState) -> Number:  # type: ignore[override]
         return np.where((state.profit >= 0.0) | (state.idle >= self.probe_every - 1), np.inf, 0.0)
 
-    def stop_before(self, state: AutoState, seen: BeforeDraw) -> Number:  # type: ignore[override]
+    def stop_before(self, state: AutoState, signals: BeforeDraw) -> Number:  # type: ignore[override]
         if not self.stops_before:
             return False
         price = self._rate(state) * self.t_verify_s
-        return (self.scored_before(state.survival, state.learned, seen) < price) & (seen.position > 0)
+        return (self.scored_before(state.survival, state.learned, signals) < price) & (signals.position > 0)
 
     def after(self, state: AutoState, drawn: AfterDraw) -> tuple[State, Number]:  # type: ignore[override]
         product, carried, newest = self.scored(state.survival, state.learned, drawn)

@@ -164,7 +164,7 @@ class Policy:
         """Maximum draft length of this round; 0 skips the draft."""
         return float("inf")
 
-    def stop_before(self, state: State, seen: BeforeDraw) -> Number:
+    def stop_before(self, state: State, signals: BeforeDraw) -> Number:
         """True to draw no further token in this round."""
         return False
 

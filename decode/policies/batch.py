@@ -88,12 +88,12 @@ class BatchRule:
         """Whether `expected_tokens` needs the signals of the next step before its draw."""
         return False
 
-    def expected_tokens(self, state: Any, seen: BeforeDraw | None = None) -> Number:
+    def expected_tokens(self, state: Any, signals: BeforeDraw | None = None) -> Number:
         """Tokens that one more draft step of this sequence is expected to bring, its price not deducted.
 
         Args:
             state: of the draft so far.
-            seen: signals of the next step before its draw; None unless the rule `looks_ahead`.
+            signals: those of the next step before its draw; None unless the rule `looks_ahead`.
         """
         raise NotImplementedError
 
@@ -146,7 +146,7 @@ class BatchAuto(ScoringPolicy, BatchRule):
         survival, expected_tokens, learned = state
         return survival, expected_tokens, learned_from(learned, outcome.feedback)
 
-    def expected_tokens(self, state: State, seen: BeforeDraw | None = None) -> Number:
+    def expected_tokens(self, state: State, signals: BeforeDraw | None = None) -> Number:
         return state[1]
 
     def step_cost_s(self, numbers: Any, num_tokens: int) -> Any:
@@ -187,8 +187,8 @@ class BlockAuto(BatchAuto):
     def looks_ahead(self) -> bool:  # type: ignore[override]
         return self.head.timing == "prefix"
 
-    def expected_tokens(self, state: State, seen: BeforeDraw | None = None) -> Number:
-        return super().expected_tokens(state) if seen is None else self.scored_before(state[0], state[2], seen)
+    def expected_tokens(self, state: State, signals: BeforeDraw | None = None) -> Number:
+        return super().expected_tokens(state) if signals is None else self.scored_before(state[0], state[2], signals)
 
     def step_cost_s(self, numbers: Any, num_tokens: int) -> Any:
         return self.costs.target(num_tokens + numbers) - self.costs.target(num_tokens)
@@ -205,7 +205,7 @@ class Controller:
     step_cost_s: Callable[[Any, int], Any]
     """Seconds of one more draft step for so many sequences, if so many tokens are verified without it."""
 
-    def chosen(self, expected_tokens: Any, num_tokens: int) -> Any:
+    def continuing(self, expected_tokens: Any, num_tokens: int) -> Any:
         """The sequences that together gain most from one more step, bool [sequence]; none if every set loses.
 
         Args:
@@ -222,7 +222,7 @@ class Controller:
     def stop_losing(self, runs: Sequence[PolicyRun], num_tokens: int) -> None:
         """Stop those of these drafts whose next step does not pay."""
         values = [run.policy.expected_tokens(run.state) for run in runs]  # type: ignore[attr-defined]
-        for run, continues in zip(runs, self.chosen(np.array(values, dtype=float), num_tokens), strict=True):
+        for run, continues in zip(runs, self.continuing(np.array(values, dtype=float), num_tokens), strict=True):
             if not continues:
                 run.stop("policy")
 

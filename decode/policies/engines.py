@@ -37,8 +37,8 @@ class LlamaCpp(Policy):
     def limit(self, state: State) -> Number:
         return self.n_max
 
-    def stop_before(self, state: State, seen: BeforeDraw) -> Number:
-        return seen.top_prob < self.p_min
+    def stop_before(self, state: State, signals: BeforeDraw) -> Number:
+        return signals.top_prob < self.p_min
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class DSparkConfidence(ProductPolicy):
     ranges = (("min_confidence", 0, 1),)
     stop_kind: ClassVar[str] = ""  # type: ignore[misc]
 
-    def stop_before(self, state: State, seen: BeforeDraw) -> Number:
-        return state[0] * sigmoid(seen.confidence_logit) < self.min_confidence
+    def stop_before(self, state: State, signals: BeforeDraw) -> Number:
+        return state[0] * sigmoid(signals.confidence_logit) < self.min_confidence
 
     def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
         return (np.where(self.is_product, state[0] * sigmoid(drawn.confidence_logit), 1.0),), False

@@ -110,13 +110,15 @@ class HeadPolicy(ScoringPolicy):
     def begin(self, state: Any) -> State:
         return 1.0, *state[1:]
 
-    def stop_before(self, state: Any, seen: BeforeDraw) -> Number:
+    def stop_before(self, state: Any, signals: BeforeDraw) -> Number:
         if not self.stops_before:
             return False
-        product = self.scored_before(state[0], state[1], seen)
+        product = self.scored_before(state[0], state[1], signals)
         # at least one token: only rules that know costs skip a draft
         return (
-            (1.0 - product > self.max_rejection_prob) & (seen.position > 0) & (seen.position >= self.min_draft_length)
+            (1.0 - product > self.max_rejection_prob)
+            & (signals.position > 0)
+            & (signals.position >= self.min_draft_length)
         )
 
     def after(self, state: Any, drawn: AfterDraw) -> tuple[State, Number]:

@@ -160,9 +160,9 @@ class AdaEDL(Policy):
     def start(self) -> State:
         return self.initial_lambda, self.target_rate
 
-    def stop_before(self, state: State, seen: BeforeDraw) -> Number:
-        bound = 1.0 - (self.scale * seen.entropy) ** 0.5
-        return (bound < state[0]) & (seen.position > 0)
+    def stop_before(self, state: State, signals: BeforeDraw) -> Number:
+        bound = 1.0 - (self.scale * signals.entropy) ** 0.5
+        return (bound < state[0]) & (signals.position > 0)
 
     def end(self, state: State, outcome: Outcome) -> State:
         threshold, rate = state

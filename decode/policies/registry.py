@@ -157,9 +157,9 @@ def _imported(module: str, name: str) -> type[Policy]:
         ) from error
     kind = getattr(loaded, name, None)
     if kind is None:
-        own = [key for key, value in vars(loaded).items() if _is_policy(value) and value.__module__ == module]
+        defined = [key for key, value in vars(loaded).items() if _is_policy(value) and value.__module__ == module]
         raise ValueError(
-            f"module {module} ({loaded.__file__}) has no {name!r}; it defines the policies: {', '.join(own) or 'none'}"
+            f"module {module} ({loaded.__file__}) has no {name!r}; its policies are {', '.join(defined) or 'none'}"
         )
     if not _is_policy(kind):
         raise ValueError(f"{module}:{name} is no policy; make it a subclass of decode.Policy (docs/extending.md)")

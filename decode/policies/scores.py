@@ -136,22 +136,22 @@ class ScoringPolicy(Policy):
         product = carried * newest
         return product, product if fed is None else carried, newest
 
-    def scored_before(self, carried: Number, learned: Any, seen: BeforeDraw) -> Number:
+    def scored_before(self, carried: Number, learned: Any, signals: BeforeDraw) -> Number:
         """Product of scores with the next token's, by a prefix head, before the token is drawn; see `scored`."""
         if self.is_learning:
-            return carried * score_of(learned.weights, self._inputs(seen))
+            return carried * score_of(learned.weights, self._inputs(signals))
         _, late = self._scales
         assert late is not None
-        return carried * sigmoid((seen.prefix_logit + late[0]) / late[1])
+        return carried * sigmoid((signals.prefix_logit + late[0]) / late[1])
 
     def feedback(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
         return token_feedback(state[-1].weights, self._inputs(drawn), acceptance_prob) if self.is_learning else ()
 
-    def _inputs(self, seen: Any) -> tuple[Number, Number]:
+    def _inputs(self, signals: Any) -> tuple[Number, Number]:
         """Inputs of the regression for the token: the head's calibrated logit, and that of `_own_signal`."""
         shift, temperature = self._calibration
-        logit = seen.prefix_logit if self._is_prefix else seen.drawn_logit
-        return clip((logit + shift) / temperature), logit_of(getattr(seen, self._own_signal))
+        logit = signals.prefix_logit if self._is_prefix else signals.drawn_logit
+        return clip((logit + shift) / temperature), logit_of(getattr(signals, self._own_signal))
 
     @property
     def _own_signal(self) -> str:

@@ -18,7 +18,7 @@ _TURNOVER = 4
 """Each row of the batch serves at least this many requests: the first ones start in step, and later ones do not."""
 
 
-class LoadSpent(NamedTuple):
+class BatchThroughput(NamedTuple):
     """Tokens and seconds of a load at some costs."""
 
     tokens: int
@@ -45,13 +45,13 @@ class Load(NamedTuple):
     ends: Int[Array, " request"]
     """The round after its last."""
 
-    def spent(self, costs: BatchCosts) -> LoadSpent:
+    def throughput(self, costs: BatchCosts) -> BatchThroughput:
         """Tokens and seconds at these costs."""
         step_s = costs.draft(np.arange(int(self.steps.max(initial=0)) + 1))
         step_s[0] = 0.0
         seconds = step_s[self.steps].sum(1) + costs.target(self.num_tokens)
         clock = np.append(0.0, seconds.cumsum())
-        return LoadSpent(
+        return BatchThroughput(
             int(self.emitted.sum()), float(clock[-1]), float((clock[self.ends] - clock[self.begins]).mean())
         )
 

@@ -35,10 +35,10 @@ class _Batch(Lockstep):
             return drafting
         at = drafting.nonzero()[0]
         rule: Any = self.policy
-        seen = self._drawn(self._indices()).before if rule.looks_ahead else None
-        expected_tokens = np.broadcast_to(rule.expected_tokens(self.state, seen), drafting.shape)[at]
+        signals = self._drawn(self._indices()).before if rule.looks_ahead else None
+        expected_tokens = np.broadcast_to(rule.expected_tokens(self.state, signals), drafting.shape)[at]
         result = np.zeros_like(drafting)
-        result[at] = self.controller.chosen(expected_tokens, int((self.lanes.position + 1)[self.busy].sum()))
+        result[at] = self.controller.continuing(expected_tokens, int((self.lanes.position + 1)[self.busy].sum()))
         return result
 
     def round(self, totals: Totals) -> tuple[list[int], int]:

@@ -77,7 +77,6 @@ def bench(
 
 
 def _raced(race: Race, samplings: Sequence[str]) -> list[dict[str, Any]]:
-    """Print each cell as soon as it is there; then the plot."""
     cells: list[Cell] = []
     print("bench: every policy and schedule in turns; finished cells are stored", flush=True)
     for stored in race.cells(samplings):

@@ -189,12 +189,12 @@ class Race:
             }
         else:
             choices = self._choices(name)
-            chosen = choices.at(self._times, terms.families, dataset=dataset, num_fixed=terms.rules.num_fixed)
-            policies |= {each: (one.family, one.label, one.policy, one.on_dev) for each, one in chosen.items()}
-        for each, (family, setting, policy, on_dev) in policies.items():
+            best_arms = choices.at(self._times, terms.families, dataset=dataset, num_fixed=terms.rules.num_fixed)
+            policies |= {key: (arm.family, arm.label, arm.policy, arm.on_dev) for key, arm in best_arms.items()}
+        for key, (family, setting, policy, on_dev) in policies.items():
             timed = generations_of(loop.decoder(policy), num_tokens)
             facts = _arm(family, setting, of_other_sampling=of_other_sampling(policy, sampling), on_dev=on_dev)
-            arms[each] = facts, timed
+            arms[key] = facts, timed
         schedules: dict[tuple[str, str], Mapping[str, Any] | None] = {(ways.UNASSISTED, "-"): None}
         if not self.experiment.has_feature_draft or self._assistant is not None:
             best = policies[BASELINE][2] if BASELINE in policies else None

@@ -23,7 +23,7 @@ from evaluation.contest import Result, fastest
 from evaluation.families import ALONE, BASELINE, PRODUCT, TRAINING_FREE
 from evaluation.families import family as family_named
 from evaluation.figure import GREY, Plot, panels_of, plot_of
-from evaluation.gain import Gain, Spent, median_ratio
+from evaluation.gain import Gain, Throughput, median_ratio
 from evaluation.table import Table
 
 SAMPLING_NAMES = {"greedy": "greedy", "sampled": "T=1", "nucleus": "T=0.7, top-p 0.9", "own": "as in the config"}
@@ -53,7 +53,7 @@ class Cell(NamedTuple):
                 competitor=Competitor(arm["family"], arm["setting"], FixedLength(0), ({},)),
                 number=0,
                 on_dev=arm["on_dev"],
-                spent=Spent(np.array(arm["tokens"]), np.array(arm["seconds"])),
+                throughput=Throughput(np.array(arm["tokens"]), np.array(arm["seconds"])),
             )
             for arm in stored["arms"]
         ]
@@ -82,7 +82,7 @@ class Cell(NamedTuple):
 
     def median_over(self, arm: Result, rival: str) -> float:
         """The median of ratios prompt by prompt, minus 1, over a rival; for texts of one length."""
-        return median_ratio(self.rivals[rival].spent.seconds, arm.spent.seconds) - 1
+        return median_ratio(self.rivals[rival].throughput.seconds, arm.throughput.seconds) - 1
 
     def cell_of(self, arm: Result, rival: str) -> str:
         """Gain, interval and median in per cent; empty over itself."""
@@ -116,7 +116,8 @@ def cell_table(cell: Cell) -> Table:
         row |= {"tokens/s": f"{arm.tokens_per_s:.1f}", "alone": f"x{1 + cell.over(arm, ALONE).value:.2f}"}
         rows.append(row | {f"over {name_of(rival)}": cell.cell_of(arm, rival) for rival in rivals})
     times = f"t_draft {1e3 * stored['times']['t_draft_s']:.2f} ms, t_target/t_draft {cell.ratio:.2f}"
-    texts = f"{len(cell.arms[0].spent.tokens)} prompts of {stored['dataset']}, at most {stored['num_tokens']} tokens"
+    num_prompts = len(cell.arms[0].throughput.tokens)
+    texts = f"{num_prompts} prompts of {stored['dataset']}, at most {stored['num_tokens']} tokens"
     title = f"{cell.sampling}: {times}; {texts}, {stored['cycles']} times"
     note = (
         "gain in per cent, its 95 % interval over prompts, and the median of the ratios of prompts; each rival is the "

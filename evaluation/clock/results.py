@@ -23,7 +23,7 @@ from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Result, replay_arms, result_of
 from evaluation.families import ALONE, BASELINE, BOUNDS, family, styles_of
 from evaluation.figure import GREY, Plot, figure_of, legend_below, plot_of
-from evaluation.gain import Spent, Splits, gain_over
+from evaluation.gain import Splits, Throughput, gain_over
 from evaluation.played import Played
 from evaluation.table import Table, flat, shown
 from evaluation.times import Times
@@ -156,13 +156,13 @@ def report_of(
             "family": runner.family,
             "setting": runner.label,
             "predicted_tokens_per_s": expected.tokens_per_s,
-            "clocked_tokens_per_s": spent.tokens_per_s,
-            "difference": spent.tokens_per_s / expected.tokens_per_s - 1,
+            "clocked_tokens_per_s": throughput.tokens_per_s,
+            "difference": throughput.tokens_per_s / expected.tokens_per_s - 1,
             **_parts(wall_s[number].sum(), timed[number].sum((0, 1)), every[number], times),
             "predicted_gain": gain_over(predicted[base], expected),
-            "clocked_gain": gain_over(measured[base], spent),
+            "clocked_gain": gain_over(measured[base], throughput),
         }
-        for number, (runner, expected, spent) in enumerate(zip(runners, predicted, measured, strict=True))
+        for number, (runner, expected, throughput) in enumerate(zip(runners, predicted, measured, strict=True))
     ]
     about = _about(len(measured[0].tokens), agrees, num_repeats=seconds.shape[1])
     return ClockReport(dataset=dataset, about=about, rows=results)
@@ -178,11 +178,10 @@ def _about(num_prompts: int, agrees: Bool[Array, " row"], *, num_repeats: int) -
     return about
 
 
-def _by_prompt(played: Played, seconds: Array) -> Spent:
-    """Tokens and seconds of each prompt, its rows together."""
+def _by_prompt(played: Played, seconds: Array) -> Throughput:
     _, numbers = np.unique(played.prompt_of_row, return_inverse=True)
     tokens = np.bincount(numbers, played.counts.num_emitted[0])
-    return Spent(tokens.astype(np.int64), np.bincount(numbers, seconds))
+    return Throughput(tokens.astype(np.int64), np.bincount(numbers, seconds))
 
 
 def _parts(wall_s: float, totals_s: Array, played: Played, times: Times) -> dict[str, float]:

@@ -100,7 +100,7 @@ def clock(
                     generation = decoders[number].generate(request.prompt_ids, request.limit, generator=draws)
                     wall_s, rounds = perf_counter() - started_s, generation.rounds
                     if turn:
-                        parts_s = (sum(one.draft_s for one in rounds), sum(one.target_s for one in rounds))
+                        parts_s = (sum(round_.draft_s for round_ in rounds), sum(round_.target_s for round_ in rounds))
                         seconds[number, turn - 1, row] = (wall_s, *parts_s)
                     elif not _agrees(generation, replays[number], row):
                         agrees[row] = False

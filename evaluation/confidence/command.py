@@ -98,9 +98,9 @@ def judge(config: Config, *, json: bool = False) -> None:
         Table(f"confidences at all positions; {title}", shown(scores, columns), note).print()
         for name in ("brier", "ece", "survival_ece", "kept"):
             rows = [
-                {"predictor": one["predictor"]}
-                | {str(position): f"{value:.4f}" for position, value in enumerate(one["by_position"][name], 1)}
-                for one in scores
+                {"predictor": score["predictor"]}
+                | {str(position): f"{value:.4f}" for position, value in enumerate(score["by_position"][name], 1)}
+                for score in scores
             ]
             Table(f"{name} by position; {title}", rows).print()
         path = Path(config.decode.dir) / "confidence.json"
@@ -112,7 +112,6 @@ def judge(config: Config, *, json: bool = False) -> None:
 
 
 def _drafts(config: Config) -> tuple[Drafts, Drafts]:
-    """The drafts of dev and test."""
     if not config.data.num_test:
         raise ValueError("data.num_test is 0, but judge needs a test split; set it and run `acceptance-heads data`")
     data, draft = confidence_data(config)
@@ -144,13 +143,13 @@ def _read(
 
 def predictors(dev: Drafts, test: Drafts) -> dict[str, Float[Tensor, " tokens"]]:
     """Every predictor with its logits on test, the draft's own first."""
-    own, (by_position, _) = test.logits[OWN], dev.histograms(dev.logits[OWN])
+    base, (by_position, _) = test.logits[OWN], dev.histograms(dev.logits[OWN])
     position = torch.cat([torch.arange(length) for length in test.lengths.tolist()])
     slope, offset = fit_logistic(pooled(by_position))
     slopes, offsets = (values[position] for values in fit_logistic(by_position))
-    refits = {f"{OWN}, one offset and slope": slope * own + offset, PER_POSITION: slopes * own + offsets}
+    refits = {f"{OWN}, one offset and slope": slope * base + offset, PER_POSITION: slopes * base + offsets}
     free = {VLLM: estimated_online(dev, test), PERFECT: test.rate.double().logit(1e-12)}
-    return {OWN: own, **refits, **test.logits, **free}
+    return {OWN: base, **refits, **test.logits, **free}
 
 
 def estimated_online(*streams: Drafts) -> Float[Tensor, " tokens"]:
@@ -170,12 +169,12 @@ def estimated_online(*streams: Drafts) -> Float[Tensor, " tokens"]:
             logits.append(slope * x + offset)
             prob = logits[-1].sigmoid()
             curvature, error = weight * prob * (1 - prob), weight * (label - prob)
-            cross, own, pull, num = (curvature * x).sum(0), curvature.sum(0) + _RIDGE, error.sum(0), weight.sum(0)
-            slope_step = (error * x).sum() - (cross * pull / own).sum()
-            slope_step = slope_step / ((curvature * x * x).sum() + _RIDGE - (cross**2 / own).sum())
+            cross, diag, pull, num = (curvature * x).sum(0), curvature.sum(0) + _RIDGE, error.sum(0), weight.sum(0)
+            slope_step = (error * x).sum() - (cross * pull / diag).sum()
+            slope_step = slope_step / ((curvature * x * x).sum() + _RIDGE - (cross**2 / diag).sum())
             slope_step = slope_step * num.sum() / (num.sum() + _DAMPING)
             slope_step = slope_step if slope + slope_step >= 0 else torch.zeros_like(slope)
-            slope, offset = slope + slope_step, offset + (pull - cross * slope_step) / own * num / (num + _DAMPING)
+            slope, offset = slope + slope_step, offset + (pull - cross * slope_step) / diag * num / (num + _DAMPING)
     return torch.cat(logits)[drafts.is_token]
 
 
@@ -189,15 +188,15 @@ def pooled(by_position: Histogram) -> Histogram:
 
 def score_of(name: str, drafts: Drafts, logit: Float[Tensor, " tokens"]) -> dict[str, Any]:
     """The measures of one predictor, over all positions and by position."""
-    (token, survival), kept = drafts.histograms(logit), drafts.kept(logit)
+    (token, survival), shares = drafts.histograms(logit), drafts.kept(logit)
     whole, of_tokens, of_survival = measures(pooled(token)), measures(token), measures(survival)
     predicted = (survival.mean_logit.sigmoid() * survival.weight).sum(-1) / survival.total
     columns = {"brier": of_tokens.brier, "ece": of_tokens.ece, "auroc": auroc(token)}
     columns |= {"survival_brier": of_survival.brier, "survival_ece": of_survival.ece}
     columns |= {"predicted_survival": predicted, "survival": survival.accepted.sum(-1) / survival.total}
-    columns["kept"] = kept[:-1]
+    columns["kept"] = shares[:-1]
     score = {measure: float(getattr(whole, measure)) for measure in ("brier", "kl", "ece")}
     score |= {"auroc": float(auroc(pooled(token))), "survival_brier": float(measures(pooled(survival)).brier)}
-    score["kept"] = float(kept[-1])
+    score["kept"] = float(shares[-1])
     by_position = {measure: values.tolist() for measure, values in columns.items()}
     return {"predictor": name, **score, "by_position": by_position}

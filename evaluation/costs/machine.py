@@ -60,7 +60,7 @@ def costs_for(
         return Times.constant(draft_s, target_s, elsewhere=shares_of(experiment, policies, {}))
     if not experiment.decode.as_recorded:
         return _times_from(times_of(experiment, policies), experiment, policies)
-    if (entry := _kept(experiment)) is None:
+    if (entry := _kept_times(experiment)) is None:
         raise ValueError(
             f"decode.as_recorded measures nothing, and {experiment.directory}/costs.jsonl has no times of this trace's "
             "sampling; give decode.t_draft_s and decode.t_target_s"
@@ -85,7 +85,7 @@ def costs_without_models(experiment: Experiment, policy: Policy, ratio: float | 
         return costs_for(experiment, ratio, others=[policy], has_heads=False)
     if ratio is not None:
         check_ratio(ratio)
-    if entry := _kept(experiment):
+    if entry := _kept_times(experiment):
         times = _times_from(entry, experiment, policies)
         return times if ratio is None else times.with_ratio(ratio)
     if ratio is None and not decode.ratios:
@@ -99,7 +99,7 @@ def costs_without_models(experiment: Experiment, policy: Policy, ratio: float | 
     return Times.constant(1 / first, 1.0, origin, shares_of(experiment, policies, {}))
 
 
-def _kept(experiment: Experiment) -> dict[str, Any] | None:
+def _kept_times(experiment: Experiment) -> dict[str, Any] | None:
     """The kept entry of this loop, or with `decode.as_recorded` the one beside the published trace."""
     store = kept_costs(experiment.directory)
     if not experiment.decode.as_recorded:
@@ -207,7 +207,6 @@ def _timed_prompts(experiment: Experiment) -> tuple[str, Split]:
 
 
 def _num_prompts(experiment: Experiment) -> int:
-    """How many prompts are read to find `NUM_PROMPTS` that fit."""
     return max(experiment.decode.num_dev, NUM_PROMPTS)
 
 

@@ -162,10 +162,10 @@ def _times_of(generations: Sequence[Float[Array, "round 4"]], max_draft_length: 
 
 def _line(lengths: Float[Array, " round"], seconds: Float[Array, " round"]) -> tuple[float, float]:
     """(a, b) of a + b k through the typical seconds at each k, weighted by its number of rounds; b is never below 0."""
-    each, counts = np.unique(lengths, return_counts=True)
-    if len(each) > 1:
-        typicals = [typical(seconds[lengths == length]) for length in each]
-        slope, offset = np.polyfit(each, typicals, 1, w=np.sqrt(counts))
+    distinct, counts = np.unique(lengths, return_counts=True)
+    if len(distinct) > 1:
+        typicals = [typical(seconds[lengths == length]) for length in distinct]
+        slope, offset = np.polyfit(distinct, typicals, 1, w=np.sqrt(counts))
         if slope > 0:
             return float(offset), float(slope)
     return typical(seconds), 0.0  # one length only, or noise

@@ -40,15 +40,15 @@ def times_for(experiment: Experiment, engine: str) -> Times:
     if engine != "transformers" or experiment.decode.t_draft_s is not None:
         return ours
     store, key = kept_costs(experiment.directory), key_of(experiment) | {"loop": "transformers"}
-    kept = store.get(key)
-    if kept is None:
+    record = store.get(key)
+    if record is None:
         times = _measured(experiment)
-        kept = {name: getattr(times, name) for name in ("t_draft_s", "t_target_s", "origin")}
-        kept |= {"errors": times.errors._asdict(), "stops": {}}
-        store.keep([(key, kept)])
-    errors = TimeErrors(**kept["errors"])._replace(stopping=ours.errors.stopping)
-    own = {"t_draft_s": kept["t_draft_s"], "t_target_s": tuple(kept["t_target_s"]), "origin": kept["origin"]}
-    return replace(ours, **own, errors=errors)
+        record = {name: getattr(times, name) for name in ("t_draft_s", "t_target_s", "origin")}
+        record |= {"errors": times.errors._asdict(), "stops": {}}
+        store.keep([(key, record)])
+    errors = TimeErrors(**record["errors"])._replace(stopping=ours.errors.stopping)
+    seconds = {"t_draft_s": record["t_draft_s"], "t_target_s": tuple(record["t_target_s"]), "origin": record["origin"]}
+    return replace(ours, **seconds, errors=errors)
 
 
 def _measured(experiment: Experiment) -> Times:

@@ -117,7 +117,7 @@ def from_counters(
     with printing(aside=json):
         note = f"from, to: the bracket of two assumptions (docs/flags.md); k > {counted}: extrapolated"
         columns = {"k": ("k", "")} | {name: (name, ".1f") for name in ("tokens/s", "from", "to")}
-        counts = ", ".join(str(len(one)) for one in counters)
+        counts = ", ".join(str(len(entries)) for entries in counters)
         Table(f"{engine.name}, predicted from counters at k = {counts}", shown(rows, columns), note).print()
         over = [f"{seconds[best] / speed[0] - 1:+.0%}" for seconds in (speed, low, high)]
         beyond = f" Your counters end at {counted}: measure k={best} too." if best > counted else ""
@@ -136,7 +136,7 @@ def traces_for(experiment: Experiment, engine: Engine) -> Traces:
     for drafting in engine.draftings:  # at temperature 0, drawing and taking the likeliest are the same
         sampling = drafting.sampling_of(experiment.sampling)
         ways.setdefault(trace_folder(experiment, draft_sampling=sampling).directory, drafting)
-    return {one: traces_of(experiment, one.sampling_of(experiment.sampling)) for one in ways.values()}
+    return {way: traces_of(experiment, way.sampling_of(experiment.sampling)) for way in ways.values()}
 
 
 def traces_of(experiment: Experiment, draft_sampling: Sampling | None) -> Splits[Trace]:
@@ -179,7 +179,7 @@ class Answer:
     def arm(self, rule: Competitor, drafting: Drafting) -> Arm:
         """What the engine does at every setting of a rule, drafting in this way."""
         [arm] = replay_arms([replace(rule, name=drafting.label)], self.traces[drafting])
-        dev, test = (self.engine.played(one, rule.settings) for one in (arm.dev, arm.test))
+        dev, test = (self.engine.played(trace, rule.settings) for trace in (arm.dev, arm.test))
         return replace(arm, dev=dev, test=test)
 
     def add_ours(self, heads: Mapping[str, AcceptanceHead], *, drawn: Splits[Trace]) -> None:
@@ -196,10 +196,10 @@ class Answer:
         for label, traces in {"": self._default, **({} if is_drawn else {" on drawn drafts": drawn})}.items():
             fitted = {**heads, **calibrated_on(traces.dev, heads)}
             rivals = [
-                replace(one, family=name, name=f"{one.family}{label}")
-                for one in competitors_of({}, fitted, max_draft_length=traces.dev.max_draft_length)
+                replace(competitor, family=name, name=f"{competitor.family}{label}")
+                for competitor in competitors_of({}, fitted, max_draft_length=traces.dev.max_draft_length)
                 for group, name in OURS.items()
-                if GROUPS[group](one.family) and one.family not in (*BOUNDS, BASELINE)
+                if GROUPS[group](competitor.family) and competitor.family not in (*BOUNDS, BASELINE)
             ]
             arms = replay_arms(Bar(rivals, desc="replay: our policies", unit="policies"), traces)
             best = fastest_on_dev(arms, self.speculating, best)
@@ -284,7 +284,7 @@ class Answer:
         rows: list[dict[str, Any]] = []
         for size in sorted(sizes):
             dev, test = (
-                [load_at(*one, size).spent(costs).tokens_per_s for one in loads]
+                [load_at(*load, size).throughput(costs).tokens_per_s for load in loads]
                 for loads in ([(rounds, k, num_rows) for k in numbers] for rounds, num_rows in splits)
             )
             rows.append(batch_row(rows, size, dev, test))

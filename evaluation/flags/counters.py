@@ -80,7 +80,6 @@ def _survival_in(text: str, path: Path) -> list[float]:
 
 
 def _documents(text: str) -> Iterator[Any]:
-    """The JSON of a whole text, or of each of its lines."""
     for part in (text, *text.splitlines()):
         try:
             yield json.loads(part)
@@ -115,7 +114,6 @@ def tokens_per_round(survival: Float[Array, " draft"], longest: int) -> tuple[Ar
 
 
 def _rates(survival: Float[Array, " draft"]) -> Float[Array, " draft"]:
-    """S_j / S_{j-1}."""
     before = np.append(1.0, survival[:-1])
     return np.divide(survival, before, out=np.zeros_like(before), where=before > 0)
 

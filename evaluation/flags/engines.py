@@ -36,7 +36,7 @@ class Drafting(NamedTuple):
 
 LIKELIEST = Drafting("its likeliest token", lambda sampling: Sampling(temperature=0))
 _PROBABILISTIC = ', "draft_sample_method": "probabilistic"'
-AT_TEMPERATURE = Drafting("drawn at the temperature", lambda one: Sampling(one.temperature), _PROBABILISTIC)
+AT_TEMPERATURE = Drafting("drawn at the temperature", lambda sampling: Sampling(sampling.temperature), _PROBABILISTIC)
 AS_TARGET = Drafting("drawn as the target's", lambda sampling: sampling)
 
 

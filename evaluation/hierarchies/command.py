@@ -85,11 +85,11 @@ def play(
     if not test_prompts:
         raise ValueError("there are no test prompts to compare hierarchies on; raise decode.num_test")
     dev = loop.play(competitors, dev_prompts) if dev_prompts else []
-    chosen = [one.at(0) for one in competitors]
+    best_settings = [decoded.at(0) for decoded in competitors]
     if dev:
         times, _ = fit_times(dev)
-        chosen = [one.competitor.at(best_setting(one.played, times)[0]) for one in dev]
-    return dev, loop.play(chosen, test_prompts)
+        best_settings = [decoded.competitor.at(best_setting(decoded.played, times)[0]) for decoded in dev]
+    return dev, loop.play(best_settings, test_prompts)
 
 
 def report(
@@ -102,12 +102,12 @@ def report(
 ) -> dict[str, Any]:
     """Print the tables of one dataset and write them; the same as JSON."""
     (times, r2), given = fit_times([*dev, *test]), at_ratios(*ratios, shares)
-    rows = tables.rows_of([one.result() for one in test], times, given)
+    rows = tables.rows_of([decoded.result() for decoded in test], times, given)
     gain = tables.third_level_frame(dev or test, times, shares)
     pd.DataFrame(rows).to_csv(directory / "arms.csv", index=False)
     gain.to_csv(directory / "gain.csv", index=False)
     write_atomic(directory / "gain.svg", tables.third_level_plot(gain, directory.name).svg.encode())
-    nums = (one[0].seconds.shape[1] if one else 0 for one in (test, dev))
+    nums = (decoded[0].seconds.shape[1] if decoded else 0 for decoded in (test, dev))
     title = "{}: {} test prompts, settings chosen on {} dev prompts".format(directory.name, *nums)
     tables.ablation_table(rows).print()
     tables.result_table(rows, times, r2, given=given, title=title).print()

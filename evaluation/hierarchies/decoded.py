@@ -28,7 +28,7 @@ from decode.loop.rounds import Counts
 from decode.policies.base import Policy
 from evaluation.competitor import Competitor, label_of
 from evaluation.contest import Result
-from evaluation.gain import Spent
+from evaluation.gain import Throughput
 from evaluation.keys import code_key, machine_key, models_key, policy_key
 from evaluation.played import Array, Played, joined
 from evaluation.turns import in_turns
@@ -63,10 +63,10 @@ class Decoded:
     @classmethod
     def of(cls, competitor: Competitor, stored: Sequence[Sequence[Mapping[str, Any]]]) -> "Decoded":
         """From stored generations, [setting][prompt]."""
-        times = (np.array([[one[name] for one in row] for row in stored]) for name in (_STORED[1], *_STORED[3:5]))
+        times = (np.array([[run[name] for run in row] for row in stored]) for name in (_STORED[1], *_STORED[3:5]))
         seconds, draft_s, target_s = times
         played, later = (
-            played_of(competitor, [[one[name] for one in row] for row in stored]) for name in _STORED[::2][:2]
+            played_of(competitor, [[run[name] for run in row] for row in stored]) for name in _STORED[::2][:2]
         )
         return cls(competitor, played, seconds, later, draft_s, target_s)
 
@@ -82,8 +82,10 @@ class Decoded:
 
     def result(self, number: int = 0) -> Result:
         """One setting, by the clock."""
-        spent = Spent(self.played.counts.num_emitted[number], self.seconds[number])
-        return Result(competitor=self.competitor, number=number, spent=spent, played=self.played.select([number]))
+        throughput = Throughput(self.played.counts.num_emitted[number], self.seconds[number])
+        return Result(
+            competitor=self.competitor, number=number, throughput=throughput, played=self.played.select([number])
+        )
 
 
 def played_of(competitor: Competitor, counts: Sequence[Sequence[Mapping[str, int]]]) -> Played:
@@ -92,19 +94,21 @@ def played_of(competitor: Competitor, counts: Sequence[Sequence[Mapping[str, int
     Only the totals of rounds and drafted tokens are stored, so `lengths` has the histogram of the same totals with
     drafts of 0 and 1 token: what a line t_target(k) costs is the same.
     """
-    each = {one.name: np.array([[row[one.name] for row in of] for of in counts], dtype=int) for one in fields(Counts)}
-    lengths = np.stack([each["num_target"] - each["num_drafted"], each["num_drafted"]], -1)
+    columns = {
+        count.name: np.array([[row[count.name] for row in of] for of in counts], dtype=int) for count in fields(Counts)
+    }
+    lengths = np.stack([columns["num_target"] - columns["num_drafted"], columns["num_drafted"]], -1)
     if competitor.family == MICRO_ALONE:
-        none = np.zeros_like(each["num_draft_forwards"])
-        each |= {"num_draft_forwards": none, "num_micro_forwards": each["num_draft_forwards"]}
-        each["num_micro"] = each["num_drafted"]
+        none = np.zeros_like(columns["num_draft_forwards"])
+        columns |= {"num_draft_forwards": none, "num_micro_forwards": columns["num_draft_forwards"]}
+        columns["num_micro"] = columns["num_drafted"]
     micro_kind = competitor.micro_policy.stop_kind if competitor.micro_policy else ""
-    return Played(Counts(**each), lengths, np.arange(lengths.shape[1]), competitor.policy.stop_kind, micro_kind)
+    return Played(Counts(**columns), lengths, np.arange(lengths.shape[1]), competitor.policy.stop_kind, micro_kind)
 
 
 def stored_of(repeated: Sequence[Generation]) -> dict[str, Any]:
     """The stored values of one generation that was decoded several times from the same seed."""
-    draft_s, target_s = ([[getattr(r, n) for r in one.rounds] for one in repeated] for n in ("draft_s", "target_s"))
+    draft_s, target_s = ([[getattr(r, n) for r in run.rounds] for run in repeated] for n in ("draft_s", "target_s"))
     later = reduce(add, (round_.counts for round_ in repeated[0].rounds[1:]), Counts())
     values = (
         asdict(repeated[0].counts),
@@ -148,14 +152,14 @@ class StoredLoop:
             prompts: token ids of each.
             repeats: how often each decodes a prompt; medians of the seconds are stored.
         """
-        members = {member: one.at(number) for one in competitors for number, member in enumerate(members_of(one))}
+        members = {member: entry.at(number) for entry in competitors for number, member in enumerate(members_of(entry))}
         hashes = [sha256(repr(list(ids)).encode()).hexdigest()[:16] for ids in prompts]
         with only_writer(self.directory, setting="decode.dir"):
             stored = {tuple(key.values()): value for key, value in self._store.entries() if len(key) == len(_KEY)}
             done = {key for key, value in stored.items() if value["repeats"] >= repeats}
             rows = [[(prompt, *member, self._run) for member in members] for prompt in hashes]
             missing = [(ids, row) for ids, row in zip(prompts, rows, strict=True) if not done.issuperset(row)]
-            decoders = {member: _built(one) for member, one in members.items()} if missing else {}
+            decoders = {member: _built(entry) for member, entry in members.items()} if missing else {}
             for decoder in decoders.values():
                 decoder.generate(prompts[0], _WARM_UP_TOKENS, generator=torch.Generator().manual_seed(0))
             desc = f"{self.directory.name}: {len(members)} drafters"
@@ -170,8 +174,10 @@ class StoredLoop:
                 self._store.keep((dict(zip(_KEY, key, strict=True)), value) for key, value in new.items())
                 stored |= new
         return [
-            Decoded.of(one, [[stored[prompt, *member, self._run] for prompt in hashes] for member in members_of(one)])
-            for one in competitors
+            Decoded.of(
+                entry, [[stored[prompt, *member, self._run] for prompt in hashes] for member in members_of(entry)]
+            )
+            for entry in competitors
         ]
 
 

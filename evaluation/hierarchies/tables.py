@@ -50,25 +50,25 @@ def rows_of(results: Sequence[Result], times: Times, given: Times) -> list[dict[
     """
     alone, rows = results[0], []
     plain = next(result.played for result in results if result.family == PLAIN)
-    for one in results:
-        assert one.played is not None
+    for result in results:
+        assert result.played is not None
         assert plain is not None
-        counts = one.played.total()
+        counts = result.played.total()
         rows.append(
             {
-                "drafter": one.family,
-                "setting": one.label,
-                "num_levels": num_levels(one.played),
+                "drafter": result.family,
+                "setting": result.label,
+                "num_levels": num_levels(result.played),
                 **vars(counts),
                 "redundancy": redundancy(counts),
                 "target_utilisation": counts.verification_rate,
                 "acceptance_length": counts.acceptance_length,
-                "tokens_per_s": one.tokens_per_s,
-                "speedup": one.tokens_per_s / alone.tokens_per_s,
-                "speedup_se": one.over(alone).standard_error,
-                "speedup_modelled": best_setting(one.played, times)[1] * times.t_target_s[0],
-                "speedup_at_ratios": best_setting(one.played, given)[1] * given.t_target_s[0],
-                "break_even": break_even(one.played, plain, times) if num_levels(one.played) == 3 else None,
+                "tokens_per_s": result.tokens_per_s,
+                "speedup": result.tokens_per_s / alone.tokens_per_s,
+                "speedup_se": result.over(alone).standard_error,
+                "speedup_modelled": best_setting(result.played, times)[1] * times.t_target_s[0],
+                "speedup_at_ratios": best_setting(result.played, given)[1] * given.t_target_s[0],
+                "break_even": break_even(result.played, plain, times) if num_levels(result.played) == 3 else None,
             }
         )
     return rows
@@ -109,14 +109,14 @@ def result_table(rows: Sequence[Mapping[str, Any]], times: Times, r2: float, *, 
 
 def best_of(decoded: Sequence[Decoded], times: Times) -> tuple[Decoded, int, float]:
     """The competitor and the number of its setting that are predicted to be fastest, with the tokens per second."""
-    best = [(one, *best_setting(one.played, times)) for one in decoded]
-    return max(best, key=lambda one: one[2])
+    best = [(member, *best_setting(member.played, times)) for member in decoded]
+    return max(best, key=lambda member: member[2])
 
 
 def sides_of(decoded: Sequence[Decoded]) -> tuple[list[Decoded], list[Decoded]]:
     """(plain speculation and the target alone, hierarchies)."""
-    three = [one for one in decoded if num_levels(one.played) == 3]
-    return [one for one in decoded if one not in three], three
+    three = [member for member in decoded if num_levels(member.played) == 3]
+    return [member for member in decoded if member not in three], three
 
 
 def third_level_frame(
@@ -128,17 +128,17 @@ def third_level_frame(
     `shares` are t_stop / t_draft of each kind of stop. `standard_error` is that of the gain between the two winners; it
     does not include that each is the best of several on the same prompts.
     """
-    here, rows, sides = times.t_draft_s / times.t_target_s[0], [], sides_of(decoded)
-    for draft_ratio in sorted({*_DRAFT_RATIOS, here}):
+    measured_ratio, rows, sides = times.t_draft_s / times.t_target_s[0], [], sides_of(decoded)
+    for draft_ratio in sorted({*_DRAFT_RATIOS, measured_ratio}):
         for micro_ratio in _FINE:
             at = at_ratios(micro_ratio * draft_ratio, draft_ratio, shares or {})
             plain, best = (best_of(side, at) for side in sides)
             row: dict[str, Any] = {"draft_ratio": draft_ratio, "micro_ratio": micro_ratio}
-            row |= {"is_here": draft_ratio == here, "gain": best[2] / plain[2] - 1, "standard_error": None}
+            row |= {"is_here": draft_ratio == measured_ratio, "gain": best[2] / plain[2] - 1, "standard_error": None}
             if micro_ratio in MICRO_RATIOS:  # a bootstrap for every point of the fine grid would take minutes
-                spent = (at.spent(one.played).at(number) for one, number, _ in (plain, best))
-                row["standard_error"] = gain_over(*spent).standard_error
-            labels = (name_of(one.result(number)) for one, number, _ in (plain, best))
+                throughput = (at.throughput(winner.played).at(number) for winner, number, _ in (plain, best))
+                row["standard_error"] = gain_over(*throughput).standard_error
+            labels = (name_of(winner.result(number)) for winner, number, _ in (plain, best))
             rows.append(row | dict(zip(("plain", "hierarchy"), labels, strict=True)))
     return pd.DataFrame(rows)
 
@@ -170,15 +170,15 @@ def third_level_verdict(
 ) -> str:
     """Whether a third level pays, in words. Dev chooses both sides, test reports them."""
     names = (best_of(side, times)[0].competitor.family for side in sides_of(dev or test))
-    plain, best = (next(one.result() for one in test if one.competitor.family == name) for name in names)
-    here, here_ratio, micro_ratio = (
+    plain, best = (next(member.result() for member in test if member.competitor.family == name) for name in names)
+    gain_here, here_ratio, micro_ratio = (
         best.over(plain),
         times.t_draft_s / times.t_target_s[0],
         times.t_micro_s / times.t_draft_s,
     )
     lines = [
         f"Measured here (t_draft / t_target = {here_ratio:.3f}, t_micro / t_draft = {micro_ratio:.2f}): the best "
-        f"hierarchy, {name_of(best)}, is {100 * here.value:+.1f} % (s.e. {100 * here.standard_error:.1f}) "
+        f"hierarchy, {name_of(best)}, is {100 * gain_here.value:+.1f} % (s.e. {100 * gain_here.standard_error:.1f}) "
         f"against the best plain speculation, {name_of(plain)}, both chosen on "
         f"{'dev' if dev else 'the same prompts'}."
     ]
@@ -207,9 +207,9 @@ def paying(group: pd.DataFrame) -> str:
 def third_level_plot(gain: pd.DataFrame, name: str) -> Plot:
     """The gain against t_micro / t_draft, one line for each t_draft / t_target."""
     figure, axes = figure_of(3.4)
-    for draft_ratio, here, group in _by_draft_ratio(gain):
-        width = 2.4 if here else 1.2
-        axes.plot(group["micro_ratio"], 100 * group["gain"], label=f"{draft_ratio:.3g}{here}", linewidth=width)
+    for draft_ratio, mark, group in _by_draft_ratio(gain):
+        width = 2.4 if mark else 1.2
+        axes.plot(group["micro_ratio"], 100 * group["gain"], label=f"{draft_ratio:.3g}{mark}", linewidth=width)
     axes.axhline(0, color=GREY, linestyle="--", linewidth=1)
     axes.set(xlabel="t_micro / t_draft", ylabel="gain of a third level, %")
     axes.legend(title="t_draft / t_target", fontsize=7, title_fontsize=7, frameon=False)

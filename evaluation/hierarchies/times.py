@@ -72,7 +72,7 @@ def fit_times(decoded: Sequence[Decoded]) -> tuple[Times, float]:
     Raises:
         ValueError: fewer than four generations with a second round, or none that a model's time could be read from.
     """
-    stops = (kind for one in decoded for kind in (one.played.micro_stop_kind, one.played.stop_kind) if kind)
+    stops = (kind for member in decoded for kind in (member.played.micro_stop_kind, member.played.stop_kind) if kind)
     kinds = list(dict.fromkeys(stops))
 
     def drafting(later: Played) -> list[Array]:
@@ -101,9 +101,9 @@ def fitted(
         ValueError: fewer than `fewest` of them.
     """
     parts = []
-    for one in decoded:
-        has_second = one.later.counts.num_target > 0
-        columns = (drafting(one.later), verifying(one.later), [one.later_draft_s], [one.later_target_s])
+    for member in decoded:
+        has_second = member.later.counts.num_target > 0
+        columns = (drafting(member.later), verifying(member.later), [member.later_draft_s], [member.later_target_s])
         parts.append([np.column_stack([of[has_second] for of in column]) for column in columns])
     draft_counts, target_counts, draft_s, target_s = (
         np.concatenate(part).astype(float) for part in zip(*parts, strict=True)

@@ -50,8 +50,8 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, repeats: int, tre
     """
     trio = PairModels(lambda: experiment.pair)
     by_name = {
-        one.family: one.at(one.settings.index(at) if (at := {"k": WINDOW}) in one.settings else -1)
-        for one in hierarchies_of(experiment, trio, {})
+        entry.family: entry.at(entry.settings.index(at) if (at := {"k": WINDOW}) in entry.settings else -1)
+        for entry in hierarchies_of(experiment, trio, {})
     }
     members = [by_name[name] for name in dict.fromkeys((NO_DRAFT, *_ABLATION, *_MODELS.values()))]
     rivals = [_eagle(experiment, eagle, tree)] if eagle else []
@@ -64,11 +64,11 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, repeats: int, tre
             raise ValueError("there are no test prompts to decode; raise decode.num_test")
         prompts = [ids for _, ids in encoded]
         played = StoredLoop(experiment, dataset).play([*members, *rivals], prompts, repeats=repeats)
-        results[dataset] = {one.competitor.family: one.result() for one in played}
+        results[dataset] = {entry.competitor.family: entry.result() for entry in played}
         times, _ = fit_times(played[: len(members)])
         pearl[dataset] = f"{pearl_speed_up(experiment, trio, prompts, times):.2f}x"
         is_math[dataset] = np.array(["math" in prompt.category.lower() for prompt, _ in encoded])
-    methods = {"AT": NO_DRAFT, **{one.family: one.family for one in rivals}, "HSDDW": HSDDW}
+    methods = {"AT": NO_DRAFT, **{entry.family: entry.family for entry in rivals}, "HSDDW": HSDDW}
     first = [
         {"": method} | {dataset: _with_interval(of_dataset, name) for dataset, of_dataset in results.items()}
         for method, name in methods.items()
@@ -91,7 +91,6 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, repeats: int, tre
 
 
 def _eagle(experiment: Experiment, path: str, tree: tuple[int, int]) -> Competitor:
-    """EAGLE-2's tree of the draft at this path, at the published length."""
     beside, draft = experiment.with_feature_draft(path), eagle_2(*tree)
     if not isinstance(beside.pair.drafting, Eagle):
         raise ValueError(f"--eagle is {path}, a {type(beside.pair.drafting).__name__} draft; give an EAGLE's directory")
@@ -121,9 +120,9 @@ def pearl_speed_up(experiment: Experiment, trio: PairModels, prompts: Sequence[l
 
 def speed_up(results: Mapping[str, Result], name: str, part: np.ndarray | None = None) -> str:
     """Speed-up over the target alone on some prompts, by the clock; `part` None: on all."""
-    one, alone = (results[each].spent for each in (name, NO_DRAFT))
-    part = np.full(len(one.tokens), True) if part is None else part
-    return f"{one.at(part).tokens_per_s / alone.at(part).tokens_per_s:.2f}x"
+    drafter, alone = (results[method].throughput for method in (name, NO_DRAFT))
+    part = np.full(len(drafter.tokens), True) if part is None else part
+    return f"{drafter.at(part).tokens_per_s / alone.at(part).tokens_per_s:.2f}x"
 
 
 def mathematics(results: Mapping[str, Mapping[str, Result]], is_math: Mapping[str, np.ndarray]) -> Iterator[Table]:
@@ -140,8 +139,7 @@ def mathematics(results: Mapping[str, Mapping[str, Result]], is_math: Mapping[st
 
 
 def _utilisation(results: Mapping[str, Result]) -> list[dict[str, str]]:
-    """Rows of Table 4."""
-    counts = {name: one.played.total() for name, one in results.items() if one.played}
+    counts = {name: result.played.total() for name, result in results.items() if result.played}
     return [
         {
             "Model": label,

@@ -177,8 +177,10 @@ def regressed(generated: Sequence[Generation]) -> tuple[float, ...]:
     intercept, the rounds that read prompts left out.
     """
     rounds = [generation.rounds[1:] for generation in generated]
-    forwards = np.array([[sum(each.counts.num_draft_forwards for each in of), len(of)] for of in rounds], dtype=float)
-    seconds = np.array([sum(each.draft_s + each.target_s for each in of) for of in rounds])
+    forwards = np.array(
+        [[sum(round_.counts.num_draft_forwards for round_ in of), len(of)] for of in rounds], dtype=float
+    )
+    seconds = np.array([sum(round_.draft_s + round_.target_s for round_ in of) for of in rounds])
     counted = forwards[:, forwards.any(0)]
     times, *_ = np.linalg.lstsq(counted, seconds, rcond=None)
     residual = seconds - counted @ times

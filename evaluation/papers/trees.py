@@ -36,7 +36,7 @@ from decode.policies import FixedLength, Policy
 from decode.policies.registry import POLICIES, RULES, read_spec, registered
 from evaluation.competitor import Competitor
 from evaluation.contest import Result, best_setting
-from evaluation.gain import Gain, Spent
+from evaluation.gain import Gain, Throughput
 from evaluation.hierarchies.configurations import NO_DRAFT
 from evaluation.hierarchies.decoded import Decoded, StoredLoop, version_of
 from evaluation.hierarchies.times import fitted
@@ -125,16 +125,19 @@ def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int, t
         members_of = partial(methods_of, experiment, models, stops, lengths, partial(_played, loops, dev))
         methods = [members_of(draft) for draft in of_table]
         alone = Draft(NO_DRAFT, 0).competitor(experiment, models, FixedLength(0), [{}])
-        every = {_key(one): one for one in (alone, *(one for of_draft in methods for one in of_draft.values()))}
+        every = {
+            _key(member): member
+            for member in (alone, *(member for of_draft in methods for member in of_draft.values()))
+        }
         played = _played(loops, test, list(every.values()), repeats=repeats)
-        results = dict(zip(every, (one.result() for one in played), strict=True))
-        rows = [{method: results[_key(one)] for method, one in of_draft.items()} for of_draft in methods]
+        results = dict(zip(every, (member.result() for member in played), strict=True))
+        rows = [{method: results[_key(member)] for method, member in of_draft.items()} for of_draft in methods]
         title = (
             f"SVIP Table {number}: speed-up at T = {experiment.sampling.temperature:g}, settings chosen on "
             f"{sum(map(len, dev.values()))} dev prompts, clocked on {len(columns)} test prompts, medians of "
             f"{repeats} turns"
         )
-        cells = [row for of_draft in rows for row in row_cells(of_draft, results[_key(alone)].spent, columns)]
+        cells = [row for of_draft in rows for row in row_cells(of_draft, results[_key(alone)].throughput, columns)]
         tables.append(Table(title, cells, stop_verdict(rows)))
     return tables
 
@@ -149,7 +152,6 @@ def _played(
     competitors: Sequence[Competitor],
     repeats: int = 1,
 ) -> list[Decoded]:
-    """The competitors on the prompts of all datasets."""
     parts = [loops[name].play(competitors, ids, repeats=repeats) for name, ids in prompts.items() if ids]
     return [Decoded.joined(same) for same in zip(*parts, strict=True)]
 
@@ -234,8 +236,8 @@ def methods_of(
     every = [{"every": every} for every in draft.read_every] if len(draft.read_every) > 1 else [{}]
     for stop, (policy, settings) in stops.items():
         both = [{**setting, **levels} for setting, levels in product(settings, every)]
-        one = made(policy, both, stop=stop, version=version_of(policy))
-        methods[one.family] = fastest_on_dev(one, play_dev)
+        competitor = made(policy, both, stop=stop, version=version_of(policy))
+        methods[competitor.family] = fastest_on_dev(competitor, play_dev)
     return methods
 
 
@@ -267,18 +269,20 @@ def times_of(decoded: Sequence[Decoded]) -> Times:
     return Times(max(step_s, _SMALLEST_S), (alone_s, alone_s + node_s), "fitted")
 
 
-def row_cells(rows: Mapping[str, Result], alone: Spent, columns: Sequence[str]) -> Iterator[dict[str, str]]:
+def row_cells(rows: Mapping[str, Result], alone: Throughput, columns: Sequence[str]) -> Iterator[dict[str, str]]:
     """Speed-ups over the target alone by column of the prompts and over all of them, and gains over both fixed
     lengths; empty over itself. `rows`: the draft as published, at its best fixed length, and with every stop.
     """
     labels = np.array(columns)
     parts = {name: labels == name for name in sorted(set(columns))} | {"Avg.": np.full(len(labels), True)}
     rivals = dict(zip(("published", "best fixed"), rows, strict=False))
-    for method, one in rows.items():
-        speed_ups = {name: one.spent.at(at).tokens_per_s / alone.at(at).tokens_per_s for name, at in parts.items()}
+    for method, result in rows.items():
+        speed_ups = {
+            name: result.throughput.at(at).tokens_per_s / alone.at(at).tokens_per_s for name, at in parts.items()
+        }
         cells = {name: f"{speed_up:.2f}" for name, speed_up in speed_ups.items()}
-        gains = {f"over {rival}": "" if of == method else one.over(rows[of]).text for rival, of in rivals.items()}
-        yield {"Methods": method, **cells, "setting": one.label, **gains}
+        gains = {f"over {rival}": "" if of == method else result.over(rows[of]).text for rival, of in rivals.items()}
+        yield {"Methods": method, **cells, "setting": result.label, **gains}
 
 
 def stop_verdict(drafts: Sequence[Mapping[str, Result]]) -> str:
@@ -291,8 +295,8 @@ def stop_verdict(drafts: Sequence[Mapping[str, Result]]) -> str:
     gains: dict[str, Gain] = {}
     for rows in drafts:
         published, best, *_ = rows.values()
-        base = max((published, best), key=lambda one: one.tokens_per_s)
-        gains |= {method: one.over(base) for method, one in list(rows.items())[2:]}
+        base = max((published, best), key=lambda result: result.tokens_per_s)
+        gains |= {method: result.over(base) for method, result in list(rows.items())[2:]}
     # a single prompt has no interval: its standard error is NaN
     won = {name: gain for name, gain in gains.items() if gain.low > 0 and gain.standard_error >= 0}
     lost = {name: gain for name, gain in gains.items() if name not in won}

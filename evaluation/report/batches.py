@@ -54,10 +54,10 @@ def in_batches(
                 f"{dataset}: a batch of more than {num_rows} has some of its {num_rows} test responses twice; raise "
                 "decode.num_test"
             )
-        for setup, found in contests_of(replays, setups, sizes):
+        for setup, batch_rows in contests_of(replays, setups, sizes):
             times = setup.times
             where = dict(zip(_SETUP, (dataset, times.ratio, times.origin, setup.verify_share), strict=True))
-            new = [where | row for row in found]
+            new = [where | row for row in batch_rows]
             for table in batch_tables(new, setup.title):
                 table.print()
             rows += new
@@ -70,41 +70,43 @@ def contests_of(
     """Rows of every setup in turn, all sizes and families: the setting that is fastest on dev, on test."""
     dev, test = replays.traces
     # a bound knows of no other sequence, and bounds nothing in a batch; a perfect head in the batch's rule does
-    chosen = fastest_on_dev(replays.arms, setups[0].times)
-    competitors = [result.competitor for name, result in chosen.items() if name not in BOUNDS]
-    rounds = {each.family: [replay_rounds(trace, each.policy) for trace in (dev, test)] for each in competitors}
-    members = [(each, size) for each in competitors for size in sizes]
+    results = fastest_on_dev(replays.arms, setups[0].times)
+    competitors = [result.competitor for name, result in results.items() if name not in BOUNDS]
+    rounds = {entry.family: [replay_rounds(trace, entry.policy) for trace in (dev, test)] for entry in competitors}
+    members = [(entry, size) for entry in competitors for size in sizes]
     loads = {
-        (each.family, size): [
-            load_at(rounds[each.family][0], number, len(dev.rows), size) for number in range(len(each.settings))
+        (entry.family, size): [
+            load_at(rounds[entry.family][0], number, len(dev.rows), size) for number in range(len(entry.settings))
         ]
-        for each, size in Bar(members, desc="batches: replay on dev", unit="loads")
+        for entry, size in Bar(members, desc="batches: replay on dev", unit="loads")
     }
     for setup in setups:
         rows = []
         for size in Bar(sizes, desc=f"batches: ratio {setup.times.ratio:.3g}", unit="sizes"):
-            found: list[Row] = []
-            for each in competitors:
-                curves = setup.curves(each.policy.stop_kind)
-                speeds = [load.spent(curves).tokens_per_s for load in loads[each.family, size]]
+            batch_rows: list[Row] = []
+            for entry in competitors:
+                curves = setup.curves(entry.policy.stop_kind)
+                speeds = [load.throughput(curves).tokens_per_s for load in loads[entry.family, size]]
                 number = speeds.index(max(speeds))
-                load = load_at(rounds[each.family][1], number, len(test.rows), size)
-                setting = ", ".join(f"{key}={value}" for key, value in each.settings[number].items())
-                found.append({"family": each.family, "name": each.name, "setting": setting, **_spent(load, curves)})
+                load = load_at(rounds[entry.family][1], number, len(test.rows), size)
+                setting = ", ".join(f"{key}={value}" for key, value in entry.settings[number].items())
+                batch_rows.append(
+                    {"family": entry.family, "name": entry.name, "setting": setting, **_throughput(load, curves)}
+                )
             for name, rule in rules_of(replays, setup, size).items():
                 load = step_through(test, rule, queue_of(len(test.rows), size), size)
-                found.append({"family": name, "name": name, "setting": "", **_spent(load, rule.costs)})
-            baseline = next(row["tokens_per_s"] for row in found if row["family"] == BASELINE)
+                batch_rows.append({"family": name, "name": name, "setting": "", **_throughput(load, rule.costs)})
+            baseline = next(row["tokens_per_s"] for row in batch_rows if row["family"] == BASELINE)
             rows += [
                 {"batch_size": size, **row, "gain": row["tokens_per_s"] / baseline - 1, "request_s": row["request_s"]}
-                for row in found
+                for row in batch_rows
             ]
         yield setup, rows
 
 
-def _spent(load: Load, curves: Any) -> Row:
-    spent = load.spent(curves)
-    return {"tokens_per_s": spent.tokens_per_s, "gain": 0.0, "request_s": spent.request_s}
+def _throughput(load: Load, curves: Any) -> Row:
+    throughput = load.throughput(curves)
+    return {"tokens_per_s": throughput.tokens_per_s, "gain": 0.0, "request_s": throughput.request_s}
 
 
 def rules_of(replays: Replays, setup: BatchTimes, size: int) -> dict[str, BatchAuto]:

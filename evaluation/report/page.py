@@ -47,17 +47,17 @@ def write_report(page: Page) -> None:
     """Write the evaluation as one page, report.html, into the page's directory."""
     steps = next(iter(page.rankings.values()), [])
     first = [answers[0].contest.times for answers in page.answers.values()]
-    here = next((number for number, step in enumerate(steps) if step.times in first), 0)
+    current = next((number for number, step in enumerate(steps) if step.times in first), 0)
     labels = [
-        f"{step.times.ratio:.3g} draft forwards{', as in this evaluation' * (number == here)}"
+        f"{step.times.ratio:.3g} draft forwards{', as in this evaluation' * (number == current)}"
         for number, step in enumerate(steps)
     ]
     parts = {
         "about": escape(page.about),
         "answers": "".join(_answers(name, page) for name in page.answers),
-        "rankings": "".join(_rankings(contests, here) for contests in page.rankings.values()),
+        "rankings": "".join(_rankings(contests, current) for contests in page.rankings.values()),
         "last": max(0, len(steps) - 1),
-        "here": here,
+        "here": current,
         "labels": json.dumps(labels or [""]),
         "batches": _batches(page.batches),
         "clocks": _clocks(page.clocks),
@@ -91,9 +91,9 @@ def _answer(answer: Answer) -> str:
     return f'<p class="verdict">{verdict}</p>{explained}{_figure(answer.picture)}{table}'
 
 
-def _rankings(contests: Sequence[Contest], here: int) -> str:
+def _rankings(contests: Sequence[Contest], current: int) -> str:
     return "".join(
-        f'<div data-step="{step}"{"" if step == here else " hidden"}>{_ranking(contest)}</div>'
+        f'<div data-step="{step}"{"" if step == current else " hidden"}>{_ranking(contest)}</div>'
         for step, contest in enumerate(contests)
     )
 
@@ -129,7 +129,6 @@ def _figure(plot: Plot) -> str:
 
 
 def _table(sheet: Table, *, classes: Iterable[str] = (), families: Iterable[str] = ()) -> str:
-    """A sheet; `classes` and `families` of its rows, where they have some."""
     of_rows = zip(sheet.rows, _padded(classes), _padded(families), strict=False)
     named = {column: ' class="name"' * (number < sheet.names) for number, column in enumerate(sheet.columns)}
     body = "".join(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.experiment import Experiment
-from decode.policies.chosen import VERDICT
+from decode.policies.recommended import VERDICT
 from evaluation.contest import Arm, Contest, Replays, Result, fastest_on_dev
 from evaluation.families import BASELINE, HEADS, TRAINING_FREE, family
 from evaluation.played import joined

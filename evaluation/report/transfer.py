@@ -36,26 +36,26 @@ def transferred(source: Contest, target: Contest, replays: Replays) -> dict[str,
     """
     known = {(arm.competitor.family, arm.competitor.name): arm.test for arm in replays.arms}
     results = {}
-    for name, chosen in source.results.items():
-        kind, key = family(name).kind, (name, chosen.competitor.name)
+    for name, result in source.results.items():
+        kind, key = family(name).kind, (name, result.competitor.name)
         if kind == BOUND:
             continue
         if key in known and kind != AUTO:
-            played = known[key].select([chosen.number])
+            played = known[key].select([result.number])
         else:
-            played = replay_settings(replays.traces.test, chosen.policy)
-        results[name] = replace(chosen, spent=target.times.spent(played).at(0), played=played, arm=None)
+            played = replay_settings(replays.traces.test, result.policy)
+        results[name] = replace(result, throughput=target.times.throughput(played).at(0), played=played, arm=None)
     return results
 
 
 def over_tuned(results: Mapping[str, Result], target: Contest) -> dict[str, Gain]:
     """The gain of each transferred family over the same family tuned on the target set."""
-    return {name: each.over(target.results[name]) for name, each in results.items() if name in target.results}
+    return {name: result.over(target.results[name]) for name, result in results.items() if name in target.results}
 
 
 def transfer_table(results: Mapping[str, Result], source: Contest, target: Contest) -> Table:
     """Gains on the source set, transferred, and tuned on the target set, side by side."""
-    kept, free = over_tuned(results, target), target.leaders[TRAINING_FREE]
+    over, free = over_tuned(results, target), target.leaders[TRAINING_FREE]
     rows = [
         {
             "policy": family(name).label,
@@ -63,7 +63,7 @@ def transfer_table(results: Mapping[str, Result], source: Contest, target: Conte
             f"on {source.dataset}": _gain(source, name),
             "transferred": result.over(target.baseline).text,
             f"tuned on {target.dataset}": _gain(target, name),
-            "transferred over tuned": kept[name].text if name in kept else "",
+            "transferred over tuned": over[name].text if name in over else "",
             "lead": result.over(free).text,
         }
         for name, result in results.items()
@@ -82,9 +82,9 @@ def transfer_table(results: Mapping[str, Result], source: Contest, target: Conte
 
 def transfer_frame(results: Mapping[str, Result], source: Contest, target: Contest) -> pd.DataFrame:
     """Rows of results.csv: the target set's, chosen on the source set."""
-    kept, nothing = over_tuned(results, target), Gain(*[float("nan")] * 4)
+    over, nothing = over_tuned(results, target), Gain(*[float("nan")] * 4)
     rows = [
-        figures_of(result, target) | spread("over_tuned", kept.get(name, nothing)) for name, result in results.items()
+        figures_of(result, target) | spread("over_tuned", over.get(name, nothing)) for name, result in results.items()
     ]
     return result_frame(rows, target, chosen_on=source.dataset)
 

@@ -118,7 +118,7 @@ def tuned_head(name: str, result: Result, replays: Replays, contest: Contest) ->
             "is_calibrated": False,
             **result.setting,
             "tokens_per_s": result.on_dev,
-            "auto_tokens_per_s": float(times.spent(rule.dev).tokens_per_s[0]),
+            "auto_tokens_per_s": float(times.throughput(rule.dev).tokens_per_s[0]),
             "fixed_length": int(baseline.setting["k"]),
             "fixed_tokens_per_s": baseline.on_dev,
             **{key: getattr(rule.competitor.policy, key) for key in _RULE},

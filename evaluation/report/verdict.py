@@ -121,12 +121,12 @@ def deciding_families(contest: Contest) -> list[str]:
 def verdict_of(contest: Contest) -> str:
     """The sentence that an evaluation ends with."""
     where, free = contest.times.where, contest.leaders[TRAINING_FREE]
-    own = contest.leaders.get(HEADS, free)
+    best = contest.leaders.get(HEADS, free)
     length = next(iter(contest.baseline.setting.values()))
-    if own.family == BASELINE:
+    if best.family == BASELINE:
         return f"{where}: no policy that needs no training is faster than the best fixed length, {length}."
-    gain = contest.gain(own.family).words
-    sentence = f"{where}: {_named(own)}, predicted {gain} over the best fixed length, {length}"
+    gain = contest.gain(best.family).words
+    sentence = f"{where}: {_named(best)}, predicted {gain} over the best fixed length, {length}"
     lead = contest.lead
     if lead is None:
         return f"{sentence}. It needs no training, and no trained heads are compared with it."

@@ -94,7 +94,6 @@ def best_schedule(tokens: Tokens, rates: Rates, costs: Rates, *, most: int = 12)
 
 
 def _powers(rate: float, count: int) -> list[float]:
-    """rate^0 … rate^(count - 1), of a probability."""
     if not 0 <= rate <= 1:
         raise ValueError(f"an acceptance rate is {rate}; a probability lies in [0, 1]")
     if count < 0:

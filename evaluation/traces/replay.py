@@ -151,7 +151,6 @@ class Lockstep:
             self._conclude(*self._drafted(self.lanes.position < self.lanes.allowed), totals)
 
     def _begin(self, begins: Array, state: State) -> None:
-        """Begin a new round in the lanes where `begins`."""
         lanes, tokens = self.lanes, self.tokens
         self.state = merged(begins, self.policy.begin(state), self.state)
         lanes.room = np.clip(lanes.limit - lanes.start - 1, 0, tokens.max_draft_length)
@@ -185,7 +184,6 @@ class Lockstep:
         return ~draws | stops | tokens.is_eos.take(at) | (lanes.position >= lanes.allowed), may_draft & ~draws
 
     def _indices(self) -> Array:
-        """Flat index of each lane's next token."""
         path = self.lanes.start + self.lanes.position
         at = np.where(path < self.lanes.fork, path, path + self.lanes.shift)
         # lanes that wait for the others, or have ended, may point beyond the end
@@ -276,12 +274,6 @@ def expanded(policy: Policy, index: Array) -> Policy:
     for name, value in list(_array_fields(policy)):
         object.__setattr__(result, name, value[index])
     return result
-
-
-def replay(trace: Trace, policy: Policy) -> Counts:
-    """Totals of one policy over all prompts of a trace, distributed exactly as in real decoding."""
-    counts = replay_settings(trace, policy).counts
-    return Counts(**{f.name: int(np.sum(getattr(counts, f.name))) for f in fields(Counts)})
 
 
 def replay_settings(trace: Trace, policy: Policy) -> Played:

@@ -30,11 +30,6 @@ _OF_TIMES = (*LinearCosts._fields, "throughput", "prior_profit")
 """Parameters of the rule that depend on times."""
 
 
-def auto_for(head: Any, trace: Trace, cost: Times, *, is_online: bool = False) -> Auto:
-    """The rule for these times: `autos_for` of one."""
-    return autos_for(head, trace, [cost], is_online=is_online)[0]
-
-
 def autos_for(head: Any, trace: Trace, every: Sequence[Times], *, is_online: bool = False) -> list[Auto]:
     """The rule for each of several times, which are replayed side by side.
 
@@ -97,7 +92,7 @@ def batch_auto_for(head: Any, trace: Trace, costs: BatchCosts, size: int) -> Bat
     rows = queue_of(len(trace.rows), size)
 
     def reached(_: Sequence[int], rates: Sequence[float]) -> list[float]:
-        return [step_through(trace, replace(rule, throughput=rates[0]), rows, size).spent(costs).tokens_per_s]
+        return [step_through(trace, replace(rule, throughput=rates[0]), rows, size).throughput(costs).tokens_per_s]
 
     return replace(rule, throughput=_settled([rule.prior()], reached, _COARSE)[0])
 

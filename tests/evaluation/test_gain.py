@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from scipy.stats import bootstrap
 
-from evaluation.gain import NUM_RESAMPLES, Spent, gain_over
+from evaluation.gain import NUM_RESAMPLES, Throughput, gain_over
 from evaluation.times import TimeErrors, Times
 
 NUM_DEV, NUM_TEST, NUM_SETTINGS, NUM_LENGTHS = 60, 80, 41, 9
 
 
-def simulated(generator: np.random.Generator, means: np.ndarray, hardness: np.ndarray) -> Spent:
+def simulated(generator: np.random.Generator, means: np.ndarray, hardness: np.ndarray) -> Throughput:
     """Every setting on every prompt; a prompt's hardness is shared, and the expected seconds are `means`."""
     noise = generator.gamma(25.0, 1 / 25.0, size=(len(means), len(hardness)))
-    return Spent(np.full(noise.shape, 10), means[:, None] * hardness * noise)
+    return Throughput(np.full(noise.shape, 10), means[:, None] * hardness * noise)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_interval_covers_with_41_settings_chosen_on_dev(repetitions, least, 
 
 def test_the_interval_is_that_of_scipys_bootstrap():
     generator = np.random.default_rng(9)
-    base, own = (Spent(np.full(60, 10), generator.gamma(20.0, mean / 20.0, size=60) + 1) for mean in (2.0, 1.8))
+    base, own = (Throughput(np.full(60, 10), generator.gamma(20.0, mean / 20.0, size=60) + 1) for mean in (2.0, 1.8))
     reference = bootstrap(
         (base.seconds, own.seconds),
         lambda base_s, own_s, axis: base_s.sum(axis) / own_s.sum(axis) - 1,
@@ -64,7 +64,7 @@ def test_the_interval_is_that_of_scipys_bootstrap():
 @pytest.mark.parametrize(("tokens", "faster"), [([10, 20, 30], 1.0), ([10, 20, 30], 1.25), ([7], 2.0)])
 def test_where_every_prompt_gains_alike_the_interval_is_the_gain(tokens, faster):
     seconds = np.array(tokens, dtype=float) ** 1.5
-    gain = gain_over(Spent(np.array(tokens), seconds), Spent(np.array(tokens), seconds / faster))
+    gain = gain_over(Throughput(np.array(tokens), seconds), Throughput(np.array(tokens), seconds / faster))
     assert gain[:3] == pytest.approx([faster - 1] * 3, abs=1e-12)
 
 

@@ -63,7 +63,7 @@ def test_built_in_names_read_as_before():
     [
         ("nowhere_at_all:Unsure", "no module 'nowhere_at_all'"),
         ("broken_policies:Unsure", "No module named 'nothing_of_this_name'"),
-        ("policies_of_mine:Unsur", "it defines the policies: Unsure, Bare"),
+        ("policies_of_mine:Unsur", "its policies are Unsure, Bare"),
         ("policies_of_mine:number", "is no policy"),
         ("policies_of_mine:Policy", "is no policy"),
         ("policies_of_mine:Bare", "is no dataclass"),

@@ -120,10 +120,10 @@ def test_a_load_costs_what_its_rounds_cost():
         for steps, tokens in zip(load.steps, load.num_tokens, strict=True)
     ]
     waits = [sum(seconds[begin:end]) for begin, end in zip(load.begins, load.ends, strict=True)]
-    spent = load.spent(COSTS)
-    assert spent.seconds == pytest.approx(sum(seconds))
-    assert spent.request_s == pytest.approx(np.mean(waits))
-    assert spent.tokens_per_s == pytest.approx(load.emitted.sum() / sum(seconds))
+    throughput = load.throughput(COSTS)
+    assert throughput.seconds == pytest.approx(sum(seconds))
+    assert throughput.request_s == pytest.approx(np.mean(waits))
+    assert throughput.tokens_per_s == pytest.approx(load.emitted.sum() / sum(seconds))
 
 
 def test_rounds_are_those_of_the_counts():
@@ -163,7 +163,7 @@ def test_the_rule_is_law_4_13_where_curves_are_lines():
 def test_the_lambda_of_the_rule_is_the_throughput_that_it_leads_to():
     trace = some(40)
     rule = batch_auto_for(toy_head("drawn", seed=2), trace, COSTS, 4)
-    reached = step_through(trace, rule, queue_of(len(trace.rows), 4), 4).spent(COSTS).tokens_per_s
+    reached = step_through(trace, rule, queue_of(len(trace.rows), 4), 4).throughput(COSTS).tokens_per_s
     assert reached == pytest.approx(rule.throughput, rel=2e-3)
 
 

@@ -55,8 +55,8 @@ def trace() -> Trace:
 class Priced(HeadPolicy):
     """Stops before each token that is not worth `1 - max_rejection_prob`."""
 
-    def stop_before(self, state, seen):
-        return self.scored_before(state[0], state[1], seen) < 1.0 - self.max_rejection_prob
+    def stop_before(self, state, signals):
+        return self.scored_before(state[0], state[1], signals) < 1.0 - self.max_rejection_prob
 
 
 @pytest.mark.parametrize("size", [1, 6])
@@ -95,7 +95,7 @@ def test_the_lambda_of_the_rule_is_the_throughput_that_it_leads_to(trace):
     rule = batch_auto_for(HEAD, trace, COSTS, 4)
     assert isinstance(rule, BlockAuto)
     assert rule.block_size == BLOCK
-    reached = step_through(trace, rule, queue_of(len(trace.rows), 4), 4).spent(COSTS).tokens_per_s
+    reached = step_through(trace, rule, queue_of(len(trace.rows), 4), 4).throughput(COSTS).tokens_per_s
     assert reached == pytest.approx(rule.throughput, rel=5e-3)
 
 
@@ -122,8 +122,8 @@ class LargestProduct(Policy):
     def begin(self, state):
         return (0.0 * state[0] + 1.0,)
 
-    def stop_before(self, state, seen):
-        return state[0] * seen.max_prob < self.floor
+    def stop_before(self, state, signals):
+        return state[0] * signals.max_prob < self.floor
 
     def after(self, state, drawn):
         return (state[0] * drawn.max_prob,), False

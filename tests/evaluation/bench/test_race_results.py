@@ -15,7 +15,7 @@ from evaluation.bench.results import (
     verdict_of,
 )
 from evaluation.families import ALONE
-from evaluation.gain import Gain, Spent, gain_over
+from evaluation.gain import Gain, Throughput, gain_over
 
 
 def arm(family, *seconds, setting="", on_dev=None, tokens=10):
@@ -37,8 +37,8 @@ HEADS = [arm(family, 1.0, 1.0) for family in ("head", "head_drawn", "auto_drawn"
 
 def test_a_gain_is_that_of_totals_and_its_interval_is_paired():
     cell, tokens = Cell.of(CELL), np.array([10, 10])
-    entropy, base = cell.arms[2], Spent(tokens, np.array([2.0, 3.0]))
-    assert cell.over(entropy, "fixed_length") == gain_over(base, Spent(tokens, np.array([1.0, 3.0])))
+    entropy, base = cell.arms[2], Throughput(tokens, np.array([2.0, 3.0]))
+    assert cell.over(entropy, "fixed_length") == gain_over(base, Throughput(tokens, np.array([1.0, 3.0])))
     assert cell.over(entropy, "fixed_length").value == pytest.approx(0.25)
     assert cell.median_over(entropy, "fixed_length") == pytest.approx(0.5)
     assert cell.over(entropy, ALONE).value == pytest.approx(1.5)

@@ -12,7 +12,7 @@ from evaluation.clock.results import check_clock, report_of, rows_of
 from evaluation.clock.turns import PrimedLoop, PrimedModel, clock, replayed_on
 from evaluation.competitor import Competitor
 from evaluation.contest import Arm, Result, result_of
-from evaluation.gain import Spent, gain_over
+from evaluation.gain import Throughput, gain_over
 from evaluation.played import Played
 from evaluation.report.page import Page, write_report
 from evaluation.times import Times
@@ -137,11 +137,13 @@ def test_turns_of_a_conversation_are_clocked_together_and_count_as_one_prompt(re
     runners, rows = runners_on(talks), rows_of(talks, 2)
     seconds = np.random.default_rng(0).uniform(1, 2, (3, 1, 4, 3))
     report = report_of(seconds, np.ones(4, dtype=bool), runners, COST, dataset="made", rows=rows)
-    spent = [
-        Spent(runner.played.counts.num_emitted[0, :4].reshape(2, 2).sum(0), seconds[n, 0, :, 0].reshape(2, 2).sum(0))
+    every = [
+        Throughput(
+            runner.played.counts.num_emitted[0, :4].reshape(2, 2).sum(0), seconds[n, 0, :, 0].reshape(2, 2).sum(0)
+        )
         for n, runner in enumerate(runners)
     ]
-    assert [row["clocked_gain"][:3] for row in report.rows] == [gain_over(spent[0], other)[:3] for other in spent]
+    assert [row["clocked_gain"][:3] for row in report.rows] == [gain_over(every[0], other)[:3] for other in every]
     assert report.about.startswith("4 responses to 2 test prompts")
 
 

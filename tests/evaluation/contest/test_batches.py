@@ -67,7 +67,8 @@ def test_the_setting_is_the_fastest_on_dev_at_its_size_and_gains_are_over_the_fi
         if row["family"] != "perfect_drawn":
             competitor = next(arm.competitor for arm in replays.arms if arm.competitor.family == row["family"])
             curves, size = setup.curves(competitor.policy.stop_kind), row["batch_size"]
-            dev, test = ([load.spent(curves) for load in loads_of(competitor, split, size)] for split in replays.traces)
+            loads = (loads_of(competitor, split, size) for split in replays.traces)
+            dev, test = ([load.throughput(curves) for load in of_split] for of_split in loads)
             best = max(range(len(dev)), key=lambda setting: dev[setting].tokens_per_s)
             assert row["setting"] == text(competitor.settings[best])
             assert (row["tokens_per_s"], row["request_s"]) == (test[best].tokens_per_s, test[best].request_s)
@@ -78,9 +79,9 @@ def test_the_setting_is_the_fastest_on_dev_at_its_size_and_gains_are_over_the_fi
 def test_the_rule_of_a_batch_is_no_worse_than_the_best_fixed_length_that_test_itself_chooses(replays, share, size):
     curves, (dev, test) = BatchTimes(TIMES, share).curves(""), replays.traces
     rule = batch_auto_for(ScoreHead("perfect", "drawn"), dev, curves, size)
-    ours = step_through(test, rule, queue_of(len(test.rows), size), size).spent(curves).tokens_per_s
+    ours = step_through(test, rule, queue_of(len(test.rows), size), size).throughput(curves).tokens_per_s
     lengths = next(arm.competitor for arm in replays.arms if arm.competitor.family == "fixed_length")
-    assert ours >= 0.99 * max(load.spent(curves).tokens_per_s for load in loads_of(lengths, test, size))
+    assert ours >= 0.99 * max(load.throughput(curves).tokens_per_s for load in loads_of(lengths, test, size))
 
 
 @pytest.mark.parametrize("share", [0.05, 5.0])
@@ -97,7 +98,7 @@ def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_while
     rules = [batch_auto_for(head, dev, setup.curves(f"drawn+s-d{head.depth}"), 3) for head in heads.values()]
     rule = max(rules, key=lambda each: each.throughput)
     load = step_through(test, rule, queue_of(len(test.rows), 3), 3)
-    assert rows["auto_drawn"]["tokens_per_s"] == pytest.approx(load.spent(rule.costs).tokens_per_s)
+    assert rows["auto_drawn"]["tokens_per_s"] == pytest.approx(load.throughput(rule.costs).tokens_per_s)
 
 
 @pytest.mark.parametrize("origin", ["measured", RECORDED])

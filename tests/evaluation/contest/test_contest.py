@@ -14,7 +14,7 @@ from evaluation.gain import Splits
 from evaluation.times import Times
 from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_settings
-from evaluation.tuning.rule import auto_for, autos_for
+from evaluation.tuning.rule import autos_for
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling
@@ -107,7 +107,7 @@ def test_no_bound_falls_below_the_target_alone_or_a_fixed_length_where_drafting_
 def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold(splits, arms, timing, ratio):
     dev, test = splits
     cost = Times.constant(1 / ratio, 1.0)
-    rule = auto_for(ScoreHead("perfect", timing), dev, cost)
+    rule = autos_for(ScoreHead("perfect", timing), dev, [cost])[0]
     reached = cost.tokens_per_s(replay_settings(test, rule))[0]
     grid = next(arm for arm in arms if arm.competitor.family == f"perfect_{timing}")
     assert reached > 0.97
@@ -116,13 +116,13 @@ def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold(
 
 def test_rules_that_are_solved_side_by_side_are_those_solved_alone(splits):
     head, every = ScoreHead("perfect", "drawn"), [Times.constant(1 / ratio, 1.0) for ratio in (0.5, 2, 5, 20)]
-    assert autos_for(head, splits.dev, every) == [auto_for(head, splits.dev, times) for times in every]
+    assert autos_for(head, splits.dev, every) == [autos_for(head, splits.dev, [times])[0] for times in every]
 
 
 def test_auto_learns_online_what_it_is_told_offline(splits):
     dev, test = splits
     offline, online = (
-        auto_for(ScoreHead("perfect", "drawn"), dev, COST, is_online=is_online) for is_online in (False, True)
+        autos_for(ScoreHead("perfect", "drawn"), dev, [COST], is_online=is_online)[0] for is_online in (False, True)
     )
     speeds = [COST.tokens_per_s(replay_settings(test, rule))[0] for rule in (offline, online)]
     assert speeds[1] == pytest.approx(speeds[0], rel=0.05)
@@ -131,7 +131,7 @@ def test_auto_learns_online_what_it_is_told_offline(splits):
 def test_auto_stops_drafting_where_drafting_cannot_pay(splits):
     cost = Times.constant(2.0, 1.0)
     for is_online in (False, True):
-        rule = auto_for(ScoreHead("perfect", "drawn"), splits.dev, cost, is_online=is_online)
+        rule = autos_for(ScoreHead("perfect", "drawn"), splits.dev, [cost], is_online=is_online)[0]
         counts = replay_settings(splits.test, rule).counts
         assert counts.num_drafted.sum() < 0.25 * counts.num_target.sum()
 

@@ -98,9 +98,9 @@ def test_a_verdict_over_several_sets_is_that_of_all_prompts_together(experiment)
     every = [replays_at(fixed_length=100, head=98), replays_at(fixed_length=50, head=60)]
     whole = joined([replays.arms[1].test for replays in every])
     tokens, seconds = (
-        np.concatenate(parts, axis=1) for parts in zip(*(COST.spent(r.arms[1].test) for r in every), strict=True)
+        np.concatenate(parts, axis=1) for parts in zip(*(COST.throughput(r.arms[1].test) for r in every), strict=True)
     )
-    assert all(map(np.array_equal, COST.spent(whole), (tokens, seconds)))
+    assert all(map(np.array_equal, COST.throughput(whole), (tokens, seconds)))
     assert recommend(pooled(every, COST), experiment)["sentence"].startswith("Use head it at 0.125: +12 %")
 
 

@@ -22,7 +22,7 @@ from evaluation.costs.machine import kept_costs, key_of
 from evaluation.report.replay import at_costs, histogram
 from evaluation.times import Times
 from evaluation.traces.recording import record, trace_folder
-from evaluation.traces.replay import replay
+from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 
@@ -63,7 +63,7 @@ def test_replay_prints_the_counts_of_the_policy_over_both_splits(flags, capsys):
     parser = parser_for(COMMANDS["trace"])
     traces = trace_folder(Experiment(config_of(parser, parser.parse_args(flags)))).load("stories")
     for played in document["played"]:
-        counts = replay(getattr(traces, played["split"]), Entropy(0.4))
+        counts = replay_settings(getattr(traces, played["split"]), Entropy(0.4)).total()
         assert played["num_drafted"] == counts.num_drafted
         assert played["num_target"] == counts.num_target
         assert played["discard_rate"] == counts.discard_rate

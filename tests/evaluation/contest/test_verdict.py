@@ -26,7 +26,7 @@ from evaluation.families import (
     styles_of,
 )
 from evaluation.figure import INK, figure_of, legend_below, plot_of
-from evaluation.gain import Gain, Spent, Splits
+from evaluation.gain import Gain, Splits, Throughput
 from evaluation.report.files import folder_of
 from evaluation.report.plots import all_plots, thresholds
 from evaluation.report.stages import console_table, stage_plot, stage_table, stages_of
@@ -207,10 +207,11 @@ def contest_at(speeds, free=PRODUCT) -> Contest:
     noise = np.random.default_rng(0).normal(1, 0.1, (len(speeds), 30))
     results = {}
     for (name, speed), of_family in zip(speeds.items(), noise, strict=True):
-        spent = Spent(np.full(30, 100), 100 / speed * of_family / of_family.mean())
+        throughput = Throughput(np.full(30, 100), 100 / speed * of_family / of_family.mean())
         full = "head:drawn+s-d1-w3" if name == "head_drawn" else name
         competitor = Competitor(name, full, FixedLength(), (SETTINGS.get(name, {}),))
-        results[name] = Result(competitor=competitor, number=0, on_dev=speed + 100 * (name == free), spent=spent)
+        on_dev = speed + 100 * (name == free)
+        results[name] = Result(competitor=competitor, number=0, on_dev=on_dev, throughput=throughput)
     return Contest("made", Times.constant(0.01, 0.02), results)
 
 

@@ -82,7 +82,7 @@ def test_an_engine_pays_the_same_for_a_setting_replayed_and_decoded(engine, sett
     played = Played.of(decoded(ModelDrafter(model(2), policy, vocab_size=VOCAB)), LENGTH)
     answer = Answer(ENGINES[engine], traces, Times(1.0, (20.0, 21.0, 22.0)))
     replayed = replay_settings(next(iter(traces.values())).dev, policy)
-    one, other = (answer.speculating.spent(answer.engine.played(each, [setting])) for each in (played, replayed))
+    one, other = (answer.speculating.throughput(answer.engine.played(each, [setting])) for each in (played, replayed))
     assert np.allclose(one, other, rtol=1e-12, atol=0)
 
 
@@ -175,7 +175,7 @@ def test_vllm_drafts_its_full_number_in_every_round_and_once_more_for_each_text(
     rule = VLLM.competitor("k", 4, {"k": [4]})
     engines = VLLM, replace(VLLM, drafts_whole=False)
     times = Times.constant(1.0, 20.0)
-    whole, ending = (times.spent(Answer(engine, traces, times).arm(rule, drafting).dev) for engine in engines)
+    whole, ending = (times.throughput(Answer(engine, traces, times).arm(rule, drafting).dev) for engine in engines)
     rounds, num_texts = replay_settings(dev, FixedLength(4)).counts.num_target.sum(), 20
     assert whole.seconds.sum() == 20.0 * rounds + 4 * (rounds + num_texts)
     assert ending.seconds.sum() <= (20.0 + 4) * rounds

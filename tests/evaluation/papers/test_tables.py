@@ -44,13 +44,11 @@ def flags(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def played():
-    """A trace with categories."""
     made = trace(Sampling(temperature=0.6), copies=1)
     return replace(made, rows=tuple(replace(row, category=("even", "odd")[i % 2]) for i, row in enumerate(made.rows)))
 
 
 def printed(capsys, *argv):
-    """The tables of --json."""
     capsys.readouterr()
     run(COMMANDS, argv=[*argv, "--json"])
     return json.loads(capsys.readouterr().out)["tables"]

@@ -95,7 +95,7 @@ def rows_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4.
         Decoded.of(one, [[timed(5, 2, seconds=each, emitted=10) for each in of]]).result() for one, of in seconds
     ]
     methods = ("chain, as published", "chain, best fixed", "chain + stop")
-    return dict(zip(methods, results, strict=True)), alone.spent
+    return dict(zip(methods, results, strict=True)), alone.throughput
 
 
 def test_a_toy_clock_gives_its_speed_ups_and_gains():
@@ -132,7 +132,7 @@ def test_a_stop_has_to_beat_the_faster_fixed_length_beyond_chance(seconds, verdi
 
 def test_a_single_prompt_proves_nothing():
     runs, _ = rows_at((1.6, 1.6, 3.2, 3.2))
-    single = {method: replace(one, spent=one.spent.at(slice(1))) for method, one in runs.items()}
+    single = {method: replace(one, throughput=one.throughput.at(slice(1))) for method, one in runs.items()}
     assert stop_verdict([single]).startswith("No stop beats")
 
 

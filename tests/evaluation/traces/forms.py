@@ -98,7 +98,6 @@ def unscored(trace: Trace) -> Trace:
 
 
 def model_head(timing: str) -> AcceptanceHead:
-    """A head for the small pair."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         head = AcceptanceHead(16, 1, timing, True, timing != "prefix")

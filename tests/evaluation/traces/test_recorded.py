@@ -19,7 +19,7 @@ from evaluation.traces.bounds import Oracle, ScoreHead
 from evaluation.traces.coupling import Recorder
 from evaluation.traces.disk import ShardKey, read_trace, write_trace
 from evaluation.traces.recording import record_trace, trace_folder
-from evaluation.traces.replay import replay, replay_settings
+from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace, TraceRow, join_traces
 from lm import (
     CachedModel,
@@ -234,20 +234,21 @@ def test_the_mean_counts_of_a_feature_drafts_replay_are_those_of_the_loops_exact
 def test_a_block_of_any_length_costs_one_forward_and_none_where_nothing_is_drafted():
     """Law 4.9 with the price of a block."""
     trace = traced("rnn")
-    assert replay(trace, Oracle()).num_discarded == 0
+    assert replay_settings(trace, Oracle()).total().num_discarded == 0
     for length in range(1, BLOCK + 3):
         counts = replay_settings(trace, FixedLength(length)).counts
         rounds_without = sum(row.limit == len(row.response_ids) for row in trace.rows)
         assert counts.num_draft_forwards.sum() <= counts.num_target.sum() - len(trace.rows)
         assert counts.num_draft_forwards.sum() >= counts.num_target.sum() - len(trace.rows) - rounds_without
-    assert replay(trace, FixedLength(0)).num_draft_forwards == 0
-    assert replay(trace, FixedLength(BLOCK)) == replay(trace, FixedLength(BLOCK + 2)), "a block is all of a round"
+    assert replay_settings(trace, FixedLength(0)).total().num_draft_forwards == 0
+    block, beyond = (replay_settings(trace, FixedLength(k)).total() for k in (BLOCK, BLOCK + 2))
+    assert block == beyond, "a block is all of a round"
 
 
 @pytest.mark.parametrize("kind", ["dflash", "glide"])
 def test_confidences_are_refused_of_a_trace_whose_draft_has_none(kind):
     with pytest.raises(ValueError, match="has no confidence head"):
-        replay(traced(kind, num=5), DSparkConfidence())
+        replay_settings(traced(kind, num=5), DSparkConfidence()).total()
 
 
 def test_what_no_draft_can_draw_is_not_among_the_first_drawn_and_leaves_plots_finite():

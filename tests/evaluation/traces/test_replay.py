@@ -50,8 +50,8 @@ class Diary(Policy):
     def limit(self, state):
         return 1.0 + 3.0 * clear((state[0] * 10.0 + state[1]) / 3.0, 1 / 3, 2 / 3)
 
-    def stop_before(self, state, seen):
-        return clear(state[0] + 3 * seen.entropy + 5 * seen.max_prob + expit(seen.fed_logit), 0.8) > 0.8
+    def stop_before(self, state, signals):
+        return clear(state[0] + 3 * signals.entropy + 5 * signals.max_prob + expit(signals.fed_logit), 0.8) > 0.8
 
     def after(self, state, drawn):
         heads = expit(drawn.drawn_logit), expit(drawn.fed_logit)

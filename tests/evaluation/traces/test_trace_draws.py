@@ -42,7 +42,6 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> Path:
-    """Three draws at once."""
     directory = tmp_path_factory.mktemp("draws")
     run(COMMANDS, argv=["trace", *flags(directory, 3)])
     return directory

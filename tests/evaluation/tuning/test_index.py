@@ -13,7 +13,7 @@ from evaluation.times import Times
 from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.index import Pairs, index_of, pairs_of, solve, token_scores
-from evaluation.tuning.rule import auto_for
+from evaluation.tuning.rule import autos_for
 from heads import AcceptanceHead
 from lm import Sampling
 from tests.toys.small_pair import trace
@@ -150,7 +150,8 @@ def test_where_starting_to_verify_eats_the_gain_the_rule_does_not_draft():
     traced = trace(Sampling(temperature=0.6))
     cost = Times(0.05, (1.0, *(2.6 + 0.01 * k for k in range(1, 6))))
     for is_online in (False, True):
-        replayed = replay_settings(traced, auto_for(ScoreHead("perfect", "drawn"), traced, cost, is_online=is_online))
+        rule = autos_for(ScoreHead("perfect", "drawn"), traced, [cost], is_online=is_online)[0]
+        replayed = replay_settings(traced, rule)
         assert cost.tokens_per_s(replayed)[0] > 0.9
 
 
@@ -160,4 +161,4 @@ def test_the_rule_pays_for_its_own_stops():
     assert cost.line(HeadPolicy(head).stop_kind).t_draft_s == pytest.approx(0.13)
     assert cost.line().t_draft_s == 0.1
     dev = trace(Sampling(temperature=0.6), copies=2, seed=1)
-    assert auto_for(ScoreHead("perfect", "drawn"), dev, cost).t_draft_s == 0.1, "a perfect head costs nothing"
+    assert autos_for(ScoreHead("perfect", "drawn"), dev, [cost])[0].t_draft_s == 0.1, "a perfect head costs nothing"

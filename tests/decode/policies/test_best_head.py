@@ -6,7 +6,7 @@ from configs.schema import Config, HeadsConfig, ModelSource, PairConfig
 from decode import HeadPolicy
 from decode.experiment import Experiment
 from decode.policies.auto import Auto
-from decode.policies.chosen import best_head, ranked
+from decode.policies.recommended import best_head, ranked
 from heads import AcceptanceHead, Provenance
 from heads.model.head import update_config
 
