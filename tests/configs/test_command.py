@@ -19,6 +19,7 @@ YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def show(config: Config, *, flag: int = 1) -> tuple[Config, int]:
+    """Return what was parsed."""
     return config, flag
 
 
@@ -28,14 +29,17 @@ def refuse(config: Config) -> None:
 
 
 def read(config: Config) -> None:
+    """Read a directory."""
     Path(config.data.dir).read_text()
 
 
 def switch(*, n: int = 0, json: bool = False) -> bool:
+    """Return the switch."""
     return json
 
 
 def engine(*, for_: Literal["vllm", "llama.cpp"]) -> str:
+    """Return the engine."""
     return for_
 
 

@@ -14,6 +14,7 @@ PAIR = ["--pair.target.path", "checkpoints/tiny/target", "--pair.draft.path", "h
 
 
 def show(config: Config) -> Config:
+    """Return what was parsed."""
     return config
 
 

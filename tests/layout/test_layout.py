@@ -35,7 +35,7 @@ CEILINGS = {
     "serve": (841, 800),
     "checkpoints/recipes": (1554, 1400),
     "benchmarks": (794, 800),
-    "tests": (29069, 18000),
+    "tests": (29070, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 157

@@ -59,7 +59,6 @@ def test_every_policy_drafts_in_a_batch_what_it_drafts_alone(policy, batch_size)
 
 
 def withheld(self, place, p):
-    """The batch forgets its feedback."""
     place.drafter.proposal.takes_feedback = False
     return SETTLED(self, place, p)
 

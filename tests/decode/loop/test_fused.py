@@ -83,7 +83,6 @@ def assert_alike(sampling, heads, make_draws=lambda: RandomSampler(torch.Generat
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """Shape checks do not compile."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 

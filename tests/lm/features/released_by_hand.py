@@ -130,7 +130,6 @@ def head_norms(prefix: str) -> dict[str, tuple[int, ...]]:
 
 
 def qwen3_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
-    """A whole layer of Qwen3."""
     return layer_shapes(prefix, WIDTH) | {f"{prefix}input_layernorm.weight": (WIDTH,)} | head_norms(prefix)
 
 

@@ -44,7 +44,6 @@ def llama(seed: int) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def trio() -> tuple[LlamaForCausalLM, ...]:
-    """(micro, draft, target)"""
     return llama(1), llama(2), llama(3)
 
 
