@@ -62,11 +62,11 @@ def flags(
     block: bool = False,
     json: bool = False,
 ) -> None:
-    """The best settings of an engine, by replaying its own rule on a trace; prints the line to paste.
+    """Find the best settings of an engine by replaying its rule on a trace, and print the line to paste.
 
     Args:
         config: the experiment; its trace is recorded first if it does not exist.
-        for_: the engine, written --for.
+        for_: the engine (--for).
         t_draft_ms: milliseconds of a draft forward in that engine, with t_target_ms, instead of measured times; or by
             sequences in a batch, 1:4,8:5.
         t_target_ms: milliseconds of a target forward of one token (what a token takes without speculation); or by
