@@ -46,7 +46,7 @@ def export(
     force: bool = False,
     format: Literal["head", "dspark", "sts"] = "head",
 ) -> list[Path]:
-    """Write the heads of a checkpoint, a DSpark draft with a head in it, or that draft's temperatures.
+    """Write the heads of a checkpoint, a DSpark draft with a head in it, or its temperatures.
 
     Args:
         config: the experiment; heads.dir holds the checkpoint.

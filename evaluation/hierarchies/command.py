@@ -43,7 +43,7 @@ def hierarchy(
     ratios: tuple[float, float] = (0.02, 0.2),
     json: bool = False,
 ) -> None:
-    """Print HSDDW's Tables 2 and 4 for this trio with Chen's variant, and where a third level is worth it.
+    """Print HSDDW's Tables 2 and 4 for this trio, Chen's variant, and where a third level is worth it.
 
     Args:
         config: pair.micro is needed; decode.num_dev and num_test say how many prompts.
