@@ -62,7 +62,7 @@ def flags(
     block: bool = False,
     json: bool = False,
 ) -> None:
-    """Find the best settings of an engine by replaying its rule on a trace, and print the line to paste.
+    """Find an engine's best settings by replaying its rule on a trace, and print the line to paste.
 
     Args:
         config: the experiment; its trace is recorded first if it does not exist.
