@@ -46,7 +46,7 @@ class Throughput(NamedTuple):
         """Throughput over all prompts: a number, or one for each setting."""
         return self.tokens.sum(-1) / self.seconds.sum(-1)
 
-    def at(self, index: int | np.ndarray) -> "Throughput":
+    def at(self, index: int | slice | np.ndarray) -> "Throughput":
         """The same of one setting, or of some prompts of one."""
         return Throughput(self.tokens[index], self.seconds[index])
 

@@ -134,7 +134,7 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int) -> Times:
     return Times(*measured, "measured", errors=errors)
 
 
-def _times_of(generations: Sequence[Float[Array, "round 4"]], max_draft_length: int) -> tuple[float, tuple[float, ...]]:
+def _times_of(generations: Sequence[Float[Array, "_ 4"]], max_draft_length: int) -> tuple[float, tuple[float, ...]]:
     """(t_draft, t_target(k) for k = 0 … max_draft_length), from rows of (forwards, tokens, seconds of the draft, of the
     verification).
     """

@@ -84,7 +84,7 @@ def test_the_loop_itself_notices_a_miscount(monkeypatch):
         return replace(counts, num_drafted=counts.num_drafted + 1)
 
     monkeypatch.setattr(decode.loop.rounds, "_counts_of", one_too_many)
-    with pytest.raises(AssertionError, match="the cache drops"):
+    with pytest.raises(AssertionError, match="3 discarded, 2 dropped"):
         decoder_of(FixedLength(2)).generate(PROMPT, 8)
 
 

@@ -5,11 +5,11 @@ clock.
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from configs.command import config_of, parser_for, run
+from configs.schema import Config, DecodeConfig, ModelSource, PairConfig
 from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
 from decode.loop.rounds import Counts
@@ -33,7 +33,8 @@ def timed(rounds: int, length: int, stall: float = 1.0, seconds: float = 1.0, em
     return made | {"later_draft_s": draft_s, "later_target_s": target_s}
 
 
-EXPERIMENT = SimpleNamespace(decode=SimpleNamespace(max_draft_length=8))
+PAIR = PairConfig(target=ModelSource(path="target"), draft=ModelSource(path="draft"))
+EXPERIMENT = Experiment(Config(pair=PAIR, decode=DecodeConfig(max_draft_length=8)))
 MODELS = PairModels(lambda: None)
 """No model is loaded to choose."""
 
