@@ -260,7 +260,7 @@ class HeadsConfig:
     """
     scalars: tuple[bool | tuple[str, ...], ...] = (True,)
     """Inputs besides the hidden state: none (false), log q(y) and H(q) (true; prefix heads: H(q)), or a list of names
-    such as [entropy].
+    such as [entropy]; text_position is log(1 + response tokens before y).
     """
     embeddings: tuple[bool, ...] = (False,)
     """Whether the draft's token embedding is an input too; prefix heads, which see no token, never read it."""

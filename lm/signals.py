@@ -5,11 +5,13 @@ entropy near zero everywhere, so signals never see the sampling transform.
 
 A *scalar* is a signal that a head may read beside the hidden state. To add one, add an entry to `SCALARS`: data
 generation, training, exported heads, decoding, traces and replay look scalars up there by name (docs/extending.md).
+`POSITION` describes the text instead: tokens of the response before y, which every server can count. The prompt is left
+out, as its length says little about y and would hide how far a long answer is. Nothing stores it; readers count.
 """
 
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -17,6 +19,8 @@ from torch import Tensor
 
 from lm.draws import array_of
 
+POSITION = "text_position"
+"""Scalar of a token's index in its response."""
 _NUM_TOP = 10
 """Tokens that llama.cpp's draft sampler keeps."""
 
@@ -50,7 +54,7 @@ class Scalar(NamedTuple):
     reads_token: bool
     """Whether it depends on y. If not, it is known before y is drawn, so a prefix head may read it."""
     formula: Callable[[Float[Tensor, "position vocab"], Int[Tensor, " position"]], Float[Tensor, " position"]]
-    """From logits of q in float32 or wider and y, position by position."""
+    """From logits of q in float32 or wider and y (`POSITION`: response tokens before y), position by position."""
 
 
 def _log_token_prob(logits: Tensor, token: Tensor) -> Tensor:
@@ -66,25 +70,36 @@ def _top_prob(logits: Tensor, _: Tensor) -> Tensor:
 SCALARS = {
     "log_token_prob": Scalar("log q(y)", True, _log_token_prob),
     "entropy": Scalar("H(q)", False, lambda logits, _: entropy(logits)),
+    POSITION: Scalar("log(1 + response tokens before y)", False, lambda logits, count: count.to(logits.dtype).log1p()),
 }
 """Every scalar that a head can read, by name."""
 _OF_POLICIES = {"max_prob": lambda logits, _: (logits.amax(-1) - logits.logsumexp(-1)).exp(), "top_prob": _top_prob}
 """Signals that only policies read: max_v q(v), and its share of the ten largest q(v)."""
 
 
+def stored_scalars() -> tuple[str, ...]:
+    """Names of the scalars that data and traces store: all but `POSITION`."""
+    return tuple(name for name in SCALARS if name != POSITION)
+
+
 def signals_of(
-    logits: Float[Tensor, "position vocab"], token: Int[Tensor, " position"], names: Iterable[str] = SCALARS
+    logits: Float[Tensor, "position vocab"],
+    token: Int[Tensor, " position"],
+    names: Iterable[str] | None = None,
+    count: Int[Tensor, " position"] | None = None,
 ) -> dict[str, Float[Tensor, " position"]]:
     """The named scalars, `max_prob` and `top_prob` of drawn tokens.
 
     Args:
         logits: the draft's, before truncation and temperature.
         token: drawn at each position.
-        names: of the signals.
+        names: of the signals; None: the stored scalars.
+        count: tokens of the response before each token, if `POSITION` is among the names.
     """
-    logits = upcast(logits)
+    logits, names = upcast(logits), stored_scalars() if names is None else names
     formulas = {name: _OF_POLICIES[name] if name in _OF_POLICIES else SCALARS[name].formula for name in names}
-    return {name: formula(logits, token) for name, formula in formulas.items()}
+    given: dict[str, Any] = {name: count if name == POSITION else token for name in formulas}
+    return {name: formula(logits, given[name]) for name, formula in formulas.items()}
 
 
 class TokenStats(NamedTuple):

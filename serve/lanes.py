@@ -34,6 +34,8 @@ class RequestRow(NamedTuple):
     """Maximum draft length of this round; 0 while the prompt is processed, or after the request has ended."""
     stop_ids: frozenset[int]
     """Tokens that end the request; no token is drafted after one."""
+    num_before: int = 0
+    """Tokens that the request has generated."""
 
 
 class Lane:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from lm import Sampling, acceptance_rate, cross_entropy
 from lm.draws import draw
-from lm.signals import SCALARS, signals_of
+from lm.signals import signals_of, stored_scalars
 
 Labels = dict[str, Shaped[Tensor, " position"]]
 """Some labels by their names on disk."""
-NUMBERS_OF_DRAFT = ("log_q", *SCALARS)
+NUMBERS_OF_DRAFT = ("log_q", *stored_scalars())
 """Labels that need only the draft, besides draft_ids."""
 NUMBERS_OF_TARGET = ("log_p", "acceptance_prob")
 """Labels that need the target and the draft's labels."""

@@ -2,7 +2,7 @@
 features/TIMING/SPLIT-NNNNN.safetensors, as the tensor `hidden`.
 
     token [token] int32            Y_i
-    acceptance_prob, target_prob (p_i(Y_i)), log_q, every scalar of `SCALARS`, acceptance_rate
+    acceptance_prob, target_prob (p_i(Y_i)), log_q, every scalar of `stored_scalars`, acceptance_rate
                                    [token] float32, numbers of Y_i
     row_offsets [rows + 1] int64   where each response starts
     is_drafted [token of every mixing] bool
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from data_gen.labels.layout import Layout
-from lm.signals import SCALARS
+from lm.signals import stored_scalars
 
-_NUMBERS = ("acceptance_prob", "log_q", *SCALARS, "acceptance_rate")
+_NUMBERS = ("acceptance_prob", "log_q", *stored_scalars(), "acceptance_rate")
 
 
 def to_safetensors(columns: Mapping[str, Tensor], layout: Layout) -> bytes:

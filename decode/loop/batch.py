@@ -160,7 +160,9 @@ class Batch:
         hidden = torch.cat([row.hidden for row in rows]) if self._policy.heads else None
         kept = [self._stepped.index(sequence) for sequence in going] if position else None
         self._stepped, policies = going, [self._policy] * len(going)
-        tokens, signals = self._signals.read(position, torch.cat(logits), hidden, token, policies=policies, kept=kept)
+        given: dict[str, Any] = {"policies": policies, "kept": kept}
+        given["nums_before"] = [len(seq.committed) - seq.session.num_prompt for seq in going]
+        tokens, signals = self._signals.read(position, torch.cat(logits), hidden, token, **given)
         outcomes = zip(going, map(refuse_no_token, tokens, dists), signals, dists, strict=True)
         return [seq for seq, token_id, drawn, q in outcomes if seq.drafter.take(token_id, drawn, q)]
 

@@ -97,6 +97,7 @@ class PolicyDrafter:
     def begin(self, committed: list[int], max_tokens: int) -> int:
         """Begin a draft after `committed`: `proposal` is empty. Returns the maximum draft length."""
         self.proposal = Proposal(takes_feedback=self.run.takes_feedback)
+        self._signals.num_before = len(committed) - self._session.num_prompt
         return self.run.begin(max_tokens, self.model.max_length - len(committed) + 1)
 
     def take(self, token: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
@@ -169,6 +170,7 @@ class ModelDrafter(PolicyDrafter):
         """Feed the pending tokens and draw one; returns the arguments of `take`."""
         session, drafted = self._session, self.proposal.tokens
         if self._fused is not None:
+            self._fused.num_before = self._signals.num_before
             # the sampler has uniforms, or there would be no fused step
             return self._fused.step(len(drafted), pending, session.draws)  # type: ignore[arg-type]
         logits = self.model.feed(pending)

@@ -16,6 +16,7 @@ from decode.loop.signals import SignalReader, after_draw
 from decode.policies.base import AfterDraw, Policy
 from lm import CachedModel, Sampler, Sampling, UniformSource
 from lm.draws import greedy_token, inverted, refuse_no_token
+from lm.signals import POSITION
 
 _SCORES = ("fed_logit", "prefix_logit", "drawn_logit")
 
@@ -31,13 +32,14 @@ class FusedStep(SignalReader):
         with torch.inference_mode(False):  # memory made in inference mode could not be written to outside it
             self._uniform = torch.zeros(1, dtype=torch.float64, device=model.device)
             self._forced = torch.zeros(1, dtype=torch.long, device=model.device)
+            self._count = torch.zeros(1, dtype=torch.long, device=model.device)
             self._previous = {
                 name: torch.zeros(1, device=model.device)
                 for name in ([] if self.fed is None else self.fed.inputs.scalars)
             }
         self._on_host = (self._uniform.numpy(), self._forced.numpy()) if self._uniform.is_cpu else None
         assert model.with_hidden or not self.has_heads, "a head scores hidden states: the draft must keep them"
-        for tensor in (self._uniform, self._forced, *self._previous.values()):
+        for tensor in (self._uniform, self._forced, self._count, *self._previous.values()):
             torch._dynamo.mark_static_address(tensor)
 
     def step(
@@ -54,6 +56,8 @@ class FusedStep(SignalReader):
         else:
             self._uniform.fill_(uniform)
             self._forced.fill_(forced)
+        if POSITION in self.names:
+            self._count.fill_(self.num_before + position)
         logits = self._cached.feed(new_tokens)
         hidden = self._cached.hidden if self._cached.with_hidden else None
         q, values = self._epilogues(self._epilogue, logits, hidden, new_tokens[-1])
@@ -71,7 +75,7 @@ class FusedStep(SignalReader):
         token = greedy_token(q) if self._sampling.is_greedy else inverted(q, self._uniform)
         token = torch.where(self._forced >= 0, self._forced, token)
         state = hidden[0] if self.has_heads and hidden is not None else None
-        columns = self.columns(logits[0], token.clamp(max=len(q) - 1), state, (self._previous, fed))
+        columns = self.columns(logits[0], token.clamp(max=len(q) - 1), state, (self._previous, fed), self._count)
         for name, number in self._previous.items():
             number.copy_(columns[name])
         wide = torch.float64 if q.is_cpu else torch.float32  # which holds every id below 2^24 exactly

@@ -26,13 +26,16 @@ from heads.model.step import HostHead, StepwiseHead, Vocabulary
 from lm import DraftModel, FeatureModel, Sampler, array_of
 from lm.draws import refuse_no_token
 from lm.features.model import BlockModel
-from lm.signals import TokenStats, signals_of, token_stats
+from lm.signals import POSITION, TokenStats, signals_of, token_stats
 
 _NO_STATS = TokenStats(0.0, 0.0, -math.inf)
 
 
 class SignalReader:
     """Reads the signals of one policy, step after step of a draft. Subclasses say where they are computed."""
+
+    num_before = 0
+    """Tokens of the response before the round."""
 
     def __init__(self, policy: Policy, model: DraftModel) -> None:
         """Raises ValueError for a signal that does not exist, or a head or confidence that the draft does not fit."""
@@ -98,6 +101,7 @@ class SignalReader:
         token: Int[Tensor, " 1"],
         hidden: Float[Tensor, " hidden"] | None,
         previous: tuple[dict[str, Tensor], Tensor] | None,
+        count: Int[Tensor, " 1"] | None,
     ) -> dict[str, Float[Tensor, " 1"]]:
         """Signals and head scores of a drawn token, on the device.
 
@@ -106,8 +110,9 @@ class SignalReader:
             token: the token.
             hidden: the state that produced them, if there are heads.
             previous: columns and id of the token before, which a fed-time head scores.
+            count: tokens of the response before the token, if a head reads `POSITION`.
         """
-        columns = signals_of(logits[None], token, self.names) if self.names else {}
+        columns = signals_of(logits[None], token, self.names, count) if self.names else {}
         if hidden is not None:
             if self.fed is not None and previous is not None:
                 columns["fed_logit"] = _scored(self.fed, hidden, *previous)
@@ -124,9 +129,9 @@ class HostSignals(SignalReader):
     def __init__(self, policy: Policy, model: DraftModel) -> None:
         super().__init__(policy, model)
         self._has_entropy, self._has_top = "entropy" in self.names, "top_prob" in self.names
-        self._others = [name for name in self.names if name not in (*TokenStats._fields, "top_prob")]
+        self._others = [name for name in self.names if name not in (*TokenStats._fields, POSITION, "top_prob")]
         self._score_fed, self._score_prefix, self._score_drawn = (
-            None if head is None else HostHead(head, names=(*TokenStats._fields, *self._others)).score
+            None if head is None else HostHead(head, names=(*TokenStats._fields, POSITION, *self._others)).score
             for head in (self.fed, self.prefix, self.drawn)
         )
         self._previous: tuple[tuple[float, ...], int] = _NO_STATS, 0
@@ -144,7 +149,8 @@ class HostSignals(SignalReader):
             top_prob = self._by_formula(logits, token, ["top_prob"])[0]
         if self.has_heads:
             hidden = array_of(self.states)[row]  # numpy's index costs a tenth of torch's
-            numbers = (*stats, *self._by_formula(logits, token, self._others)) if self._others else stats
+            others = self._by_formula(logits, token, self._others) if self._others else ()
+            numbers = (*stats, math.log1p(self.num_before + position), *others)
             if self._score_fed is not None:
                 if position > 0:
                     fed_logit = self._score_fed(hidden, *self._previous)
@@ -180,7 +186,8 @@ class DeviceSignals(SignalReader):
             return refuse_no_token(int(token), logits), AfterDraw(position)
         known = token.clamp(max=len(logits) - 1)  # a distribution that is not finite draws an id beyond the last
         hidden = self.states[row] if self.has_heads else None
-        columns = self.columns(logits, known, hidden, self._previous if position > 0 and self.fed else None)
+        count = torch.full((1,), self.num_before + position, device=logits.device) if POSITION in self.names else None
+        columns = self.columns(logits, known, hidden, self._previous if position > 0 and self.fed else None, count)
         if self.confidence_of is not None:
             columns["confidence_logit"] = self.confidence_of.confidence()
         if self.fed is not None:
@@ -213,6 +220,7 @@ class BatchSignals:
         token: Int[Tensor, " rows"],
         *,
         policies: Sequence[Policy],
+        nums_before: Sequence[int],
         kept: Sequence[int] | None = None,
     ) -> tuple[list[int], list[AfterDraw]]:
         """The tokens of a step, and the signals for each row's policy.
@@ -223,6 +231,7 @@ class BatchSignals:
             hidden: the hidden states that gave the logits, if a policy has heads.
             token: drafted token of each row; an id beyond the last is returned as it is.
             policies: policy of each row.
+            nums_before: tokens of each row's response before the round.
             kept: index of each row among those of the step before; None: they are the same rows.
         """
         heads = dict.fromkeys(head for policy in policies for head in policy.heads)
@@ -230,7 +239,8 @@ class BatchSignals:
         if not names and not heads:
             return token.tolist(), [AfterDraw(position)] * len(policies)
         known = token.long().clamp(max=logits.shape[-1] - 1)
-        columns, scores = signals_of(logits, known, names), dict[AcceptanceHead, Tensor]()
+        count = position + torch.tensor(nums_before, device=logits.device) if POSITION in names else None
+        columns, scores = signals_of(logits, known, names, count), dict[AcceptanceHead, Tensor]()
         for head in heads:
             if head.timing != "fed":
                 scores[head] = self._scored(head, hidden, columns, known, None)

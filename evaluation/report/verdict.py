@@ -38,7 +38,11 @@ _SCORED = {
     "prefix": "before it is drawn",
     "candidate": "as a candidate of a tree",
 }
-_SCALARS = {"log_token_prob": "the token's log-probability", "entropy": "the entropy of the draft's distribution"}
+_SCALARS = {
+    "log_token_prob": "the token's log-probability",
+    "entropy": "the entropy of the draft's distribution",
+    "text_position": "the token's position in the response",
+}
 _ALWAYS = (BASELINE, PERFECT, ORACLE)
 _ONE_OF_EACH = (PROBABILITIES, ENTROPIES, PAPERS, HEADS, AUTO)
 

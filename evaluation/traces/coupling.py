@@ -29,7 +29,7 @@ from lm.draws import draw
 from lm.features.dspark import DSpark
 from lm.forwards import chunk_rows, chunks, device_of, logits_of
 from lm.sampling import refuse_non_finite
-from lm.signals import SCALARS, signals_of
+from lm.signals import signals_of, stored_scalars
 
 BRANCHES_AT_ONCE = 128
 """Bounds the attention mask of one tree."""
@@ -227,7 +227,7 @@ class Recorder:
 
 def signal_names() -> tuple[str, ...]:
     """Names of the signals that a trace has of every token: max_prob, top_prob, then the scalars that heads read."""
-    return "max_prob", "top_prob", *SCALARS
+    return "max_prob", "top_prob", *stored_scalars()
 
 
 def read_signals(

@@ -29,6 +29,7 @@ from decode.policies.learning import logit_of
 from evaluation.traces.bounds import ScoreHead
 from heads.model.head import AcceptanceHead
 from lm import Sampling
+from lm.signals import POSITION
 
 Array = np.ndarray
 CONFIDENCE = "confidence_logit"
@@ -192,6 +193,14 @@ class Trace:
         before[self.branch[at]] = before[at]
         return before
 
+    @property
+    def num_before(self) -> Int[Array, " drafts"]:
+        """Tokens of the response before each token, on its path or branch."""
+        path = np.arange(self.num_positions) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
+        firsts = np.cumsum(self.branch_lengths) - self.branch_lengths
+        roots = np.repeat(path[self.is_rejected] - firsts, self.branch_lengths)
+        return np.concatenate([path, roots + np.arange(len(roots))])
+
     def signal(self, name: str) -> Float[Array, " drafts"]:
         """A signal as policies read it.
 
@@ -242,12 +251,13 @@ class Trace:
                 f"the head reads hidden states of width {head.hidden_size}, the trace's are {hidden.shape[-1]} wide; "
                 "use a head that was trained for this draft"
             )
-        if missing := set(head.inputs.scalars) - self.drafts.keys():
+        numbers = self.drafts | {POSITION: np.log1p(self.num_before, dtype=np.float32)}
+        if missing := set(head.inputs.scalars) - numbers.keys():
             raise ValueError(
                 f"the head reads {', '.join(sorted(missing))}, which the trace was recorded without; record it again"
             )
         scored = torch.from_numpy(self.before) if head.timing == "fed" else torch.arange(len(self.token))
-        scalars = {name: torch.from_numpy(self.drafts[name]) for name in head.inputs.scalars}
+        scalars = {name: torch.from_numpy(numbers[name]) for name in head.inputs.scalars}
         tokens = torch.searchsorted(known_ids, torch.from_numpy(self.token).to(known_ids.dtype))
 
         def logits(rows: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lm.signals import POSITION
 from store.shards import read_sidecar
 
 RATE = "acceptance_rate"
@@ -88,18 +89,27 @@ class FeatureShard:
     """
 
     def __init__(
-        self, labels: Path, states: Mapping[str, Path | None], columns: Sequence[str], *, mixes: int = 1
+        self,
+        labels: Path,
+        states: Mapping[str, Path | None],
+        columns: Sequence[str],
+        *,
+        mixes: int = 1,
+        draft_starts: tuple[int, int] | None = None,
     ) -> None:
         """Args:
         labels: the file of the labels.
         states: feature set -> the file of its hidden states; None: the draft computes them.
         columns: the numbers to read beside the token and acceptance_prob.
         mixes: token mixings per response.
+        draft_starts: response index at which a feature draft's first draft begins, and the distance to the next;
+            (0, 1) for other drafts; None: rows have no `POSITION`.
 
         Raises:
             ValueError: the files have different numbers of tokens.
         """
         self.labels, self.states, self.columns, self.mixes = labels, dict(states), tuple(columns), mixes
+        self.draft_starts = draft_starts
         facts = read_sidecar(labels, keys=("rows", "tokens"))
         self.num_rows, self.num_tokens = facts["rows"], facts["tokens"]
         for timing, path in states.items():
@@ -137,10 +147,13 @@ class FeatureShard:
 
         def rows_of(timing: str, hidden: Tensor | None, response: int) -> list[Row]:
             (begin, end), times, rows = bounds[response], self.times(timing), list[Row]()
+            index = None if self.draft_starts is None else _response_index(lengths[response], *self.draft_starts)
             for mix in range(times):
                 at = slice(begin * times + mix * (end - begin), begin * times + (mix + 1) * (end - begin))
                 drafted = is_drafted[at].nonzero().squeeze(-1) if timing == "fed" else torch.arange(end - begin)
                 of_drafted = {name: values[begin:end][drafted] for name, values in numbers.items()}
+                if index is not None:
+                    of_drafted[POSITION] = index[drafted].float().log1p()
                 row_lengths = lengths[response] if len(drafted) == end - begin else torch.tensor([len(drafted)])
                 rows.append(Row(of_drafted, drafted, row_lengths, None if hidden is None else hidden[at]))
             return rows
@@ -200,6 +213,12 @@ def _opened(path: Path, *names: str) -> Iterator[safe_open]:
                 f"{path} has no tensor {missing[0]!r}; delete {path.parent} and run `acceptance-heads data` again"
             )
         yield file
+
+
+def _response_index(lengths: Int[Tensor, " drafts"], first: int, every: int) -> Int[Tensor, " tokens"]:
+    """Index in the response of every token of its drafts, which begin at first, first + every, …; draft after draft."""
+    shifts = first + every * torch.arange(len(lengths)) - lengths.cumsum(0) + lengths
+    return torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
 
 
 def _allowed(name: str, values: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard, check_num
 from heads.batches.loader import BatchLoader, Item, Share, block_reader
 from heads.batches.online import response_reader
 from heads.grid import grid, scalar_names
-from lm.features.released import without_mtp
+from lm.features.released import released_layout_of, without_mtp
+from lm.signals import POSITION
 from store.shards import check_sums, list_shards, read_sidecar
 
 
@@ -33,7 +34,7 @@ class FeatureData(pl.LightningDataModule):
     Attributes:
         timings: feature sets that the sweep reads.
         scalars: scalars that the sweep reads.
-        columns: `scalars`, and the labels of prefix and candidate heads if there are any.
+        columns: `scalars` that data stores, and the labels of prefix and candidate heads if there are any.
         hidden_size: width of the draft's hidden states.
     """
 
@@ -45,11 +46,12 @@ class FeatureData(pl.LightningDataModule):
             ValueError: shards missing, empty, corrupted, of several widths, or made for other models.
         """
         super().__init__()
-        self.data, self.heads, shapes = data, heads, grid(heads)
+        self.data, self.heads, self._draft, shapes = data, heads, pair.draft, grid(heads)
         timings = dict.fromkeys(shape.timing for shape in shapes)
         self.timings = tuple(dict.fromkeys(FEATURE_SETS[timing] for timing in timings))
         self.scalars = scalar_names(shapes)
-        self.columns = (*self.scalars, *(LABELS[timing] for timing in timings if LABELS[timing] != "acceptance_prob"))
+        stored = (name for name in self.scalars if name != POSITION)
+        self.columns = (*stored, *(LABELS[timing] for timing in timings if LABELS[timing] != "acceptance_prob"))
         self.manifest = read_manifest(data.dir, keys=("target", "draft", "sampling", "prompts"))
         self.is_online = heads.features == "online"
         _check_manifest(self.manifest, data, pair=pair, features=() if self.is_online else self.timings)
@@ -146,15 +148,29 @@ class FeatureData(pl.LightningDataModule):
         return [path for of_shard in paths for path in of_shard]
 
     def _open(self, split: str) -> list[FeatureShard]:
-        paths, shards = self._paths(split), []
+        paths, shards, starts = self._paths(split), [], self._draft_starts()
         for index, labels in enumerate(paths["labels"]):
             states = {timing: None if self.is_online else paths[f"features/{timing}"][index] for timing in self.timings}
-            shards.append(FeatureShard(labels, states, self.columns, mixes=self.data.mixes))
+            shards.append(FeatureShard(labels, states, self.columns, mixes=self.data.mixes, draft_starts=starts))
         if not sum(shard.num_tokens for shard in shards):
             raise ValueError(
                 f"{split} features of {self.data.dir} have no tokens; raise data.num_{split} and make the data again"
             )
         return shards
+
+    def _draft_starts(self) -> tuple[int, int] | None:
+        """`FeatureShard`'s draft_starts; blocks begin at a response's second token, as in decoding."""
+        if POSITION not in self.scalars:
+            return None
+        if not self.manifest.get("draft_length"):
+            return 0, 1
+        layout = released_layout_of(self._draft)
+        if layout is None:
+            raise ValueError(
+                f"{POSITION} of drafts depends on the draft's layout, but there is no draft at {self._draft.path}; set "
+                f"pair.draft to it, or remove {POSITION} from heads.scalars"
+            )
+        return int(layout == "dspark"), self.manifest.get("draft_every") or 1
 
     def _width(self) -> int:
         shards = [shard for of_split in self._shards.values() for shard in of_split]

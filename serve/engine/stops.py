@@ -63,7 +63,8 @@ class Stops:
             token: drafted tokens [rows].
             probs: probabilities [rows, vocab] that they were sampled from; None: greedy.
         """
-        tokens, signals = self._signals.read(self._position, logits, hidden, token, policies=self._lanes.policies)
+        rows: dict[str, Any] = {"policies": self._lanes.policies, "nums_before": [row.num_before for row in self._rows]}
+        tokens, signals = self._signals.read(self._position, logits, hidden, token, **rows)
         self._position += 1
         if probs is not None:
             self._probs.append(probs)
@@ -131,7 +132,8 @@ def rows_of(
         params = request.sampling_params
         emitted = [] if is_discarded[index] else [token for token in tokens if token >= 0]
         stop_ids = frozenset(params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids)
-        num_left = num_left_of(request, int(batch.num_tokens_no_spec[index]) + len(emitted))
+        num_tokens = int(batch.num_tokens_no_spec[index]) + len(emitted)
+        num_left = num_left_of(request, num_tokens)
         has_ended = not emitted or not stop_ids.isdisjoint(emitted)
         rows.append(
             RequestRow(
@@ -141,6 +143,7 @@ def rows_of(
                 num_accepted=max(len(emitted) - 1, 0),
                 room=0 if has_ended else max(num_left - 1, 0),
                 stop_ids=stop_ids,
+                num_before=num_tokens - request.num_prompt_tokens,
             )
         )
     return rows

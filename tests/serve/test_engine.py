@@ -100,6 +100,7 @@ def test_a_step_of_the_runner_becomes_a_row():
     row = step()
     assert (row.verified, row.num_accepted) == ((3, 5), 1)
     assert row.room == 10 - (2 + 2) - 1  # the token that verification adds has to fit
+    assert row.num_before == 2 + 2
     assert row.stop_ids == {7, 9}
     assert row.policy == FixedLength(2)
     assert step(extra_args={KEY: "fixed_length:k=3"}).policy == FixedLength(3)

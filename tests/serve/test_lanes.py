@@ -30,10 +30,10 @@ GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling()
 STOPS = frozenset({EOS})
 
 
-def head(timing: str, *, inputs: bool) -> AcceptanceHead:
-    made = AcceptanceHead(16, 2, timing, inputs, inputs)
+def head(timing: str, *, inputs: bool | tuple[str, ...]) -> AcceptanceHead:
+    made = AcceptanceHead(16, 2, timing, inputs, inputs is True)
     with torch.random.fork_rng():
-        torch.manual_seed(len(timing) + inputs)
+        torch.manual_seed(len(timing) + bool(inputs))
         for parameter in made.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     return made.eval()
@@ -52,6 +52,7 @@ FORGETFUL: list[Policy] = [
     HeadPolicy(DRAWN, 0.5),
     HeadPolicy(FED, 0.7, also=DRAWN),
     HeadPolicy(PREFIX, 0.5),
+    HeadPolicy(head("fed", inputs=("text_position",)), 0.6),
 ]
 REMEMBERING: list[Policy] = [Heuristic(2), SelfVerify(1.0), AdaEDL(0.4), Auto(DRAWN, 1.0, 4.0), Auto(FED, 1.0, 4.0)]
 LEARNING: list[Policy] = [

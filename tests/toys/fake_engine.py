@@ -33,7 +33,8 @@ class Asked:
     num_begun: int = 0
 
     def __post_init__(self) -> None:
-        self.end = len(self.committed) + self.max_new_tokens
+        self.num_prompt = len(self.committed)
+        self.end = self.num_prompt + self.max_new_tokens
 
 
 class FakeEngine:
@@ -88,7 +89,8 @@ class FakeEngine:
             steps = list(self.steps(batch, fed))
             logits, hidden = (torch.stack(each) for each in list(zip(*steps, strict=True))[:2])
             token = torch.tensor([step[2] for step in steps])
-            tokens, drawn = self.signals.read(position, logits, hidden, token, policies=self.lanes.policies)
+            given = {"policies": self.lanes.policies, "nums_before": [len(a.committed) - a.num_prompt for a in batch]}
+            tokens, drawn = self.signals.read(position, logits, hidden, token, **given)
             for place, one in enumerate(drawn):
                 self.seen[place].append(one)
                 fed[place].append(tokens[place])

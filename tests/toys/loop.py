@@ -107,11 +107,14 @@ SAMPLINGS = {
 }
 
 
-def toy_head(timing: str, *, seed: int) -> AcceptanceHead:
+BY_POSITION = ("entropy", "text_position")
+
+
+def toy_head(timing: str, *, seed: int, scalars: bool | tuple[str, ...] = True) -> AcceptanceHead:
     """A head of depth 1 with scalars and weights that spread its scores."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        head = AcceptanceHead(4, 1, timing, True)
+        head = AcceptanceHead(4, 1, timing, scalars)
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter)
     return head.double()
@@ -158,6 +161,10 @@ POLICIES: dict[str, Policy] = {
     "learning_head": HeadPolicy(toy_head("drawn", seed=2), 0.5, is_learning=True),
     "prefix_head": HeadPolicy(toy_head("prefix", seed=2), 0.5),
     "learning_prefix_head": HeadPolicy(toy_head("prefix", seed=2), 0.5, is_learning=True),
+    "position_heads": HeadPolicy(
+        toy_head("fed", seed=2, scalars=BY_POSITION), 0.5, also=toy_head("drawn", seed=3, scalars=BY_POSITION)
+    ),
+    "prefix_position": HeadPolicy(toy_head("prefix", seed=7, scalars=BY_POSITION), 0.5),
     "learned_prob": LearnedProb(0.7),
     "recalling": Recalling(),
     "llama_cpp": LlamaCpp(p_min=0.6),

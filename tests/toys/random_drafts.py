@@ -105,10 +105,10 @@ def draft(kind: str, family: str = "llama") -> FeatureDraft:
     return made.bind(target(family))
 
 
-def feature_head(timing: str, width: int = WIDTH) -> AcceptanceHead:
+def feature_head(timing: str, width: int = WIDTH, scalars: bool | tuple[str, ...] = True) -> AcceptanceHead:
     """A head that reads states of this width: any of the drafts', but for a Markov head's numbers behind them."""
     torch.manual_seed(3)
-    head = AcceptanceHead(width, 1, timing, True)
+    head = AcceptanceHead(width, 1, timing, scalars)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
     return head.double()

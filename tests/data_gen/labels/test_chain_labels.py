@@ -111,20 +111,26 @@ def test_drafts_that_are_made_one_by_one_are_the_same(monkeypatch):
     assert all(torch.allclose(apart.columns[name], values, atol=1e-6) for name, values in together.columns.items())
 
 
-def test_a_shard_has_the_drafts_of_each_row_and_heads_read_them_as_its_parts(tmp_path):
-    drafts, path = labelled("eagle"), tmp_path / "labels" / "train-00000.safetensors"
+@pytest.mark.parametrize(("kind", "starts"), [("eagle", (0, 1)), ("eagle", (0, 2)), ("rnn", (1, 1)), ("rnn", (1, 2))])
+def test_a_shard_has_the_drafts_of_each_row_and_heads_read_them_as_its_parts(kind, starts, tmp_path):
+    drafts, path = labelled(kind, draft_every=starts[1]), tmp_path / "labels" / "train-00000.safetensors"
     lengths = torch.tensor([length for row in drafts.lengths for length in row])
     layout = Layout(tuple(map(sum, drafts.lengths)))
     written = to_safetensors(drafts.columns | {"draft_lengths": lengths}, layout)
     assert torch.equal(safetensors.torch.load(written)["target_prob"], drafts.columns["log_p"].float().exp())
     write_shard(path, written, rows=len(EXCHANGES), tokens=layout.num_tokens)
-    shard = FeatureShard(path, {"drawn": None, "fed": None}, ("entropy",))
+    shard = FeatureShard(path, {"drawn": None, "fed": None}, ("entropy",), draft_starts=starts)
     for timing in ("drawn", "fed"):
         for first, last in ((0, 2), (1, 2)):
             rows = [row for (row,) in shard.read(first, last)[timing]]
             tokens = torch.cat([row.numbers["token"] for row in rows]).tolist()
             assert [row.row_lengths.tolist() for row in rows] == drafts.lengths[first:last]
             assert tokens == drafts.columns["draft_ids"].tolist()[-len(tokens) :]
+            for exchange, row in zip(EXCHANGES[first:last], rows, strict=True):
+                begins = range(starts[0], len(exchange.response_ids), starts[1])
+                lengths = zip(begins, row.row_lengths.tolist(), strict=True)
+                before = [begin + index for begin, length in lengths for index in range(length)]
+                assert row.numbers["text_position"].expm1().tolist() == pytest.approx(before, rel=1e-5)
 
 
 def test_no_row_at_all_is_a_shard_of_none():

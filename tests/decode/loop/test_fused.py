@@ -93,7 +93,7 @@ def test_tokens_laws_and_signals_are_those_of_the_unfused_step(sampling):
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("inputs", [(), (True,), (("entropy",), True)])
+@pytest.mark.parametrize("inputs", [(), (True,), (("entropy",), True), (("text_position",),)])
 def test_heads_of_every_input_score_as_in_the_unfused_step(inputs):
     assert_alike(Sampling(), (a_head("fed", *inputs), a_head("drawn", *inputs)))
 

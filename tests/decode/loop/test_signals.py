@@ -173,18 +173,19 @@ def margin():
 
 @pytest.mark.parametrize("timing", ["fed", "drawn"])
 def test_a_new_scalar_is_read_by_every_reader(timing, margin):
-    head = AcceptanceHead(4, 1, timing, ["margin", "entropy"]).double().requires_grad_(False)
+    head = AcceptanceHead(4, 1, timing, ["margin", "entropy", "text_position"]).double().requires_grad_(False)
     torch.nn.init.normal_(head.skip.weight)
     torch.nn.init.normal_(head.mix.weight)
     policy = Watch(**{f"{timing}_head": head})
     for reader in (HostSignals, DeviceSignals):
         model, ids, before = ToyModel(2, 5), list(PROMPT), None
         signals = reader(policy, model)
+        signals.num_before = 5
         for position in range(3):
             logits = model.feed(ids[len(model) :])[-1]
             draws = RandomSampler(torch.Generator().manual_seed(position))
             token, drawn = signals.draw(position, logits, logits.softmax(-1), draws)
-            now = torch.stack([logits.max() - logits[token], entropy(logits)])
+            now = torch.stack([logits.max() - logits[token], entropy(logits), torch.tensor(6.0 + position).log()])
             scalars = now if timing == "drawn" else before
             expected = float("inf") if scalars is None else float(head(model.hidden[-1], scalars))
             assert getattr(drawn, f"{timing}_logit") == pytest.approx(expected, rel=1e-6)

@@ -36,6 +36,7 @@ def _head_rules(width: int) -> dict[str, Policy]:
         timing: HeadPolicy(feature_head(timing, width), 0.6) for timing in ("fed", "drawn", "prefix")
     }
     rules["both"] = HeadPolicy(feature_head("fed", width), 0.6, also=feature_head("drawn", width))
+    rules["position"] = HeadPolicy(feature_head("fed", width, ("text_position",)), 0.6)
     rules["learning"] = HeadPolicy(feature_head("drawn", width), 0.6, is_learning=True)
     return ALONE | rules
 

@@ -127,13 +127,16 @@ def test_read_ahead_keeps_order_and_hands_errors_over():
 
 
 def test_only_drafted_positions_are_kept_and_timings_agree(data_dir: Path, tmp_path: Path):
-    data = feature_data(make_config(data_dir, tmp_path, timings=("fed", "drawn")))
+    data = feature_data(make_config(data_dir, tmp_path, timings=("fed", "drawn"), scalars=(("text_position",),)))
     batch = next(iter(data.loader("dev")))
     stored = load_file(labels_path(data_dir, "dev", 0)) | load_file(features_path(data_dir, "fed", "dev", 0))
+    before = torch.cat([torch.arange(length) for length in stored["row_offsets"][:9].diff().tolist()])
     count = int(stored["row_offsets"][8])
     drafted = stored["is_drafted"][:count]
     assert torch.equal(batch["fed"].hidden, stored["hidden"][:count][drafted])
     assert torch.equal(batch["fed"].scalars["log_token_prob"], stored["log_token_prob"][:count][drafted])
+    torch.testing.assert_close(batch["fed"].scalars["text_position"], before[drafted].float().log1p())
+    torch.testing.assert_close(batch["drawn"].scalars["text_position"], before.float().log1p())
     lengths = {timing: len(batch[timing].hidden) for timing in batch}
     assert lengths == {timing: int(batch[timing].row_lengths.sum()) for timing in batch}
     assert lengths["fed"] < lengths["drawn"]

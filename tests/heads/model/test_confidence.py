@@ -105,6 +105,7 @@ def test_the_card_names_sampling_and_draft(source, tmp_path):
     [
         ((WIDTH, 2, "prefix"), r"is prefix-d2, but a confidence head is one linear layer; export a linear"),
         ((WIDTH, 0, "prefix", True), r"confidence head is one linear layer"),
+        ((WIDTH, 0, "prefix", ["text_position"]), r"is prefix.text_position-d0, but .* without scalars"),
         ((WIDTH, 0, "drawn"), r"is drawn-d0, but a confidence head"),
         ((96, 0, "prefix"), r"width 96, but this draft's confidence head has 160; export a head that"),
         ((200, 0, "prefix"), r"width 200, but engines pass .* the first 160 numbers; train"),

@@ -69,6 +69,7 @@ def test_an_impossible_head_is_refused(arguments, message):
         ("prefix", True, False, ("entropy",), "before the token is drawn"),
         ("candidate", True, False, ("log_token_prob", "entropy"), "once the token is chosen for a tree"),
         ("drawn", ("entropy",), True, ("entropy",), "once the token is drawn"),
+        ("prefix", ("text_position",), False, ("text_position",), "from the draft's final hidden state, log(1 + resp"),
     ],
 )
 def test_a_head_comes_back_from_disk_as_it_was_saved(tmp_path: Path, timing: str, scalars, embedding, read, text: str):

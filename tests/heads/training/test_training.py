@@ -59,13 +59,17 @@ def test_a_sweep_overfits_what_can_be_known(data_dir: Path, tmp_path: Path):
     """Labels are a function of hidden state and log q(y): heads that see both come near zero KL, others do not. The
     label of prefix heads is a function of the hidden state alone: a linear head comes to logit(rate) - ln w, law 4.7.
     """
-    settings = {"timings": ("drawn", "prefix"), "scalars": (False, True), "depths": (0,), "learning_rate": 0.1}
+    by_position = "log_token_prob", "entropy", "text_position"
+    settings = {"timings": ("drawn", "prefix"), "scalars": (False, True, by_position, by_position[1:])}
+    settings |= {"depths": (0,), "learning_rate": 0.1}
     config = make_config(data_dir, tmp_path / "run", **settings, trainer=FORTY)
     assert build(config)[1].timings == ("drawn",), "both read one feature set"
     heads = train(config)["dev"]["heads"]
     assert heads["drawn+s-d0-w1"]["calibrated_kl"] < 0.003
     assert heads["drawn+s-d0-w6"]["calibrated_kl"] < 0.003 < 0.1 < heads["drawn+s-d0-w6"]["raw_kl"]
     assert heads["drawn-d0-w1"]["calibrated_kl"] > 0.02, "log q(y) decides its label too"
+    assert heads["drawn+s+text_position-d0-w1"]["calibrated_kl"] < 0.003
+    assert heads["prefix+entropy+text_position-d0-w1"]["raw_kl"] < 0.003
     assert heads["prefix-d0-w1"]["raw_kl"] < 0.003
     assert heads["prefix-d0-w6"]["calibrated_kl"] < 0.003 < 0.1 < heads["prefix-d0-w6"]["raw_kl"]
 
