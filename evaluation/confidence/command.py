@@ -2,8 +2,8 @@
 
 They predict the acceptance rate before a token is drawn. Compared are the draft's own confidence head, the same with an
 offset and slope fitted on dev (one, or one per position), your prefix heads, vLLM's estimator, which needs no head, and
-the acceptance rate itself, as a perfect confidence would predict it. A token is weighted by the probability that
-verification reaches it (law 4.8c).
+the acceptance rate itself, as a perfect confidence would predict it; where data.prompts has several sets, by set too. A
+token is weighted by the probability that verification reaches it (law 4.8c).
 """
 
 from collections.abc import Mapping
@@ -87,22 +87,29 @@ def judge(config: Config, *, json: bool = False) -> None:
         ValueError: no draft with a confidence head, or no test prompts.
     """
     with printing(aside=json):
-        dev, test = _drafts(config)
-        scores = [score_of(name, test, logit) for name, logit in predictors(dev, test).items()]
+        every = _drafts(config)
+        dev = every.pop("dev")
+        by_split = {
+            split: [score_of(name, drafts, logit) for name, logit in predictors(dev, drafts).items()]
+            for split, drafts in every.items()
+        }
+        scores = by_split.pop("test")
+        for split, of_set in by_split.items():
+            for score, part in zip(scores, of_set, strict=True):
+                score.setdefault("by_set", {})[split.removeprefix("test/")] = part
         title = f"{config.data.dir}, test split; {Sampling(**vars(config.pair.sampling)).text}"
-        columns = {name: (name, "" if name == "predictor" else ".5f") for name in scores[0] if name != "by_position"}
+        columns = {name: (name, "" if name == "predictor" else ".5f") for name in ("predictor", *_MEASURES)}
         note = (
             "survival: every token of the draft so far is accepted; kept: accepted tokens that remain if only half of "
             f"all tokens are verified, those with the largest predicted survival. The row {PERFECT} bounds every head"
         )
         Table(f"confidences at all positions; {title}", shown(scores, columns), note).print()
         for name in ("brier", "ece", "survival_ece", "kept"):
-            rows = [
-                {"predictor": score["predictor"]}
-                | {str(position): f"{value:.4f}" for position, value in enumerate(score["by_position"][name], 1)}
-                for score in scores
-            ]
-            Table(f"{name} by position; {title}", rows).print()
+            Table(f"{name} by position; {title}", [_cells(score, name) for score in scores]).print()
+        if by_split:
+            parts = [(split, score) for split, of_set in by_split.items() for score in of_set]
+            rows = [{"set": split} | _cells(score, "kept") | {"all": f"{score['kept']:.4f}"} for split, score in parts]
+            Table(f"kept by prompt set and position; {title}", rows, names=2).print()
         path = Path(config.decode.dir) / "confidence.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, dumps(scores, indent=1).encode())
@@ -111,22 +118,28 @@ def judge(config: Config, *, json: bool = False) -> None:
         print(dumps(scores))
 
 
-def _drafts(config: Config) -> tuple[Drafts, Drafts]:
+def _cells(score: Mapping[str, Any], measure: str) -> dict[str, str]:
+    by_position = enumerate(score["by_position"][measure], 1)
+    return {"predictor": score["predictor"]} | {str(position): f"{value:.4f}" for position, value in by_position}
+
+
+def _drafts(config: Config) -> dict[str, Drafts]:
+    """Drafts of dev, of test, and of test/SET for each prompt set if data.prompts is a list."""
     if not config.data.num_test:
         raise ValueError("data.num_test is 0, but judge needs a test split; set it and run `acceptance-heads data`")
     data, draft = confidence_data(config)
     heads = {name: head for name, head in Experiment(config).heads.items() if head.timing == "prefix"}
     temperature = config.pair.sampling.temperature or 1.0
-    dev, test = (_read(data, split, draft, heads, temperature) for split in ("dev", "test"))
-    return dev, test
+    splits = ("dev", *(name for name in data.tested if name.startswith("test")))
+    return {split: _read(data, split, draft, heads, temperature) for split in splits}
 
 
 @torch.inference_mode()
 def _read(
     data: FeatureData, split: str, draft: DSpark, heads: Mapping[str, AcceptanceHead], temperature: float
 ) -> Drafts:
-    parts = []
-    for batch in Bar(data.loader(split), desc=f"read {split}", unit="batches"):
+    parts, (name, _, only) = [], split.partition("/")
+    for batch in Bar(data.loader(name, only=only), desc=f"read {split}", unit="batches"):
         features = of_timing(batch, "prefix")
         states = features.hidden.float().to(draft.device, draft.dtype)
         largest = (draft.logits(states).float() / temperature).log_softmax(-1).amax(-1).cpu()
@@ -179,6 +192,7 @@ def estimated_online(*streams: Drafts) -> Float[Tensor, " tokens"]:
 
 
 _REFIT_INTERVAL, _DAMPING, _RIDGE = 100, 50.0, 1e-3
+_MEASURES = ("brier", "kl", "ece", "auroc", "survival_brier", "kept")
 
 
 def pooled(by_position: Histogram) -> Histogram:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, ModelSource, PairConfig
+from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, ModelSource, PairConfig, PromptSource
 from data_gen.pipeline.command import make
+from data_gen.prompts.stories import stories
 from evaluation.confidence.command import OWN, PER_POSITION, PERFECT, VLLM, Drafts, estimated_online, judge, predictors
 from heads import AcceptanceHead
 from heads.command import export
@@ -88,10 +89,15 @@ def config(tmp_path_factory) -> Config:
         name: ModelSource(path=str(TINY / path), dtype="float32")
         for name, path in (("target", "target"), ("draft", "dspark"))
     }
+    tales = [json.dumps({"prompt": story.prompt}) for story in stories("train", 80, seed=9)]
+    (folder / "tales.jsonl").write_text("\n".join(tales))
+    sets = [PromptSource(path="stories"), PromptSource(path=str(folder / "tales.jsonl"))]
     made = Config(
         pair=PairConfig(**sources, num_threads=1),
         data=DataConfig(
             dir=str(folder / "data"),
+            prompts=sets,
+            split_weights=(1, 1, 1),
             num_train=4,
             num_dev=12,
             num_test=12,
@@ -118,6 +124,9 @@ def test_the_embedded_drafts_confidence_is_judged_by_position(config, capsys):
     survival = own["by_position"]["survival"]
     assert survival == sorted(survival, reverse=True)
     np.testing.assert_allclose(own["by_position"]["predicted_survival"], survival, atol=0.1)
+    assert found[PERFECT]["by_set"].keys() == {"stories", "tales"}
+    of_sets = np.array([part["by_position"]["survival"] for part in found[PERFECT]["by_set"].values()])
+    assert ((of_sets.min(0) <= survival) & (survival <= of_sets.max(0))).all(), "a mean of what the sets have"
 
 
 @pytest.mark.slow
