@@ -12,7 +12,7 @@ from heads.model.head import Timing
 
 ALONE, BASELINE, PRODUCT = "target_alone", "fixed_length", "cumulative_token_prob"
 """The target without a draft, the family that gains are measured from, and the best-known rule without training."""
-PERFECT, ORACLE = "perfect_drawn", "oracle"
+PERFECT, ORACLE, LENGTH_HEAD = "perfect_drawn", "oracle", "length_head"
 LENGTHS, PROBABILITIES, ENTROPIES, CUSTOM, ENGINES = "lengths", "probabilities", "entropies", "custom", "engines"
 PAPERS, HEADS, AUTO, BOUND = "SpecDec++", "heads", "auto", "bounds"
 TRAINING_FREE = "training-free"
@@ -82,12 +82,15 @@ _TRAINED_AND_BOUNDS = {
     "auto_confidence_learning": Family("auto online, confidence learning", AUTO),
     "auto_max_prob": Family("auto, largest probability (vLLM)", AUTO),
     "auto_max_prob_learning": Family("auto online, largest probability learning", AUTO),
+    LENGTH_HEAD: Family("length head (AdaFlash)", ENGINES),
     "perfect_fed": Family("perfect head, fed-time", BOUND),
     PERFECT: Family("perfect head", BOUND),
     ORACLE: Family("oracle", BOUND),
 }
 BOUNDS = tuple(name for name, family in _TRAINED_AND_BOUNDS.items() if family.kind == BOUND)
 """Families that no policy can reach, because they know the outcome or the true acceptance probabilities."""
+REPLAYED = (*BOUNDS, LENGTH_HEAD)
+"""Families that exist in replay alone."""
 HEADS_OF: dict[Timing, tuple[str, ...]] = {
     timing: tuple(name for name, family in _TRAINED_AND_BOUNDS.items() if family.timing == timing)
     for timing in ("fed", "drawn", "prefix")

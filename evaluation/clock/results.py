@@ -21,7 +21,7 @@ from decode.policies import FixedLength
 from evaluation.clock.turns import PrimedLoop, clock, replayed_on
 from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Result, replay_arms, result_of
-from evaluation.families import ALONE, BASELINE, BOUNDS, family, styles_of
+from evaluation.families import ALONE, BASELINE, REPLAYED, family, styles_of
 from evaluation.figure import GREY, Plot, figure_of, legend_below, plot_of
 from evaluation.gain import Splits, Throughput, gain_over
 from evaluation.played import Played
@@ -210,7 +210,7 @@ def clock_dataset(
     loop, rows, times = PrimedLoop.of(experiment), rows_of(test, num_prompts), contest.times
     alone = next(replay_arms([Competitor(ALONE, ALONE, FixedLength(0), ({},))], Splits(test, test)))
     runners = [result_of(alone, 0, times)]
-    runners += [result for name, result in contest.results.items() if name not in BOUNDS]
+    runners += [result for name, result in contest.results.items() if name not in REPLAYED]
     clocked = clock(loop, runners, test.select(rows), rows, repeats=repeats, name=contest.dataset)
     return report_of(*clocked, runners, times, dataset=contest.dataset, rows=rows)
 

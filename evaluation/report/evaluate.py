@@ -6,15 +6,17 @@ from json import dumps as to_json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from configs.paths import check_local
 from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.clock.results import check_clock, clock_dataset
-from evaluation.competitor import competitors_with
+from evaluation.competitor import competitors_with, make_competitor
 from evaluation.contest import Contest, Replays, hold_each, replay_dataset
 from evaluation.costs.machine import costs_for
+from evaluation.families import LENGTH_HEAD
 from evaluation.flag_types import Sizes, sizes_of
 from evaluation.report.batches import in_batches
 from evaluation.report.files import folder_of, records, stage_frame, write, write_csv, write_plots
@@ -26,6 +28,7 @@ from evaluation.report.transfer import source_contests, transfer_frame, transfer
 from evaluation.report.verdict import answer_of
 from evaluation.table import announce, printing, say
 from evaluation.times import Times
+from evaluation.traces.lengths import PredictedLength, fit_length, predict_length
 from evaluation.traces.recording import trace_folder
 from evaluation.tuning.calibration import calibrated_on, is_of_other_sampling
 from store.shards import write_atomic
@@ -118,13 +121,21 @@ def compare_all(
         has_all: whether every policy's row is printed, below the stages.
     """
     heads, folder, has_sources = experiment.heads, trace_folder(experiment), bool(sources)
+    dev = folder.load(next(iter(experiment.datasets))).dev
     if any(is_of_other_sampling(head, experiment.sampling) for head in heads.values()):
-        heads = heads | calibrated_on(folder.load(next(iter(experiment.datasets))).dev, heads)
+        heads = heads | calibrated_on(dev, heads)
     competitors, perfect = competitors_with(experiment, heads), experiment.decode.perfect_head
+    if (length_head := fit_length(dev)) is not None:
+        grid = {"extra": np.linspace(-3, dev.longest.max(), 41).tolist()}
+        competitors.append(make_competitor(LENGTH_HEAD, LENGTH_HEAD, grid, kind=PredictedLength))
     every: dict[str, Replays] = {}
     frames: list[pd.DataFrame] = []
     for dataset in experiment.datasets:
-        replays = replay_dataset(folder.load(dataset), competitors, heads=heads, perfect_head=perfect, name=dataset)
+        traces = folder.load(dataset)
+        if length_head is not None:
+            for trace in traces:
+                predict_length(trace, length_head)
+        replays = replay_dataset(traces, competitors, heads=heads, perfect_head=perfect, name=dataset)
         every[dataset] = replays
         contests = hold_each(replays, every_times, dataset=dataset)
         page.answers[dataset] = [answer_of(contest, heads=heads) for contest in contests]

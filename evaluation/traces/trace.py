@@ -34,6 +34,8 @@ from lm.signals import POSITION
 Array = np.ndarray
 CONFIDENCE = "confidence_logit"
 """The signal that a DSpark draft's own head gives."""
+LENGTH = "accepted_length"
+"""The signal that a length head gives, once it was fitted (`evaluation.traces.lengths`)."""
 _LATER_TURN = re.compile(r"#\d+$")
 _SHARED = ("sampling", "max_draft_length", "draft_sampling", "block_size")
 """Fields that joined traces must agree on."""
@@ -230,8 +232,8 @@ class Trace:
         if isinstance(head, ScoreHead):
             if head.score == "perfect":
                 return self._perfect_logit(head.timing)
-            if head.score == "confidence":
-                return self.signal(CONFIDENCE)
+            if head.score in ("confidence", "length"):
+                return self.signal(CONFIDENCE if head.score == "confidence" else LENGTH)
             return np.asarray(logit_of(self.signal("max_prob")))
         key = f"score.{head.fingerprint()}"
         if key not in self.drafts:

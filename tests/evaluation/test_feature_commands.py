@@ -91,6 +91,16 @@ def test_blocks_write_what_the_target_writes_and_are_no_trees(capsys, tmp_path):
     assert "which is a chain" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_length_head_competes_on_a_trace_of_blocks_and_is_no_policy_that_can_run(capsys, tmp_path):
+    flags = ["--decode.dir", str(tmp_path), "--decode.max_new_tokens=24", "--pair.draft.dtype=float32", "--json=true"]
+    flags += ["--decode.num_dev=4", "--decode.num_test=4", "--decode.policies=[fixed_length]", "--decode.ratios=[]"]
+    called("evaluate", "dspark", *flags, "--decode.t_draft_s=0.001", "--decode.t_target_s=0.005")
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {"fixed_length", "length_head", "oracle"} <= {row["family"] for row in document["results"]}
+    assert "fixed_length" in document["verdict"]["policy"]
+
+
 def test_bench_runs_the_policies_that_are_named_and_no_schedule_of_transformers(capsys, tmp_path):
     flags = ["--policies=[fixed_length:k=2, heuristic]", "--num_prompts=1", "--num_tokens=4", "--samplings=[sampled]"]
     times = [
