@@ -31,11 +31,11 @@ CEILINGS = {
     "data_gen": (6129, 4400),
     "heads": (4279, 3600),
     "decode": (5030, 4200),
-    "evaluation": (10864, 7400),
+    "evaluation": (10960, 7400),
     "serve": (846, 800),
     "checkpoints/recipes": (1554, 1400),
     "benchmarks": (794, 800),
-    "tests": (29486, 18000),
+    "tests": (29179, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 157
