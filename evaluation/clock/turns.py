@@ -61,7 +61,7 @@ class PrimedLoop(Loop):
     def prime(self, prompt_ids: Sequence[int]) -> None:
         """Set the text that every decoder starts from next."""
         for model in (self.models.target, *self.models.drafts.values()):
-            if isinstance(model, PrimedModel):
+            if isinstance(model, PrimedModel) and model.recorder is None:
                 model.prime(prompt_ids)
 
     @cached_property

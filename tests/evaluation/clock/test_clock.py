@@ -19,6 +19,8 @@ from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from lm import CachedModel, Pair, Sampling
+from tests.evaluation.traces import forms
+from tests.toys.random_drafts import draft, target_of
 from tests.toys.small_pair import EOS, LENGTH, PROMPTS, VOCAB, model, trace
 
 WARM = Sampling(temperature=0.8)
@@ -61,6 +63,16 @@ def test_every_prompt_is_played_as_it_was_replayed_and_timed_in_each_turn(record
     assert agrees.all()
     assert (seconds > 0).all()
     assert (seconds[..., 0] > seconds[..., 1:].sum(-1)).all()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "rnn"])
+def test_a_feature_draft_is_played_as_it_was_replayed(monkeypatch, kind):
+    """Its first round reads the prompt, which the target's recorder must see."""
+    pair, chains = Pair(target_of(kind), draft(kind), None, Words()), forms.traced(kind).select(range(4))
+    monkeypatch.setattr(pair.target.generation_config, "eos_token_id", forms.EOS)
+    feature_loop = PrimedLoop(pair=pair, sampling=chains.sampling, max_draft_length=chains.max_draft_length)
+    runners = runners_on(chains, {"fixed_length": FixedLength(2)})
+    assert clock(feature_loop, runners, chains, range(4), repeats=1, name="made")[1].all()
 
 
 def test_a_prompt_that_one_runner_plays_otherwise_is_left_out(recorded):
