@@ -157,7 +157,7 @@ def test_the_rule_is_law_4_13_where_curves_are_lines():
         worth = generator.uniform(0, 0.4, generator.integers(1, 7))
         wants = worth >= own_price
         goes_on = (worth[wants] - own_price).sum() >= step_price
-        assert pace.chosen(worth, 5).tolist() == (wants & goes_on).tolist()
+        assert pace.continuing(worth, 5).tolist() == (wants & goes_on).tolist()
 
 
 def test_the_lambda_of_the_rule_is_the_throughput_that_it_leads_to():
