@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from inspect import signature
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, get_type_hints
 
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from configs.hints import meant
+from configs.hints import fail, meant
 from configs.limits import check_limits, refuse_null
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, PairConfig
 from configs.screens import written_as
@@ -106,9 +106,9 @@ def run(
     if argv and argv[0] in commands:
         name, argv = argv[0], argv[1:]
     elif argv and not argv[0].startswith("-"):
-        _fail(f"{argv[0]!r} is not a command; {meant(argv[0], commands)}")
+        fail(f"{argv[0]!r} is not a command; {meant(argv[0], commands)}")
     elif default is None:
-        _fail(f"no command is named; it must be one of {', '.join(commands)}")
+        fail(f"no command is named; it must be one of {', '.join(commands)}")
     else:
         name = default
     parser = parser_for(commands[name], trainer=trainer)
@@ -127,7 +127,7 @@ def run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except (ValueError, OSError) as error:
-        _fail(one_line(error))
+        fail(one_line(error))
     except KeyboardInterrupt:
         print("interrupted; files written so far are complete. Run the same command again to continue", file=sys.stderr)
         raise SystemExit(130) from None
@@ -145,7 +145,7 @@ def refuse_wrong(command: Command, argv: list[str]) -> None:
     try:
         config_of(parser, parsed)
     except (ValueError, OSError) as error:
-        _fail(one_line(error))
+        fail(one_line(error))
 
 
 def _parsed(parser: ArgumentParser, argv: Iterable[str], command: Command) -> Namespace:
@@ -162,9 +162,9 @@ def _parsed(parser: ArgumentParser, argv: Iterable[str], command: Command) -> Na
         problem = one_line(error)
         for name in (name for name in signature(command).parameters if name.endswith("_")):  # --for, not for_
             problem = re.sub(rf'Parser key "{name}"|\b{name}\b', f"--{written_as(name)}", problem)
-        _fail(f"{problem} ({_meant(' '.join(str(error).split()), parser) or hint})")
+        fail(f"{problem} ({_meant(' '.join(str(error).split()), parser) or hint})")
     except ValueError as error:  # the parser tries each value as a path, and a path may not hold a null character
-        _fail(f"the settings cannot be read: {error}; remove the null character from them")
+        fail(f"the settings cannot be read: {error}; remove the null character from them")
 
 
 _UNKNOWN = r"nrecognized arguments: --([\w.]+)|Group '([\w.]+)' does not accept option '(\w+)'"
@@ -180,23 +180,26 @@ def _meant(problem: str, parser: ArgumentParser) -> str | None:
     return None
 
 
+_WRONG_TYPE = r"(?:Parser key \"([\w.]+)\": )?Expected a (?:typing\.Literal\[(.*?)\]|<class '(\w+)'>)\. Got value: (.*)"
+_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
+
+
 def _plain(problem: str) -> str:
     """The parser's message in one line, without its reasons for a value and, if it is long, without its middle."""
     text = " ".join(problem.split())
     if missing := re.search(r"class_path '(?:[\w.]*\.)?(\w+)': Requirement '([\w-]+)", text):
         return f"{missing[1]} needs {missing[2]}, which is not installed; run pip install {missing[2]}"
     text = re.sub(r"Does not validate against any of the Union.*value: (?!Namespace)", "no possible value is ", text)
-    if match := re.search(r'(?:Parser key "([\w.]+)": )?Expected a typing\.Literal\[(.*?)\]\. Got value: (.*)', text):
-        text = f"{match[1] or 'a value'} is {match[3]}, but it must be one of {match[2].replace(chr(39), '')}"
+    if match := re.search(_WRONG_TYPE, text):
+        name, choices, kind, value = match.groups()
+        right = f"one of {choices.replace(chr(39), '')}" if choices else _KINDS.get(kind, f"of type {kind}")
+        text = f"{name or 'a value'} is {value}, but it must be {right}"
     return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
 
 
 def similar(name: str, options: Iterable[str]) -> list[str]:
     """Options (with dashes) that a mistyped name may mean: those of the same last word deeper in its section, else the
-    most similar one, else all with a similar last word.
-
-    `pair.dtype` gives pair.target.dtype and pair.draft.dtype; `data.num_trian` gives data.num_train; `num_train`,
-    without its section, data.num_train and heads.num_train.
+    most similar one, else all with a similar last word (num_train gives data.num_train and heads.num_train).
     """
     known = [option.removeprefix("--") for option in options if option.startswith("--")]
     section, _, word = name.rpartition(".")
@@ -217,9 +220,3 @@ def one_line(error: Exception) -> str:
         f"{error.filename or 'a file'}: {error.strerror}; check the path, its permissions and the free disk space, "
         "then run the same command again"
     )
-
-
-def _fail(problem: str) -> NoReturn:
-    """One line on stderr, exit code 2."""
-    print(f"error: {problem}", file=sys.stderr)
-    raise SystemExit(2)

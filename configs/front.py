@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import version
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from configs.hints import meant
+from configs.hints import fail, meant
 from configs.schema import Config
 from configs.screens import SHELLS, TRAINING, announced_imports, command_of, completion_of, screen_of, summary_of
 
@@ -124,9 +124,9 @@ def _main(argv: list[str] | None) -> None:
     elif name == "--completion" and len(rest) == 1 and rest[0] in SHELLS:
         print(completion_of({name: entry.target for name, entry in COMMANDS.items()}, rest[0]))
     elif name == "--completion":
-        _fail(f"--completion is {' '.join(rest)!r}; it takes {' or '.join(SHELLS)}")
+        fail(f"--completion is {' '.join(rest)!r}; it takes {' or '.join(SHELLS)}")
     elif name not in COMMANDS:
-        _fail(f"{name!r} is not a command; {meant(name, COMMANDS)}")
+        fail(f"{name!r} is not a command; {meant(name, COMMANDS)}")
     elif {"-h", "--help"} & set(rest):
         print(screen_of(name, *COMMANDS[name]))
     else:
@@ -166,8 +166,3 @@ def _call(name: str, argv: list[str]) -> None:
         with announced_imports():
             trainer = import_module("pytorch_lightning").Trainer
     run({name: command}, default=name, argv=argv, trainer=trainer)
-
-
-def _fail(problem: str) -> NoReturn:
-    print(f"error: {problem}", file=sys.stderr)
-    raise SystemExit(2)

@@ -126,8 +126,9 @@ def memory_report(needs_of_stages: Sequence[Need], gpus: Sequence[float]) -> str
     lines = []
     for need in needs_of_stages:
         terms = [f"{name} {size / GB:,.1f}" for name, size in need.fixed.items()]
+        room = f" of {need.memory(gpus) / GB:,.0f} GB" if gpus else ""
         terms += [f"{name} {need.batch_size} x {size / GB:,.3f}" for name, size in need.per_sequence.items()]
-        lines.append(f"  {need.stage:<24} {need.total / GB:>8,.1f} GB of {_room(need, gpus)} = {' + '.join(terms)}")
+        lines.append(f"  {need.stage:<24} {need.total / GB:>8,.1f} GB{room} = {' + '.join(terms)}")
     return "\n".join(lines)
 
 
@@ -143,13 +144,10 @@ def problems(needs_of_stages: Sequence[Need], gpus: Sequence[float]) -> list[str
                 else "use more or larger GPUs, quantization, or data.mode: sequential"
             )
             lines.append(
-                f"{need.stage} takes {need.total / GB:,.1f} GB, but the GPUs have {_room(need, gpus)}; {remedy}"
+                f"{need.stage} takes {need.total / GB:,.1f} GB, but the GPUs have {need.memory(gpus) / GB:,.0f} GB; "
+                f"{remedy}"
             )
     return lines
-
-
-def _room(need: Need, gpus: Sequence[float]) -> str:
-    return f"{need.memory(gpus) / GB:,.0f} GB" if gpus else "no GPU"
 
 
 def size_of(source: ModelSource) -> Size:
