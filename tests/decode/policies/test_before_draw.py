@@ -16,11 +16,9 @@ from tests.toys.loop import LearnedMaxProb
 
 def lengths_of(policy: Policy, logits: list[float], **signals: float) -> list[str]:
     """What becomes of each token, of a draft that goes on whatever the policy says."""
-    state, said = policy.begin(policy.start()), []
+    state, said, nothing = policy.begin(policy.start()), [], dict.fromkeys(AfterDraw._fields, 0.0)
     for position, logit in enumerate(logits):
-        seen = AfterDraw(
-            **(dict.fromkeys(AfterDraw._fields, 0.0) | {"position": position, "prefix_logit": logit} | signals)
-        )
+        seen = AfterDraw(**(nothing | {"position": position, "prefix_logit": logit} | signals))
         before = policy.stops_before and bool(policy.stop_before(state, seen.before))
         state, after = policy.after(state, seen)
         said.append("before" if before else "after" if after else "on")
