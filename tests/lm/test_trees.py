@@ -1,6 +1,4 @@
-"""Trees in `lm`: one verification keeps the target's law, by enumeration; greedy verification, what is refused, and a
-cache that holds a tree; against mutants.
-"""
+"""Trees in `lm`: verification keeps the target's law, and a cache holds a tree; against mutants."""
 
 from itertools import product
 
@@ -133,9 +131,7 @@ def _model() -> CachedModel:
 
 
 def assert_tree_is_its_paths(cached: CachedModel) -> None:
-    """Trees fed at once and level by level, kept and rolled back, give the logits and hidden states of each path
-    alone.
-    """
+    """Trees fed at once and level by level, kept and rolled back, give what each path gives alone."""
     alone, text = CachedModel(cached.model, with_hidden=True), [1, 2, 3, 4] * 10  # longer than what is fed with a tree
     tree = Tree((5, 6, 7, 5, 8, 2), (-1, -1, 0, 1, 1, 3))
     for turn in range(3):

@@ -1,6 +1,4 @@
-"""The toy loops that the laws of decoding are proven on: two models over three tokens that disagree, as chains and as
-trees, every policy, every sampling.
-"""
+"""The toy loops that the laws of decoding are proven on: two models that disagree, every policy, every sampling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +27,7 @@ from tests.toys.observed import observed
 
 @dataclass(frozen=True)
 class LearnedProb(Policy):
-    """Stop when 1 - (product of learned acceptance probabilities so far) > max_rejection_prob, a logistic of the logits
-    of q(y) and of max_v q(v), refitted on the job (`decode.policies.learning`).
-    """
+    """Stop when 1 - (product of acceptance probabilities, learned of q(y) and max_v q(v)) > max_rejection_prob."""
 
     max_rejection_prob: Number = 0.7
     signals = frozenset({"token_prob", "max_prob"})

@@ -19,9 +19,7 @@ CONFIGS = {
 
 
 def random_pair(architecture: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A random target in float64 and a draft that is the same with noise on its weights, so that some drafts are
-    accepted.
-    """
+    """A random target in float64, and a draft that is the same with noise, so that some drafts are accepted."""
     target, draft = (AutoModelForCausalLM.from_config(CONFIGS[architecture]).double().eval() for _ in range(2))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

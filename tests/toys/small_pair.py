@@ -50,14 +50,7 @@ def recorder(sampling: Sampling, length: int = LENGTH) -> Recorder:
     return Recorder(model(2), model(1, 2), sampling, VOCAB, frozenset({EOS}), length)
 
 
-def trace(
-    sampling: Sampling,
-    *,
-    copies: int = 1,
-    seed: int = 0,
-    length: int = LENGTH,
-    draft_sampling: Sampling | None = None,
-) -> Trace:
+def trace(sampling: Sampling, *, copies: int = 1, seed: int = 0, length: int = LENGTH, draft_sampling=None) -> Trace:
     """Responses of the target to every prompt, `copies` times each, as a trace."""
     recording = replace(recorder(sampling, length), draft_sampling=draft_sampling)
     return traced_by(recording, PROMPTS * copies, LIMIT, seed)
@@ -68,8 +61,6 @@ def traced_by(recorder: Recorder, prompts: list[list[int]], limit: int, seed: in
     ids = {"vocab_size": recorder.vocab_size, "eos_ids": recorder.eos_ids}
     source = TargetInProcess(recorder.target, recorder.sampling, **ids, max_new_tokens=limit, batch_size=64)
     answers = source.respond([Request(str(i), "", ids) for i, ids in enumerate(prompts)], seed, lambda count: None)
-    exchanges = [
-        Exchange(str(i), "", ids, answer.response_ids, answer.finish_reason)
-        for i, (ids, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]
+    pairs = enumerate(zip(prompts, answers, strict=True))
+    exchanges = [Exchange(str(i), "", ids, one.response_ids, one.finish_reason) for i, (ids, one) in pairs]
     return record_trace(recorder, exchanges, max_new_tokens=limit, seed=seed + 1)

@@ -1,6 +1,4 @@
-"""Blocks of a DSpark draft through the real loop: greedy equals plain generation, sampled laws are exact, every policy
-runs unchanged, and a round costs one forward of the draft whatever is kept of its block.
-"""
+"""Blocks of a DSpark draft in the real loop: the laws of chains, at one forward of the draft a round."""
 
 import pytest
 import torch

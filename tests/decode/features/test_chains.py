@@ -1,6 +1,4 @@
-"""Chains and trees of feature drafts in the real loop: greedy equals plain generation, sampled laws are exact, every
-policy runs unchanged.
-"""
+"""Feature drafts as chains and trees in the real loop: greedy is plain generation, sampled laws are exact."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""`generate(custom_generate=speculative_generate)` means what plain `generate` means, refuses a head that was trained
-for something else, and leaves the models as it came upon them.
-"""
+"""`generate(custom_generate=speculative_generate)` means what plain `generate` means, and leaves nothing behind."""
 
 import gc
 from typing import Any

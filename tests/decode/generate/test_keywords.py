@@ -1,6 +1,4 @@
-"""Every keyword of `generate` means in speculative_generate what it means without, changes nothing, or is refused by
-name.
-"""
+"""Every keyword of `generate` means what it means without speculation, changes nothing, or is refused by name."""
 
 from functools import partial
 from itertools import chain
@@ -34,13 +32,6 @@ def generate(target: PreTrainedModel, draft: PreTrainedModel | None, prompt: tor
 
 def assert_as_plain(target: PreTrainedModel, draft: PreTrainedModel, settings: dict) -> None:
     assert generate(target, draft, **settings).tolist() == target.generate(PROMPT, **GREEDY | settings).tolist()
-
-
-class Letters:
-    """A tokenizer of single letters."""
-
-    def decode(self, ids, **_):
-        return "".join(chr(97 + int(i)) for i in ids)
 
 
 class Spelling:
@@ -189,7 +180,7 @@ def test_encoder_decoders_are_refused(monkeypatch):
         {"use_cache": True},
         {"logits_to_keep": 2},
         {"negative_prompt_ids": torch.tensor([[2, 2]])},
-        {"tokenizer": Letters()},
+        {"tokenizer": SPELLING},
         {"token_type_ids": None},
         {"prefix_allowed_tokens_fn": lambda batch, ids: [2, 7, 11, int(ids[-1])]},
         {"min_new_tokens": 6, "eos_token_id": list(range(0, 40, 3))},

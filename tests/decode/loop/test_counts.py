@@ -1,6 +1,4 @@
-"""Law 4.4 on real and toy models: what the loop counts is what drafter, models and cache saw; and one stream at a
-time.
-"""
+"""Law 4.4: what the loop counts is what drafter, models and cache saw; and one stream at a time."""
 
 from dataclasses import replace
 
@@ -9,7 +7,6 @@ import pytest
 import decode.loop.rounds
 from decode import InnerRounds, ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, Entropy, FixedLength, Policy
-from lm import CachedModel
 from tests.toys.enumeration import ToyModel, seeded
 from tests.toys.loop import POLICIES, PROMPT, decoder_of
 from tests.toys.observed import observed
@@ -96,13 +93,3 @@ def test_one_stream_at_a_time_and_one_that_is_closed_or_fails_frees_its_decoder(
     with pytest.raises(ValueError, match="no tokens"):
         decoder.generate([], 12)
     assert len(decoder.generate(PROMPT, 12).token_ids) == 12
-
-
-def test_a_cached_target_ends_at_the_eos_of_its_model():
-    target, draft = random_pair("llama")
-    drafter = ModelDrafter(draft, FixedLength(3))
-    free = SpeculativeDecoder(target, drafter).generate(PROMPT, 24, generator=seeded()).token_ids
-    target.generation_config.eos_token_id = [free[9]]
-    for model in (target, CachedModel(target)):
-        tokens = SpeculativeDecoder(model, drafter).generate(PROMPT, 24, generator=seeded()).token_ids
-        assert tokens == free[: free.index(free[9]) + 1]

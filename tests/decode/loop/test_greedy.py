@@ -1,6 +1,4 @@
-"""Greedy decoding equals transformers' own, token for token, in float64, on five architectures; and caches equal their
-absence.
-"""
+"""Greedy decoding is transformers' own, token for token, in float64; and caches equal their absence."""
 
 import pytest
 import torch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode import ModelDrafter, SpeculativeDecoder
-from decode.policies import FixedLength, Heuristic, Policy
+from decode.policies import FixedLength, Heuristic
 from lm import Sampler, Sampling
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of, seeded
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, assert_lossless, decoder_of, law
@@ -38,29 +38,12 @@ def test_policies_that_remember_preserve_the_target_law_over_longer_drafts_and_m
     assert_lossless(decoder_of(POLICIES[policy]), 3, prompt=[1])
 
 
-class Heeds(Policy):
-    """Drafts one token after a round with large feedback, else three: feedback decides the next draft, not this one."""
-
-    zero_feedback = (0.0,)
-
-    def start(self):
-        return (0.0,)
-
-    def limit(self, state):
-        return 1 if state[0] > 1 else 3
-
-    def feedback(self, state, drawn, acceptance_prob):
-        return (acceptance_prob,)
-
-    def end(self, state, outcome):
-        return outcome.feedback
-
-
 @pytest.mark.parametrize("max_new_tokens", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_policy_that_heeds_its_lessons_preserves_the_target_law(max_new_tokens):
-    decoder = decoder_of(Heeds(), eos_ids=())
+    """Feedback decides the next draft, not this one."""
+    decoder = decoder_of(POLICIES["recalling"], eos_ids=())
     rounds = decoder.generate(PROMPT, 60, generator=seeded()).rounds[:-3]
-    assert {len(played.drafted) for played in rounds} == {1, 3}
+    assert {len(played.drafted) for played in rounds} == {1, 2}
     assert_lossless(decoder, max_new_tokens)
 
 

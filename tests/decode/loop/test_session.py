@@ -1,6 +1,4 @@
-"""A generation refuses models that cannot serve it in one line, before the first token, whichever way in; and takes
-those that can.
-"""
+"""A generation refuses models that cannot serve it in one line, before the first token, whichever way in."""
 
 from collections.abc import Callable
 from functools import partial

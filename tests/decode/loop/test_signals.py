@@ -1,6 +1,4 @@
-"""What policies are shown is what the laws say: untruncated temperature-1 signals, head scores at the right time (laws
-4.1, 4.8, 4.8b).
-"""
+"""Policies are shown untruncated temperature-1 signals and head scores at the right time (laws 4.1, 4.8, 4.8b)."""
 
 import gc
 import weakref

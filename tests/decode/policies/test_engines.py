@@ -1,6 +1,4 @@
-"""Engines' rules do what the engines do: transformers' against its own generations, draft by draft; llama.cpp's by
-hand.
-"""
+"""Engines' rules do what the engines do: transformers' against its own generations, llama.cpp's by hand."""
 
 from dataclasses import replace
 

@@ -99,9 +99,7 @@ def qwen3_shapes(prefix: str) -> Shapes:
 
 
 def window_blocks(layout: str) -> tuple[dict, dict[str, Tensor]]:
-    """(config.json, tensors) of blocks that draft nothing from the anchor, with a window in the first layer; without
-    embeddings.
-    """
+    """(config.json, tensors) of blocks that draft nothing from the anchor: a window, and no embeddings."""
     tensors = dspark("vanilla" if layout == "speculators_dspark" else "dflash")[1]
     del tensors["embed_tokens.weight"]
     layer = KEYS | {"model_type": "qwen3", "num_hidden_layers": 2, "head_dim": HEAD, "use_sliding_window": True}
@@ -225,9 +223,7 @@ class Truth:
 def expected(
     layout: str, config: dict, tensors: dict[str, Tensor], *, truth: Truth, tokens: list[int], num_known: int
 ) -> Tensor:
-    """Logits after `tokens`, of which the target has read the first `num_known`; an EAGLE's further states are its
-    own.
-    """
+    """Logits after `tokens`, of which the target has read `num_known`; an EAGLE's further states are its own."""
     if layout == "glide":
         return _glide(tensors, truth, tokens, num_known)
     if KINDS[layout] == "dspark":

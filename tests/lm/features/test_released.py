@@ -138,7 +138,7 @@ WRONG_TENSORS = [
     [
         *((layout, keys, {}, message) for layout, keys, message in WRONG_KEYS),
         *((layout, {}, tensors, message) for layout, tensors, message in WRONG_TENSORS),
-        ("eagle3", {"num_hidden_layers": 2}, {"layers.1.hidden_norm.weight": D2T}, "reads the embedding again"),
+        ("eagle3", {"num_hidden_layers": 2}, {"layers.1.hidden_norm.weight": D2T.clone()}, "reads the embedding again"),
         ("eagle", {}, {"fc.weight": None}, "lacks .* layers.0.mlp"),
     ],
 )

@@ -1,6 +1,4 @@
-"""What each level of a hierarchy does: caches, signals, tau, counts, degenerate cases, greedy decoding (law 4.12; laws
-4.4, 4.5).
-"""
+"""What each level of a hierarchy does: caches, signals, tau, counts, greedy decoding (law 4.12; laws 4.4, 4.5)."""
 
 from dataclasses import dataclass, field
 
@@ -142,9 +140,7 @@ class Spy(Policy):
 
 
 def test_each_level_sees_its_own_models_signals_and_the_rejections_of_the_level_above():
-    """tau_2: H of the draft where the target rejected; tau_1: H of the micro where the draft rejected; neither sees the
-    other's.
-    """
+    """tau_2 and tau_1: H of the draft (the micro) where the target (the draft) rejected; neither sees the other's."""
     inner, outer = Spy(), Spy()
     drafter = PreVerifiedDrafter(ModelDrafter(ToyModel(3), inner), ToyModel(2), outer, rounds=InnerRounds(window=2))
     ids, expected, rejected = list(PROMPT), [], []
@@ -165,9 +161,7 @@ def test_each_level_sees_its_own_models_signals_and_the_rejections_of_the_level_
 
 
 def test_full_hsddw_ends_a_draft_at_the_first_position_where_the_draft_is_unsure():
-    """With tau fixed at 0.8 nats, every drafted token but the last has H at most 0.8, and drafts longer than one inner
-    round occur.
-    """
+    """With tau fixed at 0.8 nats, every drafted token but the last has H at most 0.8, over several inner rounds."""
     fixed_tau = Entropy(max_sqrt_entropy=0.8**0.5, scale=1.0)
     drafter = hsddw(ToyModel(2), ToyModel(2), window=2, policies=(FixedLength(2), fixed_tau))
     generation, ids = generate(drafter, ToyModel(1), new=60), list(PROMPT)
