@@ -4,22 +4,19 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from lm import CachedModel
 from lm.batch import check_branch_length, check_branches
 from lm.cache import Snapshots, make_cache
 from lm.selfcheck import _text, chain_plan
 from tests.conformance.families import FAMILIES, VOCAB_SIZE, build
-from tests.toys import small_pair
+from tests.toys.small_pair import random_llama
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
-def llama(max_position_embeddings=256):
-    torch.manual_seed(0)
-    config = small_pair.llama(vocab_size=VOCAB_SIZE, max_position_embeddings=max_position_embeddings)
-    return AutoModelForCausalLM.from_config(config).double().eval()
+def llama(**sizes):
+    return random_llama(vocab_size=VOCAB_SIZE, **{"max_position_embeddings": 256} | sizes)
 
 
 STEPWISE = [("zamba2", torch.float64), ("zamba2", torch.float32), ("jamba", torch.bfloat16), ("mamba", torch.float32)]

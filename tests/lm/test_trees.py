@@ -13,7 +13,7 @@ from lm import CachedModel, GreedySampler, RandomSampler, Sampler
 from lm.masks import ROOT, Tree
 from lm.verification import node_probs, verify_tree
 from tests.toys.enumeration import assert_same_law, law_of, seeded
-from tests.toys.small_pair import SIZES, llama
+from tests.toys.small_pair import SIZES, random_llama
 
 _VOCAB, _LENGTH = 4, 3
 _rejection_probs, _ancestors = lm.verification._rejection_probs, Tree.ancestors
@@ -123,11 +123,8 @@ def test_what_is_no_tree_no_law_or_no_holder_of_trees_is_refused(refused, messag
 
 
 def _model() -> CachedModel:
-    config = llama(vocab_size=12, initializer_range=0.4, max_position_embeddings=128)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
-    return CachedModel(model.double().eval(), with_hidden=True, holds_trees=True)
+    model = random_llama(vocab_size=12, initializer_range=0.4, max_position_embeddings=128)
+    return CachedModel(model, with_hidden=True, holds_trees=True)
 
 
 def assert_tree_is_its_paths(cached: CachedModel) -> None:

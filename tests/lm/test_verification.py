@@ -10,21 +10,12 @@ from lm.verification import num_accepted
 from tests.toys.enumeration import seeded
 
 
-class Scripted:
-    """Accepts as told; draws the most probable token."""
-
-    def __init__(self, accepted: int) -> None:
-        self.accepted, self.asked = accepted, []
-
-    def token(self, probs: torch.Tensor) -> int:
-        self.asked.append(probs)
-        return int(probs.argmax())
-
-    def draw(self, probs: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([self.token(probs)])
+class Watching:
+    """Accepts nothing; keeps the probabilities that it was asked for."""
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
-        return self.accepted
+        self.seen = list(acceptance_probs)
+        return 0
 
 
 def random_pair(seed: int, vocab: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,17 +43,6 @@ def test_degenerate_pairs():
     assert acceptance_prob(torch.tensor([1]), p[None], p[None]).tolist() == [1.0]
 
 
-def test_a_rejection_asks_the_residual_of_its_own_position_and_full_acceptance_the_last_row():
-    q = torch.stack([random_pair(seed)[0] for seed in range(3)])
-    p = torch.stack([random_pair(seed)[1] for seed in range(4)])
-    for accepted in range(4):
-        draws = Scripted(accepted)
-        verdict = verify([0, 1, 2], list(q), p, draws)
-        expected = p[3] if accepted == 3 else residual_probs(q[accepted], p[accepted])
-        assert verdict.num_accepted == accepted
-        torch.testing.assert_close(draws.asked[0], expected)
-
-
 def test_no_draft_is_a_token_of_the_target_and_what_is_not_finite_is_refused():
     assert verify([], [], torch.tensor([[0.0, 1.0, 0.0]]), seeded()) == (0, 1)
     row = torch.tensor([1.0, torch.nan, 0.0])
@@ -84,18 +64,13 @@ def test_greedy_verification_keeps_what_the_target_would_have_said_and_reads_log
 def test_a_narrower_draft_vocabulary_has_probability_zero_beyond_its_end():
     q, p = torch.tensor([0.5, 0.5]), torch.tensor([[0.2, 0.2, 0.6], [0.0, 0.0, 1.0]])
     for count in (0, 1):
-        assert next_dist(count, [q], p, Scripted(0)).tolist() == [0.0, 0.0, 1.0]
+        assert next_dist(count, [q], p, Watching()).tolist() == [0.0, 0.0, 1.0]
 
 
 def test_probabilities_are_looked_at_up_to_the_first_rejection_and_those_that_are_no_numbers_reject():
-    class Watching(Scripted):
-        def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
-            self.seen = list(acceptance_probs)
-            return 0
-
     nan = torch.tensor([torch.nan, 1.0])
     q, p = torch.tensor([0.25, 0.75]), torch.tensor([[0.5, 0.5], [0.0, 1.0], [torch.nan, 0.5], [0.5, 0.5], [0.5, 0.5]])
-    watching = Watching(0)
+    watching = Watching()
     num_accepted([0, 0, 0, 0, 1], [q, q, q, nan, torch.tensor([1.0, 0.0])], p, watching)
     assert watching.seen[:2] == [1.0, 0.0]
     assert watching.seen[4] == 1.0

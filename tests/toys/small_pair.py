@@ -22,18 +22,24 @@ def llama(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**(SIZES | changes))
 
 
+def random_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """A tiny random Llama in float64."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(llama(**changes)).double().eval()
+
+
 VOCAB, EOS, LIMIT, LENGTH = 12, 11, 14, 5
 PROMPTS = [[1 + i % 5, 2 + i % 7, 3 + i % 3] for i in range(40)]
 
 
 @cache
 def model(seed: int, layers: int = 1) -> LlamaForCausalLM:
+    ids = {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None}
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": layers, "max_position_embeddings": 64}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        ids = {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None}
-        sizes = {"vocab_size": VOCAB, "num_hidden_layers": layers, "max_position_embeddings": 64}
-        config = llama(**sizes, **ids, initializer_range=0.6)
-        return LlamaForCausalLM(config).eval()
+        return LlamaForCausalLM(llama(**sizes, **ids, initializer_range=0.6)).eval()
 
 
 class Words(PreTrainedTokenizerBase):

@@ -8,7 +8,8 @@ from decode.policies import DSparkConfidence, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
 from lm import Sampling, feature_model
 from tests.cases import first_fast
-from tests.decode.features.test_chains import GREEDY, PROMPT, decoder_of, greedy, tapped, target_law
+from tests.decode.features import test_chains as chains
+from tests.decode.features.test_chains import GREEDY, PROMPT, decoder_of, greedy
 from tests.toys.enumeration import assert_same_law, seeded
 from tests.toys.loop import OF_BLOCKS, POLICIES, SAMPLINGS, law
 from tests.toys.observed import observed
@@ -41,16 +42,11 @@ def test_greedy_output_equals_transformers_generate(kind, family):
 def test_the_sampled_law_is_the_target_s_exactly_under_every_policy(policy):
     sampling = SAMPLINGS["top_k"]
     decoder = decoder_of("rnn", EVERY[policy], sampling=sampling)
-    assert_same_law(law(decoder, 4, PROMPT), target_law(sampling, 4), tolerance=1e-10)
+    assert_same_law(law(decoder, 4, PROMPT), chains.target_law(sampling, 4), tolerance=1e-10)
 
 
 def test_every_policy_runs_unchanged_and_changes_no_greedy_token():
-    expected, lengths = greedy(16), set()
-    for policy in EVERY.values():
-        generation = decoder_of("rnn", policy, sampling=GREEDY).generate(PROMPT, 16)
-        assert list(generation.token_ids) == expected
-        lengths.add(generation.counts.num_drafted)
-    assert len(lengths) > 4
+    chains.assert_no_policy_changes_a_greedy_token("rnn", EVERY.values())
 
 
 @pytest.mark.parametrize("policy", ["fixed_length", "token_prob", "ada_edl", "prefix_head", "never_draft"])
@@ -105,4 +101,4 @@ def test_confidences_of_a_draft_that_has_none_and_trees_of_blocks_are_refused():
         with pytest.raises(ValueError, match="has no confidence head"):
             decoder_of(kind, DSparkConfidence(), sampling=GREEDY)
     with pytest.raises(ValueError, match="one block, which is a chain"):
-        TreeDrafter(feature_model(draft("rnn"), tapped("rnn")), FixedLength(2))
+        TreeDrafter(feature_model(draft("rnn"), chains.tapped("rnn")), FixedLength(2))

@@ -42,6 +42,11 @@ def test_the_command_shows_text_and_one_summary_line_and_one_prompt_needs_no_pro
 def test_json_holds_every_round_and_the_same_tokens(capsys, monkeypatch):
     document = json.loads(printed(capsys, monkeypatch, "--policy", "heuristic", "--json", "true").splitlines()[-1])
     assert [token for played in document["rounds"] for token in played["emitted"]] == document["token_ids"]
+    generation = decoder_of(FixedLength(2)).generate(PROMPT, 20, generator=seeded(1))
+    for record in (document, generation.as_dict()):
+        assert sum(len(played["drafted"]) for played in record["rounds"]) == record["counts"]["num_drafted"]
+    assert Generation.of(generation.rounds) == generation
+    assert "rounds" in summary(generation, FixedLength(2))
     counts = document["counts"]
     assert counts["num_emitted"] == len(document["token_ids"]) <= 24
     names = {"drafted", "num_accepted", "emitted", "next_kind", "stop_reason", "draft_s", "target_s"}
@@ -75,11 +80,3 @@ def test_half_a_character_waits_for_its_other_half():
     assert [detokenizer.add(token) for token in (0, 9, 8, 1)] == ["a", "", "é", "b"]
     assert detokenizer.peek((2, 3)) == "cd"
     assert "".join(detokenizer.add(token % 5) for token in range(100)) == "abcde" * 20
-
-
-def test_records_of_rounds_add_up():
-    generation = decoder_of(FixedLength(2)).generate(PROMPT, 20, generator=seeded(1))
-    record = json.loads(json.dumps(generation.as_dict()))
-    assert sum(len(played["drafted"]) for played in record["rounds"]) == record["counts"]["num_drafted"]
-    assert Generation.of(generation.rounds) == generation
-    assert "rounds" in summary(generation, FixedLength(2))

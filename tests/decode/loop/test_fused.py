@@ -57,12 +57,12 @@ def assert_alike(sampling, heads, make_draws=lambda: RandomSampler(seeded(3))):
     torch.testing.assert_close(signals, expected[2], rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def uncompiled(monkeypatch):
+    """In this process; the last test compiles in another."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("sampling", "inputs"),
     [
@@ -74,7 +74,6 @@ def test_tokens_laws_and_signals_are_those_of_the_unfused_step_for_heads_of_ever
     assert_alike(sampling, (a_head("fed", *inputs), a_head("drawn", *inputs), a_head("prefix", *inputs[:1])))
 
 
-@pytest.mark.usefixtures("uncompiled")
 def test_a_settled_token_is_drawn_and_its_own_signals_are_read():
     class Settled(RandomSampler):
         def token(self, law):
@@ -89,7 +88,6 @@ def test_a_settled_token_is_drawn_and_its_own_signals_are_read():
     assert drafted("stop", Sampling(), Settled(), heads)[0] == [4] * 9
 
 
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0)])
 def test_a_distribution_that_is_not_finite_is_refused(sampling):
     model = a_model()
@@ -101,7 +99,6 @@ def test_a_distribution_that_is_not_finite_is_refused(sampling):
         drafter.propose(list(PROMPT), 2)
 
 
-@pytest.mark.usefixtures("uncompiled")
 def test_what_cannot_be_fused_is_not_and_a_step_outlives_its_drafter():
     class Told:
         def token(self, law):

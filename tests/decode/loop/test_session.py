@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import decode
 from data_gen.labels.labeller import Labeller
@@ -17,19 +17,16 @@ from evaluation.traces.coupling import Recorder
 from evaluation.traces.recording import record_trace
 from heads import AcceptanceHead
 from lm import CachedModel, Sampling
-from tests.toys import small_pair
 from tests.toys.enumeration import seeded
 from tests.toys.random_pairs import greedy_of
+from tests.toys.small_pair import random_llama
 
 PROMPT, NUM = [3, 1, 4, 1, 5], 12
 WIDTH = 40
 
 
-def llama(seed: int, width: int = WIDTH, dropout: float = 0.0) -> PreTrainedModel:
-    config = small_pair.llama(vocab_size=width, num_hidden_layers=1, attention_dropout=dropout, eos_token_id=None)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config).double().eval()
+def llama(seed: int, width: int = WIDTH) -> PreTrainedModel:
+    return random_llama(seed, vocab_size=width, num_hidden_layers=1, attention_dropout=0.5, eos_token_id=None)
 
 
 def inside_transformers(target, draft, **how):
@@ -73,15 +70,15 @@ def no_token(monkeypatch) -> None:
 
 
 def in_train_mode(seed: int) -> PreTrainedModel:
-    return llama(seed, dropout=0.5).train()
+    return llama(seed).train()
 
 
 IN_TRAIN_MODE = r"LlamaForCausalLM is in train mode, .*; call \.eval\(\)"
 REFUSED = {
     "fewer embeddings": (llama, partial(llama, width=36), "has embeddings for 36 ids, but the target may emit 40; use"),
     "more logits": (llama, partial(llama, width=44), "logits for 44 ids, but its verifier for 40; pass vocab_size=40"),
-    "target in train mode": (in_train_mode, partial(llama, dropout=0.5), IN_TRAIN_MODE),
-    "draft in train mode": (partial(llama, dropout=0.5), in_train_mode, IN_TRAIN_MODE),
+    "target in train mode": (in_train_mode, llama, IN_TRAIN_MODE),
+    "draft in train mode": (llama, in_train_mode, IN_TRAIN_MODE),
 }
 
 
@@ -128,7 +125,7 @@ def test_what_a_narrower_level_cannot_verify_and_a_model_in_two_roles_are_refuse
 @pytest.mark.parametrize("is_batch", [False, True])
 @pytest.mark.parametrize("part", ["whole", "one layer"])
 def test_a_model_that_is_put_into_train_mode_between_two_generations_is_refused(part, is_batch, is_target):
-    target, draft = llama(0, dropout=0.5), llama(1, dropout=0.5)
+    target, draft = llama(0), llama(1)
     decoder = SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(3)))
     generate = partial(decoder.generate_batch, [PROMPT], NUM) if is_batch else partial(decoder.generate, PROMPT, NUM)
     generate()

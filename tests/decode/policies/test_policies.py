@@ -1,6 +1,6 @@
 """Policies stop where their published rules say, on floats and on arrays alike; defaults are the official ones.
 
-Those that know nothing of the token stop before it is drawn: prefix heads (law 4.8c), learned max_prob.
+Those that know nothing of the token stop before it is drawn: prefix heads (law 4.8c).
 """
 
 import copy
@@ -23,7 +23,7 @@ from heads import AcceptanceHead, Provenance
 from lm import RandomSampler, acceptance_prob, entropy, residual_probs
 from lm.signals import signals_of
 from tests.toys.enumeration import ToyModel, seeded
-from tests.toys.loop import POLICIES, PROMPT, LearnedMaxProb, decoder_of
+from tests.toys.loop import POLICIES, PROMPT, decoder_of
 
 
 def drawn_with(**signals: float) -> AfterDraw:
@@ -141,6 +141,7 @@ def test_a_head_policy_on_auto_is_the_rule(timing):
 
 
 HEAD = AcceptanceHead(4, 0, provenance=Provenance(recommended=TUNED))
+PREFIX, DRAWN = AcceptanceHead(4, 0, "prefix"), AcceptanceHead(4, 0, "drawn")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,9 @@ HEAD = AcceptanceHead(4, 0, provenance=Provenance(recommended=TUNED))
         (lambda: HeadPolicy(HEAD, "auto", min_draft_length=2), "leave it out"),
         (lambda: Auto(HEAD, -1.0, 1.0), "t_draft_s is -1.0"),
         (lambda: Auto(HEAD, 0.1, 0.0), "t_target_s is 0.0"),
+        (lambda: HeadPolicy(PREFIX, 0.5, also=DRAWN), "cannot be combined"),
+        (lambda: HeadPolicy(DRAWN, 0.5, also=PREFIX), "cannot be combined"),
+        (lambda: HeadPolicy(DRAWN, 0.5, keeps_newest=True), "keeps_newest is for a prefix head"),
     ],
 )
 def test_heads_and_thresholds_that_cannot_be_are_refused(make, problem):
@@ -202,13 +206,22 @@ def test_every_policy_gives_on_an_array_what_it_gives_on_each_number(name):
         assert [float(column[lane]) for column in together] == pytest.approx([float(value) for value in alone])
 
 
-def test_specs_parse_to_policies():
+@dataclass(frozen=True)
+class Named(Policy):
+    name: float = 0.5
+
+
+def test_specs_parse_to_policies(monkeypatch):
+    """A parameter may be called name, and the name of a head is never a number."""
     assert parse_policy("entropy:max_sqrt_entropy=0.4") == Entropy(0.4)
     assert parse_policy("fixed_length:k=7") == FixedLength(7)
     assert isinstance(make_policy("self_verify"), SelfVerify)
-    head = AcceptanceHead(4, 0)
-    policy = parse_policy("head:some/dir,max_rejection_prob=0.4,is_calibrated=true", load_head=lambda path: head)
-    assert policy == HeadPolicy(head, 0.4, is_calibrated=True)
+    monkeypatch.setitem(BY_NAME, "named", Registered(Named, "named", lambda _: {}))
+    assert parse_policy("named:name=0.25") == Named(0.25)
+    for name in ("some/dir", "5", "true", "0.4", "1e999"):
+        given, spec = [], f"head:{name},max_rejection_prob=0.4,is_calibrated=true"
+        policy = parse_policy(spec, load_head=lambda path, given=given: given.append(path) or HEAD)
+        assert (policy, given) == (HeadPolicy(HEAD, 0.4, is_calibrated=True), [name])
     kinds = {registered.kind for registered in BY_NAME.values() if registered.kind.__module__.startswith("decode.")}
     assert kinds <= {getattr(policies, kind.__name__) for kind in kinds}
 
@@ -217,34 +230,17 @@ def test_specs_parse_to_policies():
     ("spec", "said"),
     [("svip", "no policy"), ("entropy:h=1", "no parameter"), ("entropy:0.4", "parameter=value"),
      ("head", "exported head"), ("token_prob:min_token_prob=1.5", "probability"), ("fixed_length:k=-1", "at least 0"),
-     ("heuristic:k=0", "at least 1"), ("ada_edl:scale=-3", "at least 0"), ("ada_edl:initial_lambda=true", "initial_l"),
-     ("ada_edl:target_rate=abc", "target_rate is 'abc'; it must be a number"), ("self_verify:initial=abc", "initial"),
-     ("self_verify:initial=-1", "at least 0"), ("fixed_length:k=true", "k is True"), ("fixed_length:k=2.5", "whole n"),
-     ("heuristic:k=1e999", "whole number"), ("fixed_length:k=2,k=3", "gives k twice"), ("llama_cpp:n_max=abc", "n_max"),
-     ("head:PATH,head=OTHER", "gives head twice"), ("head:PATH,min_draft_length=-3", "min_draft_length"),
-     ("head:PATH,is_calibrated=1", "true or false|cannot take"), ("dspark:is_product=2", "true or false"),
-     ("head:PATH,is_learning=abc", "true or false|cannot take")],
+     ("heuristic:k=0", "at least 1"), ("ada_edl:scale=-3", "at least 0"), ("self_verify:initial=abc", "initial"),
+     ("ada_edl:target_rate=abc", "target_rate is 'abc'; it must be a number"), ("llama_cpp:n_max=abc", "n_max"),
+     ("ada_edl:initial_lambda=true", "initial_lambda"), ("self_verify:initial=-1", "at least 0"),
+     ("fixed_length:k=true", "k is True"), ("fixed_length:k=2.5", "whole number"), ("heuristic:k=1e999", "whole"),
+     ("fixed_length:k=2,k=3", "gives k twice"), ("head:PATH,head=OTHER", "gives head twice"),
+     ("head:PATH,min_draft_length=-3", "min_draft_length"), ("head:PATH,is_calibrated=1", "true or false|cannot take"),
+     ("head:PATH,is_learning=abc", "true or false|cannot take"), ("dspark:is_product=2", "true or false")],
 )  # fmt: skip
 def test_a_spec_that_makes_no_sense_is_refused(spec, said):
     with pytest.raises(ValueError, match=said):
         parse_policy(spec, load_head=lambda path: AcceptanceHead(4, 0))
-
-
-def test_the_name_of_a_head_is_never_a_number():
-    names, given = ["5", "true", "0.4", "1e999"], []
-    for name in names:
-        spec = f"head:{name},max_rejection_prob=0.4"
-        parse_policy(spec, load_head=lambda path: given.append(path) or AcceptanceHead(4, 0))
-    assert given == names
-
-
-def test_a_policy_may_have_a_parameter_called_name(monkeypatch):
-    @dataclass(frozen=True)
-    class Named(Policy):
-        name: float = 0.5
-
-    monkeypatch.setitem(BY_NAME, "named", Registered(Named, "named", lambda _: {}))
-    assert parse_policy("named:name=0.25") == Named(0.25)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -270,7 +266,7 @@ def lengths_of(policy: Policy, logits: list[float], **signals: float) -> list[st
 
 
 def test_a_prefix_head_stops_before_the_token_that_it_doubts_or_keeps_it_and_stops_there():
-    head, logits = AcceptanceHead(4, 0, "prefix"), [2.0, 1.0, -0.5, 3.0]
+    head, logits = PREFIX, [2.0, 1.0, -0.5, 3.0]
     assert [round(float(x), 2) for x in np.cumprod(sigmoid(np.array(logits)))] == [0.88, 0.64, 0.24, 0.23]
     assert lengths_of(HeadPolicy(head, 0.6), logits) == ["on", "on", "before", "before"]
     assert lengths_of(HeadPolicy(head, 0.6, keeps_newest=True), logits) == ["on", "on", "after", "after"]
@@ -279,22 +275,8 @@ def test_a_prefix_head_stops_before_the_token_that_it_doubts_or_keeps_it_and_sto
 
 
 def test_auto_stops_before_the_draw_only_for_the_sake_of_a_tokens_own_verification():
-    head, logits = AcceptanceHead(4, 0, "prefix"), [2.0, 1.0, -0.5, -3.0]
-    rule = Auto(head, 0.1, 1.0, 0.05, throughput=2.0, is_online=False, index_offset=0.5)
+    logits = [2.0, 1.0, -0.5, -3.0]
+    rule = Auto(PREFIX, 0.1, 1.0, 0.05, throughput=2.0, is_online=False, index_offset=0.5)
     # S = 0.88, 0.64, 0.24, 0.01: before at S < 2 * 0.05, after at 0.5 S < 2 * (0.1 + 0.05)
     assert lengths_of(rule, logits) == ["on", "on", "after", "before"]
     assert lengths_of(replace(rule, t_verify_s=0.0), logits) == ["on", "on", "after", "after"]
-
-
-def test_the_largest_probability_learned_is_itself_at_first_and_known_before_the_draw():
-    assert lengths_of(LearnedMaxProb(0.5), [0.0] * 3, max_prob=0.75) == ["on", "on", "before"]
-    assert lengths_of(LearnedMaxProb(0.5), [0.0], max_prob=0.1) == ["on"]
-
-
-def test_a_prefix_head_goes_alone():
-    prefix, drawn = AcceptanceHead(4, 0, "prefix"), AcceptanceHead(4, 0, "drawn")
-    for heads in ((prefix, drawn), (drawn, prefix)):
-        with pytest.raises(ValueError, match="cannot be combined"):
-            HeadPolicy(heads[0], 0.5, also=heads[1])
-    with pytest.raises(ValueError, match="keeps_newest is for a prefix head"):
-        HeadPolicy(drawn, 0.5, keeps_newest=True)

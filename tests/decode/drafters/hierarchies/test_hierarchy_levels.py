@@ -11,9 +11,9 @@ from decode.drafters.hierarchies import CONFIGURATIONS, InnerRounds, Interleaved
 from decode.policies import Entropy, FixedLength, Policy, SelfVerify
 from lm import CachedModel, Sampling, entropy
 from tests.cases import first_fast
-from tests.toys import small_pair
 from tests.toys.enumeration import ToyModel, seeded
 from tests.toys.random_pairs import greedy_of
+from tests.toys.small_pair import random_llama
 
 PROMPT = [0, 1, 2]
 VOCAB, EOS = 6, 5
@@ -33,18 +33,13 @@ class CheckedModel(CachedModel):
         return rows
 
 
-def llama(seed: int) -> LlamaForCausalLM:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        sizes = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
-        ids = {"eos_token_id": EOS, "pad_token_id": EOS}
-        config = small_pair.llama(**sizes, **ids, initializer_range=1.0, max_position_embeddings=64)
-        return LlamaForCausalLM(config).double().eval()
+SIZES = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+SIZES |= {"max_position_embeddings": 64, "eos_token_id": EOS, "pad_token_id": EOS}
 
 
 @pytest.fixture(scope="module")
 def trio() -> tuple[LlamaForCausalLM, ...]:
-    return llama(1), llama(2), llama(3)
+    return tuple(random_llama(seed, **SIZES, initializer_range=1.0) for seed in (1, 2, 3))
 
 
 def drafters(micro: CachedModel, draft: CachedModel) -> dict[str, Drafter]:
