@@ -16,15 +16,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from lm import CachedModel
-from tests.conformance.checks import (
-    CASES,
-    LONG,
-    LONG_DRAFT_LENGTH,
-    NUM_GENERATIONS,
-    assert_exact,
-    assert_exact_in_transformers,
-    refusal_of,
-)
+from tests.conformance import checks
+from tests.conformance.checks import CASES, LONG
 from tests.conformance.families import FAMILIES, WINDOW, Family, build
 
 CAPTION = (
@@ -34,7 +27,8 @@ CAPTION = (
     f"Prompts of {', '.join(str(case.num_prompt_tokens) for case in CASES)} tokens, answers of "
     f"{', '.join(str(case.num_new_tokens) for case in CASES)}, drafts of "
     f"{', '.join(str(case.draft_length) for case in CASES)}; through `SpeculativeDecoder` and, the texts with drafts "
-    f"of {LONG_DRAFT_LENGTH}, through `generate(custom_generate=speculative_generate)`. Windows and chunks: {WINDOW}."
+    f"of {checks.LONG_DRAFT_LENGTH}, through `generate(custom_generate=speculative_generate)`. Windows and chunks: "
+    f"{WINDOW}."
 )
 STEPWISE = "exact, one token at a time"
 
@@ -74,7 +68,7 @@ def _print_row(family: Family) -> Row:
     started_s = perf_counter()
     model = build(family)
     outcome = _outcome(model)
-    num_generations = NUM_GENERATIONS * (len(CASES) + len(LONG)) * outcome.startswith("exact")
+    num_generations = checks.NUM_GENERATIONS * (len(CASES) + len(LONG)) * outcome.startswith("exact")
     row = Row(family.name, family.cache, outcome, num_generations)
     print(f"| {' | '.join(map(str, row))} |", flush=True)
     print(f"{family.name}: {perf_counter() - started_s:.0f} s", file=sys.stderr, flush=True)
@@ -82,10 +76,10 @@ def _print_row(family: Family) -> Row:
 
 
 def _outcome(model: PreTrainedModel) -> str:
-    if (refusal := refusal_of(model)) is None:
+    if (refusal := checks.refusal_of(model)) is None:
         try:
-            assert_exact(model)
-            assert_exact_in_transformers(model, LONG)
+            checks.assert_exact(model)
+            checks.assert_exact_in_transformers(model, LONG)
         except ValueError as error:
             refusal = str(error)
         except AssertionError as error:

@@ -1,6 +1,5 @@
 """What holds of a family that is exact: its speculative output is what plain `generate` gives, token by token, and
-nothing is refused that it would say itself. Both ways in are held to it: the decoder, and
-`generate(custom_generate=speculative_generate)`.
+nothing is refused that it would say itself; through the decoder, and inside `generate`.
 """
 
 from collections.abc import Sequence
@@ -66,16 +65,11 @@ def assert_exact(model: PreTrainedModel, cases: Sequence[Case] = CASES) -> None:
             decoder = _decoder(target, draft, Sampling(temperature=0.0), case)
             generation = decoder.generate(prompt, case.num_new_tokens)
             assert list(generation.token_ids) == expected, f"{case}: {list(generation.token_ids)} is not {expected}"
-            counts = generation.counts
-            is_accepted = counts.num_accepted == counts.num_drafted
-            assert is_accepted == is_itself, (
-                f"{case}: {counts.num_accepted} of {counts.num_drafted} drafted tokens accepted"
-            )
+            drafted, accepted = generation.counts.num_drafted, generation.counts.num_accepted
+            assert (accepted == drafted) == is_itself, f"{case}: {accepted} of {drafted} drafted tokens accepted"
         decoder = _decoder(target, itself, Sampling(), case)
-        sampled = decoder.generate(prompt, case.num_new_tokens, generator=torch.Generator().manual_seed(1))
-        assert sampled.counts.num_accepted == sampled.counts.num_drafted, (
-            f"{case}: a sampled token of its own was rejected"
-        )
+        counts = decoder.generate(prompt, case.num_new_tokens, generator=torch.Generator().manual_seed(1)).counts
+        assert counts.num_accepted == counts.num_drafted, f"{case}: a sampled token of its own was rejected"
 
 
 def assert_exact_in_transformers(model: PreTrainedModel, cases: Sequence[Case] = CASES) -> None:
@@ -83,15 +77,11 @@ def assert_exact_in_transformers(model: PreTrainedModel, cases: Sequence[Case] =
     for case in cases:
         assert_greedy_in_transformers(model, case, is_itself=False)
         assert_greedy_in_transformers(model, case, is_itself=True)
-        settings = _custom(model, case) | {
-            "generator": torch.Generator().manual_seed(1),
-            "return_dict_in_generate": True,
-        }
-        ids = torch.tensor([prompt_of(case)])
-        counts = model.generate(ids, max_new_tokens=case.num_new_tokens, do_sample=True, **settings).generation.counts
-        assert counts.num_accepted == counts.num_drafted, (
-            f"{case}, speculative_generate: a sampled token of its own was rejected"
-        )
+        settings = {"generator": torch.Generator().manual_seed(1), "return_dict_in_generate": True, "do_sample": True}
+        settings |= _custom(model, case) | {"max_new_tokens": case.num_new_tokens}
+        counts = model.generate(torch.tensor([prompt_of(case)]), **settings).generation.counts
+        is_accepted = counts.num_accepted == counts.num_drafted
+        assert is_accepted, f"{case}, speculative_generate: a sampled token of its own was rejected"
 
 
 def assert_greedy_in_transformers(model: PreTrainedModel, case: Case, *, is_itself: bool) -> None:
@@ -106,10 +96,8 @@ def assert_greedy_in_transformers(model: PreTrainedModel, case: Case, *, is_itse
 def plain(model: PreTrainedModel, prompt: list[int], num_new_tokens: int, **settings: object) -> list[int]:
     """What `generate` says after the prompt, greedily."""
     ids = torch.tensor([prompt])
-    made = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new_tokens, do_sample=False, **settings
-    )
-    return made[0, len(prompt) :].tolist()
+    settings |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": num_new_tokens, "do_sample": False}
+    return model.generate(ids, **settings)[0, len(prompt) :].tolist()
 
 
 @cache
@@ -119,9 +107,7 @@ def stranger() -> PreTrainedModel:
 
 
 def relative(model: PreTrainedModel, text: Sequence[int]) -> PreTrainedModel:
-    """A draft of the target's own family, the target with just enough noise on its matrices to say something else along
-    the text; a stranger, where none is enough.
-    """
+    """The target with just enough noise to say something else along the text; a stranger, where none is enough."""
     ids = torch.tensor([text])
     with torch.no_grad():
         said = model(ids).logits.argmax(-1)
@@ -148,6 +134,5 @@ def _custom(draft: PreTrainedModel, case: Case) -> dict[str, Any]:
 
 
 def _decoder(target: CachedModel, draft: CachedModel, sampling: Sampling, case: Case) -> SpeculativeDecoder:
-    return SpeculativeDecoder(
-        target, ModelDrafter(draft, FixedLength(case.draft_length)), sampling=sampling, eos_ids=frozenset()
-    )
+    drafter = ModelDrafter(draft, FixedLength(case.draft_length))
+    return SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset())

@@ -1,5 +1,4 @@
-"""Tiny random models of the families that transformers builds from a config, by kind of cache; windows and chunks are 8
-tokens.
+"""Tiny random models of the families that transformers builds from a config, by kind of cache.
 
 Of a few families there are two rows: their exactness depends on a size in their config.
 """
@@ -11,52 +10,31 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB_SIZE = 40
 WINDOW = 8
-_SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+_SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+_SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _MIXED = ["sliding_attention", "full_attention"]
+_OF_8 = {"head_dim": 8}
+_SLIDING = {"sliding_window": WINDOW}
+_SLIDING_OF_8 = _SLIDING | _OF_8
+_PART = {"partial_rotary_factor": 0.5}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_NAMED_EXPERTS = {
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-_MLA = {
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}
-_DEEPSEEK = _MLA | {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-}
-_INDEXER = {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 16}
-_MAMBA_2 = {
-    "mamba_d_state": 4,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 8,
-    "mamba_expand": 2,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 4,
-}
+_SHARED = {"shared_expert_intermediate_size": 16}
+_GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+_FIRST = {"first_k_dense_replace": 1}
+_NAMED = _MOE | _GROUPS | _FIRST | {"num_local_experts": 4}
+_MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+_MLA |= {"num_key_value_heads": 4}
+_DEEPSEEK = _MLA | _GROUPS | {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_INDEXED = _DEEPSEEK | {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 16}
+_PER_LAYER = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8}
+_MAMBA_2 = {"mamba_d_state": 4, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1}
+_MAMBA_2 |= {"mamba_chunk_size": 4}
+_CHUNKED = {"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"]}
+_CHUNKED |= {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 32}
+_ZAMBA_2 = {"mamba_ngroups": 1, "num_mem_blocks": 1, "n_mamba_heads": 4, "num_hidden_layers": 3}
 _LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _HYBRID = ["linear_attention", "full_attention"]
 
@@ -91,42 +69,37 @@ def build(family: Family, seed: int = 0) -> PreTrainedModel:
     return model
 
 
+def _alike(names: str, cache: str, settings: dict[str, Any], note: str = "") -> list[Family]:
+    return [Family(name, cache, settings, note) for name in names.split()]
+
+
+_GPT_NEO = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW}
 FULL = [
     Family("llama", "full", {}, "grouped queries"),
     Family("llama", "full", {"tie_word_embeddings": True, "num_key_value_heads": 4}, "tied"),
     Family("qwen2", "full", {}),
-    Family("qwen3", "full", {"head_dim": 8}),
-    Family("gemma", "full", {"head_dim": 8}),
+    *_alike("qwen3 gemma", "full", _OF_8),
     Family("olmo2", "full", {}),
-    Family("glm4", "full", {"head_dim": 8}),
+    Family("glm4", "full", _OF_8),
     Family("granite", "full", {"logits_scaling": 3.0}, "scaled logits"),
     Family("cohere", "full", {}, "scaled logits"),
     Family("nemotron", "full", {}),
     Family("smollm3", "full", {}, "layers without positions"),
     Family("gpt_neox", "full", {"rotary_pct": 0.5}, "partial rotary"),
-    Family("phi", "full", {"partial_rotary_factor": 0.5}, "partial rotary"),
-    Family("stablelm", "full", {"partial_rotary_factor": 0.5}, "partial rotary"),
-    Family("persimmon", "full", {"partial_rotary_factor": 0.5}, "partial rotary"),
-    *(
-        Family(name, "full", {})
-        for name in ("apertus", "arcee", "bitnet", "diffllama", "ernie4_5", "glm", "hyperclovax", "jais2")
-    ),
-    *(Family(name, "full", {"head_dim": 8}) for name in ("nanochat", "olmo", "seed_oss")),
-    *(Family(name, "full", {**_GPT2, "rotary_dim": 4}) for name in ("gptj", "codegen")),
+    *_alike("phi stablelm persimmon", "full", _PART, "partial rotary"),
+    *_alike("apertus arcee bitnet diffllama ernie4_5 glm hyperclovax jais2", "full", {}),
+    *_alike("nanochat olmo seed_oss", "full", _OF_8),
+    *_alike("gptj codegen", "full", {**_GPT2, "rotary_dim": 4}),
     Family("gpt_neox_japanese", "full", {}),
     Family("ctrl", "full", {**_GPT2, "dff": 32}),
-    *(Family(name, "full", {"is_decoder": True}) for name in ("bert", "bert-generation", "roformer", "xlm-roberta")),
+    *_alike("bert bert-generation roformer xlm-roberta", "full", {"is_decoder": True}),
     Family("doge", "full", {}, "all keys kept"),
     Family("doge", "full", {"keep_window_size": 6}, "few keys kept"),
     Family("cpmant", "full", {}),
     Family("gpt2", "full", _GPT2, "learned positions"),
     Family("opt", "full", {"ffn_dim": 32, "word_embed_proj_dim": 16}, "learned positions"),
     Family("gpt_bigcode", "full", _GPT2, "multi-query"),
-    Family(
-        "gpt_neo",
-        "full",
-        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
-    ),
+    Family("gpt_neo", "full", _GPT_NEO),
     Family("biogpt", "full", {}),
     Family("roberta", "full", {"is_decoder": True, "type_vocab_size": 1}, "offset positions"),
     Family("bloom", "full", {"n_layer": 2, "n_head": 4}, "ALiBi"),
@@ -134,172 +107,64 @@ FULL = [
     Family("mpt", "full", {"d_model": 16, "n_heads": 4, "n_layers": 2, "max_seq_len": 256}, "ALiBi"),
 ]
 EXPERTS = [
-    Family("mixtral", "full", {"num_local_experts": 4, "num_experts_per_tok": 2}, "experts"),
-    Family("qwen2_moe", "full", {**_MOE, "shared_expert_intermediate_size": 16}, "experts"),
-    Family("qwen3_moe", "full", {**_MOE, "head_dim": 8}, "experts"),
+    Family("mixtral", "full", _EXPERTS, "experts"),
+    Family("qwen2_moe", "full", _MOE | _SHARED, "experts"),
+    Family("qwen3_moe", "full", _MOE | _OF_8, "experts"),
     Family("olmoe", "full", {"num_experts": 4, "num_experts_per_tok": 2}, "experts"),
-    Family("granitemoe", "full", {"num_local_experts": 4, "num_experts_per_tok": 2}, "experts"),
-]
-EXPERTS += [
-    Family(name, "full", _MOE | _NAMED_EXPERTS, "experts")
-    for name in (
-        "glm4_moe",
-        "ernie4_5_moe",
-        "granitemoeshared",
-        "flex_olmo",
-        "minimax_m2",
-        "phimoe",
-        "solar_open",
-        "hy_v3",
-        "laguna",
-    )
+    Family("granitemoe", "full", _EXPERTS, "experts"),
+    *_alike("glm4_moe ernie4_5_moe granitemoeshared flex_olmo minimax_m2", "full", _NAMED, "experts"),
+    *_alike("phimoe solar_open hy_v3 laguna", "full", _NAMED, "experts"),
 ]
 LATENT = [
-    Family("deepseek_v2", "latent (MLA)", {**_DEEPSEEK, "first_k_dense_replace": 1}),
-    Family("deepseek_v3", "latent (MLA)", {**_DEEPSEEK, "first_k_dense_replace": 1}),
+    *_alike("deepseek_v2 deepseek_v3", "latent (MLA)", _DEEPSEEK | _FIRST),
     Family("minicpm3", "latent (MLA)", _MLA),
-    *(
-        Family(name, "latent (MLA)", {**_DEEPSEEK, "first_k_dense_replace": 1})
-        for name in ("glm4_moe_lite", "axk1", "youtu")
-    ),
+    *_alike("glm4_moe_lite axk1 youtu", "latent (MLA)", _DEEPSEEK | _FIRST),
 ]
 WINDOWS = [
-    Family("mistral", "sliding", {"sliding_window": WINDOW}),
-    Family("starcoder2", "sliding", {"sliding_window": WINDOW}),
-    Family("phi3", "sliding", {"sliding_window": WINDOW}),
-    *(Family(name, "sliding", {"sliding_window": WINDOW, "head_dim": 8}) for name in ("ministral", "ministral3")),
-    *(
-        Family(name, "sliding", _MOE | {"sliding_window": WINDOW, "head_dim": 8}, "experts")
-        for name in ("afmoe", "exaone_moe")
-    ),
-    Family("gemma2", "mixed", {"sliding_window": WINDOW, "head_dim": 8}, "soft-capped logits"),
-    Family("gemma3_text", "mixed", {"sliding_window": WINDOW, "head_dim": 8, "layer_types": _MIXED}),
-    Family(
-        "qwen2",
-        "mixed",
-        {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW},
-        "max_window_layers",
-    ),
-    *(
-        Family(name, "mixed", {"sliding_window": WINDOW, "head_dim": 8})
-        for name in ("cwm", "granite_swa", "vaultgemma")
-    ),
-    *(
-        Family(name, "mixed", _MOE | _NAMED_EXPERTS | {"sliding_window": WINDOW, "head_dim": 8}, "experts")
-        for name in ("granitemoe_swa", "cohere2_moe", "mimo_v2_flash")
-    ),
-    Family(
-        "gemma4_text",
-        "mixed",
-        {
-            "sliding_window": WINDOW,
-            "head_dim": 8,
-            "layer_types": _MIXED,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-            "hidden_size_per_layer_input": 8,
-        },
-    ),
-    Family("cohere2", "mixed", {"sliding_window": WINDOW, "layer_types": _MIXED}),
-    Family("olmo3", "mixed", {"sliding_window": WINDOW, "layer_types": _MIXED}),
-    Family("exaone4", "mixed", {"sliding_window": WINDOW, "layer_types": _MIXED}),
-    Family(
-        "gpt_oss",
-        "mixed",
-        {"sliding_window": WINDOW, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-        "sinks, experts",
-    ),
+    *_alike("mistral starcoder2 phi3", "sliding", _SLIDING),
+    *_alike("ministral ministral3", "sliding", _SLIDING_OF_8),
+    *_alike("afmoe exaone_moe", "sliding", _MOE | _SLIDING_OF_8, "experts"),
+    Family("gemma2", "mixed", _SLIDING_OF_8, "soft-capped logits"),
+    Family("gemma3_text", "mixed", _SLIDING_OF_8 | {"layer_types": _MIXED}),
+    Family("qwen2", "mixed", _SLIDING | {"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers"),
+    *_alike("cwm granite_swa vaultgemma", "mixed", _SLIDING_OF_8),
+    *_alike("granitemoe_swa cohere2_moe mimo_v2_flash", "mixed", _NAMED | _SLIDING_OF_8, "experts"),
+    Family("gemma4_text", "mixed", _SLIDING_OF_8 | _PER_LAYER | {"layer_types": _MIXED}),
+    *_alike("cohere2 olmo3 exaone4", "mixed", _SLIDING | {"layer_types": _MIXED}),
+    Family("gpt_oss", "mixed", _SLIDING_OF_8 | _EXPERTS, "sinks, experts"),
     Family("modernbert-decoder", "mixed", {"local_attention": WINDOW, "layer_types": _MIXED}),
-    Family(
-        "llama4_text",
-        "chunked",
-        {
-            "attention_chunk_size": WINDOW,
-            "layer_types": ["chunked_attention", "full_attention"],
-            "num_local_experts": 4,
-            "num_experts_per_tok": 1,
-            "head_dim": 8,
-            "intermediate_size_mlp": 32,
-        },
-    ),
+    Family("llama4_text", "chunked", _OF_8 | _CHUNKED),
 ]
+_BOTH = "recurrent and full"
+_JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False}
+_GRANITE = {"layer_types": ["mamba", "attention"], "num_local_experts": 2, "num_experts_per_tok": 1}
+_GEMMA = {"num_hidden_layers": 3, "attention_window_size": WINDOW, "lru_width": 16}
 STATES = [
     Family("lfm2", "convolutional", {"layer_types": ["conv", "full_attention"]}),
     Family("mamba", "recurrent", {"state_size": 4}),
     Family("mamba2", "recurrent", {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1, "chunk_size": 4}),
     Family("falcon_mamba", "recurrent", {"state_size": 4}),
-    Family(
-        "recurrent_gemma",
-        "recurrent and sliding",
-        {"num_hidden_layers": 3, "attention_window_size": WINDOW, "lru_width": 16},
-    ),
-    Family(
-        "jamba",
-        "recurrent and full",
-        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False},
-    ),
-    Family("bamba", "recurrent and full", {**_MAMBA_2, "attn_layer_indices": [1]}),
-    Family(
-        "granitemoehybrid",
-        "recurrent and full",
-        {
-            **_MAMBA_2,
-            "layer_types": ["mamba", "attention"],
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "shared_intermediate_size": 16,
-        },
-    ),
-    Family("falcon_h1", "recurrent and full", {**_MAMBA_2, "mamba_d_ssm": 32}, "both in each layer"),
-    Family(
-        "zamba2",
-        "recurrent and full",
-        {
-            **_MAMBA_2,
-            "mamba_ngroups": 1,
-            "num_mem_blocks": 1,
-            "n_mamba_heads": 4,
-            "num_hidden_layers": 3,
-            "layers_block_type": ["mamba", "hybrid", "mamba"],
-        },
-    ),
-    Family(
-        "qwen3_next",
-        "recurrent and full",
-        {**_MOE, **_LINEAR, "head_dim": 8, "layer_types": _HYBRID, "shared_expert_intermediate_size": 16},
-    ),
-    Family("olmo_hybrid", "recurrent and full", {"layer_types": _HYBRID}),
-    Family("qwen3_5_text", "recurrent and full", {**_LINEAR, "head_dim": 8, "layer_types": _HYBRID}),
-    Family(
-        "qwen3_5_moe_text", "recurrent and full", {**_LINEAR, **_MOE, "head_dim": 8, "layer_types": _HYBRID}, "experts"
-    ),
+    Family("recurrent_gemma", "recurrent and sliding", _GEMMA),
+    Family("jamba", _BOTH, _JAMBA),
+    Family("bamba", _BOTH, {**_MAMBA_2, "attn_layer_indices": [1]}),
+    Family("granitemoehybrid", _BOTH, _MAMBA_2 | _GRANITE | {"shared_intermediate_size": 16}),
+    Family("falcon_h1", _BOTH, {**_MAMBA_2, "mamba_d_ssm": 32}, "both in each layer"),
+    Family("zamba2", _BOTH, _MAMBA_2 | _ZAMBA_2 | {"layers_block_type": ["mamba", "hybrid", "mamba"]}),
+    Family("qwen3_next", _BOTH, _MOE | _LINEAR | _OF_8 | _SHARED | {"layer_types": _HYBRID}),
+    Family("olmo_hybrid", _BOTH, {"layer_types": _HYBRID}),
+    Family("qwen3_5_text", _BOTH, _LINEAR | _OF_8 | {"layer_types": _HYBRID}),
+    Family("qwen3_5_moe_text", _BOTH, _LINEAR | _MOE | _OF_8 | {"layer_types": _HYBRID}, "experts"),
 ]
+_GEMMA_3N = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "laurel_rank": 4, "layer_types": 2 * _MIXED}
 OTHERS = [
-    Family("deepseek_v32", "indexed", {**_DEEPSEEK, **_INDEXER, "first_k_dense_replace": 1}),
-    Family(
-        "deepseek_v32",
-        "indexed",
-        {**_DEEPSEEK, **_INDEXER, "index_n_heads": 4, "first_k_dense_replace": 1},
-        "few index heads",
-    ),
-    Family("glm_moe_dsa", "indexed", {**_DEEPSEEK, **_INDEXER}),
+    Family("deepseek_v32", "indexed", _INDEXED | _FIRST),
+    Family("deepseek_v32", "indexed", _INDEXED | _FIRST | {"index_n_heads": 4}, "few index heads"),
+    Family("glm_moe_dsa", "indexed", _INDEXED),
     Family("deepseek_v4", "compressed", {}),
-    Family(
-        "gemma3n_text",
-        "shared keys",
-        {
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "sliding_window": WINDOW,
-            "head_dim": 8,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-            "hidden_size_per_layer_input": 8,
-            "laurel_rank": 4,
-            "layer_types": 2 * _MIXED,
-        },
-    ),
+    Family("gemma3n_text", "shared keys", _SLIDING_OF_8 | _PER_LAYER | _GEMMA_3N),
     Family("rwkv", "of its own", {"attention_hidden_size": 16, "context_length": 256}),
     Family("xlstm", "of its own", {"num_heads": 2, "num_blocks": 2}),
-    Family("minimax", "of its own", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Family("minimax", "of its own", _EXPERTS),
     Family("openai-gpt", "none", _GPT2),
     Family("xlm", "none", {"emb_dim": 16, "n_layers": 2, "n_heads": 4}),
 ]

@@ -8,15 +8,8 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.plain import FixedLength
 from lm import CachedModel, Sampling, eos_ids_of
-from tests.conformance.checks import (
-    SHORT,
-    Case,
-    assert_exact,
-    assert_greedy_in_transformers,
-    plain,
-    refusal_of,
-    stranger,
-)
+from tests.conformance import checks
+from tests.conformance.checks import SHORT, Case, plain, stranger
 from tests.conformance.families import FAMILIES, Family, build
 
 EXACT = [
@@ -42,7 +35,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SECOND_OF_THEIR_KIND else name for name in EXACT]
 )
 def test_speculative_output_is_plain_generates(name):
-    assert_exact(build(BY_NAME[name]), SHORT)
+    checks.assert_exact(build(BY_NAME[name]), SHORT)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +48,12 @@ def test_speculative_output_is_plain_generates(name):
     ],
 )
 def test_speculative_generates_output_is_plain_generates(name, case):
-    assert_greedy_in_transformers(build(BY_NAME[name]), case, is_itself=False)
+    checks.assert_greedy_in_transformers(build(BY_NAME[name]), case, is_itself=False)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_whose_cache_is_not_to_be_trusted_is_refused_with_one_line(name):
-    refusal = refusal_of(build(BY_NAME[name]))
+    refusal = checks.refusal_of(build(BY_NAME[name]))
     assert refusal is not None
     assert REFUSED[name] in refusal
     assert "\n" not in refusal
@@ -72,31 +65,18 @@ def test_a_model_whose_cache_is_not_to_be_trusted_is_refused_with_one_line(name)
 def test_generation_ends_at_any_of_the_models_eos_ids_however_they_are_given(kind):
     model = build(Family("llama", "full", {}))
     expected = plain(model, [5, 9, 3], 12)
-    last = expected[4]
-    eos = kind(last)
-    assert last in eos_ids_of(
-        PretrainedConfig(eos_token_id=eos) if not isinstance(eos, torch.Tensor) else with_eos(eos)
-    )
-    model.generation_config.eos_token_id = eos
+    last, config = expected[4], PretrainedConfig()
+    model.generation_config.eos_token_id = config.eos_token_id = kind(last)
+    assert last in eos_ids_of(config)
+    drafter, greedy = ModelDrafter(stranger(), FixedLength(3)), Sampling(temperature=0.0)
     for target in (model, CachedModel(model)):
-        decoder = SpeculativeDecoder(
-            target, ModelDrafter(stranger(), FixedLength(3)), sampling=Sampling(temperature=0.0)
-        )
+        decoder = SpeculativeDecoder(target, drafter, sampling=greedy)
         assert list(decoder.generate([5, 9, 3], 12).token_ids) == expected[: expected.index(last) + 1]
 
 
-def with_eos(eos):
-    config = PretrainedConfig()
-    config.eos_token_id = eos
-    return config
-
-
 def test_padding_of_a_vocabulary_is_never_emitted():
-    model = build(Family("llama", "full", {}))
-    width = 20
+    model, width = build(Family("llama", "full", {})), 20
     drafter = ModelDrafter(stranger(), FixedLength(3), vocab_size=width)
-    decoder = SpeculativeDecoder(
-        model, drafter, sampling=Sampling(temperature=0.0), vocab_size=width, eos_ids=frozenset()
-    )
-    suppressed = list(range(width, 40))
-    assert list(decoder.generate([5, 9, 3], 12).token_ids) == plain(model, [5, 9, 3], 12, suppress_tokens=suppressed)
+    greedy = {"sampling": Sampling(temperature=0.0), "vocab_size": width, "eos_ids": frozenset()}
+    ours = SpeculativeDecoder(model, drafter, **greedy).generate([5, 9, 3], 12).token_ids
+    assert list(ours) == plain(model, [5, 9, 3], 12, suppress_tokens=list(range(width, 40)))

@@ -1,15 +1,10 @@
-"""The loop, broken on purpose: each entry replaces one attribute of the real code, as
-`monkeypatch.setattr(*MUTANTS[name])` takes it.
-
-test_mutants.py says which named test each of them fails.
-"""
+"""The loop, broken on purpose: `monkeypatch.setattr(*MUTANTS[name])`. test_mutants.py says which test each fails."""
 
 from dataclasses import replace
 
 import torch
 
 import decode.loop.decoder
-import decode.loop.drafter
 import decode.loop.rounds
 import lm.draws
 import lm.verification
@@ -18,23 +13,7 @@ from lm import GreedySampler, RandomSampler, residual_probs, revealed_probs, ver
 from tests.toys.enumeration import ToyModel
 
 _propose, _round, _ratio = ModelDrafter.propose, SpeculativeDecoder._round, lm.verification._ratio
-_counts_of = decode.loop.rounds._counts_of
-
-
-def _residual_sign(q, p):
-    return residual_probs(p, q)
-
-
-def _no_residual(q, p):
-    return p
-
-
-def _accept_by_target_prob(token, q, p):
-    return float(p[token])
-
-
-def _accept_swapped(token, q, p):
-    return _ratio(token, p, q)
+_counts_of, _feed = decode.loop.rounds._counts_of, ToyModel.feed
 
 
 def _last_row_residual(count, q, p, draws):
@@ -48,11 +27,8 @@ def _bonus_from_previous_row(tokens, q, p, draws):
 def _q_before_warping(self, committed, max_tokens):
     """Tokens are drawn from the warped q; verification is told the plain softmax."""
     proposal = _propose(self, committed, max_tokens)
-    kept = []
-    for i in range(len(proposal.tokens)):
-        self.model.roll_back(0)
-        kept.append(self.model.feed(committed + proposal.tokens[:i])[-1].softmax(-1))
-    proposal.dists = kept
+    texts = [committed + proposal.tokens[:i] for i in range(len(proposal.tokens))]
+    proposal.dists = [ToyModel(2).feed(text)[-1].softmax(-1) for text in texts]
     return proposal
 
 
@@ -63,39 +39,30 @@ def _q_shifted(self, committed, max_tokens):
     return proposal
 
 
+def _cut(drafter, proposal, num_kept):
+    for column in (proposal.tokens, proposal.dists, drafter.run.steps):
+        del column[num_kept:]
+    return proposal
+
+
 def _drop_by_value(self, committed, max_tokens):
     """Draw, look, drop: the illegal shape of law 4.3."""
     proposal = _propose(self, committed, max_tokens)
-    if proposal.tokens and proposal.dists[-1][proposal.tokens[-1]] < 0.4:
-        for column in (proposal.tokens, proposal.dists, self.run.steps):
-            column.pop()
-    return proposal
+    is_dropped = len(proposal.tokens) > 0 and proposal.dists[-1][proposal.tokens[-1]] < 0.4
+    return _cut(self, proposal, len(proposal.tokens) - int(is_dropped))
 
 
 def _learn_ahead(self, committed, max_tokens):
-    """A draft ends before the first token of which its own verification will reveal that it is likelier rejected than
-    not.
-    """
+    """A draft ends before the first token that its own verification will reveal as likelier rejected than not."""
     proposal = _propose(self, committed, max_tokens)
     p = self._session.sampling.dists(ToyModel(1).feed(committed + proposal.tokens, len(proposal.tokens) + 1))
     chances = revealed_probs(len(proposal.tokens), proposal.tokens, proposal.dists, p, RandomSampler())
-    num_kept = next((i for i, chance in enumerate(chances) if chance < 0.5), len(chances))
-    for column in (proposal.tokens, proposal.dists, self.run.steps):
-        del column[num_kept:]
-    return proposal
+    return _cut(self, proposal, next((i for i, chance in enumerate(chances) if chance < 0.5), len(chances)))
 
 
 def _draft_past_eos(self, committed, max_tokens):
     self._session = decode.Session(self._session.sampling, frozenset(), self._session.draws)
     return _propose(self, committed, max_tokens)
-
-
-def _second_best(self, probs):
-    return int(probs.argsort()[-2])
-
-
-def _all_agree(self, acceptance_probs):
-    return len(list(acceptance_probs))
 
 
 def _emit_past_eos(self, committed, num_left, draws):
@@ -105,10 +72,6 @@ def _emit_past_eos(self, committed, num_left, draws):
     return played
 
 
-def _overrun(self, committed, num_left, draws):
-    return _round(self, committed, num_left + 1, draws)
-
-
 def _no_bonus_token(self, committed, num_left, draws):
     """After full acceptance only the draft is emitted: lossless still, and one token a round poorer."""
     length = len(committed)
@@ -116,23 +79,19 @@ def _no_bonus_token(self, committed, num_left, draws):
     if not played.drafted or played.next_kind != "bonus":
         return played
     committed.pop()
-    self.target.roll_back(len(committed) - 1)
-    self.drafter.model.roll_back(len(committed) - 1)
+    for model in (self.target, self.drafter.model):
+        model.roll_back(len(committed) - 1)
     return replace(played, emitted=tuple(committed[length:]))
 
 
-def _drafts_without_the_rejected(proposal, num_accepted, num_emitted):
-    return replace(_counts_of(proposal, num_accepted, num_emitted), num_drafted=num_accepted)
+def _miscounting(**wrong):
+    """Counts of a round in which each named one is what its function says."""
 
+    def counts_of(proposal, num_accepted, num_emitted):
+        values = {name: value(proposal, num_accepted, num_emitted) for name, value in wrong.items()}
+        return replace(_counts_of(proposal, num_accepted, num_emitted), **values)
 
-def _accepted_without_eos(proposal, num_accepted, num_emitted):
-    """One emitted token of each round is booked as the target's, also where the draft's EOS ended it."""
-    return replace(_counts_of(proposal, num_accepted, num_emitted), num_accepted=num_emitted - 1)
-
-
-def _forwards_without_unused(proposal, num_accepted, num_emitted):
-    """A forward whose token was not drawn is not counted."""
-    return replace(_counts_of(proposal, num_accepted, num_emitted), num_draft_forwards=len(proposal.tokens))
+    return counts_of
 
 
 def _stale_cache(self, length):
@@ -180,13 +139,12 @@ def _uncut_feed(self, new_tokens, num_rows=1):
         self.vocab_size = vocab_size
 
 
-_feed = ToyModel.feed
-
+_COUNTS = decode.loop.rounds, "_counts_of"
 MUTANTS = {
-    "residual_sign": (lm.verification, "residual_probs", _residual_sign),
-    "no_residual": (lm.verification, "residual_probs", _no_residual),
-    "accept_by_target_prob": (lm.verification, "_ratio", _accept_by_target_prob),
-    "accept_swapped": (lm.verification, "_ratio", _accept_swapped),
+    "residual_sign": (lm.verification, "residual_probs", lambda q, p: residual_probs(p, q)),
+    "no_residual": (lm.verification, "residual_probs", lambda q, p: p),
+    "accept_by_target_prob": (lm.verification, "_ratio", lambda token, q, p: float(p[token])),
+    "accept_swapped": (lm.verification, "_ratio", lambda token, q, p: _ratio(token, p, q)),
     "last_row_residual": (lm.verification, "next_dist", _last_row_residual),
     "bonus_from_previous_row": (decode.loop.decoder, "verify", _bonus_from_previous_row),
     "q_before_warping": (ModelDrafter, "propose", _q_before_warping),
@@ -194,14 +152,20 @@ MUTANTS = {
     "drop_by_value": (ModelDrafter, "propose", _drop_by_value),
     "learn_ahead": (ModelDrafter, "propose", _learn_ahead),
     "draft_past_eos": (ModelDrafter, "propose", _draft_past_eos),
-    "second_best": (GreedySampler, "token", _second_best),
-    "all_agree": (GreedySampler, "num_accepted", _all_agree),
+    "second_best": (GreedySampler, "token", lambda self, probs: int(probs.argsort()[-2])),
+    "all_agree": (GreedySampler, "num_accepted", lambda self, acceptance_probs: len(list(acceptance_probs))),
     "emit_past_eos": (SpeculativeDecoder, "_round", _emit_past_eos),
-    "overrun": (SpeculativeDecoder, "_round", _overrun),
+    "overrun": (
+        SpeculativeDecoder,
+        "_round",
+        lambda self, ids, num_left, draws: _round(self, ids, num_left + 1, draws),
+    ),
     "no_bonus_token": (SpeculativeDecoder, "_round", _no_bonus_token),
-    "drafts_without_the_rejected": (decode.loop.rounds, "_counts_of", _drafts_without_the_rejected),
-    "accepted_without_eos": (decode.loop.rounds, "_counts_of", _accepted_without_eos),
-    "forwards_without_unused": (decode.loop.rounds, "_counts_of", _forwards_without_unused),
+    "drafts_without_the_rejected": (*_COUNTS, _miscounting(num_drafted=lambda proposal, accepted, emitted: accepted)),
+    # one emitted token of each round is booked as the target's, also where the draft's EOS ended it
+    "accepted_without_eos": (*_COUNTS, _miscounting(num_accepted=lambda proposal, accepted, emitted: emitted - 1)),
+    # a forward whose token was not drawn is not counted
+    "forwards_without_unused": (*_COUNTS, _miscounting(num_draft_forwards=lambda proposal, *_: len(proposal.tokens))),
     "stale_cache": (ToyModel, "roll_back", _stale_cache),
     "forgetful_cache": (ToyModel, "roll_back", _forgetful_cache),
     "uncut_padding": (ToyModel, "feed", _uncut_feed),

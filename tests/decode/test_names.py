@@ -1,13 +1,17 @@
-"""What `import decode` offers, and what it costs."""
+"""What `import decode` offers, and what imports cost."""
 
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 PACKAGES = {"decode": 5, "heads": 3, "data_gen": 1}
 """Package -> the number of names that it offers."""
+DATA_FRAMES = {"pyarrow", "pandas", "matplotlib", "datasets", "pytorch_lightning", "torchmetrics", "jsonargparse"}
+SERVING = [path.relative_to(ROOT).with_suffix("").parts for path in (ROOT / "serve").rglob("*.py")]
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -20,20 +24,24 @@ def test_every_name_that_is_offered_is_there_and_documented(name):
         package.nothing_like_it  # noqa: B018
 
 
-def test_importing_the_packages_imports_nothing_heavy_and_help_is_short():
-    script = (
-        "import sys, pydoc, decode, heads, data_gen;"
-        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)));"
-        "print(max(len(pydoc.render_doc(package).splitlines()) for package in (decode, heads, data_gen)))"
-    )
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    heavy, num_lines = shown.splitlines()
-    assert heavy == "[]"
-    assert int(num_lines) < 60
-
-
-def test_policies_import_no_model_of_transformers():
-    script = "import sys; from decode import HeadPolicy; print('transformers.models.llama' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
-    )
+@pytest.mark.parametrize(
+    ("imports", "heavy"),
+    [
+        ("decode, heads, data_gen", {"torch", "transformers", "numpy"}),
+        ("decode; decode.HeadPolicy", {"transformers.models.llama"}),
+        # of an engine's processes: all that serves, and the plugin before a server asks for it
+        pytest.param(
+            ", ".join(".".join(parts) for parts in SERVING if parts[-1] != "__init__"),
+            DATA_FRAMES | {"tensorboard", "vllm"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("serve.engine.plugin, serve.engine.proposer", {"transformers", "decode"}, marks=pytest.mark.slow),
+    ],
+)
+def test_importing_the_packages_imports_nothing_heavy_and_help_is_short(imports, heavy):
+    script = f"import sys, pydoc; import {imports}; print(sorted({heavy} & set(sys.modules)))"
+    if imports.startswith("decode, "):
+        script += "; print(max(len(pydoc.render_doc(each).splitlines()) for each in (decode, heads, data_gen)) < 60)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    expected = ["[]", "True"] if imports.startswith("decode, ") else ["[]"]
+    assert done.stdout.split() == expected, done.stdout + done.stderr

@@ -1,6 +1,4 @@
-"""Every figure that the README and the index pages quote is on the results page, or in its tables, that they link;
-pages have the parts and the length that readers expect.
-"""
+"""Every figure that a page quotes is on the results page, or in its tables, that it links; pages have their parts."""
 
 import re
 from collections.abc import Iterator
@@ -68,9 +66,10 @@ def test_every_quoted_figure_is_on_the_page_that_measured_it(page: Path):
     assert unsupported(page, page.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize(
-    "page", [path for path in RESULTS.glob("*.md") if path.stem != "index"], ids=lambda page: page.stem
-)
+PAGES = [path for path in RESULTS.glob("*.md") if path.stem != "index"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_results_page_asks_answers_and_says_how_to_make_it_again(page: Path):
     text = page.read_text(encoding="utf-8")
     assert text.split("\n")[0].endswith("?"), "the title is the question"

@@ -19,12 +19,13 @@ def codes(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def executed(notebook: nbformat.NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> nbformat.NotebookNode:
-    """The notebook after a run in that folder, in a kernel that imports this checkout."""
+@pytest.fixture
+def execute(monkeypatch: pytest.MonkeyPatch):
+    """A run of the notebook in a folder, in a kernel that imports this checkout."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}})
-    return client.execute()
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    return lambda at: NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(at)}}).execute()
 
 
 def printed(cell: nbformat.NotebookNode) -> str:
@@ -32,31 +33,27 @@ def printed(cell: nbformat.NotebookNode) -> str:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_from_nothing_to_the_targets_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_notebook_runs_from_nothing_to_the_targets_text_and_says_what_is_missing_elsewhere(execute, tmp_path: Path):
+    with pytest.raises(CellExecutionError, match="start the notebook inside the repository"):
+        execute(tmp_path)
     shutil.copytree(ROOT / TRIO, tmp_path / TRIO)
     (tmp_path / "docs").mkdir()
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    shown = [printed(cell) for cell in codes(notebook)]
-    ran = executed(notebook, tmp_path / "docs", monkeypatch)
+    shown = printed(codes(nbformat.read(NOTEBOOK, as_version=4))[-1])
+    ran = execute(tmp_path / "docs")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "docs", "runs"]
     assert list((tmp_path / "docs").iterdir()) == []
     exported = tmp_path / "runs/notebook/heads/exported"
     assert {path.name.partition("+")[0] for path in exported.iterdir()} == {"drawn", "fed"}
     assert all('"max_rejection_prob"' in path.read_text() for path in exported.glob("*/config.json"))
     assert "class=" in (tmp_path / "runs/notebook/generation.svg").read_text()
-    assert printed(codes(ran)[-1]) == shown[-1], "the target's greedy text is not the one that the page shows"
-
-
-@pytest.mark.slow
-def test_a_notebook_outside_the_repository_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(CellExecutionError, match="start the notebook inside the repository"):
-        executed(nbformat.read(NOTEBOOK, as_version=4), tmp_path, monkeypatch)
+    assert printed(codes(ran)[-1]) == shown, "the target's greedy text is not the one that the page shows"
 
 
 def test_outputs_are_there_small_and_name_no_machine():
     text = NOTEBOOK.read_text(encoding="utf-8")
     notebook = nbformat.reads(text, as_version=4)
     nbformat.validate(notebook)
+    assert text == nbformat.writes(notebook) + "\n", "not as nbformat writes it"
     assert len(text.encode()) <= MAX_BYTES
     assert [cell.execution_count for cell in codes(notebook)] == list(range(1, len(codes(notebook)) + 1))
     outputs = [output for cell in codes(notebook) for output in cell.outputs]
@@ -64,8 +61,3 @@ def test_outputs_are_there_small_and_name_no_machine():
     assert {output.name for output in outputs if output.output_type == "stream"} == {"stdout"}  # no progress
     assert sum("image/svg+xml" in output.get("data", {}) for output in outputs) == 2
     assert re.findall(r"/(?:home|root|tmp|work|Users)/[\w./-]*", text) == []
-
-
-def test_the_file_is_as_nbformat_writes_it():
-    text = NOTEBOOK.read_text(encoding="utf-8")
-    assert text == nbformat.writes(nbformat.reads(text, as_version=4)) + "\n"

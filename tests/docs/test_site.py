@@ -27,8 +27,6 @@ LOADING = re.compile(r"""(?:\bimport\s*\(|\bfrom\s|\bfetch\(|url\(|@import)\s*["
 def hooks() -> ModuleType:
     pytest.importorskip("mkdocs", reason="the site is built with the extra `docs`")
     spec = spec_from_file_location("site_hooks", ROOT / "docs/hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -43,36 +41,29 @@ def test_every_command_and_every_flag_of_it_is_on_the_page(hooks):
         assert re.findall(r"<code>(--.*?)</code>", section.replace("<wbr>", ""))[: len(flags)] == flags
 
 
-def test_every_setting_is_on_the_page_with_its_text(hooks):
-    page = hooks.settings().replace("<wbr>", "")
-    listed = re.findall(r'<tr id="[^"]+"><td><code>([^<]+)</code>.*?<td>(.*?)</td>', page)
-    assert [name for name, _ in listed] == [
-        option.flag.removeprefix("--") for section in SECTIONS for option in settings_of(section)
-    ]
-    assert len(listed) > 100
-    assert [name for name, text in listed if len(unescape(text)) < 6] == []
-
-
 def takes_a_config(config: Config) -> None:
     """A command that does nothing."""
 
 
-def test_settings_are_those_that_the_parser_takes():
+def test_every_setting_that_the_parser_takes_is_on_the_page_with_its_text(hooks):
+    page = hooks.settings().replace("<wbr>", "")
+    texts = re.findall(r'<tr id="[^"]+"><td><code>([^<]+)</code>.*?<td>(.*?)</td>', page)
+    names = [option.flag.removeprefix("--") for section in SECTIONS for option in settings_of(section)]
+    assert [name for name, _ in texts] == names
+    assert len(names) > 100
+    assert [name for name, text in texts if len(unescape(text)) < 6] == []
     taken = {action.dest for action in parser_for(takes_a_config)._actions}
-    listed = {option.flag.removeprefix("--") for section in SECTIONS for option in settings_of(section)}
     of_unions = ("data.prompts.", "pair.micro.")  # a set, and a model that may be null: the parser takes them whole
-    assert {name for name in listed if not name.startswith(of_unions)} <= taken
+    assert {name for name in names if not name.startswith(of_unions)} <= taken
     settings = {name for name in taken if name.partition(".")[0] in SECTIONS and not name.endswith(".help")}
     wholes = {"pair.target", "pair.draft", "pair.micro", "pair.sampling", "data.server", "data.ray"}
-    assert settings - listed - set(SECTIONS) <= wholes
+    assert settings - {*names, *SECTIONS} <= wholes
 
 
 def test_every_public_name_is_documented(hooks):
     named = re.findall(r"^::: (\S+)$", hooks.api(), flags=re.MULTILINE)
-    rooms = (decode, heads, data_gen)
-    assert named == [
-        f"{room.__name__}{name}" for room in rooms for name in ("", *(f".{name}" for name in room.__all__))
-    ]
+    public = [(room.__name__, ["", *(f".{name}" for name in room.__all__)]) for room in (decode, heads, data_gen)]
+    assert named == [room + name for room, names in public for name in names]
 
 
 @pytest.mark.parametrize(
@@ -108,12 +99,13 @@ def test_the_site_builds_without_a_warning_and_asks_no_other_host(hooks, tmp_pat
     config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"))
     assert config.strict
     build(config)
-    pages = {path.relative_to(tmp_path / "site"): path.read_text() for path in (tmp_path / "site").rglob("*.html")}
+    site = tmp_path / "site"
+    pages = {path.relative_to(site): path.read_text() for path in site.rglob("*.html")}
     sources = [path.stem for path in (ROOT / "docs").rglob("*.md") if path.stem != "index"]
     assert {path.parent.name for path in pages} >= {*sources, "notebook", "commands", "settings", "api", "changelog"}
     assert [found for text in pages.values() for found in EXTERNAL.findall(text)] == []
     scripts = [script for text in pages.values() for script in SCRIPT.findall(text)]
-    styles = [path.read_text() for path in (tmp_path / "site").rglob("*.css")]
+    styles = [path.read_text() for path in site.rglob("*.css")]
     assert [found for text in (*scripts, *styles, *pages.values()) for found in LOADING.findall(text)] == []
     api, notebook = pages[Path("reference/api/index.html")], pages[Path("notebook/index.html")]
     assert str(data_gen.make_data.__doc__).split("`")[0].split("\n")[0] in unescape(api)

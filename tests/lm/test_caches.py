@@ -1,38 +1,26 @@
 """Caches that hold what the model was fed, whatever is done to either."""
 
-import gc
-import weakref
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.plain import FixedLength
 from lm import CachedModel, Sampling
 from lm.cache import drop_first, insert_rows, make_cache, select_rows
-from tests.toys.small_pair import SIZES
-
-LLAMA = LlamaConfig(**SIZES)
-SOFT_CAPPED = Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=4)
-
-
-def model_of(config):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).double().eval()
+from tests.lm.test_body_and_lm_head import GEMMA, LLAMA, model_of
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_layer_that_does_not_hold_what_was_fed_is_named(place):
-    cached = CachedModel(model_of(SOFT_CAPPED))
+    cached = CachedModel(model_of(GEMMA))
     cached.feed([1, 2, 3])
     cached.cache.layers[place].length -= 1
     with pytest.raises(AssertionError, match=rf"layer {place} .* holds 3 tokens and the model has 4"):
         cached.feed([4])
 
 
-@pytest.mark.parametrize("config", [LLAMA, SOFT_CAPPED])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA])
 def test_cropping_and_emptying_a_cache_of_ours_forgets_as_rolling_back_does(config):
     model, tokens = model_of(config), torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
     cache = make_cache(model, 4)
@@ -45,7 +33,7 @@ def test_cropping_and_emptying_a_cache_of_ours_forgets_as_rolling_back_does(conf
         torch.testing.assert_close(model(tokens, past_key_values=cache).logits[0, -2:], expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("config", [LLAMA, SOFT_CAPPED])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA])
 def test_a_sequence_that_takes_the_place_of_another_is_as_if_alone(config):
     model, gone, long, short = model_of(config), torch.arange(13, 19), torch.arange(1, 7), torch.arange(7, 11)
     cache, new = make_cache(model, 7), make_cache(model, 4)
@@ -56,25 +44,19 @@ def test_a_sequence_that_takes_the_place_of_another_is_as_if_alone(config):
         mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
         places = {"attention_mask": mask, "position_ids": torch.tensor([[4], [6]]), "past_key_values": cache}
         ours = model(torch.tensor([[11], [12]]), **places).logits[:, 0]
-        alone = [
-            model(torch.cat([row, torch.tensor([token])])[None]).logits[0, -1]
-            for row, token in ((short, 11), (long, 12))
-        ]
-        torch.testing.assert_close(ours, torch.stack(alone), rtol=0, atol=1e-6)
+        rows = [torch.cat([row, torch.tensor([token])])[None] for row, token in ((short, 11), (long, 12))]
+        alone = torch.stack([model(row).logits[0, -1] for row in rows])
+        torch.testing.assert_close(ours, alone, rtol=0, atol=1e-6)
         select_rows(cache, torch.tensor([0]))
         drop_first(cache, 2)
-        ours = model(
-            torch.tensor([[12]]),
-            attention_mask=torch.ones(1, 6).long(),
-            position_ids=torch.tensor([[5]]),
-            past_key_values=cache,
-        )
+        places |= {"attention_mask": torch.ones(1, 6).long(), "position_ids": torch.tensor([[5]])}
+        ours = model(torch.tensor([[12]]), **places)
         alone = model(torch.cat([short, torch.tensor([11, 12])])[None])
         torch.testing.assert_close(ours.logits[0, 0], alone.logits[0, -1], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [[2, 0], [0, 2], [1, 2]])
-@pytest.mark.parametrize("config", [LLAMA, SOFT_CAPPED])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA])
 def test_sequences_that_leave_a_batch_leave_the_others_as_they_were(config, rows):
     model, tokens = model_of(config), torch.arange(1, 19).view(3, 6)
     cache = make_cache(model, 2)
@@ -87,9 +69,8 @@ def test_sequences_that_leave_a_batch_leave_the_others_as_they_were(config, rows
 
 def test_a_decoder_goes_on_after_its_models_have_changed_their_dtype():
     model = model_of(LLAMA)
-    decoder = SpeculativeDecoder(
-        CachedModel(model), ModelDrafter(model, FixedLength(3)), sampling=Sampling(temperature=0.0), eos_ids=frozenset()
-    )
+    greedy = {"sampling": Sampling(temperature=0.0), "eos_ids": frozenset()}
+    decoder = SpeculativeDecoder(CachedModel(model), ModelDrafter(model, FixedLength(3)), **greedy)
     first = decoder.generate([1, 2, 3], 8).token_ids
     model.float()
     assert decoder.generate([1, 2, 3], 8).token_ids == first
@@ -97,20 +78,8 @@ def test_a_decoder_goes_on_after_its_models_have_changed_their_dtype():
     assert decoder.target.feed([1, 2, 3]).dtype == torch.float32
 
 
-def test_nothing_stays_with_a_model_whose_hidden_states_were_watched():
-    model = model_of(SOFT_CAPPED)
-    cached = CachedModel(model, with_hidden=True)
-    cached.feed([1, 2, 3])
-    assert cached.hidden is not None
-    left = weakref.ref(cached)
-    del cached
-    gc.collect()
-    assert left() is None
-    assert not model.lm_head._forward_pre_hooks
-
-
 def test_hidden_states_are_watched_on_the_head_that_there_is():
-    model = model_of(SOFT_CAPPED)
+    model = model_of(GEMMA)
     cached = CachedModel(model, with_hidden=True)
     model.set_output_embeddings(torch.nn.Linear(16, 20, bias=False, dtype=torch.float64))
     cached.reset()

@@ -5,12 +5,10 @@ from threading import current_thread
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from lm import CachedModel, compiled
-from tests.toys.small_pair import llama
+from tests.toys.small_pair import random_llama
 
-CONFIG = llama(num_hidden_layers=1)
 TOKENS = [1, 2, 3]
 
 
@@ -44,7 +42,7 @@ def test_a_graph_is_replayed_by_the_thread_that_captured_it(device, num_per_thre
     monkeypatch.setattr(compiled, "GuardFreeGraph", Graphs)
     monkeypatch.setattr(compiled, "thread_key", lambda _, key=compiled.thread_key: key(torch.device(device)))
     monkeypatch.setattr(Graphs, "num_captured", 0)
-    model = CachedModel(AutoModelForCausalLM.from_config(CONFIG).eval(), compile="stop")
+    model = CachedModel(random_llama(num_hidden_layers=1), compile="stop")
     expected, threads = stepped(model), torch.get_num_threads()
 
     def elsewhere():

@@ -1,6 +1,4 @@
-"""Models on devices that this machine lacks (`tests.toys.devices`): draft and target apart, a target spread over two,
-and the rest of a batch.
-"""
+"""Models on devices that this machine lacks (`tests.toys.devices`): draft and target apart, or spread over two."""
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from lm.cache import make_cache, select_rows
 from lm.draws import draw
 from tests.cases import first_fast
 from tests.toys.devices import FakeDevices, device_of, put
+from tests.toys.enumeration import seeded
 from tests.toys.small_pair import llama
 
 CONFIG = llama()
@@ -32,43 +31,63 @@ def model_of(seed):
     return AutoModelForCausalLM.from_config(CONFIG, attn_implementation="eager").double().eval()
 
 
-def spread(model):
-    """Over two devices, as accelerate does it: every part takes its inputs to where it is."""
-    put(model, FIRST)
-    for module in (model.model.layers[1], model.model.norm, model.lm_head):
-        put(module, SECOND)
-        module.register_forward_pre_hook(_taken_along(torch.device(SECOND)), with_kwargs=True)
-    model._hf_hook = None
+def place(model, device):
+    """On a device; where it is None, over two, as accelerate does it: every part takes its inputs to where it is."""
+    put(model, device or FIRST)
+    if device is None:
+        for module in (model.model.layers[1], model.model.norm, model.lm_head):
+            put(module, SECOND)
+            module.register_forward_pre_hook(_take_along, with_kwargs=True)
+        model._hf_hook = None
 
 
-def _taken_along(device):
+def _take_along(_module, args, kwargs):
     def moved(value):
-        return torch.utils._pytree.tree_map(
-            lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, value
-        )
+        is_tensor = isinstance(value, torch.Tensor)
+        return value.to(torch.device(SECOND)) if is_tensor else value
 
-    return lambda _module, args, kwargs: (moved(args), {name: moved(each) for name, each in kwargs.items()})
-
-
-def generated(target, draft, sampling):
-    decoder = SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(3)), sampling=sampling, eos_ids=frozenset())
-    return decoder.generate(PROMPT, 12, generator=torch.Generator().manual_seed(0)).token_ids
+    return torch.utils._pytree.tree_map(moved, (args, kwargs))
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling()])
-@pytest.mark.parametrize("is_spread", [False, True])
-def test_output_is_the_same_wherever_target_and_draft_are(sampling, is_spread):
-    expected = generated(model_of(0), model_of(1), sampling)
-    target, draft = model_of(0), model_of(1)
-    put(draft, SECOND)
-    spread(target) if is_spread else put(target, FIRST)
+def timeless(rounds):
+    return [(one.drafted, one.emitted) for one in rounds]
+
+
+def head_of(timing, **inputs):
+    torch.manual_seed(0)
+    return AcceptanceHead(16, 1, timing, scalars=True, **inputs)
+
+
+HEADS = [HeadPolicy(head_of(timing, embedding=True), 0.6) for timing in ("fed", "drawn")]
+
+
+@pytest.mark.parametrize(
+    ("policy", "sampling", "places"),
+    [
+        *(
+            (FixedLength(3), sampling, (target, SECOND))
+            for target in (FIRST, None)
+            for sampling in (Sampling(temperature=0.0), Sampling())
+        ),
+        *((policy, Sampling(), ("cpu", None)) for policy in HEADS),
+    ],
+)
+def test_output_is_the_same_wherever_target_and_draft_are(policy, sampling, places):
+    def generated(models):
+        target, draft = models
+        decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), sampling=sampling, eos_ids=frozenset())
+        return timeless(decoder.generate(PROMPT, 12, generator=seeded()).rounds)
+
+    expected, models = generated([model_of(0), model_of(1)]), [model_of(0), model_of(1)]
+    for model, device in zip(models, places, strict=True):
+        place(model, device)
     with FakeDevices():
-        assert generated(target, draft, sampling) == expected
+        assert generated(models) == expected
 
 
 def test_sequences_leave_a_batch_on_every_device_that_holds_a_part_of_it():
     model = model_of(0)
-    spread(model)
+    place(model, None)
     with FakeDevices():
         cache = make_cache(model, 4)
         model(torch.ones(3, 2, dtype=torch.long, device=FIRST), past_key_values=cache)
@@ -80,22 +99,19 @@ class Elsewhere(torch.Generator):
     device = torch.device(FIRST)
 
 
-def test_draws_take_a_generator_of_any_device():
+def test_draws_take_a_generator_of_any_device_and_are_the_same_where_there_is_no_float64():
+    probs = torch.rand(20, generator=seeded())
+
+    def drawn(probs):
+        by_seed = [RandomSampler(seeded(seed)).token(probs) for seed in range(9)]
+        uniforms = [torch.tensor([0.1 * index], dtype=torch.float64) for index in range(9)]
+        return by_seed, [draw(probs[None], uniform).item() for uniform in uniforms]
+
+    expected = drawn(probs)
     with FakeDevices():
+        assert drawn(probs.to("mps")) == expected
         draws = RandomSampler(Elsewhere().manual_seed(0))
         assert draws.token(torch.full((4,), 0.25, device=FIRST)) in range(4)
-
-
-def test_draws_are_the_same_where_there_is_no_float64():
-    probs = torch.rand(20, generator=torch.Generator().manual_seed(0))
-    expected = [RandomSampler(torch.Generator().manual_seed(seed)).token(probs) for seed in range(9)]
-    drawn = [draw(probs[None], torch.tensor([0.1 * index], dtype=torch.float64)).item() for index in range(9)]
-    with FakeDevices():
-        there = probs.to("mps")
-        assert [RandomSampler(torch.Generator().manual_seed(seed)).token(there) for seed in range(9)] == expected
-        assert [
-            draw(there[None], torch.tensor([0.1 * index], dtype=torch.float64)).item() for index in range(9)
-        ] == drawn
 
 
 def test_tensors_of_two_devices_do_not_meet():
@@ -114,21 +130,14 @@ def test_responses_of_a_spread_target_are_those_of_a_whole_one():
     requests = [Request(str(index), "", [1 + index, 2]) for index in range(6)]
 
     def answered(model):
-        source = TargetInProcess(
-            model=model,
-            sampling=Sampling(),
-            vocab_size=20,
-            eos_ids=frozenset([3, 4, 5]),
-            max_new_tokens=12,
-            batch_size=6,
-            keeps_states=True,
-        )
+        how = {"vocab_size": 20, "eos_ids": frozenset([3, 4, 5]), "max_new_tokens": 12, "batch_size": 6}
+        source = TargetInProcess(model, Sampling(), **how, keeps_states=True)
         return [response.response_ids for response in source.respond(requests, 0, lambda _: None)]
 
     expected = answered(model_of(0))
     assert len(set(map(len, expected))) > 1
     target = model_of(0)
-    spread(target)
+    place(target, None)
     with FakeDevices():
         assert answered(target) == expected
 
@@ -151,66 +160,42 @@ class Moves(FakeDevices):
 def test_logits_cross_to_another_device_only_to_meet_those_of_the_draft(is_with_draft, num_crossings):
     exchanges = [Exchange("a", "", [2, 3], [4, 5, 6], "length"), Exchange("b", "", [7], [8, 9], "length")]
     known = {"draft_ids": torch.tensor([4, 5, 7, 8, 10]), "log_q": torch.full((5,), -2.0)}
-    settings = {
-        "sampling": Sampling(),
-        "vocab_size": 20,
-        "batch_size": 2,
-        "chunk_mb": 1,
-        "feature_dtype": torch.float32,
-    }
+    settings = {"sampling": Sampling(), "vocab_size": 20, "batch_size": 2, "chunk_mb": 1}
 
-    def labelled(target, draft):
-        labeller = Labeller(draft=draft, target=target, **settings)
+    def labelled(models):
+        labeller = Labeller(**models, **settings, feature_dtype=torch.float32)
         return labeller.label(exchanges, known, with_hidden=False, progress=lambda count: None).columns
 
-    expected = labelled(model_of(0), model_of(1) if is_with_draft else None)
-    target, draft = model_of(0), model_of(1) if is_with_draft else None
-    for model, device in ((target, FIRST), (draft, SECOND)):
-        if model is not None:
-            put(model, device)
+    def models():
+        return {"target": model_of(0), "draft": model_of(1) if is_with_draft else None}
+
+    expected, there = labelled(models()), models()
+    put(there["target"], FIRST)
+    if is_with_draft:
+        put(there["draft"], SECOND)
     with Moves() as moves:
-        columns = labelled(target, draft)
+        columns = labelled(there)
     assert all(torch.equal(columns[name], values) for name, values in expected.items())
     assert sum(shape[-1:] == (20,) for shape in moves.shapes) == num_crossings
-
-
-@pytest.mark.parametrize("timing", ["fed", "drawn"])
-def test_a_head_is_where_the_hidden_states_of_a_spread_draft_are(timing):
-    torch.manual_seed(0)
-    head = AcceptanceHead(16, 1, timing=timing, scalars=True, embedding=True)
-
-    def generated(draft):
-        policy = HeadPolicy(head, 0.6)
-        decoder = SpeculativeDecoder(model_of(0), ModelDrafter(draft, policy), sampling=Sampling(), eos_ids=frozenset())
-        return decoder.generate(PROMPT, 12, generator=torch.Generator().manual_seed(0)).token_ids
-
-    expected = generated(model_of(1))
-    draft = model_of(1)
-    spread(draft)
-    with FakeDevices():
-        assert generated(draft) == expected
 
 
 @pytest.mark.parametrize("sampling", first_fast([Sampling(), Sampling(temperature=0.0)], 1))
 @pytest.mark.parametrize(
     ("policy", "num_per_token"),
     [(FixedLength(1), 0), (FixedLength(8), 0), (Heuristic(3), 0), (Entropy(5.0), 1), (CumulativeTokenProb(1e-9), 1)]
-    + [(HeadPolicy(AcceptanceHead(16, 1, timing, True).double(), 0.999), 1) for timing in ("fed", "drawn")],
+    + [(HeadPolicy(head_of(timing).double(), 0.999), 1) for timing in ("fed", "drawn")],
 )
 def test_the_host_reads_once_per_token_that_a_policy_looks_at_and_thrice_per_round(policy, num_per_token, sampling):
-    """Of a policy that looks at no token: tokens of the whole draft, verdicts, next token; else those of the draft come
-    one by one.
-    """
+    """Of a policy that looks at no token: all drafted tokens, verdicts, next token; else drafted tokens one by one."""
     target, draft = model_of(0), model_of(1)
     for module in (target, draft, policy.fed_head, policy.drawn_head):
         if module is not None:
             put(module, FIRST)
     with FakeDevices() as devices:
-        decoder = SpeculativeDecoder(
-            target, ModelDrafter(draft, policy), sampling=sampling, max_draft_length=5, eos_ids=frozenset()
-        )
+        how = {"sampling": sampling, "max_draft_length": 5, "eos_ids": frozenset()}
+        decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), **how)
         num_before = devices.num_host_reads
-        generation = decoder.generate(PROMPT, 8, generator=torch.Generator().manual_seed(0))
+        generation = decoder.generate(PROMPT, 8, generator=seeded())
         num_reads = devices.num_host_reads - num_before
     num_rounds, num_drafted = len(generation.rounds), generation.counts.num_drafted
     assert 0 < num_reads <= num_per_token * num_drafted + (3 - num_per_token) * num_rounds
@@ -223,27 +208,15 @@ def test_the_host_reads_once_per_token_that_a_policy_looks_at_and_thrice_per_rou
 def test_a_token_is_verified_wherever_its_distribution_is_and_however_narrow(devices, device):
     laws = [torch.rand(width).double() for width in (6, 4, 6)]
     laws, p = [law / law.sum() for law in laws], torch.rand(4, 6).double().softmax(-1)
-    tokens, draws = [1, 3, 5], [RandomSampler(torch.Generator().manual_seed(seed)) for seed in range(20)]
-    expected = revealed_probs(3, tokens, laws, p, draws[0]), [verify(tokens, laws, p, each) for each in draws]
-    draws = [RandomSampler(torch.Generator().manual_seed(seed)) for seed in range(20)]
+
+    def verified(laws, p):
+        tokens, draws = [1, 3, 5], [RandomSampler(seeded(seed)) for seed in range(20)]
+        return revealed_probs(3, tokens, laws, p, draws[0]), [verify(tokens, laws, p, each) for each in draws]
+
+    expected = verified(laws, p)
     assert {verdict.num_accepted for verdict in expected[1]} >= {0, 1, 3}
     with FakeDevices():
-        there = [law.to(each) for law, each in zip(laws, devices, strict=True)]
-        p = p.to(device)
-        assert (
-            revealed_probs(3, tokens, there, p, draws[0]),
-            [verify(tokens, there, p, each) for each in draws],
-        ) == expected
-
-
-def interleaved(small, medium, target):
-    drafter = InterleavedDrafter(CachedModel(small), CachedModel(medium, vocab_size=15), m=2, n=1)
-    decoder = SpeculativeDecoder(target, drafter, eos_ids=frozenset())
-    return decoder.generate(PROMPT, 24, generator=torch.Generator().manual_seed(0)).rounds
-
-
-def timeless(rounds):
-    return [(one.drafted, one.emitted) for one in rounds]
+        assert verified([law.to(each) for law, each in zip(laws, devices, strict=True)], p.to(device)) == expected
 
 
 SPREAD = [(FIRST, SECOND, "cpu"), ("cpu", FIRST, "cpu"), (FIRST, SECOND, FIRST), (FIRST, SECOND, SECOND)]
@@ -251,50 +224,43 @@ SPREAD = [(FIRST, SECOND, "cpu"), ("cpu", FIRST, "cpu"), (FIRST, SECOND, FIRST),
 
 @pytest.mark.parametrize("devices", first_fast((devices,) for devices in SPREAD))
 def test_models_that_draft_in_turns_may_be_on_several_devices(devices):
-    expected = timeless(interleaved(model_of(1), model_of(2), model_of(0)))
-    models = [model_of(seed) for seed in (1, 2, 0)]
+    def generated(small, medium, target):
+        drafter = InterleavedDrafter(CachedModel(small), CachedModel(medium, vocab_size=15), m=2, n=1)
+        decoder = SpeculativeDecoder(target, drafter, eos_ids=frozenset())
+        return timeless(decoder.generate(PROMPT, 24, generator=seeded()).rounds)
+
+    expected, models = generated(*map(model_of, (1, 2, 0))), [*map(model_of, (1, 2, 0))]
     for model, device in zip(models, devices, strict=True):
         put(model, device)
     with FakeDevices():
-        assert timeless(interleaved(*models)) == expected
+        assert generated(*models) == expected
 
 
-def heads_and_others():
-    torch.manual_seed(0)
-    return [FixedLength(3), Entropy(0.9), HeadPolicy(AcceptanceHead(16, 1, "fed", True).double(), 0.8)]
+def policies():
+    return [FixedLength(3), Entropy(0.9), HeadPolicy(head_of("fed").double(), 0.8)]
 
 
-def a_chain(draft, policy):
-    return SpeculativeDecoder(model_of(0), ModelDrafter(draft, policy), eos_ids=frozenset())
-
-
-def a_tree(draft, policy):
-    return SpeculativeDecoder(model_of(0), TreeDrafter(draft, policy), eos_ids=frozenset())
-
-
-def a_hierarchy(draft, policy):
-    drafter = PreVerifiedDrafter(ModelDrafter(model_of(2), FixedLength(2)), draft, policy, rounds=InnerRounds(window=2))
-    return SpeculativeDecoder(model_of(0), drafter, eos_ids=frozenset())
-
-
-class InBatches:
-    """A decoder whose `generate` decodes a batch."""
-
-    def __init__(self, draft, policy):
-        self.decoder = a_chain(draft, policy)
-
-    def generate(self, prompt, num, *, generator):
-        return self.decoder.generate_batch([prompt, [4]], num, batch_size=2, generator=generator)[0]
+def drafter_of(kind, draft, policy):
+    if kind == "tree":
+        return TreeDrafter(draft, policy)
+    if kind == "hierarchy":
+        micro = ModelDrafter(model_of(2), FixedLength(2))
+        return PreVerifiedDrafter(micro, draft, policy, rounds=InnerRounds(window=2))
+    return ModelDrafter(draft, policy)
 
 
 @pytest.mark.parametrize("policy", first_fast(range(3), 1))
-@pytest.mark.parametrize("decoder_of", [a_chain, a_tree, a_hierarchy, InBatches])
-def test_a_draft_may_be_moved_between_two_generations(decoder_of, policy):
+@pytest.mark.parametrize("kind", ["chain", "tree", "hierarchy", "batch"])
+def test_a_draft_may_be_moved_between_two_generations(kind, policy):
     draft = model_of(1)
-    decoder = decoder_of(draft, heads_and_others()[policy])
+    decoder = SpeculativeDecoder(model_of(0), drafter_of(kind, draft, policies()[policy]), eos_ids=frozenset())
 
     def generated():
-        return timeless(decoder.generate(PROMPT, 12, generator=torch.Generator().manual_seed(0)).rounds)
+        if kind == "batch":
+            generation, _ = decoder.generate_batch([PROMPT, [4]], 12, batch_size=2, generator=seeded())
+        else:
+            generation = decoder.generate(PROMPT, 12, generator=seeded())
+        return timeless(generation.rounds)
 
     expected = generated()
     with FakeDevices():
@@ -330,7 +296,7 @@ def sharp_pair():
         for model in pair:
             model.lm_head.weight.mul_(40.0)
         for weight in pair[1].parameters():
-            weight.add_(0.005 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(4)))
+            weight.add_(0.005 * torch.randn(weight.shape, generator=seeded(4)))
     return pair
 
 
@@ -339,11 +305,11 @@ def sharp_pair():
 def test_a_policy_that_looks_at_no_token_learns_the_same_on_every_device(signals, sampling):
     def told(device):
         policy, (target, draft) = Taught(signals), sharp_pair()
-        put(target, device)
-        put(draft, device)
+        for model in (target, draft):
+            put(model, device)
         with FakeDevices():
             decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), sampling=sampling, eos_ids=frozenset())
-            decoder.generate(PROMPT, 40, generator=torch.Generator().manual_seed(0))
+            decoder.generate(PROMPT, 40, generator=seeded())
         return policy.told
 
     expected, there = told("cpu"), told(FIRST)

@@ -32,28 +32,20 @@ except ValueError as error:
 
 
 def test_a_lack_of_memory_while_loading_says_what_the_weights_take(tmp_path: Path):
-    config = LlamaConfig(
-        hidden_size=512, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8, vocab_size=16000
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", NARROW, tmp_path, TINY], capture_output=True, text=True, check=False, timeout=300
-    )
-    [line] = done.stdout.splitlines()
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16000)).save_pretrained(tmp_path)
+    command = [sys.executable, "-c", NARROW, tmp_path, TINY]
+    [line] = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300).stdout.splitlines()
     need = weight_bytes(ModelSource(path=str(tmp_path), dtype="float64")) / 1e9
-    assert line.startswith(
-        f"out of memory while {tmp_path} was loaded (device_map cpu): its weights alone take {need:,.1f}"
-    )
+    start = f"out of memory while {tmp_path} was loaded (device_map cpu): its weights alone take {need:,.1f}"
+    assert line.startswith(start)
     assert "a smaller dtype" in line
 
 
-def test_weight_bytes_are_those_of_the_loaded_model():
+def test_weight_bytes_are_those_of_the_loaded_model_and_quantised_layers_take_a_scale_per_64_weights():
     for dtype, width in (("float32", 4), ("bfloat16", 2)):
         source = replace(SOURCE, dtype=dtype)
         assert weight_bytes(source) == width * load_model(source).num_parameters()
-
-
-def test_quantised_layers_take_their_bits_and_a_scale_per_64_weights():
     model = load_model(SOURCE)
     tables = {id(table): table.numel() for table in (model.get_input_embeddings().weight, model.lm_head.weight)}
     in_tables = sum(tables.values())
@@ -86,31 +78,29 @@ def test_settings_that_cannot_be_honoured_end_in_one_line(settings, said: str):
     assert "\n" not in str(caught.value)
 
 
+SLICED = replace(SOURCE, device_map=None, tp_plan="auto")
+
+
 @pytest.mark.parametrize(
-    ("settings", "count", "said"),
+    ("source", "family", "count", "said"),
     [
-        ({"device_map": "cpu"}, 2, "device_map 'cpu'; leave one of them out"),
-        ({"quantization": "4bit"}, 2, "quantization '4bit'; leave one of them out"),
-        ({}, 3, "in 3 processes, and num_attention_heads 4 is no multiple of 3"),
+        (replace(SLICED, device_map="cpu"), TINY, 2, "device_map 'cpu'; leave one of them out"),
+        (replace(SLICED, quantization="4bit"), TINY, 2, "quantization '4bit'; leave one of them out"),
+        (SLICED, TINY, 3, "in 3 processes, and num_attention_heads 4 is no multiple of 3"),
+        (SLICED, "gpt2", 2, "transformers has no such plan for gpt2; use device_map: auto"),
     ],
 )
-def test_what_cannot_be_sliced_is_refused(settings, count: int, said: str):
-    source = replace(SOURCE, device_map=None, tp_plan="auto")
+def test_what_cannot_be_sliced_is_refused(source, family, count: int, said: str):
+    config = AutoConfig.from_pretrained(TINY) if family == TINY else AutoConfig.for_model(family)
     with pytest.raises(ValueError, match=said):
-        check_slices(replace(source, **settings), AutoConfig.from_pretrained(TINY), count)
-
-
-def test_a_family_without_a_plan_is_refused():
-    with pytest.raises(ValueError, match="transformers has no such plan for gpt2; use device_map: auto"):
-        check_slices(ModelSource(path="some/gpt2", tp_plan="auto"), AutoConfig.for_model("gpt2"), 2)
+        check_slices(source, config, count)
 
 
 def test_slices_are_for_torchrun_and_for_making_data(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RANK", raising=False)
-    sliced = replace(SOURCE, device_map=None, tp_plan="auto")
     with pytest.raises(ValueError, match=r"not started by torchrun; start it as torchrun --standalone"):
-        load_model(sliced)
+        load_model(SLICED)
     with pytest.raises(ValueError, match=r"pair\.target\.tp_plan is for making data"):
-        load_pair(PairConfig(target=sliced, draft=SOURCE))
+        load_pair(PairConfig(target=SLICED, draft=SOURCE))
     assert slices_of({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here"}) == (1, 4)
     assert slices_of({"SLURM_PROCID": "1", "RANK": "1", "WORLD_SIZE": "4"}) is None

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedToken
 from transformers.utils import logging
 
 from configs import ModelSource, PairConfig
-from lm import CachedModel, Pair, load_model, load_pair, load_tokenizer, vocab_size_of
+from lm import Pair, load_model, load_pair, load_tokenizer, vocab_size_of
 from lm.pair import _warn_of_moving_code, repository_of
 from tests.toys.small_pair import llama
 
@@ -22,9 +22,7 @@ CONFIG = llama(vocab_size=24, intermediate_size=16, max_position_embeddings=64)
 
 
 def tiny_pair(**changes) -> PairConfig:
-    return PairConfig(
-        **({"target": ModelSource(path=str(TINY / "target")), "draft": ModelSource(path=str(TINY / "draft"))} | changes)
-    )
+    return PairConfig(**{role: ModelSource(path=str(TINY / role)) for role in ("target", "draft")} | changes)
 
 
 def test_the_embedded_trio_loads_and_fits():
@@ -52,19 +50,14 @@ def test_an_output_layer_or_embeddings_that_were_offloaded_are_refused(offloaded
     """accelerate leaves a weight on `meta` and brings it for the module's own forward alone."""
     LlamaForCausalLM(CONFIG).save_pretrained(tmp_path)
     modules = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
-    source = ModelSource(
-        path=str(tmp_path), device_map={name: "disk" if name == offloaded else "cpu" for name in modules}
-    )
-    with pytest.raises(
-        ValueError,
-        match=rf"^the weight of the {part} of .* was offloaded \(.*; it is on meta\), .* in device_map, free",
-    ):
-        load_model(source)
+    places = {name: "disk" if name == offloaded else "cpu" for name in modules}
+    message = rf"^the weight of the {part} of .* was offloaded \(.*; it is on meta\), .* in device_map, free"
+    with pytest.raises(ValueError, match=message):
+        load_model(ModelSource(path=str(tmp_path), device_map=places))
 
 
 def test_tokenizers_that_differ_are_refused_by_the_first_token_that_does(tmp_path):
-    for file in (TINY / "draft").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(TINY / "draft", tmp_path, dirs_exist_ok=True)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     first, second = sorted(vocab, key=vocab.get)[-2:]
@@ -92,8 +85,7 @@ def test_code_of_a_repository_runs_for_the_model_that_is_trusted_alone(trusts, t
     """Each directory has an architecture of its own, which transformers knows by the directory's code alone."""
     sources = {}
     for name in ("target", "draft"):
-        path = tmp_path / name
-        shutil.copytree(TINY / name, path)
+        path = shutil.copytree(TINY / name, tmp_path / name)
         config = json.loads((path / "config.json").read_text())
         auto = {"AutoConfig": "code.Ours", "AutoModelForCausalLM": "code.OurModel"}
         (path / "config.json").write_text(json.dumps(config | {"model_type": f"our_{name}", "auto_map": auto}))
@@ -122,8 +114,7 @@ def test_code_at_a_floating_revision_is_warned_of_once(revision, is_warned, caps
 
 
 def saved_with_one_more_token(source, path):
-    for file in source.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(source, path)
     tokenizer = load_tokenizer(ModelSource(path=str(source)))
     tokenizer.add_tokens([f"<extra {place}>" for place in range(768 + 1 - len(tokenizer))])
     tokenizer.save_pretrained(path)
@@ -132,33 +123,13 @@ def saved_with_one_more_token(source, path):
 
 def test_a_tokenizer_with_more_ids_than_the_targets_logits_is_no_reason_to_refuse(tmp_path):
     """As Gemma-3 1B's, whose id for images has no logit."""
-    pair = load_pair(
-        tiny_pair(
-            **{name: saved_with_one_more_token(TINY / name, path_of(tmp_path, name)) for name in ("target", "draft")}
-        )
-    )
+    sources = {name: saved_with_one_more_token(TINY / name, tmp_path / name) for name in ("target", "draft")}
+    pair = load_pair(tiny_pair(**sources))
     assert len(pair.tokenizer) == 1 + pair.vocab_size == 1 + pair.target.config.vocab_size
 
 
-def path_of(folder, name):
-    (folder / name).mkdir()
-    return folder / name
-
-
-def test_rolling_back_forgets_and_hidden_states_are_those_of_the_rows_asked():
-    model = AutoModelForCausalLM.from_config(CONFIG).double().eval()
-    cached = CachedModel(model, with_hidden=True)
-    cached.feed([1, 2, 3, 4])
-    cached.roll_back(2)
-    logits, hidden = cached.feed([5, 6], 2), cached.hidden
-    with torch.no_grad():
-        expected = model(torch.tensor([[1, 2, 5, 6]]), output_hidden_states=True)
-    torch.testing.assert_close(logits, expected.logits[0, -2:], rtol=0, atol=1e-12)
-    torch.testing.assert_close(hidden, expected.hidden_states[-1][0, -2:], rtol=0, atol=1e-12)
-
-
 def test_a_model_is_read_without_bars_and_those_of_downloads_stay(capsys):
-    load_model(ModelSource(path=str(Path(__file__).parents[2] / "checkpoints" / "tiny" / "draft")))
+    load_model(ModelSource(path=str(TINY / "draft")))
     assert capsys.readouterr().err == ""
     assert logging.is_progress_bar_enabled()
     assert not are_progress_bars_disabled()

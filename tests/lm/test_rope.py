@@ -1,6 +1,4 @@
-"""A text on one side of a change of rotary frequencies is read as by plain `generate`; one on both sides is
-refused in one line.
-"""
+"""A text on one side of a change of rotary frequencies is read as by plain `generate`; one on both is refused."""
 
 import pytest
 import torch
@@ -25,24 +23,27 @@ SIDES = {"near": (5, BOUND - 5), "far": (BOUND + 2, 12)}
 """(tokens of the prompt, new tokens), the last of which is never fed."""
 ACROSS = [(5, BOUND - 3), (BOUND, 2), (BOUND + 1, 2)]
 LOOPS = {
-    "chains": lambda kind: SpeculativeDecoder(model_of(kind), drafter_of(kind), **GREEDY),
-    "trees": lambda kind: SpeculativeDecoder(
-        model_of(kind), TreeDrafter(model_of(kind, noise=0.05), FixedLength(3)), **GREEDY
-    ),
-    "pearl": lambda kind: PearlDecoder(model_of(kind), model_of(kind, noise=0.05), gamma=3, **GREEDY),
+    "chains": lambda kind: SpeculativeDecoder(model_of(kind), ModelDrafter(draft_of(kind), FixedLength(4)), **GREEDY),
+    "trees": lambda kind: SpeculativeDecoder(model_of(kind), TreeDrafter(draft_of(kind), FixedLength(3)), **GREEDY),
+    "pearl": lambda kind: PearlDecoder(model_of(kind), draft_of(kind), gamma=3, **GREEDY),
 }
 
 
-def drafter_of(kind):
-    """Drafts of the target that are right about half of the time."""
-    return ModelDrafter(model_of(kind, noise=0.05), FixedLength(4))
+def draft_of(kind):
+    """Right about half of the time."""
+    return model_of(kind, noise=0.05)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_config_alone_tells_the_frequencies_that_the_weights_tell(kind, tmp_path):
+def test_a_config_alone_tells_the_frequencies_and_layers_that_change_at_two_lengths_are_refused(kind, tmp_path):
     model_of(kind).config.save_pretrained(tmp_path)
     assert rope_switch_of(without_weights(ModelSource(path=str(tmp_path)))) == rope_switch_of(model_of(kind))
     assert rope_switch_of(model_of(kind)).bound == BOUND
+    model = model_of("llama", seed=5)
+    rope = model_of("llama").config.rope_parameters
+    model.config.rope_parameters = {"one": rope, "other": rope | {"original_max_position_embeddings": 2 * BOUND}}
+    with pytest.raises(ValueError, match=f"at {BOUND} and {2 * BOUND} tokens"):
+        rope_switch_of(model)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -70,7 +71,7 @@ def test_a_draft_drafts_up_to_its_own_change_and_the_target_goes_on():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_hold_one_side(kind):
-    decoder = SpeculativeDecoder(model_of(kind), drafter_of(kind), **GREEDY)
+    decoder = LOOPS["chains"](kind)
     for lengths, new in (((4, 7), BOUND - 7), ((BOUND + 2, 20, 30), 12)):
         prompts = [text_of(length, seed=length) for length in lengths]
         generations = decoder.generate_batch(prompts, new, batch_size=2)
@@ -85,23 +86,14 @@ def test_whole_texts_on_either_side_have_the_laws_of_generate_in_one_batch(kind)
     rows = [text_of(length, seed=length) for length in (BOUND, 30, 9, BOUND + 8)]
     starts = [BOUND - 6, 24, 3, BOUND + 2]
     states = hidden_states(model, rows, starts)
-    expected = torch.cat(
-        [said_by_generate(model, row[: start + 1], row[start + 1 :]) for row, start in zip(rows, starts, strict=True)]
-    )
-    torch.testing.assert_close(logits_of(model, states, 40), expected.double(), **CLOSE)
+    pairs = zip(rows, starts, strict=True)
+    expected = [said_by_generate(model, row[: start + 1], row[start + 1 :]) for row, start in pairs]
+    torch.testing.assert_close(logits_of(model, states, 40), torch.cat(expected).double(), **CLOSE)
     for start in (3, BOUND - 1):
         with pytest.raises(ValueError, match=f"beyond {BOUND} .*lower data.max_prompt_tokens"):
             hidden_states(model, [text_of(9), text_of(BOUND + 1)], [3, start])
     with pytest.raises(ValueError, match=f"prompt, response and branch have {BOUND + 1} tokens"):
         check_branch_length(model, BOUND + 1, num_prompt=BOUND)
-
-
-def test_layers_that_change_at_two_lengths_are_refused():
-    model = model_of("llama", seed=5)
-    rope = model.config.rope_parameters
-    model.config.rope_parameters = {"one": rope, "other": rope | {"original_max_position_embeddings": 2 * BOUND}}
-    with pytest.raises(ValueError, match=f"at {BOUND} and {2 * BOUND} tokens"):
-        rope_switch_of(model)
 
 
 def test_dynamic_frequencies_are_refused_beyond_the_context_and_cost_nothing_below():

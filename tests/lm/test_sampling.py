@@ -2,18 +2,15 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, RepetitionPenaltyLogitsProcessor
+from transformers import TemperatureLogitsWarper as Temperature
+from transformers import TopKLogitsWarper as TopK
+from transformers import TopPLogitsWarper as TopP
 
 from lm import Sampling, cross_entropy, entropy
 from lm.draws import inverted, inverted_by_blocks
 from lm.sampling import QuickTopP
+from tests.toys.enumeration import seeded
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5], [0.0, 0.1, 3.0, 0.2, -2.0]], dtype=torch.float64)
 
@@ -23,17 +20,12 @@ LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5], [0.0, 0.1, 3.0, 0.2, -2.0]], 
     [Sampling(), Sampling(0.7), Sampling(1.3, top_k=2), Sampling(top_p=0.8), Sampling(0.9, top_k=4, top_p=0.6)],
 )
 def test_probs_are_those_that_transformers_generate_draws_from(sampling):
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(vocab_size=5, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1)
-    )
+    sizes = {"vocab_size": 5, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_attention_heads=1))
     settings = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
-    processors = model.generate(
-        torch.tensor([[1]]),
-        do_sample=True,
-        max_new_tokens=1,
-        custom_generate=lambda model, ids, logits_processor, **_: logits_processor,
-        **settings,
-    )
+    settings |= {"do_sample": True, "max_new_tokens": 1}
+    settings["custom_generate"] = lambda model, ids, logits_processor, **_: logits_processor
+    processors = model.generate(torch.tensor([[1]]), **settings)
     expected = processors(torch.tensor([[1], [2]]), LOGITS.clone()).softmax(-1)
     torch.testing.assert_close(sampling.probs(LOGITS), expected, rtol=0, atol=1e-15)
 
@@ -63,8 +55,7 @@ def test_impossible_tokens_stay_impossible():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [({"temperature": -0.1}, "temperature"), ({"top_k": 0}, "top_k"), ({"top_p": 0.0}, "top_p"),
-     ({"top_p": 1.2}, "top_p"),
-     ({"temperature": float("nan")}, "temperature"), ({"temperature": 1e-300}, "set it to 0")],
+     ({"top_p": 1.2}, "top_p"), ({"temperature": torch.nan}, "temperature"), ({"temperature": 1e-300}, "set it to 0")],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
@@ -82,18 +73,17 @@ def test_entropies_are_in_nats_and_survive_impossible_tokens():
 
 @pytest.mark.parametrize("top_p", [0.5, 0.9, 0.99])
 def test_top_p_from_the_likeliest_tokens_is_that_of_transformers_bit_by_bit(top_p):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     flat, peaked = (torch.randn(8, 2000, generator=generator) * scale for scale in (1, 6))
     tied = peaked.to(torch.bfloat16).float()
     for logits in (flat, peaked, tied, torch.cat([peaked, flat, tied]), torch.zeros(2, 2000)):
-        assert torch.equal(QuickTopP(top_p)(None, logits), TopPLogitsWarper(top_p)(None, logits))
+        assert torch.equal(QuickTopP(top_p)(None, logits), TopP(top_p)(None, logits))
 
 
 def test_top_p_sorts_only_the_rows_that_its_likeliest_tokens_leave_open(monkeypatch):
-    sorted_rows = []
-    sort = torch.sort
+    sorted_rows, sort = [], torch.sort
     monkeypatch.setattr(torch, "sort", lambda rows, **kinds: sorted_rows.append(len(rows)) or sort(rows, **kinds))
-    logits = torch.randn(3, 2000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[6.0], [1.0], [6.0]])
+    logits = torch.randn(3, 2000, generator=seeded()) * torch.tensor([[6.0], [1.0], [6.0]])
     QuickTopP(0.9)(None, logits)
     assert sorted_rows == [1]
     QuickTopP(0.9)(None, logits[[0, 2]])
@@ -104,11 +94,11 @@ def test_top_p_sorts_only_the_rows_that_its_likeliest_tokens_leave_open(monkeypa
     ("processors", "expected"),
     [
         ([], Sampling()),
-        ([TemperatureLogitsWarper(0.7), TopKLogitsWarper(5), TopPLogitsWarper(0.9)], Sampling(0.7, 5, 0.9)),
-        ([TopPLogitsWarper(0.9)], Sampling(top_p=0.9)),
-        ([TopKLogitsWarper(5), TemperatureLogitsWarper(0.7)], None),
-        ([TopPLogitsWarper(0.9, min_tokens_to_keep=2)], None),
-        ([RepetitionPenaltyLogitsProcessor(1.3), TemperatureLogitsWarper(0.7)], None),
+        ([Temperature(0.7), TopK(5), TopP(0.9)], Sampling(0.7, 5, 0.9)),
+        ([TopP(0.9)], Sampling(top_p=0.9)),
+        ([TopK(5), Temperature(0.7)], None),
+        ([TopP(0.9, min_tokens_to_keep=2)], None),
+        ([RepetitionPenaltyLogitsProcessor(1.3), Temperature(0.7)], None),
     ],
 )
 def test_a_list_of_warpers_alone_is_a_sampling(processors, expected):
@@ -117,7 +107,7 @@ def test_a_list_of_warpers_alone_is_a_sampling(processors, expected):
 
 @pytest.mark.parametrize("width", [8192, 8193, 50257])
 def test_two_steps_draw_what_one_step_draws(width):
-    law = torch.randn(width, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
+    law = torch.randn(width, generator=seeded()).mul(3).softmax(-1)
     law[::3] = 0
     for uniform in [*torch.rand(300, dtype=torch.float64).tolist(), 0.0, 1 - 2.0**-53]:
         token = inverted_by_blocks(law, uniform)

@@ -1,51 +1,39 @@
-"""What the checks of a model against itself find: feeds that differ from single tokens late or by little, keys that
-tie, and continuations that differ side by side.
-"""
+"""What the checks of a model against itself find: feeds that differ from single tokens, and branches from chains."""
 
 from itertools import pairwise
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lm import CachedModel
 from lm.batch import check_branch_length, check_branches
 from lm.cache import Snapshots, make_cache
-from lm.masks import BranchMask
 from lm.selfcheck import _text, chain_plan
 from tests.conformance.families import FAMILIES, VOCAB_SIZE, build
+from tests.toys.small_pair import random_llama
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
-def llama(max_position_embeddings=256):
-    sizes = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    torch.manual_seed(0)
-    return (
-        AutoModelForCausalLM.from_config(LlamaConfig(**sizes, max_position_embeddings=max_position_embeddings))
-        .double()
-        .eval()
-    )
+def llama(**sizes):
+    return random_llama(vocab_size=VOCAB_SIZE, **{"max_position_embeddings": 256} | sizes)
+
+
+STEPWISE = [("zamba2", torch.float64), ("zamba2", torch.float32), ("jamba", torch.bfloat16), ("mamba", torch.float32)]
+AT_ONCE = ["qwen3_next", "olmo_hybrid", "granitemoehybrid", "mixtral (experts)"]
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("zamba2", torch.float64), ("zamba2", torch.float32), ("jamba", torch.bfloat16), ("mamba", torch.float32)],
+    ("name", "dtype", "is_stepwise"),
+    [
+        *((name, dtype, True) for name, dtype in STEPWISE),
+        *((name, dtype, False) for dtype in (torch.float64, torch.float32, torch.bfloat16) for name in AT_ONCE),
+    ],
 )
-def test_a_model_whose_longer_feeds_are_not_its_steps_is_fed_one_token_at_a_time(name, dtype):
-    assert CachedModel(build(BY_NAME[name]).to(dtype)).one_token_at_a_time
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "granitemoehybrid", "mixtral (experts)"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_rounding_slows_no_model_down(name, dtype):
-    assert not CachedModel(build(BY_NAME[name]).to(dtype)).one_token_at_a_time
+def test_a_model_is_fed_one_token_at_a_time_where_longer_feeds_are_not_its_steps_but_for_rounding(
+    name, dtype, is_stepwise
+):
+    assert CachedModel(build(BY_NAME[name]).to(dtype)).one_token_at_a_time == is_stepwise
 
 
 @pytest.mark.parametrize(("rounding_of_words", "is_refused"), [(0.1, False), (0.3, True)])
@@ -113,14 +101,18 @@ def test_going_back_further_than_the_copies_is_going_back_to_the_prompt():
     assert snapshots.restore(3) == 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama (tied)", "gpt2 (learned positions)", "gpt_neox (partial rotary)", "mixtral (experts)", "mamba", "lfm2"],
-)
-def test_branches_are_what_they_are_alone(name):
+BRANCHING = ["llama (tied)", "gpt2 (learned positions)", "gpt_neox (partial rotary)", "mixtral (experts)"]
+WINDOWED = ["mistral", "gemma3_text", "cohere2", "llama4_text"]
+
+
+@pytest.mark.parametrize("name", [*BRANCHING, "mamba", "lfm2", *WINDOWED])
+def test_branches_are_what_they_are_alone_and_a_window_shorter_than_a_response_is_refused(name):
     model = build(BY_NAME[name])
     check_branches(model)
-    check_branch_length(model, 100, num_prompt=4)
+    check_branch_length(model, 8 if name in WINDOWED else 100, num_prompt=4)
+    if name in WINDOWED:
+        with pytest.raises(ValueError, match="sees 8 tokens"):
+            check_branch_length(model, 9, num_prompt=4)
 
 
 @pytest.mark.parametrize("name", ["bloom (ALiBi)", "mpt (ALiBi)"])
@@ -128,22 +120,3 @@ def test_a_family_whose_branches_would_be_wrong_is_refused_with_one_line(name):
     with pytest.raises(ValueError, match="no trace can be recorded with") as refusal:
         check_branches(build(BY_NAME[name]))
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "cohere2", "llama4_text"])
-def test_a_window_shorter_than_a_response_is_refused(name):
-    model = build(BY_NAME[name])
-    check_branches(model)
-    check_branch_length(model, 8, num_prompt=4)
-    with pytest.raises(ValueError, match="sees 8 tokens"):
-        check_branch_length(model, 9, num_prompt=4)
-
-
-def test_a_branch_sees_the_text_before_its_root_and_its_own_earlier_tokens():
-    branching = BranchMask(5, torch.tensor([2, 4]))
-    positions, seen = branching.feed(torch.tensor([0, 1]), torch.tensor([0, 0]))
-    assert positions.tolist() == [2, 4]
-    assert seen.int().tolist() == [[1, 1, 0, 0, 0, 1, 0], [1, 1, 1, 1, 0, 0, 1]]
-    positions, seen = branching.feed(torch.tensor([0]), branching.lengths(torch.tensor([0])))
-    assert positions.tolist() == [3]
-    assert seen.int().tolist() == [[1, 1, 0, 0, 0, 1, 0, 1]]

@@ -1,7 +1,6 @@
 """A setting that needs an extra says which one, before anything is made."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,14 +12,7 @@ from data_gen.pipeline.command import make
     ("module", "setting", "extra"),
     [("ray", ["--data.engine", "ray"], "ray"), ("openai", ["--data.source", "server"], "serving")],
 )
-def test_a_missing_extra_is_one_line_that_names_it(
-    module: str,
-    setting: list[str],
-    extra: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-):
+def test_a_missing_extra_is_one_line_that_names_it(module, setting, extra, tmp_path, monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith(f"{module}.")]:
         monkeypatch.delitem(sys.modules, name)  # another test of this process may have imported it
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed

@@ -1,6 +1,4 @@
-"""The wheel holds everything, and works where there is no checkout: in an environment of its own, from another
-directory.
-"""
+"""The wheel holds everything, and works where there is no checkout, in an environment of its own."""
 
 import os
 import shutil
@@ -37,20 +35,18 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, since setuptools leaves its work beside the source, and takes up what an older build left
-    there.
-    """
+    """Built from a copy, since setuptools leaves its work beside the source, and takes up what it left there before."""
+
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        return {name for name in names if name == "__pycache__" or Path(folder, name) == MADE}
+
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for path in [*PACKAGES, *MODELS]:
-        shutil.copytree(path, source / path.relative_to(ROOT), ignore=_not_shipped)
+        shutil.copytree(path, source / path.relative_to(ROOT), ignore=left_out)
     for name in ("pyproject.toml", "README.md", "LICENSE", "train.py"):
         shutil.copy(ROOT / name, source)
     pip("wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", str(out), str(source))
     return next(out.glob("*.whl"))
-
-
-def _not_shipped(folder: str, names: list[str]) -> set[str]:
-    return {name for name in names if name == "__pycache__" or Path(folder, name) == MADE}
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +65,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pip(*arguments: str) -> None:
     """Run this environment's pip."""
-    subprocess.run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], env=ENVIRONMENT, check=True
-    )
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*command, *arguments], env=ENVIRONMENT, check=True)
 
 
 def run(python: Path, *arguments: str, at: Path) -> str:
@@ -82,25 +77,13 @@ def run(python: Path, *arguments: str, at: Path) -> str:
 
 
 def test_every_file_of_every_package_and_the_trio_is_in_the_wheel(wheel: Path):
-    wanted = {
-        path
-        for folder in [*PACKAGES, *MODELS]
-        for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts and MADE not in path.parents
-    }
-    assert {
-        "configs/tiny.yaml",
-        "evaluation/report/page.html",
-        "checkpoints/tiny/micro/model.safetensors",
-        "checkpoints/smollm2/draft/model.safetensors",
-    } <= names_of(wanted)
-    missing = names_of(wanted | {ROOT / "train.py"}) - set(ZipFile(wheel).namelist())
+    files = [path for folder in [*PACKAGES, *MODELS] for path in folder.rglob("*") if path.is_file()]
+    wanted = [path for path in files if "__pycache__" not in path.parts and MADE not in path.parents]
+    names = {path.relative_to(ROOT).as_posix() for path in [*wanted, ROOT / "train.py"]}
+    some = {"configs/tiny.yaml", "evaluation/report/page.html", "checkpoints/tiny/micro/model.safetensors"}
+    assert some | {"checkpoints/smollm2/draft/model.safetensors"} <= names
+    missing = names - set(ZipFile(wheel).namelist())
     assert not missing
-
-
-def names_of(paths: set[Path]) -> set[str]:
-    """Paths as they stand in an archive."""
-    return {path.relative_to(ROOT).as_posix() for path in paths}
 
 
 def test_every_module_of_the_wheel_can_be_imported(python: Path, tmp_path: Path):

@@ -1,6 +1,4 @@
-"""The vLLM side, against stand-ins for vLLM's own objects: what is refused at the start, and what a step of its runner
-becomes.
-"""
+"""The vLLM side, against stand-ins for vLLM's own objects: what is refused, and what a step of its runner becomes."""
 
 from types import SimpleNamespace as Some
 
@@ -22,21 +20,14 @@ VERSION = f"{TRIED[-1]}.0"
 
 def config(**changes) -> Some:
     """A configuration that is supported, but for the changes."""
-    drafting = Some(method="draft_model", parallel_drafting=False, use_heterogeneous_vocab=False)
-    return Some(
-        **{
-            "speculative_config": drafting,
-            "scheduler_config": Some(async_scheduling=False),
-            "use_v2_model_runner": False,
-            "parallel_config": Some(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
-            "additional_config": {},
-        }
-        | changes
-    )
-
-
-def test_what_was_tried_is_passed():
-    check_conditions(config(), VERSION)
+    known = {
+        "speculative_config": Some(method="draft_model", parallel_drafting=False, use_heterogeneous_vocab=False),
+        "scheduler_config": Some(async_scheduling=False),
+        "use_v2_model_runner": False,
+        "parallel_config": Some(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
+        "additional_config": {},
+    }
+    return Some(**known | changes)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +44,7 @@ def test_what_was_tried_is_passed():
     ],
 )
 def test_what_is_not_supported_is_one_line_that_says_what_to_set(changes: dict, version: str, remedy: str):
+    check_conditions(config(), VERSION)
     with pytest.raises(ValueError, match=KEY) as raised:
         check_conditions(config(**changes), version)
     assert remedy in str(raised.value)
@@ -60,16 +52,9 @@ def test_what_is_not_supported_is_one_line_that_says_what_to_set(changes: dict, 
 
 
 def params(**changes) -> Some:
-    known = {
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "max_tokens": 10,
-        "ignore_eos": False,
-        "stop_token_ids": [7],
-        "extra_args": None,
-    }
-    return Some(**known | {"all_stop_token_ids": {7, 9}} | changes)
+    known = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_tokens": 10, "extra_args": None}
+    known |= {"ignore_eos": False, "stop_token_ids": [7], "all_stop_token_ids": {7, 9}}
+    return Some(**known | changes)
 
 
 @pytest.mark.parametrize(
@@ -104,27 +89,18 @@ def test_a_step_of_the_runner_becomes_a_row():
     assert row.stop_ids == {7, 9}
     assert row.policy == FixedLength(2)
     assert step(extra_args={KEY: "fixed_length:k=3"}).policy == FixedLength(3)
+    ignoring = step(sampled=(3, 9, -1), ignore_eos=True)
+    assert ignoring.room > 0
+    assert ignoring.stop_ids == {7}
 
 
 @pytest.mark.parametrize(
     "ended",
-    [
-        {"is_discarded": True},
-        {"sampled": (3, 9, -1)},
-        {"sampled": (9, 4, 5)},
-        {"max_tokens": 4},
-        {"max_tokens": 5},
-        {"sampled": (-1, -1)},
-    ],
+    [{"is_discarded": True}, {"max_tokens": 4}, {"max_tokens": 5}]
+    + [{"sampled": tokens} for tokens in ((3, 9, -1), (9, 4, 5), (-1, -1))],
 )
 def test_a_request_that_has_ended_or_not_begun_has_no_room(ended: dict):
     assert step(**ended).room == 0
-
-
-def test_an_end_that_a_request_ignores_ends_nothing():
-    row = step(sampled=(3, 9, -1), ignore_eos=True)
-    assert row.room > 0
-    assert row.stop_ids == {7}
 
 
 def test_numbers_of_requests_are_spread_over_their_tokens():
@@ -174,26 +150,24 @@ def prepare(served, specs: list[str]) -> None:
     assert served.prepare_next_token_ids_padded(sampled, requests, batch, discarded) == "next"
 
 
-@pytest.mark.parametrize("is_sampled", [True, False])
-def test_a_proposer_drafts_for_each_request_as_long_as_its_policy_says(served, is_sampled: bool):
-    prepare(served, ["fixed_length:k=1", "fixed_length:k=0", "fixed_length:k=3"])
-    assert served.propose(20, sampling_metadata=is_sampled) == [[10], [], [10, 11, 12]]
-    assert served.steps == 2  # the loop was left
-    if is_sampled:
-        assert served._last_draft_probs.shape == (3, 3, 16)
+@pytest.mark.parametrize(
+    ("lengths", "longest", "is_sampled", "expected"),
+    [
+        ((1, 0, 3), 20, True, [[10], [], [10, 11, 12]]),
+        ((1, 0, 3), 20, False, [[10], [], [10, 11, 12]]),
+        ((9, 1), 2, True, [[10, 11], [10]]),  # the scheduler allows no more
+        ((0,), 5, True, [[]]),
+    ],
+)
+def test_a_proposer_drafts_for_each_request_as_long_as_its_policy_says(served, lengths, longest, is_sampled, expected):
+    prepare(served, [f"fixed_length:k={length}" for length in lengths])
+    assert served.propose(longest, sampling_metadata=is_sampled) == expected
+    num_steps = max(map(len, expected))
+    assert served.steps == max(0, num_steps - 1)  # then the loop was left
+    if is_sampled and num_steps:
+        assert served._last_draft_probs.shape == (len(lengths), num_steps, 16)
     else:
         assert served._last_draft_probs is None
-
-
-def test_a_proposer_keeps_to_the_length_that_the_scheduler_allows(served):
-    prepare(served, ["fixed_length:k=9", "fixed_length:k=1"])
-    assert served.propose(2, sampling_metadata=True) == [[10, 11], [10]]
-
-
-def test_a_round_in_which_none_drafts_makes_no_step(served):
-    prepare(served, ["fixed_length:k=0"])
-    assert served.propose(5, sampling_metadata=True) == [[]]
-    assert served._last_draft_probs is None
 
 
 def test_a_server_that_asks_for_nothing_is_as_it_was():

@@ -1,28 +1,23 @@
 """Requests of one batch draft what each would draft alone, whoever else is there (laws 4.3, 4.13)."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
 import pytest
 import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
 
-from decode import ModelDrafter, SpeculativeDecoder
-from decode.policies import (
-    AdaEDL,
-    AfterDraw,
-    CumulativeTokenProb,
-    Entropy,
-    FixedLength,
-    Heuristic,
-    MaxProb,
-    Policy,
-    SelfVerify,
-    TokenProb,
-)
+from decode import ModelDrafter, SpeculativeDecoder, policies
+from decode.loop.signals import BatchSignals
+from decode.policies import AdaEDL, AfterDraw, FixedLength, Heuristic, Policy, SelfVerify
 from decode.policies.auto import Auto
 from decode.policies.batch import batched
 from decode.policies.head import HeadPolicy
 from heads import AcceptanceHead
-from lm import GreedySampler, RandomSampler, Sampling
+from lm import GreedySampler, RandomSampler, Sampler, Sampling, verify
 from serve.lanes import Lane, Lanes, RequestRow
-from tests.toys.fake_engine import Asked, FakeEngine
+from tests.toys.enumeration import seeded
 from tests.toys.loop import LearnedMaxProb, LearnedProb
 from tests.toys.small_pair import EOS, LENGTH, LIMIT, PROMPTS, model
 
@@ -40,27 +35,113 @@ def head(timing: str, *, inputs: bool | tuple[str, ...]) -> AcceptanceHead:
 
 
 FED, DRAWN, PREFIX = head("fed", inputs=False), head("drawn", inputs=True), head("prefix", inputs=False)
-FORGETFUL: list[Policy] = [
-    FixedLength(0),
-    FixedLength(3),
-    TokenProb(0.3),
-    CumulativeTokenProb(0.2),
-    MaxProb(0.4),
-    Entropy(0.45),
-    HeadPolicy(FED, 0.6),
-    HeadPolicy(head("fed", inputs=True), 0.6),
-    HeadPolicy(DRAWN, 0.5),
-    HeadPolicy(FED, 0.7, also=DRAWN),
-    HeadPolicy(PREFIX, 0.5),
-    HeadPolicy(head("fed", inputs=("text_position",)), 0.6),
-]
+FORGETFUL: list[Policy] = [FixedLength(0), FixedLength(3), policies.TokenProb(0.3), policies.CumulativeTokenProb(0.2)]
+FORGETFUL += [policies.MaxProb(0.4), policies.Entropy(0.45), HeadPolicy(FED, 0.6)]
+FORGETFUL += [HeadPolicy(head("fed", inputs=inputs), 0.6) for inputs in (True, ("text_position",))]
+FORGETFUL += [HeadPolicy(DRAWN, 0.5), HeadPolicy(FED, 0.7, also=DRAWN), HeadPolicy(PREFIX, 0.5)]
 REMEMBERING: list[Policy] = [Heuristic(2), SelfVerify(1.0), AdaEDL(0.4), Auto(DRAWN, 1.0, 4.0), Auto(FED, 1.0, 4.0)]
-LEARNING: list[Policy] = [
-    LearnedProb(0.5),
-    LearnedMaxProb(0.5),
-    HeadPolicy(DRAWN, 0.5, is_learning=True),
-    Auto(PREFIX, 1.0, 4.0, is_learning=True),
-]
+LEARNING: list[Policy] = [LearnedProb(0.5), LearnedMaxProb(0.5), HeadPolicy(DRAWN, 0.5, is_learning=True)]
+LEARNING.append(Auto(PREFIX, 1.0, 4.0, is_learning=True))
+
+
+@dataclass
+class Asked:
+    """One request, and what became of it: of each verified round, the tokens drafted and what the policy saw."""
+
+    id: str
+    policy: Policy
+    committed: list[int]
+    max_new_tokens: int
+    draws: Sampler
+    waits_after: frozenset[int] = frozenset()
+    """Rounds whose draft is not verified: the request loses its row, and comes back later."""
+    rounds: list[tuple[list[int], list[AfterDraw]]] = field(default_factory=list)
+    verified: tuple[int, ...] = ()
+    num_accepted: int = 0
+    laws: list[Tensor] = field(default_factory=list)
+    num_begun: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.committed)
+        self.end = self.num_prompt + self.max_new_tokens
+
+
+@dataclass
+class FakeEngine:
+    """A serving engine in miniature: a continuous batch that drafts in lockstep, and may make requests wait."""
+
+    target: LlamaForCausalLM
+    draft: LlamaForCausalLM
+    sampling: Sampling
+    eos: int
+    num_rows: int
+    longest: int
+    most_remembered: int = 0
+
+    def __post_init__(self) -> None:
+        self.lanes, self.signals = Lanes(), BatchSignals(self.draft.get_input_embeddings())
+
+    @torch.inference_mode()
+    def run(self, requests: Sequence[Asked]) -> None:
+        """Serve all of them; a row that is free takes the next."""
+        waiting, batch = list(requests), list[Asked]()
+        while waiting or batch:
+            while waiting and len(batch) < self.num_rows:
+                batch.append(waiting.pop(0))
+            self.propose(batch, alive={asked.id for asked in [*batch, *waiting] if asked.num_begun})
+            self.most_remembered = max(self.most_remembered, len(self.lanes))
+            for asked, tokens, drawn in list(zip(batch, self.lanes.drafts, self.seen, strict=True)):
+                if asked.num_begun in asked.waits_after:
+                    batch.remove(asked)
+                    waiting.append(asked)
+                    asked.verified = ()
+                elif self.verified(asked, tokens, drawn):
+                    batch.remove(asked)
+
+    def propose(self, batch: list[Asked], alive: set[str]) -> None:
+        for asked in batch:
+            asked.num_begun, asked.laws = asked.num_begun + 1, []
+        alive |= {asked.id for asked in batch}
+        self.seen: list[list[AfterDraw]] = [[] for _ in batch]
+        rooms = [min(self.longest, asked.end - len(asked.committed) - 1) for asked in batch]
+        pairs, stops = zip(batch, rooms, strict=True), frozenset({self.eos})
+        rows = [RequestRow(a.id, a.policy, a.verified, a.num_accepted, room, stops) for a, room in pairs]
+        fed = [list(asked.committed) for asked in batch]
+        goes_on, position = self.lanes.begin(rows, alive), 0
+        while goes_on:
+            steps = list(self.steps(batch, fed))
+            logits, hidden = (torch.stack(each) for each in list(zip(*steps, strict=True))[:2])
+            token = torch.tensor([step[2] for step in steps])
+            given = {"policies": self.lanes.policies, "nums_before": [len(a.committed) - a.num_prompt for a in batch]}
+            tokens, drawn = self.signals.read(position, logits, hidden, token, **given)
+            for place, one in enumerate(drawn):
+                self.seen[place].append(one)
+                fed[place].append(tokens[place])
+            goes_on, position = self.lanes.step(tokens, drawn), position + 1
+
+    def steps(self, batch: list[Asked], fed: list[list[int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Logits, hidden state and token of each row; one that has stopped gets any token, and draws none."""
+        for place, (asked, ids) in enumerate(zip(batch, fed, strict=True)):
+            output = self.draft(torch.tensor([ids]), output_hidden_states=True)
+            logits = output.logits[0, -1]
+            law = self.sampling.dists(logits[None], ids)[0]
+            is_going = self.lanes._rows[place].run.is_going
+            asked.laws.append(law)
+            token = asked.draws.token(law) if is_going else (7 * place) % len(law)
+            yield logits, output.hidden_states[-1][0, -1], token
+
+    def verified(self, asked: Asked, tokens: list[int], drawn: list[AfterDraw]) -> bool:
+        """Verify a draft; True if the request has ended."""
+        fed = asked.committed + tokens
+        logits = self.target(torch.tensor([fed])).logits[0, len(asked.committed) - 1 :]
+        verdict = verify(tokens, asked.laws[: len(tokens)], self.sampling.dists(logits, fed), asked.draws)
+        asked.verified, asked.num_accepted = tuple(tokens), verdict.num_accepted
+        asked.rounds.append((tokens, drawn[: len(tokens)]))
+        emitted = tokens[: verdict.num_accepted]
+        if self.eos not in emitted:
+            emitted.append(verdict.next_token)
+        asked.committed += emitted
+        return self.eos in emitted or len(asked.committed) >= asked.end
 
 
 class Watched(ModelDrafter):
@@ -76,30 +157,19 @@ class Watched(ModelDrafter):
 
 
 def draws(place: int) -> RandomSampler:
-    return RandomSampler(torch.Generator().manual_seed(place))
-
-
-def asked(policies: list[Policy], **how) -> list[Asked]:
-    return [
-        Asked(
-            str(i),
-            policy,
-            list(prompt),
-            LIMIT,
-            draws(i) if not how.get("greedy") else GreedySampler(),
-            how.get("waits", frozenset()),
-        )
-        for i, (policy, prompt) in enumerate(zip(policies, PROMPTS, strict=False))
-    ]
+    return RandomSampler(seeded(place))
 
 
 def served(
-    policies: list[Policy], sampling: Sampling, *, num_rows: int = 4, waits: frozenset[int] = frozenset()
-) -> list[Asked]:
+    rules: list[Policy], sampling: Sampling, *, num_rows: int = 4, waits: frozenset[int] = frozenset()
+) -> tuple[FakeEngine, list[Asked]]:
     engine = FakeEngine(model(1, 2), model(2), sampling=sampling, eos=EOS, num_rows=num_rows, longest=LENGTH)
-    requests = asked(policies, greedy=sampling.is_greedy, waits=waits)
+    requests = [
+        Asked(str(i), rule, list(prompt), LIMIT, GreedySampler() if sampling.is_greedy else draws(i), waits)
+        for i, (rule, prompt) in enumerate(zip(rules, PROMPTS, strict=False))
+    ]
     engine.run(requests)
-    return requests
+    return engine, requests
 
 
 def check_alone(requests: list[Asked], sampling: Sampling) -> None:
@@ -120,61 +190,48 @@ def check_alone(requests: list[Asked], sampling: Sampling) -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, Sampling(0.7, top_p=0.9)])
 def test_a_batch_drafts_what_each_of_its_requests_drafts_alone(sampling: Sampling):
-    check_alone(served([*FORGETFUL, *REMEMBERING, *(LEARNING if sampling.is_greedy else [])], sampling), sampling)
+    rules = [*FORGETFUL, *REMEMBERING, *(LEARNING if sampling.is_greedy else [])]
+    check_alone(served(rules, sampling)[1], sampling)
 
 
 def test_requests_of_one_policy_keep_their_memories_apart():
     for policy in REMEMBERING:
-        requests = served([policy] * 6, SAMPLED)
-        check_alone(requests, SAMPLED)
+        check_alone(served([policy] * 6, SAMPLED)[1], SAMPLED)
 
 
 def test_a_request_that_had_to_wait_goes_on_as_if_it_had_not():
-    policies = [*REMEMBERING, *LEARNING, *FORGETFUL[5:8]]
-    check_alone(served(policies, GREEDY, num_rows=3, waits=frozenset({1, 3})), GREEDY)
+    rules = [*REMEMBERING, *LEARNING, *FORGETFUL[5:8]]
+    check_alone(served(rules, GREEDY, num_rows=3, waits=frozenset({1, 3}))[1], GREEDY)
 
 
 def test_requests_under_the_batchs_rule_get_the_tokens_that_they_get_alone_beside_others():
-    policies = [
-        batched(Auto(DRAWN, 1.0, 4.0), 1),
-        batched(Auto(FED, 1.0, 4.0), 1),
-        FixedLength(3),
-        HeadPolicy(DRAWN, 0.5),
-    ] * 3
-    requests = served(policies, GREEDY, waits=frozenset({2}))
+    rules = [batched(Auto(head, 1.0, 4.0), 1) for head in (DRAWN, FED)]
+    _, requests = served([*rules, FixedLength(3), HeadPolicy(DRAWN, 0.5)] * 3, GREEDY, waits=frozenset({2}))
+    how = {"sampling": GREEDY, "max_draft_length": LENGTH}
     for place, request in enumerate(requests):
-        decoder = SpeculativeDecoder(
-            model(1, 2), ModelDrafter(model(2), FixedLength(0)), sampling=GREEDY, max_draft_length=LENGTH
-        )
+        decoder = SpeculativeDecoder(model(1, 2), ModelDrafter(model(2), FixedLength(0)), **how)
         assert request.committed == [*PROMPTS[place], *decoder.generate(PROMPTS[place], LIMIT).token_ids]
     # the rule drafts, and not one length
     assert {len(tokens) for request in requests[::4] for tokens, _ in request.rounds} > {1}
 
 
 def test_lanes_remember_the_living_alone():
-    engine = FakeEngine(model(1, 2), model(2), sampling=GREEDY, eos=EOS, num_rows=3, longest=LENGTH)
-    engine.run(asked([Heuristic(2)] * 12, greedy=True))
-    assert engine.most_remembered == 3
+    assert served([Heuristic(2)] * 12, GREEDY, num_rows=3)[0].most_remembered == 3
 
 
-def row(request: str, policy: Policy, *, verified=(), num_accepted=0, room=5) -> RequestRow:
-    return RequestRow(request, policy, verified, num_accepted, room, STOPS)
+def row(policy: Policy, room: int = 5) -> RequestRow:
+    return RequestRow("a", policy, (), 0, room, STOPS)
 
 
-def test_another_request_of_the_same_id_starts_anew():
+def test_another_request_of_the_same_id_starts_anew_and_one_without_room_drafts_and_learns_nothing():
     lanes = Lanes()
+    assert not lanes.begin([row(Heuristic(2), room=0)], {"a"})
+    assert lanes.drafts == [[]]
     for policy, expected in ((Heuristic(2), 2), (FixedLength(3), 3)):
-        lanes.begin([row("a", policy)], {"a"})
+        assert lanes.begin([row(policy)], {"a"})
         for token in range(5):
             lanes.step([token], [AfterDraw(token)])
         assert len(lanes.drafts[0]) == expected
-
-
-def test_a_row_without_room_drafts_nothing_and_learns_nothing():
-    lanes = Lanes()
-    assert not lanes.begin([row("a", Heuristic(2), room=0)], {"a"})
-    assert lanes.drafts == [[]]
-    assert lanes.begin([row("a", Heuristic(2))], {"a"})
 
 
 @pytest.mark.parametrize(
@@ -187,9 +244,7 @@ def test_a_row_without_room_drafts_nothing_and_learns_nothing():
         ((0, 0), 0, 2),  # the engine verified something else
     ],
 )
-def test_what_a_policy_learns_of_a_round_is_what_the_target_verified(
-    verified: tuple[int, ...], num_accepted: int, expected: int
-):
+def test_what_a_policy_learns_of_a_round_is_what_the_target_verified(verified, num_accepted, expected):
     lane = Lane(Heuristic(2))
     lane.begin(5, STOPS)
     for token in (4, 5):
@@ -197,10 +252,5 @@ def test_what_a_policy_learns_of_a_round_is_what_the_target_verified(
     lane.end(verified, num_accepted)
     lane.begin(5, STOPS)
     assert lane.run.num_tokens == expected
-
-
-def test_nothing_is_drafted_after_an_end():
-    lane = Lane(FixedLength(5))
-    lane.begin(5, STOPS)
     lane.take(EOS, AfterDraw(0))
-    assert not lane.run.is_going
+    assert not lane.run.is_going, "nothing is drafted after an end"

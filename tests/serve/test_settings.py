@@ -27,11 +27,9 @@ def path(tmp_path: Path) -> str:
     return str(tmp_path / "head")
 
 
-def made(value: dict, warned: list[str] | None = None, **models) -> Policies:
-    described = {"draft": DRAFT, "target": TARGET} | models
-    warn = ([] if warned is None else warned).append
-    draft, target = (lambda: described["draft"]), (lambda: described["target"])
-    return Policies(Settings.parsed(value), hidden_size=8, draft=draft, target=target, warn=warn)
+def made(value: dict, warned: list[str] | None = None, *, draft: dict = DRAFT, target: dict = TARGET) -> Policies:
+    how = {"draft": lambda: draft, "target": lambda: target, "warn": ([] if warned is None else warned).append}
+    return Policies(Settings.parsed(value), hidden_size=8, **how)
 
 
 @pytest.mark.parametrize(
@@ -65,16 +63,12 @@ def test_auto_is_the_rule_of_the_batch(tmp_path: Path):
         assert (policy.next_mean, policy.is_learning) == (0.7, True)
 
 
-@pytest.mark.parametrize(
-    ("role", "other"), [("draft", DRAFT | {"weights": "3"}), ("target", TARGET | {"weights": "3"})]
-)
-def test_a_head_of_another_model_is_refused_unless_it_is_allowed(path: str, role: str, other: dict):
-    with pytest.raises(ValueError, match=rf"was trained with {role} .*, but the {role} is .*allow_foreign_heads"):
-        made({"policy": f"head:{path}"}, **{role: other})
-    made({"policy": f"head:{path}", "allow_foreign_heads": True}, **{role: other})
-
-
-def test_a_missing_head_and_one_of_another_width_are_refused_even_if_foreign_heads_are_allowed(tmp_path: Path):
+def test_a_head_of_another_model_is_refused_unless_it_is_allowed_and_one_of_another_width_always(path: str, tmp_path):
+    for role, model in (("draft", DRAFT), ("target", TARGET)):
+        other = {role: model | {"weights": "3"}}
+        with pytest.raises(ValueError, match=rf"was trained with {role} .*, but the {role} is .*allow_foreign_heads"):
+            made({"policy": f"head:{path}"}, **other)
+        made({"policy": f"head:{path}", "allow_foreign_heads": True}, **other)
     AcceptanceHead(4, 0, "fed").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="width 4, but this draft's have width 8"):
         made({"policy": f"head:{tmp_path}", "allow_foreign_heads": True})
@@ -106,7 +100,7 @@ def test_a_request_gets_what_it_asks_for_and_the_same_object_every_time(path: st
     ],
 )
 def test_what_a_request_cannot_have_is_warned_of_once_and_the_servers_policy_serves(
-    asked: object, reason: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked, reason, path, tmp_path, monkeypatch
 ):
     (tmp_path / "module_of_a_request.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -156,10 +150,8 @@ def test_no_request_stops_the_engine(path: str):
     lanes, drafts, extremes = Lanes(), [[] for _ in requests], (0.0, 1.0, 1e-30)
     for value in extremes:
         signals = AfterDraw(**dict.fromkeys(AfterDraw._fields, value))
-        rows = [
-            RequestRow(str(i), policy, drafts[i], len(drafts[i]) // 2, 4, frozenset())
-            for i, policy in enumerate(served)
-        ]
+        pairs = enumerate(zip(served, drafts, strict=True))
+        rows = [RequestRow(str(i), policy, ids, len(ids) // 2, 4, frozenset()) for i, (policy, ids) in pairs]
         is_drafting = lanes.begin(rows, set(map(str, range(len(rows)))))
         for position in range(4):
             if is_drafting:

@@ -13,9 +13,7 @@ from store.shards import list_shards
 
 
 class Answering(BaseHTTPRequestHandler):
-    """A completions server whose `answer(body, attempt)` gives (status, reply); a reply that is a function does what it
-    likes with it.
-    """
+    """A completions server whose `answer(body, attempt)` gives (status, reply); a reply that is a function gets it."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -53,12 +51,8 @@ def completion(text: str, finish_reason: str = "stop", **more: object) -> tuple[
 
 
 def all_rows(config: Config) -> dict[str, dict]:
-    return {
-        row["id"]: row
-        for split in ("train", "test")
-        for path in list_shards(config.data.dir, split)
-        for row in read_rows(path).to_pylist()
-    }
+    shards = [path for split in ("train", "test") for path in list_shards(config.data.dir, split)]
+    return {row["id"]: row for path in shards for row in read_rows(path).to_pylist()}
 
 
 def problems(config: Config) -> dict[str, str]:

@@ -17,11 +17,8 @@ _GETTERS = {
     Tensor.is_cuda.__get__: lambda device: device.type == "cuda",
 }
 _READS = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__bool__, Tensor.__index__, Tensor.cpu}
-_FROM_ANY_DEVICE = (_READS - {Tensor.__index__, Tensor.cpu}) | {
-    Tensor.copy_,
-    Tensor.data.__set__,
-    torch._has_compatible_shallow_copy_type,
-}
+_FROM_ANY_DEVICE = _READS - {Tensor.__index__, Tensor.cpu} | {Tensor.copy_, Tensor.data.__set__}
+_FROM_ANY_DEVICE |= {torch._has_compatible_shallow_copy_type}
 _ON_HOST = {Tensor.numpy, Tensor.__array__}
 
 
@@ -62,11 +59,10 @@ class FakeDevices(TorchFunctionMode):
         if generator is not None and generator.device != device:
             raise RuntimeError(f"Expected a '{device}' generator, but found one of '{generator.device}'")
         result = func(*args, **kwargs)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                if device.type == "mps" and leaf.dtype == torch.float64:
-                    raise TypeError("MPS has no float64")
-                _at(leaf, device)
+        for leaf in (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
+            if device.type == "mps" and leaf.dtype == torch.float64:
+                raise TypeError("MPS has no float64")
+            _at(leaf, device)
         return result
 
     def _moved(self, args, kwargs):

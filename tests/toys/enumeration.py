@@ -1,9 +1,7 @@
-"""The exact law of a loop's output: walk every branch of its random choices with its probability, and toy models to
-walk on.
+"""The exact law of a loop's output, by walking every branch of its random choices, and toy models to walk on.
 
-A `Branches` answers a loop's draws from a script and records what else it might have answered; `law_of` reruns the
-loop, depth first, until every branch was taken. The toys are context-dependent, and they really cache: logits depend on
-what was fed, not on what was asked, so that a cache that is off by one position changes the law.
+The toys are context-dependent, and they really cache: logits depend on what was fed, not on what was asked, so that a
+cache that is off by one position changes the law.
 """
 
 import math
@@ -18,6 +16,10 @@ from torch import Tensor
 from lm import CachedModel, Sampler, Sampling
 
 Output = TypeVar("Output", bound=Hashable)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 class Branches(Sampler):
@@ -54,11 +56,8 @@ class Branches(Sampler):
 
     def _answer(self, weights: list[float]) -> int:
         depth = len(self.answers)
-        answer = (
-            self._script[depth]
-            if depth < len(self._script)
-            else next(i for i, weight in enumerate(weights) if weight > 0)
-        )
+        is_scripted = depth < len(self._script)
+        answer = self._script[depth] if is_scripted else next(i for i, weight in enumerate(weights) if weight > 0)
         self.weights.append(weights)
         self.answers.append(answer)
         return answer
@@ -77,7 +76,7 @@ def law_of(play: Callable[[Sampler], Output]) -> dict[Output, float]:
 
 @cache
 def _logits(seed: int, prefix: tuple[int, ...], vocab_size: int, sharpness: float) -> Tensor:
-    generator = torch.Generator().manual_seed(hash((seed, prefix)) % 2**31)
+    generator = seeded(hash((seed, prefix)) % 2**31)
     return sharpness * torch.randn(vocab_size, generator=generator, dtype=torch.float64)
 
 
@@ -85,12 +84,7 @@ class ToyModel(CachedModel):
     """Random logits for every prefix, drawn anew for each seed; hidden states of width 4."""
 
     def __init__(self, seed: int, vocab_size: int = 3, *, width: int | None = None, sharpness: float = 1.5) -> None:
-        """Args:
-        seed: two toys of different seeds disagree everywhere.
-        vocab_size: number of tokens.
-        width: of the raw logits, where they are padded beyond vocab_size.
-        sharpness: standard deviation of the logits.
-        """
+        """`width`: of raw logits that are padded beyond vocab_size; `sharpness`: the standard deviation of logits."""
         self.vocab_size, self.width, self.seed, self.sharpness = vocab_size, width or vocab_size, seed, sharpness
         self.forwards: list[int] = []
         self.reset()
@@ -98,21 +92,9 @@ class ToyModel(CachedModel):
     def __len__(self) -> int:
         return len(self.fed)
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def output_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def hidden_size(self) -> int:
-        return 4
-
-    @property
-    def max_length(self) -> float:
-        return float("inf")
+    device = output_device = torch.device("cpu")
+    hidden_size = 4
+    max_length = float("inf")
 
     @property
     def num_logits(self) -> int:
@@ -139,10 +121,13 @@ class ToyModel(CachedModel):
         self.forwards.append(len(new_tokens))
         self.fed += new_tokens
         prefixes = [tuple(self.fed[: len(self.fed) - num_rows + 1 + row]) for row in range(num_rows)]
+        return self.rows_after(prefixes)
+
+    def rows_after(self, prefixes: Iterable[tuple[int, ...]]) -> Tensor:
+        """Logits after each prefix; sets the hidden states."""
         self.hidden = torch.stack([_logits(self.seed + 1000, prefix, 4, 1.0) for prefix in prefixes])
-        return torch.stack([_logits(self.seed, prefix, self.width, self.sharpness) for prefix in prefixes])[
-            :, : self.vocab_size
-        ]
+        logits = torch.stack([_logits(self.seed, prefix, self.width, self.sharpness) for prefix in prefixes])
+        return logits[:, : self.vocab_size]
 
     def feed_drawn(self, token: Tensor) -> Tensor:
         return self.feed([int(token)])
@@ -156,10 +141,8 @@ class ToyModel(CachedModel):
         for _ in range(length):
             grown = {}
             for tokens, probability in open_.items():
-                probs = sampling.probs(
-                    _logits(self.seed, (*prompt, *tokens), self.width, self.sharpness)[: self.vocab_size]
-                )
-                for token, prob in enumerate(probs.tolist()):
+                logits = _logits(self.seed, (*prompt, *tokens), self.width, self.sharpness)[: self.vocab_size]
+                for token, prob in enumerate(sampling.probs(logits).tolist()):
                     if prob > 0:
                         (law if token in eos_ids else grown)[(*tokens, token)] = probability * prob
             open_ = grown

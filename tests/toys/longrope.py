@@ -1,6 +1,4 @@
-"""Tiny random models whose rotary frequencies change at 16 tokens, and what plain `generate` says of any text
-(`lm.rope`).
-"""
+"""Tiny random models whose rotary frequencies change at 16 tokens (`lm.rope`), and what plain `generate` says."""
 
 from collections.abc import Sequence
 from functools import cache

@@ -1,6 +1,4 @@
-"""The toy loops that the laws of decoding are proven on: two models over three tokens that disagree, as chains and as
-trees, every policy, every sampling.
-"""
+"""The toy loops that the laws of decoding are proven on: two models that disagree, every policy, every sampling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,24 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode import ModelDrafter, SpeculativeDecoder
+from decode import ModelDrafter, SpeculativeDecoder, policies
 from decode.drafters.trees import Shape, TreeDrafter
-from decode.policies import (
-    AdaEDL,
-    CumulativeTokenProb,
-    Entropy,
-    FixedLength,
-    HeadPolicy,
-    Heuristic,
-    MaxProb,
-    Policy,
-    SelfVerify,
-    TokenProb,
-)
+from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.auto import Auto
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
-from decode.policies.engines import LlamaCpp
 from decode.policies.learning import FIRST, NOTHING, learned_from, logit_of, score_of, token_feedback
 from decode.policies.registry import POLICIES as REGISTERED
 from decode.policies.registry import RULES
@@ -35,15 +21,13 @@ from heads import AcceptanceHead
 from lm import Sampler, Sampling
 from lm.batch import BatchModel
 from lm.masks import Tree
-from tests.toys.enumeration import ToyModel, _logits, law_of
+from tests.toys.enumeration import ToyModel, assert_same_law, law_of
 from tests.toys.observed import observed
 
 
 @dataclass(frozen=True)
 class LearnedProb(Policy):
-    """Stop when 1 - (product of learned acceptance probabilities so far) > max_rejection_prob, a logistic of the logits
-    of q(y) and of max_v q(v), refitted on the job (`decode.policies.learning`).
-    """
+    """Stop when 1 - (product of acceptance probabilities, learned of q(y) and max_v q(v)) > max_rejection_prob."""
 
     max_rejection_prob: Number = 0.7
     signals = frozenset({"token_prob", "max_prob"})
@@ -76,12 +60,8 @@ class LearnedProb(Policy):
 
 @dataclass(frozen=True)
 class LearnedMaxProb(LearnedProb):
-    """Stop before drawing when 1 - (product of learned acceptance probabilities, the next token's among them) >
-    max_rejection_prob.
-
-    As `LearnedProb`, with a logistic of the logit of max_v q(v) alone, which is known before the draw (B in law 4.3):
-    what vLLM's second model runner fits to decide how many of the tokens that it has drafted are verified. At least one
-    token is drafted.
+    """As `LearnedProb`, of the logit of max_v q(v) alone, which is known before the draw (B in law 4.3): what vLLM's
+    second model runner fits. At least one token is drafted.
     """
 
     signals = frozenset({"max_prob"})
@@ -105,8 +85,6 @@ SAMPLINGS = {
     "top_p": Sampling(top_p=0.7),
     "greedy": Sampling(temperature=0),
 }
-
-
 BY_POSITION = ("entropy", "text_position")
 
 
@@ -149,13 +127,13 @@ class Recalling(Policy):
 POLICIES: dict[str, Policy] = {
     "never_draft": FixedLength(0),
     "fixed_length": FixedLength(2),
-    "heuristic": Heuristic(1),
-    "token_prob": TokenProb(0.4),
-    "cumulative_token_prob": CumulativeTokenProb(0.3),
-    "max_prob": MaxProb(0.6),
-    "entropy": Entropy(0.3),
-    "self_verify": SelfVerify(),
-    "ada_edl": AdaEDL(initial_lambda=0.65),
+    "heuristic": policies.Heuristic(1),
+    "token_prob": policies.TokenProb(0.4),
+    "cumulative_token_prob": policies.CumulativeTokenProb(0.3),
+    "max_prob": policies.MaxProb(0.6),
+    "entropy": policies.Entropy(0.3),
+    "self_verify": policies.SelfVerify(),
+    "ada_edl": policies.AdaEDL(initial_lambda=0.65),
     "fed_head": HeadPolicy(toy_head("fed", seed=2), 0.5),
     "drawn_head": HeadPolicy(toy_head("drawn", seed=2), 0.5),
     "learning_head": HeadPolicy(toy_head("drawn", seed=2), 0.5, is_learning=True),
@@ -167,7 +145,7 @@ POLICIES: dict[str, Policy] = {
     "prefix_position": HeadPolicy(toy_head("prefix", seed=7, scalars=BY_POSITION), 0.5),
     "learned_prob": LearnedProb(0.7),
     "recalling": Recalling(),
-    "llama_cpp": LlamaCpp(p_min=0.6),
+    "llama_cpp": policies.LlamaCpp(p_min=0.6),
     "both_heads": HeadPolicy(toy_head("fed", seed=2), 0.5, also=toy_head("drawn", seed=2), is_calibrated=True),
 }
 OF_BLOCKS = {name: each.kind() for name, each in RULES.items() if "confidence_logit" in each.kind.signals}
@@ -192,9 +170,8 @@ class ToyBatch(BatchModel):
     """Toys that feed themselves."""
 
     def __init__(self, model, num):
-        self.rows = [
-            ToyModel(model.seed, model.vocab_size, width=model.width, sharpness=model.sharpness) for _ in range(num)
-        ]
+        shape = {"width": model.width, "sharpness": model.sharpness}
+        self.rows = [ToyModel(model.seed, model.vocab_size, **shape) for _ in range(num)]
 
     def feed(self, rows, new_tokens, num_logits):
         return [row.feed(tokens, num) for row, tokens, num in zip(rows, new_tokens, num_logits, strict=True)]
@@ -204,15 +181,14 @@ def decoder_of(
     policy: Policy, *, sampling: Sampling | None = None, eos_ids: Sequence[int] = (2,), length: int = 20
 ) -> SpeculativeDecoder:
     """The real loop on two toys that disagree."""
-    drafter = ModelDrafter(ToyModel(2), policy)
-    return SpeculativeDecoder(
-        ToyModel(1), drafter, sampling=sampling, eos_ids=frozenset(eos_ids), max_draft_length=length
-    )
+    how = {"sampling": sampling, "eos_ids": frozenset(eos_ids), "max_draft_length": length}
+    return SpeculativeDecoder(ToyModel(1), ModelDrafter(ToyModel(2), policy), **how)
 
 
-def law(
-    decoder: SpeculativeDecoder, max_new_tokens: int, prompt: Sequence[int] = PROMPT
-) -> dict[tuple[int, ...], float]:
+Law = dict[tuple[int, ...], float]
+
+
+def law(decoder: SpeculativeDecoder, max_new_tokens: int, prompt: Sequence[int] = PROMPT) -> Law:
     """The loop's law, exactly; law 4.4 holds on every branch."""
 
     def play(draws: Sampler) -> tuple[int, ...]:
@@ -222,6 +198,14 @@ def law(
         return generation.token_ids
 
     return law_of(play)
+
+
+def assert_lossless(
+    decoder: SpeculativeDecoder, max_new_tokens: int, prompt: Sequence[int] = PROMPT, tolerance: float = 1e-12
+) -> None:
+    """The loop's law is its target's."""
+    expected = decoder.target.law(prompt, max_new_tokens, sampling=decoder.sampling, eos_ids=decoder.eos_ids)
+    assert_same_law(law(decoder, max_new_tokens, prompt), expected, tolerance)
 
 
 class ToyTreeModel(ToyModel):
@@ -248,10 +232,7 @@ class ToyTreeModel(ToyModel):
         prefixes = [tuple(self.fed + tree.tokens_of(path)) for path in ([[]] if new else []) + nodes]
         self.forwards.append(len(new) + len(nodes))
         self.tree = tree
-        self.hidden = torch.stack([_logits(self.seed + 1000, prefix, 4, 1.0) for prefix in prefixes])
-        return torch.stack([_logits(self.seed, prefix, self.width, self.sharpness) for prefix in prefixes])[
-            :, : self.vocab_size
-        ]
+        return self.rows_after(prefixes)
 
     def keep(self, path: list[int]) -> None:
         self.fed += self.tree.tokens_of(path)
@@ -259,16 +240,8 @@ class ToyTreeModel(ToyModel):
 
 
 def tree_decoder_of(
-    policy: Policy,
-    shape: Shape,
-    *,
-    sampling: Sampling | None = None,
-    eos_ids: tuple[int, ...] = (2,),
-    length: int = 20,
-    vocab_size: int = 3,
-    read_every: int = 1,
+    policy: Policy, shape: Shape, *, eos_ids: Sequence[int] = (2,), length: int = 20, read_every: int = 1, **how: Any
 ) -> SpeculativeDecoder:
     """The real loop on two toys that disagree."""
-    drafter = TreeDrafter(ToyTreeModel(2, vocab_size), policy, shape, read_every=read_every)
-    target = ToyTreeModel(1, vocab_size)
-    return SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset(eos_ids), max_draft_length=length)
+    drafter = TreeDrafter(ToyTreeModel(2), policy, shape, read_every=read_every)
+    return SpeculativeDecoder(ToyTreeModel(1), drafter, eos_ids=frozenset(eos_ids), max_draft_length=length, **how)

@@ -1,6 +1,4 @@
-"""Features and rows of a made-up pair: acceptance depends on the hidden state and on log q(y), so that heads have
-something to learn.
-"""
+"""Features and rows of a made-up pair: acceptance depends on the hidden state and on log q(y), so that heads learn."""
 
 import json
 import os
@@ -24,22 +22,13 @@ HIDDEN = 16
 SETTLED = {"split_weights": (40, 10, 2), "features": ("fed", "drawn")}
 """What training settles of the data, so that a directory may be prepared without it."""
 ROOT = Path(__file__).parents[2]
-SLURM = {
-    "SLURM_NTASKS": "1",
-    "SLURM_NTASKS_PER_NODE": "1",
-    "SLURM_JOB_ID": "4711",
-    "SLURM_JOB_NAME": "train",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-}
+SLURM = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train"}
+SLURM |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
 """What srun sets for a job of one task."""
 
 
 def write_features(directory: Path, split: str, index: int, *, num_rows: int, seed: int, mixes: int = 1) -> None:
-    """The labels and the states of one shard, responses of 5 to 24 tokens; fed-time states are drawn-time ones and a
-    little noise.
-    """
+    """Labels and states of one shard, responses of 5 to 24 tokens; fed-time states are drawn-time ones and noise."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, 25, (num_rows,), generator=generator)
     direction = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(99))
@@ -93,12 +82,12 @@ def make_config(data_dir: Path, run_dir: Path, *, trainer: dict | None = None, *
     """A small sweep."""
     settings = {"depths": (0, 2), "reject_weights": (1.0, 6.0), "learning_rate": 1e-2, "batch_size": 8}
     settings |= {"timings": ("fed",), "scalars": (False,), "specdec": False} | heads
+    quiet = {"max_epochs": 2, "enable_progress_bar": False, "logger": False, "accelerator": "cpu"}
     return Config(
         pair=PairConfig(target=ModelSource(path="made-up/target"), draft=ModelSource(path="made-up/draft")),
         data=DataConfig(dir=str(data_dir), **SETTLED),  # type: ignore[arg-type]
         heads=HeadsConfig(dir=str(run_dir), **settings),  # type: ignore[arg-type]
-        trainer={"max_epochs": 2, "enable_progress_bar": False, "logger": False, "accelerator": "cpu"}
-        | (trainer or {}),
+        trainer=quiet | (trainer or {}),
     )
 
 
@@ -125,17 +114,11 @@ def command(config: Config, folder: Path) -> list[str]:
 
 def environment(*folders: Path) -> dict[str, str]:
     """Of a process that runs `command`, and finds modules in some folders as well."""
-    return os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "heads", *folders))),
-    }
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "heads", *folders)))
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def train_by_command(config, folder: Path, *flags: str) -> dict[str, Any]:
     """What `python train.py --config FILE FLAGS` returns, in this process."""
-    return run(
-        {"train": train},
-        default="train",
-        argv=["--config", str(write_yaml(config, folder)), *flags],
-        trainer=pl.Trainer,
-    )
+    argv = ["--config", str(write_yaml(config, folder)), *flags]
+    return run({"train": train}, default="train", argv=argv, trainer=pl.Trainer)

@@ -1,10 +1,4 @@
-"""What a generation cost (law 4.4) as drafter, models and cache saw it, beside what the loop says that it cost.
-
-N_draft        tokens that the drafter handed over; and tokens fed to the target, less the prompt and one a round
-N_target       calls of the target
-N              the tokens that came out
-N_discarded    positions that the target's cache gave back
-"""
+"""What a generation cost (law 4.4) as drafter, models and cache saw it, beside what the loop says that it cost."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,10 +15,13 @@ class Observed:
     """Counts of one generation, none of them the loop's."""
 
     num_proposed: int = 0
+    """Tokens that the drafter handed over."""
     num_target: int = 0
+    """Calls of the target."""
     num_fed: int = 0
     """Tokens fed to the target."""
     num_given_back: int = 0
+    """Positions that the target's cache gave back."""
     num_draft_forwards: int = 0
     feeds_again: bool = False
     """The target has recurrent layers, which roll back further than requested."""

@@ -13,13 +13,8 @@ from lm.features.glide import Glide
 from tests.conformance import mtp
 
 VOCAB, WIDTH, LAYERS = 7, 16, 3
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 24}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"max_position_embeddings": 64, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 TARGETS = {
     "llama": LlamaConfig(num_hidden_layers=LAYERS, **SIZES),
@@ -36,9 +31,7 @@ embedding, and drafts nothing from the anchor.
 
 
 def _spread(model: torch.nn.Module, seed: int, scale: float) -> None:
-    """Weights that depend on the seed alone; norms and biases as well, which torch would draw from what ran before or
-    leave at 1 and 0.
-    """
+    """Weights that depend on the seed alone; norms and biases as well, which torch would leave at 1 and 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -85,9 +78,8 @@ def draft(kind: str, family: str = "llama") -> FeatureDraft:
     if kind == "eagle":
         made = Eagle(config(), has_embedding=False)
     elif kind == "eagle3":
-        made = Eagle3(
-            config(norm_before_residual=True, norm_before_fc=True, norm_output=True), (1, 2, 2), target_size=WIDTH
-        )
+        norms = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+        made = Eagle3(config(**norms), (1, 2, 2), target_size=WIDTH)
     elif kind == "reduced":
         made = Eagle3(config(), (1, 2, 3), target_size=WIDTH, num_logits=4)
         made.reduce(torch.tensor([0, 2, 3, 6]))

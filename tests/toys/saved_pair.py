@@ -1,6 +1,4 @@
-"""A toy pair on disk: two random Llamas of a few thousand parameters with one byte-level tokenizer, logits wide enough
-to be uneven.
-"""
+"""A toy pair on disk: two random Llamas of a few thousand parameters with one byte-level tokenizer."""
 
 from pathlib import Path
 
@@ -24,23 +22,13 @@ def save_toy(directory: Path, *, hidden_size: int, seed: int, scale: float = 0.4
     tokenizer = Tokenizer(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", additional_special_tokens=["<u>", "<a>"]
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<end>", "additional_special_tokens": ["<u>", "<a>"]}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = CHAT
     fast.save_pretrained(directory)
-    config = LlamaConfig(
-        vocab_size=len(tokens) + 4,  # a padded vocabulary
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-        initializer_range=scale,
-    )
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    sizes |= {"vocab_size": len(tokens) + 4}  # a padded vocabulary
+    ids = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
     torch.manual_seed(seed)
-    LlamaForCausalLM(config).save_pretrained(directory)
+    LlamaForCausalLM(LlamaConfig(**sizes, **ids, initializer_range=scale)).save_pretrained(directory)

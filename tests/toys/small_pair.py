@@ -22,18 +22,24 @@ def llama(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**(SIZES | changes))
 
 
+def random_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """A tiny random Llama in float64."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(llama(**changes)).double().eval()
+
+
 VOCAB, EOS, LIMIT, LENGTH = 12, 11, 14, 5
 PROMPTS = [[1 + i % 5, 2 + i % 7, 3 + i % 3] for i in range(40)]
 
 
 @cache
 def model(seed: int, layers: int = 1) -> LlamaForCausalLM:
+    ids = {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None}
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": layers, "max_position_embeddings": 64}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        ids = {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None}
-        sizes = {"vocab_size": VOCAB, "num_hidden_layers": layers, "max_position_embeddings": 64}
-        config = llama(**sizes, **ids, initializer_range=0.6)
-        return LlamaForCausalLM(config).eval()
+        return LlamaForCausalLM(llama(**sizes, **ids, initializer_range=0.6)).eval()
 
 
 class Words(PreTrainedTokenizerBase):
@@ -50,14 +56,7 @@ def recorder(sampling: Sampling, length: int = LENGTH) -> Recorder:
     return Recorder(model(2), model(1, 2), sampling, VOCAB, frozenset({EOS}), length)
 
 
-def trace(
-    sampling: Sampling,
-    *,
-    copies: int = 1,
-    seed: int = 0,
-    length: int = LENGTH,
-    draft_sampling: Sampling | None = None,
-) -> Trace:
+def trace(sampling: Sampling, *, copies: int = 1, seed: int = 0, length: int = LENGTH, draft_sampling=None) -> Trace:
     """Responses of the target to every prompt, `copies` times each, as a trace."""
     recording = replace(recorder(sampling, length), draft_sampling=draft_sampling)
     return traced_by(recording, PROMPTS * copies, LIMIT, seed)
@@ -68,8 +67,6 @@ def traced_by(recorder: Recorder, prompts: list[list[int]], limit: int, seed: in
     ids = {"vocab_size": recorder.vocab_size, "eos_ids": recorder.eos_ids}
     source = TargetInProcess(recorder.target, recorder.sampling, **ids, max_new_tokens=limit, batch_size=64)
     answers = source.respond([Request(str(i), "", ids) for i, ids in enumerate(prompts)], seed, lambda count: None)
-    exchanges = [
-        Exchange(str(i), "", ids, answer.response_ids, answer.finish_reason)
-        for i, (ids, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]
+    pairs = enumerate(zip(prompts, answers, strict=True))
+    exchanges = [Exchange(str(i), "", ids, one.response_ids, one.finish_reason) for i, (ids, one) in pairs]
     return record_trace(recorder, exchanges, max_new_tokens=limit, seed=seed + 1)

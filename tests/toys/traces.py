@@ -27,13 +27,7 @@ class Toys:
     """Every trace of the toys 1 (target) and 2 (draft)."""
 
     def __init__(
-        self,
-        sampling: Sampling,
-        *,
-        limit: int,
-        length: int,
-        eos_ids: Sequence[int] = (EOS,),
-        draft_sampling: Sampling | None = None,
+        self, sampling: Sampling, *, limit: int, length: int, eos_ids: Sequence[int] = (EOS,), draft_sampling=None
     ) -> None:
         self.draft_sampling = draft_sampling
         self.sampling, self.limit, self.length, self.eos_ids = sampling, limit, length, frozenset(eos_ids)
@@ -69,11 +63,9 @@ class Toys:
         room = min(self.length, self.limit - 1 - position)
         if accepted < 1 - 1e-12:
             for token, prob in enumerate(residual_probs(q=p, p=q).tolist()):
+                weight = (1 - accepted) * prob
                 if prob > 0:
-                    variants += [
-                        ((1 - accepted) * prob * weight, branch)
-                        for weight, branch in self.branches(prefix, token, room)
-                    ]
+                    variants += [(weight * inner, branch) for inner, branch in self.branches(prefix, token, room)]
         return variants
 
     def branches(self, prefix: tuple[int, ...], token: int, room: int) -> Iterator[Variant]:
@@ -83,10 +75,8 @@ class Toys:
             return
         for follower, prob in enumerate(self.probs("q", (*prefix, token)).tolist()):
             if prob > 0:
-                yield from (
-                    (prob * weight, (first, *rest))
-                    for weight, rest in self.branches((*prefix, token), follower, room - 1)
-                )
+                for weight, rest in self.branches((*prefix, token), follower, room - 1):
+                    yield prob * weight, (first, *rest)
 
     def trace(self) -> tuple[np.ndarray, Trace]:
         """The probability of each row, and the trace that has them all."""
@@ -103,12 +93,13 @@ class Toys:
 
     def trace_of(self, rows: list[TraceRow], draws: list[Draw], is_rejected: np.ndarray, lengths: list[int]) -> Trace:
         seen = list(dict.fromkeys(draws))
-        index = _index(draws, seen)
+        places = {draw: place for place, draw in enumerate(seen)}
+        index = np.array([places[draw] for draw in draws])
         logits = torch.stack([self.row("q", prefix)[0] for prefix, _ in seen])
         hidden = torch.stack([self.row("q", prefix)[1] for prefix, _ in seen])
         tokens = torch.tensor([token for _, token in seen])
         q, p = (torch.stack([self.probs(name, prefix) for prefix, _ in seen]) for name in ("q", "p"))
-        log_probs = logits.log_softmax(-1)
+        log_probs, rate = logits.log_softmax(-1), acceptance_rate(q, p)
         signals = {
             "token": tokens,
             "is_eos": torch.isin(tokens, torch.tensor(sorted(self.eos_ids))),
@@ -124,18 +115,10 @@ class Toys:
             draft_sampling=self.draft_sampling,
             max_draft_length=self.length,
             drafts={name: values.numpy()[index] for name, values in signals.items()},
-            positions={
-                "is_rejected": is_rejected,
-                "acceptance_rate": acceptance_rate(q, p).numpy()[index[: len(is_rejected)]],
-            },
+            positions={"is_rejected": is_rejected, "acceptance_rate": rate.numpy()[index[: len(is_rejected)]]},
             branch_lengths=np.array(lengths, dtype=np.int64),
             inputs=partial(InputTensors, hidden[index], torch.arange(3), torch.eye(4, dtype=torch.float64)[:3]),
         )
-
-
-def _index(draws: list[Draw], seen: list[Draw]) -> np.ndarray:
-    places = {draw: place for place, draw in enumerate(seen)}
-    return np.array([places[draw] for draw in draws])
 
 
 @lru_cache

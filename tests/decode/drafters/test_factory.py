@@ -1,7 +1,6 @@
 """The one factory of decoders: what the decoders of a pair share, and what it refuses."""
 
 import pytest
-import torch
 
 from decode import ModelDrafter, TreeDrafter
 from decode.drafters.factory import PairModels
@@ -9,6 +8,7 @@ from decode.drafters.trees import Dynamic
 from decode.policies import FixedLength, HeadPolicy
 from heads import AcceptanceHead
 from lm import Pair, Sampling
+from tests.toys.enumeration import seeded
 from tests.toys.small_pair import Words, model
 
 GREEDY = Sampling(temperature=0.0)
@@ -32,9 +32,8 @@ def test_nothing_is_loaded_before_a_model_is_asked_for(pair):
 def test_decoders_share_the_target_and_the_draft_with_or_without_hidden_states(pair):
     models = PairModels(pair)
     head = HeadPolicy(AcceptanceHead(models.target.hidden_size, 0, "drawn"), 0.5)
-    decoders = [
-        models.decoder(models.drafter(policy), sampling=GREEDY) for policy in (FixedLength(2), FixedLength(3), head)
-    ]
+    policies = FixedLength(2), FixedLength(3), head
+    decoders = [models.decoder(models.drafter(policy), sampling=GREEDY) for policy in policies]
     plain, other, scored = (decoder.drafter.model for decoder in decoders)
     assert len({id(decoder.target) for decoder in decoders}) == 1
     assert plain is other
@@ -46,20 +45,14 @@ def test_decoders_share_the_target_and_the_draft_with_or_without_hidden_states(p
 
 def test_chains_trees_and_pearl_write_what_the_target_says(pair):
     models, trees = PairModels(pair), PairModels(pair, holds_trees=True)
-    shape = Dynamic(width=2, num_nodes=4)
-    decoders = [
-        models.decoder(models.drafter(FixedLength(3)), sampling=GREEDY, eos_ids=frozenset()),
-        trees.decoder(trees.drafter(FixedLength(3)), sampling=GREEDY, eos_ids=frozenset()),
-        trees.decoder(trees.drafter(FixedLength(3), shape), sampling=GREEDY, eos_ids=frozenset()),
-        models.decoder(models.drafter(FixedLength(0)), sampling=GREEDY, eos_ids=frozenset()),
-    ]
-    assert [type(decoder.drafter) for decoder in decoders] == [ModelDrafter, ModelDrafter, TreeDrafter, ModelDrafter]
+    tree = trees.drafter(FixedLength(3), Dynamic(width=2, num_nodes=4))
+    drafters = models.drafter(FixedLength(3)), trees.drafter(FixedLength(3)), tree, models.drafter(FixedLength(0))
+    assert [type(drafter) for drafter in drafters] == [ModelDrafter, ModelDrafter, TreeDrafter, ModelDrafter]
+    pairs = zip((models, trees, trees, models), drafters, strict=True)
+    decoders = [made.decoder(drafter, sampling=GREEDY, eos_ids=frozenset()) for made, drafter in pairs]
     written = [decoder.generate(PROMPT, 12).token_ids for decoder in decoders]
     assert written == [written[-1]] * 4
-    pearl = models.pearl(2, sampling=GREEDY).generate(PROMPT, 12, generator=torch.Generator()).token_ids
+    pearl = models.pearl(2, sampling=GREEDY).generate(PROMPT, 12, generator=seeded()).token_ids
     assert pearl == written[0][: len(pearl)]
-
-
-def test_trees_are_not_compiled(pair):
     with pytest.raises(ValueError, match="drafted eagerly"):
         PairModels(pair, "stop", holds_trees=True)

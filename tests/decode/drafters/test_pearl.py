@@ -11,9 +11,9 @@ import torch
 import decode.drafters.pearl
 from decode.drafters.pearl import PearlDecoder, Step
 from lm import Sampler, Sampling, acceptance_prob, num_accepted
-from tests.toys.enumeration import ToyModel, assert_same_law, law_of
+from tests.toys.enumeration import ToyModel, assert_same_law, law_of, seeded
 from tests.toys.loop import PROMPT, SAMPLINGS
-from tests.toys.random_pairs import random_pair
+from tests.toys.random_pairs import greedy_of, random_pair
 
 _LENGTH = 3
 
@@ -39,15 +39,12 @@ def assert_target_law(gamma: int, sampling: Sampling, eos_ids: tuple[int, ...] =
 
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 def test_pearl_keeps_the_target_law(gamma):
-    assert_target_law(gamma, SAMPLINGS["plain"], eos_ids=(2,))
-    assert_target_law(gamma, SAMPLINGS["top_k"])
-    assert_target_law(gamma, SAMPLINGS["greedy"], eos_ids=(2,))
+    for name, eos_ids in (("plain", (2,)), ("top_k", ()), ("greedy", (2,))):
+        assert_target_law(gamma, SAMPLINGS[name], eos_ids)
 
 
 def test_a_draw_shared_by_a_step_and_the_next_changes_the_law(monkeypatch):
-    """The public code's flaw: the test that pre-verified, and passed, and the first test after it have one uniform
-    between them.
-    """
+    """The public code's flaw: the test that pre-verified, and passed, shares its uniform with the one after it."""
     passed: list[float] = []
 
     def shared(tokens, q, p, draws):
@@ -68,10 +65,9 @@ def test_a_draw_shared_by_a_step_and_the_next_changes_the_law(monkeypatch):
 def test_greedy_output_equals_transformers_generate_and_two_at_once_write_the_same():
     target, draft = random_pair("llama")
     prompt = [3, 1, 4, 1, 5]
-    expected = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24)[0, len(prompt) :].tolist()
     decoder = PearlDecoder(target, draft, gamma=3, sampling=Sampling(temperature=0.0))
     generation = decoder.generate(prompt, 24)
-    assert list(generation.token_ids) == expected
+    assert list(generation.token_ids) == greedy_of(target, prompt, 24)
     assert {one.strategy for one in generation.rounds if isinstance(one, Step)} == {"pre-verify", "post-verify"}
     decoder._pool = ThreadPoolExecutor(1)  # as where there are two devices
     assert decoder.generate(prompt, 24).token_ids == generation.token_ids
@@ -90,29 +86,21 @@ class Slow(ToyModel):
         return rows
 
 
-def in_parallel(monkeypatch) -> PearlDecoder:
+def test_a_target_beside_its_draft_is_run_by_one_thread_and_an_error_of_the_draft_leaves_no_forward_of_it(monkeypatch):
     monkeypatch.setattr(Slow, "device", torch.device("meta"))  # a place that is not the draft's
-    return PearlDecoder(Slow(1), ToyModel(2), gamma=2, eos_ids=frozenset(), is_parallel=True)
-
-
-def test_an_error_of_the_draft_leaves_no_forward_of_the_target_behind(monkeypatch):
-    decoder = in_parallel(monkeypatch)
-    expected = decoder.generate(PROMPT, 6, generator=torch.Generator().manual_seed(0)).token_ids
-    with monkeypatch.context() as patch:
-        patch.setattr(decoder.drafter, "propose", Mock(side_effect=RuntimeError("out of memory")))
-        with pytest.raises(RuntimeError, match="out of memory"):
-            decoder.generate(PROMPT, 6)
-        assert not decoder.target.is_busy
-    assert decoder.generate(PROMPT, 6, generator=torch.Generator().manual_seed(0)).token_ids == expected
-
-
-def test_a_target_beside_its_draft_is_always_run_by_one_thread(monkeypatch):
-    decoder, threads = in_parallel(monkeypatch), set()
+    decoder, threads = PearlDecoder(Slow(1), ToyModel(2), gamma=2, eos_ids=frozenset(), is_parallel=True), set()
     for _ in range(3):
         for _round in decoder.stream(PROMPT, 3):
             threads.add(decoder.target.thread)
     assert len(threads) == 1
     assert current_thread() not in threads
+    expected = decoder.generate(PROMPT, 6, generator=seeded()).token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder.drafter, "propose", Mock(side_effect=RuntimeError("out of memory")))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            decoder.generate(PROMPT, 6)
+        assert not decoder.target.is_busy
+    assert decoder.generate(PROMPT, 6, generator=seeded()).token_ids == expected
 
 
 def test_what_cannot_be_is_refused_in_one_line():

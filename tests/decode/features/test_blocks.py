@@ -1,6 +1,4 @@
-"""Blocks of a DSpark draft through the real loop: greedy equals plain generation, sampled laws are exact, every policy
-runs unchanged, and a round costs one forward of the draft whatever is kept of its block.
-"""
+"""Blocks of a DSpark draft in the real loop: the laws of chains, at one forward of the draft a round."""
 
 import pytest
 import torch
@@ -8,16 +6,15 @@ import torch
 from decode import TreeDrafter
 from decode.policies import DSparkConfidence, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
-from lm import CachedModel, Sampling, feature_model
-from lm.features.recorder import FeatureRecorder
+from lm import Sampling, feature_model
 from tests.cases import first_fast
-from tests.decode.features.test_chains import PROMPT, decoder_of, greedy, target_law
-from tests.toys.enumeration import assert_same_law
+from tests.decode.features import test_chains as chains
+from tests.decode.features.test_chains import GREEDY, PROMPT, decoder_of, greedy
+from tests.toys.enumeration import assert_same_law, seeded
 from tests.toys.loop import OF_BLOCKS, POLICIES, SAMPLINGS, law
 from tests.toys.observed import observed
 from tests.toys.random_drafts import BLOCK, BLOCKS, TARGETS, draft, feature_head, target
 
-GREEDY = Sampling(temperature=0)
 WIDE = draft("rnn").hidden_size
 HEADS = {f"{timing}_head": HeadPolicy(feature_head(timing, WIDE), 0.4) for timing in ("fed", "drawn", "prefix")}
 BLOCK_S = {"t_draft_s": 0.0, "t_target_s": 1.0, "t_verify_s": 0.2, "t_start_s": 0.2}
@@ -45,16 +42,11 @@ def test_greedy_output_equals_transformers_generate(kind, family):
 def test_the_sampled_law_is_the_target_s_exactly_under_every_policy(policy):
     sampling = SAMPLINGS["top_k"]
     decoder = decoder_of("rnn", EVERY[policy], sampling=sampling)
-    assert_same_law(law(decoder, 4, PROMPT), target_law(sampling, 4), tolerance=1e-10)
+    assert_same_law(law(decoder, 4, PROMPT), chains.target_law(sampling, 4), tolerance=1e-10)
 
 
 def test_every_policy_runs_unchanged_and_changes_no_greedy_token():
-    expected, lengths = greedy(16), set()
-    for policy in EVERY.values():
-        generation = decoder_of("rnn", policy, sampling=GREEDY).generate(PROMPT, 16)
-        assert list(generation.token_ids) == expected
-        lengths.add(generation.counts.num_drafted)
-    assert len(lengths) > 4
+    chains.assert_no_policy_changes_a_greedy_token("rnn", EVERY.values())
 
 
 @pytest.mark.parametrize("policy", ["fixed_length", "token_prob", "ada_edl", "prefix_head", "never_draft"])
@@ -71,9 +63,9 @@ def test_a_round_costs_one_forward_of_the_draft_whatever_is_kept_of_its_block(po
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_block_that_is_read_at_its_end_is_the_same(kind):
     decoder = decoder_of(kind, FixedLength(3), sampling=Sampling())
-    one = decoder.generate(PROMPT, 30, generator=torch.Generator().manual_seed(2))
+    one = decoder.generate(PROMPT, 30, generator=seeded(2))
     decoder.drafter.reads_at_end = True  # as on an accelerator
-    on_device = decoder.generate(PROMPT, 30, generator=torch.Generator().manual_seed(2))
+    on_device = decoder.generate(PROMPT, 30, generator=seeded(2))
     assert (on_device.token_ids, on_device.counts) == (one.token_ids, one.counts)
 
 
@@ -81,36 +73,32 @@ def test_a_block_that_is_read_at_its_end_is_the_same(kind):
 def test_a_block_is_kept_up_to_the_first_place_whose_confidence_is_below_the_threshold(is_product):
     """DeepSpec's rule, from the confidences of whole blocks; at 0 it keeps them."""
     policy, one = DSparkConfidence(0.4, is_product=is_product), draft("rnn")
-    generation = decoder_of("rnn", policy, sampling=Sampling()).generate(
-        PROMPT, 40, generator=torch.Generator().manual_seed(1)
-    )
+    generation = decoder_of("rnn", policy, sampling=Sampling()).generate(PROMPT, 40, generator=seeded(1))
     committed, kept = [*PROMPT, *generation.rounds[0].emitted], set()
     for round_ in generation.rounds[1:-BLOCK]:
+        tokens, num = torch.tensor([committed]), len(round_.drafted)
         with torch.inference_mode():
-            output = target()(torch.tensor([committed]), output_hidden_states=True)
+            output = target()(tokens, output_hidden_states=True)
             features = torch.cat([output.hidden_states[place] for place in one.target_layer_ids], -1)
-            tokens = torch.tensor([committed])
             states = one.on_text(features, tokens, torch.tensor([[len(committed) - 1]]))[:, 0]
             previous = [committed[-1], *round_.drafted, *[0] * BLOCK][:BLOCK]
             confidences = one.confidence(one.joined(states, torch.tensor([previous])))[0].sigmoid()
         confidences = confidences.cumprod(0) if is_product else confidences
-        num = len(round_.drafted)
         assert (confidences[:num] >= 0.4).all()
         assert num == BLOCK or confidences[num] < 0.4
         kept.add(num)
         committed += round_.emitted
     assert len(kept) > 2
-    whole = decoder_of("rnn", DSparkConfidence(0.0, is_product), sampling=GREEDY).generate(PROMPT, 16)
-    assert whole.counts == decoder_of("rnn", FixedLength(BLOCK), sampling=GREEDY).generate(PROMPT, 16).counts
+    whole, fixed = (
+        decoder_of("rnn", policy, sampling=GREEDY).generate(PROMPT, 16)
+        for policy in (DSparkConfidence(0.0, is_product), FixedLength(BLOCK))
+    )
+    assert whole.counts == fixed.counts
 
 
-@pytest.mark.parametrize("kind", ["dflash", "eagle"])
-def test_confidences_are_refused_of_a_draft_that_has_none(kind):
-    with pytest.raises(ValueError, match="has no confidence head"):
-        decoder_of(kind, DSparkConfidence(), sampling=GREEDY)
-
-
-def test_a_tree_of_blocks_is_refused():
-    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft("rnn")))
+def test_confidences_of_a_draft_that_has_none_and_trees_of_blocks_are_refused():
+    for kind in ("dflash", "eagle"):
+        with pytest.raises(ValueError, match="has no confidence head"):
+            decoder_of(kind, DSparkConfidence(), sampling=GREEDY)
     with pytest.raises(ValueError, match="one block, which is a chain"):
-        TreeDrafter(feature_model(draft("rnn"), tapped), FixedLength(2))
+        TreeDrafter(feature_model(draft("rnn"), chains.tapped("rnn")), FixedLength(2))

@@ -1,39 +1,48 @@
-"""Chains of feature drafts through the real loop: greedy equals plain generation, sampled laws are exact, every policy
-runs unchanged.
-"""
+"""Feature drafts as chains and trees in the real loop: greedy is plain generation, sampled laws are exact."""
+
+from collections.abc import Iterable
 
 import pytest
 import torch
 
 from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, speculative_generate
-from decode.policies import Entropy, FixedLength, HeadPolicy, Policy
+from decode.drafters.trees import Cape, Dynamic, Shape, TreeDrafter
+from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Policy
 from lm import CachedModel, Sampling, feature_model
 from lm.features.recorder import FeatureRecorder
 from tests.cases import first_fast
-from tests.toys.enumeration import assert_same_law
-from tests.toys.loop import POLICIES, SAMPLINGS, law
+from tests.toys.enumeration import assert_same_law, law_of
+from tests.toys.loop import POLICIES, SAMPLINGS, Law, law
 from tests.toys.observed import observed
 from tests.toys.random_drafts import BLOCKS, KINDS, PAIRS, VOCAB, WIDTH, draft, feature_head, target
+from tests.toys.random_pairs import greedy_of
 
-PROMPT = [1, 2, 3]
+PROMPT, GREEDY = [1, 2, 3], Sampling(temperature=0)
+SHAPES = {"eagle": Dynamic(3, 12), "eagle3": Dynamic(3, 8), "reduced": Dynamic(2, 4), "layers": Dynamic(2, 6)}
+SHAPES |= {"glide": Cape(((0.5, 3), (1.0, 2)))}
+
+
+def tapped(kind: str, family: str = "llama", *, holds_trees: bool = False) -> CachedModel:
+    recorder = FeatureRecorder(target(family), draft(kind, family))
+    return CachedModel(target(family), recorder=recorder, holds_trees=holds_trees)
 
 
 def decoder_of(
-    kind: str, policy: Policy, *, sampling: Sampling, family: str = "llama", eos_ids=()
+    kind: str, policy: Policy, *, sampling: Sampling, family: str = "llama", shape: Shape | None = None
 ) -> SpeculativeDecoder:
-    tapped = CachedModel(target(family), recorder=FeatureRecorder(target(family), draft(kind, family)))
-    drafter = ModelDrafter(feature_model(draft(kind, family), tapped), policy)
-    return SpeculativeDecoder(tapped, drafter, sampling=sampling, eos_ids=frozenset(eos_ids))
+    verifier = tapped(kind, family, holds_trees=shape is not None)
+    model = feature_model(draft(kind, family), verifier)
+    drafter = ModelDrafter(model, policy) if shape is None else TreeDrafter(model, policy, shape)
+    return SpeculativeDecoder(verifier, drafter, sampling=sampling, eos_ids=frozenset())
 
 
 def greedy(num_tokens: int, family: str = "llama") -> list[int]:
-    ids = target(family).generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=num_tokens)
-    return ids[0, len(PROMPT) :].tolist()
+    return greedy_of(target(family), PROMPT, num_tokens)
 
 
 @pytest.mark.parametrize(("kind", "family"), PAIRS)
 def test_greedy_output_equals_transformers_generate(kind, family):
-    decoder = decoder_of(kind, FixedLength(4), sampling=Sampling(temperature=0), family=family)
+    decoder = decoder_of(kind, FixedLength(4), sampling=GREEDY, family=family)
     with observed(decoder, decoder.drafter.model) as seen:
         generation = decoder.generate(PROMPT, 40)
     seen.check(generation, len(PROMPT))
@@ -42,7 +51,15 @@ def test_greedy_output_equals_transformers_generate(kind, family):
     assert 0 < generation.counts.num_accepted < generation.counts.num_drafted == seen.num_draft_forwards
 
 
-def target_law(sampling: Sampling, num_tokens: int, family: str = "llama") -> dict[tuple[int, ...], float]:
+@pytest.mark.parametrize("kind", first_fast(SHAPES))
+def test_greedy_output_of_trees_equals_transformers_generate(kind):
+    for policy in (FixedLength(3), CumulativeTokenProb(0.2)):
+        generation = decoder_of(kind, policy, sampling=GREEDY, shape=SHAPES[kind]).generate(PROMPT, 40)
+        assert list(generation.token_ids) == greedy(40)
+        assert 0 < generation.counts.num_accepted < generation.counts.num_drafted
+
+
+def target_law(sampling: Sampling, num_tokens: int, family: str = "llama") -> Law:
     """Products of the target's probabilities, no cache involved."""
     open_ = {(): 1.0}
     for _ in range(num_tokens):
@@ -56,66 +73,71 @@ def target_law(sampling: Sampling, num_tokens: int, family: str = "llama") -> di
     return open_
 
 
+SLOW = [*((kind, "llama", 4) for kind in ("reduced", "layers", *BLOCKS)), ("mtp", "deepseek_v3", 4)]
+
+
 @pytest.mark.parametrize(
     ("kind", "family", "num_tokens"),
-    [
-        *(("eagle", "llama", 3), ("glide", "llama", 3), ("mtp", "qwen3_next", 4)),
-        *first_fast(
-            (
-                ("reduced", "llama", 4),
-                ("layers", "llama", 4),
-                *((kind, "llama", 4) for kind in BLOCKS),
-                ("mtp", "deepseek_v3", 4),
-            ),
-            0,
-        ),
-    ],
+    [("eagle", "llama", 3), ("glide", "llama", 3), ("mtp", "qwen3_next", 4), *first_fast(SLOW, 0)],
 )
 def test_the_sampled_law_is_the_target_s_exactly(kind, family, num_tokens):
-    """Of four tokens the second round drafts two, the other on the draft's own output; each token more is eight times
-    the branches.
-    """
+    """Of four tokens the second round drafts two, the other on the draft's own output."""
     sampling = SAMPLINGS["top_k"]
     decoder = decoder_of(kind, FixedLength(2), sampling=sampling, family=family)
     tolerance = 1e-5 if kind == "mtp" else 1e-10  # layers of these targets compute in float32
     assert_same_law(law(decoder, num_tokens, PROMPT), target_law(sampling, num_tokens, family), tolerance=tolerance)
 
 
+def test_the_sampled_law_of_trees_is_the_target_s_exactly():
+    sampling = SAMPLINGS["top_k"]
+    decoder = decoder_of("reduced", FixedLength(2), sampling=sampling, shape=SHAPES["reduced"])
+    found = law_of(lambda draws: decoder.generate(PROMPT, 4, generator=draws).token_ids)
+    assert_same_law(found, target_law(sampling, 4), tolerance=1e-10)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_after_trees_the_draft_reads_what_it_reads_of_a_fresh_sequence(kind):
+    decoder = decoder_of(kind, FixedLength(3), sampling=GREEDY, shape=SHAPES[kind])
+    text = [*PROMPT, *decoder.generate(PROMPT, 20).token_ids]
+    fresh = tapped(kind, holds_trees=True)
+    fresh.feed(text[:-1])
+    assert decoder.target.recorder.num_features == len(decoder.target) == len(text) - 1
+    if kind != "glide":
+        ours, expected = (model.recorder.features(0, len(text) - 1) for model in (decoder.target, fresh))
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-8)
+    model, used = feature_model(draft(kind), fresh), decoder.drafter.model
+    torch.testing.assert_close(used.feed(text[len(used) :]), model.feed(text), rtol=0, atol=1e-8)
+
+
 HEADS = {f"{timing}_head": HeadPolicy(feature_head(timing), 0.4) for timing in ("fed", "drawn", "prefix")}
 HEADS["both_heads"] = HeadPolicy(feature_head("fed"), 0.4, also=feature_head("drawn"))
 
 
-@pytest.mark.parametrize("kind", ["reduced"])
-def test_every_policy_runs_unchanged_and_changes_no_greedy_token(kind):
-    expected = greedy(16)
-    lengths = set()
-    for policy in (POLICIES | HEADS).values():
-        if any(head.hidden_size != WIDTH for head in policy.heads):
-            continue
-        generation = decoder_of(kind, policy, sampling=Sampling(temperature=0)).generate(PROMPT, 16)
-        assert list(generation.token_ids) == expected
-        lengths.add(generation.counts.num_drafted)
-    assert len(lengths) > 4
+def assert_no_policy_changes_a_greedy_token(kind: str, policies: Iterable[Policy]) -> None:
+    generations = [decoder_of(kind, policy, sampling=GREEDY).generate(PROMPT, 16) for policy in policies]
+    assert {generation.token_ids for generation in generations} == {tuple(greedy(16))}
+    assert len({generation.counts.num_drafted for generation in generations}) > 4
+
+
+def test_every_policy_runs_unchanged_and_changes_no_greedy_token():
+    known = (POLICIES | HEADS).values()
+    fitting = [policy for policy in known if all(head.hidden_size == WIDTH for head in policy.heads)]
+    assert_no_policy_changes_a_greedy_token("reduced", fitting)
 
 
 @pytest.mark.parametrize("kind", first_fast([*KINDS, *BLOCKS]))
 def test_a_middle_model_may_have_a_feature_draft_of_its_own(kind):
-    middle = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
+    middle = tapped(kind)
     inner = ModelDrafter(feature_model(draft(kind), middle), FixedLength(2))
     drafter = PreVerifiedDrafter(inner, middle, Entropy(0.5))
-    outer = target("qwen2")
-    decoder = SpeculativeDecoder(CachedModel(outer), drafter, sampling=Sampling(temperature=0), eos_ids=frozenset())
+    decoder = SpeculativeDecoder(CachedModel(target("qwen2")), drafter, sampling=GREEDY, eos_ids=frozenset())
     assert list(decoder.generate(PROMPT, 20).token_ids) == greedy(20, "qwen2")
 
 
-def test_a_batch_of_feature_drafts_is_refused():
-    decoder = decoder_of("eagle", FixedLength(2), sampling=Sampling())
+def test_a_batch_of_feature_drafts_is_refused_and_a_reduced_vocabulary_is_all_that_is_drafted():
+    decoder = decoder_of("reduced", FixedLength(3), sampling=Sampling())
     with pytest.raises(ValueError, match="one prompt at a time"):
         decoder.generate_batch([PROMPT], 4)
-
-
-def test_the_vocabulary_of_a_reduced_draft_is_all_that_it_names():
-    decoder = decoder_of("reduced", FixedLength(3), sampling=Sampling())
     drafted = {token for seed in range(5) for one in decoder.generate(PROMPT, 20).rounds for token in one.drafted}
     assert drafted == {0, 2, 3, 6} < set(range(VOCAB))
 
@@ -123,11 +145,9 @@ def test_the_vocabulary_of_a_reduced_draft_is_all_that_it_names():
 @pytest.mark.parametrize("kind", [*KINDS, "rnn"])
 def test_generate_of_transformers_takes_a_feature_draft_of_its_model(kind):
     keywords = {"custom_generate": speculative_generate, "do_sample": False, "max_new_tokens": 20}
-    ids = torch.tensor([PROMPT])
-    output = target("llama").generate(
-        ids, draft_model=draft(kind), policy=FixedLength(3), **keywords, return_dict_in_generate=True
-    )
+    keywords |= {"draft_model": draft(kind), "policy": FixedLength(3), "return_dict_in_generate": True}
+    output = target("llama").generate(torch.tensor([PROMPT]), **keywords)
     assert output.sequences[0, len(PROMPT) :].tolist() == greedy(20)
     assert output.generation.counts.num_drafted > 0
     with pytest.raises(ValueError, match="of another target"):
-        target("qwen2").generate(ids, draft_model=draft(kind), **keywords)
+        target("qwen2").generate(torch.tensor([PROMPT]), **keywords)

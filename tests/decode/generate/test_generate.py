@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
+from configs.command import run
 from decode import Generation
 from decode.__main__ import COMMANDS
 from decode.generate.transcript import STYLES, Detokenizer, Transcript, summary
 from decode.policies import FixedLength
+from tests.toys.enumeration import seeded
 from tests.toys.loop import PROMPT, decoder_of
 
 ROOT = Path(__file__, "../../../..").resolve()
@@ -23,48 +24,33 @@ class Letters:
         return "".join(chr(97 + i) for i in token_ids).replace("ji", "é").replace("j", "\ufffd")
 
 
-def run(capsys, monkeypatch, *flags: str) -> str:
-    from configs.command import run
-
+def printed(capsys, monkeypatch, *flags: str) -> str:
     monkeypatch.chdir(ROOT)
-    run(
-        COMMANDS,
-        argv=[
-            "generate",
-            "--config",
-            "configs/tiny.yaml",
-            "--prompt",
-            "Tom has 3 apples.",
-            "--max_new_tokens",
-            "24",
-            *flags,
-        ],
-    )
+    prompt = ("--prompt", "Tom has 3 apples.", "--max_new_tokens", "24")
+    run(COMMANDS, argv=["generate", "--config", "configs/tiny.yaml", *prompt, *flags])
     return capsys.readouterr().out
 
 
-def test_the_command_shows_text_and_one_summary_line(capsys, monkeypatch, tmp_path):
-    output = run(
-        capsys, monkeypatch, "--policy", "entropy:max_sqrt_entropy=0.4", "--svg", str(tmp_path / "picture.svg")
-    )
+def test_the_command_shows_text_and_one_summary_line_and_one_prompt_needs_no_prompt_set(capsys, monkeypatch, tmp_path):
+    flags = ("--svg", str(tmp_path / "picture.svg"), "--data.prompts", "nowhere/at-all.jsonl")
+    output = printed(capsys, monkeypatch, "--policy", "entropy:max_sqrt_entropy=0.4", *flags)
     assert "accepted" in output.splitlines()[0]
     assert "acceptance length" in output
     assert (tmp_path / "picture.svg").read_text().startswith("<svg")
 
 
 def test_json_holds_every_round_and_the_same_tokens(capsys, monkeypatch):
-    document = json.loads(run(capsys, monkeypatch, "--policy", "heuristic", "--json", "true").splitlines()[-1])
+    document = json.loads(printed(capsys, monkeypatch, "--policy", "heuristic", "--json", "true").splitlines()[-1])
     assert [token for played in document["rounds"] for token in played["emitted"]] == document["token_ids"]
+    generation = decoder_of(FixedLength(2)).generate(PROMPT, 20, generator=seeded(1))
+    for record in (document, generation.as_dict()):
+        assert sum(len(played["drafted"]) for played in record["rounds"]) == record["counts"]["num_drafted"]
+    assert Generation.of(generation.rounds) == generation
+    assert "rounds" in summary(generation, FixedLength(2))
     counts = document["counts"]
     assert counts["num_emitted"] == len(document["token_ids"]) <= 24
-    assert {"drafted", "num_accepted", "emitted", "next_kind", "stop_reason", "draft_s", "target_s"} == document[
-        "rounds"
-    ][0].keys()
-
-
-def test_one_prompt_needs_no_prompt_set(capsys, monkeypatch):
-    flags = ("--policy", "fixed_length:k=2", "--data.prompts", "nowhere/at-all.jsonl")
-    assert "acceptance length" in run(capsys, monkeypatch, *flags)
+    names = {"drafted", "num_accepted", "emitted", "next_kind", "stop_reason", "draft_s", "target_s"}
+    assert document["rounds"][0].keys() == names
 
 
 @pytest.mark.parametrize(
@@ -76,23 +62,17 @@ def test_one_prompt_needs_no_prompt_set(capsys, monkeypatch):
 )
 def test_a_mistake_ends_in_one_line(capsys, monkeypatch, flags, message):
     with pytest.raises(SystemExit) as stopped:
-        run(capsys, monkeypatch, *flags)
+        printed(capsys, monkeypatch, *flags)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_each_token_wears_the_colour_of_what_it_was():
-    rounds = (
-        decoder_of(FixedLength(2), eos_ids=()).generate(PROMPT, 30, generator=torch.Generator().manual_seed(0)).rounds
-    )
     transcript = Transcript(Console(), Letters())
-    for played in rounds:
-        text = transcript.text_of(played)
-        styles = [str(span.style) for span in text.spans]
-        rejected = played.num_accepted < len(played.drafted)
-        assert styles == [STYLES["accepted"]] * played.num_accepted + [STYLES["rejected"]] * rejected + [
-            STYLES[played.next_kind]
-        ]
+    for played in decoder_of(FixedLength(2), eos_ids=()).generate(PROMPT, 30, generator=seeded()).rounds:
+        kinds = ["accepted"] * played.num_accepted + ["rejected"] * (played.num_accepted < len(played.drafted))
+        styles = [str(span.style) for span in transcript.text_of(played).spans]
+        assert styles == [STYLES[kind] for kind in (*kinds, played.next_kind)]
 
 
 def test_half_a_character_waits_for_its_other_half():
@@ -100,11 +80,3 @@ def test_half_a_character_waits_for_its_other_half():
     assert [detokenizer.add(token) for token in (0, 9, 8, 1)] == ["a", "", "é", "b"]
     assert detokenizer.peek((2, 3)) == "cd"
     assert "".join(detokenizer.add(token % 5) for token in range(100)) == "abcde" * 20
-
-
-def test_records_of_rounds_add_up():
-    generation = decoder_of(FixedLength(2)).generate(PROMPT, 20, generator=torch.Generator().manual_seed(1))
-    record = json.loads(json.dumps(generation.as_dict()))
-    assert sum(len(played["drafted"]) for played in record["rounds"]) == record["counts"]["num_drafted"]
-    assert Generation.of(generation.rounds) == generation
-    assert "rounds" in summary(generation, FixedLength(2))

@@ -1,23 +1,17 @@
-"""Every keyword of `generate` means in speculative_generate what it means without, changes nothing, or is refused by
-name.
-"""
+"""Every keyword of `generate` means what it means without speculation, changes nothing, or is refused by name."""
 
 from functools import partial
 from itertools import chain
 
 import pytest
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
-    LlamaConfig,
-    MambaConfig,
-    MaxLengthCriteria,
     PreTrainedModel,
-    StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
-    StopStringCriteria,
     WatermarkingConfig,
 )
 from transformers.generation import BaseStreamer, EosTokenCriteria
@@ -36,11 +30,30 @@ def generate(target: PreTrainedModel, draft: PreTrainedModel | None, prompt: tor
     return target.generate(prompt, custom_generate=speculative_generate, draft_model=draft, **GREEDY | settings)
 
 
-class Letters:
-    """A tokenizer of single letters."""
+def assert_as_plain(target: PreTrainedModel, draft: PreTrainedModel, settings: dict) -> None:
+    assert generate(target, draft, **settings).tolist() == target.generate(PROMPT, **GREEDY | settings).tolist()
 
-    def decode(self, ids, **_):
-        return "".join(chr(97 + int(i)) for i in ids)
+
+class Spelling:
+    """A tokenizer of 40 letters, as far as stop strings ask."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def get_vocab(self):
+        return {chr(48 + token): token for token in range(40)}
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(letter) - 48 for letter in text]}
+
+    def _convert_id_to_token(self, token):
+        return chr(48 + token)
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+
+SPELLING = Spelling()
 
 
 def filled(target: PreTrainedModel) -> DynamicCache:
@@ -70,6 +83,12 @@ def filled(target: PreTrainedModel) -> DynamicCache:
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
         ({"token_type_ids": torch.zeros_like(PROMPT)}, "token_type_ids .*shape"),
         ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values"),
+        ({"inputs": PROMPT.repeat(2, 1)}, "batch of 2"),
+        ({"stop_strings": ["AB"], "tokenizer": SPELLING}, "stop strings"),
+        ({"past_key_values": lambda target: DynamicCache(config=target.config)}, "cache handed in"),
+        ({"past_key_values": lambda target: filled(target)}, "cache handed in"),
+        ({"past_key_values": lambda target: transformers.StaticCache(target.config, 32)}, "cache handed in"),
+        ({"inputs": None, "inputs_embeds": lambda target: target.get_input_embeddings()(PROMPT)}, "inputs_embeds"),
         ({"draft_model": None}, "needs a draft"),
         ({"max_new_tokens": 61}, "context of 64"),
         ({"policy": FixedLength(2), "num_assistant_tokens": 2}, "num_assistant_tokens and a policy are both set"),
@@ -86,6 +105,9 @@ def test_what_is_not_supported_is_refused_by_name(changes, said):
         if name in changes:
             target = taking(target, name)
     settings = {"inputs": PROMPT, "custom_generate": speculative_generate, "draft_model": draft, **GREEDY} | changes
+    for name in ("past_key_values", "inputs_embeds"):
+        if name in changes:
+            settings[name] = torch.no_grad()(changes[name])(target)
     with pytest.raises(ValueError, match=said):
         target.generate(**settings)
 
@@ -103,22 +125,6 @@ def taking(target: PreTrainedModel, name: str) -> PreTrainedModel:
     return target
 
 
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("past_key_values", lambda target: DynamicCache(config=target.config)),
-        ("past_key_values", filled),
-        ("past_key_values", lambda target: StaticCache(config=target.config, max_cache_len=32)),
-        ("inputs_embeds", lambda target: target.get_input_embeddings()(PROMPT).detach()),
-    ],
-)
-def test_what_belongs_to_a_model_is_refused_by_name(name, make):
-    target, draft = random_pair("llama")
-    said = "cache handed in" if name == "past_key_values" else name
-    with pytest.raises(ValueError, match=said):
-        generate(target, draft, None if name == "inputs_embeds" else PROMPT, **{name: make(target)})
-
-
 class Written(BaseStreamer):
     """Everything that a streamer is given."""
 
@@ -133,12 +139,13 @@ class Written(BaseStreamer):
 
 
 class StopsAfter(StoppingCriteria):
-    """Ends a text after so many new tokens."""
+    """Ends a text after so many new tokens; remembers which scores it was given."""
 
     def __init__(self, num_tokens):
-        self.num_tokens = num_tokens
+        self.num_tokens, self.scores = num_tokens, []
 
     def __call__(self, input_ids, scores, **_):
+        self.scores.append(scores)
         return torch.tensor([input_ids.shape[1] - PROMPT.shape[1] == self.num_tokens])
 
 
@@ -148,8 +155,8 @@ def test_a_streamer_is_given_the_prompt_and_each_round_as_it_comes(num_stop):
     streamer = Written()
     criteria = [StopsAfter(num_stop)] if num_stop else []
     settings = {"draft_model": draft, "policy": FixedLength(4), "stopping_criteria": StoppingCriteriaList(criteria)}
-    generate = partial(speculative_generate, streamer=streamer)
-    ids = target.generate(PROMPT, custom_generate=generate, **GREEDY, **settings)[0].tolist()
+    streaming = partial(speculative_generate, streamer=streamer)
+    ids = target.generate(PROMPT, custom_generate=streaming, **GREEDY, **settings)[0].tolist()
     assert streamer.has_ended
     assert streamer.pieces[0] == PROMPT[0].tolist()
     assert list(chain.from_iterable(streamer.pieces)) == ids
@@ -157,10 +164,8 @@ def test_a_streamer_is_given_the_prompt_and_each_round_as_it_comes(num_stop):
     assert num_stop is None or len(ids) == PROMPT.shape[1] + num_stop
 
 
-def test_batches_and_encoder_decoders_are_refused(monkeypatch):
+def test_encoder_decoders_are_refused(monkeypatch):
     target, draft = random_pair("llama")
-    with pytest.raises(ValueError, match="batch of 2"):
-        generate(target, draft, PROMPT.repeat(2, 1))
     monkeypatch.setattr(target.config, "is_encoder_decoder", True)
     with pytest.raises(ValueError, match="encoder-decoder"):
         speculative_generate(target, PROMPT, generation_config=target.generation_config, draft_model=draft)
@@ -175,7 +180,7 @@ def test_batches_and_encoder_decoders_are_refused(monkeypatch):
         {"use_cache": True},
         {"logits_to_keep": 2},
         {"negative_prompt_ids": torch.tensor([[2, 2]])},
-        {"tokenizer": Letters()},
+        {"tokenizer": SPELLING},
         {"token_type_ids": None},
         {"prefix_allowed_tokens_fn": lambda batch, ids: [2, 7, 11, int(ids[-1])]},
         {"min_new_tokens": 6, "eos_token_id": list(range(0, 40, 3))},
@@ -183,8 +188,7 @@ def test_batches_and_encoder_decoders_are_refused(monkeypatch):
     ],
 )
 def test_what_is_supported_or_harmless_gives_the_tokens_of_plain_generate(settings):
-    target, draft = random_pair("llama")
-    assert generate(target, draft, **settings).tolist() == target.generate(PROMPT, **GREEDY | settings).tolist()
+    assert_as_plain(*random_pair("llama"), settings)
 
 
 @pytest.mark.parametrize(
@@ -199,10 +203,11 @@ def test_what_is_supported_or_harmless_gives_the_tokens_of_plain_generate(settin
 )
 def test_processors_may_name_ids_that_a_narrower_draft_lacks(settings):
     target, _ = random_pair("llama")
-    draft = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIGS["llama"].to_dict() | {"vocab_size": 36})).double()
+    config = transformers.LlamaConfig(**CONFIGS["llama"].to_dict() | {"vocab_size": 36})
+    draft = AutoModelForCausalLM.from_config(config).double()
     draft.resize_token_embeddings(36)
     draft.get_input_embeddings().weight.data = target.get_input_embeddings().weight.data.clone()  # fed every id
-    assert generate(target, draft.eval(), **settings).tolist() == target.generate(PROMPT, **GREEDY | settings).tolist()
+    assert_as_plain(target, draft.eval(), settings)
 
 
 @pytest.mark.parametrize(
@@ -224,68 +229,33 @@ def test_the_settings_of_assisted_generation_and_policies_in_words_decide_the_dr
     assert [round_.drafted for round_ in ours] == [round_.drafted for round_ in expected]
 
 
-def test_a_draft_given_by_its_path_drafts_as_the_loaded_one(tmp_path):
+def test_a_draft_given_by_its_path_drafts_as_the_loaded_one_and_ids_keep_their_dtype(tmp_path):
     target, draft = random_pair("llama")
     draft.save_pretrained(tmp_path)
-    expected = generate(target, draft, return_dict_in_generate=True).generation
-    ours = generate(target, str(tmp_path), return_dict_in_generate=True).generation
+    ours, expected = (
+        generate(target, model, return_dict_in_generate=True).generation for model in (str(tmp_path), draft)
+    )
     assert [r.drafted for r in ours.rounds] == [r.drafted for r in expected.rounds]
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_ids_are_of_the_dtype_that_plain_generate_gives(dtype):
-    target, draft = random_pair("llama")
-    expected, ours = target.generate(PROMPT.to(dtype), **GREEDY), generate(target, draft, PROMPT.to(dtype))
-    assert (ours.dtype, ours.tolist()) == (expected.dtype, expected.tolist())
-
-
-class Spelling:
-    """A tokenizer of 40 letters, as far as stop strings ask."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def get_vocab(self):
-        return {chr(48 + token): token for token in range(40)}
-
-    def __call__(self, text, **_):
-        return {"input_ids": [ord(letter) - 48 for letter in text]}
-
-    def _convert_id_to_token(self, token):
-        return chr(48 + token)
-
-    def convert_tokens_to_string(self, tokens):
-        return "".join(tokens)
+    for dtype in (torch.int32, torch.int64):
+        plain, ours = target.generate(PROMPT.to(dtype), **GREEDY), generate(target, draft, PROMPT.to(dtype))
+        assert (ours.dtype, ours.tolist()) == (plain.dtype, plain.tolist())
 
 
 def test_stop_strings_are_a_criterion_and_no_setting():
     target, draft = random_pair("llama")
     plain = target.generate(PROMPT, **GREEDY)[0].tolist()
     text = "".join(chr(48 + token) for token in plain[9:11])
-    criteria = {"stopping_criteria": StoppingCriteriaList([StopStringCriteria(Spelling(), [text])])}
+    criteria = {"stopping_criteria": StoppingCriteriaList([transformers.StopStringCriteria(SPELLING, [text])])}
     expected = target.generate(PROMPT, **GREEDY | criteria).tolist()
     assert len(expected[0]) < len(plain)
     assert generate(target, draft, **criteria).tolist() == expected
-    with pytest.raises(ValueError, match="stop strings"):
-        generate(target, draft, stop_strings=[text], tokenizer=Spelling())
-
-
-class Watches(StoppingCriteria):
-    """Never stops; remembers which scores it was given."""
-
-    def __init__(self):
-        self.scores = []
-
-    def __call__(self, input_ids, scores, **_):
-        self.scores.append(scores)
-        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 def test_criteria_are_asked_as_often_and_with_the_same_scores_as_by_plain_generate():
     target, draft = random_pair("llama")
     asked = []
     for how in ({}, {"custom_generate": speculative_generate, "draft_model": draft}):
-        criterion = Watches()
+        criterion = StopsAfter(None)
         target.generate(PROMPT, stopping_criteria=StoppingCriteriaList([criterion]), **GREEDY | how)
         asked.append(criterion.scores)
     assert asked[0] == asked[1] == [None] * 12
@@ -297,12 +267,11 @@ def test_a_criterion_of_ones_own_takes_the_place_of_the_configs(place, kind):
     target, draft = random_pair("llama")
     plain = target.generate(PROMPT, **GREEDY)[0].tolist()
     own = {
-        "length": MaxLengthCriteria(5 + place),
+        "length": transformers.MaxLengthCriteria(5 + place),
         "eos": EosTokenCriteria(plain[5 + place]),
-        "shorter than the prompt": MaxLengthCriteria(2),
+        "shorter than the prompt": transformers.MaxLengthCriteria(2),
     }[kind]
-    settings = {"stopping_criteria": StoppingCriteriaList([own]), "eos_token_id": plain[5 + 9]}
-    assert generate(target, draft, **settings).tolist() == target.generate(PROMPT, **GREEDY | settings).tolist()
+    assert_as_plain(target, draft, {"stopping_criteria": StoppingCriteriaList([own]), "eos_token_id": plain[5 + 9]})
 
 
 @pytest.mark.parametrize(
@@ -321,8 +290,8 @@ def test_a_cache_without_attention_layers_is_told_from_one_handed_in():
     """Mamba's caches have no length to ask for: generate's own is empty, and a user's is refused."""
     sizes = {"vocab_size": 40, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "pad_token_id": 0}
     torch.manual_seed(0)
-    target, draft = (AutoModelForCausalLM.from_config(MambaConfig(**sizes)).eval() for _ in range(2))
-    assert generate(target, draft).tolist() == target.generate(PROMPT, **GREEDY).tolist()
+    target, draft = (AutoModelForCausalLM.from_config(transformers.MambaConfig(**sizes)).eval() for _ in range(2))
+    assert_as_plain(target, draft, {})
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
         target(PROMPT[:, :3], cache_params=cache)

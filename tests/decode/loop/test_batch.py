@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import MistralConfig, MistralForCausalLM
 
 import decode.loop.decoder
 import lm.selfcheck
@@ -16,7 +16,7 @@ from decode.policies import Entropy, FixedLength, HeadPolicy
 from lm import RandomSampler, Sampling
 from lm import batch as batch_module
 from lm.batch import BatchModel
-from tests.toys.enumeration import ToyModel, assert_same_law, law_of
+from tests.toys.enumeration import ToyModel, assert_same_law, law_of, seeded
 from tests.toys.loop import AUTOS, OTHER, POLICIES, PROMPT, RULE, SAMPLINGS, LearnedProb, ToyBatch, decoder_of, toy_head
 from tests.toys.random_pairs import CONFIGS, random_pair
 
@@ -30,8 +30,8 @@ def toys(monkeypatch):
     )
 
 
-def seeded(seed: int) -> RandomSampler:
-    return RandomSampler(torch.Generator().manual_seed(seed))
+def draws_of(seed: int) -> RandomSampler:
+    return RandomSampler(seeded(seed))
 
 
 def timeless(generation: Generation) -> list:
@@ -40,22 +40,26 @@ def timeless(generation: Generation) -> list:
 
 def assert_as_alone(decoder: SpeculativeDecoder, prompts, limits, batch_size: int) -> None:
     """Every round of every generation is that of `generate`."""
-    together = decoder.generate_batch(
-        prompts, limits, batch_size=batch_size, generator=[seeded(i) for i in range(len(prompts))]
-    )
+    draws = [draws_of(number) for number in range(len(prompts))]
+    together = decoder.generate_batch(prompts, limits, batch_size=batch_size, generator=draws)
     for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        assert timeless(together[number]) == timeless(decoder.generate(prompt, limit, generator=seeded(number))), number
+        alone = decoder.generate(prompt, limit, generator=draws_of(number))
+        assert timeless(together[number]) == timeless(alone), number
 
 
 PROMPTS = [[0, 1], [1], [2, 2, 1, 0, 1, 2, 1, 0, 0, 1], [0], [1, 1, 2], [2, 0]]
 LIMITS = [9, 4, 12, 0, 7, 15]
 
 
-@pytest.mark.parametrize(
-    ("policy", "batch_size"), [*((policy, 4) for policy in POLICIES), *(("ada_edl", size) for size in (1, 2, 9))]
-)
-def test_every_policy_drafts_in_a_batch_what_it_drafts_alone(policy, batch_size):
-    assert_as_alone(decoder_of(POLICIES[policy], sampling=SAMPLINGS["top_k"], length=5), PROMPTS, LIMITS, batch_size)
+CASES = {name: (decoder_of(policy, sampling=SAMPLINGS["top_k"], length=5), 4) for name, policy in POLICIES.items()}
+CASES |= {f"{size} rows": (CASES["ada_edl"][0], size) for size in (1, 2, 9)}
+CASES |= {name: (decoder_of(POLICIES["both_heads"], sampling=sampling), 3) for name, sampling in SAMPLINGS.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_policy_and_sampling_drafts_in_a_batch_what_it_drafts_alone(case):
+    decoder, batch_size = CASES[case]
+    assert_as_alone(decoder, PROMPTS, LIMITS, batch_size)
 
 
 def withheld(self, place, p):
@@ -88,17 +92,13 @@ def test_lessons_withheld_or_handed_on_would_not_pass(policy, step, mutant, monk
         test_a_sequence_learns_from_its_own_rounds_as_it_does_alone(policy)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_every_sampling_draws_in_a_batch_what_it_draws_alone(sampling):
-    assert_as_alone(decoder_of(POLICIES["both_heads"], sampling=SAMPLINGS[sampling], eos_ids=(2,)), PROMPTS, LIMITS, 3)
-
-
 @pytest.mark.parametrize("policy", ["self_verify", "ada_edl", "auto", "batch_rule"])
 def test_a_sequence_has_the_targets_law_whoever_sits_beside_it(policy):
     decoder = decoder_of((POLICIES | AUTOS)[policy], sampling=SAMPLINGS["cold"])
 
     def play(draws):
-        return decoder.generate_batch([PROMPT, OTHER], [3, 4], batch_size=2, generator=[draws, seeded(5)])[0].token_ids
+        generator = [draws, draws_of(5)]
+        return decoder.generate_batch([PROMPT, OTHER], [3, 4], batch_size=2, generator=generator)[0].token_ids
 
     assert_same_law(law_of(play), ToyModel(1).law(PROMPT, 3, sampling=decoder.sampling, eos_ids=decoder.eos_ids))
 
@@ -107,29 +107,23 @@ def test_sequences_of_a_batch_are_independent():
     decoder = decoder_of(RULE)
 
     def play(draws):
-        return tuple(
-            each.token_ids
-            for each in decoder.generate_batch([PROMPT, OTHER], 2, batch_size=2, generator=[draws, draws])
-        )
+        generations = decoder.generate_batch([PROMPT, OTHER], 2, batch_size=2, generator=[draws, draws])
+        return tuple(each.token_ids for each in generations)
 
-    ours, others = (
-        ToyModel(1).law(prompt, 2, sampling=decoder.sampling, eos_ids=decoder.eos_ids) for prompt in (PROMPT, OTHER)
-    )
+    how = {"sampling": decoder.sampling, "eos_ids": decoder.eos_ids}
+    ours, others = (ToyModel(1).law(prompt, 2, **how) for prompt in (PROMPT, OTHER))
     assert_same_law(law_of(play), {(a, b): p * q for a, p in ours.items() for b, q in others.items()})
 
 
 def test_prompts_that_are_the_same_are_answered_by_chance_of_their_own():
-    decoder = decoder_of(FixedLength(2), eos_ids=())
-    texts = {
-        each.token_ids for each in decoder.generate_batch([PROMPT] * 6, 12, generator=torch.Generator().manual_seed(0))
-    }
-    assert len(texts) == 6
+    generations = decoder_of(FixedLength(2), eos_ids=()).generate_batch([PROMPT] * 6, 12, generator=seeded())
+    assert len({each.token_ids for each in generations}) == 6
 
 
 @pytest.mark.parametrize("policy", ["fixed_length", "ada_edl", "batch_rule"])
 def test_the_rounds_of_a_batch_add_up_to_the_counts_of_its_sequences(policy):
     decoder = decoder_of((POLICIES | AUTOS)[policy], length=4)
-    batch, rounds = decoder.batch(PROMPTS, LIMITS, batch_size=3, generator=torch.Generator().manual_seed(1))
+    batch, rounds = decoder.batch(PROMPTS, LIMITS, batch_size=3, generator=seeded(1))
     played = list(rounds)
     counts = [each.counts for each in batch.generations]
     assert sum(sum(one.steps) for one in played) == sum(each.num_draft_forwards for each in counts)
@@ -153,17 +147,13 @@ def whole_pair() -> SpeculativeDecoder:
     return SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(4)), sampling=Sampling(temperature=0.0))
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_a_batch_may_be_as_small_as_one(batch_size):
-    assert_as_alone(whole_pair(), [[3, 1, 4, 1, 5], [9], [2, 6]], [5, 8, 6], batch_size)
+def test_a_batch_may_be_as_small_as_one():
+    for batch_size in (1, 2):
+        assert_as_alone(whole_pair(), [[3, 1, 4, 1, 5], [9], [2, 6]], [5, 8, 6], batch_size)
 
 
 MUTANTS = {
-    "seen_padding": (
-        batch_module,
-        "visible",
-        lambda places, end: torch.ones(*places.shape, end, dtype=torch.bool),
-    ),
+    "seen_padding": (batch_module, "visible", lambda places, end: torch.ones(*places.shape, end, dtype=torch.bool)),
     "rejected_tokens_stay": (
         batch_module.BatchRow,
         "roll_back",
@@ -181,17 +171,14 @@ def test_a_broken_batch_is_refused_before_it_decodes_and_would_not_pass(mutant, 
     monkeypatch.setattr(lm.selfcheck, "_PASSED", {})
     with pytest.raises((ValueError, AssertionError)):
         decoder.generate_batch([[3, 1, 4, 1, 5], [9]], 8, batch_size=2)
-    monkeypatch.setattr(
-        lm.selfcheck,
-        "_PASSED",
-        {model: {"rows of different lengths": False} for model in (decoder.target.model, decoder.drafter.model.model)},
-    )
+    models = decoder.target.model, decoder.drafter.model.model
+    monkeypatch.setattr(lm.selfcheck, "_PASSED", {model: {"rows of different lengths": False} for model in models})
     with pytest.raises(AssertionError):
         assert_as_alone(decoder, [[3, 1, 4, 1, 5], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9]], [14, 10, 12], 2)
 
 
 def test_draws_that_rows_share_would_not_pass(monkeypatch):
-    monkeypatch.setattr(decode.loop.decoder, "RandomSampler", lambda generator: seeded(0))
+    monkeypatch.setattr(decode.loop.decoder, "RandomSampler", lambda generator: draws_of(0))
     with pytest.raises(AssertionError):
         test_prompts_that_are_the_same_are_answered_by_chance_of_their_own()
 
@@ -208,57 +195,58 @@ INTEGERS = {
 def test_prompts_and_limits_are_read_in_any_integer_type(kind):
     array, number = INTEGERS[kind]
     decoder = decoder_of(POLICIES["ada_edl"], length=5)
-    draws = [[seeded(place) for place in range(2)] for _ in range(4)]
+    draws = [[draws_of(place) for place in range(2)] for _ in range(4)]
     expected = decoder.generate_batch([PROMPT, OTHER], 6, batch_size=2, generator=draws[0])
     prompts = [array(PROMPT), array(OTHER)]
     for limits, own in zip((number(6), [number(6)] * 2, array([6, 6])), draws[1:], strict=True):
         found = decoder.generate_batch(prompts, limits, batch_size=number(2), generator=own)
         assert [*map(timeless, found)] == [*map(timeless, expected)]
         assert {type(token) for each in found for token in each.token_ids} == {int}
-    assert timeless(decoder.generate(prompts[0], number(6), generator=seeded(0))) == timeless(expected[0])
+    assert timeless(decoder.generate(prompts[0], number(6), generator=draws_of(0))) == timeless(expected[0])
 
 
-def test_what_is_no_integer_is_refused_in_one_line():
+def in_batch(prompt, limit, **how):
+    return decoder_of(FixedLength(2)).generate_batch([prompt], limit, **how)
+
+
+def alone(prompt, limit):
+    return decoder_of(FixedLength(2)).generate(prompt, limit)
+
+
+def batch_of_a_window():
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = MistralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, sliding_window=8)
+    windowed = MistralForCausalLM(config).eval()
+    SpeculativeDecoder(windowed, ModelDrafter(windowed, FixedLength(2))).generate_batch([[1]], 4)
+
+
+def batch_of_another_drafter():
     decoder = decoder_of(FixedLength(2))
-    for several, complaint in (
-        (torch.tensor([PROMPT]), r"is \[0, 1\] \(list\); it must be an integer"),
-        (torch.zeros(2), r"is 0\.0 \(float\)"),
-    ):
-        for generate in (decoder.generate, lambda prompt, limit: decoder.generate_batch([prompt], limit)):
-            with pytest.raises(ValueError, match=f"a token id of a prompt {complaint}"):
-                generate(several, 3)
-    with pytest.raises(ValueError, match="max_new_tokens has 2 entries for 1 prompts"):
-        decoder.generate_batch([PROMPT], [3, 3])
-    for limits, complaint in (
-        (2.5, r"max_new_tokens is 2\.5"),
-        ("3", "max_new_tokens is '3'"),
-        ([2.0], r"an entry of max_new_tokens is 2\.0"),
-    ):
-        with pytest.raises(ValueError, match=complaint):
-            limits_of(limits, 1)
-
-
-def test_what_has_no_batches_is_refused_in_one_line():
-    config = MistralConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=8,
-    )
-    windowed = AutoModelForCausalLM.from_config(config).eval()
-    decoder = SpeculativeDecoder(windowed, ModelDrafter(windowed, FixedLength(2)))
-    with pytest.raises(
-        ValueError, match="MistralForCausalLM cannot be decoded in batches: its cache has DynamicSlidingWindowLayer"
-    ):
-        decoder.generate_batch([[1]], 4)
-    decoder = decoder_of(FixedLength(2))
-    with pytest.raises(ValueError, match="batch_size is 0"):
-        decoder.generate_batch([[1]], 4, batch_size=0)
-    with pytest.raises(ValueError, match="the prompt has no tokens"):
-        decoder.generate_batch([[1], []], 4)
     decoder.drafter = object()
-    with pytest.raises(ValueError, match="one prompt at a time"):
-        decoder.generate_batch([[1]], 4)
+    decoder.generate_batch([[1]], 4)
+
+
+@pytest.mark.parametrize(
+    ("refused", "complaint"),
+    [
+        *(
+            (lambda generate=generate, ids=ids: generate(ids, 3), f"a token id of a prompt is {complaint}")
+            for generate in (alone, in_batch)
+            for ids, complaint in (
+                (torch.tensor([PROMPT]), r"\[0, 1\] \(list\); it must be an integer"),
+                (torch.zeros(2), r"0\.0 \(float\)"),
+            )
+        ),
+        (lambda: in_batch(PROMPT, [3, 3]), "max_new_tokens has 2 entries for 1 prompts"),
+        (lambda: limits_of(2.5, 1), r"max_new_tokens is 2\.5"),
+        (lambda: limits_of("3", 1), "max_new_tokens is '3'"),
+        (lambda: limits_of([2.0], 1), r"an entry of max_new_tokens is 2\.0"),
+        (lambda: in_batch([1], 4, batch_size=0), "batch_size is 0"),
+        (lambda: in_batch([], 4), "the prompt has no tokens"),
+        (batch_of_a_window, "MistralForCausalLM cannot be decoded in batches: its cache has DynamicSlidingWindowLayer"),
+        (batch_of_another_drafter, "one prompt at a time"),
+    ],
+)
+def test_what_is_no_integer_and_what_has_no_batches_is_refused_in_one_line(refused, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        refused()

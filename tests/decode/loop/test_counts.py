@@ -1,16 +1,13 @@
-"""Law 4.4 on real and toy models: what the loop counts is what drafter, models and cache saw; and one stream at a
-time.
-"""
+"""Law 4.4: what the loop counts is what drafter, models and cache saw; and one stream at a time."""
 
 from dataclasses import replace
 
 import pytest
-import torch
 
+import decode.loop.rounds
 from decode import InnerRounds, ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, Entropy, FixedLength, Policy
-from lm import CachedModel
-from tests.toys.enumeration import ToyModel
+from tests.toys.enumeration import ToyModel, seeded
 from tests.toys.loop import POLICIES, PROMPT, decoder_of
 from tests.toys.observed import observed
 from tests.toys.random_pairs import random_pair
@@ -19,7 +16,7 @@ from tests.toys.random_pairs import random_pair
 def assert_counts(decoder: SpeculativeDecoder, max_new_tokens: int, *, seed: int) -> set[str | None]:
     """The counts of one generation are what was seen of it; returns the kinds of its rounds."""
     with observed(decoder, decoder.drafter.model) as seen:
-        generation = decoder.generate(PROMPT, max_new_tokens, generator=torch.Generator().manual_seed(seed))
+        generation = decoder.generate(PROMPT, max_new_tokens, generator=seeded(seed))
     seen.check(generation, len(PROMPT))
     assert generation.counts.num_draft_forwards == seen.num_draft_forwards
     return {played.next_kind for played in generation.rounds}
@@ -45,38 +42,29 @@ def test_counts_are_what_real_models_saw_read_or_unread(eos_ids, is_unread):
         assert_counts(decoder, 24, seed=seed)
 
 
-def test_a_stop_between_forward_and_draw_costs_a_forward_and_no_token():
+def test_unused_forwards_and_those_of_a_hierarchys_draft_are_counted():
     target, draft = random_pair("llama")
-    for policy in (AdaEDL(initial_lambda=0.65), Entropy(0.6)):
+    for policy in (AdaEDL(initial_lambda=0.65), Entropy(0.6)):  # a stop between a forward and its draw has no token
         assert_counts(SpeculativeDecoder(target, ModelDrafter(draft, policy), eos_ids=frozenset()), 24, seed=0)
-
-
-def test_a_hierarchy_counts_its_own_drafts_and_the_forwards_of_its_draft():
-    drafter = PreVerifiedDrafter(
-        ModelDrafter(ToyModel(3), FixedLength(2)), ToyModel(2), Policy(), rounds=InnerRounds(window=2)
-    )
+    micro = ModelDrafter(ToyModel(3), FixedLength(2))
+    drafter = PreVerifiedDrafter(micro, ToyModel(2), Policy(), rounds=InnerRounds(window=2))
     for seed in range(4):
-        assert_counts(
-            SpeculativeDecoder(ToyModel(1), drafter, eos_ids=frozenset({2}), max_draft_length=5), 12, seed=seed
-        )
+        decoder = SpeculativeDecoder(ToyModel(1), drafter, eos_ids=frozenset({2}), max_draft_length=5)
+        assert_counts(decoder, 12, seed=seed)
 
 
 def test_a_round_that_is_cut_discards_what_was_cut():
-    decoder = decoder_of(FixedLength(3), eos_ids=())
-    for played in decoder.generate(PROMPT, 30, generator=torch.Generator().manual_seed(0)).rounds:
+    for played in decoder_of(FixedLength(3), eos_ids=()).generate(PROMPT, 30, generator=seeded()).rounds:
         for num_emitted in range(1, len(played.emitted) + 1):
             cut = played.truncated(num_emitted)
             assert cut.emitted == played.emitted[:num_emitted]
             assert cut.counts.num_discarded == len(played.drafted) + 1 - num_emitted
-            assert cut.counts.num_accepted == len(
-                [one for one, other in zip(cut.emitted, played.drafted, strict=False) if one == other]
-            )
+            pairs = zip(cut.emitted, played.drafted, strict=False)
+            assert cut.counts.num_accepted == sum(one == other for one, other in pairs)
 
 
 def test_the_loop_itself_notices_a_miscount(monkeypatch):
     """Every generation asserts law 4.4, with N_discarded as the target's cache has it."""
-    import decode.loop.rounds
-
     count = decode.loop.rounds._counts_of
 
     def one_too_many(proposal, num_accepted, num_emitted):
@@ -88,37 +76,20 @@ def test_the_loop_itself_notices_a_miscount(monkeypatch):
         decoder_of(FixedLength(2)).generate(PROMPT, 8)
 
 
-def test_one_stream_at_a_time():
+def test_one_stream_at_a_time_and_one_that_is_closed_or_fails_frees_its_decoder():
     decoder = decoder_of(FixedLength(2), eos_ids=())
-    first = decoder.stream(PROMPT, 12, generator=torch.Generator().manual_seed(0))
+    first = decoder.stream(PROMPT, 12, generator=seeded())
     begun = next(first)
     with pytest.raises(ValueError, match="another stream"):
         next(decoder.stream(PROMPT, 12))
     with pytest.raises(ValueError, match="close"):
         decoder.generate(PROMPT, 12)
     tokens = [token for played in (begun, *first) for token in played.emitted]  # the refusals left the first as it was
-    assert tokens == list(decoder.generate(PROMPT, 12, generator=torch.Generator().manual_seed(0)).token_ids)
-
-
-def test_a_stream_that_is_closed_or_fails_frees_its_decoder():
-    decoder = decoder_of(FixedLength(2), eos_ids=())
-    first = decoder.stream(PROMPT, 12)
-    next(first)
-    first.close()
+    assert tokens == list(decoder.generate(PROMPT, 12, generator=seeded()).token_ids)
+    closed = decoder.stream(PROMPT, 12)
+    next(closed)
+    closed.close()
     assert len(decoder.generate(PROMPT, 12).token_ids) == 12
     with pytest.raises(ValueError, match="no tokens"):
         decoder.generate([], 12)
     assert len(decoder.generate(PROMPT, 12).token_ids) == 12
-
-
-def test_a_cached_target_ends_at_the_eos_of_its_model():
-    target, draft = random_pair("llama")
-    free = SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(3))).generate(
-        PROMPT, 24, generator=torch.Generator().manual_seed(0)
-    )
-    eos = free.token_ids[9]
-    target.generation_config.eos_token_id = [eos]
-    for model in (target, CachedModel(target)):
-        decoder = SpeculativeDecoder(model, ModelDrafter(draft, FixedLength(3)))
-        tokens = decoder.generate(PROMPT, 24, generator=torch.Generator().manual_seed(0)).token_ids
-        assert tokens == free.token_ids[: free.token_ids.index(eos) + 1]

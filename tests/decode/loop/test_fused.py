@@ -1,53 +1,31 @@
-"""The draft step as one compiled step is the step by step one: same tokens, laws and signals. Left uncompiled but in
-the last test.
-"""
+"""The draft step as one compiled step is the step by step one; left uncompiled but in the last test."""
 
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from decode import ModelDrafter, Session
 from decode.generate.in_transformers import ProcessedSampling
 from decode.loop.fused import fused_step
-from decode.policies import AfterDraw, FixedLength, Policy
+from decode.policies import FixedLength
 from heads import AcceptanceHead
 from lm import CachedModel, RandomSampler, Sampling, UniformSource
+from tests.decode.loop.test_signals import Watch
+from tests.toys.enumeration import seeded
 from tests.toys.loop import SAMPLINGS
+from tests.toys.small_pair import llama
 
-SIZES = {
-    "vocab_size": 20,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
 PROMPT = [1, 2, 3]
-
-
-@dataclass(frozen=True)
-class Watch(Policy):
-    """Never stops; keeps what it was shown."""
-
-    fed_head: AcceptanceHead | None = None
-    drawn_head: AcceptanceHead | None = None
-    prefix_head: AcceptanceHead | None = None
-    seen: list[AfterDraw] = field(default_factory=list)
-    signals = frozenset(AfterDraw._fields) - {"position", "confidence_logit"}
-
-    def after(self, state, drawn):
-        self.seen.append(drawn)
-        return state, False
 
 
 def a_model():
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, num_hidden_layers=1)).eval()
+    return AutoModelForCausalLM.from_config(llama(num_hidden_layers=1, num_key_value_heads=2)).eval()
 
 
 def a_head(timing, *inputs):
@@ -59,9 +37,7 @@ def a_head(timing, *inputs):
 
 
 def drafted(compile, sampling, draws, heads):
-    """Tokens, laws and signals of two rounds: the second feeds the last token of the first, which was accepted, and one
-    more.
-    """
+    """Tokens, laws and signals of two rounds: after the first, which was accepted, two tokens are fed."""
     policy = Watch(*heads)
     drafter = ModelDrafter(CachedModel(a_model(), with_hidden=True, compile=compile), policy)
     drafter.start(Session(sampling, frozenset(), draws))
@@ -73,7 +49,7 @@ def drafted(compile, sampling, draws, heads):
     return first.tokens + second.tokens, torch.stack(first.dists + second.dists), torch.tensor(policy.seen)
 
 
-def assert_alike(sampling, heads, make_draws=lambda: RandomSampler(torch.Generator().manual_seed(3))):
+def assert_alike(sampling, heads, make_draws=lambda: RandomSampler(seeded(3))):
     expected = drafted(False, sampling, make_draws(), heads)
     tokens, laws, signals = drafted("stop", sampling, make_draws(), heads)
     assert tokens == expected[0]
@@ -81,24 +57,23 @@ def assert_alike(sampling, heads, make_draws=lambda: RandomSampler(torch.Generat
     torch.testing.assert_close(signals, expected[2], rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def uncompiled(monkeypatch):
+    """In this process; the last test compiles in another."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_tokens_laws_and_signals_are_those_of_the_unfused_step(sampling):
-    assert_alike(sampling, (a_head("fed", True, True), a_head("drawn", True, True), a_head("prefix", True)))
+@pytest.mark.parametrize(
+    ("sampling", "inputs"),
+    [
+        *((sampling, (True, True)) for sampling in SAMPLINGS.values()),
+        *((Sampling(), inputs) for inputs in ((), (True,), (("entropy",), True), (("text_position",),))),
+    ],
+)
+def test_tokens_laws_and_signals_are_those_of_the_unfused_step_for_heads_of_every_input(sampling, inputs):
+    assert_alike(sampling, (a_head("fed", *inputs), a_head("drawn", *inputs), a_head("prefix", *inputs[:1])))
 
 
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("inputs", [(), (True,), (("entropy",), True), (("text_position",),)])
-def test_heads_of_every_input_score_as_in_the_unfused_step(inputs):
-    assert_alike(Sampling(), (a_head("fed", *inputs), a_head("drawn", *inputs)))
-
-
-@pytest.mark.usefixtures("uncompiled")
 def test_a_settled_token_is_drawn_and_its_own_signals_are_read():
     class Settled(RandomSampler):
         def token(self, law):
@@ -113,7 +88,6 @@ def test_a_settled_token_is_drawn_and_its_own_signals_are_read():
     assert drafted("stop", Sampling(), Settled(), heads)[0] == [4] * 9
 
 
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0)])
 def test_a_distribution_that_is_not_finite_is_refused(sampling):
     model = a_model()
@@ -125,7 +99,6 @@ def test_a_distribution_that_is_not_finite_is_refused(sampling):
         drafter.propose(list(PROMPT), 2)
 
 
-@pytest.mark.usefixtures("uncompiled")
 def test_what_cannot_be_fused_is_not_and_a_step_outlives_its_drafter():
     class Told:
         def token(self, law):
@@ -148,16 +121,9 @@ def test_what_cannot_be_fused_is_not_and_a_step_outlives_its_drafter():
 def test_the_fused_step_really_compiles_to_the_same():
     """In a process of its own, since what checks shapes in this one does not compile."""
     script = (
-        "import sys; sys.path += ['tests/decode', 'tests/decode/loop']; import test_fused as here; from lm import "
-        "Sampling; "
-        "here.assert_alike(Sampling(0.7, 5, 0.9), (here.a_head('fed', True, True), here.a_head('drawn', True, "
-        "True))); print('alike')"
+        "from lm import Sampling; from tests.decode.loop.test_fused import a_head, assert_alike; "
+        "assert_alike(Sampling(0.7, 5, 0.9), [a_head(time, True, True) for time in ('fed', 'drawn')]); print('alike')"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    how = {"capture_output": True, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "check": False}
+    found = subprocess.run([sys.executable, "-c", script], **how)
     assert found.stdout.split()[-1:] == ["alike"], found.stderr[-2000:]

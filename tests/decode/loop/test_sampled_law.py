@@ -1,13 +1,11 @@
 """Sampled sequences follow the target's law: a chi-square test of the loop with its real random numbers.
 
-Enumeration (test_losslessness) proves the loop given independent draws; this sees the draws themselves, and mutants
-that only they show.
+Enumeration (test_losslessness) proves the loop given independent draws; this sees the draws themselves.
 
     statistic   sum over outcomes (observed - expected)^2 / expected, outcomes expected under 5 times pooled, from
                 NUM_SAMPLES runs
     alarm       when the statistic exceeds the chi-square quantile of FALSE_ALARM: a lossless loop fails with that
-                probability per seed
-                (seeds are fixed, so a pass stays a pass)
+                probability per seed (seeds are fixed, so a pass stays a pass)
     power       of a mutant with exact law m: noncentral chi-square, noncentrality NUM_SAMPLES * sum (m - p)^2 / p
 """
 
@@ -20,18 +18,18 @@ from scipy.stats import chi2, ncx2
 from decode.policies import Entropy, FixedLength
 from lm import RandomSampler, Sampling
 from tests.decode.mutants import MUTANTS
-from tests.toys.enumeration import ToyModel, law_of
-from tests.toys.loop import PROMPT, SAMPLINGS, decoder_of
+from tests.toys.enumeration import ToyModel, law_of, seeded
+from tests.toys.loop import PROMPT, SAMPLINGS, Law, decoder_of
 
 NUM_SAMPLES = 2000
 FALSE_ALARM = 1e-6
 
 
-def expected_law(sampling: Sampling) -> dict[tuple[int, ...], float]:
+def expected_law(sampling: Sampling) -> Law:
     return ToyModel(1).law(PROMPT, 3, sampling=sampling, eos_ids=frozenset({2}))
 
 
-def statistic(observed: dict[tuple[int, ...], float], expected: dict[tuple[int, ...], float]) -> tuple[float, int]:
+def statistic(observed: Law, expected: Law) -> tuple[float, int]:
     """The chi-square statistic and its degrees of freedom; impossible outcomes make it infinite."""
     if observed.keys() - expected.keys():
         return float("inf"), 1
@@ -44,10 +42,9 @@ def statistic(observed: dict[tuple[int, ...], float], expected: dict[tuple[int, 
     return total, len(cells) - 1
 
 
-def assert_sampled_law(sampling: Sampling, policy=None, seed: int = 0) -> None:
+def assert_sampled_law(sampling: Sampling, policy=FixedLength(2)) -> None:  # noqa: B008
     """No alarm on NUM_SAMPLES sequences."""
-    decoder = decoder_of(policy or FixedLength(2), sampling=sampling)
-    generator = torch.Generator().manual_seed(seed)
+    decoder, generator = decoder_of(policy, sampling=sampling), seeded()
     observed = Counter(decoder.generate(PROMPT, 3, generator=generator).token_ids for _ in range(NUM_SAMPLES))
     value, freedom = statistic(observed, expected_law(sampling))
     assert chi2.sf(value, freedom) > FALSE_ALARM, f"chi-square {value:.1f} with {freedom} degrees of freedom"
@@ -73,18 +70,11 @@ def test_the_chi_square_test_has_power_against_mutants(mutant, monkeypatch):
     assert ncx2.sf(chi2.isf(FALSE_ALARM, freedom), freedom, noncentrality) > 0.999
 
 
-def test_both_streams_of_random_draws_are_uniform_and_independent():
-    draws = RandomSampler(torch.Generator().manual_seed(0))
-    probs = torch.full((10,), 0.1)
-    table = torch.zeros(10, 2)
+def test_both_streams_of_random_draws_are_uniform_and_independent_and_never_the_impossible():
+    draws, probs, table = RandomSampler(seeded()), torch.full((10,), 0.1), torch.zeros(10, 2)
     for _ in range(20000):
         table[draws.token(probs), draws.num_accepted([0.5])] += 1
-    value = ((table - 1000) ** 2 / 1000).sum().item()
-    assert chi2.sf(value, 19) > FALSE_ALARM
-
-
-def test_a_token_of_probability_zero_is_never_drawn_nor_accepted():
-    draws = RandomSampler(torch.Generator().manual_seed(0))
+    assert chi2.sf(((table - 1000) ** 2 / 1000).sum().item(), 19) > FALSE_ALARM
     probs = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0])
     assert {draws.token(probs) for _ in range(500)} == {1, 3}
     assert {draws.num_accepted([1.0, 0.0]) for _ in range(500)} == {1}

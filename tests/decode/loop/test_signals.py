@@ -1,6 +1,4 @@
-"""What policies are shown is what the laws say: untruncated temperature-1 signals, head scores at the right time (laws
-4.1, 4.8, 4.8b).
-"""
+"""Policies are shown untruncated temperature-1 signals and head scores at the right time (laws 4.1, 4.8, 4.8b)."""
 
 import gc
 import weakref
@@ -17,7 +15,7 @@ from heads.model import step as stepwise
 from heads.model.step import HostHead, StepwiseHead, Vocabulary
 from lm import CachedModel, RandomSampler, Sampling, entropy
 from lm.signals import SCALARS
-from tests.toys.enumeration import ToyModel
+from tests.toys.enumeration import ToyModel, seeded
 from tests.toys.extending import added_to
 from tests.toys.loop import PROMPT, decoder_of, toy_head
 from tests.toys.random_pairs import random_pair
@@ -52,37 +50,22 @@ def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_th
     fed, drawn, prefix = (head_with_every_input(timing).requires_grad_(False) for timing in ("fed", "drawn", "prefix"))
     policy, model = Watch(fed, drawn, prefix), ToyModel(2, 5)
     drafter = ModelDrafter(model, policy)
-    drafter.start(Session(sampling, frozenset(), RandomSampler(torch.Generator().manual_seed(4))))
+    drafter.start(Session(sampling, frozenset(), RandomSampler(seeded(4))))
     proposal = drafter.propose(list(PROMPT), 4)
-    tokens = proposal.tokens
-    scalars = []
-    for i, token in enumerate(tokens):
+    inputs = None
+    for i, (token, shown) in enumerate(zip(proposal.tokens, policy.seen, strict=True)):
         fresh = ToyModel(2, 5)
-        logits = fresh.feed([*PROMPT, *tokens[:i]])[-1]
-        probs = logits.softmax(-1)
-        shown = policy.seen[i]
-        assert shown.position == i
-        assert shown.entropy == pytest.approx(float(entropy(logits)), abs=1e-12)
-        assert shown.max_prob == pytest.approx(float(probs.max()), abs=1e-12)
-        assert shown.token_prob == pytest.approx(float(probs[token]), abs=1e-12)
-        scalars.append(torch.stack([probs[token].log(), entropy(logits)]))
-        embedding = model.embedding(torch.tensor([token]))[0]
-        assert shown.drawn_logit == pytest.approx(float(drawn(fresh.hidden[-1], scalars[i], embedding)), abs=1e-9)
-        assert shown.prefix_logit == pytest.approx(float(prefix(fresh.hidden[-1], entropy(logits)[None])), abs=1e-9)
-        if i == 0:
-            assert shown.fed_logit == float("inf")
-        else:
-            before = model.embedding(torch.tensor([tokens[i - 1]]))[0]
-            assert shown.fed_logit == pytest.approx(float(fed(fresh.hidden[-1], scalars[i - 1], before)), abs=1e-9)
+        logits = fresh.feed([*PROMPT, *proposal.tokens[:i]])[-1]
+        probs, hidden = logits.softmax(-1), fresh.hidden[-1]
+        expected = {"position": i, "entropy": entropy(logits), "max_prob": probs.max(), "token_prob": probs[token]}
+        expected["fed_logit"] = float("inf") if inputs is None else fed(hidden, *inputs)
+        inputs = torch.stack([probs[token].log(), entropy(logits)]), model.embedding(torch.tensor([token]))[0]
+        expected |= {"drawn_logit": drawn(hidden, *inputs), "prefix_logit": prefix(hidden, entropy(logits)[None])}
+        for name, value in expected.items():
+            tolerance = 1e-9 if name.endswith("logit") else 1e-12
+            assert getattr(shown, name) == pytest.approx(float(value), abs=tolerance), name
         assert sampling.probs(logits)[token] > 0
         assert sampling.is_greedy or torch.equal(proposal.dists[i], sampling.probs(logits))
-
-
-def test_only_what_a_policy_asks_for_is_computed():
-    drafter = ModelDrafter(ToyModel(2), FixedLength(3))
-    drafter.start(Session(Sampling(), frozenset(), RandomSampler(torch.Generator().manual_seed(0))))
-    drafter.propose(list(PROMPT), 3)
-    assert [drawn.entropy for _, drawn in drafter.run.steps] == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -147,7 +130,7 @@ def test_both_readers_draw_the_same_tokens_and_read_the_same_signals(asked):
 
     shown = []
     for reader in (HostSignals, DeviceSignals):
-        model, draws = ToyModel(2, 5), RandomSampler(torch.Generator().manual_seed(3))
+        model, draws = ToyModel(2, 5), RandomSampler(seeded(3))
         heads = (head_with_every_input(timing) for timing in ("fed", "drawn", "prefix"))
         signals, ids, steps = reader(Asks(*heads), model), list(PROMPT), []
         for position in range(4):
@@ -159,31 +142,21 @@ def test_both_readers_draw_the_same_tokens_and_read_the_same_signals(asked):
     assert shown[0] == [pytest.approx(step, rel=1e-5) for step in shown[1]]
 
 
-def test_a_head_of_another_width_is_refused():
-    with pytest.raises(ValueError, match="width 6"):
-        ModelDrafter(ToyModel(2), HeadPolicy(AcceptanceHead(6, 1)))
-
-
-@pytest.fixture
-def margin():
+@pytest.mark.parametrize("timing", ["fed", "drawn"])
+@pytest.mark.parametrize("reader", [HostSignals, DeviceSignals])
+def test_a_new_scalar_is_read_by_every_reader(timing, reader):
     """A scalar that is an entry of the table and nothing else."""
     with added_to(SCALARS, "SCALARS"):
-        yield
-
-
-@pytest.mark.parametrize("timing", ["fed", "drawn"])
-def test_a_new_scalar_is_read_by_every_reader(timing, margin):
-    head = AcceptanceHead(4, 1, timing, ["margin", "entropy", "text_position"]).double().requires_grad_(False)
-    torch.nn.init.normal_(head.skip.weight)
-    torch.nn.init.normal_(head.mix.weight)
-    policy = Watch(**{f"{timing}_head": head})
-    for reader in (HostSignals, DeviceSignals):
+        head = AcceptanceHead(4, 1, timing, ["margin", "entropy", "text_position"]).double().requires_grad_(False)
+        torch.nn.init.normal_(head.skip.weight)
+        torch.nn.init.normal_(head.mix.weight)
+        policy = Watch(**{f"{timing}_head": head})
         model, ids, before = ToyModel(2, 5), list(PROMPT), None
         signals = reader(policy, model)
         signals.num_before = 5
         for position in range(3):
             logits = model.feed(ids[len(model) :])[-1]
-            draws = RandomSampler(torch.Generator().manual_seed(position))
+            draws = RandomSampler(seeded(position))
             token, drawn = signals.draw(position, logits, logits.softmax(-1), draws)
             now = torch.stack([logits.max() - logits[token], entropy(logits), torch.tensor(6.0 + position).log()])
             scalars = now if timing == "drawn" else before
@@ -192,16 +165,21 @@ def test_a_new_scalar_is_read_by_every_reader(timing, margin):
             before, ids = now, [*ids, token]
 
 
-def test_an_unknown_signal_is_refused():
-    @dataclass(frozen=True)
-    class Wrong(Policy):
-        signals = frozenset({"mood"})
+class Wrong(Policy):
+    signals = frozenset({"mood"})
 
-    with pytest.raises(ValueError, match="mood"):
-        ModelDrafter(ToyModel(2), Wrong())
+
+def test_an_unknown_signal_and_a_head_of_another_width_are_refused_and_what_no_policy_asks_for_is_not_computed():
+    for policy, message in ((Wrong(), "mood"), (HeadPolicy(AcceptanceHead(6, 1)), "width 6")):
+        with pytest.raises(ValueError, match=message):
+            ModelDrafter(ToyModel(2), policy)
+    drafter = ModelDrafter(ToyModel(2), FixedLength(3))
+    drafter.start(Session(Sampling(), frozenset(), RandomSampler(seeded())))
+    drafter.propose(list(PROMPT), 3)
+    assert [drawn.entropy for _, drawn in drafter.run.steps] == [0.0, 0.0, 0.0]
 
 
 def test_a_fed_head_scores_each_token_once_and_a_stop_costs_no_forward_more():
     decoder = decoder_of(HeadPolicy(toy_head("fed", seed=2), 0.5), eos_ids=())
-    for played in decoder.generate(PROMPT, 40, generator=torch.Generator().manual_seed(0)).rounds:
+    for played in decoder.generate(PROMPT, 40, generator=seeded()).rounds:
         assert played.counts.num_draft_forwards == len(played.drafted)

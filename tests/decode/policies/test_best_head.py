@@ -22,15 +22,9 @@ def exported(tmp_path):
     return tmp_path / "exported"
 
 
-def paths(exported):
-    return {name: str(exported / name) for name in ("a", "b", "c")}
-
-
 def experiment(exported):
-    pair = PairConfig(
-        target=ModelSource(path="checkpoints/tiny/target"), draft=ModelSource(path="checkpoints/tiny/draft")
-    )
-    return Experiment(Config(pair=pair, heads=HeadsConfig(dir=str(exported.parent))))
+    sources = {role: ModelSource(path=f"checkpoints/tiny/{role}") for role in ("target", "draft")}
+    return Experiment(Config(pair=PairConfig(**sources), heads=HeadsConfig(dir=str(exported.parent))))
 
 
 def test_without_heads_a_policy_without_training_decodes_and_says_so(tmp_path):
@@ -53,10 +47,9 @@ def test_untuned_heads_go_by_their_loss_at_a_calibrated_risk(exported):
         HeadPolicy.from_pretrained(exported / "b")
 
 
-def test_the_fastest_tuned_head_comes_first_at_its_threshold(exported):
-    update_config(
-        exported / "a", recommended={**TUNED, "throughput": 42.0, "tokens_per_s": 40.0, "fixed_tokens_per_s": 32.0}
-    )
+def test_the_fastest_tuned_head_comes_first_at_its_threshold_and_is_loaded_with_it(exported):
+    faster = {**TUNED, "throughput": 42.0, "tokens_per_s": 40.0, "fixed_tokens_per_s": 32.0}
+    update_config(exported / "a", recommended=faster)
     slower = {**TUNED, "throughput": 35.0, "tokens_per_s": 30.0, "max_rejection_prob": 0.7}
     update_config(exported / "b", recommended=slower)
     here = experiment(exported)
@@ -65,12 +58,15 @@ def test_the_fastest_tuned_head_comes_first_at_its_threshold(exported):
         "a at its tuned threshold 0.6: the first of 2 tuned heads, predicted 2.00 times as fast as the target "
         "alone, +25% over the best fixed length" in here.default_policy.reason
     )
-    policy = here.policy("head")
-    assert (policy.max_rejection_prob, policy.is_calibrated) == (0.6, False)
-    assert here.policy("head:" + str(exported / "b")).max_rejection_prob == 0.7
-    assert here.policy("head:" + str(exported / "b") + ",max_rejection_prob=0.1").max_rejection_prob == 0.1
-    assert isinstance(here.policy("auto"), Auto)
-    assert here.policy("auto").throughput == 42.0
+    for policy in (here.policy("head"), HeadPolicy.from_pretrained(exported / "a")):
+        assert (policy.max_rejection_prob, policy.is_calibrated) == (0.6, False)
+        assert policy.signals == {"drawn_logit"}
+    assert here.policy(f"head:{exported}/b").max_rejection_prob == 0.7
+    assert here.policy(f"head:{exported}/b,max_rejection_prob=0.1").max_rejection_prob == 0.1
+    assert HeadPolicy.from_pretrained(exported / "a", max_rejection_prob=0.2).max_rejection_prob == 0.2
+    for rule in (here.policy("auto"), HeadPolicy.from_pretrained(exported / "a", max_rejection_prob="auto")):
+        assert isinstance(rule, Auto)
+        assert rule.throughput == 42.0
 
 
 def test_heads_are_ranked_by_what_they_reach_at_their_thresholds():
@@ -79,12 +75,3 @@ def test_heads_are_ranked_by_what_they_reach_at_their_thresholds():
     assert ranked(tuned | {"older": older}) == ["fast", "older", "slow"]
     assert ranked(tuned | {"ruled": {**TUNED, "auto_tokens_per_s": 45.0, "tokens_per_s": 20.0}})[-1] == "ruled"
     assert ranked({"half": {**TUNED, "t_target_s": 0.01, "tokens_per_s": 90.0}} | tuned)[0] == "fast"
-
-
-def test_from_pretrained_has_the_recommended_threshold_and_the_heads_signals(exported):
-    update_config(exported / "a", recommended={**TUNED, "throughput": 40.0})
-    policy = HeadPolicy.from_pretrained(exported / "a")
-    assert (policy.max_rejection_prob, policy.is_calibrated) == (0.6, False)
-    assert policy.signals == {"drawn_logit"}
-    assert HeadPolicy.from_pretrained(exported / "a", max_rejection_prob=0.2).max_rejection_prob == 0.2
-    assert isinstance(HeadPolicy.from_pretrained(exported / "a", max_rejection_prob="auto"), Auto)

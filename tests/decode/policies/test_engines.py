@@ -1,6 +1,4 @@
-"""Engines' rules do what the engines do: transformers' against its own generations, draft by draft; llama.cpp's by
-hand.
-"""
+"""Engines' rules do what the engines do: transformers' against its own generations, llama.cpp's by hand."""
 
 from dataclasses import replace
 
@@ -19,13 +17,9 @@ from tests.evaluation.flags.point_mass import PointMassDrafter
 GREEDY = Sampling(temperature=0)
 PROMPTS = [[5, 17, 33, 60 + i, 12, 9 + i] for i in range(4)]
 TOKENS = 40
-SETTINGS = {
-    "default": Assisted(),
-    "constant": Assisted(5, 0.0),
-    "confident": Assisted(8, 0.7),
-    "heuristic": Assisted(3, 0.0, is_heuristic=True),
-    "both": Assisted(4, 0.6, is_heuristic=True),
-}
+CONFIDENT = Assisted(8, 0.7)
+SETTINGS = [Assisted(), Assisted(5, 0.0), CONFIDENT, Assisted(3, 0.0, is_heuristic=True)]
+SETTINGS.append(Assisted(4, 0.6, is_heuristic=True))
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +55,14 @@ def drafts_of_transformers(pair, policy: Assisted, prompt: list[int]) -> tuple[l
     return [count - 1 for count in fed], text[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", first_fast(SETTINGS))
-def test_transformers_rule_drafts_what_transformers_drafts(name, pair):
+@pytest.mark.parametrize("policy", first_fast(SETTINGS))
+def test_transformers_rule_drafts_what_transformers_drafts(policy, pair):
     target, draft = pair
-    decoder = SpeculativeDecoder(target, ModelDrafter(draft, SETTINGS[name]), sampling=GREEDY)
+    decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), sampling=GREEDY)
     lengths = set()
     for prompt in PROMPTS:
         generation = decoder.generate(prompt, TOKENS)
-        expected, text = drafts_of_transformers(pair, SETTINGS[name], prompt)
+        expected, text = drafts_of_transformers(pair, policy, prompt)
         assert list(generation.token_ids) == text
         assert [len(played.drafted) for played in generation.rounds] == expected
         lengths.update(expected)
@@ -77,10 +71,10 @@ def test_transformers_rule_drafts_what_transformers_drafts(name, pair):
 
 def test_a_rule_with_another_threshold_drafts_otherwise(pair):
     target, draft = pair
-    other = replace(SETTINGS["confident"], assistant_confidence_threshold=0.3)
+    other = replace(CONFIDENT, assistant_confidence_threshold=0.3)
     decoder = SpeculativeDecoder(target, ModelDrafter(draft, other), sampling=GREEDY)
     drafted = [[len(played.drafted) for played in decoder.generate(prompt, TOKENS).rounds] for prompt in PROMPTS]
-    assert drafted != [drafts_of_transformers(pair, SETTINGS["confident"], prompt)[0] for prompt in PROMPTS]
+    assert drafted != [drafts_of_transformers(pair, CONFIDENT, prompt)[0] for prompt in PROMPTS]
 
 
 def test_llama_cpp_drops_the_token_below_p_min_and_pays_its_forward(pair):

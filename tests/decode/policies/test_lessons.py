@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import pytest
-import torch
 
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.drafters.hierarchies import InnerRounds, PreVerifiedDrafter
@@ -11,7 +10,7 @@ from decode.drafters.trees import Dynamic
 from decode.policies import FixedLength, Policy
 from decode.policies.base import AfterDraw, Outcome, State
 from serve.lanes import Lane
-from tests.toys.enumeration import ToyModel
+from tests.toys.enumeration import ToyModel, seeded
 from tests.toys.loop import PROMPT, ToyBatch, decoder_of, tree_decoder_of
 
 
@@ -51,12 +50,8 @@ def num_revealed(rounds: Sequence) -> int:
     return sum(one.num_accepted + (one.num_accepted < len(one.drafted)) for one in rounds)
 
 
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
-def chain(pupil: Pupil) -> int:
-    return num_revealed(decoder_of(pupil, eos_ids=()).generate(PROMPT, 40, generator=seeded()).rounds)
+def played(decoder: SpeculativeDecoder) -> int:
+    return num_revealed(decoder.generate(PROMPT, 40, generator=seeded()).rounds)
 
 
 def batch(pupil: Pupil) -> int:
@@ -66,22 +61,9 @@ def batch(pupil: Pupil) -> int:
     return sum(num_revealed(each.rounds) for each in generations)
 
 
-def tree(pupil: Pupil) -> None:
-    tree_decoder_of(pupil, Dynamic(2, 4), eos_ids=()).generate(PROMPT, 40, generator=seeded())
-
-
-def nested(micro: Policy, draft: Policy) -> int:
+def nested(micro: Policy, draft: Policy) -> SpeculativeDecoder:
     drafter = PreVerifiedDrafter(ModelDrafter(ToyModel(3), micro), ToyModel(2), draft, rounds=InnerRounds(window=3))
-    decoder = SpeculativeDecoder(ToyModel(1), drafter, eos_ids=frozenset())
-    return num_revealed(decoder.generate(PROMPT, 40, generator=seeded()).rounds)
-
-
-def outer(pupil: Pupil) -> int:
-    return nested(FixedLength(3), pupil)
-
-
-def inner(pupil: Pupil) -> None:
-    nested(pupil, Policy())
+    return SpeculativeDecoder(ToyModel(1), drafter, eos_ids=frozenset())
 
 
 def lane(pupil: Pupil) -> int:
@@ -94,10 +76,21 @@ def lane(pupil: Pupil) -> int:
     return 1 + 2 + 3 + 3
 
 
-@pytest.mark.parametrize("play", [chain, batch, tree, outer, inner, lane])
+PLAYS = {
+    "chain": lambda pupil: played(decoder_of(pupil, eos_ids=())),
+    "batch": batch,
+    "tree": lambda pupil: played(tree_decoder_of(pupil, Dynamic(2, 4), eos_ids=())) and None,
+    "outer": lambda pupil: played(nested(FixedLength(3), pupil)),
+    "inner": lambda pupil: played(nested(pupil, Policy())) and None,
+    "lane": lane,
+}
+"""What teaches a pupil; where that is counted, the number of lessons."""
+
+
+@pytest.mark.parametrize("play", PLAYS)
 def test_feedback_comes_with_what_was_known_when_a_token_was_drawn(play):
     pupil = Pupil()
-    num_expected = play(pupil)
+    num_expected = PLAYS[play](pupil)
     assert all(each in pupil.asked for each in pupil.taught)
     assert {drawn.position for _, drawn in pupil.taught} >= {0, 1}
     assert sum(total for (total,) in pupil.sums) == len(pupil.taught)
@@ -110,19 +103,15 @@ class Candid(Pupil):
     after = Policy.after
 
 
-def test_a_tree_teaches_a_policy_that_looks_at_no_candidate():
-    pupil = Candid()
-    tree_decoder_of(pupil, Dynamic(2, 4), eos_ids=(), length=2).generate(PROMPT, 60, generator=seeded())
-    assert {drawn.position for _, drawn in pupil.taught} == {0, 1}
+class Silent(Pupil):
+    """Learns nothing."""
+
+    zero_feedback, feedback = Policy.zero_feedback, Policy.feedback
 
 
-def test_a_policy_without_feedback_gets_none():
-    totals = []
-
-    class Listener(FixedLength):
-        def end(self, state: State, outcome: Outcome) -> State:
-            totals.append(outcome.feedback)
-            return state
-
-    decoder_of(Listener(2)).generate(PROMPT, 8, generator=seeded())
-    assert set(totals) == {()}
+def test_a_tree_teaches_a_policy_that_looks_at_no_candidate_and_a_policy_without_feedback_gets_none():
+    candid, silent = Candid(), Silent()
+    tree_decoder_of(candid, Dynamic(2, 4), eos_ids=(), length=2).generate(PROMPT, 60, generator=seeded())
+    assert {drawn.position for _, drawn in candid.taught} == {0, 1}
+    decoder_of(silent).generate(PROMPT, 8, generator=seeded())
+    assert set(silent.sums) == {()}

@@ -1,4 +1,7 @@
-"""Policies stop where their published rules say, on floats and on arrays alike; defaults are the official ones."""
+"""Policies stop where their published rules say, on floats and on arrays alike; defaults are the official ones.
+
+Those that know nothing of the token stop before it is drawn: prefix heads (law 4.8c).
+"""
 
 import copy
 import pickle
@@ -17,9 +20,9 @@ from decode.policies.registry import POLICIES as BY_NAME
 from decode.policies.registry import Registered, make_policy, parse_policy
 from decode.policies.scores import sigmoid
 from heads import AcceptanceHead, Provenance
-from lm import RandomSampler, Sampling, acceptance_prob, entropy, residual_probs
+from lm import RandomSampler, acceptance_prob, entropy, residual_probs
 from lm.signals import signals_of
-from tests.toys.enumeration import ToyModel
+from tests.toys.enumeration import ToyModel, seeded
 from tests.toys.loop import POLICIES, PROMPT, decoder_of
 
 
@@ -34,7 +37,7 @@ def direct_lengths(rule: str, seed: int, num_tokens: int) -> list[tuple[int, int
     heuristic: k starts at 5; all accepted: + 2, else - 1, at least 1.
     """
     target, draft = ToyModel(1), ToyModel(2)
-    draws, ids, k, rounds = RandomSampler(torch.Generator().manual_seed(seed)), list(PROMPT), 5, []
+    draws, ids, k, rounds = RandomSampler(seeded(seed)), list(PROMPT), 5, []
 
     def probs(model, tokens):
         model.reset()
@@ -66,7 +69,7 @@ def direct_lengths(rule: str, seed: int, num_tokens: int) -> list[tuple[int, int
 def test_counts_equal_a_direct_reading_of_the_published_rule_on_the_same_uniforms(rule, policy):
     decoder = decoder_of(policy, eos_ids=())
     for seed in range(3):
-        rounds = decoder.generate(PROMPT, 40, generator=torch.Generator().manual_seed(seed)).rounds
+        rounds = decoder.generate(PROMPT, 40, generator=seeded(seed)).rounds
         assert [(len(played.drafted), played.num_accepted) for played in rounds] == direct_lengths(rule, seed, 40)
 
 
@@ -81,9 +84,8 @@ def test_official_defaults():
         "ada_edl": {"scale": 0.2, "step": 0.01, "target_rate": 0.9},
         "head": {"max_rejection_prob": 0.7},
     }
-    assert {name: defaults[name] | values for name, values in official.items()} == {
-        name: defaults[name] for name in official
-    }
+    for name, values in official.items():
+        assert defaults[name] | values == defaults[name], name
 
 
 def ended(num_accepted: int, num_drafted: int, num_allowed: int = 9, entropy: float = 0.0) -> Outcome:
@@ -122,8 +124,8 @@ def test_the_head_policy_stops_where_the_survival_product_says(is_calibrated):
         assert bool(stop) == (1 - survival > 0.5)
 
 
-TUNED = {"t_draft_s": 0.1, "t_target_s": 1.0, "throughput": 2.0, "index_offset": 0.3, "index_slope": 0.4}
-TUNED |= {"first_index": 0.2}
+TUNED = {"t_draft_s": 0.1, "t_target_s": 1.0, "throughput": 2.0}
+TUNED |= {"index_offset": 0.3, "index_slope": 0.4, "first_index": 0.2}
 
 
 @pytest.mark.parametrize("timing", ["fed", "drawn"])
@@ -139,6 +141,7 @@ def test_a_head_policy_on_auto_is_the_rule(timing):
 
 
 HEAD = AcceptanceHead(4, 0, provenance=Provenance(recommended=TUNED))
+PREFIX, DRAWN = AcceptanceHead(4, 0, "prefix"), AcceptanceHead(4, 0, "drawn")
 
 
 @pytest.mark.parametrize(
@@ -151,6 +154,9 @@ HEAD = AcceptanceHead(4, 0, provenance=Provenance(recommended=TUNED))
         (lambda: HeadPolicy(HEAD, "auto", min_draft_length=2), "leave it out"),
         (lambda: Auto(HEAD, -1.0, 1.0), "t_draft_s is -1.0"),
         (lambda: Auto(HEAD, 0.1, 0.0), "t_target_s is 0.0"),
+        (lambda: HeadPolicy(PREFIX, 0.5, also=DRAWN), "cannot be combined"),
+        (lambda: HeadPolicy(DRAWN, 0.5, also=PREFIX), "cannot be combined"),
+        (lambda: HeadPolicy(DRAWN, 0.5, keeps_newest=True), "keeps_newest is for a prefix head"),
     ],
 )
 def test_heads_and_thresholds_that_cannot_be_are_refused(make, problem):
@@ -166,13 +172,10 @@ def test_two_heads_correct_the_newest_score_and_carry_the_fed_time_one(timings):
     logits = {"fed": [np.inf, 0.7, -0.1], "drawn": [0.5, 0.2, 0.9]}
     carried, fed, drawn = 1.0, [], []
     for position in range(3):
-        fed, drawn = (
-            [*so_far, sigmoid(logits[timing][position] + np.log(3.0))]
-            for so_far, timing in ((fed, "fed"), (drawn, "drawn"))
-        )
-        signals = drawn_with(
-            position=position, fed_logit=logits["fed"][position], drawn_logit=logits["drawn"][position]
-        )
+        shown = {f"{timing}_logit": values[position] for timing, values in logits.items()}
+        fed.append(sigmoid(shown["fed_logit"] + np.log(3.0)))
+        drawn.append(sigmoid(shown["drawn_logit"] + np.log(3.0)))
+        signals = drawn_with(position=position, **shown)
         product, carried, newest = policy.scored(carried, (), signals)
         expected = {"fed": fed, "drawn": drawn}.get(timings[0], []) if len(timings) == 1 else [*fed, drawn[-1]]
         assert product == pytest.approx(np.prod(expected))
@@ -184,9 +187,8 @@ def test_two_heads_correct_the_newest_score_and_carry_the_fed_time_one(timings):
 def test_every_policy_gives_on_an_array_what_it_gives_on_each_number(name):
     policy, generator = POLICIES[name], np.random.default_rng(0)
     columns = AfterDraw(*generator.uniform(0.01, 1.5, (len(AfterDraw._fields), 8)))
-    outcome = Outcome(
-        np.full(8, 3.0), generator.integers(0, 4, 8).astype(float), np.full(8, 3.0), generator.uniform(0, 2, 8)
-    )
+    three, num_accepted = np.full(8, 3.0), generator.integers(0, 4, 8).astype(float)
+    outcome = Outcome(three, num_accepted, three, generator.uniform(0, 2, 8))
 
     def play(drawn, outcome):
         state = policy.begin(policy.start())
@@ -204,31 +206,22 @@ def test_every_policy_gives_on_an_array_what_it_gives_on_each_number(name):
         assert [float(column[lane]) for column in together] == pytest.approx([float(value) for value in alone])
 
 
-def test_a_policy_of_ones_own_takes_ten_lines_and_cannot_drop_a_token():
-    """The class in decode.policies.base's docstring; a policy that stops at once still keeps the token."""
-
-    @dataclass(frozen=True)
-    class Unsure(Policy):
-        min_token_prob: float = 0.3
-        max_entropy: float = 2.0
-        signals = frozenset({"token_prob", "entropy"})
-
-        def after(self, state, drawn):
-            return state, (drawn.token_prob < self.min_token_prob) | (drawn.entropy > self.max_entropy)
-
-    decoder = decoder_of(Unsure(min_token_prob=1.0), eos_ids=())
-    rounds = decoder.generate(PROMPT, 30, generator=torch.Generator().manual_seed(0)).rounds
-    assert {len(played.drafted) for played in rounds[:-1]} == {1}
-    assert not any(hasattr(Policy, name) for name in ("drop", "reject", "discard"))
+@dataclass(frozen=True)
+class Named(Policy):
+    name: float = 0.5
 
 
-def test_specs_parse_to_policies():
+def test_specs_parse_to_policies(monkeypatch):
+    """A parameter may be called name, and the name of a head is never a number."""
     assert parse_policy("entropy:max_sqrt_entropy=0.4") == Entropy(0.4)
     assert parse_policy("fixed_length:k=7") == FixedLength(7)
     assert isinstance(make_policy("self_verify"), SelfVerify)
-    head = AcceptanceHead(4, 0)
-    policy = parse_policy("head:some/dir,max_rejection_prob=0.4,is_calibrated=true", load_head=lambda path: head)
-    assert policy == HeadPolicy(head, 0.4, is_calibrated=True)
+    monkeypatch.setitem(BY_NAME, "named", Registered(Named, "named", lambda _: {}))
+    assert parse_policy("named:name=0.25") == Named(0.25)
+    for name in ("some/dir", "5", "true", "0.4", "1e999"):
+        given, spec = [], f"head:{name},max_rejection_prob=0.4,is_calibrated=true"
+        policy = parse_policy(spec, load_head=lambda path, given=given: given.append(path) or HEAD)
+        assert (policy, given) == (HeadPolicy(HEAD, 0.4, is_calibrated=True), [name])
     kinds = {registered.kind for registered in BY_NAME.values() if registered.kind.__module__.startswith("decode.")}
     assert kinds <= {getattr(policies, kind.__name__) for kind in kinds}
 
@@ -236,50 +229,24 @@ def test_specs_parse_to_policies():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [("svip", "no policy"), ("entropy:h=1", "no parameter"), ("entropy:0.4", "parameter=value"),
-     ("head", "exported head"),
-     ("token_prob:min_token_prob=1.5", "probability"), ("fixed_length:k=-1", "at least 0"),
-     ("heuristic:k=0", "at least 1"),
-     ("ada_edl:scale=-3", "at least 0"),
-     ("ada_edl:target_rate=abc", "target_rate is 'abc'; it must be a number"),
-     ("ada_edl:initial_lambda=true", "initial_lambda"), ("self_verify:initial=abc", "initial"),
-     ("self_verify:initial=-1", "at least 0"),
-     ("fixed_length:k=true", "k is True"), ("fixed_length:k=2.5", "whole number"),
-     ("heuristic:k=1e999", "whole number"),
+     ("head", "exported head"), ("token_prob:min_token_prob=1.5", "probability"), ("fixed_length:k=-1", "at least 0"),
+     ("heuristic:k=0", "at least 1"), ("ada_edl:scale=-3", "at least 0"), ("self_verify:initial=abc", "initial"),
+     ("ada_edl:target_rate=abc", "target_rate is 'abc'; it must be a number"), ("llama_cpp:n_max=abc", "n_max"),
+     ("ada_edl:initial_lambda=true", "initial_lambda"), ("self_verify:initial=-1", "at least 0"),
+     ("fixed_length:k=true", "k is True"), ("fixed_length:k=2.5", "whole number"), ("heuristic:k=1e999", "whole"),
      ("fixed_length:k=2,k=3", "gives k twice"), ("head:PATH,head=OTHER", "gives head twice"),
      ("head:PATH,min_draft_length=-3", "min_draft_length"), ("head:PATH,is_calibrated=1", "true or false|cannot take"),
-     ("head:PATH,is_learning=abc", "true or false|cannot take"), ("llama_cpp:n_max=abc", "n_max"),
-     ("dspark:is_product=2", "true or false")],
+     ("head:PATH,is_learning=abc", "true or false|cannot take"), ("dspark:is_product=2", "true or false")],
 )  # fmt: skip
 def test_a_spec_that_makes_no_sense_is_refused(spec, said):
     with pytest.raises(ValueError, match=said):
         parse_policy(spec, load_head=lambda path: AcceptanceHead(4, 0))
 
 
-@pytest.mark.parametrize("name", ["5", "true", "0.4", "1e999"])
-def test_the_name_of_a_head_is_never_a_number(name):
-    given = []
-    parse_policy(
-        f"head:{name},max_rejection_prob=0.4", load_head=lambda path: given.append(path) or AcceptanceHead(4, 0)
-    )
-    assert given == [name]
-
-
-def test_a_policy_may_have_a_parameter_called_name():
-    @dataclass(frozen=True)
-    class Named(Policy):
-        name: float = 0.5
-
-    BY_NAME["named"] = Registered(Named, "named", lambda _: {})
-    try:
-        assert parse_policy("named:name=0.25") == Named(0.25)
-    finally:
-        del BY_NAME["named"]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_entropy_of_a_near_certain_token_is_at_least_zero(dtype):
     """Rounding brings the sum below 0 in float32 for some of these, and a root of that is no real number."""
-    logits = 40 * torch.randn(200, 64, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    logits = 40 * torch.randn(200, 64, generator=seeded(), dtype=dtype)
     by_host = reader_of(Entropy(0.3), ToyModel(2))
     for row in logits:
         token = int(row.argmax())
@@ -287,9 +254,29 @@ def test_entropy_of_a_near_certain_token_is_at_least_zero(dtype):
         assert min(float(entropy(row)), float(read), by_host.read(0, row, token).entropy) >= 0.0
 
 
-def test_entropy_is_that_of_the_untruncated_distribution_whatever_the_sampling():
-    logits = ToyModel(2).feed(PROMPT)[-1]
-    q = logits.softmax(-1)
-    assert float(entropy(logits)) == pytest.approx(float(-(q * q.log()).sum()))
-    decoder = decoder_of(Entropy(0.3), sampling=Sampling(temperature=0.0), eos_ids=())
-    assert {len(played.drafted) for played in decoder.generate(PROMPT, 40).rounds[:-2]} != {20}
+def lengths_of(policy: Policy, logits: list[float], **signals: float) -> list[str]:
+    """What becomes of each token, of a draft that goes on whatever the policy says."""
+    state, said, nothing = policy.begin(policy.start()), [], dict.fromkeys(AfterDraw._fields, 0.0)
+    for position, logit in enumerate(logits):
+        seen = AfterDraw(**(nothing | {"position": position, "prefix_logit": logit} | signals))
+        before = policy.stops_before and bool(policy.stop_before(state, seen.before))
+        state, after = policy.after(state, seen)
+        said.append("before" if before else "after" if after else "on")
+    return said
+
+
+def test_a_prefix_head_stops_before_the_token_that_it_doubts_or_keeps_it_and_stops_there():
+    head, logits = PREFIX, [2.0, 1.0, -0.5, 3.0]
+    assert [round(float(x), 2) for x in np.cumprod(sigmoid(np.array(logits)))] == [0.88, 0.64, 0.24, 0.23]
+    assert lengths_of(HeadPolicy(head, 0.6), logits) == ["on", "on", "before", "before"]
+    assert lengths_of(HeadPolicy(head, 0.6, keeps_newest=True), logits) == ["on", "on", "after", "after"]
+    assert lengths_of(HeadPolicy(head, 0.6, min_draft_length=3), logits) == ["on", "on", "on", "before"]
+    assert lengths_of(HeadPolicy(head, 0.6), [-9.0]) == ["on"], "the first token is always drafted"
+
+
+def test_auto_stops_before_the_draw_only_for_the_sake_of_a_tokens_own_verification():
+    logits = [2.0, 1.0, -0.5, -3.0]
+    rule = Auto(PREFIX, 0.1, 1.0, 0.05, throughput=2.0, is_online=False, index_offset=0.5)
+    # S = 0.88, 0.64, 0.24, 0.01: before at S < 2 * 0.05, after at 0.5 S < 2 * (0.1 + 0.05)
+    assert lengths_of(rule, logits) == ["on", "on", "after", "before"]
+    assert lengths_of(replace(rule, t_verify_s=0.0), logits) == ["on", "on", "after", "after"]

@@ -13,52 +13,37 @@ from torch import Tensor
 
 from tests.toys.random_drafts import LAYERS, SIZES, VOCAB, WIDTH
 
-HEADS, KV_HEADS, INNER, REDUCED = (
-    SIZES["num_attention_heads"],
-    SIZES["num_key_value_heads"],
-    SIZES["intermediate_size"],
-    [0, 2, 3, 6],
-)
-HEAD = WIDTH // HEADS
-RANK = 5
-KEYS = {name: value for name, value in SIZES.items() if not name.endswith("token_id")} | {
-    "num_hidden_layers": 1,
-    "rms_norm_eps": 1e-6,
-}
-KEYS |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, "hidden_act": "silu"}
+HEADS, KV_HEADS, INNER = (SIZES[name] for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"))
+HEAD, RANK, REDUCED = WIDTH // HEADS, 5, [0, 2, 3, 6]
+KEYS = {name: value for name, value in SIZES.items() if not name.endswith("token_id")}
+KEYS |= {"num_hidden_layers": 1, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu"}
+KEYS |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 IDS = [1, 2, 2]
 """Layers that the EAGLE-3 directories read; the target is too shallow for the three that are usual."""
 T2D = torch.tensor([each in REDUCED for each in range(VOCAB)])
 D2T = torch.tensor([each - place for place, each in enumerate(REDUCED)])
+MAPS = {"d2t": D2T, "t2d": T2D}
 
 
 def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(4)
-    return {
-        name: (1 if "norm" in name else 0) + 0.35 * torch.randn(shape, generator=generator, dtype=torch.float64)
-        for name, shape in shapes.items()
-    }
+    how = {"generator": torch.Generator().manual_seed(4), "dtype": torch.float64}
+    return {name: ("norm" in name) + 0.35 * torch.randn(shape, **how) for name, shape in shapes.items()}
 
 
-def layer_shapes(prefix: str, input_size: int) -> dict[str, tuple[int, ...]]:
-    attention = {
-        "q_proj": (WIDTH, input_size),
-        "k_proj": (KV_HEADS * HEAD, input_size),
-        "v_proj": (KV_HEADS * HEAD, input_size),
-    }
-    shapes = {
-        f"{prefix}self_attn.{name}.weight": shape for name, shape in (attention | {"o_proj": (WIDTH, WIDTH)}).items()
-    }
-    shapes |= {f"{prefix}mlp.{name}_proj.weight": (INNER, WIDTH) for name in ("gate", "up")} | {
-        f"{prefix}mlp.down_proj.weight": (WIDTH, INNER)
-    }
+Shapes = dict[str, tuple[int, ...]]
+
+
+def layer_shapes(prefix: str, input_size: int) -> Shapes:
+    sizes = {"q": (WIDTH, input_size), "k": (KV_HEADS * HEAD, input_size), "v": (KV_HEADS * HEAD, input_size)}
+    shapes = {f"{prefix}self_attn.{name}_proj.weight": size for name, size in (sizes | {"o": (WIDTH, WIDTH)}).items()}
+    sizes = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
+    shapes |= {f"{prefix}mlp.{name}_proj.weight": size for name, size in sizes.items()}
     return shapes | {f"{prefix}post_attention_layernorm.weight": (WIDTH,)}
 
 
-def eagle3_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
-    shapes = layer_shapes(prefix, 2 * WIDTH) | {
-        f"{prefix}{name}.weight": (WIDTH,) for name in ("input_layernorm", "hidden_norm")
-    }
+def eagle3_shapes(prefix: str) -> Shapes:
+    shapes = layer_shapes(prefix, 2 * WIDTH)
+    shapes |= {f"{prefix}{name}.weight": (WIDTH,) for name in ("input_layernorm", "hidden_norm")}
     return shapes | {"fc.weight": (WIDTH, 3 * WIDTH), "norm.weight": (WIDTH,), "lm_head.weight": (len(REDUCED), WIDTH)}
 
 
@@ -68,15 +53,9 @@ def released(layout: str) -> tuple[dict, dict[str, Tensor]]:
         shapes = {"embed_tokens.weight": (VOCAB, WIDTH), "fc.weight": (WIDTH, 2 * WIDTH), "fc.bias": (WIDTH,)}
         return dict(KEYS), weights(shapes | layer_shapes("layers.0.", WIDTH))
     if layout == "eagle3":
-        keys = KEYS | {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "draft_vocab_size": len(REDUCED),
-            "target_hidden_size": WIDTH,
-        }
-        return keys | {"eagle_aux_hidden_state_layer_ids": IDS}, weights(eagle3_shapes("midlayer.")) | {
-            "d2t": D2T,
-            "t2d": T2D,
-        }
+        keys = KEYS | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(REDUCED)}
+        keys |= {"target_hidden_size": WIDTH, "eagle_aux_hidden_state_layer_ids": IDS}
+        return keys, weights(eagle3_shapes("midlayer.")) | MAPS
     if layout in WINDOWS:
         return window_blocks(layout)
     if layout.startswith("dspark"):
@@ -89,35 +68,21 @@ def released(layout: str) -> tuple[dict, dict[str, Tensor]]:
     if layout.startswith("speculators"):
         kind, size = ("fc_norm", (WIDTH,)) if layout == "speculators_fc_norm" else ("input_norm", (3 * WIDTH,))
         names = ["input_norm.weight"] if kind == "input_norm" else [f"fc_norm.{place}.weight" for place in range(3)]
-        keys = {
-            "speculators_model_type": "eagle3",
-            "architectures": ["Eagle3Speculator"],
-            "transformer_layer_config": KEYS,
-            "draft_vocab_size": len(REDUCED),
-            "norm_before_residual": True,
-            "norm_before_fc": kind == "input_norm",
-            "fc_norm": kind == "fc_norm",
-            "norm_output": True,
-            "eagle_aux_hidden_state_layer_ids": IDS,
-        }
+        keys = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
+        keys |= {"transformer_layer_config": KEYS, "draft_vocab_size": len(REDUCED), "norm_before_residual": True}
+        keys |= {"norm_before_fc": kind == "input_norm", "fc_norm": kind == "fc_norm", "norm_output": True}
+        keys |= {"eagle_aux_hidden_state_layer_ids": IDS}
         shapes = eagle3_shapes("layers.0.") | dict.fromkeys(names, size)
         if layout == "speculators_qwen3":
             layer = KEYS | {"model_type": "qwen3", "num_hidden_layers": 2, "head_dim": HEAD}
             shapes |= qwen3_shapes("layers.1.") | head_norms("layers.0.")
             # keys with transformers' default are not written
             keys["transformer_layer_config"] = {name: value for name, value in layer.items() if name != "rms_norm_eps"}
-        return keys, weights(shapes) | {"d2t": D2T, "t2d": T2D}
-    keys = KEYS | {
-        "large_hidden_size": WIDTH,
-        "large_num_attention_heads": HEADS,
-        "block_size": 5,
-        "num_hidden_layers": 2,
-    }
-    shapes = {
-        "model.embed_tokens.weight": (VOCAB, WIDTH),
-        "model.norm.weight": (WIDTH,),
-        "lm_head.weight": (VOCAB, WIDTH),
-    }
+        return keys, weights(shapes) | MAPS
+    keys = KEYS | {"large_hidden_size": WIDTH, "large_num_attention_heads": HEADS}
+    keys |= {"block_size": 5, "num_hidden_layers": 2}
+    shapes = {"model.embed_tokens.weight": (VOCAB, WIDTH), "model.norm.weight": (WIDTH,)}
+    shapes |= {"lm_head.weight": (VOCAB, WIDTH)}
     for place in range(2):
         prefix = f"model.layers.{place}."
         shapes |= layer_shapes(prefix, WIDTH) | {f"{prefix}input_layernorm.weight": (WIDTH,)}
@@ -125,18 +90,16 @@ def released(layout: str) -> tuple[dict, dict[str, Tensor]]:
     return keys, weights(shapes)
 
 
-def head_norms(prefix: str) -> dict[str, tuple[int, ...]]:
+def head_norms(prefix: str) -> Shapes:
     return {f"{prefix}self_attn.{name}_norm.weight": (HEAD,) for name in "qk"}
 
 
-def qwen3_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
+def qwen3_shapes(prefix: str) -> Shapes:
     return layer_shapes(prefix, WIDTH) | {f"{prefix}input_layernorm.weight": (WIDTH,)} | head_norms(prefix)
 
 
 def window_blocks(layout: str) -> tuple[dict, dict[str, Tensor]]:
-    """(config.json, tensors) of blocks that draft nothing from the anchor, with a window in the first layer; without
-    embeddings.
-    """
+    """(config.json, tensors) of blocks that draft nothing from the anchor: a window, and no embeddings."""
     tensors = dspark("vanilla" if layout == "speculators_dspark" else "dflash")[1]
     del tensors["embed_tokens.weight"]
     layer = KEYS | {"model_type": "qwen3", "num_hidden_layers": 2, "head_dim": HEAD, "use_sliding_window": True}
@@ -151,7 +114,7 @@ def window_blocks(layout: str) -> tuple[dict, dict[str, Tensor]]:
     keys |= {"markov_rank": RANK, "markov_head_type": "vanilla", "sliding_window_non_causal": False}
     keys |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
     tensors |= {name: tensors[name][REDUCED] for name in ("lm_head.weight", "markov_head.markov_w2.weight")}
-    return keys, tensors | {"d2t": D2T, "t2d": T2D}
+    return keys, tensors | MAPS
 
 
 def dspark(markov: str) -> tuple[dict, dict[str, Tensor]]:
@@ -160,11 +123,10 @@ def dspark(markov: str) -> tuple[dict, dict[str, Tensor]]:
     keys = KEYS | {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "num_hidden_layers": 2}
     keys |= {"block_size": 4, "target_layer_ids": [-1, 1], "num_target_layers": LAYERS, "mask_token_id": 6}
     keys |= {"head_dim": HEAD, "markov_rank": rank, "enable_confidence_head": rank > 0, "num_anchors": 3}
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (VOCAB, WIDTH) for name in ("embed_tokens", "lm_head")}
+    shapes: Shapes = {f"{name}.weight": (VOCAB, WIDTH) for name in ("embed_tokens", "lm_head")}
     shapes |= {"norm.weight": (WIDTH,), "hidden_norm.weight": (WIDTH,), "fc.weight": (WIDTH, 2 * WIDTH)}
     for place in range(2):
-        prefix = f"layers.{place}."
-        shapes |= qwen3_shapes(prefix)
+        shapes |= qwen3_shapes(f"layers.{place}.")
     if rank:
         keys |= {"markov_head_type": markov, "confidence_head_with_markov": True}
         shapes |= {f"markov_head.markov_w{part}.weight": (VOCAB, rank) for part in (1, 2)}
@@ -216,16 +178,16 @@ def attention(queries: Tensor, keys: list[Tensor], values: list[Tensor], seen: T
     return torch.cat(outputs, 1)
 
 
-def self_attention(inputs: Tensor, tensors: dict[str, Tensor], prefix: str) -> Tensor:
+def self_attention(inputs: Tensor, tensors: dict[str, Tensor], prefix: str, seen: Tensor | None = None) -> Tensor:
+    """Causal, unless `seen` says which keys each query sees."""
     queries, keys, values = (inputs @ tensors[f"{prefix}self_attn.{name}_proj.weight"].T for name in "qkv")
     if f"{prefix}self_attn.q_norm.weight" in tensors:
         queries, keys = (
             normed(part.unflatten(1, (-1, HEAD)), tensors[f"{prefix}self_attn.{name}_norm.weight"]).flatten(1)
             for name, part in (("q", queries), ("k", keys))
         )
-    parts = [slice(head * HEAD, (head + 1) * HEAD) for head in range(KV_HEADS)]
-    seen = torch.ones(len(inputs), len(inputs), dtype=torch.bool).tril()
-    attended = attention(queries, [rotated(keys[:, part]) for part in parts], [values[:, part] for part in parts], seen)
+    seen = torch.ones(len(inputs), len(inputs), dtype=torch.bool).tril() if seen is None else seen
+    attended = attention(queries, [rotated(key) for key in keys.split(HEAD, 1)], list(values.split(HEAD, 1)), seen)
     return attended @ tensors[f"{prefix}self_attn.o_proj.weight"].T
 
 
@@ -261,9 +223,7 @@ class Truth:
 def expected(
     layout: str, config: dict, tensors: dict[str, Tensor], *, truth: Truth, tokens: list[int], num_known: int
 ) -> Tensor:
-    """Logits after `tokens`, of which the target has read the first `num_known`; an EAGLE's further states are its
-    own.
-    """
+    """Logits after `tokens`, of which the target has read `num_known`; an EAGLE's further states are its own."""
     if layout == "glide":
         return _glide(tensors, truth, tokens, num_known)
     if KINDS[layout] == "dspark":
@@ -331,18 +291,9 @@ def _dspark(
     for place in range(2):
         prefix = f"layers.{place}."
         rows = torch.cat([context, normed(states, tensors[f"{prefix}input_layernorm.weight"])])
-        queries, keys, values = (rows @ tensors[f"{prefix}self_attn.{name}_proj.weight"].T for name in "qkv")
-        queries, keys = (
-            normed(part.unflatten(1, (-1, HEAD)), tensors[f"{prefix}self_attn.{name}_norm.weight"])
-            for name, part in (("q", queries), ("k", keys))
-        )
-        seen = torch.ones(len(rows), len(rows), dtype=torch.bool)
-        if size == 5 and place == 0:
-            seen = _in_window(config, num_known, size)
-        keys_by_head = [rotated(keys[:, head]) for head in range(KV_HEADS)]
-        attended = attention(queries.flatten(1), keys_by_head, list(values.split(HEAD, 1)), seen)
-        attended = attended[num_known:] @ tensors[f"{prefix}self_attn.o_proj.weight"].T
-        states = mlp(states + attended, tensors, prefix)
+        everything = torch.ones(len(rows), len(rows), dtype=torch.bool)
+        seen = _in_window(config, num_known, size) if size == 5 and place == 0 else everything
+        states = mlp(states + self_attention(rows, tensors, prefix, seen)[num_known:], tensors, prefix)
     states = normed(states, tensors["norm.weight"])[-4:]
     latent, state = torch.zeros(RANK, dtype=torch.float64), torch.zeros(RANK, dtype=torch.float64)
     for place, token in enumerate(tokens[num_known:]):

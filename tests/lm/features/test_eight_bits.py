@@ -1,6 +1,4 @@
-"""Drafts in 8 bits: every layout computes what its rounded matrices say, and torch's kernel is called for nothing that
-it cannot take.
-"""
+"""Drafts in 8 bits: every layout computes what its rounded matrices say, at every width that torch's kernel takes."""
 
 import pytest
 import torch

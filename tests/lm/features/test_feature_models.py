@@ -1,6 +1,4 @@
-"""Law 4.5 for the two caches of a feature draft: whatever was drafted and rolled back, it gives what it gives
-afresh.
-"""
+"""Law 4.5 for the two caches of a feature draft: after drafts that were rolled back it is as a fresh sequence."""
 
 from itertools import product
 
@@ -10,16 +8,19 @@ import torch
 from lm import CachedModel, feature_model
 from lm.features.recorder import FeatureRecorder
 from lm.masks import Tree
+from tests.toys.enumeration import seeded
 from tests.toys.random_drafts import BLOCKS, KINDS, PAIRS, TARGETS, VOCAB, draft, target
 
 
-def logits_afresh(kind, family, committed, drafted):
-    """Of a new sequence whose target has read all but the newest committed token; `drafted` is fed to the draft one by
-    one.
-    """
+def models(kind, family="llama"):
     tapped = CachedModel(target(family), recorder=FeatureRecorder(target(family), draft(kind, family)))
+    return tapped, feature_model(draft(kind, family), tapped)
+
+
+def logits_afresh(kind, family, committed, drafted):
+    """Of a new sequence whose target has read all but the newest committed token; `drafted` is fed one by one."""
+    tapped, model = models(kind, family)
     tapped.feed(committed[:-1])
-    model = feature_model(draft(kind, family), tapped)
     for end in range(len(committed), len(committed) + len(drafted) + 1):
         logits = model.feed((committed + drafted)[len(model) : end])
     return logits, model.hidden
@@ -27,10 +28,9 @@ def logits_afresh(kind, family, committed, drafted):
 
 @pytest.mark.parametrize(("kind", "family"), [*PAIRS, *product(BLOCKS, TARGETS)])
 def test_logits_after_any_rounds_are_those_of_a_fresh_sequence(kind, family):
-    tapped = CachedModel(target(family), recorder=FeatureRecorder(target(family), draft(kind, family)))
-    model = feature_model(draft(kind, family), tapped)
+    tapped, model = models(kind, family)
     assert model.max_length == 0, "nothing is drafted before the target has read the prompt"
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     committed = [1, 2, 3]
     tapped.feed(committed)
     for step in range(8):
@@ -54,9 +54,8 @@ def test_logits_after_any_rounds_are_those_of_a_fresh_sequence(kind, family):
 @pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_a_token_of_which_the_target_has_not_spoken_is_fed_after_the_draft_s_own_output(kind):
     """As in a hierarchy whose outer level adds a token: also if what it follows was rolled back."""
-    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft(kind)))
+    tapped, model = models(kind)
     tapped.feed([1, 2, 3, 4])
-    model = feature_model(draft(kind), tapped)
     model.feed([1, 2, 3, 4, 5, 6])
     model.roll_back(5)
     logits = model.feed([1, 2, 3, 4, 5, 0][len(model) :])
@@ -66,9 +65,8 @@ def test_a_token_of_which_the_target_has_not_spoken_is_fed_after_the_draft_s_own
 @pytest.mark.parametrize(("kind", "family"), [pair for pair in PAIRS if pair[0] != "glide"])
 def test_a_tree_s_node_has_the_logits_of_its_path_as_a_chain(kind, family):
     committed, tolerance = [1, 2, 3, 4], {"rtol": 0, "atol": 1e-5 if kind == "mtp" else 1e-10}
-    tapped = CachedModel(target(family), recorder=FeatureRecorder(target(family), draft(kind, family)))
+    tapped, model = models(kind, family)
     tapped.feed(committed[:-1])
-    model = feature_model(draft(kind, family), tapped)
     model.feed(committed)
     model.roll_back(len(committed) - 1)
     first_logits = model.feed_tree(committed[len(model) :], Tree((5, 6), (-1, -1)))[1:]
@@ -76,6 +74,5 @@ def test_a_tree_s_node_has_the_logits_of_its_path_as_a_chain(kind, family):
     for drafted, ours in (([5], first_logits[0]), ([6, 0], logits[0]), ([5, 1], logits[1]), ([6, 2], logits[2])):
         torch.testing.assert_close(ours[None], logits_afresh(kind, family, committed, drafted)[0], **tolerance)
     model.roll_back(len(committed) - 1)
-    torch.testing.assert_close(
-        model.feed([1, 2, 3, 0][len(model) :]), logits_afresh(kind, family, [1, 2, 3, 0], [])[0], **tolerance
-    )
+    expected = logits_afresh(kind, family, [1, 2, 3, 0], [])[0]
+    torch.testing.assert_close(model.feed([1, 2, 3, 0][len(model) :]), expected, **tolerance)

@@ -1,9 +1,6 @@
-"""Released directories: every layout loads and computes what its formula says; what does not fit is refused in one
-line.
-"""
+"""Released directories: every layout loads and computes what its formula says; what does not fit is refused."""
 
 from contextlib import suppress
-from functools import partial
 from itertools import product
 
 import pytest
@@ -14,25 +11,26 @@ from lm import CachedModel, feature_model
 from lm.features.loading import load_feature_draft
 from lm.features.recorder import FeatureRecorder
 from lm.features.released import max_positions_of, released_layout_of, width_of
-from tests.lm.features.released_by_hand import (
-    D2T,
-    KINDS,
-    LAYOUTS,
-    T2D,
-    Truth,
-    expected,
-    expected_confidence,
-    released,
-    write,
-)
+from tests.lm.features import released_by_hand as by_hand
+from tests.lm.features.released_by_hand import D2T, LAYOUTS, T2D, Truth, released, write
 from tests.toys.random_drafts import LAYERS, VOCAB, WIDTH, target
+
+
+def loaded(source: ModelSource):
+    return load_feature_draft(source, target(), num_layers=LAYERS)
+
+
+def written(directory, layout: str, keys: dict, tensors: dict | None = None) -> ModelSource:
+    """A directory whose config and tensors are changed."""
+    config, own = released(layout)
+    return ModelSource(path=str(write(directory, config | keys, own | (tensors or {}))))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_directory_written_by_hand_computes_what_its_formula_says(layout, tmp_path):
     config, tensors = released(layout)
     source = ModelSource(path=str(write(tmp_path, config, tensors)))
-    draft = load_feature_draft(source, target(), num_layers=LAYERS)
+    draft = loaded(source)
     assert max_positions_of(source) == draft.config.max_position_embeddings
     tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft))
     model = feature_model(draft, tapped)
@@ -41,13 +39,13 @@ def test_a_directory_written_by_hand_computes_what_its_formula_says(layout, tmp_
     truth = Truth(target(), committed[:-1])
     for end in (5, 6, 7):
         tokens = (committed + drafted)[:end]
-        logits = model.feed(tokens[len(model) :])[0]
-        plain = expected(layout, config, tensors, truth=truth, tokens=tokens, num_known=4)
+        logits, known = model.feed(tokens[len(model) :])[0], {"truth": truth, "tokens": tokens, "num_known": 4}
+        plain = by_hand.expected(layout, config, tensors, **known)
         # norms and rotary embeddings are float32, as Llama's
         torch.testing.assert_close(logits, plain, rtol=0, atol=1e-5)
         assert width_of(source) == model.hidden_size == model.hidden.shape[-1]
         if getattr(draft, "confidence_head", None):
-            confidence = expected_confidence(config, tensors, truth=truth, tokens=tokens, num_known=4)
+            confidence = by_hand.expected_confidence(config, tensors, **known)
             torch.testing.assert_close(model.confidence()[0], confidence, rtol=0, atol=1e-5)
 
 
@@ -64,167 +62,114 @@ def test_the_layout_of_a_model_of_its_own_is_none(tmp_path):
     target().save_pretrained(tmp_path)
     assert released_layout_of(ModelSource(path=str(tmp_path))) is None
     assert released_layout_of(ModelSource(path=str(tmp_path / "nothing"))) is None
-    names = {
-        layout: released_layout_of(ModelSource(path=str(write(tmp_path / layout, *released(layout)))))
-        for layout in LAYOUTS
-    }
-    assert names == KINDS
+    names = {layout: released_layout_of(written(tmp_path / layout, layout, {})) for layout in LAYOUTS}
+    assert names == by_hand.KINDS
 
 
+CONFIDENT = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+SLIDING = {"layer_types": ["full_attention", "sliding_attention"]}
+REQUIRED = ("block_size", "markov_rank", "enable_confidence_head", "num_target_layers")
+WRONG_KEYS = [
+    # layout, keys that are written in config.json instead (...: left out), message
+    ("eagle", {"hidden_size": 32}, "states of 32, and this one has 16"),
+    ("eagle", {"hidden_act": "sillu"}, "hidden_act is 'sillu'"),
+    ("eagle", {"hidden_size": 2**62}, "hidden_size is 4611686018427387904; write a"),
+    ("eagle", {"rope_theta": "x"}, "rope_theta is 'x'; write a number above 0"),
+    ("eagle3", {"vocab_size": 9}, "vocabulary of 9, and this one has 7"),
+    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"layers \[1, 2, 9\]"),
+    ("eagle3", {"eagle_aux_hidden_state_layer_ids": ["a", 2, 3]}, "whole numbers"),
+    ("eagle3", {"eagle_aux_hidden_state_layer_ids": None}, "name layers from 0, the embedding, to 2"),
+    ("eagle3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "a part of each head"),
+    ("eagle3", {"rope_scaling": {"rope_type": "spiral"}}, "spiral"),
+    ("eagle3", {"num_attention_heads": 0}, "num_attention_heads is 0; write a whole number"),
+    ("eagle3", {"architectures": ["PEagleDraftModel"]}, r"one forward \(P-EAGLE\)"),
+    ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config is .*three of the target's states"),
+    ("eagle3", {"model_type": "mamba"}, "model_type mamba"),
+    ("glide", {"large_hidden_size": 32}, "states of 32"),
+    ("glide", {"large_num_attention_heads": 2}, "2 heads and the target's 4"),
+    ("speculators", {"num_hidden_layers": "x"}, "num_hidden_layers is 'x'"),
+    ("speculators", {"speculators_model_type": "peagle"}, r"one forward \(P-EAGLE\)"),
+    ("speculators", {"speculators_model_type": "xpress"}, "of the kind speculators' xpress"),
+    ("speculators", {"norm_before_residual": ...}, "norm_before_residual"),
+    ("speculators_dspark", {"markov_head_type": "rnn"}, "sample_from_anchor is False; it must be true"),
+    ("specforge_dflash", {"architectures": ["DominoDraftModel"]}, r"recurrent network .*\(Domino\)"),
+    ("specforge_dflash", {"dflash_config": {"projector_type": "mlp"}}, "of the kind mlp"),
+    ("specforge_dflash", {"dflash_config": 3}, "dflash_config is 3"),
+    ("specforge_dflash", {"block_size": 1}, "block_size is 1.*at least 2"),
+    ("dspark_dflash", CONFIDENT, "false where markov_rank is 0"),
+    ("dspark_rnn", {"target_layer_ids": None}, "target_layer_ids is None"),
+    ("dspark_rnn", {"target_layer_ids": [[0]]}, r"target_layer_ids is \[\[0\]\]"),
+    ("dspark_rnn", {"target_layer_ids": [-1, 2]}, r"is \[-1, 2\].* to 1, since readers disagree"),
+    ("dspark_rnn", {"target_layer_ids": [1, 0]}, r"is \[1, 0\]"),
+    ("dspark_rnn", {"markov_rank": "x"}, "markov_rank is 'x'"),
+    ("dspark_rnn", {"markov_rank": -1}, "markov_rank is -1"),
+    ("dspark_rnn", {"markov_rank": 3}, r"is \[.*expected"),
+    ("dspark_rnn", {"markov_head_type": "gated"}, "lacks 2 tensors"),
+    ("dspark_rnn", {"markov_head_type": "lstm"}, "lstm.*vanilla, gated, rnn"),
+    ("dspark_rnn", {"enable_confidence_head": False}, "also has 2"),
+    ("dspark_rnn", {"hidden_size": 32}, "states of 32"),
+    ("dspark_rnn", {"vocab_size": 9}, "vocabulary of 9"),
+    ("dspark_rnn", {"num_target_layers": 5}, "5 layers, and this one has 3"),
+    ("dspark_rnn", {"block_size": 0}, "block_size is 0"),
+    ("dspark_rnn", {"mask_token_id": 7}, "mask_token_id is 7.*below 7"),
+    ("dspark_rnn", SLIDING, "full_attention, or sliding_attention with a sliding_window"),
+    ("dspark_rnn", {"model_type": "gemma4_text"}, "gemma4_text.*Qwen3's"),
+    *(("dspark_rnn", {name: ...}, f"config.json lacks {name}") for name in REQUIRED),
+]
 WRONG_ID, WRONG_MASK = D2T.clone(), T2D.clone()
 WRONG_ID[-1] = VOCAB
 WRONG_MASK[0] = False
 _PROJ = "confidence_head.proj.weight"
-BROKEN = {
-    "a tensor that lacks": ("eagle", {}, {"fc.weight": torch.zeros(WIDTH, 2 * WIDTH)}, "lacks .* layers.0.mlp"),
-    "a tensor too many": ("eagle", {}, {"lm_head.weight": torch.zeros(1)}, "also has 1 tensors, first lm_head.weight"),
-    "a shape": ("eagle", {}, {"fc.weight": torch.zeros(WIDTH, WIDTH)}, "fc.weight is .* expected"),
-    "another width": ("eagle", {"hidden_size": 32}, {}, "states of 32, and this one has 16"),
-    "another vocabulary": ("eagle3", {"vocab_size": 9}, {}, "vocabulary of 9, and this one has 7"),
-    "another width of the target": ("glide", {"large_hidden_size": 32}, {}, "states of 32"),
-    "other heads": ("glide", {"large_num_attention_heads": 2}, {}, "2 heads and the target's 4"),
-    "layers that the target has not": (
-        "eagle3",
-        {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]},
-        {},
-        r"layers \[1, 2, 9\]",
-    ),
-    "layers that are no numbers": ("eagle3", {"eagle_aux_hidden_state_layer_ids": ["a", 2, 3]}, {}, "whole numbers"),
-    "a rotated part of a head": (
-        "eagle3",
-        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
-        {},
-        "a part of each head",
-    ),
-    "an unknown rotary embedding": ("eagle3", {"rope_scaling": {"rope_type": "spiral"}}, {}, "spiral"),
-    "no heads": ("eagle3", {"num_attention_heads": 0}, {}, "num_attention_heads is 0; write a whole number"),
-    "an unknown activation": ("eagle", {"hidden_act": "sillu"}, {}, "hidden_act is 'sillu'"),
-    "a width that nobody makes": ("eagle", {"hidden_size": 2**62}, {}, "hidden_size is 4611686018427387904; write a"),
-    "no number of layers": ("speculators", {"num_hidden_layers": "x"}, {}, "num_hidden_layers is 'x'"),
-    "a base that is no number": ("eagle", {"rope_theta": "x"}, {}, "rope_theta is 'x'; write a number above 0"),
-    "P-EAGLE": ("eagle3", {}, {"mask_hidden": torch.zeros(1)}, r"one forward \(P-EAGLE\)"),
-    "P-EAGLE of SpecForge": ("eagle3", {"architectures": ["PEagleDraftModel"]}, {}, r"one forward \(P-EAGLE\)"),
-    "P-EAGLE of speculators": ("speculators", {"speculators_model_type": "peagle"}, {}, r"one forward \(P-EAGLE\)"),
-    "Domino": ("specforge_dflash", {"architectures": ["DominoDraftModel"]}, {}, r"recurrent network .*\(Domino\)"),
-    "another correction": ("specforge_dflash", {"dflash_config": {"projector_type": "mlp"}}, {}, "of the kind mlp"),
-    "nested keys that are no table": ("specforge_dflash", {"dflash_config": 3}, {}, "dflash_config is 3"),
-    "ids of layers that are no list": ("dspark_rnn", {"target_layer_ids": None}, {}, "target_layer_ids is None"),
-    "a nested list of layers": ("dspark_rnn", {"target_layer_ids": [[0]]}, {}, r"target_layer_ids is \[\[0\]\]"),
-    "a rank that is no number": ("dspark_rnn", {"markov_rank": "x"}, {}, "markov_rank is 'x'"),
-    "two layers that read the embedding": (
-        "eagle3",
-        {"num_hidden_layers": 2},
-        {"layers.1.hidden_norm.weight": torch.zeros(1)},
-        "reads the embedding again",
-    ),
-    "no states of the target": (
-        "eagle3",
-        {"eagle_config": {"use_aux_hidden_state": False}},
-        {},
-        "eagle_config is .*three of the target's states",
-    ),
-    "too shallow for the usual layers": (
-        "eagle3",
-        {"eagle_aux_hidden_state_layer_ids": None},
-        {},
-        "name layers from 0, the embedding, to 2",
-    ),
-    "an id out of range": ("eagle3", {}, {"d2t": WRONG_ID}, "d2t, which holds offsets"),
-    "maps that differ": ("eagle3", {}, {"t2d": WRONG_MASK}, "t2d marks 3 of 7"),
-    "a map of another size": ("speculators", {}, {"d2t": D2T[:2]}, "d2t has shape"),
-    "another kind": ("speculators", {"speculators_model_type": "xpress"}, {}, "of the kind speculators' xpress"),
-    "a recurrent Markov head after the anchor": (
-        "speculators_dspark",
-        {"markov_head_type": "rnn"},
-        {},
-        "sample_from_anchor is False; it must be true",
-    ),
-    "no token after the anchor": ("specforge_dflash", {"block_size": 1}, {}, "block_size is 1.*at least 2"),
-    "a draft of blocks with a tensor that lacks": ("dspark_rnn", {"markov_head_type": "gated"}, {}, "lacks 2 tensors"),
-    "a draft of blocks with a tensor too many": ("dspark_rnn", {"enable_confidence_head": False}, {}, "also has 2"),
-    "a draft of blocks with another shape": ("dspark_rnn", {"markov_rank": 3}, {}, r"is \[.*expected"),
-    "a draft of blocks of another width": ("dspark_rnn", {"hidden_size": 32}, {}, "states of 32"),
-    "a draft of blocks of another vocabulary": ("dspark_rnn", {"vocab_size": 9}, {}, "vocabulary of 9"),
-    "a target of another depth": ("dspark_rnn", {"num_target_layers": 5}, {}, "5 layers, and this one has 3"),
-    "the target's last layer": (
-        "dspark_rnn",
-        {"target_layer_ids": [-1, 2]},
-        {},
-        r"is \[-1, 2\].* to 1, since readers disagree",
-    ),
-    "layers in no order": ("dspark_rnn", {"target_layer_ids": [1, 0]}, {}, r"is \[1, 0\]"),
-    "no place in a block": ("dspark_rnn", {"block_size": 0}, {}, "block_size is 0"),
-    "a mask token out of range": ("dspark_rnn", {"mask_token_id": 7}, {}, "mask_token_id is 7.*below 7"),
-    "an unknown Markov head": ("dspark_rnn", {"markov_head_type": "lstm"}, {}, "lstm.*vanilla, gated, rnn"),
-    "a negative rank": ("dspark_rnn", {"markov_rank": -1}, {}, "markov_rank is -1"),
-    "a confidence head on no Markov head": (
-        "dspark_dflash",
-        {"enable_confidence_head": True, "confidence_head_with_markov": True},
-        {},
-        "false where markov_rank is 0",
-    ),
-    "layers with a window": (
-        "dspark_rnn",
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        {},
-        "full_attention, or sliding_attention with a sliding_window",
-    ),
-    "whole numbers": ("dspark_rnn", {}, {_PROJ: torch.ones(1, 21, dtype=torch.int32)}, f"{_PROJ} is torch.int32 or"),
-    "no number": ("dspark_rnn", {}, {_PROJ: torch.full((1, 21), torch.nan)}, f"{_PROJ} is torch.float32 or has NaN"),
-    "Gemma's layers": ("dspark_rnn", {"model_type": "gemma4_text"}, {}, "gemma4_text.*Qwen3's"),
-    "another layer": ("eagle3", {"model_type": "mamba"}, {}, "model_type mamba"),
-}
+WRONG_TENSORS = [
+    # layout, tensors that are written as well or instead, message
+    ("eagle", {"lm_head.weight": torch.zeros(1)}, "also has 1 tensors, first lm_head.weight"),
+    ("eagle", {"fc.weight": torch.zeros(WIDTH, WIDTH)}, "fc.weight is .* expected"),
+    ("eagle3", {"mask_hidden": torch.zeros(1)}, r"one forward \(P-EAGLE\)"),
+    ("eagle3", {"d2t": WRONG_ID}, "d2t, which holds offsets"),
+    ("eagle3", {"t2d": WRONG_MASK}, "t2d marks 3 of 7"),
+    ("speculators", {"d2t": D2T[:2]}, "d2t has shape"),
+    ("dspark_rnn", {_PROJ: torch.ones(1, 21, dtype=torch.int32)}, f"{_PROJ} is torch.int32 or"),
+    ("dspark_rnn", {_PROJ: torch.full((1, 21), torch.nan)}, f"{_PROJ} is torch.float32 or has NaN"),
+]
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_what_does_not_fit_is_refused_in_one_line(what, tmp_path):
-    layout, keys, others, message = BROKEN[what]
-    config, tensors = released(layout)
-    tensors = others if what == "a tensor that lacks" else tensors | others
-    source = ModelSource(path=str(write(tmp_path, config | keys, tensors)))
+@pytest.mark.parametrize(
+    ("layout", "keys", "tensors", "message"),
+    [
+        *((layout, keys, {}, message) for layout, keys, message in WRONG_KEYS),
+        *((layout, {}, tensors, message) for layout, tensors, message in WRONG_TENSORS),
+        ("eagle3", {"num_hidden_layers": 2}, {"layers.1.hidden_norm.weight": D2T.clone()}, "reads the embedding again"),
+        ("eagle", {}, {"fc.weight": None}, "lacks .* layers.0.mlp"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(layout, keys, tensors, message, tmp_path):
+    config, own = released(layout)
+    config = {name: value for name, value in (config | keys).items() if value is not ...}
+    own = {"fc.weight": own["fc.weight"]} if None in tensors.values() else own | tensors
     with pytest.raises(ValueError, match=message) as raised:
-        load_feature_draft(source, target(), num_layers=LAYERS)
+        loaded(ModelSource(path=str(write(tmp_path, config, own))))
     assert "\n" not in str(raised.value)
     assert str(tmp_path) in str(raised.value)
 
 
 @pytest.mark.parametrize("architectures", ["DSparkQwen3", None, 5, True, {"a": 1}, [None]])
 def test_odd_architectures_leave_the_layout_to_the_other_keys(architectures, tmp_path):
-    config, tensors = released("dspark_rnn")
-    source = ModelSource(path=str(write(tmp_path, config | {"architectures": architectures}, tensors)))
+    source = written(tmp_path, "dspark_rnn", {"architectures": architectures})
     assert released_layout_of(source) == "dspark"
-    assert width_of(source) == load_feature_draft(source, target(), num_layers=LAYERS).hidden_size
+    assert width_of(source) == loaded(source).hidden_size
 
 
-def test_what_readers_disagree_on_must_be_said(tmp_path):
-    config, tensors = released("speculators")
-    del config["norm_before_residual"]
-    with pytest.raises(ValueError, match="norm_before_residual"):
-        load_feature_draft(ModelSource(path=str(write(tmp_path, config, tensors))), target(), num_layers=LAYERS)
-
-
-@pytest.mark.parametrize("name", ["block_size", "markov_rank", "enable_confidence_head", "num_target_layers"])
-def test_a_draft_of_blocks_says_all_that_decides_it(name, tmp_path):
-    config, tensors = released("dspark_rnn")
-    del config[name]
-    with pytest.raises(ValueError, match=f"config.json lacks {name}"):
-        load_feature_draft(ModelSource(path=str(write(tmp_path, config, tensors))), target(), num_layers=LAYERS)
-
-
-def test_pickled_weights_are_not_read(tmp_path):
+def test_pickled_weights_are_not_read_and_a_truncated_file_is_named(tmp_path):
     config, tensors = released("eagle")
     write(tmp_path, config, tensors)
     (tmp_path / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pickled \(pytorch_model.bin\).*convert"):
         released_layout_of(ModelSource(path=str(tmp_path)))
-
-
-def test_a_truncated_file_is_named(tmp_path):
     file = write(tmp_path, *released("glide")) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"model.safetensors cannot be read"):
-        load_feature_draft(ModelSource(path=str(tmp_path)), target(), num_layers=LAYERS)
+        loaded(ModelSource(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +186,7 @@ def test_layer_ids_are_read_as_their_producer_counts_them(keys, expected, tmp_pa
     config, tensors = released("eagle3")
     del config["eagle_aux_hidden_state_layer_ids"]
     source = ModelSource(path=str(write(tmp_path, config | keys, tensors)))
-    assert load_feature_draft(source, target(), num_layers=LAYERS).target_layer_ids == expected
+    assert loaded(source).target_layer_ids == expected
 
 
 ODD = (None, "x", -1, 2**70, [], {}, True, 1.5, [[0]])
@@ -266,7 +211,7 @@ def test_an_odd_value_is_refused_or_read(layout, tmp_path):
             inner = inner.setdefault(key, {})
         inner[name] = odd
         source = ModelSource(path=str(write(tmp_path, config, tensors)))
-        for read in (width_of, max_positions_of, partial(load_feature_draft, target=target(), num_layers=LAYERS)):
+        for read in (width_of, max_positions_of, loaded):
             with suppress(ValueError):
                 read(source)
 
@@ -277,5 +222,4 @@ def test_an_eagle3_draft_with_a_window_reads_texts_that_fit_it(tmp_path):
     window = {"use_sliding_window": True, "sliding_window": 9, "layer_types": types}
     config["transformer_layer_config"] |= window
     source = ModelSource(path=str(write(tmp_path, config, tensors)))
-    draft = load_feature_draft(source, target(), num_layers=LAYERS)
-    assert max_positions_of(source) == draft.config.max_position_embeddings == 9
+    assert max_positions_of(source) == loaded(source).config.max_position_embeddings == 9

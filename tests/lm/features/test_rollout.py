@@ -1,16 +1,13 @@
-"""Rollouts from every place of a text, side by side, say what a draft says that is fed token by token beside its
-target.
-"""
+"""Rollouts from every place of a text, side by side, say what a draft says that is fed token by token."""
 
 from itertools import product
 
 import pytest
 import torch
 
-from lm import CachedModel, feature_model
 from lm.features.glide import Glide
-from lm.features.recorder import FeatureRecorder
 from lm.features.rollout import Rollouts, rollouts_of, run_target
+from tests.lm.features.test_feature_models import models
 from tests.toys.random_drafts import BLOCKS, PAIRS, TARGETS, config, draft, target
 
 TEXT = [1, 5, 2, 6, 0, 3, 3, 4, 1]
@@ -21,8 +18,7 @@ DRAWN = [[3, 4, 0, 6], [1, 1, 2, 5], [6, 0, 0, 3], [2, 4, 5, 1], [0, 2, 3, 4]]
 
 def alone(kind: str, family: str, text: list[int], tokens: list[int]) -> torch.Tensor:
     """The states of one round that begins after `text`: the target has read all but its last token."""
-    tapped = CachedModel(target(family), recorder=FeatureRecorder(target(family), draft(kind, family)))
-    model = feature_model(draft(kind, family), tapped)
+    tapped, model = models(kind, family)
     tapped.feed(text[:-1])
     states = []
     for count in range(len(tokens) + 1):
@@ -58,12 +54,8 @@ def test_a_chain_that_has_ended_leaves_the_others_as_they_are(kind):
 
 
 def test_a_glide_draft_of_two_layers_is_refused_with_one_line():
-    made = (
-        Glide(config(num_hidden_layers=2, large_hidden_size=16, large_num_attention_heads=4), 3)
-        .double()
-        .eval()
-        .bind(target())
-    )
+    sizes = {"num_hidden_layers": 2, "large_hidden_size": 16, "large_num_attention_heads": 4}
+    made = Glide(config(**sizes), 3).double().eval().bind(target())
     with pytest.raises(ValueError, match="has 2 layers") as refusal:
         Rollouts(made, run_target(target(), made, TEXT), TEXT)
     assert "\n" not in str(refusal.value)

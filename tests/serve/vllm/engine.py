@@ -23,9 +23,7 @@ TIGHT |= {"block_size": 32, "num_gpu_blocks_override": 24}
 AUTO = "head:tuned,max_rejection_prob=auto"
 POLICIES = ["fixed_length:k=0", "fixed_length:k=5", "heuristic:k=3", "entropy:max_sqrt_entropy=0.4"]
 POLICIES += ["cumulative_token_prob:min_token_prob=0.3", "self_verify:initial=1.0", "ada_edl:initial_lambda=0.4"]
-POLICIES += [
-    *(f"head:{name},max_rejection_prob=0.5" for name in ("fed", "drawn")),
-]
+POLICIES += [f"head:{name},max_rejection_prob=0.5" for name in ("fed", "drawn")]
 LAWS = {"temperature_1": Sampling(), "nucleus": Sampling(0.7, top_p=0.9), "hot": Sampling(2.0)}
 Batch = dict[str, Any]
 
@@ -121,10 +119,8 @@ def test_tokens_survive_prompts_in_pieces_a_shared_prefix_and_preemption(serve, 
     found, plain = (result["all"] for result in serve([{"name": "all", "requests": requests}], ("all",), **TIGHT))
     assert tokens_of(found) == tokens_of(plain)
     assert_counters_agree(found)
-    same = [
-        rounds == decoded(pair, heads, request, LONGEST)["rounds"]
-        for request, rounds in zip(requests, rounds_of(found), strict=True)
-    ]
+    pairs = zip(requests, rounds_of(found), strict=True)
+    same = [rounds == decoded(pair, heads, request, LONGEST)["rounds"] for request, rounds in pairs]
     assert sum(same) > 0.9 * NUM, "a preempted request may draft the same token twice"
     assert found["counters"]["num_preemptions"] > 0
     assert found["counters"]["prefix_cache_hits"] > 0

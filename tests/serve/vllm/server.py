@@ -115,13 +115,10 @@ def test_greedy_responses_are_the_targets_and_sampled_ones_have_its_law(server, 
 
 
 def test_a_server_that_reads_two_bos_is_told_apart(server, pair, requests):
-    one, two = (
-        source_of(replace(server, **way), pair, Sampling(0)).respond(requests, 0, lambda count: None)
-        for way in (WAYS["text"], TWO_BOS)
-    )
-    assert [getattr(answer, "response_ids", None) for answer in one] != [
-        getattr(answer, "response_ids", None) for answer in two
-    ]
+    sources = [source_of(replace(server, **way), pair, Sampling(0)) for way in (WAYS["text"], TWO_BOS)]
+    answers = [source.respond(requests, 0, lambda count: None) for source in sources]
+    one, two = ([getattr(answer, "response_ids", None) for answer in each] for each in answers)
+    assert one != two
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: sampling.text)
@@ -130,10 +127,8 @@ def test_labels_from_log_probabilities_are_those_of_the_target_here(server, pair
     reader = DistributionReader(sampling=sampling, num_logprobs=100, num_ids=pair.vocab_size)
     source = source_of(server, pair, sampling, reader)
     answers = source.respond(requests, 0, lambda count: None)
-    exchanges = [
-        Exchange(*request, answer.response_ids, answer.finish_reason)
-        for request, answer in zip(requests, answers, strict=True)
-    ]
+    pairs = zip(requests, answers, strict=True)
+    exchanges = [Exchange(*request, answer.response_ids, answer.finish_reason) for request, answer in pairs]
     here = labels(pair, sampling, exchanges, None)
     for distributions in ([answer.distributions for answer in answers], source.distributions_of(exchanges)):
         found = labels(pair, sampling, exchanges, joined(distributions))

@@ -8,21 +8,24 @@ import torch
 from decode import Drafter, ModelDrafter, SpeculativeDecoder
 from decode.drafters.hierarchies import InnerRounds, InterleavedDrafter, PreVerifiedDrafter
 from decode.policies import FixedLength, Policy
-from lm import Sampling
 from lm.verification import num_accepted
+from tests.toys import loop
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
-from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, law
+from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS
 
 TARGET, DRAFT, MICRO, NANO = 1, 2, 3, 4
 
 
 def hierarchy(
-    draft_policy: Policy | None = None, micro_policy: Policy | None = None, *, words: int = 3, **rounds: object
+    draft_policy: Policy = Policy(),  # noqa: B008
+    micro_policy: Policy = FixedLength(2),  # noqa: B008
+    *,
+    words: int = 3,
+    **rounds: object,
 ) -> PreVerifiedDrafter:
     """Micro drafts, draft pre-verifies, with inner rounds of two tokens."""
-    inner = ModelDrafter(ToyModel(MICRO, words), micro_policy or FixedLength(2))
-    settings = InnerRounds(**({"window": 2} | rounds))
-    return PreVerifiedDrafter(inner, ToyModel(DRAFT, words), draft_policy or Policy(), rounds=settings)
+    inner = ModelDrafter(ToyModel(MICRO, words), micro_policy)
+    return PreVerifiedDrafter(inner, ToyModel(DRAFT, words), draft_policy, rounds=InnerRounds(**{"window": 2} | rounds))
 
 
 def interleaved(m: int, n: int) -> InterleavedDrafter:
@@ -33,29 +36,21 @@ def assert_lossless(
     drafter: Drafter, num_tokens: int = 3, *, sampling: str = "plain", eos_ids=(2,), length: int = 20, words: int = 3
 ) -> None:
     """The distribution of the loop on this drafter is the target's, to 1e-12; law 4.4 holds on every branch."""
-    target = ToyModel(TARGET, words)
-    settings = {"sampling": SAMPLINGS[sampling], "eos_ids": frozenset(eos_ids)}
-    decoder = SpeculativeDecoder(target, drafter, max_draft_length=length, **settings)
-    assert_same_law(law(decoder, num_tokens), target.law(PROMPT, num_tokens, **settings))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_three_levels_preserve_the_target_law_for_every_policy_of_the_draft(policy):
-    assert_lossless(hierarchy(POLICIES[policy]))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_three_levels_preserve_the_target_law_for_every_policy_of_the_micro(policy):
-    assert_lossless(hierarchy(micro_policy=POLICIES[policy]))
+    settings = {"sampling": SAMPLINGS[sampling], "eos_ids": frozenset(eos_ids), "max_draft_length": length}
+    loop.assert_lossless(SpeculativeDecoder(ToyModel(TARGET, words), drafter, **settings), num_tokens)
 
 
 BINARY = {"eos_ids": (), "words": 2}
 """Two words and no EOS keep the branches few."""
+ROUNDS = [{"max_rounds": 0}, {"max_rounds": 1}, {"max_rounds": 1, "num_alone": 2}, {"bonus": False}, {"window": 0}]
+ROUNDS += [{"max_rounds": 1, "num_alone": 1, "bonus": False}, {"window": 1, "bonus": False}]
 CASES = {
+    **{f"draft stops by {name}": (hierarchy(policy), {}) for name, policy in POLICIES.items()},
+    **{f"micro stops by {name}": (hierarchy(micro_policy=policy), {}) for name, policy in POLICIES.items()},
     **{
-        f"both stop by {name}": (hierarchy(POLICIES[name], POLICIES[name]), {}) for name in ("self_verify", "heuristic")
+        f"both stop by {name}": (hierarchy(POLICIES[name], POLICIES[name]), {})
+        for name in ("self_verify", "heuristic", "ada_edl", "both_heads")
     },
-    **{f"both stop by {name}": (hierarchy(POLICIES[name], POLICIES[name]), {}) for name in ("ada_edl", "both_heads")},
     **{name: (hierarchy(POLICIES["entropy"]), {"sampling": name}) for name in SAMPLINGS},
     **{
         f"{number} tokens, EOS {eos_ids}": (hierarchy(), {"num_tokens": number, "eos_ids": eos_ids})
@@ -63,18 +58,7 @@ CASES = {
         for number in (1, 2, 3)
     },
     **{f"drafts of {length}": (hierarchy(), {"length": length}) for length in (0, 1, 2)},
-    **{
-        f"inner rounds {rounds}": (hierarchy(POLICIES["entropy"], words=2, **rounds), BINARY)
-        for rounds in (
-            {"max_rounds": 0},
-            {"max_rounds": 1},
-            {"max_rounds": 1, "num_alone": 2},
-            {"max_rounds": 1, "num_alone": 1, "bonus": False},
-            {"bonus": False},
-            {"window": 0},
-            {"window": 1, "bonus": False},
-        )
-    },
+    **{f"inner rounds {rounds}": (hierarchy(POLICIES["entropy"], words=2, **rounds), BINARY) for rounds in ROUNDS},
     **{  # four tokens, so that a second inner round drafts too
         f"second inner round, {name}": (hierarchy(POLICIES[name], words=2, window=1), BINARY | {"num_tokens": 4})
         for name in ("never_draft", "fixed_length", "self_verify", "entropy")
@@ -83,7 +67,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_three_levels_preserve_the_target_law(case):
+def test_three_levels_preserve_the_target_law_for_every_policy_of_the_draft(case):
+    """And for every policy of the micro model, sampling, EOS and schedule."""
     drafter, settings = CASES[case]
     assert_lossless(drafter, **settings)
 
@@ -96,10 +81,13 @@ def test_four_levels_preserve_the_target_law():
         assert_lossless(PreVerifiedDrafter(each, ToyModel(DRAFT), POLICIES[policy], rounds=InnerRounds(window=2)))
 
 
+LENGTHS = (0, 1), (1, 0), (1, 1), (1, 2), (2, 1), (3, 0)
+
+
 @pytest.mark.parametrize(
     ("m", "n", "settings"),
     [
-        *((m, n, {"eos_ids": ids}) for m, n in ((0, 1), (1, 0), (1, 1), (1, 2), (2, 1), (3, 0)) for ids in ((), (2,))),
+        *((m, n, {"eos_ids": ids}) for m, n in LENGTHS for ids in ((), (2,))),
         *((2, 1, {"sampling": sampling}) for sampling in SAMPLINGS),
     ],
 )
@@ -122,7 +110,7 @@ def test_a_replacement_drawn_from_plain_p_as_chen_prints_it_is_biased(m, n):
     decoder = PrintedDecoder(ToyModel(TARGET), interleaved(m, n), eos_ids=frozenset())
     printed = law_of(lambda draws: decoder.generate(PROMPT, 3, generator=draws).token_ids)
     with pytest.raises(AssertionError, match="against"):
-        assert_same_law(printed, ToyModel(TARGET).law(PROMPT, 3, sampling=Sampling(), eos_ids=frozenset()))
+        assert_same_law(printed, decoder.target.law(PROMPT, 3, sampling=decoder.sampling, eos_ids=frozenset()))
     if m == 1:
         p, q = (ToyModel(seed).feed(PROMPT)[-1].softmax(-1) for seed in (TARGET, MICRO if n else DRAFT))
         decoder.max_draft_length = 1

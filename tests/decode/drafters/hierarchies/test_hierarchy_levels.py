@@ -1,6 +1,4 @@
-"""What each level of a hierarchy does: caches, signals, tau, counts, degenerate cases, greedy decoding (law 4.12; laws
-4.4, 4.5).
-"""
+"""What each level of a hierarchy does: caches, signals, tau, counts, greedy decoding (law 4.12; laws 4.4, 4.5)."""
 
 from dataclasses import dataclass, field
 
@@ -10,14 +8,15 @@ from transformers import LlamaForCausalLM
 
 from decode import Drafter, Generation, ModelDrafter, SpeculativeDecoder
 from decode.drafters.hierarchies import CONFIGURATIONS, InnerRounds, InterleavedDrafter, PreVerifiedDrafter, hsddw
-from decode.policies import FixedLength, Policy, SelfVerify
+from decode.policies import Entropy, FixedLength, Policy, SelfVerify
 from lm import CachedModel, Sampling, entropy
 from tests.cases import first_fast
-from tests.toys import small_pair
-from tests.toys.enumeration import ToyModel
+from tests.toys.enumeration import ToyModel, seeded
+from tests.toys.random_pairs import greedy_of
+from tests.toys.small_pair import random_llama
 
 PROMPT = [0, 1, 2]
-VOCAB = 6
+VOCAB, EOS = 6, 5
 
 
 class CheckedModel(CachedModel):
@@ -34,17 +33,13 @@ class CheckedModel(CachedModel):
         return rows
 
 
-def llama(seed: int) -> LlamaForCausalLM:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        sizes = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
-        config = small_pair.llama(**sizes, initializer_range=1.0, max_position_embeddings=64, eos_token_id=5)
-        return LlamaForCausalLM(config).double().eval()
+SIZES = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+SIZES |= {"max_position_embeddings": 64, "eos_token_id": EOS, "pad_token_id": EOS}
 
 
 @pytest.fixture(scope="module")
 def trio() -> tuple[LlamaForCausalLM, ...]:
-    return llama(1), llama(2), llama(3)
+    return tuple(random_llama(seed, **SIZES, initializer_range=1.0) for seed in (1, 2, 3))
 
 
 def drafters(micro: CachedModel, draft: CachedModel) -> dict[str, Drafter]:
@@ -62,35 +57,31 @@ NAMES = list(drafters(ToyModel(1), ToyModel(2)))
 def generate(
     drafter: Drafter, target: CachedModel, *, sampling: Sampling | None = None, seed: int = 0, new: int = 24
 ) -> Generation:
-    decoder = SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset({5}), max_draft_length=8)
-    return decoder.generate(PROMPT, new, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize(
-    ("name", "temperature"),
-    first_fast([(NAMES[0], 0.0), *((name, 1.0) for name in NAMES), *((name, 0.0) for name in NAMES[1:])], 3),
-)
-def test_caches_of_all_three_models_agree_with_uncached_forwards(trio, name, temperature):
-    micro, draft, target = (CheckedModel(model) for model in trio)
-    for seed in range(3):
-        generate(drafters(micro, draft)[name], target, sampling=Sampling(temperature=temperature), seed=seed)
-        assert len(micro) <= len(PROMPT) + 24
-        assert len(draft) > len(PROMPT)
+    decoder = SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset({EOS}), max_draft_length=8)
+    return decoder.generate(PROMPT, new, generator=seeded(seed))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_hierarchies_say_what_the_target_alone_says(trio, name):
-    micro, draft, target = (CachedModel(model) for model in trio)
+def test_greedy_hierarchies_say_what_the_target_alone_says_and_caches_agree_with_uncached_forwards(trio, name):
+    micro, draft, target = (CheckedModel(model) for model in trio)
     ours = generate(drafters(micro, draft)[name], target, sampling=Sampling(temperature=0)).token_ids
-    alone = trio[2].generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=5, pad_token_id=5)
-    assert list(ours) == alone[0, len(PROMPT) :].tolist()
+    assert list(ours) == greedy_of(trio[2], PROMPT, 24)
+
+
+@pytest.mark.parametrize("name", first_fast(NAMES))
+def test_caches_of_all_three_models_agree_with_uncached_forwards(trio, name):
+    micro, draft, target = (CheckedModel(model) for model in trio)
+    for seed in range(3):
+        generate(drafters(micro, draft)[name], target, sampling=Sampling(), seed=seed)
+        assert len(micro) <= len(PROMPT) + 24
+        assert len(draft) > len(PROMPT)
 
 
 @pytest.mark.parametrize("name", first_fast(NAMES, 3))
 def test_a_hierarchy_stops_drafting_where_a_context_is_full(trio, name):
     micro, draft, target = (CachedModel(model) for model in trio)
     decoder = SpeculativeDecoder(target, drafters(micro, draft)[name], eos_ids=frozenset(), max_draft_length=8)
-    assert len(decoder.generate(PROMPT, 62, generator=torch.Generator().manual_seed(0)).token_ids) == 62
+    assert len(decoder.generate(PROMPT, 62, generator=seeded()).token_ids) == 62
 
 
 def test_a_hierarchy_without_an_inner_level_is_the_draft_alone():
@@ -116,7 +107,7 @@ PRE_VERIFIED = PreVerifiedDrafter(ModelDrafter(ToyModel(1), FixedLength(3)), Toy
 )
 def test_identical_models_never_reject_and_counts_are_what_the_schedule_says(drafter, num_tokens, expected):
     decoder = SpeculativeDecoder(ToyModel(1), drafter, eos_ids=frozenset(), max_draft_length=8)
-    counts = decoder.generate(PROMPT, num_tokens, generator=torch.Generator().manual_seed(0)).counts
+    counts = decoder.generate(PROMPT, num_tokens, generator=seeded()).counts
     names = ("num_target", "num_drafted", "num_accepted", "num_draft_forwards", "num_micro", "num_micro_forwards")
     assert tuple(getattr(counts, name) for name in names) == expected
 
@@ -137,71 +128,45 @@ class Spy(Policy):
         self.outcomes.append(outcome)
         return state
 
-
-def test_the_draft_level_sees_its_own_models_signals_at_every_emitted_position():
-    spy = Spy()
-    generation = generate(
-        PreVerifiedDrafter(ModelDrafter(ToyModel(3), FixedLength(2)), ToyModel(2), spy), ToyModel(1), new=12
-    )
-    ids, expected = list(PROMPT), []
-    for played in generation.rounds:
-        for position, token in enumerate(played.drafted):
-            logits = ToyModel(2).feed([*ids, *played.drafted[:position]])[-1]
-            expected.append((position, float(entropy(logits)), float(logits.softmax(-1)[token])))
-        ids += played.emitted
-    assert len(expected) > 10
-    seen = [(drawn.position, drawn.entropy, drawn.token_prob) for drawn in spy.drawn]
-    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected))
+    @property
+    def rejected_entropies(self) -> list[float]:
+        rejections = [outcome for outcome in self.outcomes if outcome.num_accepted < outcome.num_drafted]
+        return [outcome.rejected_entropy for outcome in rejections]
 
 
-def test_tau_of_each_level_is_fed_by_the_rejections_of_the_level_above():
-    """tau_2: H of the draft where the target rejected; tau_1: H of the micro where the draft rejected; neither sees the
-    other's.
-    """
+def test_each_level_sees_its_own_models_signals_and_the_rejections_of_the_level_above():
+    """tau_2 and tau_1: H of the draft (the micro) where the target (the draft) rejected; neither sees the other's."""
     inner, outer = Spy(), Spy()
     drafter = PreVerifiedDrafter(ModelDrafter(ToyModel(3), inner), ToyModel(2), outer, rounds=InnerRounds(window=2))
-    generation = generate(drafter, ToyModel(1), new=16)
-    ids, rejected = list(PROMPT), []
-    for played in generation.rounds:
+    ids, expected, rejected = list(PROMPT), [], []
+    for played in generate(drafter, ToyModel(1), new=16).rounds:
+        rows = [ToyModel(2).feed([*ids, *played.drafted[:position]])[-1] for position in range(len(played.drafted))]
+        for position, (token, logits) in enumerate(zip(played.drafted, rows, strict=True)):
+            expected.append((position, float(entropy(logits)), float(logits.softmax(-1)[token])))
         if played.num_accepted < len(played.drafted):
-            rejected.append(float(entropy(ToyModel(2).feed([*ids, *played.drafted[: played.num_accepted]])[-1])))
+            rejected.append(float(entropy(rows[played.num_accepted])))
         ids += played.emitted
-    seen = [outcome.rejected_entropy for outcome in outer.outcomes if outcome.num_accepted < outcome.num_drafted]
-    assert seen
-    torch.testing.assert_close(torch.tensor(seen), torch.tensor(rejected))
-    own = {drawn.entropy for drawn in inner.drawn}
-    inner_seen = [outcome.rejected_entropy for outcome in inner.outcomes if outcome.num_accepted < outcome.num_drafted]
-    assert inner_seen
-    assert set(inner_seen) <= own
+    assert len(expected) > 10
+    seen = [(drawn.position, drawn.entropy, drawn.token_prob) for drawn in outer.drawn]
+    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected))
+    assert rejected
+    torch.testing.assert_close(torch.tensor(outer.rejected_entropies), torch.tensor(rejected))
+    assert inner.rejected_entropies
+    assert set(inner.rejected_entropies) <= {drawn.entropy for drawn in inner.drawn}
 
 
 def test_full_hsddw_ends_a_draft_at_the_first_position_where_the_draft_is_unsure():
-    """With tau fixed at 0.8 nats, every drafted token but the last has H at most 0.8, and drafts longer than one inner
-    round occur.
-    """
-    micro_policy, draft_policy = FixedLength(2), SelfVerifyAt(0.8)
-    drafter = hsddw(ToyModel(2), ToyModel(2), window=2, policies=(micro_policy, draft_policy))
-    generation = generate(drafter, ToyModel(1), new=60)
-    ids = list(PROMPT)
+    """With tau fixed at 0.8 nats, every drafted token but the last has H at most 0.8, over several inner rounds."""
+    fixed_tau = Entropy(max_sqrt_entropy=0.8**0.5, scale=1.0)
+    drafter = hsddw(ToyModel(2), ToyModel(2), window=2, policies=(FixedLength(2), fixed_tau))
+    generation, ids = generate(drafter, ToyModel(1), new=60), list(PROMPT)
     for played in generation.rounds:
-        entropies = [
-            float(entropy(ToyModel(2).feed([*ids, *played.drafted[:i]])[-1])) for i in range(len(played.drafted))
-        ]
+        texts = [[*ids, *played.drafted[:i]] for i in range(len(played.drafted))]
+        entropies = [float(entropy(ToyModel(2).feed(text)[-1])) for text in texts]
         assert all(value <= 0.8 for value in entropies[:-1])
         assert played.stop_reason != "policy" or entropies[-1] > 0.8
         ids += played.emitted
     assert max(len(played.drafted) for played in generation.rounds) > 3
-
-
-@dataclass(frozen=True)
-class SelfVerifyAt(Policy):
-    """Self-verification with a tau that does not move."""
-
-    tau: float
-    signals = frozenset({"entropy"})
-
-    def after(self, state, drawn):
-        return state, drawn.entropy > self.tau
 
 
 @pytest.mark.parametrize(

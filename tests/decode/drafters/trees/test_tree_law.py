@@ -1,9 +1,6 @@
-"""Trees in the real loop: the output has exactly the target's law, whatever shape, policy and sampling; and counts are
-what was seen.
-"""
+"""Trees in the real loop: the output has exactly the target's law, and counts are what was seen."""
 
 import pytest
-import torch
 
 import lm.verification
 from decode import Counts, SpeculativeDecoder
@@ -12,22 +9,22 @@ from decode.loop.rounds import Round
 from decode.policies import AdaEDL, Entropy, FixedLength, HeadPolicy, Policy
 from lm import Sampler, Sampling
 from tests.cases import first_fast
-from tests.toys.enumeration import ToyModel, assert_same_law, law_of
+from tests.lm.test_trees import unreduced
+from tests.toys.enumeration import ToyModel, assert_same_law, law_of, seeded
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, toy_head, tree_decoder_of
-from tests.toys.random_pairs import CONFIGS, random_pair
+from tests.toys.random_pairs import CONFIGS, greedy_of, random_pair
 
-SHAPES = {
-    "dynamic": Dynamic(2, 4),
-    "cape": Cape(((0.5, 3), (1.0, 2))),
-    "greedy chain": Dynamic(1, None),
-}
+SHAPES = {"dynamic": Dynamic(2, 4), "cape": Cape(((0.5, 3), (1.0, 2))), "greedy chain": Dynamic(1, None)}
 
 
-def tree_law(decoder: SpeculativeDecoder, max_new_tokens: int) -> dict[tuple[int, ...], float]:
-    """The loop's law, exactly; law 4.4 holds on every branch."""
+def assert_target_law(
+    policy: Policy, shape: Shape, sampling: Sampling, *, eos_ids: tuple[int, ...] = (2,), **how
+) -> None:
+    """Exactly; law 4.4 holds on every branch."""
+    decoder = tree_decoder_of(policy, shape, sampling=sampling, eos_ids=eos_ids, **how)
 
     def play(draws: Sampler) -> tuple[int, ...]:
-        generation = decoder.generate(PROMPT, max_new_tokens, generator=draws)
+        generation = decoder.generate(PROMPT, 3, generator=draws)
         counts = generation.counts
         assert counts.num_drafted == sum(len(played.drafted) for played in generation.rounds)
         assert counts.num_accepted == sum(len(played.path) for played in generation.rounds)
@@ -35,15 +32,7 @@ def tree_law(decoder: SpeculativeDecoder, max_new_tokens: int) -> dict[tuple[int
         assert all(token not in decoder.eos_ids for token in generation.token_ids[:-1])
         return generation.token_ids
 
-    return law_of(play)
-
-
-def assert_target_law(
-    policy: Policy, shape: Shape, sampling: Sampling, *, eos_ids: tuple[int, ...] = (2,), **how
-) -> None:
-    decoder = tree_decoder_of(policy, shape, sampling=sampling, eos_ids=eos_ids, **how)
-    expected = decoder.target.law(PROMPT, 3, sampling=sampling, eos_ids=frozenset(eos_ids))
-    assert_same_law(tree_law(decoder, 3), expected)
+    assert_same_law(law_of(play), decoder.target.law(PROMPT, 3, sampling=sampling, eos_ids=frozenset(eos_ids)))
 
 
 CANDIDATE = toy_head("candidate", seed=2)
@@ -62,13 +51,9 @@ def test_every_policy_keeps_the_target_law_on_trees(policy):
 def test_a_candidate_head_is_asked_when_a_drawn_time_head_is():
     drawn = toy_head("drawn", seed=2)
     drawn.load_state_dict(CANDIDATE.state_dict())
-    found = [
-        tree_decoder_of(HeadPolicy(head, 0.5), Dynamic(2, 4))
-        .generate(PROMPT, 20, generator=torch.Generator().manual_seed(0))
-        .rounds
-        for head in (CANDIDATE, drawn)
-    ]
-    assert [played.drafted for played in found[0]] == [played.drafted for played in found[1]]
+    decoders = [tree_decoder_of(HeadPolicy(head, 0.5), Dynamic(2, 4)) for head in (CANDIDATE, drawn)]
+    ours, theirs = (decoder.generate(PROMPT, 20, generator=seeded()).rounds for decoder in decoders)
+    assert [played.drafted for played in ours] == [played.drafted for played in theirs]
     with pytest.raises(ValueError, match="a candidate head cannot be combined"):
         assert HeadPolicy(CANDIDATE, 0.5, also=toy_head("fed", seed=2)).scores
 
@@ -84,12 +69,8 @@ def _unwarped(self, logits, committed, tree):
     return logits.softmax(-1)
 
 
-def _unreduced(tokens, law, draws):
-    yield from (1.0 - law[token].item() for token in tokens)
-
-
 @pytest.mark.parametrize(
-    "mutant", [(SpeculativeDecoder, "_tree_dists", _unwarped), (lm.verification, "_rejection_probs", _unreduced)]
+    "mutant", [(SpeculativeDecoder, "_tree_dists", _unwarped), (lm.verification, "_rejection_probs", unreduced)]
 )
 def test_mutants_of_the_loop_change_the_law(mutant, monkeypatch):
     assert_target_law(FixedLength(2), SHAPES["dynamic"], SAMPLINGS["cold"])
@@ -102,13 +83,8 @@ def test_mutants_of_the_loop_change_the_law(mutant, monkeypatch):
 def test_greedy_output_equals_transformers_generate(architecture):
     target, draft = random_pair(architecture)
     prompt = [3, 1, 4, 1, 5]
-    expected = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=30)[0, len(prompt) :].tolist()
-    kinds = set()
-    for policy, shape in (
-        (FixedLength(4), Dynamic(3, 10)),
-        (Entropy(0.6), Cape()),
-        (AdaEDL(), Dynamic(4, None)),
-    ):
+    expected, kinds = greedy_of(target, prompt, 30), set()
+    for policy, shape in ((FixedLength(4), Dynamic(3, 10)), (Entropy(0.6), Cape()), (AdaEDL(), Dynamic(4, None))):
         decoder = SpeculativeDecoder(target, TreeDrafter(draft, policy, shape), sampling=Sampling(temperature=0.0))
         generation = decoder.generate(prompt, 30)
         assert list(generation.token_ids) == expected
@@ -117,20 +93,17 @@ def test_greedy_output_equals_transformers_generate(architecture):
     assert "bonus" in kinds
 
 
-def test_counts_are_what_the_models_saw():
+def test_counts_are_what_the_models_saw_and_a_target_that_holds_no_trees_is_refused():
     decoder = tree_decoder_of(FixedLength(2), Dynamic(2, 4), sampling=Sampling(), eos_ids=())
     target, draft = decoder.target, decoder.drafter.model
-    generation = decoder.generate(PROMPT, 12, generator=torch.Generator().manual_seed(0))
+    generation = decoder.generate(PROMPT, 12, generator=seeded())
     counts = generation.counts
     assert (counts.num_target, counts.num_draft_forwards) == (len(target.forwards), len(draft.forwards))
     assert sum(target.forwards) == len(PROMPT) + counts.num_drafted + counts.num_target - 1
     assert counts.num_drafted + counts.num_target == counts.num_emitted + counts.num_discarded
     assert max(len(played.path) for played in generation.rounds) == 2
-
-
-def test_a_target_that_holds_no_trees_is_refused():
     with pytest.raises(ValueError, match="a TreeDrafter needs a target that holds trees"):
-        SpeculativeDecoder(ToyModel(1), tree_decoder_of(FixedLength(2), Dynamic(2, 4)).drafter)
+        SpeculativeDecoder(ToyModel(1), decoder.drafter)
 
 
 def test_what_a_tree_shows_as_refused_is_its_likeliest_path_behind_the_accepted_one():
