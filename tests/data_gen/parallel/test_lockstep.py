@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from configs.schema import Config, ModelSource
 from data_gen.pipeline.command import make
+from tests.data_gen.on_disk import with_data
 
 ROOT = Path(__file__).parents[3]
-TINY = ROOT / "checkpoints" / "tiny" / "target"
-DRAFT = ROOT / "checkpoints" / "tiny" / "draft"
+TINY = ROOT / "checkpoints" / "tiny"
 OF_TARGET = {"acceptance_prob", "log_p", "acceptance_rate", "cross_entropy", "target_prob"}
 """Columns that the target's forwards decide."""
 LOGITS = """
@@ -39,20 +39,21 @@ for ours, theirs in zip(sliced[:2], whole[:2]):
 """
 
 
-def on_two(*argv: str | Path) -> subprocess.CompletedProcess[str]:
+def on_two(*argv: str | Path) -> str:
+    """What a command prints that two processes run to its end."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*launch, *map(str, argv)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600
-    )
+    how = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "check": False, "timeout": 600}
+    done = subprocess.run([*launch, *map(str, argv)], **how)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
 def test_a_sliced_model_gives_the_logits_of_the_whole_one(tmp_path: Path):
     script = tmp_path / "logits.py"
-    script.write_text(f"PATH = {str(TINY)!r}\n{LOGITS}")
-    done = on_two(script)
-    assert done.returncode == 0, done.stderr
+    script.write_text(f"PATH = {str(TINY / 'target')!r}\n{LOGITS}")
+    on_two(script)
 
 
 def yaml_of(config: Config, folder: Path) -> Path:
@@ -66,14 +67,10 @@ def yaml_of(config: Config, folder: Path) -> Path:
 
 def columns_of(directory: Path) -> dict[str, Any]:
     """File and column -> values, of every shard."""
-    found: dict[str, Any] = {}
-    for path in sorted(directory.rglob("*")):
-        if path.suffix == ".safetensors":
-            found |= {f"{path.relative_to(directory)} {name}": v for name, v in load_file(path).items()}
-        elif path.suffix == ".parquet":
-            table = pq.read_table(path).to_pydict()
-            found |= {f"{path.relative_to(directory)} {name}": values for name, values in table.items()}
-    return found
+    read = {".safetensors": load_file, ".parquet": lambda path: pq.read_table(path).to_pydict()}
+    paths = [path for path in sorted(directory.rglob("*")) if path.suffix in read]
+    columns = {path.relative_to(directory): read[path.suffix](path) for path in paths}
+    return {f"{path} {name}": values for path, table in columns.items() for name, values in table.items()}
 
 
 def check_same(ours: Path, theirs: Path) -> None:
@@ -96,25 +93,19 @@ def check_same(ours: Path, theirs: Path) -> None:
 @pytest.fixture
 def config(toy_config: Config) -> Config:
     """The toy's prompts, answered by the embedded pair, whose heads two processes can share."""
-    pair = replace(
-        toy_config.pair,
-        target=ModelSource(path=str(TINY), dtype="float32"),
-        draft=ModelSource(path=str(DRAFT), dtype="float32"),
-    )
-    return replace(toy_config, pair=pair)
+    sources = {name: ModelSource(path=str(TINY / name), dtype="float32") for name in ("target", "draft")}
+    return replace(toy_config, pair=replace(toy_config.pair, **sources))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["together", "sequential"])
-def test_two_slices_make_the_rows_of_one_process(config: Config, with_data, tmp_path: Path, mode: str):
+def test_two_slices_make_the_rows_of_one_process(config: Config, tmp_path: Path, mode: str):
     whole = with_data(config, mode=mode)
     make(whole)
     yaml = yaml_of(whole, tmp_path)
     if mode == "sequential":  # in two runs, the second of which goes on
-        assert on_two("-m", "data_gen", "--config", yaml, "--stages", "respond").returncode == 0
-    done = on_two("-m", "data_gen", "--config", yaml)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("next: acceptance-heads train") == 1
+        on_two("-m", "data_gen", "--config", yaml, "--stages", "respond")
+    assert on_two("-m", "data_gen", "--config", yaml).count("next: acceptance-heads train") == 1
     check_same(tmp_path / "sliced", Path(whole.data.dir))
 
 
@@ -123,6 +114,5 @@ def test_replicas_of_slices_share_the_shards_by_their_flags(config: Config, tmp_
     make(config)
     yaml = yaml_of(config, tmp_path)
     for rank in ("1", "0"):
-        done = on_two("-m", "data_gen", "--config", yaml, "--rank", rank, "--world_size", "2")
-        assert done.returncode == 0, done.stderr
+        on_two("-m", "data_gen", "--config", yaml, "--rank", rank, "--world_size", "2")
     check_same(tmp_path / "sliced", Path(config.data.dir))

@@ -1,19 +1,17 @@
-"""The recipes of docs/several-machines.md run as they are written, on the toy pair.
+"""The recipes of docs/several-machines.md run as written, on the toy pair; absent launchers set variables."""
 
-Launchers that are not here set variables.
-"""
-
+import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
 from configs.schema import Config
-from data_gen.pipeline.command import make
 from tests.data_gen.on_disk import files_of
 
 ROOT = Path(__file__, "../../../..").resolve()
@@ -37,25 +35,17 @@ def run_in(folder: Path, script: str, **environment: str) -> None:
     """Run a recipe where `experiment.yaml` is, with the commands that the folder `bin` has."""
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     settings = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(
-        ["bash", "-euc", script], cwd=folder, env=os.environ | settings, capture_output=True, text=True, check=False
-    )
+    how = {"cwd": folder, "env": os.environ | settings, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run(["bash", "-euc", script], **how)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.fixture
-def experiment(toy_config: Config, tmp_path: Path) -> Path:
+def experiment(made: Config, tmp_path: Path) -> Path:
     """A folder with experiment.yaml, the toy run into `many`; the same run by one process is in data.dir."""
-    make(toy_config)
-    pair, data = toy_config.pair, toy_config.data
-    names = ("split_weights", "num_train", "num_dev", "num_test", "max_prompt_tokens", "max_new_tokens")
-    names += ("rows_per_shard", "batch_size", "prompts")
-    settings = {name: getattr(data, name) for name in names} | {"dir": "many", "features": ["fed", "drawn"]}
-    content = {
-        "pair": {"target": {"path": pair.target.path}, "draft": {"path": pair.draft.path}, "num_threads": 1},
-        "data": settings | {"split_weights": list(data.split_weights or ())},
-    }
-    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(content))
+    data = asdict(made.data) | {"dir": "many", "features": ["fed", "drawn"]}
+    content = json.dumps({"pair": asdict(made.pair), "data": data})  # JSON is YAML
+    (tmp_path / "experiment.yaml").write_text(content)
     (tmp_path / "bin").mkdir()
     for name, text in {"srun": SRUN, "acceptance-heads": FRONT}.items():
         (tmp_path / "bin" / name).write_text(text)

@@ -2,19 +2,18 @@
 
 import os
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 
-from configs.schema import Config
 from data_gen.pipeline.command import make
 from data_gen.pipeline.share import Share, share_of
-from data_gen.responses.conversation import ShardSpec
 from store.lock import LOCK, holder_of, only_writer
+from tests.data_gen.on_disk import with_data
 from tests.data_gen.processes import meanwhile
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "1"}
@@ -22,9 +21,9 @@ BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "6", 
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
 
 
-@pytest.mark.parametrize(
-    ("environment", "share"),
-    [
+def test_the_share_is_what_the_flags_say_or_the_launcher_and_everything_outside_of_one():
+    """srun has a step of several tasks. The batch script that calls it has a rank, too, and is one process."""
+    for environment, share in (
         ({}, Share(0, 1)),
         (TORCHRUN, Share(2, 4, 0, "torchrun")),
         (SLURM, Share(3, 6, 1, "srun")),
@@ -32,15 +31,8 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
         (SLURM | TORCHRUN, Share(2, 4, 0, "torchrun")),
         (SLURM | {"RANK": "5"}, Share(3, 6, 1, "srun")),
         (TORCHRUN | {"RANK": "", "WORLD_SIZE": ""}, Share(0, 1)),
-    ],
-    ids=["none", "torchrun", "srun", "batch script", "torchrun in srun", "half of torchrun's in srun", "emptied"],
-)
-def test_the_share_is_what_the_launcher_says_and_everything_outside_of_one(environment, share):
-    """srun has a step of several tasks. The batch script that calls it has a rank, too, and is one process."""
-    assert share_of(None, None, environment) == share
-
-
-def test_flags_win_over_the_variables_of_a_launcher():
+    ):
+        assert share_of(None, None, environment) == share, environment
     assert share_of(1, 3, SLURM | TORCHRUN) == Share(1, 3)
     assert share_of(0, 1, SLURM).is_whole
 
@@ -56,9 +48,8 @@ def test_flags_win_over_the_variables_of_a_launcher():
     ],
 )
 def test_wrong_flags_are_refused_with_what_to_give(toy_config, flags, says):
-    rank, world_size = flags
     with pytest.raises(ValueError, match=says):
-        make(toy_config, rank=rank, world_size=world_size)
+        make(toy_config, rank=flags[0], world_size=flags[1])
     assert not Path(toy_config.data.dir).exists()
 
 
@@ -68,20 +59,12 @@ def test_variables_that_are_no_rank_are_refused_with_the_way_out(changes):
         share_of(None, None, TORCHRUN | changes)
 
 
-def test_ray_and_several_processes_exclude_each_other(toy_config, with_data, monkeypatch):
+def test_ray_and_several_processes_exclude_each_other(toy_config, monkeypatch):
     """Ray's driver shares the shards out; under torchrun there would be several drivers."""
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"engine is ray, .* is rank 2 of 4 \(from torchrun\); set .*--rank 0 --w"):
         make(with_data(toy_config, engine="ray"))
-
-
-def test_every_shard_is_of_one_process():
-    specs = [ShardSpec("train", index, ()) for index in range(14)]
-    shares = [Share(rank, 4).of(specs) for rank in range(4)]
-    assert [spec.index for spec in shares[1]] == [1, 5, 9, 13]
-    assert sorted(chain.from_iterable(shares), key=lambda spec: spec.index) == specs
-    assert Share(5, 6).of(specs[:3]) == []
 
 
 @pytest.mark.parametrize(
@@ -92,58 +75,50 @@ def test_processes_of_one_machine_take_its_gpus_in_turn(toy_config, monkeypatch,
     is its own.
     """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    placed = Share(6, 8, local_rank, "torchrun").on_its_gpu(toy_config.pair)
+    share = Share(6, 8, local_rank, "torchrun")
+    placed = share.on_its_gpu(toy_config.pair)
     assert (placed.target.device_map, placed.draft.device_map) == (device, device)
     mapped = replace(toy_config.pair, target=replace(toy_config.pair.target, device_map="auto"))
-    assert Share(6, 8, local_rank, "torchrun").on_its_gpu(mapped).target.device_map == "auto"
+    assert share.on_its_gpu(mapped).target.device_map == "auto"
 
 
-@pytest.fixture
-def at_work(toy_config):
-    """A process that is rank 1 of 3, and has had its first turn."""
+def is_locked(lock: Path, by: str = "{") -> Callable[[], bool]:
+    return lambda: lock.is_file() and by in lock.read_text()
+
+
+def test_whoever_cuts_the_run_otherwise_is_refused_while_a_rank_is_at_work(toy_config):
+    """Rank 1 of 3 has had its first turn."""
+    directory = Path(toy_config.data.dir)
 
     def work() -> None:
-        share, directory = Share(1, 3), toy_config.data.dir
-        with share.writing(directory):
-            with share.turn(directory):
-                share.refuse_others(directory, toy_config.data)
+        share = Share(1, 3)
+        with share.writing(toy_config.data.dir):
+            with share.turn(toy_config.data.dir):
+                share.refuse_others(toy_config.data.dir, toy_config.data)
             signal.pause()
 
-    lock = Path(toy_config.data.dir) / f"{LOCK}-1-of-3"
-    with meanwhile(work, until=lambda: lock.is_file() and '"requested"' in lock.read_text()) as pid:
-        yield pid
-
-
-@pytest.mark.parametrize("flags", [{}, {"rank": 0, "world_size": 1}, {"rank": 0, "world_size": 2}])
-def test_processes_that_cut_the_run_otherwise_are_refused_while_a_rank_is_at_work(toy_config, at_work, flags):
-    before = sorted(path.name for path in Path(toy_config.data.dir).iterdir())
-    with pytest.raises(
-        ValueError,
-        match=rf"data is in use by rank 1 of 3, process {at_work} on \S+ since 20.*this process --world_size 3 too",
-    ):
-        make(toy_config, **flags)
-    assert sorted(path.name for path in Path(toy_config.data.dir).iterdir()) == before
-
-
-def test_the_same_rank_twice_and_another_number_of_prompts_are_refused_while_a_rank_is_at_work(
-    toy_config, with_data, at_work
-):
-    with pytest.raises(ValueError, match=rf"data is in use by process {at_work} "):
-        make(toy_config, rank=1, world_size=3)
-    with pytest.raises(ValueError, match=r"rank 1 of 3, .* num_test 8, 0 and 4 instead of 6, 0 and 4; give"):
-        make(with_data(toy_config, num_train=6), rank=0, world_size=3)
+    with meanwhile(work, until=is_locked(directory / f"{LOCK}-1-of-3", '"requested"')) as pid:
+        before = sorted(path.name for path in directory.iterdir())
+        in_use = rf"data is in use by rank 1 of 3, process {pid} on \S+ since 20.*this process --world_size 3 too"
+        for flags in ({}, {"rank": 0, "world_size": 1}, {"rank": 0, "world_size": 2}):
+            with pytest.raises(ValueError, match=in_use):
+                make(toy_config, **flags)
+            assert sorted(path.name for path in directory.iterdir()) == before
+        with pytest.raises(ValueError, match=rf"data is in use by process {pid} "):
+            make(toy_config, rank=1, world_size=3)
+        with pytest.raises(ValueError, match=r"rank 1 of 3, .* num_test 8, 0 and 4 instead of 6, 0 and 4; give"):
+            make(with_data(toy_config, num_train=6), rank=0, world_size=3)
 
 
 def test_a_rank_waits_for_a_turn_and_not_for_a_run_of_one_process(toy_config, monkeypatch, capfd):
     monkeypatch.setattr("data_gen.pipeline.share._TURN_S", 1.2)
-    lock = Path(toy_config.data.dir) / LOCK
 
     def work() -> None:
         with only_writer(toy_config.data.dir, setting="data.dir"):
             signal.pause()
 
     with (
-        meanwhile(work, until=lambda: lock.is_file() and lock.read_text() != "") as pid,
+        meanwhile(work, until=is_locked(Path(toy_config.data.dir) / LOCK)) as pid,
         pytest.raises(ValueError, match=rf"data is in use by process {pid} .*; wait until it ends"),
     ):
         make(toy_config, rank=0, world_size=2)
@@ -159,17 +134,17 @@ def test_of_ranks_that_end_at_once_exactly_the_last_accounts(tmp_path):
         with share.last_turn(str(tmp_path), work) as num_others:
             numbers.append(num_others)
     assert numbers == [2, 1, 0]
-    assert [path.name for path in tmp_path.parent.iterdir() if path.name == tmp_path.name] == [], "nothing is left"
+    assert not tmp_path.exists(), "nothing is left"
 
 
-def test_the_lock_of_a_rank_that_was_killed_is_cleared_by_whoever_looks(toy_config: Config):
+def test_the_lock_of_a_rank_that_was_killed_is_cleared_by_whoever_looks(toy_config):
     lock = Path(toy_config.data.dir) / f"{LOCK}-5-of-6"
 
     def work() -> None:
         with Share(5, 6).writing(toy_config.data.dir):
             signal.pause()
 
-    with meanwhile(work, until=lambda: lock.is_file() and lock.read_text() != "") as pid:
+    with meanwhile(work, until=is_locked(lock)) as pid:
         assert holder_of(lock)["pid"] == pid
         os.kill(pid, signal.SIGKILL)
     assert lock.is_file()

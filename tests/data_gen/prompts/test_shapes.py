@@ -9,32 +9,26 @@ import pytest
 
 from configs.command import config_of, parser_for
 from data_gen.pipeline.command import make
-from data_gen.store.rows import read_rows
 from evaluation.costs.init import init
 from lm import load_pair_tokenizer
-from store.shards import list_shards
+from tests.data_gen.on_disk import rows_of
 
 SYSTEM = "Answer in one word."
+SYSTEM_TURN = {"role": "system", "content": SYSTEM}
+ASSISTANT, GPT = {"role": "assistant", "content": "gone"}, {"from": "gpt", "value": "gone"}
+OF_DOLLY, OF_SHAREGPT = {"response": "gone", "category": "qa"}, {"system": SYSTEM, "tools": "[]"}
+OF_DPO = {"chosen": [ASSISTANT], "rejected": [ASSISTANT]}
 SHAPES: dict[str, tuple[Callable[[int], dict[str, Any]], tuple[str, ...]]] = {
     "alpaca": (
         lambda n: {"instruction": f"Add {n} to it.", "input": f"It is {n}.", "output": "gone", "system": SYSTEM},
         ("Add {n} to it.", "It is {n}.", SYSTEM),
     ),
     "dolly": (
-        lambda n: {
-            "instruction": f"What is {n}?",
-            "context": f"{n} is a number.",
-            "response": "gone",
-            "category": "qa",
-        },
+        lambda n: OF_DOLLY | {"instruction": f"What is {n}?", "context": f"{n} is a number."},
         ("What is {n}?", "{n} is a number."),
     ),
     "sharegpt": (
-        lambda n: {
-            "conversations": [{"from": "human", "value": f"Say {n}."}, {"from": "gpt", "value": "gone"}],
-            "system": SYSTEM,
-            "tools": "[]",
-        },
+        lambda n: OF_SHAREGPT | {"conversations": [{"from": "human", "value": f"Say {n}."}, GPT]},
         ("Say {n}.", SYSTEM),
     ),
     "messages": (
@@ -42,24 +36,17 @@ SHAPES: dict[str, tuple[Callable[[int], dict[str, Any]], tuple[str, ...]]] = {
             "messages": [
                 {"role": "developer", "content": SYSTEM},
                 {"role": "user", "content": [{"type": "text", "text": f"Count to {n}."}]},
-                {"role": "assistant", "content": None, "tool_calls": [{"name": "gone"}]},
+                ASSISTANT | {"content": None, "tool_calls": [{"name": "gone"}]},
             ]
         },
         ("Count to {n}.", SYSTEM),
     ),
     "lmsys": (
-        lambda n: {
-            "conversation_id": f"c{n}",
-            "conversation": [{"role": "user", "content": f"Hi {n}"}, {"role": "assistant", "content": "gone"}],
-        },
+        lambda n: {"conversation_id": f"c{n}", "conversation": [{"role": "user", "content": f"Hi {n}"}, ASSISTANT]},
         ("Hi {n}",),
     ),
     "dpo": (
-        lambda n: {
-            "prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Rate {n}."}],
-            "chosen": [{"role": "assistant", "content": "gone"}],
-            "rejected": [{"role": "assistant", "content": "gone"}],
-        },
+        lambda n: OF_DPO | {"prompt": [SYSTEM_TURN, {"role": "user", "content": f"Rate {n}."}]},
         ("Rate {n}.", SYSTEM),
     ),
 }
@@ -79,7 +66,7 @@ def test_the_model_reads_every_part_of_a_record(shape, toy_pair, tmp_path, monke
     config = config_of(parser, parser.parse_args(["--config", str(path), *lengths]))
     make(config)
     tokenizer = load_pair_tokenizer(config.pair)
-    rows = [row for split in ("train", "dev", "test") for row in read_rows_of(config.data.dir, split)]
+    rows = [row for split in ("train", "dev", "test") for row in rows_of(config, split)]
     assert len(rows) == 16
     for row in rows:
         number = int(row["id"].removeprefix("c"))
@@ -87,7 +74,3 @@ def test_the_model_reads_every_part_of_a_record(shape, toy_pair, tmp_path, monke
         print(f"{json.dumps(records[number])}\n    {decoded!r}")
         assert all(part.format(n=number) in decoded for part in parts)
         assert "gone" not in decoded
-
-
-def read_rows_of(directory: str, split: str) -> list[dict[str, Any]]:
-    return [row for path in list_shards(directory, split) for row in read_rows(path).to_pylist()]
