@@ -29,8 +29,8 @@ LINK = re.compile(r"""(?:\]\(|(?:src|href)=")(?!\w+:)([^)"#\s]*)#?([^)"\s]*)[)"]
 
 
 def arguments(text: str) -> list[str]:
-    """The arguments in the rest of a command's line, up to what only the shell reads. An ellipsis or a YAML in no folder
-    after `--config` is a shipped experiment; elsewhere an ellipsis is whatever the page leaves out.
+    """The arguments in the rest of a command's line, up to what only the shell reads. An ellipsis or a YAML in no
+    folder after `--config` is a shipped experiment; elsewhere an ellipsis is whatever the page leaves out.
     """
     words = shlex.shlex(text, posix=True, punctuation_chars=True)
     words.whitespace_split = True

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from configs.schema import Config, DataConfig, ModelSource, PairConfig
+from configs.schema import Config
 from data_gen.pipeline.command import make
+from tests.data_gen.on_disk import toy_of
 from tests.toys.saved_pair import save_toy
 
 
@@ -35,23 +36,14 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def toy(pair: Path, prompts: Path, directory: Path) -> Config:
-    target, draft = (ModelSource(path=str(pair / name)) for name in ("target", "draft"))
-    sizes = {"num_train": 8, "num_dev": 0, "num_test": 4, "max_prompt_tokens": 60, "max_new_tokens": 10}
-    sizes |= {"split_weights": (2, 0, 1), "rows_per_shard": 3, "batch_size": 2}
-    data = DataConfig(dir=str(directory), prompts=str(prompts), **sizes)
-    return Config(pair=PairConfig(target=target, draft=draft, num_threads=1), data=data)
-
-
 @pytest.fixture
 def toy_config(toy_pair: Path, prompts_file: Path, tmp_path: Path) -> Config:
-    """Eight training and four test prompts in shards of three, ten tokens each."""
-    return toy(toy_pair, prompts_file, tmp_path / "data")
+    return toy_of(toy_pair, prompts_file, tmp_path / "data")
 
 
 @pytest.fixture(scope="session")
 def toy_run(toy_pair: Path, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = toy(toy_pair, prompts_file, tmp_path_factory.mktemp("run") / "data")
+    config = toy_of(toy_pair, prompts_file, tmp_path_factory.mktemp("run") / "data")
     make(config)
     return Path(config.data.dir)
 

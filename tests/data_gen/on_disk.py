@@ -11,10 +11,19 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.schema import Config
+from configs.schema import Config, DataConfig, ModelSource, PairConfig
 from data_gen.pipeline.command import make
 from data_gen.store.rows import POSITION_COLUMNS, read_rows
 from store.shards import list_shards
+
+
+def toy_of(pair: Path, prompts: Path, directory: Path) -> Config:
+    """Eight training and four test prompts in shards of three, ten tokens each."""
+    target, draft = (ModelSource(path=str(pair / name)) for name in ("target", "draft"))
+    sizes = {"num_train": 8, "num_dev": 0, "num_test": 4, "max_prompt_tokens": 60, "max_new_tokens": 10}
+    sizes |= {"split_weights": (2, 0, 1), "rows_per_shard": 3, "batch_size": 2}
+    data = DataConfig(dir=str(directory), prompts=str(prompts), **sizes)
+    return Config(pair=PairConfig(target=target, draft=draft, num_threads=1), data=data)
 
 
 def with_data(config: Config, **changes: Any) -> Config:

@@ -167,22 +167,11 @@ def test_a_sample_of_a_slow_pair_is_cut_to_its_seconds(toy_config, monkeypatch, 
     assert planning.shard_size(toy_config.data, {"time_s": 5.0, "rows": 12}) is None
 
 
-def test_weights_of_heads_are_those_that_train_and_plan_says_whose_gpus_it_reckons_with(toy_config, capsys):
+def test_weights_of_heads_are_those_that_train(toy_config):
     heads = replace(toy_config.heads, normalised=(False, True), depths=(0, 2))
-    config = replace(toy_config, heads=heads)
     stacks = [HeadStack(shape, weights, hidden_size=8, seed=0) for shape, weights in grid(heads).items()]
-    assert head_weights(config) == sum(parameter.numel() for stack in stacks for parameter in stack.parameters())
-    plan(toy_config, sample=0)
-    plan(replace(toy_config, pair=replace(toy_config.pair, gpus="2x80")), sample=0)
-    shown = capsys.readouterr().out
-    assert "memory, compared with the GPUs of this machine:\n" in shown
-    assert "memory, compared with pair.gpus 2x80 (null: the GPUs of this machine):\n" in shown
-
-
-def test_gpus_that_cannot_be_are_refused():
-    for written in ("2 of 80", "0x80", "2x1", "x80"):
-        with pytest.raises(ValueError, match=r"pair\.gpus is"):
-            memory.gpus_of(written)
+    num_weights = sum(parameter.numel() for stack in stacks for parameter in stack.parameters())
+    assert head_weights(replace(toy_config, heads=heads)) == num_weights
 
 
 @pytest.mark.parametrize("mode", ["together", "sequential"])
@@ -225,11 +214,19 @@ def test_a_plan_on_every_prompt_is_what_the_run_then_takes(toy_config):
     assert plan(config, sample=8) == {"rows": 0}
 
 
-def test_a_plan_without_a_sample_bounds_the_disk_and_warns_when_it_is_too_small(toy_config, capsys, monkeypatch):
+def test_a_plan_without_a_sample_bounds_the_disk_warns_when_it_is_too_small_and_says_whose_gpus_it_reckons_with(
+    toy_config, capsys, monkeypatch
+):
     config = with_data(toy_config, num_test=0)
-    bound = plan(config, sample=0)
+    bound, shown = plan(config, sample=0), capsys.readouterr().out
     assert (bound["time_s"], bound["response_tokens"]) == (None, 80)
-    assert "warning" not in capsys.readouterr().out
+    assert "warning" not in shown
+    assert "memory, compared with the GPUs of this machine:\n" in shown
     monkeypatch.setattr("data_gen.pipeline.plan.shutil.disk_usage", lambda folder: SimpleNamespace(free=10))
-    plan(config, sample=0)
-    assert "warning: not enough free disk space" in capsys.readouterr().out
+    plan(replace(config, pair=replace(config.pair, gpus="2x80")), sample=0)
+    shown = capsys.readouterr().out
+    assert "warning: not enough free disk space" in shown
+    assert "memory, compared with pair.gpus 2x80 (null: the GPUs of this machine):\n" in shown
+    for written in ("2 of 80", "0x80", "2x1", "x80"):
+        with pytest.raises(ValueError, match=r"pair\.gpus is"):
+            memory.gpus_of(written)

@@ -1,5 +1,5 @@
 """A run that is started again, after any end, comes to the bytes of an uninterrupted one, and never adds to another
-run's folder.
+run's folder. So do stages as runs of their own, in order, and none before its predecessor.
 """
 
 import os
@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from configs.schema import Config
+from data_gen.pipeline import stages
 from data_gen.pipeline.command import make
+from data_gen.pipeline.worker import Worker
 from data_gen.store import manifest
 from store import shards
 from store.shards import features_path, rows_path, verify_shard
@@ -73,3 +75,80 @@ def test_moved_models_are_the_same_models_and_trained_ones_are_not(made, tmp_pat
     (moved / "model.safetensors").write_bytes(weights)
     with pytest.raises(ValueError, match=r"draft\.weights"):
         make(config)
+
+
+@pytest.fixture
+def staged(toy_config):
+    return with_data(toy_config, mode="sequential", features=("fed", "drawn"))
+
+
+def test_stage_by_stage_gives_the_bytes_of_one_run_and_moves_the_hidden_states(staged, monkeypatch):
+    loaded, init = [], Worker.__init__
+
+    def noted(self, job):
+        init(self, job)
+        loaded.append((job.stage, tuple(self._models)))
+
+    def inodes(folder: str) -> dict[str, int]:
+        folders = [Path(staged.data.dir, folder, timing) for timing in ("fed", "drawn")]
+        paths = [path for folder in folders for path in folder.glob("*.safetensors")]
+        return {f"{path.parent.name}/{path.name}": path.stat().st_ino for path in paths}
+
+    monkeypatch.setattr(Worker, "__init__", noted)
+    make(staged, stages="respond")
+    make(staged, stages="draft")
+    written = inodes("stages")
+    make(staged, stages="target")
+    assert inodes("features") == written
+    assert {name.split("/")[0] for name in written} == {"fed", "drawn"}
+    assert loaded == [("respond", ("target",)), ("draft", ("draft",)), ("target", ("target",))]
+    assert not Path(staged.data.dir, "stages").exists()
+    assert_as_at_once(staged)
+
+
+def test_a_stage_that_is_there_is_not_made_again_and_the_rest_of_a_run_goes_on_from_it(staged, monkeypatch):
+    make(staged, stages="respond")
+    left = files_of(staged.data.dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "make", lambda self, spec, *more: pytest.fail(f"{spec} is made again"))
+        make(staged, stages="respond")
+    assert files_of(staged.data.dir) == left
+    make(staged)
+    assert_as_at_once(staged)
+
+
+@pytest.mark.parametrize("num_written", [0, 1])
+def test_a_run_that_is_killed_before_it_writes_rows_needs_no_earlier_stage(staged, monkeypatch, num_written):
+    """Hidden states of all timings, or of the first alone, have been moved when the process dies."""
+    for stage in ("respond", "draft"):
+        make(staged, stages=stage)
+
+    def die(*arguments, **named):
+        raise KeyboardInterrupt
+
+    name, complete = ("move_shard", stages.move_shard) if num_written else ("write_rows", None)
+    calls = iter([complete] * num_written)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, name, lambda *arguments, **named: next(calls, die)(*arguments, **named))
+        with pytest.raises(KeyboardInterrupt):
+            make(staged, stages="target")
+    make(staged, stages="target")
+    assert_as_at_once(staged)
+
+
+def test_a_stage_whose_predecessor_is_missing_or_that_is_none_is_refused(toy_config, staged):
+    for done, stage, lacking in ((None, "draft", "respond"), (None, "target", "draft"), ("respond", "target", "draft")):
+        if done:
+            make(staged, stages=done)
+        complaint = rf"needs stage {lacking}, .* train-00000.*run --stages {lacking} to completion"
+        with pytest.raises(ValueError, match=complaint):
+            make(staged, stages=stage)
+        assert not list(Path(staged.data.dir).rglob("*.parquet"))
+    for path in Path(staged.data.dir, "stages", "respond").glob("test-00001*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"stage draft needs stage respond, .* for 1 shards .*test-00001"):
+        make(staged, stages="draft")
+    with pytest.raises(ValueError, match=r"--stages is draft, but data\.mode is together"):
+        make(toy_config, stages="draft")
+    with pytest.raises(ValueError, match="--retry_errors runs all stages, but --stages is draft"):
+        make(staged, stages="draft", retry_errors=True)

@@ -1,6 +1,4 @@
-"""One queue over all shards and several servers: nobody waits for the end of a shard, a server that dies is stood in
-for, and the bytes are those of one request at a time.
-"""
+"""One queue over all shards and several servers, of which some die: the bytes are those of one request at a time."""
 
 import asyncio
 import random
@@ -18,13 +16,19 @@ from data_gen.prompts.prompt import Prompt
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.dispatch import Servers, _key_for
 from data_gen.responses.exchange import Answers
-from tests.data_gen.on_disk import files_of, with_data, with_server
+from tests.data_gen.on_disk import files_of, toy_of, with_data, with_server
 from tests.toys.answering import Answering, all_rows, answering, close_half_way, completion, problems
 
 
 def echo(body, attempt):
     """An answer that depends on the request alone."""
     return completion(f"{body['seed'] % 1000}")
+
+
+@pytest.fixture
+def server():
+    with answering(echo) as server:
+        yield server
 
 
 @pytest.fixture
@@ -42,13 +46,12 @@ def asking(config, *servers, **settings):
     return with_data(with_server(config, url=urls, **{"max_retries": 0} | settings), max_error_share=0.0)
 
 
-@pytest.fixture
-def one_at_a_time(served, server):
+@pytest.fixture(scope="module")
+def one_at_a_time(toy_pair, prompts_file, tmp_path_factory):
     """The bytes of the run with one request at a time at one server."""
-    server.answer = echo
-    config = asking(with_data(served, dir=served.data.dir + "-slow"), server, concurrency=1)
-    make(config)
-    server.bodies.clear()
+    config = with_data(toy_of(toy_pair, prompts_file, tmp_path_factory.mktemp("slow") / "data"), source="server")
+    with answering(echo) as server:
+        make(asking(config, server, concurrency=1))
     return files_of(config.data.dir)
 
 
@@ -117,7 +120,6 @@ def test_a_key_is_sent_only_to_a_server_that_it_was_named_for(served, server, mo
             super().do_POST()
 
     server.RequestHandlerClass = Keyed
-    server.answer = echo
     config = asking(served, server, api_key_variable=variable)
     with pytest.raises(ValueError, match="NO_KEY, but that environment") if expected is None else nullcontext():
         make(config)
@@ -127,7 +129,6 @@ def test_a_key_is_sent_only_to_a_server_that_it_was_named_for(served, server, mo
 
 def test_when_the_last_server_dies_the_run_stops_and_goes_on_later(served, server, second, one_at_a_time):
     num_answered = iter(range(100))
-
     gone = (503, {"error": {"message": "gone"}})
     server.answer = second.answer = lambda body, attempt: echo(body, attempt) if next(num_answered) < 8 else gone
     config = asking(served, server, second, concurrency=1)
@@ -139,7 +140,6 @@ def test_when_the_last_server_dies_the_run_stops_and_goes_on_later(served, serve
 
 
 def test_each_server_of_a_list_is_tried_before_the_run(served, server, second):
-    server.answer = echo
     second.answer = lambda body, attempt: (404, {"error": {"message": "no such model"}})
     with pytest.raises(ValueError, match=f"{url_of(second)} answers 404 for model"):
         make(asking(served, server, second))

@@ -1,12 +1,15 @@
 """`labels: server`: the labels that a server's log-probabilities give are those of the target in this process."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import SamplingConfig
 from data_gen.pipeline.command import make
@@ -14,12 +17,65 @@ from data_gen.pipeline.inspect import responses
 from data_gen.pipeline.plan import plan
 from data_gen.pipeline.worker import Job
 from data_gen.store.manifest import read_manifest
+from lm import Sampling
 from tests.cases import first_fast
 from tests.data_gen.on_disk import assert_as_at_once, files_of, with_data, with_server
-from tests.data_gen.served_model import ServedModel
-from tests.toys.answering import all_rows, problems
+from tests.toys.answering import all_rows, completion, problems
 
 _OF_FLOATS = ("acceptance_prob", "target_prob", "acceptance_rate", "log_q", "entropy")
+
+
+@dataclass
+class ServedModel:
+    """What vLLM answers. Log-probabilities are over all ids of a padded vocabulary; tokens are the tokenizer's."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    logprobs_mode: str = "raw_logprobs"
+    max_logprobs: int = 500
+
+    def __call__(self, body: dict[str, Any], attempt: int) -> tuple[int, dict]:
+        num = body.get("logprobs") or 0
+        if num > self.max_logprobs:
+            return 400, {"error": {"message": f"logprobs of {num}, which is greater than max allowed"}}
+        top_k = body["top_k"] if body["top_k"] > 0 else None
+        sampling = Sampling(temperature=body["temperature"], top_k=top_k, top_p=body.get("top_p", 1.0))
+        generator = torch.Generator().manual_seed(body["seed"])
+        ids, told, prompt = list[int](), list[dict[int, float]](), body["prompt"]
+        while len(ids) < body["max_tokens"] and ids[-1:] != [1]:
+            logits = self._logits([*prompt, *ids])[-1]
+            probs = sampling.probs(logits[: len(self.tokenizer)])
+            ids.append(int(torch.multinomial(probs, 1, generator=generator)))
+            told.append(self._top(logits, num, ids[-1], sampling))
+        logprobs = {"top_logprobs": [{f"token_id:{name}": value for name, value in place.items()} for place in told]}
+        more: dict[str, Any] = {"token_ids": ids, "logprobs": logprobs if num else None}
+        if body.get("prompt_logprobs"):
+            rows = self._logits(prompt)
+            tops = [
+                self._top(row, body["prompt_logprobs"], token, sampling)
+                for row, token in zip(rows, prompt[1:], strict=False)
+            ]
+            named = [{str(name): {"logprob": value} for name, value in top.items()} for top in tops]
+            more["prompt_logprobs"] = [None, *named]
+        reason = "stop" if ids[-1] == 1 else "length"
+        return completion(self.tokenizer.decode(ids, skip_special_tokens=True), reason, **more)
+
+    @torch.inference_mode()
+    def _logits(self, ids: list[int]) -> Tensor:
+        return self.model(torch.tensor([ids])).logits[0].float()
+
+    def _top(self, logits: Tensor, num: int, token: int, sampling: Sampling) -> dict[int, float]:
+        """The drawn token, and the likeliest."""
+        values = {
+            "raw_logprobs": logits.log_softmax(-1),
+            "raw_logits": logits,
+            "processed_logprobs": sampling.probs(logits).log(),
+            "tempered": (logits / (sampling.temperature or 1)).log_softmax(-1),
+        }[self.logprobs_mode].clamp(min=-9999.0)
+        likeliest = values.topk(min(num, len(values)))
+        return {token: float(values[token])} | dict(
+            zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+        )
 
 
 @pytest.fixture
