@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.schema import Config
 from data_gen.pipeline.command import make
-from tests.data_gen.on_disk import toy_of
+from tests.data_gen.on_disk import toy_of, with_data
 from tests.toys.saved_pair import save_toy
 
 
@@ -45,6 +45,14 @@ def toy_config(toy_pair: Path, prompts_file: Path, tmp_path: Path) -> Config:
 def toy_run(toy_pair: Path, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = toy_of(toy_pair, prompts_file, tmp_path_factory.mktemp("run") / "data")
     make(config)
+    return Path(config.data.dir)
+
+
+@pytest.fixture(scope="session")
+def apart_run(toy_pair: Path, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy run in sequential mode."""
+    config = toy_of(toy_pair, prompts_file, tmp_path_factory.mktemp("apart") / "data")
+    make(with_data(config, mode="sequential"))
     return Path(config.data.dir)
 
 

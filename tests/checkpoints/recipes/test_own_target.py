@@ -52,7 +52,7 @@ def texts():
 def paths(target, texts, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("checkpoints.recipes.distillation._TEXTS_PER_SHARD", 8)
-        yield read_target(target, texts, tmp_path_factory.mktemp("texts") / "readings", layer_ids=LAYERS)
+        return read_target(target, texts, tmp_path_factory.mktemp("texts") / "readings", layer_ids=LAYERS)
 
 
 @torch.no_grad()
@@ -68,7 +68,8 @@ def test_a_reading_is_what_the_target_says_of_the_text_alone(target, texts, path
         assert (reading.likeliest[:, 0] == ids[:, 0]).all()
 
 
-def test_a_reading_that_was_stopped_goes_on_and_another_is_refused(target, texts, paths):
+def test_a_reading_that_was_stopped_goes_on_and_another_is_refused(target, texts, paths, monkeypatch):
+    monkeypatch.setattr("checkpoints.recipes.distillation._TEXTS_PER_SHARD", 8)
     whole = [path.read_bytes() for path in paths]
     paths[1].unlink()
     again = read_target(target, texts, paths[0].parent, layer_ids=LAYERS)

@@ -17,7 +17,7 @@ from data_gen.pipeline.worker import Worker
 from data_gen.store import manifest
 from store import shards
 from store.shards import features_path, rows_path, verify_shard
-from tests.data_gen.on_disk import assert_as_at_once, files_of, with_data
+from tests.data_gen.on_disk import files_of, with_data
 from tests.data_gen.processes import at_once
 
 
@@ -56,13 +56,13 @@ def make_and_die(config: Config, write: int, **flags: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["together", pytest.param("sequential", marks=pytest.mark.slow)])
-def test_a_run_killed_at_any_write_resumes_to_the_same_bytes(toy_config, mode):
+def test_a_run_killed_at_any_write_resumes_to_the_same_bytes(toy_config, toy_run, apart_run, mode):
     """SIGKILL in the middle of the 2nd, 5th, … write."""
     config = with_data(toy_config, mode=mode)
     for write in (2, 5, 6, 3, 7):
         assert at_once(lambda write=write: make_and_die(config, write)) == [-signal.SIGKILL]
     make(config)
-    assert_as_at_once(config)
+    assert files_of(config.data.dir) == files_of(toy_run if mode == "together" else apart_run)
 
 
 def test_moved_models_are_the_same_models_and_trained_ones_are_not(made, tmp_path):
@@ -82,7 +82,7 @@ def staged(toy_config):
     return with_data(toy_config, mode="sequential", features=("fed", "drawn"))
 
 
-def test_stage_by_stage_gives_the_bytes_of_one_run_and_moves_the_hidden_states(staged, monkeypatch):
+def test_stage_by_stage_gives_the_bytes_of_one_run_and_moves_the_hidden_states(staged, apart_run, monkeypatch):
     loaded, init = [], Worker.__init__
 
     def noted(self, job):
@@ -103,10 +103,10 @@ def test_stage_by_stage_gives_the_bytes_of_one_run_and_moves_the_hidden_states(s
     assert {name.split("/")[0] for name in written} == {"fed", "drawn"}
     assert loaded == [("respond", ("target",)), ("draft", ("draft",)), ("target", ("target",))]
     assert not Path(staged.data.dir, "stages").exists()
-    assert_as_at_once(staged)
+    assert files_of(staged.data.dir) == files_of(apart_run)
 
 
-def test_a_stage_that_is_there_is_not_made_again_and_the_rest_of_a_run_goes_on_from_it(staged, monkeypatch):
+def test_a_stage_that_is_there_is_not_made_again_and_the_rest_of_a_run_goes_on_from_it(staged, apart_run, monkeypatch):
     make(staged, stages="respond")
     left = files_of(staged.data.dir)
     with monkeypatch.context() as patch:
@@ -114,11 +114,11 @@ def test_a_stage_that_is_there_is_not_made_again_and_the_rest_of_a_run_goes_on_f
         make(staged, stages="respond")
     assert files_of(staged.data.dir) == left
     make(staged)
-    assert_as_at_once(staged)
+    assert files_of(staged.data.dir) == files_of(apart_run)
 
 
 @pytest.mark.parametrize("num_written", [0, 1])
-def test_a_run_that_is_killed_before_it_writes_rows_needs_no_earlier_stage(staged, monkeypatch, num_written):
+def test_a_run_that_is_killed_before_it_writes_rows_needs_no_earlier_stage(staged, apart_run, monkeypatch, num_written):
     """Hidden states of all timings, or of the first alone, have been moved when the process dies."""
     for stage in ("respond", "draft"):
         make(staged, stages=stage)
@@ -133,7 +133,7 @@ def test_a_run_that_is_killed_before_it_writes_rows_needs_no_earlier_stage(stage
         with pytest.raises(KeyboardInterrupt):
             make(staged, stages="target")
     make(staged, stages="target")
-    assert_as_at_once(staged)
+    assert files_of(staged.data.dir) == files_of(apart_run)
 
 
 def test_a_stage_whose_predecessor_is_missing_or_that_is_none_is_refused(toy_config, staged):

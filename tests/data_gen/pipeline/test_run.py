@@ -75,11 +75,10 @@ def test_rows_have_the_columns_of_the_design_and_load_with_datasets(made, tmp_pa
         assert row["finish_reason"] == ("stop" if row["response_ids"][-1] == 1 else "length")
 
 
-def test_sequential_mode_gives_the_same_data_without_the_columns_that_need_both_models(made):
+def test_sequential_mode_gives_the_same_data_without_the_columns_that_need_both_models(made, apart_run):
     """The target's states come from decoding in one mode, from one pass in the other."""
-    apart = with_data(made, mode="sequential", dir=made.data.dir + "-apart")
-    make(apart)
-    assert not Path(apart.data.dir, "stages").exists()
+    apart = with_data(made, mode="sequential", dir=str(apart_run))
+    assert not (apart_run / "stages").exists()
     for row, other in zip(rows_of(apart), rows_of(made), strict=True):
         for name, value in row.items():
             if name in ("acceptance_rate", "cross_entropy"):
