@@ -29,9 +29,7 @@ LINK = re.compile(r"""(?:\]\(|(?:src|href)=")(?!\w+:)([^)"#\s]*)#?([^)"\s]*)[)"]
 
 
 def arguments(text: str) -> list[str]:
-    """The arguments in the rest of a command's line, up to what only the shell reads. An ellipsis or a YAML in no
-    folder after `--config` is a shipped experiment; elsewhere an ellipsis is whatever the page leaves out.
-    """
+    """The arguments in the rest of a command's line; the experiment of a reader (`…`, x.yaml) is a shipped one."""
     words = shlex.shlex(text, posix=True, punctuation_chars=True)
     words.whitespace_split = True
     argv: list[str] = []
@@ -46,9 +44,7 @@ def arguments(text: str) -> list[str]:
 
 
 def front_commands(text: str) -> list[tuple[list[str], bool]]:
-    """What follows `acceptance-heads` in the code of a page, and whether it stands in a sentence, which may leave the
-    experiment, or everything, out.
-    """
+    """What follows `acceptance-heads` in a page's code, and whether it is in a sentence, which may leave things out."""
     found = []
     for code in CODE.finditer(text):
         if code["language"] in {None, "", "bash", "sh", "console"}:

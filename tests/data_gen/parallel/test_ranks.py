@@ -83,9 +83,7 @@ def test_ray_and_several_processes_exclude_each_other(toy_config, monkeypatch):
     ("num_gpus", "local_rank", "device"), [(4, 2, "cuda:2"), (4, 5, "cuda:1"), (4, 0, None), (1, 3, None), (0, 3, None)]
 )
 def test_processes_of_one_machine_take_its_gpus_in_turn(toy_config, monkeypatch, num_gpus, local_rank, device):
-    """Where a launcher leaves one GPU visible to each, or nobody says which process of the machine it is, the first
-    is its own.
-    """
+    """Of one visible GPU, or where nobody says which process of the machine it is, the first is its own."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     share = Share(6, 8, local_rank, "torchrun")
     placed = share.on_its_gpu(toy_config.pair)
@@ -210,9 +208,7 @@ def test_six_ranks_of_which_one_is_killed_at_any_moment_write_the_bytes_of_one(t
 
 @pytest.mark.parametrize("write", first_fast([3, 1, 6], 1))
 def test_a_rank_killed_in_the_middle_of_a_write_leaves_nothing_that_stays(toy_config, toy_run, write):
-    """It has begun the manifest, or a shard. Another rank touches none of that; the next run of this one, or of its
-    manifest, clears it.
-    """
+    """It has begun the manifest, or a shard, which another rank leaves alone and the next run of this one clears."""
     flags = {"rank": 1, "world_size": 2}
     assert at_once(lambda: make_and_die(toy_config, write, **flags)) == [-signal.SIGKILL]
     assert list(Path(toy_config.data.dir).rglob(".*.partial"))

@@ -159,9 +159,7 @@ def columns_of(directory: Path) -> dict[str, Any]:
 
 
 def check_same(ours: Path, theirs: Path) -> None:
-    """Fail unless tokens, coins, texts and all that is the draft's are equal to the bit, and what the sliced model
-    computes to a unit of the half precision that rows keep.
-    """
+    """Fail unless all but what the sliced model computes is equal to the bit, and that to a unit of half precision."""
     mine, other = columns_of(ours), columns_of(theirs)
     assert len(other) > 20
     assert mine.keys() == other.keys()

@@ -155,10 +155,7 @@ def features_of(config: Config, timing: str) -> dict[str, list[torch.Tensor]]:
 
 
 def assert_others_are_the_same(broken: Config, whole: Config, failed: set[str]) -> None:
-    """Rows and features, bit for bit where every stage sees the batches of the healthy run.
-
-    In sequential mode a later stage no longer has the row that failed, so its batches are others and round otherwise.
-    """
+    """Rows and features, bit for bit but where a later stage lacks the row that failed, so that its batches differ."""
     assert rows_of(broken) == [row for row in rows_of(whole) if row["id"] not in failed]
     atol = 1e-6 if whole.data.mode == "sequential" else 0
     for timing in ("fed", "drawn"):
@@ -236,9 +233,7 @@ def test_every_mixing_of_a_broken_row_is_left_out(healthy):
 
 @pytest.mark.parametrize("model", ["draft", "target"])
 def test_broken_padding_breaks_no_row(healthy, model):
-    """Untrained embeddings of the padding token may be NaN; prompts of differing length share batches, and 0 * NaN is
-    NaN. With this seed no row has the padding token as a token of its own.
-    """
+    """Untrained embeddings of padding may be NaN, and 0 * NaN is NaN. With this seed no row has a padding token."""
     healthy = with_data(healthy, seed=4)
     broken, problems = both_made(healthy, model, 0)
     assert problems == {}
@@ -246,9 +241,7 @@ def test_broken_padding_breaks_no_row(healthy, model):
 
 
 def test_what_takes_the_place_of_a_broken_sequence_in_a_batch_is_not_broken_by_it(models):
-    """The longest prompt and one in the middle are broken; shorter ones take their places, and what is left of them
-    stands in the cache.
-    """
+    """The longest prompt and one in the middle are broken; shorter ones take their places, whose cache they left."""
     requests = [Request(str(number), "", [2, *range(10, 40 - 2 * number), 3]) for number in range(12)]
     for number in (0, 5):
         requests[number].prompt_ids[1] = 9

@@ -91,10 +91,7 @@ def imports(toy_config, tmp_path) -> tuple[Config, Config, dict[str, str]]:
 
 
 def test_imported_features_are_those_of_a_run_of_our_own(imports):
-    """The same responses, drafts and coins give the same tensors, but for the float16 of the rows that the file was
-    made from; only acceptance_rate is absent, since it needs the target. A stopped import goes on; another file is
-    refused.
-    """
+    """Rows are float16, and acceptance_rate needs the target. A stopped import goes on; another file is refused."""
     own, config, files = imports
     for split, file in files.items():
         import_(config, file=file, split=split)

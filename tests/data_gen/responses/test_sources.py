@@ -99,9 +99,7 @@ def test_a_proxy_that_answers_html_to_all_stops_the_run_and_no_prompt_counts_as_
 
 
 def test_errors_are_tried_again_and_the_result_is_that_of_a_run_without_them(served, server, capsys):
-    """Shards without an error are not touched, a prompt that has its response is not asked again, and a retry that
-    fails leaves all as it was.
-    """
+    """Shards without an error stay, prompts with a response are not asked again, and a retry may fail in between."""
     server.answer = lambda body, attempt: completion("ok" + body["prompt"][-9:-4].strip("\n<>"))
     whole = with_data(served, dir=served.data.dir + "-whole")
     make(whole)
