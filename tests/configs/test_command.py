@@ -1,5 +1,6 @@
-"""The command line: what a YAML and its overrides parse to, and how a user's mistake ends."""
+"""The command line: what a YAML and its overrides parse to, where a name is found, and how a user's mistake ends."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,10 @@ from pytorch_lightning.loggers import CSVLogger
 
 from configs import Config
 from configs.command import config_of, parser_for, run
+from configs.shipped import NAMES
 from evaluation.flag_types import RaceRules
 
 ROOT = Path(__file__, "../../..").resolve()
-YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def show(config: Config, *, flag: int = 1) -> tuple[Config, int]:
@@ -71,17 +72,38 @@ def yaml(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
-def test_every_yaml_parses_for_every_command_and_for_the_trainer(path: Path):
-    for trainer in (None, Trainer):
-        parser = parser_for(show, trainer=trainer)
-        assert config_of(parser, parser.parse_args(["--config", str(path)])).pair.target.path
+def shown(*argv: str) -> Config:
+    return run(COMMANDS, argv=["show", *argv])[0]
 
 
 def test_dotted_overrides_and_flags_win_over_the_file_and_the_default_command_runs_without_a_name(yaml: str):
     argv = ["--config", yaml, "--pair.sampling.temperature", "0.7", "--trainer.max_epochs", "5", "--flag", "3"]
     for config, flag in (run(COMMANDS, argv=["show", *argv]), run(COMMANDS, default="show", argv=argv)):
         assert (config.pair.sampling.temperature, config.trainer["max_epochs"], flag) == (0.7, 5, 3)
+
+
+def test_every_yaml_of_the_checkout_has_a_name_that_parses_from_any_directory(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert set(NAMES) == {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+    parser = parser_for(show, trainer=Trainer)
+    for name in NAMES:
+        assert shown("--config", name).data.dir == f"data/{name}"
+        assert config_of(parser, parser.parse_args(["--config", name])).pair.target.path
+    for given in ("tiny.yaml", "configs/tiny.yaml"):
+        assert shown("--config", given).data.dir == "data/tiny"
+
+
+def test_a_local_file_or_directory_of_a_shipped_name_wins(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given in ("tiny", "configs/tiny.yaml"):
+        Path(given).parent.mkdir(exist_ok=True)
+        Path(given).write_text("pair:\n  target: {path: mine}\n  draft: {path: my-draft}\n")
+        assert shown("--config", given).pair.target.path == "mine"
+    trio = ["--pair.target.path", "checkpoints/tiny/target", "--pair.draft.path", "hub/draft"]
+    parsed = shown(*trio).pair
+    assert (parsed.target.path, parsed.draft.path) == (str(ROOT / "checkpoints/tiny/target"), "hub/draft")
+    shutil.copytree(ROOT / "checkpoints/tiny/micro", tmp_path / "checkpoints/tiny/target")
+    assert shown(*trio).pair.target.path == "checkpoints/tiny/target"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +126,7 @@ def test_flags_arrive_as_the_values_that_the_command_takes(argv: list[str], resu
 
 
 SHOW = ["show", "--config", "{yaml}"]
+LOGGER = [*SHOW, "--trainer.logger"]
 MISTAKES = {
     "an unknown key": ([*SHOW, "--pair.tarqet.path", "x"], "tarqet"),
     "no list": ([*SHOW, "--heads.depths", "deep"], "depths"),
@@ -114,15 +137,12 @@ MISTAKES = {
     "an unknown engine": (["engine", "--for", "lama"], "--for"),
     "no engine": (["engine"], "--for"),
     "no config": (["show"], "`acceptance-heads init` writes one"),
-    "a missing package": (
-        [*SHOW, "--trainer.logger", "WandbLogger"],
-        "WandbLogger needs wandb, which is not installed",
-    ),
-    "an error of a class": (
-        [*SHOW, "--trainer.logger", "tests.configs.test_command.Refusing"],
-        "nobody answers at port 1",
-    ),
+    "a missing package": ([*LOGGER, "WandbLogger"], "WandbLogger needs wandb, which is not installed"),
+    "an error of a class": ([*LOGGER, "tests.configs.test_command.Refusing"], "nobody answers at port 1"),
     "no value of a union": ([*SHOW, "--decode.stop_share", "much"], "no possible value is much"),
+    "a name that is not shipped": (["show", "--config", "tinny"], "tinny", "tiny"),
+    "a path that is not shipped": (["show", "--config", "other/tiny.yaml"], "other/tiny.yaml", "tiny"),
+    "no name": (["show", "--config", "elsewhere"], "elsewhere", *NAMES),
 }
 
 
@@ -130,22 +150,21 @@ MISTAKES = {
 def test_a_mistake_exits_with_2_and_names_what_is_wrong(what, yaml: str, capsys: pytest.CaptureFixture, monkeypatch):
     # as on a machine without wandb, whatever is installed
     monkeypatch.setattr("pytorch_lightning.loggers.wandb._WANDB_AVAILABLE", RequirementCache("wandb>=99"))
-    argv, message = MISTAKES[what]
+    argv, *messages = MISTAKES[what]
     with pytest.raises(SystemExit, match="2"):
         run(COMMANDS, argv=[argument.format(yaml=yaml) for argument in argv], trainer=Trainer)
     error = capsys.readouterr().err
-    assert message in error
+    assert all(message in error for message in messages)
     assert "for_" not in error
     assert what == "an unknown command" or error.count("\n") == 1
 
 
 def test_print_config_round_trips(yaml: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit, match="0"):
-        run(COMMANDS, argv=["show", "--config", yaml, "--print_config"])
+        shown("--config", yaml, "--print_config")
     printed = tmp_path / "printed.yaml"
     printed.write_text(capsys.readouterr().out)
-    first, second = (run(COMMANDS, argv=["show", "--config", str(path)]) for path in (yaml, printed))
-    assert first == second
+    assert shown("--config", yaml) == shown("--config", str(printed))
 
 
 @pytest.mark.slow

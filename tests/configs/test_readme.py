@@ -1,6 +1,4 @@
-"""README and the pages of docs do not go stale: their commands parse, links and targets exist, and the script imports
-and calls what there is.
-"""
+"""README and docs do not go stale: commands parse, links and targets exist, the script calls what there is."""
 
 import ast
 import inspect
@@ -8,6 +6,7 @@ import re
 import runpy
 import shlex
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,7 @@ LINK = re.compile(r"""(?:\]\(|(?:src|href)=")(?!\w+:)([^)"#\s]*)#?([^)"\s]*)[)"]
 
 
 def arguments(text: str) -> list[str]:
-    """The arguments in the rest of a command's line, up to what only the shell reads (a comment, a pipe, `&&`).
-
-    An ellipsis is an experiment after `--config`, elsewhere whatever the page leaves out. The experiment of a reader
-    (a YAML in no folder) has the settings of a shipped one.
-    """
+    """The arguments in the rest of a command's line; the experiment of a reader (`…`, x.yaml) is a shipped one."""
     words = shlex.shlex(text, posix=True, punctuation_chars=True)
     words.whitespace_split = True
     argv: list[str] = []
@@ -49,9 +44,7 @@ def arguments(text: str) -> list[str]:
 
 
 def front_commands(text: str) -> list[tuple[list[str], bool]]:
-    """What follows `acceptance-heads` in the code of a page, and whether it stands in a sentence, which may leave the
-    experiment, or everything, out.
-    """
+    """What follows `acceptance-heads` in a page's code, and whether it is in a sentence, which may leave things out."""
     found = []
     for code in CODE.finditer(text):
         if code["language"] in {None, "", "bash", "sh", "console"}:
@@ -62,17 +55,16 @@ def front_commands(text: str) -> list[tuple[list[str], bool]]:
 
 def dead_links(page: Path, text: str) -> list[str]:
     """Links of a page to files, headings or pages of docs that are not in the repository."""
-    prose = CODE.sub("", text)
-    links = [(page.parent / path if path else page, anchor) for path, anchor in LINK.findall(prose)]
-    pages = [(ROOT / path, "") for path in re.findall(r"`(docs/[\w./-]+)`", text)]
-    return [f"{path}#{anchor}" for path, anchor in links + pages if not _is_there(path, anchor)]
 
+    def is_there(path: Path, anchor: str) -> bool:
+        if not anchor or not path.exists():
+            return path.exists()
+        headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+        return anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
-def _is_there(path: Path, anchor: str) -> bool:
-    if not anchor or not path.exists():
-        return path.exists()
-    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
-    return anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    links = [(page.parent / path if path else page, anchor) for path, anchor in LINK.findall(CODE.sub("", text))]
+    links += [(ROOT / path, "") for path in re.findall(r"`(docs/[\w./-]+)`", text)]
+    return [f"{path}#{anchor}" for path, anchor in links if not is_there(path, anchor)]
 
 
 REMOVED = {f"benchmarks.{name}" for name in ("data_gen", "feature_drafts", "deepspec", "flags", "server_labels")}
@@ -87,35 +79,29 @@ FRONT_COMMANDS = front_commands(README)
 PROGRAMS = {"data_gen", "heads", "decode", "evaluation", "checkpoints.recipes", "train.py"}
 BENCHMARKS = {"benchmarks.pace", "benchmarks.serve.clock", "benchmarks.serve.lengths"}
 SCRIPTS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+parser_of = cache(parser_for)
 [SCRIPT] = [script for script in SCRIPTS if "target.generate" in script]
 [FROM_PROMPTS] = [script for script in SCRIPTS if "make_data" in script]
 
 
-def parse(
-    commands: Mapping[str, Any],
-    *,
-    default: str | None = None,
-    argv: list[str],
-    trainer: type | None = None,
-    in_a_sentence: bool = False,
-) -> str:
+def parse(commands: Mapping[str, Any], *, argv: list[str], in_a_sentence: bool = False, **given: Any) -> str:
     """`configs.command.run` that parses and then stops; the name of the command."""
+    default, trainer = given.get("default"), given.get("trainer")
     name, argv = (argv[0], argv[1:]) if argv and argv[0] in commands else (default, argv)
     assert name in commands, f"{argv[:1]} is none of {sorted(commands)}"
-    parser = parser_for(commands[name], trainer=trainer)
+    parser = parser_of(commands[name], trainer=trainer)
     if in_a_sentence and argv and "--config" not in argv and takes_config(commands[name]):
         argv = ["--config", "configs/tiny.yaml", *argv]
-    is_named_only = in_a_sentence and not argv
-    if not is_named_only and "--help" not in argv:
+    if (argv or not in_a_sentence) and "--help" not in argv:
         parser.parse_args(argv)
     return name
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if re.search(r"\bbenchmarks[./]\w", page.read_text())])
-def test_a_page_that_cites_a_removed_measurement_names_the_commit_that_has_it(page: Path):
-    cited = {re.sub(r"\.py$", "", name) for name in re.findall(r"\bbenchmarks[./](\w+(?:\.py)?)", page.read_text())}
+def test_a_page_that_cites_a_removed_measurement_names_the_commit_that_has_it():
     there = {path.stem for path in (ROOT / "benchmarks").iterdir()}
-    assert cited <= there or LAST_COMMIT in page.read_text(), cited - there
+    for page in PAGES:
+        gone = set(re.findall(r"\bbenchmarks[./](\w+)", page.read_text())) - there
+        assert not gone or LAST_COMMIT in page.read_text(), (page, gone)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +110,14 @@ def test_a_page_that_cites_a_removed_measurement_names_the_commit_that_has_it(pa
 def test_every_command_of_the_readme_parses(program: str, argv: list[str], monkeypatch: pytest.MonkeyPatch):
     assert program in PROGRAMS | BENCHMARKS, f"{program} has a command line of its own, which would run here"
     parsed = []
+
+    def run(commands, **given) -> None:
+        parsed.append(parse(commands, **given | {"argv": argv}))
+
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(
-        "configs.command.run", lambda commands, **given: parsed.append(parse(commands, **given | {"argv": argv}))
-    )
+    monkeypatch.setattr("configs.command.run", run)
     monkeypatch.setattr("configs.command.refuse_wrong", lambda command, argv: None)
-    monkeypatch.setattr(
-        "jsonargparse.auto_cli", lambda command, **_: parsed.append(parse({"": command}, default="", argv=argv))
-    )
+    monkeypatch.setattr("jsonargparse.auto_cli", lambda command, **_: run({"": command}, default=""))
     if program.endswith(".py"):
         runpy.run_path(program, run_name="__main__")
     else:
@@ -144,16 +130,19 @@ def test_every_command_of_the_readme_parses(program: str, argv: list[str], monke
 )
 def test_every_command_of_acceptance_heads_parses(argv: list[str], in_a_sentence: bool, monkeypatch):
     parsed = []
+
+    def run(commands, **given) -> None:
+        parsed.append(parse(commands, **given, in_a_sentence=in_a_sentence))
+
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(
-        "configs.command.run",
-        lambda commands, **given: parsed.append(parse(commands, **given, in_a_sentence=in_a_sentence)),
-    )
+    monkeypatch.setattr("configs.command.run", run)
     front.main(argv)
     assert len(parsed) == 1 or {"--help", "--version", "--completion"} & set(argv)
 
 
-def test_every_room_has_a_command_in_the_readme():
+def test_every_room_has_a_command_in_the_readme_and_every_target_of_make_exists():
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^make ([a-z0-9-]+)", README, re.MULTILINE)) <= targets
     names = {argv[0] for argv, _ in FRONT_COMMANDS} & front.COMMANDS.keys()
     rooms = {"train.py" if name == "train" else front.COMMANDS[name].target.partition(".")[0] for name in names}
     assert rooms | {program for program, _ in COMMANDS} >= PROGRAMS
@@ -179,28 +168,18 @@ def test_a_command_of_acceptance_heads_that_is_not_there_fails_this_test(text, c
 
 def test_placeholders_and_what_the_shell_reads_are_no_part_of_a_command():
     text = "```bash\nacceptance-heads generate --config mine.yaml … --policy 'head:HEAD,x=0.3' --seed 1  # it's\n```\n"
-    assert front_commands(text) == [
-        (["generate", "--config", "configs/tiny.yaml", "--policy", "head:HEAD,x=0.3", "--seed", "1"], False)
-    ]
+    argv = ["generate", "--config", "configs/tiny.yaml", "--policy", "head:HEAD,x=0.3", "--seed", "1"]
+    assert front_commands(text) == [(argv, False)]
     assert front_commands("`cd acceptance-heads`, `~/.cache/acceptance-heads x`, acceptance-heads data") == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_of_the_pages_lead_somewhere(page: Path):
-    assert dead_links(page, page.read_text()) == []
-
-
-def test_a_dead_link_fails_this_test():
+def test_links_of_the_pages_lead_somewhere_and_a_dead_one_would_fail():
+    assert [link for page in PAGES for link in dead_links(page, page.read_text())] == []
     page = ROOT / "docs/results/demo.md"
     alive = "[a](../laws.md) [b](https://x.org/y.md) ![c](demo.md#make-it-again) `docs/laws.md` `[d](no.md)`"
     assert dead_links(page, alive) == []
     for dead in ("[a](laws.md)", "[a](demo.md#no-heading)", '<img src="no.svg">', "`docs/no.md`", "[a](#no-heading)"):
         assert len(dead_links(page, f"{alive} {dead}")) == 1
-
-
-def test_every_target_of_make_in_the_readme_exists():
-    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"^make ([a-z0-9-]+)", README, re.MULTILINE)) <= targets
 
 
 @pytest.mark.slow

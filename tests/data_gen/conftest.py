@@ -1,13 +1,15 @@
 """The toy pair on disk, its prompts, and a run of data_gen on it."""
 
 import json
-from dataclasses import replace
+import shutil
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from configs.schema import Config, DataConfig, ModelSource, PairConfig
+from configs.schema import Config
+from data_gen.pipeline.command import make
+from tests.data_gen.on_disk import toy_of, with_data
 from tests.toys.saved_pair import save_toy
 
 
@@ -22,48 +24,40 @@ def toy_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def models(toy_pair: Path) -> dict[str, PreTrainedModel]:
-    """The toy pair, loaded."""
     return {name: AutoModelForCausalLM.from_pretrained(toy_pair / name).eval() for name in ("target", "draft")}
 
 
-@pytest.fixture
-def prompts_file(tmp_path: Path) -> Path:
-    """Twelve prompts of differing length."""
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"id": f"p{i}", "instruction": "Say it " + "again " * (i % 5), "input": "x" * (i % 3)}) + "\n"
-            for i in range(12)
-        )
-    )
+@pytest.fixture(scope="session")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve prompts of differing length; a test that changes them takes a copy."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    texts = [{"instruction": "Say it " + "again " * (i % 5), "input": "x" * (i % 3)} for i in range(12)]
+    path.write_text("".join(json.dumps({"id": f"p{i}"} | text) + "\n" for i, text in enumerate(texts)))
     return path
 
 
 @pytest.fixture
 def toy_config(toy_pair: Path, prompts_file: Path, tmp_path: Path) -> Config:
-    """Eight training and four test prompts in shards of three, ten tokens each."""
-    return Config(
-        pair=PairConfig(
-            target=ModelSource(path=str(toy_pair / "target")),
-            draft=ModelSource(path=str(toy_pair / "draft")),
-            num_threads=1,
-        ),
-        data=DataConfig(
-            dir=str(tmp_path / "data"),
-            prompts=str(prompts_file),
-            split_weights=(2, 0, 1),
-            num_train=8,
-            num_dev=0,
-            num_test=4,
-            max_prompt_tokens=60,
-            max_new_tokens=10,
-            rows_per_shard=3,
-            batch_size=2,
-        ),
-    )
+    return toy_of(toy_pair, prompts_file, tmp_path / "data")
+
+
+@pytest.fixture(scope="session")
+def toy_run(toy_pair: Path, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = toy_of(toy_pair, prompts_file, tmp_path_factory.mktemp("run") / "data")
+    make(config)
+    return Path(config.data.dir)
+
+
+@pytest.fixture(scope="session")
+def apart_run(toy_pair: Path, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy run in sequential mode."""
+    config = toy_of(toy_pair, prompts_file, tmp_path_factory.mktemp("apart") / "data")
+    make(with_data(config, mode="sequential"))
+    return Path(config.data.dir)
 
 
 @pytest.fixture
-def with_data():
-    """with_data(config, **changes): the config with other `data` settings."""
-    return lambda config, **changes: replace(config, data=replace(config.data, **changes))
+def made(toy_config: Config, toy_run: Path) -> Config:
+    """The toy run, finished: a copy of one that is made once."""
+    shutil.copytree(toy_run, toy_config.data.dir)
+    return toy_config

@@ -29,7 +29,7 @@ def test_what_is_no_experiment_is_refused_and_leaves_nothing(prompts, settings, 
     assert not (tmp_path / "mine" / "data").exists()
 
 
-def test_a_training_in_python_says_once_what_its_heads_are_worth(tmp_path, monkeypatch, capsys):
+def test_a_training_in_python_says_once_what_heads_are_worth_and_takes_no_other_setting(tmp_path, monkeypatch, capsys):
     AcceptanceHead(8, 0, provenance=Provenance(metrics={"calibrated_kl": 0.4})).save_pretrained(tmp_path)
 
     def exported(*_, force, **__):
@@ -38,16 +38,12 @@ def test_a_training_in_python_says_once_what_its_heads_are_worth(tmp_path, monke
 
     monkeypatch.setattr("heads.from_config.train", lambda _: print("the verdict"))
     monkeypatch.setattr("heads.from_config.export", exported)
-    pair = PairConfig(**{name: ModelSource(path=path) for name, path in MODELS.items()})
+    config = Config(pair=PairConfig(**{name: ModelSource(path=path) for name, path in MODELS.items()}))
     for force in (False, True):
-        assert train_heads(Config(pair=pair), force=force).hidden_size == 8
+        assert train_heads(config, force=force).hidden_size == 8
         assert capsys.readouterr().out == "the verdict\n"
-
-
-def test_a_setting_that_heads_do_not_have_is_refused():
-    pair = PairConfig(**{name: ModelSource(path=path) for name, path in MODELS.items()})
     with pytest.raises(ValueError, match="train_heads has no setting 'learning_rat'"):
-        train_heads(Config(pair=pair), learning_rat=0.1)
+        train_heads(config, learning_rat=0.1)
 
 
 def test_loaded_models_and_a_dataset_of_messages_become_data_and_a_reply(toy_pair, tmp_path, models):

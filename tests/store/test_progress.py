@@ -7,58 +7,48 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from store import progress
 from store.progress import Bar
 
 ROOT = Path(__file__, "../../..").resolve()
+ROOMS = ["store", "lm", "data_gen", "heads", "decode", "evaluation", "serve", "configs", "checkpoints", "benchmarks"]
 
 
-class Terminal(io.StringIO):
-    """A stream that says that it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def counts(lines: list[str]) -> list[str]:
-    """The part of each line up to the times."""
-    return [line.partition(" [")[0] for line in lines]
-
-
-def test_a_log_has_a_line_for_each_tenth(capsys):
-    for _ in Bar(range(1000), desc="replay: tiny", unit="settings"):
-        pass
-    lines = counts(capsys.readouterr().err.splitlines())
-    assert lines == [f"replay: tiny: {10 * tenth} %, {100 * tenth}/1000 settings" for tenth in range(11)]
-
-
-def test_a_log_has_a_line_after_a_long_silence(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "_QUIET_S", -1.0)
-    with Bar(total=1000, desc="labels", unit="rows") as bar:
-        for _ in range(3):
+@pytest.mark.parametrize(
+    ("total", "num_updates", "quiet_s", "expected"),
+    [
+        (1000, 1000, None, [f"{10 * tenth} %, {100 * tenth}/1000" for tenth in range(11)]),
+        (1000, 3, -1.0, [f"0 %, {count}/1000" for count in range(4)]),
+        (40, 5, None, ["0 %, 0/40", "10 %, 4/40", "12 %, 5/40"]),
+    ],
+    ids=["each tenth", "after a long silence", "at an early end"],
+)
+def test_a_log_has_a_line(total, num_updates, quiet_s, expected, capsys, monkeypatch):
+    if quiet_s is not None:
+        monkeypatch.setattr(progress, "_QUIET_S", quiet_s)
+    with Bar(total=total, desc="replay: tiny", unit="rows") as bar:
+        for _ in range(num_updates):
             bar.update()
-    lines = counts(capsys.readouterr().err.splitlines())
-    assert lines == [f"labels: 0 %, {count}/1000 rows" for count in range(4)]
+    lines = [line.partition(" [")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [f"replay: tiny: {line} rows" for line in expected]
 
 
-def test_a_bar_that_ends_early_says_how_far_it_came(capsys):
-    with Bar(total=40, desc="costs", unit="generations") as bar:
-        for _ in range(5):
-            bar.update()
-    lines = counts(capsys.readouterr().err.splitlines())
-    assert lines == ["costs: 0 %, 0/40 generations", "costs: 10 %, 4/40 generations", "costs: 12 %, 5/40 generations"]
-
-
-def test_parts_that_are_shares_add_up(capsys):
+def test_parts_that_are_shares_add_up_and_a_bar_that_is_switched_off_says_nothing(capsys):
     """A stage of three steps counts each row three times, by a third."""
     with Bar(total=7, desc="labels", unit="rows") as bar:
         for _ in range(21):
             bar.update(1 / 3)
-    assert counts(capsys.readouterr().err.splitlines())[-1] == "labels: 100 %, 7/7 rows"
+    assert capsys.readouterr().err.splitlines()[-1].startswith("labels: 100 %, 7/7 rows [")
+    for _ in Bar(range(20), desc="sums", unit="B", disable=True):
+        pass
+    assert capsys.readouterr().err == ""
 
 
 def test_a_terminal_sees_one_line_that_is_redrawn(monkeypatch):
-    screen = Terminal()
+    screen = io.StringIO()
+    screen.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", screen)
     for _ in Bar(range(1000), desc="replay", unit="settings", ncols=100):
         pass
@@ -66,32 +56,10 @@ def test_a_terminal_sees_one_line_that_is_redrawn(monkeypatch):
     assert screen.getvalue().split("\r")[-1].startswith("replay: 100%|")
 
 
-def test_a_bar_that_is_switched_off_says_nothing(capsys):
-    for _ in Bar(range(20), desc="sums", unit="B", disable=True):
-        pass
-    assert capsys.readouterr().err == ""
-
-
 def test_bars_are_made_in_one_place():
-    rooms = (
-        "store",
-        "lm",
-        "data_gen",
-        "heads",
-        "decode",
-        "evaluation",
-        "serve",
-        "configs",
-        "checkpoints",
-        "benchmarks",
-    )
-    made = [
-        str(path.relative_to(ROOT))
-        for room in rooms
-        for path in (ROOT / room).rglob("*.py")
-        if any(maker in path.read_text(encoding="utf-8") for maker in (" tqdm(", "(tqdm(", "rich.progress"))
-    ]
-    assert made == []
+    makers = (" tqdm(", "(tqdm(", "rich.progress")
+    paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    assert [path for path in paths if any(maker in path.read_text(encoding="utf-8") for maker in makers)] == []
 
 
 def test_a_terminal_that_does_not_know_its_size_gets_a_bar(monkeypatch):

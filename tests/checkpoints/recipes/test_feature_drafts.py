@@ -1,6 +1,4 @@
-"""The recipes of EAGLE, GliDe and DSpark drafts (same seed, same bytes; released layouts; trained as they draft), and
-the drafts in the repository.
-"""
+"""The recipes of EAGLE, GliDe and DSpark drafts (same seed, same bytes; trained as they draft), and embedded drafts."""
 
 import json
 import math
@@ -10,19 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.recipes.feature_drafts import (
-    BlockPredictions,
-    DraftRecipe,
-    DSparkRecipe,
-    dspark_figures,
-    feature_figures,
-    log_q_by_depth,
-    loss_of,
-    new_dspark,
-    new_feature_draft,
-    predict_blocks,
-    random_anchors,
-)
+from checkpoints.recipes import feature_drafts
+from checkpoints.recipes.feature_drafts import BlockPredictions, DraftRecipe, DSparkRecipe, loss_of, random_anchors
 from checkpoints.recipes.texts import NUM_DEPTHS, StoryBatch, TargetReading, encode_story, padded
 from checkpoints.recipes.tiny import Recipe, make_drafts
 from configs.schema import ModelSource, PairConfig
@@ -72,17 +59,16 @@ def test_the_same_seed_gives_the_same_bytes_also_of_a_run_that_was_stopped(kinds
     if kinds != ("dspark",):
         return
     monkeypatch.setattr("checkpoints.recipes.fit._CHECKPOINT_S", 0.0)
-    loss = "checkpoints.recipes.feature_drafts.loss_of"
     work, steps, more = tmp_path / "stopped" / "dspark-work", [loss_of, loss_of], []
     with monkeypatch.context() as patch:
-        patch.setattr(loss, lambda blocks: steps.pop()(blocks))
+        patch.setattr(feature_drafts, "loss_of", lambda blocks: steps.pop()(blocks))
         with pytest.raises(IndexError):
             made(tmp_path / "stopped", *kinds)
     assert (work / "checkpoint.pt").is_file()
     with pytest.raises(ValueError, match="run that differs in seed"):
         made(tmp_path / "stopped", *kinds, seed=1)
     with monkeypatch.context() as patch:
-        patch.setattr(loss, lambda blocks: more.append(0) or loss_of(blocks))
+        patch.setattr(feature_drafts, "loss_of", lambda blocks: more.append(0) or loss_of(blocks))
         assert made(tmp_path / "stopped", *kinds) == whole
     assert len(more) == TOY.num_steps - 2, "two steps were made before"
     assert not work.exists()
@@ -91,13 +77,13 @@ def test_the_same_seed_gives_the_same_bytes_also_of_a_run_that_was_stopped(kinds
 @pytest.mark.parametrize("kind", CHAINS)
 def test_predictions_for_a_text_at_each_depth_are_those_of_decoding(kind, target):
     torch.manual_seed(0)
-    draft = new_feature_draft(kind, target).eval()
+    draft = feature_drafts.new_feature_draft(kind, target).eval()
     for parameter in draft.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)  # cross-attention begins at zero
     ids = torch.randint(3, target.config.vocab_size, (2, 12))
     reading = TargetReading.of(target, StoryBatch(ids, torch.ones(2, 11, dtype=torch.bool)))
     positions = reading.is_learned.nonzero().tolist()
-    for depth, log_q in enumerate(log_q_by_depth(draft, reading), 1):
+    for depth, log_q in enumerate(feature_drafts.log_q_by_depth(draft, reading), 1):
         for row, (text, position) in zip(log_q, positions, strict=True):
             tapped = CachedModel(target, recorder=FeatureRecorder(target, draft))
             tapped.feed(ids[text, : position + 1 - depth].tolist())
@@ -106,17 +92,14 @@ def test_predictions_for_a_text_at_each_depth_are_those_of_decoding(kind, target
     assert depth == NUM_DEPTHS
 
 
-def test_blocks_begin_at_response_tokens_that_another_follows():
+def test_blocks_begin_at_response_tokens_that_another_follows_and_say_at_once_what_each_says_alone(target, batch):
     is_learned = torch.tensor([[False, False, True, True, True], [False, True, False, False, False]])
-    batch = StoryBatch(torch.zeros(2, 6, dtype=torch.long), is_learned)  # token i + 1 is of the response at True
-    assert [sorted(row) for row in random_anchors(batch, None).tolist()] == [[3, 4], [0, 0]]
-
-
-def test_blocks_of_a_text_that_are_learned_at_once_say_what_each_says_alone(target, batch):
+    two = StoryBatch(torch.zeros(2, 6, dtype=torch.long), is_learned)  # token i + 1 is of the response at True
+    assert [sorted(row) for row in random_anchors(two, None).tolist()] == [[3, 4], [0, 0]]
     torch.manual_seed(0)
-    draft = new_dspark(target, TOY).eval()
+    draft = feature_drafts.new_dspark(target, TOY).eval()
     anchors = random_anchors(batch, 3, torch.Generator().manual_seed(0))
-    found = predict_blocks(draft, target, batch, anchors)
+    found = feature_drafts.predict_blocks(draft, target, batch, anchors)
     states = target.base_model(input_ids=batch.ids, output_hidden_states=True)
     features = torch.cat([states.hidden_states[layer_id] for layer_id in draft.target_layer_ids], -1)
     for place, (row, column) in enumerate((anchors > 0).nonzero().tolist()):
@@ -136,9 +119,8 @@ def test_blocks_of_a_text_that_are_learned_at_once_say_what_each_says_alone(targ
 
 def test_the_loss_weighs_entropy_distance_and_doubt_as_deepspec_does():
     q, p = torch.tensor([[[0.5, 0.5], [0.9, 0.1]]]), torch.tensor([[[0.8, 0.2], [0.6, 0.4]]])
-    blocks = BlockPredictions(
-        q.log(), p, torch.tensor([[0, 1]]), torch.tensor([[0.0, 2.0]]), torch.ones(1, 2, dtype=torch.bool)
-    )
+    next_ids, doubts, is_inside = torch.tensor([[0, 1]]), torch.tensor([[0.0, 2.0]]), torch.ones(1, 2).bool()
+    blocks = BlockPredictions(q.log(), p, next_ids, doubts, is_inside)
     weights, said = (1.0, math.exp(-1 / 4)), (0.5, 1 / (1 + math.exp(-2)))
     terms = [
         0.1 * -math.log(said_q) + 0.9 * 0.6 - 0.7 * math.log(c) - 0.3 * math.log(1 - c)
@@ -161,7 +143,8 @@ def test_the_embedded_drafts_are_small_finite_and_agree_with_their_target_at_eve
         assert tensor.isfinite().all()
     sources = {name: ModelSource(path=str(TINY / name), dtype="float32") for name in ("target", kind)}
     draft = load_pair(PairConfig(target=sources["target"], draft=sources[kind])).drafting
-    figures = (dspark_figures if kind == "dspark" else feature_figures)(draft, target, [batch])
+    figures_of = feature_drafts.dspark_figures if kind == "dspark" else feature_drafts.feature_figures
+    figures = figures_of(draft, target, [batch])
     assert min(figures["acceptance_rates"]) > smallest_rate
     if kind == "dspark":
         shipped = json.loads((folder / "figures.json").read_text())

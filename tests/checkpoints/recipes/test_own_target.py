@@ -9,17 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.recipes.distillation import (
-    Distillation,
-    Text,
-    distil,
-    feature_sizes,
-    likeliest_tokens,
-    load_readings,
-    read_responses,
-    read_target,
-    without_leakage,
-)
+from checkpoints.recipes import distillation
+from checkpoints.recipes.distillation import Distillation, Text, distil, load_readings, read_target, without_leakage
 from checkpoints.recipes.own_target import Eagle3Draft, SmallDraft
 from checkpoints.recipes.texts import encode_story
 from configs.schema import ModelSource, PairConfig
@@ -34,15 +25,16 @@ LAYERS = (2, 5, 7)
 DISTILLATION = Distillation(num_epochs=2, num_deep_epochs=1, batch_size=4, learning_rate=4e-3, is_mixed=False)
 
 
+TOKENIZER = load_tokenizer(ModelSource(path=str(TINY / "target")))
+DRAFTS = ("eagle3", "small")
+
+
 def new_draft(kind, target, paths):
     torch.manual_seed(0)
     if kind == "eagle3":
-        return Eagle3Draft(target, LAYERS, likeliest_tokens(paths, 200, vocab_size=768), feature_sizes(paths[0]))
-    tokenizer = load_tokenizer(ModelSource(path=str(TINY / "target")))
-    return SmallDraft(target, tokenizer, hidden_size=64, num_layers=1)
-
-
-DRAFTS = ("eagle3", "small")
+        ids = distillation.likeliest_tokens(paths, 200, vocab_size=768)
+        return Eagle3Draft(target, LAYERS, ids, distillation.feature_sizes(paths[0]))
+    return SmallDraft(target, TOKENIZER, hidden_size=64, num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -52,23 +44,23 @@ def target():
 
 @pytest.fixture(scope="module")
 def texts():
-    tokenizer = load_tokenizer(ModelSource(path=str(TINY / "target")))
-    rows = [encode_story(story, tokenizer) for story in stories("train", 24)]
+    rows = [encode_story(story, TOKENIZER) for story in stories("train", 24)]
     return [Text(ids[:start], ids[start:]) for ids, start in rows]
 
 
-@pytest.fixture
-def paths(target, texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("checkpoints.recipes.distillation._TEXTS_PER_SHARD", 8)
-    return read_target(target, texts, tmp_path / "readings", layer_ids=LAYERS)
+@pytest.fixture(scope="module")
+def paths(target, texts, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("checkpoints.recipes.distillation._TEXTS_PER_SHARD", 8)
+        return read_target(target, texts, tmp_path_factory.mktemp("texts") / "readings", layer_ids=LAYERS)
 
 
+@torch.no_grad()
 def test_a_reading_is_what_the_target_says_of_the_text_alone(target, texts, paths):
     readings = [reading for path in paths for reading in load_readings(path)]
     assert [reading.ids.tolist() for reading in readings] == [[*text.prompt_ids, *text.response_ids] for text in texts]
     for reading in readings[:3]:
-        with torch.no_grad():
-            output = target(input_ids=reading.ids[None], output_hidden_states=True)
+        output = target(input_ids=reading.ids[None], output_hidden_states=True)
         states = torch.cat([output.hidden_states[layer][0] for layer in LAYERS], -1)
         torch.testing.assert_close(reading.features, states, atol=1e-4, rtol=1e-4)
         log_p, ids = output.logits[0, reading.num_prompt - 1 : -1].log_softmax(-1).topk(64, -1)
@@ -76,30 +68,33 @@ def test_a_reading_is_what_the_target_says_of_the_text_alone(target, texts, path
         assert (reading.likeliest[:, 0] == ids[:, 0]).all()
 
 
-def test_a_reading_that_was_stopped_goes_on_and_another_is_refused(target, texts, paths, tmp_path):
+def test_a_reading_that_was_stopped_goes_on_and_another_is_refused(target, texts, paths, monkeypatch):
+    monkeypatch.setattr("checkpoints.recipes.distillation._TEXTS_PER_SHARD", 8)
     whole = [path.read_bytes() for path in paths]
     paths[1].unlink()
-    again = read_target(target, texts, tmp_path / "readings", layer_ids=LAYERS)
+    again = read_target(target, texts, paths[0].parent, layer_ids=LAYERS)
     assert [path.read_bytes() for path in again] == whole
     with pytest.raises(ValueError, match="made from other responses, layers or another target"):
-        read_target(target, texts, tmp_path / "readings", layer_ids=(1, 2, 3))
+        read_target(target, texts, paths[0].parent, layer_ids=(1, 2, 3))
 
 
 def test_the_vocabulary_is_what_the_target_predicts_most_and_a_width_fits_its_heads(target, paths):
     with pytest.raises(ValueError, match="hidden_size is 96; use a multiple of 64 up to 128"):
-        SmallDraft(target, load_tokenizer(ModelSource(path=str(TINY / "target"))), hidden_size=96, num_layers=1)
-    ids = likeliest_tokens(paths, 50, vocab_size=768)
+        SmallDraft(target, TOKENIZER, hidden_size=96, num_layers=1)
+    ids = distillation.likeliest_tokens(paths, 50, vocab_size=768)
     first = torch.cat([reading.likeliest[:, 0] for path in paths for reading in load_readings(path)])
     assert (ids[1:] > ids[:-1]).all()
     assert torch.isin(first.mode().values, ids)
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_a_draft_learns_and_one_that_was_stopped_ends_in_the_same_weights(kind, target, paths, tmp_path, monkeypatch):
-    whole, made = new_draft(kind, target, paths), partial(new_draft, kind)
+def test_a_draft_learns_one_that_was_stopped_ends_in_the_same_weights_and_what_is_saved_decodes_as_the_target(
+    kind, target, paths, tmp_path, monkeypatch
+):
+    whole, made = new_draft(kind, target, paths), partial(new_draft, kind, target, paths)
     figures = distil(whole, paths, tmp_path / "whole", DISTILLATION)
     still = replace(DISTILLATION, num_epochs=1, learning_rate=0.0)
-    before = distil(made(target, paths), paths, tmp_path / "none", still)
+    before = distil(made(), paths, tmp_path / "none", still)
     most = {"eagle3": 0.8, "small": 0.95}[kind]  # in eight steps
     assert figures["divergences"][0] < most * before["divergences"][0]
     assert len(figures["acceptance_rates"]) == (5 if kind == "eagle3" else 1)
@@ -112,31 +107,28 @@ def test_a_draft_learns_and_one_that_was_stopped_ends_in_the_same_weights(kind, 
     with monkeypatch.context() as patch:
         patch.setattr("checkpoints.recipes.fit._Run.on_train_batch_end", stop)
         with pytest.raises(ConnectionError):
-            distil(made(target, paths), paths, tmp_path / "parts", DISTILLATION)
-    parts = made(target, paths)
+            distil(made(), paths, tmp_path / "parts", DISTILLATION)
+    parts = made()
     distil(parts, paths, tmp_path / "parts", DISTILLATION)
     for name, tensor in whole.module.state_dict().items():
         assert torch.equal(tensor, parts.module.state_dict()[name]), name
-    with pytest.raises(ValueError, match="run that differs in seed"):
-        distil(parts, paths, tmp_path / "parts", replace(DISTILLATION, seed=1))
-    with pytest.raises(ValueError, match="differs in readings"):
-        distil(parts, paths[:2], tmp_path / "parts", DISTILLATION)
     other = new_draft({"eagle3": "small", "small": "eagle3"}[kind], target, paths)
-    with pytest.raises(ValueError, match="differs in shapes"):
-        distil(other, paths, tmp_path / "parts", DISTILLATION)
+    cases = [(parts, paths, 1, "seed"), (parts, paths[:2], 0, "readings"), (other, paths, 0, "shapes")]
+    for draft, readings, seed, what in cases:
+        with pytest.raises(ValueError, match=f"differs in {what}"):
+            distil(draft, readings, tmp_path / "parts", replace(DISTILLATION, seed=seed))
+    check_saved(whole, kind, paths, tmp_path / "draft")
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
-def test_what_is_saved_decodes_as_the_target(kind, target, paths, tmp_path):
-    draft, source = new_draft(kind, target, paths), ModelSource(path=str(TINY / "target"), dtype="float32")
-    distil(draft, paths, tmp_path / "work", DISTILLATION)
-    draft.save(tmp_path / "draft")
+def check_saved(draft, kind: str, paths: list[Path], folder: Path) -> None:
+    """Fail unless a saved draft loads beside the target, and decodes greedily as the target does alone."""
+    draft.save(folder)
+    folders = {"target": TINY / "target", "draft": folder}
+    sources = {name: ModelSource(path=str(path), dtype="float32") for name, path in folders.items()}
+    pair = load_pair(PairConfig(**sources))
     if kind == "eagle3":
-        tensors = load_file(tmp_path / "draft" / "model.safetensors")
-        assert not [name for name in tensors if name.startswith(("lm_head", "embed"))]
-        assert json.loads((tmp_path / "draft" / "config.json").read_text())["draft_vocab_size"] == 200
-    pair = load_pair(PairConfig(target=source, draft=ModelSource(path=str(tmp_path / "draft"), dtype="float32")))
-    if kind == "eagle3":
+        assert not [name for name in load_file(folder / "model.safetensors") if name.startswith(("lm_head", "embed"))]
+        assert json.loads((folder / "config.json").read_text())["draft_vocab_size"] == 200
         head = pair.drafting.lm_head.weight
         assert torch.equal(head, pair.target.get_output_embeddings().weight[pair.drafting.target_ids])
     models, greedy = PairModels(pair), Sampling(temperature=0.0)
@@ -151,10 +143,10 @@ def test_what_is_saved_decodes_as_the_target(kind, target, paths, tmp_path):
 def test_responses_are_read_from_the_file_that_data_writes(tmp_path):
     path = tmp_path / "responses.jsonl"
     path.write_text('{"id": "0", "prompt_ids": [1, 2], "response_ids": [3]}\n{"prompt_ids": [1], "response_ids": []}\n')
-    assert read_responses(path) == [Text([1, 2], [3])]
+    assert distillation.read_responses(path) == [Text([1, 2], [3])]
     path.write_text('{"prompt": "x"}\n')
     with pytest.raises(ValueError, match=r"responses.jsonl:1 has no prompt_ids"):
-        read_responses(path)
+        distillation.read_responses(path)
 
 
 def test_no_prompt_is_taught_and_held_out():

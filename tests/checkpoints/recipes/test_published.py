@@ -26,32 +26,23 @@ def permuted(weight: torch.Tensor) -> torch.Tensor:
 
 
 def write_gguf(path: Path, model: LlamaForCausalLM) -> None:
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(model.config.num_hidden_layers)
-    writer.add_feed_forward_length(model.config.intermediate_size)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS)
-    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
-    writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(len(WORDS))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(WORDS)
-    writer.add_token_merges(["a b", "Ġ a"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
+    writer, config = gguf.GGUFWriter(path, "llama"), model.config
+    facts = {"context_length": 64, "embedding_length": HIDDEN, "head_count": HEADS, "head_count_kv": HEADS}
+    facts |= {"block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size}
+    facts |= {"layer_norm_rms_eps": config.rms_norm_eps, "rope_freq_base": config.rope_parameters["rope_theta"]}
+    facts |= {"vocab_size": len(WORDS), "tokenizer_model": "gpt2", "token_list": WORDS}
+    facts |= {"token_merges": ["a b", "Ġ a"], "bos_token_id": 0, "eos_token_id": 1}
+    for name, value in facts.items():
+        getattr(writer, f"add_{name}")(value)
     for name, weight in model.model.state_dict(prefix="model.").items():
-        if name in _OUTER:
-            ours = _OUTER[name]
-        else:
+        ours = _OUTER.get(name)
+        if ours is None:
             _, _, layer, rest = name.split(".", 3)
             ours = f"blk.{layer}.{_NAMES[rest.removesuffix('.weight')]}.weight"
         values = permuted(weight) if "q_proj" in name or "k_proj" in name else weight
         writer.add_tensor(ours, values.numpy().astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    for part in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{part}_to_file")()
     writer.close()
 
 
@@ -87,19 +78,19 @@ def wheels_of(folder: Path, parts: list[bytes]) -> published.Release:
     return published.Release("org/toy", "toy-part{}==0.1", len(parts), sha256(whole).hexdigest())
 
 
-def joined(release: published.Release, folder: Path) -> Path:
-    return published.join_parts(release, published.wheels_of(release, folder), folder / "toy.gguf")
-
-
 def test_parts_are_joined_in_the_order_of_their_numbers_and_checked(tmp_path: Path):
-    release = wheels_of(tmp_path, [bytes([number]) * 3 for number in range(11)])
-    path = joined(release, tmp_path)
+    release, path = wheels_of(tmp_path, [bytes([number]) * 3 for number in range(11)]), tmp_path / "toy.gguf"
+
+    def join() -> Path:
+        return published.join_parts(release, published.wheels_of(release, tmp_path), path)
+
+    assert join() == path
     assert path.read_bytes() == bytes(number for number in range(11) for _ in range(3))
     wheels_of(tmp_path, [b"other"] * 11)
-    assert joined(release, tmp_path).read_bytes()[:3] == b"\0\0\0", "a whole file is kept"
+    assert join().read_bytes()[:3] == b"\0\0\0", "a whole file is kept"
     path.unlink()
     with pytest.raises(ValueError, match=r"have sha256 .* expected .*; delete the wheels"):
-        joined(release, tmp_path)
+        join()
     assert list(tmp_path.glob("toy.*")) == []
 
 

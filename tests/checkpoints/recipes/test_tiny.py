@@ -1,8 +1,5 @@
-"""Laws of the recipe (same seed, same bytes) and of the trio in the repository: it loads, fits, is small, and is
-accepted unevenly.
-"""
+"""Laws of the recipe (same seed, same bytes) and of the embedded trio: it loads, is small and accepted unevenly."""
 
-import hashlib
 from functools import partial
 from pathlib import Path
 
@@ -10,19 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.recipes.texts import (
-    ASSISTANT,
-    END,
-    acceptance_rates,
-    encode_story,
-    padded,
-    story_batches,
-    train_tokenizer,
-)
+from checkpoints.recipes import texts
+from checkpoints.recipes.texts import ASSISTANT, END, encode_story, padded
 from checkpoints.recipes.tiny import TRIO, Recipe, log_q, make_trio, shape_of
 from configs.schema import ModelSource, PairConfig
 from data_gen.prompts.stories import stories
 from lm import Pair, load_pair
+from tests.data_gen.on_disk import files_of
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 TOY = shape_of(1, 16, 32, 2)
@@ -36,21 +27,15 @@ def trio() -> Pair:
     return load_pair(PairConfig(**sources))
 
 
-def digest(directory: Path) -> dict[str, str]:
-    files = (file for file in directory.rglob("*") if file.is_file())
-    return {str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
 def test_the_same_seed_gives_the_same_bytes_and_models_on_disk_are_replaced_only_on_request(tmp_path):
     for name in "ab":
         make_trio(tmp_path / name, recipe=TOY_RECIPE)
-    first = digest(tmp_path / "a")
-    assert first == digest(tmp_path / "b")
+    first = files_of(tmp_path / "a")
     with pytest.raises(ValueError, match=r"target exists.*overwrite"):
         make_trio(tmp_path / "b", seed=1, recipe=TOY_RECIPE)
-    assert first == digest(tmp_path / "b")
+    assert first == files_of(tmp_path / "b")
     make_trio(tmp_path / "b", seed=1, recipe=TOY_RECIPE, overwrite=True)
-    other = digest(tmp_path / "b")
+    other = files_of(tmp_path / "b")
     assert all(first[f"{name}/model.safetensors"] != other[f"{name}/model.safetensors"] for name in TRIO)
 
 
@@ -64,36 +49,29 @@ def test_an_interrupted_recipe_writes_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_only_answers_are_learned():
+def test_only_answers_are_learned_and_every_row_of_whole_chunks_is_seen_once_per_epoch():
     story = stories("train", 1)[0]
-    tokenizer = train_tokenizer(stories("train", 40), 300)
+    tokenizer = texts.train_tokenizer(stories("train", 40), 300)
     ids, start = encode_story(story, tokenizer)
     batch = padded([(ids, start), ([*ids, 7, 7], start)], pad_id=0)
     learned = batch.ids[0, 1:][batch.is_learned[0]].tolist()
     assert tokenizer.decode(learned) == story.answer + END
     assert batch.ids[0, -2:].tolist() == [0, 0]
-
-
-def test_every_row_of_whole_chunks_is_seen_once_per_epoch():
     rows = [([index, index], 1) for index in range(64)]
-    source = story_batches(rows, batch_size=4, seed=0, pad_id=0)
+    source = texts.story_batches(rows, batch_size=4, seed=0, pad_id=0)
     for _ in range(2):
         assert sorted(index for _ in range(16) for index in next(source).ids[:, 0].tolist()) == list(range(64))
 
 
-def test_a_digit_is_a_token_and_any_text_survives(trio):
+def test_a_digit_is_a_token_any_text_survives_and_the_chat_template_ends_where_the_target_speaks(trio):
     tokenizer = trio.tokenizer
     assert tokenizer.tokenize("14 + 9") == ["1", "4", "Ġ+", "Ġ", "9"]
     text = "Ünïcode, tabs\tand 漢字 \U0001f600 are spelled in bytes"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_the_chat_template_ends_where_the_target_speaks(trio):
     messages = [{"role": "user", "content": "Work out 2 + 3."}]
-    text = trio.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == f"<|user|>\nWork out 2 + 3.\n{ASSISTANT}\n"
-    assert trio.tokenizer.eos_token == END
-    assert trio.eos_ids == {trio.tokenizer.eos_token_id}
+    assert (tokenizer.eos_token, trio.eos_ids) == (END, {tokenizer.eos_token_id})
 
 
 def test_the_trio_is_finite_bfloat16_with_one_tokenizer_in_at_most_6_mb():
@@ -107,9 +85,11 @@ def test_the_trio_is_finite_bfloat16_with_one_tokenizer_in_at_most_6_mb():
 
 
 def test_acceptance_is_high_and_uneven_and_the_micro_is_accepted_less(trio):
-    batch = padded([encode_story(story, trio.tokenizer) for story in stories("test", 16)], trio.tokenizer.pad_token_id)
-    models = {"draft": trio.draft, "micro": trio.micro}
-    rates = {name: acceptance_rates(partial(log_q, model), trio.target, [batch]) for name, model in models.items()}
-    assert 0.65 <= rates["draft"].mean() <= 0.9
-    assert rates["draft"].std() >= 0.2
-    assert rates["micro"].mean() <= rates["draft"].mean() - 0.03
+    rows = [encode_story(story, trio.tokenizer) for story in stories("test", 16)]
+    batch = padded(rows, trio.tokenizer.pad_token_id)
+    draft, micro = (
+        texts.acceptance_rates(partial(log_q, model), trio.target, [batch]) for model in (trio.draft, trio.micro)
+    )
+    assert 0.65 <= draft.mean() <= 0.9
+    assert draft.std() >= 0.2
+    assert micro.mean() <= draft.mean() - 0.03

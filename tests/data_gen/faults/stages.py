@@ -100,15 +100,14 @@ class Child:
         if self.pid == 0:
             os.dup2(end, 1)
             os.dup2(end, 2)
-            self._run(work, before)
+            self._run(lambda: (before(), work()))
         os.close(end)
 
-    def _run(self, work: Callable[[], object], before: Callable[[], object]) -> None:
+    def _run(self, work: Callable[[], object]) -> None:
         sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))  # not pytest's
         torch.set_num_threads(1)  # makes its pool anew after the fork, before two threads could do so at once
         status = 1
         try:
-            before()
             work()
             status = 0
         except (ValueError, OSError) as error:
@@ -122,13 +121,15 @@ class Child:
             sys.stdout.flush()
             os._exit(status)
 
-    def signal_after(self, seconds: float, number: signal.Signals) -> None:
-        """Send a signal after so many seconds, if the child still runs."""
-        while time.monotonic() < self.began + seconds:
-            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                return
+    def end_by(self, seconds: float, number: signal.Signals) -> None:
+        """Send a signal after so many seconds, if the child still runs, and wait for its end."""
+        has_ended = False
+        while not has_ended and time.monotonic() < self.began + seconds:
+            has_ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
             time.sleep(0.002)
-        os.kill(self.pid, number)
+        if not has_ended:
+            os.kill(self.pid, number)
+        self.wait()
 
     def wait(self) -> int:
         """The child's exit status, negative for a signal."""

@@ -22,17 +22,10 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength
 from lm import Sampling, load_pair
-from tests.data_gen.faults.stages import (
-    STAGES,
-    Bench,
-    Child,
-    at,
-    experiment,
-    limit_files,
-    obey_permissions,
-    results,
-    write_slowly,
-)
+from tests.data_gen.faults import stages as faults
+from tests.data_gen.faults.stages import STAGES, Bench, Child, Stage, at, experiment, results
+from tests.data_gen.on_disk import with_data
+from tests.data_gen.processes import meanwhile
 from tests.toys.answering import Answering, close_half_way, completion
 
 pytestmark = pytest.mark.slow
@@ -63,47 +56,44 @@ def bench(undisturbed: Bench, tmp_path: Path) -> Bench:
     return replace(undisturbed, folder=tmp_path / "disturbed")
 
 
-def kill(bench: Bench, stage, chance: random.Random, number: signal.Signals) -> None:
+def kill(bench: Bench, stage: Stage, chance: random.Random, number: signal.Signals) -> None:
     for _ in range(3):
-        child = bench.start(stage, before=write_slowly)
-        child.signal_after(chance.uniform(0, bench.durations_s[stage.name]), number)
-        child.wait()
+        bench.start(stage, before=faults.write_slowly).end_by(chance.uniform(0, bench.durations_s[stage.name]), number)
         bench.must_lose_nothing(stage)
 
 
-def full_disk(bench: Bench, stage, chance: random.Random) -> None:
-    sizes = [path.stat().st_size for path in (bench.whole / stage.folder).rglob("*") if path.is_file()]
-    child = bench.start(stage, before=partial(limit_files, chance.randrange(16, max(sizes))))
+def must_be_done_or_say_why(bench: Bench, stage: Stage, child: Child, why: str = "") -> None:
     if child.wait():
         assert child.has_one_clear_line(), child.said[-1000:]
-        assert re.search(r"no space|File too large", child.said)
+        assert re.search(why, child.said)
     else:
         assert results(bench.folder, stage) == bench.reference[stage.name], "it says that it is done"
+
+
+def full_disk(bench: Bench, stage: Stage, chance: random.Random) -> None:
+    sizes = [path.stat().st_size for path in (bench.whole / stage.folder).rglob("*") if path.is_file()]
+    child = bench.start(stage, before=partial(faults.limit_files, chance.randrange(16, max(sizes))))
+    must_be_done_or_say_why(bench, stage, child, r"no space|File too large")
     bench.must_lose_nothing(stage)
 
 
-def read_only(bench: Bench, stage, chance: random.Random) -> None:
+def read_only(bench: Bench, stage: Stage, chance: random.Random) -> None:
     bench.folder.mkdir()
-    child = bench.start(stage)
-    child.signal_after(chance.uniform(0, bench.durations_s[stage.name]), signal.SIGKILL)
-    child.wait()
+    bench.start(stage).end_by(chance.uniform(0, bench.durations_s[stage.name]), signal.SIGKILL)
     folders = [bench.folder, *(path for path in bench.folder.rglob("*") if path.is_dir())]
     for path in folders:
         path.chmod(0o555)
-    child = bench.start(stage, before=obey_permissions)
-    status = child.wait()
-    for path in folders:
-        path.chmod(0o755)
-    if status:
-        assert child.has_one_clear_line(), child.said[-1000:]
-    else:
-        assert results(bench.folder, stage) == bench.reference[stage.name], "it says that it is done"
+    try:
+        must_be_done_or_say_why(bench, stage, bench.start(stage, before=faults.obey_permissions))
+    finally:
+        for path in folders:
+            path.chmod(0o755)
 
 
-def two_at_once(bench: Bench, stage, chance: random.Random) -> None:
-    first = bench.start(stage, before=write_slowly)
+def two_at_once(bench: Bench, stage: Stage, chance: random.Random) -> None:
+    first = bench.start(stage, before=faults.write_slowly)
     time.sleep(chance.uniform(0, bench.durations_s[stage.name] / 2))
-    for child in (first, bench.start(stage, before=write_slowly)):
+    for child in (first, bench.start(stage, before=faults.write_slowly)):
         assert child.wait() == 0 or child.has_one_clear_line(), child.said[-1000:]
 
 
@@ -167,9 +157,8 @@ def test_a_damaged_shard_is_made_again_or_refused_by_name(bench: Bench, kind: st
     use = Child(lambda: STAGES["training"].work(at(bench.config, bench.folder), bench.folder))
     use.wait()
     assert folder == "rows" or again.has_one_clear_line() or use.has_one_clear_line(), "it was used without a word"
-    for damaged in (path, other):
+    for damaged in (path, other, _sidecar(path), _sidecar(other)):
         damaged.unlink(missing_ok=True)
-        _sidecar(damaged).unlink(missing_ok=True)
     bench.must_finish(stage)
 
 
@@ -197,25 +186,18 @@ def served(config: Config, wrong: tuple[int, object] | None, chance: random.Rand
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
     server.bodies, server.answer = [], answer  # type: ignore[attr-defined]
-    serving = os.fork()
-    if serving == 0:
-        server.serve_forever()
-    server.server_close()
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    settings = ServerConfig(url=url, max_retries=0, timeout_s=1, concurrency=4)
-    config = replace(config, data=replace(config.data, source="server", server=settings))
-    errors = Path(config.data.dir) / "errors.jsonl"
-    try:
+    with meanwhile(server.serve_forever, until=lambda: True):  # in a process, since the runs are forked from this one
+        server.server_close()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        settings = ServerConfig(url=url, max_retries=0, timeout_s=1, concurrency=4)
+        config = with_data(config, source="server", server=settings)
         for num_runs in range(60):
             child = Child(partial(make, config, retry_errors=num_runs > 0))
             status = child.wait()
             assert status == 0 or child.has_one_clear_line(), child.said[-1000:]
-            if status == 0 and '"outcome": "error"' not in errors.read_text():
+            if status == 0 and '"outcome": "error"' not in Path(config.data.dir, "errors.jsonl").read_text():
                 return
-        raise AssertionError("no end after 60 runs")
-    finally:
-        os.kill(serving, signal.SIGKILL)
-        os.waitpid(serving, 0)
+    raise AssertionError("no end after 60 runs")
 
 
 @pytest.fixture(scope="module")
@@ -239,10 +221,9 @@ def _resident_kb() -> int:
 
 def decode_rounds(config: Config) -> Iterator[None]:
     pair = load_pair(config.pair)
-    drafter = ModelDrafter(pair.draft, FixedLength(4), vocab_size=pair.vocab_size)
-    decoder = SpeculativeDecoder(
-        pair.target, drafter, sampling=Sampling(), max_draft_length=4, vocab_size=pair.vocab_size
-    )
+    of = {"vocab_size": pair.vocab_size}
+    drafter = ModelDrafter(pair.draft, FixedLength(4), **of)
+    decoder = SpeculativeDecoder(pair.target, drafter, sampling=Sampling(), max_draft_length=4, **of)
     num_rounds = 0
     for limit in (300, 1_800):
         while num_rounds < limit:
@@ -252,8 +233,7 @@ def decode_rounds(config: Config) -> Iterator[None]:
 
 def make_shards(config: Config) -> Iterator[None]:
     for num in (40, 240):
-        data = replace(config.data, num_train=num, num_dev=0, num_test=0, dir=f"{config.data.dir}-{num}")
-        make(replace(config, data=data))
+        make(with_data(config, num_train=num, num_dev=0, num_test=0, dir=f"{config.data.dir}-{num}"))
         yield
 
 

@@ -21,18 +21,13 @@ from tests.toys.random_drafts import BLOCKS, KINDS, VOCAB, draft, target_of
 LENGTH, EOS, WARM = 3, 4, Sampling(temperature=1.3)
 EXCHANGES = [Exchange("a", "", [1, 2, 3], [5, 0, 6, 2, 2], "length"), Exchange("b", "", [6, 1], [3, 3, 4], "stop")]
 CHANCE = uniforms(3, 8, LENGTH)
+every_kind = pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, *MTP])
 
 
 def labelled(kind: str, exchanges: list[Exchange] = EXCHANGES, draft_every: int = 1) -> LabelledDrafts:
-    how = {
-        "vocab_size": VOCAB,
-        "eos_ids": frozenset({EOS}),
-        "draft_length": LENGTH,
-        "draft_every": draft_every,
-        "chunk_mb": 64,
-        "feature_dtype": torch.float64,
-    }
-    labeller = ChainLabeller(draft=draft(kind), target=target_of(kind), sampling=WARM, **how)
+    how = {"vocab_size": VOCAB, "eos_ids": frozenset({EOS}), "draft_length": LENGTH, "draft_every": draft_every}
+    how |= {"chunk_mb": 64, "feature_dtype": torch.float64, "sampling": WARM}
+    labeller = ChainLabeller(draft=draft(kind), target=target_of(kind), **how)
     return labeller.label(exchanges, CHANCE, timings=("fed", "drawn"), progress=lambda count: None)
 
 
@@ -65,23 +60,8 @@ def expected(kind: str, exchange: Exchange, start: int, uniform: torch.Tensor) -
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, *MTP])
-def test_drafts_of_every_second_place_are_those_of_all_places_and_rows_hold_all(kind):
-    whole, half = labelled(kind), labelled(kind, draft_every=2)
-    starts = [start for lengths in whole.lengths for start in range(len(lengths))]
-    lengths = torch.tensor([length for row in whole.lengths for length in row])
-    is_kept = (torch.tensor(starts) % 2 == 0).repeat_interleave(lengths)
-    assert half.lengths == [lengths[::2] for lengths in whole.lengths]
-    for name, values in half.columns.items():
-        torch.testing.assert_close(values, whole.columns[name][is_kept])
-        torch.testing.assert_close(half.rows[name], whole.rows[name])
-    for timing in ("drawn", "fed"):
-        torch.testing.assert_close(half.hidden[timing], whole.hidden[timing][is_kept])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, *MTP])
-def test_every_token_has_the_labels_and_states_of_its_own_draft(kind):
+@every_kind
+def test_every_token_has_the_labels_and_states_of_its_own_draft_also_where_half_of_the_drafts_are_made(kind):
     drafts, at, first = labelled(kind), 0, 0
     for exchange, lengths in zip(EXCHANGES, drafts.lengths, strict=True):
         for start, length in enumerate(lengths, int(kind in BLOCKS)):  # no block begins at a prompt's last token
@@ -90,25 +70,34 @@ def test_every_token_has_the_labels_and_states_of_its_own_draft(kind):
             assert drafts.rows["acceptance_prob"][first + start] == drafts.columns["acceptance_prob"][at]
             for place, step in enumerate(steps):
                 for name, value in step["numbers"].items():
-                    assert float(drafts.columns[name][at + place]) == pytest.approx(value, abs=1e-6), (
-                        name,
-                        start,
-                        place,
-                    )
+                    found = float(drafts.columns[name][at + place])
+                    assert found == pytest.approx(value, abs=1e-6), (name, start, place)
                 for timing in ("drawn", "fed"):
                     assert torch.allclose(drafts.hidden[timing][at + place], step[timing], atol=1e-6)
             at += length
         first += len(exchange.response_ids)
     assert at == len(drafts.columns["draft_ids"])
     assert max(map(max, drafts.lengths)) == LENGTH
+    half, lengths = labelled(kind, draft_every=2), torch.tensor([length for row in drafts.lengths for length in row])
+    starts = torch.tensor([start for row in drafts.lengths for start in range(len(row))])
+    is_kept = (starts % 2 == 0).repeat_interleave(lengths)
+    assert half.lengths == [row[::2] for row in drafts.lengths]
+    for name, values in half.columns.items():
+        torch.testing.assert_close(values, drafts.columns[name][is_kept])
+        torch.testing.assert_close(half.rows[name], drafts.rows[name])
+    for timing in ("drawn", "fed"):
+        torch.testing.assert_close(half.hidden[timing], drafts.hidden[timing][is_kept])
 
 
-def test_drafts_that_are_made_one_by_one_are_the_same(monkeypatch):
+def test_drafts_that_are_made_one_by_one_are_the_same_and_no_row_is_a_shard_of_none(monkeypatch):
     together = labelled("eagle")
     monkeypatch.setattr("data_gen.labels.chains._DRAFTS_AT_ONCE", 1)
     apart = labelled("eagle")
     assert apart.lengths == together.lengths
     assert all(torch.allclose(apart.columns[name], values, atol=1e-6) for name, values in together.columns.items())
+    none = labelled("glide", exchanges=[])
+    assert (none.lengths, none.hidden["fed"].shape) == ([], (0, 16))
+    assert safetensors.torch.load(to_safetensors(none.columns, Layout(())))["row_offsets"].tolist() == [0]
 
 
 @pytest.mark.parametrize(("kind", "starts"), [("eagle", (0, 1)), ("eagle", (0, 2)), ("rnn", (1, 1)), ("rnn", (1, 2))])
@@ -133,14 +122,7 @@ def test_a_shard_has_the_drafts_of_each_row_and_heads_read_them_as_its_parts(kin
                 assert row.numbers["text_position"].expm1().tolist() == pytest.approx(before, rel=1e-5)
 
 
-def test_no_row_at_all_is_a_shard_of_none():
-    drafts = labelled("glide", exchanges=[])
-    assert drafts.lengths == []
-    assert drafts.hidden["fed"].shape == (0, 16)
-    assert safetensors.torch.load(to_safetensors(drafts.columns, Layout(())))["row_offsets"].tolist() == [0]
-
-
-@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, *MTP])
+@every_kind
 def test_a_response_that_a_model_cannot_read_is_broken_and_leaves_the_others_as_they_are(kind, monkeypatch):
     """The target's embedding of a token that the first response reads, and nothing of the second, is NaN."""
     first, second = EXCHANGES[0], Exchange("b", "", [6, 1], [3], "stop")

@@ -1,12 +1,19 @@
-"""Laws of labels and draws, in exact or sampled form."""
+"""Laws of labels and draws, in exact or sampled form; and responses and labels where rotary frequencies change with the
+length of a text, which are those that decoding meets, or are refused.
+"""
 
+import json
 import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.schema import ModelSource
 from data_gen.labels import labeller, laws
 from data_gen.labels.labeller import Labeller
 from data_gen.pipeline import worker
@@ -16,9 +23,14 @@ from data_gen.responses.exchange import Exchange, Request
 from data_gen.responses.in_process import TargetInProcess
 from lm import Sampling
 from lm.draws import draw, seed_of, uniforms
+from store.shards import list_shards
+from tests.data_gen.on_disk import with_data
+from tests.toys.longrope import BOUND, greedy_of, model_of, text_of
 
 SIGMAS = 4.5
 """A count is allowed this many standard deviations: false alarm below 1e-5 each."""
+ENDS = frozenset(range(1, 260, 6))
+"""Many end ids, so that sequences leave a batch early."""
 
 
 def assert_law(counts: torch.Tensor, probs: torch.Tensor) -> None:
@@ -34,11 +46,10 @@ def assert_law(counts: torch.Tensor, probs: torch.Tensor) -> None:
 def test_draft_tokens_follow_the_q_of_the_sampling(sampling):
     logits = torch.tensor([[1.0, 0.3, -0.5, 2.0, -2.0]]).expand(40_000, -1)
     labels, q = laws.label_draft(logits, uniforms(5, 40_000), sampling)
-    assert_law(torch.bincount(labels["draft_ids"], minlength=5).float(), q[0])
-    torch.testing.assert_close(labels["log_q"].exp(), q.gather(-1, labels["draft_ids"][:, None])[:, 0])
-    torch.testing.assert_close(
-        labels["log_token_prob"], logits.log_softmax(-1).gather(-1, labels["draft_ids"][:, None])[:, 0]
-    )
+    ids = labels["draft_ids"][:, None]
+    assert_law(torch.bincount(ids[:, 0], minlength=5).float(), q[0])
+    torch.testing.assert_close(labels["log_q"].exp(), q.gather(-1, ids)[:, 0])
+    torch.testing.assert_close(labels["log_token_prob"], logits.log_softmax(-1).gather(-1, ids)[:, 0])
 
 
 @given(
@@ -48,164 +59,187 @@ def test_draft_tokens_follow_the_q_of_the_sampling(sampling):
 @settings(max_examples=200, deadline=None)
 def test_a_token_without_probability_is_never_drawn(weights, uniform):
     probs = torch.tensor([weights]) / sum(weights)
-    token = int(draw(probs, torch.tensor([uniform], dtype=torch.float64)))
-    assert probs[0, token] > 0
+    assert probs[0, int(draw(probs, torch.tensor([uniform], dtype=torch.float64)))] > 0
 
 
 def test_acceptance_prob_from_logs_is_the_ratio_and_zero_where_the_target_has_no_mass():
-    log_p, log_q = (
-        torch.tensor([math.log(0.1), math.log(0.5), -math.inf]),
-        torch.tensor([math.log(0.4), math.log(0.2), -1.0]),
-    )
+    log_p = torch.tensor([math.log(0.1), math.log(0.5), -math.inf])
+    log_q = torch.tensor([math.log(0.4), math.log(0.2), -1.0])
     assert laws.acceptance_prob_of(log_p, log_q).tolist() == pytest.approx([0.25, 1.0, 0.0])
 
 
 def test_mean_acceptance_prob_over_draws_is_the_acceptance_rate():
     """E over Y ~ q of min(1, p(Y)/q(Y)) = sum of min(p, q); standard error 0.3 / sqrt(40,000) at most."""
-    torch.manual_seed(0)
     q_logits, p_logits = torch.randn(1, 6).expand(40_000, -1), torch.randn(1, 6).expand(40_000, -1)
     labels, q = laws.label_draft(q_logits, uniforms(1, 40_000), Sampling())
     log_p, p = laws.label_target(p_logits, labels["draft_ids"], Sampling())
     rate = laws.label_joint(q, p, q_logits=q_logits, p_logits=p_logits)["acceptance_rate"][0]
-    assert float(laws.acceptance_prob_of(log_p, labels["log_q"]).mean()) == pytest.approx(
-        float(rate), abs=SIGMAS * 0.5 / 200
-    )
+    mean = laws.acceptance_prob_of(log_p, labels["log_q"]).mean()
+    assert float(mean) == pytest.approx(float(rate), abs=SIGMAS * 0.5 / 200)
 
 
 def requests(*lengths: int) -> list[Request]:
     return [Request(str(number), "", [2, *range(10, 10 + length), 3]) for number, length in enumerate(lengths)]
 
 
-def target_source(models, **changes) -> TargetInProcess:
-    settings = {
-        "sampling": Sampling(),
-        "vocab_size": 260,
-        "eos_ids": frozenset({1}),
-        "max_new_tokens": 12,
-        "batch_size": 4,
-    } | changes
-    return TargetInProcess(models["target"], **settings)
+def answers(models, prompts: list[Request], seed: int, **changes):
+    """What the target responds."""
+    how = {"sampling": Sampling(), "vocab_size": 260, "eos_ids": ENDS, "max_new_tokens": 12, "batch_size": 4}
+    return TargetInProcess(models["target"], **how | changes).respond(prompts, seed, lambda count: None)
 
 
 def test_greedy_responses_equal_transformers_generate(models):
     prompts = requests(3, 9, 1, 5, 2)
-    answers = target_source(models, sampling=Sampling(temperature=0.0)).respond(prompts, 0, lambda count: None)
-    for request, answer in zip(prompts, answers, strict=True):
-        expected = models["target"].generate(
-            torch.tensor([request.prompt_ids]), max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0
-        )
+    greedy = answers(models, prompts, 0, sampling=Sampling(temperature=0.0), eos_ids=frozenset({1}))
+    how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 1, "pad_token_id": 0}
+    for request, answer in zip(prompts, greedy, strict=True):
+        expected = models["target"].generate(torch.tensor([request.prompt_ids]), **how)
         assert answer.response_ids == expected[0, len(request.prompt_ids) :].tolist()
 
 
 def test_a_response_does_not_depend_on_who_shares_its_batch(models):
-    """Many end ids, so that sequences leave early: others take their rows (3), or the cache is cut down again and again
-    (8).
-    """
+    """Others take the rows of sequences that leave early (3), or the cache is cut down again and again (8)."""
     prompts = requests(3, 9, 1, 5, 2, 7, 7, 30)
-    ends = frozenset(range(1, 260, 6))
-    alone, joining, together = (
-        target_source(models, batch_size=size, eos_ids=ends).respond(prompts, 3, lambda count: None)
-        for size in (1, 3, 8)
-    )
-    assert [answer.response_ids for answer in alone] == [answer.response_ids for answer in together]
-    assert [answer.response_ids for answer in alone] == [answer.response_ids for answer in joining]
+    alone, joining, together = (answers(models, prompts, 3, batch_size=size) for size in (1, 3, 8))
+    for others in (together, joining):
+        assert [answer.response_ids for answer in alone] == [answer.response_ids for answer in others]
     assert len({len(answer.response_ids) for answer in together}) > 2
-    assert all((answer.response_ids[-1] in ends) == (answer.finish_reason == "stop") for answer in together)
+    assert all((answer.response_ids[-1] in ENDS) == (answer.finish_reason == "stop") for answer in together)
 
 
+@torch.no_grad()
 def test_states_of_the_source_are_those_of_an_uncached_forward(models):
-    ends = frozenset(range(1, 260, 6))
     prompts = requests(3, 9, 1, 5, 2, 7)
-    answers = target_source(models, batch_size=4, eos_ids=ends, keeps_states=True).respond(
-        prompts, 3, lambda count: None
-    )
-    for request, answer in zip(prompts, answers, strict=True):
-        with torch.no_grad():
-            whole = (
-                models["target"].model(torch.tensor([request.prompt_ids + answer.response_ids])).last_hidden_state[0]
-            )
+    for request, answer in zip(prompts, answers(models, prompts, 3, keeps_states=True), strict=True):
+        whole = models["target"].model(torch.tensor([request.prompt_ids + answer.response_ids])).last_hidden_state[0]
         torch.testing.assert_close(answer.states, whole[len(request.prompt_ids) - 1 : -1], rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
 def test_responses_follow_the_targets_law(models):
-    """All 9 two-token responses under top-k 3, 6,000 samples of one prompt, against probabilities of uncached
-    forwards.
-    """
+    """All 9 two-token responses under top-k 3, 6,000 samples of one prompt, against uncached forwards."""
     sampling, prompt = Sampling(top_k=3), [2, 40, 41, 3]
-    count = 6000
-    source = target_source(models, sampling=sampling, max_new_tokens=2, batch_size=1000, eos_ids=frozenset())
-    answers = source.respond([Request("a", "", prompt)] * count, 11, lambda done: None)
-    with torch.no_grad():
-        first = sampling.probs(models["target"](torch.tensor([prompt])).logits[0, -1, :260])
-        law = {}
-        for one in first.nonzero()[:, 0].tolist():
-            second = sampling.probs(models["target"](torch.tensor([[*prompt, one]])).logits[0, -1, :260])
-            law |= {(one, two): float(first[one] * second[two]) for two in second.nonzero()[:, 0].tolist()}
+    how = {"sampling": sampling, "max_new_tokens": 2, "batch_size": 1000, "eos_ids": frozenset()}
+    found = answers(models, [Request("a", "", prompt)] * 6000, 11, **how)
+    first = sampling.probs(models["target"](torch.tensor([prompt])).logits[0, -1, :260])
+    law = {}
+    for one in first.nonzero()[:, 0].tolist():
+        second = sampling.probs(models["target"](torch.tensor([[*prompt, one]])).logits[0, -1, :260])
+        law |= {(one, two): float(first[one] * second[two]) for two in second.nonzero()[:, 0].tolist()}
     counts = dict.fromkeys(law, 0)
-    for answer in answers:
+    for answer in found:
         counts[tuple(answer.response_ids)] += 1
     assert_law(torch.tensor(list(counts.values())).float(), torch.tensor(list(law.values())))
 
 
 def test_labelling_never_holds_more_than_a_bounded_chunk(models, monkeypatch):
-    """Every [positions, vocabulary] matrix that reaches the label functions fits the bound; the columns do not depend
-    on it.
-    """
-    num_bytes = []
-    label_draft = labeller.label_draft
+    """Every [positions, vocabulary] matrix that reaches the label functions fits the bound, which changes no column."""
+    num_bytes, label_draft = [], labeller.label_draft
 
     def watch(q_logits, uniform, sampling):
         num_bytes.append(q_logits.numel() * 4)
         return label_draft(q_logits, uniform, sampling)
 
+    def rows_of_kilobytes(vocab_size, chunk_mb):
+        return max(1, chunk_mb * 1024 // (4 * vocab_size))
+
     monkeypatch.setattr(labeller, "label_draft", watch)
-    monkeypatch.setattr(
-        labeller.forwards, "chunk_rows", lambda vocab_size, chunk_mb: max(1, chunk_mb * 1024 // (4 * vocab_size))
-    )
+    monkeypatch.setattr(labeller.forwards, "chunk_rows", rows_of_kilobytes)
     exchanges = [Exchange(str(number), "", [2, 3], list(range(10, 10 + number)), "length") for number in range(1, 12)]
-    uniform = {"uniform": uniforms(0, sum(range(1, 12)))}
-    results = [
-        Labeller(
-            draft=models["draft"],
-            target=models["target"],
-            sampling=Sampling(),
-            vocab_size=260,
-            batch_size=4,
-            chunk_mb=kilobytes,
-            feature_dtype=torch.float32,
-        )
-        .label(exchanges, uniform, with_hidden=True, progress=lambda n: None)
-        .columns
+    drawn = {"uniform": uniforms(0, sum(range(1, 12)))}
+    how = {"sampling": Sampling(), "vocab_size": 260, "batch_size": 4, "feature_dtype": torch.float32}
+    small, large = (
+        Labeller(**models, **how, chunk_mb=kilobytes).label(exchanges, drawn, with_hidden=True, progress=lambda n: None)
         for kilobytes in (4, 1000)
-    ]
+    )
     assert max(num_bytes[: len(num_bytes) // 2]) <= 4 * 1024
-    for name, values in results[0].items():
-        torch.testing.assert_close(values, results[1][name], msg=lambda m, name=name: f"{name}: {m}")
+    for name, values in small.columns.items():
+        torch.testing.assert_close(values, large.columns[name], msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_seeds_differ_between_stages_splits_and_shards():
-    seeds = {
-        seed_of(0, stage, split, index)
-        for stage in ("response", "draft", "mixing")
-        for split in ("train", "dev")
-        for index in range(50)
-    }
+    stages = [(stage, split) for stage in ("response", "draft", "mixing") for split in ("train", "dev")]
+    seeds = {seed_of(0, *stage, index) for stage in stages for index in range(50)}
     assert len(seeds) == 300
     assert max(seeds) < 2**63
 
 
 def test_every_draw_of_a_run_has_a_seed_of_its_own(toy_config, monkeypatch):
-    """Three streams of uniforms per shard (responses, draft tokens, coins), and five shards; no stream is used twice in
-    a run.
-    """
+    """Three streams of uniforms per shard (responses, draft tokens, coins), and five shards; none is used twice."""
     seeds = []
-
-    def record(seed, *shape):
-        seeds.append(seed)
-        return uniforms(seed, *shape)
-
     for module in (in_process, worker):
-        monkeypatch.setattr(module, "uniforms", record)
+        monkeypatch.setattr(module, "uniforms", lambda seed, *shape: seeds.append(seed) or uniforms(seed, *shape))
     make(toy_config)
-    assert len(seeds) == 3 * 5
-    assert len(set(seeds)) == len(seeds)
+    assert len(seeds) == len(set(seeds)) == 3 * 5
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def said(kind: str, prompts: list[list[int]], **changes) -> list[list[int]]:
+    """The responses of a model with the rotary frequencies of this kind."""
+    how = {"vocab_size": 40, "eos_ids": frozenset(), "max_new_tokens": 8, "batch_size": 4} | changes
+    requests = [Request(str(place), "", prompt) for place, prompt in enumerate(prompts)]
+    answers = TargetInProcess(model_of(kind), GREEDY, **how).respond(requests, 0, lambda count: None)
+    return [answer.response_ids for answer in answers]
+
+
+@pytest.mark.parametrize("kind", ["phi3", "llama"])
+def test_short_and_long_prompts_asked_together_are_answered_as_by_generate(kind):
+    prompts = [text_of(length, seed=length) for length in (3, 30, BOUND - 7, BOUND + 1, 6, 20)]
+    assert said(kind, prompts) == [list(greedy_of(model_of(kind), prompt, 8)) for prompt in prompts]
+
+
+@pytest.mark.slow
+def test_an_ended_sequence_whose_place_grows_beyond_the_bound_changes_no_other():
+    """One prompt of 9 tokens ends when nobody waits; beside seven that began later, its place would grow to 17."""
+    eos_ids = frozenset(range(3, 12))
+    by_end: dict[tuple[int, int], list[tuple[list[int], list[int]]]] = {}
+    for length, seed in ((length, seed) for length in (9, 8, 6) for seed in range(120)):
+        prompt = text_of(length, seed=seed)
+        tokens = list(greedy_of(model_of("phi3"), prompt, 8))
+        end = next((place for place, token in enumerate(tokens) if token in eos_ids), 8)
+        by_end.setdefault((length, end), []).append((prompt, tokens[: end + 1]))
+    texts = [*by_end[9, 2][:1], *by_end[8, 1][:7], *by_end[6, 8][:7]]
+    assert len(texts) == 15
+    prompts, expected = zip(*texts, strict=True)
+    assert said("phi3", list(prompts), eos_ids=eos_ids, batch_size=8) == list(expected)
+
+
+def test_a_request_across_the_bound_is_refused_with_one_line():
+    assert said("phi3", [text_of(BOUND - 7)])
+    complaint = rf"request 1 has {BOUND - 6} prompt tokens and up to 8 new ones.*beyond {BOUND}.*lower"
+    with pytest.raises(ValueError, match=complaint) as refusal:
+        said("phi3", [text_of(3), text_of(BOUND - 6)])
+    assert "\n" not in str(refusal.value)
+
+
+def test_labels_of_a_response_across_the_bound_are_refused():
+    settings = {"sampling": GREEDY, "vocab_size": 40, "batch_size": 4, "chunk_mb": 1, "feature_dtype": torch.float32}
+    labeller = Labeller(draft=model_of("phi3", noise=0.05), target=model_of("phi3"), **settings)
+
+    def labelled(num_prompt: int, num_new: int) -> torch.Tensor:
+        exchanges = [Exchange("a", "", text_of(num_prompt), text_of(num_new), "length")]
+        uniform = {"uniform": torch.full((num_new,), 0.5, dtype=torch.float64)}
+        return labeller.label(exchanges, uniform, with_hidden=True, progress=lambda count: None).columns["log_p"]
+
+    assert len(labelled(BOUND - 7, 8)) == len(labelled(BOUND + 1, 8)) == 8
+    for lengths in ((BOUND - 7, 9), (BOUND, 2)):
+        with pytest.raises(ValueError, match=f"beyond {BOUND} .*lower data.max_prompt_tokens"):
+            labelled(*lengths)
+
+
+def test_a_run_whose_texts_may_cross_the_bound_is_refused_before_any_prompt_is_asked(toy_config, tmp_path):
+    shutil.copytree(toy_config.pair.target.path, tmp_path / "target")
+    path = tmp_path / "target" / "config.json"
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 64}
+    rope = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4} | factors}
+    path.write_text(json.dumps(json.loads(path.read_text()) | rope))
+    config = replace(toy_config, pair=replace(toy_config.pair, target=ModelSource(path=str(tmp_path / "target"))))
+    complaint = r"max_new_tokens is 70, and LlamaForCausalLM changes .* beyond 64 .*lower either setting"
+    with pytest.raises(ValueError, match=complaint) as refusal:
+        make(config)
+    assert "\n" not in str(refusal.value)
+    assert not list(Path(config.data.dir).rglob("*.parquet"))
+    make(with_data(config, max_new_tokens=4))  # the remedy, in the same folder
+    assert list_shards(config.data.dir, "train")

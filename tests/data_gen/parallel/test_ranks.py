@@ -1,4 +1,6 @@
-"""Several processes make one run: the bytes are those of one process, whoever is killed, and whatever starts when."""
+"""Several processes make one run: who makes which shard, by flags and launchers' variables; the bytes are those of one
+process, whoever is killed, and whatever starts when.
+"""
 
 import json
 import os
@@ -6,46 +8,165 @@ import random
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from configs.schema import Config
 from data_gen.pipeline.command import make
+from data_gen.pipeline.share import Share, share_of
 from data_gen.store import manifest
 from data_gen.store.rows import read_rows
+from store.lock import LOCK, holder_of, only_writer
 from store.shards import list_shards, rows_path
 from tests.cases import first_fast
-from tests.data_gen.on_disk import files_of, in_a_child
+from tests.data_gen.on_disk import assert_as_at_once, errors_of, files_of, with_data
 from tests.data_gen.pipeline.test_resume import make_and_die
+from tests.data_gen.processes import at_once, ended, meanwhile, started
+
+SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "1"}
+BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "6", "SLURM_NPROCS": "6"}
+TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
 
 
-def started(work: Callable[[], object], *, told: str | Path = os.devnull) -> int:
-    """The id of a forked child that does `work`; its status is 2 after a user's mistake, whose text goes to a file."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except ValueError as error:
-            Path(told).write_text(str(error))
-            status = 2
-        finally:
-            os._exit(status)
-    return child
+def test_the_share_is_what_the_flags_say_or_the_launcher_and_everything_outside_of_one():
+    """srun has a step of several tasks. The batch script that calls it has a rank, too, and is one process."""
+    for environment, share in (
+        ({}, Share(0, 1)),
+        (TORCHRUN, Share(2, 4, 0, "torchrun")),
+        (SLURM, Share(3, 6, 1, "srun")),
+        (BATCH_SCRIPT, Share(0, 1)),
+        (SLURM | TORCHRUN, Share(2, 4, 0, "torchrun")),
+        (SLURM | {"RANK": "5"}, Share(3, 6, 1, "srun")),
+        (TORCHRUN | {"RANK": "", "WORLD_SIZE": ""}, Share(0, 1)),
+    ):
+        assert share_of(None, None, environment) == share, environment
+    assert share_of(1, 3, SLURM | TORCHRUN) == Share(1, 3)
+    assert share_of(0, 1, SLURM).is_whole
 
 
-def ended(children: Sequence[int]) -> list[int]:
-    """The exit codes of the children; below 0 the signal that killed one."""
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((0, None), r"^--rank is given without --world_size; give both, such as --rank 0 --world_size 4$"),
+        ((None, 4), r"^--world_size is given without --rank; give both"),
+        ((4, 4), r"^--rank is 4 and --world_size 4; --rank must be from 0 to world_size - 1$"),
+        ((-1, 4), r"^--rank is -1 and"),
+        ((0, 0), r"^--rank is 0 and --world_size 0; --rank"),
+    ],
+)
+def test_wrong_flags_are_refused_with_what_to_give(toy_config, flags, says):
+    with pytest.raises(ValueError, match=says):
+        make(toy_config, rank=flags[0], world_size=flags[1])
+    assert not Path(toy_config.data.dir).exists()
 
 
-def ranks(config: Config, world_size: int, only: Sequence[int] | None = None, **flags) -> list[int]:
-    """The ids of processes that make the run together, at the same time."""
+@pytest.mark.parametrize("changes", [{"RANK": "4"}, {"RANK": "x"}, {"WORLD_SIZE": "0"}, {"LOCAL_RANK": "first"}])
+def test_variables_that_are_no_rank_are_refused_with_the_way_out(changes):
+    with pytest.raises(ValueError, match=r"^RANK is .* and WORLD_SIZE is .* environment.*unset them, or pass --rank"):
+        share_of(None, None, TORCHRUN | changes)
+
+
+def test_ray_and_several_processes_exclude_each_other(toy_config, monkeypatch):
+    """Ray's driver shares the shards out; under torchrun there would be several drivers."""
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"engine is ray, .* is rank 2 of 4 \(from torchrun\); set .*--rank 0 --w"):
+        make(with_data(toy_config, engine="ray"))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "local_rank", "device"), [(4, 2, "cuda:2"), (4, 5, "cuda:1"), (4, 0, None), (1, 3, None), (0, 3, None)]
+)
+def test_processes_of_one_machine_take_its_gpus_in_turn(toy_config, monkeypatch, num_gpus, local_rank, device):
+    """Of one visible GPU, or where nobody says which process of the machine it is, the first is its own."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    share = Share(6, 8, local_rank, "torchrun")
+    placed = share.on_its_gpu(toy_config.pair)
+    assert (placed.target.device_map, placed.draft.device_map) == (device, device)
+    mapped = replace(toy_config.pair, target=replace(toy_config.pair.target, device_map="auto"))
+    assert share.on_its_gpu(mapped).target.device_map == "auto"
+
+
+def is_locked(lock: Path, by: str = "{") -> Callable[[], bool]:
+    return lambda: lock.is_file() and by in lock.read_text()
+
+
+def test_whoever_cuts_the_run_otherwise_is_refused_while_a_rank_is_at_work(toy_config):
+    """Rank 1 of 3 has had its first turn."""
+    directory = Path(toy_config.data.dir)
+
+    def work() -> None:
+        share = Share(1, 3)
+        with share.writing(toy_config.data.dir):
+            with share.turn(toy_config.data.dir):
+                share.refuse_others(toy_config.data.dir, toy_config.data)
+            signal.pause()
+
+    with meanwhile(work, until=is_locked(directory / f"{LOCK}-1-of-3", '"requested"')) as pid:
+        before = sorted(path.name for path in directory.iterdir())
+        in_use = rf"data is in use by rank 1 of 3, process {pid} on \S+ since 20.*this process --world_size 3 too"
+        for flags in ({}, {"rank": 0, "world_size": 1}, {"rank": 0, "world_size": 2}):
+            with pytest.raises(ValueError, match=in_use):
+                make(toy_config, **flags)
+            assert sorted(path.name for path in directory.iterdir()) == before
+        with pytest.raises(ValueError, match=rf"data is in use by process {pid} "):
+            make(toy_config, rank=1, world_size=3)
+        with pytest.raises(ValueError, match=r"rank 1 of 3, .* num_test 8, 0 and 4 instead of 6, 0 and 4; give"):
+            make(with_data(toy_config, num_train=6), rank=0, world_size=3)
+
+
+def test_a_rank_waits_for_a_turn_and_not_for_a_run_of_one_process(toy_config, monkeypatch, capfd):
+    monkeypatch.setattr("data_gen.pipeline.share._TURN_S", 1.2)
+
+    def work() -> None:
+        with only_writer(toy_config.data.dir, setting="data.dir"):
+            signal.pause()
+
+    with (
+        meanwhile(work, until=is_locked(Path(toy_config.data.dir) / LOCK)) as pid,
+        pytest.raises(ValueError, match=rf"data is in use by process {pid} .*; wait until it ends"),
+    ):
+        make(toy_config, rank=0, world_size=2)
+    assert f"in use by process {pid} on" in capfd.readouterr().err.replace("waiting for it to finish", "", 1)
+
+
+def test_of_ranks_that_end_at_once_exactly_the_last_accounts(tmp_path):
+    """Each gives back its own lock before it looks for others, so that no two leave the account to each other."""
+    shares, works, numbers = [Share(rank, 3) for rank in range(3)], [ExitStack() for _ in range(3)], []
+    for share, work in zip(shares, works, strict=True):
+        work.enter_context(share.writing(str(tmp_path)))
+    for share, work in zip(shares, works, strict=True):
+        with share.last_turn(str(tmp_path), work) as num_others:
+            numbers.append(num_others)
+    assert numbers == [2, 1, 0]
+    assert not tmp_path.exists(), "nothing is left"
+
+
+def test_the_lock_of_a_rank_that_was_killed_is_cleared_by_whoever_looks(toy_config):
+    lock = Path(toy_config.data.dir) / f"{LOCK}-5-of-6"
+
+    def work() -> None:
+        with Share(5, 6).writing(toy_config.data.dir):
+            signal.pause()
+
+    with meanwhile(work, until=is_locked(lock)) as pid:
+        assert holder_of(lock)["pid"] == pid
+        os.kill(pid, signal.SIGKILL)
+    assert lock.is_file()
+    make(toy_config, rank=0, world_size=2)
+    make(toy_config, rank=1, world_size=2)
+    assert not list(Path(toy_config.data.dir).glob(f"{LOCK}*"))
+
+
+def ranks(config: Config, world_size: int, only: Sequence[int] | None = None, **flags) -> list[partial[None]]:
+    """The works of the processes that make the run together."""
     chosen = range(world_size) if only is None else only
-    return [started(partial(make, config, rank=rank, world_size=world_size, **flags)) for rank in chosen]
+    return [partial(make, config, rank=rank, world_size=world_size, **flags) for rank in chosen]
 
 
 def manifest_of(directory: str | Path) -> Mapping[str, object]:
@@ -54,74 +175,59 @@ def manifest_of(directory: str | Path) -> Mapping[str, object]:
 
 @pytest.mark.parametrize(
     ("world_size", "changes"),
-    [
-        (2, {}),
-        pytest.param(3, {"mode": "sequential"}, marks=pytest.mark.slow),
-        pytest.param(7, {"mixes": 2}, marks=pytest.mark.slow),
-    ],
+    first_fast([(2, {}), (3, {"mode": "sequential"}), (7, {"mixes": 2})], 1),
     ids=["2", "3 stage by stage", "7, of which two have no shard"],
 )
-def test_n_processes_write_the_bytes_of_one(toy_config, with_data, tmp_path, world_size, changes):
+def test_n_processes_write_the_bytes_of_one(toy_config, world_size, changes):
     """Rows, features, sidecars, errors.jsonl, and the manifest."""
-    one, many = (with_data(toy_config, dir=str(tmp_path / name), **changes) for name in ("one", "many"))
-    make(one)
-    assert ended(ranks(many, world_size)) == [0] * world_size
-    assert files_of(many.data.dir) == files_of(one.data.dir)
-    assert manifest_of(many.data.dir) == manifest_of(one.data.dir)
+    config = with_data(toy_config, **changes)
+    assert at_once(*ranks(config, world_size)) == [0] * world_size
+    assert_as_at_once(config)
+    assert manifest_of(config.data.dir) == manifest_of(f"{config.data.dir}-whole")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["together", "sequential"])
-def test_six_ranks_of_which_one_is_killed_at_any_moment_write_the_bytes_of_one(toy_config, with_data, tmp_path, mode):
+def test_six_ranks_of_which_one_is_killed_at_any_moment_write_the_bytes_of_one(toy_config, mode):
     """One gets SIGKILL at a random moment and is started again, while the others go on; three times."""
-    changes = {"rows_per_shard": 1, "mode": mode}
-    one = with_data(toy_config, dir=str(tmp_path / "one"), **changes)
-    start = time.monotonic()
+    one, start = with_data(toy_config, rows_per_shard=1, mode=mode), time.monotonic()
     make(one)
     wait_s, whole = time.monotonic() - start, files_of(one.data.dir)
     for attempt in range(3):
-        many = with_data(toy_config, dir=str(tmp_path / f"many{attempt}"), **changes)
-        children = ranks(many, 6)
+        many = with_data(one, dir=f"{one.data.dir}{attempt}")
+        children = [started(work) for work in ranks(many, 6)]
         victim, moment_s = random.Random().randrange(6), random.Random().uniform(0, 2 * wait_s)
         time.sleep(moment_s)
         os.kill(children[victim], signal.SIGKILL)  # a child that has ended is not waited for yet, so the id is its own
-        codes = ended([children[victim], *ranks(many, 6, only=[victim])])
-        codes += ended([child for child in children if child != children[victim]])
-        assert set(codes) <= {0, -signal.SIGKILL}
+        again = started(*ranks(many, 6, only=[victim]))
+        codes = ended(children[victim], again, *(child for child in children if child != children[victim]))
+        assert codes[0] in (0, -signal.SIGKILL)
         assert codes[1:] == [0] * 6
         assert files_of(many.data.dir) == whole, f"rank {victim} was killed after {moment_s:.3f} s"
 
 
 @pytest.mark.parametrize("write", first_fast([3, 1, 6], 1))
-def test_a_rank_killed_in_the_middle_of_a_write_leaves_nothing_that_stays(toy_config, with_data, tmp_path, write):
-    """It has begun the manifest, or a shard. Another rank touches none of that; the next run of this one, or of its
-    manifest, clears it.
-    """
-    one = with_data(toy_config, dir=str(tmp_path / "one"))
-    make(one)
+def test_a_rank_killed_in_the_middle_of_a_write_leaves_nothing_that_stays(toy_config, toy_run, write):
+    """It has begun the manifest, or a shard, which another rank leaves alone and the next run of this one clears."""
     flags = {"rank": 1, "world_size": 2}
-    assert os.WTERMSIG(in_a_child(lambda: make_and_die(toy_config, write, **flags))) == signal.SIGKILL
+    assert at_once(lambda: make_and_die(toy_config, write, **flags)) == [-signal.SIGKILL]
     assert list(Path(toy_config.data.dir).rglob(".*.partial"))
     make(toy_config, rank=0, world_size=2)
     make(toy_config, **flags)
-    assert files_of(toy_config.data.dir) == files_of(one.data.dir)
+    assert files_of(toy_config.data.dir) == files_of(toy_run)
 
 
-def test_a_rank_leaves_the_unfinished_files_of_another_alone(toy_config):
-    """They belong to a process that is writing them."""
-    folder = Path(toy_config.data.dir) / "rows"
-    folder.mkdir(parents=True)
-    theirs, ours = (folder / f".{name}.parquet.{os.getpid()}.partial" for name in ("train-00001", "train-00002"))
+def test_a_rank_makes_its_own_shards_leaves_unfinished_files_of_others_and_the_last_accounts_for_all(
+    toy_config, capsys
+):
+    directory = Path(toy_config.data.dir)
+    (directory / "rows").mkdir(parents=True)
+    theirs, ours = (directory / "rows" / f".train-0000{n}.parquet.{os.getpid()}.partial" for n in (2, 1))
     theirs.touch()
     ours.touch()
-    make(toy_config, rank=0, world_size=2)
-    assert theirs.is_file()
-    assert not ours.exists()
-
-
-def test_a_rank_makes_its_own_shards_and_the_last_accounts_for_all(toy_config, capsys):
-    directory = Path(toy_config.data.dir)
     make(toy_config, rank=1, world_size=2)
+    assert theirs.is_file(), "it belongs to a process that is writing it"
+    assert not ours.exists()
     assert sorted(path.stem for path in directory.glob("rows/*.parquet")) == ["test-00000", "train-00001"]
     said = capsys.readouterr().out
     assert "rank 1 of 2 makes 2 of 5 shards" in said
@@ -133,39 +239,39 @@ def test_a_rank_makes_its_own_shards_and_the_last_accounts_for_all(toy_config, c
 
 
 @pytest.mark.slow
-def test_ranks_grow_a_run_and_a_smaller_one_goes_by_the_same_shares(toy_config, with_data, tmp_path):
+def test_ranks_grow_a_run_and_a_smaller_one_goes_by_the_same_shares(toy_config, tmp_path):
     """The first part is of one process, the second of three; then a lost shard beyond what is asked for stays lost."""
-    one = with_data(toy_config, dir=str(tmp_path / "one"))
-    few = {"num_train": 4, "num_test": 2}
+    one, few = with_data(toy_config, dir=str(tmp_path / "one")), {"num_train": 4, "num_test": 2}
     make(with_data(one, **few))
     make(one)
     make(with_data(toy_config, **few))
-    assert ended(ranks(toy_config, 3)) == [0] * 3
+    assert at_once(*ranks(toy_config, 3)) == [0] * 3
     whole = files_of(one.data.dir)
     assert files_of(toy_config.data.dir) == whole
     assert manifest_of(toy_config.data.dir)["split"] == manifest_of(one.data.dir)["split"]
     last = len(list_shards(one.data.dir, "train")) - 1
     for index in (0, last):
         rows_path(toy_config.data.dir, "train", index).unlink()
-    assert ended(ranks(with_data(toy_config, **few), 3)) == [0] * 3
-    after = files_of(toy_config.data.dir)
-    assert {name for name in whole if name not in after} == {f"rows/train-{last:05d}.parquet"}
-    assert ended(ranks(toy_config, 3)) == [0] * 3
+    assert at_once(*ranks(with_data(toy_config, **few), 3)) == [0] * 3
+    assert whole.keys() - files_of(toy_config.data.dir).keys() == {f"rows/train-{last:05d}.parquet"}
+    assert at_once(*ranks(toy_config, 3)) == [0] * 3
     assert files_of(toy_config.data.dir) == whole
 
 
-def test_of_ranks_with_different_settings_one_settles_the_manifest_and_the_others_are_refused(
-    toy_config, with_data, tmp_path
-):
+def test_of_ranks_with_different_settings_one_settles_the_manifest_and_the_others_are_refused(toy_config, tmp_path):
     """They start at the same moment in an empty directory on a slow disk, each with a seed of its own."""
 
     def work(rank: int) -> None:
         write_atomic = manifest.write_atomic
         manifest.write_atomic = lambda path, content: (time.sleep(0.5), write_atomic(path, content))
-        make(with_data(toy_config, seed=rank), rank=rank, world_size=4)
+        try:
+            make(with_data(toy_config, seed=rank), rank=rank, world_size=4)
+        except ValueError as error:
+            (tmp_path / f"{rank}.error").write_text(str(error))
+            raise
 
-    codes = ended([started(partial(work, rank), told=tmp_path / f"{rank}.error") for rank in range(4)])
-    assert sorted(codes) == [0, 2, 2, 2]
+    codes = at_once(*(partial(work, rank) for rank in range(4)))
+    assert sorted(codes) == [0, 1, 1, 1]
     winner = codes.index(0)
     assert manifest_of(toy_config.data.dir)["seed"] == winner
     for rank in {0, 1, 2, 3} - {winner}:
@@ -175,39 +281,33 @@ def test_of_ranks_with_different_settings_one_settles_the_manifest_and_the_other
 
 
 @pytest.mark.slow
-def test_ranks_try_errors_again_each_its_own(toy_config, with_data, tmp_path):
+def test_ranks_try_errors_again_each_its_own(toy_config, tmp_path):
     """Responses that the file lacked are there later; shards without an error stay as they are."""
     lines = [json.dumps({"id": f"p{index}", "response_ids": [5 + index, 1]}) + "\n" for index in range(12)]
-    settings = {"source": "file", "max_error_share": 1.0, "rows_per_shard": 1}
-    one, many = (
-        with_data(toy_config, dir=str(tmp_path / name), responses=str(tmp_path / f"{name}.jsonl"), **settings)
-        for name in ("one", "many")
-    )
-    Path(one.data.responses).write_text("".join(lines[:8] + lines[8:]))
-    make(one)
-    Path(many.data.responses).write_text("".join(lines[:8]))
-    assert ended(ranks(many, 3)) == [0] * 3
-    failed = [json.loads(line) for line in Path(many.data.dir, "errors.jsonl").read_text().splitlines()]
+    path = tmp_path / "responses.jsonl"
+    settings = {"source": "file", "responses": str(path), "max_error_share": 1.0, "rows_per_shard": 1}
+    config = with_data(toy_config, **settings)
+    path.write_text("".join(lines[:8]))
+    assert at_once(*ranks(config, 3)) == [0] * 3
+    failed = errors_of(config)
     assert {problem["id"] for problem in failed} == {"p8", "p9", "p10", "p11"}
-    Path(many.data.responses).write_text("".join(lines))
-    times = {path: path.stat().st_mtime_ns for path in Path(many.data.dir).glob("rows/*.parquet")}
-    assert ended(ranks(many, 3, retry_errors=True)) == [0] * 3
-    assert files_of(many.data.dir) == files_of(one.data.dir)
+    path.write_text("".join(lines))
+    times = {path: path.stat().st_mtime_ns for path in Path(config.data.dir).glob("rows/*.parquet")}
+    assert at_once(*ranks(config, 3, retry_errors=True)) == [0] * 3
+    assert_as_at_once(config)
     again = {path.stem for path, time_ns in times.items() if path.stat().st_mtime_ns != time_ns}
     assert again == {problem["shard"] for problem in failed}
 
 
 @pytest.mark.slow
-def test_each_stage_by_other_numbers_of_processes_ends_in_the_bytes_of_one(toy_config, with_data, tmp_path):
+def test_each_stage_by_other_numbers_of_processes_ends_in_the_bytes_of_one(toy_config):
     """As where the target wants other GPUs than the draft; a stage does not begin before the one before it is made."""
-    one, many = (with_data(toy_config, dir=str(tmp_path / name), mode="sequential") for name in ("one", "many"))
-    make(one)
-    assert ended(ranks(many, 2, stages="respond")) == [0, 0]
-    with pytest.raises(
-        ValueError, match=r"^stage target needs stage draft, which is missing for 5 shards.*train-00000"
-    ):
-        make(many, stages="target")
-    assert ended(ranks(many, 3, stages="draft")) == [0] * 3
-    make(many, stages="target")
-    assert files_of(many.data.dir) == files_of(one.data.dir)
-    assert len(read_rows(rows_path(many.data.dir, "train", 0))) == 3
+    config = with_data(toy_config, mode="sequential")
+    assert at_once(*ranks(config, 2, stages="respond")) == [0, 0]
+    missing = r"^stage target needs stage draft, which is missing for 5 shards.*train-00000"
+    with pytest.raises(ValueError, match=missing):
+        make(config, stages="target")
+    assert at_once(*ranks(config, 3, stages="draft")) == [0] * 3
+    make(config, stages="target")
+    assert_as_at_once(config)
+    assert len(read_rows(rows_path(config.data.dir, "train", 0))) == 3

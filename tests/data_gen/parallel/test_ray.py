@@ -8,6 +8,8 @@ import os
 import signal
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from configs.schema import Config, RayConfig
 from data_gen.pipeline import on_ray
 from data_gen.pipeline.command import make
 from data_gen.responses.conversation import ShardSpec
-from tests.data_gen.on_disk import files_of, with_a_draft_of_nan
+from tests.data_gen.on_disk import files_of, with_a_draft_of_nan, with_data
 from tests.data_gen.processes import ray_actors
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -28,44 +30,51 @@ ROOT = Path(on_ray.__file__).parents[2]
 @pytest.fixture(scope="module")
 def cluster():
     """Ray believes in its GPU, and no test here uses it."""
-    ray.init(
-        address="local",
-        num_cpus=2,
-        num_gpus=1,
-        resources={"tag": 1},
-        log_to_driver=False,
-        configure_logging=False,
-        include_dashboard=False,
-    )
+    quiet = dict.fromkeys(("log_to_driver", "configure_logging", "include_dashboard"), False)
+    ray.init(address="local", num_cpus=2, num_gpus=1, resources={"tag": 1}, **quiet)
     yield
     ray.shutdown()
 
 
 @pytest.fixture
-def on_cluster(toy_config, with_data, tmp_path, cluster) -> Config:
+def on_cluster(toy_config, tmp_path, cluster) -> Config:
     """The toy run by one worker, with models that are meant for the CPU."""
-    pair = toy_config.pair
-    pair = replace(pair, target=replace(pair.target, device_map="cpu"), draft=replace(pair.draft, device_map="cpu"))
-    return with_data(
-        replace(toy_config, pair=pair), dir=str(tmp_path / "ray"), engine="ray", ray=RayConfig(num_workers=1)
-    )
+    models = {name: replace(getattr(toy_config.pair, name), device_map="cpu") for name in ("target", "draft")}
+    config = replace(toy_config, pair=replace(toy_config.pair, **models))
+    return with_data(config, dir=str(tmp_path / "ray"), engine="ray", ray=RayConfig(num_workers=1))
+
+
+@contextmanager
+def killing(condition: Callable[[], bool], *, at_most: int) -> Iterator[list[int]]:
+    """While the block runs, Ray's actors get SIGKILL where the condition holds; the actors that got it."""
+    finished, killed = threading.Event(), list[int]()
+
+    def kill() -> None:
+        while len(killed) < at_most and not finished.wait(0.02):
+            for pid in ray_actors()[: at_most - len(killed)] if condition() else ():
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield killed
+    finally:
+        finished.set()
+        killer.join()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "asked", [{"num_workers": 2, "num_cpus": 2}, {"num_workers": 1, "num_gpus": 8}, {"resources": {"h100": 1}}]
-)
-def test_what_the_cluster_lacks_is_refused_before_any_worker_starts(on_cluster, with_data, monkeypatch, asked):
+def test_what_the_cluster_lacks_is_refused_before_any_worker_starts(on_cluster, monkeypatch):
     monkeypatch.setattr(on_ray, "_ROOM_S", 1)
-    with pytest.raises(ValueError, match=r"^data\.ray requests \d workers of .*; lower num_workers, "):
-        make(with_data(on_cluster, ray=RayConfig(**asked)))
-    assert not ray_actors()
+    for asked in ({"num_workers": 2, "num_cpus": 2}, {"num_workers": 1, "num_gpus": 8}, {"resources": {"h100": 1}}):
+        with pytest.raises(ValueError, match=r"^data\.ray requests \d workers of .*; lower num_workers, "):
+            make(with_data(on_cluster, ray=RayConfig(**asked)))
+        assert not ray_actors()
 
 
 @pytest.mark.slow
-def test_the_prompts_of_a_shard_are_put_into_the_object_store_once_and_read_by_its_worker_alone(
-    on_cluster, with_data, tmp_path
-):
+def test_the_prompts_of_a_shard_are_put_into_the_object_store_once_and_read_by_its_worker_alone(on_cluster, tmp_path):
     """However many workers there are; each reads prompts only of the shards that it makes."""
     written: Counter[str] = Counter()
     log = str(tmp_path / "read")
@@ -93,16 +102,11 @@ def test_the_prompts_of_a_shard_are_put_into_the_object_store_once_and_read_by_i
 def test_a_users_mistake_in_a_worker_is_one_line_and_exit_code_2(on_cluster, tmp_path, capsys):
     """The worker finds it while it loads the models."""
     broken = with_a_draft_of_nan(on_cluster, tmp_path / "broken")
-    with pytest.raises(SystemExit) as end:
-        run(
-            {"make": lambda config: make(broken)},
-            default="make",
-            argv=["--pair.target.path=a", "--pair.draft.path=b"],
-        )
-    assert end.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert "the draft yields NaN or infinite logits for each of 8 tested ids" in lines[0]
+    argv = ["--pair.target.path=a", "--pair.draft.path=b"]
+    with pytest.raises(SystemExit, match="2"):
+        run({"make": lambda config: make(broken)}, default="make", argv=argv)
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "the draft yields NaN or infinite logits for each of 8 tested ids" in line
 
 
 @pytest.mark.slow
@@ -113,70 +117,42 @@ def test_a_worker_with_other_versions_is_refused_and_both_are_named(on_cluster, 
 
 
 @pytest.mark.slow
-def test_relative_paths_mean_the_same_to_every_worker(on_cluster, with_data, tmp_path, toy_pair, monkeypatch):
+def test_relative_paths_mean_the_same_to_every_worker(on_cluster, tmp_path, toy_pair, monkeypatch):
     """Ray was started in another directory than the run."""
     (tmp_path / "splits.json").write_text('{"test": ["p1", "p2", "p3", "p4"]}')
-    for name in ("target", "draft"):
+    (tmp_path / "prompts.jsonl").symlink_to(on_cluster.data.prompts)
+    models = {name: replace(getattr(on_cluster.pair, name), path=name) for name in ("target", "draft")}
+    for name in models:
         (tmp_path / name).symlink_to(toy_pair / name)
     monkeypatch.chdir(tmp_path)
-    pair = replace(
-        on_cluster.pair,
-        **{name: replace(getattr(on_cluster.pair, name), path=name) for name in ("target", "draft")},
-    )
+    pair = replace(on_cluster.pair, **models)
     config = with_data(replace(on_cluster, pair=pair), dir="far", prompts="prompts.jsonl", split_ids="splits.json")
     make(config)
     make(with_data(config, engine="local", dir="near"))
     assert files_of("far") == files_of("near")
 
 
-def test_every_path_is_made_absolute_and_every_name_stays(toy_config, with_data, tmp_path, monkeypatch):
+def test_every_path_is_made_absolute_and_every_name_stays(toy_config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "target").mkdir()
-    pair = replace(
-        toy_config.pair,
-        target=replace(toy_config.pair.target, path="target"),
-        micro=replace(toy_config.pair.draft, path="org/m"),
-    )
-    data = replace(
-        toy_config.data,
-        dir="d",
-        split_ids="s.json",
-        responses="r.jsonl",
-        prompts=("stories", "prompts.jsonl", "org/name"),
-    )
+    (tmp_path / "prompts.jsonl").touch()
+    target, micro = (replace(toy_config.pair.target, path=path) for path in ("target", "org/m"))
+    pair = replace(toy_config.pair, target=target, micro=micro)
+    paths = {"dir": "d", "split_ids": "s.json", "responses": "r.jsonl"}
+    data = replace(toy_config.data, **paths, prompts=("stories", "prompts.jsonl", "org/name"))
     job = on_ray._same_everywhere(on_ray.Job(pair=pair, data=data, stage="together"))
     assert (job.pair.target.path, job.pair.micro.path) == (str(tmp_path / "target"), "org/m")
     assert [source.path for source in job.data.prompts] == ["stories", str(tmp_path / "prompts.jsonl"), "org/name"]
-    assert (job.data.dir, job.data.split_ids, job.data.responses) == tuple(
-        str(tmp_path / name) for name in ("d", "s.json", "r.jsonl")
-    )
+    assert {name: getattr(job.data, name) for name in paths} == {k: str(tmp_path / v) for k, v in paths.items()}
     assert job.data.server.model == "target", "a server knows the target by the path that the config has"
 
 
 @pytest.mark.slow
 def test_workers_that_are_killed_while_they_load_end_the_run_with_the_reason(on_cluster):
     """Every actor gets SIGKILL as soon as it is there, as from a kernel out of memory."""
-    finished = threading.Event()
-
-    def kill() -> None:
-        while not finished.wait(0.2):
-            for pid in ray_actors():
-                os.kill(pid, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        with pytest.raises(
-            ValueError,
-            match=(
-                r"^a worker of stage together died while it loaded .* 3 restarts: The actor is "
-                r"dead because"
-            ),
-        ) as error:
-            make(on_cluster)
-    finally:
-        finished.set()
-        killer.join()
+    reason = r"^a worker of stage together died while it loaded .* 3 restarts: The actor is dead because"
+    with killing(lambda: True, at_most=100), pytest.raises(ValueError, match=reason) as error:
+        make(on_cluster)
     assert "\n" not in str(error.value)
 
 
@@ -194,25 +170,11 @@ def test_workers_are_sent_every_package_of_the_project_that_they_import():
 
 
 @pytest.mark.slow
-def test_ray_writes_the_bytes_of_the_local_engine_even_when_an_actor_is_killed(toy_config, with_data, tmp_path):
+def test_ray_writes_the_bytes_of_the_local_engine_even_when_an_actor_is_killed(toy_config, tmp_path):
     """One actor gets SIGKILL as soon as a first shard is on disk; another makes its shard again."""
-    config = with_data(toy_config, rows_per_shard=1)
+    config, directory = with_data(toy_config, rows_per_shard=1), tmp_path / "ray"
     make(config)
-    directory = tmp_path / "ray"
-    killed: list[int] = []
-    finished = threading.Event()
-
-    def kill() -> None:
-        while not killed and not finished.wait(0.02):
-            if any((directory / "rows").glob("*.parquet")):
-                for pid in ray_actors()[:1]:
-                    os.kill(pid, signal.SIGKILL)
-                    killed.append(pid)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    make(with_data(config, dir=str(directory), engine="ray", ray=RayConfig(num_workers=2, num_cpus=1)))
-    finished.set()
-    killer.join()
+    with killing(lambda: any((directory / "rows").glob("*.parquet")), at_most=1) as killed:
+        make(with_data(config, dir=str(directory), engine="ray", ray=RayConfig(num_workers=2, num_cpus=1)))
     assert killed
     assert files_of(directory) == files_of(config.data.dir)

@@ -1,63 +1,57 @@
-"""Bad prompts, models, lengths and disks end in an account of every prompt, or in one line that names the cause."""
+"""Bad prompts, models, lengths and disks end in an account of every prompt, or in one line that names the cause. A row
+along which a model yields NaN is a problem of that row alone, in every stage; all others are as without the defect.
+"""
 
 import contextlib
 import json
 import os
 import resource
+import shutil
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
+import torch
 
 from configs.command import run
+from configs.schema import Config
 from data_gen.pipeline.command import make
+from data_gen.prompts.sets import load_prompts
+from data_gen.responses.exchange import Problem, Request
+from data_gen.responses.in_process import TargetInProcess
 from data_gen.store.labels import read_tensors
 from data_gen.store.rows import read_rows
-from store.shards import features_path, list_shards, rows_path, verify_shard
-from tests.data_gen.on_disk import in_a_child, with_a_draft_of_nan
+from lm import Sampling
+from store.shards import features_path, labels_path, list_shards, rows_path, verify_shard
+from tests.data_gen.on_disk import (
+    broken_copy,
+    errors_of,
+    files_of,
+    in_a_child,
+    rows_of,
+    with_a_draft_of_nan,
+    with_data,
+    with_prompts,
+)
 
 
-def test_every_prompt_is_accounted_for(toy_config, with_data, tmp_path):
-    path = tmp_path / "some.jsonl"
-    records = [
-        {"id": 1, "prompt": "fine"},
-        {"id": 2, "prompt": "  "},
-        {"id": 3, "prompt": "x" * 500},
-        {"id": 4, "turns": ["one", "", "three"]},
-    ]
-    path.write_text("\n".join(map(json.dumps, records)))
-    config = with_data(
-        toy_config, prompts=str(path), num_train=4, num_test=0, split_weights=(1, 0, 0), rows_per_shard=2
-    )
+def test_every_prompt_is_accounted_for(toy_config, tmp_path):
+    records = [{"id": 1, "prompt": "fine"}, {"id": 2, "prompt": "  "}, {"id": 3, "prompt": "x" * 500}]
+    records += [{"id": 4, "turns": ["one", "", "three"]}]
+    config = with_prompts(toy_config, tmp_path / "some.jsonl", records, num_train=4, rows_per_shard=2)
     make(config)
-    problems = {
-        record["id"]: record
-        for record in map(json.loads, (Path(config.data.dir) / "errors.jsonl").read_text().splitlines())
-    }
-    assert {name: problem["outcome"] for name, problem in problems.items()} == {
-        "2": "skipped",
-        "3": "skipped",
-        "4#2": "skipped",
-        "4#3": "skipped",
-    }
+    problems = {problem["id"]: problem for problem in errors_of(config)}
+    assert problems.keys() == {"2", "3", "4#2", "4#3"}
+    assert {problem["outcome"] for problem in problems.values()} == {"skipped"}
     assert problems["2"]["reason"] == "empty prompt"
     assert "503 tokens; data.max_prompt_tokens is 60" in problems["3"]["reason"]
-    ids = [row for shard in list_shards(config.data.dir, "train") for row in read_rows(shard, ["id"])["id"].to_pylist()]
-    assert sorted(ids) == ["1", "4"]
+    assert sorted(row["id"] for row in rows_of(config)) == ["1", "4"]
 
 
-def test_a_shard_whose_prompts_are_all_skipped_is_an_empty_shard(toy_config, with_data, tmp_path):
-    path = tmp_path / "empty.jsonl"
-    path.write_text('{"id": 1, "prompt": ""}\n')
+def test_a_shard_whose_prompts_are_all_skipped_is_an_empty_shard(toy_config, tmp_path):
+    config = with_prompts(toy_config, tmp_path / "empty.jsonl", [{"id": 1, "prompt": ""}], num_train=1)
     for mode in ("together", "sequential"):
-        config = with_data(
-            toy_config,
-            prompts=str(path),
-            num_train=1,
-            num_test=0,
-            split_weights=(1, 0, 0),
-            mode=mode,
-            dir=str(tmp_path / mode),
-        )
+        config = with_data(config, mode=mode, dir=str(tmp_path / mode))
         with pytest.raises(ValueError, match=r"none of 1 prompts became a row.*empty prompt"):
             make(config)
         assert read_rows(rows_path(config.data.dir, "train", 0)).num_rows == 0
@@ -71,9 +65,7 @@ def test_a_model_that_yields_nan_is_refused(toy_config, tmp_path):
     assert not list(Path(config.data.dir).rglob("*.parquet"))
 
 
-def test_lengths_beyond_what_a_model_reads_are_refused_and_the_remedy_works_in_the_same_folder(
-    toy_config, with_data, monkeypatch
-):
+def test_lengths_beyond_what_a_model_reads_are_refused_and_the_remedy_works_in_the_same_folder(toy_config, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("data_gen.pipeline.worker.load_model", lambda *_, **__: pytest.fail("weights are loaded"))
         with pytest.raises(ValueError, match=r"is 300 and .* reads at most 256 positions"):
@@ -88,30 +80,190 @@ def test_a_full_disk_ends_in_one_line_and_leaves_no_incomplete_file(toy_config, 
 
     def work() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        argv = ["--pair.target.path=a", "--pair.draft.path=b"]
         with errors.open("w") as file, contextlib.redirect_stderr(file):
-            run(
-                {"make": lambda config: make(toy_config)},
-                default="make",
-                argv=["--pair.target.path=a", "--pair.draft.path=b"],
-            )
+            run({"make": lambda config: make(toy_config)}, default="make", argv=argv)
 
     assert os.waitstatus_to_exitcode(in_a_child(work)) == 2
     assert "error: no space for" in errors.read_text()
     assert "Traceback" not in errors.read_text()
     paths = [path for path in Path(toy_config.data.dir).rglob("*") if path.is_file()]
-    assert not [path for path in paths if path.suffix == ".partial" or path.suffix == ".parquet"]
+    assert not [path for path in paths if path.suffix in (".partial", ".parquet")]
     for path in paths:
         if path.suffix == ".safetensors":
             verify_shard(path)
 
 
-def test_a_run_without_a_row_fails_and_says_why(toy_config, with_data):
-    with pytest.raises(
-        ValueError, match=r"^none of 12 prompts became a row: .* 12 were skipped; .*max_prompt_tokens is 1"
-    ):
+def test_a_run_without_a_row_fails_and_says_why_and_a_missing_file_of_split_ids_is_refused(toy_config):
+    complaint = r"^none of 12 prompts became a row: .* 12 were skipped; .*max_prompt_tokens is 1"
+    with pytest.raises(ValueError, match=complaint):
         make(with_data(toy_config, max_prompt_tokens=1))
-
-
-def test_a_missing_file_of_split_ids_is_refused_with_stories_too(toy_config, with_data):
     with pytest.raises(FileNotFoundError, match=r"^data\.split_ids is absent\.json"):
         make(with_data(toy_config, prompts="stories", split_ids="absent.json"))
+
+
+TILDE = 4 + sorted(map(chr, range(33, 127))).index("~")
+"""The token of a character that one prompt has."""
+every_mode = pytest.mark.parametrize("mode", ["together", pytest.param("sequential", marks=pytest.mark.slow)])
+
+
+@pytest.fixture
+def healthy(toy_config, tmp_path) -> Config:
+    """The toy run, with a tilde in one training prompt of the second shard; three rows may fail."""
+    path = Path(shutil.copy(toy_config.data.prompts, tmp_path))
+    config = with_data(toy_config, max_error_share=0.25, seed=1, prompts=str(path))
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, record in enumerate(records):  # what a prompt says decides where it goes
+        changed = [*records[:number], record | {"input": "~"}, *records[number + 1 :]]
+        path.write_text("".join(json.dumps(each) + "\n" for each in changed))
+        if record["id"] in [prompt.id for prompt in load_prompts(config.data, "train")[3:6]]:
+            return config
+    raise AssertionError("a tilde brings no prompt into the second shard; take another seed")
+
+
+def poisoned(config: Config, model: str, token: int = TILDE) -> Config:
+    """The run into another folder, with a model whose embedding of one token is NaN."""
+    folder = f"{config.data.dir} of broken {model}"
+    config = broken_copy(config, model, Path(f"{folder}, its model"), "model.embed_tokens.weight", token)
+    return with_data(config, dir=folder)
+
+
+def both_made(healthy: Config, model: str, token: int = TILDE) -> tuple[Config, dict[str, str]]:
+    """The poisoned run, made beside the healthy one, and id -> reason of its errors."""
+    broken = poisoned(healthy, model, token)
+    make(healthy)
+    make(broken)
+    return broken, {error["id"]: error["reason"] for error in errors_of(broken) if error["outcome"] == "error"}
+
+
+def name_of_tilde(healthy: Config) -> str:
+    (name,) = {row["id"] for row in rows_of(healthy) if "~" in row["prompt"]}
+    return name
+
+
+def features_of(config: Config, timing: str) -> dict[str, list[torch.Tensor]]:
+    """Id of each training row -> everything that a shard of features holds of it."""
+    found = {}
+    for path in list_shards(config.data.dir, "train"):
+        index = int(path.stem.split("-")[1])
+        features = read_tensors(labels_path(config.data.dir, "train", index))
+        features |= read_tensors(features_path(config.data.dir, timing, "train", index))
+        offsets = features.pop("row_offsets").tolist()
+        for row, name in enumerate(read_rows(path, ["id"])["id"].to_pylist()):
+            found[name] = [features[key][offsets[row] : offsets[row + 1]] for key in sorted(features)]
+    return found
+
+
+def assert_others_are_the_same(broken: Config, whole: Config, failed: set[str]) -> None:
+    """Rows and features, bit for bit but where a later stage lacks the row that failed, so that its batches differ."""
+    assert rows_of(broken) == [row for row in rows_of(whole) if row["id"] not in failed]
+    atol = 1e-6 if whole.data.mode == "sequential" else 0
+    for timing in ("fed", "drawn"):
+        found, expected = features_of(broken, timing), features_of(whole, timing)
+        assert found.keys() == expected.keys() - failed
+        for name, features in found.items():
+            torch.testing.assert_close(features, expected[name], rtol=0, atol=atol)
+
+
+@every_mode
+def test_a_prompt_that_the_draft_cannot_read_is_a_problem_of_its_row_alone(healthy, capsys, mode):
+    healthy = with_data(healthy, mode=mode)
+    broken, problems = both_made(healthy, "draft")
+    name = name_of_tilde(healthy)
+    assert problems.keys() == {name}
+    assert "the draft has NaN or infinite logits at token 0 of the response" in problems[name]
+    assert_others_are_the_same(broken, healthy, {name})
+    assert "of 12 prompts, 1 failed and 0 were skipped" in capsys.readouterr().out
+    written = files_of(broken.data.dir)
+    make(broken)
+    assert "(0 made in this run)" in capsys.readouterr().out, "what failed is not asked for again"
+    assert files_of(broken.data.dir) == written
+    make(broken, retry_errors=True)
+    assert "(1 made in this run)" in capsys.readouterr().out
+
+
+@every_mode
+def test_a_prompt_that_the_target_cannot_read_is_a_problem_of_its_row_alone(healthy, mode):
+    healthy = with_data(healthy, mode=mode)
+    broken, problems = both_made(healthy, "target")
+    name = name_of_tilde(healthy)
+    assert problems.keys() == {name}
+    assert "the target has NaN or infinite logits after 0 tokens of its response" in problems[name]
+    found, expected = ({row["id"]: row["response_ids"] for row in rows_of(config)} for config in (broken, healthy))
+    assert found | {name: expected[name]} == expected
+    assert name not in found
+
+
+def test_the_target_labels_all_but_the_rows_that_it_cannot_read(healthy, tmp_path):
+    """The responses come from a file, so the target only labels; in its own stage where one model is loaded at once."""
+    make(healthy)
+    path, name = tmp_path / "responses.jsonl", name_of_tilde(healthy)
+    records = [{key: row[key] for key in ("id", "response_ids")} for row in rows_of(healthy)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    for mode in ("together", "sequential"):
+        again = with_data(healthy, num_test=0, source="file", responses=str(path), mode=mode, dir=str(tmp_path / mode))
+        broken, problems = both_made(again, "target")
+        assert problems.keys() == {name}
+        assert_others_are_the_same(broken, again, {name})
+
+
+def test_a_token_that_only_the_mixed_sequence_has_is_a_problem_of_its_row(healthy):
+    """The labels of that row are numbers, and its fed-time states are not."""
+    make(healthy)
+    rows = rows_of(healthy)
+    read = {token for row in rows for token in (*row["prompt_ids"], *row["response_ids"])}
+    mixed = [{y for y, coin in zip(row["draft_ids"], row["from_target"], strict=True) if not coin} for row in rows]
+    tokens = (token for tokens in mixed for token in sorted(tokens - read))
+    token = next(token for token in tokens if sum(token in each for each in mixed) == 1)
+    (name,) = (row["id"] for row, tokens in zip(rows, mixed, strict=True) if token in tokens)
+    broken, problems = both_made(healthy, "draft", token)
+    assert "fed hidden states are not finite in data.feature_dtype bfloat16" in problems.pop(name)
+    assert not problems.keys() & {row["id"] for row in rows}
+    assert_others_are_the_same(broken, healthy, {name})
+
+
+def test_every_mixing_of_a_broken_row_is_left_out(healthy):
+    healthy = with_data(healthy, mixes=2, num_test=0)
+    broken, (name,) = both_made(healthy, "draft")
+    assert rows_of(broken) == [row for row in rows_of(healthy) if row["id"] != name]
+    stored = read_tensors(labels_path(broken.data.dir, "train", 1))
+    hidden = read_tensors(features_path(broken.data.dir, "fed", "train", 1))["hidden"]
+    assert len(hidden) == len(stored["is_drafted"]) == 2 * stored["row_offsets"][-1]
+
+
+@pytest.mark.parametrize("model", ["draft", "target"])
+def test_broken_padding_breaks_no_row(healthy, model):
+    """Untrained embeddings of padding may be NaN, and 0 * NaN is NaN. With this seed no row has a padding token."""
+    healthy = with_data(healthy, seed=4)
+    broken, problems = both_made(healthy, model, 0)
+    assert problems == {}
+    assert rows_of(broken) == rows_of(healthy)
+
+
+def test_what_takes_the_place_of_a_broken_sequence_in_a_batch_is_not_broken_by_it(models):
+    """The longest prompt and one in the middle are broken; shorter ones take their places, whose cache they left."""
+    requests = [Request(str(number), "", [2, *range(10, 40 - 2 * number), 3]) for number in range(12)]
+    for number in (0, 5):
+        requests[number].prompt_ids[1] = 9
+    broken = deepcopy(models["target"])
+    broken.get_input_embeddings().weight.data[9] = float("nan")
+    settings = {"vocab_size": 260, "eos_ids": frozenset({1}), "max_new_tokens": 12, "batch_size": 3}
+    expected, answers = (
+        TargetInProcess(model, Sampling(), **settings).respond(requests, 12, lambda count: None)
+        for model in (models["target"], broken)
+    )
+    for number, (answer, whole) in enumerate(zip(answers, expected, strict=True)):
+        assert isinstance(answer, Problem) if number in (0, 5) else answer == whole
+
+
+def test_errors_of_more_than_the_allowed_share_or_of_every_row_end_the_run_in_one_line(healthy):
+    few = with_data(poisoned(healthy, "draft"), max_error_share=0.0)
+    above = r"^1 of 12 prompts ended in an error, above data\.max_error_share 0; .* --retry_errors"
+    with pytest.raises(ValueError, match=above):
+        make(few)
+    assert len(rows_of(few)) == 7
+    every = poisoned(with_data(healthy, dir=healthy.data.dir + "-2"), "draft", 2)  # every prompt begins with token 2
+    early = r"^8 of the last 8 rows of the stage together ended in an error; the latest, p\d+: the draft has"
+    with pytest.raises(ValueError, match=early):
+        make(every)
+    assert len(list(Path(every.data.dir).glob("rows/*.parquet"))) == 3

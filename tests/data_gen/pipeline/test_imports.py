@@ -2,8 +2,10 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,41 +17,37 @@ from data_gen.store.labels import read_tensors
 from data_gen.store.rows import read_rows
 from heads.training.command import train
 from store.shards import list_shards, rows_path
+from tests.data_gen.on_disk import rows_of, with_data
+
+LOGS = {"log_p_7b": "log_q", "log_p_70b": "log_p"}
+COLUMNS = {"prefix": "prompt_ids", "tokens": "response_ids", "draft": "draft_ids"} | LOGS
+"""Name in the official JSON -> column of our rows."""
 
 
 @pytest.fixture
-def official(tmp_path):
-    """Config of an import, and a writer of the official JSON."""
+def official(tmp_path) -> Callable[[Any], Config]:
+    """The import of an official JSON of these items; the config."""
     pair = PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small"))
     config = Config(pair=pair, data=DataConfig(dir=str(tmp_path / "imported"), rows_per_shard=2))
 
-    def write(items):
+    def imported(items: Any) -> Config:
         path = tmp_path / "train.json"
         path.write_text(json.dumps(items, indent=2))
-        return str(path)
+        import_(config, features=False, file=str(path))
+        return config
 
-    return config, write
+    return imported
 
 
-def item(**changes):
-    lists = {
-        "prefix": [1, 5],
-        "tokens": [7, 8, 9],
-        "draft": [7, 3, 9],
-        "log_p_7b": [-0.5, -1.0, -2.0],
-        "log_p_70b": [-1.5, -0.25, -2.0],
-    }
-    return (
-        {"prompt": "[INST] hi [/INST]", "continuation": "x"}
-        | {name: str(values) for name, values in lists.items()}
-        | changes
-    )
+def item(**changes: str) -> dict[str, str]:
+    lists = {"prefix": [1, 5], "tokens": [7, 8, 9], "draft": [7, 3, 9]}
+    lists |= {"log_p_7b": [-0.5, -1.0, -2.0], "log_p_70b": [-1.5, -0.25, -2.0]}
+    texts = {name: str(values) for name, values in lists.items()}
+    return {"prompt": "[INST] hi [/INST]", "continuation": "x"} | texts | changes
 
 
 def test_the_official_json_becomes_rows(official):
-    config, write = official
-    import_(config, features=False, file=write([item(), item(log_p_70b="[-inf, -1.0, -2.0]"), item(tokens=[7, 8, 9])]))
-    rows = [row for path in list_shards(config.data.dir, "train") for row in read_rows(path).to_pylist()]
+    rows = rows_of(official([item(), item(log_p_70b="[-inf, -1.0, -2.0]"), item(tokens=[7, 8, 9])]))
     assert [row["id"] for row in rows] == ["train-0", "train-1", "train-2"]
     assert rows[0]["acceptance_prob"] == pytest.approx([math.exp(-1.0), 1.0, 1.0], rel=2**-11)
     assert rows[1]["acceptance_prob"][0] == 0.0
@@ -67,24 +65,15 @@ def test_the_official_json_becomes_rows(official):
     ],
 )
 def test_an_official_json_of_another_shape_is_refused(official, items, complaint):
-    config, write = official
     with pytest.raises(ValueError, match=complaint):
-        import_(config, features=False, file=write(items))
+        official(items)
 
 
 def as_official(config: Config, split: str, folder: Path) -> str:
     """The rows of one split as the official code would have written them."""
-    rows = [row for path in list_shards(config.data.dir, split) for row in read_rows(path).to_pylist()]
-    names = {
-        "prefix": "prompt_ids",
-        "tokens": "response_ids",
-        "draft": "draft_ids",
-        "log_p_7b": "log_q",
-        "log_p_70b": "log_p",
-    }
     items = [
-        {"prompt": row["prompt"], "continuation": ""} | {ours: str(row[theirs]) for ours, theirs in names.items()}
-        for row in rows
+        {"prompt": row["prompt"], "continuation": ""} | {ours: str(row[theirs]) for ours, theirs in COLUMNS.items()}
+        for row in rows_of(config, split)
     ]
     path = folder / f"{split}.json"
     path.write_text(json.dumps(items))
@@ -92,36 +81,41 @@ def as_official(config: Config, split: str, folder: Path) -> str:
 
 
 @pytest.fixture
-def imports(toy_config, with_data, tmp_path) -> tuple[Config, Config, dict[str, str]]:
+def imports(toy_config, tmp_path) -> tuple[Config, Config, dict[str, str]]:
     """A run of our own, the config of an import of it, and the official files of its splits."""
-    own = with_data(toy_config, split_weights=(2, 1, 1), num_train=6, num_dev=3, num_test=3, mixing_ratio=0.4)
+    sizes = {"split_weights": (2, 1, 1), "num_train": 6, "num_dev": 3, "num_test": 3}
+    own = with_data(toy_config, mixing_ratio=0.4, **sizes)
     make(own)
     files = {split: as_official(own, split, tmp_path) for split in ("train", "dev", "test")}
     return own, with_data(own, dir=str(tmp_path / "imported")), files
 
 
 def test_imported_features_are_those_of_a_run_of_our_own(imports):
-    """The same responses, drafts and coins give the same tensors, but for the float16 of the rows that the file was
-    made from; only acceptance_rate is absent, since it needs the target."""
+    """Rows are float16, and acceptance_rate needs the target. A stopped import goes on; another file is refused."""
     own, config, files = imports
     for split, file in files.items():
         import_(config, file=file, split=split)
         for path in list_shards(own.data.dir, split):
-            index = int(path.stem.split("-")[1])
             for folder in ("features/fed", "features/drawn", "labels"):
-                name = f"{folder}/{split}-{index:05d}.safetensors"
+                name = f"{folder}/{path.stem}.safetensors"
                 ours, theirs = (read_tensors(Path(c.data.dir, name)) for c in (own, config))
                 ours.pop("acceptance_rate", None)
                 assert ours.keys() == theirs.keys()
-                for name, values in ours.items():
-                    rtol = {"log_q": 1e-3, "acceptance_prob": 1e-2}.get(name, 1e-4)
+                for key, values in ours.items():
+                    rtol = {"log_q": 1e-3, "acceptance_prob": 1e-2}.get(key, 1e-4)
                     torch.testing.assert_close(
-                        theirs[name], values, rtol=rtol, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+                        theirs[key], values, rtol=rtol, atol=1e-4, msg=lambda m, key=key: f"{key}: {m}"
                     )
-            row = read_rows(rows_path(config.data.dir, split, index)).to_pylist()[0]
+            row = read_rows(Path(config.data.dir, "rows", path.name)).to_pylist()[0]
             assert row["entropy"]
             assert row["from_target"]
             assert row["acceptance_rate"] is row["cross_entropy"] is None
+    whole = {path: path.read_bytes() for path in Path(config.data.dir).rglob("train-0*")}
+    rows_path(config.data.dir, "train", 1).unlink()
+    import_(config, file=files["train"])
+    assert {path: path.read_bytes() for path in whole} == whole
+    with pytest.raises(ValueError, match=r"holds train rows of another file \(train\.json"):
+        import_(config, file=files["dev"])
 
 
 @pytest.mark.slow
@@ -131,36 +125,16 @@ def test_heads_train_on_imported_data(imports, tmp_path, features):
     _, config, files = imports
     for split, file in files.items():
         import_(config, file=file, split=split)
-    heads = HeadsConfig(
-        dir=str(tmp_path / "run"),
-        depths=(1,),
-        timings=("fed", "drawn"),
-        scalars=(True,),
-        specdec=False,
-        batch_size=2,
-        features=features,
-    )
+    grid = {"depths": (1,), "timings": ("fed", "drawn"), "scalars": (True,), "specdec": False}
+    heads = HeadsConfig(dir=str(tmp_path / "run"), batch_size=2, features=features, **grid)
     trainer = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-    results = train(replace(config, heads=heads, trainer=trainer))
+    config = replace(config, heads=heads, trainer=trainer)
+    results = train(config)
     assert {name.split("-")[0] for name in results["test"]["heads"]} == {"fed+s", "drawn+s"}
     assert all(math.isfinite(head["calibrated_kl"]) for head in results["dev"]["heads"].values())
+    prefix = replace(heads, dir=str(tmp_path / "prefix"), timings=("drawn", "prefix"))
     with pytest.raises(ValueError, match=r"has no acceptance_rate.* or remove prefix from heads\.timings"):
-        train(
-            replace(
-                config, heads=replace(heads, dir=str(tmp_path / "prefix"), timings=("drawn", "prefix")), trainer=trainer
-            )
-        )
-
-
-def test_an_import_goes_on_where_it_was_stopped_and_refuses_another_file(imports):
-    _, config, files = imports
-    import_(config, file=files["train"])
-    whole = {path: path.read_bytes() for path in Path(config.data.dir).rglob("*-0*")}
-    rows_path(config.data.dir, "train", 1).unlink()
-    import_(config, file=files["train"])
-    assert {path: path.read_bytes() for path in whole} == whole
-    with pytest.raises(ValueError, match=r"holds train rows of another file \(train\.json"):
-        import_(config, file=files["dev"])
+        train(replace(config, heads=prefix))
 
 
 def test_what_the_draft_or_the_labels_do_not_fit_is_refused(imports, tmp_path):

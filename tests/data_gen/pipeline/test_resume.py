@@ -1,5 +1,5 @@
 """A run that is started again, after any end, comes to the bytes of an uninterrupted one, and never adds to another
-run's folder.
+run's folder. So do stages as runs of their own, in order, and none before its predecessor.
 """
 
 import os
@@ -9,61 +9,34 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from configs.schema import Config
+from data_gen.pipeline import stages
 from data_gen.pipeline.command import make
+from data_gen.pipeline.worker import Worker
 from data_gen.store import manifest
 from store import shards
-from store.shards import features_path, list_shards, rows_path, verify_shard
-from tests.data_gen.on_disk import files_of, in_a_child
+from store.shards import features_path, rows_path, verify_shard
+from tests.data_gen.on_disk import files_of, with_data
+from tests.data_gen.processes import at_once
 
 
-def test_a_finished_run_writes_nothing_again(toy_config, capsys):
-    make(toy_config)
-    before = {path: path.stat().st_mtime_ns for path in Path(toy_config.data.dir).rglob("*-0*")}
-    make(toy_config)
+def test_a_finished_run_writes_nothing_again(made, capsys):
+    before = {path: path.stat().st_mtime_ns for path in Path(made.data.dir).rglob("*-0*")}
+    make(made)
     assert before == {path: path.stat().st_mtime_ns for path in before}
     assert "(0 made in this run)" in capsys.readouterr().out
 
 
-def test_a_lost_or_truncated_shard_is_made_again_byte_for_byte(toy_config):
-    make(toy_config)
-    whole = files_of(toy_config.data.dir)
-    rows_path(toy_config.data.dir, "train", 1).unlink()
-    fed = features_path(toy_config.data.dir, "fed", "train", 2)
+def test_a_lost_or_truncated_shard_is_made_again_byte_for_byte(made):
+    whole = files_of(made.data.dir)
+    rows_path(made.data.dir, "train", 1).unlink()
+    fed = features_path(made.data.dir, "fed", "train", 2)
     fed.write_bytes(fed.read_bytes()[:-5])
     with pytest.raises(ValueError, match="truncated"):
         verify_shard(fed)
-    make(toy_config)
-    assert files_of(toy_config.data.dir) == whole
-
-
-def test_hidden_states_are_written_once(toy_config, with_data):
-    """One model at a time, in separate runs: the stage target moves the files of the stage draft."""
-    config = with_data(toy_config, mode="sequential", features=("fed", "drawn"))
-
-    def files(*place: str) -> dict[str, int]:
-        paths = sorted(Path(config.data.dir, *place).glob("*.safetensors"))
-        assert paths
-        return {path.name: path.stat().st_ino for path in paths}
-
-    make(config, stages="respond")
-    make(config, stages="draft")
-    written = {timing: files("stages", timing) for timing in ("fed", "drawn")}
-    make(config, stages="target")
-    assert {timing: files("features", timing) for timing in ("fed", "drawn")} == written
-    assert not Path(config.data.dir, "stages").exists()
-    together = with_data(config, mode="together", dir=f"{config.data.dir}-together")
-    make(together)
-    for folder in ("features/fed", "features/drawn", "labels"):
-        pairs = zip(*(list_shards(one.data.dir, "train", folder) for one in (config, together)), strict=True)
-        for alone, both in pairs:
-            found, expected = load_file(alone), load_file(both)
-            assert set(expected) - set(found) <= {"acceptance_rate", "cross_entropy"}
-            for name, values in found.items():
-                torch.testing.assert_close(values, expected[name], rtol=1e-4, atol=1e-4)
+    make(made)
+    assert files_of(made.data.dir) == whole
 
 
 def make_and_die(config: Config, write: int, **flags: int) -> None:
@@ -83,28 +56,99 @@ def make_and_die(config: Config, write: int, **flags: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["together", pytest.param("sequential", marks=pytest.mark.slow)])
-def test_a_run_killed_at_any_write_resumes_to_the_same_bytes(toy_config, with_data, tmp_path, mode):
-    """SIGKILL in the middle of the 2nd, 5th, … write: the next run ends with exactly the files of an uninterrupted
-    one.
-    """
-    make(with_data(toy_config, mode=mode))
-    whole = files_of(toy_config.data.dir)
-    directory = tmp_path / "killed"
-    config = with_data(toy_config, mode=mode, dir=str(directory))
+def test_a_run_killed_at_any_write_resumes_to_the_same_bytes(toy_config, toy_run, apart_run, mode):
+    """SIGKILL in the middle of the 2nd, 5th, … write."""
+    config = with_data(toy_config, mode=mode)
     for write in (2, 5, 6, 3, 7):
-        assert os.WTERMSIG(in_a_child(lambda write=write: make_and_die(config, write))) == signal.SIGKILL
+        assert at_once(lambda write=write: make_and_die(config, write)) == [-signal.SIGKILL]
     make(config)
-    assert files_of(directory) == whole
+    assert files_of(config.data.dir) == files_of(toy_run if mode == "together" else apart_run)
 
 
-def test_moved_models_are_the_same_models_and_trained_ones_are_not(toy_config, tmp_path):
-    make(toy_config)
+def test_moved_models_are_the_same_models_and_trained_ones_are_not(made, tmp_path):
     moved = tmp_path / "elsewhere" / "draft"
-    shutil.copytree(toy_config.pair.draft.path, moved)
-    config = replace(toy_config, pair=replace(toy_config.pair, draft=replace(toy_config.pair.draft, path=str(moved))))
+    shutil.copytree(made.pair.draft.path, moved)
+    config = replace(made, pair=replace(made.pair, draft=replace(made.pair.draft, path=str(moved))))
     make(config)
     weights = bytearray((moved / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (moved / "model.safetensors").write_bytes(weights)
     with pytest.raises(ValueError, match=r"draft\.weights"):
         make(config)
+
+
+@pytest.fixture
+def staged(toy_config):
+    return with_data(toy_config, mode="sequential", features=("fed", "drawn"))
+
+
+def test_stage_by_stage_gives_the_bytes_of_one_run_and_moves_the_hidden_states(staged, apart_run, monkeypatch):
+    loaded, init = [], Worker.__init__
+
+    def noted(self, job):
+        init(self, job)
+        loaded.append((job.stage, tuple(self._models)))
+
+    def inodes(folder: str) -> dict[str, int]:
+        folders = [Path(staged.data.dir, folder, timing) for timing in ("fed", "drawn")]
+        paths = [path for folder in folders for path in folder.glob("*.safetensors")]
+        return {f"{path.parent.name}/{path.name}": path.stat().st_ino for path in paths}
+
+    monkeypatch.setattr(Worker, "__init__", noted)
+    make(staged, stages="respond")
+    make(staged, stages="draft")
+    written = inodes("stages")
+    make(staged, stages="target")
+    assert inodes("features") == written
+    assert {name.split("/")[0] for name in written} == {"fed", "drawn"}
+    assert loaded == [("respond", ("target",)), ("draft", ("draft",)), ("target", ("target",))]
+    assert not Path(staged.data.dir, "stages").exists()
+    assert files_of(staged.data.dir) == files_of(apart_run)
+
+
+def test_a_stage_that_is_there_is_not_made_again_and_the_rest_of_a_run_goes_on_from_it(staged, apart_run, monkeypatch):
+    make(staged, stages="respond")
+    left = files_of(staged.data.dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "make", lambda self, spec, *more: pytest.fail(f"{spec} is made again"))
+        make(staged, stages="respond")
+    assert files_of(staged.data.dir) == left
+    make(staged)
+    assert files_of(staged.data.dir) == files_of(apart_run)
+
+
+@pytest.mark.parametrize("num_written", [0, 1])
+def test_a_run_that_is_killed_before_it_writes_rows_needs_no_earlier_stage(staged, apart_run, monkeypatch, num_written):
+    """Hidden states of all timings, or of the first alone, have been moved when the process dies."""
+    for stage in ("respond", "draft"):
+        make(staged, stages=stage)
+
+    def die(*arguments, **named):
+        raise KeyboardInterrupt
+
+    name, complete = ("move_shard", stages.move_shard) if num_written else ("write_rows", None)
+    calls = iter([complete] * num_written)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, name, lambda *arguments, **named: next(calls, die)(*arguments, **named))
+        with pytest.raises(KeyboardInterrupt):
+            make(staged, stages="target")
+    make(staged, stages="target")
+    assert files_of(staged.data.dir) == files_of(apart_run)
+
+
+def test_a_stage_whose_predecessor_is_missing_or_that_is_none_is_refused(toy_config, staged):
+    for done, stage, lacking in ((None, "draft", "respond"), (None, "target", "draft"), ("respond", "target", "draft")):
+        if done:
+            make(staged, stages=done)
+        complaint = rf"needs stage {lacking}, .* train-00000.*run --stages {lacking} to completion"
+        with pytest.raises(ValueError, match=complaint):
+            make(staged, stages=stage)
+        assert not list(Path(staged.data.dir).rglob("*.parquet"))
+    for path in Path(staged.data.dir, "stages", "respond").glob("test-00001*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"stage draft needs stage respond, .* for 1 shards .*test-00001"):
+        make(staged, stages="draft")
+    with pytest.raises(ValueError, match=r"--stages is draft, but data\.mode is together"):
+        make(toy_config, stages="draft")
+    with pytest.raises(ValueError, match="--retry_errors runs all stages, but --stages is draft"):
+        make(staged, stages="draft", retry_errors=True)

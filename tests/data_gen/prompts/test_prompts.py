@@ -1,6 +1,7 @@
 """Prompts: files, splits, templates."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,18 @@ from data_gen.prompts.splits import SPLITS, split_by_id
 from data_gen.prompts.templates import encode, render
 
 
+def said(role: str, content: object) -> dict[str, object]:
+    return {"role": role, "content": content}
+
+
+def wrote(author: str, value: str) -> dict[str, str]:
+    return {"from": author, "value": value}
+
+
+TURNS = [said("developer", "s"), said("user", [{"type": "text", "text": "u"}])]
+TURNS += [said("assistant", None) | {"tool_calls": [{}]}, said("system", "t")]
+
+
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
@@ -24,64 +37,30 @@ from data_gen.prompts.templates import encode, render
         ({"task_id": "HumanEval/0", "prompt": "def f():"}, Prompt("HumanEval/0", ("def f():",))),
         ({"question_id": 81, "turns": ["a", "b"], "category": "writing"}, Prompt("81", ("a", "b"), category="writing")),
         (
-            {
-                "id": "c",
-                "messages": [
-                    {"role": "system", "content": "s"},
-                    {"role": "user", "content": "u"},
-                    {"role": "assistant", "content": "gone"},
-                ],
-            },
+            {"id": "c", "messages": [said("system", "s"), said("user", "u"), said("assistant", "gone")]},
             Prompt("c", ("u",), system="s"),
         ),
         (
-            {
-                "id": "d",
-                "conversations": [
-                    {"from": "human", "value": "u"},
-                    {"from": "gpt", "value": "gone"},
-                    {"from": "human", "value": "v"},
-                ],
-            },
+            {"id": "d", "conversations": [wrote("human", "u"), wrote("gpt", "gone"), wrote("human", "v")]},
             Prompt("d", ("u", "v")),
         ),
         (
             {"instruction": "Which?", "context": "It is red.", "response": "x", "category": "qa"},
             Prompt("7", ("Which?",), context="It is red.", category="qa"),
         ),
-        ({"messages": [{"role": "user", "content": "u"}], "context": "c"}, Prompt("7", ("u",), context="c")),
+        ({"messages": [said("user", "u")], "context": "c"}, Prompt("7", ("u",), context="c")),
         ({"system_prompt": "s", "question": "u", "response": "x"}, Prompt("7", ("u",), system="s")),
         (
             {"instruction": "v", "input": "i", "system": "s", "history": [["u", "gone"]]},
             Prompt("7", ("u", "v\ni"), system="s"),
         ),
         (
-            {
-                "conversations": [
-                    {"from": "human", "value": "u"},
-                    {"from": "function_call", "value": "{}"},
-                    {"from": "observation", "value": "5"},
-                ],
-                "system": "s",
-                "tools": '[{"name": "w"}]',
-            },
+            {"conversations": [wrote("human", "u"), wrote("function_call", "{}"), wrote("observation", "5")]}
+            | {"system": "s", "tools": '[{"name": "w"}]'},
             Prompt("7", ("u", "5"), system="s", tools='[{"name": "w"}]', roles=("user", "tool")),
         ),
-        (
-            {
-                "conversation": [
-                    {"role": "developer", "content": "s"},
-                    {"role": "user", "content": [{"type": "text", "text": "u"}]},
-                    {"role": "assistant", "content": None, "tool_calls": [{}]},
-                    {"role": "system", "content": "t"},
-                ]
-            },
-            Prompt("7", ("u",), system="s\n\nt"),
-        ),
-        (
-            {"prompt": [{"role": "user", "content": "u"}], "chosen": [], "tools": [{"a": 1}]},
-            Prompt("7", ("u",), tools='[{"a": 1}]'),
-        ),
+        ({"conversation": TURNS}, Prompt("7", ("u",), system="s\n\nt")),
+        ({"prompt": [said("user", "u")], "chosen": [], "tools": [{"a": 1}]}, Prompt("7", ("u",), tools='[{"a": 1}]')),
     ],
 )
 def test_every_known_form_of_record_is_read(record, expected):
@@ -93,10 +72,7 @@ def test_every_known_form_of_record_is_read(record, expected):
     [
         ("{not json", r":2: expected one JSON object"),
         ("[1]", r":2: expected a JSON object, got list"),
-        (
-            '{"query": "x"}',
-            r":2: expected one of the fields messages.*got query; map one .*columns: \{prompt: query\}",
-        ),
+        ('{"query": "x"}', r":2: expected one of the fields messages.*got query; map one .*columns: \{prompt: query\}"),
         ('{"messages": [{"role": "user"}]}', r":2: expected a list of messages with the strings 'role' and 'content'"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', r":2: expected at least one user message"),
         ('{"turns": "one"}', r":2: expected turns to be a list of strings, got 'one'"),
@@ -115,13 +91,23 @@ def test_a_malformed_line_is_named_by_file_and_line(tmp_path, line, complaint):
     assert str(path) in str(error.value)
 
 
-def test_every_prompt_is_in_exactly_one_split_whatever_the_order():
+def lines(path: Path, numbers: Iterable[int], field: str = "prompt") -> str:
+    """The path of a file with one prompt for each number."""
+    path.write_text("".join(f'{{"{field}": "p{number}"}}\n' for number in numbers))
+    return str(path)
+
+
+def test_every_prompt_is_in_exactly_one_split_whatever_the_order_and_listed_ids_decide_it(tmp_path):
     prompts = [Prompt(str(number), (f"x{number}",)) for number in range(520)]
     splits = split_by_id(prompts, weights=(40, 10, 2), seed=0)
     assert {split: len(splits[split]) for split in SPLITS} == {"train": 400, "dev": 100, "test": 20}
     assert sorted(prompt.id for split in SPLITS for prompt in splits[split]) == sorted(prompt.id for prompt in prompts)
     assert split_by_id(reversed(prompts), weights=(40, 10, 2), seed=0) == splits
     assert split_by_id(prompts, weights=(40, 10, 2), seed=1) != splits
+    lists = tmp_path / "ids.json"
+    lists.write_text(json.dumps({"test": [2], "dev": [0, 3]}))
+    splits = split_by_id(prompts[:5], weights=(1, 1, 1), seed=0, split_ids=str(lists))
+    assert [sorted(prompt.id for prompt in splits[split]) for split in SPLITS] == [["1", "4"], ["0", "3"], ["2"]]
 
 
 def test_no_text_is_in_two_splits(tmp_path, capsys):
@@ -138,20 +124,10 @@ def test_no_text_is_in_two_splits(tmp_path, capsys):
     assert shown.count("ignoring the column note; to use one") == 1
 
 
-def test_no_text_is_in_two_splits_of_several_sets(tmp_path):
-    for name, count in (("a", 40), ("b", 60)):
-        text = "".join(f'{{"prompt": "p{number}"}}\n' for number in range(count))
-        (tmp_path / f"{name}.jsonl").write_text(text)
-    sources = tuple(str(tmp_path / f"{name}.jsonl") for name in "ab")
-    config = DataConfig(prompts=sources, num_train=9, num_dev=9, num_test=9, split_weights=(1, 1, 1))
-    texts = [p.turns for split in SPLITS for p in load_prompts(config, split)]
-    assert len(texts) == len(set(texts)) == 27
-
-
 @pytest.mark.parametrize(
     ("record", "unused"),
     [
-        ({"messages": [{"role": "user", "content": "u"}], "prompt": "u", "history": [["a", "b"]]}, "history, prompt"),
+        ({"messages": [said("user", "u")], "prompt": "u", "history": [["a", "b"]]}, "history, prompt"),
         ({"instruction": "u", "text": "### u", "passage": "p", "empty": "", "output": "x"}, "passage, text"),
         ({"turns": ["u"], "prompt": "u", "reference": ["r"]}, "prompt"),
     ],
@@ -163,93 +139,53 @@ def test_filled_columns_that_no_prompt_uses_are_named(record, unused, tmp_path, 
     assert f"{unused}; to use one, map it" in capsys.readouterr().err
 
 
-def test_a_larger_run_contains_the_smaller_one(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(f'{{"prompt": "p{number}"}}\n' for number in range(60)))
-    small = DataConfig(prompts=str(path), num_train=5, num_dev=2, num_test=1)
+def test_a_larger_run_contains_the_smaller_one_and_too_few_are_reported_under_the_setting_that_asked(tmp_path):
+    small = DataConfig(prompts=lines(tmp_path / "a.jsonl", range(60)), num_train=5, num_dev=2, num_test=1)
+    large = replace(small, num_train=30, num_dev=5, num_test=2)
     for split in SPLITS:
-        fewer, more = (
-            load_prompts(small, split),
-            load_prompts(replace(small, num_train=30, num_dev=5, num_test=2), split),
-        )
-        assert more[: len(fewer)] == fewer[: len(more)]
+        fewer, more = (load_prompts(config, split) for config in (small, large))
+        assert more[: len(fewer)] == fewer
+    for section in ("data", "decode"):
+        with pytest.raises(ValueError, match=rf"^{section}\.num_dev is 50, .* set {section}\.num_dev to"):
+            load_prompts(replace(small, num_dev=50), "dev", section=section)
+    one = lines(tmp_path / "b.jsonl", range(1))
+    with pytest.raises(ValueError, match=r"num_train is 9, .* has 1 train prompts; set data.num_train to at most 1"):
+        load_prompts(DataConfig(prompts=one, num_train=9), "train")
+    with pytest.raises(FileNotFoundError, match="does not exist and is not a known set; set it to stories, alpaca"):
+        load_prompts(DataConfig(prompts="nowhere"), "train")
 
 
-def test_too_few_prompts_are_reported_under_the_setting_that_asked(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(f'{{"prompt": "p{number}"}}\n' for number in range(60)))
-    asked = DataConfig(prompts=str(path), num_dev=50)
-    with pytest.raises(ValueError, match=r"^data\.num_dev is 50, .* set data\.num_dev to"):
-        load_prompts(asked, "dev")
-    with pytest.raises(ValueError, match=r"^decode\.num_dev is 50, .* set decode\.num_dev to"):
-        load_prompts(asked, "dev", section="decode")
-
-
-def lines(path, count: int, field: str = "prompt") -> str:
-    path.write_text("".join(f'{{"{field}": "p{number}"}}\n' for number in range(count)))
-    return str(path)
-
-
-@pytest.mark.parametrize(("num_train", "expected"), [(None, (572, 64, 64)), (512, (572, 64, 64)), (9, (572, 64, 64))])
-def test_splits_follow_what_is_asked_where_the_usual_shares_have_too_few(tmp_path, num_train, expected):
-    path, asked = lines(tmp_path / "prompts.jsonl", 700), {"num_dev": 64, "num_test": 64}
-    data = settled(DataConfig(dir=str(tmp_path / "data"), prompts=path, num_train=num_train, **asked))
-    assert data.split_weights == expected
-    prompts = {split: load_prompts(data, split) for split in SPLITS}
-    assert [len(prompts[split]) for split in SPLITS] == [num_train or 572, 64, 64]
-    assert len({prompt.id for split in SPLITS for prompt in prompts[split]}) == (num_train or 572) + 128
-
-
-def test_the_usual_shares_stay_where_they_have_enough(tmp_path):
-    data = DataConfig(dir=str(tmp_path), prompts=lines(tmp_path / "a.jsonl", 700), num_train=500, num_dev=9, num_test=9)
-    assert settled(data).split_weights == WEIGHTS
-    assert settled(replace(data, split_weights=(1, 1, 1))).split_weights == (1, 1, 1)
-
-
-def test_a_directory_keeps_the_shares_that_it_was_made_with(tmp_path):
-    path = lines(tmp_path / "prompts.jsonl", 700)
-    data = DataConfig(dir=str(tmp_path), prompts=path, num_train=None, num_dev=64, num_test=64)
-    (tmp_path / "manifest.json").write_text(json.dumps({"split_weights": [300, 200, 200]}))
-    assert settled(data).split_weights == (300, 200, 200)
-    assert settled(data).num_train == 300
+def test_splits_follow_what_is_asked_where_the_usual_shares_have_too_few(tmp_path):
+    path = lines(tmp_path / "prompts.jsonl", range(700))
+    usual = DataConfig(dir=str(tmp_path / "data"), prompts=path, num_train=500, num_dev=9, num_test=9)
+    assert settled(usual).split_weights == WEIGHTS
+    assert settled(replace(usual, split_weights=(1, 1, 1))).split_weights == (1, 1, 1)
+    asked = replace(usual, num_dev=64, num_test=64)
+    for num_train in (None, 512, 9):
+        data = settled(replace(asked, num_train=num_train))
+        assert data.split_weights == (572, 64, 64)
+        prompts = [load_prompts(data, split) for split in SPLITS]
+        assert list(map(len, prompts)) == [num_train or 572, 64, 64]
+        assert len({prompt.id for part in prompts for prompt in part}) == (num_train or 572) + 128
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps({"split_weights": [300, 200, 200]}))
+    made = settled(replace(asked, num_train=None))
+    assert (made.split_weights, made.num_train) == ((300, 200, 200), 300), "the shares that it was made with"
 
 
 def test_more_than_there_is_and_stories_without_a_number_are_refused(tmp_path):
-    data = DataConfig(dir=str(tmp_path), prompts=lines(tmp_path / "prompts.jsonl", 100), num_dev=60, num_test=60)
+    data = DataConfig(dir=str(tmp_path), prompts=lines(tmp_path / "a.jsonl", range(100)), num_dev=60, num_test=60)
     with pytest.raises(ValueError, match=r"has 100 prompts, but data\.num_train, num_dev and num_test are null, 60"):
         settled(replace(data, num_train=None))
     with pytest.raises(ValueError, match=r"set data\.num_train"):
         settled(DataConfig(dir=str(tmp_path), prompts="stories", num_train=None))
 
 
-def test_a_text_column_is_a_prompt_and_another_is_asked_for_by_name(tmp_path):
+def test_a_text_column_is_a_prompt_and_a_file_without_a_prompt_is_named(tmp_path):
     of = {"split_weights": (1, 0, 0), "num_train": 3}
-    assert load_prompts(DataConfig(prompts=lines(tmp_path / "a.jsonl", 3, "text"), **of), "train")
-    with pytest.raises(ValueError, match=r"columns: \{prompt: query\}"):
-        load_prompts(DataConfig(prompts=lines(tmp_path / "b.jsonl", 3, "query"), **of), "train")
+    assert load_prompts(DataConfig(prompts=lines(tmp_path / "a.jsonl", range(3), "text"), **of), "train")
     with pytest.raises(ValueError, match=r"c\.jsonl contains no prompt"):
-        load_prompts(DataConfig(prompts=lines(tmp_path / "c.jsonl", 0), **of), "train")
-
-
-def test_listed_ids_decide_the_split(tmp_path):
-    lists = tmp_path / "ids.json"
-    lists.write_text(json.dumps({"test": [2], "dev": [0, 3]}))
-    prompts = [Prompt(str(number), (f"x{number}",)) for number in range(5)]
-    splits = split_by_id(prompts, weights=(1, 1, 1), seed=0, split_ids=str(lists))
-    assert {split: sorted(prompt.id for prompt in splits[split]) for split in SPLITS} == {
-        "train": ["1", "4"],
-        "dev": ["0", "3"],
-        "test": ["2"],
-    }
-
-
-def test_more_prompts_than_there_are_is_refused_with_the_number(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "only"}\n')
-    with pytest.raises(ValueError, match=r"num_train is 9, .* has 1 train prompts; set data.num_train to at most 1"):
-        load_prompts(DataConfig(prompts=str(path), num_train=9), "train")
-    with pytest.raises(FileNotFoundError, match="does not exist and is not a known set; set it to stories, alpaca"):
-        load_prompts(DataConfig(prompts="nowhere"), "train")
+        load_prompts(DataConfig(prompts=lines(tmp_path / "c.jsonl", []), **of), "train")
 
 
 def test_a_hub_set_is_read_through_datasets_and_split_by_its_own_parts(monkeypatch):
@@ -291,17 +227,14 @@ def test_templates_are_the_papers_wrappers(tokenizer):
     code = render(Prompt("b", ("def f():",)), tokenizer, "humaneval")
     assert code.startswith("[INST] Below is an instruction")
     assert code.endswith("Create a Python script for this problem:\ndef f():\n\n### Response: [/INST]")
-    assert render(Prompt("c", ("1+1?",)), tokenizer, "gsm8k").endswith(
-        "### Instruction:\n1+1?\n\n### Response: Let's think step by step. [/INST]"
-    )
+    sums = render(Prompt("c", ("1+1?",)), tokenizer, "gsm8k")
+    assert sums.endswith("### Instruction:\n1+1?\n\n### Response: Let's think step by step. [/INST]")
 
 
 def test_replies_stand_between_the_turns(tokenizer):
     prompt = Prompt("a", ("one", "two"), system="be brief")
-    assert (
-        render(prompt, tokenizer, "llama2", ["yes"])
-        == "[INST] <<SYS>>\nbe brief\n<</SYS>>\n\none [/INST] yes <end>[INST] two [/INST]"
-    )
+    llama2 = "[INST] <<SYS>>\nbe brief\n<</SYS>>\n\none [/INST] yes <end>[INST] two [/INST]"
+    assert render(prompt, tokenizer, "llama2", ["yes"]) == llama2
     assert render(prompt, tokenizer, "plain", ["yes"]) == "be brief\none\nyes\ntwo"
     chat = encode(replace(prompt, system=""), tokenizer, "chat", ["yes"])
     assert tokenizer.decode(chat) == "<u>one\n<a>yes<end><u>two\n<a>"

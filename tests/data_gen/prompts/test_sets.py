@@ -1,8 +1,11 @@
-"""Prompt sets of every form that `datasets` reads, and several of them at once."""
+"""Prompt sets of every form that `datasets` reads, several at once, and six public shapes through `init` and `data`."""
 
 import gzip
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -14,8 +17,10 @@ from data_gen.prompts import sets as hub
 from data_gen.prompts.sets import load_prompts
 from data_gen.prompts.splits import SPLITS
 from data_gen.stats import stats
-from data_gen.store.rows import read_rows
-from store.shards import list_shards
+from data_gen.store.manifest import read_manifest
+from evaluation.costs.init import init
+from lm import load_pair_tokenizer
+from tests.data_gen.on_disk import errors_of, rows_of, with_data, with_prompts
 
 RECORDS = [{"question": f"q{number}", "key": f"k{number}"} for number in range(6)]
 NAMES = ["set.csv", "semicolon.csv", "set.tsv", "set.json", "set.jsonl", "set.jsonl.gz", "set.parquet", "directory"]
@@ -29,55 +34,49 @@ def _own_cache(tmp_path, monkeypatch):
 
 def write(path: Path) -> Path:
     """The records, in the form that the path's ending names; a directory: Parquet in it."""
-    frame = pd.DataFrame(RECORDS)
-    if path.suffix in (".csv", ".tsv"):
-        sep = "\t" if path.suffix == ".tsv" else ";" if path.stem == "semicolon" else ","
-        frame.to_csv(path, index=False, sep=sep)
-    elif path.suffix == ".gz":
-        path.write_bytes(gzip.compress("".join(json.dumps(record) + "\n" for record in RECORDS).encode()))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(RECORDS, indent=1))
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    elif path.suffix == ".parquet":
-        frame.to_parquet(path)
-    else:
-        path.mkdir()
-        frame.to_parquet(path / "train.parquet")
-        frame.head(1).assign(key="own").to_parquet(path / "test.parquet")
+    frame, lines = pd.DataFrame(RECORDS), "".join(json.dumps(record) + "\n" for record in RECORDS)
+    match path.suffix:
+        case ".csv":
+            frame.to_csv(path, index=False, sep=";" if path.stem == "semicolon" else ",")
+        case ".tsv":
+            frame.to_csv(path, index=False, sep="\t")
+        case ".gz":
+            path.write_bytes(gzip.compress(lines.encode()))
+        case ".json":
+            path.write_text(json.dumps(RECORDS, indent=1))
+        case ".jsonl":
+            path.write_text(lines)
+        case ".parquet":
+            frame.to_parquet(path)
+        case _:
+            path.mkdir()
+            frame.to_parquet(path / "train.parquet")
+            frame.head(1).assign(key="own").to_parquet(path / "test.parquet")
     return path
 
 
-def all_of(**source: object) -> dict[str, str]:
+def all_of(*, num: int = 6, **source: Any) -> dict[str, str]:
     """Id -> text of every prompt of a set."""
-    config = DataConfig(prompts=PromptSource(**source), split_weights=(1, 0, 0), num_train=6)  # type: ignore[arg-type]
+    config = DataConfig(prompts=PromptSource(**source), split_weights=(1, 0, 0), num_train=num)
     return {prompt.id: prompt.text for prompt in load_prompts(config, "train")}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_form_is_read_under_a_column_map(tmp_path, name):
-    expected = {record["key"]: record["question"] for record in RECORDS}
-    assert all_of(path=str(write(tmp_path / name)), columns=COLUMNS) == expected
-
-
-def test_a_directory_may_have_a_test_part_of_its_own(tmp_path):
-    source = PromptSource(path=str(write(tmp_path / "directory")), test_split="test", columns=COLUMNS)
-    config = DataConfig(prompts=source, split_weights=(1, 0, 0), num_test=1)
-    assert [prompt.id for prompt in load_prompts(config, "test")] == ["own"]
+    path = str(write(tmp_path / name))
+    assert all_of(path=path, columns=COLUMNS) == {record["key"]: record["question"] for record in RECORDS}
+    if name == "directory":
+        source = PromptSource(path=path, test_split="test", columns=COLUMNS)
+        config = DataConfig(prompts=source, split_weights=(1, 0, 0), num_test=1)
+        assert [prompt.id for prompt in load_prompts(config, "test")] == ["own"]
 
 
 def test_conversations_in_parquet_are_read_as_those_in_json(tmp_path):
     messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "gone"}]
     sharegpt = [{"from": "human", "value": "v"}]
-    for name, column, value in (("a", "messages", messages), ("b", "conversations", sharegpt), ("c", "turns", ["w"])):
-        pd.DataFrame({column: [value]}).to_parquet(tmp_path / f"{name}.parquet")
-    found = [
-        load_prompts(
-            DataConfig(prompts=str(tmp_path / f"{name}.parquet"), num_train=1, split_weights=(1, 0, 0)), "train"
-        )[0].turns
-        for name in "abc"
-    ]
-    assert found == [("u",), ("v",), ("w",)]
+    for column, value, text in (("messages", messages, "u"), ("conversations", sharegpt, "v"), ("turns", ["w"], "w")):
+        pd.DataFrame({column: [value]}).to_parquet(tmp_path / f"{column}.parquet")
+        assert list(all_of(path=str(tmp_path / f"{column}.parquet"), num=1).values()) == [text]
 
 
 @pytest.mark.parametrize(
@@ -102,45 +101,36 @@ def test_a_column_that_is_not_there_is_named(tmp_path):
         all_of(path=str(write(tmp_path / "set.json")), columns={"prompt": "ask"})
 
 
-def known(monkeypatch, **source: object) -> tuple[dict, dict[str, list[str]]]:
-    """What `datasets` is asked for when a known set is read, and the ids of each split."""
+def known(monkeypatch, **source: Any) -> tuple[dict, dict[str, list[str]]]:
+    """What `datasets` is asked for when a known set is read, and the texts of each split."""
     asked: dict = {}
 
     def load_dataset(path, name, *, split, data_files):
         asked.update(path=path, name=name, split=split)
-        return [
-            {"question": f"{split} q{number}", "ask": f"{split} a{number}", "key": f"{split} {number}"}
-            for number in range(10)
-        ]
+        names = {"question": "q", "ask": "a", "key": ""}
+        return [{name: f"{split} {letter}{number}" for name, letter in names.items()} for number in range(10)]
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    ids = {}
-    for split in ("train", "dev", "test"):
-        config = DataConfig(
-            prompts=PromptSource(**source), split_weights=(2, 1, 1), num_train=99, num_dev=99, num_test=99
-        )  # type: ignore[arg-type]
-        try:
-            ids[split] = [prompt.text for prompt in load_prompts(config, split, may_be_fewer=True)]
-        except ValueError:
-            ids[split] = []
-    return asked, ids
+    sizes = {"split_weights": (2, 1, 1), "num_train": 99, "num_dev": 99, "num_test": 99}
+    config, texts = DataConfig(prompts=PromptSource(**source), **sizes), dict[str, list[str]]()
+    for split in SPLITS:
+        with suppress(ValueError):
+            texts[split] = [prompt.text for prompt in load_prompts(config, split, may_be_fewer=True)]
+    return asked, texts
 
 
 def test_a_known_set_reads_the_part_and_the_columns_that_the_user_names(monkeypatch):
-    asked, ids = known(monkeypatch, path="gsm8k")
+    asked, texts = known(monkeypatch, path="gsm8k")
     assert asked == {"path": "openai/gsm8k", "name": "main", "split": "test"}
-    assert {name: len(found) for name, found in ids.items()} == {"train": 8, "dev": 2, "test": 10}, (
-        "as the set prescribes"
-    )
-    asked, ids = known(
-        monkeypatch, path="gsm8k", split="validation", name="socratic", columns={"prompt": "ask", "question": "ask"}
-    )
+    assert {name: len(found) for name, found in texts.items()} == {"train": 8, "dev": 2, "test": 10}, "as it prescribes"
+    own = {"split": "validation", "name": "socratic", "columns": {"prompt": "ask", "question": "ask"}}
+    asked, texts = known(monkeypatch, path="gsm8k", **own)
     assert asked == {"path": "openai/gsm8k", "name": "socratic", "split": "validation"}
-    assert {name: len(found) for name, found in ids.items()} == {"train": 6, "dev": 2, "test": 2}
-    assert all(text.startswith("validation a") for texts in ids.values() for text in texts)
-    assert not set(ids["train"]) & set(ids["test"])
-    _, ids = known(monkeypatch, path="gsm8k", test_split="validation")
-    assert all(text.startswith("validation q") for text in ids["test"])
+    assert {name: len(found) for name, found in texts.items()} == {"train": 6, "dev": 2, "test": 2}
+    assert all(text.startswith("validation a") for found in texts.values() for text in found)
+    assert not set(texts["train"]) & set(texts["test"])
+    _, texts = known(monkeypatch, path="gsm8k", test_split="validation")
+    assert all(text.startswith("validation q") for text in texts["test"])
     asked, _ = known(monkeypatch, path="humaneval")
     assert asked["split"] == "test"
     with pytest.raises(ValueError, match="no column 'absent'"):
@@ -152,10 +142,8 @@ def test_a_hub_set_out_of_reach_is_one_line(monkeypatch):
         raise ConnectionError(f"Couldn't reach {path!r}\non the Hub")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"prompt set org/name cannot be reached and is not in the cache: Couldn't reach 'org/name' on",
-    ):
+    complaint = r"prompt set org/name cannot be reached and is not in the cache: Couldn't reach 'org/name' on"
+    with pytest.raises(FileNotFoundError, match=complaint):
         all_of(path="org/name", name="main", split="validation")
 
 
@@ -166,19 +154,17 @@ def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch):
             all_of(path=path)
 
 
-def test_a_record_that_cannot_be_read_is_counted_and_the_run_continues(toy_config, with_data, tmp_path, capsys):
+def test_a_record_that_cannot_be_read_is_counted_and_the_run_continues(toy_config, tmp_path, capsys):
     lines = [json.dumps({"prompt": f"Say {number}"}) for number in range(38)]
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join([*lines[:5], "{broken", *lines[5:], '{"prompt": 5}']) + "\n")
     config = with_data(toy_config, prompts=str(path), split_weights=(1, 0, 0), num_train=4, num_test=0)
     make(config)
-    problems = [json.loads(line) for line in (Path(config.data.dir) / "errors.jsonl").read_text().splitlines()]
-    assert [(problem["id"], problem["shard"]) for problem in problems] == [(f"{path}:6", None), (f"{path}:40", None)]
+    found = [(problem["id"], problem["shard"]) for problem in errors_of(config)]
+    assert found == [(f"{path}:6", None), (f"{path}:40", None)]
     shown = capsys.readouterr()
-    assert (
-        shown.err.count(f"2 of 40 records cannot be read and are left out, the first at {path}:6: expected one JSON")
-        == 1
-    )
+    warning = f"2 of 40 records cannot be read and are left out, the first at {path}:6: expected one JSON"
+    assert shown.err.count(warning) == 1
     assert "2 of 40 records of data.prompts are unreadable" in shown.out
     with pytest.raises(ValueError, match=r"2 of 40 records of data\.prompts are .* above data\.max_error_share"):
         make(with_data(config, max_error_share=0.04))
@@ -187,35 +173,16 @@ def test_a_record_that_cannot_be_read_is_counted_and_the_run_continues(toy_confi
         make(with_data(config, dir=str(tmp_path / "other")))
 
 
-@pytest.mark.parametrize("path", ["/", ".", ""])
-def test_a_path_without_a_name_is_no_set(path):
-    with pytest.raises(ValueError, match=r"data.prompts is .*, which names no set"):
-        hub.set_of(PromptSource(path=path))
-
-
-def test_half_a_character_is_a_problem_row_and_not_the_end_of_a_run(toy_config, with_data, tmp_path):
-    prompts = [
-        {"id": "whole", "prompt": "x"},
-        {"id": "half", "prompt": "\ud83d"},
-        {"id": "inner", "prompt": "y", "input": "\udc00"},
-        {"id": "fine", "prompt": "z"},
-    ]
+def test_half_a_character_is_a_problem_row_and_not_the_end_of_a_run(toy_config, tmp_path):
+    prompts = [{"id": "whole", "prompt": "x"}, {"id": "half", "prompt": "\ud83d"}, {"id": "fine", "prompt": "z"}]
+    prompts += [{"id": "inner", "prompt": "y", "input": "\udc00"}]
     responses = [{"id": "whole", "response": "\ud83d"}, {"id": "fine", "response": "z"}]
-    for name, records in (("prompts", prompts), ("responses", responses)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    config = with_data(
-        toy_config,
-        prompts=str(tmp_path / "prompts.jsonl"),
-        source="file",
-        responses=str(tmp_path / "responses.jsonl"),
-        max_error_share=1.0,
-        split_weights=(1, 0, 0),
-        num_train=4,
-        num_test=0,
-    )
+    path = tmp_path / "responses.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in responses))
+    of_file = {"source": "file", "responses": str(path), "max_error_share": 1.0}
+    config = with_prompts(toy_config, tmp_path / "prompts.jsonl", prompts, num_train=4, **of_file)
     make(config)
-    problems = [json.loads(line) for line in (Path(config.data.dir) / "errors.jsonl").read_text().splitlines()]
-    assert {problem["id"]: (problem["outcome"], problem["reason"].split(",")[0]) for problem in problems} == {
+    assert {problem["id"]: (problem["outcome"], problem["reason"].split(",")[0]) for problem in errors_of(config)} == {
         "whole": ("error", "the response has a lone surrogate (half of a character)"),
         "half": ("skipped", "the prompt has a lone surrogate (half of a character)"),
         "inner": ("skipped", "the prompt has a lone surrogate (half of a character)"),
@@ -225,13 +192,11 @@ def test_half_a_character_is_a_problem_row_and_not_the_end_of_a_run(toy_config, 
 @pytest.fixture
 def two_sets(tmp_path) -> tuple[PromptSource, PromptSource]:
     """Sixty prompts and twenty, ids alike; the first is to give three times as many."""
-    for name, count in (("large", 60), ("small", 20)):
-        (tmp_path / f"{name}.jsonl").write_text(
-            "".join(f'{{"id": {number}, "prompt": "{name} {number}"}}\n' for number in range(count))
-        )
-    return PromptSource(path=str(tmp_path / "large.jsonl"), weight=3.0), PromptSource(
-        path=str(tmp_path / "small.jsonl")
-    )
+    paths = {name: tmp_path / f"{name}.jsonl" for name in ("large", "small")}
+    for (name, path), count in zip(paths.items(), (60, 20), strict=True):
+        records = [{"id": number, "prompt": f"{name} {number}"} for number in range(count)]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return PromptSource(path=str(paths["large"]), weight=3.0), PromptSource(path=str(paths["small"]))
 
 
 def test_several_sets_are_drawn_by_their_weights_at_any_size(two_sets):
@@ -264,39 +229,31 @@ def test_a_prompt_of_two_sets_is_in_one_split_of_one_set(tmp_path):
     assert len({prompt.content for prompt in prompts}) == len(prompts) > 20
 
 
-def test_a_list_of_one_is_that_one(two_sets):
-    of = {"split_weights": (1, 0, 0), "num_train": 9}
-    path = two_sets[0].path
-    assert load_prompts(DataConfig(prompts=(path,), **of), "train") == load_prompts(
-        DataConfig(prompts=path, **of), "train"
-    )
-
-
-def test_sets_that_cannot_be_mixed_are_refused(two_sets):
-    with pytest.raises(
-        ValueError,
-        match=r"num_train is 99 .* has 8\d train prompts in these proportions; set data\.num_train=8\d|has 80",
-    ):
-        load_prompts(DataConfig(prompts=two_sets, split_weights=(1, 0, 0), num_train=99), "train")
+def test_a_list_of_one_is_that_one_and_sets_that_cannot_be_mixed_are_refused(two_sets):
+    of, path = {"split_weights": (1, 0, 0), "num_train": 9}, two_sets[0].path
+    one, same = (load_prompts(DataConfig(prompts=prompts, **of), "train") for prompts in ((path,), path))
+    assert one == same
+    few = r"num_train is 99 .* has 8\d train prompts in these proportions; set data\.num_train=8\d|has 80"
     for prompts, complaint in (
+        (two_sets, few),
         ((two_sets[0], two_sets[0]), "two sets named 'large'"),
         ((), "empty list"),
         ((PromptSource(path="x", weight=0.0), "y"), "weight of x in data.prompts is 0"),
     ):
         with pytest.raises(ValueError, match=complaint):
-            load_prompts(DataConfig(prompts=prompts, num_train=1), "train")
+            load_prompts(DataConfig(prompts=prompts, split_weights=(1, 0, 0), num_train=99), "train")
 
 
-def test_rows_tell_the_sets_apart(toy_config, with_data, two_sets):
+def test_rows_tell_the_sets_apart(toy_config, two_sets):
     config = with_data(toy_config, prompts=two_sets, split_weights=(1, 0, 1), num_train=4, num_test=0)
     make(config)
-    rows = [row for path in list_shards(config.data.dir, "train") for row in read_rows(path).to_pylist()]
+    rows = rows_of(config)
     assert [row["set"] for row in rows] == [row["id"].split("/")[0] for row in rows]
     assert {row["set"] for row in rows} == {"large", "small"}
-    part = json.loads((Path(config.data.dir) / "manifest.json").read_text())["split"]["train"]
-    assert part["sets"] == {"large": 3, "small": 1}
+    sets = read_manifest(config.data.dir)["split"]["train"]["sets"]
+    assert sets == {"large": 3, "small": 1}
     summary = stats(config, plots=False)
-    assert {name: summary[f"set {name}"]["rows"] for name in part["sets"]} == part["sets"]
+    assert {name: summary[f"set {name}"]["rows"] for name in sets} == sets
 
 
 @pytest.mark.parametrize(
@@ -313,9 +270,72 @@ def test_a_yaml_names_one_set_or_several(value, expected):
     assert config_of(parser, parsed).data.prompts == expected
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [("data/own.jsonl", "own"), ("org/chat-1.5", "chat-1.5"), ("org/chat-1.6", "chat-1.6"), ("alpaca", "alpaca")],
-)
-def test_a_set_is_called_by_its_file_or_its_whole_hub_name(path, name):
-    assert hub.set_name(path) == name
+def test_a_set_is_called_by_its_file_or_its_whole_hub_name():
+    names = {"data/own.jsonl": "own", "org/chat-1.5": "chat-1.5", "org/chat-1.6": "chat-1.6", "alpaca": "alpaca"}
+    assert {path: hub.set_name(path) for path in names} == names
+    for path in ("/", ".", ""):
+        with pytest.raises(ValueError, match=r"data.prompts is .*, which names no set"):
+            hub.set_of(PromptSource(path=path))
+
+
+SYSTEM = "Answer in one word."
+SYSTEM_TURN = {"role": "system", "content": SYSTEM}
+ASSISTANT, GPT = {"role": "assistant", "content": "gone"}, {"from": "gpt", "value": "gone"}
+OF_DOLLY, OF_SHAREGPT = {"response": "gone", "category": "qa"}, {"system": SYSTEM, "tools": "[]"}
+OF_DPO = {"chosen": [ASSISTANT], "rejected": [ASSISTANT]}
+SHAPES: dict[str, tuple[Callable[[int], dict[str, Any]], tuple[str, ...]]] = {
+    "alpaca": (
+        lambda n: {"instruction": f"Add {n} to it.", "input": f"It is {n}.", "output": "gone", "system": SYSTEM},
+        ("Add {n} to it.", "It is {n}.", SYSTEM),
+    ),
+    "dolly": (
+        lambda n: OF_DOLLY | {"instruction": f"What is {n}?", "context": f"{n} is a number."},
+        ("What is {n}?", "{n} is a number."),
+    ),
+    "sharegpt": (
+        lambda n: OF_SHAREGPT | {"conversations": [{"from": "human", "value": f"Say {n}."}, GPT]},
+        ("Say {n}.", SYSTEM),
+    ),
+    "messages": (
+        lambda n: {
+            "messages": [
+                {"role": "developer", "content": SYSTEM},
+                {"role": "user", "content": [{"type": "text", "text": f"Count to {n}."}]},
+                ASSISTANT | {"content": None, "tool_calls": [{"name": "gone"}]},
+            ]
+        },
+        ("Count to {n}.", SYSTEM),
+    ),
+    "lmsys": (
+        lambda n: {"conversation_id": f"c{n}", "conversation": [{"role": "user", "content": f"Hi {n}"}, ASSISTANT]},
+        ("Hi {n}",),
+    ),
+    "dpo": (
+        lambda n: OF_DPO | {"prompt": [SYSTEM_TURN, {"role": "user", "content": f"Rate {n}."}]},
+        ("Rate {n}.", SYSTEM),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_model_reads_every_part_of_a_record(shape, toy_pair, tmp_path, monkeypatch):
+    record_of, parts = SHAPES[shape]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("evaluation.costs.init._SAMPLE", 0)
+    records = [record_of(number) for number in range(16)]
+    Path("set.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    path = init(target=str(toy_pair / "target"), draft=str(toy_pair / "draft"), prompts="set.jsonl")
+    parser = parser_for(make)
+    lengths = ["--data.max_new_tokens", "4", "--data.max_prompt_tokens", "200"]
+    config = config_of(parser, parser.parse_args(["--config", str(path), *lengths]))
+    make(config)
+    tokenizer = load_pair_tokenizer(config.pair)
+    rows = [row for split in ("train", "dev", "test") for row in rows_of(config, split)]
+    assert len(rows) == 16
+    for row in rows:
+        number = int(row["id"].removeprefix("c"))
+        decoded = tokenizer.decode(row["prompt_ids"])
+        print(f"{json.dumps(records[number])}\n    {decoded!r}")
+        assert all(part.format(n=number) in decoded for part in parts)
+        assert "gone" not in decoded

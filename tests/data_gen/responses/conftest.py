@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from configs.schema import ServerConfig
+from tests.data_gen.on_disk import with_data
 from tests.toys.answering import answering, completion
 
 
@@ -16,7 +17,7 @@ def server():
 
 
 @pytest.fixture
-def served(toy_config, with_data, server):
+def served(toy_config, server):
     """The toy run with its responses from `server`."""
     url = f"http://127.0.0.1:{server.server_port}/v1"
     served = ServerConfig(url=url, max_retries=2, timeout_s=5, concurrency=3)

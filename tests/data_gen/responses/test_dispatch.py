@@ -1,6 +1,4 @@
-"""One queue over all shards and several servers: nobody waits for the end of a shard, a server that dies is stood in
-for, and the bytes are those of one request at a time.
-"""
+"""One queue over all shards and several servers, of which some die: the bytes are those of one request at a time."""
 
 import asyncio
 import random
@@ -8,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -18,13 +16,19 @@ from data_gen.prompts.prompt import Prompt
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.dispatch import Servers, _key_for
 from data_gen.responses.exchange import Answers
-from tests.data_gen.on_disk import files_of
+from tests.data_gen.on_disk import files_of, toy_of, with_data, with_server
 from tests.toys.answering import Answering, all_rows, answering, close_half_way, completion, problems
 
 
 def echo(body, attempt):
     """An answer that depends on the request alone."""
     return completion(f"{body['seed'] % 1000}")
+
+
+@pytest.fixture
+def server():
+    with answering(echo) as server:
+        yield server
 
 
 @pytest.fixture
@@ -39,17 +43,15 @@ def url_of(server) -> str:
 
 def asking(config, *servers, **settings):
     urls = tuple(map(url_of, servers)) if len(servers) > 1 else url_of(servers[0])
-    server = replace(config.data.server, url=urls, **{"max_retries": 0} | settings)
-    return replace(config, data=replace(config.data, server=server, max_error_share=0.0))
+    return with_data(with_server(config, url=urls, **{"max_retries": 0} | settings), max_error_share=0.0)
 
 
-@pytest.fixture
-def one_at_a_time(served, server, with_data):
+@pytest.fixture(scope="module")
+def one_at_a_time(toy_pair, prompts_file, tmp_path_factory):
     """The bytes of the run with one request at a time at one server."""
-    server.answer = echo
-    config = asking(with_data(served, dir=served.data.dir + "-slow"), server, concurrency=1)
-    make(config)
-    server.bodies.clear()
+    config = with_data(toy_of(toy_pair, prompts_file, tmp_path_factory.mktemp("slow") / "data"), source="server")
+    with answering(echo) as server:
+        make(asking(config, server, concurrency=1))
     return files_of(config.data.dir)
 
 
@@ -65,19 +67,16 @@ def test_a_list_of_servers_shares_the_requests_and_gives_the_bytes_of_one(served
 def test_no_server_has_more_requests_under_way_than_its_concurrency(served, server, second):
     most, under_way, lock = Counter(), Counter(), threading.Lock()
 
-    def counted(name):
-        def answer(body, attempt):
-            with lock:
-                under_way[name] += 1
-                most[name] = max(most[name], under_way[name])
-            time.sleep(0.05)
-            with lock:
-                under_way[name] -= 1
-            return echo(body, attempt)
+    def counted(name, body, attempt):
+        with lock:
+            under_way[name] += 1
+            most[name] = max(most[name], under_way[name])
+        time.sleep(0.05)
+        with lock:
+            under_way[name] -= 1
+        return echo(body, attempt)
 
-        return answer
-
-    server.answer, second.answer = counted("first"), counted("second")
+    server.answer, second.answer = partial(counted, "first"), partial(counted, "second")
     make(asking(served, server, second, concurrency=2))
     assert most == {"first": 2, "second": 2}
 
@@ -95,16 +94,13 @@ def test_the_others_take_over_the_requests_of_a_server_that_dies(served, server,
 @pytest.mark.parametrize("num_servers", [1, 2, 3])
 def test_a_prompt_at_which_servers_fail_is_the_problem_of_its_row(served, server, second, num_servers, capsys):
     """The prompt that ends in xx makes every server answer 500; all others are answered."""
-
-    def answer(body, attempt):
-        return (500, {"error": {"message": "boom"}}) if "xx" in body["prompt"] else echo(body, attempt)
-
+    boom = (500, {"error": {"message": "boom"}})
     with answering(echo) as third:
         servers = (server, second, third)[:num_servers]
         for each in servers:
-            each.answer = answer
+            each.answer = lambda body, attempt: boom if "xx" in body["prompt"] else echo(body, attempt)
         config = asking(served, *servers, concurrency=2)
-        make(replace(config, data=replace(config.data, max_error_share=1.0)))
+        make(with_data(config, max_error_share=1.0))
     failed = problems(config)
     assert len(failed) + len(all_rows(config)) == 12
     assert failed
@@ -124,7 +120,6 @@ def test_a_key_is_sent_only_to_a_server_that_it_was_named_for(served, server, mo
             super().do_POST()
 
     server.RequestHandlerClass = Keyed
-    server.answer = echo
     config = asking(served, server, api_key_variable=variable)
     with pytest.raises(ValueError, match="NO_KEY, but that environment") if expected is None else nullcontext():
         make(config)
@@ -134,11 +129,8 @@ def test_a_key_is_sent_only_to_a_server_that_it_was_named_for(served, server, mo
 
 def test_when_the_last_server_dies_the_run_stops_and_goes_on_later(served, server, second, one_at_a_time):
     num_answered = iter(range(100))
-
-    def dies(body, attempt):
-        return echo(body, attempt) if next(num_answered) < 8 else (503, {"error": {"message": "gone"}})
-
-    server.answer = second.answer = dies
+    gone = (503, {"error": {"message": "gone"}})
+    server.answer = second.answer = lambda body, attempt: echo(body, attempt) if next(num_answered) < 8 else gone
     config = asking(served, server, second, concurrency=1)
     with pytest.raises(ValueError, match="answers 503 for model"):
         make(config)
@@ -148,7 +140,6 @@ def test_when_the_last_server_dies_the_run_stops_and_goes_on_later(served, serve
 
 
 def test_each_server_of_a_list_is_tried_before_the_run(served, server, second):
-    server.answer = echo
     second.answer = lambda body, attempt: (404, {"error": {"message": "no such model"}})
     with pytest.raises(ValueError, match=f"{url_of(second)} answers 404 for model"):
         make(asking(served, server, second))
@@ -179,7 +170,7 @@ def test_the_next_shards_are_asked_for_while_the_last_rows_of_a_shard_are_under_
 
 
 @pytest.mark.parametrize("mode", ["together", "sequential"])
-def test_bytes_do_not_depend_on_when_the_servers_answer(served, server, second, one_at_a_time, with_data, mode):
+def test_bytes_do_not_depend_on_when_the_servers_answer(served, server, second, one_at_a_time, mode):
     chance = random.Random(5)
 
     def late(body, attempt):

@@ -1,11 +1,15 @@
 """`labels: server`: the labels that a server's log-probabilities give are those of the target in this process."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import SamplingConfig
 from data_gen.pipeline.command import make
@@ -13,21 +17,72 @@ from data_gen.pipeline.inspect import responses
 from data_gen.pipeline.plan import plan
 from data_gen.pipeline.worker import Job
 from data_gen.store.manifest import read_manifest
+from lm import Sampling
 from tests.cases import first_fast
-from tests.data_gen.on_disk import files_of
-from tests.data_gen.served_model import ServedModel
-from tests.toys.answering import all_rows, problems
+from tests.data_gen.on_disk import assert_as_at_once, files_of, with_data, with_server
+from tests.toys.answering import all_rows, completion, problems
 
 _OF_FLOATS = ("acceptance_prob", "target_prob", "acceptance_rate", "log_q", "entropy")
 
 
+@dataclass
+class ServedModel:
+    """What vLLM answers. Log-probabilities are over all ids of a padded vocabulary; tokens are the tokenizer's."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    logprobs_mode: str = "raw_logprobs"
+    max_logprobs: int = 500
+
+    def __call__(self, body: dict[str, Any], attempt: int) -> tuple[int, dict]:
+        num = body.get("logprobs") or 0
+        if num > self.max_logprobs:
+            return 400, {"error": {"message": f"logprobs of {num}, which is greater than max allowed"}}
+        top_k = body["top_k"] if body["top_k"] > 0 else None
+        sampling = Sampling(temperature=body["temperature"], top_k=top_k, top_p=body.get("top_p", 1.0))
+        generator = torch.Generator().manual_seed(body["seed"])
+        ids, told, prompt = list[int](), list[dict[int, float]](), body["prompt"]
+        while len(ids) < body["max_tokens"] and ids[-1:] != [1]:
+            logits = self._logits([*prompt, *ids])[-1]
+            probs = sampling.probs(logits[: len(self.tokenizer)])
+            ids.append(int(torch.multinomial(probs, 1, generator=generator)))
+            told.append(self._top(logits, num, ids[-1], sampling))
+        logprobs = {"top_logprobs": [{f"token_id:{name}": value for name, value in place.items()} for place in told]}
+        more: dict[str, Any] = {"token_ids": ids, "logprobs": logprobs if num else None}
+        if body.get("prompt_logprobs"):
+            rows = self._logits(prompt)
+            tops = [
+                self._top(row, body["prompt_logprobs"], token, sampling)
+                for row, token in zip(rows, prompt[1:], strict=False)
+            ]
+            named = [{str(name): {"logprob": value} for name, value in top.items()} for top in tops]
+            more["prompt_logprobs"] = [None, *named]
+        reason = "stop" if ids[-1] == 1 else "length"
+        return completion(self.tokenizer.decode(ids, skip_special_tokens=True), reason, **more)
+
+    @torch.inference_mode()
+    def _logits(self, ids: list[int]) -> Tensor:
+        return self.model(torch.tensor([ids])).logits[0].float()
+
+    def _top(self, logits: Tensor, num: int, token: int, sampling: Sampling) -> dict[int, float]:
+        """The drawn token, and the likeliest."""
+        values = {
+            "raw_logprobs": logits.log_softmax(-1),
+            "raw_logits": logits,
+            "processed_logprobs": sampling.probs(logits).log(),
+            "tempered": (logits / (sampling.temperature or 1)).log_softmax(-1),
+        }[self.logprobs_mode].clamp(min=-9999.0)
+        likeliest = values.topk(min(num, len(values)))
+        return {token: float(values[token])} | dict(
+            zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+        )
+
+
 @pytest.fixture
-def told(served, server, models, tokenizer, with_data):
+def told(served, server, models, tokenizer):
     """The toy run with responses and labels from a server that answers as vLLM does, by the toy target."""
     server.answer = ServedModel(models["target"], tokenizer)
-    return with_data(
-        served, labels="server", mode="together", server=replace(served.data.server, kind="vllm"), max_error_share=0.0
-    )
+    return with_data(with_server(served, kind="vllm"), labels="server", mode="together", max_error_share=0.0)
 
 
 def sampled(config, **sampling):
@@ -42,8 +97,7 @@ def features_of(config) -> dict[str, dict[str, torch.Tensor]]:
 def assert_same_features(config, other):
     """The same shards with the same tokens and coins, and the same float32 numbers to 1e-5."""
     features, others = features_of(config), features_of(other)
-    assert features.keys() == others.keys()
-    assert features
+    assert features.keys() == others.keys() != set()
     for name, tensors in features.items():
         assert tensors.keys() == others[name].keys()
         for key in tensors:
@@ -51,7 +105,7 @@ def assert_same_features(config, other):
             torch.testing.assert_close(tensors[key], others[name][key], **tolerance)
 
 
-def relabelled(config, with_data, tmp_path, **changes):
+def relabelled(config, tmp_path, **changes):
     """The same responses, from a file, under other settings and in another folder."""
     path = tmp_path / "responses.jsonl"
     responses(config, out=str(path))
@@ -60,38 +114,30 @@ def relabelled(config, with_data, tmp_path, **changes):
     return again
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    first_fast(
-        [
-            {"temperature": 1.4, "top_k": 20, "top_p": 0.8},
-            {"temperature": 0.0},
-            {"temperature": 0.5, "top_k": 12},
-            {"top_k": 50},
-        ]
-    ),
-    ids=str,
-)
-def test_labels_told_with_the_response_are_those_of_the_target_here(told, with_data, tmp_path, sampling):
+SAMPLINGS = [{"temperature": 1.4, "top_k": 20, "top_p": 0.8}, {"temperature": 0.0}]
+SAMPLINGS += [{"temperature": 0.5, "top_k": 12}, {"top_k": 50}]
+
+
+@pytest.mark.parametrize("sampling", first_fast(SAMPLINGS), ids=str)
+def test_labels_told_with_the_response_are_those_of_the_target_here(told, tmp_path, sampling):
     config = sampled(told, **sampling)
     make(config)
-    here = relabelled(config, with_data, tmp_path, labels="target")
+    here = relabelled(config, tmp_path, labels="target")
     assert_same_features(config, here)
     rows, others = all_rows(config), all_rows(here)
     assert {row["cross_entropy"] for row in rows.values()} == {None}
     assert not problems(config)
     for name, row in rows.items():
         for column in ("log_p", "log_q", "acceptance_prob", "acceptance_rate", "entropy"):
-            torch.testing.assert_close(
-                torch.tensor(row[column]), torch.tensor(others[name][column]), rtol=1e-3, atol=1e-3
-            )
+            values = (torch.tensor(row[column]), torch.tensor(others[name][column]))
+            torch.testing.assert_close(*values, rtol=1e-3, atol=1e-3)
 
 
-def test_labels_of_responses_that_are_there_already_are_those_that_came_with_them(told, with_data, tmp_path, server):
+def test_labels_of_responses_that_are_there_already_are_those_that_came_with_them(told, tmp_path, server):
     config = sampled(told, temperature=0.7, top_k=20)
     make(config)
     server.bodies.clear()
-    again = relabelled(config, with_data, tmp_path)
+    again = relabelled(config, tmp_path)
     assert_same_features(config, again)
     read = [body for body in server.bodies if "prompt_logprobs" in body]
     assert len(read) == len(all_rows(config)) == 12
@@ -111,6 +157,10 @@ def named(name):
     return lambda choice: choice["logprobs"]["top_logprobs"][0].update({f"token_id:{name}": -3.0})
 
 
+def by_text(choice):
+    choice["logprobs"] = {"top_logprobs": [{"a": -1.0}]}
+
+
 def sampled_from_all(choice):
     """The token of the first place is none of the likeliest."""
     place = choice["logprobs"]["top_logprobs"][0]
@@ -126,10 +176,11 @@ def sampled_from_all(choice):
         (named(10**30), "log-probability of token id 10{30} at position 0"),
         (sampled_from_all, r"at position 0 of the response has probability 0 under pair\.sampling"),
         (lambda choice: choice["logprobs"].update(top_logprobs=[]), "log-probabilities at 0 of 1 positions"),
+        (by_text, r"data\.labels: server needs log-probabilities by token id"),
     ],
 )
-def test_labels_of_a_misaligned_server_are_refused(told, server, models, tokenizer, lie, reason):
-    honest = ServedModel(models["target"], tokenizer)
+def test_labels_of_a_misaligned_server_are_refused(told, server, lie, reason):
+    honest = server.answer
 
     def answer(body, attempt):
         status, reply = honest(body, attempt)
@@ -142,7 +193,7 @@ def test_labels_of_a_misaligned_server_are_refused(told, server, models, tokeniz
     assert "\n" not in str(error.value)
 
 
-def test_one_stage_after_the_other_gives_the_bytes_of_one_run_and_needs_the_draft_alone(told, with_data):
+def test_one_stage_after_the_other_gives_the_bytes_of_one_run_and_needs_the_draft_alone(told):
     config = sampled(told, top_k=20)
     one = with_data(config, mode="sequential", dir=config.data.dir + "-one")
     staged = with_data(config, mode="sequential", dir=config.data.dir + "-staged")
@@ -155,24 +206,21 @@ def test_one_stage_after_the_other_gives_the_bytes_of_one_run_and_needs_the_draf
         make(staged, stages="target")
     assert files_of(config.data.dir) == files_of(one.data.dir) == files_of(staged.data.dir)
     assert not (Path(staged.data.dir) / "stages").exists()
-    for config_of_mode in (config, one):
-        stages = ("together",) if config_of_mode is config else ("respond", "draft")
-        jobs = [Job(pair=config.pair, data=config_of_mode.data, stage=stage) for stage in stages]
-        assert {name for job in jobs for name in job.models} == {"draft"}
+    jobs = [Job(pair=config.pair, data=config.data, stage="together")]
+    jobs += [Job(pair=config.pair, data=one.data, stage=stage) for stage in ("respond", "draft")]
+    assert {name for job in jobs for name in job.models} == {"draft"}
 
 
-def test_laws_that_a_broken_disk_lost_are_asked_for_again(told, with_data):
+def test_laws_that_a_broken_disk_lost_are_asked_for_again(told):
     staged = with_data(sampled(told, top_k=20), mode="sequential")
     make(staged, stages="respond")
     distributions = sorted((Path(staged.data.dir) / "stages" / "respond").glob("*.safetensors"))
     distributions[0].write_bytes(distributions[0].read_bytes()[:-1])
     make(staged)
-    whole = with_data(staged, dir=staged.data.dir + "-whole")
-    make(whole)
-    assert files_of(staged.data.dir) == files_of(whole.data.dir)
+    assert_as_at_once(staged)
 
 
-def test_a_place_whose_law_does_not_follow_is_an_error_of_its_row_and_a_retry_keeps_the_others(told, with_data, server):
+def test_a_place_whose_law_does_not_follow_is_an_error_of_its_row_and_a_retry_keeps_the_others(told, server):
     config = with_data(sampled(told, top_k=20), max_error_share=1.0)
     good, marked = server.answer, []
 
@@ -189,10 +237,8 @@ def test_a_place_whose_law_does_not_follow_is_an_error_of_its_row_and_a_retry_ke
     make(config)
     reasons = problems(config)
     assert len(reasons) == len(marked) > 0
-    assert all(
-        "does not follow from the log-probabilities: others may be as likely as number 20" in r
-        for r in reasons.values()
-    )
+    why = "does not follow from the log-probabilities: others may be as likely as number 20"
+    assert all(why in reason for reason in reasons.values())
     server.answer = good
     make(config, retry_errors=True)
     whole = with_data(config, dir=config.data.dir + "-whole")
@@ -210,27 +256,12 @@ def test_a_place_whose_law_does_not_follow_is_an_error_of_its_row_and_a_retry_ke
         ({"max_logprobs": 20}, "at its first request: refused: .*greater than max allowed.*--max-logprobs 80"),
     ],
 )
-def test_a_server_that_tells_other_numbers_is_refused_before_anything_is_loaded(
-    told, server, models, tokenizer, settings, complaint
-):
-    server.answer = ServedModel(models["target"], tokenizer, **settings)
+def test_a_server_that_tells_other_numbers_is_refused_before_anything_is_loaded(told, server, settings, complaint):
+    server.answer = ServedModel(server.answer.model, server.answer.tokenizer, **settings)
     config = sampled(told, temperature=0.5, top_k=50)
     with pytest.raises(ValueError, match=complaint):
         make(config)
     assert not (Path(config.data.dir) / "rows").exists()
-
-
-def test_a_server_that_tells_nothing_of_token_ids_is_refused(told, server, models, tokenizer):
-    real = ServedModel(models["target"], tokenizer)
-
-    def by_text(body, attempt):
-        status, reply = real(body, attempt)
-        reply["choices"][0]["logprobs"] = {"top_logprobs": [{"a": -1.0}]}
-        return status, reply
-
-    server.answer = by_text
-    with pytest.raises(ValueError, match=r"data\.labels: server needs log-probabilities by token id"):
-        make(sampled(told, top_k=50))
 
 
 @pytest.mark.parametrize(
@@ -241,27 +272,22 @@ def test_a_server_that_tells_nothing_of_token_ids_is_refused(told, server, model
         ({"top_k": None}, "every token of the vocabulary counts"),
     ],
 )
-def test_settings_under_which_no_server_can_tell_are_refused_at_once(told, with_data, server, changes, complaint):
-    config = sampled(told, top_k=changes.get("top_k", 50))
-    kind = replace(config.data.server, kind=changes.get("kind", "vllm"))
-    config = with_data(config, source=changes.get("source", "server"), server=kind)
-    with pytest.raises(ValueError, match=complaint):
-        make(config)
-    with pytest.raises(ValueError, match=complaint):
-        plan(config, sample=0)
+def test_settings_under_which_no_server_can_tell_are_refused_at_once(told, server, changes, complaint):
+    config = with_server(sampled(told, top_k=changes.get("top_k", 50)), kind=changes.get("kind", "vllm"))
+    config = with_data(config, source=changes.get("source", "server"))
+    for command in (make, partial(plan, sample=0)):
+        with pytest.raises(ValueError, match=complaint):
+            command(config)
     assert not server.bodies
 
 
-def test_the_manifest_says_who_labels_and_older_ones_agree_with_the_target(told, toy_config, with_data):
+def test_the_manifest_says_who_labels_and_plan_reckons_without_the_target(told, capsys):
     config = sampled(told, top_k=50)
     make(config)
     assert read_manifest(config.data.dir)["labels"] == "server"
     with pytest.raises(ValueError, match="differs in labels: 'server' there, None in this run"):
         make(with_data(config, labels="target"))
-    make(toy_config if toy_config.data.dir != config.data.dir else with_data(toy_config, dir=config.data.dir + "-here"))
-
-
-def test_plan_reckons_without_the_target(told, with_data, capsys):
-    totals = plan(sampled(told, top_k=50), sample=4)
+    capsys.readouterr()
+    totals = plan(with_data(config, dir=config.data.dir + "-planned"), sample=4)
     assert totals["target_sequence_forwards"] == 0
     assert "labels " in capsys.readouterr().out

@@ -1,47 +1,174 @@
-"""Responses from a server and from a file, with everything that can go wrong in between."""
+"""Responses from a server and from a file: servers that lie, hang, close half-way or read a prompt as other ids; what a
+run keeps of them and tries again.
+"""
 
 import json
-from dataclasses import replace
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from tokenizers import normalizers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from configs.command import run
 from data_gen.pipeline.command import make
-from data_gen.responses.exchange import Problem, Request, Response
-from data_gen.responses.server import request_settings
+from data_gen.responses.exchange import LatestRows, Problem, Request, Response
+from data_gen.responses.server import CompletionsServer, request_settings
 from data_gen.responses.text import ResponseFile, Spelling
 from lm import Sampling
-from tests.toys.answering import all_rows, completion, problems
+from tests.data_gen.on_disk import files_of, with_data, with_server
+from tests.toys.answering import all_rows, close_half_way, completion, problems
+
+TEXT = "<u>hi\n<a>"
 
 
-def test_a_servers_text_becomes_rows_with_the_end_of_sequence(served, server, tokenizer):
-    server.answer = lambda body, attempt: completion("hi", "stop" if "x" in body["prompt"] else "length")
+def answer_of(config, tokenizer) -> Response | Problem:
+    spelling = Spelling(tokenizer, frozenset({1}))
+    source = CompletionsServer(config.data.server, spelling, model="m", sampling=Sampling(), max_new_tokens=4)
+    request = Request("p", TEXT, tokenizer(TEXT, add_special_tokens=False).input_ids)
+    return source.respond([request], 0, lambda count: None)[0]
+
+
+@pytest.fixture(scope="module")
+def adds_bos(toy_pair):
+    """A tokenizer that begins every text with <u>, which its chat template has written already: as Llama's its BOS."""
+    tokenizer = AutoTokenizer.from_pretrained(toy_pair / "target")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<u> $A", special_tokens=[("<u>", 2)])
+    return tokenizer
+
+
+def test_vllm_reads_the_very_ids_that_labels_use_and_others_that_add_a_second_bos_are_refused(served, server, adds_bos):
+    """Read as vLLM does: a list as it is, a text with special tokens unless told otherwise."""
+    read = []
+
+    def answer(body, attempt):
+        tell = {"add_special_tokens": body.get("add_special_tokens", True)}
+        read.append(body["prompt"] if isinstance(body["prompt"], list) else adds_bos(body["prompt"], **tell).input_ids)
+        return completion("ok", token_ids=adds_bos("ok", add_special_tokens=False).input_ids)
+
+    server.answer = answer
+    expected = adds_bos(TEXT, add_special_tokens=False).input_ids
+    assert adds_bos(TEXT).input_ids == [2, *expected]
+    for prompt_as in ("auto", "token_ids", "text"):
+        assert isinstance(answer_of(with_server(served, kind="vllm", prompt_as=prompt_as), adds_bos), Response)
+    assert read == [expected] * 3
+    complaint = r"a server of kind openai adds them again; set data\.server\.prompt_as to token_ids"
+    with pytest.raises(ValueError, match=complaint):
+        answer_of(served, adds_bos)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"token_ids": [70, 9999]}, "response id 9999 is not one of the tokenizer's"),
+        ({"token_ids": [True, 70]}, "response id True is not one"),
+        ({"token_ids": "no list"}, "token_ids is not a list"),
+        ({"token_ids": [70, 71]}, "text differs from its decoded token ids"),
+        ({"token_ids": [1, 70], "text": "c"}, "end-of-sequence id at position 0 of a response of 3 tokens"),
+        ({"text": "far too long"}, "13 tokens, more than the requested 4"),
+        ({"text": None}, "invalid answer from the server"),
+        ({"finish_reason": "content_filter"}, "invalid answer from the server"),
+        ({"choices": 2}, "expected one choice"),
+    ],
+)
+def test_a_lie_becomes_the_problem_of_its_prompt(served, server, tokenizer, fields, reason):
+    status, reply = completion(**{"text": "hi", **fields})
+    server.answer = lambda body, attempt: (status, reply | {"choices": fields.get("choices", 1) * reply["choices"]})
+    answer = answer_of(served, tokenizer)
+    assert isinstance(answer, Problem)
+    assert answer.outcome == "error"
+    assert reason in answer.reason
+
+
+@pytest.mark.parametrize("failure", [close_half_way, lambda handler: time.sleep(1)], ids=["closes half-way", "hangs"])
+def test_a_server_that_closes_or_hangs_ends_in_one_line(served, server, tokenizer, failure):
+    server.answer = lambda body, attempt: (200, failure)
+    with pytest.raises(ValueError, match="does not answer after 0 retries"):
+        answer_of(with_server(served, max_retries=0, timeout_s=0.2), tokenizer)
+
+
+def test_a_proxy_that_answers_html_to_all_stops_the_run_and_no_prompt_counts_as_tried(served, server):
+    server.answer = lambda body, attempt: (200, "<html>sign in</html>")
+    with pytest.raises(ValueError, match=r"(\d+) of the last \1 answers of http.* are invalid; .*sign in"):
+        make(served)
+    server.answer = lambda body, attempt: completion("ok")
+    make(served)
+    assert len(all_rows(served)) + len(problems(served)) == 12
+
+
+def test_errors_are_tried_again_and_the_result_is_that_of_a_run_without_them(served, server, capsys):
+    """Shards without an error stay, prompts with a response are not asked again, and a retry may fail in between."""
+    server.answer = lambda body, attempt: completion("ok" + body["prompt"][-9:-4].strip("\n<>"))
+    whole = with_data(served, dir=served.data.dir + "-whole")
+    make(whole)
+    good, partly = server.answer, with_data(served, max_error_share=0.1)
+    no = (400, {"error": {"message": "no"}})
+    server.answer = lambda body, attempt: no if "again again again" in body["prompt"] else good(body, 0)
+    with pytest.raises(SystemExit, match="2"):
+        run({"make": lambda: make(partly)}, argv=["make"])
+    assert "above data.max_error_share 0.1" in capsys.readouterr().err
+    before, failed = files_of(partly.data.dir), problems(partly)
+    with_errors = {name for name in before if '"outcome": "error"' in before.get(name + ".json", b"").decode()}
+    server.answer = lambda body, attempt: (401, {"error": {"message": "key"}})
+    with pytest.raises(ValueError, match="answers 401"):
+        make(partly, retry_errors=True)
+    assert files_of(partly.data.dir) == before
+    server.answer, server.bodies[:] = good, []
+    make(partly, retry_errors=True)
+    assert len(server.bodies) == len(failed) > 0
+    after = files_of(partly.data.dir)
+    assert after == files_of(whole.data.dir)
+    untouched = {name for name in before if name.startswith("rows/") and name.endswith(".parquet")} - with_errors
+    assert untouched
+    assert all(before[name] == after[name] for name in untouched)
+
+
+@pytest.mark.parametrize(
+    ("failed", "allowed", "says"),
+    [
+        ([False] * 32 + [True] * 29, 0.0, "29 of the last 32"),
+        ([False] * 32 + [True] * 28, 0.0, None),
+        ([True] * 7, 0.0, None),
+        ([True] * 8, 0.0, "8 of the last 8"),
+        ([True] * 18 + [False], 0.0, "18 of the last 19"),
+        ([True] * 18 + [False], 0.95, None),
+        ([True] * 32, 1.0, None),
+    ],
+)
+def test_a_run_stops_once_nearly_all_of_its_latest_rows_failed(failed, allowed, says):
+    rows = [Problem(f"p{row}", "error", "no answer") if is_failed else None for row, is_failed in enumerate(failed)]
+    refused = rf"{says} answers are invalid; the latest, p\d+: no answer; check"
+    with pytest.raises(ValueError, match=refused) if says else nullcontext():
+        LatestRows(max_error_share=allowed).add(rows, subject="answers are invalid", remedy="check the proxy")
+
+
+def test_a_servers_text_or_token_ids_become_rows_and_passing_failures_are_retried(served, server, tokenizer):
+    def answer(body, attempt):
+        if attempt < 2:
+            return 503, {"error": {"message": "busy"}}
+        if "xx" in body["prompt"]:
+            return completion(tokenizer.decode([77, 78]), "length", token_ids=[77, 78])
+        return completion("hi", "stop" if "x" in body["prompt"] else "length")
+
+    server.answer = answer
     make(served)
     rows = all_rows(served)
-    assert len(rows) == 12
+    assert (len(rows), len(server.bodies)) == (12, 24)
+    assert {row["finish_reason"] for row in rows.values()} == {"stop", "length"}
     for row in rows.values():
-        assert row["response_ids"] == tokenizer("hi").input_ids + ([1] if row["finish_reason"] == "stop" else [])
+        hi = tokenizer("hi").input_ids + ([1] if row["finish_reason"] == "stop" else [])
+        assert row["response_ids"] == ([77, 78] if "xx" in row["prompt"] else hi)
     assert all(body["max_tokens"] == 10 and body["model"] == served.pair.target.path for body in server.bodies)
     assert len({body["seed"] for body in server.bodies}) == 12
-
-
-def test_passing_failures_of_a_server_are_retried(served, server):
-    server.answer = lambda body, attempt: (503, {"error": {"message": "busy"}}) if attempt < 2 else completion("late")
-    make(served)
-    assert len(all_rows(served)) == 12
-    assert len(server.bodies) == 24
 
 
 def test_what_a_server_answers_wrongly_is_reported_by_prompt(served, server):
     wrong = {
         "Say it \nx": (400, {"error": {"message": "too long"}}),
         "Say it again \nxx": (200, "<html>proxy</html>"),
-        "Say it again again \n": (
-            200,
-            {"id": "c", "object": "text_completion", "created": 0, "model": "m", "choices": []},
-        ),
+        "Say it again again \n": (200, completion("")[1] | {"choices": []}),
         "Say it again again again \n": completion("\ufffd" * 2, "content_filter"),
     }
 
@@ -56,29 +183,16 @@ def test_what_a_server_answers_wrongly_is_reported_by_prompt(served, server):
     assert any(reason.startswith("invalid answer from the server") for reason in reasons.values())
 
 
-def test_a_server_that_does_not_answer_stops_the_run_and_leaves_no_rows(served, server):
-    config = replace(
-        served,
-        data=replace(served.data, server=replace(served.data.server, url="http://127.0.0.1:9/v1", max_retries=0)),
-    )
+def test_a_server_that_does_not_answer_knows_no_such_model_or_refuses_all_stops_the_run(served, server):
     with pytest.raises(ValueError, match="does not answer after 0 retries"):
-        make(config)
-    assert not list(Path(config.data.dir).rglob("*.parquet"))
-
-
-def test_a_server_that_knows_no_such_model_or_refuses_all_stops_the_run(served, server):
+        make(with_server(served, url="http://127.0.0.1:9/v1", max_retries=0))
+    assert not list(Path(served.data.dir).rglob("*.parquet"))
     server.answer = lambda body, attempt: (404, {"error": {"message": "no model"}})
     with pytest.raises(ValueError, match="answers 404 for model"):
         make(served)
     server.answer = lambda body, attempt: (400, {"error": {"message": "bad field"}})
     with pytest.raises(ValueError, match=r"(\d+) of the last \1 answers .* are invalid; the latest, p\d+: refused: "):
-        make(replace(served, data=replace(served.data, rows_per_shard=8, dir=served.data.dir + "2")))
-
-
-def test_token_ids_of_a_server_are_taken_as_they_are(served, server, tokenizer):
-    server.answer = lambda body, attempt: completion(tokenizer.decode([77, 78]), "length", token_ids=[77, 78])
-    make(served)
-    assert all(row["response_ids"] == [77, 78] for row in all_rows(served).values())
+        make(with_data(served, rows_per_shard=8, dir=served.data.dir + "2"))
 
 
 def test_text_that_does_not_round_trip_is_reported_not_altered(tokenizer):
@@ -86,7 +200,6 @@ def test_text_that_does_not_round_trip_is_reported_not_altered(tokenizer):
     response = Spelling(tokenizer, frozenset({1})).of_text("caf\u00e9", "stop", request)
     assert isinstance(response, Response)
     assert tokenizer.decode(response.response_ids, skip_special_tokens=True) == "caf\u00e9"
-
     lowering = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     lowering.backend_tokenizer.normalizer = normalizers.Lowercase()
     answer = Spelling(lowering, frozenset({1})).of_text("Loud", "stop", request)
@@ -94,15 +207,12 @@ def test_text_that_does_not_round_trip_is_reported_not_altered(tokenizer):
     assert "does not round-trip" in answer.reason
 
 
-def test_a_file_of_responses_is_used_as_it_is(toy_config, with_data, tmp_path, tokenizer):
+def test_a_file_of_responses_is_used_as_it_is(toy_config, tmp_path, tokenizer):
     path = tmp_path / "responses.jsonl"
-    records = [{"id": f"p{number}", "response": "text"} for number in range(9)]
-    records += [
-        {"id": "p9", "response_ids": [50, 51]},
-        {"id": "p10", "response_ids": [50, 1]},
-        {"id": "p11", "response": "far too long for it"},
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records[1:]))
+    records = [{"id": f"p{number}", "response": "text"} for number in range(1, 9)]
+    records += [{"id": "p9", "response_ids": [50, 51]}, {"id": "p10", "response_ids": [50, 1]}]
+    records += [{"id": "p11", "response": "far too long for it"}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     config = with_data(toy_config, source="file", responses=str(path), max_error_share=1.0)
     make(config)
     rows, reasons = all_rows(config), problems(config)
@@ -118,14 +228,8 @@ def test_a_file_of_responses_is_used_as_it_is(toy_config, with_data, tmp_path, t
     [
         ('{"response": "x"}', ":2: expected an id"),
         ('{"id": 1, "text": "x"}', ":2: expected response"),
-        (
-            '{"id": 1, "prompt_ids": "five", "response_ids": [5]}',
-            ":2: expected prompt_ids to be a list of integers, got 'five'",
-        ),
-        (
-            '{"id": 1, "response": "x", "finish_reason": "eos"}',
-            ":2: expected finish_reason to be stop or length, got 'eos'",
-        ),
+        ('{"id": 1, "prompt_ids": "five", "response_ids": [5]}', ":2: expected prompt_ids .* of integers, got 'five'"),
+        ('{"id": 1, "response": "x", "finish_reason": "eos"}', ":2: expected finish_reason .* or length, got 'eos'"),
         ('{"id": 1, "response_ids": [true]}', ":2: expected response"),
         ('{"id": 1, "response": "x", "turn": 0}', ":2: expected turn to be a whole number from 1"),
     ],
@@ -138,23 +242,11 @@ def test_a_malformed_line_of_responses_is_named(tmp_path, tokenizer, line, compl
 
 
 def test_every_kind_of_server_is_told_the_sampling():
-    sampling = Sampling(temperature=0.5, top_k=50)
-    assert request_settings("vllm", sampling, max_new_tokens=9, eos_ids=[1])["extra_body"] == {
-        "top_k": 50,
-        "return_token_ids": True,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-    }
-    generation = json.loads(
-        request_settings("transformers", sampling, max_new_tokens=9, eos_ids=[1])["extra_body"]["generation_config"]
-    )
-    assert generation == {
-        "do_sample": True,
-        "max_new_tokens": 9,
-        "eos_token_id": [1],
-        "temperature": 0.5,
-        "top_k": 50,
-        "top_p": 1.0,
-    }
+    of = {"sampling": Sampling(temperature=0.5, top_k=50), "max_new_tokens": 9, "eos_ids": [1]}
+    extra = request_settings("vllm", **of)["extra_body"]
+    assert extra == {"top_k": 50, "return_token_ids": True, "min_p": 0.0, "repetition_penalty": 1.0}
+    generation = json.loads(request_settings("transformers", **of)["extra_body"]["generation_config"])
+    lengths = {"max_new_tokens": 9, "eos_token_id": [1]}
+    assert generation == {"do_sample": True, "temperature": 0.5, "top_k": 50, "top_p": 1.0} | lengths
     with pytest.raises(ValueError, match="top_k is 50, which an OpenAI server does not support"):
-        request_settings("openai", sampling, max_new_tokens=9, eos_ids=[1])
+        request_settings("openai", **of)

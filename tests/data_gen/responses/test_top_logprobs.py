@@ -31,19 +31,12 @@ def reader(sampling: Sampling, num: int, *, is_padded: bool = False) -> Distribu
     return DistributionReader(sampling=sampling, num_logprobs=num, num_ids=NUM_IDS, is_padded=is_padded)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(temperature=0),
-        Sampling(top_k=50),
-        Sampling(temperature=0.6, top_k=50),
-        Sampling(temperature=1.7, top_k=20),
-        Sampling(temperature=0.8, top_k=30, top_p=0.9),
-        Sampling(top_p=0.9),
-        Sampling(top_p=1e-6),
-    ],
-    ids=str,
-)
+SAMPLINGS = [Sampling(temperature=0), Sampling(top_k=50), Sampling(top_p=0.9), Sampling(top_p=1e-6)]
+SAMPLINGS += [Sampling(temperature=0.6, top_k=50), Sampling(temperature=1.7, top_k=20)]
+SAMPLINGS += [Sampling(temperature=0.8, top_k=30, top_p=0.9)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("width", [NUM_IDS, NUM_PADDED])
 def test_the_law_is_that_of_all_logits(sampling, width):
     logits = logits_of(width=width)
@@ -52,10 +45,13 @@ def test_the_law_is_that_of_all_logits(sampling, width):
     torch.testing.assert_close(dense(distributions), sampling.probs(logits[:, :NUM_IDS]), rtol=1e-5, atol=1e-7)
 
 
-def test_top_p_alone_is_known_from_few_where_no_id_is_padded():
+def test_top_p_alone_is_known_from_few_where_no_id_is_padded_and_of_equals_greedy_takes_the_least_as_argmax_does():
     logits, sampling = logits_of() * 1.5, Sampling(top_p=0.8)
     distributions = reader(sampling, 100).distributions(told(logits, 100))
     torch.testing.assert_close(dense(distributions), sampling.probs(logits), rtol=1e-5, atol=1e-7)
+    logits[:1, [3, 9, 200]] = 50.0
+    distributions = reader(Sampling(temperature=0), 15).distributions(told(logits[:1], 15))
+    assert (distributions.ids.tolist(), distributions.probs.tolist()) == ([[3]], [[1.0]])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -73,14 +69,6 @@ def test_equals_around_the_kth_place_are_kept_together_or_the_law_is_refused(tem
         num_determined += 1
         torch.testing.assert_close(dense(distributions), sampling.probs(logits[place, None]), rtol=1e-5, atol=1e-7)
     assert 0 < num_determined < 400
-
-
-@pytest.mark.parametrize(("place_of_ties", "expected"), [((3, 9, 200), 3)])
-def test_the_greedy_law_of_equals_is_the_least_id_as_argmax_has_it(place_of_ties, expected):
-    logits = logits_of(1)
-    logits[0, list(place_of_ties)] = 50.0
-    distributions = reader(Sampling(temperature=0), 15).distributions(told(logits, 15))
-    assert (distributions.ids.tolist(), distributions.probs.tolist()) == ([[expected]], [[1.0]])
 
 
 def test_padded_ids_among_the_likeliest_are_made_up_for_or_the_law_is_refused():
@@ -117,12 +105,9 @@ def test_what_does_not_determine_the_law_is_refused_with_the_place(sampling, pos
         (Sampling(top_k=50), 50, r"data.server.num_logprobs is 50 .*; set it to more than 50 \(null: 80\)"),
     ],
 )
-def test_a_sampling_that_no_number_determines_is_refused(sampling, num, complaint):
+def test_a_sampling_that_no_number_determines_is_refused_and_another_asks_for_few(sampling, num, complaint):
     with pytest.raises(ValueError, match=complaint):
         num_logprobs_of(sampling, num)
-
-
-def test_as_many_are_asked_for_as_determine_the_law_where_few_are_equal():
     assert num_logprobs_of(Sampling(top_k=50), None) == 80
     assert num_logprobs_of(Sampling(top_p=0.9), None) == 80
     assert num_logprobs_of(Sampling(top_k=50), 51) == 51

@@ -7,47 +7,37 @@ import fcntl
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from data_gen.pipeline.command import make
 from store.lock import LOCK, only_writer
 from store.shards import clean_partial
-from tests.data_gen.on_disk import in_a_child
+from tests.data_gen.on_disk import with_data
+from tests.data_gen.processes import at_once, meanwhile
 
 
-def hold_until_killed(directory: Path) -> None:
-    with only_writer(directory, setting="data.dir"):
-        time.sleep(60)
+def test_a_second_process_is_told_who_writes(toy_config, tmp_path):
+    folder = tmp_path / "d"
+    lock = folder / LOCK
 
+    def hold() -> None:
+        with only_writer(folder, setting="data.dir"):
+            signal.pause()
 
-@pytest.fixture
-def holder(tmp_path):
-    """A process that holds the lock of tmp_path/d."""
-    child = os.fork()
-    if child == 0:
-        hold_until_killed(tmp_path / "d")
-        os._exit(1)
-    while not (tmp_path / "d" / LOCK).is_file() or not (tmp_path / "d" / LOCK).read_text():
-        time.sleep(0.01)
-    yield child
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-
-
-def test_a_second_process_is_told_who_writes(holder, tmp_path, toy_config, with_data):
-    with pytest.raises(ValueError, match=rf"d is in use by process {holder} on \S+ since 20.*choose another data\.dir"):
-        make(with_data(toy_config, dir=str(tmp_path / "d")))
-    assert [path.name for path in (tmp_path / "d").iterdir()] == [LOCK]
+    with meanwhile(hold, until=lambda: lock.is_file() and lock.read_text() != "") as pid:
+        says = rf"d is in use by process {pid} on \S+ since 20.*choose another data\.dir"
+        with pytest.raises(ValueError, match=says):
+            make(with_data(toy_config, dir=str(folder)))
+        assert [path.name for path in folder.iterdir()] == [LOCK]
 
 
 def test_the_lock_of_a_dead_process_is_no_obstacle_and_none_is_left_over(tmp_path):
-    def die():
+    def die() -> None:
         with only_writer(tmp_path, setting="data.dir"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    assert os.WTERMSIG(in_a_child(die)) == signal.SIGKILL
+    assert at_once(die) == [-signal.SIGKILL]
     assert (tmp_path / LOCK).is_file()
     (tmp_path / "kept").touch()
     with only_writer(tmp_path, setting="data.dir"):
@@ -57,9 +47,7 @@ def test_the_lock_of_a_dead_process_is_no_obstacle_and_none_is_left_over(tmp_pat
 
 @pytest.mark.slow
 def test_a_thousand_handovers_never_let_two_in(tmp_path):
-    """Four processes take turns as fast as they can; each adds one to a number in a file, which two at once would
-    lose.
-    """
+    """Four processes take turns as fast as they can; each adds one to a number, which two at once would lose."""
     total = tmp_path / "total"
     total.write_text("0")
 
@@ -73,17 +61,7 @@ def test_a_thousand_handovers_never_let_two_in(tmp_path):
             except ValueError:
                 time.sleep(0)
 
-    children = []
-    for _ in range(4):
-        child = os.fork()
-        if child == 0:
-            try:
-                add()
-                os._exit(0)
-            finally:
-                os._exit(1)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert at_once(*[add] * 4) == [0] * 4
     assert total.read_text() == "1000"
 
 
@@ -100,22 +78,18 @@ def test_a_filesystem_without_locks_is_named_with_the_remedy_and_nothing_is_left
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", no_flock)
-    says = (
-        rf"heads\.dir is .*run, on a filesystem without file locks \(flock: {os.strerror(number)}\).*mount it with "
-        r"locks.*another disk"
-    )
+    says = rf"heads\.dir is .*run, on a filesystem without file locks \(flock: {os.strerror(number)}\)"
+    says += r".*mount it with locks.*another disk"
     with pytest.raises(ValueError, match=says), only_writer(tmp_path / "run", setting="heads.dir"):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
 def test_only_the_partial_files_of_writers_are_removed(tmp_path):
-    ours, theirs = (
-        ("rows/.a.parquet.12.partial", ".manifest.json.7.partial"),
-        ("rows/.a.partial", "decode/.b.json.9.partial", "mine.partial"),
-    )
-    for name in (*ours, *theirs):
+    ours = {"rows/.a.parquet.12.partial", ".manifest.json.7.partial"}
+    theirs = {"rows/.a.partial", "decode/.b.json.9.partial", "mine.partial"}
+    for name in ours | theirs:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     clean_partial(tmp_path, "rows")
-    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == set(theirs)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == theirs

@@ -8,35 +8,30 @@ from pathlib import Path
 import pytest
 import yaml
 
+from configs.schema import Config
 from data_gen.__main__ import main
 from data_gen.pipeline import command
 from data_gen.pipeline.command import make
 from data_gen.pipeline.inspect import check, responses
+from data_gen.stats import stats
 from store import shards
 from store.shards import check_sums, features_path, problems_of, rows_path, sidecar_path, write_shard
-from tests.data_gen.on_disk import files_of
+from tests.data_gen.on_disk import files_of, flip, with_data
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def broken_shards(config) -> list[Path]:
+def broken_shards(config: Config) -> list[Path]:
     """Shards of rows and of features, of which a byte flips."""
-    found = [rows_path(config.data.dir, "train", 1), features_path(config.data.dir, "drawn", "test", 0)]
-    for path in found:
+    paths = [rows_path(config.data.dir, "train", 1), features_path(config.data.dir, "drawn", "test", 0)]
+    for path in paths:
         flip(path)
-    return found
+    return paths
 
 
 @pytest.mark.parametrize("mode", ["together", pytest.param("sequential", marks=pytest.mark.slow)])
-def test_a_flipped_byte_is_named_and_its_shard_made_again_byte_for_byte(toy_config, with_data, capsys, mode):
+def test_a_flipped_byte_is_named_and_its_shard_made_again_byte_for_byte(toy_config, capsys, mode):
     config = with_data(toy_config, mode=mode)
     make(config)
-    whole = files_of(config.data.dir)
-    broken = broken_shards(config)
+    whole, broken = files_of(config.data.dir), broken_shards(config)
     capsys.readouterr()
     make(config)
     said = capsys.readouterr()
@@ -45,81 +40,74 @@ def test_a_flipped_byte_is_named_and_its_shard_made_again_byte_for_byte(toy_conf
     assert files_of(config.data.dir) == whole
 
 
-def test_a_broken_result_of_an_earlier_stage_is_made_again(toy_config, with_data, monkeypatch, capsys):
+def test_a_broken_result_of_an_earlier_stage_is_made_again(toy_config, monkeypatch, capsys):
     config = with_data(toy_config, mode="sequential")
     make(config)
     whole = files_of(config.data.dir)
     for path in Path(config.data.dir).rglob("*-0*"):
         path.unlink()
-    (run, calls) = (command._run, [])
-    monkeypatch.setattr(
-        command, "_run", lambda job, specs: calls.append(job.stage) or (run(job, specs) if len(calls) < 3 else 1 / 0)
-    )
-    with pytest.raises(ZeroDivisionError):
-        make(config)
-    monkeypatch.undo()
+    run, calls = command._run, []
+
+    def twice(job, specs):
+        calls.append(job.stage)
+        return run(job, specs) if len(calls) < 3 else 1 / 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "_run", twice)
+        with pytest.raises(ZeroDivisionError):
+            make(config)
     flip(Path(config.data.dir) / "stages" / "draft" / "train-00001.safetensors")
     make(config)
     assert "train-00001.safetensors is corrupted" in capsys.readouterr().err
     assert files_of(config.data.dir) == whole
 
 
-def test_check_names_every_broken_shard_and_changes_nothing(toy_config, capsys):
-    make(toy_config)
-    check(toy_config)
-    said = capsys.readouterr().out
-    assert "5 shards intact" in said
-    assert said.endswith(" are intact.\n")
-    broken = broken_shards(toy_config)
-    features_path(toy_config.data.dir, "fed", "train", 0).unlink()
-    sidecar_path(features_path(toy_config.data.dir, "fed", "train", 1)).write_text("{")
-    lost = rows_path(toy_config.data.dir, "test", 1)
+def test_check_shows_a_bar_names_every_broken_shard_changes_nothing_and_ends_with_exit_code_2(made, tmp_path, capsys):
+    check(made)
+    said = capsys.readouterr()
+    assert "checking sums" in said.err
+    assert "5 shards intact" in said.out
+    assert said.out.endswith(" are intact.\n")
+    broken = broken_shards(made)
+    features_path(made.data.dir, "fed", "train", 0).unlink()
+    sidecar_path(features_path(made.data.dir, "fed", "train", 1)).write_text("{")
+    lost = rows_path(made.data.dir, "test", 1)
     lost.unlink()
     sidecar_path(lost).unlink()
-    before = files_of(toy_config.data.dir)
-    with pytest.raises(ValueError, match=r"5 shards in .* are damaged or missing"):
-        check(toy_config)
-    said = capsys.readouterr().out
-    assert all(f"{path} is corrupted: its sha256 differs from its sidecar's; delete it" in said for path in broken)
-    assert "fed/train-00000.safetensors is missing" in said
-    assert "fed/train-00001.safetensors.json: invalid JSON" in said
-    assert f"{lost} is missing or incomplete" in said
-    assert files_of(toy_config.data.dir) == before
-
-
-def test_check_ends_with_exit_code_2_and_shows_a_bar(toy_config, tmp_path, capsys):
-    make(toy_config)
-    broken = broken_shards(toy_config)
-    path = tmp_path / "experiment.yaml"
-    path.write_text(yaml.safe_dump({"pair": asdict(toy_config.pair), "data": {"dir": toy_config.data.dir}}))
-    capsys.readouterr()
+    before, path = files_of(made.data.dir), tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump({"pair": asdict(made.pair), "data": {"dir": made.data.dir}}))
     with pytest.raises(SystemExit, match="2"):
         main(["check", "--config", str(path)])
     said = capsys.readouterr()
-    assert "checking sums" in said.err
-    assert said.err.splitlines()[-1].startswith("error: 2 shards in")
-    assert all(str(path) in said.out for path in broken)
+    assert said.err.splitlines()[-1].startswith("error: 5 shards in ")
+    assert "are damaged or missing" in said.err.splitlines()[-1]
+    for path in broken:
+        assert f"{path} is corrupted: its sha256 differs from its sidecar's; delete it" in said.out
+    assert "fed/train-00000.safetensors is missing" in said.out
+    assert "fed/train-00001.safetensors.json: invalid JSON" in said.out
+    assert f"{lost} is missing or incomplete" in said.out
+    assert files_of(made.data.dir) == before
 
 
-def test_responses_of_a_broken_shard_are_not_handed_on(toy_config, tmp_path):
-    make(toy_config)
-    flip(rows_path(toy_config.data.dir, "test", 0))
+def test_responses_and_statistics_of_a_broken_shard_are_refused(made, tmp_path):
+    flip(rows_path(made.data.dir, "test", 0))
     with pytest.raises(ValueError, match=r"test-00000\.parquet is corrupted"):
-        responses(toy_config, out=str(tmp_path / "out.jsonl"))
+        responses(made, out=str(tmp_path / "out.jsonl"))
     assert not (tmp_path / "out.jsonl").exists()
+    flip(rows_path(made.data.dir, "train", 0))
+    with pytest.raises(ValueError, match="is corrupted: its sha256"):
+        stats(made, plots=False)
 
 
 def test_a_shard_is_read_once_in_a_process_and_again_where_it_has_changed(tmp_path, monkeypatch):
     path, read = tmp_path / "train-00000.parquet", []
-    write_shard(path, b"x" * 100)
     digest = shards.hashlib.file_digest
     monkeypatch.setattr(shards.hashlib, "file_digest", lambda file, name: read.append(file.name) or digest(file, name))
-    check_sums([path])
-    check_sums([path])
-    assert len(read) == 1
-    write_shard(path, b"y" * 100)
-    check_sums([path])
-    assert len(read) == 2
+    for content, num_read in ((b"x" * 100, 1), (b"y" * 100, 2)):
+        write_shard(path, content)
+        check_sums([path])
+        check_sums([path])
+        assert len(read) == num_read
 
 
 def test_an_unreadable_shard_is_named_among_the_others(tmp_path, monkeypatch):

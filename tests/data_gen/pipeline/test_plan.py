@@ -1,5 +1,5 @@
-"""The arithmetic of `plan`, at the sizes of the papers' pairs, from config.json alone; and memory that a stage gives
-back.
+"""`plan`: what a run then takes; its arithmetic at the sizes of the papers' pairs, from config.json alone; and memory
+that stages free.
 """
 
 import gc
@@ -24,18 +24,12 @@ from evaluation.costs.plan import head_weights
 from heads.grid import grid
 from heads.training.stack import HeadStack
 from lm import load_model
-from store.shards import rows_path
+from store.shards import read_sidecar, rows_path
+from tests.data_gen.on_disk import with_data
 
 GB, ROOT = 1e9, Path(__file__).parents[3]
-NAMED = (
-    "model_type",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "vocab_size",
-)
+NAMED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+NAMED += ("intermediate_size", "vocab_size")
 PUBLISHED = {
     "Llama-2-70b-chat-hf": ("llama", 8192, 80, 64, 8, 28672, 32000),
     "Llama-2-7b-chat-hf": ("llama", 4096, 32, 32, 32, 11008, 32000),
@@ -56,9 +50,8 @@ PUBLISHED = {
 
 def shipped(name: str, folder: Path) -> Config:
     """A shipped experiment, its models replaced by folders that hold a config.json and nothing else."""
-    parser = parser_for(plan)
+    parser, models = parser_for(plan), {}
     config = config_of(parser, parser.parse_args(["--config", name]))
-    models = {}
     for role in ("target", "draft", "micro"):
         source = getattr(config.pair, role)
         if source is not None and Path(source.path).name in PUBLISHED:
@@ -99,12 +92,16 @@ def test_the_table_of_the_page_is_what_plan_calculates(name: str, tmp_path: Path
     assert f"| {line} |\n" in (ROOT / "docs" / "large-models.md").read_text()
 
 
-def test_the_arithmetic_of_llama2_is_that_of_its_published_sizes(tmp_path: Path):
+def test_the_arithmetic_of_llama2_is_that_of_its_published_sizes_and_quantised_it_fits_one_gpu(tmp_path: Path):
     config = shipped("llama2-7b-70b", tmp_path)
     target, draft = memory.size_of(config.pair.target), memory.size_of(config.pair.draft)
     assert target.weights == pytest.approx(138 * GB, rel=0.01)
     assert draft.weights == pytest.approx(13.5 * GB, rel=0.01)
     assert 64 * 1024 * target.kv_per_position == pytest.approx(21.5 * GB, rel=0.01)
+    quantised = replace(config.pair.target, quantization="4bit")
+    assert memory.size_of(quantised).weights == pytest.approx((2 * 0.524 + 136.9 * (0.5 + 1 / 16) / 2) * GB, rel=0.01)
+    needs = memory.needs(replace(config, pair=replace(config.pair, target=quantised)))
+    assert memory.problems(needs, memory.gpus_of("1x80")) == []
 
 
 @pytest.mark.slow
@@ -148,28 +145,18 @@ def test_slices_add_up_on_each_gpu(tmp_path: Path):
         memory.needs(config, 3)
 
 
-def test_a_quantised_70b_fits_one_gpu(tmp_path: Path):
-    config = shipped("llama2-7b-70b", tmp_path)
-    quantised = replace(config.pair.target, quantization="4bit")
-    assert memory.size_of(quantised).weights == pytest.approx((2 * 0.524 + 136.9 * (0.5 + 1 / 16) / 2) * GB, rel=0.01)
-    needs = memory.needs(replace(config, pair=replace(config.pair, target=quantised)))
-    assert memory.problems(needs, memory.gpus_of("1x80")) == []
-
-
-def test_a_sample_of_a_slow_pair_is_cut_to_its_seconds(toy_config, with_data, monkeypatch, capsys):
+def test_a_sample_of_a_slow_pair_is_cut_to_its_seconds(toy_config, monkeypatch, capsys):
     """A clock on which each token of a response takes a second; 32 prompts of 10 tokens would take five minutes."""
     clock, made = SimpleNamespace(now_s=0.0), Worker.make
 
     def timed(worker, spec, progress):
         made(worker, spec, progress)
-        clock.now_s += sum(
-            map(len, read_rows(rows_path(worker.data.dir, spec.split, spec.index)).to_pydict()["response_ids"])
-        )
+        rows = read_rows(rows_path(worker.data.dir, spec.split, spec.index)).to_pylist()
+        clock.now_s += sum(len(row["response_ids"]) for row in rows)
 
     monkeypatch.setattr(Worker, "make", timed)
-    monkeypatch.setattr(
-        planning, "time", SimpleNamespace(perf_counter=lambda: clock.now_s, monotonic=lambda: clock.now_s)
-    )
+    clocks = dict.fromkeys(("perf_counter", "monotonic"), lambda: clock.now_s)
+    monkeypatch.setattr(planning, "time", SimpleNamespace(**clocks))
     totals = planning.plan(with_data(toy_config, rows_per_shard=256), sample=8)
     assert clock.now_s < 3 * planning._BUDGET_S
     assert totals["is_cut"]
@@ -180,30 +167,16 @@ def test_a_sample_of_a_slow_pair_is_cut_to_its_seconds(toy_config, with_data, mo
     assert planning.shard_size(toy_config.data, {"time_s": 5.0, "rows": 12}) is None
 
 
-def test_weights_of_heads_are_those_of_the_heads_that_train(toy_config):
+def test_weights_of_heads_are_those_that_train(toy_config):
     heads = replace(toy_config.heads, normalised=(False, True), depths=(0, 2))
-    config = replace(toy_config, heads=heads)
     stacks = [HeadStack(shape, weights, hidden_size=8, seed=0) for shape, weights in grid(heads).items()]
-    assert head_weights(config) == sum(parameter.numel() for stack in stacks for parameter in stack.parameters())
-
-
-def test_plan_says_whose_gpus_it_reckons_with(toy_config, capsys: pytest.CaptureFixture):
-    plan(toy_config, sample=0)
-    plan(replace(toy_config, pair=replace(toy_config.pair, gpus="2x80")), sample=0)
-    shown = capsys.readouterr().out
-    assert "memory, compared with the GPUs of this machine:\n" in shown
-    assert "memory, compared with pair.gpus 2x80 (null: the GPUs of this machine):\n" in shown
-
-
-@pytest.mark.parametrize("written", ["2 of 80", "0x80", "2x1", "x80"])
-def test_gpus_that_cannot_be_are_refused(written: str):
-    with pytest.raises(ValueError, match=r"pair\.gpus is"):
-        memory.gpus_of(written)
+    num_weights = sum(parameter.numel() for stack in stacks for parameter in stack.parameters())
+    assert head_weights(replace(toy_config, heads=heads)) == num_weights
 
 
 @pytest.mark.parametrize("mode", ["together", "sequential"])
-def test_no_stage_holds_the_models_of_the_one_before(toy_config, with_data, monkeypatch: pytest.MonkeyPatch, mode: str):
-    seen: list[list[weakref.ref]] = []
+def test_no_stage_holds_the_models_of_the_one_before(toy_config, monkeypatch: pytest.MonkeyPatch, mode: str):
+    seen, start = list[list[weakref.ref]](), Worker.__init__
 
     def remember(source, **settings):
         assert all(model() is None for earlier in seen if earlier is not seen[-1] for model in earlier)
@@ -215,7 +188,6 @@ def test_no_stage_holds_the_models_of_the_one_before(toy_config, with_data, monk
         seen.append([])
         start(self, job)
 
-    start = Worker.__init__
     monkeypatch.setattr(Worker, "__init__", fresh)
     monkeypatch.setattr("data_gen.pipeline.worker.load_model", remember)
     config = with_data(toy_config, mode=mode, num_test=0)
@@ -226,3 +198,35 @@ def test_no_stage_holds_the_models_of_the_one_before(toy_config, with_data, monk
         assert all(model() is None for models in seen for model in models)
     finally:
         gc.enable()
+
+
+def test_a_plan_on_every_prompt_is_what_the_run_then_takes(toy_config):
+    config = with_data(toy_config, num_test=0, rows_per_shard=8)
+    expected = plan(config, sample=8)
+    make(config)
+    facts = read_sidecar(rows_path(config.data.dir, "train", 0))
+    assert expected["rows"] == facts["rows"] == 8
+    assert expected["response_tokens"] == pytest.approx(facts["tokens"], rel=0.25)  # other seeds, so other lengths
+    real = sum(path.stat().st_size for path in Path(config.data.dir).rglob("train-*") if path.suffix != ".json")
+    assert expected["disk_bytes"] == pytest.approx(real, rel=0.1)
+    assert expected["draft_sequence_forwards"] == 16
+    assert expected["time_s"] > 0
+    assert plan(config, sample=8) == {"rows": 0}
+
+
+def test_a_plan_without_a_sample_bounds_the_disk_warns_when_it_is_too_small_and_says_whose_gpus_it_reckons_with(
+    toy_config, capsys, monkeypatch
+):
+    config = with_data(toy_config, num_test=0)
+    bound, shown = plan(config, sample=0), capsys.readouterr().out
+    assert (bound["time_s"], bound["response_tokens"]) == (None, 80)
+    assert "warning" not in shown
+    assert "memory, compared with the GPUs of this machine:\n" in shown
+    monkeypatch.setattr("data_gen.pipeline.plan.shutil.disk_usage", lambda folder: SimpleNamespace(free=10))
+    plan(replace(config, pair=replace(config.pair, gpus="2x80")), sample=0)
+    shown = capsys.readouterr().out
+    assert "warning: not enough free disk space" in shown
+    assert "memory, compared with pair.gpus 2x80 (null: the GPUs of this machine):\n" in shown
+    for written in ("2 of 80", "0x80", "2x1", "x80"):
+        with pytest.raises(ValueError, match=r"pair\.gpus is"):
+            memory.gpus_of(written)
