@@ -21,10 +21,16 @@ STATISTICS = """\
 """Lines as a server of 0.5.0-dev prints them."""
 
 
-def test_a_number_is_a_forward_of_any_width_and_pairs_are_a_line_between():
+def test_numbers_pairs_and_logs_of_llama_cpp_give_both_times(tmp_path):
+    """240 ms of 120 drafted tokens are 2 ms each; (900 - 240) / 40 rounds less the draft's second reading is 14.5 for
+    4 tokens. Without a draft 900 ms of 100 forwards are 9 each.
+    """
     assert curve_of("t_target_ms", 30)([1, 5, 40]).tolist() == [0.03, 0.03, 0.03]
     line = curve_of("t_target_ms", "1:30,5:34,9:50")([1, 3, 5, 7, 11])
     assert line.tolist() == pytest.approx([0.03, 0.032, 0.034, 0.042, 0.058])
+    given = given_times(None, None, logs_in(tmp_path, LOG + STATISTICS, LOG))
+    assert float(given.curves.draft(1)) == pytest.approx(0.002)
+    assert given.curves.target([1, 4, 7]).tolist() == pytest.approx([0.009, 0.0145, 0.02])
 
 
 def logs_in(directory, *texts: str) -> str:
@@ -32,15 +38,6 @@ def logs_in(directory, *texts: str) -> str:
     for path, text in zip(paths, texts, strict=True):
         path.write_text(text)
     return ",".join(map(str, paths))
-
-
-def test_logs_of_llama_cpp_give_both_times(tmp_path):
-    """240 ms of 120 drafted tokens are 2 ms each; (900 - 240) / 40 rounds less the draft's second reading is 14.5 for
-    4 tokens. Without a draft 900 ms of 100 forwards are 9 each.
-    """
-    given = given_times(None, None, logs_in(tmp_path, LOG + STATISTICS, LOG))
-    assert float(given.curves.draft(1)) == pytest.approx(0.002)
-    assert given.curves.target([1, 4, 7]).tolist() == pytest.approx([0.009, 0.0145, 0.02])
 
 
 def test_flags_and_logs_that_give_no_times_are_refused(tmp_path):

@@ -86,16 +86,14 @@ def test_a_stop_is_paid_at_every_forward_of_the_models_that_it_stops():
     assert at_ratios(0.1, 0.5, {kind: 0.2}).t_stop_s == {kind: 0.1}
 
 
-@pytest.mark.parametrize("stop_s", [0.0, 0.05])
-def test_at_the_break_even_both_take_the_same_time_per_token(stop_s):
-    plain, hierarchy, slow = (
-        decoded(one, [stored(*of, num_emitted=num)]).played
-        for one, of, num in ((FREE, (0, 50, 10), 50), (STOPPED, (60, 20, 10), 54), (FREE, (60, 60, 12), 50))
-    )
-    times = Times(0.3, (1.0,), t_stop_s={Entropy().stop_kind: stop_s}, t_micro_s=7.0)
-    there = replace(times, t_micro_s=0.3 * break_even(hierarchy, plain, times))
-    assert there.tokens_per_s(hierarchy) == pytest.approx(there.tokens_per_s(plain))
-    assert break_even(slow, plain, times) < 0
+def test_at_the_break_even_both_take_the_same_time_per_token():
+    played = (FREE, (0, 50, 10), 50), (STOPPED, (60, 20, 10), 54), (FREE, (60, 60, 12), 50)
+    plain, hierarchy, slow = (decoded(one, [stored(*of, num_emitted=num)]).played for one, of, num in played)
+    for stop_s in (0.0, 0.05):
+        times = Times(0.3, (1.0,), t_stop_s={Entropy().stop_kind: stop_s}, t_micro_s=7.0)
+        there = replace(times, t_micro_s=0.3 * break_even(hierarchy, plain, times))
+        assert there.tokens_per_s(hierarchy) == pytest.approx(there.tokens_per_s(plain))
+        assert break_even(slow, plain, times) < 0
 
 
 def forty(competitor: Competitor, *settings: tuple[int, int, int]) -> Decoded:

@@ -60,22 +60,16 @@ def chosen(draft, stops, lengths, play_dev):
     return {method: one.settings for method, one in methods.items()}
 
 
-def test_the_times_of_a_draft_are_fitted_to_its_generations():
+def test_dev_chooses_by_counts_and_fitted_times_whatever_stalled_on_the_clock():
     times = times_of(on_dev()([replace(FIXED, settings=tuple({"k": k} for k in (1, 2, 4)))]))
     assert (times.t_draft_s, *times.t_target_s) == pytest.approx((2, 11, 14), rel=1e-3)
-
-
-@pytest.mark.parametrize("stall", [1.0, 8.0])
-def test_dev_chooses_by_counts_and_times_whatever_stalled_on_the_clock(stall):
-    settings = chosen(CHAIN, STOPS, [1, 2, 4], on_dev(stall))
     best = {"chain, as published": {"k": 4}, "chain, best fixed": {"k": 2}, "chain + stop": {"min_token_prob": 0.2}}
-    assert settings == {method: (setting,) for method, setting in best.items()}
-
-
-def test_a_choice_without_dev_prompts_is_refused_unless_there_is_nothing_to_choose():
+    for stall in (1.0, 8.0):
+        settings = chosen(CHAIN, STOPS, [1, 2, 4], on_dev(stall))
+        assert settings == {method: (setting,) for method, setting in best.items()}
     with pytest.raises(ValueError, match=r"decode\.num_dev"):
         chosen(CHAIN, {}, [1, 2, 4], lambda competitors: [])
-    assert list(chosen(CHAIN, {}, [4], lambda competitors: []).values()) == [({"k": 4},)] * 2
+    assert list(chosen(CHAIN, {}, [4], lambda competitors: []).values()) == [({"k": 4},)] * 2, "nothing to choose"
 
 
 def rows_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4.0, 4.0)):

@@ -82,24 +82,22 @@ def test_weights_count_as_repeated_tokens_and_batches_add_up_to_the_whole(tokens
         torch.testing.assert_close(ours, whole)
 
 
-def test_temperature_minimises_cross_entropy(tokens):
+def test_a_temperature_and_the_logistic_regression_of_a_signal_minimise_cross_entropy(tokens):
     logit, prob = tokens
-    shift = torch.tensor([0.0, 1.0, 2.0])
-    result = fit_temperature(observe(logit, prob[None]), shift)
-    z, p = (logit[1] + shift[1]).double().numpy(), prob.double().numpy()
-    best = minimize(lambda s: np.mean(np.logaddexp(0, s * z) - p * s * z), x0=[1.0]).x[0]
-    assert 1 / float(result[1]) == pytest.approx(best, abs=2e-3)
+    p, shift = prob.double().numpy(), torch.tensor([0.0, 1.0, 2.0])
 
+    def best(z: np.ndarray, start: list[float]) -> np.ndarray:
+        """Slope, and offset if there is one."""
+        return minimize(lambda ab: np.mean(np.logaddexp(0, f := ab[0] * z + ab[1:].sum()) - p * f), x0=start).x
 
-def test_a_signal_alone_gets_its_best_logistic_regression(tokens):
-    signal, prob = tokens[0][1:] - 3, tokens[1]
+    temperature = fit_temperature(observe(logit, prob[None]), shift)[1]
+    expected = best((logit[1] + shift[1]).double().numpy(), [1.0])
+    assert 1 / float(temperature) == pytest.approx(expected[0], abs=2e-3)
+    signal = logit[1:] - 3
     slope, offset = fit_logistic(observe(signal, prob[None]))
     for row in range(2):
-        z, p = signal[row].double().numpy(), prob.double().numpy()
-        best = minimize(
-            lambda ab, z=z, p=p: np.mean(np.logaddexp(0, ab[0] * z + ab[1]) - p * (ab[0] * z + ab[1])), x0=[0.5, 0.0]
-        ).x
-        assert (float(slope[row]), float(offset[row])) == pytest.approx(tuple(best), abs=5e-3)
+        expected = best(signal[row].double().numpy(), [0.5, 0.0])
+        assert (float(slope[row]), float(offset[row])) == pytest.approx(tuple(expected), abs=5e-3)
 
 
 def test_a_temperature_of_each_position_undoes_what_its_confidences_are_off_by():
