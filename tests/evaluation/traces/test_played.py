@@ -49,21 +49,16 @@ COLD += [("likeliest", name, policy) for name, policy in ENGINE_RULES.items()]
 COLD += [("eagle", name, rules_of("eagle")[name]) for name in ("fixed_length", "entropy", "drawn")]
 
 
-@pytest.mark.parametrize("policy", RULES)
-def test_the_loop_counts_what_replay_counts_for_every_policy(policy):
-    _, every = traced("plain", 4, 3, (2,))
-    some = every.select(range(0, len(every.rows), len(every.rows) // 40))
-    assert not rows_that_differ(decoder_of(RULES[policy], length=3), RULES[policy], some)
+TOYS = [(policy, "plain", 4, 3, (2,)) for policy in RULES]
+OTHERS = [("top_k", 5, 2, ()), ("top_p", 3, 2, (0, 2)), ("greedy", 5, 2, (2,)), ("cold", 1, 2, (2,))]
+TOYS += [(policy, *other) for policy in ("fixed_length", "ada_edl", "both_heads", "auto_online") for other in OTHERS]
 
 
-@pytest.mark.parametrize(
-    ("sampling", "limit", "eos_ids"), [("top_k", 5, ()), ("top_p", 3, (0, 2)), ("greedy", 5, (2,)), ("cold", 1, (2,))]
-)
-@pytest.mark.parametrize("policy", ["fixed_length", "ada_edl", "both_heads", "auto_online"])
-def test_the_loop_counts_what_replay_counts_under_every_sampling_limit_and_eos(policy, sampling, limit, eos_ids):
-    _, every = traced(sampling, limit, 2, eos_ids)
+@pytest.mark.parametrize(("policy", "sampling", "limit", "length", "eos_ids"), TOYS)
+def test_the_loop_counts_what_replay_counts_for_every_policy(policy, sampling, limit, length, eos_ids):
+    _, every = traced(sampling, limit, length, eos_ids)
     some = every.select(range(0, len(every.rows), max(1, len(every.rows) // 30)))
-    decoder = decoder_of(RULES[policy], sampling=SAMPLINGS[sampling], eos_ids=eos_ids, length=2)
+    decoder = decoder_of(RULES[policy], sampling=SAMPLINGS[sampling], eos_ids=eos_ids, length=length)
     assert not rows_that_differ(decoder, RULES[policy], some)
 
 

@@ -104,21 +104,18 @@ def test_the_card_names_sampling_and_draft_and_only_an_export_is_overwritten(sou
     assert written(random_head(), source, out) == out
 
 
-@pytest.mark.parametrize(
-    ("shape", "problem"),
-    [
+def test_a_head_that_its_format_cannot_express_is_refused(source, tmp_path):
+    for shape, problem in (
         ((WIDTH, 2, "prefix"), r"is prefix-d2, but a confidence head is one linear layer; export a linear"),
         ((WIDTH, 0, "prefix", True), r"confidence head is one linear layer"),
         ((WIDTH, 0, "prefix", ["text_position"]), r"is prefix.text_position-d0, but .* without scalars"),
         ((WIDTH, 0, "drawn"), r"is drawn-d0, but a confidence head"),
         ((96, 0, "prefix"), r"width 96, but this draft's confidence head has 160; export a head that"),
         ((200, 0, "prefix"), r"width 200, but engines pass .* the first 160 numbers; train"),
-    ],
-)
-def test_a_head_that_its_format_cannot_express_is_refused(shape, problem, source, tmp_path):
-    with pytest.raises(ValueError, match=problem):
-        written(AcceptanceHead(*shape), source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    ):
+        with pytest.raises(ValueError, match=problem):
+            written(AcceptanceHead(*shape), source, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_directory_without_a_confidence_head_is_refused(source, tmp_path):
