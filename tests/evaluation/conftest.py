@@ -2,6 +2,9 @@
 
 import pytest
 
+from lm import Pair
+from tests.toys.small_pair import Words, model
+
 
 @pytest.fixture(autouse=True, scope="session")
 def fewest_turns():
@@ -10,3 +13,8 @@ def fewest_turns():
         for module in ("stops", "measure"):
             patch.setattr(f"evaluation.costs.{module}.BUDGET_S", 0.0)
         yield
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair(model(1, 2), model(2), None, Words())

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from configs.command import config_of, parser_for
 from decode.experiment import Experiment
 from decode.policies import HeadPolicy
 from evaluation import keys
 from evaluation.batches.curves import curves_store
 from evaluation.bench import race
-from evaluation.bench.command import bench
 from evaluation.bench.race import Race, RaceTerms
 from evaluation.costs.machine import kept_costs, key_of, loop_key
 from evaluation.flag_types import RaceRules
@@ -21,8 +19,8 @@ from evaluation.hierarchies import decoded
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from store.json_files import KeyedStore
+from tests.evaluation.commands import config_with, spelt
 
-ROOT = Path(__file__, "../../..").resolve()
 TERMS = RaceTerms(2, 4, (), (), (), RaceRules())
 NAMED = replace(TERMS, policies=("fixed_length:k=2", "head:{head},max_rejection_prob=0.4"))
 
@@ -41,8 +39,7 @@ def write_head(config, *, bias=0.0, temperature=1.0):
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def config(tmp_path):
     shutil.copytree("checkpoints/tiny/draft", tmp_path / "draft")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Count to {number}."}) + "\n" for number in range(60)))
@@ -50,9 +47,7 @@ def config(tmp_path, monkeypatch):
     flags |= {"data.num_train": 40, "data.num_dev": 10, "data.num_test": 10, "decode.allow_foreign_heads": "true"}
     flags |= {"pair.draft.path": tmp_path / "draft", "decode.t_draft_s": 0.001, "decode.t_target_s": 0.005}
     flags |= {"decode.num_dev": 5, "decode.num_test": 2, "decode.max_new_tokens": 8, "decode.max_draft_length": 4}
-    parser = parser_for(bench)
-    spelt = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    made = config_of(parser, parser.parse_args(["--config", "configs/tiny.yaml", *spelt]))
+    made = config_with(["--config=configs/tiny.yaml", *spelt(flags)], "bench")
     write_head(made)
     return made
 
@@ -85,38 +80,10 @@ STORES = {
     "batch costs": lambda config: (curves_store(Experiment(config)), loop_key(Experiment(config))),
     "decoded": decoded_of,
 }
-BENCH, EVERY = ("bench", "bench of named policies"), tuple(STORES)
-TIMED = (*BENCH, "costs", "batch costs")
-SETTINGS = [
-    ("pair.num_threads", 2, EVERY),
-    ("pair.draft.dtype", "bfloat16", EVERY),
-    ("pair.draft.attn_implementation", "eager", EVERY),
-    ("pair.sampling.temperature", 0.5, TIMED),
-    ("decode.max_draft_length", 3, TIMED),
-    ("decode.compile", "stop", (*BENCH, "costs")),
-    ("decode.max_new_tokens", 9, ("bench", "costs")),
-    ("decode.num_dev", 6, ("bench", "costs")),
-    ("data.template", "plain", (*BENCH, "costs")),
-    ("data.max_prompt_tokens", 99, (*BENCH, "costs")),
-    ("decode.t_target_s", 0.006, BENCH),
-    ("decode.stop_share", 0.5, BENCH),
-    ("decode.seed", 1, ("bench",)),
-    ("decode.draws_per_prompt", 2, ("bench",)),
-    ("decode.policies", ("entropy",), ("bench",)),
-    ("decode.grid", {"entropy": {"max_sqrt_entropy": [0.5]}}, ("bench",)),
-    ("decode.num_test", 3, ()),
-    ("decode.prompts_per_shard", 3, ()),
-]
 
 
-@pytest.mark.parametrize(("name", "value", "missing"), SETTINGS, ids=[name for name, *_ in SETTINGS])
-def test_a_changed_setting_misses_in_every_store_that_depends_on_it(config, name, value, missing):
-    changed = with_value(config, name, value)
-    for kind, of_config in STORES.items():
-        store, key = of_config(config)
-        store.keep([(key, dict.fromkeys(store._fields, 0.0))])
-        assert store.get(of_config(config)[1]) is not None, f"{kind}: unchanged, so that it hits"
-        assert (store.get(of_config(changed)[1]) is None) == (kind in missing), kind
+def setting(name, value):
+    return lambda config, monkeypatch: with_value(config, name, value)
 
 
 def other_weights(config, monkeypatch):
@@ -124,14 +91,6 @@ def other_weights(config, monkeypatch):
     whole = bytearray(path.read_bytes())
     whole[-1] ^= 1
     path.write_bytes(whole)
-
-
-def another_machine(config, monkeypatch):
-    monkeypatch.setattr(keys.platform, "processor", lambda: "another")
-
-
-def another_version(config, monkeypatch):
-    monkeypatch.setattr(keys, "version", lambda package: "0.0.0")
 
 
 def other_code(config, monkeypatch):
@@ -144,46 +103,64 @@ def other_prompts(config, monkeypatch):
     path.write_text(path.read_text().replace("Count to", "Count up to"))
 
 
-EVENTS = [
-    (other_weights, EVERY),
-    (another_machine, EVERY),
-    (another_version, EVERY),
-    (other_code, (*BENCH, "decoded")),
-    (other_prompts, (*BENCH, "costs")),
-    (lambda config, monkeypatch: write_head(config, bias=0.1), (*BENCH, "decoded")),
-    (lambda config, monkeypatch: write_head(config, temperature=2.0), (*BENCH, "decoded")),
-]
-NAMES = ["draft weights", "machine", "versions", "code", "prompts", "head weights", "head calibration"]
+BENCH, EVERY = ("bench", "bench of named policies"), tuple(STORES)
+TIMED = (*BENCH, "costs", "batch costs")
+CHANGES = {
+    "nothing": (lambda config, _: None, ()),
+    "threads": (setting("pair.num_threads", 2), EVERY),
+    "dtype": (setting("pair.draft.dtype", "bfloat16"), EVERY),
+    "attention": (setting("pair.draft.attn_implementation", "eager"), EVERY),
+    "temperature": (setting("pair.sampling.temperature", 0.5), TIMED),
+    "draft length": (setting("decode.max_draft_length", 3), TIMED),
+    "compilation": (setting("decode.compile", "stop"), (*BENCH, "costs")),
+    "new tokens": (setting("decode.max_new_tokens", 9), ("bench", "costs")),
+    "dev prompts": (setting("decode.num_dev", 6), ("bench", "costs")),
+    "template": (setting("data.template", "plain"), (*BENCH, "costs")),
+    "prompt tokens": (setting("data.max_prompt_tokens", 99), (*BENCH, "costs")),
+    "given times": (setting("decode.t_target_s", 0.006), BENCH),
+    "stop share": (setting("decode.stop_share", 0.5), BENCH),
+    "seed": (setting("decode.seed", 1), ("bench",)),
+    "draws": (setting("decode.draws_per_prompt", 2), ("bench",)),
+    "policies": (setting("decode.policies", ("entropy",)), ("bench",)),
+    "grid": (setting("decode.grid", {"entropy": {"max_sqrt_entropy": [0.5]}}), ("bench",)),
+    "test prompts": (setting("decode.num_test", 3), ()),
+    "shards": (setting("decode.prompts_per_shard", 3), ()),
+    "draft weights": (other_weights, EVERY),
+    "machine": (lambda _, patch: patch.setattr(keys.platform, "processor", lambda: "another"), EVERY),
+    "versions": (lambda _, patch: patch.setattr(keys, "version", lambda package: "0.0.0"), EVERY),
+    "code": (other_code, (*BENCH, "decoded")),
+    "prompts": (other_prompts, (*BENCH, "costs")),
+    "head weights": (lambda config, _: write_head(config, bias=0.1), (*BENCH, "decoded")),
+    "head calibration": (lambda config, _: write_head(config, temperature=2.0), (*BENCH, "decoded")),
+}
 
 
-@pytest.mark.parametrize(("change", "missing"), EVENTS, ids=NAMES)
-def test_a_changed_file_misses_in_every_store_that_depends_on_it(config, change, missing, monkeypatch):
-    before = {}
-    for kind, of_config in STORES.items():
-        store, before[kind] = of_config(config)
-        store.keep([(before[kind], dict.fromkeys(store._fields, 0.0))])
-    change(config, monkeypatch)
-    for kind, of_config in STORES.items():
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changes_misses_in_every_store_that_depends_on_it(config, what, monkeypatch):
+    change, missing = CHANGES[what]
+    for of_config in STORES.values():
         store, key = of_config(config)
+        store.keep([(key, dict.fromkeys(store._fields, 0.0))])
+    changed = change(config, monkeypatch) or config
+    for kind, of_config in STORES.items():
+        store, key = of_config(changed)
         assert (store.get(key) is None) == (kind in missing), kind
 
 
-RULES = RaceRules(cycles=2), RaceRules(run=1), RaceRules(num_fixed=2), RaceRules(ignore_eos=False)
-CHANGES = [{"num_prompts": 1}, {"num_tokens": 5}, {"families": ("entropy",)}, {"constants": (3,)}]
-CHANGES += [{"policies": ("fixed_length:k=2",)}, *({"rules": rules} for rules in RULES)]
-
-
-@pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_every_term_of_a_race_makes_another_cell(config, changes):
-    assert cell_of(config, TERMS)[1] != cell_of(config, replace(TERMS, **changes))[1]
-
-
-def test_cells_of_two_samplings_and_two_policies_differ_and_datasets_share_them(config):
+def test_every_term_of_a_race_makes_another_cell_and_datasets_share_them(config):
+    rules = RaceRules(cycles=2), RaceRules(run=1), RaceRules(num_fixed=2), RaceRules(ignore_eos=False)
+    changes = [{"num_prompts": 1}, {"num_tokens": 5}, {"families": ("entropy",)}, {"constants": (3,)}]
+    changes += [{"policies": ("fixed_length:k=2",)}, *({"rules": rule} for rule in rules)]
+    key = cell_of(config, TERMS)[1]
+    for change in changes:
+        assert cell_of(config, replace(TERMS, **change))[1] != key, change
     assert cell_of(config, TERMS, "greedy")[1] != cell_of(config, TERMS, "sampled")[1]
     of_policies = with_value(config, "decode.policies", ("entropy",))
     one, other = (replace(TERMS, policies=("fixed_length:k=2", spec)) for spec in ("entropy", "max_prob"))
     assert cell_of(of_policies, one)[1] != cell_of(of_policies, other)[1]
-    assert cell_of(config, replace(TERMS, rules=RaceRules(datasets=("prompts",))))[1] == cell_of(config, TERMS)[1]
+    assert cell_of(config, replace(TERMS, rules=RaceRules(datasets=("prompts",))))[1] == key
+    # as before `extra_layers` was removed
+    assert keys.models_key(Experiment(config), "draft")["draft"]["extra_layers"] == 0
 
 
 def test_a_custom_policy_whose_file_changes_is_another_one(config, tmp_path, monkeypatch):
@@ -197,7 +174,3 @@ def test_a_custom_policy_whose_file_changes_is_another_one(config, tmp_path, mon
     before = cell_of(config, named)[1]
     path.write_text(path.read_text() + "# changed\n")
     assert cell_of(config, named)[1] != before
-
-
-def test_keys_agree_with_those_from_before_extra_layers_was_removed(config):
-    assert keys.models_key(Experiment(config), "draft")["draft"]["extra_layers"] == 0

@@ -15,8 +15,6 @@ from tests.toys.made_up import make_config, write_data
 
 
 class Run(NamedTuple):
-    """A finished training."""
-
     config: Config
     results: dict[str, Any]
     output: str

@@ -1,11 +1,10 @@
-"""A batch replayed is a batch decoded (laws 4.10, 4.13), step by step, from a trace that is played to the loop; both
-ways of replaying.
-"""
+"""A batch replayed is a batch decoded (laws 4.10, 4.13), step by step, from a trace that is played to the loop."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from decode import SpeculativeDecoder
 from decode.policies import FixedLength, HeadPolicy, TokenProb
@@ -18,23 +17,20 @@ from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.played import PlayedSampler
 from evaluation.traces.replay import Lockstep, replay_rounds, replay_settings
 from evaluation.tuning.rule import batch_auto_for
-from lm import Sampling
-from tests.decode.loop.test_batch import ToyBatch
+from lm import RandomSampler, Sampling
 from tests.toys import small_pair
-from tests.toys.loop import POLICIES, LearnedProb, decoder_of, toy_head
+from tests.toys.enumeration import ToyModel, assert_same_law, law_of
+from tests.toys.loop import AUTOS, OTHER, POLICIES, PROMPT, SAMPLINGS, LearnedProb, ToyBatch, decoder_of, toy_head
 from tests.toys.traces import traced
 
 COSTS = BatchCosts(Curve.line(0.2), Curve.line(1.0, 0.05))
+LINES = {"head": toy_head("drawn", seed=2), "costs": COSTS, "batch_size": 3, "index_slope": 0.4}
+CURVES = BatchCosts(Curve((1, 2, 4), (0.1, 0.2, 0.25)), Curve((1, 5, 9), (1, 1, 3)))
 RULES = {
-    "known": BatchAuto(toy_head("drawn", seed=2), COSTS, 3, throughput=2.5, index_slope=0.4),
-    "learned": BatchAuto(toy_head("fed", seed=2), COSTS, 3, index_slope=0.4, also=toy_head("drawn", seed=2)),
-    "learning": BatchAuto(toy_head("drawn", seed=2), COSTS, 3, index_slope=0.4, is_learning=True),
-    "curves": BatchAuto(
-        toy_head("drawn", seed=2),
-        BatchCosts(Curve((1, 2, 4), (0.1, 0.2, 0.25)), Curve((1, 5, 9), (1, 1, 3))),
-        3,
-        index_slope=0.3,
-    ),
+    "known": BatchAuto(**LINES, throughput=2.5),
+    "learned": BatchAuto(**LINES | {"head": toy_head("fed", seed=2)}, also=toy_head("drawn", seed=2)),
+    "learning": BatchAuto(**LINES, is_learning=True),
+    "curves": BatchAuto(**LINES | {"costs": CURVES, "index_slope": 0.3}),
 }
 
 
@@ -53,25 +49,19 @@ def assert_same_load(one: Load, other: Load) -> None:
         assert sorted(getattr(one, name)) == sorted(getattr(other, name)), name
 
 
-@pytest.mark.parametrize(
-    ("policy", "size"),
-    [
-        *((policy, 3) for policy in (POLICIES | RULES)),
-        *((policy, size) for policy in ("ada_edl", *RULES) for size in (1, 8)),
-    ],
-)
+SIZED = [(policy, 3) for policy in POLICIES | RULES]
+SIZED += [(policy, size) for policy in ("ada_edl", *RULES) for size in (1, 8)]
+
+
+@pytest.mark.parametrize(("policy", "size"), SIZED)
 def test_a_batch_of_replay_is_the_batch_of_the_loop(policy, size, monkeypatch):
     monkeypatch.setattr(SpeculativeDecoder, "_batch_model", lambda self, model, num: ToyBatch(model, num))
     trace, chosen = some(40), (POLICIES | RULES)[policy]
     rows = queue_of(len(trace.rows), 2)[:24]
-    decoder = decoder_of(chosen, length=3)
     requests = [trace.rows[row] for row in rows]
-    batch, rounds = decoder.batch(
-        [row.prompt_ids for row in requests],
-        [row.limit for row in requests],
-        batch_size=size,
-        generator=[PlayedSampler(trace, row) for row in rows.tolist()],
-    )
+    draws = [PlayedSampler(trace, row) for row in rows.tolist()]
+    prompts, limits = [row.prompt_ids for row in requests], [row.limit for row in requests]
+    batch, rounds = decoder_of(chosen, length=3).batch(prompts, limits, batch_size=size, generator=draws)
     played = list(rounds)
     assert [each.token_ids for each in batch.generations] == [row.response_ids for row in requests]
     replayed = step_through(trace, chosen, rows, size, is_drained=True)
@@ -97,24 +87,23 @@ def test_a_sequence_learns_in_a_replayed_batch_as_it_does_alone(policy):
     assert_same_load(load_of(replay_rounds(recorded, policy), rows, 5), step_through(recorded, policy, rows, 5))
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
+def test_lessons_withheld_or_handed_on_would_not_pass(monkeypatch):
+    for mutant in (
         (lockstep._Batch, "_outcome", lambda self: Lockstep._outcome(self)._replace(feedback=())),
         (lockstep, "merged", lambda begins, first, state: state),
-    ],
-    ids=["withheld", "handed_on"],
-)
-def test_lessons_withheld_or_handed_on_would_not_pass(mutant, monkeypatch):
-    monkeypatch.setattr(*mutant, raising=False)
-    with pytest.raises(AssertionError):
-        test_a_sequence_learns_in_a_replayed_batch_as_it_does_alone(LearnedProb(0.5))
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(*mutant, raising=False)
+            with pytest.raises(AssertionError):
+                test_a_sequence_learns_in_a_replayed_batch_as_it_does_alone(LearnedProb(0.5))
 
 
-def test_a_load_costs_what_its_rounds_cost():
-    trace, size = some(20), 3
-    rows = queue_of(len(trace.rows), size)
-    load = load_of(replay_rounds(trace, FixedLength(2)), rows, size)
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_load_costs_what_its_rounds_cost_and_a_full_batch_of_one_policy_is_always_full(size):
+    trace = some(20)
+    load = load_of(replay_rounds(trace, FixedLength(2)), queue_of(len(trace.rows), size), size)
+    assert (load.num_tokens >= size).all()
+    assert (load.steps[:, 0] <= size).all()
     seconds = [
         sum(float(COSTS.draft(num)) for num in steps if num) + float(COSTS.target(tokens))
         for steps, tokens in zip(load.steps, load.num_tokens, strict=True)
@@ -127,26 +116,12 @@ def test_a_load_costs_what_its_rounds_cost():
 
 
 def test_rounds_are_those_of_the_counts():
-    trace = some(30)
-    policy = TokenProb(np.array([0.2, 0.4, 0.6]))
+    trace, policy = some(30), TokenProb(np.array([0.2, 0.4, 0.6]))
     rounds, counts = replay_rounds(trace, policy), replay_settings(trace, policy).counts
-    shape = counts.num_drafted.shape
-    for name, column in (
-        ("num_drafted", rounds.drafted),
-        ("num_draft_forwards", rounds.forwards),
-        ("num_emitted", rounds.emitted),
-    ):
-        assert np.array_equal(
-            np.bincount(rounds.lane, column, minlength=shape[0] * shape[1]).reshape(shape), getattr(counts, name)
-        )
-
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_a_full_batch_of_one_policy_is_always_full(size):
-    trace = some(20)
-    load = load_of(replay_rounds(trace, FixedLength(2)), queue_of(len(trace.rows), size), size)
-    assert (load.num_tokens >= size).all()
-    assert (load.steps[:, 0] <= size).all()
+    columns = {"num_drafted": rounds.drafted, "num_draft_forwards": rounds.forwards, "num_emitted": rounds.emitted}
+    for name, column in columns.items():
+        expected = getattr(counts, name)
+        assert np.array_equal(np.bincount(rounds.lane, column, minlength=expected.size), expected.ravel())
 
 
 def test_the_rule_is_law_4_13_where_curves_are_lines():
@@ -178,12 +153,21 @@ def test_auto_is_the_batch_rule_in_a_batch_and_other_policies_are_themselves():
     assert batched(replace(Auto(head, 0.2, 1.0), is_learning=True), 8).is_learning
 
 
-@pytest.mark.parametrize(("numbers", "seconds"), [((), ()), ((1, 1), (1, 2)), ((1, 2), (1,)), ((1, 2), (1, 0))])
-def test_a_curve_that_is_none_is_refused(numbers, seconds):
-    with pytest.raises(ValueError, match="rising numbers"):
-        Curve(numbers, seconds)
-
-
-def test_a_curve_goes_on_as_it_ends():
+def test_a_curve_goes_on_as_it_ends_and_one_that_is_none_is_refused():
     curve = Curve((1, 4, 8), (1.0, 1.0, 3.0))
     assert [float(curve(number)) for number in (0, 1, 3, 6, 8, 10)] == [1.0, 1.0, 1.0, 2.0, 3.0, 4.0]
+    for numbers, seconds in (((), ()), ((1, 1), (1, 2)), ((1, 2), (1,)), ((1, 2), (1, 0))):
+        with pytest.raises(ValueError, match="rising numbers"):
+            Curve(numbers, seconds)
+
+
+@pytest.mark.parametrize("rule", AUTOS)
+def test_a_sequence_has_the_targets_law_under_every_rule_of_a_batch(rule, monkeypatch):
+    monkeypatch.setattr(SpeculativeDecoder, "_batch_model", lambda self, model, num: ToyBatch(model, num))
+    decoder = decoder_of(AUTOS[rule], sampling=SAMPLINGS["cold"])
+
+    def play(draws):
+        other = RandomSampler(torch.Generator().manual_seed(5))
+        return decoder.generate_batch([PROMPT, OTHER], [3, 4], batch_size=2, generator=[draws, other])[0].token_ids
+
+    assert_same_law(law_of(play), ToyModel(1).law(PROMPT, 3, sampling=decoder.sampling, eos_ids=decoder.eos_ids))

@@ -1,6 +1,4 @@
-"""Batches of a DSpark draft, replayed (law 4.13 with the price of a block): each round has one draft step, and the rule
-of the batch pays for a further token its verification alone.
-"""
+"""Batches of a DSpark draft, replayed (law 4.13 with the price of a block): each round has one draft step."""
 
 from dataclasses import dataclass, replace
 
@@ -43,10 +41,8 @@ def trace() -> Trace:
     generator = np.random.default_rng(0)
     texts = [generator.integers(0, VOCAB, LIMIT).tolist() for _ in range(20)]
     texts = [text[: text.index(EOS) + 1] if EOS in text else text for text in texts]
-    exchanges = [
-        Exchange(str(place), "", [1, 2, 3], text, "stop" if text[-1] == EOS else "length")
-        for place, text in enumerate(texts)
-    ]
+    ends = ["stop" if text[-1] == EOS else "length" for text in texts]
+    exchanges = [Exchange(str(i), "", [1, 2, 3], *text) for i, text in enumerate(zip(texts, ends, strict=True))]
     recorder = ChainRecorder(draft("rnn"), target(), SAMPLING, VOCAB, frozenset({EOS}), BLOCK)
     return record_trace(recorder, exchanges, max_new_tokens=LIMIT)
 
@@ -99,16 +95,6 @@ def test_the_lambda_of_the_rule_is_the_throughput_that_it_leads_to(trace):
     assert reached == pytest.approx(rule.throughput, rel=5e-3)
 
 
-def test_the_draft_s_own_confidence_is_a_head_of_the_rule(trace):
-    """It keeps what the threshold on the product keeps that is the price of a token."""
-    rule = BlockAuto(ScoreHead("confidence"), COSTS, 4, throughput=0.3 / 0.12, block_size=BLOCK)
-    rows = queue_of(len(trace.rows), 4)
-    alone = load_of(replay_rounds(trace, DSparkConfidence(0.3, is_product=True)), rows, 4)
-    assert_same_load(alone, step_through(trace, rule, rows, 4))
-    learning = step_through(trace, replace(rule, throughput=None, is_learning=True), rows, 4)
-    assert learning.num_tokens.sum() != alone.num_tokens.sum()
-
-
 @dataclass(frozen=True)
 class LargestProduct(Policy):
     """Stops before the product of the largest probabilities falls below `floor`."""
@@ -129,12 +115,17 @@ class LargestProduct(Policy):
         return (state[0] * drawn.max_prob,), False
 
 
-def test_the_largest_probability_is_a_head_of_the_rule_and_learns(trace):
-    rule = BlockAuto(ScoreHead("max_prob"), COSTS, 4, throughput=0.3 / 0.12, block_size=BLOCK)
+@pytest.mark.parametrize(
+    ("score", "alone"), [("confidence", DSparkConfidence(0.3, is_product=True)), ("max_prob", LargestProduct(0.3))]
+)
+def test_the_drafts_own_confidence_and_its_largest_probability_are_heads_of_the_rule_and_learn(score, alone, trace):
+    """The rule keeps what the threshold on the product keeps that is the price of a token."""
+    rule = BlockAuto(ScoreHead(score), COSTS, 4, throughput=0.3 / 0.12, block_size=BLOCK)
     rows = queue_of(len(trace.rows), 4)
-    assert_same_load(load_of(replay_rounds(trace, LargestProduct()), rows, 4), step_through(trace, rule, rows, 4))
+    expected = load_of(replay_rounds(trace, alone), rows, 4)
+    assert_same_load(expected, step_through(trace, rule, rows, 4))
     learning = step_through(trace, replace(rule, throughput=None, is_learning=True), rows, 4)
-    assert learning.num_tokens.sum() != step_through(trace, rule, rows, 4).num_tokens.sum()
+    assert learning.num_tokens.sum() != expected.num_tokens.sum()
 
 
 def test_the_estimator_is_the_regression_over_all_that_verification_reveals(trace):

@@ -1,13 +1,21 @@
-"""All arms write the same number of tokens; transformers runs under its schedules, and its configs are restored."""
+"""Arms write the same number of tokens, transformers under its schedules; batches are counted on a clock."""
+
+from itertools import product
 
 import pytest
 import torch
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from decode import SpeculativeDecoder
+from decode.loop.batch import BatchRound
 from decode.policies import FixedLength, TokenProb
+from decode.policies.auto import Auto
+from decode.policies.batch import BatchAuto
+from evaluation.bench import batch_sizes
 from evaluation.bench.arms import HEURISTICALLY, assisted, constant, generations_of
+from evaluation.bench.batch_sizes import curves_of, measure_sizes, size_table, size_verdict
 from evaluation.costs.measure import Loop
+from heads import AcceptanceHead
 from lm import Sampling
 from tests.toys.small_pair import EOS, PROMPTS
 
@@ -53,24 +61,19 @@ def test_every_arm_writes_the_same_number_of_tokens_and_restores_the_models_conf
     assert pair.target.generation_config.eos_token_id == EOS
 
 
-def test_the_default_schedule_is_what_transformers_does_where_nothing_is_set(pair, settings_used):
+def test_the_default_schedule_is_transformers_own_and_the_heuristic_keeps_what_it_has_learnt(pair, settings_used):
     assisted(pair, NUM_TOKENS, SAMPLINGS[2], {})(PROMPTS[0], 0)
-    assert settings_used[0]["threshold"] == 0.4
-    assert settings_used[0]["schedule"] == "constant"
-    assert settings_used[0]["most"][0] == 20
-    assert (settings_used[0]["temperature"], settings_used[0]["top_p"], settings_used[0]["eos"]) == (0.7, 0.9, None)
-
-
-def test_the_heuristic_keeps_its_threshold_and_what_it_has_learnt_between_other_arms(pair, settings_used):
+    (default,) = settings_used
+    assert (default["threshold"], default["schedule"], default["most"][0]) == (0.4, "constant", 20)
+    assert (default["temperature"], default["top_p"], default["eos"]) == (0.7, 0.9, None)
     timed = assisted(pair, NUM_TOKENS, Sampling(), HEURISTICALLY)
     other = assisted(pair, NUM_TOKENS, Sampling(), constant(2))
     timed(PROMPTS[0], 0)
-    learnt = pair.draft.generation_config.num_assistant_tokens
+    assert pair.draft.generation_config.num_assistant_tokens is None
     other(PROMPTS[0], 0)
     timed(PROMPTS[1], 1)
-    first, between, second = settings_used
+    _, first, between, second = settings_used
     assert first["threshold"] == 0.4
-    assert learnt is None
     assert set(between["most"]) == {2}, "a constant schedule drafts so many tokens"
     assert not between["threshold"]
     assert abs(second["most"][0] - first["most"][-1]) <= 2
@@ -91,3 +94,52 @@ def test_arms_of_one_prompt_start_from_one_seed(pair, monkeypatch):
             generations_of(loop.decoder(FixedLength(k)), NUM_TOKENS)(prompt, seed)
     assert drawn[::2] == drawn[1::2]
     assert len(set(drawn)) == 2
+
+
+def test_every_policy_has_a_row_at_every_size_and_auto_runs_with_the_curves_of_batches(pair, monkeypatch):
+    ran, run = [], batch_sizes._run
+
+    def watched(loop, policy, *rest, seed):
+        ran.append((policy, run(loop, policy, *rest, seed=seed)))
+        return ran[-1][1]
+
+    monkeypatch.setattr(batch_sizes, "_run", watched)
+    loop = Loop(pair=pair, prompts=[[1, 2], [3, 4, 5]], sampling=Sampling(), max_draft_length=4, max_new_tokens=6)
+    auto = Auto(AcceptanceHead(pair.draft.config.hidden_size, 0, "drawn", scalars=True), 1.0, 2.0)
+    policies = {"none": FixedLength(0), "two": FixedLength(2), "own": TokenProb(0.4), "auto": auto}
+    rows, curves = measure_sizes(loop, policies, [1, 3])
+    assert [(row["batch_size"], row["policy"]) for row in rows] == list(product((1, 3), policies))
+    for size in (1, 3):
+        fixed = [row for row in rows if row["batch_size"] == size and row["policy"] in ("none", "two")]
+        assert max(row["against_fixed"] for row in fixed) >= 1.0
+    assert len(size_table(rows).rows) == 4
+    assert curves.draft.seconds[0] > 0
+    rules = [policy for policy, _ in ran if isinstance(policy, BatchAuto)]
+    assert len(rules) == 8
+    assert all(rule.costs.draft(3) < 1.0 for rule in rules)  # seconds: a toy takes less than the 1 that it began with
+    # two requests a row, each written to its end, which no EOS brings
+    every = [sum(one.num_emitted for one in rounds) for _, (_, rounds) in ran]
+    assert set(every) == {2 * size * 6 for size in (1, 3)}
+
+
+def test_curves_leave_out_rounds_that_read_prompts_and_never_fall():
+    rounds = [
+        BatchRound((4, 4), 12, 5, 0.4, 2.0, 0),
+        BatchRound((2, 2, 2), 8, 5, 0.3, 1.0, 0),
+        BatchRound((2, 1), 7, 5, 9.0, 1.2, 0),
+        BatchRound((4, 4), 12, 5, 9.0, 9.0, 1),
+    ]
+    curves = curves_of(rounds)
+    assert (curves.draft.numbers, curves.draft.seconds) == ((2.0, 4.0), pytest.approx((0.1, 0.2)))
+    assert curves.target.numbers == (7.0, 8.0, 12.0)
+    assert curves.target.seconds == pytest.approx((1.1, 1.1, 2.0))
+    with pytest.raises(ValueError, match="drafted with all"):
+        curves_of(rounds[2:])
+
+
+def test_the_fastest_policy_of_every_size_is_named_in_a_sentence():
+    sizes = [
+        {"batch_size": size, "policy": policy, "tokens_per_s": speed, "against_fixed": speed / 100}
+        for size, policy, speed in ((1, "entropy", 110.0), (1, "fixed_length:k=2", 100.0), (4, "entropy", 90.0))
+    ]
+    assert "entropy +10.0% in batches of 1, entropy -10.0% in batches of 4." in size_verdict(sizes)

@@ -1,4 +1,4 @@
-"""A race on the embedded trio: every arm in every cell, and finished cells are stored."""
+"""A race on the embedded trio: every arm in every cell; it is stored row by row and resumes where it stopped."""
 
 import json
 from dataclasses import replace
@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from configs.command import config_of, parser_for
 from decode.policies.registry import POLICIES
-from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
+from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED, assisted
 from evaluation.bench.choices import Choices, of_other_sampling
 from evaluation.bench.command import bench
-from evaluation.bench.race import SAMPLINGS, Race
+from evaluation.bench.race import SAMPLINGS, Race, measured_rows, totals_of
 from evaluation.families import ALONE
 from evaluation.flag_types import RaceRules
 from evaluation.times import Times
@@ -20,31 +19,21 @@ from evaluation.traces.recording import trace_folder
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling
+from store.json_files import KeyedStore
+from tests.evaluation.commands import config_with, spelt
+from tests.toys.small_pair import EOS, PROMPTS
 
-ROOT = Path(__file__, "../../../..").resolve()
 TIMES = Times.constant(0.001, 0.005)
-ASKED = {
-    "samplings": ("nucleus",),
-    "policies": ("fixed_length:k=2", "fixed_length:k=3", "entropy:max_sqrt_entropy=0.5"),
-    "constants": (2,),
-    "num_prompts": 2,
-    "num_tokens": 4,
-}
+ASKED = {"policies": ("fixed_length:k=2", "fixed_length:k=3", "entropy:max_sqrt_entropy=0.5"), "constants": (2,)}
+ASKED |= {"samplings": ("nucleus",), "num_prompts": 2, "num_tokens": 4}
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    flags = {
-        "decode.dir": tmp_path / "decode",
-        "heads.dir": tmp_path / "heads",
-        "decode.t_draft_s": 0.001,
-        "decode.t_target_s": 0.005,
-    }
-    flags |= {"decode.num_dev": 2, "decode.num_test": 2, "decode.max_new_tokens": 8, "decode.max_draft_length": 4}
-    parser = parser_for(bench)
-    spelt = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    return config_of(parser, parser.parse_args(["--config", "configs/tiny.yaml", *spelt]))
+def config(tmp_path):
+    small = {"num_dev": 2, "num_test": 2, "max_new_tokens": 8, "max_draft_length": 4}
+    flags = {"dir": tmp_path / "decode", "t_draft_s": 0.001, "t_target_s": 0.005} | small
+    spelt_out = spelt({f"decode.{name}": value for name, value in flags.items()})
+    return config_with(["--config=configs/tiny.yaml", f"--heads.dir={tmp_path / 'heads'}", *spelt_out], "bench")
 
 
 def test_every_arm_runs_in_every_cell_and_finished_cells_are_stored(config, monkeypatch, capsys):
@@ -68,19 +57,16 @@ def test_every_arm_runs_in_every_cell_and_finished_cells_are_stored(config, monk
 
 def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(config, tmp_path):
     known = {"temperature": 1.0, "top_k": None, "top_p": None}
-    AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling=known)).save_pretrained(
-        tmp_path / "heads" / "exported" / "linear"
-    )
+    head = AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling=known))
+    head.save_pretrained(tmp_path / "heads" / "exported" / "linear")
     for name, foreign in (("greedy", True), ("sampled", False)):
         choices = Choices(config, name, SAMPLINGS[name])
         chosen = choices.at(TIMES, ("head_drawn", "auto_drawn"))
         assert list(chosen) == ["fixed_length", "head_drawn", "auto_drawn"]
         assert choices.replays(choices.first_dataset).traces.dev.sampling == SAMPLINGS[name]
         assert [of_other_sampling(one.policy, SAMPLINGS[name]) for one in chosen.values()] == [False, foreign, foreign]
-        fixed = next(
-            arm for arm in choices.replays(choices.first_dataset).arms if arm.competitor.family == "fixed_length"
-        )
-        assert chosen["fixed_length"].policy.k == int(TIMES.tokens_per_s(fixed.dev).argmax())
+        arms = {arm.competitor.family: arm for arm in choices.replays(choices.first_dataset).arms}
+        assert chosen["fixed_length"].policy.k == int(TIMES.tokens_per_s(arms["fixed_length"].dev).argmax())
     with pytest.raises(ValueError, match="no family 'oracle'"):
         choices.at(TIMES, ("oracle",))
 
@@ -126,12 +112,63 @@ def test_custom_policies_compete_and_have_their_own_cells(config, tmp_path, monk
     assert {names[0], "token_prob"} <= families("token_prob", names[0])
 
 
-def test_a_race_without_a_fixed_length_is_refused_before_anything_runs(config, monkeypatch):
+def test_a_race_without_a_fixed_length_or_on_an_unknown_dataset_is_refused_before_anything_runs(config, monkeypatch):
+    with pytest.raises(ValueError, match=r"--race\.datasets names 'moon'; decode\.datasets are stories"):
+        bench(config, **ASKED, race=RaceRules(datasets=("moon",)))
     monkeypatch.setattr(Race, "cells", lambda *_: pytest.fail("a cell was measured"))
     with pytest.raises(ValueError, match="--policies names entropy, and gains are measured from a fixed length; name"):
         bench(config, **ASKED | {"policies": ("entropy",)})
 
 
-def test_a_race_on_an_unknown_dataset_is_refused(config):
-    with pytest.raises(ValueError, match=r"--race\.datasets names 'moon'; decode\.datasets are stories"):
-        bench(config, **ASKED, race=RaceRules(datasets=("moon",)))
+SPEEDS = {"alone": 1.0, "k=1": 2.0, "k=2": 4.0}
+NUM_ARMS, WARM_UP = len(SPEEDS), len(SPEEDS)
+
+
+def raced(path, *, run=0, race="race", stops_after=None):
+    """Three prompts, two cycles: (texts in the order in which they were written, rows by prompt)."""
+    texts = []
+
+    def timed(name, speed):
+        def written(prompt, seed):
+            if stops_after is not None and len(texts) >= stops_after:
+                raise KeyboardInterrupt
+            texts.append((name, prompt[0], seed))
+            return 6 + prompt[0], (6 + prompt[0]) / speed
+
+        return written
+
+    arms = {name: timed(name, speed) for name, speed in SPEEDS.items()}
+    store, rules = KeyedStore(path / "bench.jsonl", remedy=""), RaceRules(cycles=2, run=run)
+    rows = measured_rows(store, race, arms, [[number] for number in range(3)], rules=rules, desc="race")
+    return texts, rows
+
+
+def test_a_race_that_was_stopped_resumes_with_its_next_row(tmp_path):
+    whole, rows = raced(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        raced(tmp_path / "cut", stops_after=WARM_UP + 3 * NUM_ARMS + 1)  # three rows, and an arm of the fourth
+    rest, same = raced(tmp_path / "cut")
+    assert same == rows
+    assert rest[WARM_UP:] == whole[WARM_UP + 3 * NUM_ARMS :], "the row that was cut runs whole, the others not again"
+    assert raced(tmp_path / "cut") == ([], rows)
+    assert raced(tmp_path / "cut", race="another")[0] == whole
+
+
+def test_arms_rotate_every_row_of_a_run_has_its_own_seed_and_cycles_of_a_prompt_are_one_sample(tmp_path):
+    (first, measured), (second, _) = raced(tmp_path), raced(tmp_path, race="run 1", run=1)
+    rows = [texts[start : start + 3] for texts in (first, second) for start in range(WARM_UP, len(texts), 3)]
+    names = list(SPEEDS)
+    assert [row[0][0] for row in rows[:4]] == [*names, names[1]]
+    assert all(len({seed for *_, seed in row}) == 1 for row in rows)
+    assert len({seed for row in rows for *_, seed in row}) == 12
+    totals = totals_of(measured)
+    assert [of_arm["tokens"] for of_arm in totals] == [[12, 14, 16]] * 3
+    assert totals[2]["seconds"] == [3.0, 3.5, 4.0]
+
+
+def test_texts_may_end_at_eos_and_report_their_length(pair, monkeypatch):
+    monkeypatch.setattr(pair.target.generation_config, "eos_token_id", list(range(pair.vocab_size)))
+    timed = assisted(pair, 8, Sampling(temperature=0.0), None, ends_at_eos=True)
+    assert timed(PROMPTS[0], 0)[0] == 1
+    assert assisted(pair, 8, Sampling(temperature=0.0), None)(PROMPTS[0], 0)[0] == 8
+    assert EOS in pair.target.generation_config.eos_token_id

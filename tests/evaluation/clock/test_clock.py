@@ -1,11 +1,10 @@
-"""On the clock every family plays the same prompts; what it took is held against what was predicted, part by part."""
+"""On the clock every family plays the same prompts; what it took is compared with what was predicted, part by part."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, Policy
 from evaluation.clock.results import check_clock, report_of, rows_of
@@ -21,7 +20,7 @@ from evaluation.traces.trace import Trace
 from lm import CachedModel, Pair, Sampling
 from tests.evaluation.traces import forms
 from tests.toys.random_drafts import draft, target_of
-from tests.toys.small_pair import EOS, LENGTH, PROMPTS, VOCAB, model, trace
+from tests.toys.small_pair import EOS, LENGTH, PROMPTS, VOCAB, Words, model, trace
 
 WARM = Sampling(temperature=0.8)
 POLICIES: dict[str, Policy] = {
@@ -45,24 +44,23 @@ def runners_on(recorded: Trace, policies: dict[str, Policy] = POLICIES) -> list[
     return [runner_of(name, policy, replay_settings(recorded, policy)) for name, policy in policies.items()]
 
 
-class Words(PreTrainedTokenizerBase):
-    """As many as the models know."""
-
-    def get_vocab(self) -> dict[str, int]:
-        return {str(number): number for number in range(VOCAB)}
-
-
-def loop() -> PrimedLoop:
-    pair = Pair(model(1, 2), model(2), None, Words())
+@pytest.fixture
+def loop(pair) -> PrimedLoop:
     return PrimedLoop(pair=pair, sampling=WARM, max_draft_length=LENGTH, compile=False)
 
 
-def test_every_prompt_is_played_as_it_was_replayed_and_timed_in_each_turn(recorded):
-    seconds, agrees = clock(loop(), runners_on(recorded), recorded, range(5), repeats=2, name="made")
+def test_every_prompt_is_played_as_it_was_replayed_and_timed_in_each_turn_or_left_out(recorded, loop):
+    runners = runners_on(recorded)
+    seconds, agrees = clock(loop, runners, recorded, range(5), repeats=2, name="made")
     assert seconds.shape == (3, 2, 5, 3)
     assert agrees.all()
     assert (seconds > 0).all()
     assert (seconds[..., 0] > seconds[..., 1:].sum(-1)).all()
+    other = replay_settings(recorded, CumulativeTokenProb(0.9))
+    differs = (other.lengths != runners[1].played.lengths)[0].any(-1)
+    assert differs.any()
+    runners[1] = runner_of("cumulative_token_prob", POLICIES["cumulative_token_prob"], other)
+    assert np.array_equal(clock(loop, runners, recorded, range(5), repeats=1, name="made")[1], ~differs)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "rnn"])
@@ -75,16 +73,7 @@ def test_a_feature_draft_is_played_as_it_was_replayed(monkeypatch, kind):
     assert clock(feature_loop, runners, chains, range(4), repeats=1, name="made")[1].all()
 
 
-def test_a_prompt_that_one_runner_plays_otherwise_is_left_out(recorded):
-    runners = runners_on(recorded)
-    other = replay_settings(recorded, CumulativeTokenProb(0.9))
-    differs = (other.lengths != runners[1].played.lengths)[0].any(-1)
-    assert differs.any()
-    runners[1] = runner_of("cumulative_token_prob", POLICIES["cumulative_token_prob"], other)
-    assert np.array_equal(clock(loop(), runners, recorded, range(5), repeats=1, name="made")[1], ~differs)
-
-
-def test_a_primed_model_gives_the_logits_of_an_unprimed_one():
+def test_a_primed_model_gives_the_logits_of_an_unprimed_one_and_reads_its_prompt_once():
     primed, plain = (kind(model(1, 2), vocab_size=VOCAB) for kind in (PrimedModel, CachedModel))
     for prompt in (PROMPTS[0], PROMPTS[1][:1], PROMPTS[2] * 4):
         primed.prime(prompt)
@@ -96,10 +85,6 @@ def test_a_primed_model_gives_the_logits_of_an_unprimed_one():
             rows = primed.feed(ids[len(primed) :], len(tokens))
             assert torch.allclose(rows, plain.feed(ids, len(tokens)), atol=1e-5)
             primed.roll_back(len(prompt))
-
-
-def test_a_primed_model_reads_its_prompt_once():
-    primed = PrimedModel(model(1, 2), vocab_size=VOCAB)
     primed.prime(PROMPTS[0])
     for _ in range(2):
         primed.feed([PROMPTS[0][-1], EOS])
@@ -127,9 +112,8 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     assert second["draft"] == pytest.approx(slower[1][agrees].sum() / total_s)
     assert second["rest"] == pytest.approx(0.0004 / total_s)
     assert second["difference"] == pytest.approx(1 / (1 + second["draft"] + second["verify"] + second["rest"]) - 1)
-    assert second["clocked_gain"].value == pytest.approx(
-        (1 + second["predicted_gain"].value) * (1 + second["difference"]) - 1
-    )
+    gain = (1 + second["predicted_gain"].value) * (1 + second["difference"]) - 1
+    assert second["clocked_gain"].value == pytest.approx(gain)
     assert "1 responses left out" in report.about
     assert f"{second['family']} {second['difference']:+.1%}, most of it draft" in report.verdict
     assert first["family"] not in report.verdict.split("median")[0]
@@ -149,17 +133,13 @@ def test_turns_of_a_conversation_are_clocked_together_and_count_as_one_prompt(re
     runners, rows = runners_on(talks), rows_of(talks, 2)
     seconds = np.random.default_rng(0).uniform(1, 2, (3, 1, 4, 3))
     report = report_of(seconds, np.ones(4, dtype=bool), runners, COST, dataset="made", rows=rows)
-    every = [
-        Throughput(
-            runner.played.counts.num_emitted[0, :4].reshape(2, 2).sum(0), seconds[n, 0, :, 0].reshape(2, 2).sum(0)
-        )
-        for n, runner in enumerate(runners)
-    ]
+    emitted = [runner.played.counts.num_emitted[0, :4].reshape(2, 2).sum(0) for runner in runners]
+    every = list(map(Throughput, emitted, seconds[:, 0, :, 0].reshape(3, 2, 2).sum(1)))
     assert [row["clocked_gain"][:3] for row in report.rows] == [gain_over(every[0], other)[:3] for other in every]
     assert report.about.startswith("4 responses to 2 test prompts")
 
 
-@pytest.mark.parametrize(("num_prompts", "repeats", "word"), [(-1, 3, "clock"), (2, 0, "repeats")])
-def test_a_clock_that_cannot_run_is_refused(num_prompts, repeats, word):
-    with pytest.raises(ValueError, match=word):
-        check_clock(num_prompts, repeats)
+def test_a_clock_that_cannot_run_is_refused():
+    for num_prompts, repeats, word in ((-1, 3, "clock"), (2, 0, "repeats")):
+        with pytest.raises(ValueError, match=word):
+            check_clock(num_prompts, repeats)

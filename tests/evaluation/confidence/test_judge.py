@@ -45,7 +45,6 @@ def test_a_refit_per_position_undoes_what_is_off_at_each():
 
 
 def test_the_online_estimate_learns_a_slope_and_an_offset_per_position():
-    """Of labels that are logistic in its input with these; it begins at 0.5 and -0.2."""
     drafts = drafts_of(0, 20_000)
     position = torch.cat([torch.arange(length) for length in drafts.lengths.tolist()])
     logit = 0.8 * drafts.max_logit + torch.tensor([1.0, 0.3, -0.5])[position]
@@ -85,26 +84,15 @@ def test_a_token_is_weighted_by_the_probability_that_verification_reaches_it():
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Config:
     folder = tmp_path_factory.mktemp("judged")
-    sources = {
-        name: ModelSource(path=str(TINY / path), dtype="float32")
-        for name, path in (("target", "target"), ("draft", "dspark"))
-    }
+    models = {"target": "target", "draft": "dspark"}
+    sources = {name: ModelSource(path=str(TINY / path), dtype="float32") for name, path in models.items()}
     tales = [json.dumps({"prompt": story.prompt}) for story in stories("train", 80, seed=9)]
     (folder / "tales.jsonl").write_text("\n".join(tales))
     sets = [PromptSource(path="stories"), PromptSource(path=str(folder / "tales.jsonl"))]
+    sizes = {"split_weights": (1, 1, 1), "num_train": 4, "num_dev": 12, "num_test": 12, "max_new_tokens": 32}
     made = Config(
         pair=PairConfig(**sources, num_threads=1),
-        data=DataConfig(
-            dir=str(folder / "data"),
-            prompts=sets,
-            split_weights=(1, 1, 1),
-            num_train=4,
-            num_dev=12,
-            num_test=12,
-            max_new_tokens=32,
-            draft_length=7,
-            draft_every=4,
-        ),
+        data=DataConfig(dir=str(folder / "data"), prompts=sets, draft_length=7, draft_every=4, **sizes),
         heads=HeadsConfig(dir=str(folder / "run"), timings=("prefix",), specdec=False),
         decode=DecodeConfig(dir=str(folder / "decode")),
     )
@@ -113,7 +101,7 @@ def config(tmp_path_factory) -> Config:
 
 
 @pytest.mark.slow
-def test_the_embedded_drafts_confidence_is_judged_by_position(config, capsys):
+def test_the_embedded_drafts_confidence_is_judged_by_position_and_no_draft_without_one(config, capsys):
     judge(config, json=True)
     found = {one["predictor"]: one for one in json.loads(capsys.readouterr().out)}
     assert json.loads((Path(config.decode.dir) / "confidence.json").read_text()) == list(found.values())
@@ -127,6 +115,13 @@ def test_the_embedded_drafts_confidence_is_judged_by_position(config, capsys):
     assert found[PERFECT]["by_set"].keys() == {"stories", "tales"}
     of_sets = np.array([part["by_position"]["survival"] for part in found[PERFECT]["by_set"].values()])
     assert ((of_sets.min(0) <= survival) & (survival <= of_sets.max(0))).all(), "a mean of what the sets have"
+    with pytest.raises(ValueError, match="num_test is 0, but judge needs a test split; set it"):
+        judge(replace(config, data=replace(config.data, num_test=0)))
+    with pytest.raises(FileNotFoundError, match=r"no .*manifest.json: run `acceptance-heads data`"):
+        judge(replace(config, data=replace(config.data, dir=str(Path(config.data.dir) / "nowhere"))))
+    draft = ModelSource(path=str(TINY / "draft"), dtype="float32")
+    with pytest.raises(ValueError, match=r"pair.draft is .*draft, which is not a DSpark draft; set it to one"):
+        judge(replace(config, pair=replace(config.pair, draft=draft)))
 
 
 @pytest.mark.slow
@@ -165,14 +160,3 @@ def test_a_linear_head_that_was_trained_on_it_is_judged_and_written_back(config,
     assert "temperature 1.0" in (path / CARD).read_text()
     with pytest.raises(ValueError, match=r"exactly one linear prefix head; of prefix-d1-w1 none is linear"):
         export(config, head="prefix-d1-w1", force=True, format="dspark")
-
-
-@pytest.mark.slow
-def test_a_draft_without_a_confidence_head_and_no_test_prompts_are_refused(config):
-    with pytest.raises(ValueError, match="num_test is 0, but judge needs a test split; set it"):
-        judge(replace(config, data=replace(config.data, num_test=0)))
-    with pytest.raises(FileNotFoundError, match=r"no .*manifest.json: run `acceptance-heads data`"):
-        judge(replace(config, data=replace(config.data, dir=str(Path(config.data.dir) / "nowhere"))))
-    draft = ModelSource(path=str(TINY / "draft"), dtype="float32")
-    with pytest.raises(ValueError, match=r"pair.draft is .*draft, which is not a DSpark draft; set it to one"):
-        judge(replace(config, pair=replace(config.pair, draft=draft)))

@@ -1,6 +1,4 @@
-"""Evaluation in batches (law 4.13): settings chosen on dev at each size; a batch of one is no batch; the rule against
-fixed lengths.
-"""
+"""Evaluation in batches (law 4.13): settings chosen on dev at each size; the rule against fixed lengths."""
 
 from dataclasses import replace
 
@@ -47,31 +45,26 @@ def loads_of(competitor, trace, size):
     return [load_at(rounds, number, len(trace.rows), size) for number in range(len(competitor.settings))]
 
 
-def text(setting):
-    return ", ".join(f"{key}={value}" for key, value in setting.items())
-
-
-def test_a_batch_of_one_costs_what_one_sequence_costs(replays):
-    for row in rows_at(replays, BatchTimes(TIMES, 0.0), [1])[:-1]:
-        arm = next(arm for arm in replays.arms if arm.competitor.family == row["family"])
-        best = int(TIMES.tokens_per_s(arm.dev).argmax())
-        assert row["setting"] == text(arm.competitor.settings[best])
-        assert row["tokens_per_s"] == pytest.approx(TIMES.tokens_per_s(arm.test)[best])
-
-
-def test_the_setting_is_the_fastest_on_dev_at_its_size_and_gains_are_over_the_fixed_length(replays):
-    rows = rows_at(replays, setup := BatchTimes(TIMES, 0.3), [2, 6])
+def test_the_setting_is_the_fastest_on_dev_at_its_size_and_a_batch_of_one_costs_what_one_sequence_costs(replays):
+    setup = BatchTimes(TIMES, 0.3)
+    rows = rows_at(replays, BatchTimes(TIMES, 0.0), [1]) + rows_at(replays, setup, [2, 6])
     base = {row["batch_size"]: row["tokens_per_s"] for row in rows if row["family"] == "fixed_length"}
     for row in rows:
-        assert row["gain"] == pytest.approx(row["tokens_per_s"] / base[row["batch_size"]] - 1)
-        if row["family"] != "perfect_drawn":
-            competitor = next(arm.competitor for arm in replays.arms if arm.competitor.family == row["family"])
-            curves, size = setup.curves(competitor.policy.stop_kind), row["batch_size"]
-            loads = (loads_of(competitor, split, size) for split in replays.traces)
+        size = row["batch_size"]
+        assert row["gain"] == pytest.approx(row["tokens_per_s"] / base[size] - 1)
+        if row["family"] == "perfect_drawn":
+            continue
+        arm = next(arm for arm in replays.arms if arm.competitor.family == row["family"])
+        if size == 1:
+            best = int(TIMES.tokens_per_s(arm.dev).argmax())
+            assert row["tokens_per_s"] == pytest.approx(TIMES.tokens_per_s(arm.test)[best])
+        else:
+            curves = setup.curves(arm.competitor.policy.stop_kind)
+            loads = (loads_of(arm.competitor, split, size) for split in replays.traces)
             dev, test = ([load.throughput(curves) for load in of_split] for of_split in loads)
             best = max(range(len(dev)), key=lambda setting: dev[setting].tokens_per_s)
-            assert row["setting"] == text(competitor.settings[best])
             assert (row["tokens_per_s"], row["request_s"]) == (test[best].tokens_per_s, test[best].request_s)
+        assert row["setting"] == ", ".join(f"{key}={value}" for key, value in arm.competitor.settings[best].items())
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
@@ -101,15 +94,15 @@ def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_while
     assert rows["auto_drawn"]["tokens_per_s"] == pytest.approx(load.throughput(rule.costs).tokens_per_s)
 
 
-@pytest.mark.parametrize("origin", ["measured", RECORDED])
-def test_measured_and_recorded_times_of_verification_are_taken_as_they_are(origin):
-    setups = setups_of([Times(0.1, (1.0, 1.1, 1.3), origin), TIMES], (0.0, 0.2))
-    shares = [(setup.times.origin, setup.verify_share) for setup in setups]
-    assert shares == [(origin, None), ("given", 0.0), ("given", 0.2)]
-    seconds = [float(setups[0].curves("").target(tokens)) for tokens in (1, 2, 3, 4)]
-    assert seconds == pytest.approx([1.0, 1.1, 1.3, 1.5])
-    assert float(setups[2].curves("entropy").target(6)) == pytest.approx(1.0 + 0.2 * 0.2 * 5)
-    assert float(setups[2].curves("entropy").draft(4)) == pytest.approx(0.2 + 0.02)
+def test_measured_and_recorded_times_of_verification_are_taken_as_they_are():
+    for origin in ("measured", RECORDED):
+        setups = setups_of([Times(0.1, (1.0, 1.1, 1.3), origin), TIMES], (0.0, 0.2))
+        shares = [(setup.times.origin, setup.verify_share) for setup in setups]
+        assert shares == [(origin, None), ("given", 0.0), ("given", 0.2)]
+        seconds = [float(setups[0].curves("").target(tokens)) for tokens in (1, 2, 3, 4)]
+        assert seconds == pytest.approx([1.0, 1.1, 1.3, 1.5])
+        assert float(setups[2].curves("entropy").target(6)) == pytest.approx(1.0 + 0.2 * 0.2 * 5)
+        assert float(setups[2].curves("entropy").draft(4)) == pytest.approx(0.2 + 0.02)
 
 
 def test_every_size_has_a_table_and_every_result_is_a_row(replays, capsys, monkeypatch):
@@ -128,23 +121,10 @@ def test_every_size_has_a_table_and_every_result_is_a_row(replays, capsys, monke
     assert "no perfect head: decode.perfect_head is false" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(
-    ("given", "sizes"),
-    [
-        ("1,4,16", (1, 4, 16)),
-        (4, (4,)),
-        ((1, 4), (1, 4)),
-        (None, None),
-        ((4, 0), "--batch has 0"),
-        (0, "--batch has 0"),
-        ((), "names no size"),
-        ("four", "--batch is four; name sizes"),
-        ("[1, x]", "name sizes"),
-    ],
-)
-def test_sizes_are_read_as_a_command_line_names_them_or_refused(given, sizes):
-    if isinstance(sizes, str):
-        with pytest.raises(ValueError, match=sizes):
-            sizes_of(given)
-    else:
+def test_sizes_are_read_as_a_command_line_names_them_or_refused():
+    for given, sizes in (("1,4,16", (1, 4, 16)), (4, (4,)), ((1, 4), (1, 4)), (None, None)):
         assert sizes_of(given) == sizes
+    refused = {(4, 0): "--batch has 0", 0: "--batch has 0", (): "names no size"}
+    for given, problem in (refused | {"four": "--batch is four; name sizes", "[1, x]": "name sizes"}).items():
+        with pytest.raises(ValueError, match=problem):
+            sizes_of(given)

@@ -28,23 +28,20 @@ TIMES = Times(0.2, (1.0, 1.3, 1.5), "measured", {"token_prob": 0.01}, elsewhere=
 
 
 @pytest.fixture(scope="module")
-def replays():
+def contest():
     splits = Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
     values = {name: default_values(5)[name] for name in ("fixed_length", "entropy", "token_prob")}
     competitors = [make_competitor(name, name, parameters) for name, parameters in values.items()]
-    return replay_dataset(splits, competitors, heads={}, perfect_head=True, name="made")
+    replays = replay_dataset(splits, competitors, heads={}, perfect_head=True, name="made")
+    return hold(replays, TIMES, dataset="made"), replays
 
 
 @pytest.fixture(scope="module")
-def contest(replays):
-    return hold(replays, TIMES, dataset="made")
-
-
-@pytest.fixture(scope="module")
-def page(replays, contest, tmp_path_factory):
+def page(contest, tmp_path_factory):
+    held, replays = contest
     directory = tmp_path_factory.mktemp("report")
-    plots = [pareto(list(contest.results.values())), entropies(replays.traces.test)]
-    answers, rankings = {"made": [answer_of(contest, heads={})]}, {"made": at_ratios([contest], replays)}
+    plots = [pareto(list(held.results.values())), entropies(replays.traces.test)]
+    answers, rankings = {"made": [answer_of(held, heads={})]}, {"made": at_ratios([held], replays)}
     write_report(Page(about="a < b", directory=directory, answers=answers, rankings=rankings, plots=plots))
     return directory / "report.html"
 
@@ -54,17 +51,13 @@ def cells(part: str) -> list[list[str]]:
     return [[html.unescape(cell) for cell in re.findall(r"<td.*?>(.*?)</td>", row)] for row in rows]
 
 
-def test_the_page_fetches_nothing_and_is_small(page):
-    text = page.read_text()
+def test_the_page_fetches_nothing_and_opens_with_the_sentence_and_the_rows_of_the_console(page, contest):
+    text, answer = page.read_text(), answer_of(contest[0], heads={})
     assert len(text) < 6e6
     assert not re.search(r"""(src|href)\s*=\s*["'](https?:)?//|fetch\(|XMLHttpRequest|@import""", text)
     assert "a &lt; b" in text
     assert not re.search(r"\$(?!\{)[a-z]", text)
     assert Path(page_module.__file__).with_suffix(".html").read_text().count("\n") < 120, "no cost model"
-
-
-def test_the_page_opens_with_the_sentence_and_the_rows_of_the_console(page, contest):
-    text, answer = page.read_text(), answer_of(contest, heads={})
     assert html.escape(answer.verdict).replace(" %", "&nbsp;%") in text
     assert text.index('class="verdict"') < text.index("<svg") < text.index("<table") < text.index('id="step"')
     stages = [[row.get(column, "") for column in answer.table.columns] for row in answer.table.rows]
@@ -72,7 +65,7 @@ def test_the_page_opens_with_the_sentence_and_the_rows_of_the_console(page, cont
 
 
 def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_evaluation(page, contest):
-    text = page.read_text()
+    text, (contest, _) = page.read_text(), contest
     steps = re.findall(r'data-step="(\d+)"( hidden)?', text)
     assert [step for step, hidden in steps if not hidden] == ["4"]
     labels = json.loads(re.search(r"labels = (\[.*?\]);", text)[1])
@@ -86,31 +79,23 @@ def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_eva
     assert len(re.findall('class="bound"', part)) == len(list(bounds()))
 
 
-def test_a_report_says_whether_it_compares_heads(page, tmp_path):
+def test_a_report_says_whether_it_compares_heads_and_plots_of_two_datasets_are_two_files(page, contest, tmp_path):
     assert not has_heads(page)
     other = tmp_path / "report.html"
     other.write_text(page.read_text().replace('data-family="entropy"', 'data-family="head_drawn"'))
     assert has_heads(other)
-
-
-def test_plots_of_two_datasets_are_two_files(contest, tmp_path):
-    plot = pareto(list(contest.results.values()))
-    write_plots(tmp_path, [plot.of("one"), plot.of("two")])
-    assert {path.name for path in tmp_path.iterdir()} == {"pareto-one.svg", "pareto-two.svg"}
+    plot = pareto(list(contest[0].results.values()))
+    write_plots(tmp_path / "plots", [plot.of("one"), plot.of("two")])
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"pareto-one.svg", "pareto-two.svg"}
     assert plot.of("one").caption == f"one: {plot.caption}"
 
 
 def test_batches_have_a_table_for_each_size_and_share_with_one_number_in_a_cell(tmp_path):
+    shared = {"dataset": "made", "ratio": 5.0, "costs": "given", "request_s": 2.0}
     rows = [
-        {"dataset": "made", "ratio": 5.0, "costs": "given", "verify_share": share, "batch_size": size}
-        | {
-            "family": family,
-            "name": family,
-            "setting": f"x={size}",
-            "tokens_per_s": speed + size,
-            "gain": gain,
-            "request_s": 2.0,
-        }
+        {"verify_share": share, "batch_size": size, "family": family, "name": family, "setting": f"x={size}"}
+        | {"tokens_per_s": speed + size, "gain": gain}
+        | shared
         for share in (0.0, 0.2)
         for size in (1, 4)
         for family, speed, gain in (("fixed_length", 10.0, 0.0), ("entropy", 12.0 + share, 0.2))

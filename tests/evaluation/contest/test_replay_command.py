@@ -9,13 +9,10 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from configs.command import config_of, parser_for, run
-from decode.__main__ import COMMANDS as GENERATE
 from decode.experiment import Experiment
 from decode.policies import Entropy
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchCosts, Curve
-from evaluation.__main__ import COMMANDS
 from evaluation.batches.curves import keep_curves
 from evaluation.costs.command import verdict_of as costs_verdict
 from evaluation.costs.machine import kept_costs, key_of
@@ -25,9 +22,9 @@ from evaluation.traces.recording import record, trace_folder
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
+from tests.evaluation.commands import called, config_with, printed, refusal
 
 SMALL = ("--decode.num_dev=3", "--decode.num_test=2", "--decode.max_new_tokens=24", "--decode.max_draft_length=6")
-JSON = ("--json", "true")
 TIMES = ("--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05")
 
 
@@ -36,37 +33,20 @@ def flags(tmp_path_factory):
     """Of a run with a recorded trace and one untrained head."""
     directory = tmp_path_factory.mktemp("run")
     AcceptanceHead(96, 0, "drawn").save_pretrained(directory / "heads" / "exported" / "plain")
-    flags = [
-        "--config",
-        "configs/tiny.yaml",
-        "--decode.dir",
-        str(directory),
-        "--heads.dir",
-        str(directory / "heads"),
-        *SMALL,
-        *TIMES,
-    ]
-    run(COMMANDS, argv=["trace", *flags])
+    folders = ["--decode.dir", str(directory), "--heads.dir", str(directory / "heads")]
+    flags = ["--config", "configs/tiny.yaml", *folders, *SMALL, *TIMES]
+    called("trace", *flags)
     return flags
 
 
-def printed(capsys, *argv):
-    """The tables and sentences, and the JSON, which stdout has alone."""
-    capsys.readouterr()
-    run(COMMANDS, argv=[*argv, *JSON])
-    shown = capsys.readouterr()
-    return shown.err.splitlines(), json.loads(shown.out)
-
-
-def test_replay_prints_the_counts_of_the_policy_over_both_splits(flags, capsys):
-    lines, document = printed(capsys, "replay", *flags, "--policy", "entropy:max_sqrt_entropy=0.4")
-    parser = parser_for(COMMANDS["trace"])
-    traces = trace_folder(Experiment(config_of(parser, parser.parse_args(flags)))).load("stories")
+def test_replay_prints_the_counts_of_the_policy_over_both_splits_and_a_ratio_changes_the_times_alone(flags, capsys):
+    policy = ("--policy", "entropy:max_sqrt_entropy=0.4")
+    lines, document = printed(capsys, "replay", *flags, *policy)
+    traces = trace_folder(Experiment(config_with(flags))).load("stories")
     for played in document["played"]:
         counts = replay_settings(getattr(traces, played["split"]), Entropy(0.4)).total()
-        assert played["num_drafted"] == counts.num_drafted
-        assert played["num_target"] == counts.num_target
-        assert played["discard_rate"] == counts.discard_rate
+        for name in ("num_drafted", "num_target", "discard_rate"):
+            assert played[name] == getattr(counts, name)
         seconds = 0.01 * counts.num_drafted + 0.05 * counts.num_target
         assert played["tokens_per_s"] == pytest.approx(counts.num_emitted / seconds)
         assert played["speed_up"] == pytest.approx(counts.num_emitted / seconds * 0.05)
@@ -77,22 +57,10 @@ def test_replay_prints_the_counts_of_the_policy_over_both_splits(flags, capsys):
     assert lines[-1].startswith("next: acceptance-heads evaluate")
     assert sum("draft lengths" in line for line in lines) == 2
     assert histogram([0, 8, 4, 0]) == "0 | █▄ | 3   mean 1.33, median 1"
-
-
-def test_costs_say_what_the_times_mean_for_speculation():
-    times = {"t_draft_s": 0.001, "t_target_s": [0.005, 0.006], "stops": {"entropy": (2e-5, 0.0), "drawn": (1e-4, 0.0)}}
-    sentence = costs_verdict(times)
-    assert "costs 5.0 draft forwards, and the most expensive stop, drawn, adds 10% to a draft step." in sentence
-    assert "expect little" not in sentence
-    assert "expect little of any policy" in costs_verdict(times | {"t_target_s": [0.002], "stops": {}})
-
-
-def test_replay_at_another_ratio_changes_the_times_and_not_the_counts(flags, capsys):
-    _, here = printed(capsys, "replay", *flags, "--policy", "fixed_length:k=3")
-    _, there = printed(capsys, "replay", *flags, "--policy", "fixed_length:k=3", "--ratio", "20")
-    assert here["played"][1]["num_drafted"] == there["played"][1]["num_drafted"]
+    _, there = printed(capsys, "replay", *flags, *policy, "--ratio", "20")
+    assert there["played"][1]["num_drafted"] == played["num_drafted"]
     assert there["costs"]["t_draft_s"] == pytest.approx(0.05 / 20)
-    assert there["played"][1]["speed_up"] > here["played"][1]["speed_up"]
+    assert there["played"][1]["speed_up"] > played["speed_up"]
 
 
 def test_replay_needs_neither_models_nor_times(flags, capsys):
@@ -113,8 +81,8 @@ def without_times(flags):
     return [flag for flag in flags if flag not in TIMES]
 
 
-def test_what_tune_writes_and_prints_is_what_auto_replays_and_generate_takes(flags, capsys):
-    lines, document = printed(capsys, "tune", *flags)
+def test_tune_writes_what_it_prints_evaluate_chooses_alike_and_auto_and_generate_follow(flags, capsys):
+    lines, tuned = printed(capsys, "tune", *flags)
     assert (max(map(len, lines)) <= 190, lines[0][:17]) == (True, "replay: tune: 0 %"), "a bar comes first"
     (row,) = [line.split("│") for line in lines if line.startswith("│ plain")]
     threshold, gain = (row[column].strip() for column in (3, 4))
@@ -123,7 +91,8 @@ def test_what_tune_writes_and_prints_is_what_auto_replays_and_generate_takes(fla
     text = " ".join(" ".join(lines).split())
     assert "Written to HEAD/config.json below" in text
     recommended = json.loads(Path(flags[5], "exported", "plain", "config.json").read_text())["recommended"]
-    assert recommended == document["tuned"][0]["recommended"]
+    (head,) = tuned["tuned"]
+    assert recommended == head["recommended"]
     assert f"{recommended['max_rejection_prob']:.4f}" == threshold
     assert {"tokens_per_s", "auto_tokens_per_s", "fixed_tokens_per_s", "index_slope"} <= recommended.keys()
     verdict = json.loads(Path(flags[3], "verdict.json").read_text())
@@ -131,6 +100,15 @@ def test_what_tune_writes_and_prints_is_what_auto_replays_and_generate_takes(fla
     assert lines[-1] == f"next: acceptance-heads generate --config … --prompt …, which takes {verdict['policy']}"
     _, auto = printed(capsys, "replay", *flags, "--policy", f"head:{flags[5]}/exported/plain,max_rejection_prob=auto")
     assert auto["played"][1]["num_emitted"] > 0
+    _, evaluated = printed(capsys, "evaluate", *flags)
+    assert json.loads(Path(flags[3], "verdict.json").read_text()) == evaluated["verdict"] == tuned["verdict"]
+    rows = {row["family"]: row for row in evaluated["results"]}
+    assert json.loads(rows["head_drawn"]["setting"]) == {"max_rejection_prob": head["max_rejection_prob"]}
+    assert rows["head_drawn"]["tokens_per_s"] == pytest.approx(head["tokens_per_s"])
+    called("generate", *flags, "--prompt", "Tom has 3 apples.", "--max_new_tokens", "4")
+    said = capsys.readouterr().err.splitlines()[0]
+    assert said == f"policy: {tuned['verdict']['sentence']} It is {tuned['verdict']['speed']}"
+    assert "best fixed length" in said
 
 
 def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, capsys):
@@ -138,7 +116,7 @@ def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, cap
     few |= {"ada_edl": {"initial_lambda": [0.3], "target_rate": [0.7]}}
     asked = ["evaluate", *flags, "--decode.grid", json.dumps(few)]
     capsys.readouterr()
-    run(COMMANDS, argv=asked)
+    called(*asked)
     shown = capsys.readouterr().out
     *_, last, verdict = (" ".join(part.split()) for part in shown.split("\n\n"))
     assert verdict == json.loads(Path(flags[3], "verdict.json").read_text())["sentence"]
@@ -154,21 +132,6 @@ def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, cap
     speeds = {row["family"]: row["tokens_per_s"] for row in document["results"]}
     assert all(row["tokens_per_s"] == pytest.approx(speeds[family]) for family, row in stages.items())
     assert stages["oracle"]["percent_of_oracle_gain"] >= 0
-
-
-def test_evaluate_and_tune_choose_alike_and_generate_follows(flags, capsys):
-    _, evaluated = printed(capsys, "evaluate", *flags)
-    assert json.loads(Path(flags[3], "verdict.json").read_text()) == evaluated["verdict"]
-    _, tuned = printed(capsys, "tune", *flags)
-    assert tuned["verdict"] == evaluated["verdict"]
-    rows = {row["family"]: row for row in evaluated["results"]}
-    (head,) = tuned["tuned"]
-    assert json.loads(rows["head_drawn"]["setting"]) == {"max_rejection_prob": head["max_rejection_prob"]}
-    assert rows["head_drawn"]["tokens_per_s"] == pytest.approx(head["tokens_per_s"])
-    run(GENERATE, argv=["generate", *flags, "--prompt", "Tom has 3 apples.", "--max_new_tokens", "4"])
-    said = capsys.readouterr().err.splitlines()[0]
-    assert said == f"policy: {tuned['verdict']['sentence']} It is {tuned['verdict']['speed']}"
-    assert "best fixed length" in said
 
 
 def test_auto_at_other_times_than_it_was_tuned_for_estimates_its_lambda_anew():
@@ -202,22 +165,26 @@ def test_what_cannot_be_replayed_is_refused_in_one_line_before_anything_is_timed
 ):
     if "--decode.seed" in argv and name != "replay":
         monkeypatch.setattr(f"evaluation.report.{name}.costs_for", lambda *_: pytest.fail("timed"))
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        run(COMMANDS, argv=[name, *(without_times(flags) if "none are given" in message else flags), *argv])
-    problem = capsys.readouterr().err.splitlines()[-1]
-    assert stopped.value.code == 2
-    assert problem.startswith("error: ")
-    assert message in problem
+    assert message in refusal(capsys, name, *(without_times(flags) if "none are given" in message else flags), *argv)
 
 
-def test_costs_are_printed_and_kept(flags, capsys):
+def test_costs_are_printed_and_kept_say_what_they_mean_and_broken_ones_name_their_file(flags, tmp_path, capsys):
     lines, document = printed(capsys, "costs", *flags)
     for row in ("drawn-d0", "entropy"):
         assert sum(f" {row} " in line and "│" in line for line in lines) == 1
     assert len(document["t_target_s"]) == 7
     assert lines[-1] == "next: acceptance-heads evaluate --config …"
     assert printed(capsys, "costs", *flags)[1] == document
+    times = {"t_draft_s": 0.001, "t_target_s": [0.005, 0.006], "stops": {"entropy": (2e-5, 0.0), "drawn": (1e-4, 0.0)}}
+    sentence = costs_verdict(times)
+    assert "costs 5.0 draft forwards, and the most expensive stop, drawn, adds 10% to a draft step." in sentence
+    assert "expect little" not in sentence
+    assert "expect little of any policy" in costs_verdict(times | {"t_target_s": [0.002], "stops": {}})
+    store = kept_costs(tmp_path)
+    for text in ('{"loop": {', '{"key": {}, "value": {"t_draft_s": 1.0}}', "null"):
+        store.path.write_text(f"{text}\n")
+        with pytest.raises(ValueError, match=r"costs\.jsonl:1: .*; delete the line"):
+            store.entries()
 
 
 @pytest.mark.slow
@@ -232,15 +199,6 @@ def test_a_head_that_was_trained_since_is_timed_and_nothing_else(flags, tmp_path
     assert after["t_draft_s"] == before["t_draft_s"]
 
 
-def test_broken_costs_name_their_file(flags, capsys):
-    store = kept_costs(Path(flags[3]) / "broken")
-    store.path.parent.mkdir()
-    for text in ('{"loop": {', '{"key": {}, "value": {"t_draft_s": 1.0}}', "null"):
-        store.path.write_text(f"{text}\n")
-        with pytest.raises(ValueError, match=r"costs\.jsonl:1: .*; delete the line"):
-            store.entries()
-
-
 @pytest.mark.slow
 def test_what_was_chosen_under_one_sampling_is_transferred_to_another(flags, tmp_path, capsys):
     path, source = tmp_path / "warm", flags[flags.index("--decode.dir") + 1]
@@ -253,13 +211,8 @@ def test_what_was_chosen_under_one_sampling_is_transferred_to_another(flags, tmp
     assert rows["head_drawn", "stories (temperature 1)"]["name"] == "head:warm"
 
 
-RECORD = (
-    "--decode.as_recorded=true",
-    "--pair.target.path=/nowhere/one",
-    "--pair.draft.path=/nowhere/other",
-    "--data.prompts=/nowhere/prompts.jsonl",
-    "--pair.sampling.temperature=0.3",
-)
+RECORD = ["--decode.as_recorded=true", "--pair.target.path=/nowhere/one", "--pair.draft.path=/nowhere/other"]
+RECORD += ["--data.prompts=/nowhere/prompts.jsonl", "--pair.sampling.temperature=0.3"]
 
 
 def test_a_record_is_evaluated_as_it_was_without_models_and_prompts(flags, tmp_path, capsys):
@@ -282,23 +235,12 @@ def test_a_record_is_evaluated_as_it_was_without_models_and_prompts(flags, tmp_p
     assert away["played"] == here["played"]
 
 
-def test_a_record_that_lost_a_shard_is_refused(flags, tmp_path, capsys):
+def test_a_record_has_its_own_times_or_asks_for_some_and_is_refused_if_it_lost_a_shard(flags, tmp_path, capsys):
     trace = shutil.copytree(Path(flags[3]) / "trace", tmp_path / "trace")
-    lost = max(trace.glob("*/rows/test-*.parquet"))
-    lost.unlink()
-    with pytest.raises(SystemExit):
-        run(COMMANDS, argv=["replay", *flags[:2], "--decode.dir", str(tmp_path), *RECORD, "--policy", "entropy"])
-    assert "test split that were recorded" in capsys.readouterr().err
-
-
-def test_a_record_has_its_own_times_or_asks_for_some(flags, tmp_path, capsys):
-    shutil.copytree(Path(flags[3]) / "trace", tmp_path / "trace")
     untimed = [str(tmp_path) if flag == flags[3] else flag for flag in flags if flag not in (*SMALL, *TIMES)]
-    with pytest.raises(SystemExit):
-        run(COMMANDS, argv=["evaluate", *untimed, *RECORD])
-    assert "has no times of this trace's sampling; give decode.t_draft_s" in capsys.readouterr().err
-    parser = parser_for(COMMANDS["trace"])
-    experiment = Experiment(config_of(parser, parser.parse_args(flags)))
+    needs_times = "has no times of this trace's sampling; give decode.t_draft_s"
+    assert needs_times in refusal(capsys, "evaluate", *untimed, *RECORD)
+    experiment = Experiment(config_with(flags))
     times = {"t_draft_s": 0.01, "t_target_s": [0.05, 0.06], "origin": "measured", "stops": {}}
     errors = {"errors": {"drafting": 0.0, "verifying": 0.0}}
     kept_costs(tmp_path).keep([(key_of(experiment), times | errors)])
@@ -311,6 +253,7 @@ def test_a_record_has_its_own_times_or_asks_for_some(flags, tmp_path, capsys):
     lines, document = printed(capsys, "evaluate", *untimed, *RECORD, *few, "--batch", "2")
     assert {row["verify_share"] for row in document["batches"] if row["costs"] == "recorded"} == {None}
     assert "curves of batches" in " ".join(" ".join(lines).split())
-    with pytest.raises(SystemExit):
-        run(COMMANDS, argv=["replay", *flags[:2], "--decode.dir", str(tmp_path / "x"), *RECORD, "--policy", "entropy"])
-    assert str(tmp_path / "x" / "trace") in capsys.readouterr().err
+    replay = ("replay", *flags[:2], *RECORD, "--policy", "entropy", "--decode.dir")
+    assert str(tmp_path / "x" / "trace") in refusal(capsys, *replay, str(tmp_path / "x"))
+    max(trace.glob("*/rows/test-*.parquet")).unlink()
+    assert "test split that were recorded" in refusal(capsys, *replay, str(tmp_path))

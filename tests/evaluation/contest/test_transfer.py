@@ -61,7 +61,8 @@ def test_the_setting_is_chosen_on_the_source_set_and_judged_on_the_target_set(se
 
 def test_a_setting_that_is_best_on_the_source_set_alone_costs_something_on_the_target_set(sets, source, monkeypatch):
     """There the draft is the target, and the longest draft is best."""
-    monkeypatch.setattr(small_pair, "recorder", always_right)
+    always_right = Recorder(model(1, 2), model(1, 2), Sampling(temperature=0.9), VOCAB, frozenset({EOS}), LENGTH)
+    monkeypatch.setattr(small_pair, "recorder", lambda sampling, length=LENGTH: always_right)
     lengths = make_competitor("fixed_length", "fixed_length", default_values(LENGTH)["fixed_length"])
     traces = Splits(*(trace(Sampling(temperature=0.9), seed=seed) for seed in (1, 2)))
     replays = replay_dataset(traces, [lengths], heads={}, perfect_head=False, name="")
@@ -72,15 +73,8 @@ def test_a_setting_that_is_best_on_the_source_set_alone_costs_something_on_the_t
     assert results["fixed_length"].over(target.baseline) == kept["fixed_length"]
     assert kept["fixed_length"].high < -0.01
     assert "entropy" not in kept
-
-
-def always_right(sampling: Sampling, length: int = LENGTH) -> Recorder:
-    return Recorder(model(1, 2), model(1, 2), sampling, VOCAB, frozenset({EOS}), length)
-
-
-def test_a_transfer_to_the_same_set_loses_nothing(sets, source):
-    kept = over_tuned(transferred(source, source, sets[0]), source)
-    assert [gain.value for gain in kept.values()] == pytest.approx([0] * len(kept), abs=1e-12)
+    same = over_tuned(transferred(source, source, sets[0]), source)
+    assert [gain.value for gain in same.values()] == pytest.approx([0] * len(same), abs=1e-12), "the same set"
 
 
 @pytest.mark.parametrize("timing", ["fed", "drawn", "prefix"])
@@ -95,10 +89,8 @@ def test_a_head_of_another_sampling_is_calibrated_on_the_path_of_dev(sets, timin
     assert (name, others) == ("it calibrated here", [])
     path = np.array([at for at in range(dev.num_positions) if timing != "fed" or at not in dev.offsets])
     of = path - 1 if timing == "fed" else path
-    logit, label = (
-        head.calibrated_logit(dev.logit(head)[path]),
-        (dev.positions["acceptance_rate"] if timing == "prefix" else dev.signal("acceptance_prob"))[of],
-    )
+    logit = head.calibrated_logit(dev.logit(head)[path])
+    label = (dev.positions["acceptance_rate"] if timing == "prefix" else dev.signal("acceptance_prob"))[of]
 
     def loss(weights):
         f = weights[0] * logit + weights[1]

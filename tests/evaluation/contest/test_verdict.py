@@ -1,6 +1,4 @@
-"""The sentence and the stages have the figures of the results, say plainly where training does not pay, and are printed
-in full on request; no plot needs more than eight colours.
-"""
+"""The sentence and the stages have the figures of the results and say plainly where training does not pay."""
 
 from dataclasses import replace
 
@@ -50,19 +48,11 @@ def heads():
 
 
 @pytest.fixture(scope="module")
-def splits():
-    return Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
-
-
-def replayed(splits, heads):
+def replays(heads):
+    splits = Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
     few = {"ada_edl": {"initial_lambda": [0.3], "target_rate": [0.7]}}
     competitors = competitors_of(few, heads, max_draft_length=5)
     return replay_dataset(splits, competitors, heads=heads, perfect_head=True, name="made")
-
-
-@pytest.fixture(scope="module")
-def replays(splits, heads):
-    return replayed(splits, heads)
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +65,8 @@ def test_the_sentence_has_the_figures_of_the_results(replays, heads, t_draft_s):
     contest = hold(replays, Times.constant(t_draft_s, 1.0, "measured"), dataset="made")
     answer = answer_of(contest, heads=heads)
     own, free = contest.leaders["heads"], contest.leaders[TRAINING_FREE]
-    assert answer.verdict.startswith(
-        f"On this machine, where a target forward costs {1 / t_draft_s:.1f} draft forwards: head"
-    )
+    ratio = f"On this machine, where a target forward costs {1 / t_draft_s:.1f} draft forwards: head"
+    assert answer.verdict.startswith(ratio)
     length = contest.baseline.setting["k"]
     assert f"predicted {contest.gain(own.family).words} over the best fixed length, {length}" in answer.verdict
     over = f", and {contest.lead.words} over the {family(free.family).label}, which needs no training"
@@ -87,27 +76,22 @@ def test_the_sentence_has_the_figures_of_the_results(replays, heads, t_draft_s):
     assert (stage.added == contest.lead) == (free.family != BASELINE)
 
 
-@pytest.mark.parametrize(
-    ("lead", "says"),
-    [
-        (Gain(0.1, 0.02, 0.2, 0.0), ""),
-        (Gain(0.1, -0.02, 0.2, 0.0), " With 7 test prompts this difference could be chance, and the entropy (SVIP) "),
-        (Gain(-0.1, -0.2, -0.02, 0.0), " No trained head is faster here: use the entropy (SVIP)."),
-    ],
-)
-def test_a_lead_that_shows_nothing_is_called_so(lead, says):
-    sentence = doubt_of(lead, "entropy", 7)
-    assert sentence.startswith(says)
-    assert bool(sentence) == bool(says)
+def test_a_lead_that_shows_nothing_is_called_so():
+    could_be_chance = " With 7 test prompts this difference could be chance, and the entropy (SVIP) "
+    slower = " No trained head is faster here: use the entropy (SVIP)."
+    assert doubt_of(Gain(0.1, 0.02, 0.2, 0.0), "entropy", 7) == ""
+    assert doubt_of(Gain(0.1, -0.02, 0.2, 0.0), "entropy", 7).startswith(could_be_chance)
+    assert doubt_of(Gain(-0.1, -0.2, -0.02, 0.0), "entropy", 7).startswith(slower)
 
 
-def test_without_heads_the_sentence_says_what_needs_no_training(splits):
-    answer = answer_of(hold(replayed(splits, {}), CURVE), heads={})
+def test_without_heads_the_sentence_says_what_needs_no_training(replays):
+    arms = [arm for arm in replays.arms if not family(arm.competitor.family).needs_training]
+    answer = answer_of(hold(replace(replays, arms=arms, heads={}), CURVE), heads={})
     assert "no trained heads are compared" in answer.verdict or "no policy that needs no training" in answer.verdict
     assert answer.explained == ""
 
 
-def test_one_row_of_each_kind_decides_and_what_is_no_stage_is_in_the_note(answer):
+def test_one_row_of_each_kind_decides_the_note_has_the_others_and_the_console_every_row_on_request(answer):
     shown, contest = answer.deciding, answer.contest
     assert (shown[0], shown[-2:]) == (BASELINE, ["perfect_drawn", "oracle"])
     kinds = [family(name).kind for name in shown[:-2]]
@@ -118,9 +102,6 @@ def test_one_row_of_each_kind_decides_and_what_is_no_stage_is_in_the_note(answer
     for name in beside:
         assert family(name).label in answer.table.note
         assert contest.gain(name).words in answer.table.note
-
-
-def test_the_console_has_the_stages_and_if_wanted_every_row_with_the_best_in_bold(answer):
     stages, whole = answer.printed(has_all=True)
     assert answer.printed(has_all=False) == [stages]
     assert stages.title == whole.title
@@ -152,10 +133,9 @@ def test_every_family_has_the_colour_of_its_kind_and_its_own_line_and_marker():
     assert [family(name).needs_training for name in (*heads, "auto_fed", "entropy")] == [True] * 5 + [False]
 
 
-def test_plots_are_drawn_in_the_readers_ink_and_thresholds_of_two_meanings_have_two_axes(replays, answer):
+def test_plots_have_the_readers_ink_a_legend_below_and_two_axes_for_thresholds_of_two_meanings(replays, answer):
     contest = answer.contest
-    plots = [stage_plot(answer.stages, contest), *all_plots(replays, contest, shown=answer.deciding)]
-    for plot in plots:
+    for plot in [stage_plot(answer.stages, contest), *all_plots(replays, contest, shown=answer.deciding)]:
         assert "currentColor" in plot.svg
         assert "prefers-color-scheme:dark" in plot.svg
         assert INK not in plot.svg
@@ -165,37 +145,29 @@ def test_plots_are_drawn_in_the_readers_ink_and_thresholds_of_two_meanings_have_
     assert on["head_fed"] == on["head_drawn"]
     meanings = ("head_drawn", "entropy", "token_prob", PRODUCT, "max_prob")
     assert len({tuple(on[name]) for name in meanings}) == len(plots) == len(meanings)
-
-
-def test_a_legend_lies_below_the_axes():
     figure, axes = figure_of(3.0)
     axes.plot([0, 1], [0, 1], label="a line")
     legend_below(axes)
-    svg = plot_of("p", "", figure).svg  # drawn, so that positions are known
-    (legend,) = figure.legends
-    assert legend.get_window_extent().y1 <= axes.get_tightbbox().y0
-    assert "a line" in svg
+    assert "a line" in plot_of("p", "", figure).svg  # drawn, so that positions are known
+    assert figure.legends[0].get_window_extent().y1 <= axes.get_tightbbox().y0
 
 
 def test_a_report_that_compares_heads_is_kept_where_none_compete_now(tmp_path, capsys):
     experiment = Experiment.__new__(Experiment)
     vars(experiment).update(heads={}, exported=tmp_path / "exported", directory=tmp_path)
 
-    def folder(competitors=()):
-        path = folder_of(experiment, competitors)
-        return path, " ".join(capsys.readouterr().out.split())
+    def check(directory, *parts, competitors=()):
+        assert folder_of(experiment, competitors) == directory
+        printed = " ".join(capsys.readouterr().out.split())
+        assert all(part in printed for part in parts)
+        assert bool(printed) == bool(parts)
 
-    path, printed = folder()
-    assert path == tmp_path
-    assert "No trained heads in" in printed
-    assert "`acceptance-heads export" in printed
+    check(tmp_path, "No trained heads in", "`acceptance-heads export")
     (tmp_path / "report.html").write_text('<tr data-family="head_drawn">')
-    path, printed = folder()
-    assert (path, "is kept" in printed) == (tmp_path / "no-heads", True)
+    check(tmp_path / "no-heads", "is kept")
     experiment.heads = {"it": None}
-    path, printed = folder()
-    assert (path, "decode.policies names no head" in printed) == (tmp_path / "no-heads", True)
-    assert folder([Competitor("head_drawn", "head:it", FixedLength(1), ({},))]) == (tmp_path, "")
+    check(tmp_path / "no-heads", "decode.policies names no head")
+    check(tmp_path, competitors=[Competitor("head_drawn", "head:it", FixedLength(1), ({},))])
 
 
 SPEEDS = {BASELINE: 100.0, PRODUCT: 120.0, "entropy": 118.0, "head_drawn": 130.0, PERFECT: 150.0, "oracle": 200.0}
@@ -215,10 +187,6 @@ def contest_at(speeds, free=PRODUCT) -> Contest:
     return Contest("made", Times.constant(0.01, 0.02), results)
 
 
-def stages_at(speeds, free=PRODUCT):
-    return stages_of(contest_at(speeds, free))
-
-
 def test_stages_go_from_the_best_fixed_length_to_the_oracle_and_share_its_whole_gain():
     contest = contest_at(SPEEDS)
     first, *stages = stages_of(contest)
@@ -234,18 +202,14 @@ def test_stages_go_from_the_best_fixed_length_to_the_oracle_and_share_its_whole_
         assert all(gain.low < gain.value < gain.high for gain in (stage.speeds, stage.gain, stage.added))
         before = stage.speeds.value
     product, head, perfect, _ = stages
-    assert product.added == product.gain
-    assert head.added == contest.lead
+    assert (product.added, head.added) == (product.gain, contest.lead)
     assert perfect.added == contest.results[PERFECT].over(contest.results["head_drawn"])
-    assert [stage.percent_of_gain for stage in stages_at(dict.fromkeys(SPEEDS, 100.0))] == [None] * 5
-
-
-def test_the_product_keeps_its_stage_where_dev_prefers_another_policy_without_training():
-    stages, contest = stages_at(SPEEDS, free="entropy"), contest_at(SPEEDS)
-    assert [stage.family for stage in stages[:4]] == [BASELINE, PRODUCT, "entropy", "head_drawn"]
-    assert [stage.percent_of_gain for stage in stages[2:4]] == [pytest.approx(-2), pytest.approx(12)]
-    assert "entropy (SVIP): slower than the row above" in stage_table(stages, contest).note
-    assert "slower than" not in stage_table(stages_of(contest), contest).note
+    assert [stage.percent_of_gain for stage in stages_of(contest_at(dict.fromkeys(SPEEDS, 100.0)))] == [None] * 5
+    assert "slower than" not in stage_table([first, *stages], contest).note
+    preferred = stages_of(contest_at(SPEEDS, free="entropy"))
+    assert [stage.family for stage in preferred[:4]] == [BASELINE, PRODUCT, "entropy", "head_drawn"]
+    assert [stage.percent_of_gain for stage in preferred[2:4]] == [pytest.approx(-2), pytest.approx(12)]
+    assert "entropy (SVIP): slower than the row above" in stage_table(preferred, contest).note
 
 
 @pytest.mark.parametrize(
@@ -261,7 +225,7 @@ def test_a_stage_that_did_not_compete_says_why_and_the_others_share_the_whole_ga
     contest = contest_at(speeds, BASELINE if name == PRODUCT else PRODUCT)
     stages = stages_of(contest)
     assert [stage.missing for stage in stages if stage.result] == [""] * 4
-    assert stages[row + 1].knows == f"{stages[row].knows}; {stages_at(SPEEDS)[row + 1].knows}"
+    assert stages[row + 1].knows == f"{stages[row].knows}; {stages_of(contest_at(SPEEDS))[row + 1].knows}"
     assert sum(stage.percent_of_gain or 0 for stage in stages) == pytest.approx(100)
     cells = stage_table(stages, contest).rows[row + 1]
     assert why in cells["what it knows"]
@@ -275,29 +239,21 @@ def test_the_table_the_picture_and_the_record_have_the_same_figures():
     stages = stages_of(contest)
     head, table = stages[2], stage_table(stages, contest, beside=["entropy (SVIP), 0.4: +18 % (16, 20)"])
     speed, low, high, _ = head.speeds
-    assert list(table.rows[3].values()) == [
-        "best head, drawn-time",
-        "what a head learned",
-        "drawn+s-d1-w3 at 0.731",
-        f"{speed:.0f} ({low:.0f}, {high:.0f})",
-        head.gain.words,
-        head.added.words,
-    ]
+    own_cells = ["best head, drawn-time", "what a head learned", "drawn+s-d1-w3 at 0.731"]
+    figures = [f"{speed:.0f} ({low:.0f}, {high:.0f})", head.gain.words, head.added.words]
+    assert list(table.rows[3].values()) == own_cells + figures
     assert table.column("tokens/s")[:2] == ["50.0", "100"]
     assert "entropy (SVIP), 0.4: +18 % (16, 20)" in table.note
     record = head.as_dict()
-    figures = (record["tokens_per_s_low"], record["gain_high"], record["added"], record["percent_of_oracle_gain"])
-    assert figures == (low, head.gain.high, head.added.value, head.percent_of_gain)
+    names = ("tokens_per_s_low", "gain_high", "added", "percent_of_oracle_gain")
+    assert [record[name] for name in names] == [low, head.gain.high, head.added.value, head.percent_of_gain]
     svg = stage_plot(stages, contest).svg
     assert all(f">{text}<" in svg for text in ("100", "120", "130", "150", "200"))
     wide = console_table(table, best="", more=16)
     assert Console(width=200).measure(wide._replace(note="").table()).maximum <= 100
     assert "drawn+s-d1-w3 at 0.731" in wide.note
     assert "16 more rows" in wide.note
-
-
-def test_the_pictures_of_near_ratios_are_two_files():
     near = Times.constant(0.01, 0.02)
     every = (Times.constant(0.2, 0.9996), near.with_ratio(5.0), near.with_ratio(4.998), near.with_ratio(5.000001))
-    contest = contest_at(SPEEDS)
-    assert len({stage_plot(stages_of(contest), replace(contest, times=times)).name for times in every}) == 4
+    names_of_near_ratios = {stage_plot(stages, replace(contest, times=times)).name for times in every}
+    assert len(names_of_near_ratios) == 4, "a file each"

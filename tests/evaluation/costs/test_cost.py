@@ -1,29 +1,46 @@
-"""What rounds cost (law 4.9)."""
+"""What rounds cost (law 4.9), and what the timing of loops and stops finds: in turns, between two heads."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle, islice
 from time import sleep
 
 import numpy as np
 import pytest
+import torch
 
-from configs.command import config_of, parser_for
-from decode import Counts
+from decode import Counts, SpeculativeDecoder
 from decode.experiment import Experiment
 from decode.loop.decoder import Generation, Round
+from decode.loop.drafter import ModelDrafter
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
 from evaluation.costs.machine import SKIP, costs_for
-from evaluation.costs.measure import costs_of, time_generations
-from evaluation.costs.plan import plan, timing_line
-from evaluation.costs.stops import policies_by_kind, sizes
+from evaluation.costs.measure import Loop, costs_of, time_generations
+from evaluation.costs.plan import timing_line
+from evaluation.costs.stops import (
+    Rotation,
+    drafted_length,
+    mixtures_of,
+    policies_by_kind,
+    shuffled,
+    sizes,
+    time_stops,
+    unstopping,
+)
 from evaluation.papers.specdec import regressed
 from evaluation.times import StopShares, Times
 from evaluation.traces.bounds import Oracle, ScoreHead
 from evaluation.traces.replay import replay_settings
 from evaluation.turns import in_turns, turns_within
 from heads import AcceptanceHead
+from lm import Pair, Sampling
+from tests.evaluation.commands import config_with
+from tests.toys.random_drafts import BLOCK, draft, target
+from tests.toys.random_pairs import random_pair
+from tests.toys.small_pair import Words
 from tests.toys.traces import traced
 
 
@@ -46,9 +63,7 @@ def generations(
 
 
 def test_latency_per_token_is_the_papers_sum_of_two_rates():
-    _, trace = traced("plain", 3, 3, (2,))
-    replayed = replay_settings(trace, FixedLength(2))
-    t_draft, t_target = 0.0234, 0.112
+    replayed, t_draft, t_target = replay_settings(traced("plain", 3, 3, (2,))[1], FixedLength(2)), 0.0234, 0.112
     counts = replayed.counts
     tokens = counts.num_emitted.sum()
     discard_rate, verification_rate = counts.num_discarded.sum() / tokens, counts.num_target.sum() / tokens
@@ -91,47 +106,52 @@ def test_a_block_is_paid_once_a_round_and_what_each_of_its_tokens_takes_with_the
     assert times.line(has_blocks=True) == pytest.approx((0.0, 0.1, 0.007, 0.032))
 
 
+def test_the_errors_of_times_are_those_between_generations():
+    """The machine is 20 % slower from one turn to the next, and the same within a generation."""
+    for paces, least, most in (((1.0, 1.0, 1.0), 0.0, 1e-9), ((1.0, 1.2, 1.4), 0.02, 0.3)):
+        paced = [generation for pace in paces for generation in generations(0.02 * pace, 0.1 * pace)]
+        assert all(least <= error < most for error in costs_of(paced, 6).errors[:2])
+
+
 def test_regression_finds_both_times_with_r2_1_where_they_are_exact():
     assert regressed(generations(0.02, 0.1)) == pytest.approx((0.02, 0.1, 1.0))
 
 
-def test_another_ratio_keeps_the_target_and_changes_the_draft():
-    other = Times(0.02, (0.1, 0.2)).with_ratio(10.0)
-    assert other.t_draft_s == pytest.approx(0.01)
-    assert other.t_target_s == (0.1,)
-
-
-@pytest.mark.parametrize("times", [(0.0, (1.0,)), (1.0, ()), (1.0, (1.0, -1.0)), (float("inf"), (1.0,))])
-def test_times_that_are_no_times_are_refused(times):
-    with pytest.raises(ValueError, match="positive number of seconds"):
-        Times(*times)
-
-
-def test_the_stop_of_two_parts_is_their_sum_unless_it_was_measured():
-    times = Times(0.01, (1.0,), t_stop_s={"entropy": 0.002, "fed-d1": 0.003, "drawn-d2 & fed-d1": 0.004})
-    kinds = ("", "entropy", "entropy & fed-d1", "drawn-d2 & fed-d1")
-    assert [times.stop_s(kind) for kind in kinds] == [0.0, 0.002, 0.005, 0.004]
-
-
-def test_policies_of_one_kind_of_stop_share_a_name():
-    heads = [AcceptanceHead(8, 2, timing, scalars=True) for timing in ("fed", "drawn")]
-    assert set(policies_by_kind(heads)) == {"entropy", "token_prob", "max_prob", "fed+s-d2", "drawn+s-d2"}
-    both = HeadPolicy(heads[0], also=heads[1])
-    assert both.stop_kind == Auto(heads[1], 1.0, 2.0, also=heads[0]).stop_kind == "drawn+s-d2 & fed+s-d2"
-    assert {policy.stop_kind for policy in (FixedLength(2), Oracle(), HeadPolicy(ScoreHead("perfect", "drawn")))} == {
-        ""
-    }
-
-
-def test_at_another_ratio_a_head_costs_its_share_of_the_draft():
+def test_another_ratio_keeps_the_target_and_a_head_costs_its_share_of_the_draft():
     head = AcceptanceHead(8, 1)
     num_weights = 8 * 8 + 8 + 8 + 1
     by_size = sizes(policies_by_kind([head]), draft_weights := 1000)
     assert by_size["fed-d1"] == num_weights / draft_weights
     assert by_size["entropy"] == 0.0
-    other = Times(0.02, (0.1,), t_stop_s={"fed-d1": 0.01}, elsewhere=StopShares("by size", by_size)).with_ratio(10.0)
+    times = Times(0.02, (0.1, 0.2), t_stop_s={"fed-d1": 0.01}, elsewhere=StopShares("by size", by_size))
+    other = times.with_ratio(10.0)
+    assert (other.t_draft_s, other.t_target_s) == (pytest.approx(0.01), (0.1,))
     assert other.stop_s("fed-d1") == pytest.approx(0.01 * num_weights / draft_weights)
     assert "by size" in other.title
+
+
+def test_a_ratio_that_is_the_given_one_is_compared_once_and_times_that_are_no_times_are_refused():
+    given = Times.constant(0.001, 0.005, elsewhere=StopShares("by size", {"fed-d1": 0.1}))
+    assert [cost.ratio for cost in given.at_ratios((5.0, 10.0))] == pytest.approx([5.0, 10.0])
+    measured = Times(0.001, (0.005, 0.006), "measured", t_stop_s={"fed-d1": 0.0001})
+    assert [cost.origin for cost in measured.at_ratios((5.0,))] == ["measured", "ratio 5"]
+    dearer = Times(0.001, (0.005,), t_stop_s={"fed-d1": 0.0002}, elsewhere=StopShares("by size", {"fed-d1": 0.1}))
+    assert len(dearer.at_ratios((5.0,))) == 2
+    for times in ((0.0, (1.0,)), (1.0, ()), (1.0, (1.0, -1.0)), (float("inf"), (1.0,))):
+        with pytest.raises(ValueError, match="positive number of seconds"):
+            Times(*times)
+
+
+def test_policies_of_one_kind_of_stop_share_a_name_and_two_parts_cost_their_sum_unless_measured():
+    times = Times(0.01, (1.0,), t_stop_s={"entropy": 0.002, "fed-d1": 0.003, "drawn-d2 & fed-d1": 0.004})
+    kinds = ("", "entropy", "entropy & fed-d1", "drawn-d2 & fed-d1")
+    assert [times.stop_s(kind) for kind in kinds] == [0.0, 0.002, 0.005, 0.004]
+    heads = [AcceptanceHead(8, 2, timing, scalars=True) for timing in ("fed", "drawn")]
+    assert set(policies_by_kind(heads)) == {"entropy", "token_prob", "max_prob", "fed+s-d2", "drawn+s-d2"}
+    both = HeadPolicy(heads[0], also=heads[1])
+    assert both.stop_kind == Auto(heads[1], 1.0, 2.0, also=heads[0]).stop_kind == "drawn+s-d2 & fed+s-d2"
+    for policy in (FixedLength(2), Oracle(), HeadPolicy(ScoreHead("perfect", "drawn"))):
+        assert policy.stop_kind == ""
 
 
 def test_another_competitor_begins_on_every_prompt_and_each_equally_often_over_as_many_repeats():
@@ -147,38 +167,121 @@ def test_turns_end_with_the_budget_but_not_before_the_fewest(capsys):
     assert f"{len(turns)}/{len(turns)} turns" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_the_flags_that_skip_the_timing_are_those_of_the_message(tmp_path):
+    given = SKIP.replace("t_draft_s SECONDS", "t_draft_s 0.001").replace("t_target_s SECONDS", "t_target_s 0.005")
+    flags = ["--config", "tiny", "--decode.dir", str(tmp_path)]
+    config = config_with([*flags, *given.split()])
+    assert "no timing" in timing_line(config)[0]
+    assert costs_for(Experiment(config)).t_draft_s == 0.001
+    assert not (tmp_path / "costs.jsonl").exists()
+    line, _ = timing_line(config_with(flags))
+    assert line.startswith("evaluate: measures this machine once, about ")
+    assert line.endswith(SKIP)
+
+
+@dataclass(frozen=True)
+class Slow(Entropy):
+    """A stop that takes so many seconds, and would end every draft at once."""
+
+    max_sqrt_entropy: float = 0.0
+    seconds: float = 0.01
+
+    def after(self, state, drawn):
+        sleep(self.seconds)
+        return super().after(state, drawn)
+
+
+@pytest.fixture(scope="module")
+def loop() -> Loop:
+    pair = Pair(*random_pair("llama"), None, Words())
+    return Loop(pair=pair, prompts=[[5, 6, 7], [9, 8]], sampling=Sampling(), max_draft_length=4, max_new_tokens=24)
+
+
 def test_every_length_is_timed_in_every_turn_and_each_begins_in_its_turn(loop):
     timed = time_generations(loop, lengths=(0, 2, 4, 16))
     longest = [max(len(round_.drafted) for round_ in generation.rounds) for generation in timed]
     assert longest == [0, 2, 4, 2, 4, 0, 4, 0, 2]  # 16 is beyond the longest draft, and there are three turns
 
 
-def test_the_flags_that_skip_the_timing_are_those_of_the_message(tmp_path):
-    given = SKIP.replace("t_draft_s SECONDS", "t_draft_s 0.001").replace("t_target_s SECONDS", "t_target_s 0.005")
-    flags, parser = ["--config", "tiny", "--decode.dir", str(tmp_path)], parser_for(plan)
-    config = config_of(parser, parser.parse_args([*flags, *given.split()]))
-    assert "no timing" in timing_line(config)[0]
-    assert costs_for(Experiment(config)).t_draft_s == 0.001
-    assert not (tmp_path / "costs.jsonl").exists()
-    line, _ = timing_line(config_of(parser, parser.parse_args(flags)))
-    assert line.startswith("evaluate: measures this machine once, about ")
-    assert line.endswith(SKIP)
+def test_a_stop_is_timed_in_rounds_that_it_does_not_shorten_and_twice_the_work_is_twice_the_stop(loop):
+    found = time_stops(loop, {"slow": Slow(), "slower": Slow(seconds=0.02), "entropy": Entropy(0.0)})
+    assert 0.005 < found["slow"][0] < 0.05
+    assert found["slow"][0] > found["entropy"][0] >= 0
+    assert found["entropy"][1] > 0
+    assert found["slower"][0] / found["slow"][0] == pytest.approx(2, rel=0.3)
 
 
-def test_a_ratio_that_is_the_given_one_is_compared_once():
-    given = Times.constant(0.001, 0.005, elsewhere=StopShares("by size", {"fed-d1": 0.1}))
-    assert [cost.ratio for cost in given.at_ratios((5.0, 10.0))] == pytest.approx([5.0, 10.0])
-    measured = Times(0.001, (0.005, 0.006), "measured", t_stop_s={"fed-d1": 0.0001})
-    assert [cost.origin for cost in measured.at_ratios((5.0,))] == ["measured", "ratio 5"]
-    dearer = Times(0.001, (0.005,), t_stop_s={"fed-d1": 0.0002}, elsewhere=StopShares("by size", {"fed-d1": 0.1}))
-    assert len(dearer.at_ratios((5.0,))) == 2
+def test_heads_between_the_shallowest_and_the_deepest_lie_on_their_line_and_two_together_are_timed(loop):
+    width = loop.pair.draft.config.hidden_size
+    policies = {f"fed-d{depth}": HeadPolicy(AcceptanceHead(width, depth)) for depth in (0, 1, 4)}
+    policies["drawn-d2"] = HeadPolicy(AcceptanceHead(width, 2, "drawn"))
+    mixtures = mixtures_of(policies)
+    assert mixtures["fed-d1"] == {"fed-d0": 0.75, "fed-d4": 0.25}
+    timed = [kind for kind, mixture in mixtures.items() if mixture == {kind: 1.0}]
+    assert timed == ["fed-d0", "fed-d4", "drawn-d2"]
+    assert list(time_stops(loop, policies)) == list(policies)
+    both = HeadPolicy(AcceptanceHead(width, 0, "drawn"), also=AcceptanceHead(width, 2))
+    policies = {"fed-d1": policies["fed-d1"], both.stop_kind: both, "fed-d4": policies["fed-d4"]}
+    assert mixtures_of(policies) == {kind: {kind: 1.0} for kind in policies}
 
 
-def test_the_errors_of_times_are_those_between_generations():
-    exact = [generation for _ in range(3) for generation in generations(0.02, 0.1)]
-    assert max(costs_of(exact, 6).errors[:2]) < 1e-9
-    # the machine is 20 % slower from one turn to the next, and the same within a generation
-    paced = [generation for pace in (1.0, 1.2, 1.4) for generation in generations(0.02 * pace, 0.1 * pace)]
-    drafting, verifying, _ = costs_of(paced, 6).errors
-    assert 0.02 < drafting < 0.3
-    assert 0.02 < verifying < 0.3
+def test_a_loop_that_drafts_nothing_has_no_stops(loop):
+    with pytest.raises(ValueError, match="none has a token; raise them, or give"):
+        time_stops(replace(loop, max_new_tokens=1), {"entropy": Entropy()})
+
+
+def rotation_of(loop, arms, order) -> tuple[dict[str, ModelDrafter], Rotation, SpeculativeDecoder]:
+    drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in arms.items()}
+    rotation = Rotation(drafters, cycle(order), length=4)
+    settings = {"sampling": Sampling(), "max_draft_length": 4, "eos_ids": frozenset()}
+    return drafters, rotation, loop.models.decoder(rotation, **settings)
+
+
+def test_a_rotation_drafts_in_its_order_and_feeds_each_draft_one_token_first(loop):
+    head = AcceptanceHead(loop.pair.draft.config.hidden_size, 1)
+    arms = {"fixed": FixedLength(4), "entropy": unstopping(Entropy(0.0)), "head": unstopping(HeadPolicy(head))}
+    fed, order = [], ["fixed", "entropy", "head", "entropy"]
+    drafters, rotation, decoder = rotation_of(loop, arms, order)
+
+    def watched(feed, new_tokens, num_rows=1):
+        fed.append(len(new_tokens))
+        return feed(new_tokens, num_rows)
+
+    rounds = decoder.stream([5, 6, 7], 24, generator=torch.Generator().manual_seed(0))
+    next(rounds)  # the prompt is read
+    for model in {id(drafter.model): drafter.model for drafter in drafters.values()}.values():
+        model.feed = partial(watched, model.feed)
+    try:
+        for _ in range(2):
+            fed.clear()
+            next(rounds, None)
+            assert fed[-4:] == [1, 1, 1, 1]
+    finally:
+        for drafter in drafters.values():
+            vars(drafter.model).pop("feed", None)
+    assert [kind for kind, _ in rotation.drafts][:3] == order[:3]
+
+
+def test_a_feature_draft_that_waits_for_the_prompt_does_not_lose_its_turn(loop):
+    arms = {"": FixedLength(4), "entropy": unstopping(Entropy(0.0))}
+    drafters, rotation, decoder = rotation_of(loop, arms, list(arms))
+    propose = drafters[""].propose
+    drafters[""].propose = lambda committed, max_tokens: propose(committed, 0 if len(committed) == 3 else max_tokens)
+    decoder.generate([5, 6, 7], 24, generator=torch.Generator().manual_seed(0))
+    assert [kind for kind, _ in rotation.drafts][:3] == ["", "entropy", ""]
+
+
+def test_a_stop_of_blocks_is_timed_on_whole_blocks(loop):
+    pair = Pair(target("llama"), draft("rnn"), None, loop.pair.tokenizer)
+    blocks = replace(loop, pair=pair, max_draft_length=9, prompts=[[1, 2, 3]])
+    assert drafted_length(blocks) == BLOCK
+    found = time_stops(blocks, {"slow": Slow(seconds=0.03)})
+    assert found["slow"][0] > 0.015 * BLOCK, "its work at every place is paid once a round"
+
+
+def test_every_cycle_has_all_kinds_in_an_order_of_its_own():
+    kinds = ["fixed", "fixed", "a", "b", "c"]
+    drawn = list(islice(shuffled(kinds), 50))
+    cycles = [tuple(drawn[start : start + 5]) for start in range(0, 50, 5)]
+    assert all(Counter(names) == Counter(kinds) for names in cycles)
+    assert len(set(cycles)) > 5

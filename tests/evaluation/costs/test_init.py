@@ -6,32 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from configs.command import config_of, parser_for
+from configs.schema import Config
 from data_gen.pipeline.sizes import settled
 from data_gen.pipeline.worker import check_lengths
 from decode.experiment import Experiment
 from evaluation.costs.init import init
 from evaluation.costs.plan import plan
+from tests.evaluation.commands import ROOT, config_with
 
-TINY = Path(__file__, "../../../../checkpoints/tiny").resolve()
-PAIR = {"target": str(TINY / "target"), "draft": str(TINY / "draft")}
+PAIR = {name: str(ROOT / "checkpoints" / "tiny" / name) for name in ("target", "draft")}
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch):
+def in_an_empty_folder_without_a_sample(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def without_a_sample(monkeypatch):
     monkeypatch.setattr("evaluation.costs.init._SAMPLE", 0)  # nothing is timed
 
 
 def prompts(count: int, field: str = "prompt") -> str:
-    Path("prompts.jsonl").write_text(
-        "".join(json.dumps({field: f"How many is {n} and 2?"}) + "\n" for n in range(count))
-    )
+    lines = [json.dumps({field: f"How many is {n} and 2?"}) for n in range(count)]
+    Path("prompts.jsonl").write_text("\n".join(lines) + "\n")
     return "prompts.jsonl"
+
+
+def parsed(path: Path) -> Config:
+    return config_with(["--config", str(path)])
 
 
 def test_the_yaml_parses_and_splits_what_is_there(capsys):
@@ -42,8 +41,7 @@ def test_the_yaml_parses_and_splits_what_is_there(capsys):
     assert any(line.startswith("response tokens") for line in comments)
     assert any(line.startswith("evaluate: measures this machine once") for line in comments)
     assert capsys.readouterr().out.endswith("wrote mine.yaml; next: acceptance-heads all --config mine.yaml\n")
-    parser = parser_for(plan)
-    config = config_of(parser, parser.parse_args(["--config", str(path)]))
+    config = parsed(path)
     assert (config.pair.sampling.temperature, config.pair.sampling.top_p) == (0.7, 0.9)
     assert (config.data.dir, config.heads.dir) == ("data/mine", "checkpoints/runs/mine")
     data = settled(config.data)
@@ -58,37 +56,28 @@ def test_texts_fit_the_positions_of_short_models(tmp_path):
         pair[name] = str(shutil.copytree(source, tmp_path / name))
         path = tmp_path / name / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 256}))
-    parser = parser_for(plan)
-    path = init(**pair, prompts=prompts(20))
-    config = config_of(parser, parser.parse_args(["--config", str(path)]))
+    config = parsed(init(**pair, prompts=prompts(20)))
     check_lengths(config.pair, config.data)
     assert config.data.max_new_tokens == config.decode.max_new_tokens
     assert config.data.max_prompt_tokens + config.decode.max_new_tokens + config.decode.max_draft_length == 256
 
 
 def test_the_parts_of_few_prompts_are_said_once(capsys):
-    parser = parser_for(plan)
-    path = init(**PAIR, prompts=prompts(20))
+    config = parsed(init(**PAIR, prompts=prompts(20)))
     capsys.readouterr()
-    config = config_of(parser, parser.parse_args(["--config", str(path)]))
     plan(config, sample=0)
     assert Experiment(config).data.num_train == 16, "evaluation settles the same section"
     *_, last = (lines := capsys.readouterr().out.splitlines())
-    assert [line for line in lines if "for train" in line] == [
-        "prompts.jsonl: 20 prompts, 16 for train, 2 for dev and 2 for test"
-    ]
+    parts = "prompts.jsonl: 20 prompts, 16 for train, 2 for dev and 2 for test"
+    assert [line for line in lines if "for train" in line] == [parts]
     assert last.startswith("next: acceptance-heads all --config …")
 
 
-def test_a_column_is_named_where_its_name_is_unknown():
+def test_what_init_cannot_do_is_refused():
     path = prompts(20, "query")
     with pytest.raises(ValueError, match="map one of them"):
         init(**PAIR, prompts=path)
     assert 'columns: {"prompt": "query"}' in init(**PAIR, prompts=path, column="query").read_text()
-
-
-def test_what_is_there_is_replaced_by_force_alone_and_too_few_prompts_are_refused():
-    init(**PAIR, prompts=prompts(20))
     with pytest.raises(ValueError, match="already exists; choose another --out, or pass --force"):
         init(**PAIR, prompts=prompts(20))
     init(**PAIR, prompts=prompts(30), force=True)

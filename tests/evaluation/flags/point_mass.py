@@ -21,8 +21,6 @@ _LIKELIEST = Sampling(temperature=0)
 
 
 class PointMassDrafter(ModelDrafter):
-    """One model drafts its likeliest tokens until its policy says stop."""
-
     def start(self, session: Session) -> None:
         super().start(session)
         self._fused, self.reads_at_end = None, False  # both draw from the session's own distribution

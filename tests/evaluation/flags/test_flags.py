@@ -1,4 +1,4 @@
-"""`flags`: the setting it prints is the fastest that decoding finds, and refusals are one line."""
+"""`flags`: the setting it prints is the fastest that decoding finds, also from the counters that engines write."""
 
 import json
 from dataclasses import replace
@@ -7,21 +7,23 @@ from itertools import product
 import numpy as np
 import pytest
 
-from configs.command import run
 from decode import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength
+from decode.policies.batch import BatchCosts, Curve
 from decode.policies.registry import make_policy
-from evaluation.__main__ import COMMANDS
 from evaluation.flags.command import DEFAULT, FIXED, FLAGS, NONE, Answer, batch_line
+from evaluation.flags.counters import read_counters, speeds, tokens_per_round
 from evaluation.flags.engines import ENGINES, LLAMA_CPP, VLLM, ShortDrafts
+from evaluation.flags.times import Given
 from evaluation.gain import Splits
 from evaluation.played import Played
 from evaluation.times import Times
-from evaluation.traces.replay import replay_settings
+from evaluation.traces.replay import replay_rounds, replay_settings
 from heads import AcceptanceHead
 from lm import Sampling
 from tests.cases import first_fast
+from tests.evaluation.commands import printed, refusal
 from tests.evaluation.flags.point_mass import PointMassDrafter
 from tests.toys.small_pair import EOS, LENGTH, LIMIT, PROMPTS, VOCAB, model, trace
 
@@ -41,7 +43,6 @@ def answer_at(traces, t_draft_s=1.0, t_target_s=20.0) -> Answer:
 
 
 def decoded(drafter):
-    """Generations of the dev prompts."""
     settings = {"sampling": GREEDY, "max_draft_length": LENGTH, "eos_ids": frozenset({EOS})}
     decoder = SpeculativeDecoder(model(1, 2), drafter, **settings)
     return [decoder.generate(prompt, LIMIT) for prompt in PROMPTS[:20]]
@@ -50,15 +51,13 @@ def decoded(drafter):
 def decoded_speed(policy: ShortDrafts, times: Times) -> float:
     """Tokens per second of the dev prompts, decoded; a round reads what it verifies once more with the draft."""
     counts = [one.counts for one in decoded(PointMassDrafter(model(2), policy, vocab_size=VOCAB))]
-    tokens, rounds, forwards = (
-        sum(getattr(each, name) for each in counts) for name in ("num_emitted", "num_target", "num_draft_forwards")
-    )
+    names = ("num_emitted", "num_target", "num_draft_forwards")
+    tokens, rounds, forwards = (sum(getattr(each, name) for each in counts) for name in names)
     return float(tokens / (times.t_draft_s * (forwards + rounds) + times.t_target_s[0] * rounds))
 
 
 @pytest.mark.parametrize("every", first_fast([9, 1], 1))
 def test_the_flags_are_the_fastest_of_decoding_every_setting(every, traces):
-    """Or of decoding every ninth and the chosen one."""
     answer = answer_at(traces, t_draft_s=0.2)
     settings = [dict(zip(SEARCHED, values, strict=True)) for values in product(*SEARCHED.values())][::every]
     settings.append(dict(answer.flags.setting))
@@ -86,7 +85,14 @@ def test_an_engine_pays_the_same_for_a_setting_replayed_and_decoded(engine, sett
     assert np.allclose(one, other, rtol=1e-12, atol=0)
 
 
-def test_where_a_draft_costs_what_it_saves_the_answer_is_not_to_speculate(traces):
+def test_gains_are_over_the_default_the_best_fixed_length_and_no_speculation_which_may_be_best(traces):
+    choices = answer_at(traces).choices
+    assert choices[NONE].tokens_per_s == pytest.approx(1 / 20)
+    assert choices[FIXED].setting.keys() == {"k"}
+    assert dict(choices[DEFAULT].setting) == {"n_max": 3, "n_min": 0, "p_min": 0.0}
+    gain = choices[FLAGS].over(choices[DEFAULT])
+    assert gain.low <= gain.value <= gain.high
+    assert gain.value == pytest.approx(choices[FLAGS].tokens_per_s / choices[DEFAULT].tokens_per_s - 1)
     answer = answer_at(traces, t_draft_s=20.0)
     assert answer.short_of_hindsight == pytest.approx(0, abs=0.05)
     assert not answer.as_dict()["speculates"]
@@ -95,53 +101,28 @@ def test_where_a_draft_costs_what_it_saves_the_answer_is_not_to_speculate(traces
     assert answer.flags.over(answer.choices[NONE]).value == 0
 
 
-def test_gains_are_over_the_default_the_best_fixed_length_and_no_speculation(traces):
-    choices = answer_at(traces).choices
-    assert choices[NONE].tokens_per_s == pytest.approx(1 / 20)
-    assert choices[FIXED].setting.keys() == {"k"}
-    assert dict(choices[DEFAULT].setting) == {"n_max": 3, "n_min": 0, "p_min": 0.0}
-    gain = choices[FLAGS].over(choices[DEFAULT])
-    assert gain.low <= gain.value <= gain.high
-    assert gain.value == pytest.approx(choices[FLAGS].tokens_per_s / choices[DEFAULT].tokens_per_s - 1)
-
-
-def test_vllm_has_all_sizes_of_batches_in_one_setting():
-    rows = [{"size": size, "number": number} for size, number in ((1, 5), (4, 3), (8, 3), (32, 0))]
-    assert batch_line(VLLM, rows) == (
-        '"num_speculative_tokens": 5, "num_speculative_tokens_per_batch_size": [[1, 1, 5], [2, 8, 3], [9, 32, 0]]'
-    )
-
-
 SMALL = ("--decode.num_dev", "3", "--decode.num_test", "2", "--decode.max_new_tokens", "24")
 TIMES = ("--t_draft_ms", "1", "--t_target_ms", "1:6,5:7,9:9")
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """Options of a run on the embedded pair."""
     directory = tmp_path_factory.mktemp("run")
     AcceptanceHead(96, 0, "drawn").save_pretrained(directory / "heads" / "exported" / "plain")
     folders = ("--decode.dir", str(directory), "--heads.dir", str(directory / "heads"))
     return ["--config", "configs/tiny.yaml", *folders, *SMALL, "--decode.max_draft_length", "6"]
 
 
-@pytest.mark.parametrize(
-    ("engine", "written"),
-    [
-        ("llama.cpp", "--spec-draft-p-min"),
-        ("vllm", '"num_speculative_tokens": '),
-        ("sglang", "--speculative-num-steps"),
-        ("transformers", "assistant_confidence_threshold="),
-    ],
-)
+WRITTEN = {"llama.cpp": "--spec-draft-p-min", "vllm": '"num_speculative_tokens": ', "sglang": "--speculative-num-steps"}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.slow
-def test_the_command_prints_the_line_of_every_engine(engine, written, tiny, capsys):
+def test_the_command_prints_the_line_of_every_engine(engine, tiny, capsys):
     batch = ["--batch", "1,2"] if ENGINES[engine].has_batches else []
-    run(COMMANDS, argv=["flags", *tiny, "--for", engine, *TIMES, *batch, "--json"])
-    out, shown = capsys.readouterr()
-    document = json.loads(out)
-    assert written in document["line"]
-    assert document["line"] in shown
+    lines, document = printed(capsys, "flags", *tiny, "--for", engine, *TIMES, *batch)
+    assert WRITTEN.get(engine, "assistant_confidence_threshold=") in document["line"]
+    assert document["line"] in "\n".join(lines)
     assert {choice["what"] for choice in document["choices"]} >= {NONE, FIXED, FLAGS, "our best head"}
     assert [row["size"] for row in document["batches"]] == ([1, 2] if batch else [])
     assert document["costs"]["t_target_s"][:5] == pytest.approx([0.006, 0.00625, 0.0065, 0.00675, 0.007])
@@ -157,9 +138,7 @@ def test_the_command_prints_the_line_of_every_engine(engine, written, tiny, caps
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(flags, problem, tiny, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        run(COMMANDS, argv=["flags", *tiny, *flags])
-    assert problem in capsys.readouterr().err
+    assert problem in refusal(capsys, "flags", *tiny, *flags)
 
 
 def test_the_second_reading_of_llama_cpps_draft_is_paid_in_each_round(traces):
@@ -172,10 +151,97 @@ def test_the_second_reading_of_llama_cpps_draft_is_paid_in_each_round(traces):
 def test_vllm_drafts_its_full_number_in_every_round_and_once_more_for_each_text(traces):
     """Between the two seconds lies what drafts that end with their text would save."""
     [(drafting, (dev, _))] = traces.items()
-    rule = VLLM.competitor("k", 4, {"k": [4]})
+    rule, times = VLLM.competitor("k", 4, {"k": [4]}), Times.constant(1.0, 20.0)
     engines = VLLM, replace(VLLM, drafts_whole=False)
-    times = Times.constant(1.0, 20.0)
     whole, ending = (times.throughput(Answer(engine, traces, times).arm(rule, drafting).dev) for engine in engines)
     rounds, num_texts = replay_settings(dev, FixedLength(4)).counts.num_target.sum(), 20
     assert whole.seconds.sum() == 20.0 * rounds + 4 * (rounds + num_texts)
     assert ending.seconds.sum() <= (20.0 + 4) * rounds
+    rows = [{"size": size, "number": number} for size, number in ((1, 5), (4, 3), (8, 3), (32, 0))]
+    sizes = "[[1, 1, 5], [2, 8, 3], [9, 32, 0]]"
+    line = f'"num_speculative_tokens": 5, "num_speculative_tokens_per_batch_size": {sizes}'
+    assert batch_line(VLLM, rows) == line
+
+
+STEPS = {"per_step_accepted": [2, 0, 1, 3], "per_step_drafted": [3, 3, 3, 3]}
+METRICS = """\
+# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 3.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 1.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 2.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="0"} 1.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 2.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 1.0
+"""
+LLAMA_LOG = (
+    "I spec: statistics draft-mtp: #calls(b,g,a) = 1 4 4, #mean acc len = 2.5, #acc rate/pos = (0.75, 0.5, 0.25), dur"
+)
+SGLANG = (
+    "server_args=ServerArgs(speculative_num_steps=3)\nDecode batch, #running-req: 1, accept len: {}, accept rate: 0.6"
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"choices": [], "metrics": {"speculative_decoding": STEPS}}),
+        json.dumps({"metrics": {"speculative_decoding": {"acceptance_histogram": [1, 1, 1, 1]}}}) + "\n" + '{"no": 1}',
+        METRICS,
+        f"{LLAMA_LOG.replace('0.75', '0.9')}\n{LLAMA_LOG}",
+        SGLANG.format(1 + 0.75 + 0.75**2 + 0.75**3),
+    ],
+    ids=["per step", "histogram", "metrics", "llama.cpp", "sglang"],
+)
+def test_counters_of_every_engine_are_read(text, tmp_path):
+    (tmp_path / "counters").write_text(text)
+    [survival] = read_counters(str(tmp_path / "counters"))
+    expected = [0.75**k for k in (1, 2, 3)] if "server_args" in text else [0.75, 0.5, 0.25]
+    assert survival.tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_what_is_no_counter_is_refused(tmp_path):
+    (path := tmp_path / "text").write_text("no counters")
+    not_falling = dict.fromkeys(("0.5,0.6", "1.5"), "are not falling")
+    for source, problem in (not_falling | {str(path): "has no counters of speculation"}).items():
+        with pytest.raises(ValueError, match=problem):
+            read_counters(source)
+
+
+def test_two_counters_bracket_a_block_is_one_forward_and_a_constant_acceptance_is_the_same_at_every_number():
+    given = Given(BatchCosts(Curve.line(1.0), Curve.line(5.0, 0.5)), "given")
+    counters = read_counters("0.844,0.599,0.385,0.271/0.766,0.545")
+    assert [len(one) for one in counters] == [2, 4]
+    estimate, low, high = speeds(counters, given, 1)
+    assert ((low <= estimate) & (estimate <= high)).all()
+    assert low[2] == pytest.approx((1 + 0.766 + 0.545) / (2 + 6), rel=1e-3)
+    block, *_ = speeds(counters, given, 1, is_block=True)
+    assert block[3] / estimate[3] == pytest.approx((3 + 6.5) / (1 + 6.5))
+    estimate, plain = tokens_per_round(0.8 ** np.arange(1, 4), 8)
+    exact = [(1 - 0.8 ** (k + 1)) / 0.2 for k in range(9)]  # a geometric series
+    assert estimate.tolist() == pytest.approx(exact, rel=1e-6)
+    assert plain.tolist() == pytest.approx(exact, rel=1e-9)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0)])
+def test_counters_at_one_number_name_the_best_one(sampling):
+    rounds = {k: replay_rounds(trace(sampling), FixedLength(k)) for k in range(1, 6)}
+    tokens = np.array([1.0, *(one.emitted.mean() for one in rounds.values())])
+    survival = np.array([(rounds[3].emitted > j).mean() for j in (1, 2, 3)])
+    for ratio in (2, 5, 20):
+        given = Given(BatchCosts(Curve.line(1.0), Curve.line(ratio)), "given")
+        best = int(speeds([survival], given, 1)[0][:6].argmax())
+        exact = tokens / (np.arange(6) + ratio)
+        assert exact[best] >= 0.98 * exact.max()
+
+
+@pytest.mark.parametrize(
+    ("engine", "line"),
+    [("vllm", '"num_speculative_tokens": 3'), ("sglang", "--speculative-num-steps 3"), ("llama.cpp", "n-max 3")],
+)
+def test_the_command_prints_the_number_and_its_line(engine, line, capsys):
+    batch = [] if engine == "llama.cpp" else ["--batch", "1,16"]
+    argv = ["flags", "--config", "tiny", "--for", engine, "--from", "0.844,0.599,0.385,0.271", *TIMES, *batch]
+    _, document = printed(capsys, *argv)
+    assert document["k"] == 3
+    assert line in document["line"]
+    assert [row["number"] for row in document["batches"]] == ([3, 1] if batch else [])

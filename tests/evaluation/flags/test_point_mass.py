@@ -16,15 +16,16 @@ RULES = {
     "p_min": LlamaCpp(n_max=4, p_min=0.51),
     "n_min": ShortDrafts(n_max=4, n_min=2, p_min=0.51),
     "token_prob": TokenProb(0.6),
+    "head": HeadPolicy(toy_head("drawn", seed=2), 0.5),
 }
 
 
-def decoder_with(drafter, sampling="plain", eos_ids=(2,)) -> SpeculativeDecoder:
-    return SpeculativeDecoder(ToyModel(1), drafter, sampling=SAMPLINGS[sampling], eos_ids=frozenset(eos_ids))
+def decoder_of(rule, sampling="plain", eos_ids=(), make=PointMassDrafter) -> SpeculativeDecoder:
+    drafter, eos_ids = make(ToyModel(2), RULES[rule]), frozenset(eos_ids)
+    return SpeculativeDecoder(ToyModel(1), drafter, sampling=SAMPLINGS[sampling], eos_ids=eos_ids)
 
 
-def assert_lossless(drafter, sampling="plain", eos_ids=(2,)) -> None:
-    decoder = decoder_with(drafter, sampling, eos_ids)
+def assert_lossless(decoder) -> None:
     expected = ToyModel(1).law(PROMPT, 3, sampling=decoder.sampling, eos_ids=decoder.eos_ids)
     assert_same_law(law(decoder, 3), expected)
 
@@ -33,27 +34,7 @@ def assert_lossless(drafter, sampling="plain", eos_ids=(2,)) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("rule", RULES)
 def test_likeliest_drafts_preserve_the_target_distribution(rule, sampling, eos_ids):
-    assert_lossless(PointMassDrafter(ToyModel(2), RULES[rule]), sampling, eos_ids)
-
-
-def test_every_drafted_token_is_the_likeliest_whatever_the_sampling():
-    draft = ToyModel(2)
-    decoder = decoder_with(PointMassDrafter(ToyModel(2), FixedLength(3)), eos_ids=())
-    committed = list(PROMPT)
-    for played in decoder.generate(PROMPT, 12).rounds:
-        for place, token in enumerate(played.drafted):
-            draft.reset()
-            assert token == int(draft.feed([*committed, *played.drafted[:place]])[-1].argmax())
-        committed += played.emitted
-
-
-def test_a_short_draft_is_discarded_and_its_forwards_are_paid():
-    decoder = decoder_with(PointMassDrafter(ToyModel(2), RULES["n_min"]), eos_ids=())
-    rounds = decoder.generate(PROMPT, 60).rounds
-    assert all(len(played.drafted) != 1 for played in rounds)
-    discarded = [played for played in rounds if not played.drafted and played.counts.num_draft_forwards]
-    assert discarded
-    assert all(played.num_accepted == 0 and len(played.emitted) == 1 for played in discarded)
+    assert_lossless(decoder_of(rule, sampling, eos_ids))
 
 
 class DiscardsDrawnDrafts(PointMassDrafter):
@@ -64,8 +45,4 @@ class DiscardsDrawnDrafts(PointMassDrafter):
 
 def test_discarding_drafts_that_were_drawn_changes_the_distribution():
     with pytest.raises(AssertionError):
-        assert_lossless(DiscardsDrawnDrafts(ToyModel(2), RULES["n_min"]), eos_ids=())
-
-
-def test_heads_score_likeliest_drafts_too():
-    assert_lossless(PointMassDrafter(ToyModel(2), HeadPolicy(toy_head("drawn", seed=2), 0.5)))
+        assert_lossless(decoder_of("n_min", make=DiscardsDrawnDrafts))

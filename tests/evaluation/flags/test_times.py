@@ -21,67 +21,52 @@ STATISTICS = """\
 """Lines as a server of 0.5.0-dev prints them."""
 
 
-def test_a_number_is_a_forward_of_any_width_and_pairs_are_a_line_between():
+def test_numbers_pairs_and_logs_of_llama_cpp_give_both_times(tmp_path):
+    """240 ms of 120 drafted tokens are 2 ms each; (900 - 240) / 40 rounds less the draft's second reading is 14.5 for
+    4 tokens. Without a draft 900 ms of 100 forwards are 9 each.
+    """
     assert curve_of("t_target_ms", 30)([1, 5, 40]).tolist() == [0.03, 0.03, 0.03]
-    assert curve_of("t_target_ms", "1:30,5:34,9:50")([1, 3, 5, 7, 11]).tolist() == pytest.approx(
-        [0.03, 0.032, 0.034, 0.042, 0.058]
-    )
+    line = curve_of("t_target_ms", "1:30,5:34,9:50")([1, 3, 5, 7, 11])
+    assert line.tolist() == pytest.approx([0.03, 0.032, 0.034, 0.042, 0.058])
+    given = given_times(None, None, logs_in(tmp_path, LOG + STATISTICS, LOG))
+    assert float(given.curves.draft(1)) == pytest.approx(0.002)
+    assert given.curves.target([1, 4, 7]).tolist() == pytest.approx([0.009, 0.0145, 0.02])
 
 
 def logs_in(directory, *texts: str) -> str:
-    """Files with these texts, as --log has them."""
     paths = [directory / f"{number}.log" for number in range(len(texts))]
     for path, text in zip(paths, texts, strict=True):
         path.write_text(text)
     return ",".join(map(str, paths))
 
 
-def test_logs_of_llama_cpp_give_both_times(tmp_path):
-    """240 ms of 120 drafted tokens are 2 ms each; (900 - 240) / 40 rounds less the draft's second reading is 14.5 for
-    4 tokens. Without a draft 900 ms of 100 forwards are 9 each.
-    """
-    given = given_times(None, None, logs_in(tmp_path, LOG + STATISTICS, LOG))
-    assert float(given.curves.draft(1)) == pytest.approx(0.002)
-    assert given.curves.target([1, 4, 7]).tolist() == pytest.approx([0.009, 0.0145, 0.02])
-
-
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
+def test_flags_and_logs_that_give_no_times_are_refused(tmp_path):
+    for flags, problem in (
         ((4, None, None), "go together"),
         ((4, 30, "server.log"), "give one of them"),
         ((4, "5:30,1:20", None), "t_target_ms is 5:30,1:20"),
         ((4, -3, None), "t_target_ms is -3"),
         ((4, "fast", None), "t_target_ms is fast"),
-    ],
-)
-def test_flags_that_give_no_times_are_refused(flags, problem):
-    with pytest.raises(ValueError, match=problem):
-        given_times(*flags)
-
-
-@pytest.mark.parametrize(
-    ("texts", "problem"),
-    [
+    ):
+        with pytest.raises(ValueError, match=problem):
+            given_times(*flags)
+    for texts, problem in (
         (["nothing", LOG], "no `eval time`"),
         ([LOG], "with a draft is missing"),
         ([LOG + STATISTICS], "without a draft is missing"),
         ([LOG, (LOG + STATISTICS).replace("900.00", "250.00")], "leaves 0.000 ms|leaves -"),
-    ],
-)
-def test_logs_without_times_are_refused(texts, problem, tmp_path):
-    with pytest.raises(ValueError, match=f"({problem}).*--t_draft_ms"):
-        given_times(None, None, logs_in(tmp_path, *texts))
+    ):
+        with pytest.raises(ValueError, match=f"({problem}).*--t_draft_ms"):
+            given_times(None, None, logs_in(tmp_path, *texts))
 
 
 def test_the_fit_finds_the_times_that_runs_were_made_of_whatever_a_few_outliers_are():
     generator = np.random.default_rng(0)
     runs = []
     for number in range(120):
-        drafts, rounds = (
-            (0, 0) if number % 6 == 0 else (int(generator.integers(20, 90)), int(generator.integers(8, 40)))
-        )
-        plain = 0 if rounds else 64
+        drafts, rounds, plain = 0, 0, 64
+        if number % 6:
+            drafts, rounds, plain = int(generator.integers(20, 90)), int(generator.integers(8, 40)), 0
         seconds = 0.02 + 0.003 * drafts + 0.011 * rounds + 0.008 * plain + 1e-4 * generator.standard_normal()
         runs.append((drafts, rounds, plain, seconds * (3.0 if number % 17 == 0 else 1.0)))
     times = fitted(runs)

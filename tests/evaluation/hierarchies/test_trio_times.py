@@ -1,17 +1,26 @@
-"""sigma, eta, the times of three models (HSDDW; law 4.9), when a third level pays, and what runs on test."""
+"""sigma, eta, the times of three models (HSDDW; law 4.9), when a third level pays; `hierarchy` and `theory`."""
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from decode import Counts, Generation, Round
 from decode.policies import Entropy, FixedLength
 from evaluation.competitor import Competitor
+from evaluation.hierarchies import configurations
 from evaluation.hierarchies.command import play
 from evaluation.hierarchies.decoded import MICRO_ALONE, Decoded, StoredLoop, stored_of
 from evaluation.hierarchies.tables import paying, third_level_frame, third_level_verdict
 from evaluation.hierarchies.times import at_ratios, break_even, fit_times, redundancy
 from evaluation.times import Times
+from heads import AcceptanceHead
+from heads.model.provenance import Provenance
+from lm import Sampling
+from tests.evaluation.commands import called, printed, refusal
 
 FREE = Competitor("sd", "sd", FixedLength(0), ({"k": 3},))
 STOPPED = Competitor("HSDDW", "HSDDW", Entropy(), ({"window": 10},), micro_policy=Entropy())
@@ -44,6 +53,10 @@ def test_sigma_and_eta_of_the_papers_published_pair_fit_one_set_of_counts():
     round_of = Counts(num_emitted=6916, num_drafted=10633, num_accepted=5916, num_target=1000)
     assert (redundancy(round_of), round_of.verification_rate) == pytest.approx((0.4436, 0.1446), abs=1e-4)
     assert redundancy(Counts(num_emitted=3, num_target=3)) == 0.0
+    one = stored(0, 6, 2, num_drafted=6)
+    total = decoded(replace(FREE, family=MICRO_ALONE), [one, one]).played.total()
+    counted = total.num_micro_forwards, total.num_draft_forwards, total.num_micro, total.num_drafted
+    assert counted == (12, 0, 12, 12), "forwards of the micro alone count as micro's"
 
 
 def test_the_fit_recovers_the_three_times_and_a_stalled_generation_changes_none():
@@ -55,6 +68,9 @@ def test_the_fit_recovers_the_three_times_and_a_stalled_generation_changes_none(
     assert r2 < 0.5
     with pytest.raises(ValueError, match="at least 4 generations"):
         fit_times([decoded(FREE, of[:1])])
+    rounds = [[Round((), 0, (token,), "limit", counts(1, 1, 1), s, 1.0) for token in (1, 2)] for s in (2.0, 90.0, 3.0)]
+    one = stored_of([Generation((1, 2), tuple(each), Counts()) for each in rounds])  # the median of their seconds
+    assert [one[name] for name in ("seconds", "later_draft_s", "later_target_s", "repeats")] == [8.0, 3.0, 1.0, 3]
 
 
 def test_a_stop_is_paid_at_every_forward_of_the_models_that_it_stops():
@@ -70,32 +86,14 @@ def test_a_stop_is_paid_at_every_forward_of_the_models_that_it_stops():
     assert at_ratios(0.1, 0.5, {kind: 0.2}).t_stop_s == {kind: 0.1}
 
 
-def test_forwards_of_the_micro_alone_count_as_micros():
-    one = stored(0, 6, 2, num_drafted=6)
-    total = decoded(replace(FREE, family=MICRO_ALONE), [one, one]).played.total()
-    assert (total.num_micro_forwards, total.num_draft_forwards) == (12, 0)
-    assert (total.num_micro, total.num_drafted) == (12, 12)
-
-
-@pytest.mark.parametrize("stop_s", [0.0, 0.05])
-def test_at_the_break_even_both_take_the_same_time_per_token(stop_s):
-    plain, hierarchy, slow = (
-        decoded(one, [stored(*of, num_emitted=num)]).played
-        for one, of, num in ((FREE, (0, 50, 10), 50), (STOPPED, (60, 20, 10), 54), (FREE, (60, 60, 12), 50))
-    )
-    times = Times(0.3, (1.0,), t_stop_s={Entropy().stop_kind: stop_s}, t_micro_s=7.0)
-    there = replace(times, t_micro_s=0.3 * break_even(hierarchy, plain, times))
-    assert there.tokens_per_s(hierarchy) == pytest.approx(there.tokens_per_s(plain))
-    assert break_even(slow, plain, times) < 0
-
-
-def test_a_repeated_generation_has_the_median_of_its_seconds():
-    rounds = [
-        tuple(Round((), 0, (token,), "limit", counts(1, 1, 1), seconds, 1.0) for token in (1, 2))
-        for seconds in (2.0, 90.0, 3.0)
-    ]
-    one = stored_of([Generation((1, 2), each, Counts()) for each in rounds])
-    assert [one[name] for name in ("seconds", "later_draft_s", "later_target_s", "repeats")] == [8.0, 3.0, 1.0, 3]
+def test_at_the_break_even_both_take_the_same_time_per_token():
+    played = (FREE, (0, 50, 10), 50), (STOPPED, (60, 20, 10), 54), (FREE, (60, 60, 12), 50)
+    plain, hierarchy, slow = (decoded(one, [stored(*of, num_emitted=num)]).played for one, of, num in played)
+    for stop_s in (0.0, 0.05):
+        times = Times(0.3, (1.0,), t_stop_s={Entropy().stop_kind: stop_s}, t_micro_s=7.0)
+        there = replace(times, t_micro_s=0.3 * break_even(hierarchy, plain, times))
+        assert there.tokens_per_s(hierarchy) == pytest.approx(there.tokens_per_s(plain))
+        assert break_even(slow, plain, times) < 0
 
 
 def forty(competitor: Competitor, *settings: tuple[int, int, int]) -> Decoded:
@@ -126,16 +124,13 @@ class Loop(StoredLoop):
         return [forty(one, *(forwards[setting.get("n")] for setting in one.settings)) for one in competitors]
 
 
-def test_dev_chooses_what_runs_on_test_and_without_dev_the_first_setting_runs():
+def test_dev_chooses_what_runs_on_test_and_both_sides_of_the_verdict():
     dev, test = play(Loop(), [FREE, FIXED], [[1]], [[1]])
     assert [one.seconds.shape for one in dev] == [(1, 40), (2, 40)]
     assert [one.competitor for one in test] == [FREE, FIXED.at(1)]
     assert [one.competitor for one in play(Loop(), [FREE, FIXED], [], [[1]])[1]] == [FREE, FIXED.at(0)]
     with pytest.raises(ValueError, match="no test prompts to compare"):
         play(Loop(), [FREE, FIXED], [[1]], [])
-
-
-def test_dev_chooses_both_sides_and_test_reports_them():
     dev = [forty(FREE, (0, 10, 3)), forty(STOPPED, (20, 4, 2)), forty(FIXED.at(0), (20, 8, 2))]
     test = [forty(FREE, (0, 10, 3)), forty(STOPPED, (20, 40, 9)), forty(FIXED.at(0), (2, 2, 1))]
     times = Times(0.1, (1.0,), t_micro_s=0.01)
@@ -145,3 +140,83 @@ def test_dev_chooses_both_sides_and_test_reports_them():
     alone = third_level_verdict(test, [], third_level_frame(test, times), times=times)
     assert "pre-verified n=1, is" in alone
     assert "both chosen on the same prompts." in alone
+
+
+WIDTHS = {"micro": 24, "draft": 96}
+FEW = [f"--decode.{value}" for value in ("num_dev=1", "num_test=2", "max_new_tokens=8", "max_draft_length=4")]
+
+
+@pytest.fixture(autouse=True)
+def few_settings(monkeypatch):
+    monkeypatch.setattr(configurations, "_LENGTHS", (2, 3))
+    monkeypatch.setattr(configurations, "_INNER", ((1, 2),))
+    monkeypatch.setattr(configurations, "_SCHEDULES", ((1, 1),))
+
+
+def command(name: str, directory: Path, *flags: str) -> list[str]:
+    return [name, "--config=configs/tiny.yaml", f"--decode.dir={directory}", f"--heads.dir={directory}", *flags]
+
+
+def head_of(level: str, directory: Path, **provenance) -> str:
+    """A drawn-time head of one level, fitted for a moment to made-up features on which a large first component means
+    acceptance.
+    """
+    torch.manual_seed(0)
+    head = AcceptanceHead(WIDTHS[level], 1, "drawn", True)
+    hidden, scalars = torch.randn(256, WIDTHS[level]), torch.rand(256, 2)
+    optimiser = torch.optim.Adam(head.parameters(), 1e-2)
+    for _ in range(20):
+        optimiser.zero_grad()
+        logits = head(hidden, scalars)
+        torch.nn.functional.binary_cross_entropy_with_logits(logits, (hidden[:, 0] > 0).float()).backward()
+        optimiser.step()
+    head.provenance = Provenance(sampling=vars(Sampling()), **provenance)
+    head.save_pretrained(directory / level)
+    return str(directory / level)
+
+
+@pytest.mark.slow
+def test_hierarchy_decodes_every_drafter_with_heads_and_resumes_where_it_was_killed(capsys, tmp_path):
+    heads = json.dumps([head_of(level, tmp_path) for level in ("micro", "draft")])
+    argv = command("hierarchy", tmp_path, *FEW, "--level_heads", heads)
+    lines, document = printed(capsys, *argv)
+    shown = "\n".join(lines)
+    assert "HSDDW, Table 2" in shown
+    assert "a third level pays at" in shown.rpartition("\n\n")[2]
+    arms = document["datasets"]["stories"]["arms"]
+    assert len(arms) == 13
+    assert [row["drafter"] for row in arms[-2:]] == ["sd with head", "HSDDW with heads"]
+    for arm in arms:
+        assert arm["num_emitted"] <= 16
+        assert arm["num_accepted"] <= arm["num_drafted"]
+        assert (arm["break_even"] is None) == (arm["num_levels"] < 3)
+    path = tmp_path / "hierarchy" / "stories" / "decoded.jsonl"
+    whole = path.read_bytes()
+    called(*argv)
+    assert path.read_bytes() == whole, "stored generations are not decoded again"
+    path.write_bytes(whole[: len(whole) // 2])
+    counted = ("drafter", "num_emitted", "num_drafted", "num_accepted", "num_micro_forwards", "num_draft_forwards")
+    resumed = printed(capsys, *argv)[1]["datasets"]["stories"]["arms"]
+    before, after = ({tuple(arm[name] for name in counted) for arm in each} for each in (arms, resumed))
+    assert {row for row in after if row[0].startswith(("HSDDW", "sd + "))} <= before
+    manifest = path.with_name("manifest.json")
+    manifest.write_text(manifest.read_text().replace("PCG64DXSM", "MT19937"))
+    assert "differs in generator: 'MT19937' there, 'PCG64DXSM' in this run" in refusal(capsys, *argv)
+
+
+@pytest.mark.draws
+def test_theory_writes_its_table_and_figure_and_names_the_fastest(capsys, tmp_path):
+    lines, document = printed(capsys, *command("theory", tmp_path))
+    sentence = " ".join("\n".join(lines).rpartition("\n\n")[2].split())
+    assert re.fullmatch(r"By the closed forms .* is fastest, .* times the target alone \(.*\)\.", sentence)
+    assert {row["form"] for row in document["forms"]} == {"Leviathan", "Chen", "pre-verified"}
+    assert all(Path(path).stat().st_size > 0 for path in document["written"])
+
+
+def test_a_head_at_the_wrong_level_and_a_pair_without_a_micro_model_are_refused_in_one_line(capsys, tmp_path):
+    refused = refusal(capsys, *command("hierarchy", tmp_path, "--pair.micro", "null"))
+    assert refused.startswith("error: pair.micro is not set")
+    other = {"weights": "0" * 64, "path": "somewhere/else"}
+    heads = json.dumps([head_of("micro", tmp_path), head_of("draft", tmp_path, draft=other)])
+    refused = refusal(capsys, *command("hierarchy", tmp_path, *FEW, "--level_heads", heads))
+    assert "somewhere/else, but pair.draft is checkpoints/tiny/draft" in refused

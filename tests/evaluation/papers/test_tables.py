@@ -3,14 +3,13 @@
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from configs.command import run
 from decode.policies import Entropy, FixedLength, HeadPolicy, Heuristic
-from evaluation.__main__ import COMMANDS
 from evaluation.papers.specdec import LENGTHS, THRESHOLDS, best_of
 from evaluation.papers.svip import CHOICES, by_category, by_length, category_rows, speed_ups, threshold_for
 from evaluation.times import Times
@@ -18,6 +17,7 @@ from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling
+from tests.evaluation.commands import called, printed, refusal, spelt
 from tests.toys.small_pair import trace
 
 COST = Times.constant(0.2, 1.0)
@@ -36,9 +36,9 @@ def flags(tmp_path_factory):
         known = Provenance(reject_weight=weight, metrics={"raw_kl": 0.1 + depth, "train_raw_kl": 0.2 * weight})
         AcceptanceHead(96, depth, provenance=known).save_pretrained(exported / f"fed-d{depth}-w{weight:g}")
     AcceptanceHead(96, 0, "drawn", True).save_pretrained(exported / "drawn+s")
-    flags = ["--config", "configs/tiny.yaml", "--decode.dir", str(directory), "--heads.dir", str(exported.parent)]
-    flags += [text for name, value in SMALL.items() for text in (f"--decode.{name}", str(value))]
-    run(COMMANDS, argv=["trace", *flags])
+    small = spelt({f"decode.{name}": value for name, value in SMALL.items()})
+    flags = ["--config", "configs/tiny.yaml", f"--decode.dir={directory}", f"--heads.dir={exported.parent}", *small]
+    called("trace", *flags)
     return flags
 
 
@@ -48,38 +48,35 @@ def played():
     return replace(made, rows=tuple(replace(row, category=("even", "odd")[i % 2]) for i, row in enumerate(made.rows)))
 
 
-def printed(capsys, *argv):
-    capsys.readouterr()
-    run(COMMANDS, argv=[*argv, "--json"])
-    return json.loads(capsys.readouterr().out)["tables"]
+def tables_of(capsys, paper, *flags):
+    lines, document = printed(capsys, "tables", "--paper", paper, *flags)
+    return lines, document["tables"]
 
 
 @pytest.mark.slow
 def test_specdec_tables_have_the_papers_rows_and_columns(flags, capsys):
-    first, times, ablation = printed(capsys, "tables", "--paper", "specdec++", *flags)
+    _, (first, times, ablation) = tables_of(capsys, "specdec++", *flags)
     assert [row["Dataset"] for row in first["rows"]] == ["SpecDec++", "SpecDec (baseline)"]
-    assert [(row["Setting"], row["Dataset"]) for row in times["rows"]] == [
-        (setting, dataset) for setting in ("stand-alone", "SpecDec", "SpecDec++") for dataset in ("stories", "average")
+    settings = product(("stand-alone", "SpecDec", "SpecDec++"), ("stories", "average"))
+    assert [(row["Setting"], row["Dataset"]) for row in times["rows"]] == list(settings)
+    rows = ablation["rows"]
+    assert list(rows[0]) == ["w_rej", "Depth D", "train/KL", "eval/KL", "stories"]
+    assert [(row["w_rej"], row["Depth D"], row["train/KL"], row["eval/KL"]) for row in rows] == [
+        (weight, depth, train_kl, f"{depth + 0.1:.3f}")
+        for weight, train_kl in (("1", "0.200"), ("6", "1.200"))
+        for depth in (0, 1)
     ]
-    assert list(ablation["rows"][0]) == ["w_rej", "Depth D", "train/KL", "eval/KL", "stories"]
-    assert [(row["w_rej"], row["Depth D"], row["train/KL"], row["eval/KL"]) for row in ablation["rows"]] == [
-        ("1", 0, "0.200", "0.100"),
-        ("1", 1, "0.200", "1.100"),
-        ("6", 0, "1.200", "0.100"),
-        ("6", 1, "1.200", "1.100"),
-    ]
-    assert any("[bold]" in row["stories"] for row in ablation["rows"])
-    best = max(float(row["stories"].removeprefix("[bold]").split()[0]) for row in ablation["rows"])
+    assert any("[bold]" in row["stories"] for row in rows)
+    best = max(float(row["stories"].removeprefix("[bold]").split()[0]) for row in rows)
     assert first["rows"][0]["stories"].startswith(f"{best:.2f} ")
     assert "replayed" in first["title"]
     assert "clocked" in times["title"]
 
 
-def test_without_the_papers_heads_the_error_says_how_to_train_them(flags, capsys):
-    path = flags[flags.index("--heads.dir") + 1] + "/exported/drawn+s"
-    with pytest.raises(SystemExit):
-        run(COMMANDS, argv=["tables", "--paper", "specdec++", *flags, "--decode.heads", json.dumps([path])])
-    assert "heads.specdec" in capsys.readouterr().err
+def test_without_the_papers_heads_or_a_micro_model_the_error_says_what_is_missing(flags, capsys):
+    heads = ("--decode.heads", json.dumps([f"{flags[3].partition('=')[2]}/exported/drawn+s"]))
+    assert "heads.specdec" in refusal(capsys, "tables", "--paper", "specdec++", *flags, *heads)
+    assert "micro" in refusal(capsys, "tables", "--paper", "hsddw", *flags, "--pair.micro", "null")
 
 
 def test_the_best_of_is_that_of_the_papers_five(played):
@@ -93,14 +90,13 @@ def test_the_best_of_is_that_of_the_papers_five(played):
 
 
 def test_svip_tables_have_a_column_per_category_and_per_length(flags, capsys):
-    by_kind, by_length = printed(capsys, "tables", "--paper", "svip", *flags)
-    assert [row["Methods"] for row in by_kind["rows"]] == ["Const.", "Heuristics", "SVIP"]
-    assert [row["Methods"] for row in by_length["rows"]] == ["Const.", "Heuristics", "SVIP"]
+    lines, (by_kind, by_length) = tables_of(capsys, "svip", *flags)
+    for table in (by_kind, by_length):
+        assert [row["Methods"] for row in table["rows"]] == ["Const.", "Heuristics", "SVIP"]
     assert list(by_length["rows"][0]) == ["Methods", "16"]
     assert by_kind["title"].startswith("SVIP Table 5")
     assert by_length["title"].startswith("SVIP Table 2")
-    run(COMMANDS, argv=["tables", "--paper", "svip", *flags])
-    last = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
+    last = " ".join("\n".join(lines).rpartition("\n\n")[2].split())
     assert last.startswith("Figures of svip's tables are predicted from a trace and times")
     assert last.endswith("acceptance-heads evaluate compares every policy.")
 
@@ -139,19 +135,12 @@ def test_svips_threshold_is_the_papers_for_its_pairs_and_chosen_for_others(playe
 
 
 def test_hsddw_tables_have_the_papers_rows(flags, capsys):
-    first, ablation, *mathematics, utilisation = printed(capsys, "tables", "--paper", "hsddw", "--repeats", "1", *flags)
+    _, (first, ablation, *mathematics, utilisation) = tables_of(capsys, "hsddw", *flags, "--repeats", "1")
     assert [row[""] for row in first["rows"]] == ["AT", "HSDDW", "PEARL, two devices, predicted"]
     assert first["rows"][0]["stories"] == "1.00x (1.00, 1.00)"
     marks = [(row["Pre-verify"], row["Self-verify"], row["HSDDW"]) for row in ablation["rows"]]
     assert marks == [("", "", ""), ("x", "", ""), ("", "x", ""), ("x", "x", ""), ("", "", "x")]
     assert [row["Model"] for row in utilisation["rows"]] == ["target-draft", "target-micro", "Pre+Self-verify", "HSDDW"]
-    assert (
-        first["rows"][1]["stories"].split()[0] == ablation["rows"][-1]["stories"] == utilisation["rows"][-1]["Speedup"]
-    )
+    hsddw = first["rows"][1]["stories"].split()[0]
+    assert hsddw == ablation["rows"][-1]["stories"] == utilisation["rows"][-1]["Speedup"]
     assert mathematics == []
-
-
-def test_hsddw_needs_a_micro_model(flags, capsys):
-    with pytest.raises(SystemExit):
-        run(COMMANDS, argv=["tables", "--paper", "hsddw", *flags, "--pair.micro", "null"])
-    assert "micro" in capsys.readouterr().err.splitlines()[-1]

@@ -1,6 +1,4 @@
-"""Tables about drafts: dev chooses by counts and times, test is clocked and chooses nothing, and gains are those of the
-clock.
-"""
+"""Tables about drafts: dev chooses by counts and times, test is clocked and chooses nothing."""
 
 import json
 from dataclasses import asdict, replace
@@ -8,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from configs.command import config_of, parser_for, run
 from configs.schema import Config, DecodeConfig, ModelSource, PairConfig
 from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
 from decode.loop.rounds import Counts
 from decode.policies import Entropy, FixedLength, MaxProb, TokenProb
-from evaluation.__main__ import COMMANDS
 from evaluation.competitor import Competitor
 from evaluation.hierarchies.decoded import Decoded
 from evaluation.papers.trees import CHAIN, methods_of, row_cells, stop_verdict, stops_of, times_of
+from tests.evaluation.commands import config_with, printed, refusal, spelt
 
 SMALL = {"num_dev": 1, "num_test": 2, "max_new_tokens": 10, "max_draft_length": 6}
 GRID = {"fixed_length": {"k": [2]}, "entropy": {"max_sqrt_entropy": [0.3]}}
@@ -39,28 +36,20 @@ MODELS = PairModels(lambda: None)
 """No model is loaded to choose."""
 
 
+OF_LENGTHS = {("k", 1): (30, 28, 32), ("k", 2): (18, 20, 19), ("k", 4): (16, 15, 17)}
+ROUNDS = OF_LENGTHS | {("min_token_prob", 0.1): (30,) * 3, ("min_token_prob", 0.2): (14,) * 3}
+DRAFTED = {1: 1, 2: 2, 4: 4, 0.1: 1, 0.2: 3}
+
+
 def on_dev(stall: float = 1.0):
     """Plays dev: length 2 emits most per second; its last generation may stall."""
-    rounds = {
-        "k": {1: (30, 28, 32), 2: (18, 20, 19), 4: (16, 15, 17)},
-        "min_token_prob": {0.1: (30,) * 3, 0.2: (14,) * 3},
-    }
-    lengths = {1: 1, 2: 2, 4: 4, 0.1: 1, 0.2: 3}
 
-    def play(competitors):
-        return [
-            Decoded.of(
-                one,
-                [
-                    [timed(number, lengths[value], stall if number == 19 else 1.0) for number in rounds[name][value]]
-                    for setting in one.settings
-                    for name, value in setting.items()
-                ],
-            )
-            for one in competitors
-        ]
+    def generations(setting):
+        ((_, value),) = setting.items()
+        rounds = ROUNDS[next(iter(setting.items()))]
+        return [timed(number, DRAFTED[value], stall if number == 19 else 1.0) for number in rounds]
 
-    return play
+    return lambda competitors: [Decoded.of(one, [generations(each) for each in one.settings]) for one in competitors]
 
 
 STOPS = {"stop": (TokenProb(0.1), [{"min_token_prob": 0.1}, {"min_token_prob": 0.2}])}
@@ -71,30 +60,22 @@ def chosen(draft, stops, lengths, play_dev):
     return {method: one.settings for method, one in methods.items()}
 
 
-def test_the_times_of_a_draft_are_fitted_to_its_generations():
+def test_dev_chooses_by_counts_and_fitted_times_whatever_stalled_on_the_clock():
     times = times_of(on_dev()([replace(FIXED, settings=tuple({"k": k} for k in (1, 2, 4)))]))
     assert (times.t_draft_s, *times.t_target_s) == pytest.approx((2, 11, 14), rel=1e-3)
-
-
-@pytest.mark.parametrize("stall", [1.0, 8.0])
-def test_dev_chooses_by_counts_and_times_whatever_stalled_on_the_clock(stall):
-    settings = chosen(CHAIN, STOPS, [1, 2, 4], on_dev(stall))
     best = {"chain, as published": {"k": 4}, "chain, best fixed": {"k": 2}, "chain + stop": {"min_token_prob": 0.2}}
-    assert settings == {method: (setting,) for method, setting in best.items()}
-
-
-def test_a_choice_without_dev_prompts_is_refused_unless_there_is_nothing_to_choose():
+    for stall in (1.0, 8.0):
+        settings = chosen(CHAIN, STOPS, [1, 2, 4], on_dev(stall))
+        assert settings == {method: (setting,) for method, setting in best.items()}
     with pytest.raises(ValueError, match=r"decode\.num_dev"):
         chosen(CHAIN, {}, [1, 2, 4], lambda competitors: [])
-    assert list(chosen(CHAIN, {}, [4], lambda competitors: []).values()) == [({"k": 4},)] * 2
+    assert list(chosen(CHAIN, {}, [4], lambda competitors: []).values()) == [({"k": 4},)] * 2, "nothing to choose"
 
 
 def rows_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4.0, 4.0)):
-    """Four prompts of two categories; the best fixed length takes half the time of the published one."""
     seconds = (FIXED, (4.0, 4.0, 8.0, 8.0)), (FIXED, best_s), (STOPPED, stop_s), (ALONE, (8.0,) * 4)
-    *results, alone = [
-        Decoded.of(one, [[timed(5, 2, seconds=each, emitted=10) for each in of]]).result() for one, of in seconds
-    ]
+    played = [[timed(5, 2, seconds=each, emitted=10) for each in of] for _, of in seconds]
+    *results, alone = [Decoded.of(one, [of]).result() for (one, _), of in zip(seconds, played, strict=True)]
     methods = ("chain, as published", "chain, best fixed", "chain + stop")
     return dict(zip(methods, results, strict=True)), alone.throughput
 
@@ -126,33 +107,23 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), VERDICTS.values(), ids=VERDICTS)
-def test_a_stop_has_to_beat_the_faster_fixed_length_beyond_chance(seconds, verdict):
+def test_a_stop_has_to_beat_the_faster_fixed_length_beyond_chance_and_on_several_prompts(seconds, verdict):
     runs, _ = rows_at(*seconds)
     assert stop_verdict([runs]).startswith(verdict)
-
-
-def test_a_single_prompt_proves_nothing():
-    runs, _ = rows_at((1.6, 1.6, 3.2, 3.2))
     single = {method: replace(one, throughput=one.throughput.at(slice(1))) for method, one in runs.items()}
     assert stop_verdict([single]).startswith("No stop beats")
 
 
 def flags_of(directory: Path, *more: str) -> list[str]:
-    folders = ["--decode.dir", str(directory), "--heads.dir", str(directory), "--decode.grid", json.dumps(GRID)]
-    small = [text for name, value in SMALL.items() for text in (f"--decode.{name}", str(value))]
+    folders = [f"--decode.dir={directory}", f"--heads.dir={directory}", "--decode.grid", json.dumps(GRID)]
+    small = spelt({f"decode.{name}": value for name, value in SMALL.items()})
     return ["tables", "--config", "configs/tiny.yaml", *folders, *small, *more]
-
-
-def printed(capsys, argv):
-    capsys.readouterr()
-    run(COMMANDS, argv=[*argv, "--json"])
-    return json.loads(capsys.readouterr().out)["tables"]
 
 
 @pytest.mark.slow
 def test_the_clock_of_test_prompts_makes_the_gains_and_no_choice(capsys, tmp_path):
     argv = flags_of(tmp_path, "--paper", "svip-trees", "--pair.draft.path", "checkpoints/tiny/glide", "--repeats", "2")
-    (first,) = printed(capsys, argv)
+    (first,) = printed(capsys, *argv)[1]["tables"]
     path = tmp_path / "svip-table-3" / "glide" / "stories" / "decoded.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     tests = [line for line in lines if line["value"]["repeats"] == 2]
@@ -162,14 +133,11 @@ def test_the_clock_of_test_prompts_makes_the_gains_and_no_choice(capsys, tmp_pat
     for line in tests:
         line["value"]["seconds"] = pace_s[line["key"]["arm"]] * line["value"]["counts"]["num_emitted"]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (second,) = printed(capsys, argv)
+    (second,) = printed(capsys, *argv)[1]["tables"]
     assert [row["setting"] for row in second["rows"]] == [row["setting"] for row in first["rows"]]
-    names = ("as published", "best fixed", "+ entropy")
-    speeds = [(row["Methods"].replace(", ", " ").partition(" ")[::2], row["Avg."]) for row in second["rows"]]
-    assert speeds == [
-        *((("chain", name), speed) for name, speed in zip(names, ("2.00", "2.00", "4.00"), strict=True)),
-        *((("CaPE", name), speed) for name, speed in zip(names, ("4.00", "4.00", "2.00"), strict=True)),
-    ]
+    names = (", as published", ", best fixed", " + entropy")
+    assert [row["Methods"] for row in second["rows"]] == [draft + name for draft in ("chain", "CaPE") for name in names]
+    assert [row["Avg."] for row in second["rows"]] == ["2.00", "2.00", "4.00", "4.00", "4.00", "2.00"]
     assert second["note"].startswith("1 of 2 stops beat")
     assert "not so: CaPE + entropy -50.0%" in second["note"]
     assert len(path.read_text().splitlines()) == len(lines), "nothing was decoded again"
@@ -178,7 +146,7 @@ def test_the_clock_of_test_prompts_makes_the_gains_and_no_choice(capsys, tmp_pat
 @pytest.mark.slow
 def test_an_eagle_draft_has_a_row_in_hsddws_first_table(capsys, tmp_path):
     argv = flags_of(tmp_path, "--paper", "hsddw", "--eagle", "checkpoints/tiny/eagle", "--repeats", "1")
-    first, *_ = printed(capsys, argv)
+    first, *_ = printed(capsys, *argv)[1]["tables"]
     assert [row[""] for row in first["rows"]] == ["AT", "EAGLE-2", "HSDDW", "PEARL, two devices, predicted"]
     assert first["rows"][0]["stories"] == "1.00x (1.00, 1.00)"
 
@@ -196,15 +164,11 @@ REFUSED = {
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_makes_no_table_is_refused_in_one_line(flags, message, capsys, tmp_path):
-    with pytest.raises(SystemExit, match="2"):
-        run(COMMANDS, argv=flags_of(tmp_path, "--paper", *flags))
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert message in refusal(capsys, *flags_of(tmp_path, "--paper", *flags))
 
 
 def test_a_stop_that_is_named_twice_has_one_row_with_its_name(tmp_path):
-    parser = parser_for(COMMANDS["tables"])
-    config = config_of(parser, parser.parse_args([*flags_of(tmp_path)[1:], "--paper", "svip-trees"]))
-    specs = ("entropy", "entropy", "max_prob:min_max_prob=0.5", "entropy", "token_prob")
-    stops = stops_of(Experiment(config), specs)
+    config = config_with([*flags_of(tmp_path)[1:], "--paper", "svip-trees"], "tables")
+    stops = stops_of(Experiment(config), ("entropy", "entropy", "max_prob:min_max_prob=0.5", "entropy", "token_prob"))
     kinds = {name: type(policy) for name, (policy, _) in stops.items()}
     assert kinds == {"entropy": Entropy, "max_prob:min_max_prob=0.5": MaxProb, "token_prob": TokenProb}

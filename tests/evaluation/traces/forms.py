@@ -66,23 +66,19 @@ def decoder_of(
     if kind in ("model", "likeliest"):
         make = PointMassDrafter if kind == "likeliest" else ModelDrafter
         drafter = make(small_pair.model(2), policy, vocab_size=small_pair.VOCAB)
-        limits = {"max_draft_length": small_pair.LENGTH, "eos_ids": frozenset({small_pair.EOS})}
-        return SpeculativeDecoder(
-            small_pair.model(1, 2), drafter, sampling=sampling, vocab_size=small_pair.VOCAB, **limits
-        )
+        limits = {"max_draft_length": small_pair.LENGTH, "vocab_size": small_pair.VOCAB}
+        eos_ids = frozenset({small_pair.EOS})
+        return SpeculativeDecoder(small_pair.model(1, 2), drafter, sampling=sampling, eos_ids=eos_ids, **limits)
     tapped = CachedModel(target_of(kind), recorder=FeatureRecorder(target_of(kind), draft(kind)))
     drafter = ModelDrafter(feature_model(draft(kind), tapped), policy)
     return SpeculativeDecoder(tapped, drafter, sampling=sampling, max_draft_length=length, eos_ids=frozenset(eos_ids))
 
 
 def responses(num: int, sampling: Sampling = WARM, seed: int = 0) -> list[Exchange]:
-    """Texts drawn from the target of the feature drafts."""
     decoder, generator = decoder_of("eagle", FixedLength(0), sampling), torch.Generator().manual_seed(seed)
     texts = [list(decoder.generate(PROMPT, LIMIT, generator=generator).token_ids) for _ in range(num)]
-    return [
-        Exchange(str(number), "", PROMPT, text, "stop" if text[-1] == EOS else "length")
-        for number, text in enumerate(texts)
-    ]
+    ends = ["stop" if text[-1] == EOS else "length" for text in texts]
+    return [Exchange(str(i), "", PROMPT, text, end) for i, (text, end) in enumerate(zip(texts, ends, strict=True))]
 
 
 @cache
@@ -94,7 +90,6 @@ def traced(kind: str, sampling: Sampling = WARM, num: int = 12) -> Trace:
 
 
 def unscored(trace: Trace) -> Trace:
-    """The trace before any head scored it."""
     return replace(trace, drafts={name: column for name, column in trace.drafts.items() if "score." not in name})
 
 

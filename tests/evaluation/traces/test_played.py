@@ -1,24 +1,11 @@
-"""The loop counts what replay counts, whatever the policy and the form of the draft (law 4.10): on a trace that is
-played to it, which also writes the trace's text, and at temperature 0 by itself.
-"""
+"""The loop counts what replay counts, whatever the policy and the form of the draft (law 4.10): on a trace that it is
+played, whose text it writes, and at temperature 0 by itself."""
 
 import numpy as np
 import pytest
 import torch
 
-from decode.policies import (
-    AdaEDL,
-    CumulativeTokenProb,
-    Entropy,
-    FixedLength,
-    HeadPolicy,
-    Heuristic,
-    LlamaCpp,
-    MaxProb,
-    Policy,
-    SelfVerify,
-    TokenProb,
-)
+from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, LlamaCpp, Policy
 from decode.policies.auto import Auto
 from evaluation.flags.engines import ShortDrafts
 from evaluation.traces.played import PlayedSampler
@@ -40,15 +27,8 @@ RULES = POLICIES | {
     "kept_prefix_head": HeadPolicy(toy_head("prefix", seed=2), 0.5, keeps_newest=True),
     "auto_stops_drafting": Auto(toy_head("fed", seed=2), 2.0, 1.0, prior_rounds=1.0, probe_every=2),
 }
-MODEL_RULES: dict[str, Policy] = {
-    "fixed_length": FixedLength(3),
-    "heuristic": Heuristic(2),
-    "token_prob": TokenProb(0.5),
-    "cumulative_token_prob": CumulativeTokenProb(0.3),
-    "max_prob": MaxProb(0.5),
-    "entropy": Entropy(0.3),
-    "self_verify": SelfVerify(),
-    "ada_edl": AdaEDL(0.4),
+SOME = ("fixed_length", "heuristic", "token_prob", "cumulative_token_prob", "max_prob", "self_verify", "ada_edl")
+MODEL_RULES = {name: POLICIES[name] for name in SOME} | {
     "fed_head": HeadPolicy(model_head("fed"), 0.5),
     "drawn_head": HeadPolicy(model_head("drawn"), 0.5),
     "both_heads": HeadPolicy(model_head("fed"), 0.5, also=model_head("drawn")),
@@ -60,33 +40,25 @@ ENGINE_RULES: dict[str, Policy] = {
     "product": CumulativeTokenProb(0.3),
 }
 PLAYED = [
-    *(("eagle", name) for name in rules_of("eagle")),
-    *(("rnn", name) for name in rules_of("rnn")),
+    *((kind, name) for kind in ("eagle", "rnn") for name in rules_of(kind)),
     *((kind, name) for kind in (*KINDS[1:], "deepseek_v3", "qwen3_next") for name in ("drawn", "fed", "self_verify")),
     *((kind, "token_prob") for kind in BLOCKS),
 ]
-COLD = [
-    *(("model", name, policy) for name, policy in MODEL_RULES.items()),
-    *(("likeliest", name, policy) for name, policy in ENGINE_RULES.items()),
-    *(("eagle", name, rules_of("eagle")[name]) for name in ("fixed_length", "entropy", "drawn")),
-]
+COLD = [("model", name, policy) for name, policy in (MODEL_RULES | {"entropy": Entropy(0.3)}).items()]
+COLD += [("likeliest", name, policy) for name, policy in ENGINE_RULES.items()]
+COLD += [("eagle", name, rules_of("eagle")[name]) for name in ("fixed_length", "entropy", "drawn")]
 
 
-@pytest.mark.parametrize("policy", RULES)
-def test_the_loop_counts_what_replay_counts_for_every_policy(policy):
-    _, every = traced("plain", 4, 3, (2,))
-    some = every.select(range(0, len(every.rows), len(every.rows) // 40))
-    assert not rows_that_differ(decoder_of(RULES[policy], length=3), RULES[policy], some)
+TOYS = [(policy, "plain", 4, 3, (2,)) for policy in RULES]
+OTHERS = [("top_k", 5, 2, ()), ("top_p", 3, 2, (0, 2)), ("greedy", 5, 2, (2,)), ("cold", 1, 2, (2,))]
+TOYS += [(policy, *other) for policy in ("fixed_length", "ada_edl", "both_heads", "auto_online") for other in OTHERS]
 
 
-@pytest.mark.parametrize(
-    ("sampling", "limit", "eos_ids"), [("top_k", 5, ()), ("top_p", 3, (0, 2)), ("greedy", 5, (2,)), ("cold", 1, (2,))]
-)
-@pytest.mark.parametrize("policy", ["fixed_length", "ada_edl", "both_heads", "auto_online"])
-def test_the_loop_counts_what_replay_counts_under_every_sampling_limit_and_eos(policy, sampling, limit, eos_ids):
-    _, every = traced(sampling, limit, 2, eos_ids)
+@pytest.mark.parametrize(("policy", "sampling", "limit", "length", "eos_ids"), TOYS)
+def test_the_loop_counts_what_replay_counts_for_every_policy(policy, sampling, limit, length, eos_ids):
+    _, every = traced(sampling, limit, length, eos_ids)
     some = every.select(range(0, len(every.rows), max(1, len(every.rows) // 30)))
-    decoder = decoder_of(RULES[policy], sampling=SAMPLINGS[sampling], eos_ids=eos_ids, length=2)
+    decoder = decoder_of(RULES[policy], sampling=SAMPLINGS[sampling], eos_ids=eos_ids, length=length)
     assert not rows_that_differ(decoder, RULES[policy], some)
 
 
@@ -97,9 +69,8 @@ def test_the_loop_counts_what_replay_counts_for_every_feature_draft(kind, name):
     assert not rows_that_differ(forms.decoder_of(kind, rules[name]), rules[name], trace)
 
 
-@pytest.mark.parametrize("temperature", [0.8, 0.0])
-def test_models_in_float32_differ_from_replay_only_where_a_threshold_falls_between_last_bits(temperature):
-    sampling = Sampling(temperature=temperature)
+def test_models_in_float32_differ_from_replay_only_where_a_threshold_falls_between_last_bits():
+    sampling = Sampling(temperature=0.8)
     trace = small_pair.trace(sampling).select(range(12))
     for name in ("fixed_length", "ada_edl", "both_heads"):
         decoder = forms.decoder_of("model", MODEL_RULES[name], sampling)
@@ -108,7 +79,6 @@ def test_models_in_float32_differ_from_replay_only_where_a_threshold_falls_betwe
 
 @pytest.mark.parametrize(("kind", "name", "policy"), COLD)
 def test_at_temperature_0_replay_agrees_with_decoding_prompt_by_prompt(kind, name, policy):
-    """There the ordinary trace is that of likeliest drafts too."""
     trace = forms.traced("eagle" if kind == "eagle" else "model", GREEDY, num=1)
     counts, decoder = replay_settings(trace, policy).counts, forms.decoder_of(kind, policy, GREEDY)
     for number, row in enumerate(trace.rows[:20]):

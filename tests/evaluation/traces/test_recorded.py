@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from configs.command import config_of, parser_for
 from data_gen.responses.exchange import Exchange
-from decode import Generation
 from decode.experiment import Experiment
 from decode.policies import DSparkConfidence, Entropy, FixedLength
-from evaluation.__main__ import COMMANDS
 from evaluation.report.plots import reliability_plot
 from evaluation.traces.bounds import Oracle, ScoreHead
 from evaluation.traces.coupling import Recorder
@@ -21,25 +18,17 @@ from evaluation.traces.disk import ShardKey, read_trace, write_trace
 from evaluation.traces.recording import record_trace, trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace, TraceRow, join_traces
-from lm import (
-    CachedModel,
-    Sampling,
-    acceptance_prob,
-    acceptance_rate,
-    entropy,
-    feature_model,
-    residual_probs,
-)
+from lm import CachedModel, Sampling, acceptance_prob, acceptance_rate, entropy, feature_model, residual_probs
 from lm.draws import draw, uniforms
 from lm.features.recorder import FeatureRecorder
 from tests.conformance.mtp import FAMILIES as MTP
+from tests.evaluation.commands import config_with, spelt
 from tests.evaluation.traces.forms import (
     EOS,
     LENGTH,
     LIMIT,
     PROMPT,
     WARM,
-    decoder_of,
     model_head,
     recorder,
     responses,
@@ -47,7 +36,6 @@ from tests.evaluation.traces.forms import (
     unscored,
 )
 from tests.toys import longrope, small_pair
-from tests.toys.enumeration import law_of
 from tests.toys.random_drafts import BLOCK, BLOCKS, KINDS, draft, feature_head, target_of
 from tests.toys.small_pair import PROMPTS, VOCAB, model
 
@@ -79,9 +67,10 @@ def warm() -> Trace:
     return unscored(traced("model", SHARP))
 
 
-def test_every_signal_of_path_and_branches_is_that_of_a_forward_over_its_own_prefix(warm):
+def test_every_signal_and_score_of_path_and_branches_is_that_of_a_forward_over_its_own_prefix(warm):
     part = warm.select(range(6))
-    for index, prefix in enumerate(prefixes(part)):
+    before, scores = prefixes(part), {timing: part.logit(model_head(timing)) for timing in ("fed", "drawn")}
+    for index, prefix in enumerate(before):
         token = torch.tensor([int(part.token[index])])
         logits, hidden = alone(model(2), prefix)
         q, p = SHARP.probs(logits)[None], SHARP.probs(alone(model(1, 2), prefix)[0])[None]
@@ -97,6 +86,17 @@ def test_every_signal_of_path_and_branches_is_that_of_a_forward_over_its_own_pre
         if index < part.num_positions:
             rate = part.positions["acceptance_rate"][index]
             assert rate == pytest.approx(float(acceptance_rate(q, p)), abs=1e-5)
+        of = {"drawn": index, "fed": int(part.before[index])}
+        if len(before[of["fed"]]) + 1 != len(prefix):
+            del of["fed"]  # the first token of a response: nothing was drafted before it
+        for timing, scored in of.items():
+            token = torch.tensor(int(part.token[scored]))
+            state = alone(model(2), before[scored] if timing == "drawn" else [*before[scored], int(token)])[1]
+            logits = alone(model(2), before[scored])[0]
+            scalars = torch.stack([logits.log_softmax(-1)[token], entropy(logits)])
+            with torch.inference_mode():
+                score = float(model_head(timing)(state, scalars, model(2).get_input_embeddings()(token)))
+            assert scores[timing][index] == pytest.approx(score, abs=2e-4)
     prob = 1 / (1 + np.exp(-part.logit(ScoreHead("perfect", "drawn"))))
     assert prob == pytest.approx(part.signal("acceptance_prob"), abs=1e-6)
 
@@ -201,54 +201,21 @@ def test_every_draft_of_a_feature_drafts_trace_is_that_of_a_round_by_itself(kind
             assert torch.allclose(hidden, step["hidden"], atol=1e-6)
 
 
-def test_the_mean_counts_of_a_feature_drafts_replay_are_those_of_the_loops_exact_law():
-    """Four z-scores; all below 4 but with probability 2.5e-4 if the means are equal."""
-    sampling, limit, copies = Sampling(temperature=1.5, top_k=2), 4, 12
-
-    def outcome_of(generation: Generation) -> tuple[tuple[int, ...], int, int]:
-        return generation.token_ids, generation.counts.num_drafted, generation.counts.num_target
-
-    trace, weights = None, np.zeros(0)
-    for policy in (FixedLength(2), Entropy(1.2)):
-        decoder = decoder_of("glide", policy, sampling, length=2, eos_ids=())
-        law = law_of(lambda draws, decoder=decoder: outcome_of(decoder.generate(PROMPT, limit, generator=draws)))
-        texts: dict[tuple[int, ...], float] = {}
-        for (text, *_), prob in law.items():
-            texts[text] = texts.get(text, 0.0) + prob
-        if trace is None:  # the first policy's texts, in their order, are those of both
-            known, weights = list(texts), np.array(list(texts.values()))
-            repeated = [(str(i), list(text)) for i, text in enumerate(known) for _ in range(copies)]
-            every = [Exchange(name, "", PROMPT, text, "length") for name, text in repeated]
-            trace = record_trace(recorder("glide", sampling, 2, ()), every, max_new_tokens=limit, seed=7)
-        assert [texts[text] for text in known] == pytest.approx(weights.tolist())
-        counts = replay_settings(trace, policy).counts
-        for number, amounts in ((1, counts.num_drafted[0]), (2, counts.num_target[0])):
-            exact = sum(prob * outcome[number] for outcome, prob in law.items())
-            groups = amounts.reshape(len(known), copies).astype(float)
-            error = np.sqrt((weights**2 * groups.var(1, ddof=1) / copies).sum())
-            assert error < 0.1
-            # an error of 0 leaves rounding
-            assert (weights * groups.mean(1)).sum() == pytest.approx(exact, rel=0, abs=4 * error + 1e-9)
-
-
 def test_a_block_of_any_length_costs_one_forward_and_none_where_nothing_is_drafted():
     """Law 4.9 with the price of a block."""
     trace = traced("rnn")
     assert replay_settings(trace, Oracle()).total().num_discarded == 0
+    rounds_without = sum(row.limit == len(row.response_ids) for row in trace.rows)
     for length in range(1, BLOCK + 3):
         counts = replay_settings(trace, FixedLength(length)).counts
-        rounds_without = sum(row.limit == len(row.response_ids) for row in trace.rows)
-        assert counts.num_draft_forwards.sum() <= counts.num_target.sum() - len(trace.rows)
-        assert counts.num_draft_forwards.sum() >= counts.num_target.sum() - len(trace.rows) - rounds_without
+        most = counts.num_target.sum() - len(trace.rows)
+        assert most - rounds_without <= counts.num_draft_forwards.sum() <= most
     assert replay_settings(trace, FixedLength(0)).total().num_draft_forwards == 0
     block, beyond = (replay_settings(trace, FixedLength(k)).total() for k in (BLOCK, BLOCK + 2))
     assert block == beyond, "a block is all of a round"
-
-
-@pytest.mark.parametrize("kind", ["dflash", "glide"])
-def test_confidences_are_refused_of_a_trace_whose_draft_has_none(kind):
-    with pytest.raises(ValueError, match="has no confidence head"):
-        replay_settings(traced(kind, num=5), DSparkConfidence()).total()
+    for kind in ("dflash", "glide"):
+        with pytest.raises(ValueError, match="has no confidence head"):
+            replay_settings(traced(kind, num=5), DSparkConfidence()).total()
 
 
 def test_what_no_draft_can_draw_is_not_among_the_first_drawn_and_leaves_plots_finite():
@@ -261,26 +228,7 @@ def test_what_no_draft_can_draw_is_not_among_the_first_drawn_and_leaves_plots_fi
     assert reliability_plot(trace, heads).svg.startswith("<svg")
 
 
-def test_heads_score_a_trace_as_they_score_a_draft(warm):
-    part = warm.select(range(3))
-    before = prefixes(part)
-    for timing in ("fed", "drawn"):
-        scores = part.logit(model_head(timing))
-        for index in range(len(before)):
-            of = index if timing == "drawn" else int(part.before[index])
-            if timing == "fed" and len(before[of]) + 1 != len(before[index]):
-                continue  # the first token of a response: nothing was drafted before it
-            token = torch.tensor(int(part.token[of]))
-            state = alone(model(2), before[of] if timing == "drawn" else [*before[of], int(token)])[1]
-            logits = alone(model(2), before[of])[0]
-            scalars = torch.stack([logits.log_softmax(-1)[token], entropy(logits)])
-            with torch.inference_mode():
-                expected = float(model_head(timing)(state, scalars, model(2).get_input_embeddings()(token)))
-            assert scores[index] == pytest.approx(expected, abs=2e-4)
-
-
 def written(trace: Trace, directory: Path, num_shards: int = 2) -> Trace:
-    """The trace after writing it in shards and reading them."""
     manifest = {"sampling": trace.sampling.as_dict(), "max_draft_length": trace.max_draft_length, "eos_ids": [EOS]}
     if trace.draft_sampling is not None:
         manifest["draft_sampling"] = trace.draft_sampling.as_dict()
@@ -336,15 +284,12 @@ def test_a_trace_on_one_side_of_a_change_of_rotary_frequencies_has_the_laws_of_g
     torch.testing.assert_close(rate, acceptance_rate(q, p).float(), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_prompt", [longrope.BOUND - 10, longrope.BOUND])
-def test_a_trace_across_that_change_is_refused_with_one_line(num_prompt):
+def test_a_trace_across_that_change_is_refused_and_a_command_whose_texts_may_cross_it_records_nothing(tmp_path):
     remedy = f"beyond {longrope.BOUND} .*lower decode.max_new_tokens or data.max_prompt_tokens"
-    with pytest.raises(ValueError, match=remedy) as refusal:
-        trace_of("phi3", longrope.text_of(num_prompt), longrope.text_of(10))
-    assert "\n" not in str(refusal.value)
-
-
-def test_a_command_whose_texts_may_cross_that_change_is_refused_before_anything_is_recorded(tmp_path):
+    for num_prompt in (longrope.BOUND - 10, longrope.BOUND):
+        with pytest.raises(ValueError, match=remedy) as refusal:
+            trace_of("phi3", longrope.text_of(num_prompt), longrope.text_of(10))
+        assert "\n" not in str(refusal.value)
     shutil.copytree("checkpoints/tiny/target", tmp_path / "target")
     path = tmp_path / "target" / "config.json"
     config = json.loads(path.read_text())
@@ -352,10 +297,8 @@ def test_a_command_whose_texts_may_cross_that_change_is_refused_before_anything_
     factors = {"short_factor": [1.0] * num, "long_factor": [4.0] * num, "original_max_position_embeddings": 256}
     path.write_text(json.dumps(config | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4} | factors}))
     settings = {"num_dev": 1, "num_test": 1, "max_new_tokens": 12, "max_draft_length": 3, "dir": tmp_path / "run"}
-    argv = [f"--decode.{name}={value}" for name, value in settings.items()]
-    argv += [f"--pair.target.path={tmp_path / 'target'}", f"--heads.dir={tmp_path}", "--data.max_prompt_tokens=242"]
-    parser = parser_for(COMMANDS["trace"])
-    config = config_of(parser, parser.parse_args(["--config", "configs/tiny.yaml", *argv]))
+    flags = spelt({f"decode.{name}": value for name, value in settings.items()})
+    flags += [f"--pair.target.path={tmp_path / 'target'}", f"--heads.dir={tmp_path}", "--data.max_prompt_tokens=242"]
     with pytest.raises(ValueError, match=r"max_draft_length is 257, and Llama.* beyond 256 .*one of the three"):
-        trace_folder(Experiment(config)).complete()
+        trace_folder(Experiment(config_with(["--config", "configs/tiny.yaml", *flags]))).complete()
     assert not list((tmp_path / "run").rglob("*.safetensors"))

@@ -4,6 +4,7 @@ every branch of the loop on a script of draws.
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import pytest
@@ -81,18 +82,8 @@ def clear(value, *marks):
     return value
 
 
-def counts_of(counts: Counts) -> tuple[int, ...]:
-    return tuple(getattr(counts, name) for name in COUNTED)
-
-
 def assert_same_counts(
-    policy: Policy,
-    sampling: str = "plain",
-    *,
-    limit: int = 3,
-    length: int = 3,
-    eos_ids: tuple[int, ...] = (EOS,),
-    is_likeliest: bool = False,
+    policy: Policy, sampling: str = "plain", limit: int = 3, length: int = 3, eos_ids=(EOS,), is_likeliest: bool = False
 ) -> None:
     """The law of all counts together is the same in replay and in the loop, to 1e-9; `is_likeliest`: of a draft that
     proposes its likeliest tokens.
@@ -105,57 +96,36 @@ def assert_same_counts(
     else:
         weights, trace = traced(sampling, limit, length, eos_ids)
         decoder = decoder_of(policy, sampling=law, eos_ids=eos_ids, length=length)
-    counts = replay_settings(trace, policy).counts
+
+    def counts_of(counts: Counts) -> tuple:
+        return tuple(getattr(counts, name) for name in COUNTED)
+
     replayed: dict[tuple[int, ...], float] = defaultdict(float)
-    for weight, *numbers in zip(weights, *(column[0] for column in counts_of(counts)), strict=True):
+    columns = [column[0] for column in counts_of(replay_settings(trace, policy).counts)]
+    for weight, *numbers in zip(weights, *columns, strict=True):
         replayed[tuple(map(int, numbers))] += weight
     real = law_of(lambda draws: counts_of(decoder.generate(PROMPT, limit, generator=draws).counts))
     assert_same_law(dict(replayed), real, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_replay_has_the_loops_law_of_counts_for_every_policy(policy):
-    assert_same_counts(POLICIES[policy])
+CASES = [
+    *((name, {}) for name in POLICIES),
+    *((name, {"sampling": "top_k", "limit": 4}) for name in ("heuristic", "self_verify", "ada_edl")),
+    *product(("entropy", "ada_edl", "both_heads"), ({"sampling": name} for name in SAMPLINGS if name != "plain")),
+    *product(("fixed_length", "fed_head"), ({"eos_ids": ids} for ids in ((), (0, 2), (0, 1, 2)))),
+    *(("longest", {"limit": limit, "length": length}) for limit in (1, 2, 3) for length in (1, 2, 5)),
+    # every number that the loop tells a policy
+    *(("diary", {"sampling": name, "limit": limit}) for name, limit in (("plain", 3), ("top_k", 5), ("greedy", 4))),
+]
 
 
-@pytest.mark.parametrize(("sampling", "limit"), [("plain", 3), ("top_k", 5), ("greedy", 4)])
-def test_replay_tells_a_policy_every_number_that_the_loop_tells_it(sampling, limit):
-    assert_same_counts(Diary(), sampling, limit=limit)
-
-
-@pytest.mark.parametrize("policy", ["heuristic", "self_verify", "ada_edl"])
-def test_replay_has_the_loops_law_for_policies_that_remember_rounds_over_several(policy):
-    assert_same_counts(POLICIES[policy], "top_k", limit=4)
-
-
-@pytest.mark.parametrize("sampling", sorted(set(SAMPLINGS) - {"plain"}))
-@pytest.mark.parametrize("policy", ["entropy", "ada_edl", "both_heads"])
-def test_replay_has_the_loops_law_under_every_sampling(policy, sampling):
-    assert_same_counts(POLICIES[policy], sampling)
-
-
-@pytest.mark.parametrize("eos_ids", [(), (0, 2), (0, 1, 2)])
-@pytest.mark.parametrize("policy", ["fixed_length", "fed_head"])
-def test_replay_has_the_loops_law_with_no_eos_and_with_several(policy, eos_ids):
-    assert_same_counts(POLICIES[policy], eos_ids=eos_ids)
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3])
-@pytest.mark.parametrize("length", [1, 2, 5])
-def test_replay_has_the_loops_law_at_every_length_limit_and_draft_length(limit, length):
-    assert_same_counts(FixedLength(20), limit=limit, length=length)
-
-
-def test_a_lesson_of_one_token_too_many_is_seen(monkeypatch):
-    monkeypatch.setattr(decode.loop.drafter, "revealed_probs", lambda count, *those: revealed_probs(count + 1, *those))
-    with pytest.raises(AssertionError):
-        assert_same_counts(Diary(), limit=4)
+@pytest.mark.parametrize(("policy", "how"), CASES, ids=str)
+def test_replay_has_the_loops_law_of_counts_for_every_policy(policy, how):
+    assert_same_counts((POLICIES | {"longest": FixedLength(20), "diary": Diary()})[policy], **how)
 
 
 class Foresight(LearnedProb):
-    """Illegal: a trace has feedback before the draft has ended, and this one acts on it at once; no loop
-    can.
-    """
+    """Illegal: a trace has feedback before the draft has ended, and this acts on it at once; no loop can."""
 
     def start(self):
         object.__setattr__(self, "foreseen", False)
@@ -169,9 +139,12 @@ class Foresight(LearnedProb):
         return state, self.foreseen & (drawn.position > 0)
 
 
-def test_a_policy_that_looks_at_the_future_has_not_the_loops_law():
+def test_a_policy_that_looks_at_the_future_and_a_lesson_of_one_token_too_many_change_the_law(monkeypatch):
     with pytest.raises(AssertionError):
         assert_same_counts(Foresight(), limit=4)
+    monkeypatch.setattr(decode.loop.drafter, "revealed_probs", lambda count, *those: revealed_probs(count + 1, *those))
+    with pytest.raises(AssertionError):
+        assert_same_counts(Diary(), limit=4)
 
 
 LIKELIEST = {
@@ -198,12 +171,9 @@ class ShortAndRemembering(ShortDrafts):
         return state
 
 
-@pytest.mark.parametrize(
-    ("sampling", "policy"),
-    [("plain", ShortDrafts(n_min=np.array([0, 2]))), ("greedy", ShortAndRemembering(n_min=2))],
-)
-def test_discarding_short_drafts_is_refused_where_replay_would_not_be_exact(sampling, policy):
-    with pytest.raises(ValueError, match=r"drafts of fewer than 2 tokens.*likeliest"):
-        replay_settings(traced(sampling, 3, 3, (EOS,))[1], policy)
+def test_discarding_short_drafts_is_refused_where_replay_would_not_be_exact():
+    for sampling, policy in (("plain", ShortDrafts(n_min=np.array([0, 2]))), ("greedy", ShortAndRemembering(n_min=2))):
+        with pytest.raises(ValueError, match=r"drafts of fewer than 2 tokens.*likeliest"):
+            replay_settings(traced(sampling, 3, 3, (EOS,))[1], policy)
     with pytest.raises(ValueError, match="llama_cpp has no parameter 'n_min'"):  # no loop has a minimum length
         make_policy("llama_cpp", n_min=2)

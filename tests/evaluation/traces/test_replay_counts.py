@@ -1,17 +1,21 @@
-"""What replay counts: settings side by side, draft lengths, the oracle's bound, totals, and parts of a trace."""
+"""What replay counts: settings side by side, totals, the oracle's bound, and AdaFlash's length head."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
-from decode.policies import AdaEDL, CumulativeTokenProb, Policy
+from decode.policies import AdaEDL, CumulativeTokenProb
 from evaluation.times import Times
-from evaluation.traces.bounds import Oracle
+from evaluation.traces.bounds import Oracle, ScoreHead
+from evaluation.traces.lengths import PredictedLength, fit_length, predict_length
 from evaluation.traces.replay import replay_settings
-from evaluation.traces.trace import Trace
+from evaluation.traces.trace import InputTensors, Trace
 from lm import Sampling
+from tests.evaluation.traces import forms
 from tests.evaluation.traces.forms import COUNTED
 from tests.toys.loop import POLICIES, decoder_of
 from tests.toys.small_pair import LENGTH
@@ -36,10 +40,17 @@ def test_settings_side_by_side_are_replayed_as_they_would_be_alone(toys):
         replay_settings(toys, AdaEDL(np.zeros(2), np.zeros(3)))
 
 
-def test_draft_lengths_add_up_to_the_counts(toys):
+def test_draft_lengths_add_up_to_the_counts_and_totals_are_sums_over_rows(toys):
     replayed = replay_settings(toys, POLICIES["ada_edl"])
     assert np.array_equal(replayed.lengths.sum(-1), replayed.counts.num_target)
     assert np.array_equal(replayed.lengths @ np.arange(4), replayed.counts.num_drafted)
+    counts = replay_settings(toys, POLICIES["fixed_length"]).total()
+    assert counts.num_emitted == toys.num_positions
+    assert counts.num_drafted + counts.num_target == counts.num_emitted + counts.num_discarded
+    # a round emits what it accepts and one token more, unless the draft's EOS ends the text
+    num_ended_by_draft = counts.num_accepted + counts.num_target - counts.num_emitted
+    assert 0 < num_ended_by_draft <= sum(row.response_ids[-1] == EOS for row in toys.rows)
+    assert counts.num_discarded == counts.num_drafted - counts.num_accepted + num_ended_by_draft
 
 
 def test_the_oracle_discards_nothing_and_runs_the_target_once_per_rejection_and_once_more(toys):
@@ -54,13 +65,12 @@ def test_the_oracle_discards_nothing_and_runs_the_target_once_per_rejection_and_
 
 
 def test_no_policy_beats_the_oracle_on_any_row(toys):
-    def time_s(policy: Policy, ratio: float) -> np.ndarray:
-        counts = replay_settings(toys, policy).counts
-        return counts.num_draft_forwards + ratio * counts.num_target
-
+    oracle = replay_settings(toys, Oracle()).counts
     for policy in POLICIES.values():
+        counts = replay_settings(toys, policy).counts
         for ratio in (1.0, 3.0, 10.0):
-            assert np.all(time_s(policy, ratio) >= time_s(Oracle(), ratio) - 1e-9)
+            ours, least = (each.num_draft_forwards + ratio * each.num_target for each in (counts, oracle))
+            assert np.all(ours >= least - 1e-9)
 
 
 @cache
@@ -83,21 +93,17 @@ TIMES = {
 }
 
 
-@cache
+@pytest.fixture(scope="module")
 def well_accepted() -> Trace:
-    """Drafts are accepted as far as a choice of their length matters."""
     return small_trace(Sampling(temperature=0.6), copies=5)
 
 
 @pytest.mark.parametrize("name", TIMES)
-def test_the_oracle_takes_the_least_time_that_any_choice_takes(name):
-    cost, traced = TIMES[name], well_accepted()
+def test_the_oracle_takes_the_least_time_that_any_choice_takes(name, well_accepted):
+    cost, traced = TIMES[name], well_accepted
     oracle = replay_settings(traced, Oracle(cost.round_s(LENGTH)))
-    brute = [
-        least_s(tuple(traced.is_rejected[slice(*ends)].tolist()), cost.round_s(LENGTH))
-        for ends in pairwise(traced.offsets)
-    ]
-    assert cost.time_s(oracle)[0] == pytest.approx(brute)
+    outcomes = [tuple(traced.is_rejected[slice(*ends)].tolist()) for ends in pairwise(traced.offsets)]
+    assert cost.time_s(oracle)[0] == pytest.approx([least_s(one, cost.round_s(LENGTH)) for one in outcomes])
     all_drafted, alone = cost.time_s(replay_settings(traced, Oracle()))[0], cost.t_target_s[0] * np.diff(traced.offsets)
     assert oracle.counts.num_discarded.sum() == 0
     if name == "less":
@@ -108,11 +114,50 @@ def test_the_oracle_takes_the_least_time_that_any_choice_takes(name):
         assert cost.time_s(oracle)[0] == pytest.approx(alone)
 
 
-def test_totals_are_sums_over_rows(toys):
-    counts = replay_settings(toys, POLICIES["fixed_length"]).total()
-    assert counts.num_emitted == toys.num_positions
-    assert counts.num_drafted + counts.num_target == counts.num_emitted + counts.num_discarded
-    # a round emits what it accepts and one token more, unless the draft's EOS ends the text
-    num_ended_by_draft = counts.num_accepted + counts.num_target - counts.num_emitted
-    assert 0 < num_ended_by_draft <= sum(row.response_ids[-1] == EOS for row in toys.rows)
-    assert counts.num_discarded == counts.num_drafted - counts.num_accepted + num_ended_by_draft
+WIDTH, MARKOV = 3, 2
+
+
+@pytest.fixture(scope="module")
+def planted() -> tuple[Trace, torch.Tensor]:
+    """A trace of blocks whose expected accepted length is 3 * last[0] - mean[1] + 0.5 of their states, and that length.
+    What follows the states is a Markov head's.
+    """
+    trace, generator = forms.traced("rnn"), torch.Generator().manual_seed(0)
+    lengths = trace.branch_lengths.tolist()
+    hidden = torch.randn(len(trace.token), WIDTH + MARKOV, generator=generator)
+    prob = torch.from_numpy(trace.drafts["acceptance_prob"][trace.num_positions :])
+    expected = torch.stack([block.cumprod(0).sum() for block in prob.split(lengths)])
+    for block, label in zip(hidden[trace.num_positions :].split(lengths), expected, strict=True):
+        if len(block):
+            block[-1, 0] = (label + block[:, 1].mean() - 0.5) / 3
+    inputs = InputTensors(hidden, torch.arange(1), torch.zeros(1, WIDTH))
+    return replace(trace, inputs=lambda: inputs, drafts=dict(trace.drafts)), expected
+
+
+def test_a_fit_recovers_a_linear_rule_and_reads_no_state_that_depends_on_a_drawn_token(planted):
+    trace, expected = planted
+    weights = fit_length(trace)
+    torch.testing.assert_close(weights, torch.tensor([0, -1, 0, 3, 0, 0, 0.5]).double(), atol=1e-5, rtol=0)
+    predict_length(trace, weights)
+    at = trace.first_drawn[trace.branch_lengths > 0]
+    predicted = trace.logit(ScoreHead("length"))[at]
+    np.testing.assert_allclose(predicted, expected[trace.branch_lengths > 0], atol=1e-5)
+    assert fit_length(replace(trace, inputs=None)) is None
+    assert fit_length(forms.traced("eagle")) is None, "no blocks"
+
+
+@pytest.mark.parametrize("extra", [-1.0, 0.0, 0.7, forms.LENGTH])
+def test_counts_of_predicted_lengths_are_those_by_hand(planted, extra):
+    trace, _ = planted
+    predict_length(trace, fit_length(trace))
+    predicted = trace.logit(ScoreHead("length"))[trace.first_drawn]
+    played = replay_settings(trace, PredictedLength(np.array([extra])))
+    for number, (row, start) in enumerate(zip(trace.rows, trace.offsets, strict=False)):
+        at, drafted, accepted, rounds = int(start), 0, 0, 0
+        while at < trace.offsets[number + 1]:
+            room = max(min(start + row.limit - at - 1, trace.branch_lengths[at]), 0)
+            length = min(max(np.ceil(predicted[at] + extra), 0), room)
+            passed = min(length, trace.num_passing[at])
+            at, drafted, accepted, rounds = at + int(passed) + 1, drafted + length, accepted + passed, rounds + 1
+        counts = [played.counts.num_drafted, played.counts.num_accepted, played.counts.num_target]
+        assert [each[0, number] for each in counts] == [drafted, accepted, rounds]

@@ -8,17 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.command import config_of, parser_for, run
 from decode.experiment import Experiment
-from evaluation.__main__ import COMMANDS
 from evaluation.competitor import make_competitor
-from evaluation.contest import Arm, Result, result_of
-from evaluation.gain import Splits
+from evaluation.contest import Arm, result_of
+from evaluation.gain import Gain
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace, join_traces
 from lm import Sampling
+from tests.evaluation.commands import called, config_with, refusal, spelt
 from tests.toys.small_pair import trace
 
 WARM = Sampling(temperature=0.6)
@@ -27,13 +26,12 @@ WARM = Sampling(temperature=0.6)
 def flags(directory: Path, num_draws: int) -> list[str]:
     settings = {"dir": directory, "prompts_per_shard": 2, "draws_per_prompt": num_draws, "num_dev": 3, "num_test": 1}
     settings |= {"max_new_tokens": 12, "max_draft_length": 3}
-    decode = [f"--decode.{name}={value}" for name, value in settings.items()]
+    decode = spelt({f"decode.{name}": value for name, value in settings.items()})
     return ["--config", "configs/tiny.yaml", f"--heads.dir={directory / 'heads'}", *decode]
 
 
-def loaded(argv: list[str], dataset: str = "stories") -> Splits[Trace]:
-    parser = parser_for(COMMANDS["trace"])
-    return trace_folder(Experiment(config_of(parser, parser.parse_args(argv)))).load(dataset)
+def loaded(argv: list[str], dataset: str = "stories") -> Trace:
+    return trace_folder(Experiment(config_with(argv))).load(dataset).dev
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -43,23 +41,22 @@ def contents(directory: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("draws")
-    run(COMMANDS, argv=["trace", *flags(directory, 3)])
+    called("trace", *flags(directory, 3))
     return directory
 
 
 @pytest.mark.slow
 def test_further_draws_keep_what_is_recorded_and_resume_to_the_same_bytes(tmp_path, recorded):
-    run(COMMANDS, argv=["trace", *flags(tmp_path, 1)])
+    called("trace", *flags(tmp_path, 1))
     before = contents(tmp_path)
     assert not any("draw" in Path(name).name for name in before)
-    run(COMMANDS, argv=["trace", *flags(tmp_path, 3)])
-    after = contents(tmp_path)
-    assert before.items() <= after.items()
-    assert after == contents(recorded)
+    called("trace", *flags(tmp_path, 3))
+    assert before.items() <= contents(tmp_path).items()
+    assert contents(tmp_path) == contents(recorded)
     for name in ("rows/dev-00001-draw2.parquet.json", "signals/dev-00000-draw1.safetensors"):
         (tmp_path / "trace" / "stories" / name).unlink()
-    run(COMMANDS, argv=["trace", *flags(tmp_path, 3)])
-    assert contents(tmp_path) == after
+    called("trace", *flags(tmp_path, 3))
+    assert contents(tmp_path) == contents(recorded)
 
 
 def test_a_flipped_byte_of_a_trace_is_named_and_its_shard_recorded_again(tmp_path, recorded, capsys):
@@ -71,13 +68,13 @@ def test_a_flipped_byte_of_a_trace_is_named_and_its_shard_recorded_again(tmp_pat
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"{path.name} is corrupted: its sha256 .*acceptance-heads trace"):
         loaded(flags(tmp_path, 3))
-    run(COMMANDS, argv=["trace", *flags(tmp_path, 3)])
+    called("trace", *flags(tmp_path, 3))
     assert f"{path} is corrupted" in capsys.readouterr().err
     assert contents(tmp_path) == before
 
 
 def test_draws_are_other_responses_and_coins_for_the_same_prompts(recorded):
-    one, three = loaded(flags(recorded, 1)).dev, loaded(flags(recorded, 3)).dev
+    one, three = loaded(flags(recorded, 1)), loaded(flags(recorded, 3))
     assert three.rows[:3] == one.rows
     assert three.prompt_of_row.tolist() == [0, 1, 2] * 3
     assert (three.num_prompts, three.first_draws) == (3, [0, 1, 2])
@@ -89,20 +86,16 @@ def test_draws_are_other_responses_and_coins_for_the_same_prompts(recorded):
 
 
 def test_other_settings_and_draws_that_would_be_equal_are_refused(tmp_path, recorded, capsys):
-    directory = tmp_path / "recorded"
-    shutil.copytree(recorded, directory)
+    directory = shutil.copytree(recorded, tmp_path / "recorded")
     path = directory / "trace" / "manifest.json"
     manifest = json.loads(path.read_text())
     assert manifest.pop("generator") == "PCG64DXSM"  # traces recorded by torch's generator have no such entry
     path.write_text(json.dumps(manifest))
-    with pytest.raises(SystemExit):
-        run(COMMANDS, argv=["trace", *flags(directory, 4)])
-    message = capsys.readouterr().err
+    message = refusal(capsys, "trace", *flags(directory, 4))
     assert "differs in generator: None there, 'PCG64DXSM' in this run" in message
     assert f"delete {directory / 'trace'}" in message
-    with pytest.raises(SystemExit):
-        run(COMMANDS, argv=["trace", *flags(tmp_path / "new", 2), "--pair.sampling.temperature", "0"])
-    assert "decode.draws_per_prompt is 2" in capsys.readouterr().err
+    greedy = refusal(capsys, "trace", *flags(tmp_path / "new", 2), "--pair.sampling.temperature", "0")
+    assert "decode.draws_per_prompt is 2" in greedy
     assert not (tmp_path / "new").exists()
 
 
@@ -113,8 +106,8 @@ def test_a_prompts_turns_belong_together_and_an_id_may_hold_the_mark_of_a_turn(t
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     splits.write_text(json.dumps({"train": [], "dev": ["talk", "set#2", "set#3"], "test": ["set#1"]}))
     argv = [*flags(tmp_path, 1), "--data.prompts", str(path), "--data.split_ids", str(splits)]
-    run(COMMANDS, argv=["trace", *argv])
-    dev = loaded(argv, "prompts").dev
+    called("trace", *argv)
+    dev = loaded(argv, "prompts")
     categories = {row.id: row.category for row in dev.rows}
     assert categories == {"talk": "talk", "talk#2": "talk", "set#2": "kind 0", "set#3": "kind 1"}
     numbers = dict(zip([row.id for row in dev.rows], dev.prompt_of_row.tolist(), strict=True))
@@ -122,29 +115,28 @@ def test_a_prompts_turns_belong_together_and_an_id_may_hold_the_mark_of_a_turn(t
     assert dev.num_prompts == 3
 
 
-def renamed(names: tuple[str, ...]) -> Trace:
-    """A trace whose rows have these ids, written set/id."""
-    part = trace(WARM).select(range(len(names)))
-    ids = [name.split("/") for name in names]
-    rows = [replace(row, dataset=dataset, id=id_) for row, (dataset, id_) in zip(part.rows, ids, strict=True)]
-    return replace(part, rows=tuple(rows))
-
-
 def test_amounts_of_rows_are_summed_by_prompt():
-    assert renamed(("a/1", "a/2", "b/1", "b/2")).num_prompts == 4
+    def renamed(*names: str) -> Trace:
+        part = trace(WARM).select(range(len(names)))
+        ids = [dict(zip(("dataset", "id"), name.split("/"), strict=True)) for name in names]
+        return replace(part, rows=tuple(replace(row, **own) for row, own in zip(part.rows, ids, strict=True)))
+
+    assert renamed("a/1", "a/2", "b/1", "b/2").num_prompts == 4
     competitor = make_competitor("fixed_length", "fixed_length", {"k": [1, 2]})
-    played = replay_settings(renamed(("s/b", "s/a", "s/a#2", "s/a#3", "s/c#2", "s/b")), competitor.policy)
+    played = replay_settings(renamed("s/b", "s/a", "s/a#2", "s/a#3", "s/c#2", "s/b"), competitor.policy)
     amounts = np.array([[1, 2, 4, 8, 16, 32], [1, 1, 1, 1, 1, 1]])
     assert played.per_prompt(amounts).tolist() == [[33, 14, 16], [2, 3, 1]]
 
 
-def result(traced: Trace, k: int) -> Result:
-    competitor = make_competitor("fixed_length", "fixed_length", {"k": [k]})
-    played = replay_settings(traced, competitor.policy)
-    return result_of(Arm(competitor, played, played), 0, Times.constant(0.2, 1.0))
-
-
 def test_the_interval_resamples_prompts_so_that_equal_draws_add_no_certainty():
-    once, thrice = (result(each, 4).over(result(each, 1)) for each in (trace(WARM), join_traces([trace(WARM)] * 3)))
+    def gain(traced: Trace) -> Gain:
+        results = []
+        for k in (4, 1):
+            competitor = make_competitor("fixed_length", "fixed_length", {"k": [k]})
+            played = replay_settings(traced, competitor.policy)
+            results.append(result_of(Arm(competitor, played, played), 0, Times.constant(0.2, 1.0)))
+        return results[0].over(results[1])
+
+    once, thrice = gain(trace(WARM)), gain(join_traces([trace(WARM)] * 3))
     assert thrice == pytest.approx(once, rel=1e-9)
     assert once.low < once.high

@@ -1,6 +1,7 @@
-"""The index of law 4.11 is the price at which drafting on is worth exactly nothing, whatever the scores' chain."""
+"""The index of law 4.11 is the price at which one more draft step is worth nothing, whatever the scores' chain."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -25,21 +26,14 @@ STAYS = {GOOD: 0.9, BAD: 0.6}
 
 def chain_pairs(num: int = 400_000) -> Pairs:
     """Pairs of a chain of two kinds of token, in exact proportions."""
-    rows = [
-        (here, there, accepted)
-        for here in (GOOD, BAD)
-        for there in (GOOD, BAD)
-        for accepted in (1.0, 0.0)
-        for _ in range(
-            round(num * (STAYS[here] if there == here else 1 - STAYS[here]) * (there if accepted else 1 - there) / 40)
-        )
-    ]
+    rows = []
+    for here, there, accepted in product((GOOD, BAD), (GOOD, BAD), (1.0, 0.0)):
+        move = STAYS[here] if there == here else 1 - STAYS[here]
+        rows += [(here, there, accepted)] * round(num * move * (there if accepted else 1 - there) / 40)
     return Pairs(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
-def worth_of_going_on(
-    price: float, newest: float, survival: float = 1.0, depth: int = 14, *, is_lagging: bool = False
-) -> float:
+def worth_of_going_on(price, newest, survival=1.0, depth=14, *, is_lagging=False) -> float:
     """By the tree of all continuations: the expected tokens of one more draft step and of the best that may follow,
     less their price.
     """
@@ -49,9 +43,8 @@ def worth_of_going_on(
         later = STAYS[there] * there + (1 - STAYS[there]) * (BAD if there == GOOD else GOOD)
         worth += move * survival * there * (later if is_lagging else 1.0)
         if depth > 1 and survival * there > price * 0.9:
-            worth += move * max(
-                0.0, worth_of_going_on(price, there, survival * there, depth - 1, is_lagging=is_lagging)
-            )
+            after = worth_of_going_on(price, there, survival * there, depth - 1, is_lagging=is_lagging)
+            worth += move * max(0.0, after)
     return worth
 
 
@@ -64,16 +57,12 @@ def test_at_the_index_going_on_is_worth_nothing(is_lagging):
         assert worth_of_going_on(1.02 * index, newest, is_lagging=is_lagging) < 0
 
 
-def test_the_index_exceeds_the_one_step_gain_where_easy_tokens_may_follow_a_hard_one():
+def test_the_index_exceeds_the_one_step_gain_and_is_the_acceptance_where_all_tokens_are_alike():
     centers, values, _, _ = solve(chain_pairs(), is_lagging=False)
     one_step = STAYS[BAD] * BAD + (1 - STAYS[BAD]) * GOOD
     assert values[centers.argmin()] > 1.2 * one_step
     assert np.all(values <= 1)
-
-
-def test_where_all_tokens_are_alike_the_index_is_their_acceptance():
-    accepted = np.repeat([1.0, 0.0], [700, 300])
-    same = Pairs(np.full(1000, 0.7), np.full(1000, 0.7), accepted)
+    same = Pairs(np.full(1000, 0.7), np.full(1000, 0.7), np.repeat([1.0, 0.0], [700, 300]))
     assert solve(same, is_lagging=False)[1] == pytest.approx([0.7], abs=0.005)
     assert solve(same, is_lagging=True)[1] == pytest.approx([0.49], abs=0.005)
 
@@ -95,18 +84,9 @@ def test_pairs_of_a_trace_are_accepted_tokens_and_what_the_draft_drew_next(timin
 
 
 def test_the_rule_goes_on_exactly_while_survival_times_the_index_covers_the_price():
-    head, index = ScoreHead("perfect", "drawn"), {"index_offset": 0.3, "index_slope": 0.5}
-    drawn = Auto(head, 0.1, 1.0, throughput=2.0, is_online=False, **index)  # type: ignore[arg-type]
-    fed = Auto(
-        ScoreHead("perfect", "fed"),
-        0.1,
-        1.0,
-        throughput=2.0,
-        is_online=False,
-        index_offset=0.3,
-        index_slope=0.5,
-        first_index=0.15,
-    )  # type: ignore[arg-type]
+    known = {"throughput": 2.0, "is_online": False, "index_offset": 0.3, "index_slope": 0.5}
+    drawn = Auto(ScoreHead("perfect", "drawn"), 0.1, 1.0, **known)  # type: ignore[arg-type]
+    fed = Auto(ScoreHead("perfect", "fed"), 0.1, 1.0, **known, first_index=0.15)  # type: ignore[arg-type]
     for rule, firsts in ((drawn, []), (fed, [math.inf])):
         state, survival = rule.begin(rule.start()), 1.0
         for position, logit in enumerate([*firsts, 1.5, 0.5, -0.5, -1.0]):
@@ -125,14 +105,11 @@ def test_the_prior_is_the_best_fixed_length_of_equal_acceptances():
     assert prior_of(0.8, 0.2, 0.5)[0] == pytest.approx(max(series[k] / (1.5 + 0.2 * k) for k in range(1, 21)))
     assert prior_of(0.8, 0.2, 0.5)[1] == pytest.approx(profit - 0.5)
     assert prior_of(np.array([0.8, 0.1]), np.array([0.2, 0.5]))[1][1] < 0
+    for logit in (-1e9, -800.0, -3.0, 0.0, 2.5, 800.0, math.inf):
+        assert sigmoid(logit) == pytest.approx(float(sigmoid(np.array([logit]))[0]), abs=1e-300)
 
 
-@pytest.mark.parametrize("logit", [-1e9, -800.0, -3.0, 0.0, 2.5, 800.0, math.inf])
-def test_sigmoid_of_a_float_is_that_of_an_array(logit):
-    assert sigmoid(logit) == pytest.approx(float(sigmoid(np.array([logit]))[0]), abs=1e-300)
-
-
-def test_times_of_the_rule_are_those_of_the_cost_model():
+def test_times_of_the_rule_are_those_of_the_cost_model_and_it_pays_for_its_own_stops():
     assert Times.constant(0.1, 1.0).line() == (0.1, 1.0, 0.0, 0.0)
     assert Times(0.1, (1.0, 1.5)).line() == (0.1, 1.0, 0.0, 0.5)
     cost = Times(0.1, tuple(1.0 + (0.4 + 0.05 * k if k else 0.0) for k in range(6)))
@@ -141,6 +118,12 @@ def test_times_of_the_rule_are_those_of_the_cost_model():
     rule = Auto(ScoreHead("perfect", "drawn"), **times._asdict())  # type: ignore[arg-type]
     state = rule.end(rule.begin(rule.start()), Outcome(3, 2, 5, 0.0))
     assert state[4] - rule.start()[4] == pytest.approx(3 * 0.1 + cost.target_s(np.array([3]))[0])
+    head = AcceptanceHead(4, 1, "drawn")
+    cost = Times(0.1, (1.0,), t_stop_s={head.shape_name: 0.03})
+    assert cost.line(HeadPolicy(head).stop_kind).t_draft_s == pytest.approx(0.13)
+    assert cost.line().t_draft_s == 0.1
+    dev = trace(Sampling(temperature=0.6), copies=2, seed=1)
+    assert autos_for(ScoreHead("perfect", "drawn"), dev, [cost])[0].t_draft_s == 0.1, "a perfect head costs nothing"
 
 
 def test_where_starting_to_verify_eats_the_gain_the_rule_does_not_draft():
@@ -153,12 +136,3 @@ def test_where_starting_to_verify_eats_the_gain_the_rule_does_not_draft():
         rule = autos_for(ScoreHead("perfect", "drawn"), traced, [cost], is_online=is_online)[0]
         replayed = replay_settings(traced, rule)
         assert cost.tokens_per_s(replayed)[0] > 0.9
-
-
-def test_the_rule_pays_for_its_own_stops():
-    head = AcceptanceHead(4, 1, "drawn")
-    cost = Times(0.1, (1.0,), t_stop_s={head.shape_name: 0.03})
-    assert cost.line(HeadPolicy(head).stop_kind).t_draft_s == pytest.approx(0.13)
-    assert cost.line().t_draft_s == 0.1
-    dev = trace(Sampling(temperature=0.6), copies=2, seed=1)
-    assert autos_for(ScoreHead("perfect", "drawn"), dev, [cost])[0].t_draft_s == 0.1, "a perfect head costs nothing"

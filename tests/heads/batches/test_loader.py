@@ -1,6 +1,4 @@
-"""Reading: each response once an epoch, the same order everywhere, resumable, bounded in memory; broken shards
-refused.
-"""
+"""Reading: each response once an epoch, the same order everywhere, bounded in memory; broken shards are refused."""
 
 import json
 import random
@@ -16,17 +14,9 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from safetensors.torch import load_file, save
 
-from configs.schema import Config, ModelSource
+from configs.schema import ModelSource
 from data_gen.store.identity import describe_model
-from heads.batches.loader import (
-    BatchLoader,
-    Share,
-    batches,
-    evaluation_batches,
-    in_order,
-    read_ahead,
-    shuffled,
-)
+from heads.batches.loader import BatchLoader, Share, batches, evaluation_batches, in_order, read_ahead, shuffled
 from heads.training.command import train
 from heads.training.sweep import Sweep
 from store import shards
@@ -45,54 +35,42 @@ def order(epoch: int = 0) -> list[tuple[int, int]]:
     return numbers(shuffled(LENGTHS, seed=5, epoch=epoch))
 
 
-def test_an_epoch_visits_every_response_once_in_an_order_of_its_own():
+def test_an_epoch_visits_every_response_once_in_an_order_of_its_own_from_a_pool_of_blocks():
     epochs = [order(epoch=epoch) for epoch in (0, 1, 0)]
     assert epochs[0] == epochs[2] != epochs[1]
     assert sorted(epochs[0]) == sorted(epochs[1]) == EVERY
+    for start in range(0, len(EVERY), 256):
+        assert len({(shard, i // 16) for shard, i in epochs[0][start : start + 256]}) <= 32
 
-
-def test_no_more_than_a_pool_of_blocks_is_open_at_once():
-    visited = order()
-    for start in range(0, len(visited), 256):
-        assert len({(shard, i // 16) for shard, i in visited[start : start + 256]}) <= 32
-
-
-def test_batches_have_about_equal_numbers_of_tokens():
     def spread(visited: list[tuple[int, int]]) -> float:
         tokens = [sum(LENGTHS[shard][i] for shard, i in visited[start : start + 32]) for start in range(0, 512, 32)]
         return statistics.pstdev(tokens) / statistics.fmean(tokens)
 
-    assert spread(order()) < 0.02 < 0.05 < spread(random.Random(0).sample(EVERY, len(EVERY)))
+    assert spread(epochs[0]) < 0.02 < 0.05 < spread(random.Random(0).sample(EVERY, len(EVERY)))
 
 
-@pytest.mark.parametrize(
-    ("world_size", "size"),
-    [(1, 96), (2, 96), (3, 96), (4, 96), (6, 96), (8, 96), (16, 96), (24, 96), (32, 96), (40, 80)],
-)
+SIZES = [(world_size, 96) for world_size in (1, 2, 3, 4, 6, 8, 16, 24, 32)] + [(40, 80)]
+
+
+@pytest.mark.parametrize(("world_size", "size"), SIZES)
 def test_processes_cut_the_very_batches_of_one_and_up_to_sixteen_share_no_block(world_size: int, size: int):
-    def turns():
-        return shuffled(LENGTHS, seed=5, epoch=0)
+    def batches_of(share: Share) -> list[list[tuple[int, int]]]:
+        return [numbers(batch) for batch in batches(shuffled(LENGTHS, seed=5, epoch=0), size, share)]
 
-    shares = [
-        [numbers(batch) for batch in batches(turns(), size, Share(rank, world_size))] for rank in range(world_size)
-    ]
+    shares = [batches_of(Share(rank, world_size)) for rank in range(world_size)]
     assert {len(share) for share in shares} == {-(-len(EVERY) // size)}
-    whole = [numbers(batch) for batch in batches(turns(), size, Share())]
-    for step, batch in zip(zip(*shares, strict=True), whole, strict=True):
+    for step, batch in zip(zip(*shares, strict=True), batches_of(Share()), strict=True):
         assert sorted(number for share in step for number in share) == sorted(batch)
     readers = [{(shard, i // 16) for batch in share for shard, i in batch} for share in shares]
     assert world_size > 16 or sum(map(len, readers)) == len(set.union(*readers))
-    parts = [len(share[0]) * world_size / size for share in shares]
-    assert max(parts) <= (1 if world_size in (1, 2, 4, 8) else 1.5), (
-        "while blocks are full each has its part, or about that"
-    )
+    most = max(len(share[0]) * world_size / size for share in shares)
+    assert most <= (1 if world_size in (1, 2, 4, 8) else 1.5), "while blocks are full each has its part, or about that"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 60])
 def test_evaluation_takes_each_response_once_over_all_processes(world_size: int):
-    shares = [
-        list(evaluation_batches(in_order([400, 240, 7]), 32, Share(rank, world_size))) for rank in range(world_size)
-    ]
+    every = [Share(rank, world_size) for rank in range(world_size)]
+    shares = [list(evaluation_batches(in_order([400, 240, 7]), 32, share)) for share in every]
     assert sorted(number for share in shares for batch in share for number in numbers(batch)) == EVERY
     assert all(shares), "a process without a block has an empty batch, since it takes part in the sums"
 
@@ -113,7 +91,7 @@ def test_a_loader_goes_on_where_its_consumer_stopped():
     assert len(list(second)) == len(whole)
 
 
-def test_read_ahead_keeps_order_and_hands_errors_over():
+def test_read_ahead_keeps_order_and_hands_errors_over_and_slow_threads_change_no_batch(data_dir, tmp_path):
     def read(number: int) -> int:
         if number == 10:
             raise ValueError("the shard is broken")
@@ -124,22 +102,28 @@ def test_read_ahead_keeps_order_and_hands_errors_over():
     with pytest.raises(ValueError, match="the shard is broken"):
         deque(map(results.append, batches_read), maxlen=0)
     assert results == list(range(10))
+    loader = feature_data(make_config(data_dir, tmp_path)).loader("train", seed=1)
+    one_by_one, fast = list(map(loader.read, loader._order())), loader.read
+    loader.read = lambda items: time.sleep(0.02 * random.random()) or fast(items)
+    for batch, alone in zip(loader, one_by_one, strict=True):
+        assert all(map(torch.equal, batch["fed"][2:], alone["fed"][2:]))
+        assert torch.equal(batch["fed"].hidden, alone["fed"].hidden)
 
 
 def test_only_drafted_positions_are_kept_and_timings_agree(data_dir: Path, tmp_path: Path):
     data = feature_data(make_config(data_dir, tmp_path, timings=("fed", "drawn"), scalars=(("text_position",),)))
     batch = next(iter(data.loader("dev")))
+    fed, drawn = batch["fed"], batch["drawn"]
     stored = load_file(labels_path(data_dir, "dev", 0)) | load_file(features_path(data_dir, "fed", "dev", 0))
     before = torch.cat([torch.arange(length) for length in stored["row_offsets"][:9].diff().tolist()])
     count = int(stored["row_offsets"][8])
     drafted = stored["is_drafted"][:count]
-    assert torch.equal(batch["fed"].hidden, stored["hidden"][:count][drafted])
-    assert torch.equal(batch["fed"].scalars["log_token_prob"], stored["log_token_prob"][:count][drafted])
-    torch.testing.assert_close(batch["fed"].scalars["text_position"], before[drafted].float().log1p())
-    torch.testing.assert_close(batch["drawn"].scalars["text_position"], before.float().log1p())
-    lengths = {timing: len(batch[timing].hidden) for timing in batch}
-    assert lengths == {timing: int(batch[timing].row_lengths.sum()) for timing in batch}
-    assert lengths["fed"] < lengths["drawn"]
+    assert torch.equal(fed.hidden, stored["hidden"][:count][drafted])
+    assert torch.equal(fed.scalars["log_token_prob"], stored["log_token_prob"][:count][drafted])
+    torch.testing.assert_close(fed.scalars["text_position"], before[drafted].float().log1p())
+    torch.testing.assert_close(drawn.scalars["text_position"], before.float().log1p())
+    assert [int(each.row_lengths.sum()) for each in (fed, drawn)] == [len(fed.hidden), len(drawn.hidden)]
+    assert len(fed.hidden) < len(drawn.hidden)
 
 
 def rewrite(path: Path, **changes: torch.Tensor) -> None:
@@ -160,65 +144,60 @@ def empty_train(path: Path) -> None:
         write_shard(file, save(empty), rows=0, tokens=0)
 
 
-FED, LABELS = "features/fed", "labels"
 DAMAGES = {
-    "truncated": (FED, lambda path: path.write_bytes(path.read_bytes()[:-100]), "train-00001"),
-    "corrupted": (FED, flip_last_byte, "sha256"),
-    "no sidecar": (FED, lambda path: sidecar_path(path).unlink(), "train-00001"),
+    "truncated": ("fed", lambda path: path.write_bytes(path.read_bytes()[:-100]), "train-00001"),
+    "corrupted": ("fed", flip_last_byte, "sha256"),
+    "no sidecar": ("fed", lambda path: sidecar_path(path).unlink(), "train-00001"),
     "nan": (
-        FED,
+        "fed",
         lambda path: rewrite(path, hidden=load_file(path)["hidden"].index_fill(0, torch.tensor([50]), torch.nan)),
         r"features/fed/train-00001.*hidden of token 50 is NaN",
     ),
     "probability": (
-        LABELS,
+        "labels",
         lambda path: rewrite(path, acceptance_prob=load_file(path)["acceptance_prob"] + 1),
         r"labels/train-00001.*acceptance_prob of token 0 is outside",
     ),
-    "width": (FED, lambda path: rewrite(path, hidden=load_file(path)["hidden"][:, :8].contiguous()), "width 8"),
-    "empty": (FED, empty_train, "no tokens; raise data"),
+    "width": ("fed", lambda path: rewrite(path, hidden=load_file(path)["hidden"][:, :8].contiguous()), "width 8"),
+    "empty": ("fed", empty_train, "no tokens; raise data"),
 }
 
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_broken_features_are_refused_and_named(tmp_path: Path, how: str):
     (folder, damage, message), data_dir = DAMAGES[how], write_data(tmp_path / "data")
-    damage(data_dir / folder / "train-00001.safetensors")
+    damage(data_dir / ("features/fed" if folder == "fed" else folder) / "train-00001.safetensors")
     with pytest.raises(ValueError, match=message):
         list(feature_data(make_config(data_dir, tmp_path)).loader("train"))
 
 
-def test_data_of_another_draft_or_sampling_is_refused(data_dir: Path, tmp_path: Path):
+def test_data_of_another_draft_or_sampling_and_more_responses_than_there_are_are_refused(data_dir, tmp_path):
     text = (data_dir / "manifest.json").read_text()
+    changed = Path(shutil.copytree(data_dir, tmp_path / "changed"))
     for old, new, message in (
         ("made-up/draft", "other/draft", "draft name"),
         ('"temperature": 1.0', '"temperature": 0.5', "sampling"),
         ('"mixes": 1', '"mixes": 1, "format": 2', "has data format 2, but this version reads format 3; make the data"),
     ):
-        changed = tmp_path / "changed"
-        shutil.copytree(data_dir, changed, dirs_exist_ok=True)
         (changed / "manifest.json").write_text(text.replace(old, new))
         with pytest.raises(ValueError, match=message):
             feature_data(make_config(changed, tmp_path))
     with pytest.raises(FileNotFoundError, match=r"manifest\.json"):
         feature_data(make_config(tmp_path / "nowhere", tmp_path))
-
-
-def of_models(data_dir: Path, directory: Path, **models: str) -> Config:
-    """The data as if made with models of other directories."""
-    shutil.copytree(data_dir, directory / "data")
-    manifest = json.loads((data_dir / "manifest.json").read_text())
-    manifest |= {name: describe_model(ModelSource(path=path)) for name, path in models.items()}
-    (directory / "data" / "manifest.json").write_text(json.dumps(manifest))
-    config = make_config(directory / "data", directory)
-    return replace(config, pair=replace(config.pair, **{name: ModelSource(path=path) for name, path in models.items()}))
+    assert feature_data(make_config(data_dir, tmp_path, num_train=50)).num_responses("train") == 50
+    with pytest.raises(ValueError, match="num_train is 65"):
+        feature_data(make_config(data_dir, tmp_path, num_train=65)).num_responses("train")
 
 
 def test_a_target_that_is_not_on_this_machine_is_the_manifests_with_a_warning(data_dir: Path, tmp_path: Path, capsys):
     """Training on cached features reads no target: its directory need not be on the machine."""
-    target, other = tmp_path / "models" / "target", ROOT / "checkpoints" / "tiny" / "draft"
-    shutil.copytree(ROOT / "checkpoints" / "tiny" / "target", target)
-    config = of_models(data_dir, tmp_path, target=str(target))
+    target = Path(shutil.copytree(ROOT / "checkpoints" / "tiny" / "target", tmp_path / "models" / "target"))
+    data = Path(shutil.copytree(data_dir, tmp_path / "data"))
+    source = ModelSource(path=str(target))
+    manifest = json.loads((data / "manifest.json").read_text()) | {"target": describe_model(source)}
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    config = make_config(data, tmp_path)
+    config = replace(config, pair=replace(config.pair, target=source))
     feature_data(config)
     assert capsys.readouterr().err == ""
     shutil.rmtree(target)
@@ -232,15 +211,9 @@ def test_a_target_that_is_not_on_this_machine_is_the_manifests_with_a_warning(da
     with pytest.raises(ValueError, match=r"made with target name 'target', but this config has '.*gone'"):
         feature_data(renamed)
     target.rmdir()
-    shutil.copytree(other, target)
+    shutil.copytree(ROOT / "checkpoints" / "tiny" / "draft", target)
     with pytest.raises(ValueError, match="made with target weights"):
         feature_data(config)
-
-
-def test_num_train_takes_the_first_responses(data_dir: Path, tmp_path: Path):
-    assert feature_data(make_config(data_dir, tmp_path, num_train=50)).num_responses("train") == 50
-    with pytest.raises(ValueError, match="num_train is 65"):
-        feature_data(make_config(data_dir, tmp_path, num_train=65)).num_responses("train")
 
 
 @pytest.mark.parametrize(
@@ -248,37 +221,23 @@ def test_num_train_takes_the_first_responses(data_dir: Path, tmp_path: Path):
 )
 def test_a_flipped_byte_is_found_before_the_first_step(tmp_path: Path, monkeypatch, folder: str, split: str):
     data_dir = write_data(tmp_path / "data")
-    path, steps = data_dir / folder / f"{split}-{int(split == 'train'):05d}.safetensors", []
+    path = data_dir / folder / f"{split}-{int(split == 'train'):05d}.safetensors"
     flip_last_byte(path)
-    monkeypatch.setattr(Sweep, "training_step", lambda *_args: steps.append(1))
+    monkeypatch.setattr(Sweep, "training_step", lambda *_: pytest.fail("a step was taken"))
+    config = make_config(data_dir, tmp_path / "run", timings=("fed", "drawn"))
     with pytest.raises(ValueError, match=rf"{path.name} is corrupted: its sha256"):
-        train(make_config(data_dir, tmp_path / "run", timings=("fed", "drawn")))
-    assert not steps
+        train(config)
     monkeypatch.setattr(rank_zero_only, "rank", 1)  # the first of several processes takes the sums
-    feature_data(make_config(data_dir, tmp_path / "run", timings=("fed", "drawn")))
+    feature_data(config)
 
 
 def test_sums_are_taken_once_and_of_no_shard_that_is_not_read(tmp_path: Path, monkeypatch):
-    data_dir = write_data(tmp_path / "data")
-    read = []
-    digest = shards.hashlib.file_digest
-    monkeypatch.setattr(
-        shards.hashlib, "file_digest", lambda file, name: read.append(Path(file.name)) or digest(file, name)
-    )
+    data_dir, read, digest = write_data(tmp_path / "data"), [], shards.hashlib.file_digest
+    watched = lambda file, name: read.append(Path(file.name)) or digest(file, name)  # noqa: E731
+    monkeypatch.setattr(shards.hashlib, "file_digest", watched)
     train(make_config(data_dir, tmp_path / "run", num_train=40, trainer={"max_epochs": 1}))
-    folders = [data_dir / "labels", data_dir / "features" / "fed"]
     names = [f"{split}-00000.safetensors" for split in ("train", "dev", "test")]
-    assert sorted(read) == sorted(folder / name for folder in folders for name in names)
-
-
-def test_threads_that_are_slow_change_no_batch(data_dir: Path, tmp_path: Path):
-    loader = feature_data(make_config(data_dir, tmp_path)).loader("train", seed=1)
-    one_by_one = list(map(loader.read, loader._order()))
-    read = loader.read
-    loader.read = lambda items: time.sleep(0.02 * random.random()) or read(items)
-    for batch, alone in zip(loader, one_by_one, strict=True):
-        assert all(map(torch.equal, batch["fed"][2:], alone["fed"][2:]))
-        assert torch.equal(batch["fed"].hidden, alone["fed"].hidden)
+    assert sorted(read) == sorted(data_dir / folder / name for folder in ("labels", "features/fed") for name in names)
 
 
 def test_a_shard_without_rows_changes_nothing(data_dir: Path, tmp_path: Path):

@@ -1,6 +1,4 @@
-"""Online features equal cached ones up to the precision in which those are stored; the frozen draft stays out of
-checkpoints.
-"""
+"""Online features equal cached ones up to the precision of those; the frozen draft stays out of checkpoints."""
 
 from pathlib import Path
 
@@ -22,7 +20,6 @@ def draft() -> LlamaForCausalLM:
 
 
 def responses() -> list[Response]:
-    """Two responses with two mixings each."""
     generator, made = torch.Generator().manual_seed(1), []
 
     def ids(count: int) -> list[int]:
@@ -31,13 +28,13 @@ def responses() -> list[Response]:
     for length in (5, 9):
         numbers = {name: torch.rand(length, generator=generator) for name in ("acceptance_prob", "entropy")}
         numbers["token"] = torch.tensor(ids(length), dtype=torch.int32)
-
-        def row(drafted: torch.Tensor, numbers: dict[str, torch.Tensor] = numbers) -> Row:
-            values = {name: value[drafted] for name, value in numbers.items()}
-            return Row(values, drafted, torch.tensor([len(drafted)]), None)
-
-        fed = [row((torch.rand(length, generator=generator) > 0.3).nonzero().squeeze(-1)) for _ in range(2)]
-        made.append(Response(ids(4), ids(length), {"fed": fed, "drawn": [row(torch.arange(length))]}))
+        drafted = [(torch.rand(length, generator=generator) > 0.3).nonzero().squeeze(-1) for _ in range(2)]
+        drafted.append(torch.arange(length))
+        rows = [
+            Row({name: value[each] for name, value in numbers.items()}, each, torch.tensor([len(each)]), None)
+            for each in drafted
+        ]
+        made.append(Response(ids(4), ids(length), {"fed": rows[:2], "drawn": rows[2:]}))
     return made
 
 
@@ -69,11 +66,8 @@ def test_drawn_states_are_those_that_the_tokens_were_drawn_from(draft):
 
 def test_the_frozen_draft_is_no_part_of_the_module(draft, tmp_path: Path):
     facts = {"hidden_size": 16, "scalar_stats": {}, "provenance": {}}
-    sweep = Sweep(
-        {"depths": [1], "timings": ["fed"], "scalars": [False]},
-        facts,
-        draft=DraftFeatures(draft, timings=("fed",)),
-    )
+    settings = {"depths": [1], "timings": ["fed"], "scalars": [False]}
+    sweep = Sweep(settings, facts, draft=DraftFeatures(draft, timings=("fed",)))
     theirs = {tensor.data_ptr() for tensor in draft.parameters()}
     assert not theirs & {tensor.data_ptr() for tensor in sweep.state_dict().values()}
     assert not theirs & {tensor.data_ptr() for tensor in sweep.parameters()}

@@ -18,7 +18,7 @@ from tests.toys.extending import added_to
 
 
 @pytest.fixture(autouse=True)
-def gated():
+def _gated():
     with added_to(ARCHITECTURES, "ARCHITECTURES"):
         yield
 

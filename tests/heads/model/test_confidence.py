@@ -38,6 +38,10 @@ def source(tmp_path) -> Path:
     return folder
 
 
+def written(head: AcceptanceHead, source: Path, out: Path, name: str = "head") -> Path:
+    return write_confidence_head(head, name, source=source, out=out)
+
+
 @pytest.mark.parametrize("num_files", [1, 2])
 def test_the_copy_differs_in_nothing_but_the_confidence_heads_numbers(num_files, source, tmp_path):
     tensors = sorted(load_file(source / "model.safetensors").items())
@@ -45,7 +49,7 @@ def test_the_copy_differs_in_nothing_but_the_confidence_heads_numbers(num_files,
     for number in range(num_files):
         part = dict(tensors[number::num_files])
         save_file(part, source / f"model-{number}.safetensors", metadata={"format": "pt"})
-    out = write_confidence_head(random_head(), "prefix-d0-w1", source=source, out=tmp_path / "out")
+    out = written(random_head(), source, tmp_path / "out")
     assert {path.name for path in out.iterdir()} == {path.name for path in source.iterdir()} | {CARD}
     for path in source.iterdir():
         old, new = path.read_bytes(), (out / path.name).read_bytes()
@@ -58,21 +62,17 @@ def test_the_copy_differs_in_nothing_but_the_confidence_heads_numbers(num_files,
                 assert torch.equal(before.get_tensor(name), after.get_tensor(name)) == (name not in PROJ)
 
 
-def test_the_written_head_predicts_the_calibrated_logit(source, tmp_path):
+def test_the_written_head_predicts_the_calibrated_logit_and_the_drafts_own_comes_back_as_it_was(source, tmp_path):
+    draft, hidden = draft_in(source), torch.randn(50, WIDTH)
+    own = confidence_head_of(draft)
+    torch.testing.assert_close(own(hidden), draft.confidence(hidden), atol=1e-6, rtol=1e-6)
+    out = written(own, source, tmp_path / "own")
+    torch.testing.assert_close(*(load_file(folder / "model.safetensors") for folder in (source, out)), rtol=0, atol=0)
     tensors = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
     save_file(tensors, source / "model.safetensors")
     head = random_head(reject_weight=6.0, calibration_temperature=1.7)
-    draft = draft_in(write_confidence_head(head, "head", source=source, out=tmp_path / "out"))
-    hidden = torch.randn(50, WIDTH)
+    draft = draft_in(written(head, source, tmp_path / "out"))
     torch.testing.assert_close(draft.confidence(hidden), head.calibrated_logit(head(hidden)), atol=1e-5, rtol=1e-5)
-
-
-def test_the_drafts_own_head_comes_back_as_it_was(source, tmp_path):
-    draft, hidden = draft_in(source), torch.randn(50, WIDTH)
-    head = confidence_head_of(draft)
-    torch.testing.assert_close(head(hidden), draft.confidence(hidden), atol=1e-6, rtol=1e-6)
-    out = write_confidence_head(head, "own", source=source, out=tmp_path / "out")
-    torch.testing.assert_close(*(load_file(folder / "model.safetensors") for folder in (source, out)), rtol=0, atol=0)
 
 
 def test_a_command_reads_it_as_a_head_of_the_experiments_sampling(tmp_path):
@@ -89,41 +89,33 @@ def test_a_command_reads_it_as_a_head_of_the_experiments_sampling(tmp_path):
         import_(config, source=str(TINY / "dspark"), reject_weight=6.0, out=str(tmp_path / "other"))
 
 
-def test_the_card_names_sampling_and_draft(source, tmp_path):
+def test_the_card_names_sampling_and_draft_and_only_an_export_is_overwritten(source, tmp_path):
     sampling = {"temperature": 0.7, "top_k": None, "top_p": 0.9}
     head = random_head(sampling=sampling, target={"path": "a-target"}, training={"prompts": "stories"})
-    out = write_confidence_head(head, "prefix-d0-w1", source=source, out=tmp_path / "out")
+    out = written(head, source, tmp_path / "out", "prefix-d0-w1")
     card = (out / CARD).read_text()
     for fact in ("temperature 0.7", "top_p 0.9", "`draft`", "`prefix-d0-w1`", "`a-target`", "prompts: stories"):
         assert fact in card
-    again = write_confidence_head(random_head(), "another", source=out, out=tmp_path / "again")
-    assert (again / CARD).read_text().count("# Confidence head of") == 1
+    assert (written(random_head(), out, tmp_path / "again") / CARD).read_text().count("# Confidence head of") == 1
+    for draft, problem in ((source, "is the draft itself"), (TINY / "dspark", "not an exported confidence head")):
+        with pytest.raises(ValueError, match=f"{problem}.*; name another directory"):
+            written(random_head(), draft, source)
+    assert (source / "notes.txt").exists()
+    assert written(random_head(), source, out) == out
 
 
-@pytest.mark.parametrize(
-    ("shape", "problem"),
-    [
+def test_a_head_that_its_format_cannot_express_is_refused(source, tmp_path):
+    for shape, problem in (
         ((WIDTH, 2, "prefix"), r"is prefix-d2, but a confidence head is one linear layer; export a linear"),
         ((WIDTH, 0, "prefix", True), r"confidence head is one linear layer"),
         ((WIDTH, 0, "prefix", ["text_position"]), r"is prefix.text_position-d0, but .* without scalars"),
         ((WIDTH, 0, "drawn"), r"is drawn-d0, but a confidence head"),
         ((96, 0, "prefix"), r"width 96, but this draft's confidence head has 160; export a head that"),
         ((200, 0, "prefix"), r"width 200, but engines pass .* the first 160 numbers; train"),
-    ],
-)
-def test_a_head_that_its_format_cannot_express_is_refused(shape, problem, source, tmp_path):
-    with pytest.raises(ValueError, match=problem):
-        write_confidence_head(AcceptanceHead(*shape), "head", source=source, out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_only_an_export_is_overwritten(source, tmp_path):
-    for draft, problem in ((source, "is the draft itself"), (TINY / "dspark", "not an exported confidence head")):
-        with pytest.raises(ValueError, match=f"{problem}.*; name another directory"):
-            write_confidence_head(random_head(), "head", source=draft, out=source)
-    assert (source / "notes.txt").exists()
-    out = write_confidence_head(random_head(), "head", source=source, out=tmp_path / "out")
-    assert write_confidence_head(random_head(), "head", source=source, out=out) == out
+    ):
+        with pytest.raises(ValueError, match=problem):
+            written(AcceptanceHead(*shape), source, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_directory_without_a_confidence_head_is_refused(source, tmp_path):
@@ -134,7 +126,7 @@ def test_a_directory_without_a_confidence_head_is_refused(source, tmp_path):
         (source, r"not a complete safetensors file .* fetch or export it again"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
-            write_confidence_head(random_head(), "head", source=directory, out=tmp_path / "out")
+            written(random_head(), directory, tmp_path / "out")
     draft = draft_in(TINY / "dspark")
     draft.confidence_head = None
     with pytest.raises(ValueError, match="has no confidence head"):

@@ -1,71 +1,262 @@
-"""`export`: exported heads score as the sweep does; names and metrics that do not exist are refused."""
+"""Heads leave and come: `export`, `import` of a released SpecDec++ head, the hub by requests to a server here."""
 
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file, save_model
+from torch import nn
 from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
 
-from configs.schema import Config
-from heads import AcceptanceHead
-from heads.command import export, load_sweep
+from heads import AcceptanceHead, Provenance
+from heads.command import export, import_, inspect, load_sweep, push, save_whole
+from heads.model.official import read_official_head
 from tests.heads.conftest import Run
 from tests.toys.made_up import feature_data, make_config
 
 
-@pytest.fixture
-def config(trained: Run) -> Config:
-    return trained.config
-
-
-def test_exported_heads_score_as_the_sweep_does(config: Config, tmp_path: Path):
-    paths = {path.name: path for path in export(config, out=str(tmp_path))}
+def test_exported_heads_score_as_the_sweep_does(trained: Run, tmp_path: Path):
+    config = trained.config
+    heads = {path.name: AcceptanceHead.from_pretrained(path) for path in export(config, out=str(tmp_path))}
     sweep = load_sweep(Path(config.heads.dir) / "last.ckpt")
     batch = next(iter(feature_data(config).loader("dev")))
-    assert set(paths) == {str(spec) for spec in sweep.specs}
+    assert set(heads) == {str(spec) for spec in sweep.specs}
     with torch.no_grad():
         for _, stack in sweep.items():
             features = batch[stack.shape.timing]
             for spec, logit in zip(stack.specs, sweep.logits(stack, batch), strict=True):
-                head = AcceptanceHead.from_pretrained(paths[str(spec)])
+                head = heads[str(spec)]
                 ours = head(features.hidden, features.columns(head.inputs.scalars) if head.inputs.scalars else None)
                 torch.testing.assert_close(ours, logit, atol=1e-4, rtol=1e-4)
                 assert (head.timing, head.provenance.reject_weight) == (spec.shape.timing, spec.reject_weight)
                 assert head.provenance.metrics["auroc"] > 0
                 assert head.provenance.draft["path"] == "made-up/draft"
                 assert (head.provenance.mixing_ratio is None) == (head.timing == "drawn")
-
-
-def test_the_kl_on_train_is_over_as_many_responses_as_dev_has(config: Config, tmp_path: Path):
-    [path] = export(config, head="fed-d2-w6", out=str(tmp_path))
-    head, batches = AcceptanceHead.from_pretrained(path), list(feature_data(config).loader("train", num=24))
-    prob = torch.cat([batch["fed"].acceptance_prob for batch in batches])
-    with torch.no_grad():
+        # on train of as many responses as dev has
+        head, batches = heads["fed-d2-w6"], list(feature_data(config).loader("train", num=24))
+        prob = torch.cat([batch["fed"].acceptance_prob for batch in batches])
         logit = torch.cat([head(batch["fed"].hidden) for batch in batches])
-    kl = binary_cross_entropy_with_logits(logit, prob) - binary_cross_entropy(prob, prob)
-    assert head.provenance.metrics["train_raw_kl"] == pytest.approx(float(kl), abs=1e-4)
+        kl = binary_cross_entropy_with_logits(logit, prob) - binary_cross_entropy(prob, prob)
+        assert head.provenance.metrics["train_raw_kl"] == pytest.approx(float(kl), abs=1e-4)
 
 
-def test_best_is_one_head_of_each_kind_and_a_name_is_one_head(trained: Run, config: Config, tmp_path: Path):
-    names = [path.name for path in export(config, head="best", metric="auroc", out=str(tmp_path))]
+def test_best_is_one_head_of_each_kind_and_a_name_is_one_head(trained: Run, tmp_path: Path, monkeypatch):
+    config, heads = trained.config, trained.results["dev"]["heads"]
+    names = [path.name for path in export(config, head="best", metric="auroc", out=str(tmp_path / "best"))]
     assert sorted(name.split("-")[0] for name in names) == ["drawn", "drawn+s", "fed", "fed+s"]
     for name in names:
-        heads, kind = trained.results["dev"]["heads"], name.split("-")[0]
-        of_kind = [other for other in heads if other.split("-")[0] == kind]
+        of_kind = [other for other in heads if other.split("-")[0] == name.split("-")[0]]
         assert name == max(of_kind, key=lambda other: heads[other]["auroc"])
-    assert [path.name for path in export(config, head="fed-d2-w6", out=str(tmp_path))] == ["fed-d2-w6"]
+    [path] = export(config, head="fed-d2-w6", out=str(tmp_path / "one"))
+    assert path.name == "fed-d2-w6"
     with pytest.raises(ValueError, match="no head 'fed-d9-w6'"):
         export(config, head="fed-d9-w6", out=str(tmp_path))
     with pytest.raises(ValueError, match="metric 'luck' is unknown"):
         export(config, head="best", metric="luck", out=str(tmp_path))
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         export(make_config(tmp_path, tmp_path / "nowhere"))
-
-
-def test_heads_that_are_worse_than_log_q_are_exported_only_with_force(config: Config, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("heads.command.beats_signal", lambda result, specs: {"fed": False})
     message = r"(?s)Best fed-time head on dev: .* Pass --force \(force=True in Python\) to .*: fed-d2-w6\.$"
     with pytest.raises(ValueError, match=message):
-        export(config, head="fed-d2-w6", out=str(tmp_path))
-    assert not list(tmp_path.iterdir())
-    assert export(config, out=str(tmp_path), force=True)
+        export(config, head="fed-d2-w6", out=str(tmp_path / "worse"))
+    assert not (tmp_path / "worse").exists()
+    assert export(config, out=str(tmp_path / "worse"), force=True)
+
+
+class OfficialHead(nn.Module):
+    """The official head: one residual block, D times; two logits."""
+
+    def __init__(self, hidden_size: int, num_layers: int) -> None:
+        super().__init__()
+        block = nn.Module()
+        block.linear, block.act = nn.Linear(hidden_size, hidden_size), nn.SiLU()
+        block.forward = lambda x: x + block.act(block.linear(x))
+        self.model = nn.Sequential(*([block] * num_layers), nn.Linear(hidden_size, 2))
+
+    def check_equal(self, head: AcceptanceHead) -> None:
+        hidden = torch.randn(7, 6)
+        torch.testing.assert_close(head.raw(head(hidden)), self.model(hidden).softmax(-1)[:, 1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "official"
+
+
+def write_official(path: Path, num_layers: int) -> OfficialHead:
+    path.mkdir(parents=True)
+    head = OfficialHead(6, num_layers)
+    save_model(head, str(path / "model.safetensors"))
+    (path / "config.json").write_text(json.dumps({"hidden_size": 6, "num_layers": num_layers}))
+    return head
+
+
+@pytest.mark.parametrize("num_layers", [0, 1, 3])
+def test_imported_head_gives_the_official_probability(folder: Path, tmp_path: Path, num_layers: int, capsys):
+    official = write_official(folder, num_layers)
+    assert len(load_file(folder / "model.safetensors")) == 2 + 2 * min(num_layers, 1), "the block is stored once"
+    config = make_config(tmp_path, tmp_path)
+    path = import_(config, source=str(folder), out=str(tmp_path / "imported"), reject_weight=6.0)
+    head = AcceptanceHead.from_pretrained(path)
+    official.check_equal(head)
+    assert len({block.weight.data_ptr() for block in head.blocks}) == num_layers, "blocks are no longer shared"
+    assert (head.depth, head.provenance.reject_weight) == (num_layers, 6.0)
+    facts = inspect(path=str(path))
+    assert (facts["num_layers"], next(iter(facts)), *list(facts)[-2:]) == (num_layers, "timing", "draft", "target")
+    output = capsys.readouterr().out
+    assert "Predicts, once the token has been fed to the draft, the probability" in output
+    assert "none yet; run `acceptance-heads tune`" in output
+    assert "{" not in output
+    assert f"to {path}; next: acceptance-heads inspect --path {path}" in output
+    inspect(path=str(path), json=True)
+    assert json.loads(capsys.readouterr().out) == facts
+
+
+def test_a_missing_alias_means_the_shared_block_and_weights_of_another_type_or_width_are_refused(folder: Path):
+    official = write_official(folder, 3)
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    save_file(tensors, path)
+    official.check_equal(read_official_head(path, Provenance()))
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 2**62, "num_layers": 3}))
+    with pytest.raises(ValueError, match=r"no tensor of model.safetensors has that width"):
+        read_official_head(folder, Provenance())
+    save_file({name: tensor.to(torch.int64) for name, tensor in tensors.items()}, path)
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 6, "num_layers": 3}))
+    with pytest.raises(ValueError, match=r"has dtype torch\.int64"):
+        read_official_head(folder, Provenance())
+
+
+@pytest.mark.parametrize("num_layers", [0, 1, 3])
+def test_a_pickled_head_is_refused_and_the_remedy_works_as_printed(folder: Path, monkeypatch, num_layers: int):
+    official = write_official(folder, num_layers)
+    (folder / "model.safetensors").unlink()
+    pickled = folder / "pytorch_model.bin"
+    torch.save(official.state_dict(), pickled)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickled checkpoint.*save_file") as refused:
+        read_official_head(folder, Provenance())
+    monkeypatch.chdir(folder)
+    eval(str(refused.value).split("`")[1], {"safetensors": safetensors, "torch": torch, "path": pickled})
+    official.check_equal(read_official_head(folder, Provenance()))
+
+
+def test_an_import_overwrites_nothing_but_a_head(folder: Path, tmp_path: Path):
+    write_official(folder, 1)
+    mine, settings = tmp_path / "mine", {"config": make_config(tmp_path, tmp_path), "source": str(folder)}
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for out in (mine, folder, mine / "thesis.tex"):
+        with pytest.raises(ValueError, match="is not an exported head"):
+            import_(**settings, out=str(out), reject_weight=6.0)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    for reject_weight in (6.0, 3.0):
+        path = import_(**settings, out=str(tmp_path / "new"), reject_weight=reject_weight)
+        assert AcceptanceHead.from_pretrained(path).provenance.reject_weight == reject_weight
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The few requests of create_repo, upload_folder and snapshot_download."""
+
+    repos: dict[str, dict[str, bytes]]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path == "/api/repos/create":
+            name = "{organization}/{name}".format(**json.loads(body))
+            self.repos.setdefault(name, {})
+            self.answer({"url": f"{constants.ENDPOINT}/{name}"})
+        elif "/preupload/" in self.path:
+            modes = {"uploadMode": "regular", "shouldIgnore": False}
+            self.answer({"files": [{"path": file["path"]} | modes for file in json.loads(body)["files"]]})
+        elif "/commit/" in self.path:
+            files = [line["value"] for line in map(json.loads, body.splitlines()) if line["key"] == "file"]
+            self.repos[self.repo] |= {file["path"]: base64.b64decode(file["content"]) for file in files}
+            self.answer({"commitUrl": f"{constants.ENDPOINT}/{self.repo}/commit/{COMMIT}", "commitOid": COMMIT})
+        else:
+            self.answer({"errors": [], "warnings": []})
+
+    def do_GET(self) -> None:
+        if self.repo not in self.repos:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        files = self.repos[self.repo]
+        if "/resolve/" in self.path:
+            content = files[self.path.rsplit("/", 1)[1]]
+            self.answer(content, ETag=f'"{hashlib.sha1(content).hexdigest()}"', **{"X-Repo-Commit": COMMIT})
+        elif "/tree/" in self.path:
+            self.answer([{"type": "file", "path": name, "size": len(files[name]), "oid": "0"} for name in files])
+        else:
+            self.answer({"id": self.repo, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]})
+
+    do_HEAD = do_GET  # noqa: N815
+
+    @property
+    def repo(self) -> str:
+        return "/".join(self.path.removeprefix("/api/models").strip("/").split("/")[:2])
+
+    def answer(self, content: object, **headers: str) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(200)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def repos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, bytes]]]:
+    handler = type("OneHub", (Hub,), {"repos": {}})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield handler.repos
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_head_goes_to_the_hub_with_its_card_and_comes_back(tmp_path: Path, repos):
+    path = save_whole(AcceptanceHead(6, 2, provenance=Provenance(reject_weight=6.0)), tmp_path / "fed-d2-w6")
+    assert push(path=str(path), repo="someone/fed-d2-w6") == f"{constants.ENDPOINT}/someone/fed-d2-w6"
+    assert repos == {"someone/fed-d2-w6": {file.name: file.read_bytes() for file in path.iterdir()}}
+    assert b"Acceptance-prediction head" in repos["someone/fed-d2-w6"]["README.md"]
+    ours, theirs = AcceptanceHead.from_pretrained(path), AcceptanceHead.from_pretrained("someone/fed-d2-w6")
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    assert inspect(path="someone/fed-d2-w6")["reject_weight"] == 6.0
+
+
+def test_what_the_hub_does_not_give_or_take_is_one_line(tmp_path: Path, repos, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(FileNotFoundError, match=r"no head at 'no/such': .* `hf auth login`"):
+        AcceptanceHead.from_pretrained("no/such")
+    path = save_whole(AcceptanceHead(6, 1), tmp_path / "head")
+    with pytest.raises(ValueError, match=r"cannot upload .* pass --repo as owner/name"):
+        push(path=str(path), repo="two words")
+    (path / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match="not a complete safetensors"):
+        push(path=str(path), repo="someone/broken")
+    assert repos == {}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match="no head at 'someone/else'"):
+        AcceptanceHead.from_pretrained("someone/else")

@@ -1,16 +1,19 @@
-"""Law 4.7: the head, its calibration, and its strictness on disk."""
+"""Law 4.7: the head, its calibration, its strictness on disk; law 4.1: the models that it fits."""
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads import AcceptanceHead, Provenance
 from heads.model.card import description
+from heads.model.fits import check_fits, description_of
 from heads.model.head import update_config
 from heads.model.inputs import Inputs
 from heads.model.step import HostHead, StepwiseHead
@@ -43,11 +46,15 @@ def test_every_block_has_weights_of_its_own():
     assert not any(torch.allclose(a, b) for i, a in enumerate(grads) for b in grads[:i])
 
 
-def test_depth_zero_is_linear_and_one_row_is_scored_as_a_batch_of_rows():
+def test_depth_zero_is_linear_one_row_is_scored_as_a_batch_of_rows_and_inputs_are_those_of_the_head():
     head, a, b = filled(0, scalars=True), torch.randn(2, 4, 6), torch.randn(2, 4, 2)
     torch.testing.assert_close(head(a[0], b[0]) + head(a[1], b[1]), head(a[0] + a[1], b[0] + b[1]) + head.out.bias)
     head = filled(scalars=True)
     torch.testing.assert_close(head(a, b)[1, 3], head(a[1, 3], b[1, 3]))
+    with pytest.raises(ValueError, match="needs scalars"):
+        head(torch.randn(6))
+    with pytest.raises(ValueError, match="takes no embedding"):
+        filled()(torch.randn(6), None, torch.randn(6))
 
 
 @pytest.mark.parametrize(
@@ -83,13 +90,6 @@ def test_a_head_comes_back_from_disk_as_it_was_saved(tmp_path: Path, timing: str
     assert text in (tmp_path / "README.md").read_text()
 
 
-def test_inputs_are_given_exactly_if_the_head_takes_them():
-    with pytest.raises(ValueError, match="needs scalars"):
-        filled(scalars=True)(torch.randn(6))
-    with pytest.raises(ValueError, match="takes no embedding"):
-        filled()(torch.randn(6), None, torch.randn(6))
-
-
 def test_scalars_are_read_by_name_and_the_standard_ones_are_written_as_true():
     head, hidden, entropy = filled(2, "drawn", ("entropy",)), torch.randn(6), torch.rand(1)
     on_host = HostHead(StepwiseHead(head), names=("log_token_prob", "entropy"))
@@ -113,19 +113,13 @@ def test_calibration_undoes_the_loss_weights():
 
 
 DAMAGED_TENSORS = {
-    "missing": (lambda tensors: tensors.pop("blocks.1.weight"), r"blocks\.1\.weight is missing"),
-    "extra": (lambda t: t.update({"blocks.7.weight": torch.zeros(6, 6)}), r"blocks\.7\.weight is not part"),
-    "shape": (lambda t: t.update({"blocks.1.weight": torch.zeros(6, 5)}), r"blocks\.1\.weight has shape \(6, 5\)"),
-    "nan": (lambda t: t.update({"out.bias": torch.full((1,), torch.nan)}), r"out\.bias has NaN"),
-    "large": (
-        lambda t: t.update({"blocks.0.weight": t["blocks.0.weight"].double() * 1e30}),
-        r"blocks\.0\.weight has NaN or values above 1e\+15",
-    ),
+    "missing": ("blocks.1.weight", None, "is missing"),
+    "extra": ("blocks.7.weight", torch.zeros(6, 6), "is not part"),
+    "shape": ("blocks.1.weight", torch.zeros(6, 5), r"has shape \(6, 5\)"),
+    "nan": ("out.bias", torch.full((1,), torch.nan), "has NaN"),
+    "large": ("blocks.0.weight", torch.full((6, 6), 1e30).double(), r"has NaN or values above 1e\+15"),
     **{
-        dtype: (
-            lambda t, dtype=dtype: t.update({"out.weight": t["out.weight"].to(getattr(torch, dtype))}),
-            rf"out\.weight has dtype torch\.{dtype}, expected float16",
-        )
+        dtype: ("out.weight", torch.ones(1, 6).to(getattr(torch, dtype)), f"has dtype torch.{dtype}, expected float16")
         for dtype in ("int32", "bool", "complex64", "float8_e4m3fn")
     },
 }
@@ -133,47 +127,44 @@ DAMAGED_TENSORS = {
 
 @pytest.mark.parametrize("damage", DAMAGED_TENSORS)
 def test_damaged_tensors_are_refused_and_named(tmp_path: Path, damage: str):
-    change, message = DAMAGED_TENSORS[damage]
+    name, changed, problem = DAMAGED_TENSORS[damage]
     filled(2).save_pretrained(tmp_path)
     # load_file maps the file that is overwritten below
     tensors = {name: tensor.clone() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
-    change(tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
+    tensors.pop(name, None)
+    save_file(tensors if changed is None else tensors | {name: changed}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} {problem}"):
         AcceptanceHead.from_pretrained(tmp_path)
 
 
 def test_a_file_that_is_truncated_or_pickled_or_missing_is_refused(tmp_path: Path):
+    def check(error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            AcceptanceHead.from_pretrained(tmp_path)
+
     filled(2).save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(weights).items()}
     weights.write_bytes(weights.read_bytes()[:-7])
-    with pytest.raises(ValueError, match="not a complete safetensors"):
-        AcceptanceHead.from_pretrained(tmp_path)
+    check(ValueError, "not a complete safetensors")
     torch.save(tensors, weights)
-    with pytest.raises(ValueError, match="not a complete safetensors"):
-        AcceptanceHead.from_pretrained(tmp_path)
+    check(ValueError, "not a complete safetensors")
     weights.rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickled checkpoint.*save_file"):
-        AcceptanceHead.from_pretrained(tmp_path)
+    check(ValueError, r"pytorch_model\.bin is a pickled checkpoint.*save_file")
     (tmp_path / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
-        AcceptanceHead.from_pretrained(tmp_path)
+    check(FileNotFoundError, r"no config\.json")
 
 
-@pytest.mark.parametrize("missing", ["nothing", "heads/nothing", "no/such/head", "/no/such"])
-def test_a_local_path_that_does_not_exist_is_never_looked_up_on_the_hub(missing):
-    with pytest.raises(FileNotFoundError, match="no exported head at"):
-        AcceptanceHead.from_pretrained(missing)
-
-
-@pytest.mark.parametrize("content", ['{"hidden_size": 4,', "[]", "", '{"a":' * 10**5])
-def test_a_broken_config_is_named(tmp_path: Path, content: str):
+def test_a_local_path_that_does_not_exist_is_never_looked_up_on_the_hub_and_a_broken_config_is_named(tmp_path: Path):
+    for missing in ("nothing", "heads/nothing", "no/such/head", "/no/such"):
+        with pytest.raises(FileNotFoundError, match="no exported head at"):
+            AcceptanceHead.from_pretrained(missing)
     filled(2).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(content)
-    for read in (AcceptanceHead.from_pretrained, update_config):
-        with pytest.raises(ValueError, match=r"config\.json: .*heads export"):
-            read(tmp_path)
+    for content in ('{"hidden_size": 4,', "[]", "", '{"a":' * 10**5):
+        (tmp_path / "config.json").write_text(content)
+        for read in (AcceptanceHead.from_pretrained, update_config):
+            with pytest.raises(ValueError, match=r"config\.json: .*heads export"):
+                read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -203,17 +194,76 @@ def test_update_config_changes_a_saved_head(tmp_path: Path):
         update_config(tmp_path, reject_weight=0.0)
 
 
-@pytest.mark.parametrize(("depth", "blocks"), [(0, "0 residual blocks of"), (1, "1 residual block of")])
-def test_the_card_names_the_blocks_and_the_threshold_with_what_it_maximises(depth: int, blocks: str):
+def test_the_card_names_the_blocks_and_the_threshold_with_what_it_maximises():
     recommended = {"max_rejection_prob": 0.713, "is_calibrated": False, "costs": "measured; stops measured"}
     recommended |= {"num_prompts": 50, "index_slope": 0.09828}
-    card = description(filled(depth, recommended=recommended).config, num_parameters=1)
-    for text in (
-        blocks,
-        "max_rejection_prob 0.713, on the raw probability",
-        "the most predicted tokens per second of a fine grid on 50 prompts of the dev split",
-        "by replay at these costs: measured; stops",
+    for depth, blocks in ((0, "0 residual blocks of"), (1, "1 residual block of")):
+        card = description(filled(depth, recommended=recommended).config, num_parameters=1)
+        for text in (
+            blocks,
+            "max_rejection_prob 0.713, on the raw probability",
+            "the most predicted tokens per second of a fine grid on 50 prompts of the dev split",
+            "by replay at these costs: measured; stops",
+        ):
+            assert text in card
+        assert "index_slope" not in card
+        assert "none yet; run `acceptance-heads tune`" in description(filled(depth).config, num_parameters=1)
+
+
+WARM = {"temperature": 1.0, "top_k": None, "top_p": None}
+MODEL = {"path": "models/draft", "name": "draft", "weights": "a" * 64, "commit": None, "revision": None}
+MODEL |= {"hidden_size": 4}
+ON_HUB = {"path": "org/m", "name": "org/m", "revision": "main"}
+
+
+def head(**provenance) -> AcceptanceHead:
+    return AcceptanceHead(4, 0, provenance=Provenance(**provenance))
+
+
+OTHERS = [
+    {"path": "models/other", "name": "draft", "weights": "b" * 64},
+    {"path": "org/draft", "name": "org/draft", "commit": "b" * 40, "weights": "b" * 64},
+    {"path": "org/other", "name": "org/other", "commit": "b" * 40},
+    {"path": "models/wide", "name": "draft", "hidden_size": 8},
+]
+SAME_PATH = r"models/draft \(weights b+\), but pair.draft is models/draft \(weights a+\)"
+REFUSED = [(one, MODEL, f"trained with {one['path']}, but the ROLE is models/draft; .*allow_foreign") for one in OTHERS]
+REFUSED += [
+    (MODEL | {"weights": "b" * 64}, MODEL | {"role": "pair.draft"}, SAME_PATH),
+    (ON_HUB, ON_HUB | {"revision": "v2"}, r"revision main.*revision v2"),
+]
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
+@pytest.mark.parametrize(("trained", "current", "message"), REFUSED)
+def test_a_head_of_another_model_or_sampling_is_refused_with_both_named(role, trained, current, message):
+    with pytest.raises(ValueError, match=message.replace("ROLE", role)):
+        check_fits(head(**{role: trained}), "h", **{role: current})
+    with pytest.raises(ValueError, match=r"'temperature': 1\.0.*'temperature': 0\.5"):
+        check_fits(head(sampling=WARM), "h", sampling=WARM | {"temperature": 0.5})
+
+
+def test_a_head_of_the_same_or_of_unknown_models_passes():
+    for same in (
+        {},
+        {"path": "elsewhere/copy", "name": "copy", "weights": "a" * 64},
+        {"path": "org/draft", "name": "org/draft", "commit": "b" * 40},
+        {"path": "checkpoints/draft", "name": "checkpoints/draft", "revision": None},
+        MODEL | {"dtype": "bfloat16"},
     ):
-        assert text in card
-    assert "index_slope" not in card
-    assert "none yet; run `acceptance-heads tune`" in description(filled(depth).config, num_parameters=1)
+        check_fits(head(draft=same, target=same), "h", draft=MODEL, target=MODEL, sampling=WARM)
+    check_fits(head(draft=ON_HUB, sampling=WARM), "h", draft=ON_HUB, sampling=WARM)
+
+
+def test_a_model_in_memory_is_known_by_the_directory_that_it_came_from(tmp_path):
+    config = LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    made = LlamaForCausalLM(config)
+    assert description_of(made) == {"hidden_size": 4}
+    made.save_pretrained(tmp_path)
+    loaded = description_of(LlamaForCausalLM.from_pretrained(tmp_path))
+    trained = head(draft=loaded)
+    check_fits(trained, "h", draft=loaded)
+    made.lm_head.weight.data += 1
+    made.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="weights"):
+        check_fits(trained, "h", draft=description_of(LlamaForCausalLM.from_pretrained(tmp_path)))

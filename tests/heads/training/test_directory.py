@@ -28,8 +28,9 @@ def changed(config: Config, **heads) -> Config:
     return replace(config, heads=replace(config.heads, **heads))
 
 
-def directory_of(config: Config) -> RunDirectory:
-    return RunDirectory(Path(config.heads.dir))
+@pytest.fixture
+def directory(copied: Config) -> RunDirectory:
+    return RunDirectory(Path(copied.heads.dir))
 
 
 def full(descriptor: int) -> None:
@@ -59,8 +60,7 @@ def test_a_run_that_started_over_and_died_at_once_is_never_the_old_one(data_dir:
     assert AcceptanceHead.from_pretrained(path).provenance.metrics["auroc"] > 0
 
 
-def test_a_full_disk_at_the_start_leaves_the_run_as_it_was(copied: Config, monkeypatch: pytest.MonkeyPatch):
-    directory = directory_of(copied)
+def test_a_full_disk_at_the_start_leaves_the_run_as_it_was(copied, directory, monkeypatch: pytest.MonkeyPatch):
     before = (directory.path / "run.json").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
@@ -73,17 +73,15 @@ def test_a_full_disk_at_the_start_leaves_the_run_as_it_was(copied: Config, monke
     assert directory.prepare(copied, resume=True)[1]
 
 
-def test_a_resume_from_another_config_is_refused_and_names_the_setting(copied: Config):
-    directory, pair = directory_of(copied), copied.pair
-    refused = {
-        r"heads\.learning_rate = 0\.01, but this config has 0\.5": changed(copied, learning_rate=0.5),
-        r"trainer\.max_epochs = 2, but this config has 9": replace(copied, trainer=copied.trainer | {"max_epochs": 9}),
-        r"trainer\.max_steps = -1, but this config has 9": replace(copied, trainer=copied.trainer | {"max_steps": 9}),
-        r"pair\.draft\.dtype = 'auto', but this config has 'float64'": replace(
-            copied, pair=replace(pair, draft=replace(pair.draft, dtype="float64"))
-        ),
-    }
-    for message, config in refused.items():
+def test_a_resume_from_another_config_is_refused_and_names_the_setting(copied: Config, directory):
+    pair, trainer = copied.pair, copied.trainer
+    other_dtype = replace(copied, pair=replace(pair, draft=replace(pair.draft, dtype="float64")))
+    for message, config in (
+        (r"heads\.learning_rate = 0\.01, but this config has 0\.5", changed(copied, learning_rate=0.5)),
+        (r"trainer\.max_epochs = 2, but this config has 9", replace(copied, trainer=trainer | {"max_epochs": 9})),
+        (r"trainer\.max_steps = -1, but this config has 9", replace(copied, trainer=trainer | {"max_steps": 9})),
+        (r"pair\.draft\.dtype = 'auto', but this config has 'float64'", other_dtype),
+    ):
         with pytest.raises(ValueError, match=message):
             directory.prepare(config, resume=True)
     allowed = replace(changed(copied, checkpoint_every_n_steps=7), pair=replace(pair, num_threads=3))
@@ -91,8 +89,15 @@ def test_a_resume_from_another_config_is_refused_and_names_the_setting(copied: C
     assert directory.prepare(changed(copied, learning_rate=0.5), resume=False)[1] is None
 
 
-def test_a_run_without_a_new_setting_or_with_a_removed_one_is_resumed(copied: Config):
-    directory = directory_of(copied)
+def test_a_run_resumes_on_other_versions_processes_and_paths_where_nothing_depends_on_them(copied, directory, tmp_path):
+    """A setting that is new or was removed; dropout depends on the number of processes; data may move, not change."""
+    data = Path(shutil.copytree(copied.data.dir, tmp_path / "moved"))
+    moved = replace(copied, data=replace(copied.data, dir=str(data)))
+    assert directory.prepare(moved, resume=True)[1] is not None
+    manifest = json.loads((data / "manifest.json").read_text())
+    (data / "manifest.json").write_text(json.dumps(manifest | {"generator": "another"}))
+    with pytest.raises(ValueError, match="trained on other data"):
+        directory.prepare(moved, resume=True)
     written = directory.read()
     del written["config"]["heads"]["dropout"], written["config"]["pair"]["draft"]["quantization"]
     written["config"]["pair"]["target"]["extra_layers"] = 3
@@ -101,10 +106,6 @@ def test_a_run_without_a_new_setting_or_with_a_removed_one_is_resumed(copied: Co
     (directory.path / "run.json").write_text(json.dumps(written))
     with pytest.raises(ValueError, match=r"heads\.dropout = 0\.0, but this config has 0\.5"):
         directory.prepare(changed(copied, dropout=0.5), resume=True)
-
-
-def test_a_resume_on_another_number_of_processes_continues_unless_dropout_depends_on_it(copied: Config):
-    directory = directory_of(copied)
     eight = replace(copied, trainer=copied.trainer | {"devices": 8, "num_nodes": 1})
     assert directory.prepare(eight, resume=True, processes=8)[1]
     written = directory.read()
@@ -115,18 +116,17 @@ def test_a_resume_on_another_number_of_processes_continues_unless_dropout_depend
         directory.prepare(changed(copied, dropout=0.1), resume=True)
 
 
-def test_ctrl_c_reaches_the_command_line(data_dir: Path, tmp_path: Path, monkeypatch):
+def test_ctrl_c_reaches_the_command_line_and_a_second_run_in_a_directory_is_refused(data_dir, tmp_path, monkeypatch):
+    config = make_config(data_dir, tmp_path, trainer=ONE)
+    with RunDirectory(tmp_path).alone(), pytest.raises(ValueError, match="is in use by process"):
+        train(config)
+
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Sweep, "training_step", stopped)
     with pytest.raises(KeyboardInterrupt):
-        train(make_config(data_dir, tmp_path, trainer=ONE))
-
-
-def test_a_second_run_in_the_same_directory_is_refused(data_dir: Path, tmp_path: Path):
-    with RunDirectory(tmp_path).alone(), pytest.raises(ValueError, match="is in use by process"):
-        train(make_config(data_dir, tmp_path, trainer=ONE))
+        train(config)
 
 
 def middle_of_a_tensor(path: Path) -> int:
@@ -138,24 +138,21 @@ def middle_of_a_tensor(path: Path) -> int:
     return member.header_offset + 30 + name + extra + member.file_size // 2
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [("cut", "is incomplete"), ("flipped", "is corrupted"), ("other", "is not a checkpoint of")],
-)
-def test_a_broken_checkpoint_is_refused_and_named(copied: Config, how: str, message: str):
-    path = directory_of(copied).checkpoint
+def test_a_broken_checkpoint_is_refused_and_named(copied: Config, directory):
+    path = directory.checkpoint
     content = bytearray(path.read_bytes())
-    if how == "cut":
-        path.write_bytes(content[:-500])
-    elif how == "flipped":
-        content[middle_of_a_tensor(path)] ^= 255
-        path.write_bytes(content)
-    else:
-        WholeCheckpoints().save_checkpoint({"weights": 1}, path)
-    for use in (lambda: train(copied), lambda: load_sweep(path)):
-        with pytest.raises(ValueError, match=rf"last\.ckpt {message}"):
-            use()
-    assert directory_of(copied).prepare(copied, resume=False)[1] is None
+    flipped = content.copy()
+    flipped[middle_of_a_tensor(path)] ^= 255
+    cases = (content[:-500], "is incomplete"), (flipped, "is corrupted"), (None, "is not a checkpoint of")
+    for broken, message in cases:
+        if broken is None:
+            WholeCheckpoints().save_checkpoint({"weights": 1}, path)
+        else:
+            path.write_bytes(broken)
+        for use in (lambda: train(copied), lambda: load_sweep(path)):
+            with pytest.raises(ValueError, match=rf"last\.ckpt {message}"):
+                use()
+    assert directory.prepare(copied, resume=False)[1] is None
 
 
 @pytest.mark.parametrize("num_written", range(4))
@@ -182,13 +179,3 @@ def test_an_export_that_fails_or_is_killed_while_it_writes_keeps_the_head_that_i
     save_whole(AcceptanceHead(4, 2), path)
     assert AcceptanceHead.from_pretrained(path).depth == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["head"]
-
-
-def test_a_run_resumes_on_data_that_has_moved_and_on_no_other(copied: Config, tmp_path: Path):
-    data = Path(shutil.copytree(copied.data.dir, tmp_path / "moved"))
-    moved = replace(copied, data=replace(copied.data, dir=str(data)))
-    assert directory_of(copied).prepare(moved, resume=True)[1] is not None
-    manifest = json.loads((data / "manifest.json").read_text())
-    (data / "manifest.json").write_text(json.dumps(manifest | {"generator": "another"}))
-    with pytest.raises(ValueError, match="trained on other data"):
-        directory_of(copied).prepare(moved, resume=True)

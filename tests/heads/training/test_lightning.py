@@ -29,32 +29,11 @@ from heads.training.trainer import (
 )
 from tests.toys.made_up import HIDDEN, ROOT, SLURM, make_config, train_by_command, write_yaml
 
-EARLY_STOPPING = {
-    "class_path": "pytorch_lightning.callbacks.EarlyStopping",
-    "init_args": {"monitor": "dev/calibrated_kl", "patience": 2},
-}
-YAMLS = sorted((ROOT / "configs").glob("*.yaml"))
-
-
-@pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in SLURM.items():
-        monkeypatch.setenv(name, value)
-
-
 parser = cache(lambda: parser_for(train, trainer=pl.Trainer))
 
 
 def parsed(path: Path, *flags: str) -> Config:
     return config_of(parser(), parser().parse_args(["--config", str(path), *flags]))
-
-
-def probs(run_dir: Path) -> torch.Tensor:
-    """Acceptance probabilities of all heads on made-up states, [head, token]."""
-    sweep = load_sweep(run_dir / "last.ckpt")
-    hidden = torch.randn(200, HIDDEN, generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        return torch.cat([stack(hidden) for _, stack in sweep.items()]).float().sigmoid()
 
 
 @pytest.mark.slow
@@ -66,17 +45,22 @@ def test_mixed_precision_trains_heads_close_to_those_of_float32(data_dir: Path, 
     mixed = train_by_command(make_config(data_dir, tmp_path / "mixed"), tmp_path, "--trainer.precision", precision)
     for name, head in single["dev"]["heads"].items():
         assert mixed["dev"]["heads"][name]["calibrated_kl"] == pytest.approx(head["calibrated_kl"], abs=0.01)
-    difference = (probs(tmp_path / "mixed") - probs(tmp_path / "32")).abs()
+    hidden, sweeps = torch.randn(200, HIDDEN), [load_sweep(tmp_path / name / "last.ckpt") for name in ("mixed", "32")]
+    with torch.no_grad():
+        probs = [torch.cat([stack(hidden) for _, stack in sweep.items()]).float().sigmoid() for sweep in sweeps]
+    difference = (probs[0] - probs[1]).abs()
     assert 0 < float(difference.max()) < 0.1
     assert float(difference.mean()) < 0.01
-    stored = load_sweep(tmp_path / "mixed" / "last.ckpt").state_dict()
+    stored = sweeps[0].state_dict()
     assert all(value.dtype == torch.float32 for name, value in stored.items() if name.startswith("stacks"))
 
 
 @pytest.mark.slow
 def test_early_stopping_from_the_yaml_stops_the_run_and_keeps_the_best_weights(data_dir: Path, tmp_path: Path):
     """A learning rate far too high: dev gets worse from early on."""
-    trainer = {"max_epochs": 30, "callbacks": [EARLY_STOPPING]}
+    stopping = {"monitor": "dev/calibrated_kl", "patience": 2}
+    callback = {"class_path": "pytorch_lightning.callbacks.EarlyStopping", "init_args": stopping}
+    trainer = {"max_epochs": 30, "callbacks": [callback]}
     train_by_command(make_config(data_dir, tmp_path / "run", learning_rate=0.5, trainer=trainer), tmp_path)
     means = [sum(entry["calibrated_kl"]) for entry in load_sweep(tmp_path / "run" / "last.ckpt").history]
     assert len(means) < 30
@@ -89,42 +73,34 @@ def test_trainer_flags_of_the_command_line_reach_the_trainer(data_dir: Path, tmp
     callbacks = trainer_arguments(parsed(path, *stopping, "--trainer.callbacks.patience=7"))["callbacks"]
     assert [callback.patience for callback in callbacks if isinstance(callback, pl.callbacks.EarlyStopping)] == [7]
     assert sum(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks) == 2
-    flags = ("--trainer.num_nodes", "3", "--trainer.devices", "2", "--trainer.strategy", "ddp")
-    trainer = pl.Trainer(**trainer_arguments(parsed(path, *flags)))
+    flags = ("--trainer.num_nodes=3", "--trainer.devices=2", "--trainer.strategy=ddp")
+    trainer = pl.Trainer(**trainer_arguments(parsed(path, *flags, "--trainer.gradient_clip_val=2.5")))
     assert (trainer.num_nodes, trainer.num_devices, trainer.world_size) == (3, 2, 6)
+    assert trainer.gradient_clip_val == 2.5
     assert isinstance(trainer.strategy, pl.strategies.DDPStrategy)
 
 
-@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
-def test_an_experiment_takes_one_device_unless_it_says_more(path: Path):
-    config = parsed(path)
-    assert trainer_arguments(config)["devices"] == trainer_arguments(replace(config, trainer={}))["devices"] == 1
-    assert trainer_arguments(parsed(path, "--trainer.devices", "auto"))["devices"] == "auto"
+def test_an_experiment_takes_one_device_unless_it_says_more():
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        config = parsed(path)
+        assert trainer_arguments(config)["devices"] == trainer_arguments(replace(config, trainer={}))["devices"] == 1
+        assert trainer_arguments(parsed(path, "--trainer.devices", "auto"))["devices"] == "auto"
 
 
-def gradient_norms(run_dir: Path) -> torch.Tensor:
-    """Of each head at the first step: Adam's first moment is then a tenth of the gradient that it was given."""
-    state = torch.load(run_dir / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"]
-    return 10 * torch.stack([moments["exp_avg"].flatten(1).norm(dim=1) for moments in state.values()]).norm(dim=0)
-
-
-@pytest.mark.slow
-def test_gradients_are_clipped_per_head_as_the_command_line_says(data_dir: Path, tmp_path: Path):
-    config = make_config(data_dir, tmp_path / "run", depths=(2,))
-    norms = []
-    for flags in ([], ["--trainer.gradient_clip_val", "0.001"]):
-        train_by_command(config, tmp_path, "--resume", "false", "--trainer.max_steps", "1", *flags)
-        norms.append(gradient_norms(tmp_path / "run"))
-    assert (norms[0] > 0.001).all()
-    torch.testing.assert_close(norms[1], torch.full((2,), 0.001), rtol=1e-3, atol=0)
-
-
-def test_float16_clips_gradients_that_the_scaler_has_unscaled(data_dir: Path, tmp_path: Path):
-    """What Lightning sets up for 16-mixed on a GPU, here on the CPU: autocast to float16, and a scale of 65,536."""
+def test_gradients_are_clipped_per_head_and_in_float16_after_the_scaler_has_unscaled_them(data_dir, tmp_path):
+    """What Lightning sets up for 16-mixed on a GPU, here on the CPU: autocast to float16, and a scale of 65,536. At the
+    first step Adam's first moment is a tenth of the gradient that it was given.
+    """
     precision = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    trainer = {"max_steps": 1, "gradient_clip_val": 0.001, "plugins": [precision]}
-    train(make_config(data_dir, tmp_path / "run", depths=(2,), trainer=trainer))
-    torch.testing.assert_close(gradient_norms(tmp_path / "run"), torch.full((2,), 0.001), rtol=1e-3, atol=0)
+    norms = []
+    for changes in ({}, {"gradient_clip_val": 0.001}, {"gradient_clip_val": 0.001, "plugins": [precision]}):
+        run_dir = tmp_path / str(len(norms))
+        train(make_config(data_dir, run_dir, depths=(2,), trainer={"max_steps": 1} | changes))
+        state = torch.load(run_dir / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+        norms.append(10 * torch.stack([each["exp_avg"].flatten(1).norm(dim=1) for each in state.values()]).norm(dim=0))
+    assert (norms[0] > 0.001).all()
+    for clipped in norms[1:]:
+        torch.testing.assert_close(clipped, torch.full((2,), 0.001), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -145,24 +121,21 @@ def test_a_trainer_that_cannot_be_is_one_line(data_dir: Path, tmp_path: Path, ca
     assert re.search(f"^error: .*{complaint}", capsys.readouterr().err, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("trainer", "steps", "shared"),
-    [
+def test_the_schedule_ends_with_epochs_or_steps_and_is_that_of_one_process(data_dir, tmp_path):
+    """64 responses in batches of 8; two epochs if the trainer says nothing."""
+    for trainer, steps, shared in (
         ({"max_epochs": 3}, 24, ""),
         ({"max_epochs": 3, "max_steps": 5}, 5, ""),
         ({"max_epochs": 1, "max_steps": 50}, 8, ""),
         ({"devices": 2}, 16, ", 4 on each of 2 processes"),
         ({"devices": "8"}, 16, ", 1 on each of 8 processes"),
-    ],
-)
-def test_the_schedule_ends_with_epochs_or_steps_and_is_that_of_one_process(data_dir, tmp_path, trainer, steps, shared):
-    """64 responses in batches of 8; two epochs if the trainer says nothing."""
-    config = make_config(data_dir, tmp_path / "run", trainer=trainer)
-    made = make_trainer(config)
-    made.datamodule = data = build(config)[1]
-    data.trainer = made
-    assert num_optimizer_steps(made) == steps
-    assert training_plan(made, 8) == f"training for {steps} steps, 8 responses per batch{shared}"
+    ):
+        config = make_config(data_dir, tmp_path / "run", trainer=trainer)
+        made = make_trainer(config)
+        made.datamodule = data = build(config)[1]
+        data.trainer = made
+        assert num_optimizer_steps(made) == steps
+        assert training_plan(made, 8) == f"training for {steps} steps, 8 responses per batch{shared}"
 
 
 class Witness(pl.Callback):
@@ -195,16 +168,16 @@ def test_steps_and_validations_come_when_lightnings_private_functions_say_so(dat
 
 
 def test_one_file_alone_names_what_is_private_of_lightning():
-    """Attributes of the trainer, its loops and connectors that begin with `_`."""
-    private = re.compile(
-        r"\._trainer\b|(trainer|loop|connector)\._(?!_)|\b_should_\w+|_data_fetcher|lightning.* import _"
-    )
+    own = r"\._trainer\b|(trainer|loop|connector)\._(?!_)|\b_should_\w+|_data_fetcher|lightning.* import _"
+    private = re.compile(own)
     files = [*(ROOT / "heads").rglob("*.py"), ROOT / "train.py"]
     assert [path for path in files if private.search(path.read_text())] == [Path(trainer_module.__file__)]
 
 
-@pytest.mark.usefixtures("slurm")
 def test_under_slurm_lightning_requeues_nothing(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+
     def environment_of(**trainer: Any) -> Any:
         made = make_trainer(make_config(data_dir, tmp_path, trainer=trainer))
         return made._accelerator_connector.cluster_environment
@@ -222,7 +195,7 @@ def test_under_slurm_lightning_requeues_nothing(data_dir: Path, tmp_path: Path, 
     assert trainer_module._environments([]) == [], "under torchrun Lightning chooses"
 
 
-def test_sigusr1_acts_as_sigterm_within_a_run_only():
+def test_sigusr1_acts_as_sigterm_within_a_run_only_and_a_run_in_a_thread_leaves_signals_alone():
     received: list[int] = []
     before = {kind: signal.getsignal(kind) for kind in (signal.SIGUSR1, signal.SIGTERM)}
     signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
@@ -234,8 +207,6 @@ def test_sigusr1_acts_as_sigterm_within_a_run_only():
     finally:
         signal.signal(signal.SIGTERM, before[signal.SIGTERM])
 
-
-def test_a_run_in_a_thread_leaves_signals_alone():
     def work() -> int:
         with stopped_by_sigusr1():
             return 1

@@ -18,11 +18,13 @@ from store.shards import write_shard
 from tests.toys.made_up import HIDDEN, make_config
 
 
-def test_the_reach_of_a_token_is_the_product_of_the_acceptance_probs_before_it_in_its_draft():
+def test_the_reach_of_a_token_is_the_product_of_the_acceptance_probs_before_it_in_its_draft(data_dir, tmp_path):
     prob = torch.tensor([0.5, 0.2, 0.9, 0.0, 0.3, 0.7])
     reach = reach_of(prob, torch.tensor([3, 1, 2]))
     torch.testing.assert_close(reach, torch.tensor([1.0, 0.5, 0.1, 1.0, 1.0, 0.3]))
     assert len(reach_of(prob[:0], torch.zeros(0, dtype=torch.long))) == 0  # of several processes one may have no draft
+    with pytest.raises(ValueError, match=r"heads.reached is true, but .* a feature draft.*set heads.reached to false"):
+        train(make_config(data_dir, tmp_path, reached=True))
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -72,14 +74,7 @@ def test_labels_after_a_rejected_token_change_nothing(data_dir, tmp_path):
             config = make_config(data, tmp_path / "runs" / name, reached=reached, **settings)
             train(config)
             sweep = load_sweep(Path(config.heads.dir) / "last.ckpt")
-            weights[name] = torch.cat(
-                [t.flatten() for head in sweep.heads().values() for t in head.state_dict().values()]
-            )
-            weights[name] = torch.cat([weights[name], sweep.temperature.float()])
+            of_heads = [t.flatten() for head in sweep.heads().values() for t in head.state_dict().values()]
+            weights[name] = torch.cat([*of_heads, sweep.temperature.float()])
     torch.testing.assert_close(weights["True-None"], weights["True-1"])
     assert not torch.allclose(weights["False-None"], weights["False-1"], atol=1e-2)
-
-
-def test_rows_that_are_responses_are_refused(data_dir, tmp_path):
-    with pytest.raises(ValueError, match=r"heads.reached is true, but .* a feature draft.*set heads.reached to false"):
-        train(make_config(data_dir, tmp_path, reached=True))

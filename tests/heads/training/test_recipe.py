@@ -27,17 +27,14 @@ def with_manifest(data_dir: Path, monkeypatch: pytest.MonkeyPatch, module: str, 
     return manifest
 
 
-@pytest.mark.parametrize(("width", "rate"), [(16, 1e-2), (128, 1e-2), (576, 2.6e-3), (4096, 3.7e-4)])
-def test_the_rate_follows_from_the_width(data_dir: Path, tmp_path: Path, width: int, rate: float, monkeypatch):
-    with_manifest(data_dir, monkeypatch, "heads.training.command", hidden_size=width)
-    assert settled(left_open(data_dir, tmp_path)).heads.learning_rate == pytest.approx(rate)
-
-
-@pytest.mark.parametrize(("batch_size", "num_train", "epochs"), [(1, None, 7), (8, None, 30), (1, 4, 30), (1, 400, 7)])
-def test_few_responses_are_read_more_often(data_dir: Path, tmp_path: Path, batch_size, num_train, epochs, capsys):
-    config = left_open(data_dir, tmp_path, batch_size=batch_size, num_train=num_train)  # 64 responses
-    assert settled(config).trainer["max_epochs"] == epochs
-    assert f"trainer.max_epochs {epochs} for {min(num_train or 64, 64)} responses" in capsys.readouterr().out
+def test_the_rate_follows_from_the_width_and_few_responses_are_read_more_often(data_dir, tmp_path, capsys, monkeypatch):
+    for batch_size, num_train, epochs in ((1, None, 7), (8, None, 30), (1, 4, 30), (1, 400, 7)):
+        config = left_open(data_dir, tmp_path, batch_size=batch_size, num_train=num_train)  # 64 responses
+        assert settled(config).trainer["max_epochs"] == epochs
+        assert f"trainer.max_epochs {epochs} for {min(num_train or 64, 64)} responses" in capsys.readouterr().out
+    for width, rate in ((16, 1e-2), (128, 1e-2), (576, 2.6e-3), (4096, 3.7e-4)):
+        with_manifest(data_dir, monkeypatch, "heads.training.command", hidden_size=width)
+        assert settled(left_open(data_dir, tmp_path)).heads.learning_rate == pytest.approx(rate)
 
 
 def test_nothing_is_printed_if_everything_is_given_or_by_other_processes(data_dir, tmp_path, capsys, monkeypatch):
@@ -48,48 +45,36 @@ def test_nothing_is_printed_if_everything_is_given_or_by_other_processes(data_di
     monkeypatch.setattr("heads.training.command.is_first_process", lambda: False)
     assert settled(left_open(data_dir, tmp_path)).trainer["max_epochs"]
     assert capsys.readouterr().out == ""
+    for axis in ("timings", "depths", "reject_weights"):
+        with pytest.raises(ValueError, match=f"heads.{axis} is empty"):
+            settled(left_open(tmp_path / "no data", tmp_path, **{axis: ()}))
 
 
-@pytest.mark.parametrize("axis", ["timings", "depths", "reject_weights"])
-def test_a_sweep_without_heads_is_refused_before_data_is_read(tmp_path: Path, axis: str):
-    with pytest.raises(ValueError, match=f"heads.{axis} is empty"):
-        settled(left_open(tmp_path / "no data", tmp_path, **{axis: ()}))
-
-
-@pytest.mark.parametrize(
-    ("timings", "specdec", "features"),
-    [
+def test_features_follow_from_what_heads_read(tmp_path: Path):
+    for timings, specdec, features in (
         (("drawn",), False, ("drawn",)),
         (("prefix", "candidate"), False, ("drawn",)),
         (("drawn",), True, ("fed", "drawn")),
         (("fed",), False, ("fed",)),
-    ],
-)
-def test_features_follow_from_what_heads_read(tmp_path: Path, timings, specdec, features):
-    config = make_config(tmp_path, tmp_path, timings=timings, specdec=specdec)
-    data = replace(config.data, features=None)
-    assert sizes.settled(data, config.heads).features == features
+    ):
+        config = make_config(tmp_path, tmp_path, timings=timings, specdec=specdec)
+        data = replace(config.data, features=None)
+        assert sizes.settled(data, config.heads).features == features
     (tmp_path / "manifest.json").write_text(json.dumps({"features": ["fed", "drawn"]}))
     assert sizes.settled(data, config.heads).features == ("fed", "drawn"), "a directory keeps what it was made with"
 
 
-@pytest.mark.parametrize(
-    ("given", "complaint"),
-    [
+def test_features_that_lack_what_heads_read_are_refused_before_data_is_made(data_dir, tmp_path, monkeypatch):
+    config = make_config(tmp_path / "data", tmp_path, timings=("drawn",), specdec=True)
+    for given, complaint in (
         (("fed",), r"\[fed\], but heads\.timings \[drawn\] needs drawn features; remove data\.features"),
         (("drawn",), r"\[drawn\], but heads\.specdec needs fed features; .* choose heads\.specdec: false"),
-    ],
-)
-def test_given_features_that_lack_what_heads_read_are_refused_before_data_is_made(tmp_path: Path, given, complaint):
-    config = make_config(tmp_path / "data", tmp_path, timings=("drawn",), specdec=True)
-    data = replace(config.data, features=given)
-    with pytest.raises(ValueError, match=complaint):
-        make(replace(config, data=data))
-    assert not (tmp_path / "data" / "manifest.json").exists()
-    assert sizes.settled(data, replace(config.heads, features="online")).features == given
-
-
-def test_data_without_the_features_that_heads_read_is_refused(data_dir: Path, tmp_path: Path, monkeypatch):
+    ):
+        data = replace(config.data, features=given)
+        with pytest.raises(ValueError, match=complaint):
+            make(replace(config, data=data))
+        assert not (tmp_path / "data" / "manifest.json").exists()
+        assert sizes.settled(data, replace(config.heads, features="online")).features == given
     with_manifest(data_dir, monkeypatch, "heads.batches.module")["features"] = ["fed"]
     config = make_config(data_dir, tmp_path, timings=("drawn",))
     with pytest.raises(ValueError, match=r"made with fed features, .* need drawn features; .* without data\.features"):
