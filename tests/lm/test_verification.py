@@ -10,7 +10,7 @@ from lm.verification import num_accepted
 from tests.toys.enumeration import seeded
 
 
-class Watching:
+class Watching(GreedySampler):
     """Accepts nothing; keeps the probabilities that it was asked for."""
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
