@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from lm import GreedySampler, RandomSampler, acceptance_prob, acceptance_rate, next_dist, residual_probs, verify
+from lm.draws import Sampler
 from lm.verification import num_accepted
 from tests.toys.enumeration import seeded
 
 
-class Watching(GreedySampler):
+class Watching(Sampler):
     """Accepts nothing; keeps the probabilities that it was asked for."""
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
