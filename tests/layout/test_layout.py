@@ -35,7 +35,7 @@ CEILINGS = {
     "serve": (846, 800),
     "checkpoints/recipes": (1554, 1400),
     "benchmarks": (794, 800),
-    "tests": (25032, 18000),
+    "tests": (25033, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 158
