@@ -15,7 +15,7 @@ from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from decode.policies.base import AfterDraw, Policy, PolicyRun
-from decode.policies.batch import BatchRule
+from decode.policies.batch import BatchAuto
 from serve.controller import MeasuredController
 
 
@@ -118,7 +118,7 @@ class Lanes:
     def _choose(self) -> None:
         """Apply the batch rule to the rows that have it and have not stopped."""
         going = [lane.run for lane in self._rows if lane.run.is_going]
-        if undecided := [run for run in going if isinstance(run.policy, BatchRule)]:
+        if undecided := [run for run in going if isinstance(run.policy, BatchAuto)]:
             num_others = len(going) - len(undecided)
             self._controller.is_paid = num_others > 0
             self._controller.stop_losing(undecided, sum(len(lane.tokens) + 1 for lane in self._rows) + num_others)

@@ -16,11 +16,9 @@ nothing untested is emitted. If no new token can be drafted (EOS, length limit, 
 verification, with its bonus token if there is room.
 """
 
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -28,6 +26,7 @@ from transformers import PreTrainedModel
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter, Proposal
 from decode.loop.rounds import Counts, Round
+from decode.loop.session import Session
 from decode.policies.plain import FixedLength
 from lm import CachedModel, Sampler, Sampling, next_dist, num_accepted
 
@@ -38,7 +37,6 @@ class Step(Round):
     before.
     """
 
-    strategy: Literal["pre-verify", "post-verify"] = "pre-verify"
     num_tested: int = 0
 
     @property
@@ -48,8 +46,13 @@ class Step(Round):
             return None
         return "residual" if self.num_accepted < self.num_tested else "bonus"
 
-    def as_dict(self) -> dict[str, Any]:
-        return super().as_dict() | {"strategy": self.strategy, "num_tested": self.num_tested}
+
+class _AheadDrafter(ModelDrafter):
+    """A draft that is ahead of the target by the tokens that wait for their tests."""
+
+    def start(self, session: Session) -> None:
+        super().start(session)
+        self.waiting = Proposal()
 
 
 class PearlDecoder(SpeculativeDecoder):
@@ -80,11 +83,11 @@ class PearlDecoder(SpeculativeDecoder):
         """
         if gamma < 1:
             raise ValueError(f"gamma is {gamma}; PEARL drafts at least 1 token a step")
-        drafter = ModelDrafter(draft, FixedLength(gamma), vocab_size=vocab_size)
+        self.ahead = _AheadDrafter(draft, FixedLength(gamma), vocab_size=vocab_size)
         super().__init__(
-            target, drafter, sampling=sampling, max_draft_length=gamma, eos_ids=eos_ids, vocab_size=vocab_size
+            target, self.ahead, sampling=sampling, max_draft_length=gamma, eos_ids=eos_ids, vocab_size=vocab_size
         )
-        if is_parallel and self.target.device == drafter.model.device:
+        if is_parallel and self.target.device == self.ahead.model.device:
             raise ValueError(
                 f"target and draft are both on {self.target.device}, but running PEARL in parallel needs two devices; "
                 "set pair.draft.device_map to another one, or use the predicted times"
@@ -93,14 +96,10 @@ class PearlDecoder(SpeculativeDecoder):
         # draft's to the caller's, and each is captured once
         self._pool = ThreadPoolExecutor(1) if is_parallel else None
 
-    def _rounds(self, *arguments: Any) -> Iterator[Round]:
-        self._waiting = Proposal()
-        yield from super()._rounds(*arguments)
-
     @torch.inference_mode()
     def _round(self, committed: list[int], num_left: int, draws: Sampler) -> Step:
         started_s = perf_counter()
-        waiting = self._waiting
+        waiting = self.ahead.waiting
         text, num_waiting = committed + waiting.tokens, len(waiting.tokens)
         pending = text[len(self.target) :]
         verified = None if self._pool is None else self._pool.submit(self.target.feed, pending, num_waiting + 1)
@@ -121,32 +120,21 @@ class PearlDecoder(SpeculativeDecoder):
         if not is_passed or not new.tokens:
             is_over = bool(emitted) and (emitted[-1] in self.eos_ids or len(emitted) == num_left)
             emitted = emitted if is_over else [*emitted, draws.token(next_dist(count, tested.dists, p, draws))]
-        self._waiting = Proposal(new.tokens[1:], new.dists[1:]) if is_passed else Proposal()
+        self.ahead.waiting = Proposal(new.tokens[1:], new.dists[1:]) if is_passed else Proposal()
         committed += emitted
-        self._forget(committed, is_passed)
+        # law 4.5: both caches hold a prefix of committed[:-1], and the draft's also waiting tokens
+        self.target.roll_back(len(committed) - 1)
+        if not self.ahead.waiting.tokens:
+            self.ahead.roll_back(len(committed) - 1)
+        num_new = len(new.tokens)
         counts = Counts(
-            num_emitted=len(emitted),
-            num_drafted=len(new.tokens),
-            num_target=1,
-            num_accepted=count,
-            num_draft_forwards=len(new.tokens),
+            num_emitted=len(emitted), num_drafted=num_new, num_target=1, num_accepted=count, num_draft_forwards=num_new
         )
-        strategy: Literal["pre-verify", "post-verify"] = "post-verify" if num_waiting else "pre-verify"
         times_s = drafted_s - started_s, perf_counter() - drafted_s
-        return Step(
-            *(tuple(new.tokens), count, tuple(emitted), "limit", counts, *times_s),
-            strategy=strategy,
-            num_tested=len(tested.tokens),
-        )
+        return Step(tuple(new.tokens), count, tuple(emitted), "limit", counts, *times_s, num_tested=len(tested.tokens))
 
     def _draft(self, text: list[int], num_allowed: int) -> Proposal:
         """New tokens after the text; none after an untested EOS."""
-        if num_allowed < 1 or (self._waiting.tokens and text[-1] in self.eos_ids):
+        if num_allowed < 1 or (self.ahead.waiting.tokens and text[-1] in self.eos_ids):
             return Proposal()
-        return self.drafter.propose(text, min(self.max_draft_length, num_allowed))
-
-    def _forget(self, committed: Sequence[int], is_passed: bool) -> None:
-        """Law 4.5: both caches hold a prefix of committed[:-1]; the draft's also waiting tokens."""
-        self.target.roll_back(len(committed) - 1)
-        if not is_passed or not self._waiting.tokens:
-            self.drafter.roll_back(len(committed) - 1)
+        return self.ahead.propose(text, min(self.max_draft_length, num_allowed))

@@ -45,11 +45,11 @@ class _Sequence:
     end: int
     """Length at which the sequence ends."""
     session: Session
+    number: int | None = None
+    """Index of the prompt; None: the row is free."""
 
     def __init__(self, drafter: ModelDrafter, target: CachedModel) -> None:
         self.drafter, self.target = drafter, target
-        self.number: int | None = None
-        """Index of the prompt; None: the row is free."""
 
     @property
     def num_planned(self) -> int:
@@ -157,22 +157,25 @@ class Batch:
             token = torch.tensor([draws.token(q) for draws, q in pairs])
         else:
             token = torch.cat([draws.draw(q) for draws, q in pairs])
-        hidden = torch.cat([row.hidden for row in rows]) if self._policy.heads else None
         kept = [self._stepped.index(sequence) for sequence in going] if position else None
-        self._stepped, policies = going, [self._policy] * len(going)
-        given: dict[str, Any] = {"policies": policies, "kept": kept}
-        given["nums_before"] = [len(seq.committed) - seq.session.num_prompt for seq in going]
-        tokens, signals = self._signals.read(position, torch.cat(logits), hidden, token, **given)
+        self._stepped = going
+        tokens, signals = self._signals.read(
+            position,
+            torch.cat(logits),
+            torch.cat([row.hidden for row in rows]) if self._policy.heads else None,
+            token,
+            policies=[self._policy] * len(going),
+            nums_before=[len(seq.committed) - seq.session.num_prompt for seq in going],
+            kept=kept,
+        )
         outcomes = zip(going, map(refuse_no_token, tokens, dists), signals, dists, strict=True)
         return [seq for seq, token_id, drawn, q in outcomes if seq.drafter.take(token_id, drawn, q)]
 
     def _continuing(self, going: list[_Sequence], busy: list[_Sequence]) -> list[_Sequence]:
-        """Rows that the batch's rule lets continue, among those whose policies want to."""
+        """Sequences that the batch's rule lets continue, among those whose policies want to."""
         if self._controller is None or not going:
             return going
         self._controller.stop_losing([seq.drafter.run for seq in going], sum(seq.num_planned for seq in busy))
-        for sequence in going:
-            sequence.drafter.proposal.stop_reason = sequence.drafter.run.stop_reason
         return [sequence for sequence in going if sequence.drafter.run.is_going]
 
     def _dists(self, sequences: list[_Sequence], logits: list[Tensor]) -> Sequence[Float[Tensor, "rows vocab"]]:
@@ -185,12 +188,12 @@ class Batch:
         ]
 
     def _settle(self, sequence: _Sequence, p: Float[Tensor, "rows vocab"]) -> Round:
-        proposal = sequence.drafter.proposal
-        verdict = verify(proposal.tokens, proposal.dists, p, sequence.session.draws)
-        proposal.set_accepted(verdict.num_accepted, p, sequence.session.draws)
-        # not timed: the seconds are the batch's (`BatchRound`)
-        models: dict[str, Any] = {"target": sequence.target, "drafter": sequence.drafter}
-        round_ = settle_round(sequence.committed, proposal, verdict.next_token, **models, eos_ids=self._eos_ids)
+        drafter, draws, proposal = sequence.drafter, sequence.session.draws, sequence.drafter.proposal
+        verdict = verify(proposal.tokens, proposal.dists, p, draws)
+        proposal.set_accepted(verdict.num_accepted, p, draws)
+        proposal.stop_reason = drafter.run.stop_reason
+        settled = sequence.committed, proposal, verdict.next_token, sequence.target, drafter
+        round_ = settle_round(*settled, eos_ids=self._eos_ids)  # not timed: the seconds are the batch's (`BatchRound`)
         assert sequence.number is not None
         self._rounds[sequence.number].append(round_)
         if round_.emitted[-1] in self._eos_ids or len(sequence.committed) >= sequence.end:

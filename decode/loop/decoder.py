@@ -5,6 +5,7 @@ still fits. The output has the distribution of the target alone under the same `
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from operator import index
 from time import perf_counter
 from typing import Any, SupportsIndex
@@ -17,14 +18,15 @@ from transformers import PreTrainedModel
 from decode.loop.batch import Batch, BatchRound
 from decode.loop.drafter import Drafter, ModelDrafter, Proposal
 from decode.loop.rounds import Generation, Round, settle_round
-from decode.loop.session import Session, cached, check_free
+from decode.loop.session import Session, cached
 from decode.policies.batch import batched
-from lm import CachedModel, FeatureModel, RandomSampler, Sampler, Sampling, verify
+from lm import CachedModel, FeatureModel, GreedySampler, RandomSampler, Sampler, Sampling, verify
 from lm.batch import BatchModel
 from lm.masks import Tree
 from lm.verification import node_probs, verify_tree
 
 Ids = Iterable[SupportsIndex]
+_TOKEN = "a token id of a prompt"
 
 
 class SpeculativeDecoder:
@@ -58,7 +60,6 @@ class SpeculativeDecoder:
         self.sampling = sampling or Sampling()
         self.max_draft_length = max_draft_length
         self.eos_ids = self.target.eos_ids if eos_ids is None else eos_ids
-        self._is_streaming = False
 
     def generate(
         self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Sampler | None = None
@@ -105,10 +106,16 @@ class SpeculativeDecoder:
             raise ValueError(
                 f"a {name} drafts for one prompt at a time; use generate, or a ModelDrafter of a separate draft model"
             )
-        if (num_rows := integer_of(batch_size, "batch_size")) < 1:
+        [num_rows], all_ids = integers_of(batch_size, "batch_size"), [integers_of(ids, _TOKEN) for ids in prompts]
+        if num_rows < 1:
             raise ValueError(f"batch_size is {num_rows}; it must be at least 1")
-        all_ids = [ids_of(prompt) for prompt in prompts]
-        limits = limits_of(max_new_tokens, len(all_ids))
+        limits = integers_of(max_new_tokens, "max_new_tokens")
+        limits = limits * len(all_ids) if len(limits) == 1 else limits
+        if len(limits) != len(all_ids):
+            raise ValueError(
+                f"max_new_tokens has {len(limits)} entries for {len(all_ids)} prompts; give one number, or one per "
+                "prompt"
+            )
         for ids, limit in zip(all_ids, limits, strict=True):
             self._check(len(ids), limit)
         draws = (
@@ -116,24 +123,19 @@ class SpeculativeDecoder:
             if generator is None or isinstance(generator, torch.Generator)
             else generator
         )
+        everyone = Session(self.sampling, self.eos_ids, GreedySampler(), [*chain.from_iterable(all_ids)])
         for model, role in ((self.target, "target"), (self.drafter.model, "draft")):
-            check_free(model, role)  # its self-check may use its cache
-            model.check_mode()
-            for ids in all_ids:
-                Session(self.sampling, self.eos_ids, draws[0], ids).check_prompt(model, role)
+            everyone.check(model, role)  # the batch's self-check may use its cache
             if len({model.limit_of(len(ids)) for ids in all_ids}) > 1:
                 raise ValueError(
                     f"prompts are on both sides of the length where the {role} changes its rotary frequencies "
                     f"(`lm.rope`), up to {max(map(len, all_ids))} tokens; decode the long ones apart"
                 )
-        target, draft = self._batch_model(self.target, num_rows), self._batch_model(self.drafter.model, num_rows)
+        target, draft = BatchModel(self.target, num_rows), BatchModel(self.drafter.model, num_rows)
         policy = batched(self.drafter.policy, num_rows)
         drafters = [ModelDrafter(row, policy) for row in draft.rows]
         batch = Batch(target, draft, drafters, sampling=self.sampling, eos_ids=self.eos_ids)
         return batch, batch.rounds(all_ids, limits, draws, max_draft_length=self.max_draft_length)
-
-    def _batch_model(self, model: CachedModel, num: int) -> BatchModel:
-        return BatchModel(model, num)
 
     def stream(
         self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Sampler | None = None
@@ -145,35 +147,22 @@ class SpeculativeDecoder:
                 another open stream; a model that is in use or in train mode, or whose ids do not fit
                 (`decode.loop.session`).
         """
-        ids, limit = ids_of(prompt_ids), integer_of(max_new_tokens, "max_new_tokens")
-        self._check(len(ids), limit)
+        committed, [limit] = integers_of(prompt_ids, _TOKEN), integers_of(max_new_tokens, "max_new_tokens")
+        self._check(len(committed), limit)
         draws = RandomSampler(generator) if generator is None or isinstance(generator, torch.Generator) else generator
-        self._is_streaming = True
-        try:
-            with Session(self.sampling, self.eos_ids, draws, ids) as session:
-                yield from self._rounds(ids, limit, session)
-        finally:
-            self._is_streaming = False
-
-    def _rounds(self, prompt_ids: Sequence[int], max_new_tokens: int, session: Session) -> Iterator[Round]:
-        session.take(self.target, "target", verifies=True)
-        self.target.reset()
-        self.drafter.start(session)
-        committed = list(prompt_ids)
-        end = len(committed) + max_new_tokens
-        while len(committed) < end:
-            round_ = self._round(committed, end - len(committed), session.draws)
-            yield round_
-            if round_.emitted[-1] in self.eos_ids:
-                return
+        end = len(committed) + limit
+        with Session(self.sampling, self.eos_ids, draws, committed) as session:
+            session.take(self.target, "target", verifies=True)
+            self.target.reset()
+            self.drafter.start(session)
+            while len(committed) < end:
+                round_ = self._round(committed, end - len(committed), session.draws)
+                yield round_
+                if round_.emitted[-1] in self.eos_ids:
+                    return
 
     def _check(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
-        """Raise ValueError unless the caches are free and the target's context fits; the last token is never fed."""
-        if self._is_streaming:
-            raise ValueError(
-                "another stream of this decoder is open, and its caches hold one sequence; exhaust or close() that "
-                "stream first, or make a second decoder with its own models and drafter"
-            )
+        """Raise ValueError for a text that the target's context cannot hold; the last token is never fed."""
         if num_prompt_tokens < 1:
             raise ValueError("the prompt has no tokens; give at least 1, such as a BOS token")
         if max_new_tokens < 0:
@@ -193,15 +182,8 @@ class SpeculativeDecoder:
         drafted_s = perf_counter()
         verify_draft = self._verify_chain if proposal.tree is None else self._verify_tree
         next_token = verify_draft(committed, proposal, draws)
-        return settle_round(
-            committed,
-            proposal,
-            next_token,
-            target=self.target,
-            drafter=self.drafter,
-            eos_ids=self.eos_ids,
-            clock_s=(started_s, drafted_s),
-        )
+        settled = committed, proposal, next_token, self.target, self.drafter
+        return settle_round(*settled, eos_ids=self.eos_ids, clock_s=(started_s, drafted_s))
 
     def _verify_chain(self, text: list[int], proposal: Proposal, draws: Sampler) -> int:
         """Law 4.2: sets the accepted tokens and returns the next one."""
@@ -230,32 +212,12 @@ class SpeculativeDecoder:
         return torch.cat([self.sampling.dists(row[None], text, path) for row, path in zip(logits, paths, strict=True)])
 
 
-def integer_of(value: Any, name: str) -> int:
-    """An integer of Python's, numpy's or torch's; ValueError for anything else."""
-    try:
-        return index(value)
-    except TypeError:
-        raise ValueError(f"{name} is {value!r} ({type(value).__name__}); it must be an integer") from None
-
-
-def ids_of(prompt_ids: Ids) -> list[int]:
-    """The ids of one prompt, as Python's integers."""
-    return [integer_of(token_id, "a token id of a prompt") for token_id in _listed(prompt_ids)]
-
-
-def limits_of(max_new_tokens: Any, num_prompts: int) -> list[int]:
-    """The length limit of each prompt, from one number or one for each."""
-    limits = _listed(max_new_tokens)
-    if not isinstance(limits, Iterable) or isinstance(limits, str):
-        return [integer_of(limits, "max_new_tokens")] * num_prompts
-    limits = [integer_of(limit, "an entry of max_new_tokens") for limit in limits]
-    if len(limits) != num_prompts:
-        raise ValueError(
-            f"max_new_tokens has {len(limits)} entries for {num_prompts} prompts; give one number, or one per prompt"
-        )
-    return limits
-
-
-def _listed(numbers: Any) -> Any:
-    """Arrays and tensors as lists, which is faster than an index per entry."""
-    return numbers.tolist() if hasattr(numbers, "tolist") else numbers
+def integers_of(values: Any, name: str) -> list[int]:
+    """One integer or several, of Python, numpy or torch; `name` says in a ValueError what is none."""
+    values, integers = values.tolist() if hasattr(values, "tolist") else values, []  # faster than an index per entry
+    for value in values if isinstance(values, Iterable) else [values]:
+        try:
+            integers.append(index(value))
+        except TypeError:
+            raise ValueError(f"{name} is {value!r} ({type(value).__name__}); it must be an integer") from None
+    return integers

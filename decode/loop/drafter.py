@@ -133,25 +133,20 @@ class ModelDrafter(PolicyDrafter):
         vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
         """
         super().__init__(cached(model, vocab_size=vocab_size, with_hidden=bool(policy.heads)), policy)
-        self.reads_at_end = self._may_read_at_end()
+        self._reads_signals = type(policy).after is not Policy.after or policy.stops_before or bool(policy.signals)
 
     def start(self, session: Session) -> None:
-        signals = self._signals
         super().start(session)
-        if self._signals is not signals:  # the draft was moved
-            self.reads_at_end = self._may_read_at_end()
         self._fused = fused_step(self.policy, self.model, session.sampling, session.draws)
 
-    def _may_read_at_end(self) -> bool:
+    def reads_at_end(self) -> bool:
         """Whether the whole draft stays on an accelerator, since its policy reads no signal (fixed length)."""
-        policy = self.policy
-        reads = type(policy).after is not Policy.after or policy.stops_before or bool(policy.signals)
-        return self.model.device.type != "cpu" and not reads
+        return self.model.device.type != "cpu" and not self._reads_signals and self._session.sampling.sees_no_tokens
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         num_tokens = self.begin(committed, max_tokens)
         pending = committed[len(self.model) :]
-        if self.reads_at_end and num_tokens > 0 and self._session.sampling.sees_no_tokens:
+        if num_tokens > 0 and self.reads_at_end():
             self._propose_on_device(pending, num_tokens)
             return self.proposal
         while num_tokens > 0 and self.take(*self._step(committed, pending)):

@@ -140,9 +140,9 @@ def settle_round(
     text: list[int],
     proposal: Proposal,
     next_token: int,
-    *,
     target: CachedModel,
     drafter: Drafter,
+    *,
     eos_ids: frozenset[int],
     clock_s: tuple[float, float] | None = None,
 ) -> Round:
@@ -153,34 +153,26 @@ def settle_round(
         proposal: the draft, with its `accepted` tokens.
         next_token: the target's token after them.
         target: verified the draft.
-        drafter: made the draft.
+        drafter: made it.
         eos_ids: tokens that end a generation.
         clock_s: when the round began, and when it was drafted; None: the round is not timed.
     """
-    emitted = [proposal.tokens[index] for index in proposal.accepted]
+    accepted, tree = tuple(proposal.accepted), proposal.tree
+    emitted = [proposal.tokens[index] for index in accepted]
     if not (emitted and emitted[-1] in eos_ids):
         emitted.append(next_token)
     text += emitted
     # the cache holds all fed tokens and should hold text[:-1]: the rest is N_discarded, measured instead of derived
-    num_beyond, tree = len(target) - (len(text) - 1), proposal.tree
+    num_beyond = len(target) - (len(text) - 1)
     if tree is not None:
-        target.keep(list(proposal.accepted))  # type: ignore[attr-defined]
+        target.keep(accepted)
     target.roll_back(len(text) - 1)
-    drafter.conclude(text, len(proposal.accepted))
-    counts = _counts_of(proposal, len(proposal.accepted), len(emitted))
+    drafter.conclude(text, len(accepted))
+    counts = _counts_of(proposal, len(accepted), len(emitted))
     assert counts.num_discarded == num_beyond, f"law 4.4: {counts.num_discarded} discarded, {num_beyond} dropped"
     began_s, drafted_s, ended_s = (*clock_s, perf_counter()) if clock_s else (0.0, 0.0, 0.0)
-    return Round(
-        tuple(proposal.tokens),
-        len(proposal.accepted),
-        tuple(emitted),
-        proposal.stop_reason,
-        counts,
-        drafted_s - began_s,
-        ended_s - drafted_s,
-        None if tree is None else tuple(tree.parents),
-        () if tree is None else tuple(proposal.accepted),
-    )
+    times_s, shape = (drafted_s - began_s, ended_s - drafted_s), () if tree is None else (tuple(tree.parents), accepted)
+    return Round(tuple(proposal.tokens), len(accepted), tuple(emitted), proposal.stop_reason, counts, *times_s, *shape)
 
 
 def _counts_of(proposal: Proposal, num_accepted: int, num_emitted: int) -> Counts:

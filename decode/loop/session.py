@@ -20,6 +20,11 @@ from lm import CachedModel, DraftModel, GreedySampler, Sampler, Sampling
 class Session:
     """State that one generation shares with its drafters; open while it is entered."""
 
+    _num_emitted: int | None = None
+    """Number of ids that the target may emit; None before a target is taken."""
+    _num_drafted = 0
+    """Number of ids that all verifying models have."""
+
     def __init__(
         self, sampling: Sampling, eos_ids: frozenset[int], draws: Sampler, prompt_ids: Sequence[int] = ()
     ) -> None:
@@ -34,11 +39,6 @@ class Session:
         self.sampling, self.eos_ids = sampling, eos_ids
         self.draws = GreedySampler() if sampling.is_greedy else draws
         self.is_open = False
-        """Whether it holds the models that it took."""
-        self._num_emitted: int | None = None
-        """Number of ids that the target may emit; None before a target is taken."""
-        self._num_drafted: int | None = None
-        """Number of ids that all verifying models have."""
 
     def __enter__(self) -> "Session":
         self.is_open = True
@@ -58,17 +58,25 @@ class Session:
         Raises:
             ValueError: the model is in use or in train mode, or its ids do not fit.
         """
-        check_free(model, role)
-        model.check_mode()
-        self.check_prompt(model, role)
-        self._check_ids(model, role)
+        self.check(model, role)
+        if self._num_emitted is not None:
+            self._check_ids(model, role, self._num_emitted)
         if verifies:
-            self._num_emitted = model.num_logits if self._num_emitted is None else self._num_emitted
             self._num_drafted = min(model.num_logits, self._num_drafted or model.num_logits)
+            self._num_emitted = self._num_emitted or model.num_logits
         model.session = self
 
-    def check_prompt(self, model: DraftModel, role: str) -> None:
-        """Raise ValueError if the model lacks an embedding for a token id of the prompt."""
+    def check(self, model: DraftModel, role: str) -> None:
+        """Raise ValueError for a model that an open generation has, that is in train mode, or that lacks an embedding
+        for a token id of the prompt.
+        """
+        if model.session is not None and model.session.is_open:
+            raise ValueError(
+                f"the {role} is already in use, by another part of this generation or by another open stream, and its "
+                "cache holds one sequence; make a model object for each use, or exhaust or close() the other stream "
+                "first"
+            )
+        model.check_mode()
         for token_id in self._prompt_range:
             if not 0 <= token_id < model.num_embeddings:
                 raise ValueError(
@@ -76,41 +84,21 @@ class Session:
                     f"{model.num_embeddings - 1}; encode the prompt with the pair's own tokenizer"
                 )
 
-    def _check_ids(self, model: DraftModel, role: str) -> None:
-        if self._num_emitted is None or self._num_drafted is None:
-            return
+    def _check_ids(self, model: DraftModel, role: str, num_emitted: int) -> None:
         if model.num_logits > self._num_drafted:
             raise ValueError(
                 f"the {role} has logits for {model.num_logits} ids, but its verifier for "
                 f"{self._num_drafted}; pass vocab_size={self._num_drafted} (or lm.Pair.vocab_size, the tokenizer's) to "
                 f"the {role}'s drafter, so that the others have probability 0"
             )
-        if model.num_embeddings < self._num_emitted:
+        if model.num_embeddings < num_emitted:
             raise ValueError(
-                f"the {role} has embeddings for {model.num_embeddings} ids, but the target may emit "
-                f"{self._num_emitted}; use models of one vocabulary, or, if the tokenizer has no more ids than either, "
-                "pass its vocab_size to target and drafter"
+                f"the {role} has embeddings for {model.num_embeddings} ids, but the target may emit {num_emitted}; use "
+                "models of one vocabulary, or, if the tokenizer has no more ids than either, pass its vocab_size to "
+                "target and drafter"
             )
 
 
-def cached(model: Any, *, vocab_size: int | None = None, with_hidden: bool = False, holds_trees: bool = False) -> Any:
-    """The model as a loop runs it: a `PreTrainedModel` is wrapped in a `CachedModel`, any other is one already.
-
-    Args:
-        model: as a caller hands it in.
-        vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
-        with_hidden: keep hidden states, for heads.
-        holds_trees: feed trees.
-    """
-    if isinstance(model, PreTrainedModel):
-        return CachedModel(model, vocab_size=vocab_size, with_hidden=with_hidden, holds_trees=holds_trees)
-    return model
-
-
-def check_free(model: DraftModel, role: str) -> None:
-    """Raise ValueError if an open generation has the model."""
-    if model.session is not None and model.session.is_open:
-        raise ValueError(
-            f"the {role} is already in use, by another part of this generation or by another open stream, and its "
-            "cache holds one sequence; make a model object for each use, or exhaust or close() the other stream first"
-        )
+def cached(model: Any, **settings: Any) -> Any:
+    """The model as a loop runs it: a `PreTrainedModel` is wrapped in a `CachedModel` with these settings."""
+    return CachedModel(model, **settings) if isinstance(model, PreTrainedModel) else model

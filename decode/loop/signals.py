@@ -36,6 +36,8 @@ class SignalReader:
 
     num_before = 0
     """Tokens of the response before the round."""
+    on_host = True
+    """Whether it reads tokens as numbers; otherwise as tensors on the device."""
 
     def __init__(self, policy: Policy, model: DraftModel) -> None:
         """Raises ValueError for a signal that does not exist, or a head or confidence that the draft does not fit."""
@@ -76,15 +78,13 @@ class SignalReader:
         Raises:
             ValueError: q is not finite.
         """
-        return self._read(position, logits, self._token(q, draws), row, probs)
+        token = draws.token(q) if self.on_host else draws.draw(q)
+        return self._read(position, logits, token, row, probs)
 
     def read(self, position: int, logits: Float[Tensor, " vocab"], token_id: int, *, row: int = -1) -> AfterDraw:
         """The signals of a token that is already known."""
-        token = token_id if isinstance(self, HostSignals) else torch.tensor([token_id], device=logits.device)
+        token = token_id if self.on_host else torch.tensor([token_id], device=logits.device)
         return self._read(position, logits, token, row, None)[1]
-
-    def _token(self, q: Tensor, draws: Sampler) -> int | Tensor:
-        raise NotImplementedError
 
     def _read(self, position: int, logits: Tensor, token: Any, row: int, probs: Tensor | None) -> tuple[int, AfterDraw]:
         raise NotImplementedError
@@ -136,9 +136,6 @@ class HostSignals(SignalReader):
         )
         self._previous: tuple[tuple[float, ...], int] = _NO_STATS, 0
 
-    def _token(self, q: Tensor, draws: Sampler) -> int:
-        return draws.token(q)
-
     def _read(self, position: int, logits: Tensor, token: int, row: int, probs: Tensor | None) -> tuple[int, AfterDraw]:
         if not self.requested:
             return token, AfterDraw(position)
@@ -160,11 +157,9 @@ class HostSignals(SignalReader):
             if self._score_drawn is not None:
                 drawn_logit = self._score_drawn(hidden, numbers, token)
         confidence = 0.0 if self.confidence_of is None else self.confidence_of.confidence().item()
-        token_prob = math.exp(stats.log_token_prob)
-        return token, AfterDraw(
-            *(position, stats.entropy, stats.max_prob, fed_logit, prefix_logit),
-            *(token_prob, drawn_logit, top_prob, confidence),
-        )
+        entropy, max_prob, log_token_prob = stats
+        before = position, entropy, max_prob, fed_logit, prefix_logit, top_prob, confidence
+        return token, AfterDraw(*before, math.exp(log_token_prob), drawn_logit)
 
     def _by_formula(self, logits: Tensor, token_id: int, names: list[str]) -> list[float]:
         return [column.item() for column in signals_of(logits[None], torch.tensor([token_id]), names).values()]
@@ -173,10 +168,8 @@ class HostSignals(SignalReader):
 class DeviceSignals(SignalReader):
     """Signals of a draft on an accelerator; the host waits for one transfer, at the end of the step."""
 
+    on_host = False
     _previous: tuple[dict[str, Tensor], Tensor]
-
-    def _token(self, q: Tensor, draws: Sampler) -> Tensor:
-        return draws.draw(q)
 
     @torch.inference_mode()
     def _read(

@@ -1,4 +1,4 @@
-"""Stopping policies: when to verify a draft. `decode.policies.base` has the protocol and says how to write your own."""
+"""Stopping policies: when to verify a draft. `decode.policies.base` has the protocol."""
 
 from decode.policies import registry
 from decode.policies.base import AfterDraw, BeforeDraw, Outcome, Policy

@@ -11,19 +11,7 @@ There is no way to drop the token just drawn, which would change the output dist
 *elementwise*: it works on Python floats (the loop, one sequence) and unchanged on numpy arrays (replay, one number per
 setting and prompt), so branch with `numpy.where` and combine conditions with `&` and `|`. The state is a tuple of
 numbers, or a NamedTuple of numbers or of such tuples. Each method returns a new one. Parameters may be arrays.
-
-A complete policy of your own:
-
-    @dataclass(frozen=True)
-    class Unsure(Policy):
-        \"""Keep the token, stop after it, when it or its whole distribution looks unsure.\"""
-
-        min_token_prob: float = 0.3
-        max_entropy: float = 2.0
-        signals = frozenset({"token_prob", "entropy"})
-
-        def after(self, state, drawn):
-            return state, (drawn.token_prob < self.min_token_prob) | (drawn.entropy > self.max_entropy)
+docs/extending.md has a complete policy.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,25 +58,26 @@ class BeforeDraw(NamedTuple):
 
 
 class AfterDraw(NamedTuple):
-    """Signals that are known once the token is drawn, and kept; those that nobody reads have these defaults."""
+    """Signals that are known once the token is drawn, and kept: those of `BeforeDraw`, and two more. Those that nobody
+    reads have these defaults.
+    """
 
     position: Number
     entropy: Number = 0.0
     max_prob: Number = 0.0
     fed_logit: Number = inf
     prefix_logit: Number = 0.0
+    top_prob: Number = 0.0
+    confidence_logit: Number = 0.0
     token_prob: Number = 0.0
     """q(y) of the drawn token y."""
     drawn_logit: Number = 0.0
     """The drawn-time head's logit for y."""
-    top_prob: Number = 0.0
-    confidence_logit: Number = 0.0
 
     @property
     def before(self) -> BeforeDraw:
         """The signals that were known before the draw."""
-        position, entropy, max_prob, fed_logit, prefix_logit, _, _, top_prob, confidence_logit = self
-        return BeforeDraw(position, entropy, max_prob, fed_logit, prefix_logit, top_prob, confidence_logit)
+        return BeforeDraw(*self[:-2])
 
 
 class Outcome(NamedTuple):
@@ -123,11 +112,9 @@ class Policy:
         Raises:
             ValueError: a parameter of another type than its default, or out of its range.
         """
-        parameters = {parameter.name: parameter for parameter in fields(self)}  # type: ignore[arg-type]
-        for name, parameter in parameters.items():
-            _check_type(parameter, getattr(self, name))
-        for name, least, most in self.ranges:
-            _check_range(parameters[name], getattr(self, name), least, most)
+        limits = {name: (least, most) for name, least, most in self.ranges}
+        for parameter in fields(self):  # type: ignore[arg-type]
+            _check(parameter, getattr(self, parameter.name), *limits.get(parameter.name, (-inf, inf)))
 
     @property
     def heads(self) -> "tuple[AcceptanceHead, ...]":
@@ -283,28 +270,21 @@ def mapped(function: Callable[..., Any], *states: State) -> State:
     return kind._make(values) if hasattr(kind, "_make") else tuple(values)
 
 
-def _check_type(parameter: Field[Any], value: Any) -> None:
-    """Raise unless the value is of the type of the default, or an array of such values."""
+def _check(parameter: Field[Any], value: Any, least: float, most: float) -> None:
+    """Raise unless the value, or each number of an array, is of the type of the default and within the range."""
     default, annotation = parameter.default, str(parameter.type)
     if value is default or (value is None and "None" in annotation):
         return
     if "bool" in annotation or isinstance(default, bool):
-        kinds, expected = "b", "true or false"
-    elif isinstance(default, int | float):
-        kinds, expected = "iuf", "a number"
+        is_valid, expected = np.asarray(value).dtype.kind == "b", "true or false"
+    elif isinstance(default, int | float) or least > -inf:
+        values, is_count = np.asarray(value), isinstance(default, int) and least > -inf
+        is_valid = values.dtype.kind in "iuf" and bool(np.all((values >= least) & (values <= most)))  # no NaN is
+        is_valid = is_valid and not (is_count and np.any(np.isinf(values) | (values != np.floor(values))))
+        expected = "a whole number" if is_count else "a probability" if most == 1 else "a number"
+        if least > -inf:
+            expected += f", at least {least}" if most == inf else f", between {least} and {most}"
     else:
         return
-    values = np.asarray(value)
-    if values.dtype.kind not in kinds or np.any(values != values):
+    if not is_valid:
         raise ValueError(f"{parameter.name} is {value!r}; it must be {expected}")
-
-
-def _check_range(parameter: Field[Any], value: Any, least: Number, most: Number) -> None:
-    """Raise unless every value is within the range, and whole if the default is an int."""
-    values, is_count = np.asarray(value), isinstance(parameter.default, int)
-    if np.any(~((values >= least) & (values <= most))) or (
-        is_count and np.any(np.isinf(values) | (values != np.floor(values)))
-    ):
-        expected = f"at least {least}" if most == inf else f"between {least} and {most}"
-        number = "a whole number" if is_count else "a probability" if most == 1 else "a number"
-        raise ValueError(f"{parameter.name} is {value}; it must be {number}, {expected}")

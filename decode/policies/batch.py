@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -42,10 +42,9 @@ class Curve:
     seconds: tuple[float | int, ...]
 
     def __post_init__(self) -> None:
-        rises = len(self.numbers) == len(self.seconds) > 0 and all(
-            a < b for a, b in zip(self.numbers, self.numbers[1:], strict=False)
-        )
-        if not rises or not all(0 < value < float("inf") for value in self.seconds):
+        numbers, seconds = np.array(self.numbers), np.array(self.seconds)
+        is_rising = len(numbers) == len(seconds) > 0 and bool((np.diff(numbers) > 0).all())
+        if not is_rising or not ((seconds > 0) & (seconds < inf)).all():
             raise ValueError(
                 f"a cost curve has numbers {list(self.numbers)} and seconds {list(self.seconds)}; use rising numbers, "
                 "and as many positive seconds"
@@ -80,27 +79,9 @@ class BatchCosts(NamedTuple):
         return self.draft(steps).sum() + self.target(num_tokens)
 
 
-class BatchRule:
-    """A policy for a whole batch, in which a `Controller` chooses sequences by their `expected_tokens`."""
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether `expected_tokens` needs the signals of the next step before its draw."""
-        return False
-
-    def expected_tokens(self, state: Any, signals: BeforeDraw | None = None) -> Number:
-        """Tokens that one more draft step of this sequence is expected to bring, its price not deducted.
-
-        Args:
-            state: of the draft so far.
-            signals: those of the next step before its draw; None unless the rule `looks_ahead`.
-        """
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
-class BatchAuto(ScoringPolicy, BatchRule):
-    """`auto` in a batch.
+class BatchAuto(ScoringPolicy):
+    """`auto` in a batch, in which a `Controller` chooses sequences by their `expected_tokens`.
 
     Attributes:
         head: scores tokens, calibrated.
@@ -110,6 +91,10 @@ class BatchAuto(ScoringPolicy, BatchRule):
         next_mean, index_offset, index_slope, first_index, also: as in `Auto`.
         prior_rounds: weight of the prior of lambda, in rounds.
         is_learning: refit the head's calibration, for each sequence from its own rounds.
+        block_size: of a draft whose block is one forward (DSpark), paid before the round: its tokens. A further token
+            then costs only its verification, without t_draft(|G|). With a prefix head, such as the draft's own
+            confidence head (law 4.8c), the next token's acceptance a_r is known before it is drawn, and worth_r = S_r *
+            a_r without an index. None: each token has its own forward.
     """
 
     head: AcceptanceHead
@@ -123,6 +108,7 @@ class BatchAuto(ScoringPolicy, BatchRule):
     also: AcceptanceHead | None = None
     prior_rounds: float = 16.0
     is_learning: bool | None = False
+    block_size: int | None = None
 
     # the state of one sequence: (survival, expected_tokens, learned calibration)
 
@@ -146,12 +132,21 @@ class BatchAuto(ScoringPolicy, BatchRule):
         survival, expected_tokens, learned = state
         return survival, expected_tokens, learned_from(learned, outcome.feedback)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `expected_tokens` needs the signals of the next step before its draw."""
+        return self.block_size is not None and self.head.timing == "prefix"
+
     def expected_tokens(self, state: State, signals: BeforeDraw | None = None) -> Number:
-        return state[1]
+        """Tokens that one more draft step of this sequence is expected to bring, its price not deducted; `signals` are
+        those of that step before its draw, and None unless the rule `looks_ahead`.
+        """
+        return state[1] if signals is None else self.scored_before(state[0], state[2], signals)
 
     def step_cost_s(self, numbers: Any, num_tokens: int) -> Any:
         """Seconds of one more draft step for `numbers` sequences if `num_tokens` are verified without it."""
-        return self.costs.target(num_tokens + numbers) - self.costs.target(num_tokens) + self.costs.draft(numbers)
+        verifying_s = self.costs.target(num_tokens + numbers) - self.costs.target(num_tokens)
+        return verifying_s if self.block_size else verifying_s + self.costs.draft(numbers)
 
     def controller(self) -> BatchController:
         """The rule's state for one run of a batch."""
@@ -159,42 +154,10 @@ class BatchAuto(ScoringPolicy, BatchRule):
 
     def prior(self) -> float:
         """lambda of the best fixed length, if every token were accepted with probability `next_mean`."""
-        lengths = np.arange(LONGEST + 1)
-        return self._best_rate(lengths, lengths * self.costs.draft(self.batch_size))
-
-    def _best_rate(self, lengths: Any, draft_s: Any) -> float:
+        lengths = np.arange((self.block_size or LONGEST) + 1)
         tokens = self.batch_size * np.cumsum(self.next_mean**lengths)
+        draft_s = (1 if self.block_size else lengths) * self.costs.draft(self.batch_size)
         return float((tokens / (draft_s + self.costs.target(self.batch_size * (lengths + 1)))).max())
-
-
-@dataclass(frozen=True)
-class BlockAuto(BatchAuto):
-    """The rule for a draft whose block is one forward (DSpark), which is paid before the round. A further token costs
-    only its verification:
-
-        the G of the largest  sum over r in G of worth_r - lambda * (t_target(m + |G|) - t_target(m))
-
-    With a prefix head, such as the draft's own confidence head (law 4.8c), the next token's acceptance a_r is known
-    before it is drawn, and worth_r = S_r * a_r without an index.
-
-    Attributes:
-        block_size: tokens of a block.
-    """
-
-    block_size: int = 7
-
-    @cached_property
-    def looks_ahead(self) -> bool:  # type: ignore[override]
-        return self.head.timing == "prefix"
-
-    def expected_tokens(self, state: State, signals: BeforeDraw | None = None) -> Number:
-        return super().expected_tokens(state) if signals is None else self.scored_before(state[0], state[2], signals)
-
-    def step_cost_s(self, numbers: Any, num_tokens: int) -> Any:
-        return self.costs.target(num_tokens + numbers) - self.costs.target(num_tokens)
-
-    def prior(self) -> float:
-        return self._best_rate(np.arange(self.block_size + 1), self.costs.draft(self.batch_size))
 
 
 class Controller:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from decode.policies.auto import Auto
-from decode.policies.batch import BatchAuto, BatchCosts, BlockAuto
+from decode.policies.batch import BatchAuto, BatchCosts
 from decode.policies.head import HeadPolicy
 from evaluation.batches.load import queue_of
 from evaluation.batches.lockstep import step_through
@@ -86,9 +86,7 @@ def batch_auto_for(head: Any, trace: Trace, costs: BatchCosts, size: int) -> Bat
     """The rule of a batch for these curves and this batch size; lambda is the throughput that it leads to on the
     trace.
     """
-    kind = BatchAuto if trace.block_size is None else BlockAuto
-    of_blocks: dict[str, Any] = {} if trace.block_size is None else {"block_size": trace.block_size}
-    rule = kind(head, costs, size, **_index(trace, head), **of_blocks)
+    rule = BatchAuto(head, costs, size, **_index(trace, head), block_size=trace.block_size)
     rows = queue_of(len(trace.rows), size)
 
     def reached(_: Sequence[int], rates: Sequence[float]) -> list[float]:

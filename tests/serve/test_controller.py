@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from decode.policies import AfterDraw, FixedLength, Policy
-from decode.policies.batch import BatchRule
+from decode.policies.batch import BatchAuto, BatchCosts, Curve
+from heads import AcceptanceHead
 from serve.controller import Measured, MeasuredController
 from serve.lanes import Lanes, RequestRow
 
@@ -17,8 +18,7 @@ LONGEST, T_DRAFT = 20, 0.01
 Times = Callable[[float], float]
 
 
-@dataclass(frozen=True)
-class Known(Policy, BatchRule):
+class Known(BatchAuto):
     """A rule that knows how likely each drafted token is to be accepted: its `token_prob` here."""
 
     signals = frozenset({"token_prob"})
@@ -29,8 +29,14 @@ class Known(Policy, BatchRule):
     def after(self, state, drawn):
         return (state[0] * drawn.token_prob,), False
 
-    def expected_tokens(self, state):
+    def end(self, state, outcome):
+        return state
+
+    def expected_tokens(self, state, signals=None):
         return state[0] * MEAN
+
+
+KNOWN = Known(AcceptanceHead(4, 0, "drawn"), BatchCosts(Curve.line(1.0), Curve.line(1.0)))
 
 
 def row_of(name: str, policy: Policy, verified: Sequence[int] = (), num_accepted: int = 0) -> RequestRow:
@@ -55,7 +61,7 @@ class Engine:
 
     def run(self, policies: list[Policy], num_rounds: int) -> float:
         """Tokens per second."""
-        names = [f"{place} {policy}" for place, policy in enumerate(policies)]
+        names = [f"{place} {type(policy)}" for place, policy in enumerate(policies)]
         tokens, since = self.tokens, self.now
         for _ in range(num_rounds):
             pairs, nothing = zip(names, policies, strict=True), ((), 0)
@@ -107,13 +113,13 @@ def best_fixed(num_rows: int, token_s: float) -> float:
 @pytest.mark.parametrize("token_s", [0.0, 0.002])
 def test_the_rule_is_as_fast_as_the_best_fixed_length_or_faster_with_times_that_it_measures(num_rows, token_s, gain):
     engine = Engine(steps, verification(token_s))
-    engine.run([Known()] * num_rows, 10)
-    assert engine.run([Known()] * num_rows, 1600 // num_rows) > gain * best_fixed(num_rows, token_s)
+    engine.run([KNOWN] * num_rows, 10)
+    assert engine.run([KNOWN] * num_rows, 1600 // num_rows) > gain * best_fixed(num_rows, token_s)
 
 
 def test_costs_and_throughput_are_those_of_the_engine():
     engine = Engine(steps, verification(0.001))
-    rate = engine.run([Known()] * 4, 300)
+    rate = engine.run([KNOWN] * 4, 300)
     costs = engine.controller._costs
     assert costs.draft(4) == pytest.approx(steps(4))
     for tokens in (12, 24):  # the first step, which is always made, counts to the target
@@ -123,27 +129,27 @@ def test_costs_and_throughput_are_those_of_the_engine():
 
 def test_a_rule_that_served_many_serves_one_as_if_it_had_served_no_other():
     fresh, after = Engine(steps, verification(0.0)), Engine(steps, verification(0.0))
-    fresh.run([Known()], 200)
-    after.run([Known()] * 16, 50)
+    fresh.run([KNOWN], 200)
+    after.run([KNOWN] * 16, 50)
     after.lengths.clear()
-    after.run([Known()], 120)
+    after.run([KNOWN], 120)
     assert after.mean_length(100) == pytest.approx(fresh.mean_length(150), rel=0.2)
 
 
 def test_a_draft_that_was_slow_at_first_is_tried_again():
     is_slow = True
     engine = Engine(lambda rows: steps(rows) * (8 if is_slow else 1), verification(0.0))
-    engine.run([Known()], 60)
+    engine.run([KNOWN], 60)
     assert engine.mean_length(40) < 2
     is_slow = False
-    engine.run([Known()], 1400)
+    engine.run([KNOWN], 1400)
     assert engine.mean_length(100) > 4
 
 
 @pytest.mark.parametrize("token_s", [0.0, 0.01])
 def test_rows_of_the_rule_take_steps_that_others_pay(token_s: float):
     engine = Engine(steps, verification(token_s))
-    engine.run([Known(), FixedLength(6)], 150)
+    engine.run([KNOWN, FixedLength(6)], 150)
     rule, fixed = engine.lengths.values()
     assert set(fixed) == {6}
     # where verification is free, so are the first six steps
@@ -152,11 +158,11 @@ def test_rows_of_the_rule_take_steps_that_others_pay(token_s: float):
 
 def test_a_step_that_reads_a_prompt_says_nothing_of_verification():
     engine = Engine(steps, verification(0.0))
-    engine.run([Known()], 50)
+    engine.run([KNOWN], 50)
     before = engine.controller._costs.target(8)
     engine.now += 1000.0  # a long prompt
-    engine.round([row_of("new", Known())])
-    engine.round([row_of("newer", Known())])
+    engine.round([row_of("new", KNOWN)])
+    engine.round([row_of("newer", KNOWN)])
     assert engine.controller._costs.target(8) == pytest.approx(before)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import decode.loop.decoder
 from decode import ModelDrafter, SpeculativeDecoder, policies
 from decode.drafters.trees import Shape, TreeDrafter
 from decode.policies import FixedLength, HeadPolicy, Policy
@@ -167,7 +168,7 @@ AUTOS = {
 
 
 class ToyBatch(BatchModel):
-    """Toys that feed themselves."""
+    """Toys that feed themselves, in the batches of every decoder."""
 
     def __init__(self, model, num):
         shape = {"width": model.width, "sharpness": model.sharpness}
@@ -175,6 +176,11 @@ class ToyBatch(BatchModel):
 
     def feed(self, rows, new_tokens, num_logits):
         return [row.feed(tokens, num) for row, tokens, num in zip(rows, new_tokens, num_logits, strict=True)]
+
+
+decode.loop.decoder.BatchModel = lambda model, num: (ToyBatch if isinstance(model, ToyModel) else BatchModel)(
+    model, num
+)
 
 
 def decoder_of(

@@ -11,23 +11,12 @@ import decode.loop.decoder
 import lm.selfcheck
 from decode import Generation, ModelDrafter, SpeculativeDecoder
 from decode.loop.batch import Batch
-from decode.loop.decoder import limits_of
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from lm import RandomSampler, Sampling
 from lm import batch as batch_module
-from lm.batch import BatchModel
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of, seeded
-from tests.toys.loop import AUTOS, OTHER, POLICIES, PROMPT, RULE, SAMPLINGS, LearnedProb, ToyBatch, decoder_of, toy_head
+from tests.toys.loop import AUTOS, OTHER, POLICIES, PROMPT, RULE, SAMPLINGS, LearnedProb, decoder_of, toy_head
 from tests.toys.random_pairs import CONFIGS, random_pair
-
-
-@pytest.fixture(autouse=True)
-def toys(monkeypatch):
-    monkeypatch.setattr(
-        SpeculativeDecoder,
-        "_batch_model",
-        lambda self, model, num: (ToyBatch if isinstance(model, ToyModel) else BatchModel)(model, num),
-    )
 
 
 def draws_of(seed: int) -> RandomSampler:
@@ -238,9 +227,9 @@ def batch_of_another_drafter():
             )
         ),
         (lambda: in_batch(PROMPT, [3, 3]), "max_new_tokens has 2 entries for 1 prompts"),
-        (lambda: limits_of(2.5, 1), r"max_new_tokens is 2\.5"),
-        (lambda: limits_of("3", 1), "max_new_tokens is '3'"),
-        (lambda: limits_of([2.0], 1), r"an entry of max_new_tokens is 2\.0"),
+        (lambda: alone(PROMPT, 2.5), r"max_new_tokens is 2\.5"),
+        (lambda: in_batch(PROMPT, "3"), "max_new_tokens is '3'"),
+        (lambda: in_batch(PROMPT, [2.0]), r"max_new_tokens is 2\.0"),
         (lambda: in_batch([1], 4, batch_size=0), "batch_size is 0"),
         (lambda: in_batch([], 4), "the prompt has no tokens"),
         (batch_of_a_window, "MistralForCausalLM cannot be decoded in batches: its cache has DynamicSlidingWindowLayer"),

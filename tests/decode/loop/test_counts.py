@@ -37,7 +37,7 @@ def test_counts_are_what_real_models_saw_read_or_unread(eos_ids, is_unread):
     target, draft = random_pair("llama")
     decoder = SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(5)), eos_ids=eos_ids)
     # as on an accelerator: what lies beyond an EOS was drafted for nothing, and counts
-    decoder.drafter.is_unread = is_unread
+    decoder.drafter.reads_at_end = lambda: is_unread
     for seed in range(8):
         assert_counts(decoder, 24, seed=seed)
 
@@ -80,7 +80,7 @@ def test_one_stream_at_a_time_and_one_that_is_closed_or_fails_frees_its_decoder(
     decoder = decoder_of(FixedLength(2), eos_ids=())
     first = decoder.stream(PROMPT, 12, generator=seeded())
     begun = next(first)
-    with pytest.raises(ValueError, match="another stream"):
+    with pytest.raises(ValueError, match="another open stream"):
         next(decoder.stream(PROMPT, 12))
     with pytest.raises(ValueError, match="close"):
         decoder.generate(PROMPT, 12)

@@ -11,7 +11,7 @@ from decode.policies import FixedLength, Policy
 from decode.policies.base import AfterDraw, Outcome, State
 from serve.lanes import Lane
 from tests.toys.enumeration import ToyModel, seeded
-from tests.toys.loop import PROMPT, ToyBatch, decoder_of, tree_decoder_of
+from tests.toys.loop import PROMPT, decoder_of, tree_decoder_of
 
 
 class Pupil(Policy):
@@ -56,7 +56,6 @@ def played(decoder: SpeculativeDecoder) -> int:
 
 def batch(pupil: Pupil) -> int:
     decoder = decoder_of(pupil, eos_ids=())
-    decoder._batch_model = ToyBatch
     generations = decoder.generate_batch([PROMPT, [1]], 20, batch_size=2, generator=seeded())
     return sum(num_revealed(each.rounds) for each in generations)
 

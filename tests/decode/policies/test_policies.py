@@ -231,7 +231,7 @@ def test_specs_parse_to_policies(monkeypatch):
     [("svip", "no policy"), ("entropy:h=1", "no parameter"), ("entropy:0.4", "parameter=value"),
      ("head", "exported head"), ("token_prob:min_token_prob=1.5", "probability"), ("fixed_length:k=-1", "at least 0"),
      ("heuristic:k=0", "at least 1"), ("ada_edl:scale=-3", "at least 0"), ("self_verify:initial=abc", "initial"),
-     ("ada_edl:target_rate=abc", "target_rate is 'abc'; it must be a number"), ("llama_cpp:n_max=abc", "n_max"),
+     ("ada_edl:target_rate=abc", "target_rate is 'abc'; it must be a prob"), ("llama_cpp:n_max=abc", "n_max"),
      ("ada_edl:initial_lambda=true", "initial_lambda"), ("self_verify:initial=-1", "at least 0"),
      ("fixed_length:k=true", "k is True"), ("fixed_length:k=2.5", "whole number"), ("heuristic:k=1e999", "whole"),
      ("fixed_length:k=2,k=3", "gives k twice"), ("head:PATH,head=OTHER", "gives head twice"),

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from decode import SpeculativeDecoder
 from decode.policies import FixedLength, HeadPolicy, TokenProb
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchAuto, BatchCosts, Curve, batched
@@ -20,7 +19,7 @@ from evaluation.tuning.rule import batch_auto_for
 from lm import RandomSampler, Sampling
 from tests.toys import small_pair
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
-from tests.toys.loop import AUTOS, OTHER, POLICIES, PROMPT, SAMPLINGS, LearnedProb, ToyBatch, decoder_of, toy_head
+from tests.toys.loop import AUTOS, OTHER, POLICIES, PROMPT, SAMPLINGS, LearnedProb, decoder_of, toy_head
 from tests.toys.traces import traced
 
 COSTS = BatchCosts(Curve.line(0.2), Curve.line(1.0, 0.05))
@@ -54,8 +53,7 @@ SIZED += [(policy, size) for policy in ("ada_edl", *RULES) for size in (1, 8)]
 
 
 @pytest.mark.parametrize(("policy", "size"), SIZED)
-def test_a_batch_of_replay_is_the_batch_of_the_loop(policy, size, monkeypatch):
-    monkeypatch.setattr(SpeculativeDecoder, "_batch_model", lambda self, model, num: ToyBatch(model, num))
+def test_a_batch_of_replay_is_the_batch_of_the_loop(policy, size):
     trace, chosen = some(40), (POLICIES | RULES)[policy]
     rows = queue_of(len(trace.rows), 2)[:24]
     requests = [trace.rows[row] for row in rows]
@@ -162,8 +160,7 @@ def test_a_curve_goes_on_as_it_ends_and_one_that_is_none_is_refused():
 
 
 @pytest.mark.parametrize("rule", AUTOS)
-def test_a_sequence_has_the_targets_law_under_every_rule_of_a_batch(rule, monkeypatch):
-    monkeypatch.setattr(SpeculativeDecoder, "_batch_model", lambda self, model, num: ToyBatch(model, num))
+def test_a_sequence_has_the_targets_law_under_every_rule_of_a_batch(rule):
     decoder = decoder_of(AUTOS[rule], sampling=SAMPLINGS["cold"])
 
     def play(draws):

@@ -8,7 +8,7 @@ import pytest
 from data_gen.responses.exchange import Exchange
 from decode.policies import DSparkConfidence, FixedLength, HeadPolicy
 from decode.policies.base import Policy
-from decode.policies.batch import BatchCosts, BlockAuto, Curve
+from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from evaluation.batches.load import load_of, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.report.batches import estimator_of
@@ -68,7 +68,7 @@ def test_sequences_that_do_not_depend_on_each_other_need_no_stepping(policy, siz
 @pytest.mark.parametrize("price", [0.25, 0.45, 0.6])
 def test_where_verification_is_a_line_a_token_is_kept_iff_it_is_worth_its_price(price, size, trace):
     """The price is lambda times the slope of t_target; the seconds of the draft are none of it."""
-    rule = BlockAuto(HEAD, COSTS, size, throughput=price / 0.12, block_size=BLOCK)
+    rule = BatchAuto(HEAD, COSTS, size, throughput=price / 0.12, block_size=BLOCK)
     rows = queue_of(len(trace.rows), size)
     alone = load_of(replay_rounds(trace, Priced(HEAD, 1.0 - price, is_calibrated=True)), rows, size)
     assert_same_load(alone, step_through(trace, rule, rows, size))
@@ -80,7 +80,7 @@ def test_where_verification_is_a_line_a_token_is_kept_iff_it_is_worth_its_price(
 def test_the_dearer_a_verified_token_the_fewer_are_verified(trace):
     tokens = []
     for each_s in (0.0, 0.1, 0.3, 1.0):
-        rule = BlockAuto(HEAD, BatchCosts(Curve.line(0.4), Curve.line(1.0, each_s)), 4, block_size=BLOCK)
+        rule = BatchAuto(HEAD, BatchCosts(Curve.line(0.4), Curve.line(1.0, each_s)), 4, block_size=BLOCK)
         load = step_through(trace, rule, queue_of(len(trace.rows), 4), 4)
         tokens.append(load.num_tokens.sum() / load.emitted.sum())
     assert tokens == sorted(tokens, reverse=True)
@@ -89,7 +89,6 @@ def test_the_dearer_a_verified_token_the_fewer_are_verified(trace):
 
 def test_the_lambda_of_the_rule_is_the_throughput_that_it_leads_to(trace):
     rule = batch_auto_for(HEAD, trace, COSTS, 4)
-    assert isinstance(rule, BlockAuto)
     assert rule.block_size == BLOCK
     reached = step_through(trace, rule, queue_of(len(trace.rows), 4), 4).throughput(COSTS).tokens_per_s
     assert reached == pytest.approx(rule.throughput, rel=5e-3)
@@ -120,7 +119,7 @@ class LargestProduct(Policy):
 )
 def test_the_drafts_own_confidence_and_its_largest_probability_are_heads_of_the_rule_and_learn(score, alone, trace):
     """The rule keeps what the threshold on the product keeps that is the price of a token."""
-    rule = BlockAuto(ScoreHead(score), COSTS, 4, throughput=0.3 / 0.12, block_size=BLOCK)
+    rule = BatchAuto(ScoreHead(score), COSTS, 4, throughput=0.3 / 0.12, block_size=BLOCK)
     rows = queue_of(len(trace.rows), 4)
     expected = load_of(replay_rounds(trace, alone), rows, 4)
     assert_same_load(expected, step_through(trace, rule, rows, 4))
@@ -142,7 +141,6 @@ def test_the_estimator_is_the_regression_over_all_that_verification_reveals(trac
 def test_with_a_head_that_scores_what_is_drawn_the_next_token_has_its_index(trace):
     head = feature_head("drawn", draft("rnn").hidden_size)
     rule = batch_auto_for(head, trace, COSTS, 4)
-    assert isinstance(rule, BlockAuto)
     assert not rule.looks_ahead
     rows, dear = queue_of(len(trace.rows), 4), COSTS._replace(draft=Curve.line(9.0))
     load = step_through(trace, rule, rows, 4)

@@ -93,7 +93,7 @@ def test_the_rule_goes_on_exactly_while_survival_times_the_index_covers_the_pric
             score = sigmoid(logit)
             survival *= score
             index = 0.15 if position == 0 and rule is fed else 0.3 + 0.5 * score
-            state, stops = rule.after(state, AfterDraw(position, 0.0, 0.0, logit, logit, 0.0, logit))
+            state, stops = rule.after(state, AfterDraw(position, fed_logit=logit, drawn_logit=logit))
             assert stops == (survival * index < 2.0 * 0.1), (rule, position)
 
 
