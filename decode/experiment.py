@@ -23,7 +23,7 @@ from data_gen.store.identity import describe_model
 from data_gen.store.manifest import read_manifest
 from decode.drafters.factory import check_micro
 from decode.policies.base import Policy
-from decode.policies.recommended import UNTUNED, best_head, read_verdict
+from decode.policies.recommended import best_head, read_verdict
 from decode.policies.registry import policy_of, read_spec
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
@@ -265,7 +265,7 @@ class Experiment:
                     f"policy {spec!r} needs a head, and there is none in {self.exported}; run `acceptance-heads "
                     "export`, or give one: head:PATH"
                 )
-            parameters = ({} if best.is_tuned or parameters else UNTUNED) | {"head": best.path} | parameters
+            parameters = {"head": best.path, **(parameters or best.settings)}
         return policy_of(name, parameters, self.load_head)
 
     @cached_property
@@ -291,15 +291,10 @@ def names_apart(paths: Sequence[str]) -> list[str]:
 
     a/best and b/best -> a/best and b/best;  runs/a/best and runs/b/worst -> best and worst
     """
-    split_paths = [PurePath(path).parts for path in dict.fromkeys(paths)]
-    lengths = [1] * len(split_paths)
-    while True:
-        names = ["/".join(parts[-length:]) for parts, length in zip(split_paths, lengths, strict=True)]
-        shared = Counter(names)
-        longer = [
-            min(length + (shared[name] > 1), len(parts))
-            for name, parts, length in zip(names, split_paths, lengths, strict=True)
-        ]
-        if longer == lengths:
-            return names
-        lengths = longer
+    every = [PurePath(path).parts for path in dict.fromkeys(paths)]
+
+    def num_parts(parts: tuple[str, ...]) -> int:
+        ends = Counter(other[-num:] for other in every for num in range(1, len(other) + 1))
+        return next((num for num in range(1, len(parts)) if ends[parts[-num:]] == 1), len(parts))
+
+    return ["/".join(parts[-num_parts(parts) :]) for parts in every]

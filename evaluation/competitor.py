@@ -10,7 +10,7 @@ import numpy as np
 from decode.experiment import Experiment
 from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import HeadPolicy, Policy
-from decode.policies.registry import LOGISTIC, POLICIES, make_policy, registered
+from decode.policies.registry import LOGISTIC, POLICIES, policy_of, registered
 from evaluation.families import ORACLE
 from evaluation.traces.bounds import Oracle, ScoreHead
 from heads.model.head import AcceptanceHead
@@ -139,7 +139,7 @@ def make_competitor(
     # A policy whose parameters are arrays is all settings side by side (`evaluation.traces.replay`).
     arrays: dict[str, Any] = {key: np.array([setting[key] for setting in settings]) for key in parameters}
     registered_name = "head" if head_in(name) else name
-    policy = kind(**arrays, **fixed) if kind else make_policy(registered_name, **arrays, **fixed)
+    policy = kind(**arrays, **fixed) if kind else policy_of(registered_name, arrays | fixed)
     return Competitor(family, name, policy, settings)
 
 

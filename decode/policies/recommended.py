@@ -1,6 +1,7 @@
 """The head that decodes if none is named: the fastest tuned one, else the one with the least calibrated KL."""
 
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ class Chosen(NamedTuple):
     """A head, and the reason for the choice."""
 
     path: str
-    is_tuned: bool
+    settings: Mapping[str, Any]
+    """Settings of its policy, beside those that were tuned."""
     reason: str
 
 
@@ -35,8 +37,8 @@ def read_verdict(directory: Path, heads: Mapping[str, str], identity: Mapping[st
 
 
 def best_head(paths: Mapping[str, str]) -> Chosen | None:
-    """The fastest tuned head (`ranked`); if none is tuned, the one with the least calibrated KL. Candidate heads, which
-    stop trees, are skipped. Only config.json is read.
+    """The tuned head with the largest predicted speed-up on dev over the target alone; if none is tuned, the one with
+    the least calibrated KL. Candidate heads, which stop trees, are skipped. Only config.json is read.
 
     Args:
         paths: name of each head -> its directory or hub id.
@@ -44,41 +46,26 @@ def best_head(paths: Mapping[str, str]) -> Chosen | None:
     configs = {name: read_head_config(Path(local_directory(path)) / "config.json") for name, path in paths.items()}
     chains = {name: config for name, config in configs.items() if config.get("timing") != "candidate"}
     recommended = {name: config.get("recommended", {}) for name, config in chains.items()}
-    if order := ranked(recommended):
-        name = order[0]
+    speed_ups = {
+        name: tuned["tokens_per_s"] * tuned["t_target_s"]
+        for name, tuned in recommended.items()
+        if "tokens_per_s" in tuned
+    }
+    if speed_ups:
+        name = max(speed_ups, key=speed_ups.__getitem__)
         tuned = recommended[name]
         fixed = tuned.get("fixed_tokens_per_s")
         over = f", {tuned['tokens_per_s'] / fixed - 1:+.0%} over the best fixed length" if fixed else ""
         reason = (
-            f"{name} at its tuned threshold {tuned['max_rejection_prob']:.3g}: the first of {len(order)} tuned heads, "
-            f"predicted {_speed_up(tuned):.2f} times as fast as the target alone{over}"
+            f"{name} at its tuned threshold {tuned['max_rejection_prob']:.3g}: the first of {len(speed_ups)} tuned "
+            f"heads, predicted {speed_ups[name]:.2f} times as fast as the target alone{over}"
         )
-        return Chosen(paths[name], True, reason)
+        return Chosen(paths[name], {}, reason)
+    if not chains:
+        return None
     losses = {name: config.get("metrics", {}).get("calibrated_kl") for name, config in chains.items()}
-    if not losses:
-        return None
-    name = min(losses, key=lambda name: float("inf") if losses[name] is None else losses[name])
+    name = min(losses, key=lambda name: inf if losses[name] is None else losses[name])
     why = "no measured one" if losses[name] is None else f"least calibrated KL of {len(losses)}"
-    untuned = (
-        f"at a calibrated risk of {UNTUNED['max_rejection_prob']}, since no head is tuned (`acceptance-heads tune`)"
-    )
-    return Chosen(paths[name], False, f"{name} ({why}), {untuned}")
-
-
-def ranked(recommended: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of the tuned heads, fastest first, by their predicted speed-up on dev over the target alone.
-
-    Args:
-        recommended: name of each head -> `recommended` of its config.json.
-    """
-    speed_ups = {name: speed_up for name, tuned in recommended.items() if (speed_up := _speed_up(tuned)) is not None}
-    return sorted(speed_ups, key=speed_ups.__getitem__, reverse=True)
-
-
-def _speed_up(tuned: Mapping[str, Any]) -> float | None:
-    """Throughput at the threshold over that of the target alone; None if nothing was tuned."""
-    # `throughput`, lambda of the rule, is all that older heads have
-    speed = tuned.get("tokens_per_s", tuned.get("throughput"))
-    if not {"max_rejection_prob", "t_target_s"} <= tuned.keys() or speed is None:
-        return None
-    return float(speed * tuned["t_target_s"])
+    risk = UNTUNED["max_rejection_prob"]
+    reason = f"{name} ({why}), at a calibrated risk of {risk}, since no head is tuned (`acceptance-heads tune`)"
+    return Chosen(paths[name], UNTUNED, reason)

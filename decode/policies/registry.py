@@ -42,20 +42,8 @@ from decode.policies.plain import (
 )
 from heads.model.head import AcceptanceHead
 
-__all__ = [
-    "AdaEDL",
-    "Assisted",
-    "CumulativeTokenProb",
-    "DSparkConfidence",
-    "Entropy",
-    "FixedLength",
-    "HeadPolicy",
-    "Heuristic",
-    "LlamaCpp",
-    "MaxProb",
-    "SelfVerify",
-    "TokenProb",
-]
+__all__ = ["AdaEDL", "Assisted", "CumulativeTokenProb", "DSparkConfidence", "Entropy", "FixedLength", "HeadPolicy"]
+__all__ += ["Heuristic", "LlamaCpp", "MaxProb", "SelfVerify", "TokenProb"]
 
 
 class Registered(NamedTuple):
@@ -155,16 +143,16 @@ def _imported(module: str, name: str) -> type[Policy]:
         raise ValueError(
             f"policy {module}:{name} cannot be imported: {problem}; built-in ones are {', '.join([*POLICIES, *RULES])}"
         ) from error
-    kind = getattr(loaded, name, None)
+    kind, problem = getattr(loaded, name, None), ""
     if kind is None:
-        defined = [key for key, value in vars(loaded).items() if _is_policy(value) and value.__module__ == module]
-        raise ValueError(
-            f"module {module} ({loaded.__file__}) has no {name!r}; its policies are {', '.join(defined) or 'none'}"
-        )
-    if not _is_policy(kind):
-        raise ValueError(f"{module}:{name} is no policy; make it a subclass of decode.Policy (docs/extending.md)")
-    if "__dataclass_fields__" not in vars(kind):
-        raise ValueError(f"{module}:{name} is no dataclass; put @dataclass(frozen=True) above the class")
+        own = [key for key, value in vars(loaded).items() if _is_policy(value) and value.__module__ == module]
+        problem = f"does not exist in {loaded.__file__}; its policies are {', '.join(own) or 'none'}"
+    elif not _is_policy(kind):
+        problem = "is no policy; make it a subclass of decode.Policy (docs/extending.md)"
+    elif "__dataclass_fields__" not in vars(kind):
+        problem = "is no dataclass; put @dataclass(frozen=True) above the class"
+    if problem:
+        raise ValueError(f"{module}:{name} {problem}")
     return kind
 
 
@@ -172,19 +160,12 @@ def _is_policy(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, Policy) and value is not Policy
 
 
-def make_policy(
-    name: str, /, *, load_head: Callable[[str], AcceptanceHead] = AcceptanceHead.from_pretrained, **parameters: Any
-) -> Policy:
-    """`policy_of` with the parameters as keywords."""
-    return policy_of(name, parameters, load_head)
-
-
 def policy_of(
     name: str,
     parameters: Mapping[str, Any],
     load_head: Callable[[str], AcceptanceHead] = AcceptanceHead.from_pretrained,
 ) -> Policy:
-    """A policy by name and parameters; a head is an object or a path.
+    """The policy of a name and parameters; a head is an object or a path.
 
     Raises:
         ValueError: an unknown name or parameter, a value out of range, the head policy without a head.

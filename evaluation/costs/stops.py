@@ -27,7 +27,7 @@ from decode.loop.drafter import Drafter, ModelDrafter, Proposal
 from decode.loop.session import Session
 from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.base import AfterDraw, BeforeDraw, Number, State
-from decode.policies.registry import POLICIES, make_policy
+from decode.policies.registry import POLICIES, policy_of
 from decode.policies.scores import ScoringPolicy
 from evaluation.costs.measure import Loop, typical
 from evaluation.turns import turns_within
@@ -131,7 +131,7 @@ def policies_by_kind(heads: Iterable[AcceptanceHead], others: Iterable[Policy] =
     """One policy of each kind of stop: the registered ones at their defaults, one head of each shape, and the
     `others`.
     """
-    registered = (make_policy(name) for name in POLICIES if name != "head")
+    registered = (policy_of(name, {}) for name in POLICIES if name != "head")
     policies = [*registered, *(HeadPolicy(head) for head in heads), *others]
     return {policy.stop_kind: policy for policy in reversed(policies) if policy.stop_kind}
 

@@ -6,7 +6,7 @@ from configs.schema import Config, HeadsConfig, ModelSource, PairConfig
 from decode import HeadPolicy
 from decode.experiment import Experiment
 from decode.policies.auto import Auto
-from decode.policies.recommended import best_head, ranked
+from decode.policies.recommended import best_head
 from heads import AcceptanceHead, Provenance
 from heads.model.head import update_config
 
@@ -68,10 +68,5 @@ def test_the_fastest_tuned_head_comes_first_at_its_threshold_and_is_loaded_with_
         assert isinstance(rule, Auto)
         assert rule.throughput == 42.0
 
-
-def test_heads_are_ranked_by_what_they_reach_at_their_thresholds():
-    tuned = {"slow": {**TUNED, "tokens_per_s": 30.0}, "fast": {**TUNED, "tokens_per_s": 40.0}, "untuned": {}}
-    older = {**TUNED, "throughput": 35.0}
-    assert ranked(tuned | {"older": older}) == ["fast", "older", "slow"]
-    assert ranked(tuned | {"ruled": {**TUNED, "auto_tokens_per_s": 45.0, "tokens_per_s": 20.0}})[-1] == "ruled"
-    assert ranked({"half": {**TUNED, "t_target_s": 0.01, "tokens_per_s": 90.0}} | tuned)[0] == "fast"
+    update_config(exported / "b", recommended=slower | {"t_target_s": 0.5, "auto_tokens_per_s": 20.0})
+    assert experiment(exported).default_policy.reason.startswith("head b at its tuned threshold 0.7")

@@ -17,7 +17,7 @@ from decode.policies import AdaEDL, AfterDraw, Entropy, FixedLength, HeadPolicy,
 from decode.policies.auto import Auto
 from decode.policies.base import mapped
 from decode.policies.registry import POLICIES as BY_NAME
-from decode.policies.registry import Registered, make_policy, parse_policy
+from decode.policies.registry import Registered, parse_policy
 from decode.policies.scores import sigmoid
 from heads import AcceptanceHead, Provenance
 from lm import RandomSampler, acceptance_prob, entropy, residual_probs
@@ -215,7 +215,7 @@ def test_specs_parse_to_policies(monkeypatch):
     """A parameter may be called name, and the name of a head is never a number."""
     assert parse_policy("entropy:max_sqrt_entropy=0.4") == Entropy(0.4)
     assert parse_policy("fixed_length:k=7") == FixedLength(7)
-    assert isinstance(make_policy("self_verify"), SelfVerify)
+    assert isinstance(parse_policy("self_verify"), SelfVerify)
     monkeypatch.setitem(BY_NAME, "named", Registered(Named, "named", lambda _: {}))
     assert parse_policy("named:name=0.25") == Named(0.25)
     for name in ("some/dir", "5", "true", "0.4", "1e999"):

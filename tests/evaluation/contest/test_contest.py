@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decode.policies.auto import Auto
-from decode.policies.registry import LOGISTIC, POLICIES, make_policy
+from decode.policies.registry import LOGISTIC, POLICIES, policy_of
 from evaluation.competitor import bounds, competitors_of, default_values, head_competitor, make_competitor
 from evaluation.contest import Contest, Replays, best_heads, fastest_on_dev, hold, replay_arms, replay_dataset
 from evaluation.families import family
@@ -115,11 +115,11 @@ def test_auto_learns_online_what_it_is_told_offline_and_stops_drafting_where_dra
 def test_auto_is_the_rule_that_tune_recommended():
     times = {"t_draft_s": 0.1, "t_target_s": 1.0, "throughput": 2.0, "next_mean": 0.5, "max_rejection_prob": 0.4}
     head = AcceptanceHead(4, 0, provenance=Provenance(recommended=times))
-    rule = make_policy("head", head=head, max_rejection_prob="auto")
+    rule = policy_of("head", {"head": head, "max_rejection_prob": "auto"})
     assert isinstance(rule, Auto)
     assert (rule.t_draft_s, rule.t_target_s, rule.throughput, rule.next_mean) == (0.1, 1.0, 2.0, 0.5)
     with pytest.raises(ValueError, match="acceptance-heads tune"):
-        make_policy("head", head=AcceptanceHead(4, 0), max_rejection_prob="auto")
+        policy_of("head", {"head": AcceptanceHead(4, 0), "max_rejection_prob": "auto"})
 
 
 def test_the_rule_has_two_rows_with_the_head_that_is_fastest_on_dev_and_a_prefix_head_pays_a_forward_more(splits):

@@ -11,7 +11,7 @@ from decode import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength
 from decode.policies.batch import BatchCosts, Curve
-from decode.policies.registry import make_policy
+from decode.policies.registry import policy_of
 from evaluation.flags.command import DEFAULT, FIXED, FLAGS, NONE, Answer, batch_line
 from evaluation.flags.counters import read_counters, speeds, tokens_per_round
 from evaluation.flags.engines import ENGINES, LLAMA_CPP, VLLM, ShortDrafts
@@ -77,7 +77,7 @@ def test_the_flags_are_the_fastest_of_decoding_every_setting(every, traces):
     ],
 )
 def test_an_engine_pays_the_same_for_a_setting_replayed_and_decoded(engine, setting, traces):
-    policy = make_policy(ENGINES[engine].rule, **setting)
+    policy = policy_of(ENGINES[engine].rule, setting)
     played = Played.of(decoded(ModelDrafter(model(2), policy, vocab_size=VOCAB)), LENGTH)
     answer = Answer(ENGINES[engine], traces, Times(1.0, (20.0, 21.0, 22.0)))
     replayed = replay_settings(next(iter(traces.values())).dev, policy)

@@ -15,7 +15,7 @@ from decode import SpeculativeDecoder
 from decode.loop.rounds import Counts
 from decode.policies import CumulativeTokenProb, FixedLength, LlamaCpp, Policy
 from decode.policies.base import AfterDraw
-from decode.policies.registry import make_policy
+from decode.policies.registry import policy_of
 from evaluation.flags.engines import ShortDrafts
 from evaluation.traces.replay import replay_settings
 from lm import Sampling, revealed_probs
@@ -176,4 +176,4 @@ def test_discarding_short_drafts_is_refused_where_replay_would_not_be_exact():
         with pytest.raises(ValueError, match=r"drafts of fewer than 2 tokens.*likeliest"):
             replay_settings(traced(sampling, 3, 3, (EOS,))[1], policy)
     with pytest.raises(ValueError, match="llama_cpp has no parameter 'n_min'"):  # no loop has a minimum length
-        make_policy("llama_cpp", n_min=2)
+        policy_of("llama_cpp", {"n_min": 2})
