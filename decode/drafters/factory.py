@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from functools import cached_property, partial
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from configs.schema import PairConfig
-from decode.drafters.pearl import PearlDecoder
 from decode.drafters.trees import Shape, TreeDrafter
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy
-from lm import CachedModel, Compile, DraftModel, FeatureDraft, Pair, Sampling, feature_model
+from lm import CachedModel, Compile, DraftModel, FeatureDraft, Pair, feature_model
 from lm.features.model import TreeDraft
 from lm.features.recorder import FeatureRecorder
 
@@ -27,12 +27,6 @@ def target_of(
     vocab_size: int | None,
 ) -> CachedModel:
     """The model that verifies; it keeps the states that a feature draft reads.
-
-    Args:
-        target: loaded.
-        drafting: the pair's draft.
-        kind: makes the model.
-        vocab_size: width that logits are truncated to.
 
     Raises:
         ValueError: a model that cannot hold a tree, or lacks what the feature draft reads; a feature draft of another
@@ -56,11 +50,7 @@ def draft_of(
 ) -> DraftModel | TreeDraft:
     """The model that drafts for a target of `target_of`, with logits of the target's width.
 
-    Args:
-        drafting: a separate model, or the feature draft that `target` was made for.
-        target: verifies.
-        kind: class of a separate model.
-        with_hidden: keep hidden states, for heads; a feature draft always does.
+    A separate model keeps hidden states, for heads, if `with_hidden`; a feature draft always does.
     """
     if not isinstance(drafting, FeatureDraft):
         return kind(drafting, vocab_size=target.num_logits, with_hidden=with_hidden)
@@ -119,13 +109,17 @@ class PairModels:
 
     def draft_for(self, policy: Policy) -> DraftModel | TreeDraft:
         """The draft, with hidden states if the policy has heads."""
-        return self._draft(bool(policy.heads) or self._with_hidden)
+        with_hidden = bool(policy.heads) or self._with_hidden
+        key = with_hidden and not isinstance(self.pair.drafting, FeatureDraft)
+        if key not in self.drafts:
+            self.drafts[key] = draft_of(self.pair.drafting, self.target, self._kind, with_hidden=key)
+        return self.drafts[key]
 
     @cached_property
     def draft(self) -> CachedModel:
         """The draft of a hierarchy, a separate model; ValueError for a feature draft."""
         assert self.pair.draft
-        made = self._draft(self._with_hidden)
+        made = self.draft_for(Policy())
         assert isinstance(made, CachedModel)
         return made
 
@@ -138,40 +132,21 @@ class PairModels:
 
     def drafter(self, policy: Policy, shape: Shape | None = None, *, read_every: int = 1) -> Drafter:
         """The drafter of a policy, of chains or of trees of this shape."""
-        draft = self.draft_for(policy)
-        if shape is None:
-            return ModelDrafter(draft, policy)  # type: ignore[arg-type]  # a model that drafts trees drafts chains
-        return TreeDrafter(draft, policy, shape, read_every=read_every)  # type: ignore[arg-type]
+        draft: Any = self.draft_for(policy)
+        return TreeDrafter(draft, policy, shape, read_every=read_every) if shape else ModelDrafter(draft, policy)
 
     def decoder(
-        self,
-        drafter: Drafter,
-        *,
-        sampling: Sampling,
-        max_draft_length: int = 20,
-        eos_ids: frozenset[int] | None = None,
+        self, drafter: Drafter, *, eos_ids: frozenset[int] | None = None, **settings: Any
     ) -> SpeculativeDecoder:
-        """The loop of the pair's target with a drafter on these models; see `SpeculativeDecoder`.
+        """The loop of the pair's target with a drafter on these models.
 
-        `eos_ids` None: those of the pair.
+        Args:
+            drafter: made here, or a hierarchy.
+            eos_ids: None: those of the pair.
+            settings: `sampling` and `max_draft_length` of `SpeculativeDecoder`.
         """
-        return SpeculativeDecoder(
-            self.target,
-            drafter,
-            sampling=sampling,
-            max_draft_length=max_draft_length,
-            eos_ids=self.pair.eos_ids if eos_ids is None else eos_ids,
-        )
-
-    def pearl(self, gamma: int, *, sampling: Sampling) -> PearlDecoder:
-        """PEARL's loop, which drafts `gamma` tokens a step."""
-        return PearlDecoder(self.target, self.draft, gamma=gamma, sampling=sampling, eos_ids=self.pair.eos_ids)
-
-    def _draft(self, with_hidden: bool) -> DraftModel | TreeDraft:
-        key = with_hidden and not isinstance(self.pair.drafting, FeatureDraft)
-        if key not in self.drafts:
-            self.drafts[key] = draft_of(self.pair.drafting, self.target, self._kind, with_hidden=key)
-        return self.drafts[key]
+        eos_ids = self.pair.eos_ids if eos_ids is None else eos_ids
+        return SpeculativeDecoder(self.target, drafter, eos_ids=eos_ids, **settings)
 
 
 def check_micro(pair: PairConfig | Pair) -> None:

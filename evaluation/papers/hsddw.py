@@ -23,6 +23,7 @@ import torch
 
 from data_gen.store.manifest import digest
 from decode.drafters.factory import PairModels
+from decode.drafters.pearl import PearlDecoder
 from decode.experiment import Experiment
 from decode.policies import FixedLength
 from evaluation.competitor import Competitor
@@ -111,7 +112,8 @@ def pearl_speed_up(experiment: Experiment, trio: PairModels, prompts: Sequence[l
     """PEARL's speed-up over the target alone, predicted from the steps that it takes on these prompts."""
     t_target_s = times.t_target_s[0]
     gamma = max(1, round(t_target_s / times.t_draft_s))
-    decoder = trio.pearl(gamma, sampling=experiment.sampling)
+    models = trio.target, trio.draft
+    decoder = PearlDecoder(*models, gamma=gamma, sampling=experiment.sampling, eos_ids=trio.pair.eos_ids)
     generator, num_tokens = torch.Generator().manual_seed(experiment.decode.seed), experiment.decode.max_new_tokens
     steps = [step for ids in prompts for step in decoder.generate(ids, num_tokens, generator=generator).rounds]
     seconds = sum(max(times.t_draft_s * len(step.drafted), t_target_s) for step in steps)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from decode import ModelDrafter, TreeDrafter
+from decode import ModelDrafter, PearlDecoder, TreeDrafter
 from decode.drafters.factory import PairModels
 from decode.drafters.trees import Dynamic
 from decode.policies import FixedLength, HeadPolicy
@@ -52,7 +52,11 @@ def test_chains_trees_and_pearl_write_what_the_target_says(pair):
     decoders = [made.decoder(drafter, sampling=GREEDY, eos_ids=frozenset()) for made, drafter in pairs]
     written = [decoder.generate(PROMPT, 12).token_ids for decoder in decoders]
     assert written == [written[-1]] * 4
-    pearl = models.pearl(2, sampling=GREEDY).generate(PROMPT, 12, generator=seeded()).token_ids
+    pearl = (
+        PearlDecoder(models.target, models.draft, gamma=2, sampling=GREEDY)
+        .generate(PROMPT, 12, generator=seeded())
+        .token_ids
+    )
     assert pearl == written[0][: len(pearl)]
     with pytest.raises(ValueError, match="drafted eagerly"):
         PairModels(pair, "stop", holds_trees=True)
