@@ -3,9 +3,7 @@ draft_model=draft)`.
 
 The GenerationConfig means what it means in plain `generate`: processors and warpers arrive as one list and are applied
 to target and draft, each position with the tokens before it, drafted ones included. So the output has the distribution
-of `generate` without a draft. Greedy output is the same tokens in float32 and float64; in bfloat16 a forward of several
-tokens rounds otherwise than several forwards of one, and near ties may differ: of 20 prompts with up to 128 new tokens
-1 (five tokens a draft) and 2 (transformers' heuristic) ended otherwise, at logits within 0.08 of each other.
+of `generate` without a draft (docs/transformers.md, also on greedy output in bfloat16).
 
     same as in generate   EOS ids, `max_new_tokens`, `min_new_tokens`, `max_time`, and custom processors and stopping
                           criteria, which are called token by token. Criteria get scores=None, as from `generate` unless
@@ -17,11 +15,8 @@ tokens rounds otherwise than several forwards of one, and near ties may differ: 
     no effect             `use_cache`, `logits_to_keep`, `prefill_chunk_size`, compilation settings; negative prompts
                           without guidance; `tokenizer` and `assistant_tokenizer`, which `generate` drops. It therefore
                           refuses `stop_strings`: use `StopStringCriteria` among the stopping criteria.
-    refused               with a ValueError that names it: every other keyword that is not None (`pixel_values`,
-                          `token_type_ids`, ...); batches, several sequences, beams and other decoding modes;
-                          encoder-decoders; padding, embedded prompts, position ids; a cache, given or not dynamic;
-                          classifier-free guidance and SynthID watermarks, which are not functions of the tokens;
-                          `output_scores` and the like; a prompt and `max_new_tokens` that together exceed the target's
+    refused               with a ValueError that names it: every other keyword that is not None, and what `_check`
+                          lists; a prompt and `max_new_tokens` that together exceed the target's
                           `max_position_embeddings`; a head that was trained with another draft, target or sampling,
                           unless `allow_foreign_heads`.
 
@@ -61,7 +56,7 @@ from heads.model.fits import check_fits, description_of
 from lm import FeatureDraft, Sampler, Sampling, eos_ids_of, load_model
 from lm.selfcheck import is_written
 
-ASSISTED = {
+_ASSISTED: dict[str, Any] = {
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
@@ -69,30 +64,15 @@ ASSISTED = {
 """transformers' settings of assisted generation (`decode.policies.engines.Assisted`). `generate` fills in these
 defaults, so only other values show that the caller set them.
 """
-_NO_DRAFT = (
-    "it needs a draft, and generate: target.generate(…, custom_generate=speculative_generate, draft_model=draft)"
-)
-SCHEDULES = ("constant", "heuristic", "heuristic_transient")
+_SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 """The second and the third are the same here: every generation starts from `num_assistant_tokens`."""
-_PREPARED = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"}
-)
+_PREPARED = ("attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep")
 """Keywords that `generate` prepares by itself."""
-_MODES = (
-    "num_beams",
-    "prompt_lookup_num_tokens",
-    "use_mtp",
-    "assistant_early_exit",
-    "penalty_alpha",
-    "dola_layers",
-    "force_words_ids",
-)
-_REMEDY = "only token ids are read, so it would have no effect; leave it out"
-_REMEDIES = {
-    "mm_encoder_outputs": "the prompt has images, sounds or videos, and only token ids are read; use a prompt of text"
-}
+_MODES = ("num_beams", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "penalty_alpha", "dola_layers")
+_MODES += ("force_words_ids",)
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _IMPURE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+"""Processors that are not functions of the tokens."""
 _DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel | FeatureDraft, dict[str, Any]] = WeakKeyDictionary()
 """Cached, since reading a model's files takes longer than a short generation."""
 
@@ -158,7 +138,8 @@ def speculative_generate(
         generation_config: settings, as far as this module's docstring lists them.
         draft_model: a model with the target's ids, a feature draft of the target, or the path of a model, which is
             loaded at every call.
-        policy: when to stop drafting, as an object or as for `--policy` ("fixed_length:k=4"); None: `requested_policy`.
+        policy: when to stop drafting, as an object or as for `--policy` ("fixed_length:k=4"); None: transformers'
+            settings of assisted generation if they are set, else its heuristic.
         max_draft_length: maximum draft length.
         allow_foreign_heads: accept a head that was trained with other models or another sampling.
         vocab_size: size of the tokenizer, if the target's logits are padded beyond the ids that the draft takes.
@@ -167,30 +148,35 @@ def speculative_generate(
         model_kwargs: other keywords that `generate` prepared or got.
     """
     if generation_config is None or draft_model is None:
-        raise ValueError(_NO_DRAFT)
-    check_supported(model, input_ids, generation_config, logits_processor or [], model_kwargs)
-    policy, draft_model = requested_policy(policy, generation_config), _loaded(draft_model, model)
+        call = "target.generate(…, custom_generate=speculative_generate, draft_model=draft)"
+        raise ValueError(f"speculative_generate needs a draft, and generate: {call}")
+    config, criteria = generation_config, stopping_criteria or []
+    _check(model, input_ids, config, logits_processor or [], model_kwargs)
+    policy, draft_model = _policy_of(policy, config), _loaded(draft_model, model)
     if not allow_foreign_heads:
-        check_heads(policy, draft=draft_model, target=model, config=generation_config)
+        _check_heads(policy, draft_model, model, config)
     target = target_of(model, draft_model, vocab_size=vocab_size)
     drafter = ModelDrafter(draft_of(draft_model, target, with_hidden=bool(policy.heads)), policy)
-    sampling = _sampling_of(logits_processor, generation_config, model)
-    eos_ids = _eos_ids_of(stopping_criteria or [], generation_config)
+    sampling = _sampling_of(logits_processor, config, model)
+    eos_ids = _eos_ids_of(criteria, config)
     decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=eos_ids)
-    rounds = _rounds(decoder, input_ids, stopping_criteria or [], generation_config, generator)
+    rounds = _rounds(decoder, input_ids, criteria, config, generator)
     generation = Generation.of(list(rounds if streamer is None else _streamed(rounds, input_ids, streamer)))
-    return _output(input_ids, generation, is_dict=bool(generation_config.return_dict_in_generate))
+    new_ids = torch.tensor([generation.token_ids], dtype=torch.long, device=input_ids.device).view(1, -1)
+    sequences: Any = torch.cat([input_ids, new_ids], dim=-1)
+    if not config.return_dict_in_generate:
+        return sequences  # type: ignore[no-any-return]
+    return SpeculativeOutput(sequences=sequences, generation=generation)
 
 
-def requested_policy(policy: Policy | str | None, config: GenerationConfig) -> Policy:
+def _policy_of(policy: Policy | str | None, config: GenerationConfig) -> Policy:
     """The policy of a call, from its keyword or from transformers' settings of assisted generation.
 
     Raises:
         ValueError: both are given, a policy does not parse, or a schedule is unknown.
     """
-    settings = {name: getattr(config, name, None) for name in ASSISTED}
-    settings = {name: ASSISTED[name] if value is None else value for name, value in settings.items()}
-    given = [name for name in ASSISTED if settings[name] != ASSISTED[name]]
+    known = {name: getattr(config, name, None) for name in _ASSISTED}
+    given = {name: value for name, value in known.items() if value not in (None, _ASSISTED[name])}
     if policy is not None and given:
         raise ValueError(f"{', '.join(given)} and a policy are both set; leave one of them out")
     if isinstance(policy, str):
@@ -199,11 +185,12 @@ def requested_policy(policy: Policy | str | None, config: GenerationConfig) -> P
         raise ValueError(
             f"policy is {policy!r:.80}; it must be a policy of decode.policies, or one written as 'fixed_length:k=4'"
         )
-    if policy is not None or not given:
+    if not given:
         return policy or Heuristic()
+    settings = _ASSISTED | given
     schedule = settings.pop("num_assistant_tokens_schedule")
-    if schedule not in SCHEDULES:
-        raise ValueError(f"num_assistant_tokens_schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}")
+    if schedule not in _SCHEDULES:
+        raise ValueError(f"num_assistant_tokens_schedule is {schedule!r}; it must be one of {', '.join(_SCHEDULES)}")
     return Assisted(**settings, is_heuristic=schedule != "constant")
 
 
@@ -232,14 +219,6 @@ def _streamed(rounds: Iterator[Round], input_ids: Tensor, streamer: BaseStreamer
         streamer.put(torch.tensor(round_.emitted))
         yield round_
     streamer.end()
-
-
-def _output(input_ids: Tensor, generation: Generation, *, is_dict: bool) -> SpeculativeOutput | Tensor:
-    new_ids = torch.tensor([generation.token_ids], dtype=torch.long, device=input_ids.device).view(1, -1)
-    sequences = torch.cat([input_ids, new_ids], dim=-1)
-    if not is_dict:
-        return sequences
-    return SpeculativeOutput(sequences=sequences, generation=generation)  # type: ignore[arg-type]
 
 
 def _eos_ids_of(criteria: Sequence[StoppingCriteria], config: GenerationConfig) -> frozenset[int]:
@@ -274,7 +253,7 @@ def _rounds(
         yield round_
 
 
-def check_supported(
+def _check(
     model: PreTrainedModel,
     input_ids: Tensor,
     config: GenerationConfig,
@@ -295,20 +274,21 @@ def check_supported(
         "prompts given as inputs_embeds; pass input_ids": kwargs.get("inputs_embeds") is not None,
         "padded prompts; remove the padding": mask is not None and not bool(mask.all()),
         "position_ids other than 0, 1, 2, ...; leave them out": positions is not None
-        and not torch.equal(positions, torch.arange(positions.shape[-1], device=positions.device).expand_as(positions)),
+        and not bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all()),
         "a cache handed in, which it would not fill; leave it out": any(map(_is_users, caches)),
         f"cache_implementation={cache_kind!r}; leave it unset": cache_kind not in (None, "dynamic"),
         f"{', '.join(impure)} (guidance_scale, watermarking_config); leave it out": bool(impure),
         f"{', '.join(_OUTPUTS)}; leave them off": any(getattr(config, name, False) for name in _OUTPUTS),
     }
-    for refusal, is_refused in refusals.items():
-        if is_refused:
-            raise ValueError(f"speculative_generate does not support {refusal}")
     for name, value in kwargs.items():
         is_unset = value is None or value is False or (isinstance(value, Mapping) and not value)
         if not is_unset and name not in _PREPARED:
             shape = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"speculative_generate does not support {name} ({shape}): {_REMEDIES.get(name, _REMEDY)}")
+            what = "images, sounds or videos" if name == "mm_encoder_outputs" else f"{name} ({shape})"
+            refusals[f"{what}: only token ids are read, so it would have no effect; leave it out"] = True
+    for refusal, is_refused in refusals.items():
+        if is_refused:
+            raise ValueError(f"speculative_generate does not support {refusal}")
 
 
 def _is_users(cache: Any) -> bool:
@@ -316,27 +296,24 @@ def _is_users(cache: Any) -> bool:
     return getattr(cache, "_is_user_defined", False) or any(map(is_written, getattr(cache, "layers", ())))
 
 
-def check_heads(
-    policy: Policy, *, draft: PreTrainedModel | FeatureDraft, target: PreTrainedModel, config: GenerationConfig
+def _check_heads(
+    policy: Policy, draft: PreTrainedModel | FeatureDraft, target: PreTrainedModel, config: GenerationConfig
 ) -> None:
-    """Raise ValueError for a head that was trained with another draft, another target or another sampling (law 4.1).
-
-    Of the sampling, temperature, top-k and top-p are compared.
+    """Raise ValueError for a head that was trained with another draft, another target or another sampling (law 4.1), of
+    which temperature, top-k and top-p are compared.
     """
-    is_random = bool(config.do_sample)
-    sampling = {
-        "temperature": float(config.temperature if config.temperature is not None else 1.0) if is_random else 0.0,
-        "top_k": (config.top_k or None) if is_random else None,
-        "top_p": (None if config.top_p is None or config.top_p >= 1.0 else config.top_p) if is_random else None,
-    }
+    temperature = 1.0 if config.temperature is None else float(config.temperature)
+    top_p = None if config.top_p is None or config.top_p >= 1.0 else config.top_p
+    sampling = Sampling(temperature, config.top_k or None, top_p) if config.do_sample else Sampling(temperature=0.0)
     for head in policy.heads:
-        name = f"of the policy ({head.timing}-time)"
-        remedy = "use a head that was trained for this, sample as it was trained, or pass allow_foreign_heads=True"
-        models = {"draft": _description(draft), "target": _description(target)}
-        check_fits(head, name, **models, sampling=sampling, remedy=remedy)
-
-
-def _description(model: PreTrainedModel | FeatureDraft) -> dict[str, Any]:
-    if model not in _DESCRIPTIONS:
-        _DESCRIPTIONS[model] = description_of(model)
-    return _DESCRIPTIONS[model]
+        for model in (draft, target):
+            if model not in _DESCRIPTIONS:
+                _DESCRIPTIONS[model] = description_of(model)
+        check_fits(
+            head,
+            f"of the policy ({head.timing}-time)",
+            draft=_DESCRIPTIONS[draft],
+            target=_DESCRIPTIONS[target],
+            sampling=sampling.as_dict(),
+            remedy="use a head that was trained for this, sample as it was trained, or pass allow_foreign_heads=True",
+        )
