@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from decode.policies.base import AfterDraw, Policy
+from decode.policies.base import AfterDraw, Policy, timing_of
 from heads.model.head import AcceptanceHead
 from heads.model.step import HostHead, StepwiseHead, Vocabulary
 from lm import DraftModel, FeatureModel, Sampler, array_of
@@ -47,13 +47,9 @@ class SignalReader:
             )
         self.model, self.requested, self.devices = model, policy.signals, devices_of(policy, model)
         self.confidence_of = _confidence_of(policy, model) if "confidence_logit" in policy.signals else None
-        self.fed, self.prefix, self.drawn = (
-            None if head is None else _stepwise(head, model)
-            for head in (policy.fed_head, policy.prefix_head, policy.drawn_head)
-        )
-        heads = [head for head in (self.fed, self.prefix, self.drawn) if head is not None]
-        self.has_heads = bool(heads)
-        self.names = _computed(heads, self.requested)
+        heads = {timing_of(head): _stepwise(head, model) for head in policy.heads}
+        self.fed, self.prefix, self.drawn = map(heads.get, ("fed", "prefix", "drawn"))
+        self.has_heads, self.names = bool(heads), _computed(heads.values(), self.requested)
 
     def draw(
         self,
@@ -266,8 +262,7 @@ def _row_signals(
     policy: Policy, position: int, row: int, numbers: Mapping[str | AcceptanceHead, list[float]]
 ) -> AfterDraw:
     signals = {name: column[row] for name, column in numbers.items() if isinstance(name, str)}
-    heads = {"fed_logit": policy.fed_head, "prefix_logit": policy.prefix_head, "drawn_logit": policy.drawn_head}
-    scores = {name: numbers[head][row] for name, head in heads.items() if head is not None and head in numbers}
+    scores = {f"{timing_of(head)}_logit": numbers[head][row] for head in policy.heads if head in numbers}
     return after_draw(position, signals | scores)
 
 

@@ -24,8 +24,8 @@ one-step rule. `evaluation.tuning.index` solves for g on a trace; here g is a li
 fed-time head has scored nothing yet.
 
 lambda is `throughput`, which `evaluation.tuning.rule.fixed_point` finds on a trace. With `is_online` it is N / T of the
-generation so far, plus `prior_tokens` at that throughput. If `throughput` is None, it is that of the best fixed length,
-as if every token were accepted with probability `next_mean`. lambda is at least 1 / t_target(0), the target's own.
+generation so far, plus 256 tokens at that throughput. If `throughput` is None, it is that of the best fixed length, as
+if every token were accepted with probability `next_mean`. lambda is at least 1 / t_target(0), the target's own.
 
 Draft length 0: a round drafts only if drafting has paid so far, i.e. if the mean over drafting rounds of (accepted
 tokens - extra seconds / t_target(0)) is not negative; otherwise the target alone is faster. Every `probe_every` rounds
@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -49,13 +49,17 @@ if TYPE_CHECKING:
 
 LONGEST = 20
 """Largest fixed length that a prior of lambda compares."""
+_PRIOR_TOKENS = 256.0
+"""Weight of the prior of lambda."""
+_MEMORY = 0.98
+"""Largest weight of the past in the mean over drafting rounds, so that it follows the text."""
 
 
 class AutoState(NamedTuple):
     """A generation so far. The first three are reset in each round."""
 
     survival: Number
-    """Carried to the next token: S without the score that a fed-time head will replace."""
+    """S."""
     index_share: Number
     """first_index / g(1) where nothing is scored yet, else 1."""
     price: Number
@@ -91,13 +95,10 @@ class Auto(ScoringPolicy):
         index_offset: g(0).
         index_slope: g(1) - g(0).
         first_index: g after the first token of a round, for a fed-time head.
-        also: a drawn-time head beside a fed-time one, or the other way round.
-        prior_tokens: weight of the prior of lambda.
         prior_profit: first estimate of the mean of (accepted tokens - extra seconds / t_target_s) over drafting rounds;
             None: from `next_mean`.
         prior_rounds: weight of that estimate, in rounds.
         probe_every: rounds without a draft before one is tried again.
-        memory: largest weight of the past in the mean over drafting rounds, so that it follows the text.
         is_learning: refit the head's calibration during generation (`decode.policies.learning`).
     """
 
@@ -112,12 +113,9 @@ class Auto(ScoringPolicy):
     index_offset: Number = 0.6
     index_slope: Number = 0.0
     first_index: Number = 0.6
-    also: AcceptanceHead | None = None
-    prior_tokens: float = 256.0
     prior_profit: Number | None = None
     prior_rounds: float = 32.0
     probe_every: int = 16
-    memory: float = 0.98
     is_learning: bool | None = False
     ranges = (("t_draft_s", 0, inf),)
 
@@ -127,7 +125,7 @@ class Auto(ScoringPolicy):
             raise ValueError(f"t_target_s is {self.t_target_s}; it must be a positive number of seconds")
 
     @classmethod
-    def recommended(cls, head: AcceptanceHead, *, is_learning: bool | None = None, **others: Any) -> Auto:
+    def recommended(cls, head: AcceptanceHead, *, is_learning: bool | None = None) -> Auto:
         """The rule with what `acceptance-heads tune` wrote into the head's config.json; it learns if it can.
 
         Raises:
@@ -139,16 +137,13 @@ class Auto(ScoringPolicy):
                 "max_rejection_prob: auto needs measured times, but the head's config.json has no `recommended`; run "
                 "`acceptance-heads tune` first, or use decode.policies.auto.Auto(head, t_draft_s, t_target_s)"
             )
-        names = {f.name for f in fields(cls)} - {"head", "also"}
-        rule = cls(head, **{name: value for name, value in known.items() if name in names}, **others)
+        rule = cls(head, **{f.name: known[f.name] for f in fields(cls) if f.name in known})
         return replace(rule, is_learning=rule.can_learn if is_learning is None else is_learning)
 
     def start(self) -> AutoState:
         rate, profit = self._prior()
-        learned = self.initial_calibration
-        return AutoState(
-            1.0, 1.0, 0.0, self.prior_tokens, self.prior_tokens / rate, 0.0, profit, self.prior_rounds, learned
-        )
+        totals = _PRIOR_TOKENS, _PRIOR_TOKENS / rate, 0.0, profit, self.prior_rounds
+        return AutoState(1.0, 1.0, 0.0, *totals, self.initial_calibration)
 
     def begin(self, state: AutoState) -> AutoState:  # type: ignore[override]
         share = self.first_index / (self.index_offset + self.index_slope) if self.is_lagging else 1.0
@@ -161,17 +156,18 @@ class Auto(ScoringPolicy):
         if not self.stops_before:
             return False
         price = self._rate(state) * self.t_verify_s
-        return (self.scored_before(state.survival, state.learned, signals) < price) & (signals.position > 0)
+        return (state.survival * self.score(state.learned, signals) < price) & (signals.position > 0)
 
     def after(self, state: AutoState, drawn: AfterDraw) -> tuple[State, Number]:  # type: ignore[override]
-        product, carried, newest = self.scored(state.survival, state.learned, drawn)
-        stop = product * state.index_share * (self.index_offset + self.index_slope * newest) < state.price
-        return AutoState(carried, 1.0, *state[2:]), stop
+        newest = self.score(state.learned, drawn)
+        survival = state.survival * newest
+        stop = survival * state.index_share * (self.index_offset + self.index_slope * newest) < state.price
+        return AutoState(survival, 1.0, *state[2:]), stop
 
     def end(self, state: AutoState, outcome: Outcome) -> AutoState:  # type: ignore[override]
         has_drafted = outcome.num_drafted > 0
         extra_s = outcome.num_drafted * (self.t_draft_s + self.t_verify_s) + has_drafted * self.t_start_s
-        weight = has_drafted * np.maximum(1.0 - self.memory, 1.0 / (state.rounds + 1.0))
+        weight = has_drafted * np.maximum(1.0 - _MEMORY, 1.0 / (state.rounds + 1.0))
         return AutoState(
             *state[:3],
             tokens=state.tokens + outcome.num_accepted + 1.0,

@@ -102,9 +102,8 @@ class Policy:
     """Parameter -> values that an evaluation compares, of a policy that is written module:Class; none: its defaults."""
     ranges: ClassVar[tuple[tuple[str, float, float], ...]] = ()
     """(parameter, least value, largest value); a parameter whose default is an int takes whole numbers."""
-    fed_head: "AcceptanceHead | None" = None
-    drawn_head: "AcceptanceHead | None" = None
-    prefix_head: "AcceptanceHead | None" = None
+    heads: "tuple[AcceptanceHead, ...]" = ()
+    """The heads whose scores it reads, at most one of each `timing_of`."""
 
     def __post_init__(self) -> None:
         """Check the parameters; a subclass with a `__post_init__` calls this one first.
@@ -115,11 +114,6 @@ class Policy:
         limits = {name: (least, most) for name, least, most in self.ranges}
         for parameter in fields(self):  # type: ignore[arg-type]
             _check(parameter, getattr(self, parameter.name), *limits.get(parameter.name, (-inf, inf)))
-
-    @property
-    def heads(self) -> "tuple[AcceptanceHead, ...]":
-        """The heads whose scores it reads."""
-        return tuple(head for head in (self.fed_head, self.drawn_head, self.prefix_head) if head is not None)
 
     @property
     def stops_before(self) -> bool:
@@ -177,6 +171,11 @@ class Policy:
     def end(self, state: State, outcome: Outcome) -> State:
         """The state after the round's verification."""
         return state
+
+
+def timing_of(head: Any) -> str:
+    """When a head scores a token in a loop: fed, drawn (also a candidate head) or prefix."""
+    return "drawn" if head.timing == "candidate" else head.timing
 
 
 class PolicyRun:

@@ -88,7 +88,7 @@ class BatchAuto(ScoringPolicy):
         costs: the two curves; t_draft includes this rule's own work.
         batch_size: number of sequences, for the prior of lambda.
         throughput: lambda in tokens per second, of the whole batch; None: learned from `costs` and emitted tokens.
-        next_mean, index_offset, index_slope, first_index, also: as in `Auto`.
+        next_mean, index_offset, index_slope, first_index: as in `Auto`.
         prior_rounds: weight of the prior of lambda, in rounds.
         is_learning: refit the head's calibration, for each sequence from its own rounds.
         block_size: of a draft whose block is one forward (DSpark), paid before the round: its tokens. A further token
@@ -105,7 +105,6 @@ class BatchAuto(ScoringPolicy):
     index_offset: float = 0.6
     index_slope: float = 0.0
     first_index: float = 0.6
-    also: AcceptanceHead | None = None
     prior_rounds: float = 16.0
     is_learning: bool | None = False
     block_size: int | None = None
@@ -122,11 +121,12 @@ class BatchAuto(ScoringPolicy):
 
     def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
         survival, _, learned = state
-        product, carried, newest = self.scored(survival, learned, drawn)
+        newest = self.score(learned, drawn)
+        survival = survival * newest
         index = self.index_offset + self.index_slope * newest
         if self.is_lagging:  # nothing is scored yet at the first token
             index = np.where(drawn.position == 0, self.first_index, index)
-        return (carried, product * index, learned), False
+        return (survival, survival * index, learned), False
 
     def end(self, state: State, outcome: Outcome) -> State:
         survival, expected_tokens, learned = state
@@ -141,7 +141,7 @@ class BatchAuto(ScoringPolicy):
         """Tokens that one more draft step of this sequence is expected to bring, its price not deducted; `signals` are
         those of that step before its draw, and None unless the rule `looks_ahead`.
         """
-        return state[1] if signals is None else self.scored_before(state[0], state[2], signals)
+        return state[1] if signals is None else state[0] * self.score(state[2], signals)
 
     def step_cost_s(self, numbers: Any, num_tokens: int) -> Any:
         """Seconds of one more draft step for `numbers` sequences if `num_tokens` are verified without it."""
@@ -216,4 +216,4 @@ def batched(policy: Policy, batch_size: int, costs: BatchCosts | None = None) ->
         return policy
     costs = costs or BatchCosts(Curve.line(policy.t_draft_s), Curve.line(policy.t_target_s, policy.t_verify_s))
     index = {name: getattr(policy, name) for name in ("next_mean", "index_offset", "index_slope", "first_index")}
-    return BatchAuto(policy.head, costs, batch_size, also=policy.also, is_learning=policy.is_learning, **index)
+    return BatchAuto(policy.head, costs, batch_size, is_learning=policy.is_learning, **index)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +29,6 @@ class HeadPolicy(ScoringPolicy):
             6. "auto" makes an `Auto` instead of this policy: the rule of law 4.11, with the times that `evaluation
             tune` wrote into the head's config.
         is_calibrated: use the head's calibrated probabilities instead of raw ones, as "auto" always does.
-        min_draft_length: no stop before this many tokens; not for "auto". The paper's bounds are 2 and 20: a fed-time
-            head cannot stop before 2 anyway, and the upper bound is the loop's max_draft_length.
-        also: a drawn-time head beside a fed-time one, or the other way round.
         is_learning: refit the calibration during generation (`decode.policies.learning`); None: "auto" does if it can,
             a fixed threshold, which is for raw probabilities, does not.
         keeps_newest: a prefix head draws that token all the same, keeps it and stops after it (A in law 4.3).
@@ -41,28 +37,23 @@ class HeadPolicy(ScoringPolicy):
     head: AcceptanceHead
     max_rejection_prob: Number = 0.7
     is_calibrated: bool = False
-    min_draft_length: Number = 1
-    also: AcceptanceHead | None = None
     is_learning: bool | None = None
     keeps_newest: bool = False
-    ranges = (("max_rejection_prob", 0, 1), ("min_draft_length", 0, inf))
+    ranges = (("max_rejection_prob", 0, 1),)
 
-    def __new__(cls, head: Any = None, max_rejection_prob: Any = None, *others: Any, **named: Any) -> Any:
+    def __new__(
+        cls, head: Any = None, max_rejection_prob: Any = None, *_: Any, is_learning: bool | None = None, **__: Any
+    ) -> Any:
         """An `Auto` if the threshold is "auto", since law 4.11 is another rule with another state.
 
         Raises:
-            ValueError: nothing was tuned for the head; a word other than "auto"; a min_draft_length.
+            ValueError: nothing was tuned for the head; a word other than "auto".
         """
         if not isinstance(max_rejection_prob, str):
             return super().__new__(cls)
         if max_rejection_prob != "auto":
             raise ValueError(f"max_rejection_prob is {max_rejection_prob!r}; it must be a probability, or auto")
-        given = dict(zip([field.name for field in fields(cls)][2:], others, strict=False)) | named
-        if given.get("min_draft_length", 1) != 1:
-            raise ValueError(
-                f"min_draft_length is {given['min_draft_length']}, but auto chooses its length freely; leave it out"
-            )
-        return Auto.recommended(head, also=given.get("also"), is_learning=given.get("is_learning"))
+        return Auto.recommended(head, is_learning=is_learning)
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id: str | Path, **parameters: Any) -> Any:
@@ -113,20 +104,13 @@ class HeadPolicy(ScoringPolicy):
     def stop_before(self, state: Any, signals: BeforeDraw) -> Number:
         if not self.stops_before:
             return False
-        product = self.scored_before(state[0], state[1], signals)
+        survival = state[0] * self.score(state[1], signals)
         # at least one token: only rules that know costs skip a draft
-        return (
-            (1.0 - product > self.max_rejection_prob)
-            & (signals.position > 0)
-            & (signals.position >= self.min_draft_length)
-        )
+        return (1.0 - survival > self.max_rejection_prob) & (signals.position > 0)
 
     def after(self, state: Any, drawn: AfterDraw) -> tuple[State, Number]:
-        product, carried, _ = self.scored(state[0], state[1], drawn)
-        if self.stops_before:
-            return (carried, state[1]), False
-        is_long = drawn.position + 1 >= self.min_draft_length
-        return (carried, state[1]), (1.0 - product > self.max_rejection_prob) & is_long
+        survival = state[0] * self.score(state[1], drawn)
+        return (survival, state[1]), False if self.stops_before else 1.0 - survival > self.max_rejection_prob
 
     def end(self, state: Any, outcome: Outcome) -> State:
         return 1.0, learned_from(state[1], outcome.feedback)

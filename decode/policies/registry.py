@@ -107,8 +107,6 @@ RULES: dict[str, Registered] = {
     ),
 }
 """Engines' rules, which are compared only where they are named."""
-_HEADS = ("head", "also")
-"""Parameters that name an exported head."""
 _IMPORTED = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.*))?", re.DOTALL)
 """module:Class, optionally with parameters."""
 
@@ -179,11 +177,10 @@ def policy_of(
             raise ValueError(f"policy {name} has no parameter {parameter!r}; it has {', '.join(known) or 'none'}")
     if name == "head" and "head" not in parameters:
         raise ValueError("policy head needs an exported head: head:PATH,max_rejection_prob=0.5")
-    loaded = {
-        key: load_head(value) if key in _HEADS and isinstance(value, str) else value
-        for key, value in parameters.items()
-    }
-    if name == "head" and not {"max_rejection_prob", "is_calibrated", "also"} & loaded.keys():
+    loaded = dict(parameters)
+    if isinstance(head := loaded.get("head"), str):
+        loaded["head"] = load_head(head)
+    if name == "head" and not {"max_rejection_prob", "is_calibrated"} & loaded.keys():
         recommended = loaded["head"].provenance.recommended
         loaded |= {key: recommended[key] for key in ("max_rejection_prob", "is_calibrated") if key in recommended}
     try:
@@ -215,7 +212,7 @@ def read_spec(spec: str) -> tuple[str, dict[str, Any]]:
         key, value = key.strip(), value.strip()
         if key in parameters:
             raise ValueError(f"policy {spec!r} gives {key} twice; give it once")
-        parameters[key] = value if key in _HEADS else _value(value)
+        parameters[key] = value if key == "head" else _value(value)
     return name.strip(), parameters
 
 

@@ -184,8 +184,8 @@ def mixtures_of(policies: Mapping[str, Policy]) -> dict[str, dict[str, float]]:
     """
     depths: dict[str, dict[str, int]] = {}
     for kind, policy in policies.items():
-        if isinstance(policy, ScoringPolicy) and len(policy.heads) == 1:
-            depth = policy.heads[0].depth
+        if isinstance(policy, ScoringPolicy):
+            depth = policy.head.depth
             depths.setdefault(kind.removesuffix(f"-d{depth}"), {})[kind] = depth
     mixtures = {kind: {kind: 1.0} for kind in policies}
     for of_shape in depths.values():

@@ -32,7 +32,7 @@ class PredictedLength(Policy):
 
     extra: Number = 1.0
     signals = frozenset({"prefix_logit"})
-    prefix_head: ClassVar[ScoreHead] = ScoreHead("length")  # type: ignore[assignment,misc]
+    heads: ClassVar[tuple[ScoreHead, ...]] = (ScoreHead("length"),)  # type: ignore[assignment,misc]
     stop_kind: ClassVar[str] = ""  # type: ignore[misc]
 
     def stop_before(self, state: State, signals: BeforeDraw) -> Number:

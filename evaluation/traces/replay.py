@@ -17,8 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from decode.loop.rounds import Counts
-from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped
-from decode.policies.scores import timing_of
+from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped, timing_of
 from evaluation.played import Played
 from evaluation.traces.bounds import Oracle
 from evaluation.traces.trace import Array, Trace

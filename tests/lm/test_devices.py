@@ -188,9 +188,8 @@ def test_logits_cross_to_another_device_only_to_meet_those_of_the_draft(is_with_
 def test_the_host_reads_once_per_token_that_a_policy_looks_at_and_thrice_per_round(policy, num_per_token, sampling):
     """Of a policy that looks at no token: all drafted tokens, verdicts, next token; else drafted tokens one by one."""
     target, draft = model_of(0), model_of(1)
-    for module in (target, draft, policy.fed_head, policy.drawn_head):
-        if module is not None:
-            put(module, FIRST)
+    for module in (target, draft, *policy.heads):
+        put(module, FIRST)
     with FakeDevices() as devices:
         how = {"sampling": sampling, "max_draft_length": 5, "eos_ids": frozenset()}
         decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), **how)

@@ -15,7 +15,7 @@ from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.auto import Auto
 from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
-from decode.policies.learning import FIRST, NOTHING, learned_from, logit_of, score_of, token_feedback
+from decode.policies.learning import FIRST, NOTHING, learned_from, logit_of, score_of, sigmoid, token_feedback
 from decode.policies.registry import POLICIES as REGISTERED
 from decode.policies.registry import RULES
 from heads import AcceptanceHead
@@ -125,6 +125,25 @@ class Recalling(Policy):
         return 0.0, 0.5 * state[1] + outcome.feedback[0]
 
 
+@dataclass(frozen=True)
+class BothHeads(Policy):
+    """Of two heads: the fed-time one scores every token once it has been fed, and the drawn-time one the newest."""
+
+    heads: tuple[AcceptanceHead, ...] = ()
+    max_rejection_prob: Number = 0.5
+    signals = frozenset({"fed_logit", "drawn_logit"})
+
+    def start(self):
+        return (1.0,)
+
+    def begin(self, state):
+        return (1.0,)
+
+    def after(self, state, drawn):
+        survival = state[0] * sigmoid(drawn.fed_logit)
+        return (survival,), 1.0 - survival * sigmoid(drawn.drawn_logit) > self.max_rejection_prob
+
+
 POLICIES: dict[str, Policy] = {
     "never_draft": FixedLength(0),
     "fixed_length": FixedLength(2),
@@ -140,14 +159,14 @@ POLICIES: dict[str, Policy] = {
     "learning_head": HeadPolicy(toy_head("drawn", seed=2), 0.5, is_learning=True),
     "prefix_head": HeadPolicy(toy_head("prefix", seed=2), 0.5),
     "learning_prefix_head": HeadPolicy(toy_head("prefix", seed=2), 0.5, is_learning=True),
-    "position_heads": HeadPolicy(
-        toy_head("fed", seed=2, scalars=BY_POSITION), 0.5, also=toy_head("drawn", seed=3, scalars=BY_POSITION)
+    "position_heads": BothHeads(
+        (toy_head("fed", seed=2, scalars=BY_POSITION), toy_head("drawn", seed=3, scalars=BY_POSITION))
     ),
     "prefix_position": HeadPolicy(toy_head("prefix", seed=7, scalars=BY_POSITION), 0.5),
     "learned_prob": LearnedProb(0.7),
     "recalling": Recalling(),
     "llama_cpp": policies.LlamaCpp(p_min=0.6),
-    "both_heads": HeadPolicy(toy_head("fed", seed=2), 0.5, also=toy_head("drawn", seed=2), is_calibrated=True),
+    "both_heads": BothHeads((toy_head("fed", seed=2), toy_head("drawn", seed=2))),
 }
 OF_BLOCKS = {name: each.kind() for name, each in RULES.items() if "confidence_logit" in each.kind.signals}
 """Rules that ask a DSpark draft for what no other has."""

@@ -12,7 +12,7 @@ from lm import CachedModel, Sampling, feature_model
 from lm.features.recorder import FeatureRecorder
 from tests.cases import first_fast
 from tests.toys.enumeration import assert_same_law, law_of
-from tests.toys.loop import POLICIES, SAMPLINGS, Law, law
+from tests.toys.loop import POLICIES, SAMPLINGS, BothHeads, Law, law
 from tests.toys.observed import observed
 from tests.toys.random_drafts import BLOCKS, KINDS, PAIRS, VOCAB, WIDTH, draft, feature_head, target
 from tests.toys.random_pairs import greedy_of
@@ -110,7 +110,7 @@ def test_after_trees_the_draft_reads_what_it_reads_of_a_fresh_sequence(kind):
 
 
 HEADS = {f"{timing}_head": HeadPolicy(feature_head(timing), 0.4) for timing in ("fed", "drawn", "prefix")}
-HEADS["both_heads"] = HeadPolicy(feature_head("fed"), 0.4, also=feature_head("drawn"))
+HEADS["both_heads"] = BothHeads((feature_head("fed"), feature_head("drawn")), 0.4)
 
 
 def assert_no_policy_changes_a_greedy_token(kind: str, policies: Iterable[Policy]) -> None:

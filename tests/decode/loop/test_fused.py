@@ -38,7 +38,7 @@ def a_head(timing, *inputs):
 
 def drafted(compile, sampling, draws, heads):
     """Tokens, laws and signals of two rounds: after the first, which was accepted, two tokens are fed."""
-    policy = Watch(*heads)
+    policy = Watch(tuple(heads))
     drafter = ModelDrafter(CachedModel(a_model(), with_hidden=True, compile=compile), policy)
     drafter.start(Session(sampling, frozenset(), draws))
     first = drafter.propose(list(PROMPT), 5)

@@ -25,9 +25,7 @@ from tests.toys.random_pairs import random_pair
 class Watch(Policy):
     """Never stops; keeps what it was shown."""
 
-    fed_head: AcceptanceHead | None = None
-    drawn_head: AcceptanceHead | None = None
-    prefix_head: AcceptanceHead | None = None
+    heads: tuple[AcceptanceHead, ...] = ()
     seen: list[AfterDraw] = field(default_factory=list)
     signals = frozenset(AfterDraw._fields) - {"position", "confidence_logit"}
 
@@ -48,7 +46,7 @@ def head_with_every_input(timing: str) -> AcceptanceHead:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0), Sampling(0.5, top_k=2)])
 def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_their_time(sampling):
     fed, drawn, prefix = (head_with_every_input(timing).requires_grad_(False) for timing in ("fed", "drawn", "prefix"))
-    policy, model = Watch(fed, drawn, prefix), ToyModel(2, 5)
+    policy, model = Watch((fed, drawn, prefix)), ToyModel(2, 5)
     drafter = ModelDrafter(model, policy)
     drafter.start(Session(sampling, frozenset(), RandomSampler(seeded(4))))
     proposal = drafter.propose(list(PROMPT), 4)
@@ -131,8 +129,8 @@ def test_both_readers_draw_the_same_tokens_and_read_the_same_signals(asked):
     shown = []
     for reader in (HostSignals, DeviceSignals):
         model, draws = ToyModel(2, 5), RandomSampler(seeded(3))
-        heads = (head_with_every_input(timing) for timing in ("fed", "drawn", "prefix"))
-        signals, ids, steps = reader(Asks(*heads), model), list(PROMPT), []
+        heads = tuple(head_with_every_input(timing) for timing in ("fed", "drawn", "prefix"))
+        signals, ids, steps = reader(Asks(heads), model), list(PROMPT), []
         for position in range(4):
             logits = model.feed(ids[len(model) :])[-1]
             token, drawn = signals.draw(position, logits, logits.softmax(-1), draws)
@@ -150,7 +148,7 @@ def test_a_new_scalar_is_read_by_every_reader(timing, reader):
         head = AcceptanceHead(4, 1, timing, ["margin", "entropy", "text_position"]).double().requires_grad_(False)
         torch.nn.init.normal_(head.skip.weight)
         torch.nn.init.normal_(head.mix.weight)
-        policy = Watch(**{f"{timing}_head": head})
+        policy = Watch((head,))
         model, ids, before = ToyModel(2, 5), list(PROMPT), None
         signals = reader(policy, model)
         signals.num_before = 5

@@ -147,15 +147,11 @@ PREFIX, DRAWN = AcceptanceHead(4, 0, "prefix"), AcceptanceHead(4, 0, "drawn")
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: HeadPolicy(HEAD, 0.4, also=HEAD), "other timing"),
-        (lambda: Auto(HEAD, 0.1, 1.0, also=HEAD), "other timing"),
         (lambda: HeadPolicy(AcceptanceHead(4, 0), "auto"), "acceptance-heads tune"),
         (lambda: HeadPolicy(HEAD, "automatic"), "or auto"),
-        (lambda: HeadPolicy(HEAD, "auto", min_draft_length=2), "leave it out"),
+        (lambda: HeadPolicy(HEAD, 0.4, is_learning=True), "not a fed-time one"),
         (lambda: Auto(HEAD, -1.0, 1.0), "t_draft_s is -1.0"),
         (lambda: Auto(HEAD, 0.1, 0.0), "t_target_s is 0.0"),
-        (lambda: HeadPolicy(PREFIX, 0.5, also=DRAWN), "cannot be combined"),
-        (lambda: HeadPolicy(DRAWN, 0.5, also=PREFIX), "cannot be combined"),
         (lambda: HeadPolicy(DRAWN, 0.5, keeps_newest=True), "keeps_newest is for a prefix head"),
     ],
 )
@@ -163,24 +159,6 @@ def test_heads_and_thresholds_that_cannot_be_are_refused(make, problem):
     assert HeadPolicy(HEAD, 0.4, True) == HeadPolicy(HEAD, max_rejection_prob=0.4, is_calibrated=True)
     with pytest.raises(ValueError, match=problem):
         make()
-
-
-@pytest.mark.parametrize("timings", [("fed",), ("drawn",), ("fed", "drawn"), ("drawn", "fed")])
-def test_two_heads_correct_the_newest_score_and_carry_the_fed_time_one(timings):
-    heads = [AcceptanceHead(4, 0, timing, provenance=Provenance(reject_weight=3.0)) for timing in timings]
-    policy = HeadPolicy(heads[0], also=heads[1] if len(heads) == 2 else None, is_calibrated=True)
-    logits = {"fed": [np.inf, 0.7, -0.1], "drawn": [0.5, 0.2, 0.9]}
-    carried, fed, drawn = 1.0, [], []
-    for position in range(3):
-        shown = {f"{timing}_logit": values[position] for timing, values in logits.items()}
-        fed.append(sigmoid(shown["fed_logit"] + np.log(3.0)))
-        drawn.append(sigmoid(shown["drawn_logit"] + np.log(3.0)))
-        signals = drawn_with(position=position, **shown)
-        product, carried, newest = policy.scored(carried, (), signals)
-        expected = {"fed": fed, "drawn": drawn}.get(timings[0], []) if len(timings) == 1 else [*fed, drawn[-1]]
-        assert product == pytest.approx(np.prod(expected))
-        assert newest == pytest.approx(expected[-1])
-        assert carried == pytest.approx(np.prod(fed) if "fed" in timings else np.prod(drawn))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -235,7 +213,7 @@ def test_specs_parse_to_policies(monkeypatch):
      ("ada_edl:initial_lambda=true", "initial_lambda"), ("self_verify:initial=-1", "at least 0"),
      ("fixed_length:k=true", "k is True"), ("fixed_length:k=2.5", "whole number"), ("heuristic:k=1e999", "whole"),
      ("fixed_length:k=2,k=3", "gives k twice"), ("head:PATH,head=OTHER", "gives head twice"),
-     ("head:PATH,min_draft_length=-3", "min_draft_length"), ("head:PATH,is_calibrated=1", "true or false|cannot take"),
+     ("head:PATH,is_calibrated=1", "true or false|cannot take"),
      ("head:PATH,is_learning=abc", "true or false|cannot take"), ("dspark:is_product=2", "true or false")],
 )  # fmt: skip
 def test_a_spec_that_makes_no_sense_is_refused(spec, said):
@@ -270,7 +248,6 @@ def test_a_prefix_head_stops_before_the_token_that_it_doubts_or_keeps_it_and_sto
     assert [round(float(x), 2) for x in np.cumprod(sigmoid(np.array(logits)))] == [0.88, 0.64, 0.24, 0.23]
     assert lengths_of(HeadPolicy(head, 0.6), logits) == ["on", "on", "before", "before"]
     assert lengths_of(HeadPolicy(head, 0.6, keeps_newest=True), logits) == ["on", "on", "after", "after"]
-    assert lengths_of(HeadPolicy(head, 0.6, min_draft_length=3), logits) == ["on", "on", "on", "before"]
     assert lengths_of(HeadPolicy(head, 0.6), [-9.0]) == ["on"], "the first token is always drafted"
 
 

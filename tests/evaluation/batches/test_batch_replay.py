@@ -27,7 +27,7 @@ LINES = {"head": toy_head("drawn", seed=2), "costs": COSTS, "batch_size": 3, "in
 CURVES = BatchCosts(Curve((1, 2, 4), (0.1, 0.2, 0.25)), Curve((1, 5, 9), (1, 1, 3)))
 RULES = {
     "known": BatchAuto(**LINES, throughput=2.5),
-    "learned": BatchAuto(**LINES | {"head": toy_head("fed", seed=2)}, also=toy_head("drawn", seed=2)),
+    "learned": BatchAuto(**LINES | {"head": toy_head("fed", seed=2)}),
     "learning": BatchAuto(**LINES, is_learning=True),
     "curves": BatchAuto(**LINES | {"costs": CURVES, "index_slope": 0.3}),
 }

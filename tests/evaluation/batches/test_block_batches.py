@@ -52,7 +52,7 @@ class Priced(HeadPolicy):
     """Stops before each token that is not worth `1 - max_rejection_prob`."""
 
     def stop_before(self, state, signals):
-        return self.scored_before(state[0], state[1], signals) < 1.0 - self.max_rejection_prob
+        return state[0] * self.score(state[1], signals) < 1.0 - self.max_rejection_prob
 
 
 @pytest.mark.parametrize("size", [1, 6])

@@ -148,8 +148,7 @@ def test_policies_of_one_kind_of_stop_share_a_name_and_two_parts_cost_their_sum_
     assert [times.stop_s(kind) for kind in kinds] == [0.0, 0.002, 0.005, 0.004]
     heads = [AcceptanceHead(8, 2, timing, scalars=True) for timing in ("fed", "drawn")]
     assert set(policies_by_kind(heads)) == {"entropy", "token_prob", "max_prob", "fed+s-d2", "drawn+s-d2"}
-    both = HeadPolicy(heads[0], also=heads[1])
-    assert both.stop_kind == Auto(heads[1], 1.0, 2.0, also=heads[0]).stop_kind == "drawn+s-d2 & fed+s-d2"
+    assert HeadPolicy(heads[1]).stop_kind == Auto(heads[1], 1.0, 2.0).stop_kind == "drawn+s-d2"
     for policy in (FixedLength(2), Oracle(), HeadPolicy(ScoreHead("perfect", "drawn"))):
         assert policy.stop_kind == ""
 
@@ -220,8 +219,7 @@ def test_heads_between_the_shallowest_and_the_deepest_lie_on_their_line_and_two_
     timed = [kind for kind, mixture in mixtures.items() if mixture == {kind: 1.0}]
     assert timed == ["fed-d0", "fed-d4", "drawn-d2"]
     assert list(time_stops(loop, policies)) == list(policies)
-    both = HeadPolicy(AcceptanceHead(width, 0, "drawn"), also=AcceptanceHead(width, 2))
-    policies = {"fed-d1": policies["fed-d1"], both.stop_kind: both, "fed-d4": policies["fed-d4"]}
+    policies = {kind: policies[kind] for kind in ("fed-d1", "drawn-d2", "fed-d4")}
     assert mixtures_of(policies) == {kind: {kind: 1.0} for kind in policies}
 
 

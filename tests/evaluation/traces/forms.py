@@ -21,7 +21,7 @@ from lm import CachedModel, Sampling, feature_model
 from lm.features.recorder import FeatureRecorder
 from tests.evaluation.flags.point_mass import PointMassDrafter
 from tests.toys import small_pair
-from tests.toys.loop import OF_BLOCKS, POLICIES
+from tests.toys.loop import OF_BLOCKS, POLICIES, BothHeads
 from tests.toys.random_drafts import VOCAB, draft, feature_head, target_of
 
 PROMPT, LENGTH, LIMIT, EOS = [1, 2, 3], 4, 9, 4
@@ -35,7 +35,7 @@ def _head_rules(width: int) -> dict[str, Policy]:
     rules: dict[str, Policy] = {
         timing: HeadPolicy(feature_head(timing, width), 0.6) for timing in ("fed", "drawn", "prefix")
     }
-    rules["both"] = HeadPolicy(feature_head("fed", width), 0.6, also=feature_head("drawn", width))
+    rules["both"] = BothHeads((feature_head("fed", width), feature_head("drawn", width)), 0.6)
     rules["position"] = HeadPolicy(feature_head("fed", width, ("text_position",)), 0.6)
     rules["learning"] = HeadPolicy(feature_head("drawn", width), 0.6, is_learning=True)
     return ALONE | rules

@@ -14,7 +14,7 @@ from lm import Sampling
 from tests.evaluation.traces import forms
 from tests.evaluation.traces.forms import COUNTED, GREEDY, model_head, rows_that_differ, rules_of
 from tests.toys import small_pair
-from tests.toys.loop import POLICIES, SAMPLINGS, decoder_of, toy_head
+from tests.toys.loop import POLICIES, SAMPLINGS, BothHeads, decoder_of, toy_head
 from tests.toys.random_drafts import BLOCKS, KINDS
 from tests.toys.traces import traced
 
@@ -31,7 +31,7 @@ SOME = ("fixed_length", "heuristic", "token_prob", "cumulative_token_prob", "max
 MODEL_RULES = {name: POLICIES[name] for name in SOME} | {
     "fed_head": HeadPolicy(model_head("fed"), 0.5),
     "drawn_head": HeadPolicy(model_head("drawn"), 0.5),
-    "both_heads": HeadPolicy(model_head("fed"), 0.5, also=model_head("drawn")),
+    "both_heads": BothHeads((model_head("fed"), model_head("drawn"))),
 }
 ENGINE_RULES: dict[str, Policy] = {
     "fixed": FixedLength(2),

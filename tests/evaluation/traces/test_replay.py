@@ -37,9 +37,7 @@ class Diary(Policy):
     """
 
     signals = frozenset(AfterDraw._fields) - {"position", "prefix_logit", "confidence_logit"}
-    fed_head = toy_head("fed", seed=1)
-    drawn_head = toy_head("drawn", seed=2)
-
+    heads = toy_head("fed", seed=1), toy_head("drawn", seed=2)
     zero_feedback = (0.0,)
 
     def start(self):

@@ -17,6 +17,7 @@ from evaluation.traces.trace import Trace
 from heads import AcceptanceHead
 from lm import Pair, Sampling, load_pair
 from tests.evaluation.traces.test_played import MODEL_RULES
+from tests.toys.loop import BothHeads
 from tests.toys.small_pair import traced_by
 
 pytestmark = pytest.mark.slow
@@ -38,7 +39,7 @@ FED, DRAWN = head("fed"), head("drawn")
 POLICIES = MODEL_RULES | {
     "fed_head": HeadPolicy(FED, 0.5),
     "drawn_head": HeadPolicy(DRAWN, 0.5),
-    "both_heads": HeadPolicy(FED, 0.5, also=DRAWN, is_calibrated=True),
+    "both_heads": BothHeads((FED, DRAWN)),
 }
 
 
