@@ -12,13 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from decode.loop.signals import SignalReader, after_draw
+from decode.loop.signals import FED, SignalReader, after_draw
 from decode.policies.base import AfterDraw, Policy
 from lm import CachedModel, Sampler, Sampling, UniformSource
 from lm.draws import greedy_token, inverted, refuse_no_token
 from lm.signals import POSITION
-
-_SCORES = ("fed_logit", "prefix_logit", "drawn_logit")
 
 
 class FusedStep(SignalReader):
@@ -28,17 +26,15 @@ class FusedStep(SignalReader):
         super().__init__(policy, model)
         assert model.epilogues is not None
         self._cached, self._sampling, self._epilogues = model, sampling, model.epilogues
-        self._columns = ["token", *self.names, *(name for name in _SCORES if getattr(self, name.split("_")[0]))]
+        self._columns = ["token", *self.names, *self.heads]
         with torch.inference_mode(False):  # memory made in inference mode could not be written to outside it
             self._uniform = torch.zeros(1, dtype=torch.float64, device=model.device)
             self._forced = torch.zeros(1, dtype=torch.long, device=model.device)
             self._count = torch.zeros(1, dtype=torch.long, device=model.device)
-            self._previous = {
-                name: torch.zeros(1, device=model.device)
-                for name in ([] if self.fed is None else self.fed.inputs.scalars)
-            }
+            scalars = self.heads[FED].inputs.scalars if FED in self.heads else ()
+            self._previous = {name: torch.zeros(1, device=model.device) for name in scalars}
         self._on_host = (self._uniform.numpy(), self._forced.numpy()) if self._uniform.is_cpu else None
-        assert model.with_hidden or not self.has_heads, "a head scores hidden states: the draft must keep them"
+        assert model.with_hidden or not self.heads, "a head scores hidden states: the draft must keep them"
         for tensor in (self._uniform, self._forced, self._count, *self._previous.values()):
             torch._dynamo.mark_static_address(tensor)
 
@@ -64,7 +60,7 @@ class FusedStep(SignalReader):
         numbers = dict(zip(self._columns, values.tolist(), strict=True))
         token_id = refuse_no_token(int(numbers["token"]), q)
         if position == 0:  # no token of this round is fed yet
-            numbers.pop("fed_logit", None)
+            numbers.pop(FED, None)
         return token_id, after_draw(position, numbers), q
 
     def _epilogue(
@@ -74,8 +70,8 @@ class FusedStep(SignalReader):
         q = self._sampling.dists(logits)[0]
         token = greedy_token(q) if self._sampling.is_greedy else inverted(q, self._uniform)
         token = torch.where(self._forced >= 0, self._forced, token)
-        state = hidden[0] if self.has_heads and hidden is not None else None
-        columns = self.columns(logits[0], token.clamp(max=len(q) - 1), state, (self._previous, fed), self._count)
+        state, known = None if hidden is None else hidden[0], token.clamp(max=len(q) - 1)
+        columns = self.columns(logits[0], known, state, (self._previous, fed), self._count)
         for name, number in self._previous.items():
             number.copy_(columns[name])
         wide = torch.float64 if q.is_cpu else torch.float32  # which holds every id below 2^24 exactly

@@ -28,6 +28,7 @@ from lm.draws import refuse_no_token
 from lm.features.model import BlockModel
 from lm.signals import POSITION, TokenStats, signals_of, token_stats
 
+FED = "fed_logit"
 _NO_STATS = TokenStats(0.0, 0.0, -math.inf)
 
 
@@ -47,9 +48,8 @@ class SignalReader:
             )
         self.model, self.requested, self.devices = model, policy.signals, devices_of(policy, model)
         self.confidence_of = _confidence_of(policy, model) if "confidence_logit" in policy.signals else None
-        heads = {timing_of(head): _stepwise(head, model) for head in policy.heads}
-        self.fed, self.prefix, self.drawn = map(heads.get, ("fed", "prefix", "drawn"))
-        self.has_heads, self.names = bool(heads), _computed(heads.values(), self.requested)
+        self.heads = {f"{timing_of(head)}_logit": _stepwise(head, model) for head in policy.heads}
+        self.names = _computed(self.heads.values(), self.requested)
 
     def draw(
         self,
@@ -104,18 +104,17 @@ class SignalReader:
         Args:
             logits: of its distribution.
             token: the token.
-            hidden: the state that produced them, if there are heads.
-            previous: columns and id of the token before, which a fed-time head scores.
+            hidden: the state that produced them; read by heads.
+            previous: columns and id of the token before, which a fed-time head scores; None at the first token.
             count: tokens of the response before the token, if a head reads `POSITION`.
         """
         columns = signals_of(logits[None], token, self.names, count) if self.names else {}
-        if hidden is not None:
-            if self.fed is not None and previous is not None:
-                columns["fed_logit"] = _scored(self.fed, hidden, *previous)
-            if self.prefix is not None:
-                columns["prefix_logit"] = _scored(self.prefix, hidden, columns, token)
-            if self.drawn is not None:
-                columns["drawn_logit"] = _scored(self.drawn, hidden, columns, token)
+        scored = columns, token
+        for name, head in self.heads.items():
+            if (source := previous if name == FED else scored) is not None:
+                assert hidden is not None
+                scalars = [source[0][scalar] for scalar in head.inputs.scalars]
+                columns[name] = head(hidden, torch.cat(scalars) if scalars else None, source[1])
         return columns
 
 
@@ -126,10 +125,9 @@ class HostSignals(SignalReader):
         super().__init__(policy, model)
         self._has_entropy, self._has_top = "entropy" in self.names, "top_prob" in self.names
         self._others = [name for name in self.names if name not in (*TokenStats._fields, POSITION, "top_prob")]
-        self._score_fed, self._score_prefix, self._score_drawn = (
-            None if head is None else HostHead(head, names=(*TokenStats._fields, POSITION, *self._others)).score
-            for head in (self.fed, self.prefix, self.drawn)
-        )
+        numbers = (*TokenStats._fields, POSITION, *self._others)
+        scores = {name: HostHead(head, names=numbers).score for name, head in self.heads.items()}
+        self._score_fed, self._score_prefix, self._score_drawn = map(scores.get, (FED, "prefix_logit", "drawn_logit"))
         self._previous: tuple[tuple[float, ...], int] = _NO_STATS, 0
 
     def _read(self, position: int, logits: Tensor, token: int, row: int, probs: Tensor | None) -> tuple[int, AfterDraw]:
@@ -140,7 +138,7 @@ class HostSignals(SignalReader):
             stats = token_stats(logits, token, probs=probs, has_entropy=self._has_entropy)
         if self._has_top:
             top_prob = self._by_formula(logits, token, ["top_prob"])[0]
-        if self.has_heads:
+        if self.heads:
             hidden = array_of(self.states)[row]  # numpy's index costs a tenth of torch's
             others = self._by_formula(logits, token, self._others) if self._others else ()
             numbers = (*stats, math.log1p(self.num_before + position), *others)
@@ -165,7 +163,7 @@ class DeviceSignals(SignalReader):
     """Signals of a draft on an accelerator; the host waits for one transfer, at the end of the step."""
 
     on_host = False
-    _previous: tuple[dict[str, Tensor], Tensor]
+    _previous: tuple[dict[str, Tensor], Tensor] | None = None
 
     @torch.inference_mode()
     def _read(
@@ -174,17 +172,17 @@ class DeviceSignals(SignalReader):
         if not self.requested:
             return refuse_no_token(int(token), logits), AfterDraw(position)
         known = token.clamp(max=len(logits) - 1)  # a distribution that is not finite draws an id beyond the last
-        hidden = self.states[row] if self.has_heads else None
+        hidden = self.states[row] if self.heads else None
         count = torch.full((1,), self.num_before + position, device=logits.device) if POSITION in self.names else None
-        columns = self.columns(logits, known, hidden, self._previous if position > 0 and self.fed else None, count)
+        columns = self.columns(logits, known, hidden, self._previous if position > 0 else None, count)
+        self._previous = columns, known
         if self.confidence_of is not None:
             columns["confidence_logit"] = self.confidence_of.confidence()
-        if self.fed is not None:
-            self._previous = columns, known
         # as floats, which hold every id below 2^24 exactly
         values = torch.cat([column.to(torch.float32) for column in (token, *columns.values())]).tolist()
-        token_id = refuse_no_token(int(values[0]), logits)
-        return token_id, after_draw(position, dict(zip(columns, values[1:], strict=True)))
+        return refuse_no_token(int(values[0]), logits), after_draw(
+            position, dict(zip(columns, values[1:], strict=True))
+        )
 
 
 class BatchSignals:
@@ -295,11 +293,6 @@ def after_draw(position: int, numbers: dict[str, float]) -> AfterDraw:
 def devices_of(policy: Policy, model: DraftModel) -> tuple[torch.device, torch.device | None]:
     """Devices where the draft takes tokens, and where heads read its hidden states."""
     return model.device, model.output_device if policy.heads else None
-
-
-def _scored(head: StepwiseHead, hidden: Tensor, columns: dict[str, Tensor], token: Tensor) -> Float[Tensor, " 1"]:
-    scalars = [columns[name] for name in head.inputs.scalars]
-    return head(hidden, torch.cat(scalars) if scalars else None, token)
 
 
 def _stepwise(head: AcceptanceHead, model: DraftModel) -> StepwiseHead:
