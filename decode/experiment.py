@@ -6,7 +6,6 @@ it. Each is made at its first use, so that a command that needs no model loads n
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -60,7 +59,7 @@ class Experiment:
         if needs_micro:
             refuse_feature_draft(config.pair)
             check_micro(config.pair)
-        self.models, self.decode, self._data = config.pair, config.decode, config.data
+        self._config, self.models, self.decode = config, config.pair, config.decode
         self.directory = Path(config.decode.dir)
         self.exported = Path(config.heads.dir) / "exported"
         self.sampling, self.template = Sampling(**vars(config.pair.sampling)), config.data.template
@@ -73,7 +72,7 @@ class Experiment:
     @cached_property
     def data(self) -> DataConfig:
         """The prompts and their splits, as in training."""
-        return settled(self._data, is_verbose=False)  # `data` has printed it
+        return settled(self._config.data, is_verbose=False)  # `data` has printed it
 
     @cached_property
     def pair(self) -> Pair:
@@ -97,21 +96,18 @@ class Experiment:
             raise ValueError(
                 f"{path} is no feature draft (such as an EAGLE or a GliDe); set pair.draft to use another model"
             )
-        changed, target = copy(self), self.pair.target
-        for name in ("has_feature_draft", "num_draft_weights", "heads"):
-            changed.__dict__.pop(name, None)
-        changed.models, changed._described = replace(self.models, draft=source), {}
-        changed.pair = replace(self.pair, drafting=feature_draft_of(changed.models, target))
+        changed = Experiment(replace(self._config, pair=replace(self.models, draft=source)))
+        changed.pair = replace(self.pair, drafting=feature_draft_of(changed.models, self.pair.target))
         return changed
 
     @property
     def identity(self) -> dict[str, Any]:
         """Models and sampling that a verdict is about."""
-        paths = {level: getattr(self.models, level).path for level in ("target", "draft")}
-        return paths | {"sampling": self.sampling.as_dict()}
+        models = {"target": self.models.target.path, "draft": self.models.draft.path}
+        return models | {"sampling": self.sampling.as_dict()}
 
     def described(self, level: Level) -> dict[str, Any]:
-        """Name, revision and fingerprint of one model; no weights are loaded."""
+        """Name, revision and fingerprint of one model, without its weights."""
         if level not in self._described:
             self._described[level] = describe_model(getattr(self.models, level))
         return self._described[level]
@@ -140,7 +136,7 @@ class Experiment:
             self.decode, max_draft_length=record["max_draft_length"], max_new_tokens=record["max_new_tokens"]
         )
         names = dict.fromkeys(key.rpartition(".")[0] for key in record["prompts"])
-        self.data = self._data
+        self.data = self._config.data
         self.datasets = {name: PromptSource(path=name) for name in names}
         self.training_sets = dict(list(self.datasets.items())[:1])
 
@@ -187,8 +183,9 @@ class Experiment:
         A transfer set, which no head was trained on, is cut by `decode.transfer_weights`; where it has fewer prompts
         than requested, all of them are taken.
         """
-        nums = {"dev": self.decode.num_dev, "test": self.decode.num_test} | ({} if num is None else {split: num})
-        data = replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"])
+        nums = {"num_dev": self.decode.num_dev, "num_test": self.decode.num_test}
+        nums |= {} if num is None else {f"num_{split}": num}
+        data = replace(self.data, prompts=self.datasets[dataset], **nums)
         if self.is_training_set(dataset):
             return load_prompts(data, split, section="decode")
         transfer = replace(data, split_weights=(0, *self.decode.transfer_weights), split_ids=None)

@@ -87,7 +87,12 @@ class MeasuredController(Controller):
         # a step in which other rows process their prompts does not measure verification
         if num_ended == num_rows > 0:
             self._target.add(num_tokens, now_s - self._at_s + self._first_s)
-        self._update_costs(num_ended, num_tokens, num_emitted)
+        draft, target, num_more = self._draft.curve, self._target.curve, max(self._num_steps - 1, 0)
+        if draft is not None and target is not None and num_ended:
+            self._costs, decay = BatchCosts(draft, target), _ROW_MEMORY**num_ended
+            seconds = float(target(num_tokens) + num_more * draft(self._num_rows))
+            self._tokens = decay * self._tokens + num_emitted
+            self._row_seconds = decay * self._row_seconds + num_ended * seconds
         self._idle = self._idle + 1 if self._num_steps < 2 else 0
         self._num_rows, self._num_steps, self._first_s, self._at_s = num_rows, 0, 0.0, now_s
 
@@ -116,13 +121,3 @@ class MeasuredController(Controller):
         assert self._costs is not None
         alone = 1.0 / float(self._costs.target(self._num_rows))
         return self._num_rows * max(alone, self._tokens / self._row_seconds)
-
-    def _update_costs(self, num_ended: int, num_tokens: int, num_emitted: int) -> None:
-        draft, target = self._draft.curve, self._target.curve
-        if draft is None or target is None or num_ended == 0:
-            return
-        self._costs = BatchCosts(draft, target)
-        decay, num_more = _ROW_MEMORY**num_ended, max(self._num_steps - 1, 0)
-        seconds = float(target(num_tokens) + num_more * draft(self._num_rows))
-        self._tokens = decay * self._tokens + num_emitted
-        self._row_seconds = decay * self._row_seconds + num_ended * seconds

@@ -47,7 +47,6 @@ class Lane:
         self._is_open = False  # whether a round has begun and not ended
 
     def begin(self, room: int, stop_ids: frozenset[int]) -> None:
-        """Begin a round of at most `room` tokens."""
         self.run.begin(room)
         self.tokens, self._stop_ids, self._is_open = [], stop_ids, True
 
@@ -57,10 +56,8 @@ class Lane:
             self.tokens.append(token)
 
     def end(self, verified: Sequence[int], num_accepted: int) -> bool:
-        """Report the round's outcome to the policy; a draft that was not verified (the request had to wait) is ignored.
-
-        Returns:
-            Whether a round was verified.
+        """Report the round's outcome to the policy, and return True; False if the draft was not verified, since the
+        request had to wait.
         """
         is_unverified = list(verified) != self.tokens[: len(verified)] or bool(self.tokens and not verified)
         was_verified = self._is_open and not is_unverified
@@ -137,10 +134,6 @@ class Lanes:
     def drafts(self) -> list[list[int]]:
         """Draft of each row."""
         return [list(lane.tokens) for lane in self._rows]
-
-    def __len__(self) -> int:
-        """Number of unfinished requests."""
-        return len(self._alive)
 
     def _lane(self, row: RequestRow) -> Lane:
         lane = self._alive.get(row.request)

@@ -30,9 +30,7 @@ _MAX_KINDS = 1024
 """Maximum number of cached kinds of requests, so that no client can fill the memory."""
 _MAX_WARNINGS = 100
 """Maximum number of distinct warnings about requests, so that no client can fill the log."""
-_UNCERTAIN = AfterDraw(
-    position=0, entropy=1.0, max_prob=0.5, fed_logit=0.0, prefix_logit=0.0, token_prob=0.5, drawn_logit=0.0
-)
+_UNCERTAIN = AfterDraw(position=0, entropy=1.0, max_prob=0.5, fed_logit=0.0, token_prob=0.5)
 """Signals of a draft step with which a policy is tried."""
 _SERVED = "it stops less well there, but the output distribution is unchanged; train a head for this sampling"
 
@@ -96,24 +94,15 @@ class Policies:
         self._settings, self._log, self._hidden_size = settings, warn, hidden_size
         self._warnings: set[str] = set()
         self._models = {"draft": draft, "target": target}
-        self._heads: dict[str, AcceptanceHead] = {}
+        self.heads: dict[str, AcceptanceHead] = {}
+        """Every head that a request can use, by its name or path."""
         for name in settings.heads:
             self._load(name)
         self.default = _parse_and_try(settings.policy, self._load)
         self._of_kind = lru_cache(_MAX_KINDS)(self._of)
 
-    @property
-    def heads(self) -> list[AcceptanceHead]:
-        """Every head that a request can use."""
-        return list(self._heads.values())
-
     def of_request(self, spec: object, sampling: Sampling) -> Policy:
-        """The policy of a request.
-
-        Args:
-            spec: the request's value under KEY, or None.
-            sampling: sampling of the request.
-        """
+        """The policy of a request, whose value under KEY is `spec` (None: it has none)."""
         return self._of_kind(spec if isinstance(spec, str | None) else repr(spec), sampling)
 
     def _warn(self, line: str) -> None:
@@ -128,8 +117,9 @@ class Policies:
     def _of(self, spec: str | None, sampling: Sampling) -> Policy:
         policy = self._requested(spec)
         for head in policy.heads:
+            name = next((name for name, known in self.heads.items() if known is head), "of the policy")
             try:
-                check_fits(head, self._name(head), sampling=sampling.as_dict(), remedy=_SERVED)
+                check_fits(head, name, sampling=sampling.as_dict(), remedy=_SERVED)
             except ValueError as error:
                 self._warn(f"{KEY}: {error}")
         return policy
@@ -150,7 +140,7 @@ class Policies:
 
     def _load(self, name: str) -> AcceptanceHead:
         """The head of this name or path, checked against the models."""
-        if name not in self._heads:
+        if name not in self.heads:
             head = AcceptanceHead.from_pretrained(self._settings.heads.get(name, name))
             if head.hidden_size != self._hidden_size:
                 raise ValueError(
@@ -162,17 +152,14 @@ class Policies:
                 models = {role: self._models[role]() for role, is_named in trained.items() if is_named}
                 remedy = f"use a head that was trained for these models, or set {KEY}.allow_foreign_heads to true"
                 check_fits(head, name, draft=models.get("draft"), target=models.get("target"), remedy=remedy)
-            self._heads[name] = head
-        return self._heads[name]
+            self.heads[name] = head
+        return self.heads[name]
 
     def _loaded(self, name: str) -> AcceptanceHead:
         """The head that a request names, which must be one of the server's."""
-        if name not in self._heads:
+        if name not in self.heads:
             raise ValueError(f"the server has no head {name!r}; use one of {', '.join(self._settings.heads) or 'none'}")
-        return self._heads[name]
-
-    def _name(self, head: AcceptanceHead) -> str:
-        return next((name for name, known in self._heads.items() if known is head), "of the policy")
+        return self.heads[name]
 
 
 def _parse_and_try(spec: str, load_head: Callable[[str], AcceptanceHead]) -> Policy:

@@ -60,7 +60,7 @@ def session(job_path: str) -> None:
     print(MARK + "{}", flush=True)
     for line in sys.stdin:
         result = engine.served(json.loads(line))
-        costs = None if written.stops is None else written.stops._lanes._controller._costs
+        costs = None if written.stops is None else written.stops.lanes._controller._costs
         times = None if costs is None else {name: curve.seconds for name, curve in costs._asdict().items()}
         print(MARK + json.dumps(result | {"times": times}), flush=True)
 
@@ -80,7 +80,7 @@ class Written:
 
         def recorded(stops: Stops, sampled: Any, requests: Any, batch: Any, is_discarded: Any) -> None:
             verified(stops, sampled, requests, batch, is_discarded)
-            self.stops, stops._lanes._controller._clock = stops, clock
+            self.stops, stops.lanes._controller._clock = stops, clock
             for row, is_prompt in zip(stops._rows, is_discarded.tolist(), strict=False):  # the mask can be longer
                 if not is_prompt:
                     self.rounds[row.request].append([len(row.verified), row.num_accepted])
@@ -119,7 +119,7 @@ class Engine:
             "answers": [{"token_ids": finished.get(name), "rounds": self._written.of(name)} for name in names],
             "counters": {name: after[name] - before[name] for name in COUNTERS},
             "rss_mib": int(Path("/proc/self/statm").read_text().split()[1]) // _PAGES_PER_MIB,
-            "num_lanes": 0 if stops is None else len(stops._lanes),
+            "num_lanes": 0 if stops is None else len(stops.lanes._alive),
         }
 
     def _finished(self, batch: dict[str, Any]) -> dict[str, list[int]]:
@@ -206,9 +206,9 @@ def _illegal() -> Any:
     def dropped(lane: Lane, token: int, drawn: AfterDraw) -> None:
         take(lane, token, drawn)
         if lane.tokens and drawn.token_prob < _ALMOST * drawn.max_prob:
-            lane.is_going = False
+            lane.run.stop("policy")
             lane.tokens.pop()
-            lane._steps.pop()
+            lane.run.steps.pop()
 
     Lane.take = dropped  # type: ignore[method-assign]
     yield

@@ -1,7 +1,7 @@
 """One prompt through the speculative loop: `python -m decode generate`, and `complete` in Python."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from json import dumps
 from typing import Any, Literal
@@ -61,8 +61,13 @@ def generate(
         record = {"text": _text(generation, pair), **settings, "sampling": asdict(experiment.sampling)}
         print(dumps(record | generation.as_dict(), ensure_ascii=False))
         return
-    transcript = Transcript(Console(highlight=False), pair.tokenizer, has_rejected=rejected)
-    closing = _show(rounds, transcript, stop)
+    transcript, shown = Transcript(Console(highlight=False), pair.tokenizer, has_rejected=rejected), []
+    transcript.console.print(legend())
+    for round_ in rounds:
+        shown.append(round_)
+        transcript.write(round_)
+    closing = summary(Generation.of(shown), stop)
+    transcript.console.print("\n" + closing, soft_wrap=True)
     if picture_path is not None:
         title = f"python -m decode generate --policy {policy}"
         picture_path.write_text(picture(transcript.text, closing, title=title), encoding="utf-8")
@@ -80,8 +85,7 @@ def complete(
     Args:
         config: the experiment; `data.template` wraps the prompt.
         prompt: the user's message, or a list of messages.
-        policy: when to stop drafting, as an object or as for `--policy`; None: the recommendation of `evaluate` or
-            `tune`, else the best exported head, else a policy that needs no training.
+        policy: when to stop drafting, as an object or as for `--policy`, also if it is None.
         max_new_tokens: None: decode.max_new_tokens.
 
     Raises:
@@ -110,17 +114,6 @@ def _rounds(
     prompt_ids = encode(conversation, pair.tokenizer, experiment.template, replies)
     limit = decode.max_new_tokens if max_new_tokens is None else max_new_tokens
     return decoder.stream(prompt_ids, limit, generator=torch.Generator().manual_seed(decode.seed))
-
-
-def _show(rounds: Iterable[Round], transcript: Transcript, policy: Policy) -> str:
-    transcript.console.print(legend())
-    finished: list[Round] = []
-    for round_ in rounds:
-        finished.append(round_)
-        transcript.write(round_)
-    closing = summary(Generation.of(finished), policy)
-    transcript.console.print("\n" + closing, soft_wrap=True)
-    return closing
 
 
 def _text(generation: Generation, pair: Pair) -> str:

@@ -60,14 +60,8 @@ class Transcript:
         self.text = Text()
         """Everything written so far."""
 
-    def write(self, round_: Round) -> None:
-        """Print one round, without a line break."""
-        text = self.text_of(round_)
-        self.text.append_text(text)
-        self.console.print(text, end="", soft_wrap=True)
-
-    def text_of(self, round_: Round) -> Text:
-        """The round's tokens with their styles."""
+    def write(self, round_: Round) -> Text:
+        """Print one round, without a line break; returns its tokens with their styles."""
         text = Text()
         for token in round_.emitted[: round_.num_accepted]:
             text.append(self._detokenizer.add(token), STYLES["accepted"])
@@ -75,6 +69,8 @@ class Transcript:
             text.append(self._detokenizer.peek(round_.rejected).rstrip("\n"), STYLES["rejected"])
         if round_.next_kind is not None:
             text.append(self._detokenizer.add(round_.emitted[-1]), STYLES[round_.next_kind])
+        self.text.append_text(text)
+        self.console.print(text, end="", soft_wrap=True)
         return text
 
 

@@ -18,6 +18,7 @@ from decode.loop.drafter import ModelDrafter
 from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session
 from decode.loop.signals import BatchSignals
+from decode.policies.base import Policy
 from decode.policies.batch import BatchAuto
 from lm import CachedModel, Sampler, Sampling, verify
 from lm.batch import BatchModel
@@ -64,23 +65,24 @@ class Batch:
         self,
         target: BatchModel,
         draft: BatchModel,
-        drafters: Sequence[ModelDrafter],
+        policy: Policy,
         *,
         sampling: Sampling,
         eos_ids: frozenset[int],
     ) -> None:
         """Args:
-        target: rows for as many sequences as there are drafters.
+        target: a row for each sequence.
         draft: as many rows of the draft.
-        drafters: one on each row of the draft, all with one policy.
+        policy: of every sequence.
         sampling: the one transform of draft and target.
         eos_ids: tokens that end a generation.
         """
-        self._target, self._draft = target, draft
-        self._sequences = [_Sequence(drafter, row) for drafter, row in zip(drafters, target.rows, strict=True)]
+        self._target, self._draft, self._policy = target, draft, policy
+        rows = zip(draft.rows, target.rows, strict=True)
+        self._sequences = [_Sequence(ModelDrafter(below, policy), row) for below, row in rows]
         self._sampling, self._eos_ids = sampling, eos_ids
-        self._policy, self._signals = drafters[0].policy, BatchSignals(drafters[0].model.embedding)
-        self._controller = self._policy.controller() if isinstance(self._policy, BatchAuto) else None
+        self._signals = BatchSignals(draft.rows[0].embedding)
+        self._controller = policy.controller() if isinstance(policy, BatchAuto) else None
         self._rounds: list[list[Round]] = []
         self._stepped: list[_Sequence] = []
 

@@ -44,7 +44,7 @@ class SpeculativeDecoder:
     ) -> None:
         """Args:
         target: a `PreTrainedModel` is wrapped in a `CachedModel`.
-        drafter: proposes chains or trees; its policy decides the draft length.
+        drafter: proposes chains or trees.
         sampling: the one transform of draft and target (law 4.1).
         max_draft_length: maximum draft length in tokens, or levels of a tree.
         eos_ids: tokens that end a generation; None: those of the target; an empty set: none.
@@ -75,7 +75,7 @@ class SpeculativeDecoder:
         batch_size: SupportsIndex = 16,
         generator: torch.Generator | Sequence[Sampler] | None = None,
     ) -> list[Generation]:
-        """One generation per prompt, `batch_size` at a time (law 4.13, `decode.loop.batch`), as `generate` makes it.
+        """One generation per prompt, `batch_size` at a time (law 4.13), as `generate` makes it.
 
         Args:
             prompts: token ids of each: lists, arrays or tensors.
@@ -133,8 +133,7 @@ class SpeculativeDecoder:
                 )
         target, draft = BatchModel(self.target, num_rows), BatchModel(self.drafter.model, num_rows)
         policy = batched(self.drafter.policy, num_rows)
-        drafters = [ModelDrafter(row, policy) for row in draft.rows]
-        batch = Batch(target, draft, drafters, sampling=self.sampling, eos_ids=self.eos_ids)
+        batch = Batch(target, draft, policy, sampling=self.sampling, eos_ids=self.eos_ids)
         return batch, batch.rounds(all_ids, limits, draws, max_draft_length=self.max_draft_length)
 
     def stream(

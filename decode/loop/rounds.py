@@ -31,8 +31,9 @@ class Counts:
     """Drafted tokens that were accepted and emitted."""
     num_draft_forwards: Number = 0
     """Forwards of the draft (in a hierarchy, of the level below the target): N_draft, one more for each stop between a
-    forward and its draw (AdaEDL), and one for each token beyond an EOS if the host reads a draft only at its end
-    (`ModelDrafter.reads_at_end`). A block of a DSpark draft is one, and so is a level of a tree."""
+    forward and its draw, and one for each token beyond an EOS if the draft `reads_at_end`. A block of a DSpark draft is
+    one, and so is a level of a tree.
+    """
     num_micro: Number = 0
     """N_micro: tokens that the level below the draft proposed (hierarchies)."""
     num_micro_forwards: Number = 0

@@ -1,12 +1,11 @@
 """Law 4.11: the threshold that needs no tuning.
 
-Maximising tokens per second is a renewal-reward problem. With lambda the best throughput, a second costs lambda tokens,
-so each further token costs price = lambda * (t_draft + slope of t_target(k)) tokens, and the draft continues while
+Maximising tokens per second is a renewal-reward problem. With lambda the best throughput, each further token costs
+price = lambda * (t_draft + slope of t_target(k)) tokens, and the draft continues while
 
     S * g(a) >= price
 
-    S   calibrated probability that all drafted tokens survive; with a fed-time head, all but the newest, which it has
-        not scored yet
+    S   calibrated probability that all drafted tokens survive; with a fed-time head, all but the newest
     a   the newest score in S
     g   the *index*: the highest cost per unit of S at which one more token pays, if drafting may continue after it
         for as long as that pays,
@@ -18,18 +17,16 @@ A prefix head says a before the token is drawn, when the forward that could draw
 only if the token is not worth its own verification, S * a < lambda * slope of t_target(k), and after it by the rule
 above.
 
-Where scores form a Markov chain this rule is optimal (in this optimal stopping problem S and the price enter only by
-their ratio, so one function serves every hardware), and it knows that easy tokens may follow a hard one. n = 1 is the
-one-step rule. `evaluation.tuning.index` solves for g on a trace; here g is a line, and first_index replaces it where a
-fed-time head has scored nothing yet.
+Where scores form a Markov chain this rule is optimal, and it knows that easy tokens may follow a hard one. S and the
+price enter only by their ratio, so one g serves every hardware: `evaluation.tuning.index` solves for it on a trace.
+Here it is a line, which first_index replaces where a fed-time head has scored nothing yet.
 
-lambda is `throughput`, which `evaluation.tuning.rule.fixed_point` finds on a trace. With `is_online` it is N / T of the
+lambda is `throughput`, which `evaluation.tuning.rule` finds on a trace. With `is_online` it is N / T of the
 generation so far, plus 256 tokens at that throughput. If `throughput` is None, it is that of the best fixed length, as
 if every token were accepted with probability `next_mean`. lambda is at least 1 / t_target(0), the target's own.
 
-Draft length 0: a round drafts only if drafting has paid so far, i.e. if the mean over drafting rounds of (accepted
-tokens - extra seconds / t_target(0)) is not negative; otherwise the target alone is faster. Every `probe_every` rounds
-it drafts in any case, to see whether that still holds.
+Draft length 0: a round drafts only if the mean over drafting rounds of (accepted tokens - extra seconds / t_target(0))
+is not negative; otherwise the target alone is faster. Every `probe_every` rounds it drafts in any case.
 """
 
 from __future__ import annotations
@@ -84,11 +81,11 @@ class Auto(ScoringPolicy):
 
     Attributes:
         head: scores tokens, calibrated.
-        t_draft_s: seconds of one draft step, including this rule's own work (law 4.9: t_draft + t_stop); 0 for a draft
-            whose block is one forward, which is part of t_start_s.
-        t_target_s: seconds of a verification without a draft, t_target(0).
-        t_verify_s: seconds that each drafted token adds to it, the slope of t_target(k) from k = 1 on.
-        t_start_s: seconds that verifying any draft adds, so that t_target(k) is the sum of the three.
+        t_draft_s: of one draft step, including this rule's own work (law 4.9: t_draft + t_stop); 0 for a draft whose
+            block is one forward, which is part of t_start_s.
+        t_target_s: of a verification without a draft, t_target(0).
+        t_verify_s: that each drafted token adds to it, the slope of t_target(k) from k = 1 on.
+        t_start_s: that verifying any draft adds, so that t_target(k) is the sum of the three.
         throughput: lambda in tokens per second; None: estimated from `next_mean`.
         is_online: learn lambda in each generation.
         next_mean: mean acceptance of a token that follows an accepted one.

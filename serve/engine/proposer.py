@@ -46,18 +46,18 @@ def stopping(base: type) -> type:
             with suppress(_AllRowsStoppedError):
                 super().propose(num_speculative_tokens, *args, **kwargs)
             self._last_draft_probs = self._stops.probs
-            return self._stops.drafts
+            return self._stops.lanes.drafts
 
         def _sample_draft_tokens(self, hidden_states: Tensor, sampling_metadata: Any) -> Any:
             stops = self._stops
             if stops is None:
                 return super()._sample_draft_tokens(hidden_states, sampling_metadata)
-            if not stops.is_going:
+            if not stops.lanes.is_going:
                 raise _AllRowsStoppedError
             logits = self.model.compute_logits(hidden_states)
             token, probs = self._sample_from_logits(logits.clone(), sampling_metadata)  # it scales its input in place
             stops.step(logits, hidden_states, token, probs)
-            if not stops.is_going:
+            if not stops.lanes.is_going:
                 raise _AllRowsStoppedError
             return token, probs
 

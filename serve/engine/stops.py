@@ -31,11 +31,11 @@ class Stops:
         embedding: token ids -> the draft's input embeddings.
         """
         self._policies = policies_of(config)
-        for head in self._policies.heads:
+        for head in self._policies.heads.values():
             head.to(device)
         if device.type == "cpu":
             cpu.mend()
-        self._lanes, self._signals = Lanes(), BatchSignals(embedding)
+        self.lanes, self._signals = Lanes(), BatchSignals(embedding)
         self._rows: list[RequestRow] = []
         self._alive: Container[str] = ()
 
@@ -47,12 +47,7 @@ class Stops:
     def begin(self, longest: int) -> None:
         """Begin a round of at most `longest` tokens."""
         self._position, self._probs = 0, list[Tensor]()
-        self._lanes.begin([row._replace(room=min(row.room, longest)) for row in self._rows], self._alive)
-
-    @property
-    def is_going(self) -> bool:
-        """Whether any request continues to draft."""
-        return self._lanes.is_going
+        self.lanes.begin([row._replace(room=min(row.room, longest)) for row in self._rows], self._alive)
 
     def step(self, logits: Tensor, hidden: Tensor, token: Tensor, probs: Tensor | None) -> None:
         """Record a draft step.
@@ -63,17 +58,12 @@ class Stops:
             token: drafted tokens [rows].
             probs: probabilities [rows, vocab] that they were sampled from; None: greedy.
         """
-        rows: dict[str, Any] = {"policies": self._lanes.policies, "nums_before": [row.num_before for row in self._rows]}
+        rows: dict[str, Any] = {"policies": self.lanes.policies, "nums_before": [row.num_before for row in self._rows]}
         tokens, signals = self._signals.read(self._position, logits, hidden, token, **rows)
         self._position += 1
         if probs is not None:
             self._probs.append(probs)
-        self._lanes.step(tokens, signals)
-
-    @property
-    def drafts(self) -> list[list[int]]:
-        """Draft of each request."""
-        return self._lanes.drafts
+        self.lanes.step(tokens, signals)
 
     @property
     def probs(self) -> Tensor | None:
@@ -133,7 +123,8 @@ def rows_of(
         emitted = [] if is_discarded[index] else [token for token in tokens if token >= 0]
         stop_ids = frozenset(params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids)
         num_tokens = int(batch.num_tokens_no_spec[index]) + len(emitted)
-        num_left = num_left_of(request, num_tokens)
+        num_new = num_tokens - request.num_prompt_tokens
+        num_left = 2**31 if params.max_tokens is None else params.max_tokens - num_new
         has_ended = not emitted or not stop_ids.isdisjoint(emitted)
         rows.append(
             RequestRow(
@@ -143,16 +134,10 @@ def rows_of(
                 num_accepted=max(len(emitted) - 1, 0),
                 room=0 if has_ended else max(num_left - 1, 0),
                 stop_ids=stop_ids,
-                num_before=num_tokens - request.num_prompt_tokens,
+                num_before=num_new,
             )
         )
     return rows
-
-
-def num_left_of(request: Any, num_tokens: int) -> int:
-    """Tokens that a request may still generate if it has `num_tokens`, prompt included."""
-    longest = request.sampling_params.max_tokens
-    return 2**31 if longest is None else longest - (num_tokens - request.num_prompt_tokens)
 
 
 def sampling_of(params: Any) -> Sampling:

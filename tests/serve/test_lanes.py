@@ -89,7 +89,7 @@ class FakeEngine:
             while waiting and len(batch) < self.num_rows:
                 batch.append(waiting.pop(0))
             self.propose(batch, alive={asked.id for asked in [*batch, *waiting] if asked.num_begun})
-            self.most_remembered = max(self.most_remembered, len(self.lanes))
+            self.most_remembered = max(self.most_remembered, len(self.lanes._alive))
             for asked, tokens, drawn in list(zip(batch, self.lanes.drafts, self.seen, strict=True)):
                 if asked.num_begun in asked.waits_after:
                     batch.remove(asked)

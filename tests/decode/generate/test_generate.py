@@ -71,7 +71,7 @@ def test_each_token_wears_the_colour_of_what_it_was():
     transcript = Transcript(Console(), Letters())
     for played in decoder_of(FixedLength(2), eos_ids=()).generate(PROMPT, 30, generator=seeded()).rounds:
         kinds = ["accepted"] * played.num_accepted + ["rejected"] * (played.num_accepted < len(played.drafted))
-        styles = [str(span.style) for span in transcript.text_of(played).spans]
+        styles = [str(span.style) for span in transcript.write(played).spans]
         assert styles == [STYLES[kind] for kind in (*kinds, played.next_kind)]
 
 
