@@ -20,7 +20,6 @@ from data_gen.prompts.splits import Split
 from data_gen.prompts.templates import encode
 from data_gen.store.identity import describe_model
 from data_gen.store.manifest import read_manifest
-from decode.drafters.factory import check_micro
 from decode.policies.base import Policy
 from decode.policies.recommended import best_head, read_verdict
 from decode.policies.registry import policy_of, read_spec
@@ -58,7 +57,11 @@ class Experiment:
         """
         if needs_micro:
             refuse_feature_draft(config.pair)
-            check_micro(config.pair)
+            if config.pair.micro is None:
+                raise ValueError(
+                    "pair.micro is not set, but a hierarchy needs a third model, smaller than the draft; set "
+                    "pair.micro.path"
+                )
         self._config, self.models, self.decode = config, config.pair, config.decode
         self.directory = Path(config.decode.dir)
         self.exported = Path(config.heads.dir) / "exported"

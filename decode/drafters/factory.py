@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from configs.schema import PairConfig
 from decode.drafters.trees import Shape, TreeDrafter
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
@@ -125,8 +124,7 @@ class PairModels:
 
     @cached_property
     def micro(self) -> CachedModel:
-        """The smallest model of a hierarchy; ValueError if the config names none."""
-        check_micro(self.pair)
+        """The smallest model of a hierarchy, for which `Experiment` checks the config."""
         assert self.pair.micro is not None
         return CachedModel(self.pair.micro, vocab_size=self.pair.vocab_size, with_hidden=self._with_hidden)
 
@@ -147,11 +145,3 @@ class PairModels:
         """
         eos_ids = self.pair.eos_ids if eos_ids is None else eos_ids
         return SpeculativeDecoder(self.target, drafter, eos_ids=eos_ids, **settings)
-
-
-def check_micro(pair: PairConfig | Pair) -> None:
-    """Raise ValueError if there is no micro model."""
-    if pair.micro is None:
-        raise ValueError(
-            "pair.micro is not set, but a hierarchy needs a third model, smaller than the draft; set pair.micro.path"
-        )

@@ -28,7 +28,7 @@ tokens (K = 10) at a time.
                                  is above tau_2 (Algorithm 2)
 
 Departures where the printed algorithms (first three points) and the authors' program (github.com/valexsyu/HSDDW, commit
-c8fed41) are wrong or incomplete. Levels can also stop by other policies (`policies`), among them trained heads.
+c8fed41) are wrong or incomplete; levels can also stop by other policies, among them trained heads:
 
 * The window shrinks through a minimum over a set that contains 0, so it would stay 0. Here the first position above tau
   ends it.
@@ -38,30 +38,27 @@ c8fed41) are wrong or incomplete. Levels can also stop by other policies (`polic
 * At a position where the draft is unsure, the program replaces the micro's token from the residual *without testing
   it*, which is biased. Here that token is verified as any other and is the last of the draft; still one forward.
 * The program starts both tau at 10 in the full algorithm, replacing them in the first inner round by its smallest
-  entropies; in the other two configurations at 0, as the paper says and as this does throughout.
-* In the first two configurations the program drafts alone whatever the pre-verified tokens are, and of those only the
-  inner round's last moves tau_2, with the entropy of the position after all K micro tokens even if one was rejected.
-  Here the draft's self-verification sees every token that it emits, and tau_2 takes the entropy of the rejected token.
+  entropies; elsewhere at 0, as the paper says and as this does throughout.
+* In the first two configurations the program drafts alone whatever the pre-verified tokens are, and tau_2 takes the
+  entropy after all K micro tokens even if one was rejected. Here the draft's self-verification sees every token that
+  it emits, and tau_2 takes the entropy of the rejected token.
 * The program's entropies are of distributions after temperature, top-k and top-p; here of untruncated ones at
-  temperature 1 (law 4.1). The paper's runs have temperature 1 and no truncation, where both agree.
-* A draft of the full algorithm ends in the program only at more than 50 tokens; here at the loop's max_draft_length.
-* The program tests for EOS inside an inner block only after the target's verification; here nothing is drafted after
-  it. It always uses the free token after full inner acceptance; `bonus=False` omits it.
+  temperature 1 (law 4.1). Both agree in the paper's runs.
+* A draft of the full algorithm ends in the program only at more than 50 tokens, here at the loop's max_draft_length;
+  and EOS inside an inner block only after the target's verification, here at once. `bonus=False` omits the free token.
 
 Chen's hierarchical variant (H. Chen, An Exploration of Hierarchical Speculative Decoding, Algorithm 2): m times (n
 tokens of the small model, then one of the medium), then the target verifies all. Every token is verified against the
-distribution that it was drawn from, the small model's or the medium's. A rejected one is replaced by a draw from the
-residual of that same proposal, norm(max(0, p - q)), so by law 4.2 the output has the target's distribution.
-
-As printed, the replacement is drawn from plain p. Then a drafted position has the distribution
+distribution that it was drawn from, and a rejected one is replaced from the residual of that same proposal, so by law
+4.2 the output has the target's distribution. As printed, the replacement is drawn from plain p. Then a drafted position
+has the distribution
 
     min(p, q) + (1 - sum_v min(p, q)(v)) p
 
 which is p only if q = p: the paper admits that "the distribution of outputs may differ". A test shows the bias.
-Another departure: the printed k is the index of the first rejected token; the listing returns x_1 ... x_k, including
-the rejected token, and draws the next from p_{k+1}, while Table A.1 and Theorem 3.2 count k tokens in all. Here, as
-they count, k - 1 tokens are accepted, and the replacement is drawn at the rejected position. A draft may end inside a
-block, at EOS or at the length limit.
+Another departure: the listing returns x_1 ... x_k, including the first rejected token, and draws the next from p_{k+1},
+while Table A.1 and Theorem 3.2 count k tokens in all. Here, as they count, k - 1 tokens are accepted, and the
+replacement is drawn at the rejected position. A draft may end inside a block, at EOS or at the length limit.
 """
 
 from collections.abc import Iterator
@@ -124,10 +121,10 @@ class PreVerifiedDrafter(PolicyDrafter):
     ) -> None:
         """Args:
         inner: any drafter, also a pre-verified one.
-        model: verifies what `inner` proposes; a `PreTrainedModel` is wrapped in a `CachedModel`.
+        model: verifies what `inner` proposes.
         policy: when this level stops, by the signals and hidden states of `model`.
         rounds: None: `InnerRounds()`, those of full HSDDW.
-        vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
+        vocab_size: as in `ModelDrafter`.
         """
         wrapped = cached(model, vocab_size=vocab_size, with_hidden=bool(policy.heads))
         super().__init__(wrapped, policy)
@@ -194,8 +191,7 @@ def hsddw(
 
     Args:
         micro: drafts; the paper's is a 68M Llama.
-        draft: pre-verifies; the paper's is Llama-2 7B. Wrap it in a `CachedModel` with `vocab_size` if logits are
-            padded.
+        draft: pre-verifies; the paper's is Llama-2 7B.
         configuration: how levels alternate, and which levels stop themselves.
         window: K, the maximum number of tokens that a level drafts at a time.
         policies: (micro's, draft's), instead of the configuration's.
@@ -206,10 +202,8 @@ def hsddw(
     """
     if configuration not in CONFIGURATIONS:
         raise ValueError(f"configuration is {configuration!r}; one of {', '.join(CONFIGURATIONS)}")
-    if configuration == "full":
-        rounds = InnerRounds(window=window, bonus=bonus)
-    else:
-        rounds = InnerRounds(window=window, max_rounds=1, num_alone=window, bonus=bonus)
+    alternates = {} if configuration == "full" else {"max_rounds": 1, "num_alone": window}
+    rounds = InnerRounds(window=window, bonus=bonus, **alternates)
     stops = (FixedLength(window), Policy()) if configuration == "pre-verify" else (SelfVerify(), SelfVerify())
     micro_policy, draft_policy = policies or stops
     return PreVerifiedDrafter(ModelDrafter(micro, micro_policy), draft, draft_policy, rounds=rounds)
@@ -227,16 +221,7 @@ class InterleavedDrafter:
         n: int = 3,
         vocab_size: int | None = None,
     ) -> None:
-        """Args:
-            small: drafts n tokens of each block; counted as micro.
-            medium: drafts the last token of each block; counted as draft.
-            m: blocks per draft.
-            n: tokens of the small model per block; 0: only the medium model drafts.
-            vocab_size: `Pair.vocab_size` if logits are wider than the tokenizer.
-
-        Raises:
-            ValueError: a negative m or n.
-        """
+        """A draft has m blocks of n tokens of the small model, counted as micro, and one of the medium model."""
         _check_counts(m=m, n=n)
         self.small: CachedModel = cached(small, vocab_size=vocab_size)
         self.medium: CachedModel = cached(medium, vocab_size=vocab_size)
@@ -255,13 +240,17 @@ class InterleavedDrafter:
         # the last token is drawn and never fed, so it may be one beyond the context
         num_tokens = min(self.m * (self.n + 1), max_tokens, context - len(committed) + 1)
         while len(proposal.tokens) < num_tokens and proposal.stop_reason == "limit":
-            if len(proposal.tokens) % (self.n + 1) < self.n:
-                self._extend(proposal, ids, self.small)
-                proposal.num_micro += 1
-                proposal.num_micro_forwards += 1
-            else:
-                self._extend(proposal, ids, self.medium)
-                proposal.num_draft_forwards += 1
+            is_small = len(proposal.tokens) % (self.n + 1) < self.n
+            model = self.small if is_small else self.medium
+            q = self._session.sampling.dists(model.feed(ids[len(model) :]), ids)[0]
+            token = self._session.draws.token(q)
+            ids.append(token)
+            proposal.tokens.append(token)
+            proposal.dists.append(q)
+            proposal.num_micro += is_small
+            proposal.num_draft_forwards += not is_small
+            proposal.stop_reason = "eos" if token in self._session.eos_ids else "limit"
+        proposal.num_micro_forwards = proposal.num_micro
         return proposal
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
@@ -270,12 +259,3 @@ class InterleavedDrafter:
     def roll_back(self, length: int) -> None:
         self.small.roll_back(length)
         self.medium.roll_back(length)
-
-    def _extend(self, proposal: Proposal, ids: list[int], model: CachedModel) -> None:
-        q = self._session.sampling.dists(model.feed(ids[len(model) :]), ids)[0]
-        token = self._session.draws.token(q)
-        ids.append(token)
-        proposal.tokens.append(token)
-        proposal.dists.append(q)
-        if token in self._session.eos_ids:
-            proposal.stop_reason = "eos"

@@ -69,13 +69,8 @@ class PearlDecoder(SpeculativeDecoder):
         vocab_size: int | None = None,
         is_parallel: bool = False,
     ) -> None:
-        """Args:
-            target: verifies; a `PreTrainedModel` is wrapped in a `CachedModel`.
-            draft: drafts `gamma` tokens a step.
-            gamma: about t_target / t_draft, which keeps both busy.
-            sampling: the one transform of draft and target.
-            eos_ids: tokens that end a generation; None: those of the target.
-            vocab_size: `Pair.vocab_size` where logits are wider than the tokenizer.
+        """Args, beside those of `SpeculativeDecoder`:
+            gamma: tokens that the draft adds in a step; about t_target / t_draft keeps both models busy.
             is_parallel: run both at once, on two devices; otherwise one after the other, with the same tokens.
 
         Raises:

@@ -87,21 +87,17 @@ class Growth:
     """The candidates of one tree."""
 
     def __init__(self, shape: Shape, eos_ids: Set[int]) -> None:
-        """Args:
-        shape: how the tree branches.
-        eos_ids: tokens after which nothing is drafted.
-        """
+        """`eos_ids`: tokens after which nothing is drafted."""
         self._shape, self._eos_ids = shape, eos_ids
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.scores: list[float] = []
+        self.tokens, self.parents = list[int](), list[int]()
+        self.scores = list[float]()
         """Sum of log q along the path of each candidate."""
         self.depth = 0
-        self.level: list[int] = []
+        self.level = list[int]()
         """The candidates of the deepest level."""
-        self.expanded: list[int] = [ROOT]
+        self.expanded = [ROOT]
         """The nodes whose distributions make the next level."""
-        self._fed: list[int] = []
+        self._fed = list[int]()
 
     def add_level(self, log_q: Float[Tensor, "expanded vocab"]) -> None:
         """Add the children of the expanded nodes, from their log probabilities.
@@ -154,14 +150,11 @@ class Growth:
         """The path to the best candidate of the deepest level."""
         return self.path(self._best(self.level, 1)[0])
 
-    def selected(self) -> list[int]:
-        """The candidates that are verified, in the order of their numbers."""
+    def selected(self) -> tuple[list[int], Tree]:
+        """The candidates that are verified, in the order of their numbers, and their tree."""
         candidates = range(len(self.tokens))
-        return sorted(self._best(candidates, self._shape.num_nodes or len(candidates)))
-
-    def tree(self) -> Tree:
-        """The tree of the candidates that are verified."""
-        return self._tree_of(self.selected())
+        nodes = sorted(self._best(candidates, self._shape.num_nodes or len(candidates)))
+        return nodes, self._tree_of(nodes)
 
     def _best(self, nodes: Sequence[int], num: int) -> list[int]:
         """The most probable, best first; of equals the first, so a parent comes before its children."""
@@ -187,16 +180,13 @@ class TreeDrafter(PolicyDrafter):
         read_every: int = 1,
         vocab_size: int | None = None,
     ) -> None:
-        """Args:
-            model: the draft; a `PreTrainedModel` is wrapped in a `CachedModel`. A feature draft (`lm.feature_model`)
-                reads the target that verifies; a draft of blocks is refused.
-            policy: when to stop.
+        """Args, beside those of `ModelDrafter`:
             shape: how the tree branches; None: as EAGLE-2's.
             read_every: levels between checks for the policy's stop.
-            vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
 
         Raises:
-            ValueError: a model that cannot hold this tree, a head that does not fit, read_every below 1.
+            ValueError: a model that cannot hold this tree, such as one of blocks; a head that does not fit; read_every
+                below 1.
         """
         if read_every < 1:
             raise ValueError(f"read_every is {read_every}; it must be at least 1")
@@ -222,10 +212,9 @@ class TreeDrafter(PolicyDrafter):
         while self._growth.depth < num_levels and fed is not None and self._grow(committed, fed):
             fed = self._growth.expand()
             self.proposal.stop_reason = "limit" if self._growth.open else "eos"
-        self._nodes = self._growth.selected()
+        self._nodes, tree = self._growth.selected()
         indices = {node: index for index, node in enumerate(self._nodes)}
-        self.proposal.tree = tree = self._growth.tree()
-        self.proposal.tokens = list(tree.tokens)
+        self.proposal.tree, self.proposal.tokens = tree, list(tree.tokens)
         self.proposal.best = [indices[node] for node in self._path if node in indices]
         return self.proposal
 
@@ -268,5 +257,4 @@ class TreeDrafter(PolicyDrafter):
         self.run, self._path = run, path
         if is_checked and stops:
             self.proposal.stop_reason = "policy"
-            return False
-        return True
+        return not (is_checked and stops)

@@ -26,7 +26,6 @@ With `return_dict_in_generate` the result has the sequences and the rounds; its 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from os import PathLike
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,7 +43,6 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from configs.schema import ModelSource
 from decode.drafters.factory import draft_of, target_of
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
@@ -53,7 +51,7 @@ from decode.policies.engines import Assisted
 from decode.policies.plain import Heuristic
 from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits, description_of
-from lm import FeatureDraft, Sampler, Sampling, eos_ids_of, load_model
+from lm import FeatureDraft, Sampler, Sampling, eos_ids_of
 from lm.selfcheck import is_written
 
 _ASSISTED: dict[str, Any] = {
@@ -119,7 +117,7 @@ def speculative_generate(
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
     *,
-    draft_model: PreTrainedModel | FeatureDraft | str | PathLike[str] | None = None,
+    draft_model: PreTrainedModel | FeatureDraft | None = None,
     policy: Policy | str | None = None,
     max_draft_length: int = 20,
     allow_foreign_heads: bool = False,
@@ -131,13 +129,12 @@ def speculative_generate(
     """The prompt and the target's continuation; ValueError for what this module's docstring lists as refused.
 
     Args:
-        model: the target; `generate` passes it and the next four.
+        model: the target, and the next four: as `generate` passes them.
         input_ids: one prompt.
         logits_processor: applied to target and draft.
         stopping_criteria: called token by token.
         generation_config: settings, as far as this module's docstring lists them.
-        draft_model: a model with the target's ids, a feature draft of the target, or the path of a model, which is
-            loaded at every call.
+        draft_model: a model with the target's ids, or a feature draft of the target.
         policy: when to stop drafting, as an object or as for `--policy` ("fixed_length:k=4"); None: transformers'
             settings of assisted generation if they are set, else its heuristic.
         max_draft_length: maximum draft length.
@@ -152,7 +149,9 @@ def speculative_generate(
         raise ValueError(f"speculative_generate needs a draft, and generate: {call}")
     config, criteria = generation_config, stopping_criteria or []
     _check(model, input_ids, config, logits_processor or [], model_kwargs)
-    policy, draft_model = _policy_of(policy, config), _loaded(draft_model, model)
+    if not isinstance(draft_model, PreTrainedModel | FeatureDraft):
+        raise ValueError(f"draft_model is {draft_model!r:.80}; it must be a model of transformers or a feature draft")
+    policy = _policy_of(policy, config)
     if not allow_foreign_heads:
         _check_heads(policy, draft_model, model, config)
     target = target_of(model, draft_model, vocab_size=vocab_size)
@@ -192,18 +191,6 @@ def _policy_of(policy: Policy | str | None, config: GenerationConfig) -> Policy:
     if schedule not in _SCHEDULES:
         raise ValueError(f"num_assistant_tokens_schedule is {schedule!r}; it must be one of {', '.join(_SCHEDULES)}")
     return Assisted(**settings, is_heuristic=schedule != "constant")
-
-
-def _loaded(
-    draft: PreTrainedModel | FeatureDraft | str | PathLike[str], target: PreTrainedModel
-) -> PreTrainedModel | FeatureDraft:
-    """The draft; one at a path is loaded in the target's dtype and onto its device."""
-    if isinstance(draft, PreTrainedModel | FeatureDraft):
-        return draft
-    if not isinstance(draft, str | PathLike):
-        raise ValueError(f"draft_model is {draft!r:.80}; it must be a model of transformers, a feature draft or a path")
-    source = ModelSource(path=str(draft), dtype=str(target.dtype).removeprefix("torch."))  # type: ignore[arg-type]
-    return load_model(source).to(target.device)  # type: ignore[arg-type]
 
 
 def _sampling_of(processors: LogitsProcessorList | None, config: GenerationConfig, model: PreTrainedModel) -> Sampling:

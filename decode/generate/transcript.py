@@ -17,34 +17,31 @@ from decode.policies.base import Policy
 
 STYLES = {"accepted": "green", "rejected": "dim strike", "residual": "bold red", "bonus": "bold blue"}
 _INCOMPLETE = "\ufffd"
-_WINDOW = 16
-"""Tokens that are decoded again with each new one; spaces and joins depend only on their neighbours."""
 
 
 class Detokenizer:
     """The text that each token adds; a byte-level token may hold half a character, which waits for its other half."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._ids, self._start, self._num_shown = tokenizer, list[int](), 0, 0
+        self._tokenizer, self._ids, self._num_shown = tokenizer, list[int](), 0
 
     def add(self, token: int) -> str:
         """Append `token`; returns the text that is complete with it."""
         self._ids.append(token)
-        text = self._text()
+        text = self.peek(())
         if text.endswith(_INCOMPLETE):
             return ""
-        piece, self._num_shown = text[self._num_shown :], len(text)
-        if len(self._ids) - self._start > 2 * _WINDOW:
-            self._start = len(self._ids) - _WINDOW
-            self._num_shown = len(self._text())
-        return piece
+        # spaces and joins depend only on the tokens that were shown last
+        self._ids, self._num_shown = self._ids[self._num_shown :], len(self._ids) - self._num_shown
+        return text
 
     def peek(self, tokens: tuple[int, ...]) -> str:
         """The text that `tokens` would add."""
-        return self._text(tokens)[self._num_shown :]
-
-    def _text(self, more: tuple[int, ...] = ()) -> str:
-        return str(self._tokenizer.decode([*self._ids[self._start :], *more], clean_up_tokenization_spaces=False))
+        shown, every = (
+            self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            for ids in (self._ids[: self._num_shown], [*self._ids, *tokens])
+        )
+        return str(every[len(shown) :])
 
 
 def legend() -> Text:

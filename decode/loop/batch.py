@@ -19,7 +19,7 @@ from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session
 from decode.loop.signals import BatchSignals
 from decode.policies.base import Policy
-from decode.policies.batch import BatchAuto
+from decode.policies.batch import BatchAuto, BatchController
 from lm import CachedModel, Sampler, Sampling, verify
 from lm.batch import BatchModel
 from lm.draws import refuse_no_token
@@ -70,19 +70,13 @@ class Batch:
         sampling: Sampling,
         eos_ids: frozenset[int],
     ) -> None:
-        """Args:
-        target: a row for each sequence.
-        draft: as many rows of the draft.
-        policy: of every sequence.
-        sampling: the one transform of draft and target.
-        eos_ids: tokens that end a generation.
-        """
+        """Both models have a row for each sequence; the rest as in `SpeculativeDecoder`."""
         self._target, self._draft, self._policy = target, draft, policy
         rows = zip(draft.rows, target.rows, strict=True)
         self._sequences = [_Sequence(ModelDrafter(below, policy), row) for below, row in rows]
         self._sampling, self._eos_ids = sampling, eos_ids
         self._signals = BatchSignals(draft.rows[0].embedding)
-        self._controller = policy.controller() if isinstance(policy, BatchAuto) else None
+        self._controller = BatchController(policy) if isinstance(policy, BatchAuto) else None
         self._rounds: list[list[Round]] = []
         self._stepped: list[_Sequence] = []
 
@@ -96,11 +90,7 @@ class Batch:
     ) -> Iterator[BatchRound]:
         """Decode all prompts, as many at once as there are rows; the rest wait in order.
 
-        Args:
-            prompts: token ids of each.
-            limits: maximum number of new tokens of each; prompts with 0 are skipped.
-            draws: source of uniforms of each.
-            max_draft_length: maximum draft length.
+        `limits` are numbers of new tokens; prompts with 0 are skipped.
         """
         self._rounds = [[] for _ in prompts]
         requests = enumerate(zip(prompts, limits, draws, strict=True))

@@ -101,12 +101,8 @@ class PolicyDrafter:
         return self.run.begin(max_tokens, self.model.max_length - len(committed) + 1)
 
     def take(self, token: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
-        """Add a token to the proposal, unless the policy stops before it; returns whether the draft continues.
-
-        Args:
-            token: drawn from q by the model.
-            drawn: the model's signals at the token.
-            q: the distribution of the token.
+        """Add a token, drawn from q with these signals, unless the policy stops before it; returns whether the draft
+        continues.
         """
         if self.run.take(drawn, is_eos=token in self._session.eos_ids):
             self.proposal.tokens.append(token)

@@ -28,12 +28,7 @@ class Session:
     def __init__(
         self, sampling: Sampling, eos_ids: frozenset[int], draws: Sampler, prompt_ids: Sequence[int] = ()
     ) -> None:
-        """Args:
-        sampling: the one transform of all models.
-        eos_ids: tokens that end the generation.
-        draws: source of uniforms; replaced by `GreedySampler` at temperature 0.
-        prompt_ids: every model must have an embedding for each of them.
-        """
+        """`draws` are replaced by `GreedySampler` at temperature 0; every model must have an embedding for each id."""
         self.num_prompt = len(prompt_ids)
         self._prompt_range = min(prompt_ids, default=0), max(prompt_ids, default=0)
         self.sampling, self.eos_ids = sampling, eos_ids
@@ -48,15 +43,10 @@ class Session:
         self.is_open = False
 
     def take(self, model: DraftModel, role: str, *, verifies: bool = False) -> None:
-        """Take a model, before it is reset.
-
-        Args:
-            model: of any level; verifying models come before those that draft for them, so the target is first.
-            role: name of the model in messages.
-            verifies: whether it verifies the drafts of the level below.
+        """Take a model, before it is reset; the target first, and every model that `verifies` before those below it.
 
         Raises:
-            ValueError: the model is in use or in train mode, or its ids do not fit.
+            ValueError: the model, by its role, is in use or in train mode, or its ids do not fit.
         """
         self.check(model, role)
         if self._num_emitted is not None:

@@ -66,8 +66,7 @@ class SignalReader:
         Args:
             position: tokens drafted before this one in the round.
             logits: of the draft's last forward.
-            q: the distribution to draw from.
-            draws: the source of randomness.
+            q: the distribution that `draws` draw from.
             row: index of the logits among that forward's rows.
             probs: softmax(logits), if it is known.
 
@@ -192,9 +191,7 @@ class BatchSignals:
     """
 
     def __init__(self, embedding: Callable[[Int[Tensor, " rows"]], Float[Tensor, "rows hidden"]]) -> None:
-        """Args:
-        embedding: token ids -> the draft's input embeddings.
-        """
+        """`embedding`: token ids -> the draft's input embeddings."""
         self._embedding = embedding
         self._previous: tuple[Mapping[str, Tensor], Tensor] | None = None
 
@@ -265,13 +262,7 @@ def _row_signals(
 
 
 def reader_of(policy: Policy, model: DraftModel, made: SignalReader | None = None) -> SignalReader:
-    """The reader for the device of the draft.
-
-    Args:
-        policy: names its signals, and the heads that score tokens.
-        model: the draft; its `hidden` must be kept if there are heads.
-        made: an earlier reader of the same policy and model, which is returned unless the draft was moved.
-    """
+    """The reader for the device of the draft, or `made`, an earlier one of both, unless the draft was moved since."""
     if made is not None and made.devices == devices_of(policy, model):
         return made
     return (HostSignals if model.device.type == "cpu" else DeviceSignals)(policy, model)

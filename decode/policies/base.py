@@ -191,11 +191,8 @@ class PolicyRun:
         """Whether the policy wants another token in this round."""
 
     def begin(self, num_allowed: int, room: float = inf) -> int:
-        """Begin a round; returns its maximum draft length.
-
-        Args:
-            num_allowed: the maximum that the loop sets, which the policy learns in `Outcome`.
-            room: the maximum that the draft's context sets.
+        """Begin a round; returns its maximum draft length, within those that the loop sets (`Outcome.num_allowed`) and
+        that the draft's context has room for.
         """
         self.state = self._first_state = self.policy.begin(self.state)
         self._num_allowed = num_allowed
@@ -245,11 +242,8 @@ class PolicyRun:
     ) -> None:
         """Report the round's verification to the policy.
 
-        Args:
-            num_drafted: verified tokens.
-            num_accepted: those that were accepted.
-            acceptance_probs: of the first tokens, as far as they are known.
-            rejected_entropy: H(q) at the first rejected token; None: the entropy that the policy saw there.
+        `acceptance_probs` are those of the first tokens, as far as they are known; `rejected_entropy` None: the entropy
+        that the policy saw at the first rejected token.
         """
         if rejected_entropy is None:
             rejected_entropy = self.steps[num_accepted][1].entropy if num_accepted < num_drafted else 0.0

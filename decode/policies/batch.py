@@ -148,10 +148,6 @@ class BatchAuto(ScoringPolicy):
         verifying_s = self.costs.target(num_tokens + numbers) - self.costs.target(num_tokens)
         return verifying_s if self.block_size else verifying_s + self.costs.draft(numbers)
 
-    def controller(self) -> BatchController:
-        """The rule's state for one run of a batch."""
-        return BatchController(self)
-
     def prior(self) -> float:
         """lambda of the best fixed length, if every token were accepted with probability `next_mean`."""
         lengths = np.arange((self.block_size or LONGEST) + 1)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from decode.policies.base import Policy
-from decode.policies.batch import BatchAuto
+from decode.policies.batch import BatchAuto, BatchController
 from evaluation.batches.load import Load
 from evaluation.traces.replay import Lockstep, Tokens, Totals, TraceLanes, merged
 from evaluation.traces.trace import Array, Trace
@@ -19,7 +19,7 @@ class _Batch(Lockstep):
 
     def __init__(self, trace: Trace, policy: Policy, rows: Int[Array, " request"], size: int) -> None:
         self.every = TraceLanes.of(trace, np.arange(len(rows)), rows)
-        self.controller = policy.controller() if isinstance(policy, BatchAuto) else None
+        self.controller = BatchController(policy) if isinstance(policy, BatchAuto) else None
         first = np.arange(len(rows)) < size
         super().__init__(Tokens.of(trace, policy), policy, self.every.at(first))
         self.next = int(first.sum())

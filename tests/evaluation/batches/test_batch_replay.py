@@ -8,7 +8,7 @@ import torch
 
 from decode.policies import FixedLength, HeadPolicy, TokenProb
 from decode.policies.auto import Auto
-from decode.policies.batch import BatchAuto, BatchCosts, Curve, batched
+from decode.policies.batch import BatchAuto, BatchController, BatchCosts, Curve, batched
 from evaluation.batches import lockstep
 from evaluation.batches.load import Load, load_of, queue_of
 from evaluation.batches.lockstep import step_through
@@ -123,7 +123,7 @@ def test_rounds_are_those_of_the_counts():
 
 
 def test_the_rule_is_law_4_13_where_curves_are_lines():
-    pace = replace(RULES["known"], throughput=2.0).controller()
+    pace = BatchController(replace(RULES["known"], throughput=2.0))
     own_price, step_price = 2.0 * 0.05, 2.0 * 0.2
     generator = np.random.default_rng(0)
     for _ in range(300):
