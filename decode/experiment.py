@@ -186,9 +186,8 @@ class Experiment:
         A transfer set, which no head was trained on, is cut by `decode.transfer_weights`; where it has fewer prompts
         than requested, all of them are taken.
         """
-        nums = {"num_dev": self.decode.num_dev, "num_test": self.decode.num_test}
-        nums |= {} if num is None else {f"num_{split}": num}
-        data = replace(self.data, prompts=self.datasets[dataset], **nums)
+        nums = {"dev": self.decode.num_dev, "test": self.decode.num_test} | ({} if num is None else {split: num})
+        data = replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"])
         if self.is_training_set(dataset):
             return load_prompts(data, split, section="decode")
         transfer = replace(data, split_weights=(0, *self.decode.transfer_weights), split_ids=None)

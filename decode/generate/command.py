@@ -61,12 +61,11 @@ def generate(
         record = {"text": _text(generation, pair), **settings, "sampling": asdict(experiment.sampling)}
         print(dumps(record | generation.as_dict(), ensure_ascii=False))
         return
-    transcript, shown = Transcript(Console(highlight=False), pair.tokenizer, has_rejected=rejected), []
+    transcript = Transcript(Console(highlight=False), pair.tokenizer, has_rejected=rejected)
     transcript.console.print(legend())
     for round_ in rounds:
-        shown.append(round_)
         transcript.write(round_)
-    closing = summary(Generation.of(shown), stop)
+    closing = summary(Generation.of(transcript.rounds), stop)
     transcript.console.print("\n" + closing, soft_wrap=True)
     if picture_path is not None:
         title = f"python -m decode generate --policy {policy}"

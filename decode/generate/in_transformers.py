@@ -66,8 +66,8 @@ _SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 """The second and the third are the same here: every generation starts from `num_assistant_tokens`."""
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep")
 """Keywords that `generate` prepares by itself."""
-_MODES = ("num_beams", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "penalty_alpha", "dola_layers")
-_MODES += ("force_words_ids",)
+_MODES = ["num_beams", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "penalty_alpha", "dola_layers"]
+_MODES += ["force_words_ids"]
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _IMPURE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 """Processors that are not functions of the tokens."""
@@ -147,7 +147,7 @@ def speculative_generate(
     if generation_config is None or draft_model is None:
         call = "target.generate(…, custom_generate=speculative_generate, draft_model=draft)"
         raise ValueError(f"speculative_generate needs a draft, and generate: {call}")
-    config, criteria = generation_config, stopping_criteria or []
+    config, criteria = generation_config, stopping_criteria or StoppingCriteriaList()
     _check(model, input_ids, config, logits_processor or [], model_kwargs)
     if not isinstance(draft_model, PreTrainedModel | FeatureDraft):
         raise ValueError(f"draft_model is {draft_model!r:.80}; it must be a model of transformers or a feature draft")

@@ -54,7 +54,7 @@ class Transcript:
 
     def __init__(self, console: Console, tokenizer: Any, *, has_rejected: bool = True) -> None:
         self.console, self._detokenizer, self._has_rejected = console, Detokenizer(tokenizer), has_rejected
-        self.text = Text()
+        self.rounds, self.text = list[Round](), Text()
         """Everything written so far."""
 
     def write(self, round_: Round) -> Text:
@@ -66,6 +66,7 @@ class Transcript:
             text.append(self._detokenizer.peek(round_.rejected).rstrip("\n"), STYLES["rejected"])
         if round_.next_kind is not None:
             text.append(self._detokenizer.add(round_.emitted[-1]), STYLES[round_.next_kind])
+        self.rounds.append(round_)
         self.text.append_text(text)
         self.console.print(text, end="", soft_wrap=True)
         return text

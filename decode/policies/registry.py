@@ -141,7 +141,8 @@ def _imported(module: str, name: str) -> type[Policy]:
         raise ValueError(
             f"policy {module}:{name} cannot be imported: {problem}; built-in ones are {', '.join([*POLICIES, *RULES])}"
         ) from error
-    kind, problem = getattr(loaded, name, None), ""
+    kind: Any = getattr(loaded, name, None)
+    problem = ""
     if kind is None:
         own = [key for key, value in vars(loaded).items() if _is_policy(value) and value.__module__ == module]
         problem = f"does not exist in {loaded.__file__}; its policies are {', '.join(own) or 'none'}"
@@ -151,7 +152,7 @@ def _imported(module: str, name: str) -> type[Policy]:
         problem = "is no dataclass; put @dataclass(frozen=True) above the class"
     if problem:
         raise ValueError(f"{module}:{name} {problem}")
-    return kind
+    return kind  # type: ignore[no-any-return]
 
 
 def _is_policy(value: Any) -> bool:
