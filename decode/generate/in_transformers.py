@@ -128,12 +128,7 @@ def speculative_generate(
 ) -> SpeculativeOutput | Int[Tensor, "batch length"]:
     """The prompt and the target's continuation; ValueError for what this module's docstring lists as refused.
 
-    Args:
-        model: the target, and the next four: as `generate` passes them.
-        input_ids: one prompt.
-        logits_processor: applied to target and draft.
-        stopping_criteria: called token by token.
-        generation_config: settings, as far as this module's docstring lists them.
+    Args, beside those that `generate` passes:
         draft_model: a model with the target's ids, or a feature draft of the target.
         policy: when to stop drafting, as an object or as for `--policy` ("fixed_length:k=4"); None: transformers'
             settings of assisted generation if they are set, else its heuristic.
@@ -144,13 +139,11 @@ def speculative_generate(
         streamer: gets the prompt and each round; pass it by `functools.partial`.
         model_kwargs: other keywords that `generate` prepared or got.
     """
-    if generation_config is None or draft_model is None:
+    if generation_config is None or not isinstance(draft_model, PreTrainedModel | FeatureDraft):
         call = "target.generate(…, custom_generate=speculative_generate, draft_model=draft)"
-        raise ValueError(f"speculative_generate needs a draft, and generate: {call}")
+        raise ValueError(f"speculative_generate needs a draft model, not {draft_model!r:.80}, and generate: {call}")
     config, criteria = generation_config, stopping_criteria or StoppingCriteriaList()
     _check(model, input_ids, config, logits_processor or [], model_kwargs)
-    if not isinstance(draft_model, PreTrainedModel | FeatureDraft):
-        raise ValueError(f"draft_model is {draft_model!r:.80}; it must be a model of transformers or a feature draft")
     policy = _policy_of(policy, config)
     if not allow_foreign_heads:
         _check_heads(policy, draft_model, model, config)
