@@ -132,7 +132,6 @@ def speculative_generate(
         draft_model: a model with the target's ids, or a feature draft of the target.
         policy: when to stop drafting, as an object or as for `--policy` ("fixed_length:k=4"); None: transformers'
             settings of assisted generation if they are set, else its heuristic.
-        max_draft_length: maximum draft length.
         allow_foreign_heads: accept a head that was trained with other models or another sampling.
         vocab_size: size of the tokenizer, if the target's logits are padded beyond the ids that the draft takes.
         generator: source of randomness; None: torch's global one, as `generate` uses.

@@ -237,16 +237,6 @@ def test_ids_keep_their_dtype():
         assert (ours.dtype, ours.tolist()) == (plain.dtype, plain.tolist())
 
 
-def test_stop_strings_are_a_criterion_and_no_setting():
-    target, draft = random_pair("llama")
-    plain = target.generate(PROMPT, **GREEDY)[0].tolist()
-    text = "".join(chr(48 + token) for token in plain[9:11])
-    criteria = {"stopping_criteria": StoppingCriteriaList([transformers.StopStringCriteria(SPELLING, [text])])}
-    expected = target.generate(PROMPT, **GREEDY | criteria).tolist()
-    assert len(expected[0]) < len(plain)
-    assert generate(target, draft, **criteria).tolist() == expected
-
-
 def test_criteria_are_asked_as_often_and_with_the_same_scores_as_by_plain_generate():
     target, draft = random_pair("llama")
     asked = []
@@ -258,7 +248,7 @@ def test_criteria_are_asked_as_often_and_with_the_same_scores_as_by_plain_genera
 
 
 @pytest.mark.parametrize("place", [3, 7])
-@pytest.mark.parametrize("kind", ["length", "eos", "shorter than the prompt"])
+@pytest.mark.parametrize("kind", ["length", "eos", "shorter than the prompt", "strings"])
 def test_a_criterion_of_ones_own_takes_the_place_of_the_configs(place, kind):
     target, draft = random_pair("llama")
     plain = target.generate(PROMPT, **GREEDY)[0].tolist()
@@ -266,6 +256,7 @@ def test_a_criterion_of_ones_own_takes_the_place_of_the_configs(place, kind):
         "length": transformers.MaxLengthCriteria(5 + place),
         "eos": EosTokenCriteria(plain[5 + place]),
         "shorter than the prompt": transformers.MaxLengthCriteria(2),
+        "strings": transformers.StopStringCriteria(SPELLING, [chr(48 + plain[4 + place]) + chr(48 + plain[5 + place])]),
     }[kind]
     assert_as_plain(target, draft, {"stopping_criteria": StoppingCriteriaList([own]), "eos_token_id": plain[5 + 9]})
 

@@ -7,10 +7,8 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-import decode.loop.decoder
 import lm.selfcheck
 from decode import Generation, ModelDrafter, SpeculativeDecoder
-from decode.loop.batch import Batch
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from lm import RandomSampler, Sampling
 from lm import batch as batch_module
@@ -51,34 +49,12 @@ def test_every_policy_and_sampling_drafts_in_a_batch_what_it_drafts_alone(case):
     assert_as_alone(decoder, PROMPTS, LIMITS, batch_size)
 
 
-def withheld(self, place, p):
-    place.drafter.proposal.takes_feedback = False
-    return SETTLED(self, place, p)
-
-
-def handed_on(self, place, *prompt):
-    """A sequence begins with what the one before it in its seat has learned."""
-    run = getattr(place.drafter, "run", None)
-    SEAT(self, place, *prompt)
-    if run is not None:
-        place.drafter.run.state = run.state
-
-
-SETTLED, SEAT = Batch._settle, Batch._begin
 LEARNING = {"head": HeadPolicy(toy_head("drawn", seed=2), 0.5, is_learning=True), "no_head": LearnedProb(0.5)}
 
 
 @pytest.mark.parametrize("policy", LEARNING)
 def test_a_sequence_learns_from_its_own_rounds_as_it_does_alone(policy):
     assert_as_alone(decoder_of(LEARNING[policy], eos_ids=(), length=5), PROMPTS, [30] * len(PROMPTS), 3)
-
-
-@pytest.mark.parametrize(("step", "mutant"), [("_settle", withheld), ("_begin", handed_on)])
-@pytest.mark.parametrize("policy", LEARNING)
-def test_lessons_withheld_or_handed_on_would_not_pass(policy, step, mutant, monkeypatch):
-    monkeypatch.setattr(Batch, step, mutant)
-    with pytest.raises(AssertionError):
-        test_a_sequence_learns_from_its_own_rounds_as_it_does_alone(policy)
 
 
 @pytest.mark.parametrize("policy", ["self_verify", "ada_edl", "auto", "batch_rule"])
@@ -128,17 +104,13 @@ def test_models_write_in_a_batch_what_they_write_alone(architecture, temperature
     target, draft = random_pair(architecture)
     prompts = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8] * 10, [6, 4, 3]]  # the third ends where the context does
     decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), sampling=Sampling(temperature=temperature))
-    assert_as_alone(decoder, prompts, [9, 14, 5, 6], 3)
+    for batch_size in (1, 3) if architecture == "llama" else (3,):
+        assert_as_alone(decoder, prompts, [9, 14, 5, 6], batch_size)
 
 
 def whole_pair() -> SpeculativeDecoder:
     target, draft = random_pair("llama")
     return SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(4)), sampling=Sampling(temperature=0.0))
-
-
-def test_a_batch_may_be_as_small_as_one():
-    for batch_size in (1, 2):
-        assert_as_alone(whole_pair(), [[3, 1, 4, 1, 5], [9], [2, 6]], [5, 8, 6], batch_size)
 
 
 MUTANTS = {
@@ -164,12 +136,6 @@ def test_a_broken_batch_is_refused_before_it_decodes_and_would_not_pass(mutant, 
     monkeypatch.setattr(lm.selfcheck, "_PASSED", {model: {"rows of different lengths": False} for model in models})
     with pytest.raises(AssertionError):
         assert_as_alone(decoder, [[3, 1, 4, 1, 5], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9]], [14, 10, 12], 2)
-
-
-def test_draws_that_rows_share_would_not_pass(monkeypatch):
-    monkeypatch.setattr(decode.loop.decoder, "RandomSampler", lambda generator: draws_of(0))
-    with pytest.raises(AssertionError):
-        test_prompts_that_are_the_same_are_answered_by_chance_of_their_own()
 
 
 INTEGERS = {

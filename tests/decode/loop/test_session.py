@@ -15,7 +15,6 @@ from decode import Cape, ModelDrafter, PearlDecoder, PreVerifiedDrafter, Specula
 from decode.policies import FixedLength, Policy
 from evaluation.traces.coupling import Recorder
 from evaluation.traces.recording import record_trace
-from heads import AcceptanceHead
 from lm import CachedModel, Sampling
 from tests.toys.enumeration import seeded
 from tests.toys.random_pairs import greedy_of
@@ -166,12 +165,6 @@ def test_a_stage_that_makes_data_or_traces_refuses_a_model_in_train_mode(stage):
         with pytest.raises(ValueError, match="in train mode"):
             stage(target, draft)
         model.eval()
-
-
-def test_a_head_says_the_same_in_train_mode():
-    head = AcceptanceHead(16, 2, "drawn", True)
-    inputs = torch.randn(5, 16), torch.randn(5, 2)
-    assert torch.equal(head.train()(*inputs), head.eval()(*inputs))
 
 
 def streams(kind: str, shared: str) -> list[SpeculativeDecoder | PearlDecoder]:

@@ -1,7 +1,5 @@
 """Engines' rules do what the engines do: transformers' against its own generations, llama.cpp's by hand."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -69,14 +67,6 @@ def test_transformers_rule_drafts_what_transformers_drafts(policy, pair):
     assert len(lengths) > 1
 
 
-def test_a_rule_with_another_threshold_drafts_otherwise(pair):
-    target, draft = pair
-    other = replace(CONFIDENT, assistant_confidence_threshold=0.3)
-    decoder = SpeculativeDecoder(target, ModelDrafter(draft, other), sampling=GREEDY)
-    drafted = [[len(played.drafted) for played in decoder.generate(prompt, TOKENS).rounds] for prompt in PROMPTS]
-    assert drafted != [drafts_of_transformers(pair, CONFIDENT, prompt)[0] for prompt in PROMPTS]
-
-
 def test_llama_cpp_drops_the_token_below_p_min_and_pays_its_forward(pair):
     """Every kept token is at least p_min likely among the ten likeliest, and the next one is not."""
     target, draft = pair
@@ -103,17 +93,3 @@ def test_rules_go_by_name_and_compete_only_where_they_are_named():
     assert parse_policy("assisted:num_assistant_tokens=4") == Assisted(4)
     assert parse_policy("dspark:min_confidence=0.3,is_product=true") == DSparkConfidence(0.3, is_product=True)
     assert not RULES.keys() & POLICIES.keys()
-
-
-@pytest.mark.parametrize(
-    ("made", "problem"),
-    [
-        (lambda: LlamaCpp(n_max=0), "n_max is 0"),
-        (lambda: LlamaCpp(p_min=1.2), "p_min is 1.2"),
-        (lambda: Assisted(0), "num_assistant_tokens is 0"),
-        (lambda: DSparkConfidence(2), "min_confidence is 2"),
-    ],
-)
-def test_settings_that_no_engine_takes_are_refused(made, problem):
-    with pytest.raises(ValueError, match=problem):
-        made()

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from decode.policies.registry import POLICIES, parse_policy, read_spec, registered
+from decode.policies.registry import POLICIES, parse_policy, registered
 
 MODULE = """
 from dataclasses import dataclass
@@ -49,13 +49,6 @@ def test_a_policy_of_a_module_is_made_with_its_parameters(directory):
     assert sys.path[-1] == str(directory), "behind everything of ours"
     assert registered("policies_of_mine:Unsure").label == "Unsure (policies_of_mine)"
     assert registered("policies_of_mine:Unsure").values(20) == {"floor": (0.1, 0.3)}
-
-
-def test_built_in_names_read_as_before():
-    assert read_spec("head:a/b,max_rejection_prob=0.5") == ("head", {"head": "a/b", "max_rejection_prob": 0.5})
-    assert read_spec("auto") == ("head", {"max_rejection_prob": "auto"})
-    assert read_spec("auto:a/b") == ("head", {"max_rejection_prob": "auto", "head": "a/b"})
-    assert read_spec("entropy:scale=0.1") == ("entropy", {"scale": 0.1})
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,12 @@ def generate(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_hierarchies_say_what_the_target_alone_says_and_caches_agree_with_uncached_forwards(trio, name):
+    """Every row of all three models is compared, of sampled texts too."""
     micro, draft, target = (CheckedModel(model) for model in trio)
-    ours = generate(drafters(micro, draft)[name], target, sampling=Sampling(temperature=0)).token_ids
-    assert list(ours) == greedy_of(trio[2], PROMPT, 24)
-
-
-@pytest.mark.parametrize("name", first_fast(NAMES))
-def test_caches_of_all_three_models_agree_with_uncached_forwards(trio, name):
-    micro, draft, target = (CheckedModel(model) for model in trio)
-    for seed in range(3):
-        generate(drafters(micro, draft)[name], target, sampling=Sampling(), seed=seed)
+    drafter = drafters(micro, draft)[name]
+    assert list(generate(drafter, target, sampling=Sampling(temperature=0)).token_ids) == greedy_of(trio[2], PROMPT, 24)
+    for seed in range(2):
+        generate(drafter, target, sampling=Sampling(), seed=seed)
         assert len(micro) <= len(PROMPT) + 24
         assert len(draft) > len(PROMPT)
 
