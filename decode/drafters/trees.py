@@ -37,8 +37,6 @@ from lm.features.model import BlockModel, GlideModel, TreeDraft
 from lm.masks import ROOT, Tree
 from lm.signals import entropy, upcast
 
-_BANDS = ((0.3, 8), (0.6, 6), (0.8, 4), (1.0, 2))
-
 
 @dataclass(frozen=True)
 class Dynamic:
@@ -68,7 +66,7 @@ class Dynamic:
 class Cape:
     """CaPE's tree, whose width follows the draft's confidence."""
 
-    bands: tuple[tuple[float, int], ...] = _BANDS
+    bands: tuple[tuple[float, int], ...] = ((0.3, 8), (0.6, 6), (0.8, 4), (1.0, 2))
     """(upper bound of the largest probability, candidates), in rising order; the last is for all larger ones."""
     num_expanded: int = 1
     num_nodes: int | None = None

@@ -254,7 +254,11 @@ def _check(
         "padded prompts; remove the padding": mask is not None and not bool(mask.all()),
         "position_ids other than 0, 1, 2, ...; leave them out": positions is not None
         and not bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all()),
-        "a cache handed in, which it would not fill; leave it out": any(map(_is_users, caches)),
+        # `generate` marks a user's cache; it also is one if it holds tokens
+        "a cache handed in, which it would not fill; leave it out": any(
+            getattr(cache, "_is_user_defined", False) or any(map(is_written, getattr(cache, "layers", ())))
+            for cache in caches
+        ),
         f"cache_implementation={cache_kind!r}; leave it unset": cache_kind not in (None, "dynamic"),
         f"{', '.join(impure)} (guidance_scale, watermarking_config); leave it out": bool(impure),
         f"{', '.join(_OUTPUTS)}; leave them off": any(getattr(config, name, False) for name in _OUTPUTS),
@@ -268,11 +272,6 @@ def _check(
     for refusal, is_refused in refusals.items():
         if is_refused:
             raise ValueError(f"speculative_generate does not support {refusal}")
-
-
-def _is_users(cache: Any) -> bool:
-    """`generate` marks a user's cache; it also is one if it holds tokens."""
-    return getattr(cache, "_is_user_defined", False) or any(map(is_written, getattr(cache, "layers", ())))
 
 
 def _check_heads(

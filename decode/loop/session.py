@@ -20,8 +20,8 @@ from lm import CachedModel, DraftModel, GreedySampler, Sampler, Sampling
 class Session:
     """State that one generation shares with its drafters; open while it is entered."""
 
-    _num_emitted: int | None = None
-    """Number of ids that the target may emit; None before a target is taken."""
+    _num_emitted = 0
+    """Number of ids that the target may emit; 0 before a target is taken."""
     _num_drafted = 0
     """Number of ids that all verifying models have."""
 
@@ -49,8 +49,8 @@ class Session:
             ValueError: the model, by its role, is in use or in train mode, or its ids do not fit.
         """
         self.check(model, role)
-        if self._num_emitted is not None:
-            self._check_ids(model, role, self._num_emitted)
+        if self._num_emitted:
+            self._check_ids(model, role)
         if verifies:
             self._num_drafted = min(model.num_logits, self._num_drafted or model.num_logits)
             self._num_emitted = self._num_emitted or model.num_logits
@@ -74,18 +74,18 @@ class Session:
                     f"{model.num_embeddings - 1}; encode the prompt with the pair's own tokenizer"
                 )
 
-    def _check_ids(self, model: DraftModel, role: str, num_emitted: int) -> None:
+    def _check_ids(self, model: DraftModel, role: str) -> None:
         if model.num_logits > self._num_drafted:
             raise ValueError(
                 f"the {role} has logits for {model.num_logits} ids, but its verifier for "
                 f"{self._num_drafted}; pass vocab_size={self._num_drafted} (or lm.Pair.vocab_size, the tokenizer's) to "
                 f"the {role}'s drafter, so that the others have probability 0"
             )
-        if model.num_embeddings < num_emitted:
+        if model.num_embeddings < self._num_emitted:
             raise ValueError(
-                f"the {role} has embeddings for {model.num_embeddings} ids, but the target may emit {num_emitted}; use "
-                "models of one vocabulary, or, if the tokenizer has no more ids than either, pass its vocab_size to "
-                "target and drafter"
+                f"the {role} has embeddings for {model.num_embeddings} ids, but the target may emit "
+                f"{self._num_emitted}; use models of one vocabulary, or, if the tokenizer has no more ids than either, "
+                "pass its vocab_size to target and drafter"
             )
 
 

@@ -263,7 +263,7 @@ def mapped(function: Callable[..., Any], *states: State) -> State:
     return kind._make(values) if hasattr(kind, "_make") else tuple(values)
 
 
-def _check(parameter: Field[Any], value: Any, least: float, most: float) -> None:
+def _check(parameter: Field[Any], value: Any, least: Number, most: Number) -> None:
     """Raise unless the value, or each number of an array, is of the type of the default and within the range."""
     default, annotation = parameter.default, str(parameter.type)
     if value is default or (value is None and "None" in annotation):

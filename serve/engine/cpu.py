@@ -25,15 +25,7 @@ def mend() -> None:
 def expanded(
     x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: float | int = 0, replace_to: float | int = 0
 ) -> Tensor:
-    """Repeat each request's number once per token: [a, b] and ends [2, 3] give [a, a, b].
-
-    Args:
-        x: a number per request.
-        cu_num_tokens: index after each request's last token.
-        num_tokens: tokens of all requests.
-        replace_from: a value of x to replace.
-        replace_to: its replacement.
-    """
+    """Repeat each request's number once per token, with one value replaced: [a, b] and ends [2, 3] give [a, a, b]."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 

@@ -50,13 +50,8 @@ class Stops:
         self.lanes.begin([row._replace(room=min(row.room, longest)) for row in self._rows], self._alive)
 
     def step(self, logits: Tensor, hidden: Tensor, token: Tensor, probs: Tensor | None) -> None:
-        """Record a draft step.
-
-        Args:
-            logits: the draft's unscaled logits [rows, vocab].
-            hidden: the hidden states [rows, hidden] that gave them.
-            token: drafted tokens [rows].
-            probs: probabilities [rows, vocab] that they were sampled from; None: greedy.
+        """Record a draft step: unscaled logits [rows, vocab], the hidden states [rows, hidden] that gave them, drafted
+        tokens [rows], and the probabilities [rows, vocab] that these were sampled from (None: greedy).
         """
         rows: dict[str, Any] = {"policies": self.lanes.policies, "nums_before": [row.num_before for row in self._rows]}
         tokens, signals = self._signals.read(self._position, logits, hidden, token, **rows)
@@ -114,7 +109,7 @@ def rows_of(
         requests: the runner's `CachedRequestState` by id.
         batch: the runner's `InputBatch`.
         is_discarded: whether a row still processes its prompt; its sampled tokens are ignored.
-        policies: policies of the requests.
+        policies: the server's.
     """
     rows = []
     for index, tokens in enumerate(sampled):
@@ -122,8 +117,7 @@ def rows_of(
         params = request.sampling_params
         emitted = [] if is_discarded[index] else [token for token in tokens if token >= 0]
         stop_ids = frozenset(params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids)
-        num_tokens = int(batch.num_tokens_no_spec[index]) + len(emitted)
-        num_new = num_tokens - request.num_prompt_tokens
+        num_new = int(batch.num_tokens_no_spec[index]) + len(emitted) - request.num_prompt_tokens
         num_left = 2**31 if params.max_tokens is None else params.max_tokens - num_new
         has_ended = not emitted or not stop_ids.isdisjoint(emitted)
         rows.append(
