@@ -9,6 +9,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import lm.selfcheck
 from decode import Generation, ModelDrafter, SpeculativeDecoder
+from decode.loop.decoder import integers_of
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from lm import RandomSampler, Sampling
 from lm import batch as batch_module
@@ -193,9 +194,9 @@ def batch_of_another_drafter():
             )
         ),
         (lambda: in_batch(PROMPT, [3, 3]), "max_new_tokens has 2 entries for 1 prompts"),
-        (lambda: alone(PROMPT, 2.5), r"max_new_tokens is 2\.5"),
-        (lambda: in_batch(PROMPT, "3"), "max_new_tokens is '3'"),
-        (lambda: in_batch(PROMPT, [2.0]), r"max_new_tokens is 2\.0"),
+        (lambda: integers_of(2.5, "a limit"), r"a limit is 2\.5"),
+        (lambda: integers_of("3", "a limit"), "a limit is '3'"),
+        (lambda: integers_of([2.0], "a limit"), r"a limit is 2\.0"),
         (lambda: in_batch([1], 4, batch_size=0), "batch_size is 0"),
         (lambda: in_batch([], 4), "the prompt has no tokens"),
         (batch_of_a_window, "MistralForCausalLM cannot be decoded in batches: its cache has DynamicSlidingWindowLayer"),
