@@ -88,11 +88,7 @@ class Experiment:
         return released_layout_of(self.models.draft) is not None
 
     def with_feature_draft(self, path: str) -> "Experiment":
-        """This experiment with a feature draft; the target is not loaded again.
-
-        Raises:
-            ValueError: not a feature draft, or one that does not fit the target.
-        """
+        """This experiment with another draft, which must be a feature draft; the target is not loaded again."""
         check_local(path, "the path of a feature draft", may_be_on_hub=True)
         source = ModelSource(path=path, dtype=self.models.target.dtype)
         if released_layout_of(source) is None:
@@ -198,11 +194,7 @@ class Experiment:
         return [ids for _, ids in self.encoded(dataset, split, num=num)]
 
     def encoded(self, dataset: str, split: Split, *, num: int | None = None) -> list[tuple[Prompt, list[int]]]:
-        """The prompts of `prompts` with their token ids, without empty and over-long ones.
-
-        Raises:
-            ValueError: all prompts are empty or over-long.
-        """
+        """The prompts of `prompts` with their token ids, without empty and over-long ones; ValueError if none is."""
         prompts = [prompt for prompt in self.prompts(dataset, split, num=num) if prompt.is_text]
         encoded = ((prompt, encode(prompt, self.pair.tokenizer, self.template)) for prompt in prompts)
         fitting = [(prompt, ids) for prompt, ids in encoded if 0 < len(ids) <= self.data.max_prompt_tokens]
@@ -223,12 +215,7 @@ class Experiment:
 
     @cached_property
     def heads(self) -> dict[str, AcceptanceHead]:
-        """The heads of `head_paths` that serve chains, loaded and checked.
-
-        Raises:
-            FileNotFoundError: a missing head.
-            ValueError: a head that does not fit this run; only candidate heads.
-        """
+        """The heads of `head_paths` that serve chains, loaded and checked; ValueError for candidate heads alone."""
         loaded = {name: self.load_head(path, name=name) for name, path in self.head_paths.items()}
         of_chains = {name: head for name, head in loaded.items() if head.timing != "candidate"}
         if loaded and not of_chains:

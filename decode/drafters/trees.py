@@ -98,11 +98,7 @@ class Growth:
         self._fed = list[int]()
 
     def add_level(self, log_q: Float[Tensor, "expanded vocab"]) -> None:
-        """Add the children of the expanded nodes, from their log probabilities.
-
-        Raises:
-            ValueError: log probabilities that are not finite.
-        """
+        """Add the children of the expanded nodes, from their log probabilities; ValueError if these are not finite."""
         nums = [self._shape.num_children(max_prob) for max_prob in log_q.amax(-1).exp().tolist()]
         values, ids = (column.tolist() for column in log_q.topk(min(max(nums), log_q.shape[-1])))
         start = len(self.tokens)

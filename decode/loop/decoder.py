@@ -78,9 +78,9 @@ class SpeculativeDecoder:
         """One generation per prompt, `batch_size` at a time (law 4.13), as `generate` makes it.
 
         Args:
-            prompts: token ids of each: lists, arrays or tensors.
+            prompts: token ids of each; a prompt replaces a sequence that has ended.
             max_new_tokens: length limit of all prompts, or one for each.
-            batch_size: sequences at once; a prompt replaces one that has ended.
+            batch_size: sequences at once.
             generator: seeds the draws of each prompt in turn, whatever the batch size; or a sampler for each prompt.
 
         Raises:

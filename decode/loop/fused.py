@@ -41,11 +41,7 @@ class FusedStep(SignalReader):
     def step(
         self, position: int, new_tokens: Sequence[int], draws: UniformSource
     ) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
-        """Feed these tokens and draw one: it, the signals of the step, and the distribution that it was drawn from.
-
-        Raises:
-            ValueError: the distribution is not finite.
-        """
+        """Feed these tokens and draw one: it, the signals of the step, and the distribution that it was drawn from."""
         uniform, forced = draws.uniform()
         if self._on_host is not None:
             self._on_host[0][0], self._on_host[1][0] = uniform, forced

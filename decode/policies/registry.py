@@ -112,10 +112,8 @@ _IMPORTED = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.*))?", re.DOTALL)
 
 
 def registered(name: str) -> Registered:
-    """The entry of a policy or rule; module:Class is imported and becomes an entry of POLICIES.
-
-    Raises:
-        ValueError: an unknown name; a module that cannot be imported, or has no such policy.
+    """The entry of a policy or rule; module:Class is imported and becomes an entry of POLICIES. ValueError if there is
+    none.
     """
     if name in RULES:
         return RULES[name]
