@@ -101,7 +101,7 @@ class Experiment:
         for name in ("has_feature_draft", "num_draft_weights", "heads"):
             changed.__dict__.pop(name, None)
         changed.models, changed._described = replace(self.models, draft=source), {}
-        changed.pair = replace(self.pair, drafting=feature_draft_of(changed.models, target))
+        changed.pair = replace(self.pair, drafting=feature_draft_of(changed.models.draft, target))
         return changed
 
     @property

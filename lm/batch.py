@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from lm.cache import BufferLayer, RowFeed, growing_cache
+from lm.cache import BufferLayer, RowFeed, growing_cache, roll_back
 from lm.forwards import body_and_lm_head, body_of, chunks, device_of, hidden_states, refuse_training
 from lm.masks import BranchMask, additive, visible
 from lm.model import CachedModel
@@ -39,7 +39,7 @@ class BatchRow(CachedModel):
         like: a model of one sequence, with the same model and settings.
         """
         self.model, self.vocab_size, self.with_hidden = like.model, like.vocab_size, like.with_hidden
-        self.hidden, self._max_length, self._device = None, like._max_length, batch.device
+        self.hidden, self._max_length, self.device = None, like._max_length, batch.device
         self.row, self._batch = row, batch
         self.reset()
 
@@ -74,18 +74,11 @@ class BatchModel:
             raise refusal(f"its cache has {', '.join(sorted(others)) or 'no layers that are known beforehand'}")
         self._num_rows = max(num_rows, 2)
         self._cache.layers = [BufferLayer(1) for _ in self._cache.layers]
-        rows = [BatchRow(self, row, cached) for row in range(self._num_rows)]
-        check_batch(
-            cached,
-            refusal,
-            roll_back=lambda row, length: rows[row].roll_back(length),
-            feed=lambda texts: self.feed(
-                rows[:2], [text[len(row) :] for row, text in zip(rows, texts, strict=False)], [1, 1]
-            ),
-        )
-        for row in rows:
+        self.rows = [BatchRow(self, row, cached) for row in range(self._num_rows)]
+        check_batch(cached, self, refusal)
+        for row in self.rows:
             row.reset()
-        self.rows = rows[:num_rows]
+        del self.rows[num_rows:]
 
     @torch.inference_mode()
     def feed(
@@ -108,26 +101,16 @@ class BatchModel:
         fed = list(new_tokens)
         late = [index for index, num in enumerate(num_logits) if len(fed[index]) - num > _MAX_EXTRA]
         if late:
-            self._feed([rows[index] for index in late], [fed[index][: -num_logits[index]] for index in late])
+            first = [fed[index][: -num_logits[index]] for index in late]
+            self._feed([rows[index] for index in late], first, [0] * len(late))
             for index in late:
                 fed[index] = fed[index][-num_logits[index] :]
-        hidden, logits = self._feed(rows, fed)
-        indices = torch.tensor(_requested(list(map(len, fed)), num_logits, hidden.shape[1]), device=hidden.device)
-        hidden = hidden.flatten(0, 1)[indices]
-        if logits is None:
-            assert self._parts is not None
-            logits = self._parts.head(hidden)
-        else:
-            logits = logits.flatten(0, 1)[indices]
-        logits = logits if self.vocab_size is None else logits[:, : self.vocab_size]
-        for row, states in zip(rows, hidden.split(list(num_logits)), strict=True):
-            row.hidden = states
-        return list(logits.split(list(num_logits)))
+        return self._feed(rows, fed, num_logits)
 
     def _feed(
-        self, rows: Sequence[BatchRow], fed: Sequence[Sequence[int]]
-    ) -> tuple[Float[Tensor, "fed width hidden"], Float[Tensor, "fed width vocab"] | None]:
-        """One forward: final hidden states, and logits if the model is more than body and head."""
+        self, rows: Sequence[BatchRow], fed: Sequence[Sequence[int]], num_logits: Sequence[int]
+    ) -> list[Float[Tensor, "rows vocab"]]:
+        """One forward: the logits after the last tokens of each row, whose hidden states the row keeps."""
         width = max(map(len, fed))
         ids = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in fed], device=self.device)
         starts = torch.tensor([[len(row)] for row in rows], device=self.device)
@@ -140,16 +123,25 @@ class BatchModel:
         for layer in self._cache.layers:
             layer.feed = feed  # type: ignore[union-attr]  # a `BufferLayer`
         inputs = {
+            "input_ids": ids,
             "past_key_values": self._cache,
             "use_cache": True,
             "position_ids": positions.minimum(ends - 1),  # padding may lie beyond the last position
             "attention_mask": additive(visible(positions, end), self.model.dtype)[:, None],
         }
-        self._parts = body_and_lm_head(self.model)
-        if self._parts is not None:
-            return self._parts.body(input_ids=ids, **inputs).last_hidden_state, None
-        output = self.model(input_ids=ids, output_hidden_states=True, **inputs)
-        return output.hidden_states[-1], output.logits
+        indices = torch.tensor(_requested(list(map(len, fed)), num_logits, width), dtype=torch.long)
+        if (parts := body_and_lm_head(self.model)) is not None:
+            states = parts.body(**inputs).last_hidden_state
+            hidden = states.flatten(0, 1)[indices.to(states.device)]
+            logits = parts.head(hidden)
+        else:
+            output = self.model(output_hidden_states=True, **inputs)
+            hidden, logits = (
+                values.flatten(0, 1)[indices.to(values.device)] for values in (output.hidden_states[-1], output.logits)
+            )
+        for row, row_states in zip(rows, hidden.split(list(num_logits)), strict=True):
+            row.hidden = row_states
+        return list(logits[:, : self.vocab_size].split(list(num_logits)))
 
 
 def _requested(num_fed: Sequence[int], num_logits: Sequence[int], width: int) -> list[int]:
@@ -214,7 +206,7 @@ class Continuations:
         """Drop all continuations, and keep the text."""
         self._tails = {}
         if not isinstance(self.cache, ReadText):
-            self.cache.crop(self._num_text - self.cache.get_seq_length())  # a negative number: so many tokens less
+            roll_back(self.cache, self._num_text)
         self._mask = BranchMask(self._num_text, self.starts)
 
     def _read_again(
@@ -253,11 +245,12 @@ def read_prefix(model: PreTrainedModel, ids: list[int]) -> tuple[DynamicCache, F
 def check_branches(model: PreTrainedModel) -> None:
     """Raise ValueError unless continuations that are read side by side have the hidden states that each has alone."""
     refuse_training(model)
+    remedy = "`acceptance-heads bench` compares policies without a trace"
     check(
         model,
         "branches side by side",
         lambda seed: _branch_feeds(model, seed),
-        lambda reason: _no_trace(model, reason),
+        lambda reason: ValueError(f"no trace can be recorded with {type(model).__name__}: {reason}; {remedy}"),
         difference="branches side by side change its hidden states",
     )
 
@@ -293,10 +286,3 @@ def _branch_feeds(model: PreTrainedModel, seed: int) -> Iterator[tuple[Tensor, T
     for states, (num_visible, ids) in zip(hidden, branches, strict=True):
         whole = torch.tensor([[*prefix[:num_visible], *ids]], device=device)
         yield states, body_of(model)(input_ids=whole, use_cache=False).last_hidden_state[0, num_visible:]
-
-
-def _no_trace(model: PreTrainedModel, reason: str) -> ValueError:
-    return ValueError(
-        f"no trace can be recorded with {type(model).__name__}: {reason}; `acceptance-heads bench` compares policies "
-        "without a trace"
-    )

@@ -12,11 +12,10 @@ attention with explicit positions.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from inspect import signature
 from threading import get_ident
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -26,6 +25,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lm.cache import BufferLayer, Snapshots, make_cache
 from lm.compiled import Compile, CompiledEpilogues
+from lm.features.recorder import FeatureRecorder
 from lm.forwards import body_and_lm_head, device_of, eos_ids_of, lm_head_of, num_logits_of, refuse_training
 from lm.masks import EMPTY, Tree, additive, tree_feed
 from lm.rope import RopeSwitch, rope_switch_of
@@ -37,19 +37,6 @@ _MAX_PENDING = 32
 """Text tokens that are fed together with nodes; the rest of a longer text (the prompt) is fed before."""
 
 
-@runtime_checkable
-class Recorder(Protocol):
-    """What records the states that a feature draft reads: `lm.features.recorder.FeatureRecorder`."""
-
-    buffer: BufferLayer
-
-    def check(self, cache: Any) -> None: ...
-    def reset(self) -> None: ...
-    def roll_back(self, length: int) -> None: ...
-    def watching(self, *, has_body: bool) -> AbstractContextManager[dict[int, Tensor] | None]: ...
-    def append(self, start: int, outputs: dict[int, Tensor] | None, states: Any, nothing: Any) -> None: ...
-
-
 class CachedModel:
     """One sequence, perhaps followed by one tree, in one causal model.
 
@@ -57,6 +44,7 @@ class CachedModel:
         hidden: [rows, hidden] final hidden states (after the final norm, as the LM head reads them) of the rows that
             the last forward returned; may be None unless `with_hidden`.
         holds_trees: `feed_tree` and `keep` may be used.
+        device: device that takes token ids.
         recorder: keeps the states that a feature draft reads; None without one.
         epilogues: compiled functions of its forwards; None if nothing is compiled.
         session: the generation that uses this model, or used it last (`decode.loop.session`).
@@ -68,7 +56,7 @@ class CachedModel:
     """The text is read with the long RoPE frequencies (`lm.rope`)."""
     session: Any = None
     holds_trees = False
-    recorder: Recorder | None = None
+    recorder: FeatureRecorder | None = None
     epilogues: CompiledEpilogues | None = None
     _tree = EMPTY
     """The nodes that are in the cache."""
@@ -80,7 +68,7 @@ class CachedModel:
         vocab_size: int | None = None,
         with_hidden: bool = False,
         holds_trees: bool = False,
-        recorder: Recorder | None = None,
+        recorder: FeatureRecorder | None = None,
         compile: Compile = False,
     ) -> None:
         """Args:
@@ -119,11 +107,6 @@ class CachedModel:
     def __len__(self) -> int:
         """Entries of the cache: tokens of the text, and nodes."""
         return self._length
-
-    @property
-    def device(self) -> torch.device:
-        """Device that takes token ids."""
-        return self._device
 
     @property
     def output_device(self) -> torch.device:
@@ -166,17 +149,17 @@ class CachedModel:
 
     def embedding(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
         """Input embeddings, on the device of `tokens`."""
-        return self.model.get_input_embeddings()(tokens.to(self._device)).to(tokens.device)
+        return self.model.get_input_embeddings()(tokens.to(self.device)).to(tokens.device)
 
     def reset(self) -> None:
         """Empty the cache for a new sequence, and inspect the model again, which may have moved or changed."""
-        self._device = device_of(self.model)
-        self._single = torch.zeros(1, 1, dtype=torch.long, device=self._device)
-        self._positions = torch.arange(_CAPACITY, device=self._device)[None]
+        self.device = device_of(self.model)
+        self._single = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        self._positions = torch.arange(_CAPACITY, device=self.device)[None]
         self._rope_switch = rope_switch_of(self.model)
         self._tree = EMPTY
         if self.recorder is not None:
-            self.recorder.reset()
+            self.recorder.roll_back(0)
         self._empty()
 
     def _empty(self) -> None:
@@ -226,7 +209,7 @@ class CachedModel:
     def feed_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
         """Append a token that was drawn on the device, without a transfer to the host: the logits after it."""
         self._check_side(0, self._length + 1)
-        return self._feed(token.view(1, 1).to(self._device), self._next_positions(1), 1)
+        return self._feed(token.view(1, 1).to(self.device), self._next_positions(1), 1)
 
     @torch.inference_mode()
     def feed_tree(self, new_tokens: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
@@ -247,11 +230,11 @@ class CachedModel:
         depths, ancestors = tree.depths[num_cached:], tree.ancestors()[num_cached:]
         positions, mask = tree_feed(depths, ancestors, num_text, num_pending=len(new_tokens))
         inputs = {
-            "position_ids": positions[None].to(self._device),
-            "attention_mask": additive(mask, self.model.dtype)[None, None].to(self._device),
+            "position_ids": positions[None].to(self.device),
+            "attention_mask": additive(mask, self.model.dtype)[None, None].to(self.device),
         }
         num_rows = len(tree) - num_cached + bool(new_tokens)
-        logits = self._feed(torch.tensor([ids], device=self._device), inputs, num_rows)
+        logits = self._feed(torch.tensor([ids], device=self.device), inputs, num_rows)
         self._tree = tree
         return logits
 
@@ -281,13 +264,13 @@ class CachedModel:
 
     def _feed_text(self, fed: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
         if not (self.one_token_at_a_time and len(fed) > 1):
-            ids = self._single.fill_(fed[0]) if len(fed) == 1 else torch.tensor([fed], device=self._device)
+            ids = self._single.fill_(fed[0]) if len(fed) == 1 else torch.tensor([fed], device=self.device)
             return self._feed(ids, self._next_positions(len(fed)), num_rows)
         # the prompt at once, as `generate` feeds it, and what was drafted after it one by one
         num_first = 1 if self._length > 0 else len(fed) - num_rows + 1
         steps = []
         for tokens in (fed[:num_first], *([token] for token in fed[num_first:])):
-            ids = torch.tensor([tokens], device=self._device)
+            ids = torch.tensor([tokens], device=self.device)
             steps.append((self._feed(ids, self._next_positions(len(tokens)), 1), self.hidden))
         logits, hidden = zip(*steps[-num_rows:], strict=True)
         self.hidden = None if self.hidden is None else torch.cat(hidden)
@@ -297,7 +280,7 @@ class CachedModel:
         """Positions of the tokens that are fed next, as a keyword of the model's forward."""
         end = self._length + num_fed
         if end > self._positions.shape[1]:
-            self._positions = torch.arange(2 * end, device=self._device)[None]
+            self._positions = torch.arange(2 * end, device=self.device)[None]
         return {"position_ids": self._positions[:, self._length : end]}
 
     def _feed(
@@ -311,7 +294,7 @@ class CachedModel:
         else:
             with self.recorder.watching(has_body=self._parts is not None) as outputs:
                 logits, states = self._run(ids, inputs, num_rows)
-            self.recorder.append(self._length, outputs, states, logits.new_empty(ids.shape[1], 0))
+            self.recorder.append(self._length, outputs, logits.new_empty(ids.shape[1], 0) if states is None else states)
         self._length += ids.shape[1]
         self._check_lengths()
         return logits if self.vocab_size in (None, logits.shape[-1]) else logits[:, : self.vocab_size]

@@ -103,7 +103,7 @@ def load_pair(config: PairConfig) -> Pair:
     tokenizer = load_pair_tokenizer(config)
     models = {name: load_model(source) for name, source in _sources(config).items()}
     target = models["target"]
-    drafting = models.get("draft") or feature_draft_of(config, target)
+    drafting = models.get("draft") or feature_draft_of(config.draft, target)
     pair = Pair(target, drafting, models.get("micro"), tokenizer)
     for name, model in models.items():
         check_width(model, pair.vocab_size, name)

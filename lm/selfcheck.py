@@ -129,27 +129,16 @@ def check_tree(cached: Cached) -> None:
     cached.reset()
 
 
-def check_batch(
-    cached: Cached,
-    refusal: Refusal,
-    roll_back: Callable[[int, int], None],
-    feed: Callable[[list[list[int]]], list[Tensor]],
-) -> None:
-    """Raise ValueError unless rows of a batch have the logits that each has alone, in `cached`.
-
-    Args:
-        cached: a model of one sequence.
-        refusal: makes the error.
-        roll_back: cuts a row of the batch to a length.
-        feed: feeds the first rows of the batch up to the end of these texts: the last logits of each.
-    """
+def check_batch(cached: Cached, batch: Any, refusal: Refusal) -> None:
+    """Raise ValueError unless rows of `batch`, a `BatchModel`, have the logits that each has alone, in `cached`."""
 
     def feeds(seed: int) -> Feeds:
         for plan in _BATCH:
-            for row, (num_kept, _) in enumerate(plan):
-                roll_back(row, num_kept)
             texts = [ids_of_plan(cached.model, tokens, seed) for _, tokens in plan]
-            for text, logits in zip(texts, feed(texts), strict=True):
+            for row, (num_kept, _) in zip(batch.rows, plan, strict=False):
+                row.roll_back(num_kept)
+            new_tokens = [text[len(row) :] for row, text in zip(batch.rows, texts, strict=False)]
+            for text, logits in zip(texts, batch.feed(batch.rows[:2], new_tokens, [1, 1]), strict=True):
                 cached.reset()
                 yield logits, cached.feed(text)
 

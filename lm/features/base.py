@@ -10,11 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
-from lm.cache import growing_cache
 from lm.masks import visible
 
 Rotation = tuple[Tensor, Tensor]
@@ -35,9 +34,14 @@ class Outputs(NamedTuple):
 class FeatureDraft(nn.Module):
     """A draft for one target. Bind it to the target before use."""
 
+    cached_layer_ids: tuple[int, ...] = ()
+    """The target's layers whose cached keys and values it reads, counted from 0."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """Layers after which it reads the target's residual stream, 0 for its embedding; None: after the final norm."""
     lag = 0
     """The entry of token t has position t - lag, and reads the target's states up to token t - 1."""
     target_ids: Int[Tensor, " reduced"] | None
+    """The target's ids that a reduced vocabulary's logits are for, in their order; None: all."""
     name_or_path = ""
     """Directory or repository that it was loaded from."""
 
@@ -58,6 +62,8 @@ class FeatureDraft(nn.Module):
         super().__init__()
         config._attn_implementation = "sdpa"
         self.config = config
+        self.hidden_size: int = config.hidden_size
+        """Width of the input of its LM head and of acceptance heads."""
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
         self._has_head = num_logits is not None
         self.lm_head = nn.Linear(config.hidden_size, num_logits, bias=False) if num_logits is not None else None
@@ -78,25 +84,11 @@ class FeatureDraft(nn.Module):
         return next(self.parameters()).device
 
     @property
-    def hidden_size(self) -> int:
-        """Width of the input of its LM head and of acceptance heads."""
-        return self.config.hidden_size
-
-    @property
     def num_logits(self) -> int:
         """Width of `logits`."""
         if self.lm_head is None or self.target_ids is not None:
             return self.config.vocab_size
         return self.lm_head.out_features
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...] | None:
-        """Layers after which it reads the target's residual stream, 0 for its embedding; None: after the final norm."""
-        return None
-
-    def reduce(self, target_ids: Int[Tensor, " reduced"]) -> None:
-        """Set the target's ids that the draft's own LM head has logits for, in its order."""
-        self.target_ids = target_ids
 
     def bind(self, target: PreTrainedModel) -> "FeatureDraft":
         """Use the target's embeddings or LM head where the draft has none; a reduced vocabulary without an LM head gets
@@ -142,10 +134,6 @@ class FeatureDraft(nn.Module):
             return narrow
         wide = narrow.new_full((*narrow.shape[:-1], self.num_logits), fill)
         return wide.index_copy_(-1, self.target_ids, narrow)
-
-    def new_cache(self, capacity: int) -> DynamicCache:
-        """An empty cache for the draft's layers."""
-        return growing_cache(capacity)
 
 
 def num_logits_of(config: PreTrainedConfig) -> int:

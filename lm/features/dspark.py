@@ -187,21 +187,15 @@ class DSpark(FeatureDraft):
         """Tokens that a block drafts."""
         self.fc = nn.Linear(len(config.target_layer_ids) * size, size, bias=False)
         self.hidden_norm, self.norm = (Qwen3RMSNorm(size, eps=eps) for _ in range(2))
-        self._markov_kind: str | None = config.markov_head_type if config.markov_rank else None
+        self.target_layer_ids = tuple(layer_id + 1 for layer_id in config.target_layer_ids)
+        kind = config.markov_head_type if config.markov_rank else None
+        self.hidden_size = size + markov_width(config.markov_rank, kind)
         self.layers = nn.ModuleList([DSparkLayer(config, index) for index in range(config.num_hidden_layers)])
-        self.markov_head = MARKOV_HEADS[self._markov_kind](config) if self._markov_kind else None
+        self.markov_head = MARKOV_HEADS[kind](config) if kind else None
         self._confidence_size = 0
         if config.enable_confidence_head:
             self._confidence_size = size + (config.markov_rank if config.confidence_head_with_markov else 0)
         self.confidence_head = ConfidenceHead(self._confidence_size) if self._confidence_size else None
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        return tuple(layer_id + 1 for layer_id in self.config.target_layer_ids)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size + markov_width(self.config.markov_rank, self._markov_kind)
 
     def context(self, features: Float[Tensor, "batch token feature"]) -> Float[Tensor, "batch token hidden"]:
         """What layers make keys and values of."""

@@ -61,7 +61,7 @@ class Eagle(FeatureDraft):
             tokens: x_{t+1} of each entry.
             states: s_t of each entry.
             positions: t of each entry.
-            cache: from `new_cache`; None: nothing comes before, and nothing is kept.
+            cache: of `lm.cache.growing_cache`; None: nothing comes before, and nothing is kept.
             mask: the entries that each entry sees; None: a chain.
         """
         inputs = self._joined(self.embed(tokens), states)
@@ -127,7 +127,7 @@ class Eagle3(Eagle):
         num_logits: width of the draft's LM head, whose vocabulary may be reduced; None: the target's is used.
         """
         FeatureDraft.__init__(self, config, has_embedding=has_embedding, num_logits=num_logits)
-        self._layer_ids, width, eps = layer_ids, len(layer_ids) * target_size, config.rms_norm_eps
+        self.target_layer_ids, width, eps = layer_ids, len(layer_ids) * target_size, config.rms_norm_eps
         self.input_norm = LlamaRMSNorm(width, eps=eps) if getattr(config, "norm_before_fc", False) else None
         has_norms = getattr(config, "fc_norm", False)
         self.fc_norm = Norms(LlamaRMSNorm(target_size, eps=eps) for _ in layer_ids) if has_norms else None
@@ -137,10 +137,6 @@ class Eagle3(Eagle):
             [Eagle3Layer(config), *(further(config, index) for index in range(1, config.num_hidden_layers))]
         )
         self.norm = LlamaRMSNorm(config.hidden_size, eps=eps)
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        return self._layer_ids
 
     def entering(self, features: Float[Tensor, "batch node feature"]) -> Float[Tensor, "batch node hidden"]:
         features = features.to(self.device, self.dtype)

@@ -9,7 +9,6 @@ L - D + j. The newest token is not in the target's cache yet: a query sees what 
 Training hides as much (`delayed`).
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,6 +88,8 @@ class GlideLayer(nn.Module):
 class Glide(FeatureDraft):
     """A GliDe draft."""
 
+    target_layer_ids = ()
+
     def __init__(self, config: LlamaConfig, num_target_layers: int) -> None:
         """Args:
         config: Llama's keys, and the target's `large_hidden_size` and `large_num_attention_heads`.
@@ -100,16 +101,16 @@ class Glide(FeatureDraft):
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.cross_rotary_emb = _cross_rotation(config)
         self.cached_layer_ids = tuple(range(num_target_layers - config.num_hidden_layers, num_target_layers))
-        """The target's layers whose keys and values it reads, counted from 0."""
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        return ()
 
     def logits(self, hidden: Float[Tensor, "*node hidden"]) -> Float[Tensor, "*node vocab"]:
         if self.lm_head is None and self.embed_tokens is not None:
             return functional.linear(hidden, self.embed_tokens.weight)
         return super().logits(hidden)
+
+    def keys_values(self, cache: Cache, length: int) -> list[KeysValues]:
+        """What it reads of the first `length` tokens in a target's cache."""
+        layers: list[Any] = [cache.layers[index] for index in self.cached_layer_ids]
+        return [(layer.keys[:, :, :length], layer.values[:, :, :length]) for layer in layers]
 
     def forward(
         self,
@@ -125,9 +126,9 @@ class Glide(FeatureDraft):
 
         Args:
             tokens: token of each node.
-            keys_values: what the target has cached in `cached_layer_ids`.
+            keys_values: of the target (`keys_values`).
             positions: position of each node.
-            cache: from `new_cache`; None: nothing comes before, and nothing is kept.
+            cache: of `lm.cache.growing_cache`; None: nothing comes before, and nothing is kept.
             mask: the nodes of the draft that each node sees; None: a chain.
             cross_mask: the target's keys that each node sees; None: all.
         """
@@ -150,12 +151,6 @@ def delayed(num_tokens: int, block_size: int, device: torch.device | None = None
     before = blocks[:, None] > blocks
     first = (positions < block_size) & (positions <= positions[:, None])
     return (before | first)[None, None]
-
-
-def cached_keys_values(cache: Cache, layer_ids: Sequence[int], length: int) -> list[KeysValues]:
-    """Keys and values of the first `length` tokens in these layers of a target's cache."""
-    layers: list[Any] = [cache.layers[index] for index in layer_ids]
-    return [(layer.keys[:, :, :length], layer.values[:, :, :length]) for layer in layers]
 
 
 def _cross_rotation(config: LlamaConfig) -> LlamaRotaryEmbedding:

@@ -16,12 +16,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lm.cache import roll_back
+from lm.cache import growing_cache, roll_back
 from lm.features.base import FeatureDraft, Outputs
 from lm.features.dspark import DSpark, Memory
 from lm.features.eagle import Eagle
-from lm.features.glide import Glide, cached_keys_values
-from lm.features.recorder import FeatureRecorder
+from lm.features.glide import Glide
 from lm.forwards import refuse_training
 from lm.masks import EMPTY, Tree, tree_feed
 from lm.model import CachedModel
@@ -47,7 +46,7 @@ class FeatureModel:
         target: the object that verifies, with a recorder of what the draft reads.
         vocab_size: width that logits are cut to; None keeps all.
         """
-        assert isinstance(target.recorder, FeatureRecorder), "make the target with a recorder of this draft"
+        assert target.recorder is not None, "make the target with a recorder of this draft"
         self.draft, self.target, self.vocab_size = draft.eval(), target, vocab_size
         self._recorder = target.recorder
         self.reset()
@@ -61,10 +60,7 @@ class FeatureModel:
         """Device of the draft."""
         return self.draft.device
 
-    @property
-    def output_device(self) -> torch.device:
-        """Device of hidden states."""
-        return self.draft.device
+    output_device = device
 
     @property
     def hidden_size(self) -> int:
@@ -96,7 +92,7 @@ class FeatureModel:
 
     def reset(self) -> None:
         """Empty the cache for a new sequence."""
-        self._cache = self.draft.new_cache(_CAPACITY)
+        self._cache = growing_cache(_CAPACITY)
         self._length = self.num_kept = 0
         self.hidden: Float[Tensor, "rows hidden"] | None = None
         self.roll_back(0)
@@ -114,8 +110,7 @@ class FeatureModel:
     @torch.inference_mode()
     def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Float[Tensor, "1 vocab"]:
         """Append tokens to the text: the logits after the last."""
-        assert new_tokens, "no token to feed"
-        assert num_rows == 1, f"{num_rows} rows requested; a feature draft verifies nothing"
+        assert num_rows == 1 <= len(new_tokens), f"{num_rows} rows requested of {len(new_tokens)} fed tokens; give one"
         known, start = self._recorder.num_features + 1, self._length
         while (num_fed := self._length - start) < len(new_tokens):
             # the target's features serve many tokens at once; the draft's own outputs come one at a time
@@ -201,7 +196,7 @@ class GlideModel(FeatureModel):
     draft: Glide
 
     def _outputs(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
-        keys_values = cached_keys_values(self.target.cache, self._recorder.cached_layer_ids, len(self.target))
+        keys_values = self.draft.keys_values(self.target.cache, len(self.target))
         return self.draft(tokens, keys_values, positions, cache=self._cache)
 
     @torch.inference_mode()
@@ -232,8 +227,7 @@ class BlockModel(FeatureModel):
 
     @torch.inference_mode()
     def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Float[Tensor, "1 vocab"]:
-        assert new_tokens, "no token to feed"
-        assert num_rows == 1, f"{num_rows} rows requested; a feature draft verifies nothing"
+        assert num_rows == 1 <= len(new_tokens), f"{num_rows} rows requested of {len(new_tokens)} fed tokens; give one"
         if self._states is None:
             num_context = min(self._recorder.num_features - self._length, len(new_tokens) - 1)
             new_tokens = new_tokens[num_context:]

@@ -30,7 +30,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from configs.schema import ModelSource
-from lm.cache import roll_back
+from lm.cache import growing_cache, roll_back
 from lm.features.base import FeatureDraft, Mask, Outputs, causal
 from lm.features.eagle import Eagle
 from lm.features.released import files_of, refusal_of, without_mtp
@@ -171,7 +171,7 @@ def _feeds(draft: Mtp, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Outputs of the layer after its cache was rolled back, and without one (`lm.selfcheck`)."""
     tokens, positions = torch.tensor([[1, 2, 3, 1, 2 + seed]]), torch.arange(5)[None]
     states = torch.randn(1, 5, draft.hidden_size, generator=torch.Generator().manual_seed(seed)).to(draft.dtype)
-    cache = draft.new_cache(8)
+    cache = growing_cache(8)
     draft(tokens[:, :3], states[:, :3], positions[:, :3], cache=cache)
     roll_back(cache, 2)
     rest = draft(tokens[:, 2:], states[:, 2:], positions[:, 2:], cache=cache)

@@ -20,7 +20,6 @@ from transformers.cache_utils import Cache
 
 from lm.cache import BufferLayer
 from lm.features.base import FeatureDraft
-from lm.features.glide import Glide
 from lm.forwards import body_of
 
 _CAPACITY = 256
@@ -28,12 +27,7 @@ _REMEDY = "a draft that reads the target's states needs them; use a draft that i
 
 
 class FeatureRecorder:
-    """The features of one sequence.
-
-    Attributes:
-        buffer: the features, as the keys of a layer whose values have width 0.
-        cached_layer_ids: layers of the target whose cached keys and values a GliDe draft reads.
-    """
+    """The features of one sequence; `buffer` holds them as the keys of a layer whose values have width 0."""
 
     def __init__(self, model: PreTrainedModel, draft: FeatureDraft) -> None:
         """Args:
@@ -44,13 +38,12 @@ class FeatureRecorder:
             ValueError: the target has no such states.
         """
         self._modules = modules_read_by(draft, model)
-        self._reads_final_states = draft.target_layer_ids is None
-        self.cached_layer_ids = draft.cached_layer_ids if isinstance(draft, Glide) else ()
+        self._draft = draft
         self.buffer = BufferLayer(_CAPACITY)
 
     def check(self, cache: Cache) -> None:
         """Raise ValueError if a layer whose keys and values the draft reads holds something else."""
-        for index in self.cached_layer_ids:
+        for index in self._draft.cached_layer_ids:
             if not isinstance(cache.layers[index], BufferLayer):
                 kind = type(cache.layers[index]).__name__
                 raise ValueError(
@@ -68,10 +61,6 @@ class FeatureRecorder:
         assert self.buffer.keys is not None, "nothing has been fed yet"
         return self.buffer.keys[0, :, start:end]
 
-    def reset(self) -> None:
-        """Drop all recorded features; their memory stays allocated."""
-        self.buffer.reset()
-
     def roll_back(self, length: int) -> None:
         """Keep at most the first `length` features."""
         self.buffer.roll_back(length)
@@ -79,31 +68,25 @@ class FeatureRecorder:
     @contextmanager
     def watching(self, *, has_body: bool) -> Iterator[dict[int, Tensor] | None]:
         """Outputs of a forward inside; None if its final hidden states, which a body returns, are all that is read."""
-        if self._reads_final_states and has_body:
+        if self._draft.target_layer_ids is None and has_body:
             yield None
             return
         with recorded_outputs(self._modules) as outputs:
             yield outputs
 
-    def append(
-        self,
-        start: int,
-        outputs: dict[int, Tensor] | None,
-        states: Float[Tensor, "fed hidden"] | None,
-        nothing: Float[Tensor, "fed 0"],
-    ) -> None:
-        """Append the features of the tokens from index `start` on.
-
-        Args:
-            start: number of tokens before them.
-            outputs: what `watching` gave.
-            states: final hidden states; read if there are no outputs.
-            nothing: features of a draft that reads only the cache.
+    def append(self, start: int, outputs: dict[int, Tensor] | None, states: Float[Tensor, "fed _"]) -> None:
+        """Append the features of the tokens from index `start` on: `outputs`, which `watching` gave, or if there are
+        none the final hidden states.
         """
-        parts: list[Any] = [states] if outputs is None else [outputs[index] for index in sorted(outputs)]
-        features = torch.cat([part.to(parts[0].device) for part in parts] or [nothing], -1)
         self.buffer.roll_back(start)
+        features = features_of(outputs, states) if outputs is not None else states
         self.buffer.update(features[None, None], features.new_empty(1, 1, len(features), 0))
+
+
+def features_of(outputs: dict[int, Tensor], states: Float[Tensor, "token _"]) -> Float[Tensor, "token feature"]:
+    """Recorded outputs side by side, on the device of the first; of width 0 and like `states` if there are none."""
+    parts = [outputs[index] for index in sorted(outputs)] or [states[:, :0]]
+    return torch.cat([part.to(parts[0].device) for part in parts], -1)
 
 
 def modules_read_by(draft: FeatureDraft, model: PreTrainedModel) -> list[nn.Module]:

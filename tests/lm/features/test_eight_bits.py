@@ -8,10 +8,10 @@ from torch.nn import functional
 from configs import ModelSource
 from lm import CachedModel, feature_model
 from lm.features.eight_bits import EightBitLinear
-from lm.features.loading import load_feature_draft
+from lm.features.loading import feature_draft_of
 from lm.features.recorder import FeatureRecorder
 from tests.lm.features.released_by_hand import LAYOUTS, released, write
-from tests.toys.random_drafts import LAYERS, target
+from tests.toys.random_drafts import target
 
 
 def put_back(layer):
@@ -31,8 +31,7 @@ def drafted(draft):
 def test_a_draft_computes_what_its_rounded_matrices_say(layout, tmp_path):
     source = str(write(tmp_path, *released(layout)))
     exact, rounded = (
-        load_feature_draft(ModelSource(path=source, quantization=bits), target(), num_layers=LAYERS)
-        for bits in (None, "8bit")
+        feature_draft_of(ModelSource(path=source, quantization=bits), target()) for bits in (None, "8bit")
     )
     as_loaded, num_matrices = drafted(exact), 0
     for name, module in exact.named_modules():
@@ -66,4 +65,4 @@ def test_widths_and_rows_of_every_kind_have_one_product_in_bfloat16(num_rows, wi
 def test_other_quantisations_are_refused(quantization, tmp_path):
     source = ModelSource(path=str(write(tmp_path, *released("eagle3"))), quantization=quantization)
     with pytest.raises(ValueError, match=r"quantization is .*4.*; of feature drafts it is 8bit or null"):
-        load_feature_draft(source, target(), num_layers=LAYERS)
+        feature_draft_of(source, target())

@@ -8,16 +8,16 @@ import torch
 
 from configs import ModelSource
 from lm import CachedModel, feature_model
-from lm.features.loading import load_feature_draft
+from lm.features.loading import feature_draft_of
 from lm.features.recorder import FeatureRecorder
 from lm.features.released import max_positions_of, released_layout_of, width_of
 from tests.lm.features import released_by_hand as by_hand
 from tests.lm.features.released_by_hand import D2T, LAYOUTS, T2D, Truth, released, write
-from tests.toys.random_drafts import LAYERS, VOCAB, WIDTH, target
+from tests.toys.random_drafts import VOCAB, WIDTH, target
 
 
 def loaded(source: ModelSource):
-    return load_feature_draft(source, target(), num_layers=LAYERS)
+    return feature_draft_of(source, target())
 
 
 def written(directory, layout: str, keys: dict, tensors: dict | None = None) -> ModelSource:
@@ -52,8 +52,8 @@ def test_a_directory_written_by_hand_computes_what_its_formula_says(layout, tmp_
 def test_numbers_are_as_stored_or_as_asked_and_rotary_frequencies_are_not_rounded(tmp_path):
     config, tensors = released("glide")
     path = write(tmp_path, config, {name: tensor.bfloat16() for name, tensor in tensors.items()})
-    for dtype, expected_dtype in ((None, torch.bfloat16), (torch.float64, torch.float64)):
-        draft = load_feature_draft(ModelSource(path=str(path)), target(), num_layers=LAYERS, dtype=dtype)
+    for dtype, expected_dtype in (("auto", torch.bfloat16), ("float64", torch.float64)):
+        draft = feature_draft_of(ModelSource(path=str(path), dtype=dtype), target())
         assert {parameter.dtype for parameter in draft.parameters()} == {expected_dtype}
         assert {buffer.dtype for buffer in draft.buffers()} == {torch.float32}
 
@@ -126,7 +126,7 @@ WRONG_TENSORS = [
     ("eagle", {"fc.weight": torch.zeros(WIDTH, WIDTH)}, "fc.weight is .* expected"),
     ("eagle3", {"mask_hidden": torch.zeros(1)}, r"one forward \(P-EAGLE\)"),
     ("eagle3", {"d2t": WRONG_ID}, "d2t, which holds offsets"),
-    ("eagle3", {"t2d": WRONG_MASK}, "t2d marks 3 of 7"),
+    ("eagle3", {"t2d": WRONG_MASK}, "t2d does not mark the 4 of 7"),
     ("speculators", {"d2t": D2T[:2]}, "d2t has shape"),
     ("dspark_rnn", {_PROJ: torch.ones(1, 21, dtype=torch.int32)}, f"{_PROJ} is torch.int32 or"),
     ("dspark_rnn", {_PROJ: torch.full((1, 21), torch.nan)}, f"{_PROJ} is torch.float32 or has NaN"),
