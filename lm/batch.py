@@ -1,9 +1,9 @@
 """Several sequences in one forward: rows of a batch, each with its own length and roll-back (law 4.5), and
 continuations of one text.
 
-A padded forward feeds each row of a batch the tokens that its cache lacks. Padding is on the right, and queries see
-positions of their own row up to their own position, so they never see padding or what was rolled back. That is exact
-for full attention with explicit positions; other models are refused (`lm.selfcheck`).
+A padded forward feeds each row the tokens that its cache lacks. Padding is on the right, and queries see positions of
+their own row up to their own position, so they never see padding or what was rolled back. That is exact for full
+attention with explicit positions; other models are refused (`lm.selfcheck`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,11 +33,7 @@ class BatchRow(CachedModel):
     """One row of a batch, with the interface of a `CachedModel`."""
 
     def __init__(self, batch: "BatchModel", row: int, like: CachedModel) -> None:
-        """Args:
-        batch: the batch.
-        row: index of the row.
-        like: a model of one sequence, with the same model and settings.
-        """
+        """`like`: a model of one sequence, with the same model and settings."""
         self.model, self.vocab_size, self.with_hidden = like.model, like.vocab_size, like.with_hidden
         self.hidden, self._max_length, self.device = None, like._max_length, batch.device
         self.row, self._batch = row, batch
@@ -84,13 +80,7 @@ class BatchModel:
     def feed(
         self, rows: Sequence[BatchRow], new_tokens: Sequence[Sequence[int]], num_logits: Sequence[int]
     ) -> list[Float[Tensor, "rows vocab"]]:
-        """Append tokens to several rows, in one forward, or in two if a row gets many (`CachedModel.feed`).
-
-        Args:
-            rows: the rows that are fed.
-            new_tokens: of each.
-            num_logits: number of logits requested of each.
-        """
+        """`CachedModel.feed` of several rows, in one forward, or in two if a row gets many; `num_logits` of each."""
         for row, tokens, num in zip(rows, new_tokens, num_logits, strict=True):
             assert 1 <= num <= len(tokens), f"{num} rows requested of {len(tokens)} fed tokens"
             row._check_side(len(row) + len(tokens) - num, len(row) + len(tokens))
@@ -171,7 +161,7 @@ class Continuations:
         """Args:
         model: the model.
         vocab_size: width of the distributions that callers compute from hidden states.
-        cache: holds the text (`read_prefix`), and after it what is fed.
+        cache: holds the text (`read_prefix`), and then what is fed.
         starts: number of tokens of the text that each continuation sees.
         """
         self.model, self.vocab_size, self.cache, self.starts = model, vocab_size, cache, starts
@@ -256,9 +246,7 @@ def check_branches(model: PreTrainedModel) -> None:
 
 
 def check_branch_length(model: PreTrainedModel, length: int, *, num_prompt: int) -> None:
-    """Raise ValueError if prompt, response and branch, which share a forward, have more tokens than a window of the
-    model, or cross a RoPE switch (`lm.rope`).
-    """
+    """Raise ValueError if prompt, response and branch are longer than a window of the model, or cross a RoPE switch."""
     subject = f"prompt, response and branch have {length} tokens, which are read at once"
     remedy = "lower decode.max_new_tokens or data.max_prompt_tokens"
     refuse_crossing(model, num_prompt, length, subject=subject, remedy=remedy)
@@ -275,7 +263,7 @@ def check_branch_length(model: PreTrainedModel, length: int, *, num_prompt: int)
 
 @torch.inference_mode()
 def _branch_feeds(model: PreTrainedModel, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(hidden states of a branch beside the others, those of the branch alone), for every branch."""
+    """(hidden states of a branch beside the others, those of the branch alone) of every branch."""
     prefix = ids_of_plan(model, _PREFIX, seed)
     branches = [(num_visible, ids_of_plan(model, tokens, seed)) for num_visible, tokens in _BRANCHES]
     cache, _ = read_prefix(model, prefix)

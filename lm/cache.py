@@ -1,8 +1,8 @@
 """KV caches that roll back exactly and do not copy what they hold.
 
-transformers' `DynamicLayer` concatenates, so every step copies every key and value: at batch 64 that costs more than
-the forward. Here a layer writes into one buffer and returns a view of it. Attention rolls back by counting. Recurrent
-and convolutional layers, which cannot forget a token, return to a copy of an earlier state (`Snapshots`).
+transformers' `DynamicLayer` copies every key and value in every step: at batch 64 that costs more than the forward.
+Here a layer writes into one buffer and returns a view of it. Attention rolls back by counting. Recurrent and
+convolutional layers, which cannot forget a token, return to a copy of an earlier state (`Snapshots`).
 """
 
 from functools import partial
@@ -47,9 +47,7 @@ class BufferLayer(DynamicLayer):
     feed: RowFeed | None = None
 
     def __init__(self, capacity: int) -> None:
-        """Args:
-        capacity: positions to begin with; doubled when it does not suffice.
-        """
+        """`capacity`: positions to begin with; doubled when it does not suffice."""
         super().__init__()
         self.capacity = capacity
         self.first = self.length = 0
@@ -107,15 +105,11 @@ class BufferLayer(DynamicLayer):
         self.length = length + len(positions)
 
     def insert_rows(self, other: "BufferLayer", rows: Tensor, num_rows: int) -> None:
-        """Overwrite `rows` with the rows of another layer, right-aligned.
+        """Overwrite these rows, of `num_rows`, with those of another layer, right-aligned; it has at most as many
+        positions, unless this one is empty.
 
         Positions left of a shorter row become 0, and the mask must hide them: an old NaN there would survive the mask,
         since 0 * NaN is NaN.
-
-        Args:
-            other: a layer of at most as many positions, unless this one is empty.
-            rows: the rows to overwrite, one for each of the other layer.
-            num_rows: rows of this layer.
         """
         self._prepare(num_rows, other._keys, other._values)
         if self.length < other.length:
@@ -183,10 +177,7 @@ class WindowLayer(BufferLayer):
     is_sliding = True
 
     def __init__(self, capacity: int, sliding_window: int) -> None:
-        """Args:
-        capacity: positions to begin with; doubled when it does not suffice.
-        sliding_window: the window of sliding attention, the query included, or the chunk of chunked attention.
-        """
+        """`sliding_window`: the window of sliding attention, the query included, or the chunk of chunked attention."""
         super().__init__(capacity)
         self.sliding_window = sliding_window
 
@@ -206,9 +197,8 @@ class WindowLayer(BufferLayer):
 class Snapshots:
     """Earlier states of those layers of a cache that cannot roll back by counting.
 
-    A copy is taken before every forward. Rolling back restores the last copy that is early enough, which may be earlier
-    than requested; the tokens in between are then fed again. A draft, which feeds one token at a time, has a copy at
-    every length; a target has one at the start of each verification.
+    A copy is taken before every forward. Rolling back restores the last copy that is early enough, perhaps earlier than
+    requested; the tokens in between are then fed again.
     """
 
     def __init__(self, cache: DynamicCache) -> None:
@@ -253,14 +243,12 @@ def _state_of(layer: Any) -> dict[str, Any]:
 def make_cache(model: PreTrainedModel, capacity: int) -> DynamicCache:
     """An empty cache; attention layers have room for `capacity` positions at first, other layers are transformers'."""
     cache = DynamicCache(config=model.config)
-    cache.layers = [_buffered(layer, capacity) for layer in cache.layers]
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = BufferLayer(capacity)
+        elif type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[index] = WindowLayer(capacity, layer.sliding_window)
     return cache
-
-
-def _buffered(layer: Any, capacity: int) -> Any:
-    if type(layer) is DynamicLayer:
-        return BufferLayer(capacity)
-    return WindowLayer(capacity, layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else layer
 
 
 def growing_cache(capacity: int) -> DynamicCache:

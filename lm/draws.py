@@ -1,9 +1,8 @@
 """Random draws. Loops draw through a `Sampler`; work in shards (data, traces) draws from uniforms made in advance.
 
-A loop needs a token drawn from a distribution, and the number of drafted tokens that are accepted. A *distribution* is
-a row over the vocabulary: probabilities for `RandomSampler`; for `GreedySampler`, which takes the largest entry, logits
-serve and save a softmax. The samplers of the tests walk every branch with its probability, which gives the exact
-distribution of the output.
+A *distribution* is a row over the vocabulary: probabilities for `RandomSampler`; for `GreedySampler`, which takes the
+largest entry, logits serve and save a softmax. The samplers of the tests walk every branch with its probability, which
+gives the exact distribution of the output.
 
 A shard's uniforms are made on the CPU in float64, one per (row, position), before any model runs. So its draws depend
 neither on the device, nor on the order of shards, nor on how rows are batched, and a resumed run gives the same bytes.
@@ -37,17 +36,15 @@ class Sampler(Protocol):
 
     def token(self, dist: Float[Tensor, " vocab"]) -> int:
         """A token id drawn from the distribution."""
-        ...
 
     def draw(self, dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """A token id as `token` draws it, on the device of the distribution."""
+        """As `token`, but on the device of the distribution, without a transfer to the host; the width for NaN."""
         return torch.tensor([self.token(dist)], device=dist.device)
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
         """Length of the accepted prefix: token i passes with probability acceptance_probs[i], independently, until the
         first that fails; probabilities after that one may stay unread.
         """
-        ...
 
 
 @runtime_checkable
@@ -56,21 +53,18 @@ class UniformSource(Protocol):
 
     def uniform(self) -> tuple[float, int]:
         """(a uniform in [0, 1) for the next token, the token's id if it is fixed already, else -1)."""
-        ...
 
 
 class RandomSampler(Sampler):
-    """Draws by inversion of two independent streams of uniforms, one for tokens and one for acceptance.
-
-    The streams are seeded once, so the acceptance uniforms are independent of the drafted tokens, as verification
-    (law 4.2) needs. Each has 124 bits of a torch generator, so that streams seeded one after another from one generator
-    do not coincide. Two generators differ as far as torch's seeds do: `manual_seed` on the CPU reads the lower 32 bits,
-    so 5 and 5 + 2^32 give the same draws. An integer given as seed counts with all its bits.
+    """Draws by inversion of two streams of uniforms, for tokens and for acceptance: verification (law 4.2) needs
+    acceptance uniforms that are independent of the drafted tokens.
     """
 
     def __init__(self, source: torch.Generator | int | None = None) -> None:
         """Args:
-        source: a torch generator, which moves on; an integer seed of at least 0; None: torch's global generator.
+        source: a torch generator, which moves on; None: torch's global one; or an integer seed of at least 0, all of
+            whose bits count. A stream gets 124 bits of a generator, so that those seeded one after another from one do
+            not coincide; but `manual_seed` on the CPU reads 32 bits, so 5 and 5 + 2^32 give the same draws.
         """
         if source is None or isinstance(source, torch.Generator):
             halves = torch.randint(
@@ -82,20 +76,14 @@ class RandomSampler(Sampler):
         self._tokens, self._accepts = map(_stream, seeds)
 
     def token(self, dist: Float[Tensor, " vocab"]) -> int:
-        """The id at which the distribution function first exceeds a uniform; never an id of probability 0.
-
-        Raises:
-            ValueError: a distribution with NaN.
-        """
+        """The id at which the distribution function first exceeds a uniform; ValueError for NaN (`inverted`)."""
         token = _inverted_on_cpu(dist, next(self._tokens)) if dist.is_cpu else int(self.draw(dist))
         return refuse_no_token(token, dist)
 
     def draw(self, dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """A token id as `token` draws it, without a transfer to the host; len(dist), which is no token, for NaN."""
         return inverted(dist, next(self._tokens))
 
     def uniform(self) -> tuple[float, int]:
-        """The uniform that `token` would have used."""
         return next(self._tokens), -1
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
@@ -107,22 +95,15 @@ class GreedySampler:
     """Temperature 0: the most probable token, the first of equals; no random number is used."""
 
     def token(self, dist: Float[Tensor, " vocab"]) -> int:
-        """The most probable token.
-
-        Raises:
-            ValueError: a distribution with NaN.
-        """
-        if dist.is_cpu:
-            row = array_of(dist)
-            token = int(row.argmax())
-            # argmax stops at the first NaN, the only number unequal to itself
-            token = token if row[token] == row[token] else row.shape[-1]
-        else:
-            token = int(self.draw(dist))
-        return refuse_no_token(token, dist)
+        """The most probable token; ValueError for NaN."""
+        if not dist.is_cpu:
+            return refuse_no_token(int(self.draw(dist)), dist)
+        row = array_of(dist)
+        token = int(row.argmax())
+        # argmax stops at the first NaN, the only number unequal to itself
+        return token if row[token] == row[token] else refuse_no_token(len(row), dist)
 
     def draw(self, dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """The most probable token, without a transfer to the host; len(dist), which is no token, for NaN."""
         return greedy_token(dist)
 
     def uniform(self) -> tuple[float, int]:
@@ -130,7 +111,6 @@ class GreedySampler:
         return 0.0, -1
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
-        """Length of the accepted prefix; between one-hot distributions every probability is 0 or 1."""
         return sum(1 for _ in takewhile(bool, acceptance_probs))
 
 
@@ -187,20 +167,14 @@ def greedy_token(dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
 
 
 def refuse_no_token(token: int, dist: Float[Tensor, " vocab"]) -> int:
-    """The token, if it is one.
-
-    Raises:
-        ValueError: it is the id beyond the last, which a distribution with NaN gives.
-    """
+    """The token; ValueError if it is the id beyond the last, which a distribution with NaN gives."""
     if token == dist.shape[-1]:
         raise ValueError("a distribution to draw from is not finite; load the model in float32 or check its weights")
     return token
 
 
 def array_of(tensor: Tensor) -> np.ndarray:
-    """A tensor on the CPU as an array, where calls on single rows cost a fraction of torch's; a float32 copy if numpy
-    lacks the dtype.
-    """
+    """A tensor on the CPU as an array, whose calls on single rows are faster; in float32 if numpy lacks its dtype."""
     tensor = tensor.detach() if tensor.requires_grad else tensor
     return (tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()).numpy()
 

@@ -3,8 +3,8 @@
 The [positions, vocabulary] matrix never exists as a whole: a forward yields hidden states only, and callers apply the
 output layer to so few positions at a time that their float32 logits fit a given number of megabytes.
 
-transformers wraps body and LM head in a forward that builds output objects and checks flags, which is a tenth of a
-small draft's step. `body_and_lm_head` gives both to be called directly, where that gives the same logits.
+transformers' forward around body and LM head takes a tenth of a small draft's step. `body_and_lm_head` gives both to be
+called directly, where that gives the same logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,10 +34,10 @@ _SAME_IN_TRAIN_MODE = nn.Linear, nn.Embedding
 
 
 class BodyAndHead(NamedTuple):
-    """Body (which ends in the final norm) and LM head of a model, to be called one after the other."""
+    """Parts of a model, to be called one after the other."""
 
     body: Callable[..., Any]
-    """Token ids, positions and a cache to an output with `last_hidden_state`."""
+    """Token ids, positions and a cache to an output with `last_hidden_state`, after the final norm."""
     head: Callable[[Tensor], Tensor]
     """Final hidden states to logits."""
 
@@ -104,11 +104,7 @@ def _is_whole(parts: BodyAndHead, model: PreTrainedModel) -> bool:
 
 
 def lm_head_of(model: PreTrainedModel) -> nn.Module:
-    """The module that maps the final hidden state to logits.
-
-    Raises:
-        ValueError: the model has none.
-    """
+    """The module that maps the final hidden state to logits; ValueError if the model has none."""
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(
@@ -119,11 +115,7 @@ def lm_head_of(model: PreTrainedModel) -> nn.Module:
 
 
 def body_of(model: PreTrainedModel) -> Any:
-    """The layers below the LM head: token ids to final hidden states.
-
-    Raises:
-        ValueError: the model has no such part.
-    """
+    """The layers below the LM head, which map token ids to final hidden states; ValueError if the model has none."""
     if model.base_model is not model:
         return model.base_model
     # Llama4ForCausalLM names a part of its wrapper as its base model, and is then its own
@@ -158,7 +150,7 @@ def eos_ids_of(config: GenerationConfig | PretrainedConfig | None) -> frozenset[
 
 
 def refuse_training(model: nn.Module) -> None:
-    """Raise ValueError if a part of the model that differs in train mode is in it."""
+    """Raise ValueError if any part of the model is in train mode, unless it computes the same there."""
     if any(module.training and not isinstance(module, _SAME_IN_TRAIN_MODE) for module in model.modules()):
         name = " ".join(filter(None, (type(model).__name__, getattr(model, "name_or_path", ""))))
         raise ValueError(f"{name} is in train mode, in which dropout changes its logits; call .eval() on it first")
@@ -179,19 +171,15 @@ def hidden_states(
     Raises:
         ValueError: a sequence that crosses a RoPE switch.
     """
-    switch = rope_switch_of(model)
-    if switch is None:
-        return torch.cat(_hidden_states(model, rows, starts))
-    parts: dict[int, Tensor] = {}
+    for row, start in zip(rows, starts, strict=True):
+        subject = f"a sequence of {len(row)} tokens, of which {len(row) - start} are looked at, is read at once"
+        refuse_crossing(model, start + 1, len(row), subject=subject, remedy=SHORTER)
+    switch, parts = rope_switch_of(model), dict[int, Tensor]()
     for is_long in (False, True):
-        side = [index for index, row in enumerate(rows) if (len(row) > switch.bound) == is_long]
-        for index in side:
-            length = len(rows[index])
-            subject = f"a sequence of {length} tokens, of which {length - starts[index]} are looked at, is read at once"
-            refuse_crossing(model, starts[index] + 1, length, subject=subject, remedy=SHORTER)
+        side = [i for i, row in enumerate(rows) if (switch is not None and len(row) > switch.bound) == is_long]
         if side:
             states = _hidden_states(model, [rows[index] for index in side], [starts[index] for index in side])
-            parts |= dict(zip(side, states, strict=True))
+            parts |= zip(side, states, strict=True)
     return torch.cat([parts[index] for index in range(len(rows))])
 
 
@@ -210,11 +198,7 @@ def _hidden_states(
 def logits_of(
     model: PreTrainedModel, hidden: Float[Tensor, "token hidden"], vocab_size: int
 ) -> Float[Tensor, "token vocab"]:
-    """Logits of the tokenizer's ids from final hidden states.
-
-    Raises:
-        ValueError: there are layers between both (Electra).
-    """
+    """Logits of the tokenizer's ids from final hidden states; ValueError for layers between both (Electra)."""
     head = model.get_output_embeddings()
     if (width := getattr(head, "in_features", hidden.shape[-1])) != hidden.shape[-1]:
         raise ValueError(

@@ -107,19 +107,15 @@ def additive(mask: Bool[Tensor, "*batch fed cached"], dtype: torch.dtype) -> Flo
 
 
 def tree_feed(
-    depths: Sequence[int], ancestors: Bool[np.ndarray, "new node"], num_text: int, *, num_pending: int = 0
+    tree: Tree, num_cached: int, num_text: int, *, num_pending: int = 0
 ) -> tuple[Int[Tensor, " fed"], Bool[Tensor, "fed cached"]]:
-    """(positions, mask), on the CPU, of a forward of the end of a text and of nodes of a tree after it.
+    """(positions, mask), on the CPU, of a forward of the end of a text and of the nodes that come after a tree's first
+    `num_cached`. `num_pending` tokens of the text, which has `num_text`, are fed before them.
 
     With a text of 3 tokens, the last of them pending, and two new siblings of depth 1, the positions are 2, 3 and 3,
     and the rows of the mask 11100, 11110 and 11101.
-
-    Args:
-        depths: depth of each new node; the root's children have 1.
-        ancestors: mask of the nodes that each new node sees: cached ones first, then new ones.
-        num_text: tokens of the text, pending ones included.
-        num_pending: how many of its last tokens are fed, before the nodes.
     """
+    ancestors, depths = tree.ancestors()[num_cached:], tree.depths[num_cached:]
     # numpy's calls on so few numbers take half as long as torch's
     pending, new = np.arange(num_text - num_pending, num_text), num_text - 1 + np.asarray(depths, dtype=np.int64)
     positions = np.concatenate([pending, new])

@@ -1,9 +1,9 @@
 """Law 4.5: a causal language model with a KV cache that can be extended and rolled back.
 
-The cache holds a prefix of committed[:-1], and callers feed committed[len(model):] next: one token after a rejection,
-two after full acceptance, more after rounds without a draft. Rolling back is exact. Attention rolls back by
-counting; a model with recurrent or convolutional layers returns to an earlier copy of their state, perhaps earlier than
-requested, and the tokens in between are fed again (`lm.cache`). Other models are refused (`lm.selfcheck`).
+The cache holds a prefix of committed[:-1], and callers feed committed[len(model):] next. Rolling back is exact.
+Attention rolls back by counting; a model with recurrent or convolutional layers returns to an earlier copy of their
+state, perhaps earlier than requested, and the tokens in between are fed again (`lm.cache`). Other models are refused
+(`lm.selfcheck`).
 
 After the text, the cache can hold the nodes of one tree. A node sees the text and the nodes of its own path, and has
 the position that it has in its path. Nodes are added level by level, as a draft does, or all at once, as the target
@@ -58,8 +58,6 @@ class CachedModel:
     holds_trees = False
     recorder: FeatureRecorder | None = None
     epilogues: CompiledEpilogues | None = None
-    _tree = EMPTY
-    """The nodes that are in the cache."""
 
     def __init__(
         self,
@@ -93,13 +91,12 @@ class CachedModel:
         self.holds_trees = holds_trees
         self._max_length = float(getattr(model.config.get_text_config(), "max_position_embeddings", None) or "inf")
         self._parameters = signature(type(model).forward).parameters
-        self._length = 0
         self._is_plain = False
         self.one_token_at_a_time = False
         """After the prompt, feed one token at a time, as `generate` does; some recurrent layers need it."""
         self.reset()
-        if self.recorder is not None:
-            self.recorder.check(self.cache)
+        if recorder is not None:
+            recorder.check(self.cache)
         check_cache(self)
         if holds_trees:
             check_tree(self)
@@ -123,7 +120,7 @@ class CachedModel:
         return self.limit_of(self.session.num_prompt) if self.session is not None else self._max_length
 
     def limit_of(self, num_prompt: int) -> float:
-        """Maximum number of tokens that may be fed of a text with such a prompt (`lm.rope`)."""
+        """`max_length` for a text with such a prompt (`lm.rope`)."""
         if self._rope_switch is None or self._rope_switch.is_long(num_prompt - 1):
             return self._max_length
         return min(self._max_length, float(self._rope_switch.bound))
@@ -158,16 +155,16 @@ class CachedModel:
         self._positions = torch.arange(_CAPACITY, device=self.device)[None]
         self._rope_switch = rope_switch_of(self.model)
         self._tree = EMPTY
+        """The nodes that are in the cache."""
         if self.recorder is not None:
             self.recorder.roll_back(0)
-        self._empty()
-
-    def _empty(self) -> None:
-        """Empty the cache, or make a new one if its layers cannot be emptied."""
         self._parts = body_and_lm_head(self.model)
         if self._is_plain:
             self.roll_back(0)
-            return
+        else:
+            self._make_cache()
+
+    def _make_cache(self) -> None:
         self.cache = make_cache(self.model, _CAPACITY)
         self._buffers = [layer for layer in self.cache.layers if isinstance(layer, BufferLayer)]
         self._counted = [
@@ -188,7 +185,7 @@ class CachedModel:
         if self._snapshots is not None:
             restored = self._snapshots.restore(length)
             if restored is None:
-                self._empty()
+                self._make_cache()
                 return
             length = restored
         for layer in self._buffers:
@@ -227,8 +224,7 @@ class CachedModel:
             self.feed(new_tokens[:-1])
             new_tokens = new_tokens[-1:]
         ids = [*new_tokens, *tree.tokens[num_cached:]]
-        depths, ancestors = tree.depths[num_cached:], tree.ancestors()[num_cached:]
-        positions, mask = tree_feed(depths, ancestors, num_text, num_pending=len(new_tokens))
+        positions, mask = tree_feed(tree, num_cached, num_text, num_pending=len(new_tokens))
         inputs = {
             "position_ids": positions[None].to(self.device),
             "attention_mask": additive(mask, self.model.dtype)[None, None].to(self.device),
@@ -249,11 +245,8 @@ class CachedModel:
         self._check_lengths()
 
     def _check_side(self, num_first: int, end: int) -> None:
-        """Raise ValueError if the text, with `end` tokens, crosses a RoPE switch.
-
-        Args:
-            num_first: tokens that are read at once if none is cached.
-            end: tokens that are cached after the forward.
+        """Raise ValueError if the text, with `end` tokens after the forward, crosses a RoPE switch; `num_first` of them
+        are read at once if none is cached.
         """
         if self._rope_switch is None:
             return
@@ -277,7 +270,6 @@ class CachedModel:
         return torch.cat(logits)
 
     def _next_positions(self, num_fed: int) -> dict[str, Tensor]:
-        """Positions of the tokens that are fed next, as a keyword of the model's forward."""
         end = self._length + num_fed
         if end > self._positions.shape[1]:
             self._positions = torch.arange(2 * end, device=self.device)[None]

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from lm.masks import visible
 
@@ -75,25 +75,21 @@ class FeatureDraft(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of its weights."""
         return next(self.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of its weights."""
         return next(self.parameters()).device
 
     @property
     def num_logits(self) -> int:
-        """Width of `logits`."""
+        """Width of `logits`; those of a reduced vocabulary are as wide as the target's."""
         if self.lm_head is None or self.target_ids is not None:
             return self.config.vocab_size
         return self.lm_head.out_features
 
     def bind(self, target: PreTrainedModel) -> "FeatureDraft":
-        """Use the target's embeddings or LM head where the draft has none; a reduced vocabulary without an LM head gets
-        a copy of the target's rows.
-        """
+        """Use the target's embeddings or LM head where the draft has none; for a reduced vocabulary, copy its rows."""
         self._borrowed = target.get_input_embeddings(), target.get_output_embeddings()
         if self.target_ids is not None and not self._has_head:
             rows = target.get_output_embeddings().weight.detach()[self.target_ids.to(target.device)]
@@ -114,7 +110,6 @@ class FeatureDraft(nn.Module):
 
     @property
     def embedding(self) -> nn.Module:
-        """The input embeddings."""
         return self.borrowed[0] if self.embed_tokens is None else self.embed_tokens
 
     def embed(self, tokens: Int[Tensor, "*node"]) -> Float[Tensor, "*node hidden"]:
@@ -157,16 +152,12 @@ class DraftLayer(nn.Module):
 
     def __init__(self, config: LlamaConfig | Qwen3Config, *, input_size: int, qkv_bias: bool) -> None:
         super().__init__()
-        self.self_attn: Any
-        self.mlp: Any
-        if isinstance(config, Qwen3Config):
-            self.self_attn, self.mlp = Qwen3Attention(config, 0), Qwen3MLP(config)
-        else:
-            self.self_attn, self.mlp = LlamaAttention(config, 0), LlamaMLP(config)
+        layer: Any = Qwen3DecoderLayer(config, 0) if isinstance(config, Qwen3Config) else LlamaDecoderLayer(config, 0)
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.post_attention_layernorm = layer.post_attention_layernorm
         for name in ("q_proj", "k_proj", "v_proj"):
             width = getattr(self.self_attn, name).out_features
             setattr(self.self_attn, name, nn.Linear(input_size, width, bias=qkv_bias))
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
         self,

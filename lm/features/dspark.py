@@ -14,12 +14,7 @@ With the anchor x_0, the newest token of the text, state i of a block gives x_{i
     confidence_i = proj [h_i; W1[x_i]], or proj h_i   logit of the acceptance rate of x_{i+1}, known before it is drawn
 
 So tokens are drawn one after another without another forward. Heads and LM head read `hidden` of a token: [h_i;
-W1[x_i]], and z_i where that is not W1[x_i].
-
-    draft.remember(draft.context(features), positions, cache)   once for all tokens that the target has read
-    states = draft.block(anchors, positions, cache=cache)       appends the block to the cache: roll it back
-    hidden = draft.joined(states, previous)                     of known texts; `follow` makes it token by token
-    logits, confidence = draft.logits(hidden), draft.confidence(hidden)
+W1[x_i]], and z_i where that is not W1[x_i]; `joined` makes it of known texts, `follow` token by token.
 """
 
 import torch
@@ -27,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, apply_rotary_pos_emb
 
 from lm.features.base import FeatureDraft, Rotation, num_logits_of
 from lm.masks import visible
@@ -52,7 +47,7 @@ class VanillaMarkov(nn.Module):
     def step(
         self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
     ) -> tuple[Float[Tensor, "*block parts"], Memory]:
-        """(what `hidden` has after the state, memory for the next token)."""
+        """(what `hidden` has beside the state, memory for the next token)."""
         return self.markov_w1(previous), None
 
     def over(
@@ -126,17 +121,12 @@ class ConfidenceHead(nn.Module):
         return self.proj(inputs).squeeze(-1)
 
 
-class DSparkLayer(nn.Module):
+class DSparkLayer(Qwen3DecoderLayer):
     """Qwen3's layer with attention that is not causal."""
 
     def __init__(self, config: Qwen3Config, index: int) -> None:
-        super().__init__()
-        self.self_attn = Qwen3Attention(config, index)
+        super().__init__(config, index)
         self.self_attn.is_causal = False
-        self.mlp = Qwen3MLP(config)
-        self.input_layernorm, self.post_attention_layernorm = (
-            Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
-        )
 
     def remember(self, context: Float[Tensor, "batch token hidden"], rotation: Rotation, cache: Cache) -> None:
         """Append keys and values of context, which passes no norm of the layer."""
@@ -147,26 +137,12 @@ class DSparkLayer(nn.Module):
         _, keys = apply_rotary_pos_emb(keys, keys, *rotation)
         cache.update(keys, values, attention.layer_idx)
 
-    def forward(
-        self,
-        states: Float[Tensor, "batch node hidden"],
-        *,
-        rotation: Rotation,
-        mask: Bool[Tensor, "batch 1 node cached"] | None,
-        cache: Cache,
-    ) -> Float[Tensor, "batch node hidden"]:
-        """The residual stream after the layer."""
-        attended, _ = self.self_attn(
-            self.input_layernorm(states), position_embeddings=rotation, attention_mask=mask, past_key_values=cache
-        )
-        states = states + attended
-        return states + self.mlp(self.post_attention_layernorm(states))
-
 
 class DSpark(FeatureDraft):
     """A DSpark draft, or a DFlash one."""
 
     config: Qwen3Config
+    target_layer_ids: tuple[int, ...]
 
     def __init__(self, config: Qwen3Config, *, has_embedding: bool = True, has_head: bool = True) -> None:
         """Args:
@@ -175,11 +151,9 @@ class DSpark(FeatureDraft):
             `enable_confidence_head`, `confidence_head_with_markov`; `sample_from_anchor` is true where absent.
             `window_mask` says what `layer_types` with sliding_attention see.
         has_embedding: the draft has input embeddings; otherwise the target's are used.
-        has_head: the draft has an LM head, of width `draft_vocab_size` if config has one; otherwise the target's is
-            used.
+        has_head: the draft has an LM head, perhaps of a reduced vocabulary; otherwise the target's is used.
         """
-        num_logits = num_logits_of(config) if has_head else None
-        super().__init__(config, has_embedding=has_embedding, num_logits=num_logits)
+        super().__init__(config, has_embedding=has_embedding, num_logits=num_logits_of(config) if has_head else None)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.num_inputs: int = config.block_size
         """Tokens of a block that the layers read."""
@@ -192,10 +166,8 @@ class DSpark(FeatureDraft):
         self.hidden_size = size + markov_width(config.markov_rank, kind)
         self.layers = nn.ModuleList([DSparkLayer(config, index) for index in range(config.num_hidden_layers)])
         self.markov_head = MARKOV_HEADS[kind](config) if kind else None
-        self._confidence_size = 0
-        if config.enable_confidence_head:
-            self._confidence_size = size + (config.markov_rank if config.confidence_head_with_markov else 0)
-        self.confidence_head = ConfidenceHead(self._confidence_size) if self._confidence_size else None
+        self._confidence_size = size + (config.markov_rank if config.confidence_head_with_markov else 0)
+        self.confidence_head = ConfidenceHead(self._confidence_size) if config.enable_confidence_head else None
 
     def context(self, features: Float[Tensor, "batch token feature"]) -> Float[Tensor, "batch token hidden"]:
         """What layers make keys and values of."""
@@ -206,9 +178,8 @@ class DSpark(FeatureDraft):
     ) -> None:
         """Append context to the cache of every layer."""
         rotation = self.rotary_emb(context, positions)
-        layer: DSparkLayer
-        for layer in self.layers:  # type: ignore[assignment]  # those that it was made with
-            layer.remember(context, rotation, cache)
+        for layer in self.layers:
+            layer.remember(context, rotation, cache)  # type: ignore[operator]  # a `DSparkLayer`
 
     def block(
         self,
@@ -238,7 +209,7 @@ class DSpark(FeatureDraft):
             within = window_mask(self.config, positions, cache.get_seq_length())
             masks["sliding_attention"] = within if mask is None else mask & within
         for layer, kind in zip(self.layers, types, strict=True):
-            states = layer(states, rotation=rotation, mask=masks[kind], cache=cache)
+            states = layer(states, position_embeddings=rotation, attention_mask=masks[kind], past_key_values=cache)
         return self.norm(states).unflatten(1, (-1, self.num_inputs))[..., -self.block_size :, :]
 
     def on_text(

@@ -8,14 +8,8 @@ gives q(x_{t+2}):
     EAGLE-3     a_{t+1} = layers([norm(embed(x_{t+1})); norm(s_t)]), residual s_t         q = softmax(head norm(a))
 
 Where the target has read the text, `entering` makes s_t of its features: f_t, the state after its final norm, as it is;
-or, for EAGLE-3, fc of three of its layers' outputs. Deeper in a draft s_t is the parent's `Outputs.states`.
-
-    states = draft.entering(features)                              [batch node hidden]
-    outputs = draft(tokens, states, positions, cache=, mask=)      appends the nodes to the cache
-    logits = draft.logits(outputs.hidden)
-
-A tree is the same with a mask (`lm.masks`); what is not kept is dropped by `lm.cache.roll_back`. EAGLE-2 is the tree
-that is grown from EAGLE-1's weights, so both have one class.
+or, for EAGLE-3, fc of three of its layers' outputs. Deeper in a draft s_t is the parent's `Outputs.states`. EAGLE-2 is
+the tree that is grown from EAGLE-1's weights, with a mask (`lm.masks`), so both have one class.
 """
 
 from typing import Any
@@ -67,14 +61,11 @@ class Eagle(FeatureDraft):
         inputs = self._joined(self.embed(tokens), states)
         mask = causal(tokens, cache, inputs.device) if mask is None else mask
         rotation = self.rotary_emb(inputs, positions)
-        states = self._layer(inputs, self._residual(inputs, states), rotation=rotation, mask=mask, cache=cache)
-        for layer in list(self.layers)[1:]:
+        first, *further = self.layers
+        states = first(inputs, self._residual(inputs, states), rotation=rotation, mask=mask, cache=cache)
+        for layer in further:
             states = layer(states, position_embeddings=rotation, attention_mask=mask, past_key_values=cache)
         return self._outputs(states)
-
-    @property
-    def _layer(self) -> DraftLayer:
-        return self.layers[0]  # type: ignore[return-value]  # the one it was made with
 
     def _joined(self, embedded: Tensor, states: Tensor) -> Tensor:
         """Input of attention."""
@@ -145,7 +136,7 @@ class Eagle3(Eagle):
         return self.fc(features)
 
     def _joined(self, embedded: Tensor, states: Tensor) -> Tensor:
-        layer: Eagle3Layer = self._layer  # type: ignore[assignment]
+        layer: Any = self.layers[0]
         return torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(states)], -1)
 
     def _residual(self, inputs: Tensor, states: Tensor) -> Tensor:
@@ -153,7 +144,5 @@ class Eagle3(Eagle):
 
     def _outputs(self, states: Tensor) -> Outputs:
         normed = self.norm(states)
-        is_fed_back = getattr(self.config, "norm_output", False)
-        return Outputs(
-            normed if is_fed_back else states, normed if getattr(self.config, "norm_logits", True) else states
-        )
+        is_fed_back, is_read = getattr(self.config, "norm_output", False), getattr(self.config, "norm_logits", True)
+        return Outputs(normed if is_fed_back else states, normed if is_read else states)

@@ -53,20 +53,17 @@ class CrossAttention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).flatten(-2))
 
 
-class GlideLayer(nn.Module):
+class GlideLayer(LlamaDecoderLayer):
     """Llama's layer with cross-attention in the middle."""
 
     def __init__(self, config: LlamaConfig, index: int) -> None:
-        super().__init__()
-        layer = LlamaDecoderLayer(config, index)
-        self.self_attn, self.mlp = layer.self_attn, layer.mlp
-        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        super().__init__(config, index)
         num_heads = config.large_num_attention_heads
         self.cross_attn = CrossAttention(
             config.hidden_size, num_heads=num_heads, head_size=config.large_hidden_size // num_heads
         )
 
-    def forward(
+    def forward(  # type: ignore[override]  # it reads the target's cache, too
         self,
         states: Float[Tensor, "batch node hidden"],
         of_target: KeysValues,

@@ -52,46 +52,37 @@ class FeatureModel:
         self.reset()
 
     def __len__(self) -> int:
-        """Tokens that were fed and not rolled back."""
         return self._length
 
     @property
     def device(self) -> torch.device:
-        """Device of the draft."""
         return self.draft.device
 
     output_device = device
 
     @property
     def hidden_size(self) -> int:
-        """Width of what heads read."""
         return self.draft.hidden_size
 
     @property
     def max_length(self) -> float:
-        """Maximum number of tokens that may be fed; 0 before the target has read anything."""
         return float(self.draft.config.max_position_embeddings) if self._recorder.num_features else 0.0
 
     def check_mode(self) -> None:
-        """Raise ValueError if the draft is in train mode."""
         refuse_training(self.draft)
 
     @property
     def num_logits(self) -> int:
-        """Width of its distributions."""
         return self.draft.num_logits if self.vocab_size is None else min(self.draft.num_logits, self.vocab_size)
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of the input embeddings."""
         return next(self.draft.embedding.parameters()).shape[0]
 
     def embedding(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
-        """Input embeddings, on the device of `tokens`."""
         return self.draft.embed(tokens).to(tokens.device)
 
     def reset(self) -> None:
-        """Empty the cache for a new sequence."""
         self._cache = growing_cache(_CAPACITY)
         self._length = self.num_kept = 0
         self.hidden: Float[Tensor, "rows hidden"] | None = None
@@ -109,7 +100,6 @@ class FeatureModel:
 
     @torch.inference_mode()
     def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Float[Tensor, "1 vocab"]:
-        """Append tokens to the text: the logits after the last."""
         assert num_rows == 1 <= len(new_tokens), f"{num_rows} rows requested of {len(new_tokens)} fed tokens; give one"
         known, start = self._recorder.num_features + 1, self._length
         while (num_fed := self._length - start) < len(new_tokens):
@@ -122,7 +112,6 @@ class FeatureModel:
 
     @torch.inference_mode()
     def feed_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
-        """Append a token that was drawn on the device, without a transfer to the host: the logits after it."""
         return self._feed(token.view(1, 1).to(self.device), self._length + 1)
 
     def _feed(self, tokens: Int[Tensor, "1 fed"], end: int) -> Float[Tensor, "1 vocab"]:
@@ -157,13 +146,7 @@ class EagleModel(FeatureModel):
 
     @torch.inference_mode()
     def feed_tree(self, new_tokens: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
-        """Append tokens and nodes, as `CachedModel.feed_tree` does. A node reads its parent's output, so children of
-        new nodes wait for the next call.
-
-        Args:
-            new_tokens: none if nodes were fed.
-            tree: begins with the nodes that were fed before, which extend the cache until the next `roll_back`.
-        """
+        """A node reads its parent's output, so children of new nodes wait for the next call."""
         new = slice(len(self._tree), len(tree))
         logits, hidden = [], []
         if new_tokens:
@@ -175,7 +158,7 @@ class EagleModel(FeatureModel):
             parents, tokens = (torch.tensor(column[new], device=self.device) for column in (tree.parents, tree.tokens))
             num_text = self._length - self.draft.lag
             assert self._cache.get_seq_length() == num_text + len(self._tree), "the cache holds the text and the tree"
-            positions, mask = tree_feed(tree.depths[new], tree.ancestors()[new], num_text)
+            positions, mask = tree_feed(tree, new.start, num_text)
             outputs = self.draft(
                 tokens[None],
                 self._states[parents + 1][None],

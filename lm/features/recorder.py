@@ -1,9 +1,8 @@
 """Records the states of a target that a feature draft reads: what a verification computes anyway, at no extra forward.
 
 Features follow law 4.5 as the cache does, in a layer of the same kind: one entry for every token that was fed and not
-rolled back. They stay as long as the cache does, at a few percent of its size, since an outer level may roll a draft
-back to a token whose features it read long ago. If a cache goes back further than requested (`lm.cache.Snapshots`), the
-features stay until the tokens in between are fed again.
+rolled back. They stay as long as the cache does, at a few percent of its size, since a draft may be rolled back far. If
+a cache goes back further than requested (`lm.cache.Snapshots`), they stay until the tokens in between are fed again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,13 +29,7 @@ class FeatureRecorder:
     """The features of one sequence; `buffer` holds them as the keys of a layer whose values have width 0."""
 
     def __init__(self, model: PreTrainedModel, draft: FeatureDraft) -> None:
-        """Args:
-        model: the target.
-        draft: its draft.
-
-        Raises:
-            ValueError: the target has no such states.
-        """
+        """What `draft` reads of `model`, its target; ValueError if the target has no such states."""
         self._modules = modules_read_by(draft, model)
         self._draft = draft
         self.buffer = BufferLayer(_CAPACITY)
@@ -90,27 +83,21 @@ def features_of(outputs: dict[int, Tensor], states: Float[Tensor, "token _"]) ->
 
 
 def modules_read_by(draft: FeatureDraft, model: PreTrainedModel) -> list[nn.Module]:
-    """Modules of a target whose outputs its draft reads: layers and the embedding, or the body with its final norm.
-
-    Raises:
-        ValueError: the target has no such layers.
+    """Modules of a target whose outputs its draft reads: layers and the embedding, or the body with its final norm;
+    ValueError if the target has no such layers.
     """
     layer_ids = draft.target_layer_ids
     if layer_ids is None:
         return [body_of(model)]
-    layers = layers_of(model) or nn.ModuleList()
+    length, body = model.config.get_text_config().num_hidden_layers, body_of(model)
+    # the outermost list that is as long as the config says
+    lists = (part for part in body.modules() if isinstance(part, nn.ModuleList) and len(part) == length)
+    layers = next(lists, nn.ModuleList())
     if max(layer_ids, default=0) > len(layers):
         raise ValueError(
             f"the draft reads the target after layers {layer_ids}, and {len(layers)} are found in it; {_REMEDY}"
         )
     return [layers[index - 1] if index else model.get_input_embeddings() for index in layer_ids]
-
-
-def layers_of(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The list of the model's layers: the outermost that is as long as the config says, if there is one."""
-    length = model.config.get_text_config().num_hidden_layers
-    lists = (part for part in body_of(model).modules() if isinstance(part, nn.ModuleList) and len(part) == length)
-    return next(lists, None)
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """Drafts of a feature draft from many positions of one text, side by side.
 
 A round that begins when text[:n] is committed knows the target's states of text[:n-1] and the newest token. Its first
-distribution reads the target's states, every further one the draft's own outputs. So what a feature draft predicts
-after a token depends on where its round began, and each position of a text has its own rollout:
+distribution reads these, every further one the draft's own outputs. So each position of a text has its own rollout:
 
     rollouts = rollouts_of(draft, run_target(target, draft, ids), ids)
     hidden = rollouts.begin(lengths)            one rollout per length n; input of its first distribution
@@ -34,10 +33,9 @@ _MAX_BLOCKS = 64
 
 
 class TargetOutputs(NamedTuple):
-    """Outputs of the target for one text."""
+    """Outputs of the target for one text, which `cache` holds."""
 
     cache: DynamicCache
-    """Holds at least the text."""
     hidden: Float[Tensor, "token hidden"]
     """State of each token after the final norm."""
     features: Float[Tensor, "1 token feature"]
