@@ -150,9 +150,9 @@ class Continuations:
     """Continuations of one text, each from some position of it, read side by side.
 
     The text is in the cache once. Each continuation attends to the part before its start and to its own tokens, by a
-    mask and explicit positions, so a step is one forward of one token each. Departure: a model with sliding windows
-    sees its whole context here; `check_branch_length` refuses longer texts. A model with recurrent layers reads each
-    continuation again with the text before it.
+    mask and explicit positions. Departure: a model with sliding windows sees its whole context here;
+    `check_branch_length` refuses longer texts. A model with recurrent layers reads each continuation again with the
+    text before it.
     """
 
     def __init__(
@@ -173,12 +173,8 @@ class Continuations:
     def feed(
         self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]
     ) -> Float[Tensor, "fed hidden"]:
-        """Final hidden states after each token.
-
-        Args:
-            tokens: tokens of any continuations, those of one in their order.
-            owners: the continuation of each token.
-            depths: index of each token in its continuation, from 0.
+        """Final hidden states after tokens of any continuations `owners`, those of one in their order; `depths` has the
+        index of each token in its continuation, from 0.
         """
         if isinstance(self.cache, ReadText):
             return self._read_again(self.cache.ids, tokens, owners)

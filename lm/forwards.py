@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from configs.schema import ModelSource
 from lm.cache import make_cache
-from lm.rope import refuse_crossing, rope_switch_of
+from lm.rope import rope_switch_of
 from lm.sampling import REMEDY, non_finite
 
 _MIN_FILLED = 0.8
@@ -171,10 +171,11 @@ def hidden_states(
     Raises:
         ValueError: a sequence that crosses a RoPE switch.
     """
-    for row, start in zip(rows, starts, strict=True):
-        subject = f"a sequence of {len(row)} tokens, of which {len(row) - start} are looked at, is read at once"
-        refuse_crossing(model, start + 1, len(row), subject=subject, remedy=SHORTER)
     switch, parts = rope_switch_of(model), dict[int, Tensor]()
+    for row, start in zip(rows, starts, strict=True):
+        if switch is not None and switch.crosses(start + 1, len(row)):
+            subject = f"a sequence of {len(row)} tokens, of which {len(row) - start} are looked at, is read at once"
+            raise switch.refusal(subject, SHORTER)
     for is_long in (False, True):
         side = [i for i, row in enumerate(rows) if (switch is not None and len(row) > switch.bound) == is_long]
         if side:

@@ -12,20 +12,18 @@ attention with explicit positions.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from inspect import signature
-from threading import get_ident
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from lm.cache import BufferLayer, Snapshots, make_cache
 from lm.compiled import Compile, CompiledEpilogues
-from lm.features.recorder import FeatureRecorder
+from lm.features.recorder import FeatureRecorder, recorded
 from lm.forwards import body_and_lm_head, device_of, eos_ids_of, lm_head_of, num_logits_of, refuse_training
 from lm.masks import EMPTY, Tree, additive, tree_feed
 from lm.rope import RopeSwitch, rope_switch_of
@@ -43,9 +41,7 @@ class CachedModel:
     Attributes:
         hidden: [rows, hidden] final hidden states (after the final norm, as the LM head reads them) of the rows that
             the last forward returned; may be None unless `with_hidden`.
-        holds_trees: `feed_tree` and `keep` may be used.
         device: device that takes token ids.
-        recorder: keeps the states that a feature draft reads; None without one.
         epilogues: compiled functions of its forwards; None if nothing is compiled.
         session: the generation that uses this model, or used it last (`decode.loop.session`).
     """
@@ -73,7 +69,7 @@ class CachedModel:
         model: any causal language model of transformers whose cache can be rolled back.
         vocab_size: width that logits are cut to (the extra ids of a padded vocabulary get probability 0); None: all.
         with_hidden: also keep the final hidden states; costs a hook if the model is more than body and head.
-        holds_trees: `feed_tree` and `keep` will be used.
+        holds_trees: `feed_tree` and `keep` may be used.
         recorder: records what a feature draft reads.
         compile: "stop" compiles functions of its forwards (`lm.compiled`).
 
@@ -210,12 +206,8 @@ class CachedModel:
 
     @torch.inference_mode()
     def feed_tree(self, new_tokens: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
-        """Append tokens to the text, and nodes to the tree: the logits after the last of the tokens, if there are any,
-        and after each new node.
-
-        Args:
-            new_tokens: none if nodes are in the cache.
-            tree: begins with the nodes that are in the cache.
+        """Append tokens to the text, if no nodes are in the cache, and nodes to a tree that begins with those that are:
+        the logits after the last of the tokens, if there are any, and after each new node.
         """
         num_cached, num_text = len(self._tree), self._length - len(self._tree) + len(new_tokens)
         self._check_side(num_text, num_text + tree.depth)
@@ -308,18 +300,10 @@ class CachedModel:
             **inputs,  # without positions, some families count from 0 in every forward
         }
         accepted = {name: value for name, value in known.items() if name in self._parameters}
-        if not self.with_hidden:
-            return self.model(input_ids=ids, use_cache=True, **accepted).logits[0, -num_rows:], None
-        # a hook only during the forward: one that stayed would keep this object as long as the model lives
-        hook = lm_head_of(self.model).register_forward_pre_hook(partial(self._keep_hidden, get_ident()))
-        try:
-            return self.model(input_ids=ids, use_cache=True, **accepted).logits[0, -num_rows:], None
-        finally:
-            hook.remove()
-
-    def _keep_hidden(self, thread: int, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if get_ident() == thread:  # another thread may run the same model
-            self.hidden = inputs[0][0]
+        with recorded([lm_head_of(self.model)] if self.with_hidden else [], inputs=True) as head_inputs:
+            logits = self.model(input_ids=ids, use_cache=True, **accepted).logits[0, -num_rows:]
+        self.hidden = head_inputs.get(0)
+        return logits, None
 
     def _check_lengths(self) -> None:
         """Check law 4.5 on every layer that counts tokens; a layer never written to shares another layer's keys."""

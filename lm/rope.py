@@ -10,11 +10,8 @@ text may exceed it.
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from transformers import PretrainedConfig, PreTrainedModel
-
-_KNOWN: "WeakKeyDictionary[PreTrainedModel, RopeSwitch | None]" = WeakKeyDictionary()
 
 
 class RopeSwitch(NamedTuple):
@@ -42,26 +39,18 @@ class RopeSwitch(NamedTuple):
 
 def rope_switch_of(model: PreTrainedModel) -> RopeSwitch | None:
     """How the frequencies of `model` change; None if they do not; ValueError if layers change at different lengths."""
-    if model not in _KNOWN:
-        bounds = dict(_bounds(model.config.get_text_config()))
-        if len(bounds) > 1:
-            lengths = " and ".join(map(str, sorted(bounds)))
-            subject = f"{type(model).__name__} has layers that change their rotary frequencies at {lengths} tokens"
-            raise ValueError(f"{subject}; choose another model")
-        switches = [RopeSwitch(type(model).__name__, rope_type, bound) for bound, rope_type in bounds.items()]
-        _KNOWN[model] = switches[0] if switches else None
-    return _KNOWN[model]
+    bounds = dict(_bounds(model.config.get_text_config()))
+    if len(bounds) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has layers that change their rotary frequencies at "
+            f"{' and '.join(map(str, sorted(bounds)))} tokens; choose another model"
+        )
+    return next((RopeSwitch(type(model).__name__, rope_type, bound) for bound, rope_type in bounds.items()), None)
 
 
 def refuse_crossing(model: PreTrainedModel, num_prompt: int, num_fed: int, *, subject: str, remedy: str) -> None:
-    """Raise ValueError if a text crosses the model's bound.
-
-    Args:
-        model: the model that reads the text.
-        num_prompt: tokens that `generate` would read in its first forward.
-        num_fed: tokens that are read at most.
-        subject: first clause of the message: what has so many tokens.
-        remedy: last clause of the message.
+    """Raise ValueError if a text crosses the model's bound (`RopeSwitch.crosses`); the message begins with `subject`,
+    which says what has so many tokens, and ends with `remedy`.
     """
     switch = rope_switch_of(model)
     if switch is not None and switch.crosses(num_prompt, num_fed):

@@ -77,12 +77,8 @@ def check(
 ) -> None:
     """Raise ValueError unless the feeds of a plan of few rows give what plain forwards give.
 
-    Args:
-        model: the model that is fed; one that passed is not tested again.
-        name: the way to feed.
-        feeds: the plan with the text of a seed, 0 or 1.
-        refusal: makes the error.
-        difference: start of the error's reason, up to "by".
+    A model that passed `name`, the way to feed, is not tested again. `feeds` takes the seed of a text, 0 or 1; the
+    error's reason begins with `difference`.
     """
     passed, errors = _PASSED.setdefault(model, {}), []
     if name in passed:
@@ -219,9 +215,8 @@ def chain_plan(length: int, *, has_states: bool) -> list[tuple[int, int]]:
 
 def _tree_feeds(cached: Cached, seed: int) -> Feeds:
     """(logits of a path in a tree, its logits alone), for every path, and for one after it was kept."""
-    text, tree = ids_of_plan(cached.model, _TREE_TEXT, seed), Tree([0, 1, 0], [-1, -1, 1])
-    if cached.model.config.get_text_config().vocab_size > max(_TREE.tokens):
-        tree = Tree(ids_of_plan(cached.model, _TREE.tokens, seed), _TREE.parents)
+    text = ids_of_plan(cached.model, _TREE_TEXT, seed)
+    tree = Tree(ids_of_plan(cached.model, _TREE.tokens, seed), _TREE.parents)
     path = tree.path(len(tree) - 1)
     cached.reset()
     in_tree = cached.feed_tree(text, tree)[1:]

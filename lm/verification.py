@@ -25,12 +25,10 @@ from lm.masks import ROOT, Tree
 
 
 class Verdict(NamedTuple):
-    """Outcome of one verification."""
+    """Length of the accepted prefix, and the next token: the residual one, or after full acceptance the bonus one."""
 
     num_accepted: int
-    """0..K: length of the accepted prefix of the draft."""
     next_token: int
-    """The residual token if num_accepted < K, else the bonus token."""
 
 
 def acceptance_prob(

@@ -23,8 +23,6 @@ Mask = Bool[Tensor, "1 1 node cached"]
 
 
 class Outputs(NamedTuple):
-    """Outputs of a draft for each node."""
-
     states: Float[Tensor, "batch node hidden"]
     """States that later nodes read instead of the target's features."""
     hidden: Float[Tensor, "batch node hidden"]
@@ -54,7 +52,7 @@ class FeatureDraft(nn.Module):
         rotary: nn.Module | None = None,
     ) -> None:
         """Args:
-        config: config of the draft's layer; its vocabulary is the target's.
+        config: of the draft's layer; its vocabulary is the target's.
         has_embedding: the draft has input embeddings; otherwise the target's are used.
         num_logits: width of the draft's LM head; None: it has none, and the target's is used.
         rotary: rotary embedding; None: Llama's.
@@ -104,7 +102,6 @@ class FeatureDraft(nn.Module):
 
     @property
     def borrowed(self) -> tuple[nn.Module, nn.Module]:
-        """Input embeddings and LM head of the target."""
         assert self._borrowed is not None, "bind the draft to its target first"
         return self._borrowed
 
@@ -146,9 +143,7 @@ def causal(tokens: Int[Tensor, "batch new"], cache: Cache | None, device: torch.
 
 
 class DraftLayer(nn.Module):
-    """Llama's or Qwen3's layer after its first norm: attention, whose input may be wider than the residual stream, and
-    the MLP.
-    """
+    """Llama's or Qwen3's layer after its first norm; its attention's input may be wider than the residual stream."""
 
     def __init__(self, config: LlamaConfig | Qwen3Config, *, input_size: int, qkv_bias: bool) -> None:
         super().__init__()

@@ -32,65 +32,35 @@ Memory = Tensor | None
 """What a Markov head carries from token to token; None before the first, and if it carries nothing."""
 
 
-class VanillaMarkov(nn.Module):
-    """A bias that follows from the previous token alone."""
+MARKOV_HEADS = {"vanilla": 1, "gated": 2, "rnn": 2}
+"""Kinds of Markov heads: vectors of width `rank` that each adds to `hidden`, W1[x] and z if that differs."""
 
-    num_parts = 1
-    """Vectors of width `rank` that it adds to `hidden`: W1[x], and z if that differs."""
+
+class MarkovHead(nn.Module):
+    """A bias that follows from the previous token alone (vanilla), also from the state (gated), or from every token of
+    the block so far (rnn).
+    """
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
-        self.rank: int = config.markov_rank
+        self.kind, self.rank = config.markov_head_type, config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, self.rank)
         self.markov_w2 = nn.Linear(self.rank, num_logits_of(config), bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(config.hidden_size + self.rank, self.rank)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * self.rank + config.hidden_size, 3 * self.rank)
 
     def step(
         self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
     ) -> tuple[Float[Tensor, "*block parts"], Memory]:
         """(what `hidden` has beside the state, memory for the next token)."""
-        return self.markov_w1(previous), None
-
-    def over(
-        self, states: Float[Tensor, "*block draft hidden"], previous: Int[Tensor, "*block draft"]
-    ) -> Float[Tensor, "*block draft parts"]:
-        """`step` over whole blocks."""
-        return self.step(states, previous, None)[0]
-
-    def bias(self, parts: Float[Tensor, "*draft parts"]) -> Float[Tensor, "*draft vocab"]:
-        """W2 z, which is added to the logits."""
-        return self.markov_w2(parts[..., -self.rank :])
-
-
-class GatedMarkov(VanillaMarkov):
-    """A bias whose size the state decides."""
-
-    num_parts = 2
-
-    def __init__(self, config: Qwen3Config) -> None:
-        super().__init__(config)
-        self.gate_proj = nn.Linear(config.hidden_size + self.rank, self.rank)
-
-    def step(
-        self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
-    ) -> tuple[Float[Tensor, "*block parts"], Memory]:
         embedded = self.markov_w1(previous)
-        gate = self.gate_proj(torch.cat([states, embedded], -1)).sigmoid()
-        return torch.cat([embedded, gate * embedded], -1), None
-
-
-class RNNMarkov(VanillaMarkov):
-    """A bias that follows from every token of the block so far."""
-
-    num_parts = 2
-
-    def __init__(self, config: Qwen3Config) -> None:
-        super().__init__(config)
-        self.joint_proj = nn.Linear(2 * self.rank + config.hidden_size, 3 * self.rank)
-
-    def step(
-        self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
-    ) -> tuple[Float[Tensor, "*block parts"], Memory]:
-        embedded = self.markov_w1(previous)
+        if self.kind == "vanilla":
+            return embedded, None
+        if self.kind == "gated":
+            gate = self.gate_proj(torch.cat([states, embedded], -1)).sigmoid()
+            return torch.cat([embedded, gate * embedded], -1), None
         memory = torch.zeros_like(embedded) if memory is None else memory
         gate, candidate, output = self.joint_proj(torch.cat([memory, embedded, states], -1)).chunk(3, -1)
         gate = gate.sigmoid()
@@ -99,15 +69,18 @@ class RNNMarkov(VanillaMarkov):
     def over(
         self, states: Float[Tensor, "*block draft hidden"], previous: Int[Tensor, "*block draft"]
     ) -> Float[Tensor, "*block draft parts"]:
+        """`step` over whole blocks."""
+        if self.kind != "rnn":
+            return self.step(states, previous, None)[0]
         parts, memory = [], None
         for index in range(states.shape[-2]):
             part, memory = self.step(states[..., index, :], previous[..., index], memory)
             parts.append(part)
         return torch.stack(parts, -2)
 
-
-MARKOV_HEADS: dict[str, type[VanillaMarkov]] = {"vanilla": VanillaMarkov, "gated": GatedMarkov, "rnn": RNNMarkov}
-"""Markov heads by `markov_head_type`."""
+    def bias(self, parts: Float[Tensor, "*draft parts"]) -> Float[Tensor, "*draft vocab"]:
+        """W2 z, which is added to the logits."""
+        return self.markov_w2(parts[..., -self.rank :])
 
 
 class ConfidenceHead(nn.Module):
@@ -151,7 +124,7 @@ class DSpark(FeatureDraft):
             `enable_confidence_head`, `confidence_head_with_markov`; `sample_from_anchor` is true where absent.
             `window_mask` says what `layer_types` with sliding_attention see.
         has_embedding: the draft has input embeddings; otherwise the target's are used.
-        has_head: the draft has an LM head, perhaps of a reduced vocabulary; otherwise the target's is used.
+        has_head: the draft has an LM head; otherwise the target's is used.
         """
         super().__init__(config, has_embedding=has_embedding, num_logits=num_logits_of(config) if has_head else None)
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -165,7 +138,7 @@ class DSpark(FeatureDraft):
         kind = config.markov_head_type if config.markov_rank else None
         self.hidden_size = size + markov_width(config.markov_rank, kind)
         self.layers = nn.ModuleList([DSparkLayer(config, index) for index in range(config.num_hidden_layers)])
-        self.markov_head = MARKOV_HEADS[kind](config) if kind else None
+        self.markov_head = MarkovHead(config) if kind else None
         self._confidence_size = size + (config.markov_rank if config.confidence_head_with_markov else 0)
         self.confidence_head = ConfidenceHead(self._confidence_size) if config.enable_confidence_head else None
 
@@ -176,7 +149,6 @@ class DSpark(FeatureDraft):
     def remember(
         self, context: Float[Tensor, "batch token hidden"], positions: Int[Tensor, "#batch token"], cache: Cache
     ) -> None:
-        """Append context to the cache of every layer."""
         rotation = self.rotary_emb(context, positions)
         for layer in self.layers:
             layer.remember(context, rotation, cache)  # type: ignore[operator]  # a `DSparkLayer`
@@ -189,14 +161,8 @@ class DSpark(FeatureDraft):
         cache: Cache,
         mask: Bool[Tensor, "batch 1 node cached"] | None = None,
     ) -> Float[Tensor, "batch block draft hidden"]:
-        """The states of blocks, in one forward, which appends them to the cache.
-
-        Args:
-            anchors: first token of each block.
-            positions: position of each anchor.
-            cache: holds the context (`remember`).
-            mask: the entries that each token sees, block after block; None: everything, which is right for one block
-                whose context is all that the cache holds.
+        """The states of blocks with these first tokens, in one forward, which appends them to the cache, after the
+        context (`remember`). `mask` has the entries that each token sees, block after block; None: everything.
         """
         tokens = torch.full((*anchors.shape, self.num_inputs), self.config.mask_token_id, device=self.device)
         tokens[..., 0] = anchors
@@ -219,11 +185,7 @@ class DSpark(FeatureDraft):
         positions: Int[Tensor, "batch block"],
     ) -> Float[Tensor, "batch block draft hidden"]:
         """The states of blocks of whole texts, as training needs them; a block sees only the text before its anchor.
-
-        Args:
-            features: the target's, also of tokens that no block sees.
-            tokens: the texts, from position 0 on.
-            positions: position of each anchor in its text.
+        `positions` are those of the anchors.
         """
         cache = DynamicCache()  # gradients pass through what it holds
         self.remember(self.context(features), torch.arange(features.shape[1], device=self.device)[None], cache)
@@ -233,7 +195,7 @@ class DSpark(FeatureDraft):
     def joined(
         self, states: Float[Tensor, "*block draft hidden"], previous: Int[Tensor, "*block draft"]
     ) -> Float[Tensor, "*block draft wide"]:
-        """`hidden` of whole blocks; `previous` has the token before each drafted one."""
+        """`hidden` of whole blocks; `previous`: the token before each drafted one."""
         return states if self.markov_head is None else torch.cat([states, self.markov_head.over(states, previous)], -1)
 
     def follow(
@@ -266,7 +228,7 @@ class DSpark(FeatureDraft):
 
 def markov_width(rank: int, kind: str | None) -> int:
     """Width that a Markov head adds to `hidden`; 0 without one."""
-    return rank * MARKOV_HEADS[kind].num_parts if rank and kind else 0
+    return rank * MARKOV_HEADS[kind] if rank and kind else 0
 
 
 def block_mask(
@@ -287,8 +249,8 @@ def window_mask(
     """Mask of what a sliding layer may see of a text and of all blocks, beside the block's own limits.
 
     A block sees the last `sliding_window` tokens before its anchor (speculators); with `window_follows_token`, each of
-    its tokens sees so many up to itself (SpecForge). Inside a block a token sees those up to itself, and the later ones
-    only with `sliding_window_non_causal`.
+    its tokens sees so many up to itself (SpecForge). Inside a block a token sees later ones only with
+    `sliding_window_non_causal`.
     """
     assert config.sliding_window is not None, "loading refuses sliding layers without a window"
     steps = torch.arange(config.block_size, device=positions.device)

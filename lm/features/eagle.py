@@ -49,12 +49,9 @@ class Eagle(FeatureDraft):
         cache: Cache | None = None,
         mask: Mask | None = None,
     ) -> Outputs:
-        """Append entries to the cache.
+        """Append entries with the tokens x_{t+1}, the states s_t and the positions t.
 
         Args:
-            tokens: x_{t+1} of each entry.
-            states: s_t of each entry.
-            positions: t of each entry.
             cache: of `lm.cache.growing_cache`; None: nothing comes before, and nothing is kept.
             mask: the entries that each entry sees; None: a chain.
         """
@@ -86,16 +83,6 @@ class Norms(nn.ModuleList):
         return torch.cat([norm(part) for norm, part in zip(self, states.chunk(len(self), -1), strict=True)], -1)
 
 
-class Eagle3Layer(DraftLayer):
-    """EAGLE-3's layer, with the norms of its two inputs."""
-
-    def __init__(self, config: LlamaConfig | Qwen3Config) -> None:
-        super().__init__(config, input_size=2 * config.hidden_size, qkv_bias=config.attention_bias)
-        self.input_layernorm, self.hidden_norm = (
-            LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
-        )
-
-
 class Eagle3(Eagle):
     """An EAGLE-3 draft. `layers.0` is what SafeAILab's checkpoints call `midlayer`."""
 
@@ -114,8 +101,6 @@ class Eagle3(Eagle):
         layer_ids: layers of the target after which its residual stream is read, from 1, as transformers counts hidden
             states.
         target_size: width of the target.
-        has_embedding: the draft has input embeddings; otherwise the target's are used.
-        num_logits: width of the draft's LM head, whose vocabulary may be reduced; None: the target's is used.
         """
         FeatureDraft.__init__(self, config, has_embedding=has_embedding, num_logits=num_logits)
         self.target_layer_ids, width, eps = layer_ids, len(layer_ids) * target_size, config.rms_norm_eps
@@ -123,10 +108,10 @@ class Eagle3(Eagle):
         has_norms = getattr(config, "fc_norm", False)
         self.fc_norm = Norms(LlamaRMSNorm(target_size, eps=eps) for _ in layer_ids) if has_norms else None
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        first = DraftLayer(config, input_size=2 * config.hidden_size, qkv_bias=config.attention_bias)
+        first.input_layernorm, first.hidden_norm = (LlamaRMSNorm(config.hidden_size, eps=eps) for _ in range(2))
         further: Any = Qwen3DecoderLayer if isinstance(config, Qwen3Config) else LlamaDecoderLayer
-        self.layers = nn.ModuleList(
-            [Eagle3Layer(config), *(further(config, index) for index in range(1, config.num_hidden_layers))]
-        )
+        self.layers = nn.ModuleList([first, *(further(config, index) for index in range(1, config.num_hidden_layers))])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=eps)
 
     def entering(self, features: Float[Tensor, "batch node feature"]) -> Float[Tensor, "batch node hidden"]:

@@ -88,10 +88,7 @@ class Glide(FeatureDraft):
     target_layer_ids = ()
 
     def __init__(self, config: LlamaConfig, num_target_layers: int) -> None:
-        """Args:
-        config: Llama's keys, and the target's `large_hidden_size` and `large_num_attention_heads`.
-        num_target_layers: layers of the target, L.
-        """
+        """`config`: Llama's keys, and the target's `large_hidden_size` and `large_num_attention_heads`."""
         num_logits = None if config.tie_word_embeddings else config.vocab_size
         super().__init__(config, has_embedding=True, num_logits=num_logits)
         self.layers = nn.ModuleList([GlideLayer(config, index) for index in range(config.num_hidden_layers)])
@@ -119,15 +116,11 @@ class Glide(FeatureDraft):
         mask: Mask | None = None,
         cross_mask: CrossMask | None = None,
     ) -> Outputs:
-        """Append tokens to the cache.
+        """Append tokens; `keys_values` are the target's, of which each node sees `cross_mask` (None: all).
 
         Args:
-            tokens: token of each node.
-            keys_values: of the target (`keys_values`).
-            positions: position of each node.
             cache: of `lm.cache.growing_cache`; None: nothing comes before, and nothing is kept.
             mask: the nodes of the draft that each node sees; None: a chain.
-            cross_mask: the target's keys that each node sees; None: all.
         """
         states = self.embed(tokens)
         mask = causal(tokens, cache, states.device) if mask is None else mask
@@ -151,7 +144,6 @@ def delayed(num_tokens: int, block_size: int, device: torch.device | None = None
 
 
 def _cross_rotation(config: LlamaConfig) -> LlamaRotaryEmbedding:
-    """Rotary embedding of cross-attention."""
     num_heads = config.large_num_attention_heads
     return LlamaRotaryEmbedding(
         LlamaConfig(

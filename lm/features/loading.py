@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Co
 
 from configs.schema import ModelSource
 from lm.features.base import FeatureDraft, num_logits_of
-from lm.features.dspark import MARKOV_HEADS, DSpark
+from lm.features.dspark import DSpark
 from lm.features.eagle import Eagle, Eagle3
 from lm.features.eight_bits import to_eight_bits
 from lm.features.glide import Glide
@@ -167,7 +167,6 @@ def _dspark_limits(config: Qwen3Config) -> dict[str, tuple[bool, str]]:
     """(whether a DSpark draft can have the key's value, the values that it can have), by key."""
     ids, last = config.target_layer_ids, config.num_target_layers - 1
     is_list = isinstance(ids, list) and all(type(layer_id) is int for layer_id in ids)
-    has_markov = config.markov_rank in range(1, config.vocab_size + 1)
     types = {"full_attention"} | ({"sliding_attention"} if config.sliding_window else set())
     is_from_anchor = getattr(config, "sample_from_anchor", True)
     minimum = 1 if is_from_anchor else 2
@@ -183,18 +182,9 @@ def _dspark_limits(config: Qwen3Config) -> dict[str, tuple[bool, str]]:
             f"rising numbers from -1, the embedding (0 as speculators counts), to {last - 1}, since readers disagree "
             f"whether what follows the last layer, {last}, is normed",
         ),
-        "markov_rank": (has_markov or config.markov_rank == 0, f"0 or a width of at most {config.vocab_size}"),
-        "markov_head_type": (
-            not has_markov or config.markov_head_type in MARKOV_HEADS,
-            f"one of {', '.join(MARKOV_HEADS)}",
-        ),
         "sample_from_anchor": (
             is_from_anchor or config.markov_head_type != "rnn" or not hasattr(config, "speculators_model_type"),
             "true for a recurrent Markov head (rnn), whose state speculators begins at the anchor",
-        ),
-        "confidence_head_with_markov": (
-            has_markov or not config.confidence_head_with_markov,
-            "false where markov_rank is 0",
         ),
         "layer_types": (
             set(config.layer_types or ()) <= types,

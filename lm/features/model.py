@@ -49,6 +49,8 @@ class FeatureModel:
         assert target.recorder is not None, "make the target with a recorder of this draft"
         self.draft, self.target, self.vocab_size = draft.eval(), target, vocab_size
         self._recorder = target.recorder
+        self.hidden_size = draft.hidden_size
+        self.num_logits = draft.num_logits if vocab_size is None else min(draft.num_logits, vocab_size)
         self.reset()
 
     def __len__(self) -> int:
@@ -61,19 +63,11 @@ class FeatureModel:
     output_device = device
 
     @property
-    def hidden_size(self) -> int:
-        return self.draft.hidden_size
-
-    @property
     def max_length(self) -> float:
         return float(self.draft.config.max_position_embeddings) if self._recorder.num_features else 0.0
 
     def check_mode(self) -> None:
         refuse_training(self.draft)
-
-    @property
-    def num_logits(self) -> int:
-        return self.draft.num_logits if self.vocab_size is None else min(self.draft.num_logits, self.vocab_size)
 
     @property
     def num_embeddings(self) -> int:

@@ -64,7 +64,7 @@ class FeatureRecorder:
         if self._draft.target_layer_ids is None and has_body:
             yield None
             return
-        with recorded_outputs(self._modules) as outputs:
+        with recorded(self._modules) as outputs:
             yield outputs
 
     def append(self, start: int, outputs: dict[int, Tensor] | None, states: Float[Tensor, "fed _"]) -> None:
@@ -101,23 +101,21 @@ def modules_read_by(draft: FeatureDraft, model: PreTrainedModel) -> list[nn.Modu
 
 
 @contextmanager
-def recorded_outputs(modules: Sequence[nn.Module]) -> Iterator[dict[int, Float[Tensor, "token hidden"]]]:
-    """Outputs of these modules, by their index in the list, while one sequence runs through the model."""
-    outputs: dict[int, Tensor] = {}
-    # only for this forward: a hook that stayed would keep the outputs as long as the model lives
-    hooks = [
-        module.register_forward_hook(partial(_record, outputs, index, get_ident()))
-        for index, module in enumerate(modules)
-    ]
+def recorded(
+    modules: Sequence[nn.Module], *, inputs: bool = False
+) -> Iterator[dict[int, Float[Tensor, "token hidden"]]]:
+    """Outputs of these modules, or their inputs, by index in the list, while one sequence runs through the model."""
+    values: dict[int, Tensor] = {}
+
+    def record(index: int, thread: int, _: nn.Module, given: Any, output: Any) -> None:
+        if get_ident() == thread:  # another thread may run the same model
+            value = given if inputs else getattr(output, "last_hidden_state", output)
+            values[index] = (value[0] if isinstance(value, tuple) else value)[0]
+
+    # only for this forward: a hook that stayed would keep the values as long as the model lives
+    hooks = [module.register_forward_hook(partial(record, index, get_ident())) for index, module in enumerate(modules)]
     try:
-        yield outputs
+        yield values
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _record(outputs: dict[int, Tensor], index: int, thread: int, module: nn.Module, inputs: Any, output: Any) -> None:
-    if get_ident() != thread:  # another thread may run the same model
-        return
-    output = getattr(output, "last_hidden_state", output)
-    outputs[index] = (output[0] if isinstance(output, tuple) else output)[0]

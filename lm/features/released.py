@@ -37,9 +37,9 @@ _LIMITS = {
     **dict.fromkeys(("num_hidden_layers", "num_target_layers"), (1, 2**12)),
     **dict.fromkeys(("vocab_size", "draft_vocab_size"), (1, 2**24)),
     "max_position_embeddings": (1, 2**40),
-    **dict.fromkeys(("block_size", "markov_rank", "mask_token_id"), (-1, 2**24)),
+    **dict.fromkeys(("block_size", "markov_rank", "mask_token_id"), (0, 2**24)),
 }
-"""Keys that are whole numbers, and their limits; each layout narrows the last three."""
+"""Keys that are whole numbers, and their limits; DSpark's layout narrows the last three."""
 _FLAGS = (
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "sample_from_anchor"),
     *("sliding_window_non_causal", "enable_confidence_head", "confidence_head_with_markov"),

@@ -25,7 +25,7 @@ from lm.features.base import FeatureDraft, Mask, Outputs
 from lm.features.dspark import DSpark, block_mask
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide
-from lm.features.recorder import features_of, modules_read_by, recorded_outputs
+from lm.features.recorder import features_of, modules_read_by, recorded
 from lm.masks import BranchMask, visible
 
 _MAX_BLOCKS = 64
@@ -45,7 +45,7 @@ class TargetOutputs(NamedTuple):
 @torch.inference_mode()
 def run_target(target: PreTrainedModel, draft: FeatureDraft, ids: Sequence[int]) -> TargetOutputs:
     """One forward of the target over a text."""
-    with recorded_outputs(modules_read_by(draft, target)) as outputs:
+    with recorded(modules_read_by(draft, target)) as outputs:
         cache, hidden = read_prefix(target, list(ids))
     return TargetOutputs(cache, hidden, features_of(outputs, hidden).to(draft.device)[None])
 
@@ -57,10 +57,7 @@ class Rollouts:
     """Maximum number of tokens of a rollout."""
 
     def __init__(self, draft: FeatureDraft, outputs: TargetOutputs, ids: Sequence[int]) -> None:
-        """Args:
-            draft: a draft that is bound to the target.
-            outputs: outputs of the target for the text.
-            ids: the text, of at least two tokens.
+        """`outputs`: the target's for the text `ids`, of at least two tokens.
 
         Raises:
             ValueError: a GliDe draft of several layers, whose upper layers depend on where earlier rounds ended.

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from lm import GreedySampler, RandomSampler, acceptance_prob, acceptance_rate, next_dist, residual_probs, verify
+from lm import GreedySampler, acceptance_prob, acceptance_rate, next_dist, residual_probs, verify
 from lm.draws import Sampler
 from lm.verification import num_accepted
 from tests.toys.enumeration import seeded
@@ -76,12 +76,3 @@ def test_probabilities_are_looked_at_up_to_the_first_rejection_and_those_that_ar
     assert watching.seen[:2] == [1.0, 0.0]
     assert watching.seen[4] == 1.0
     assert not any(value > 0.0 for value in watching.seen[2:4])
-
-
-def test_draws_serve_inside_and_outside_inference_mode_and_where_gradients_are_kept():
-    draws = RandomSampler(seeded())
-    logits = torch.tensor([[0.0, 5.0, 0.0], [0.0, 0.0, 5.0]], requires_grad=True)
-    for mode in (True, False, True):
-        with torch.inference_mode(mode):
-            p = logits.softmax(-1)
-            assert 0 <= verify([1], [p[0]], p, draws).next_token < 3

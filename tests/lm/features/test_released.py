@@ -96,7 +96,7 @@ WRONG_KEYS = [
     ("specforge_dflash", {"dflash_config": {"projector_type": "mlp"}}, "of the kind mlp"),
     ("specforge_dflash", {"dflash_config": 3}, "dflash_config is 3"),
     ("specforge_dflash", {"block_size": 1}, "block_size is 1.*at least 2"),
-    ("dspark_dflash", CONFIDENT, "false where markov_rank is 0"),
+    ("dspark_dflash", CONFIDENT, "lacks 2 tensors, first confidence_head"),
     ("dspark_rnn", {"target_layer_ids": None}, "target_layer_ids is None"),
     ("dspark_rnn", {"target_layer_ids": [[0]]}, r"target_layer_ids is \[\[0\]\]"),
     ("dspark_rnn", {"target_layer_ids": [-1, 2]}, r"is \[-1, 2\].* to 1, since readers disagree"),
