@@ -42,10 +42,8 @@ class BodyAndHead(NamedTuple):
     """Final hidden states to logits."""
 
 
-_TESTED: WeakKeyDictionary[PreTrainedModel, tuple[tuple[nn.Module, nn.Module, bool], BodyAndHead | None]] = (
-    WeakKeyDictionary()
-)
-"""For each model, its parts when it was tested (body, LM head, whether the body has hooks), and the result."""
+_TESTED: WeakKeyDictionary[PreTrainedModel, tuple[Any, BodyAndHead | None]] = WeakKeyDictionary()
+"""For each model, its body and LM head when they were tested, and the result."""
 
 
 def body_and_lm_head(model: PreTrainedModel) -> BodyAndHead | None:
@@ -53,20 +51,16 @@ def body_and_lm_head(model: PreTrainedModel) -> BodyAndHead | None:
     watch the model. That is tested once, bit by bit, and again after the model has changed.
     """
     head = model.get_output_embeddings()
-    if head is None or _has_hooks(model) or hasattr(model, "_hf_hook"):
-        return None
     try:
         body = body_of(model)
     except ValueError:
         return None
-    state = body, head, _has_hooks(body)
-    if (tested := _TESTED.get(model)) is None or tested[0] != state:
-        bare, wrapped = BodyAndHead(partial(unwrap(type(body).forward), body), head), BodyAndHead(body, head)
-        candidates = [wrapped] if _has_hooks(body) else [bare, wrapped]
-        if "position_ids" not in signature(body.forward).parameters:
-            candidates = []
-        tested = state, next((parts for parts in candidates if _is_whole(parts, model)), None)
-        _TESTED[model] = tested
+    if head is None or hasattr(model, "_hf_hook") or _has_hooks(model) or _has_hooks(body):
+        return None
+    if (tested := _TESTED.get(model)) is None or tested[0] != (body, head):
+        parts = BodyAndHead(partial(unwrap(type(body).forward), body), head)
+        is_whole = "position_ids" in signature(body.forward).parameters and _is_whole(parts, model)
+        tested = _TESTED[model] = (body, head), parts if is_whole else None
     return tested[1]
 
 
@@ -97,7 +91,7 @@ def _is_whole(parts: BodyAndHead, model: PreTrainedModel) -> bool:
                 return False
         except torch.OutOfMemoryError:
             raise
-        # the body needs its wrapper, or another cache, or there are layers between body and head
+        # the body needs a wrapper or another cache, or there are layers between body and head
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
             return False
     return True

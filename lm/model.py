@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from lm.cache import BufferLayer, Snapshots, make_cache
+from lm.cache import CAPACITY, BufferLayer, Snapshots, make_cache
 from lm.compiled import Compile, CompiledEpilogues
 from lm.features.recorder import FeatureRecorder, recorded
 from lm.forwards import body_and_lm_head, device_of, eos_ids_of, lm_head_of, num_logits_of, refuse_training
@@ -29,8 +29,6 @@ from lm.masks import EMPTY, Tree, additive, tree_feed
 from lm.rope import RopeSwitch, rope_switch_of
 from lm.selfcheck import check_cache, check_tree
 
-_CAPACITY = 256
-"""Positions that a cache has room for at first."""
 _MAX_PENDING = 32
 """Text tokens that are fed together with nodes; the rest of a longer text (the prompt) is fed before."""
 
@@ -148,7 +146,7 @@ class CachedModel:
         """Empty the cache for a new sequence, and inspect the model again, which may have moved or changed."""
         self.device = device_of(self.model)
         self._single = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self._positions = torch.arange(_CAPACITY, device=self.device)[None]
+        self._positions = torch.arange(CAPACITY, device=self.device)[None]
         self._rope_switch = rope_switch_of(self.model)
         self._tree = EMPTY
         """The nodes that are in the cache."""
@@ -161,7 +159,7 @@ class CachedModel:
             self._make_cache()
 
     def _make_cache(self) -> None:
-        self.cache = make_cache(self.model, _CAPACITY)
+        self.cache = make_cache(self.model, CAPACITY)
         self._buffers = [layer for layer in self.cache.layers if isinstance(layer, BufferLayer)]
         self._counted = [
             (index, layer) for index, layer in enumerate(self.cache.layers) if isinstance(layer, CacheLayerMixin)

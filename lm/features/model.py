@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lm.cache import growing_cache, roll_back
+from lm.cache import CAPACITY, growing_cache, roll_back
 from lm.features.base import FeatureDraft, Outputs
 from lm.features.dspark import DSpark, Memory
 from lm.features.eagle import Eagle
@@ -24,8 +24,6 @@ from lm.features.glide import Glide
 from lm.forwards import refuse_training
 from lm.masks import EMPTY, Tree, tree_feed
 from lm.model import CachedModel
-
-_CAPACITY = 256
 
 
 class FeatureModel:
@@ -77,7 +75,7 @@ class FeatureModel:
         return self.draft.embed(tokens).to(tokens.device)
 
     def reset(self) -> None:
-        self._cache = growing_cache(_CAPACITY)
+        self._cache = growing_cache(CAPACITY)
         self._length = self.num_kept = 0
         self.hidden: Float[Tensor, "rows hidden"] | None = None
         self.roll_back(0)
@@ -115,14 +113,11 @@ class FeatureModel:
         self.outputs = self._outputs(tokens, positions, last)
         self._length = end
         self.hidden = self.outputs.hidden[0, -1:]
-        return self._to_vocab(self.draft.logits(self.hidden))
+        return self.draft.logits(self.hidden)[:, : self.vocab_size]
 
     def _outputs(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
         """Outputs of the entries of these tokens, which end before position `last`."""
         raise NotImplementedError
-
-    def _to_vocab(self, logits: Float[Tensor, "*node all"]) -> Float[Tensor, "*node vocab"]:
-        return logits[..., : self.vocab_size]
 
 
 class EagleModel(FeatureModel):
@@ -161,7 +156,7 @@ class EagleModel(FeatureModel):
                 mask=mask[None, None].to(self.device),
             )
             self._states = torch.cat([self._states, outputs.states[0]])
-            logits.append(self._to_vocab(self.draft.logits(outputs.hidden[0])))
+            logits.append(self.draft.logits(outputs.hidden[0])[:, : self.vocab_size])
             hidden.append(outputs.hidden[0])
         self._tree, self.hidden = tree, torch.cat(hidden)
         return torch.cat(logits)
@@ -232,7 +227,7 @@ class BlockModel(FeatureModel):
             self.num_kept = anchor
         anchors, positions = (torch.tensor([[number]], device=self.device) for number in (token, anchor))
         self._states = self.draft.block(anchors, positions, cache=self._cache)[0]
-        self._base, self._length = self._to_vocab(self.draft.base(self._states)), anchor
+        self._base, self._length = self.draft.base(self._states)[..., : self.vocab_size], anchor
         self._memory: Memory = None
 
     def _markov_step(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
@@ -242,7 +237,7 @@ class BlockModel(FeatureModel):
         assert index < self.draft.block_size, f"a block has {self.draft.block_size} tokens"
         self.hidden, self._memory = self.draft.follow(self._states[:, index], token, self._memory)
         self._length += 1
-        return self._base[:, index] + self._to_vocab(self.draft.bias(self.hidden))
+        return self._base[:, index] + self.draft.bias(self.hidden)[:, : self.vocab_size]
 
 
 def feature_model(

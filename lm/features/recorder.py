@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lm.cache import BufferLayer
+from lm.cache import CAPACITY, BufferLayer
 from lm.features.base import FeatureDraft
 from lm.forwards import body_of
 
-_CAPACITY = 256
 _REMEDY = "a draft that reads the target's states needs them; use a draft that is a language model"
 
 
@@ -32,7 +31,7 @@ class FeatureRecorder:
         """What `draft` reads of `model`, its target; ValueError if the target has no such states."""
         self._modules = modules_read_by(draft, model)
         self._draft = draft
-        self.buffer = BufferLayer(_CAPACITY)
+        self.buffer = BufferLayer(CAPACITY)
 
     def check(self, cache: Cache) -> None:
         """Raise ValueError if a layer whose keys and values the draft reads holds something else."""
