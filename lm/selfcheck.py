@@ -268,7 +268,7 @@ def row_errors(rows: Float[Tensor, "row width"], expected: Float[Tensor, "row wi
     return torch.where(expected.isfinite().all(-1), errors.nan_to_num(float("inf")), 0.0)
 
 
-def _largest(errors: Sequence[Float[Tensor, " row"]], *, by_median: bool) -> float:
+def _largest(errors: Sequence[Float[Tensor, " _"]], *, by_median: bool) -> float:
     """Error of the worst row, or of the median row of the worst feed."""
     if not by_median:
         return max((float(error.max()) for error in errors), default=0.0)
@@ -301,7 +301,7 @@ def is_written(layer: Any) -> bool:
     return any(states.values()) or (getattr(layer, "is_initialized", False) and type(layer).__name__ != "DummyLayer")
 
 
-def _errors(feeds: Feeds, way: str, refusal: Refusal) -> list[Float[Tensor, " row"]]:
+def _errors(feeds: Feeds, way: str, refusal: Refusal) -> list[Float[Tensor, " _"]]:
     """Errors of the rows of each feed. A forward that fails refuses its model, unless it runs out of memory."""
     try:
         return [row_errors(rows.detach(), expected.detach()) for rows, expected in feeds]
