@@ -8,8 +8,10 @@ called directly, where that gives the same logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature, unwrap
+from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -120,6 +122,27 @@ def body_of(model: PreTrainedModel) -> Any:
             "with AutoModelForCausalLM"
         )
     return body
+
+
+@contextmanager
+def recorded(
+    modules: Sequence[nn.Module], *, inputs: bool = False
+) -> Iterator[dict[int, Float[Tensor, "token hidden"]]]:
+    """Outputs of these modules, or their inputs, by index in the list, while one sequence runs through the model."""
+    values: dict[int, Tensor] = {}
+
+    def record(index: int, thread: int, _: nn.Module, given: Any, output: Any) -> None:
+        if get_ident() == thread:  # another thread may run the same model
+            value = given if inputs else getattr(output, "last_hidden_state", output)
+            values[index] = (value[0] if isinstance(value, tuple) else value)[0]
+
+    # only for this forward: a hook that stayed would keep the values as long as the model lives
+    hooks = [module.register_forward_hook(partial(record, index, get_ident())) for index, module in enumerate(modules)]
+    try:
+        yield values
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

@@ -23,8 +23,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lm.cache import CAPACITY, BufferLayer, Snapshots, make_cache
 from lm.compiled import Compile, CompiledEpilogues
-from lm.features.recorder import FeatureRecorder, recorded
-from lm.forwards import body_and_lm_head, device_of, eos_ids_of, lm_head_of, num_logits_of, refuse_training
+from lm.forwards import body_and_lm_head, device_of, eos_ids_of, lm_head_of, num_logits_of, recorded, refuse_training
 from lm.masks import EMPTY, Tree, additive, tree_feed
 from lm.rope import RopeSwitch, rope_switch_of
 from lm.selfcheck import check_cache, check_tree
@@ -50,7 +49,8 @@ class CachedModel:
     """The text is read with the long RoPE frequencies (`lm.rope`)."""
     session: Any = None
     holds_trees = False
-    recorder: FeatureRecorder | None = None
+    recorder: Any = None
+    """A `FeatureRecorder` of what a feature draft reads, whose module imports this one."""
     epilogues: CompiledEpilogues | None = None
 
     def __init__(
@@ -60,7 +60,7 @@ class CachedModel:
         vocab_size: int | None = None,
         with_hidden: bool = False,
         holds_trees: bool = False,
-        recorder: FeatureRecorder | None = None,
+        recorder: Any = None,
         compile: Compile = False,
     ) -> None:
         """Args:

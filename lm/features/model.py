@@ -21,6 +21,7 @@ from lm.features.base import FeatureDraft, Outputs
 from lm.features.dspark import DSpark, Memory
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide
+from lm.features.recorder import FeatureRecorder
 from lm.forwards import refuse_training
 from lm.masks import EMPTY, Tree, tree_feed
 from lm.model import CachedModel
@@ -46,7 +47,7 @@ class FeatureModel:
         """
         assert target.recorder is not None, "make the target with a recorder of this draft"
         self.draft, self.target, self.vocab_size = draft.eval(), target, vocab_size
-        self._recorder = target.recorder
+        self._recorder: FeatureRecorder = target.recorder
         self.hidden_size = draft.hidden_size
         self.num_logits = draft.num_logits if vocab_size is None else min(draft.num_logits, vocab_size)
         self.reset()

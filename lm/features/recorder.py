@@ -5,11 +5,8 @@ rolled back. They stay as long as the cache does, at a few percent of its size, 
 a cache goes back further than requested (`lm.cache.Snapshots`), they stay until the tokens in between are fed again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from threading import get_ident
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from lm.cache import CAPACITY, BufferLayer
 from lm.features.base import FeatureDraft
-from lm.forwards import body_of
+from lm.forwards import body_of, recorded
 
 _REMEDY = "a draft that reads the target's states needs them; use a draft that is a language model"
 
@@ -97,24 +94,3 @@ def modules_read_by(draft: FeatureDraft, model: PreTrainedModel) -> list[nn.Modu
             f"the draft reads the target after layers {layer_ids}, and {len(layers)} are found in it; {_REMEDY}"
         )
     return [layers[index - 1] if index else model.get_input_embeddings() for index in layer_ids]
-
-
-@contextmanager
-def recorded(
-    modules: Sequence[nn.Module], *, inputs: bool = False
-) -> Iterator[dict[int, Float[Tensor, "token hidden"]]]:
-    """Outputs of these modules, or their inputs, by index in the list, while one sequence runs through the model."""
-    values: dict[int, Tensor] = {}
-
-    def record(index: int, thread: int, _: nn.Module, given: Any, output: Any) -> None:
-        if get_ident() == thread:  # another thread may run the same model
-            value = given if inputs else getattr(output, "last_hidden_state", output)
-            values[index] = (value[0] if isinstance(value, tuple) else value)[0]
-
-    # only for this forward: a hook that stayed would keep the values as long as the model lives
-    hooks = [module.register_forward_hook(partial(record, index, get_ident())) for index, module in enumerate(modules)]
-    try:
-        yield values
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -25,7 +25,8 @@ from lm.features.base import FeatureDraft, Mask, Outputs
 from lm.features.dspark import DSpark, block_mask
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide
-from lm.features.recorder import features_of, modules_read_by, recorded
+from lm.features.recorder import features_of, modules_read_by
+from lm.forwards import recorded
 from lm.masks import BranchMask, visible
 
 _MAX_BLOCKS = 64

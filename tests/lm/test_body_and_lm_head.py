@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, ElectraConfig, Gemma2Config, GPT2Config, Llama4TextConfig, LlamaConfig
 
 from lm import CachedModel
-from lm.features.recorder import recorded
-from lm.forwards import body_and_lm_head, check_output_layer, hidden_states, logits_of
+from lm.forwards import body_and_lm_head, check_output_layer, hidden_states, logits_of, recorded
 from tests.toys.small_pair import SIZES
 
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2)
