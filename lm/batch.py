@@ -257,7 +257,6 @@ def check_branch_length(model: PreTrainedModel, length: int, *, num_prompt: int)
             )
 
 
-@torch.inference_mode()
 def _branch_feeds(model: PreTrainedModel, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """(hidden states of a branch beside the others, those of the branch alone) of every branch."""
     prefix = ids_of_plan(model, _PREFIX, seed)

@@ -176,7 +176,6 @@ def _check_key_selection(cached: Cached, refusal: Refusal) -> None:
         raise refusal(f"{subject}, and scores of 0 tie")
 
 
-@torch.inference_mode()
 def _chain_feeds(cached: Cached, seed: int) -> Feeds:
     """The rows of each feed that follow right tokens only, without those of the prompt; and those of a forward without
     a cache, or if tokens are fed one at a time those that `generate` sees.
@@ -198,7 +197,6 @@ def _chain_feeds(cached: Cached, seed: int) -> Feeds:
             yield logits[: num_right - first], expected[first:num_right]
 
 
-@torch.inference_mode()
 def _cache_feeds(cached: Cached) -> Feeds:
     """The logits that `generate` sees, and those of a forward without a cache."""
     tokens = _text(cached, _STEPWISE_LENGTH, 0)
@@ -304,7 +302,8 @@ def is_written(layer: Any) -> bool:
 def _errors(feeds: Feeds, way: str, refusal: Refusal) -> list[Float[Tensor, " _"]]:
     """Errors of the rows of each feed. A forward that fails refuses its model, unless it runs out of memory."""
     try:
-        return [row_errors(rows.detach(), expected.detach()) for rows, expected in feeds]
+        with torch.inference_mode():
+            return [row_errors(rows, expected) for rows, expected in feeds]
     except torch.OutOfMemoryError:
         raise
     except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:

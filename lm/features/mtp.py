@@ -165,7 +165,6 @@ def _fill(
             raise refusal_of(source.path, f"it {problem} {len(names)} tensors, first {min(names)}", _OTHER_DRAFT)
 
 
-@torch.no_grad()
 def _feeds(draft: Mtp, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Outputs of the layer after its cache was rolled back, and without one (`lm.selfcheck`)."""
     tokens, positions = torch.tensor([[1, 2, 3, 1, 2 + seed]]), torch.arange(5)[None]
