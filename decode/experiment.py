@@ -96,7 +96,7 @@ class Experiment:
                 f"{path} is no feature draft (such as an EAGLE or a GliDe); set pair.draft to use another model"
             )
         changed = Experiment(replace(self._config, pair=replace(self.models, draft=source)))
-        changed.pair = replace(self.pair, drafting=feature_draft_of(changed.models, self.pair.target))
+        changed.pair = replace(self.pair, drafting=feature_draft_of(changed.models.draft, self.pair.target))
         return changed
 
     @property

@@ -1,9 +1,9 @@
 """Several sequences in one forward: rows of a batch, each with its own length and roll-back (law 4.5), and
 continuations of one text.
 
-A padded forward feeds each row of a batch the tokens that its cache lacks. Padding is on the right, and queries see
-positions of their own row up to their own position, so they never see padding or what was rolled back. That is exact
-for full attention with explicit positions; other models are refused (`lm.selfcheck`).
+A padded forward feeds each row the tokens that its cache lacks. Padding is on the right, and queries see positions of
+their own row up to their own position, so they never see padding or what was rolled back. That is exact for full
+attention with explicit positions; other models are refused (`lm.selfcheck`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from lm.cache import BufferLayer, RowFeed, growing_cache
+from lm.cache import BufferLayer, RowFeed, growing_cache, roll_back
 from lm.forwards import body_and_lm_head, body_of, chunks, device_of, hidden_states, refuse_training
 from lm.masks import BranchMask, additive, visible
 from lm.model import CachedModel
@@ -33,13 +33,9 @@ class BatchRow(CachedModel):
     """One row of a batch, with the interface of a `CachedModel`."""
 
     def __init__(self, batch: "BatchModel", row: int, like: CachedModel) -> None:
-        """Args:
-        batch: the batch.
-        row: index of the row.
-        like: a model of one sequence, with the same model and settings.
-        """
+        """`like`: a model of one sequence, with the same model and settings."""
         self.model, self.vocab_size, self.with_hidden = like.model, like.vocab_size, like.with_hidden
-        self.hidden, self._max_length, self._device = None, like._max_length, batch.device
+        self.hidden, self._max_length, self.device = None, like._max_length, batch.device
         self.row, self._batch = row, batch
         self.reset()
 
@@ -74,30 +70,17 @@ class BatchModel:
             raise refusal(f"its cache has {', '.join(sorted(others)) or 'no layers that are known beforehand'}")
         self._num_rows = max(num_rows, 2)
         self._cache.layers = [BufferLayer(1) for _ in self._cache.layers]
-        rows = [BatchRow(self, row, cached) for row in range(self._num_rows)]
-        check_batch(
-            cached,
-            refusal,
-            roll_back=lambda row, length: rows[row].roll_back(length),
-            feed=lambda texts: self.feed(
-                rows[:2], [text[len(row) :] for row, text in zip(rows, texts, strict=False)], [1, 1]
-            ),
-        )
-        for row in rows:
+        self.rows = [BatchRow(self, row, cached) for row in range(self._num_rows)]
+        check_batch(cached, self, refusal)
+        for row in self.rows:
             row.reset()
-        self.rows = rows[:num_rows]
+        del self.rows[num_rows:]
 
     @torch.inference_mode()
     def feed(
         self, rows: Sequence[BatchRow], new_tokens: Sequence[Sequence[int]], num_logits: Sequence[int]
     ) -> list[Float[Tensor, "rows vocab"]]:
-        """Append tokens to several rows, in one forward, or in two if a row gets many (`CachedModel.feed`).
-
-        Args:
-            rows: the rows that are fed.
-            new_tokens: of each.
-            num_logits: number of logits requested of each.
-        """
+        """`CachedModel.feed` of several rows, in one forward, or in two if a row gets many; `num_logits` of each."""
         for row, tokens, num in zip(rows, new_tokens, num_logits, strict=True):
             assert 1 <= num <= len(tokens), f"{num} rows requested of {len(tokens)} fed tokens"
             row._check_side(len(row) + len(tokens) - num, len(row) + len(tokens))
@@ -108,26 +91,16 @@ class BatchModel:
         fed = list(new_tokens)
         late = [index for index, num in enumerate(num_logits) if len(fed[index]) - num > _MAX_EXTRA]
         if late:
-            self._feed([rows[index] for index in late], [fed[index][: -num_logits[index]] for index in late])
+            first = [fed[index][: -num_logits[index]] for index in late]
+            self._feed([rows[index] for index in late], first, [0] * len(late))
             for index in late:
                 fed[index] = fed[index][-num_logits[index] :]
-        hidden, logits = self._feed(rows, fed)
-        indices = torch.tensor(_requested(list(map(len, fed)), num_logits, hidden.shape[1]), device=hidden.device)
-        hidden = hidden.flatten(0, 1)[indices]
-        if logits is None:
-            assert self._parts is not None
-            logits = self._parts.head(hidden)
-        else:
-            logits = logits.flatten(0, 1)[indices]
-        logits = logits if self.vocab_size is None else logits[:, : self.vocab_size]
-        for row, states in zip(rows, hidden.split(list(num_logits)), strict=True):
-            row.hidden = states
-        return list(logits.split(list(num_logits)))
+        return self._feed(rows, fed, num_logits)
 
     def _feed(
-        self, rows: Sequence[BatchRow], fed: Sequence[Sequence[int]]
-    ) -> tuple[Float[Tensor, "fed width hidden"], Float[Tensor, "fed width vocab"] | None]:
-        """One forward: final hidden states, and logits if the model is more than body and head."""
+        self, rows: Sequence[BatchRow], fed: Sequence[Sequence[int]], num_logits: Sequence[int]
+    ) -> list[Float[Tensor, "rows vocab"]]:
+        """One forward: the logits after the last tokens of each row, whose hidden states the row keeps."""
         width = max(map(len, fed))
         ids = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in fed], device=self.device)
         starts = torch.tensor([[len(row)] for row in rows], device=self.device)
@@ -140,16 +113,25 @@ class BatchModel:
         for layer in self._cache.layers:
             layer.feed = feed  # type: ignore[union-attr]  # a `BufferLayer`
         inputs = {
+            "input_ids": ids,
             "past_key_values": self._cache,
             "use_cache": True,
             "position_ids": positions.minimum(ends - 1),  # padding may lie beyond the last position
             "attention_mask": additive(visible(positions, end), self.model.dtype)[:, None],
         }
-        self._parts = body_and_lm_head(self.model)
-        if self._parts is not None:
-            return self._parts.body(input_ids=ids, **inputs).last_hidden_state, None
-        output = self.model(input_ids=ids, output_hidden_states=True, **inputs)
-        return output.hidden_states[-1], output.logits
+        indices = torch.tensor(_requested(list(map(len, fed)), num_logits, width), dtype=torch.long)
+        if (parts := body_and_lm_head(self.model)) is not None:
+            states = parts.body(**inputs).last_hidden_state
+            hidden = states.flatten(0, 1)[indices.to(states.device)]
+            logits = parts.head(hidden)
+        else:
+            output = self.model(output_hidden_states=True, **inputs)
+            hidden, logits = (
+                values.flatten(0, 1)[indices.to(values.device)] for values in (output.hidden_states[-1], output.logits)
+            )
+        for row, row_states in zip(rows, hidden.split(list(num_logits)), strict=True):
+            row.hidden = row_states
+        return list(logits[:, : self.vocab_size].split(list(num_logits)))
 
 
 def _requested(num_fed: Sequence[int], num_logits: Sequence[int], width: int) -> list[int]:
@@ -168,9 +150,9 @@ class Continuations:
     """Continuations of one text, each from some position of it, read side by side.
 
     The text is in the cache once. Each continuation attends to the part before its start and to its own tokens, by a
-    mask and explicit positions, so a step is one forward of one token each. Departure: a model with sliding windows
-    sees its whole context here; `check_branch_length` refuses longer texts. A model with recurrent layers reads each
-    continuation again with the text before it.
+    mask and explicit positions. Departure: a model with sliding windows sees its whole context here;
+    `check_branch_length` refuses longer texts. A model with recurrent layers reads each continuation again with the
+    text before it.
     """
 
     def __init__(
@@ -179,7 +161,7 @@ class Continuations:
         """Args:
         model: the model.
         vocab_size: width of the distributions that callers compute from hidden states.
-        cache: holds the text (`read_prefix`), and after it what is fed.
+        cache: holds the text (`read_prefix`), and then what is fed.
         starts: number of tokens of the text that each continuation sees.
         """
         self.model, self.vocab_size, self.cache, self.starts = model, vocab_size, cache, starts
@@ -191,12 +173,8 @@ class Continuations:
     def feed(
         self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]
     ) -> Float[Tensor, "fed hidden"]:
-        """Final hidden states after each token.
-
-        Args:
-            tokens: tokens of any continuations, those of one in their order.
-            owners: the continuation of each token.
-            depths: index of each token in its continuation, from 0.
+        """Final hidden states after tokens of any continuations `owners`, those of one in their order; `depths` has the
+        index of each token in its continuation, from 0.
         """
         if isinstance(self.cache, ReadText):
             return self._read_again(self.cache.ids, tokens, owners)
@@ -214,7 +192,7 @@ class Continuations:
         """Drop all continuations, and keep the text."""
         self._tails = {}
         if not isinstance(self.cache, ReadText):
-            self.cache.crop(self._num_text - self.cache.get_seq_length())  # a negative number: so many tokens less
+            roll_back(self.cache, self._num_text)
         self._mask = BranchMask(self._num_text, self.starts)
 
     def _read_again(
@@ -253,19 +231,18 @@ def read_prefix(model: PreTrainedModel, ids: list[int]) -> tuple[DynamicCache, F
 def check_branches(model: PreTrainedModel) -> None:
     """Raise ValueError unless continuations that are read side by side have the hidden states that each has alone."""
     refuse_training(model)
+    remedy = "`acceptance-heads bench` compares policies without a trace"
     check(
         model,
         "branches side by side",
         lambda seed: _branch_feeds(model, seed),
-        lambda reason: _no_trace(model, reason),
+        lambda reason: ValueError(f"no trace can be recorded with {type(model).__name__}: {reason}; {remedy}"),
         difference="branches side by side change its hidden states",
     )
 
 
 def check_branch_length(model: PreTrainedModel, length: int, *, num_prompt: int) -> None:
-    """Raise ValueError if prompt, response and branch, which share a forward, have more tokens than a window of the
-    model, or cross a RoPE switch (`lm.rope`).
-    """
+    """Raise ValueError if prompt, response and branch are longer than a window of the model, or cross a RoPE switch."""
     subject = f"prompt, response and branch have {length} tokens, which are read at once"
     remedy = "lower decode.max_new_tokens or data.max_prompt_tokens"
     refuse_crossing(model, num_prompt, length, subject=subject, remedy=remedy)
@@ -280,9 +257,8 @@ def check_branch_length(model: PreTrainedModel, length: int, *, num_prompt: int)
             )
 
 
-@torch.inference_mode()
 def _branch_feeds(model: PreTrainedModel, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(hidden states of a branch beside the others, those of the branch alone), for every branch."""
+    """(hidden states of a branch beside the others, those of the branch alone) of every branch."""
     prefix = ids_of_plan(model, _PREFIX, seed)
     branches = [(num_visible, ids_of_plan(model, tokens, seed)) for num_visible, tokens in _BRANCHES]
     cache, _ = read_prefix(model, prefix)
@@ -293,10 +269,3 @@ def _branch_feeds(model: PreTrainedModel, seed: int) -> Iterator[tuple[Tensor, T
     for states, (num_visible, ids) in zip(hidden, branches, strict=True):
         whole = torch.tensor([[*prefix[:num_visible], *ids]], device=device)
         yield states, body_of(model)(input_ids=whole, use_cache=False).last_hidden_state[0, num_visible:]
-
-
-def _no_trace(model: PreTrainedModel, reason: str) -> ValueError:
-    return ValueError(
-        f"no trace can be recorded with {type(model).__name__}: {reason}; `acceptance-heads bench` compares policies "
-        "without a trace"
-    )

@@ -1,8 +1,8 @@
 """KV caches that roll back exactly and do not copy what they hold.
 
-transformers' `DynamicLayer` concatenates, so every step copies every key and value: at batch 64 that costs more than
-the forward. Here a layer writes into one buffer and returns a view of it. Attention rolls back by counting. Recurrent
-and convolutional layers, which cannot forget a token, return to a copy of an earlier state (`Snapshots`).
+transformers' `DynamicLayer` copies every key and value in every step: at batch 64 that costs more than the forward.
+Here a layer writes into one buffer and returns a view of it. Attention rolls back by counting. Recurrent and
+convolutional layers, which cannot forget a token, return to a copy of an earlier state (`Snapshots`).
 """
 
 from functools import partial
@@ -12,9 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+CAPACITY = 256
+"""Positions that a cache of unknown length has room for at first."""
 _MAX_SNAPSHOTS = 48
 """Copies kept, more than any draft has tokens. The first two, of nothing and of the prompt, always stay: going back
 further than the others means going back to the prompt.
@@ -45,9 +49,7 @@ class BufferLayer(DynamicLayer):
     feed: RowFeed | None = None
 
     def __init__(self, capacity: int) -> None:
-        """Args:
-        capacity: positions to begin with; doubled when it does not suffice.
-        """
+        """`capacity`: positions to begin with; doubled when it does not suffice."""
         super().__init__()
         self.capacity = capacity
         self.first = self.length = 0
@@ -60,8 +62,8 @@ class BufferLayer(DynamicLayer):
         if self.feed is not None:
             return self._update_rows(self.feed, key_states, value_states)
         filled, num_new = self.length, key_states.shape[-2]
-        if filled == 0 and not self._fits(key_states, len(key_states)):
-            self._allocate(len(key_states), key_states, value_states)
+        if filled == 0:
+            self._prepare(len(key_states), key_states, value_states)
         self.length += num_new
         if self.first + self.length > self.capacity:
             self._make_room(self.length, filled)
@@ -72,8 +74,7 @@ class BufferLayer(DynamicLayer):
 
     def _update_rows(self, feed: RowFeed, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         needed = feed.end + feed.positions.shape[1]  # padding is written too, at most a width beyond the last token
-        if not self._fits(key_states, feed.num_rows):
-            self._allocate(feed.num_rows, key_states, value_states)
+        self._prepare(feed.num_rows, key_states, value_states)
         if needed > self.capacity:
             self._make_room(needed, self.capacity)
         rows = torch.tensor(feed.rows, device=key_states.device)
@@ -94,14 +95,6 @@ class BufferLayer(DynamicLayer):
         """Keep the first `length` positions."""
         self.length = min(self.length, length)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Roll back in transformers' terms: by minus the number of tokens to forget."""
-        self.roll_back(max(self.length - abs(tokens_to_remove), 0))
-
-    def reset(self) -> None:
-        """Forget everything; the memory stays."""
-        self.first = self.length = 0
-
     def drop_first(self, count: int) -> None:
         """Forget the first positions of every row."""
         self.first, self.length = self.first + count, self.length - count
@@ -114,18 +107,13 @@ class BufferLayer(DynamicLayer):
         self.length = length + len(positions)
 
     def insert_rows(self, other: "BufferLayer", rows: Tensor, num_rows: int) -> None:
-        """Overwrite `rows` with the rows of another layer, right-aligned.
+        """Overwrite these rows, of `num_rows`, with those of another layer, right-aligned; it has at most as many
+        positions, unless this one is empty.
 
         Positions left of a shorter row become 0, and the mask must hide them: an old NaN there would survive the mask,
         since 0 * NaN is NaN.
-
-        Args:
-            other: a layer of at most as many positions, unless this one is empty.
-            rows: the rows to overwrite, one for each of the other layer.
-            num_rows: rows of this layer, if it is empty.
         """
-        if not self.is_initialized:
-            self._allocate(num_rows, other._keys, other._values)
+        self._prepare(num_rows, other._keys, other._values)
         if self.length < other.length:
             assert self.length == 0, "a layer with shorter rows would have to move them"
             self.length = other.length
@@ -135,31 +123,20 @@ class BufferLayer(DynamicLayer):
         self._keys[rows, :, end - other.length : end], self._values[rows, :, end - other.length : end] = other._view()
         self._view()
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep these rows; only what is filled is copied."""
         if self.is_initialized:
-            indices = indices.to(self._keys.device)  # a model's layers may be on several devices
-            self._keys, self._values = (self._selected(buffer, indices) for buffer in (self._keys, self._values))
+            rows = beam_idx.to(self._keys.device)  # a model's layers may be on several devices
+            self._keys, self._values = (self._selected(buffer, rows) for buffer in (self._keys, self._values))
             self._view()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
-            self.batch_select_indices(torch.arange(len(self._keys)).repeat_interleave(repeats))
-
-    def _fits(self, states: Tensor, num_rows: int) -> bool:
-        """False if the model's dtype or device, or the number of rows, has changed since the buffer was made."""
-        return (
-            self.is_initialized
-            and self._keys.dtype == states.dtype
-            and self._keys.device == states.device
-            and len(self._keys) == num_rows
-        )
-
-    def _allocate(self, num_rows: int, *states: Tensor) -> None:
+    def _prepare(self, num_rows: int, *states: Tensor) -> None:
+        """Allocate the buffers, unless they have this many rows, and the dtype and the device of the states."""
         self.dtype, self.device = states[0].dtype, states[0].device
+        if self.is_initialized:
+            old = self._keys
+            if (old.dtype, old.device, len(old)) == (self.dtype, self.device, num_rows):
+                return
         # zeros, because a masked entry has weight 0, and 0 * NaN is NaN
         self._keys, self._values = (
             state.new_zeros(num_rows, state.shape[1], self.capacity, state.shape[3]) for state in states
@@ -183,13 +160,11 @@ class BufferLayer(DynamicLayer):
         """Move the `filled` positions to the front, into larger buffers if they must hold more than their capacity."""
         while self.capacity < needed:
             self.capacity *= 2
-        self._keys, self._values = (self._moved(buffer, filled) for buffer in (self._keys, self._values))
+        self._keys, self._values = (
+            functional.pad(buffer.narrow(2, self.first, filled), (0, 0, 0, self.capacity - filled))
+            for buffer in (self._keys, self._values)
+        )
         self.first = 0
-
-    def _moved(self, buffer: Tensor, filled: int) -> Tensor:
-        larger = buffer.new_zeros(*buffer.shape[:2], self.capacity, buffer.shape[3])
-        larger[:, :, :filled] = buffer[:, :, self.first : self.first + filled]
-        return larger
 
     def _view(self) -> tuple[Tensor, Tensor]:
         self.keys, self.values = (buffer.narrow(2, self.first, self.length) for buffer in (self._keys, self._values))
@@ -204,10 +179,7 @@ class WindowLayer(BufferLayer):
     is_sliding = True
 
     def __init__(self, capacity: int, sliding_window: int) -> None:
-        """Args:
-        capacity: positions to begin with; doubled when it does not suffice.
-        sliding_window: the window of sliding attention, the query included, or the chunk of chunked attention.
-        """
+        """`sliding_window`: the window of sliding attention, the query included, or the chunk of chunked attention."""
         super().__init__(capacity)
         self.sliding_window = sliding_window
 
@@ -227,9 +199,8 @@ class WindowLayer(BufferLayer):
 class Snapshots:
     """Earlier states of those layers of a cache that cannot roll back by counting.
 
-    A copy is taken before every forward. Rolling back restores the last copy that is early enough, which may be earlier
-    than requested; the tokens in between are then fed again. A draft, which feeds one token at a time, has a copy at
-    every length; a target has one at the start of each verification.
+    A copy is taken before every forward. Rolling back restores the last copy that is early enough, perhaps earlier than
+    requested; the tokens in between are then fed again.
     """
 
     def __init__(self, cache: DynamicCache) -> None:
@@ -249,7 +220,9 @@ class Snapshots:
             num_held, states = self._copies.pop()
             if num_held <= length:
                 for layer, state in zip(self._layers, states, strict=True):
-                    vars(layer).update({name: _restored(layer, name, value) for name, value in state.items()})
+                    for name, value in state.items():
+                        is_slice = isinstance(value, slice)
+                        setattr(layer, name, getattr(layer, name)[:, :, value] if is_slice else value)
                 return num_held
         return None
 
@@ -264,34 +237,20 @@ def _state_of(layer: Any) -> dict[str, Any]:
     return {
         name: slice(value.shape[-2])
         if name in growing and isinstance(value, Tensor) and value.dim() == 4
-        else _copied(value)
+        else tree_map_only(Tensor, Tensor.clone, value)
         for name, value in vars(layer).items()
     }
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
-
-
-def _restored(layer: Any, name: str, value: Any) -> Any:
-    return getattr(layer, name)[:, :, value] if isinstance(value, slice) else value
 
 
 def make_cache(model: PreTrainedModel, capacity: int) -> DynamicCache:
     """An empty cache; attention layers have room for `capacity` positions at first, other layers are transformers'."""
     cache = DynamicCache(config=model.config)
-    cache.layers = [_buffered(layer, capacity) for layer in cache.layers]
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = BufferLayer(capacity)
+        elif type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[index] = WindowLayer(capacity, layer.sliding_window)
     return cache
-
-
-def _buffered(layer: Any, capacity: int) -> Any:
-    if type(layer) is DynamicLayer:
-        return BufferLayer(capacity)
-    return WindowLayer(capacity, layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else layer
 
 
 def growing_cache(capacity: int) -> DynamicCache:

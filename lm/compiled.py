@@ -15,9 +15,8 @@ from torch import Tensor
 
 Compile = Literal[False, "stop"]
 """`decode.compile`: whether a draft step's stop is compiled."""
-Inputs = tuple[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int[Tensor, " 1"]]
-"""What an epilogue reads of the forward of one token: logits, final hidden state, the token."""
 Epilogue = Callable[[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int[Tensor, " 1"]], tuple[Tensor, ...]]
+"""What is computed from the forward of one token: logits, final hidden state, the token."""
 
 
 class CompiledEpilogues:
@@ -26,43 +25,33 @@ class CompiledEpilogues:
     def __init__(self) -> None:
         self.cache: dict[Hashable, Any] = {}
         """Objects whose epilogues callers want to find again, since compiling another one takes seconds."""
-        self._inputs: Inputs | None = None
+        self._kind: tuple[object, ...] = ()
         self._graphs: dict[Hashable, GuardFreeGraph] = {}
 
     def __call__(
         self, epilogue: Epilogue, logits: Float[Tensor, "1 vocab"], hidden: Float[Tensor, "1 hidden"] | None, token: int
     ) -> tuple[Tensor, ...]:
-        """Result of the epilogue on these inputs.
-
-        Args:
-            epilogue: every other tensor that it reads keeps its address; a new function is compiled again.
-            logits: logits of a forward of one token.
-            hidden: its final hidden state, if the model keeps it.
-            token: the token that was fed.
+        """Result of the epilogue on these inputs. Every other tensor that it reads keeps its address; a new function is
+        compiled again.
         """
-        inputs = self._inputs_like(logits, hidden)
-        inputs[0].copy_(logits)
-        if inputs[1] is not None and hidden is not None:
-            inputs[1].copy_(hidden)
-        inputs[2].fill_(token)
+        kind = logits.shape, logits.dtype, logits.device
+        if kind != self._kind:  # fixed memory for the inputs; everything is compiled again
+            self._kind, self._graphs = kind, {}
+            self._logits, self._hidden = torch.empty_like(logits), None if hidden is None else torch.empty_like(hidden)
+            self._token = torch.zeros(1, dtype=torch.long, device=logits.device)
+            for tensor in (self._logits, self._hidden, self._token):
+                if tensor is not None:
+                    torch._dynamo.mark_static_address(tensor)
+        inputs = self._logits, self._hidden, self._token
+        self._logits.copy_(logits)
+        if self._hidden is not None and hidden is not None:
+            self._hidden.copy_(hidden)
+        self._token.fill_(token)
         key = epilogue, thread_key(logits.device)
         if key not in self._graphs:
             # a copy, since an epilogue may return the logits themselves, which the next forward overwrites
             self._graphs[key] = GuardFreeGraph(lambda: epilogue(inputs[0].clone(), inputs[1], inputs[2]), logits.device)
         return self._graphs[key]()
-
-    def _inputs_like(self, logits: Tensor, hidden: Tensor | None) -> Inputs:
-        """Fixed memory for the inputs; if its shape, dtype or device changes, everything is compiled again."""
-        if self._inputs is not None:
-            old = self._inputs[0]
-            if (logits.shape, logits.dtype, logits.device) == (old.shape, old.dtype, old.device):
-                return self._inputs
-        token = torch.zeros(1, dtype=torch.long, device=logits.device)
-        self._inputs = torch.empty_like(logits), None if hidden is None else torch.empty_like(hidden), token
-        self._graphs = {}
-        for tensor in (part for part in self._inputs if part is not None):
-            torch._dynamo.mark_static_address(tensor)
-        return self._inputs
 
 
 def thread_key(device: torch.device) -> tuple[int, Thread | None]:
@@ -83,11 +72,8 @@ class GuardFreeGraph:
     def __init__(self, function: Callable[[], tuple[Tensor, ...]], device: torch.device) -> None:
         """Args:
         function: finds every tensor that it reads through its closure; returns new tensors, and has no effects but on
-            tensors.
+            tensors. The first call raises torch._dynamo.exc.TorchDynamoException if it cannot be compiled.
         device: device of these tensors; on a GPU the kernels become a CUDA graph.
-
-        Raises:
-            torch._dynamo.exc.TorchDynamoException: at the first call, if it cannot be compiled.
         """
         self._on_gpu = device.type == "cuda"
         self._options: dict[str, Any] = {"triton.cudagraphs": self._on_gpu, "cpp_wrapper": not self._on_gpu}

@@ -1,9 +1,8 @@
 """Random draws. Loops draw through a `Sampler`; work in shards (data, traces) draws from uniforms made in advance.
 
-A loop needs a token drawn from a distribution, and the number of drafted tokens that are accepted. A *distribution* is
-a row over the vocabulary: probabilities for `RandomSampler`; for `GreedySampler`, which takes the largest entry, logits
-serve and save a softmax. The samplers of the tests walk every branch with its probability, which gives the exact
-distribution of the output.
+A *distribution* is a row over the vocabulary: probabilities for `RandomSampler`; for `GreedySampler`, which takes the
+largest entry, logits serve and save a softmax. The samplers of the tests walk every branch with its probability, which
+gives the exact distribution of the output.
 
 A shard's uniforms are made on the CPU in float64, one per (row, position), before any model runs. So its draws depend
 neither on the device, nor on the order of shards, nor on how rows are batched, and a resumed run gives the same bytes.
@@ -28,7 +27,7 @@ GENERATOR = np.random.PCG64DXSM.__name__
 _BLOCK = 256
 """Numbers that are made, or added up, at once."""
 _MIN_WIDTH_OF_BLOCKS = 8192
-"""Vocabulary from which `inverted_by_blocks` is faster."""
+"""Vocabulary from which sums of blocks are faster."""
 
 
 @runtime_checkable
@@ -37,17 +36,15 @@ class Sampler(Protocol):
 
     def token(self, dist: Float[Tensor, " vocab"]) -> int:
         """A token id drawn from the distribution."""
-        ...
 
     def draw(self, dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """A token id as `token` draws it, on the device of the distribution."""
+        """As `token`, but on the device of the distribution, without a transfer to the host; the width for NaN."""
         return torch.tensor([self.token(dist)], device=dist.device)
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
         """Length of the accepted prefix: token i passes with probability acceptance_probs[i], independently, until the
         first that fails; probabilities after that one may stay unread.
         """
-        ...
 
 
 @runtime_checkable
@@ -56,21 +53,18 @@ class UniformSource(Protocol):
 
     def uniform(self) -> tuple[float, int]:
         """(a uniform in [0, 1) for the next token, the token's id if it is fixed already, else -1)."""
-        ...
 
 
 class RandomSampler(Sampler):
-    """Draws by inversion of two independent streams of uniforms, one for tokens and one for acceptance.
-
-    The streams are seeded once, so the acceptance uniforms are independent of the drafted tokens, as verification
-    (law 4.2) needs. Each has 124 bits of a torch generator, so that streams seeded one after another from one generator
-    do not coincide. Two generators differ as far as torch's seeds do: `manual_seed` on the CPU reads the lower 32 bits,
-    so 5 and 5 + 2^32 give the same draws. An integer given as seed counts with all its bits.
+    """Draws by inversion of two streams of uniforms, for tokens and for acceptance: verification (law 4.2) needs
+    acceptance uniforms that are independent of the drafted tokens.
     """
 
     def __init__(self, source: torch.Generator | int | None = None) -> None:
         """Args:
-        source: a torch generator, which moves on; an integer seed of at least 0; None: torch's global generator.
+        source: a torch generator, which moves on; None: torch's global one; or an integer seed of at least 0, all of
+            whose bits count. A stream gets 124 bits of a generator, so that those seeded one after another from one do
+            not coincide; but `manual_seed` on the CPU reads 32 bits, so 5 and 5 + 2^32 give the same draws.
         """
         if source is None or isinstance(source, torch.Generator):
             halves = torch.randint(
@@ -80,42 +74,17 @@ class RandomSampler(Sampler):
         else:
             seeds = [2 * source, 2 * source + 1]
         self._tokens, self._accepts = map(_stream, seeds)
-        self._cumulative: dict[int, tuple[Tensor, memoryview]] = {}
-        """For each vocabulary size, memory for a distribution function, and a view that Python reads."""
 
     def token(self, dist: Float[Tensor, " vocab"]) -> int:
-        """The id at which the distribution function first exceeds a uniform; never an id of probability 0.
-
-        Raises:
-            ValueError: a distribution with NaN.
-        """
-        if dist.is_cpu and dist.shape[-1] >= _MIN_WIDTH_OF_BLOCKS:
-            token = inverted_by_blocks(dist, next(self._tokens))
-        elif (
-            dist.is_cpu
-        ):  # Python's search in one row costs half of what numpy's does, and a third of what torch's does
-            cumulative, numbers = self._cumulative.get(dist.shape[-1]) or self._allocated(dist.shape[-1])
-            torch.cumsum(dist.detach() if dist.requires_grad else dist, -1, dtype=torch.float64, out=cumulative)
-            token = bisect_right(numbers, numbers[-1] * (next(self._tokens) * BELOW_ONE))
-        else:
-            token = int(self.draw(dist))
+        """The id at which the distribution function first exceeds a uniform; ValueError for NaN (`inverted`)."""
+        token = _inverted_on_cpu(dist, next(self._tokens)) if dist.is_cpu else int(self.draw(dist))
         return refuse_no_token(token, dist)
 
     def draw(self, dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """A token id as `token` draws it, without a transfer to the host; len(dist), which is no token, for NaN."""
-        if dist.device.type == "mps":  # has no float64
-            return self.draw(dist.cpu()).to(dist.device)
         return inverted(dist, next(self._tokens))
 
     def uniform(self) -> tuple[float, int]:
-        """The uniform that `token` would have used."""
         return next(self._tokens), -1
-
-    def _allocated(self, width: int) -> tuple[Tensor, memoryview]:
-        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside it
-            cumulative = torch.empty(width, dtype=torch.float64)
-        self._cumulative[width] = cumulative, cumulative.numpy().data
-        return self._cumulative[width]
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
         """Length of the accepted prefix; token i passes while uniform < acceptance_probs[i] (strict: 0 never does)."""
@@ -126,22 +95,15 @@ class GreedySampler:
     """Temperature 0: the most probable token, the first of equals; no random number is used."""
 
     def token(self, dist: Float[Tensor, " vocab"]) -> int:
-        """The most probable token.
-
-        Raises:
-            ValueError: a distribution with NaN.
-        """
-        if dist.is_cpu:
-            row = array_of(dist)
-            token = int(row.argmax())
-            # argmax stops at the first NaN, the only number unequal to itself
-            token = token if row[token] == row[token] else row.shape[-1]
-        else:
-            token = int(self.draw(dist))
-        return refuse_no_token(token, dist)
+        """The most probable token; ValueError for NaN."""
+        if not dist.is_cpu:
+            return refuse_no_token(int(self.draw(dist)), dist)
+        row = array_of(dist)
+        token = int(row.argmax())
+        # argmax stops at the first NaN, the only number unequal to itself
+        return token if row[token] == row[token] else refuse_no_token(len(row), dist)
 
     def draw(self, dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """The most probable token, without a transfer to the host; len(dist), which is no token, for NaN."""
         return greedy_token(dist)
 
     def uniform(self) -> tuple[float, int]:
@@ -149,23 +111,36 @@ class GreedySampler:
         return 0.0, -1
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
-        """Length of the accepted prefix; between one-hot distributions every probability is 0 or 1."""
         return sum(1 for _ in takewhile(bool, acceptance_probs))
 
 
-def inverted(dist: Float[Tensor, " vocab"], uniform: float | Float[Tensor, " 1"]) -> Int[Tensor, " 1"]:
-    """First id where the distribution function exceeds the uniform; len(dist), which is no token, for NaN."""
-    cumulative = dist.cumsum(-1, dtype=torch.float64)
-    # count the entries that do not exceed it, since compiled code has no search; comparisons with NaN are False
-    return (~(cumulative > cumulative[-1:] * (uniform * BELOW_ONE))).sum(-1, keepdim=True)
+def inverted(dist: Float[Tensor, "*rows vocab"], uniform: float | Float[Tensor, "*rows 1"]) -> Int[Tensor, "*rows 1"]:
+    """First id of each row where the distribution function exceeds the uniform, never one of probability 0; the width,
+    which is no token, for NaN.
 
-
-def inverted_by_blocks(dist: Float[Tensor, " vocab"], uniform: float) -> int:
-    """`inverted` of a wide distribution on the CPU: sums of blocks find the block, and its own sums the token.
-
-    A running sum of float64 numbers adds them one by one: 311 µs for 151,936 of them, and 158 in these two steps.
+    Worked example: (.5, .3, .2) and uniform .79 give id 1, uniform .8 gives id 2.
     """
-    row = dist.detach().double()
+    if dist.device.type == "mps":  # has no float64
+        return inverted(dist.cpu(), uniform).to(dist.device)
+    uniform = uniform.to(dist.device) if isinstance(uniform, Tensor) else uniform
+    cumulative = dist.cumsum(-1, dtype=torch.float64)
+    level = cumulative[..., -1:] * (uniform * BELOW_ONE)  # rounding keeps the last entry from being exactly 1
+    if torch.compiler.is_compiling():  # compiled code has no search; comparisons with NaN are False
+        return (~(cumulative > level)).sum(-1, keepdim=True)
+    return torch.searchsorted(cumulative, level, right=True)
+
+
+def _inverted_on_cpu(dist: Float[Tensor, " vocab"], uniform: float) -> int:
+    """`inverted` of one row. Python's search in it costs half of what numpy's does, and a third of what torch's does.
+
+    A running sum of float64 numbers adds them one by one. In a wide row sums of blocks find the block, and its own sums
+    the token: 158 µs for 151,936 numbers instead of 311.
+    """
+    dist = dist.detach() if dist.requires_grad else dist
+    if len(dist) < _MIN_WIDTH_OF_BLOCKS:
+        numbers = dist.cumsum(-1, dtype=torch.float64).numpy().data
+        return bisect_right(numbers, numbers[-1] * (uniform * BELOW_ONE))
+    row = dist.double()
     num_whole = len(row) // _BLOCK
     sums = torch.cat([row[: num_whole * _BLOCK].view(num_whole, _BLOCK).sum(-1), row[num_whole * _BLOCK :].sum()[None]])
     cumulative = sums.cumsum(0).numpy()
@@ -181,16 +156,8 @@ def inverted_by_blocks(dist: Float[Tensor, " vocab"], uniform: float) -> int:
 
 
 def draw(probs: Float[Tensor, "position vocab"], uniform: Float[Tensor, " position"]) -> Int[Tensor, " position"]:
-    """One token per row, by inversion of its uniform; never an id of probability 0.
-
-    Worked example: probs (.5, .3, .2) and uniform .79 give id 1, uniform .8 gives id 2.
-    """
-    if probs.device.type == "mps":  # has no float64
-        return draw(probs.cpu(), uniform).to(probs.device)
-    # scaled by the last entry, which rounding keeps from being exactly 1; right=True steps over ids of probability 0
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    level = cumulative[:, -1:] * (uniform.to(probs.device).unsqueeze(-1) * BELOW_ONE)
-    return torch.searchsorted(cumulative, level, right=True).squeeze(-1)
+    """One token per row (`inverted`)."""
+    return inverted(probs, uniform.unsqueeze(-1)).squeeze(-1)
 
 
 def greedy_token(dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
@@ -200,20 +167,14 @@ def greedy_token(dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
 
 
 def refuse_no_token(token: int, dist: Float[Tensor, " vocab"]) -> int:
-    """The token, if it is one.
-
-    Raises:
-        ValueError: it is the id beyond the last, which a distribution with NaN gives.
-    """
+    """The token; ValueError if it is the id beyond the last, which a distribution with NaN gives."""
     if token == dist.shape[-1]:
         raise ValueError("a distribution to draw from is not finite; load the model in float32 or check its weights")
     return token
 
 
 def array_of(tensor: Tensor) -> np.ndarray:
-    """A tensor on the CPU as an array, where calls on single rows cost a fraction of torch's; a float32 copy if numpy
-    lacks the dtype.
-    """
+    """A tensor on the CPU as an array, whose calls on single rows are faster; in float32 if numpy lacks its dtype."""
     tensor = tensor.detach() if tensor.requires_grad else tensor
     return (tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()).numpy()
 
@@ -225,29 +186,19 @@ def seed_of(*parts: object) -> int:
 
 
 def uniforms(seed: int, *shape: int) -> Float[Tensor, "..."]:
-    """Independent uniforms in [0, 1), float64, on the CPU."""
-    return torch.from_numpy(Bits(seed).uniforms(math.prod(shape))).reshape(shape)
-
-
-class Bits:
-    """A stream of random numbers that depends on every bit of its seed; torch's CPU generator reads the lower 32 only.
-
-    numpy promises that a seed always gives these bits (NEP 19), but not the distributions that it makes of them.
+    """Independent uniforms in [0, 1), float64, on the CPU. Every bit of the seed counts: two seeds below 2^128 give
+    different streams. torch's CPU generator reads the lower 32 bits only.
     """
+    return torch.from_numpy(_next_uniforms(np.random.PCG64DXSM(seed), math.prod(shape))).reshape(shape)
 
-    def __init__(self, seed: int) -> None:
-        """Args:
-        seed: any number from 0 on; two seeds below 2^128 give different streams.
-        """
-        self._bits = np.random.PCG64DXSM(seed)
 
-    def uniforms(self, count: int) -> Float64[np.ndarray, " count"]:
-        """The next uniforms in [0, 1): multiples of 2^-53, each equally probable."""
-        return (self._bits.random_raw(count) >> np.uint64(11)) * 2.0**-53
+def _next_uniforms(bits: np.random.PCG64DXSM, count: int) -> Float64[np.ndarray, " count"]:
+    """Multiples of 2^-53, each equally probable; numpy promises the bits of a seed (NEP 19), not its distributions."""
+    return (bits.random_raw(count) >> np.uint64(11)) * 2.0**-53
 
 
 def _stream(seed: int) -> Iterator[float]:
     """Endless uniforms in [0, 1), made in blocks; each block is read from its end."""
-    bits = Bits(seed)
+    bits = np.random.PCG64DXSM(seed)
     while True:
-        yield from reversed(bits.uniforms(_BLOCK).tolist())
+        yield from reversed(_next_uniforms(bits, _BLOCK).tolist())

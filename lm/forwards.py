@@ -3,13 +3,15 @@
 The [positions, vocabulary] matrix never exists as a whole: a forward yields hidden states only, and callers apply the
 output layer to so few positions at a time that their float32 logits fit a given number of megabytes.
 
-transformers wraps body and LM head in a forward that builds output objects and checks flags, which is a tenth of a
-small draft's step. `body_and_lm_head` gives both to be called directly, where that gives the same logits.
+transformers' forward around body and LM head takes a tenth of a small draft's step. `body_and_lm_head` gives both to be
+called directly, where that gives the same logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature, unwrap
+from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,7 +22,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from configs.schema import ModelSource
 from lm.cache import make_cache
-from lm.rope import refuse_crossing, rope_switch_of
+from lm.rope import rope_switch_of
 from lm.sampling import REMEDY, non_finite
 
 _MIN_FILLED = 0.8
@@ -34,18 +36,16 @@ _SAME_IN_TRAIN_MODE = nn.Linear, nn.Embedding
 
 
 class BodyAndHead(NamedTuple):
-    """Body (which ends in the final norm) and LM head of a model, to be called one after the other."""
+    """Parts of a model, to be called one after the other."""
 
     body: Callable[..., Any]
-    """Token ids, positions and a cache to an output with `last_hidden_state`."""
+    """Token ids, positions and a cache to an output with `last_hidden_state`, after the final norm."""
     head: Callable[[Tensor], Tensor]
     """Final hidden states to logits."""
 
 
-_TESTED: WeakKeyDictionary[PreTrainedModel, tuple[tuple[nn.Module, nn.Module, bool], BodyAndHead | None]] = (
-    WeakKeyDictionary()
-)
-"""For each model, its parts when it was tested (body, LM head, whether the body has hooks), and the result."""
+_TESTED: WeakKeyDictionary[PreTrainedModel, tuple[Any, BodyAndHead | None]] = WeakKeyDictionary()
+"""For each model, its body and LM head when they were tested, and the result."""
 
 
 def body_and_lm_head(model: PreTrainedModel) -> BodyAndHead | None:
@@ -53,20 +53,16 @@ def body_and_lm_head(model: PreTrainedModel) -> BodyAndHead | None:
     watch the model. That is tested once, bit by bit, and again after the model has changed.
     """
     head = model.get_output_embeddings()
-    if head is None or _has_hooks(model) or hasattr(model, "_hf_hook"):
-        return None
     try:
         body = body_of(model)
     except ValueError:
         return None
-    state = body, head, _has_hooks(body)
-    if (tested := _TESTED.get(model)) is None or tested[0] != state:
-        bare, wrapped = BodyAndHead(partial(unwrap(type(body).forward), body), head), BodyAndHead(body, head)
-        candidates = [wrapped] if _has_hooks(body) else [bare, wrapped]
-        if "position_ids" not in signature(body.forward).parameters:
-            candidates = []
-        tested = state, next((parts for parts in candidates if _is_whole(parts, model)), None)
-        _TESTED[model] = tested
+    if head is None or hasattr(model, "_hf_hook") or _has_hooks(model) or _has_hooks(body):
+        return None
+    if (tested := _TESTED.get(model)) is None or tested[0] != (body, head):
+        parts = BodyAndHead(partial(unwrap(type(body).forward), body), head)
+        is_whole = "position_ids" in signature(body.forward).parameters and _is_whole(parts, model)
+        tested = _TESTED[model] = (body, head), parts if is_whole else None
     return tested[1]
 
 
@@ -97,18 +93,14 @@ def _is_whole(parts: BodyAndHead, model: PreTrainedModel) -> bool:
                 return False
         except torch.OutOfMemoryError:
             raise
-        # the body needs its wrapper, or another cache, or there are layers between body and head
+        # the body needs a wrapper or another cache, or there are layers between body and head
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
             return False
     return True
 
 
 def lm_head_of(model: PreTrainedModel) -> nn.Module:
-    """The module that maps the final hidden state to logits.
-
-    Raises:
-        ValueError: the model has none.
-    """
+    """The module that maps the final hidden state to logits; ValueError if the model has none."""
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(
@@ -119,11 +111,7 @@ def lm_head_of(model: PreTrainedModel) -> nn.Module:
 
 
 def body_of(model: PreTrainedModel) -> Any:
-    """The layers below the LM head: token ids to final hidden states.
-
-    Raises:
-        ValueError: the model has no such part.
-    """
+    """The layers below the LM head, which map token ids to final hidden states; ValueError if the model has none."""
     if model.base_model is not model:
         return model.base_model
     # Llama4ForCausalLM names a part of its wrapper as its base model, and is then its own
@@ -134,6 +122,27 @@ def body_of(model: PreTrainedModel) -> Any:
             "with AutoModelForCausalLM"
         )
     return body
+
+
+@contextmanager
+def recorded(
+    modules: Sequence[nn.Module], *, inputs: bool = False
+) -> Iterator[dict[int, Float[Tensor, "token hidden"]]]:
+    """Outputs of these modules, or their inputs, by index in the list, while one sequence runs through the model."""
+    values: dict[int, Tensor] = {}
+
+    def record(index: int, thread: int, _: nn.Module, given: Any, output: Any) -> None:
+        if get_ident() == thread:  # another thread may run the same model
+            value = given if inputs else getattr(output, "last_hidden_state", output)
+            values[index] = (value[0] if isinstance(value, tuple) else value)[0]
+
+    # only for this forward: a hook that stayed would keep the values as long as the model lives
+    hooks = [module.register_forward_hook(partial(record, index, get_ident())) for index, module in enumerate(modules)]
+    try:
+        yield values
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -158,7 +167,7 @@ def eos_ids_of(config: GenerationConfig | PretrainedConfig | None) -> frozenset[
 
 
 def refuse_training(model: nn.Module) -> None:
-    """Raise ValueError if a part of the model that differs in train mode is in it."""
+    """Raise ValueError if any part of the model is in train mode, unless it computes the same there."""
     if any(module.training and not isinstance(module, _SAME_IN_TRAIN_MODE) for module in model.modules()):
         name = " ".join(filter(None, (type(model).__name__, getattr(model, "name_or_path", ""))))
         raise ValueError(f"{name} is in train mode, in which dropout changes its logits; call .eval() on it first")
@@ -179,19 +188,16 @@ def hidden_states(
     Raises:
         ValueError: a sequence that crosses a RoPE switch.
     """
-    switch = rope_switch_of(model)
-    if switch is None:
-        return torch.cat(_hidden_states(model, rows, starts))
-    parts: dict[int, Tensor] = {}
+    switch, parts = rope_switch_of(model), dict[int, Tensor]()
+    for row, start in zip(rows, starts, strict=True):
+        if switch is not None and switch.crosses(start + 1, len(row)):
+            subject = f"a sequence of {len(row)} tokens, of which {len(row) - start} are looked at, is read at once"
+            raise switch.refusal(subject, SHORTER)
     for is_long in (False, True):
-        side = [index for index, row in enumerate(rows) if (len(row) > switch.bound) == is_long]
-        for index in side:
-            length = len(rows[index])
-            subject = f"a sequence of {length} tokens, of which {length - starts[index]} are looked at, is read at once"
-            refuse_crossing(model, starts[index] + 1, length, subject=subject, remedy=SHORTER)
+        side = [i for i, row in enumerate(rows) if (switch is not None and len(row) > switch.bound) == is_long]
         if side:
             states = _hidden_states(model, [rows[index] for index in side], [starts[index] for index in side])
-            parts |= dict(zip(side, states, strict=True))
+            parts |= zip(side, states, strict=True)
     return torch.cat([parts[index] for index in range(len(rows))])
 
 
@@ -210,11 +216,7 @@ def _hidden_states(
 def logits_of(
     model: PreTrainedModel, hidden: Float[Tensor, "token hidden"], vocab_size: int
 ) -> Float[Tensor, "token vocab"]:
-    """Logits of the tokenizer's ids from final hidden states.
-
-    Raises:
-        ValueError: there are layers between both (Electra).
-    """
+    """Logits of the tokenizer's ids from final hidden states; ValueError for layers between both (Electra)."""
     head = model.get_output_embeddings()
     if (width := getattr(head, "in_features", hidden.shape[-1])) != hidden.shape[-1]:
         raise ValueError(

@@ -1,8 +1,7 @@
 """Trees of tokens, and positions and masks of forwards in which each token sees some entries of the cache.
 
-A forward has a position for every token, and a mask with a row for every token. The mask's columns are the entries of
-the cache, old ones first, then those of the forward: first a text, whose entries are at positions 0, 1, …, then
-whatever branches off from it.
+The mask of a forward has a row for every token. Its columns are the entries of the cache, old ones first, then those of
+the forward: first a text, whose entries are at positions 0, 1, …, then whatever branches off from it.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ class Tree:
     Worked example: tokens (5, 7, 2) and parents (-1, -1, 0) offer the continuations "5 2" and "7".
 
     Raises:
-        ValueError: a parent that does not come before its child, siblings with one token.
+        ValueError: a parent that does not come before its child, or siblings with one token.
     """
 
     tokens: Sequence[int] = ()
@@ -71,11 +70,10 @@ class Tree:
         return path[::-1]
 
     def tokens_of(self, path: Sequence[int]) -> list[int]:
-        """The tokens of these nodes."""
         return [self.tokens[node] for node in path]
 
     def ancestors(self) -> Bool[np.ndarray, "node node"]:
-        """For each node a row: True at the nodes of its path, itself included."""
+        """Mask of each node's path, itself included."""
         mask = np.eye(len(self), dtype=bool)
         for node, parent in enumerate(self.parents):
             if parent != ROOT:
@@ -90,12 +88,8 @@ EMPTY = Tree()
 def visible(
     last_visible: Int[Tensor, "*batch fed"], num_text: int, branch: Bool[Tensor, "*batch fed branched"] | None = None
 ) -> Bool[Tensor, "*batch fed cached"]:
-    """Mask of the entries that each token sees.
-
-    Args:
-        last_visible: the last position of the text that a token sees; it sees everything before, too.
-        num_text: entries of the text.
-        branch: mask of the entries after the text; None if there are none.
+    """Mask of the entries that each token sees: of a text of `num_text` those up to position `last_visible`, and of
+    those after the text what `branch` says.
     """
     text = torch.arange(num_text, device=last_visible.device) <= last_visible[..., None]
     return text if branch is None else torch.cat([text, branch], -1)
@@ -107,19 +101,15 @@ def additive(mask: Bool[Tensor, "*batch fed cached"], dtype: torch.dtype) -> Flo
 
 
 def tree_feed(
-    depths: Sequence[int], ancestors: Bool[np.ndarray, "new node"], num_text: int, *, num_pending: int = 0
+    tree: Tree, num_cached: int, num_text: int, *, num_pending: int = 0
 ) -> tuple[Int[Tensor, " fed"], Bool[Tensor, "fed cached"]]:
-    """(positions, mask), on the CPU, of a forward of the end of a text and of nodes of a tree after it.
+    """(positions, mask), on the CPU, of a forward of the end of a text and of the nodes that come after a tree's first
+    `num_cached`. `num_pending` tokens of the text, which has `num_text`, are fed before them.
 
     With a text of 3 tokens, the last of them pending, and two new siblings of depth 1, the positions are 2, 3 and 3,
     and the rows of the mask 11100, 11110 and 11101.
-
-    Args:
-        depths: depth of each new node; the root's children have 1.
-        ancestors: mask of the nodes that each new node sees: cached ones first, then new ones.
-        num_text: tokens of the text, pending ones included.
-        num_pending: how many of its last tokens are fed, before the nodes.
     """
+    ancestors, depths = tree.ancestors()[num_cached:], tree.depths[num_cached:]
     # numpy's calls on so few numbers take half as long as torch's
     pending, new = np.arange(num_text - num_pending, num_text), num_text - 1 + np.asarray(depths, dtype=np.int64)
     positions = np.concatenate([pending, new])
@@ -137,10 +127,7 @@ class BranchMask:
     """
 
     def __init__(self, num_text: int, starts: Int[Tensor, " branch"]) -> None:
-        """Args:
-        num_text: entries of the text.
-        starts: position at which each continuation begins.
-        """
+        """`num_text`: entries of the text; `starts`: position at which each continuation begins."""
         self._num_text, self._starts = num_text, starts
         self._owners = self._depths = starts.new_empty(0)
 
@@ -151,11 +138,8 @@ class BranchMask:
     def feed(
         self, owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]
     ) -> tuple[Int[Tensor, " fed"], Bool[Tensor, "fed cached"]]:
-        """Append entries: their positions, and their mask.
-
-        Args:
-            owners: the continuation of each entry.
-            depths: index of each entry in its continuation, from 0.
+        """Append entries to the continuations `owners`, of which they are entry number `depths`, from 0: their
+        positions, and their mask.
         """
         self._owners, self._depths = torch.cat([self._owners, owners]), torch.cat([self._depths, depths])
         in_branch = (self._owners == owners[:, None]) & (self._depths <= depths[:, None])

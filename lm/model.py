@@ -1,9 +1,9 @@
 """Law 4.5: a causal language model with a KV cache that can be extended and rolled back.
 
-The cache holds a prefix of committed[:-1], and callers feed committed[len(model):] next: one token after a rejection,
-two after full acceptance, more after rounds without a draft. Rolling back is exact. Attention rolls back by
-counting; a model with recurrent or convolutional layers returns to an earlier copy of their state, perhaps earlier than
-requested, and the tokens in between are fed again (`lm.cache`). Other models are refused (`lm.selfcheck`).
+The cache holds a prefix of committed[:-1], and callers feed committed[len(model):] next. Rolling back is exact.
+Attention rolls back by counting; a model with recurrent or convolutional layers returns to an earlier copy of their
+state, perhaps earlier than requested, and the tokens in between are fed again (`lm.cache`). Other models are refused
+(`lm.selfcheck`).
 
 After the text, the cache can hold the nodes of one tree. A node sees the text and the nodes of its own path, and has
 the position that it has in its path. Nodes are added level by level, as a draft does, or all at once, as the target
@@ -12,42 +12,24 @@ attention with explicit positions.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
 from inspect import signature
-from threading import get_ident
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from lm.cache import BufferLayer, Snapshots, make_cache
+from lm.cache import CAPACITY, BufferLayer, Snapshots, make_cache
 from lm.compiled import Compile, CompiledEpilogues
-from lm.forwards import body_and_lm_head, device_of, eos_ids_of, lm_head_of, num_logits_of, refuse_training
+from lm.forwards import body_and_lm_head, device_of, eos_ids_of, lm_head_of, num_logits_of, recorded, refuse_training
 from lm.masks import EMPTY, Tree, additive, tree_feed
 from lm.rope import RopeSwitch, rope_switch_of
 from lm.selfcheck import check_cache, check_tree
 
-_CAPACITY = 256
-"""Positions that a cache has room for at first."""
 _MAX_PENDING = 32
 """Text tokens that are fed together with nodes; the rest of a longer text (the prompt) is fed before."""
-
-
-@runtime_checkable
-class Recorder(Protocol):
-    """What records the states that a feature draft reads: `lm.features.recorder.FeatureRecorder`."""
-
-    buffer: BufferLayer
-
-    def check(self, cache: Any) -> None: ...
-    def reset(self) -> None: ...
-    def roll_back(self, length: int) -> None: ...
-    def watching(self, *, has_body: bool) -> AbstractContextManager[dict[int, Tensor] | None]: ...
-    def append(self, start: int, outputs: dict[int, Tensor] | None, states: Any, nothing: Any) -> None: ...
 
 
 class CachedModel:
@@ -56,8 +38,7 @@ class CachedModel:
     Attributes:
         hidden: [rows, hidden] final hidden states (after the final norm, as the LM head reads them) of the rows that
             the last forward returned; may be None unless `with_hidden`.
-        holds_trees: `feed_tree` and `keep` may be used.
-        recorder: keeps the states that a feature draft reads; None without one.
+        device: device that takes token ids.
         epilogues: compiled functions of its forwards; None if nothing is compiled.
         session: the generation that uses this model, or used it last (`decode.loop.session`).
     """
@@ -68,10 +49,9 @@ class CachedModel:
     """The text is read with the long RoPE frequencies (`lm.rope`)."""
     session: Any = None
     holds_trees = False
-    recorder: Recorder | None = None
+    recorder: Any = None
+    """A `FeatureRecorder` of what a feature draft reads, whose module imports this one."""
     epilogues: CompiledEpilogues | None = None
-    _tree = EMPTY
-    """The nodes that are in the cache."""
 
     def __init__(
         self,
@@ -80,14 +60,14 @@ class CachedModel:
         vocab_size: int | None = None,
         with_hidden: bool = False,
         holds_trees: bool = False,
-        recorder: Recorder | None = None,
+        recorder: Any = None,
         compile: Compile = False,
     ) -> None:
         """Args:
         model: any causal language model of transformers whose cache can be rolled back.
         vocab_size: width that logits are cut to (the extra ids of a padded vocabulary get probability 0); None: all.
         with_hidden: also keep the final hidden states; costs a hook if the model is more than body and head.
-        holds_trees: `feed_tree` and `keep` will be used.
+        holds_trees: `feed_tree` and `keep` may be used.
         recorder: records what a feature draft reads.
         compile: "stop" compiles functions of its forwards (`lm.compiled`).
 
@@ -105,13 +85,12 @@ class CachedModel:
         self.holds_trees = holds_trees
         self._max_length = float(getattr(model.config.get_text_config(), "max_position_embeddings", None) or "inf")
         self._parameters = signature(type(model).forward).parameters
-        self._length = 0
         self._is_plain = False
         self.one_token_at_a_time = False
         """After the prompt, feed one token at a time, as `generate` does; some recurrent layers need it."""
         self.reset()
-        if self.recorder is not None:
-            self.recorder.check(self.cache)
+        if recorder is not None:
+            recorder.check(self.cache)
         check_cache(self)
         if holds_trees:
             check_tree(self)
@@ -119,11 +98,6 @@ class CachedModel:
     def __len__(self) -> int:
         """Entries of the cache: tokens of the text, and nodes."""
         return self._length
-
-    @property
-    def device(self) -> torch.device:
-        """Device that takes token ids."""
-        return self._device
 
     @property
     def output_device(self) -> torch.device:
@@ -140,7 +114,7 @@ class CachedModel:
         return self.limit_of(self.session.num_prompt) if self.session is not None else self._max_length
 
     def limit_of(self, num_prompt: int) -> float:
-        """Maximum number of tokens that may be fed of a text with such a prompt (`lm.rope`)."""
+        """`max_length` for a text with such a prompt (`lm.rope`)."""
         if self._rope_switch is None or self._rope_switch.is_long(num_prompt - 1):
             return self._max_length
         return min(self._max_length, float(self._rope_switch.bound))
@@ -166,26 +140,26 @@ class CachedModel:
 
     def embedding(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
         """Input embeddings, on the device of `tokens`."""
-        return self.model.get_input_embeddings()(tokens.to(self._device)).to(tokens.device)
+        return self.model.get_input_embeddings()(tokens.to(self.device)).to(tokens.device)
 
     def reset(self) -> None:
         """Empty the cache for a new sequence, and inspect the model again, which may have moved or changed."""
-        self._device = device_of(self.model)
-        self._single = torch.zeros(1, 1, dtype=torch.long, device=self._device)
-        self._positions = torch.arange(_CAPACITY, device=self._device)[None]
+        self.device = device_of(self.model)
+        self._single = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        self._positions = torch.arange(CAPACITY, device=self.device)[None]
         self._rope_switch = rope_switch_of(self.model)
         self._tree = EMPTY
+        """The nodes that are in the cache."""
         if self.recorder is not None:
-            self.recorder.reset()
-        self._empty()
-
-    def _empty(self) -> None:
-        """Empty the cache, or make a new one if its layers cannot be emptied."""
+            self.recorder.roll_back(0)
         self._parts = body_and_lm_head(self.model)
         if self._is_plain:
             self.roll_back(0)
-            return
-        self.cache = make_cache(self.model, _CAPACITY)
+        else:
+            self._make_cache()
+
+    def _make_cache(self) -> None:
+        self.cache = make_cache(self.model, CAPACITY)
         self._buffers = [layer for layer in self.cache.layers if isinstance(layer, BufferLayer)]
         self._counted = [
             (index, layer) for index, layer in enumerate(self.cache.layers) if isinstance(layer, CacheLayerMixin)
@@ -205,7 +179,7 @@ class CachedModel:
         if self._snapshots is not None:
             restored = self._snapshots.restore(length)
             if restored is None:
-                self._empty()
+                self._make_cache()
                 return
             length = restored
         for layer in self._buffers:
@@ -226,16 +200,12 @@ class CachedModel:
     def feed_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
         """Append a token that was drawn on the device, without a transfer to the host: the logits after it."""
         self._check_side(0, self._length + 1)
-        return self._feed(token.view(1, 1).to(self._device), self._next_positions(1), 1)
+        return self._feed(token.view(1, 1).to(self.device), self._next_positions(1), 1)
 
     @torch.inference_mode()
     def feed_tree(self, new_tokens: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
-        """Append tokens to the text, and nodes to the tree: the logits after the last of the tokens, if there are any,
-        and after each new node.
-
-        Args:
-            new_tokens: none if nodes are in the cache.
-            tree: begins with the nodes that are in the cache.
+        """Append tokens to the text, if no nodes are in the cache, and nodes to a tree that begins with those that are:
+        the logits after the last of the tokens, if there are any, and after each new node.
         """
         num_cached, num_text = len(self._tree), self._length - len(self._tree) + len(new_tokens)
         self._check_side(num_text, num_text + tree.depth)
@@ -244,14 +214,13 @@ class CachedModel:
             self.feed(new_tokens[:-1])
             new_tokens = new_tokens[-1:]
         ids = [*new_tokens, *tree.tokens[num_cached:]]
-        depths, ancestors = tree.depths[num_cached:], tree.ancestors()[num_cached:]
-        positions, mask = tree_feed(depths, ancestors, num_text, num_pending=len(new_tokens))
+        positions, mask = tree_feed(tree, num_cached, num_text, num_pending=len(new_tokens))
         inputs = {
-            "position_ids": positions[None].to(self._device),
-            "attention_mask": additive(mask, self.model.dtype)[None, None].to(self._device),
+            "position_ids": positions[None].to(self.device),
+            "attention_mask": additive(mask, self.model.dtype)[None, None].to(self.device),
         }
         num_rows = len(tree) - num_cached + bool(new_tokens)
-        logits = self._feed(torch.tensor([ids], device=self._device), inputs, num_rows)
+        logits = self._feed(torch.tensor([ids], device=self.device), inputs, num_rows)
         self._tree = tree
         return logits
 
@@ -266,11 +235,8 @@ class CachedModel:
         self._check_lengths()
 
     def _check_side(self, num_first: int, end: int) -> None:
-        """Raise ValueError if the text, with `end` tokens, crosses a RoPE switch.
-
-        Args:
-            num_first: tokens that are read at once if none is cached.
-            end: tokens that are cached after the forward.
+        """Raise ValueError if the text, with `end` tokens after the forward, crosses a RoPE switch; `num_first` of them
+        are read at once if none is cached.
         """
         if self._rope_switch is None:
             return
@@ -281,23 +247,22 @@ class CachedModel:
 
     def _feed_text(self, fed: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
         if not (self.one_token_at_a_time and len(fed) > 1):
-            ids = self._single.fill_(fed[0]) if len(fed) == 1 else torch.tensor([fed], device=self._device)
+            ids = self._single.fill_(fed[0]) if len(fed) == 1 else torch.tensor([fed], device=self.device)
             return self._feed(ids, self._next_positions(len(fed)), num_rows)
         # the prompt at once, as `generate` feeds it, and what was drafted after it one by one
         num_first = 1 if self._length > 0 else len(fed) - num_rows + 1
         steps = []
         for tokens in (fed[:num_first], *([token] for token in fed[num_first:])):
-            ids = torch.tensor([tokens], device=self._device)
+            ids = torch.tensor([tokens], device=self.device)
             steps.append((self._feed(ids, self._next_positions(len(tokens)), 1), self.hidden))
         logits, hidden = zip(*steps[-num_rows:], strict=True)
         self.hidden = None if self.hidden is None else torch.cat(hidden)
         return torch.cat(logits)
 
     def _next_positions(self, num_fed: int) -> dict[str, Tensor]:
-        """Positions of the tokens that are fed next, as a keyword of the model's forward."""
         end = self._length + num_fed
         if end > self._positions.shape[1]:
-            self._positions = torch.arange(2 * end, device=self._device)[None]
+            self._positions = torch.arange(2 * end, device=self.device)[None]
         return {"position_ids": self._positions[:, self._length : end]}
 
     def _feed(
@@ -311,7 +276,7 @@ class CachedModel:
         else:
             with self.recorder.watching(has_body=self._parts is not None) as outputs:
                 logits, states = self._run(ids, inputs, num_rows)
-            self.recorder.append(self._length, outputs, states, logits.new_empty(ids.shape[1], 0))
+            self.recorder.append(self._length, outputs, logits.new_empty(ids.shape[1], 0) if states is None else states)
         self._length += ids.shape[1]
         self._check_lengths()
         return logits if self.vocab_size in (None, logits.shape[-1]) else logits[:, : self.vocab_size]
@@ -333,18 +298,10 @@ class CachedModel:
             **inputs,  # without positions, some families count from 0 in every forward
         }
         accepted = {name: value for name, value in known.items() if name in self._parameters}
-        if not self.with_hidden:
-            return self.model(input_ids=ids, use_cache=True, **accepted).logits[0, -num_rows:], None
-        # a hook only during the forward: one that stayed would keep this object as long as the model lives
-        hook = lm_head_of(self.model).register_forward_pre_hook(partial(self._keep_hidden, get_ident()))
-        try:
-            return self.model(input_ids=ids, use_cache=True, **accepted).logits[0, -num_rows:], None
-        finally:
-            hook.remove()
-
-    def _keep_hidden(self, thread: int, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if get_ident() == thread:  # another thread may run the same model
-            self.hidden = inputs[0][0]
+        with recorded([lm_head_of(self.model)] if self.with_hidden else [], inputs=True) as head_inputs:
+            logits = self.model(input_ids=ids, use_cache=True, **accepted).logits[0, -num_rows:]
+        self.hidden = head_inputs.get(0)
+        return logits, None
 
     def _check_lengths(self) -> None:
         """Check law 4.5 on every layer that counts tokens; a layer never written to shares another layer's keys."""

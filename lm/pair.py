@@ -46,7 +46,7 @@ _BITSANDBYTES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Pair:
-    """Models that fit, and their tokenizer."""
+    """Models that fit, and their tokenizer; `drafting` is the draft of either kind."""
 
     target: PreTrainedModel
     drafting: PreTrainedModel | FeatureDraft
@@ -55,11 +55,7 @@ class Pair:
 
     @property
     def draft(self) -> PreTrainedModel:
-        """The draft, if it is a language model.
-
-        Raises:
-            ValueError: it is a feature draft.
-        """
+        """The draft, a language model; ValueError for a feature draft."""
         if isinstance(self.drafting, FeatureDraft):
             raise ValueError(_needs_target(type(self.drafting).__name__))
         return self.drafting
@@ -77,9 +73,7 @@ class Pair:
 
 
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel | None = None) -> int:
-    """One more than the largest id that the tokenizer has (`len(tokenizer)` is less if ids have gaps), or that `target`
-    emits.
-    """
+    """One more than the largest id of the tokenizer (`len` is less if ids have gaps), or that `target` emits."""
     num_ids = 1 + max(tokenizer.get_vocab().values())
     return num_ids if target is None else min(num_ids, num_logits_of(target))
 
@@ -103,7 +97,7 @@ def load_pair(config: PairConfig) -> Pair:
     tokenizer = load_pair_tokenizer(config)
     models = {name: load_model(source) for name, source in _sources(config).items()}
     target = models["target"]
-    drafting = models.get("draft") or feature_draft_of(config, target)
+    drafting = models.get("draft") or feature_draft_of(config.draft, target)
     pair = Pair(target, drafting, models.get("micro"), tokenizer)
     for name, model in models.items():
         check_width(model, pair.vocab_size, name)
@@ -111,11 +105,7 @@ def load_pair(config: PairConfig) -> Pair:
 
 
 def load_pair_tokenizer(config: PairConfig) -> PreTrainedTokenizerBase:
-    """The target's tokenizer, checked against those of the other models; no model is loaded.
-
-    Raises:
-        ValueError: tokenizers that differ.
-    """
+    """The target's tokenizer, without loading a model; ValueError if another model's differs."""
     tokenizer = load_tokenizer(config.target)
     for name, source in _sources(config).items():
         other = load_tokenizer(source)
@@ -162,7 +152,7 @@ def load_model(source: ModelSource, *, device: torch.device | None = None) -> Pr
             machine does not support.
     """
     settings = _settings_of(source, device=device)
-    with _within_memory(source), _reading(source, "config.json or weights"):
+    with _reading(source, "config.json or weights"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
             **repository_of(source),
@@ -226,9 +216,8 @@ def _settings_of(source: ModelSource, *, device: torch.device | None) -> dict[st
 def _quantization_of(source: ModelSource) -> QuantizationConfigMixin:
     """transformers' settings of a quantisation; ValueError if it knows no such method or fields."""
     value = source.quantization
-    fields = dict(value) if isinstance(value, dict) else _BITSANDBYTES[str(value)]
     try:
-        config: QuantizationConfigMixin = AutoQuantizationConfig.from_dict(fields)
+        config: QuantizationConfigMixin = AutoQuantizationConfig.from_dict(_fields_of(value))
     except (ValueError, TypeError, ImportError) as error:
         cause = " ".join(str(error).split())[:300]
         raise ValueError(
@@ -238,23 +227,8 @@ def _quantization_of(source: ModelSource) -> QuantizationConfigMixin:
     return config
 
 
-@contextmanager
-def _within_memory(source: ModelSource) -> Iterator[None]:
-    """Turn any error for lack of memory into one that says so, with the size of the weights."""
-    try:
-        yield
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        free_memory()
-        need = weight_bytes(source) / 1e9
-        device = source.device_map or ("cuda" if torch.cuda.is_available() else "cpu")
-        raise ValueError(
-            f"out of memory while {source.path} was loaded (device_map {device}): its weights alone take {need:,.1f} "
-            "GB; `acceptance-heads plan` adds up the rest. Free memory, or choose device_map: auto over more GPUs, "
-            "tp_plan: auto, a smaller dtype, quantization: 4bit, or data.mode: sequential, which loads one model at a "
-            "time"
-        ) from error
+def _fields_of(quantization: str | dict[str, Any] | None) -> dict[str, Any]:
+    return dict(quantization) if isinstance(quantization, dict) else dict(_BITSANDBYTES[str(quantization)])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -289,7 +263,7 @@ def weight_bytes(source: ModelSource) -> float:
         for weight in (layer.get_parameter("weight"),)
     }
     in_layers = model.num_parameters() - sum(tables.values())
-    quantised = width if source.quantization is None else min(width, _quantised_bytes(source.quantization))
+    quantised = width if source.quantization is None else min(width, _quantised_bytes(_fields_of(source.quantization)))
     return float(sum(tables.values()) * width + in_layers * quantised)
 
 
@@ -299,15 +273,11 @@ def dtype_bytes(source: ModelSource, config: PretrainedConfig) -> int:
     return dtype.itemsize if isinstance(dtype, torch.dtype) else torch.float32.itemsize
 
 
-def _quantised_bytes(quantization: str | dict[str, Any]) -> float:
+def _quantised_bytes(fields: dict[str, Any]) -> float:
     """Bytes of one weight of a layer, with a scale of half a byte per eight weights."""
-    if isinstance(quantization, str):
-        bits = float(quantization.removesuffix("bit"))
-    else:
-        named = [quantization[name] for name in ("bits", "nbits", "w_bit") if name in quantization]
-        flags = [bits for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)) if quantization.get(name)]
-        bits = float([*named, *flags, 16][0])
-    return bits / 8 + 4 / 64
+    named = [fields[name] for name in ("bits", "nbits", "w_bit") if name in fields]
+    flags = [bits for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)) if fields.get(name)]
+    return float([*named, *flags, 16][0]) / 8 + 4 / 64
 
 
 @contextmanager
@@ -321,30 +291,37 @@ def _reading(source: ModelSource, part: str) -> Iterator[None]:
         enable_progress_bars()
     try:
         yield
-    except ImportError as error:
-        cause = " ".join(str(error).split())[:300]
-        raise ValueError(f"{source.path} needs a package that is not installed: {cause}") from error
-    except OSError as error:
-        if is_out_of_memory(error):
-            raise
-        subject = f"no model with safetensors weights at {source.path!r} (revision {source.revision or 'main'})"
-        raise FileNotFoundError(
-            f"{subject}: neither a local model directory nor a hub id that can be reached; check the path, or "
-            "`hf download` it first"
-        ) from error
     except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        cause = " ".join(str(error).split())[:300]
-        if source.attn_implementation is not None and "attn_implementation" in cause:
-            raise ValueError(f"attn_implementation of {source.path}: {cause}") from error
-        raise ValueError(
-            f"the {part} of {source.path} cannot be read ({type(error).__name__}: {cause}); fetch or copy the model "
-            "again, and check the settings of this model"
-        ) from error
+        raise _refusal_of(error, source, part) from error
     finally:
         if has_bars:
             logging.enable_progress_bar()
+
+
+def _refusal_of(error: Exception, source: ModelSource, part: str) -> Exception:
+    path, cause = source.path, " ".join(str(error).split())[:300]
+    if is_out_of_memory(error):
+        free_memory()
+        device = source.device_map or ("cuda" if torch.cuda.is_available() else "cpu")
+        return ValueError(
+            f"out of memory while {path} was loaded (device_map {device}): its weights alone take "
+            f"{weight_bytes(source) / 1e9:,.1f} GB; `acceptance-heads plan` adds up the rest. Free memory, or choose "
+            "device_map: auto over more GPUs, tp_plan: auto, a smaller dtype, quantization: 4bit, or data.mode: "
+            "sequential, which loads one model at a time"
+        )
+    if isinstance(error, ImportError):
+        return ValueError(f"{path} needs a package that is not installed: {cause}")
+    if isinstance(error, OSError):
+        return FileNotFoundError(
+            f"no model with safetensors weights at {path!r} (revision {source.revision or 'main'}): neither a local "
+            "model directory nor a hub id that can be reached; check the path, or `hf download` it first"
+        )
+    if source.attn_implementation is not None and "attn_implementation" in cause:
+        return ValueError(f"attn_implementation of {path}: {cause}")
+    return ValueError(
+        f"the {part} of {path} cannot be read ({type(error).__name__}: {cause}); fetch or copy the model again, and "
+        "check the settings of this model"
+    )
 
 
 def _check_same_ids(

@@ -1,8 +1,7 @@
 """Tensor parallelism (`tp_plan: auto`): one model in slices, in processes that torchrun started, each with its own GPU.
 
-transformers slices a model by the plan of its class. Every process runs the same forwards, and each forward waits for
-all of them. Hidden states and logits are whole in every process, and equal those of the unsliced model up to the order
-of sums.
+transformers slices a model by the plan of its class. Every process runs the same forwards, which wait for each other.
+Hidden states and logits are whole in every process, and equal those of the unsliced model up to the order of sums.
 """
 
 import os
@@ -75,9 +74,8 @@ def check_slices(source: ModelSource, config: PretrainedConfig, count: int) -> N
             f"{where} is {source.tp_plan}, and transformers has no such plan for {text.model_type}; use device_map: "
             "auto, which puts whole layers on each GPU"
         )
-    heads = {name: getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
-    for name, number in heads.items():
-        if number is not None and number % count:
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (number := getattr(text, name, None)) is not None and number % count:
             raise ValueError(
                 f"{where} is {source.tp_plan} in {count} processes, and {name} {number} is no multiple of {count}; "
                 "start a number of processes that divides it"

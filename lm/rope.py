@@ -1,34 +1,25 @@
 """Law 4.5 for models whose RoPE frequencies depend on the largest position of a forward.
 
 Some models rotate *all* tokens of a forward by one set of frequencies up to `bound` tokens, and by another beyond
-(`longrope`: Phi-3 and Phi-4 with 128k, PhiMoE, MiniCPM). A forward that crosses the bound (a verification, a batch with
-a longer row, a whole response) would give other distributions than one token at a time. So a text is read either
-
-    short   no more than `bound` of its tokens are ever fed
-    long    its prompt alone has more than `bound` tokens; in the loop one more, since a prompt may be fed without its
-            last token
-
-and a text that would cross is refused. With `dynamic` frequencies every length beyond the bound, which is the model's
-context, has its own set: no text may exceed it.
+(`longrope`: Phi-3 and Phi-4 with 128k, PhiMoE, MiniCPM). A forward that crosses the bound would give other
+distributions than one token at a time. So a text is either short, with at most `bound` tokens, or long: its prompt
+alone has more than `bound` tokens, in the loop without the last one, which may be fed later. A text that would cross is
+refused. With `dynamic` frequencies every length beyond the bound, which is the model's context, has its own set: no
+text may exceed it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-_KNOWN: "WeakKeyDictionary[PreTrainedModel, RopeSwitch | None]" = WeakKeyDictionary()
-
 
 class RopeSwitch(NamedTuple):
-    """How a model's frequencies change with the length of its text."""
+    """How the frequencies of a model, named by its class, change beyond `bound` tokens of its text."""
 
     model: str
-    """Name of its class."""
     rope_type: str
     bound: int
-    """Tokens up to which the short frequencies hold."""
 
     def is_long(self, num_prompt: int) -> bool:
         """True if a text with such a prompt is read with the long frequencies from its first token on."""
@@ -47,31 +38,19 @@ class RopeSwitch(NamedTuple):
 
 
 def rope_switch_of(model: PreTrainedModel) -> RopeSwitch | None:
-    """How the frequencies of `model` change; None if they do not.
-
-    Raises:
-        ValueError: layers that change at different lengths.
-    """
-    if model not in _KNOWN:
-        bounds = dict(_bounds(model.config.get_text_config()))
-        if len(bounds) > 1:
-            lengths = " and ".join(map(str, sorted(bounds)))
-            subject = f"{type(model).__name__} has layers that change their rotary frequencies at {lengths} tokens"
-            raise ValueError(f"{subject}; choose another model")
-        switches = [RopeSwitch(type(model).__name__, rope_type, bound) for bound, rope_type in bounds.items()]
-        _KNOWN[model] = switches[0] if switches else None
-    return _KNOWN[model]
+    """How the frequencies of `model` change; None if they do not; ValueError if layers change at different lengths."""
+    bounds = dict(_bounds(model.config.get_text_config()))
+    if len(bounds) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has layers that change their rotary frequencies at "
+            f"{' and '.join(map(str, sorted(bounds)))} tokens; choose another model"
+        )
+    return next((RopeSwitch(type(model).__name__, rope_type, bound) for bound, rope_type in bounds.items()), None)
 
 
 def refuse_crossing(model: PreTrainedModel, num_prompt: int, num_fed: int, *, subject: str, remedy: str) -> None:
-    """Raise ValueError if a text crosses the model's bound.
-
-    Args:
-        model: the model that reads the text.
-        num_prompt: tokens that `generate` would read in its first forward.
-        num_fed: tokens that are read at most.
-        subject: first clause of the message: what has so many tokens.
-        remedy: last clause of the message.
+    """Raise ValueError if a text crosses the model's bound (`RopeSwitch.crosses`); the message begins with `subject`,
+    which says what has so many tokens, and ends with `remedy`.
     """
     switch = rope_switch_of(model)
     if switch is not None and switch.crosses(num_prompt, num_fed):

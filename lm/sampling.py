@@ -3,15 +3,14 @@
     probs = softmax(top_p(top_k(logits / temperature)))        temperature > 0
     probs = one-hot(argmax logits)                             temperature = 0, the limit of the same path
 
-The warpers are transformers' own (`TemperatureLogitsWarper`, `TopKLogitsWarper`, `TopPLogitsWarper`), in the order in
-which `generate` applies them, so that a pair has the same distribution here as there. Departures: temperature 0 is
-allowed (transformers raises), softmax runs in float32 whatever the dtype of the logits (float64 on request), and top-p
-sorts on the CPU only what it must (`QuickTopP`), which changes no bit of the result.
+The warpers are transformers' own, in the order in which `generate` applies them, so that a pair has the same
+distribution here as there. Departures: temperature 0 is allowed (transformers raises), softmax runs in float32 whatever
+the dtype of the logits (float64 on request), and top-p sorts on the CPU only what it must (`QuickTopP`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -39,7 +38,6 @@ class QuickTopP(TopPLogitsWarper):
     def __call__(
         self, input_ids: LongTensor | None, scores: Float[Tensor, "rows vocab"]
     ) -> Float[Tensor, "rows vocab"]:
-        """The scores with -inf for every token beyond the likeliest that hold `top_p` of the mass."""
         is_short = scores.shape[-1] <= 4 * _NUM_LIKELIEST
         if is_short or scores.device.type != "cpu" or torch.compiler.is_compiling():
             return super().__call__(input_ids, scores)
@@ -77,24 +75,27 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}; it must be a whole number from 1, or null to keep every token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1], or be null to keep every token")
-        object.__setattr__(self, "_warpers", self._make_warpers())
+        warpers = LogitsProcessorList()
+        if self.temperature not in (0.0, 1.0):
+            warpers.append(TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k is not None:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p is not None and self.top_p < 1.0:
+            warpers.append(QuickTopP(self.top_p))
+        object.__setattr__(self, "_warpers", warpers)
 
     @classmethod
     def of(cls, processors: Sequence[object]) -> "Sampling | None":
         """The sampling equal to a list of transformers' processors; None if it has others than the three warpers."""
-        kinds = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
-        warpers: dict[type, Any] = {type(processor): processor for processor in processors}
-        is_in_order = [type(processor) for processor in processors] == [kind for kind in kinds if kind in warpers]
+        names = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
+        kinds = [type(processor) for processor in processors]
         is_plain = all(
             getattr(warper, "filter_value", -torch.inf) == -torch.inf and getattr(warper, "min_tokens_to_keep", 1) == 1
-            for warper in warpers.values()
+            for warper in processors
         )
-        if not (is_in_order and is_plain):
+        if not is_plain or kinds != [kind for kind in names if kind in kinds]:
             return None
-        names = ("temperature", "top_k", "top_p")
-        return Sampling(
-            **{name: getattr(warpers[kind], name) for name, kind in zip(names, kinds, strict=True) if kind in warpers}
-        )
+        return Sampling(**{names[type(warper)]: getattr(warper, names[type(warper)]) for warper in processors})
 
     @property
     def is_greedy(self) -> bool:
@@ -160,16 +161,6 @@ class Sampling:
             logits = self.processed(logits, [*text, *draft])
         return logits if self.is_greedy else self.probs(logits)
 
-    def _make_warpers(self) -> LogitsProcessorList:
-        warpers = LogitsProcessorList()
-        if self.temperature not in (0.0, 1.0):
-            warpers.append(TemperatureLogitsWarper(float(self.temperature)))
-        if self.top_k is not None:
-            warpers.append(TopKLogitsWarper(self.top_k))
-        if self.top_p is not None and self.top_p < 1.0:
-            warpers.append(QuickTopP(self.top_p))
-        return warpers
-
 
 class NonFiniteError(ValueError):
     """A model yields logits that are not finite."""
@@ -181,13 +172,7 @@ def non_finite(values: Tensor) -> Bool[Tensor, "..."]:
 
 
 def refuse_non_finite(values: Tensor, whose: str, where: str) -> None:
-    """Raise NonFiniteError, a ValueError, if any row of logits [..., vocab] is `non_finite`.
-
-    Args:
-        values: the logits.
-        whose: the model, for the message.
-        where: what the model was doing, for the message.
-    """
+    """Raise NonFiniteError if any row of logits [..., vocab] is `non_finite`; the message says `whose`, and `where`."""
     if non_finite(values).any():
         kind = "NaN" if values.amax(-1).isnan().any() else "infinite"
         raise NonFiniteError(f"{whose} yields {kind} logits {where}; {REMEDY}")

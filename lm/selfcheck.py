@@ -1,9 +1,8 @@
 """Tests of a model against itself, once per model: fed in an unusual way, it must give the logits of a plain forward.
 
-transformers does not promise for every family that a cache, a tree, rows of different lengths or continuations side by
-side are read correctly. Some forwards ignore a cache (RWKV) or need another one (xLSTM), some of several tokens are not
-the forwards of each (Mamba, Zamba2), some read positions off the mask (ALiBi). Such a model would silently decode other
-tokens. So each way to feed has a plan, which is compared with plain forwards.
+Some families' forwards ignore a cache (RWKV) or need another one (xLSTM), some of several tokens are not the forwards
+of each (Mamba, Zamba2), some read positions off the mask (ALiBi). Such a model would silently decode other tokens. So
+each way to feed has a plan, which is compared with plain forwards.
 
 The error of a row is its largest difference, as a share of the row's standard deviation over the vocabulary. At most:
 
@@ -17,8 +16,7 @@ A second text is tried where the first fails because of rounding: experts that t
 reserved tokens, which only the first text has, are noisy (SmolLM2-135M in bfloat16: 0.22 to 1.2, and 0.17 on words).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from inspect import signature
 from itertools import pairwise
 from typing import Any
@@ -48,7 +46,6 @@ feeds are two different computations.
 """
 _STEPWISE_LENGTH = 64
 """Tokens of the text that are fed again one at a time if longer feeds are wrong."""
-_FAILURE = "its forward fails with this cache"
 _FIRST_WORD = 300
 """Ids below may be control tokens or single bytes, which come first in many vocabularies."""
 _TREE_TEXT, _TREE = (1, 2, 3), Tree((1, 2, 3, 1, 2), (-1, -1, 0, 1, 3))
@@ -71,7 +68,7 @@ Feeds = Iterable[tuple[Float[Tensor, "row width"], Float[Tensor, "row width"]]]
 
 
 def refusal_of(model: PreTrainedModel, purpose: str, remedy: str) -> Refusal:
-    """From a reason to the error that also names the model, the purpose ("be decoded") and the remedy."""
+    """From a reason to the error, which also says what the model cannot do ("be decoded"), and the remedy."""
     return lambda reason: ValueError(f"{type(model).__name__} cannot {purpose}: {reason}; {remedy}")
 
 
@@ -80,19 +77,14 @@ def check(
 ) -> None:
     """Raise ValueError unless the feeds of a plan of few rows give what plain forwards give.
 
-    Args:
-        model: the model that is fed; one that passed is not tested again.
-        name: the way to feed.
-        feeds: the plan with the text of a seed, 0 or 1.
-        refusal: makes the error.
-        difference: start of the error's reason, up to "by".
+    A model that passed `name`, the way to feed, is not tested again. `feeds` takes the seed of a text, 0 or 1; the
+    error's reason begins with `difference`.
     """
     passed, errors = _PASSED.setdefault(model, {}), []
     if name in passed:
         return
     for seed in (0, 1) if model.dtype != torch.float64 else (0,):
-        with _refusing(refusal, f"its forward fails with {name}"):
-            rows = torch.cat([row_errors(rows.detach(), expected.detach()) for rows, expected in feeds(seed)])
+        rows = torch.cat(_errors(feeds(seed), name, refusal))
         errors.append(float(rows.max()))
         if _largest([rows], by_median=_is_half(model)) <= _tolerance(model) and errors[-1] <= _HALF_ROW_TOLERANCE:
             passed[name] = False
@@ -101,10 +93,8 @@ def check(
 
 
 def check_cache(cached: Cached) -> None:
-    """Raise ValueError unless forwards through the cache give what a forward without one does.
-
-    `one_token_at_a_time` is set if feeds of several tokens fail, but a prompt followed by single tokens gives what
-    transformers' own cache gives.
+    """Raise ValueError unless forwards through the cache give what a forward without one does; or set
+    `one_token_at_a_time` if a prompt followed by single tokens gives what transformers' own cache gives.
     """
     passed = _PASSED.setdefault(cached.model, {})
     if "cache" not in passed:
@@ -129,27 +119,16 @@ def check_tree(cached: Cached) -> None:
     cached.reset()
 
 
-def check_batch(
-    cached: Cached,
-    refusal: Refusal,
-    roll_back: Callable[[int, int], None],
-    feed: Callable[[list[list[int]]], list[Tensor]],
-) -> None:
-    """Raise ValueError unless rows of a batch have the logits that each has alone, in `cached`.
-
-    Args:
-        cached: a model of one sequence.
-        refusal: makes the error.
-        roll_back: cuts a row of the batch to a length.
-        feed: feeds the first rows of the batch up to the end of these texts: the last logits of each.
-    """
+def check_batch(cached: Cached, batch: Any, refusal: Refusal) -> None:
+    """Raise ValueError unless rows of `batch`, a `BatchModel`, have the logits that each has alone, in `cached`."""
 
     def feeds(seed: int) -> Feeds:
         for plan in _BATCH:
-            for row, (num_kept, _) in enumerate(plan):
-                roll_back(row, num_kept)
             texts = [ids_of_plan(cached.model, tokens, seed) for _, tokens in plan]
-            for text, logits in zip(texts, feed(texts), strict=True):
+            for row, (num_kept, _) in zip(batch.rows, plan, strict=False):
+                row.roll_back(num_kept)
+            new_tokens = [text[len(row) :] for row, text in zip(batch.rows, texts, strict=False)]
+            for text, logits in zip(texts, batch.feed(batch.rows[:2], new_tokens, [1, 1]), strict=True):
                 cached.reset()
                 yield logits, cached.feed(text)
 
@@ -160,21 +139,25 @@ def check_batch(
 
 def _needs_single_tokens(cached: Cached, refusal: Refusal) -> bool:
     """True if tokens must be fed one at a time; raises ValueError if the logits are wrong even then."""
-    tolerance = _HALF_ROW_TOLERANCE if _is_half(cached.model) and _has_states(cached) else _tolerance(cached.model)
-    error = _chain_error(cached, 0, refusal)
+    model, has_states = cached.model, _has_states(cached)
+    by_median = _is_half(model) and not has_states  # single rows are too noisy
+    tolerance = _HALF_ROW_TOLERANCE if _is_half(model) and has_states else _tolerance(model)
+
+    def error_of(feeds: Feeds, *, by_median: bool = by_median) -> float:
+        return _largest(_errors(feeds, "this cache", refusal), by_median=by_median)
+
+    error = error_of(_chain_feeds(cached, 0))
     if not any(map(is_written, cached.cache.layers)):
         raise refusal("its forward ignores the cache")
-    if error > tolerance and (cached.model.dtype == torch.float32 or _by_median(cached)):
-        error = min(error, _chain_error(cached, 1, refusal))
+    if error > tolerance and (model.dtype == torch.float32 or by_median):
+        error = min(error, error_of(_chain_feeds(cached, 1)))
     if error <= tolerance:
         return False
     cached.one_token_at_a_time = True
-    with _refusing(refusal, _FAILURE), torch.inference_mode():
-        tokens = _text(cached, _STEPWISE_LENGTH, 0)
-        expected = _generated(cached, tokens)
-        stepwise_error = _largest(_chain_errors(cached, tokens, expected), by_median=_by_median(cached))
-        cache_error = row_errors(expected, _logits(cached, tokens, 0, use_cache=False)).max()
-    if stepwise_error > tolerance or cache_error > _HALF_ROW_TOLERANCE:
+    if (
+        error_of(_chain_feeds(cached, 0)) > tolerance
+        or error_of(_cache_feeds(cached), by_median=False) > _HALF_ROW_TOLERANCE
+    ):
         raise refusal(f"its logits through a cache differ from those without one by {error:.2g} of their spread")
     return True
 
@@ -193,17 +176,13 @@ def _check_key_selection(cached: Cached, refusal: Refusal) -> None:
         raise refusal(f"{subject}, and scores of 0 tie")
 
 
-def _chain_error(cached: Cached, seed: int, refusal: Refusal) -> float:
-    with _refusing(refusal, _FAILURE), torch.inference_mode():
-        tokens = _text(cached, _CHAIN_LENGTH, seed)
-        expected = _logits(cached, tokens, 0, use_cache=False)
-        return _largest(_chain_errors(cached, tokens, expected), by_median=_by_median(cached))
-
-
-def _chain_errors(
-    cached: Cached, tokens: Sequence[int], expected: Float[Tensor, "position vocab"]
-) -> Iterator[Float[Tensor, " row"]]:
-    """Errors of the rows that follow right tokens only, feed by feed, without those of the prompt."""
+def _chain_feeds(cached: Cached, seed: int) -> Feeds:
+    """The rows of each feed that follow right tokens only, without those of the prompt; and those of a forward without
+    a cache, or if tokens are fed one at a time those that `generate` sees.
+    """
+    is_single = cached.one_token_at_a_time
+    tokens = _text(cached, _STEPWISE_LENGTH if is_single else _CHAIN_LENGTH, seed)
+    expected = _generated(cached, tokens) if is_single else _logits(cached, tokens, 0, use_cache=False)
     num_ids = cached.model.config.get_text_config().vocab_size
     cached.reset()
     feeds = chain_plan(len(tokens), has_states=_has_states(cached))
@@ -215,7 +194,13 @@ def _chain_errors(
         logits = cached.feed([*tokens[:num_right], *wrong][len(cached) :], num_rows)
         first = end - num_rows
         if start > 0 and num_right > first:
-            yield row_errors(logits[: num_right - first], expected[first:num_right])
+            yield logits[: num_right - first], expected[first:num_right]
+
+
+def _cache_feeds(cached: Cached) -> Feeds:
+    """The logits that `generate` sees, and those of a forward without a cache."""
+    tokens = _text(cached, _STEPWISE_LENGTH, 0)
+    yield _generated(cached, tokens), _logits(cached, tokens, 0, use_cache=False)
 
 
 def chain_plan(length: int, *, has_states: bool) -> list[tuple[int, int]]:
@@ -228,9 +213,8 @@ def chain_plan(length: int, *, has_states: bool) -> list[tuple[int, int]]:
 
 def _tree_feeds(cached: Cached, seed: int) -> Feeds:
     """(logits of a path in a tree, its logits alone), for every path, and for one after it was kept."""
-    text, tree = ids_of_plan(cached.model, _TREE_TEXT, seed), Tree([0, 1, 0], [-1, -1, 1])
-    if cached.model.config.get_text_config().vocab_size > max(_TREE.tokens):
-        tree = Tree(ids_of_plan(cached.model, _TREE.tokens, seed), _TREE.parents)
+    text = ids_of_plan(cached.model, _TREE_TEXT, seed)
+    tree = Tree(ids_of_plan(cached.model, _TREE.tokens, seed), _TREE.parents)
     path = tree.path(len(tree) - 1)
     cached.reset()
     in_tree = cached.feed_tree(text, tree)[1:]
@@ -282,13 +266,12 @@ def row_errors(rows: Float[Tensor, "row width"], expected: Float[Tensor, "row wi
     return torch.where(expected.isfinite().all(-1), errors.nan_to_num(float("inf")), 0.0)
 
 
-def _largest(errors: Iterable[Float[Tensor, " row"]], *, by_median: bool) -> float:
+def _largest(errors: Sequence[Float[Tensor, " _"]], *, by_median: bool) -> float:
     """Error of the worst row, or of the median row of the worst feed."""
-    feeds = list(errors)
     if not by_median:
-        return max((float(error.max()) for error in feeds), default=0.0)
-    short = [error for error in feeds if len(error) < _NUM_MEDIAN_ROWS]
-    groups = [*([torch.cat(short)] if short else []), *(error for error in feeds if len(error) >= _NUM_MEDIAN_ROWS)]
+        return max((float(error.max()) for error in errors), default=0.0)
+    short = [error for error in errors if len(error) < _NUM_MEDIAN_ROWS]
+    groups = [*([torch.cat(short)] if short else []), *(error for error in errors if len(error) >= _NUM_MEDIAN_ROWS)]
     return max((float(group.median()) for group in groups), default=0.0)
 
 
@@ -304,11 +287,6 @@ def _is_half(model: PreTrainedModel) -> bool:
     return model.dtype not in (torch.float32, torch.float64)
 
 
-def _by_median(cached: Cached) -> bool:
-    """True if rows are too noisy to be compared one by one."""
-    return _is_half(cached.model) and not _has_states(cached)
-
-
 def _has_states(cached: Cached) -> bool:
     """True if its cache holds recurrent or convolutional states."""
     return any(hasattr(layer, "has_previous_state") for layer in cached.cache.layers)
@@ -321,12 +299,12 @@ def is_written(layer: Any) -> bool:
     return any(states.values()) or (getattr(layer, "is_initialized", False) and type(layer).__name__ != "DummyLayer")
 
 
-@contextmanager
-def _refusing(refusal: Refusal, failure: str) -> Iterator[None]:
-    """Turn the failure of a forward into a refusal of its model; running out of memory is not one."""
+def _errors(feeds: Feeds, way: str, refusal: Refusal) -> list[Float[Tensor, " _"]]:
+    """Errors of the rows of each feed. A forward that fails refuses its model, unless it runs out of memory."""
     try:
-        yield
+        with torch.inference_mode():
+            return [row_errors(rows, expected) for rows, expected in feeds]
     except torch.OutOfMemoryError:
         raise
     except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise refusal(f"{failure} ({type(error).__name__}: {error})") from error
+        raise refusal(f"its forward fails with {way} ({type(error).__name__}: {error})") from error

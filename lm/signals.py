@@ -1,12 +1,11 @@
 """Signals: numbers that describe a distribution q and a token y drawn from it, for heads, policies and traces.
 
 They are those of the untruncated distribution at temperature 1, in nats (law 4.1): a truncated or greedy one has an
-entropy near zero everywhere, so signals never see the sampling transform.
+entropy near zero everywhere.
 
-A *scalar* is a signal that a head may read beside the hidden state. To add one, add an entry to `SCALARS`: data
-generation, training, exported heads, decoding, traces and replay look scalars up there by name (docs/extending.md).
-`POSITION` describes the text instead: tokens of the response before y, which every server can count. The prompt is left
-out, as its length says little about y and would hide how far a long answer is. Nothing stores it; readers count.
+A *scalar* is a signal that a head may read beside the hidden state. To add one, add an entry to `SCALARS`, where all
+code looks them up by name (docs/extending.md). `POSITION` describes the text instead: tokens of the response before y.
+Nothing stores it; readers count. The prompt is left out: its length would hide how far a long answer is.
 """
 
 import math
@@ -39,9 +38,7 @@ def entropy(logits: Float[Tensor, "*position vocab"]) -> Float[Tensor, "*positio
 def cross_entropy(
     q_logits: Float[Tensor, "*position vocab"], p_logits: Float[Tensor, "*position vocab"]
 ) -> Float[Tensor, "*position"]:
-    """H(q, p) = -sum_v q_v log p_v >= H(q), in nats, float32 or wider. SVIP (arXiv 2411.18462) bounds acceptance by
-    it.
-    """
+    """H(q, p) = -sum_v q_v log p_v >= H(q), in nats, float32 or wider. SVIP (2411.18462) bounds acceptance by it."""
     q, log_p = upcast(q_logits).log_softmax(-1).exp(), upcast(p_logits).log_softmax(-1)
     return -(q * log_p.clamp_min(-1e4)).sum(-1)
 

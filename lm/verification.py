@@ -1,9 +1,8 @@
 """Law 4.2: verification (Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1), of chains and of trees.
 
-Accept drafted tokens y_1 … y_K left to right while u_i < p_i(y_i) / q_i(y_i); at the first rejection emit one token
-from norm(max(0, p_i - q_i)), the *residual* token; after full acceptance emit one token from p_{K+1}, the *bonus*
-token. Each emitted token then has exactly the distribution p, whatever q was, if y_i was drawn from the very q_i that
-is passed here.
+Accept drafted tokens y_1 … y_K left to right while u_i < p_i(y_i) / q_i(y_i). At the first rejection emit the
+*residual* token, drawn from norm(max(0, p_i - q_i)); after full acceptance the *bonus* token, drawn from p_{K+1}. Each
+emitted token then has exactly the distribution p, whatever q was, if y_i was drawn from the very q_i that is passed.
 
 At temperature 0 (`GreedySampler`) every distribution is one-hot: accept while y_i is the target's most probable token,
 then emit the target's token. `num_accepted`, `next_dist` and `verify` then take logits as q and p (`lm.draws`); the
@@ -26,12 +25,10 @@ from lm.masks import ROOT, Tree
 
 
 class Verdict(NamedTuple):
-    """Outcome of one verification."""
+    """Length of the accepted prefix, and the next token: the residual one, or after full acceptance the bonus one."""
 
     num_accepted: int
-    """0..K: length of the accepted prefix of the draft."""
     next_token: int
-    """The residual token if num_accepted < K, else the bonus token."""
 
 
 def acceptance_prob(
@@ -57,15 +54,7 @@ def residual_probs(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vo
 def num_accepted(
     tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Sampler
 ) -> int:
-    """Length of the accepted prefix of a draft; the draws see an empty draft too, and so every round.
-
-    Args:
-        tokens: drafted token ids y_1 … y_K.
-        q: the distribution that each token was drawn from, on any device, at most as wide as p; `GreedySampler` ignores
-            it.
-        p: the target's distributions at the same positions, with rows after them or not.
-        draws: random draws.
-    """
+    """Length of the accepted prefix of a draft, which may be empty; args as in `verify`. `GreedySampler` ignores q."""
     return draws.num_accepted(_accept_probs(tokens, q, p, draws))
 
 
@@ -102,9 +91,9 @@ def verify(
 
     Args:
         tokens: drafted token ids y_1 … y_K.
-        q: the distribution that each token was drawn from, on any device; one narrower than p gets zeros.
+        q: the distribution that each token was drawn from, on any device; one narrower than p has zeros there.
         p: the target's distributions at the same positions and at the one after.
-        generator: a torch generator or None is wrapped in `RandomSampler`.
+        generator: random draws; a torch generator or None is wrapped in `RandomSampler`.
 
     Raises:
         ValueError: the row that the next token is drawn from is not finite.
@@ -117,9 +106,7 @@ def verify(
 def _accept_probs(
     tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Sampler
 ) -> Iterable[float]:
-    """Acceptance probability of each drafted token: on the CPU one by one as they are read, from a device in one
-    transfer.
-    """
+    """Acceptance probabilities: on the CPU one by one as they are read, from a device in one transfer."""
     if not tokens:
         return ()
     if isinstance(draws, GreedySampler):  # torch on the CPU takes five times as long as numpy
@@ -132,7 +119,7 @@ def _accept_probs(
 
 
 def _on_device(q: Sequence[Float[Tensor, " _"]], device: torch.device) -> Sequence[Float[Tensor, " _"]]:
-    """The rows of q on this device, in one transfer if they are alike; models that draft in turns may be on several."""
+    """The rows on this device, in one transfer if they are alike; models that draft in turns may be on several."""
     kinds = {(row.device, row.shape[-1]) for row in q}
     if all(old == device for old, _ in kinds):
         return q
@@ -142,7 +129,6 @@ def _on_device(q: Sequence[Float[Tensor, " _"]], device: torch.device) -> Sequen
 
 
 def _ratio(token: int, q: np.ndarray, p: np.ndarray) -> float:
-    """min(1, p(token) / q(token)); 0 where p is 0."""
     q_token, p_token = float(q[token]), float(p[token])
     # in this order min keeps NaN, which no uniform is below: a distribution that is not finite rejects
     return min(p_token / q_token, 1.0) if q_token != 0.0 else float(p_token > 0.0)
@@ -167,7 +153,7 @@ def verify_tree(tree: Tree, p: Float[Tensor, "rows vocab"], draws: Sampler) -> t
 
     Args:
         tree: a function of the text alone.
-        p: the target's distributions (`lm.draws`) after the text, and after each node.
+        p: the target's distributions after the text, and after each node.
         draws: random draws.
 
     Raises:
@@ -186,14 +172,13 @@ def verify_tree(tree: Tree, p: Float[Tensor, "rows vocab"], draws: Sampler) -> t
 
 
 def node_probs(tree: Tree, path: Sequence[int], p: Float[Tensor, "rows vocab"], draws: Sampler) -> list[float]:
-    """p(x) of each node of a path, the probability that verification accepts it as a first child; 0 or 1 at temperature
-    0.
-    """
+    """p(x) of each node of a path: the probability that it is accepted as a first child."""
     rows = [p[tree.parents[node] + 1] for node in path]
     tokens = tree.tokens_of(path)
-    if isinstance(draws, GreedySampler):
-        return [float(token == int(row.argmax())) for token, row in zip(tokens, rows, strict=True)]
-    return [float(row[token]) for token, row in zip(tokens, rows, strict=True)]
+    is_greedy = isinstance(draws, GreedySampler)
+    return [
+        float(token == int(row.argmax()) if is_greedy else row[token]) for token, row in zip(tokens, rows, strict=True)
+    ]
 
 
 def _rejection_probs(tokens: Sequence[int], dist: Float[Tensor, " vocab"], draws: Sampler) -> Iterator[float]:

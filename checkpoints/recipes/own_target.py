@@ -136,7 +136,7 @@ class Eagle3Draft:
         self._draft = Eagle3(config, tuple(layer_ids), target_size=of_target.hidden_size)
         body: Any = target.base_model
         self._draft.norm.load_state_dict(body.norm.state_dict())
-        self._draft.reduce(target_ids)
+        self._draft.target_ids = target_ids
         self._draft.bind(target)
         self.module: nn.Module = self._draft
         self._sizes = sizes

@@ -110,7 +110,7 @@ class Worker:
         self._models, self._vocab_size = models, vocab_size
         self._latest = LatestRows(max_error_share=data.max_error_share)
         has_feature_draft = job.stage == "together" and "draft" not in models
-        self._feature_draft = feature_draft_of(pair, models["target"]) if has_feature_draft else None
+        self._feature_draft = feature_draft_of(pair.draft, models["target"]) if has_feature_draft else None
         self.resize(data)
 
     def resize(self, data: DataConfig) -> None:

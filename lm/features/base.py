@@ -10,11 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from lm.cache import growing_cache
 from lm.masks import visible
 
 Rotation = tuple[Tensor, Tensor]
@@ -24,8 +23,6 @@ Mask = Bool[Tensor, "1 1 node cached"]
 
 
 class Outputs(NamedTuple):
-    """Outputs of a draft for each node."""
-
     states: Float[Tensor, "batch node hidden"]
     """States that later nodes read instead of the target's features."""
     hidden: Float[Tensor, "batch node hidden"]
@@ -35,9 +32,14 @@ class Outputs(NamedTuple):
 class FeatureDraft(nn.Module):
     """A draft for one target. Bind it to the target before use."""
 
+    cached_layer_ids: tuple[int, ...] = ()
+    """The target's layers whose cached keys and values it reads, counted from 0."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """Layers after which it reads the target's residual stream, 0 for its embedding; None: after the final norm."""
     lag = 0
     """The entry of token t has position t - lag, and reads the target's states up to token t - 1."""
     target_ids: Int[Tensor, " reduced"] | None
+    """The target's ids that a reduced vocabulary's logits are for, in their order; None: all."""
     name_or_path = ""
     """Directory or repository that it was loaded from."""
 
@@ -50,7 +52,7 @@ class FeatureDraft(nn.Module):
         rotary: nn.Module | None = None,
     ) -> None:
         """Args:
-        config: config of the draft's layer; its vocabulary is the target's.
+        config: of the draft's layer; its vocabulary is the target's.
         has_embedding: the draft has input embeddings; otherwise the target's are used.
         num_logits: width of the draft's LM head; None: it has none, and the target's is used.
         rotary: rotary embedding; None: Llama's.
@@ -58,6 +60,8 @@ class FeatureDraft(nn.Module):
         super().__init__()
         config._attn_implementation = "sdpa"
         self.config = config
+        self.hidden_size: int = config.hidden_size
+        """Width of the input of its LM head and of acceptance heads."""
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
         self._has_head = num_logits is not None
         self.lm_head = nn.Linear(config.hidden_size, num_logits, bias=False) if num_logits is not None else None
@@ -69,39 +73,21 @@ class FeatureDraft(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of its weights."""
         return next(self.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of its weights."""
         return next(self.parameters()).device
 
     @property
-    def hidden_size(self) -> int:
-        """Width of the input of its LM head and of acceptance heads."""
-        return self.config.hidden_size
-
-    @property
     def num_logits(self) -> int:
-        """Width of `logits`."""
+        """Width of `logits`; those of a reduced vocabulary are as wide as the target's."""
         if self.lm_head is None or self.target_ids is not None:
             return self.config.vocab_size
         return self.lm_head.out_features
 
-    @property
-    def target_layer_ids(self) -> tuple[int, ...] | None:
-        """Layers after which it reads the target's residual stream, 0 for its embedding; None: after the final norm."""
-        return None
-
-    def reduce(self, target_ids: Int[Tensor, " reduced"]) -> None:
-        """Set the target's ids that the draft's own LM head has logits for, in its order."""
-        self.target_ids = target_ids
-
     def bind(self, target: PreTrainedModel) -> "FeatureDraft":
-        """Use the target's embeddings or LM head where the draft has none; a reduced vocabulary without an LM head gets
-        a copy of the target's rows.
-        """
+        """Use the target's embeddings or LM head where the draft has none; for a reduced vocabulary, copy its rows."""
         self._borrowed = target.get_input_embeddings(), target.get_output_embeddings()
         if self.target_ids is not None and not self._has_head:
             rows = target.get_output_embeddings().weight.detach()[self.target_ids.to(target.device)]
@@ -116,13 +102,11 @@ class FeatureDraft(nn.Module):
 
     @property
     def borrowed(self) -> tuple[nn.Module, nn.Module]:
-        """Input embeddings and LM head of the target."""
         assert self._borrowed is not None, "bind the draft to its target first"
         return self._borrowed
 
     @property
     def embedding(self) -> nn.Module:
-        """The input embeddings."""
         return self.borrowed[0] if self.embed_tokens is None else self.embed_tokens
 
     def embed(self, tokens: Int[Tensor, "*node"]) -> Float[Tensor, "*node hidden"]:
@@ -143,10 +127,6 @@ class FeatureDraft(nn.Module):
         wide = narrow.new_full((*narrow.shape[:-1], self.num_logits), fill)
         return wide.index_copy_(-1, self.target_ids, narrow)
 
-    def new_cache(self, capacity: int) -> DynamicCache:
-        """An empty cache for the draft's layers."""
-        return growing_cache(capacity)
-
 
 def num_logits_of(config: PreTrainedConfig) -> int:
     """Entries of a draft's vocabulary, which may be a reduced one."""
@@ -163,22 +143,16 @@ def causal(tokens: Int[Tensor, "batch new"], cache: Cache | None, device: torch.
 
 
 class DraftLayer(nn.Module):
-    """Llama's or Qwen3's layer after its first norm: attention, whose input may be wider than the residual stream, and
-    the MLP.
-    """
+    """Llama's or Qwen3's layer after its first norm; its attention's input may be wider than the residual stream."""
 
     def __init__(self, config: LlamaConfig | Qwen3Config, *, input_size: int, qkv_bias: bool) -> None:
         super().__init__()
-        self.self_attn: Any
-        self.mlp: Any
-        if isinstance(config, Qwen3Config):
-            self.self_attn, self.mlp = Qwen3Attention(config, 0), Qwen3MLP(config)
-        else:
-            self.self_attn, self.mlp = LlamaAttention(config, 0), LlamaMLP(config)
+        layer: Any = Qwen3DecoderLayer(config, 0) if isinstance(config, Qwen3Config) else LlamaDecoderLayer(config, 0)
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.post_attention_layernorm = layer.post_attention_layernorm
         for name in ("q_proj", "k_proj", "v_proj"):
             width = getattr(self.self_attn, name).out_features
             setattr(self.self_attn, name, nn.Linear(input_size, width, bias=qkv_bias))
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
         self,

@@ -14,12 +14,7 @@ With the anchor x_0, the newest token of the text, state i of a block gives x_{i
     confidence_i = proj [h_i; W1[x_i]], or proj h_i   logit of the acceptance rate of x_{i+1}, known before it is drawn
 
 So tokens are drawn one after another without another forward. Heads and LM head read `hidden` of a token: [h_i;
-W1[x_i]], and z_i where that is not W1[x_i].
-
-    draft.remember(draft.context(features), positions, cache)   once for all tokens that the target has read
-    states = draft.block(anchors, positions, cache=cache)       appends the block to the cache: roll it back
-    hidden = draft.joined(states, previous)                     of known texts; `follow` makes it token by token
-    logits, confidence = draft.logits(hidden), draft.confidence(hidden)
+W1[x_i]], and z_i where that is not W1[x_i]; `joined` makes it of known texts, `follow` token by token.
 """
 
 import torch
@@ -27,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, apply_rotary_pos_emb
 
 from lm.features.base import FeatureDraft, Rotation, num_logits_of
 from lm.masks import visible
@@ -37,65 +32,35 @@ Memory = Tensor | None
 """What a Markov head carries from token to token; None before the first, and if it carries nothing."""
 
 
-class VanillaMarkov(nn.Module):
-    """A bias that follows from the previous token alone."""
+MARKOV_HEADS = {"vanilla": 1, "gated": 2, "rnn": 2}
+"""Kinds of Markov heads: vectors of width `rank` that each adds to `hidden`, W1[x] and z if that differs."""
 
-    num_parts = 1
-    """Vectors of width `rank` that it adds to `hidden`: W1[x], and z if that differs."""
+
+class MarkovHead(nn.Module):
+    """A bias that follows from the previous token alone (vanilla), also from the state (gated), or from every token of
+    the block so far (rnn).
+    """
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
-        self.rank: int = config.markov_rank
+        self.kind, self.rank = config.markov_head_type, config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, self.rank)
         self.markov_w2 = nn.Linear(self.rank, num_logits_of(config), bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(config.hidden_size + self.rank, self.rank)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * self.rank + config.hidden_size, 3 * self.rank)
 
     def step(
         self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
     ) -> tuple[Float[Tensor, "*block parts"], Memory]:
-        """(what `hidden` has after the state, memory for the next token)."""
-        return self.markov_w1(previous), None
-
-    def over(
-        self, states: Float[Tensor, "*block draft hidden"], previous: Int[Tensor, "*block draft"]
-    ) -> Float[Tensor, "*block draft parts"]:
-        """`step` over whole blocks."""
-        return self.step(states, previous, None)[0]
-
-    def bias(self, parts: Float[Tensor, "*draft parts"]) -> Float[Tensor, "*draft vocab"]:
-        """W2 z, which is added to the logits."""
-        return self.markov_w2(parts[..., -self.rank :])
-
-
-class GatedMarkov(VanillaMarkov):
-    """A bias whose size the state decides."""
-
-    num_parts = 2
-
-    def __init__(self, config: Qwen3Config) -> None:
-        super().__init__(config)
-        self.gate_proj = nn.Linear(config.hidden_size + self.rank, self.rank)
-
-    def step(
-        self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
-    ) -> tuple[Float[Tensor, "*block parts"], Memory]:
+        """(what `hidden` has beside the state, memory for the next token)."""
         embedded = self.markov_w1(previous)
-        gate = self.gate_proj(torch.cat([states, embedded], -1)).sigmoid()
-        return torch.cat([embedded, gate * embedded], -1), None
-
-
-class RNNMarkov(VanillaMarkov):
-    """A bias that follows from every token of the block so far."""
-
-    num_parts = 2
-
-    def __init__(self, config: Qwen3Config) -> None:
-        super().__init__(config)
-        self.joint_proj = nn.Linear(2 * self.rank + config.hidden_size, 3 * self.rank)
-
-    def step(
-        self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
-    ) -> tuple[Float[Tensor, "*block parts"], Memory]:
-        embedded = self.markov_w1(previous)
+        if self.kind == "vanilla":
+            return embedded, None
+        if self.kind == "gated":
+            gate = self.gate_proj(torch.cat([states, embedded], -1)).sigmoid()
+            return torch.cat([embedded, gate * embedded], -1), None
         memory = torch.zeros_like(embedded) if memory is None else memory
         gate, candidate, output = self.joint_proj(torch.cat([memory, embedded, states], -1)).chunk(3, -1)
         gate = gate.sigmoid()
@@ -104,15 +69,18 @@ class RNNMarkov(VanillaMarkov):
     def over(
         self, states: Float[Tensor, "*block draft hidden"], previous: Int[Tensor, "*block draft"]
     ) -> Float[Tensor, "*block draft parts"]:
+        """`step` over whole blocks."""
+        if self.kind != "rnn":
+            return self.step(states, previous, None)[0]
         parts, memory = [], None
         for index in range(states.shape[-2]):
             part, memory = self.step(states[..., index, :], previous[..., index], memory)
             parts.append(part)
         return torch.stack(parts, -2)
 
-
-MARKOV_HEADS: dict[str, type[VanillaMarkov]] = {"vanilla": VanillaMarkov, "gated": GatedMarkov, "rnn": RNNMarkov}
-"""Markov heads by `markov_head_type`."""
+    def bias(self, parts: Float[Tensor, "*draft parts"]) -> Float[Tensor, "*draft vocab"]:
+        """W2 z, which is added to the logits."""
+        return self.markov_w2(parts[..., -self.rank :])
 
 
 class ConfidenceHead(nn.Module):
@@ -126,17 +94,12 @@ class ConfidenceHead(nn.Module):
         return self.proj(inputs).squeeze(-1)
 
 
-class DSparkLayer(nn.Module):
+class DSparkLayer(Qwen3DecoderLayer):
     """Qwen3's layer with attention that is not causal."""
 
     def __init__(self, config: Qwen3Config, index: int) -> None:
-        super().__init__()
-        self.self_attn = Qwen3Attention(config, index)
+        super().__init__(config, index)
         self.self_attn.is_causal = False
-        self.mlp = Qwen3MLP(config)
-        self.input_layernorm, self.post_attention_layernorm = (
-            Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
-        )
 
     def remember(self, context: Float[Tensor, "batch token hidden"], rotation: Rotation, cache: Cache) -> None:
         """Append keys and values of context, which passes no norm of the layer."""
@@ -147,26 +110,12 @@ class DSparkLayer(nn.Module):
         _, keys = apply_rotary_pos_emb(keys, keys, *rotation)
         cache.update(keys, values, attention.layer_idx)
 
-    def forward(
-        self,
-        states: Float[Tensor, "batch node hidden"],
-        *,
-        rotation: Rotation,
-        mask: Bool[Tensor, "batch 1 node cached"] | None,
-        cache: Cache,
-    ) -> Float[Tensor, "batch node hidden"]:
-        """The residual stream after the layer."""
-        attended, _ = self.self_attn(
-            self.input_layernorm(states), position_embeddings=rotation, attention_mask=mask, past_key_values=cache
-        )
-        states = states + attended
-        return states + self.mlp(self.post_attention_layernorm(states))
-
 
 class DSpark(FeatureDraft):
     """A DSpark draft, or a DFlash one."""
 
     config: Qwen3Config
+    target_layer_ids: tuple[int, ...]
 
     def __init__(self, config: Qwen3Config, *, has_embedding: bool = True, has_head: bool = True) -> None:
         """Args:
@@ -175,11 +124,9 @@ class DSpark(FeatureDraft):
             `enable_confidence_head`, `confidence_head_with_markov`; `sample_from_anchor` is true where absent.
             `window_mask` says what `layer_types` with sliding_attention see.
         has_embedding: the draft has input embeddings; otherwise the target's are used.
-        has_head: the draft has an LM head, of width `draft_vocab_size` if config has one; otherwise the target's is
-            used.
+        has_head: the draft has an LM head; otherwise the target's is used.
         """
-        num_logits = num_logits_of(config) if has_head else None
-        super().__init__(config, has_embedding=has_embedding, num_logits=num_logits)
+        super().__init__(config, has_embedding=has_embedding, num_logits=num_logits_of(config) if has_head else None)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.num_inputs: int = config.block_size
         """Tokens of a block that the layers read."""
@@ -187,21 +134,13 @@ class DSpark(FeatureDraft):
         """Tokens that a block drafts."""
         self.fc = nn.Linear(len(config.target_layer_ids) * size, size, bias=False)
         self.hidden_norm, self.norm = (Qwen3RMSNorm(size, eps=eps) for _ in range(2))
-        self._markov_kind: str | None = config.markov_head_type if config.markov_rank else None
+        self.target_layer_ids = tuple(layer_id + 1 for layer_id in config.target_layer_ids)
+        kind = config.markov_head_type if config.markov_rank else None
+        self.hidden_size = size + markov_width(config.markov_rank, kind)
         self.layers = nn.ModuleList([DSparkLayer(config, index) for index in range(config.num_hidden_layers)])
-        self.markov_head = MARKOV_HEADS[self._markov_kind](config) if self._markov_kind else None
-        self._confidence_size = 0
-        if config.enable_confidence_head:
-            self._confidence_size = size + (config.markov_rank if config.confidence_head_with_markov else 0)
-        self.confidence_head = ConfidenceHead(self._confidence_size) if self._confidence_size else None
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        return tuple(layer_id + 1 for layer_id in self.config.target_layer_ids)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size + markov_width(self.config.markov_rank, self._markov_kind)
+        self.markov_head = MarkovHead(config) if kind else None
+        self._confidence_size = size + (config.markov_rank if config.confidence_head_with_markov else 0)
+        self.confidence_head = ConfidenceHead(self._confidence_size) if config.enable_confidence_head else None
 
     def context(self, features: Float[Tensor, "batch token feature"]) -> Float[Tensor, "batch token hidden"]:
         """What layers make keys and values of."""
@@ -210,11 +149,9 @@ class DSpark(FeatureDraft):
     def remember(
         self, context: Float[Tensor, "batch token hidden"], positions: Int[Tensor, "#batch token"], cache: Cache
     ) -> None:
-        """Append context to the cache of every layer."""
         rotation = self.rotary_emb(context, positions)
-        layer: DSparkLayer
-        for layer in self.layers:  # type: ignore[assignment]  # those that it was made with
-            layer.remember(context, rotation, cache)
+        for layer in self.layers:
+            layer.remember(context, rotation, cache)  # type: ignore[operator]  # a `DSparkLayer`
 
     def block(
         self,
@@ -224,14 +161,8 @@ class DSpark(FeatureDraft):
         cache: Cache,
         mask: Bool[Tensor, "batch 1 node cached"] | None = None,
     ) -> Float[Tensor, "batch block draft hidden"]:
-        """The states of blocks, in one forward, which appends them to the cache.
-
-        Args:
-            anchors: first token of each block.
-            positions: position of each anchor.
-            cache: holds the context (`remember`).
-            mask: the entries that each token sees, block after block; None: everything, which is right for one block
-                whose context is all that the cache holds.
+        """The states of blocks with these first tokens, in one forward, which appends them to the cache, after the
+        context (`remember`). `mask` has the entries that each token sees, block after block; None: everything.
         """
         tokens = torch.full((*anchors.shape, self.num_inputs), self.config.mask_token_id, device=self.device)
         tokens[..., 0] = anchors
@@ -244,7 +175,7 @@ class DSpark(FeatureDraft):
             within = window_mask(self.config, positions, cache.get_seq_length())
             masks["sliding_attention"] = within if mask is None else mask & within
         for layer, kind in zip(self.layers, types, strict=True):
-            states = layer(states, rotation=rotation, mask=masks[kind], cache=cache)
+            states = layer(states, position_embeddings=rotation, attention_mask=masks[kind], past_key_values=cache)
         return self.norm(states).unflatten(1, (-1, self.num_inputs))[..., -self.block_size :, :]
 
     def on_text(
@@ -254,11 +185,7 @@ class DSpark(FeatureDraft):
         positions: Int[Tensor, "batch block"],
     ) -> Float[Tensor, "batch block draft hidden"]:
         """The states of blocks of whole texts, as training needs them; a block sees only the text before its anchor.
-
-        Args:
-            features: the target's, also of tokens that no block sees.
-            tokens: the texts, from position 0 on.
-            positions: position of each anchor in its text.
+        `positions` are those of the anchors.
         """
         cache = DynamicCache()  # gradients pass through what it holds
         self.remember(self.context(features), torch.arange(features.shape[1], device=self.device)[None], cache)
@@ -268,7 +195,7 @@ class DSpark(FeatureDraft):
     def joined(
         self, states: Float[Tensor, "*block draft hidden"], previous: Int[Tensor, "*block draft"]
     ) -> Float[Tensor, "*block draft wide"]:
-        """`hidden` of whole blocks; `previous` has the token before each drafted one."""
+        """`hidden` of whole blocks; `previous`: the token before each drafted one."""
         return states if self.markov_head is None else torch.cat([states, self.markov_head.over(states, previous)], -1)
 
     def follow(
@@ -301,7 +228,7 @@ class DSpark(FeatureDraft):
 
 def markov_width(rank: int, kind: str | None) -> int:
     """Width that a Markov head adds to `hidden`; 0 without one."""
-    return rank * MARKOV_HEADS[kind].num_parts if rank and kind else 0
+    return rank * MARKOV_HEADS[kind] if rank and kind else 0
 
 
 def block_mask(
@@ -322,8 +249,8 @@ def window_mask(
     """Mask of what a sliding layer may see of a text and of all blocks, beside the block's own limits.
 
     A block sees the last `sliding_window` tokens before its anchor (speculators); with `window_follows_token`, each of
-    its tokens sees so many up to itself (SpecForge). Inside a block a token sees those up to itself, and the later ones
-    only with `sliding_window_non_causal`.
+    its tokens sees so many up to itself (SpecForge). Inside a block a token sees later ones only with
+    `sliding_window_non_causal`.
     """
     assert config.sliding_window is not None, "loading refuses sliding layers without a window"
     steps = torch.arange(config.block_size, device=positions.device)

@@ -8,14 +8,8 @@ gives q(x_{t+2}):
     EAGLE-3     a_{t+1} = layers([norm(embed(x_{t+1})); norm(s_t)]), residual s_t         q = softmax(head norm(a))
 
 Where the target has read the text, `entering` makes s_t of its features: f_t, the state after its final norm, as it is;
-or, for EAGLE-3, fc of three of its layers' outputs. Deeper in a draft s_t is the parent's `Outputs.states`.
-
-    states = draft.entering(features)                              [batch node hidden]
-    outputs = draft(tokens, states, positions, cache=, mask=)      appends the nodes to the cache
-    logits = draft.logits(outputs.hidden)
-
-A tree is the same with a mask (`lm.masks`); what is not kept is dropped by `lm.cache.roll_back`. EAGLE-2 is the tree
-that is grown from EAGLE-1's weights, so both have one class.
+or, for EAGLE-3, fc of three of its layers' outputs. Deeper in a draft s_t is the parent's `Outputs.states`. EAGLE-2 is
+the tree that is grown from EAGLE-1's weights, with a mask (`lm.masks`), so both have one class.
 """
 
 from typing import Any
@@ -55,26 +49,20 @@ class Eagle(FeatureDraft):
         cache: Cache | None = None,
         mask: Mask | None = None,
     ) -> Outputs:
-        """Append entries to the cache.
+        """Append entries with the tokens x_{t+1}, the states s_t and the positions t.
 
         Args:
-            tokens: x_{t+1} of each entry.
-            states: s_t of each entry.
-            positions: t of each entry.
-            cache: from `new_cache`; None: nothing comes before, and nothing is kept.
+            cache: of `lm.cache.growing_cache`; None: nothing comes before, and nothing is kept.
             mask: the entries that each entry sees; None: a chain.
         """
         inputs = self._joined(self.embed(tokens), states)
         mask = causal(tokens, cache, inputs.device) if mask is None else mask
         rotation = self.rotary_emb(inputs, positions)
-        states = self._layer(inputs, self._residual(inputs, states), rotation=rotation, mask=mask, cache=cache)
-        for layer in list(self.layers)[1:]:
+        first, *further = self.layers
+        states = first(inputs, self._residual(inputs, states), rotation=rotation, mask=mask, cache=cache)
+        for layer in further:
             states = layer(states, position_embeddings=rotation, attention_mask=mask, past_key_values=cache)
         return self._outputs(states)
-
-    @property
-    def _layer(self) -> DraftLayer:
-        return self.layers[0]  # type: ignore[return-value]  # the one it was made with
 
     def _joined(self, embedded: Tensor, states: Tensor) -> Tensor:
         """Input of attention."""
@@ -95,16 +83,6 @@ class Norms(nn.ModuleList):
         return torch.cat([norm(part) for norm, part in zip(self, states.chunk(len(self), -1), strict=True)], -1)
 
 
-class Eagle3Layer(DraftLayer):
-    """EAGLE-3's layer, with the norms of its two inputs."""
-
-    def __init__(self, config: LlamaConfig | Qwen3Config) -> None:
-        super().__init__(config, input_size=2 * config.hidden_size, qkv_bias=config.attention_bias)
-        self.input_layernorm, self.hidden_norm = (
-            LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
-        )
-
-
 class Eagle3(Eagle):
     """An EAGLE-3 draft. `layers.0` is what SafeAILab's checkpoints call `midlayer`."""
 
@@ -123,24 +101,18 @@ class Eagle3(Eagle):
         layer_ids: layers of the target after which its residual stream is read, from 1, as transformers counts hidden
             states.
         target_size: width of the target.
-        has_embedding: the draft has input embeddings; otherwise the target's are used.
-        num_logits: width of the draft's LM head, whose vocabulary may be reduced; None: the target's is used.
         """
         FeatureDraft.__init__(self, config, has_embedding=has_embedding, num_logits=num_logits)
-        self._layer_ids, width, eps = layer_ids, len(layer_ids) * target_size, config.rms_norm_eps
+        self.target_layer_ids, width, eps = layer_ids, len(layer_ids) * target_size, config.rms_norm_eps
         self.input_norm = LlamaRMSNorm(width, eps=eps) if getattr(config, "norm_before_fc", False) else None
         has_norms = getattr(config, "fc_norm", False)
         self.fc_norm = Norms(LlamaRMSNorm(target_size, eps=eps) for _ in layer_ids) if has_norms else None
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        first = DraftLayer(config, input_size=2 * config.hidden_size, qkv_bias=config.attention_bias)
+        first.input_layernorm, first.hidden_norm = (LlamaRMSNorm(config.hidden_size, eps=eps) for _ in range(2))
         further: Any = Qwen3DecoderLayer if isinstance(config, Qwen3Config) else LlamaDecoderLayer
-        self.layers = nn.ModuleList(
-            [Eagle3Layer(config), *(further(config, index) for index in range(1, config.num_hidden_layers))]
-        )
+        self.layers = nn.ModuleList([first, *(further(config, index) for index in range(1, config.num_hidden_layers))])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=eps)
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        return self._layer_ids
 
     def entering(self, features: Float[Tensor, "batch node feature"]) -> Float[Tensor, "batch node hidden"]:
         features = features.to(self.device, self.dtype)
@@ -149,7 +121,7 @@ class Eagle3(Eagle):
         return self.fc(features)
 
     def _joined(self, embedded: Tensor, states: Tensor) -> Tensor:
-        layer: Eagle3Layer = self._layer  # type: ignore[assignment]
+        layer: Any = self.layers[0]
         return torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(states)], -1)
 
     def _residual(self, inputs: Tensor, states: Tensor) -> Tensor:
@@ -157,7 +129,5 @@ class Eagle3(Eagle):
 
     def _outputs(self, states: Tensor) -> Outputs:
         normed = self.norm(states)
-        is_fed_back = getattr(self.config, "norm_output", False)
-        return Outputs(
-            normed if is_fed_back else states, normed if getattr(self.config, "norm_logits", True) else states
-        )
+        is_fed_back, is_read = getattr(self.config, "norm_output", False), getattr(self.config, "norm_logits", True)
+        return Outputs(normed if is_fed_back else states, normed if is_read else states)

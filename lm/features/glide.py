@@ -9,7 +9,6 @@ L - D + j. The newest token is not in the target's cache yet: a query sees what 
 Training hides as much (`delayed`).
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,20 +53,17 @@ class CrossAttention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).flatten(-2))
 
 
-class GlideLayer(nn.Module):
+class GlideLayer(LlamaDecoderLayer):
     """Llama's layer with cross-attention in the middle."""
 
     def __init__(self, config: LlamaConfig, index: int) -> None:
-        super().__init__()
-        layer = LlamaDecoderLayer(config, index)
-        self.self_attn, self.mlp = layer.self_attn, layer.mlp
-        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        super().__init__(config, index)
         num_heads = config.large_num_attention_heads
         self.cross_attn = CrossAttention(
             config.hidden_size, num_heads=num_heads, head_size=config.large_hidden_size // num_heads
         )
 
-    def forward(
+    def forward(  # type: ignore[override]  # it reads the target's cache, too
         self,
         states: Float[Tensor, "batch node hidden"],
         of_target: KeysValues,
@@ -89,27 +85,26 @@ class GlideLayer(nn.Module):
 class Glide(FeatureDraft):
     """A GliDe draft."""
 
+    target_layer_ids = ()
+
     def __init__(self, config: LlamaConfig, num_target_layers: int) -> None:
-        """Args:
-        config: Llama's keys, and the target's `large_hidden_size` and `large_num_attention_heads`.
-        num_target_layers: layers of the target, L.
-        """
+        """`config`: Llama's keys, and the target's `large_hidden_size` and `large_num_attention_heads`."""
         num_logits = None if config.tie_word_embeddings else config.vocab_size
         super().__init__(config, has_embedding=True, num_logits=num_logits)
         self.layers = nn.ModuleList([GlideLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.cross_rotary_emb = _cross_rotation(config)
         self.cached_layer_ids = tuple(range(num_target_layers - config.num_hidden_layers, num_target_layers))
-        """The target's layers whose keys and values it reads, counted from 0."""
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        return ()
 
     def logits(self, hidden: Float[Tensor, "*node hidden"]) -> Float[Tensor, "*node vocab"]:
         if self.lm_head is None and self.embed_tokens is not None:
             return functional.linear(hidden, self.embed_tokens.weight)
         return super().logits(hidden)
+
+    def keys_values(self, cache: Cache, length: int) -> list[KeysValues]:
+        """What it reads of the first `length` tokens in a target's cache."""
+        layers: list[Any] = [cache.layers[index] for index in self.cached_layer_ids]
+        return [(layer.keys[:, :, :length], layer.values[:, :, :length]) for layer in layers]
 
     def forward(
         self,
@@ -121,15 +116,11 @@ class Glide(FeatureDraft):
         mask: Mask | None = None,
         cross_mask: CrossMask | None = None,
     ) -> Outputs:
-        """Append tokens to the cache.
+        """Append tokens; `keys_values` are the target's, of which each node sees `cross_mask` (None: all).
 
         Args:
-            tokens: token of each node.
-            keys_values: what the target has cached in `cached_layer_ids`.
-            positions: position of each node.
-            cache: from `new_cache`; None: nothing comes before, and nothing is kept.
+            cache: of `lm.cache.growing_cache`; None: nothing comes before, and nothing is kept.
             mask: the nodes of the draft that each node sees; None: a chain.
-            cross_mask: the target's keys that each node sees; None: all.
         """
         states = self.embed(tokens)
         mask = causal(tokens, cache, states.device) if mask is None else mask
@@ -152,14 +143,7 @@ def delayed(num_tokens: int, block_size: int, device: torch.device | None = None
     return (before | first)[None, None]
 
 
-def cached_keys_values(cache: Cache, layer_ids: Sequence[int], length: int) -> list[KeysValues]:
-    """Keys and values of the first `length` tokens in these layers of a target's cache."""
-    layers: list[Any] = [cache.layers[index] for index in layer_ids]
-    return [(layer.keys[:, :, :length], layer.values[:, :, :length]) for layer in layers]
-
-
 def _cross_rotation(config: LlamaConfig) -> LlamaRotaryEmbedding:
-    """Rotary embedding of cross-attention."""
     num_heads = config.large_num_attention_heads
     return LlamaRotaryEmbedding(
         LlamaConfig(

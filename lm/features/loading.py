@@ -4,14 +4,15 @@ A reduced vocabulary comes as two maps: `d2t`, offsets (the target's id of entry
 over the target's ids. Without `lm_head` its rows are the target's own.
 """
 
+from typing import Any
+
 import torch
 from accelerate import init_empty_weights
-from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
-from configs.schema import ModelSource, PairConfig
+from configs.schema import ModelSource
 from lm.features.base import FeatureDraft, num_logits_of
-from lm.features.dspark import MARKOV_HEADS, DSpark
+from lm.features.dspark import DSpark
 from lm.features.eagle import Eagle, Eagle3
 from lm.features.eight_bits import to_eight_bits
 from lm.features.glide import Glide
@@ -26,23 +27,12 @@ _DSPARK_KEYS = (
 _OTHER_TARGET = "use it with the target that it was trained for"
 
 
-def feature_draft_of(pair: PairConfig, target: PreTrainedModel) -> FeatureDraft:
-    """The feature draft that pair.draft names (`load_feature_draft`)."""
-    num_layers = target.config.get_text_config().num_hidden_layers
-    dtype = None if pair.draft.dtype == "auto" else getattr(torch, pair.draft.dtype)
-    return load_feature_draft(pair.draft, target, num_layers=num_layers, dtype=dtype)
-
-
-def load_feature_draft(
-    source: ModelSource, target: PreTrainedModel, *, num_layers: int, dtype: torch.dtype | None = None
-) -> FeatureDraft:
-    """The draft in evaluation mode, on the device of the target's LM head, bound to the target.
+def feature_draft_of(source: ModelSource, target: PreTrainedModel) -> FeatureDraft:
+    """The feature draft in evaluation mode, on the device of the target's LM head, bound to the target.
 
     Args:
         source: directory or hub repository of the draft; its `device_map` is ignored.
         target: the model whose states the draft reads.
-        num_layers: layers of the target.
-        dtype: dtype of the draft's weights; None: as stored.
 
     Raises:
         ValueError: weights that are pickled, missing, surplus, or of another shape; a draft that does not fit the
@@ -51,6 +41,7 @@ def load_feature_draft(
     if source.quantization not in (None, "8bit"):
         remedy = "of feature drafts it is 8bit or null"
         raise refusal_of(source.path, f"quantization is {source.quantization}", remedy)
+    dtype = None if source.dtype == "auto" else getattr(torch, source.dtype)
     if source.path.endswith(MTP):
         try:
             from lm.features.mtp import mtp_of  # older transformers lack what it imports
@@ -58,7 +49,12 @@ def load_feature_draft(
             raise refusal_of(source.path, "this transformers has no MTP modules", "install 5.23 or later") from error
         draft: FeatureDraft = mtp_of(source, target, dtype)
     else:
-        draft = _released(source, target, num_layers, dtype)
+        released = Released(source)
+        released.check_kind()
+        make = {"eagle": _eagle, "eagle3": _eagle3, "glide": _glide, "dspark": _dspark}
+        with init_empty_weights():
+            draft = make[released.layout or "eagle"](released, target.config.get_text_config())
+        _fill(draft, released, dtype)
     draft.name_or_path = source.path
     draft.to(next(target.get_output_embeddings().parameters()).device).eval().bind(target)
     if source.quantization is not None:
@@ -66,51 +62,39 @@ def load_feature_draft(
     return draft
 
 
-def _released(source: ModelSource, target: PreTrainedModel, num_layers: int, dtype: torch.dtype | None) -> FeatureDraft:
-    """A draft from its released directory, on the CPU."""
-    released = Released(source)
-    released.check_kind()
-    make = {"eagle": _eagle, "eagle3": _eagle3, "glide": _glide, "dspark": _dspark}
-    with init_empty_weights():
-        draft = make[released.layout or "eagle"](released, target, num_layers)
-    _fill(draft, released, dtype)
-    return draft
-
-
 def _fill(draft: FeatureDraft, released: Released, dtype: torch.dtype | None) -> None:
     """Give the draft all of its weights, and nothing else. Buffers (RoPE frequencies) keep their dtype."""
-    expected = draft.state_dict()
+    expected, tensors = draft.state_dict(), released.tensors
     remedy = "check that the download is complete, and that config.json belongs to these weights"
-    for verb, names in (
-        ("lacks", expected.keys() - released.tensors.keys()),
-        ("also has", released.tensors.keys() - expected.keys()),
-    ):
+    for verb, names in (("lacks", expected.keys() - tensors.keys()), ("also has", tensors.keys() - expected.keys())):
         released.require(not names, f"it {verb} {len(names)} tensors, first {min(names, default='')}", remedy)
-    for name, tensor in released.tensors.items():
+    for name, tensor in tensors.items():
         shape, expected_shape = list(tensor.shape), list(expected[name].shape)
         released.require(shape == expected_shape, f"{name} is {shape}, expected {expected_shape}", remedy)
         is_finite = tensor.dtype in FLOATS and bool(tensor.isfinite().all())
         released.require(is_finite, f"{name} is {tensor.dtype} or has NaN, and finite floats are read", remedy)
-    dtype = dtype or next(iter(released.tensors.values())).dtype
-    draft.load_state_dict({name: tensor.to(dtype) for name, tensor in released.tensors.items()}, assign=True)
+    dtype = dtype or next(iter(tensors.values())).dtype
+    draft.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
 
 
-def _eagle(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
-    config = released.llama(released.keys)
-    _check_fits(released, config, target, config.hidden_size)
+def _eagle(released: Released, of_target: Any) -> FeatureDraft:
+    config = released.layer(LlamaConfig, released.keys)
+    _check_fits(released, config, of_target, config.hidden_size)
     has_embedding, has_bias = (name in released.tensors for name in ("embed_tokens.weight", "fc.bias"))
     return Eagle(config, has_embedding=has_embedding, has_fc_bias=has_bias)
 
 
-def _eagle3(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
+def _eagle3(released: Released, of_target: Any) -> FeatureDraft:
     released.rename("midlayer.", "layers.0.")
     is_silent = "speculators_model_type" in released.keys and "norm_before_residual" not in released.keys
     subject = "config.json lacks norm_before_residual, for which readers assume different values"
     released.require(not is_silent, subject, "write true or false")
     has_head_norms = "layers.0.self_attn.q_norm.weight" in released.tensors
-    config = (released.qwen3 if has_head_norms else released.llama)(released.keys)
+    made: Any = Qwen3Config if has_head_norms else LlamaConfig
+    config = released.layer(made, released.keys)
     target_size = getattr(config, "target_hidden_size", None) or config.hidden_size
-    _check_fits(released, config, target, target_size)
+    _check_fits(released, config, of_target, target_size)
+    num_layers = of_target.num_hidden_layers
     written = _eagle3_layer_ids(released)
     ids = written or (2, num_layers // 2, num_layers - 3)
     released.require(
@@ -121,33 +105,20 @@ def _eagle3(released: Released, target: PreTrainedModel, num_layers: int) -> Fea
     )
     reads_twice = "layers.1.hidden_norm.weight" in released.tensors
     released.require(not reads_twice, "each of its layers reads the embedding again", "use a draft of one layer")
-    has_embedding, has_head = _own_vocabulary(released, config, target)
+    has_embedding, has_head = _own_vocabulary(released, config, of_target)
     num_logits = num_logits_of(config) if has_head else None
     draft = Eagle3(config, ids, target_size=target_size, has_embedding=has_embedding, num_logits=num_logits)
     config.max_position_embeddings = max_positions(released.keys)
-    return _reduced(draft, released, config)
+    return _reduced(draft, released)
 
 
-def _own_vocabulary(
-    released: Released, config: LlamaConfig | Qwen3Config, target: PreTrainedModel
-) -> tuple[bool, bool]:
+def _own_vocabulary(released: Released, config: PretrainedConfig, of_target: Any) -> tuple[bool, bool]:
     """(whether a draft has input embeddings, whether it has an LM head)."""
-    has_embedding, has_head = (f"{name}.weight" in released.tensors for name in ("embed_tokens", "lm_head"))
-    lacks = "" if has_embedding and has_head else "embed_tokens" if not has_embedding else "lm_head"
-    released.require(
-        not lacks or config.hidden_size == target.config.get_text_config().hidden_size,
-        f"it is not as wide as the target and has no {lacks}",
-        f"use a release with {lacks}",
-    )
-    return has_embedding, has_head
-
-
-def _reduced(draft: FeatureDraft, released: Released, config: LlamaConfig | Qwen3Config) -> FeatureDraft:
-    """The draft, with its vocabulary as d2t and t2d say."""
-    target_ids = _target_ids(released, num_logits_of(config), config.vocab_size)
-    if target_ids is not None:
-        draft.reduce(target_ids)
-    return draft
+    has = {name: f"{name}.weight" in released.tensors for name in ("embed_tokens", "lm_head")}
+    lacks = next((name for name in has if not has[name]), None)
+    is_possible = lacks is None or config.hidden_size == of_target.hidden_size
+    released.require(is_possible, f"it is not as wide as the target and has no {lacks}", f"use a release with {lacks}")
+    return has["embed_tokens"], has["lm_head"]
 
 
 def _eagle3_layer_ids(released: Released) -> tuple[int, ...]:
@@ -162,51 +133,40 @@ def _eagle3_layer_ids(released: Released) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _glide(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
+def _glide(released: Released, of_target: Any) -> FeatureDraft:
     released.rename("model.", "")
-    config = released.llama({"large_num_attention_heads": 32} | released.keys)
+    config = released.layer(LlamaConfig, {"large_num_attention_heads": 32} | released.keys)
     config.tie_word_embeddings = config.tie_word_embeddings and "lm_head.weight" not in released.tensors
-    of_target = target.config.get_text_config()
     num_heads = of_target.num_attention_heads
-    head_size = getattr(of_target, "head_dim", None) or of_target.hidden_size // num_heads
-    _check_fits(released, config, target, config.large_hidden_size, num_heads * head_size)
-    for is_fitting, subject in (
-        (
-            config.large_num_attention_heads == num_heads,
-            f"its queries have {config.large_num_attention_heads} heads and the target's {num_heads}",
-        ),
-        (
-            config.num_hidden_layers <= num_layers,
-            f"it has {config.num_hidden_layers} layers and the target {num_layers}",
-        ),
-    ):
-        released.require(is_fitting, subject, _OTHER_TARGET)
+    width = num_heads * (getattr(of_target, "head_dim", None) or of_target.hidden_size // num_heads)
+    _check_fits(released, config, of_target, config.large_hidden_size, width)
+    num_own, num_layers = config.num_hidden_layers, of_target.num_hidden_layers
+    subject = f"its queries have {config.large_num_attention_heads} heads and the target's {num_heads}"
+    released.require(config.large_num_attention_heads == num_heads, subject, _OTHER_TARGET)
+    released.require(num_own <= num_layers, f"it has {num_own} layers and the target {num_layers}", _OTHER_TARGET)
     return Glide(config, num_layers)
 
 
-def _dspark(released: Released, target: PreTrainedModel, num_layers: int) -> FeatureDraft:
+def _dspark(released: Released, of_target: Any) -> FeatureDraft:
     released.rename("logit_head.", "")  # of early releases
-    keys = released.keys
+    keys, num_layers = released.keys, of_target.num_hidden_layers
     lacks = [name for name in _DSPARK_KEYS if name not in keys]
     released.require(not lacks, f"config.json lacks {', '.join(lacks)}", "write what the draft was trained with")
-    config = released.qwen3(keys | {"num_target_layers": keys["num_target_layers"] or num_layers})
-    _check_fits(released, config, target, config.hidden_size)
+    config = released.layer(Qwen3Config, keys | {"num_target_layers": keys["num_target_layers"] or num_layers})
+    _check_fits(released, config, of_target, config.hidden_size)
     layers = f"{config.num_target_layers} layers, and this one has {num_layers}"
     fits = config.num_target_layers == num_layers
     released.require(fits, f"it is made for a target of {layers}", _OTHER_TARGET)
     for name, (is_valid, expected) in _dspark_limits(config).items():
         released.require(is_valid, f"its {name} is {getattr(config, name)}", f"it must be {expected}")
-    has_embedding, has_head = _own_vocabulary(released, config, target)
-    draft = DSpark(config, has_embedding=has_embedding, has_head=has_head)
-    return _reduced(draft, released, config)
+    has_embedding, has_head = _own_vocabulary(released, config, of_target)
+    return _reduced(DSpark(config, has_embedding=has_embedding, has_head=has_head), released)
 
 
 def _dspark_limits(config: Qwen3Config) -> dict[str, tuple[bool, str]]:
     """(whether a DSpark draft can have the key's value, the values that it can have), by key."""
     ids, last = config.target_layer_ids, config.num_target_layers - 1
     is_list = isinstance(ids, list) and all(type(layer_id) is int for layer_id in ids)
-    has_markov = config.markov_rank in range(1, config.vocab_size + 1)
-    kinds = ", ".join(MARKOV_HEADS)
     types = {"full_attention"} | ({"sliding_attention"} if config.sliding_window else set())
     is_from_anchor = getattr(config, "sample_from_anchor", True)
     minimum = 1 if is_from_anchor else 2
@@ -222,15 +182,9 @@ def _dspark_limits(config: Qwen3Config) -> dict[str, tuple[bool, str]]:
             f"rising numbers from -1, the embedding (0 as speculators counts), to {last - 1}, since readers disagree "
             f"whether what follows the last layer, {last}, is normed",
         ),
-        "markov_rank": (has_markov or config.markov_rank == 0, f"0 or a width of at most {config.vocab_size}"),
-        "markov_head_type": (not has_markov or config.markov_head_type in MARKOV_HEADS, f"one of {kinds}"),
         "sample_from_anchor": (
             is_from_anchor or config.markov_head_type != "rnn" or not hasattr(config, "speculators_model_type"),
             "true for a recurrent Markov head (rnn), whose state speculators begins at the anchor",
-        ),
-        "confidence_head_with_markov": (
-            has_markov or not config.confidence_head_with_markov,
-            "false where markov_rank is 0",
         ),
         "layer_types": (
             set(config.layer_types or ()) <= types,
@@ -240,14 +194,9 @@ def _dspark_limits(config: Qwen3Config) -> dict[str, tuple[bool, str]]:
 
 
 def _check_fits(
-    released: Released,
-    config: LlamaConfig | Qwen3Config,
-    target: PreTrainedModel,
-    width: int,
-    expected: int | None = None,
+    released: Released, config: PretrainedConfig, of_target: Any, width: int, expected: int | None = None
 ) -> None:
     """Check that the draft reads states as wide as the target's, and has its vocabulary."""
-    of_target = target.config.get_text_config()
     for quantity, draft_size, target_size in (
         ("states", width, expected or of_target.hidden_size),
         ("a vocabulary", config.vocab_size, of_target.vocab_size),
@@ -256,31 +205,22 @@ def _check_fits(
         released.require(draft_size == target_size, subject, _OTHER_TARGET)
 
 
-def _target_ids(released: Released, num_logits: int, vocab_size: int) -> Tensor | None:
-    """The target's id of each entry of a reduced vocabulary; None if it is not reduced."""
+def _reduced(draft: FeatureDraft, released: Released) -> FeatureDraft:
+    """The draft, whose vocabulary is reduced if config.json says so."""
     offsets, mask = (released.tensors.pop(name, None) for name in ("d2t", "t2d"))
+    num_logits, vocab_size = num_logits_of(draft.config), draft.config.vocab_size
     if num_logits == vocab_size:
-        return None
+        return draft
     remedy = "export the draft with the maps it was trained with"
-    if offsets is None:
-        subject = f"its vocabulary is reduced to {num_logits} of {vocab_size} ids, and d2t is missing"
-        raise released.refusal(subject, remedy)
-    subject = f"d2t has shape {list(offsets.shape)} for a vocabulary of {num_logits}"
-    released.require(offsets.shape == (num_logits,), subject, remedy)
+    if offsets is None or offsets.shape != (num_logits,):
+        found = "is missing" if offsets is None else f"has shape {list(offsets.shape)}"
+        subject = f"its vocabulary is reduced to {num_logits} of {vocab_size} ids, and d2t {found}"
+        raise refusal_of(released.path, subject, remedy)
     ids = torch.arange(num_logits) + offsets.long()
-    num_unique = len(ids.unique())
-    released.require(
-        bool(ids.min() >= 0) and bool(ids.max() < vocab_size) and num_unique == num_logits,
-        f"d2t, which holds offsets, leads to {num_unique} ids from {int(ids.min())} to {int(ids.max())}, where "
-        f"{num_logits} below {vocab_size} are expected",
-        remedy,
-    )
-    if mask is not None:
-        marked = mask.bool()
-        released.require(
-            len(marked) == vocab_size and int(marked.sum()) == num_logits and bool(marked[ids].all()),
-            f"t2d marks {int(marked.sum())} of {len(marked)} ids, which are not the {num_logits} of {vocab_size} that "
-            "d2t leads to",
-            remedy,
-        )
-    return ids
+    is_valid = bool(ids.min() >= 0) and bool(ids.max() < vocab_size) and len(ids.unique()) == num_logits
+    subject = f"d2t, which holds offsets, does not lead to {num_logits} different ids below {vocab_size}"
+    released.require(is_valid, subject, remedy)
+    is_same = mask is None or mask.bool().nonzero().flatten().tolist() == sorted(ids.tolist())
+    released.require(is_same, f"t2d does not mark the {num_logits} of {vocab_size} ids that d2t leads to", remedy)
+    draft.target_ids = ids
+    return draft

@@ -16,17 +16,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lm.cache import roll_back
+from lm.cache import CAPACITY, growing_cache, roll_back
 from lm.features.base import FeatureDraft, Outputs
 from lm.features.dspark import DSpark, Memory
 from lm.features.eagle import Eagle
-from lm.features.glide import Glide, cached_keys_values
+from lm.features.glide import Glide
 from lm.features.recorder import FeatureRecorder
 from lm.forwards import refuse_training
 from lm.masks import EMPTY, Tree, tree_feed
 from lm.model import CachedModel
-
-_CAPACITY = 256
 
 
 class FeatureModel:
@@ -47,56 +45,38 @@ class FeatureModel:
         target: the object that verifies, with a recorder of what the draft reads.
         vocab_size: width that logits are cut to; None keeps all.
         """
-        assert isinstance(target.recorder, FeatureRecorder), "make the target with a recorder of this draft"
+        assert target.recorder is not None, "make the target with a recorder of this draft"
         self.draft, self.target, self.vocab_size = draft.eval(), target, vocab_size
-        self._recorder = target.recorder
+        self._recorder: FeatureRecorder = target.recorder
+        self.hidden_size = draft.hidden_size
+        self.num_logits = draft.num_logits if vocab_size is None else min(draft.num_logits, vocab_size)
         self.reset()
 
     def __len__(self) -> int:
-        """Tokens that were fed and not rolled back."""
         return self._length
 
     @property
     def device(self) -> torch.device:
-        """Device of the draft."""
         return self.draft.device
 
-    @property
-    def output_device(self) -> torch.device:
-        """Device of hidden states."""
-        return self.draft.device
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of what heads read."""
-        return self.draft.hidden_size
+    output_device = device
 
     @property
     def max_length(self) -> float:
-        """Maximum number of tokens that may be fed; 0 before the target has read anything."""
         return float(self.draft.config.max_position_embeddings) if self._recorder.num_features else 0.0
 
     def check_mode(self) -> None:
-        """Raise ValueError if the draft is in train mode."""
         refuse_training(self.draft)
 
     @property
-    def num_logits(self) -> int:
-        """Width of its distributions."""
-        return self.draft.num_logits if self.vocab_size is None else min(self.draft.num_logits, self.vocab_size)
-
-    @property
     def num_embeddings(self) -> int:
-        """Rows of the input embeddings."""
         return next(self.draft.embedding.parameters()).shape[0]
 
     def embedding(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
-        """Input embeddings, on the device of `tokens`."""
         return self.draft.embed(tokens).to(tokens.device)
 
     def reset(self) -> None:
-        """Empty the cache for a new sequence."""
-        self._cache = self.draft.new_cache(_CAPACITY)
+        self._cache = growing_cache(CAPACITY)
         self._length = self.num_kept = 0
         self.hidden: Float[Tensor, "rows hidden"] | None = None
         self.roll_back(0)
@@ -113,9 +93,7 @@ class FeatureModel:
 
     @torch.inference_mode()
     def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Float[Tensor, "1 vocab"]:
-        """Append tokens to the text: the logits after the last."""
-        assert new_tokens, "no token to feed"
-        assert num_rows == 1, f"{num_rows} rows requested; a feature draft verifies nothing"
+        assert num_rows == 1 <= len(new_tokens), f"{num_rows} rows requested of {len(new_tokens)} fed tokens; give one"
         known, start = self._recorder.num_features + 1, self._length
         while (num_fed := self._length - start) < len(new_tokens):
             # the target's features serve many tokens at once; the draft's own outputs come one at a time
@@ -127,7 +105,6 @@ class FeatureModel:
 
     @torch.inference_mode()
     def feed_drawn(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
-        """Append a token that was drawn on the device, without a transfer to the host: the logits after it."""
         return self._feed(token.view(1, 1).to(self.device), self._length + 1)
 
     def _feed(self, tokens: Int[Tensor, "1 fed"], end: int) -> Float[Tensor, "1 vocab"]:
@@ -137,14 +114,11 @@ class FeatureModel:
         self.outputs = self._outputs(tokens, positions, last)
         self._length = end
         self.hidden = self.outputs.hidden[0, -1:]
-        return self._to_vocab(self.draft.logits(self.hidden))
+        return self.draft.logits(self.hidden)[:, : self.vocab_size]
 
     def _outputs(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
         """Outputs of the entries of these tokens, which end before position `last`."""
         raise NotImplementedError
-
-    def _to_vocab(self, logits: Float[Tensor, "*node all"]) -> Float[Tensor, "*node vocab"]:
-        return logits[..., : self.vocab_size]
 
 
 class EagleModel(FeatureModel):
@@ -162,13 +136,7 @@ class EagleModel(FeatureModel):
 
     @torch.inference_mode()
     def feed_tree(self, new_tokens: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
-        """Append tokens and nodes, as `CachedModel.feed_tree` does. A node reads its parent's output, so children of
-        new nodes wait for the next call.
-
-        Args:
-            new_tokens: none if nodes were fed.
-            tree: begins with the nodes that were fed before, which extend the cache until the next `roll_back`.
-        """
+        """A node reads its parent's output, so children of new nodes wait for the next call."""
         new = slice(len(self._tree), len(tree))
         logits, hidden = [], []
         if new_tokens:
@@ -180,7 +148,7 @@ class EagleModel(FeatureModel):
             parents, tokens = (torch.tensor(column[new], device=self.device) for column in (tree.parents, tree.tokens))
             num_text = self._length - self.draft.lag
             assert self._cache.get_seq_length() == num_text + len(self._tree), "the cache holds the text and the tree"
-            positions, mask = tree_feed(tree.depths[new], tree.ancestors()[new], num_text)
+            positions, mask = tree_feed(tree, new.start, num_text)
             outputs = self.draft(
                 tokens[None],
                 self._states[parents + 1][None],
@@ -189,7 +157,7 @@ class EagleModel(FeatureModel):
                 mask=mask[None, None].to(self.device),
             )
             self._states = torch.cat([self._states, outputs.states[0]])
-            logits.append(self._to_vocab(self.draft.logits(outputs.hidden[0])))
+            logits.append(self.draft.logits(outputs.hidden[0])[:, : self.vocab_size])
             hidden.append(outputs.hidden[0])
         self._tree, self.hidden = tree, torch.cat(hidden)
         return torch.cat(logits)
@@ -201,7 +169,7 @@ class GlideModel(FeatureModel):
     draft: Glide
 
     def _outputs(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
-        keys_values = cached_keys_values(self.target.cache, self._recorder.cached_layer_ids, len(self.target))
+        keys_values = self.draft.keys_values(self.target.cache, len(self.target))
         return self.draft(tokens, keys_values, positions, cache=self._cache)
 
     @torch.inference_mode()
@@ -232,8 +200,7 @@ class BlockModel(FeatureModel):
 
     @torch.inference_mode()
     def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Float[Tensor, "1 vocab"]:
-        assert new_tokens, "no token to feed"
-        assert num_rows == 1, f"{num_rows} rows requested; a feature draft verifies nothing"
+        assert num_rows == 1 <= len(new_tokens), f"{num_rows} rows requested of {len(new_tokens)} fed tokens; give one"
         if self._states is None:
             num_context = min(self._recorder.num_features - self._length, len(new_tokens) - 1)
             new_tokens = new_tokens[num_context:]
@@ -261,7 +228,7 @@ class BlockModel(FeatureModel):
             self.num_kept = anchor
         anchors, positions = (torch.tensor([[number]], device=self.device) for number in (token, anchor))
         self._states = self.draft.block(anchors, positions, cache=self._cache)[0]
-        self._base, self._length = self._to_vocab(self.draft.base(self._states)), anchor
+        self._base, self._length = self.draft.base(self._states)[..., : self.vocab_size], anchor
         self._memory: Memory = None
 
     def _markov_step(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
@@ -271,7 +238,7 @@ class BlockModel(FeatureModel):
         assert index < self.draft.block_size, f"a block has {self.draft.block_size} tokens"
         self.hidden, self._memory = self.draft.follow(self._states[:, index], token, self._memory)
         self._length += 1
-        return self._base[:, index] + self._to_vocab(self.draft.bias(self.hidden))
+        return self._base[:, index] + self.draft.bias(self.hidden)[:, : self.vocab_size]
 
 
 def feature_model(

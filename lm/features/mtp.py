@@ -30,17 +30,16 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from configs.schema import ModelSource
-from lm.cache import roll_back
+from lm.cache import growing_cache, roll_back
 from lm.features.base import FeatureDraft, Mask, Outputs, causal
 from lm.features.eagle import Eagle
-from lm.features.released import files_of, refusal_of, without_mtp
+from lm.features.released import files_of, reading, refusal_of, without_mtp
 from lm.selfcheck import check
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")
 """Copies of the target's own tensors."""
 _OTHER_DRAFT = "use another draft"
-_DIFFERENCE = "the states of its layer differ through a cache"
 
 
 class Mtp(Eagle):
@@ -79,12 +78,7 @@ class Mtp(Eagle):
 
 
 def mtp_of(source: ModelSource, target: PreTrainedModel, dtype: torch.dtype | None) -> Mtp:
-    """The MTP layer of a target, which its own checkpoint contains, on the CPU.
-
-    Args:
-        source: the draft, whose path is the target's and `#mtp`.
-        target: the model.
-        dtype: dtype of the weights; None: the target's.
+    """The MTP layer in a target's own checkpoint, on the CPU; `dtype` None: the target's.
 
     Raises:
         ValueError: no MTP layer in the checkpoint, several, or one that cannot be read or rolled back.
@@ -117,8 +111,13 @@ def mtp_of(source: ModelSource, target: PreTrainedModel, dtype: torch.dtype | No
     _fill(model, tensors, source, target, dtype)
     draft = Mtp(model).eval()
     draft.bind(target)
-    refusal = partial(refusal_of, source.path, remedy=_OTHER_DRAFT)
-    check(target, "a cache of its MTP layer", lambda seed: _feeds(draft, seed), refusal, difference=_DIFFERENCE)
+    check(
+        target,
+        "a cache of its MTP layer",
+        lambda seed: _feeds(draft, seed),
+        partial(refusal_of, source.path, remedy=_OTHER_DRAFT),
+        difference="the states of its layer differ through a cache",
+    )
     return draft
 
 
@@ -126,7 +125,7 @@ def _tensors(source: ModelSource, target: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors of MTP layers in the target's files."""
     num_layers, tensors = target.config.get_text_config().num_hidden_layers, {}
     for file in files_of(source):
-        with safe_open(file, "pt") as opened:
+        with reading(file), safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # not a dict
                 match = _LAYER.match(name)
                 if (name.startswith("mtp.") or (match and int(match[1]) >= num_layers)) and not name.endswith(_SHARED):
@@ -166,12 +165,11 @@ def _fill(
             raise refusal_of(source.path, f"it {problem} {len(names)} tensors, first {min(names)}", _OTHER_DRAFT)
 
 
-@torch.no_grad()
 def _feeds(draft: Mtp, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Outputs of the layer after its cache was rolled back, and without one (`lm.selfcheck`)."""
     tokens, positions = torch.tensor([[1, 2, 3, 1, 2 + seed]]), torch.arange(5)[None]
     states = torch.randn(1, 5, draft.hidden_size, generator=torch.Generator().manual_seed(seed)).to(draft.dtype)
-    cache = draft.new_cache(8)
+    cache = growing_cache(8)
     draft(tokens[:, :3], states[:, :3], positions[:, :3], cache=cache)
     roll_back(cache, 2)
     rest = draft(tokens[:, 2:], states[:, 2:], positions[:, 2:], cache=cache)

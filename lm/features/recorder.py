@@ -1,16 +1,12 @@
 """Records the states of a target that a feature draft reads: what a verification computes anyway, at no extra forward.
 
 Features follow law 4.5 as the cache does, in a layer of the same kind: one entry for every token that was fed and not
-rolled back. They stay as long as the cache does, at a few percent of its size, since an outer level may roll a draft
-back to a token whose features it read long ago. If a cache goes back further than requested (`lm.cache.Snapshots`), the
-features stay until the tokens in between are fed again.
+rolled back. They stay as long as the cache does, at a few percent of its size, since a draft may be rolled back far. If
+a cache goes back further than requested (`lm.cache.Snapshots`), they stay until the tokens in between are fed again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from threading import get_ident
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -18,39 +14,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lm.cache import BufferLayer
+from lm.cache import CAPACITY, BufferLayer
 from lm.features.base import FeatureDraft
-from lm.features.glide import Glide
-from lm.forwards import body_of
+from lm.forwards import body_of, recorded
 
-_CAPACITY = 256
 _REMEDY = "a draft that reads the target's states needs them; use a draft that is a language model"
 
 
 class FeatureRecorder:
-    """The features of one sequence.
-
-    Attributes:
-        buffer: the features, as the keys of a layer whose values have width 0.
-        cached_layer_ids: layers of the target whose cached keys and values a GliDe draft reads.
-    """
+    """The features of one sequence; `buffer` holds them as the keys of a layer whose values have width 0."""
 
     def __init__(self, model: PreTrainedModel, draft: FeatureDraft) -> None:
-        """Args:
-        model: the target.
-        draft: its draft.
-
-        Raises:
-            ValueError: the target has no such states.
-        """
+        """What `draft` reads of `model`, its target; ValueError if the target has no such states."""
         self._modules = modules_read_by(draft, model)
-        self._reads_final_states = draft.target_layer_ids is None
-        self.cached_layer_ids = draft.cached_layer_ids if isinstance(draft, Glide) else ()
-        self.buffer = BufferLayer(_CAPACITY)
+        self._draft = draft
+        self.buffer = BufferLayer(CAPACITY)
 
     def check(self, cache: Cache) -> None:
         """Raise ValueError if a layer whose keys and values the draft reads holds something else."""
-        for index in self.cached_layer_ids:
+        for index in self._draft.cached_layer_ids:
             if not isinstance(cache.layers[index], BufferLayer):
                 kind = type(cache.layers[index]).__name__
                 raise ValueError(
@@ -68,10 +50,6 @@ class FeatureRecorder:
         assert self.buffer.keys is not None, "nothing has been fed yet"
         return self.buffer.keys[0, :, start:end]
 
-    def reset(self) -> None:
-        """Drop all recorded features; their memory stays allocated."""
-        self.buffer.reset()
-
     def roll_back(self, length: int) -> None:
         """Keep at most the first `length` features."""
         self.buffer.roll_back(length)
@@ -79,75 +57,40 @@ class FeatureRecorder:
     @contextmanager
     def watching(self, *, has_body: bool) -> Iterator[dict[int, Tensor] | None]:
         """Outputs of a forward inside; None if its final hidden states, which a body returns, are all that is read."""
-        if self._reads_final_states and has_body:
+        if self._draft.target_layer_ids is None and has_body:
             yield None
             return
-        with recorded_outputs(self._modules) as outputs:
+        with recorded(self._modules) as outputs:
             yield outputs
 
-    def append(
-        self,
-        start: int,
-        outputs: dict[int, Tensor] | None,
-        states: Float[Tensor, "fed hidden"] | None,
-        nothing: Float[Tensor, "fed 0"],
-    ) -> None:
-        """Append the features of the tokens from index `start` on.
-
-        Args:
-            start: number of tokens before them.
-            outputs: what `watching` gave.
-            states: final hidden states; read if there are no outputs.
-            nothing: features of a draft that reads only the cache.
+    def append(self, start: int, outputs: dict[int, Tensor] | None, states: Float[Tensor, "fed _"]) -> None:
+        """Append the features of the tokens from index `start` on: `outputs`, which `watching` gave, or if there are
+        none the final hidden states.
         """
-        parts: list[Any] = [states] if outputs is None else [outputs[index] for index in sorted(outputs)]
-        features = torch.cat([part.to(parts[0].device) for part in parts] or [nothing], -1)
         self.buffer.roll_back(start)
+        features = features_of(outputs, states) if outputs is not None else states
         self.buffer.update(features[None, None], features.new_empty(1, 1, len(features), 0))
 
 
-def modules_read_by(draft: FeatureDraft, model: PreTrainedModel) -> list[nn.Module]:
-    """Modules of a target whose outputs its draft reads: layers and the embedding, or the body with its final norm.
+def features_of(outputs: dict[int, Tensor], states: Float[Tensor, "token _"]) -> Float[Tensor, "token feature"]:
+    """Recorded outputs side by side, on the device of the first; of width 0 and like `states` if there are none."""
+    parts = [outputs[index] for index in sorted(outputs)] or [states[:, :0]]
+    return torch.cat([part.to(parts[0].device) for part in parts], -1)
 
-    Raises:
-        ValueError: the target has no such layers.
+
+def modules_read_by(draft: FeatureDraft, model: PreTrainedModel) -> list[nn.Module]:
+    """Modules of a target whose outputs its draft reads: layers and the embedding, or the body with its final norm;
+    ValueError if the target has no such layers.
     """
     layer_ids = draft.target_layer_ids
     if layer_ids is None:
         return [body_of(model)]
-    layers = layers_of(model) or nn.ModuleList()
+    length, body = model.config.get_text_config().num_hidden_layers, body_of(model)
+    # the outermost list that is as long as the config says
+    lists = (part for part in body.modules() if isinstance(part, nn.ModuleList) and len(part) == length)
+    layers = next(lists, nn.ModuleList())
     if max(layer_ids, default=0) > len(layers):
         raise ValueError(
             f"the draft reads the target after layers {layer_ids}, and {len(layers)} are found in it; {_REMEDY}"
         )
     return [layers[index - 1] if index else model.get_input_embeddings() for index in layer_ids]
-
-
-def layers_of(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The list of the model's layers: the outermost that is as long as the config says, if there is one."""
-    length = model.config.get_text_config().num_hidden_layers
-    lists = (part for part in body_of(model).modules() if isinstance(part, nn.ModuleList) and len(part) == length)
-    return next(lists, None)
-
-
-@contextmanager
-def recorded_outputs(modules: Sequence[nn.Module]) -> Iterator[dict[int, Float[Tensor, "token hidden"]]]:
-    """Outputs of these modules, by their index in the list, while one sequence runs through the model."""
-    outputs: dict[int, Tensor] = {}
-    # only for this forward: a hook that stayed would keep the outputs as long as the model lives
-    hooks = [
-        module.register_forward_hook(partial(_record, outputs, index, get_ident()))
-        for index, module in enumerate(modules)
-    ]
-    try:
-        yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _record(outputs: dict[int, Tensor], index: int, thread: int, module: nn.Module, inputs: Any, output: Any) -> None:
-    if get_ident() != thread:  # another thread may run the same model
-        return
-    output = getattr(output, "last_hidden_state", output)
-    outputs[index] = (output[0] if isinstance(output, tuple) else output)[0]

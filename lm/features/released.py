@@ -4,9 +4,11 @@ tensors, from safetensors alone. The MTP layer of a target is in the target's di
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
@@ -22,6 +24,7 @@ from configs.schema import ModelSource
 from lm.features.dspark import MARKOV_HEADS, markov_width
 from lm.features.layouts import REFUSED, layout_of
 
+LayerConfig = TypeVar("LayerConfig", LlamaConfig, Qwen3Config)
 MTP = "#mtp"
 """End of the path of a target's own MTP layer (`configs.schema.PairConfig`)."""
 _NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")
@@ -34,9 +37,9 @@ _LIMITS = {
     **dict.fromkeys(("num_hidden_layers", "num_target_layers"), (1, 2**12)),
     **dict.fromkeys(("vocab_size", "draft_vocab_size"), (1, 2**24)),
     "max_position_embeddings": (1, 2**40),
-    **dict.fromkeys(("block_size", "markov_rank", "mask_token_id"), (-1, 2**24)),
+    **dict.fromkeys(("block_size", "markov_rank", "mask_token_id"), (0, 2**24)),
 }
-"""Keys that are whole numbers, and their limits; each layout narrows the last three."""
+"""Keys that are whole numbers, and their limits; DSpark's layout narrows the last three."""
 _FLAGS = (
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "sample_from_anchor"),
     *("sliding_window_non_causal", "enable_confidence_head", "confidence_head_with_markov"),
@@ -44,67 +47,52 @@ _FLAGS = (
 
 
 class Released:
-    """Contents of a released directory."""
+    """Contents of a released directory: its layout, config.json as flat keys, and every tensor."""
 
     def __init__(self, source: ModelSource) -> None:
-        """Read config.json and every tensor.
+        """Read the directory.
 
         Raises:
             ValueError: weights that are pickled alone, or that cannot be read.
         """
-        self.path, self.layout, self.keys = source.path, released_layout_of(source), _keys_of(source)
+        self.path = source.path
+        self.layout, self.keys = _read(source)
         self.tensors: dict[str, Tensor] = {}
         for file in files_of(source):
-            try:
-                self.tensors |= {
-                    name: tensor for name, tensor in load_file(file).items() if not name.endswith("rotary_emb.inv_freq")
-                }
-            except SafetensorError as error:
-                raise ValueError(f"{file} cannot be read ({error}); fetch or copy the model again") from error
+            with reading(file):
+                tensors = load_file(file)
+            self.tensors |= {name: value for name, value in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
 
     def rename(self, old: str, new: str) -> None:
         """Replace the prefix `old` of tensor names by `new`."""
         for name in [name for name in self.tensors if name.startswith(old)]:
             self.tensors[new + name.removeprefix(old)] = self.tensors.pop(name)
 
-    def llama(self, keys: dict[str, Any]) -> LlamaConfig:
-        """The config of the draft's layer, from flat keys."""
+    def layer(self, made: type[LayerConfig], keys: dict[str, Any]) -> LayerConfig:
+        """The config of the draft's layers, from flat keys."""
         # what SafeAILab calls qwen2 is Llama's layer with `qkv_bias`
-        return cast(LlamaConfig, self._layer(LlamaConfig, keys, "Llama", ("llama", "eagle", "qwen2")))
-
-    def qwen3(self, keys: dict[str, Any]) -> Qwen3Config:
-        """The config of layers of DSpark or Qwen3, from flat keys."""
-        return cast(Qwen3Config, self._layer(Qwen3Config, keys, "Qwen3", ("qwen3",)))
-
-    def _layer(
-        self, made: type[LlamaConfig | Qwen3Config], keys: dict[str, Any], name: str, kinds: tuple[str, ...]
-    ) -> LlamaConfig | Qwen3Config:
+        name, kinds = ("Llama", ("llama", "eagle", "qwen2")) if made is LlamaConfig else ("Qwen3", ("qwen3",))
         kind = keys.get("model_type", kinds[0])
-        if kind not in kinds:
-            raise self.refusal(f"its layer is of model_type {kind}", f"{name}'s is the one that is known here")
+        self.require(kind in kinds, f"its layer is of model_type {kind}", f"{name}'s is the one that is known here")
         try:
-            return made(**{key: value for key, value in _of_text(keys).items() if key not in _NO_KEYS})
+            return made(**{key: value for key, value in keys.items() if key not in _NO_KEYS})
         except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
             reason = f"its config.json is no {name}'s ({' '.join(str(error).split())[:200]})"
-            raise self.refusal(reason, "correct the key that the message names") from error
-
-    def refusal(self, subject: str, remedy: str) -> ValueError:
-        """The error for this directory: what is wrong, and the remedy."""
-        return refusal_of(self.path, subject, remedy)
+            raise refusal_of(self.path, reason, "correct the key that the message names") from error
 
     def require(self, condition: bool, subject: str, remedy: str) -> None:
-        """Raise the `refusal` unless the condition holds."""
+        """Raise ValueError (`refusal_of`) unless the condition holds."""
         if not condition:
-            raise self.refusal(subject, remedy)
+            raise refusal_of(self.path, subject, remedy)
 
     def check_kind(self) -> None:
         """Raise ValueError for a kind of draft that is not read, and for rotary embeddings of other families."""
         kind = "peagle" if "mask_hidden" in self.tensors else self.layout
         if kind in REFUSED:
-            raise self.refusal(*REFUSED[kind])
+            raise refusal_of(self.path, *REFUSED[kind])
         is_read = kind in (None, "eagle", "eagle3", "glide", "dspark")
         self.require(is_read, f"it is a draft of the kind {kind}", "use an EAGLE, GliDe, DFlash or DSpark draft")
-        rope = _of_text(self.keys).get("rope_parameters") or _of_text(self.keys).get("rope_scaling") or {}
+        rope = self.keys.get("rope_parameters") or self.keys.get("rope_scaling") or {}
         rope = rope if isinstance(rope, dict) else {}
         name, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor")
         is_known = name in ("default", *ROPE_INIT_FUNCTIONS)
@@ -114,27 +102,37 @@ class Released:
 
 
 def refusal_of(path: str, subject: str, remedy: str) -> ValueError:
+    """The error for the draft at this path: what is wrong, and the remedy."""
     return ValueError(f"the feature draft {path} cannot be used: {subject}; {remedy}")
 
 
-def _check_layer(path: str, keys: dict[str, Any]) -> None:
-    """Raise ValueError for keys with impossible values."""
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turn the failure of safetensors into a ValueError that names the file."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read ({error}); fetch or copy the model again") from error
+
+
+def _impossible(keys: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """(name, value, remedy) of keys with impossible values."""
     for name, (minimum, maximum) in _LIMITS.items():
         value = keys.get(name)
-        if name in keys and value is not None and (type(value) is not int or not minimum <= value <= maximum):
-            raise refusal_of(path, f"its {name} is {value!r:.40}", f"write a whole number from {minimum} to {maximum}")
+        if value is not None and (type(value) is not int or not minimum <= value <= maximum):
+            yield name, value, f"write a whole number from {minimum} to {maximum}"
     for table in (keys, keys.get("rope_parameters"), keys.get("rope_scaling")):
         theta = table.get("rope_theta", 1.0) if isinstance(table, dict) else 1.0
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < _MAX_THETA:
-            raise refusal_of(path, f"its rope_theta is {theta!r:.40}", "write a number above 0, or leave it out")
+            yield "rope_theta", theta, "write a number above 0, or leave it out"
     for name in _FLAGS:
         if type(keys.get(name, False)) is not bool:
-            raise refusal_of(path, f"its {name} is {keys[name]!r:.40}", "write true or false")
+            yield name, keys[name], "write true or false"
     if (markov := keys.get("markov_head_type")) not in (None, *MARKOV_HEADS):
-        raise refusal_of(path, f"its markov_head_type is {markov!r:.40}", f"write one of {', '.join(MARKOV_HEADS)}")
+        yield "markov_head_type", markov, f"write one of {', '.join(MARKOV_HEADS)}"
     activation = keys.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in ACT2FN:
-        raise refusal_of(path, f"its hidden_act is {activation!r:.40}", "transformers knows no such activation")
+        yield "hidden_act", activation, "transformers knows no such activation"
 
 
 def _of_text(keys: dict[str, Any]) -> dict[str, Any]:
@@ -151,22 +149,37 @@ def _of_text(keys: dict[str, Any]) -> dict[str, Any]:
     return keys
 
 
+def _read(source: ModelSource) -> tuple[str | None, dict[str, Any]]:
+    """The layout of a directory or repository, and the keys of its config.json in one form for all producers."""
+    config = _config_of(source) or {}
+    tables = {name: config.get(name, {}) for name in ("transformer_layer_config", "dflash_config", "dspark_config")}
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise refusal_of(source.path, f"its {name} is {table!r:.40}", "write a table of keys there")
+    for keys in (config, *tables.values()):
+        for name, value, remedy in _impossible(keys):
+            raise refusal_of(source.path, f"its {name} is {value!r:.40}", remedy)
+    layout, keys = layout_of(config)
+    if source.path.endswith(MTP):
+        layout = "mtp"
+    # EAGLE-1's config is that of a Llama with one layer, so its weights decide
+    elif layout is None and config.get("num_hidden_layers") == 1:
+        layout = "eagle" if any("fc.weight" in _names(file) for file in files_of(source)) else None
+    return layout, _of_text(keys)
+
+
+def _names(file: Path) -> set[str]:
+    with reading(file), safe_open(file, "pt") as opened:
+        return set(opened.keys())
+
+
 def released_layout_of(source: ModelSource) -> str | None:
     """Layout of a directory or hub repository, by its config.json; None: a language model, or unreadable.
 
     Raises:
         ValueError: a broken config.json, or pickled weights whose names decide the layout.
     """
-    if source.path.endswith(MTP):
-        return "mtp"
-    config = _config_of(source)
-    if config is None:
-        return None
-    if name := layout_of(_checked(source, config))[0]:
-        return name
-    # EAGLE-1's config is that of a Llama with one layer, so its weights decide
-    is_eagle = config.get("num_hidden_layers") == 1 and any("fc.weight" in _names(file) for file in files_of(source))
-    return "eagle" if is_eagle else None
+    return "mtp" if source.path.endswith(MTP) else _read(source)[0]
 
 
 def commit_of(source: ModelSource) -> str | None:
@@ -183,16 +196,16 @@ def without_mtp(source: ModelSource) -> ModelSource:
 
 def width_of(source: ModelSource) -> int | None:
     """Width of what heads on a feature draft read, by its config.json; None: not a feature draft."""
-    layout, keys = released_layout_of(source), _keys_of(source)
-    size = keys.get("hidden_size")
-    if layout is None or layout != "dspark" or size is None:
-        return size if layout else None
+    layout, keys = _read(source)
+    size = keys.get("hidden_size") if layout else None
+    if layout != "dspark" or size is None:
+        return size
     return size + markov_width(keys.get("markov_rank", 0), keys.get("markov_head_type"))
 
 
 def max_positions_of(source: ModelSource) -> int:
     """Maximum text length of a feature draft, by its config.json; Llama's default if that has none."""
-    return max_positions(_keys_of(source))
+    return max_positions(_read(source)[1])
 
 
 def max_positions(keys: dict[str, Any]) -> int:
@@ -203,21 +216,6 @@ def max_positions(keys: dict[str, Any]) -> int:
     window, types = keys.get("sliding_window"), keys.get("layer_types") or ()
     is_eagle3 = "eagle_aux_hidden_state_layer_ids" in keys
     return int(min(length, window) if is_eagle3 and window and "sliding_attention" in types else length)
-
-
-def _keys_of(source: ModelSource) -> dict[str, Any]:
-    """The draft's keys in one form for all producers; ValueError for impossible values."""
-    return layout_of(_checked(source, _config_of(source) or {}))[1]
-
-
-def _checked(source: ModelSource, config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json; ValueError for impossible values in it or in the dicts nested in it."""
-    _check_layer(source.path, config)
-    for name in ("transformer_layer_config", "dflash_config", "dspark_config"):
-        if not isinstance(config.get(name, {}), dict):
-            raise refusal_of(source.path, f"its {name} is {config[name]!r:.40}", "write a table of keys there")
-        _check_layer(source.path, config.get(name, {}))
-    return config
 
 
 def _config_of(source: ModelSource) -> dict[str, Any] | None:
@@ -233,15 +231,6 @@ def _config_of(source: ModelSource) -> dict[str, Any] | None:
     if not isinstance(config, dict):
         return None
     return config.get("text_config", config) if path != source.path else config
-
-
-def _names(file: Path) -> set[str]:
-    """Names of all tensors in a file; none for a broken one, which loading refuses."""
-    try:
-        with safe_open(file, "pt") as opened:
-            return set(opened.keys())
-    except SafetensorError:
-        return set()
 
 
 def files_of(source: ModelSource) -> list[Path]:

@@ -1,8 +1,7 @@
 """Drafts of a feature draft from many positions of one text, side by side.
 
 A round that begins when text[:n] is committed knows the target's states of text[:n-1] and the newest token. Its first
-distribution reads the target's states, every further one the draft's own outputs. So what a feature draft predicts
-after a token depends on where its round began, and each position of a text has its own rollout:
+distribution reads these, every further one the draft's own outputs. So each position of a text has its own rollout:
 
     rollouts = rollouts_of(draft, run_target(target, draft, ids), ids)
     hidden = rollouts.begin(lengths)            one rollout per length n; input of its first distribution
@@ -13,7 +12,7 @@ alone. `lm.features.model` drafts one sequence in the same way, with a cache tha
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -21,12 +20,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lm.batch import read_prefix
-from lm.cache import roll_back
+from lm.cache import growing_cache, roll_back
 from lm.features.base import FeatureDraft, Mask, Outputs
 from lm.features.dspark import DSpark, block_mask
 from lm.features.eagle import Eagle
-from lm.features.glide import Glide, cached_keys_values
-from lm.features.recorder import modules_read_by, recorded_outputs
+from lm.features.glide import Glide
+from lm.features.recorder import features_of, modules_read_by
+from lm.forwards import recorded
 from lm.masks import BranchMask, visible
 
 _MAX_BLOCKS = 64
@@ -34,10 +34,9 @@ _MAX_BLOCKS = 64
 
 
 class TargetOutputs(NamedTuple):
-    """Outputs of the target for one text."""
+    """Outputs of the target for one text, which `cache` holds."""
 
     cache: DynamicCache
-    """Holds at least the text."""
     hidden: Float[Tensor, "token hidden"]
     """State of each token after the final norm."""
     features: Float[Tensor, "1 token feature"]
@@ -47,11 +46,9 @@ class TargetOutputs(NamedTuple):
 @torch.inference_mode()
 def run_target(target: PreTrainedModel, draft: FeatureDraft, ids: Sequence[int]) -> TargetOutputs:
     """One forward of the target over a text."""
-    with recorded_outputs(modules_read_by(draft, target)) as outputs:
+    with recorded(modules_read_by(draft, target)) as outputs:
         cache, hidden = read_prefix(target, list(ids))
-    parts = [part.to(draft.device) for _, part in sorted(outputs.items())]
-    features = torch.cat(parts or [hidden.new_zeros(len(ids), 0, device=draft.device)], -1)[None]
-    return TargetOutputs(cache, hidden, features)
+    return TargetOutputs(cache, hidden, features_of(outputs, hidden).to(draft.device)[None])
 
 
 class Rollouts:
@@ -61,10 +58,7 @@ class Rollouts:
     """Maximum number of tokens of a rollout."""
 
     def __init__(self, draft: FeatureDraft, outputs: TargetOutputs, ids: Sequence[int]) -> None:
-        """Args:
-            draft: a draft that is bound to the target.
-            outputs: outputs of the target for the text.
-            ids: the text, of at least two tokens.
+        """`outputs`: the target's for the text `ids`, of at least two tokens.
 
         Raises:
             ValueError: a GliDe draft of several layers, whose upper layers depend on where earlier rounds ended.
@@ -75,9 +69,13 @@ class Rollouts:
                 "rounds ended: no trace or data can be made with it; `acceptance-heads bench` compares policies without"
             )
         self.draft, self._target, self._length = draft, outputs, len(ids)
-        self._tokens = torch.tensor(list(ids), device=draft.device)
-        self._cache = draft.new_cache(2 * len(ids))
-        self._text = self._read_text()
+        tokens = torch.tensor(list(ids), device=draft.device)[draft.lag :]
+        positions = torch.arange(len(tokens), device=draft.device)
+        self._cache = growing_cache(2 * len(ids))
+        with torch.inference_mode():
+            states = draft.entering(outputs.features[:, : len(tokens)]) if isinstance(draft, Eagle) else None
+            # the target has no key before the first token, so it sees its own; no rollout begins there
+            self._text = self._run(tokens, positions, states, num_known=positions.clamp(min=1))
 
     @torch.inference_mode()
     def begin(self, lengths: Int[Tensor, " rollout"]) -> Float[Tensor, "rollout hidden"]:
@@ -103,35 +101,28 @@ class Rollouts:
             owners: the rollout of each token.
         """
         tokens, owners = tokens.to(self.draft.device), owners.to(self.draft.device)
-        positions, visible_entries = self._mask.feed(owners, self._mask.lengths(owners))
-        mask = visible_entries[None, None]
-        if isinstance(self.draft, Eagle):
-            states = self._states[owners][None]
-            outputs = self.draft(tokens[None], states, positions[None], cache=self._cache, mask=mask)
-        else:
-            outputs = self._run_glide(tokens, positions, self._lengths[owners] - 1, mask=mask)
+        positions, mask = self._mask.feed(owners, self._mask.lengths(owners))
+        states, num_known = self._states[owners][None], self._lengths[owners] - 1
+        outputs = self._run(tokens, positions, states, mask=mask[None, None], num_known=num_known)
         self._states[owners] = outputs.states[0]
         return outputs.hidden[0]
 
-    def _read_text(self) -> Outputs:
-        """The draft's outputs for the text, each token read with the target's states before it."""
-        lag, tokens = self.draft.lag, self._tokens
-        positions = torch.arange(self._length - lag, device=self.draft.device)
-        with torch.inference_mode():
-            if isinstance(self.draft, Eagle):
-                states = self.draft.entering(self._target.features[:, : self._length - lag])
-                return self.draft(tokens[None, lag:], states, positions[None], cache=self._cache)
-            # the target has no key before the first token, so it sees its own; no rollout begins there
-            return self._run_glide(tokens, positions, positions.clamp(min=1))
-
-    def _run_glide(self, tokens: Tensor, positions: Tensor, num_known: Tensor, mask: Mask | None = None) -> Outputs:
-        """A GliDe draft's forward in which each token sees the first `num_known` keys of the target."""
-        assert isinstance(self.draft, Glide)
-        cross_mask = visible(num_known - 1, self._length)[None, None]
-        keys_values = cached_keys_values(self._target.cache, self.draft.cached_layer_ids, self._length)
-        return self.draft(
-            tokens[None], keys_values, positions[None], cache=self._cache, mask=mask, cross_mask=cross_mask
-        )
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        states: Tensor | None,
+        *,
+        num_known: Tensor,
+        mask: Mask | None = None,
+    ) -> Outputs:
+        """One forward: an EAGLE draft reads `states`; in a GliDe draft a token sees `num_known` keys of the target."""
+        given: dict[str, Any] = {"cache": self._cache, "mask": mask}
+        if not isinstance(self.draft, Glide):
+            return self.draft(tokens[None], states, positions[None], **given)
+        given["cross_mask"] = visible(num_known - 1, self._length)[None, None]
+        keys_values = self.draft.keys_values(self._target.cache, self._length)
+        return self.draft(tokens[None], keys_values, positions[None], **given)
 
 
 class BlockRollouts:
@@ -140,7 +131,7 @@ class BlockRollouts:
     def __init__(self, draft: DSpark, outputs: TargetOutputs, ids: Sequence[int]) -> None:
         self.draft, self._length, self.max_length = draft, len(ids), float(draft.block_size)
         self._tokens = torch.tensor(list(ids), device=draft.device)
-        self._cache = draft.new_cache(2 * len(ids))
+        self._cache = growing_cache(2 * len(ids))
         with torch.inference_mode():
             positions = torch.arange(len(ids), device=draft.device)[None]
             draft.remember(draft.context(outputs.features), positions, self._cache)

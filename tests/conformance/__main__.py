@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 import transformers
@@ -33,15 +32,6 @@ CAPTION = (
 STEPWISE = "exact, one token at a time"
 
 
-class Row(NamedTuple):
-    """Outcome of one family: `exact`, perhaps with how, `refused: why`, or WRONG."""
-
-    family: str
-    cache: str
-    outcome: str
-    num_generations: int
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     parser.add_argument("families", nargs="*", help="model types; none: all")
@@ -52,27 +42,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     families = [family for family in FAMILIES if not arguments.families or family.model_type in arguments.families]
     rows = list(map(_print_row, families))
     print(f"\n{CAPTION}\n\n{summary(rows)}")
-    return int(any(row.outcome == "WRONG" for row in rows))
+    return int(any(outcome == "WRONG" for _, _, outcome in rows))
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[tuple[str, str, str]]) -> str:
     """The table with one row for each kind of cache and outcome."""
     families: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        families.setdefault((row.cache, row.outcome.split(":")[0]), []).append(row.family)
+    for name, cache, outcome in rows:
+        families.setdefault((cache, outcome.split(":")[0]), []).append(name)
     lines = (f"| {cache} | {outcome} | {', '.join(names)} |" for (cache, outcome), names in families.items())
     return "\n".join(["| cache | outcome | families |", "| --- | --- | --- |", *lines])
 
 
-def _print_row(family: Family) -> Row:
+def _print_row(family: Family) -> tuple[str, str, str]:
+    """(family, cache, outcome: `exact`, perhaps with how, `refused: why`, or WRONG)."""
     started_s = perf_counter()
     model = build(family)
     outcome = _outcome(model)
     num_generations = checks.NUM_GENERATIONS * (len(CASES) + len(LONG)) * outcome.startswith("exact")
-    row = Row(family.name, family.cache, outcome, num_generations)
-    print(f"| {' | '.join(map(str, row))} |", flush=True)
+    print(f"| {family.name} | {family.cache} | {outcome} | {num_generations} |", flush=True)
     print(f"{family.name}: {perf_counter() - started_s:.0f} s", file=sys.stderr, flush=True)
-    return row
+    return family.name, family.cache, outcome
 
 
 def _outcome(model: PreTrainedModel) -> str:

@@ -25,13 +25,9 @@ class Case(NamedTuple):
     num_new_tokens: int
     draft_length: int
 
-    @property
-    def is_long(self) -> bool:
-        return self.draft_length > DRAFT_LENGTH
 
-
-DRAFT_LENGTH, LONG_DRAFT_LENGTH = 3, 20
-SHORT = (Case(WINDOW - 4, 14, DRAFT_LENGTH), Case(2 * WINDOW - 2, 6, DRAFT_LENGTH))
+LONG_DRAFT_LENGTH = 20
+SHORT = (Case(WINDOW - 4, 14, 3), Case(2 * WINDOW - 2, 6, 3))
 """Across the window's edge, and beyond it from the start (a window that slides twice, a second chunk)."""
 LONG = (Case(3, 147, LONG_DRAFT_LENGTH), Case(75, 75, LONG_DRAFT_LENGTH))
 """From hardly a prompt, and from the middle of the text."""
@@ -60,7 +56,7 @@ def assert_exact(model: PreTrainedModel, cases: Sequence[Case] = CASES) -> None:
         prompt = prompt_of(case)
         expected = plain(model, prompt, case.num_new_tokens)
         # of a stranger's 20 tokens all but a few are thrown away; a relative's may be wrong anywhere
-        other = CachedModel(relative(model, prompt + expected) if case.is_long else stranger())
+        other = CachedModel(relative(model, prompt + expected) if case in LONG else stranger())
         for draft, is_itself in ((other, False), (itself, True)):
             decoder = _decoder(target, draft, Sampling(temperature=0.0), case)
             generation = decoder.generate(prompt, case.num_new_tokens)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from configs.schema import ModelSource
 from lm import FeatureDraft, load_model
-from lm.features.loading import load_feature_draft
+from lm.features.loading import feature_draft_of
 from tests.conformance.families import FAMILIES as ALL
 from tests.conformance.families import build
 
@@ -79,4 +79,4 @@ def target(family: str) -> PreTrainedModel:
 def draft(family: str) -> FeatureDraft:
     """The target's MTP layer, from the same directory."""
     source = ModelSource(path=f"{target(family).name_or_path}#mtp")
-    return load_feature_draft(source, target(family), num_layers=2)
+    return feature_draft_of(source, target(family))

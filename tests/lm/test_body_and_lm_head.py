@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, ElectraConfig, Gemma2Config, GPT2Config, Llama4TextConfig, LlamaConfig
 
 from lm import CachedModel
-from lm.features.recorder import recorded_outputs
-from lm.forwards import body_and_lm_head, check_output_layer, hidden_states, logits_of
+from lm.forwards import body_and_lm_head, check_output_layer, hidden_states, logits_of, recorded
 from tests.toys.small_pair import SIZES
 
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2)
@@ -71,7 +70,7 @@ def test_two_threads_on_one_model_read_their_own_hidden_states(kind):
             cached = CachedModel(model, with_hidden=True)
             cached.feed(text, len(text))
             return cached.hidden
-        with torch.inference_mode(), recorded_outputs([model.model.layers[0]]) as seen:
+        with torch.inference_mode(), recorded([model.model.layers[0]]) as seen:
             model(torch.tensor([text]))
         return seen[0]
 

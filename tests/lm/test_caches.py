@@ -21,19 +21,6 @@ def test_a_layer_that_does_not_hold_what_was_fed_is_named(place):
 
 
 @pytest.mark.parametrize("config", [LLAMA, GEMMA])
-def test_cropping_and_emptying_a_cache_of_ours_forgets_as_rolling_back_does(config):
-    model, tokens = model_of(config), torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
-    cache = make_cache(model, 4)
-    with torch.no_grad():
-        expected = model(tokens[:, :7]).logits[0, -2:]
-        model(torch.cat([tokens[:, :5], tokens[:, :2]], -1), past_key_values=cache)
-        cache.crop(-2)
-        torch.testing.assert_close(model(tokens[:, 5:], past_key_values=cache).logits[0], expected, rtol=0, atol=1e-6)
-        cache.reset()
-        torch.testing.assert_close(model(tokens, past_key_values=cache).logits[0, -2:], expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("config", [LLAMA, GEMMA])
 def test_a_sequence_that_takes_the_place_of_another_is_as_if_alone(config):
     model, gone, long, short = model_of(config), torch.arange(13, 19), torch.arange(1, 7), torch.arange(7, 11)
     cache, new = make_cache(model, 7), make_cache(model, 4)
@@ -76,17 +63,6 @@ def test_a_decoder_goes_on_after_its_models_have_changed_their_dtype():
     assert decoder.generate([1, 2, 3], 8).token_ids == first
     decoder.target.reset()
     assert decoder.target.feed([1, 2, 3]).dtype == torch.float32
-
-
-def test_hidden_states_are_watched_on_the_head_that_there_is():
-    model = model_of(GEMMA)
-    cached = CachedModel(model, with_hidden=True)
-    model.set_output_embeddings(torch.nn.Linear(16, 20, bias=False, dtype=torch.float64))
-    cached.reset()
-    cached.feed([1, 2, 3])
-    with torch.no_grad():
-        expected = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states[-1][0, -1:]
-    torch.testing.assert_close(cached.hidden, expected, rtol=0, atol=1e-12)
 
 
 def test_a_target_of_any_kind_ends_at_its_own_eos_ids():

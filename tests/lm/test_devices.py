@@ -24,6 +24,7 @@ from tests.toys.small_pair import llama
 CONFIG = llama()
 FIRST, SECOND = "cuda:0", "cuda:1"
 PROMPT = [1, 2, 3]
+PLAIN = Sampling()
 
 
 def model_of(seed):
@@ -49,8 +50,12 @@ def _take_along(_module, args, kwargs):
     return torch.utils._pytree.tree_map(moved, (args, kwargs))
 
 
-def timeless(rounds):
-    return [(one.drafted, one.emitted) for one in rounds]
+def timeless(generation):
+    return [(one.drafted, one.emitted) for one in generation.rounds]
+
+
+def loop(target, drafter, sampling=PLAIN):
+    return SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset())
 
 
 def head_of(timing, **inputs):
@@ -74,9 +79,8 @@ HEADS = [HeadPolicy(head_of(timing, embedding=True), 0.6) for timing in ("fed", 
 )
 def test_output_is_the_same_wherever_target_and_draft_are(policy, sampling, places):
     def generated(models):
-        target, draft = models
-        decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), sampling=sampling, eos_ids=frozenset())
-        return timeless(decoder.generate(PROMPT, 12, generator=seeded()).rounds)
+        decoder = loop(models[0], ModelDrafter(models[1], policy), sampling)
+        return timeless(decoder.generate(PROMPT, 12, generator=seeded()))
 
     expected, models = generated([model_of(0), model_of(1)]), [model_of(0), model_of(1)]
     for model, device in zip(models, places, strict=True):
@@ -225,8 +229,7 @@ SPREAD = [(FIRST, SECOND, "cpu"), ("cpu", FIRST, "cpu"), (FIRST, SECOND, FIRST),
 def test_models_that_draft_in_turns_may_be_on_several_devices(devices):
     def generated(small, medium, target):
         drafter = InterleavedDrafter(CachedModel(small), CachedModel(medium, vocab_size=15), m=2, n=1)
-        decoder = SpeculativeDecoder(target, drafter, eos_ids=frozenset())
-        return timeless(decoder.generate(PROMPT, 24, generator=seeded()).rounds)
+        return timeless(loop(target, drafter).generate(PROMPT, 24, generator=seeded()))
 
     expected, models = generated(*map(model_of, (1, 2, 0))), [*map(model_of, (1, 2, 0))]
     for model, device in zip(models, devices, strict=True):
@@ -252,14 +255,12 @@ def drafter_of(kind, draft, policy):
 @pytest.mark.parametrize("kind", ["chain", "tree", "hierarchy", "batch"])
 def test_a_draft_may_be_moved_between_two_generations(kind, policy):
     draft = model_of(1)
-    decoder = SpeculativeDecoder(model_of(0), drafter_of(kind, draft, policies()[policy]), eos_ids=frozenset())
+    decoder = loop(model_of(0), drafter_of(kind, draft, policies()[policy]))
 
     def generated():
         if kind == "batch":
-            generation, _ = decoder.generate_batch([PROMPT, [4]], 12, batch_size=2, generator=seeded())
-        else:
-            generation = decoder.generate(PROMPT, 12, generator=seeded())
-        return timeless(generation.rounds)
+            return timeless(decoder.generate_batch([PROMPT, [4]], 12, batch_size=2, generator=seeded())[0])
+        return timeless(decoder.generate(PROMPT, 12, generator=seeded()))
 
     expected = generated()
     with FakeDevices():
@@ -307,8 +308,7 @@ def test_a_policy_that_looks_at_no_token_learns_the_same_on_every_device(signals
         for model in (target, draft):
             put(model, device)
         with FakeDevices():
-            decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), sampling=sampling, eos_ids=frozenset())
-            decoder.generate(PROMPT, 40, generator=seeded())
+            loop(target, ModelDrafter(draft, policy), sampling).generate(PROMPT, 40, generator=seeded())
         return policy.told
 
     expected, there = told("cpu"), told(FIRST)

@@ -1,5 +1,7 @@
-"""Loading a model: settings that it cannot honour end in one line, and a lack of memory is named as that."""
+"""Loading models and pairs: settings that cannot be honoured and models that do not fit end in one line."""
 
+import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -7,15 +9,137 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from huggingface_hub.utils import are_progress_bars_disabled
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
-from configs.schema import ModelSource, PairConfig
-from lm import load_model, load_pair
-from lm.pair import weight_bytes
+from configs import ModelSource, PairConfig
+from lm import Pair, load_model, load_pair, load_tokenizer, vocab_size_of
+from lm.pair import _warn_of_moving_code, repository_of, weight_bytes
 from lm.parallel import check_slices, slices_of
+from tests.toys.small_pair import llama
 
-TINY = str(Path(__file__).parents[2] / "checkpoints" / "tiny" / "target")
-SOURCE = ModelSource(path=TINY, dtype="float32", device_map="cpu")
+TINY = Path(__file__, "../../../checkpoints/tiny").resolve()
+CONFIG = llama(vocab_size=24, intermediate_size=16, max_position_embeddings=64)
+
+
+def tiny_pair(**changes) -> PairConfig:
+    return PairConfig(**{role: ModelSource(path=str(TINY / role)) for role in ("target", "draft")} | changes)
+
+
+def test_the_embedded_trio_loads_and_fits():
+    pair = load_pair(tiny_pair(micro=ModelSource(path=str(TINY / "micro"), dtype="float32")))
+    assert pair.micro is not None
+    assert pair.eos_ids
+    assert max(pair.eos_ids) < pair.vocab_size <= pair.target.config.vocab_size
+
+
+def test_what_does_not_exist_or_is_not_to_be_had_is_said_plainly(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(FileNotFoundError, match="neither a local model directory"):
+        load_pair(tiny_pair(draft=ModelSource(path=str(tmp_path / "nothing"))))
+    with pytest.raises(ValueError, match="dtype"):
+        load_model(ModelSource(path=str(TINY / "draft"), dtype="int3"))  # type: ignore[arg-type]
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="CUDA"):
+            load_model(ModelSource(path=str(TINY / "draft"), device_map="cuda:0"))
+
+
+@pytest.mark.parametrize(
+    ("offloaded", "part"), [("lm_head", "output layer"), ("model.embed_tokens", "input embeddings")]
+)
+def test_an_output_layer_or_embeddings_that_were_offloaded_are_refused(offloaded, part, tmp_path):
+    """accelerate leaves a weight on `meta` and brings it for the module's own forward alone."""
+    LlamaForCausalLM(CONFIG).save_pretrained(tmp_path)
+    modules = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
+    places = {name: "disk" if name == offloaded else "cpu" for name in modules}
+    message = rf"^the weight of the {part} of .* was offloaded \(.*; it is on meta\), .* in device_map, free"
+    with pytest.raises(ValueError, match=message):
+        load_model(ModelSource(path=str(tmp_path), device_map=places))
+
+
+def test_tokenizers_that_differ_are_refused_by_the_first_token_that_does(tmp_path):
+    shutil.copytree(TINY / "draft", tmp_path, dirs_exist_ok=True)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.get)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="differ in 2 tokens"):
+        load_pair(tiny_pair(draft=ModelSource(path=str(tmp_path))))
+
+
+def tokenizer_of(vocab):
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocab, unk_token="a")), unk_token="a")
+
+
+def test_the_width_of_distributions_is_the_largest_id_and_no_more_than_the_targets_logits():
+    gaps, model = tokenizer_of({"a": 0, "b": 1, "c": 9}), AutoModelForCausalLM.from_config(CONFIG)
+    assert len(gaps) == 3
+    assert Pair(model, model, None, gaps).vocab_size == vocab_size_of(gaps) == 10
+    wider = tokenizer_of({str(place): place for place in range(24)} | {"a": 24})
+    assert len(wider) == 25
+    assert Pair(model, model, None, wider).vocab_size == 24
+
+
+@pytest.mark.parametrize("trusts", [{"target": True}, {"draft": True}, {}])
+def test_code_of_a_repository_runs_for_the_model_that_is_trusted_alone(trusts, tmp_path, capsys):
+    """Each directory has an architecture of its own, which transformers knows by the directory's code alone."""
+    sources = {}
+    for name in ("target", "draft"):
+        path = shutil.copytree(TINY / name, tmp_path / name)
+        config = json.loads((path / "config.json").read_text())
+        auto = {"AutoConfig": "code.Ours", "AutoModelForCausalLM": "code.OurModel"}
+        (path / "config.json").write_text(json.dumps(config | {"model_type": f"our_{name}", "auto_map": auto}))
+        (path / "code.py").write_text(
+            "from transformers import LlamaConfig, LlamaForCausalLM\n"
+            f"class Ours(LlamaConfig):\n    model_type = 'our_{name}'\n"
+            "class OurModel(LlamaForCausalLM):\n    config_class = Ours\n"
+        )
+        sources[name] = ModelSource(path=str(path), trust_remote_code=trusts.get(name, False))
+    for name, source in sources.items():
+        if trusts.get(name):
+            assert type(load_model(source)).__name__ == "OurModel"
+        else:
+            with pytest.raises(ValueError, match="contains custom code"):
+                load_model(source)
+    assert "warning" not in capsys.readouterr().err  # a directory is what it is
+
+
+@pytest.mark.parametrize(("revision", "is_warned"), [(None, True), ("main", True), ("a" * 40, False)])
+def test_code_at_a_floating_revision_is_warned_of_once(revision, is_warned, capsys):
+    _warn_of_moving_code.cache_clear()
+    for _ in range(2):
+        repository_of(ModelSource(path="org/model", revision=revision, trust_remote_code=True))
+        repository_of(ModelSource(path="org/model", revision=revision))
+    assert capsys.readouterr().err.count("warning: org/model: trust_remote_code") == is_warned
+
+
+def saved_with_one_more_token(source, path):
+    shutil.copytree(source, path)
+    tokenizer = load_tokenizer(ModelSource(path=str(source)))
+    tokenizer.add_tokens([f"<extra {place}>" for place in range(768 + 1 - len(tokenizer))])
+    tokenizer.save_pretrained(path)
+    return ModelSource(path=str(path))
+
+
+def test_a_tokenizer_with_more_ids_than_the_targets_logits_is_no_reason_to_refuse(tmp_path):
+    """As Gemma-3 1B's, whose id for images has no logit."""
+    sources = {name: saved_with_one_more_token(TINY / name, tmp_path / name) for name in ("target", "draft")}
+    pair = load_pair(tiny_pair(**sources))
+    assert len(pair.tokenizer) == 1 + pair.vocab_size == 1 + pair.target.config.vocab_size
+
+
+def test_a_model_is_read_without_bars_and_those_of_downloads_stay(capsys):
+    load_model(ModelSource(path=str(TINY / "draft")))
+    assert capsys.readouterr().err == ""
+    assert logging.is_progress_bar_enabled()
+    assert not are_progress_bars_disabled()
+
+
+SOURCE = ModelSource(path=str(TINY / "target"), dtype="float32", device_map="cpu")
 NARROW = """
 import resource, sys
 from configs.schema import ModelSource
@@ -31,10 +155,10 @@ except ValueError as error:
 """
 
 
-def test_a_lack_of_memory_while_loading_says_what_the_weights_take(tmp_path: Path):
+def test_a_lack_of_memory_while_loading_says_what_the_weights_take(tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16000)).save_pretrained(tmp_path)
-    command = [sys.executable, "-c", NARROW, tmp_path, TINY]
+    command = [sys.executable, "-c", NARROW, tmp_path, SOURCE.path]
     [line] = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300).stdout.splitlines()
     need = weight_bytes(ModelSource(path=str(tmp_path), dtype="float64")) / 1e9
     start = f"out of memory while {tmp_path} was loaded (device_map cpu): its weights alone take {need:,.1f}"
@@ -72,7 +196,7 @@ def test_attention_is_the_one_that_is_named():
         ({"quantization": "8bit"}, "package that is not installed.*pip install -U bitsandbytes"),
     ],
 )
-def test_settings_that_cannot_be_honoured_end_in_one_line(settings, said: str):
+def test_settings_that_cannot_be_honoured_end_in_one_line(settings, said):
     with pytest.raises(ValueError, match=said) as caught:
         load_model(replace(SOURCE, **settings))
     assert "\n" not in str(caught.value)
@@ -84,19 +208,19 @@ SLICED = replace(SOURCE, device_map=None, tp_plan="auto")
 @pytest.mark.parametrize(
     ("source", "family", "count", "said"),
     [
-        (replace(SLICED, device_map="cpu"), TINY, 2, "device_map 'cpu'; leave one of them out"),
-        (replace(SLICED, quantization="4bit"), TINY, 2, "quantization '4bit'; leave one of them out"),
-        (SLICED, TINY, 3, "in 3 processes, and num_attention_heads 4 is no multiple of 3"),
+        (replace(SLICED, device_map="cpu"), None, 2, "device_map 'cpu'; leave one of them out"),
+        (replace(SLICED, quantization="4bit"), None, 2, "quantization '4bit'; leave one of them out"),
+        (SLICED, None, 3, "in 3 processes, and num_attention_heads 4 is no multiple of 3"),
         (SLICED, "gpt2", 2, "transformers has no such plan for gpt2; use device_map: auto"),
     ],
 )
-def test_what_cannot_be_sliced_is_refused(source, family, count: int, said: str):
-    config = AutoConfig.from_pretrained(TINY) if family == TINY else AutoConfig.for_model(family)
+def test_what_cannot_be_sliced_is_refused(source, family, count, said):
+    config = AutoConfig.for_model(family) if family else AutoConfig.from_pretrained(SOURCE.path)
     with pytest.raises(ValueError, match=said):
         check_slices(source, config, count)
 
 
-def test_slices_are_for_torchrun_and_for_making_data(monkeypatch: pytest.MonkeyPatch):
+def test_slices_are_for_torchrun_and_for_making_data(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ValueError, match=r"not started by torchrun; start it as torchrun --standalone"):
         load_model(SLICED)

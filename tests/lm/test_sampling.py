@@ -8,7 +8,7 @@ from transformers import TopKLogitsWarper as TopK
 from transformers import TopPLogitsWarper as TopP
 
 from lm import Sampling, cross_entropy, entropy
-from lm.draws import inverted, inverted_by_blocks
+from lm.draws import _inverted_on_cpu, inverted
 from lm.sampling import QuickTopP
 from tests.toys.enumeration import seeded
 
@@ -110,7 +110,7 @@ def test_two_steps_draw_what_one_step_draws(width):
     law = torch.randn(width, generator=seeded()).mul(3).softmax(-1)
     law[::3] = 0
     for uniform in [*torch.rand(300, dtype=torch.float64).tolist(), 0.0, 1 - 2.0**-53]:
-        token = inverted_by_blocks(law, uniform)
+        token = _inverted_on_cpu(law, uniform)
         assert law[token] > 0
         assert token == int(inverted(law, uniform))
-    assert inverted_by_blocks(law.index_fill(0, torch.tensor([5]), torch.nan), 0.5) == width
+    assert _inverted_on_cpu(law.index_fill(0, torch.tensor([5]), torch.nan), 0.5) == width

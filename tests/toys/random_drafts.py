@@ -82,14 +82,14 @@ def draft(kind: str, family: str = "llama") -> FeatureDraft:
         made = Eagle3(config(**norms), (1, 2, 2), target_size=WIDTH)
     elif kind == "reduced":
         made = Eagle3(config(), (1, 2, 3), target_size=WIDTH, num_logits=4)
-        made.reduce(torch.tensor([0, 2, 3, 6]))
+        made.target_ids = torch.tensor([0, 2, 3, 6])
     elif kind == "layers":
         layers = Qwen3Config(**(SIZES | {"num_hidden_layers": 2, "head_dim": 6}))
         made = Eagle3(layers, (0, 1, 2), target_size=WIDTH)
     elif kind in BLOCKS:
         made = DSpark(block_config(kind), has_embedding=kind != "window")
         if kind == "window":
-            made.reduce(torch.tensor([0, 2, 3, 6]))
+            made.target_ids = torch.tensor([0, 2, 3, 6])
     else:
         made = Glide(config(large_hidden_size=WIDTH, large_num_attention_heads=4), LAYERS)
     made = made.double().eval()

@@ -15,6 +15,7 @@ from checkpoints.recipes.tiny import Recipe, make_drafts
 from configs.schema import ModelSource, PairConfig
 from data_gen.prompts.stories import stories
 from lm import CachedModel, load_model, load_pair, load_tokenizer
+from lm.cache import growing_cache
 from lm.features.model import feature_model
 from lm.features.recorder import FeatureRecorder
 from lm.features.released import released_layout_of
@@ -104,7 +105,7 @@ def test_blocks_begin_at_response_tokens_that_another_follows_and_say_at_once_wh
     features = torch.cat([states.hidden_states[layer_id] for layer_id in draft.target_layer_ids], -1)
     for place, (row, column) in enumerate((anchors > 0).nonzero().tolist()):
         at = int(anchors[row, column])
-        cache = draft.new_cache(64)
+        cache = growing_cache(64)
         draft.remember(draft.context(features[row : row + 1, :at]), torch.arange(at)[None], cache)
         alone = draft.block(batch.ids[row, at].view(1, 1), torch.tensor([[at]]), cache=cache)[0, 0]
         num = int(found.is_inside[place].sum())

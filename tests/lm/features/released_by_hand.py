@@ -69,7 +69,7 @@ def released(layout: str) -> tuple[dict, dict[str, Tensor]]:
         kind, size = ("fc_norm", (WIDTH,)) if layout == "speculators_fc_norm" else ("input_norm", (3 * WIDTH,))
         names = ["input_norm.weight"] if kind == "input_norm" else [f"fc_norm.{place}.weight" for place in range(3)]
         keys = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
-        keys |= {"transformer_layer_config": KEYS, "draft_vocab_size": len(REDUCED), "norm_before_residual": True}
+        keys |= {"transformer_layer_config": dict(KEYS), "draft_vocab_size": len(REDUCED), "norm_before_residual": True}
         keys |= {"norm_before_fc": kind == "input_norm", "fc_norm": kind == "fc_norm", "norm_output": True}
         keys |= {"eagle_aux_hidden_state_layer_ids": IDS}
         shapes = eagle3_shapes("layers.0.") | dict.fromkeys(names, size)
@@ -222,12 +222,14 @@ class Truth:
 
 def expected(
     layout: str, config: dict, tensors: dict[str, Tensor], *, truth: Truth, tokens: list[int], num_known: int
-) -> Tensor:
-    """Logits after `tokens`, of which the target has read `num_known`; an EAGLE's further states are its own."""
+) -> tuple[Tensor, Tensor | None]:
+    """(logits after `tokens`, of which the target has read `num_known`; logit of the confidence in the next token, if
+    there is a head for it). An EAGLE's further states are its own.
+    """
     if layout == "glide":
-        return _glide(tensors, truth, tokens, num_known)
+        return _glide(tensors, truth, tokens, num_known), None
     if KINDS[layout] == "dspark":
-        return _dspark(config, tensors, truth, tokens, num_known)[0]
+        return _dspark(config, tensors, truth, tokens, num_known)
     is_first = layout == "eagle"
     prefix = "midlayer." if layout in ("eagle3", "specforge") else "layers.0."
     embedded = (tensors["embed_tokens.weight"] if is_first else truth.embed)[tokens[1:]]
@@ -248,7 +250,7 @@ def expected(
         output = output[-1:]
         after = output if is_first else normed(output, tensors["norm.weight"])
         if count == len(tokens) - 1:
-            return after[0] @ truth.head.T if is_first else wide(after[0] @ tensors["lm_head.weight"].T)
+            return after[0] @ truth.head.T if is_first else wide(after[0] @ tensors["lm_head.weight"].T), None
         states = torch.cat([states, after if "norm_before_fc" in config and config["norm_output"] else output])
 
 
@@ -283,8 +285,7 @@ def _in_window(config: dict, num_known: int, size: int) -> Tensor:
 
 def _dspark(
     config: dict, tensors: dict[str, Tensor], truth: Truth, tokens: list[int], num_known: int
-) -> tuple[Tensor, Tensor]:
-    """(logits after the last token, logit of the confidence in the token that follows it; NaN where there is none)."""
+) -> tuple[Tensor, Tensor | None]:
     context = normed(truth.read_by_blocks[:num_known] @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
     size = config["block_size"]
     states = tensors.get("embed_tokens.weight", truth.embed)[[tokens[num_known], *[6] * (size - 1)]]
@@ -298,7 +299,7 @@ def _dspark(
     latent, state = torch.zeros(RANK, dtype=torch.float64), torch.zeros(RANK, dtype=torch.float64)
     for place, token in enumerate(tokens[num_known:]):
         logits = tensors.get("lm_head.weight", truth.head) @ states[place]
-        confidence = torch.tensor(float("nan"))
+        confidence = None
         if "markov_head.markov_w1.weight" not in tensors:
             continue
         embedded = latent = tensors["markov_head.markov_w1.weight"][token]
@@ -313,10 +314,3 @@ def _dspark(
         seen = torch.cat([states[place], embedded])
         confidence = tensors["confidence_head.proj.weight"][0] @ seen + tensors["confidence_head.proj.bias"][0]
     return wide(logits) if len(logits) < VOCAB else logits, confidence
-
-
-def expected_confidence(
-    config: dict, tensors: dict[str, Tensor], *, truth: Truth, tokens: list[int], num_known: int
-) -> Tensor:
-    """Logit that a DSpark draft's own head gives to the acceptance rate of the token that follows `tokens`."""
-    return _dspark(config, tensors, truth, tokens, num_known)[1]

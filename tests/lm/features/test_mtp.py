@@ -11,7 +11,8 @@ from transformers.modeling_layers import MtpModel
 from configs.schema import ModelSource, PairConfig
 from data_gen.store.identity import describe_model
 from lm import load_model
-from lm.features.loading import load_feature_draft
+from lm.cache import growing_cache
+from lm.features.loading import feature_draft_of
 from lm.features.released import released_layout_of, width_of
 from tests.conformance.mtp import LAYOUTS, draft, target, write
 
@@ -26,7 +27,7 @@ def test_states_and_logits_are_those_of_transformers_mtp_model(family, monkeypat
     monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [pattern])
     theirs = MtpModel.from_pretrained(model)
     states = model.base_model(TEXT).last_hidden_state[:, :-1]
-    caches, positions = (ours.new_cache(8), MtpCache(config=model.config.get_mtp_config())), torch.arange(5)[None]
+    caches, positions = (growing_cache(8), MtpCache(config=model.config.get_mtp_config())), torch.arange(5)[None]
     tokens = TEXT[:, 1:]
     given = states
     for _ in range(4):
@@ -72,10 +73,10 @@ def test_what_cannot_be_read_is_refused_with_its_reason(family, lacking, added, 
     (path / "config.json").write_text(json.dumps(config | keys))
     model = load_model(ModelSource(path=str(path), dtype="float64"))
     with pytest.raises(ValueError, match=message) as refusal:
-        load_feature_draft(ModelSource(path=f"{path}#mtp"), model, num_layers=2)
+        feature_draft_of(ModelSource(path=f"{path}#mtp"), model)
     assert "\n" not in str(refusal.value)
 
 
 def test_the_layer_of_another_target_is_refused():
     with pytest.raises(ValueError, match="is the MTP layer of"):
-        load_feature_draft(ModelSource(path="elsewhere#mtp"), target("qwen3_next"), num_layers=2)
+        feature_draft_of(ModelSource(path="elsewhere#mtp"), target("qwen3_next"))

@@ -1,23 +1,31 @@
-"""Released directories: every layout loads and computes what its formula says; what does not fit is refused."""
+"""Released directories: every layout computes what its formula says, in 8 bits too; what does not fit is refused."""
 
 from contextlib import suppress
 from itertools import product
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 from configs import ModelSource
 from lm import CachedModel, feature_model
-from lm.features.loading import load_feature_draft
+from lm.features.eight_bits import EightBitLinear
+from lm.features.loading import feature_draft_of
 from lm.features.recorder import FeatureRecorder
 from lm.features.released import max_positions_of, released_layout_of, width_of
 from tests.lm.features import released_by_hand as by_hand
 from tests.lm.features.released_by_hand import D2T, LAYOUTS, T2D, Truth, released, write
-from tests.toys.random_drafts import LAYERS, VOCAB, WIDTH, target
+from tests.toys.random_drafts import VOCAB, WIDTH, target
 
 
 def loaded(source: ModelSource):
-    return load_feature_draft(source, target(), num_layers=LAYERS)
+    return feature_draft_of(source, target())
+
+
+def beside_target(draft):
+    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft))
+    return tapped, feature_model(draft, tapped)
 
 
 def written(directory, layout: str, keys: dict, tensors: dict | None = None) -> ModelSource:
@@ -32,28 +40,26 @@ def test_a_directory_written_by_hand_computes_what_its_formula_says(layout, tmp_
     source = ModelSource(path=str(write(tmp_path, config, tensors)))
     draft = loaded(source)
     assert max_positions_of(source) == draft.config.max_position_embeddings
-    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft))
-    model = feature_model(draft, tapped)
+    tapped, model = beside_target(draft)
     committed, drafted = [1, 2, 3, 4, 5], [6, 0]
     tapped.feed(committed[:-1])
     truth = Truth(target(), committed[:-1])
     for end in (5, 6, 7):
         tokens = (committed + drafted)[:end]
         logits, known = model.feed(tokens[len(model) :])[0], {"truth": truth, "tokens": tokens, "num_known": 4}
-        plain = by_hand.expected(layout, config, tensors, **known)
+        plain, confidence = by_hand.expected(layout, config, tensors, **known)
         # norms and rotary embeddings are float32, as Llama's
         torch.testing.assert_close(logits, plain, rtol=0, atol=1e-5)
         assert width_of(source) == model.hidden_size == model.hidden.shape[-1]
         if getattr(draft, "confidence_head", None):
-            confidence = by_hand.expected_confidence(config, tensors, **known)
             torch.testing.assert_close(model.confidence()[0], confidence, rtol=0, atol=1e-5)
 
 
 def test_numbers_are_as_stored_or_as_asked_and_rotary_frequencies_are_not_rounded(tmp_path):
     config, tensors = released("glide")
     path = write(tmp_path, config, {name: tensor.bfloat16() for name, tensor in tensors.items()})
-    for dtype, expected_dtype in ((None, torch.bfloat16), (torch.float64, torch.float64)):
-        draft = load_feature_draft(ModelSource(path=str(path)), target(), num_layers=LAYERS, dtype=dtype)
+    for dtype, expected_dtype in (("auto", torch.bfloat16), ("float64", torch.float64)):
+        draft = feature_draft_of(ModelSource(path=str(path), dtype=dtype), target())
         assert {parameter.dtype for parameter in draft.parameters()} == {expected_dtype}
         assert {buffer.dtype for buffer in draft.buffers()} == {torch.float32}
 
@@ -96,7 +102,7 @@ WRONG_KEYS = [
     ("specforge_dflash", {"dflash_config": {"projector_type": "mlp"}}, "of the kind mlp"),
     ("specforge_dflash", {"dflash_config": 3}, "dflash_config is 3"),
     ("specforge_dflash", {"block_size": 1}, "block_size is 1.*at least 2"),
-    ("dspark_dflash", CONFIDENT, "false where markov_rank is 0"),
+    ("dspark_dflash", CONFIDENT, "lacks 2 tensors, first confidence_head"),
     ("dspark_rnn", {"target_layer_ids": None}, "target_layer_ids is None"),
     ("dspark_rnn", {"target_layer_ids": [[0]]}, r"target_layer_ids is \[\[0\]\]"),
     ("dspark_rnn", {"target_layer_ids": [-1, 2]}, r"is \[-1, 2\].* to 1, since readers disagree"),
@@ -126,7 +132,7 @@ WRONG_TENSORS = [
     ("eagle", {"fc.weight": torch.zeros(WIDTH, WIDTH)}, "fc.weight is .* expected"),
     ("eagle3", {"mask_hidden": torch.zeros(1)}, r"one forward \(P-EAGLE\)"),
     ("eagle3", {"d2t": WRONG_ID}, "d2t, which holds offsets"),
-    ("eagle3", {"t2d": WRONG_MASK}, "t2d marks 3 of 7"),
+    ("eagle3", {"t2d": WRONG_MASK}, "t2d does not mark the 4 of 7"),
     ("speculators", {"d2t": D2T[:2]}, "d2t has shape"),
     ("dspark_rnn", {_PROJ: torch.ones(1, 21, dtype=torch.int32)}, f"{_PROJ} is torch.int32 or"),
     ("dspark_rnn", {_PROJ: torch.full((1, 21), torch.nan)}, f"{_PROJ} is torch.float32 or has NaN"),
@@ -223,3 +229,56 @@ def test_an_eagle3_draft_with_a_window_reads_texts_that_fit_it(tmp_path):
     config["transformer_layer_config"] |= window
     source = ModelSource(path=str(write(tmp_path, config, tensors)))
     assert max_positions_of(source) == loaded(source).config.max_position_embeddings == 9
+
+
+def put_back(layer):
+    """The matrix that an 8-bit layer stands for."""
+    return layer.weight.double() * layer.scale.double()[:, None]
+
+
+def drafted(draft):
+    """Logits after each of a few tokens."""
+    tapped, model = beside_target(draft)
+    tapped.feed([1, 2, 3, 4])
+    return torch.cat([model.feed(tokens) for tokens in ([1, 2, 3, 4, 5], [6], [0])])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_draft_computes_what_its_rounded_matrices_say(layout, tmp_path):
+    source = str(write(tmp_path, *released(layout)))
+    exact, rounded = (
+        feature_draft_of(ModelSource(path=source, quantization=bits), target()) for bits in (None, "8bit")
+    )
+    as_loaded, num_matrices = drafted(exact), 0
+    for name, module in exact.named_modules():
+        if isinstance(module, nn.Linear):
+            weight = put_back(rounded.get_submodule(name))
+            half_a_step = module.weight.double().abs().amax(1, keepdim=True) / 254
+            assert bool(((weight - module.weight).abs() <= half_a_step * 1.001).all())
+            module.weight.data = weight.to(module.weight.dtype)
+            num_matrices += 1
+    assert num_matrices >= 8
+    torch.testing.assert_close(drafted(rounded), drafted(exact), rtol=0, atol=1e-5)
+    assert not torch.equal(as_loaded, drafted(rounded)), "8 bits are coarser than 32"
+    assert (rounded.dtype, rounded.device) == (exact.dtype, exact.device)
+
+
+@pytest.mark.parametrize("width", [16, 48, 24, 5])
+@pytest.mark.parametrize("num_rows", [1, 16, 17])
+def test_widths_and_rows_of_every_kind_have_one_product_in_bfloat16(num_rows, width):
+    torch.manual_seed(0)
+    linear = nn.Linear(width, 10).bfloat16()
+    linear.weight.data[3] = 0
+    layer = EightBitLinear(linear)
+    inputs = torch.randn(1, num_rows, 2 * width, dtype=torch.bfloat16)[..., :width]
+    expected = functional.linear(inputs.double(), put_back(layer), linear.bias.double())
+    # bfloat16 has eight bits: half a step for the product and half for the sum with the bias
+    torch.testing.assert_close(layer(inputs).double(), expected, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(layer(inputs[0, 0]).double(), expected[0, 0], rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("quantization", ["4bit", {"quant_method": "hqq", "nbits": 4}])
+def test_other_quantisations_are_refused(quantization, tmp_path):
+    source = ModelSource(path=str(write(tmp_path, *released("eagle3"))), quantization=quantization)
+    with pytest.raises(ValueError, match=r"quantization is .*4.*; of feature drafts it is 8bit or null"):
+        feature_draft_of(source, target())
