@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from configs import Config
-from configs.command import parser_for
-from configs.front import COMMANDS, all_steps, main, run_room
+from configs.command import SECTIONS, parser_for
+from configs.front import COMMANDS, all_steps, command_of, main
 from configs.schema import ModelSource, PairConfig
-from configs.screens import command_of, completion_of, options_of, schema, screen_of
+from configs.screens import completion_of, options_of, screen_of, settings_of
 
 ROOT = Path(__file__, "../../..").resolve()
 SCRIPT = Path(sys.executable).with_name("acceptance-heads")
@@ -53,7 +53,7 @@ def test_help_is_one_screen_of_what_the_command_takes(name, capsys):
     assert len(lines) <= 60
     assert max(map(len, lines)) <= 120
     module, function = COMMANDS[name].target.split(":")
-    command, light = getattr(importlib.import_module(module), function), command_of(COMMANDS[name].target)
+    command, light = getattr(importlib.import_module(module), function), command_of(name)
     # the signature that is read from the source is that of the command
     assert (signature(light).parameters, light.__doc__) == (signature(command).parameters, command.__doc__)
     known = parser_for(command)._option_string_actions
@@ -62,29 +62,22 @@ def test_help_is_one_screen_of_what_the_command_takes(name, capsys):
     assert [flag for flag in flags[:-1] if flag not in known and not flag.startswith("--trainer.")] == []
 
 
-def test_help_version_and_completion_import_nothing_heavy():
-    by_front = [["--help"], ["evaluate", "--help"], ["--version"], ["--completion", "zsh"]]
-    by_room = {"data_gen": "make", "heads": "export", "decode": "generate", "evaluation": "bench"}
-    script = f"{FRONT}import runpy\nfor argv in {by_front}: main(argv)\nsys.argv = ['train.py', '--help']\n"
-    script += "runpy.run_path('train.py', run_name='__main__')\n"
-    for room, command in by_room.items():
-        script += f"sys.argv = ['x', '{command}', '--help']\nrunpy.run_module('{room}', run_name='__main__')\n"
-    lines, heavy = lines_and_heavy(script, "torch", "transformers", "numpy", "jsonargparse")
-    assert heavy == []
-    assert lines[0].startswith("usage: ")
-    for start in ("acceptance-heads 0.", "#compdef acceptance-heads"):
-        assert any(line.startswith(start) for line in lines), start
-    for shown in ("evaluate", "train", "data", "export", "generate", "bench"):
-        assert any(line.startswith(f"usage: acceptance-heads {shown} ") for line in lines), shown
-
-
-def test_settings_are_checked_before_anything_heavy_is_imported():
+def test_help_imports_nothing_heavy_and_settings_are_checked_before_anything_heavy_is_imported():
+    shown = [["--help"], ["evaluate", "--help"], ["--version"], ["--completion", "zsh"]]
     wrong = [[name, "--nosuch", "1"] for name in COMMANDS] + [["data", "--config", "tiny", "--data.num_dev", "-5"]]
     wrong += [["train", "--config", "tiny", "--trainer.max_epochs", "2", "--heads.dropout", "7"]]
     tried = "    try: main(argv)\n    except SystemExit as stop: assert stop.code == 2"
-    script = f"{FRONT}for argv in {wrong}:\n{tried}"
-    (*unknown, data, train), heavy = lines_and_heavy(script, *HEAVY)
+    by_room = {"data": "run_module('data_gen'", "export": "run_module('heads'", "train": "run_path('train.py'"}
+    rooms = "".join(
+        f"sys.argv = ['x', {'' if name == 'train' else repr(name) + ', '}'--help']\nrunpy.{run}, run_name='__main__')\n"
+        for name, run in by_room.items()
+    )
+    script = f"{FRONT}import runpy\nfor argv in {shown}: main(argv)\n{rooms}for argv in {wrong}:\n{tried}"
+    lines, heavy = lines_and_heavy(script, *HEAVY)
     assert heavy == []
+    for start in ("acceptance-heads 0.", "#compdef ", *(f"usage: acceptance-heads {name} " for name in by_room)):
+        assert any(line.startswith(start) for line in lines), start
+    *unknown, data, train = (line for line in lines if line.startswith("error: "))
     assert len(unknown) == len(COMMANDS)
     assert data.startswith("error: data.num_dev is -5; it must be a number")
     assert train.startswith("error: heads.dropout is 7")
@@ -94,12 +87,12 @@ def test_help_all_has_every_option_and_every_setting_and_every_flag_has_a_text(c
     text = answer("tune", "--help.all", capsys=capsys)
     assert "--pair.target.path" in text
     assert "--decode.draws_per_prompt" in text
-    screen = screen_of("tune", COMMANDS["tune"].target, ("decode.num_dev", "pair.sampling.temperature"))
+    screen = screen_of("tune", command_of("tune"), ("decode.num_dev", "pair.sampling.temperature"))
     assert "Number of prompts for choosing each policy's setting. [50]" in screen
     assert "0 is greedy. [1.0]" in screen
-    assert [(cls, name) for cls, fields in schema().items() for name, (_, text) in fields.items() if not text] == []
-    options = [(name, option) for name, entry in COMMANDS.items() for option in options_of(entry.target)]
-    assert [(name, option.flag) for name, option in options if len(option.text.split()) < 2] == []
+    options = [option for name in COMMANDS for option in options_of(command_of(name))]
+    options += [option for section in SECTIONS for option in settings_of(section)]
+    assert [option.flag for option in options if len(option.text.split()) < 2] == []
 
 
 def test_it_runs_beside_a_users_own_modules_of_our_names(tmp_path):
@@ -150,7 +143,7 @@ def test_a_stop_while_modules_are_imported_is_a_line(monkeypatch, capsys):
     def stopped(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("configs.front._command", stopped)
+    monkeypatch.setattr("configs.front.command_of", stopped)
     with pytest.raises(SystemExit, match="130"):
         main(PLAN)
     assert capsys.readouterr().err == "interrupted before the command started\n"
@@ -163,7 +156,7 @@ def test_all_runs_every_step_with_one_experiment_and_stops_at_the_first_that_fai
     def command(name):
         return lambda config: steps.append((name, config.data.dir)) or (sys.exit(7) if name == failing else None)
 
-    monkeypatch.setattr("configs.front._command", command)
+    monkeypatch.setattr("configs.front.command_of", command)
     config = Config(pair=PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small")))
     with pytest.raises(SystemExit, match="7") if failing else nullcontext():
         all_steps(config)
@@ -179,26 +172,12 @@ def test_all_runs_every_step_with_one_experiment_and_stops_at_the_first_that_fai
         (["train", "--heads.timings", ""], {"[fed]", "[drawn]", "[prefix]", "[candidate]"}),
         (["train", "--pair.micro.dtype", "f"], {"float64", "float32", "float16"}),
         (["generate", "--json", ""], {"true", "false"}),
-        (["train", "--trainer.max_e"], {"--trainer.max_epochs"}),
-        (["all", "--trainer.prec"], {"--trainer.precision"}),
-        (["evaluate", "--trainer.max_e"], set()),
         (["inspect", "--data"], set()),  # a command without an experiment
     ],
 )
 def test_bash_completes_commands_options_and_choices(words, offered):
     complete = 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_acceptance_heads; printf "%s\\n" "${COMPREPLY[@]}"'
-    script = completion_of({name: entry.target for name, entry in COMMANDS.items()}, "bash")
+    script = completion_of({name: command_of(name) for name in COMMANDS}, "bash")
     argv = ["bash", "--norc", "-s", "acceptance-heads", *words]
     done = subprocess.run(argv, input=f"{script}\n{complete}", capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == offered
-
-
-def test_a_rooms_commands_have_the_same_screens(capsys):
-    for room in ("data_gen", "heads", "decode", "evaluation"):
-        commands = importlib.import_module(f"{room}.__main__").COMMANDS
-        run_room(commands, argv=["--help"])
-        listed = capsys.readouterr().out
-        for name, front in commands.names.items():
-            assert f"  {name} " in listed
-            run_room(commands, argv=[name, "--help"])
-            assert capsys.readouterr().out == screen_of(front, *COMMANDS[front]) + "\n"
