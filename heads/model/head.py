@@ -38,7 +38,7 @@ from lm.signals import SCALARS
 Timing = Literal["fed", "drawn", "prefix", "candidate"]
 TIMING_LABELS = {"fed": "fed-time", "drawn": "drawn-time", "prefix": "prefix", "candidate": "candidate"}
 """Timing -> adjective before "head" in messages."""
-_MAX_DEPTH = 1000
+_MAX_DEPTH, _MAX_WIDTH = 1000, 10**6
 
 
 class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
@@ -225,8 +225,8 @@ def kind_of(timing: str, inputs: Inputs, architecture: str) -> str:
 
 def check_shape(hidden_size: int, depth: int, timing: str, architecture: str = PAPERS) -> None:
     """Raise ValueError for an impossible shape."""
-    if hidden_size < 1:
-        raise ValueError(f"hidden_size is {hidden_size}; use the draft's width, at least 1")
+    if not 1 <= hidden_size <= _MAX_WIDTH:
+        raise ValueError(f"hidden_size is {hidden_size}; use the draft's width, from 1 to {_MAX_WIDTH:,}")
     if not 0 <= depth <= _MAX_DEPTH:
         raise ValueError(f"depth is {depth}; it must be from 0 (a linear head) to {_MAX_DEPTH}")
     if timing not in get_args(Timing):

@@ -14,11 +14,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from heads.model.files import check_no_pickle, check_width, checked, local_directory, read_head_config, read_safetensors
+from heads.model.files import check_no_pickle, checked, local_directory, read_head_config, read_safetensors
 from heads.model.head import AcceptanceHead, check_shape
 from heads.model.provenance import Provenance
-
-_REMEDY = "name the directory of a SpecDec++ head"
 
 
 def read_official_head(source: str | Path, provenance: Provenance) -> AcceptanceHead:
@@ -41,30 +39,27 @@ def read_official_head(source: str | Path, provenance: Provenance) -> Acceptance
             f"no {missing[0].name} at {path.parent}; an official head is a directory with config.json and "
             "model.safetensors"
         )
-    config = read_head_config(config_path, keys=("hidden_size",), remedy=_REMEDY)
+    config = read_head_config(config_path, keys=("hidden_size",), remedy="name the directory of a SpecDec++ head")
     width, depth = config["hidden_size"], config.get("num_layers", 0)
     try:
         check_shape(width, depth, "fed")
     except ValueError as error:
         raise ValueError(f"{config_path}: {error}") from error
-    tensors = read_safetensors(path)
-    check_width(width, tensors, source=path.parent)
+    weights = _converted(read_safetensors(path), width, depth, path)
     head = AcceptanceHead(width, depth, provenance=provenance)
-    head.load_state_dict(_converted(tensors, width, depth, path), strict=True)
+    head.load_state_dict(weights, strict=True)
     return head.eval()
 
 
 def _converted(tensors: dict[str, Tensor], width: int, depth: int, path: Path) -> dict[str, Tensor]:
     """Tensors of an `AcceptanceHead`: one logit z_1 - z_0, and D separate blocks, of which the file may have one."""
-    shapes = {f"model.{depth}.weight": (2, width), f"model.{depth}.bias": (2,)}
     stored = [block for block in range(depth) if f"model.{block}.linear.weight" in tensors]
-    blocks = {}
+    shapes: dict[str, tuple[int, ...]] = {f"model.{depth}.weight": (2, width), f"model.{depth}.bias": (2,)}
     for part, shape in (("weight", (width, width)), ("bias", (width,))):
-        for block in range(depth):
-            name = f"model.{block}.linear.{part}"
-            blocks[f"blocks.{block}.{part}"], shapes[name] = name, shape
-            shared = tensors.get(f"model.{stored[0]}.linear.{part}") if len(stored) == 1 else None
-            tensors = tensors if shared is None else tensors | {name: shared}
+        shapes |= {f"model.{block}.linear.{part}": shape for block in range(depth)}
+        if len(stored) == 1 and (shared := tensors.get(f"model.{stored[0]}.linear.{part}")) is not None:
+            tensors = tensors | {f"model.{block}.linear.{part}": shared for block in range(depth)}
     tensors = checked(tensors, shapes, source=path)
-    out = {f"out.{part}": tensors[f"model.{depth}.{part}"].diff(dim=0) for part in ("weight", "bias")}
-    return out | {ours: tensors[official].clone() for ours, official in blocks.items()}
+    logit = {f"out.{part}": tensors.pop(f"model.{depth}.{part}").diff(dim=0) for part in ("weight", "bias")}
+    blocks = {name.replace("model.", "blocks.").replace(".linear", ""): t.clone() for name, t in tensors.items()}
+    return logit | blocks

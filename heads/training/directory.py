@@ -89,6 +89,13 @@ class RunDirectory:
             write_atomic(self.path / "run.json", text.encode())
         return run, str(self.checkpoint) if is_resumed else None
 
+    def results(self, run: str) -> dict[str, Any]:
+        """The results of a run in val_metrics.json; empty if it has none."""
+        if not self.metrics.is_file():
+            return {}
+        measured = read_json(self.metrics, remedy="train again, or name a head and delete it", keys=("run", "results"))
+        return dict(measured["results"]) if measured["run"] == run else {}
+
     def read(self) -> dict[str, Any]:
         """run.json; empty if there is none."""
         path = self.path / "run.json"
@@ -107,14 +114,13 @@ def run_of(path: Path) -> str:
     Raises:
         ValueError: the file is truncated, corrupted, or not a checkpoint of a sweep.
     """
-    remedy = "delete it, or pass --resume false, to start over"
     try:
         with zipfile.ZipFile(path) as file:
-            broken = file.testzip()
+            if broken := file.testzip():
+                raise zipfile.BadZipFile(f"in {broken}")
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, UnicodeDecodeError) as error:
-        raise ValueError(f"checkpoint {path} is incomplete ({path.stat().st_size:,} bytes); {remedy}") from error
-    if broken is not None:
-        raise ValueError(f"checkpoint {path} is corrupted (in {broken}); {remedy}")
+        remedy = "delete it, or pass --resume false, to start over"
+        raise ValueError(f"checkpoint {path} is incomplete or corrupted ({error}); {remedy}") from error
     try:
         return torch.load(path, mmap=True, weights_only=True, map_location="cpu")["hyper_parameters"]["facts"]["run"]
     except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError) as error:
@@ -182,5 +188,5 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 _TRAINER_DEFAULTS = {name: parameter.default for name, parameter in signature(pl.Trainer).parameters.items()}
 """Written into run.json by the command line, left out by Python callers."""
-_MODEL = ModelSource(path="")
+_MODEL = ModelSource(path="-")
 _DEFAULTS = json.loads(json.dumps(asdict(Config(pair=PairConfig(target=_MODEL, draft=_MODEL)))))

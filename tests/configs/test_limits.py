@@ -75,13 +75,10 @@ def test_every_number_of_the_schema_has_a_limit_that_refuses_what_no_setting_tak
         ("data.mixing_ratio", 1.5, "data.mixing_ratio is 1.5; it must be a number, at least 0 and at most 1"),
         ("trainer.accumulate_grad_batches", 0, "trainer.accumulate_grad_batches is 0"),
         ("trainer.limit_test_batches", 0, "trainer.limit_test_batches is 0; it must be a number, greater than 0"),
-        ("trainer.devices", 999, "trainer.devices is 999 and this machine has"),
-        ("trainer.devices", "0", "trainer.devices is 0"),
         ("trainer.max_epochs", 0, "trainer.max_epochs is 0"),
         ("data.server.url", "localhost:8000", "it must begin with http"),
-        ("pair.target.path", "", "pair.target.path is empty"),
-        ("data.dir", " ", "name a directory"),
-        *((f"{part}.dir", __file__ + "/run", f"{part}.dir is .* is a file") for part in ("data", "heads", "decode")),
+        ("pair.target.path", "", "pair.target.path is '', not a valid file name"),
+        ("data.dir", " ", "data.dir is ' ', not a valid file name"),
     ],
 )
 def test_a_setting_beyond_its_limit_is_named_with_value_and_limit(name: str, value: object, complaint: str):

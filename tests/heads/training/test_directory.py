@@ -143,7 +143,7 @@ def test_a_broken_checkpoint_is_refused_and_named(copied: Config, directory):
     content = bytearray(path.read_bytes())
     flipped = content.copy()
     flipped[middle_of_a_tensor(path)] ^= 255
-    cases = (content[:-500], "is incomplete"), (flipped, "is corrupted"), (None, "is not a checkpoint of")
+    cases = (content[:-500], "is incomplete"), (flipped, "is .* corrupted"), (None, "is not a checkpoint of")
     for broken, message in cases:
         if broken is None:
             WholeCheckpoints().save_checkpoint({"weights": 1}, path)

@@ -44,7 +44,7 @@ def test_a_run_writes_tables_metrics_plots_and_logs_and_ends_with_a_verdict(trai
     assert "| log_token_prob alone (drawn) |" in tables
     assert "by set" not in tables
     plots = {path.stem for path in (directory / "plots").glob("*.png") if path.read_bytes().startswith(b"\x89PNG")}
-    assert plots == {"heat_map", "reliability", "along_draft", "learning_curves"}
+    assert plots == {"reliability", "along_draft", "learning_curves"}
     assert list((directory / "logs" / "tb").glob("events*"))
     assert "dev/calibrated_kl/fed-d0-w1" in (directory / "logs" / "csv" / "version_0" / "metrics.csv").read_text()
     assert json.loads((directory / "run.json").read_text())["versions"]["torch"]
