@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from heads.batches.features import Batch, FeatureShard, Row, empty_features, gathered
+from heads.batches.features import Batch, FeatureShard, Row, gathered
 
 BLOCK_SIZE = 16
 """Responses that are read together."""
@@ -150,7 +150,9 @@ def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], B
         batch = {}
         for timing in shards[0].states:
             rows = [row for item in items for row in block_rows(item.block)[timing][item.offset]]
-            batch[timing] = gathered(rows) if rows else empty_features(shards, timing)
+            some = rows or next(shard for shard in shards if shard.row_lengths).read(0, 1)[timing][0]
+            features = gathered(some)
+            batch[timing] = features if rows else apply_to_collection(features, torch.Tensor, lambda values: values[:0])
         if not torch.cuda.is_available():
             return batch
         return apply_to_collection(batch, torch.Tensor, torch.Tensor.pin_memory)  # type: ignore[no-any-return]

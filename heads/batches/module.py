@@ -96,8 +96,8 @@ class FeatureData(pl.LightningDataModule):
 
     def first_scalars(self, timing: str) -> Float[Tensor, "tokens scalar"]:
         """The scalars of the first training shard that has drafted tokens."""
-        for shard in (shard for shard in self._shards["train"] if shard.num_rows):
-            rows = [row for part in shard.read(0, shard.num_rows)[timing] for row in part]
+        for shard in (shard for shard in self._shards["train"] if shard.row_lengths):
+            rows = [row for part in shard.read(0, len(shard.row_lengths))[timing] for row in part]
             columns = torch.cat([torch.stack([row.numbers[name] for name in self.scalars], -1) for row in rows])
             if len(columns):
                 return columns
@@ -111,7 +111,7 @@ class FeatureData(pl.LightningDataModule):
         shards = self._shards[split]
         if self.is_online:
             return response_reader(list_shards(self.data.dir, split), shards)
-        return block_reader(shards), [shard.row_lengths() for shard in shards]
+        return block_reader(shards), [shard.row_lengths for shard in shards]
 
     def _sets(self, split: str) -> list[list[str]]:
         """The prompt set of each response of each shard; empty if the data has one set."""
@@ -152,7 +152,7 @@ class FeatureData(pl.LightningDataModule):
         for index, labels in enumerate(paths["labels"]):
             states = {timing: None if self.is_online else paths[f"features/{timing}"][index] for timing in self.timings}
             shards.append(FeatureShard(labels, states, self.columns, mixes=self.data.mixes, draft_starts=starts))
-        if not sum(shard.num_tokens for shard in shards):
+        if not sum(sum(shard.row_lengths) for shard in shards):
             raise ValueError(
                 f"{split} features of {self.data.dir} have no tokens; raise data.num_{split} and make the data again"
             )
@@ -214,27 +214,26 @@ def _check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairCon
             f"heads.specdec need {missing[0]} features; change them, or make the data in another data.dir without "
             "data.features (`acceptance-heads responses` keeps the responses)"
         )
-    expected = {"sampling": asdict(pair.sampling), "mixing_ratio": data.mixing_ratio, "mixes": data.mixes}
-    on_disk = {name: manifest.get(name) for name in expected}
+    compared = {"sampling": (manifest.get("sampling"), asdict(pair.sampling))}
+    compared |= {name: (manifest.get(name), getattr(data, name)) for name in ("mixing_ratio", "mixes")}
     for name, source in (("target", pair.target), ("draft", pair.draft)):
-        described = _described(source)
-        if described is None and manifest[name].get("weights") and manifest[name].get("name") == Path(source.path).name:
-            if is_first_process():
-                print(
-                    f"warning: the {name} {source.path} is not on this machine, so only its name was compared with "
-                    f"{data.dir}/manifest.json; the data was made with weights {manifest[name]['weights'][:12]}",
-                    file=sys.stderr,
-                )
-            continue
-        keys = ("weights",) if described else ("name", "revision")
-        described = described or {"name": source.path, "revision": source.revision}
-        expected |= {f"{name} {key}": described[key] for key in keys}
-        on_disk |= {f"{name} {key}": manifest[name].get(key) for key in keys}
-    for key, value in expected.items():
-        if on_disk[key] != value:
+        recorded, keys = manifest[name], ("weights",)
+        if (described := _described(source)) is None:
+            if recorded.get("weights") and recorded.get("name") == Path(source.path).name:
+                if is_first_process():
+                    print(
+                        f"warning: the {name} {source.path} is not on this machine, so only its name was compared with "
+                        f"{data.dir}/manifest.json; the data was made with weights {recorded['weights'][:12]}",
+                        file=sys.stderr,
+                    )
+                continue
+            described, keys = {"name": source.path, "revision": source.revision}, ("name", "revision")
+        compared |= {f"{name} {key}": (recorded.get(key), described[key]) for key in keys}
+    for key, (old, new) in compared.items():
+        if old != new:
             raise ValueError(
-                f"{data.dir}/manifest.json: the data was made with {key} {on_disk[key]!r}, but this config has "
-                f"{value!r}; set data.dir to data of this pair, or make it with `acceptance-heads data`"
+                f"{data.dir}/manifest.json: the data was made with {key} {old!r}, but this config has {new!r}; set "
+                "data.dir to data of this pair, or make it with `acceptance-heads data`"
             )
 
 
