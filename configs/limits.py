@@ -1,4 +1,4 @@
-"""Limits of every number of an experiment's YAML, checked before a command starts.
+"""Limits of every number and path of an experiment's YAML, checked before a command starts.
 
 What depends on more than the setting itself (available prompts, positions that a model reads) is checked by the package
 that knows it.
@@ -10,6 +10,7 @@ from dataclasses import asdict, is_dataclass
 from types import NoneType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+from configs.paths import check_local
 from configs.schema import Config
 
 
@@ -64,6 +65,11 @@ LIMITS = {name: limit for limit, names in _NAMES.items() for name in names.split
 """Dotted name -> the limit of its number, or of each number of its list. null passes where the schema allows it."""
 
 
+_FOLDERS = ("data.dir", "data.split_ids", "data.responses", "heads.dir", "decode.dir")
+_MAYBE_ON_HUB = ("pair.target.path", "pair.draft.path", "pair.micro.path")
+_MAYBE_ON_HUB += ("data.prompts", "decode.datasets", "decode.heads")
+
+
 def refuse_null(schema: Any, section: Any, name: str) -> None:
     """Raise ValueError for a section without settings, and for a null that its dataclass (None: any) does not take."""
     if not isinstance(section, Mapping) and not hasattr(section, "__dict__"):
@@ -82,9 +88,12 @@ def check_limits(config: Config) -> None:
     for name, section in get_type_hints(Config).items():
         refuse_null(section if is_dataclass(section) else None, getattr(config, name), name)
     for name, limit in LIMITS.items():
-        for number in _numbers(values, name.split(".")):
-            if not limit.admits(number):
+        for number in _leaves(values, name.split(".")):
+            if not isinstance(number, str) and not limit.admits(number):
                 raise ValueError(f"{name} is {number}; it must be a number, {limit}")
+    for name in (*_FOLDERS, *_MAYBE_ON_HUB):
+        for path in _leaves(values, name.split(".")):
+            check_local(path, name, may_be_on_hub=name in _MAYBE_ON_HUB)
     urls = config.data.server.urls
     if len(set(urls)) < max(1, len(urls)):
         raise ValueError(f"data.server.url is {list(urls)}; give at least one address, and each only once")
@@ -99,14 +108,14 @@ def check_limits(config: Config) -> None:
             raise ValueError(f"trainer.{name} is {value}; it must be a number, {_COUNT}, or -1 for no limit")
 
 
-def _numbers(value: Any, names: Sequence[str]) -> Iterator[Any]:
-    """What is at a dotted name, in every section of a list and every entry of a list or dict; no text and no null."""
+def _leaves(value: Any, names: Sequence[str]) -> Iterator[Any]:
+    """What is at a dotted name, in every section of a list and every entry of a list or dict; no null."""
     if isinstance(value, list | tuple):
         for entry in value:
-            yield from _numbers(entry, names)
+            yield from _leaves(entry, names)
     elif names:
-        yield from _numbers(value.get(names[0]), names[1:]) if isinstance(value, Mapping) else ()
+        yield from _leaves(value.get(names[0]), names[1:]) if isinstance(value, Mapping) else ()
     elif isinstance(value, Mapping):
         yield from value.values()
-    elif value is not None and not isinstance(value, str):
+    elif value is not None:
         yield value

@@ -129,9 +129,9 @@ def with_path(name: str, value: str) -> Config:
 def test_no_config_with_a_url_for_a_path_can_be_made(name: str):
     for url in URLS:
         with pytest.raises(ValueError, match=rf"{name} is '{url}', a URL, but must be"):
-            with_path(name, url)
+            check_limits(with_path(name, url))
     for plain in NAMES:
-        with_path(name, plain)
+        check_limits(with_path(name, plain))
 
 
 @pytest.mark.parametrize(

@@ -75,12 +75,10 @@ def test_a_full_disk_at_the_start_leaves_the_run_as_it_was(copied, directory, mo
 
 def test_a_resume_from_another_config_is_refused_and_names_the_setting(copied: Config, directory):
     pair, trainer = copied.pair, copied.trainer
-    other_dtype = replace(copied, pair=replace(pair, draft=replace(pair.draft, dtype="float64")))
     for message, config in (
         (r"heads\.learning_rate = 0\.01, but this config has 0\.5", changed(copied, learning_rate=0.5)),
         (r"trainer\.max_epochs = 2, but this config has 9", replace(copied, trainer=trainer | {"max_epochs": 9})),
         (r"trainer\.max_steps = -1, but this config has 9", replace(copied, trainer=trainer | {"max_steps": 9})),
-        (r"pair\.draft\.dtype = 'auto', but this config has 'float64'", other_dtype),
     ):
         with pytest.raises(ValueError, match=message):
             directory.prepare(config, resume=True)
@@ -99,8 +97,8 @@ def test_a_run_resumes_on_other_versions_processes_and_paths_where_nothing_depen
     with pytest.raises(ValueError, match="trained on other data"):
         directory.prepare(moved, resume=True)
     written = directory.read()
-    del written["config"]["heads"]["dropout"], written["config"]["pair"]["draft"]["quantization"]
-    written["config"]["pair"]["target"]["extra_layers"] = 3
+    del written["config"]["heads"]["dropout"]
+    written["config"]["heads"]["removed"] = 3
     (directory.path / "run.json").write_text(json.dumps(written))
     assert directory.prepare(copied, resume=True) == (written["run"], str(directory.checkpoint))
     (directory.path / "run.json").write_text(json.dumps(written))
