@@ -8,7 +8,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytorch_lightning as pl
 import torch
 from jaxtyping import Float
@@ -117,16 +116,13 @@ class FeatureData(pl.LightningDataModule):
         """The prompt set of each response of each shard; empty if the data has one set."""
         if split not in self._names:
             paths = list_shards(self.data.dir, split) if isinstance(self.manifest["prompts"], list) else []
-            if paths and "set" not in pq.read_schema(paths[0]).names:
-                raise ValueError(
-                    f"{paths[0]} has no column 'set', but data.prompts of {self.data.dir} is a list of sets; make the "
-                    "data again with `acceptance-heads data`"
-                )
             self._names[split] = [read_rows(path, ("set",)).column("set").to_pylist() for path in paths]
         return self._names[split]
 
-    def _paths(self, split: str) -> dict[str, list[Path]]:
-        """Folder -> shards of a split: labels, hidden states unless the draft computes them, rows if they are read."""
+    def _paths(self, split: str) -> list[dict[str, Path]]:
+        """Of each shard of a split, folder -> file: labels, hidden states unless the draft computes them, rows if they
+        are read.
+        """
         has_sets = split != "train" and isinstance(self.manifest["prompts"], list)
         states = [] if self.is_online else [f"features/{timing}" for timing in self.timings]
         folders = ["labels", *states, *(["rows"] if has_sets or self.is_online else [])]
@@ -137,21 +133,21 @@ class FeatureData(pl.LightningDataModule):
                 f"{self.data.dir} has different numbers of {split} shards: {counts}; run `acceptance-heads data` with "
                 "this config to finish the data"
             )
-        return paths
+        return [dict(zip(paths, of_shard, strict=True)) for of_shard in zip(*paths.values(), strict=True)]
 
     def _read(self, split: str) -> list[Path]:
         """Paths of the shards of a split that training reads: those of the first heads.num_train responses."""
-        paths = list(zip(*self._paths(split).values(), strict=True))
+        paths = self._paths(split)
         if split == "train" and self.heads.num_train is not None:
-            sizes = (read_sidecar(labels, keys=("rows",))["rows"] for labels, *_ in paths[:-1])
+            sizes = (read_sidecar(of_shard["labels"], keys=("rows",))["rows"] for of_shard in paths[:-1])
             paths = paths[: sum(start < self.heads.num_train for start in accumulate(sizes, initial=0))]
-        return [path for of_shard in paths for path in of_shard]
+        return [path for of_shard in paths for path in of_shard.values()]
 
     def _open(self, split: str) -> list[FeatureShard]:
-        paths, shards, starts = self._paths(split), [], self._draft_starts()
-        for index, labels in enumerate(paths["labels"]):
-            states = {timing: None if self.is_online else paths[f"features/{timing}"][index] for timing in self.timings}
-            shards.append(FeatureShard(labels, states, self.columns, mixes=self.data.mixes, draft_starts=starts))
+        shards, starts = [], self._draft_starts()
+        for paths in self._paths(split):
+            states = {timing: paths.get(f"features/{timing}") for timing in self.timings}
+            shards.append(FeatureShard(paths["labels"], states, self.columns, self.data.mixes, starts))
         if not sum(sum(shard.row_lengths) for shard in shards):
             raise ValueError(
                 f"{split} features of {self.data.dir} have no tokens; raise data.num_{split} and make the data again"

@@ -17,7 +17,7 @@ separate blocks instead of one shared block.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -29,7 +29,14 @@ from torch import Tensor, nn
 
 from configs.paths import local_path
 from heads.model.card import model_card
-from heads.model.files import local_directory, read_head_config, read_head_files, write_head_config, write_head_files
+from heads.model.files import (
+    checked,
+    local_directory,
+    read_head_config,
+    read_head_files,
+    write_head_config,
+    write_head_files,
+)
 from heads.model.formula import PAPERS, architecture_of, stack_forward
 from heads.model.inputs import Inputs
 from heads.model.provenance import Provenance
@@ -200,10 +207,20 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
                 finite.
         """
         directory = local_directory(pretrained_model_name_or_path, **download)
-        config, tensors = read_head_files(directory, cls._expected)
+        return cls.from_tensors(*read_head_files(directory), source=directory).to(map_location)
+
+    @classmethod
+    def from_tensors(cls, config: dict[str, Any], tensors: Mapping[str, Tensor], *, source: Path) -> "AcceptanceHead":
+        """A head with these weights; ValueError, which names the directory `source`, if they do not fit the config."""
+        try:
+            with torch.device("meta"):
+                shapes = {name: tuple(t.shape) for name, t in cls.from_config(config).state_dict().items()}
+        except ValueError as error:
+            raise ValueError(f"{source / 'config.json'}: {error}") from error
+        tensors = checked(tensors, shapes, source=source)
         head = cls.from_config(config)
         head.load_state_dict(tensors, strict=True)
-        return head.eval().to(map_location)
+        return head.eval()
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "AcceptanceHead":
@@ -211,11 +228,6 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         optional = ("timing", "scalars", "embedding", "is_normalised", "architecture")
         given = {key: config[key] for key in optional if key in config}
         return cls(config["hidden_size"], config["num_layers"], **given, provenance=Provenance.from_dict(config))
-
-    @classmethod
-    def _expected(cls, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        with torch.device("meta"):
-            return {name: tuple(t.shape) for name, t in cls.from_config(config).state_dict().items()}
 
 
 def kind_of(timing: str, inputs: Inputs, architecture: str) -> str:

@@ -6,6 +6,7 @@ of a separate run would be.
 """
 
 import copy
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import get_cosine_schedule_with_warmup
 from configs.schema import HeadsConfig
 from heads.batches.features import FEATURE_SETS, Batch, has_tokens, of_timing
 from heads.batches.online import DraftFeatures
-from heads.grid import HeadShape, grid, module_key, scalar_names, specs
+from heads.grid import HeadShape, grid, scalar_names, specs
 from heads.measures.evaluation import Evaluation
 from heads.measures.histogram import Histogram, Sums, observe, sum_over_processes
 from heads.measures.scores import auroc, fit_temperature, measures
@@ -66,8 +67,9 @@ class Sweep(pl.LightningModule):
         self.config = HeadsConfig(**settings)
         self.facts, shapes = facts, grid(self.config)
         self.scalars, self.specs = scalar_names(shapes), specs(shapes)
-        stacks = {module_key(str(shape)): self._stack(shape, weights) for shape, weights in shapes.items()}
-        self.stacks = nn.ModuleDict(stacks)
+        # torch does not allow a dot in a module's name
+        keys = {shape: re.sub(r"[^0-9A-Za-z_+-]", "_", str(shape)) for shape in shapes}
+        self.stacks = nn.ModuleDict({keys[shape]: self._stack(shape, weights) for shape, weights in shapes.items()})
         self.best = copy.deepcopy(self.stacks).requires_grad_(False)
         self.register_buffer("best_kl", torch.full((len(self.specs),), torch.inf, dtype=torch.float64))
         self.register_buffer("temperature", torch.ones(len(self.specs), dtype=torch.float64))

@@ -125,7 +125,7 @@ def test_a_missing_alias_means_the_shared_block_and_weights_of_another_type_or_w
     path = folder / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
     save_file(tensors, path)
-    official.check_equal(read_official_head(path, Provenance()))
+    official.check_equal(read_official_head(folder, Provenance()))
     (folder / "config.json").write_text(json.dumps({"hidden_size": 2**62, "num_layers": 3}))
     with pytest.raises(ValueError, match=r"hidden_size is \d+; use the draft's width"):
         read_official_head(folder, Provenance())
