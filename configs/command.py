@@ -8,7 +8,8 @@ stderr and exit code 2.
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from inspect import signature
@@ -118,9 +119,16 @@ def run(
         fail(f"no command is named; it must be one of {', '.join(commands)}")
     else:
         name = default
-    arguments, flags = _arguments(commands[name], argv, trainer=trainer)
-    try:
+    with ending_in_one_line():
+        arguments, flags = _arguments(commands[name], argv, trainer=trainer)
         return commands[name](*arguments, **flags)
+
+
+@contextmanager
+def ending_in_one_line() -> Iterator[None]:
+    """End the process with a line and an exit code for a user's error, Ctrl-C, or a closed pipe."""
+    try:
+        yield
     except BrokenPipeError:  # `| head` closed the pipe; discard what is still buffered
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
@@ -132,7 +140,7 @@ def run(
 
 
 def refuse_wrong(command: Command, argv: Iterable[str]) -> None:
-    """End the process if a setting is wrong, except those of `trainer`, whose class takes seconds to import."""
+    """Refuse a wrong setting before Lightning is imported, which takes seconds, except those of `trainer`."""
     if {"--print_config", "--help.all"} & set(argv):
         return
     is_trainer, others = False, []
@@ -145,7 +153,7 @@ def refuse_wrong(command: Command, argv: Iterable[str]) -> None:
 def _arguments(
     command: Command, argv: Iterable[str], *, trainer: type | None = None
 ) -> tuple[list[Config], dict[str, Any]]:
-    """What `argv` gives a command: the experiment if it takes one, and its flags; ends the process if it is wrong."""
+    """What `argv` gives a command: the experiment if it takes one, and its flags."""
     parser = parser_for(command, trainer=trainer)
     parsed, kinds = _parsed(parser, argv, command), get_type_hints(command)
     sections = {"config", *(f.name for f in fields(Config))} if takes_config(command) else set()
@@ -154,10 +162,7 @@ def _arguments(
         for key, value in vars(parsed).items()
         if key.split(".")[0] not in sections
     }
-    try:
-        return [config_of(parser, parsed)] if takes_config(command) else [], flags
-    except (ValueError, OSError) as error:
-        fail(one_line(error))
+    return [config_of(parser, parsed)] if takes_config(command) else [], flags
 
 
 def _parsed(parser: ArgumentParser, argv: Iterable[str], command: Command) -> Namespace:

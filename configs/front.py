@@ -5,7 +5,6 @@ Nothing heavy is imported before a command runs, so help appears at once.
 
 import ast
 import gc
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs.command import refuse_wrong, run
+from configs.command import ending_in_one_line, refuse_wrong, run
 from configs.hints import fail, meant
 from configs.schema import Config
 from configs.screens import SHELLS, completion_of, screen_of, summary_of
@@ -76,15 +75,9 @@ COMMANDS: dict[str, Entry] = {
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command that `argv` names; exits with 2 and one line on a user's error."""
-    try:
+    with ending_in_one_line():
         _main(argv)
         sys.stdout.flush()
-    except KeyboardInterrupt:  # during imports; a running command handles it in `configs.command.run`
-        print("interrupted before the command started", file=sys.stderr)
-        raise SystemExit(130) from None
-    except BrokenPipeError:  # `| head` closed the pipe; discard what is still buffered
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
 
 
 def _main(argv: list[str] | None) -> None:

@@ -15,16 +15,19 @@ Alpaca their KL on dev rose from 0.374 to 0.382 at 1,024 responses and from 0.35
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from data_gen.store.rows import read_rows
 from lm.signals import POSITION
 
 RATE = "acceptance_rate"
@@ -79,8 +82,11 @@ class Row(NamedTuple):
     drafted: Int[Tensor, " tokens"]
     """The drafted positions."""
     row_lengths: Int[Tensor, " rows"]
-    hidden: Float[Tensor, "position hidden"] | None
+    hidden: Float[Tensor, "position hidden"] | None = None
     """The hidden states of every position, still in the mapped file; None if they come from the draft."""
+    prompt_ids: Sequence[int] = ()
+    response_ids: Sequence[int] = ()
+    """Only if the hidden states come from the draft."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class FeatureShard:
 
     labels: Path
     states: Mapping[str, Path | None]
-    """Feature set -> the file of its hidden states; None: the draft computes them."""
+    """Feature set -> the file of its hidden states; None: the draft computes them from `texts`."""
     columns: Sequence[str]
     """The numbers to read beside the token and acceptance_prob."""
     mixes: int = 1
@@ -100,6 +106,15 @@ class FeatureShard:
     """Response index at which a feature draft's first draft begins, and the distance to the next; (0, 1) for other
     drafts; None: rows have no `POSITION`.
     """
+    texts: Path | None = None
+    """The file of prompts and responses, for the draft to read."""
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens that are read of each response: with its prompt, if the draft reads them."""
+        if self.texts is None:
+            return self.row_lengths
+        return pc.add(*map(pc.list_value_length, _texts(self.texts).columns)).to_pylist()  # type: ignore[no-any-return]
 
     @cached_property
     def row_lengths(self) -> list[int]:
@@ -122,6 +137,8 @@ class FeatureShard:
         if ends is not None:  # data of a feature draft: a response has the drafts that end within it
             lengths = [ends[(ends > a) & (ends <= b)].diff(prepend=a.view(1)) for a, b in pairwise(offsets)]
 
+        texts = _texts(self.texts).slice(start, stop - start).to_pylist() if self.texts else [{}] * len(bounds)
+
         def rows_of(timing: str, times: int, hidden: Tensor | None, response: int) -> list[Row]:
             (begin, end), rows = bounds[response], list[Row]()
             index = None if self.draft_starts is None else _response_index(lengths[response], *self.draft_starts)
@@ -132,7 +149,8 @@ class FeatureShard:
                 if index is not None:
                     of_drafted[POSITION] = index[drafted].float().log1p()
                 row_lengths = lengths[response] if len(drafted) == end - begin else torch.tensor([len(drafted)])
-                rows.append(Row(of_drafted, drafted, row_lengths, None if hidden is None else hidden[at]))
+                states = None if hidden is None else hidden[at]
+                rows.append(Row(of_drafted, drafted, row_lengths, states, **texts[response]))
             return rows
 
         result = {}
@@ -143,6 +161,11 @@ class FeatureShard:
                     hidden = file.get_slice("hidden")[first * times : last * times]
             result[timing] = [rows_of(timing, times, hidden, response) for response in range(len(bounds))]
         return result
+
+
+@lru_cache(16)
+def _texts(path: Path) -> pa.Table:
+    return read_rows(path, ("prompt_ids", "response_ids"))
 
 
 def width_of(path: Path) -> int:

@@ -1,7 +1,7 @@
 """The LightningDataModule: train, dev and test batches of labels, with hidden states or for the draft to add them."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from itertools import accumulate
@@ -19,8 +19,7 @@ from data_gen.store.identity import describe_model
 from data_gen.store.manifest import read_manifest, refuse_older
 from data_gen.store.rows import read_rows
 from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard, check_numbers, width_of
-from heads.batches.loader import BatchLoader, Item, Share, block_reader
-from heads.batches.online import response_reader
+from heads.batches.loader import BatchLoader, Share, block_reader
 from heads.grid import grid, scalar_names
 from lm.features.released import released_layout_of, without_mtp
 from lm.signals import POSITION
@@ -85,13 +84,15 @@ class FeatureData(pl.LightningDataModule):
 
     def loader(self, split: str, *, seed: int | None = None, num: int | None = None, only: str = "") -> BatchLoader:
         """Batches of one split, of its first `num` responses or of one prompt set (`only`); shuffled with a seed."""
-        read, lengths = self._source(split)
+        shards = self._shards[split]
+        lengths = [shard.lengths for shard in shards]
         for count in (self.heads.num_train if split == "train" else None, num):
             lengths = lengths if count is None else _first(lengths, count)
         sets = self._sets(split) if only else None
         in_set = None if sets is None else lambda item: sets[item.block.shard][item.block.start + item.offset] == only
         share = Share(self.trainer.global_rank, self.trainer.world_size) if self.trainer else None
-        return BatchLoader(read, lengths, batch_size=self.heads.batch_size, seed=seed, share=share, is_included=in_set)
+        settings: dict[str, Any] = {"batch_size": self.heads.batch_size, "seed": seed, "share": share}
+        return BatchLoader(block_reader(shards), lengths, **settings, is_included=in_set)
 
     def first_scalars(self, timing: str) -> Float[Tensor, "tokens scalar"]:
         """The scalars of the first training shard that has drafted tokens."""
@@ -104,13 +105,6 @@ class FeatureData(pl.LightningDataModule):
 
     def num_responses(self, split: str) -> int:
         return self.loader(split).num_items
-
-    def _source(self, split: str) -> tuple[Callable[[Sequence[Item]], Any], list[list[int]]]:
-        """A function that reads responses of a split, and the tokens of each response of each shard."""
-        shards = self._shards[split]
-        if self.is_online:
-            return response_reader(list_shards(self.data.dir, split), shards)
-        return block_reader(shards), [shard.row_lengths for shard in shards]
 
     def _sets(self, split: str) -> list[list[str]]:
         """The prompt set of each response of each shard; empty if the data has one set."""
@@ -147,7 +141,8 @@ class FeatureData(pl.LightningDataModule):
         shards, starts = [], self._draft_starts()
         for paths in self._paths(split):
             states = {timing: paths.get(f"features/{timing}") for timing in self.timings}
-            shards.append(FeatureShard(paths["labels"], states, self.columns, self.data.mixes, starts))
+            texts = paths["rows"] if self.is_online else None
+            shards.append(FeatureShard(paths["labels"], states, self.columns, self.data.mixes, starts, texts))
         if not sum(sum(shard.row_lengths) for shard in shards):
             raise ValueError(
                 f"{split} features of {self.data.dir} have no tokens; raise data.num_{split} and make the data again"
