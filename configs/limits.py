@@ -63,11 +63,8 @@ _NAMES = {
 }
 LIMITS = {name: limit for limit, names in _NAMES.items() for name in names.split()}
 """Dotted name -> the limit of its number, or of each number of its list. null passes where the schema allows it."""
-
-
 _FOLDERS = ("data.dir", "data.split_ids", "data.responses", "heads.dir", "decode.dir")
-_MAYBE_ON_HUB = ("pair.target.path", "pair.draft.path", "pair.micro.path")
-_MAYBE_ON_HUB += ("data.prompts", "decode.datasets", "decode.heads")
+_MAYBE_ON_HUB = "pair.target.path pair.draft.path pair.micro.path data.prompts decode.datasets decode.heads".split()
 
 
 def refuse_null(schema: Any, section: Any, name: str) -> None:

@@ -118,14 +118,15 @@ def import_(
         raise ValueError(
             f"{source} does not record its reject weight; pass --reject_weight (the head's name often contains it)"
         )
-    models = {"draft": of_source.draft if is_dspark else pair.draft, "target": pair.target}
+    models: dict[str, Any] = {"draft": of_source.draft if is_dspark else pair.draft, "target": pair.target}
+    models = {role: {"path": m.path, "name": m.path, "revision": m.revision} for role, m in models.items()}
     provenance = Provenance(
         accept_weight=accept_weight,
         reject_weight=1.0 if reject_weight is None else reject_weight,
         mixing_ratio=None if is_dspark else mixing_ratio,
         sampling=asdict(pair.sampling),
         training={"imported_from": source},
-        **{role: {"path": m.path, "name": m.path, "revision": m.revision} for role, m in models.items()},
+        **models,
     )
     if is_dspark:
         head = confidence_head_of(load_pair(of_source).drafting, provenance)  # type: ignore[arg-type]

@@ -208,7 +208,7 @@ def _check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairCon
     compared = {"sampling": (manifest.get("sampling"), asdict(pair.sampling))}
     compared |= {name: (manifest.get(name), getattr(data, name)) for name in ("mixing_ratio", "mixes")}
     for name, source in (("target", pair.target), ("draft", pair.draft)):
-        recorded, keys = manifest[name], ("weights",)
+        recorded, keys = manifest[name], ["weights"]
         if (described := _described(source)) is None:
             if recorded.get("weights") and recorded.get("name") == Path(source.path).name:
                 if is_first_process():
@@ -218,7 +218,7 @@ def _check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairCon
                         file=sys.stderr,
                     )
                 continue
-            described, keys = {"name": source.path, "revision": source.revision}, ("name", "revision")
+            described, keys = {"name": source.path, "revision": source.revision}, ["name", "revision"]
         compared |= {f"{name} {key}": (recorded.get(key), described[key]) for key in keys}
     for key, (old, new) in compared.items():
         if old != new:
