@@ -1,8 +1,5 @@
 """Settings beyond their limits, and URLs in place of paths: each is refused in one line before anything is made."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -178,28 +175,3 @@ def test_every_flag_and_function_that_takes_a_path_refuses_a_url_and_makes_nothi
     with pytest.raises(ValueError, match=r"is 's3:/+bucket/run', a URL, but must be a local path"):
         CALLS[what]()
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_the_command_line_refuses_a_url_with_one_line_and_exit_code_2(tmp_path: Path):
-    how = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
-    for argv in (
-        ["-m", "data_gen", "--config", "tiny", "--data.dir", URL],
-        [str(ROOT / "train.py"), "--config", "tiny", "--heads.dir", URL],
-        ["-m", "heads", "export", "--config", "tiny", "--out", URL],
-        ["-m", "data_gen", "plan", "--config", URL],
-    ):
-        done = subprocess.run([sys.executable, *argv], **how, check=False)
-        assert done.returncode == 2
-        assert done.stderr.count("\n") == 1
-        assert "is 's3://bucket/run', a URL" in done.stderr
-        assert list(tmp_path.iterdir()) == []
-
-
-def test_a_url_in_the_yaml_is_refused_too(tmp_path: Path, capsys: pytest.CaptureFixture):
-    path = tmp_path / "experiment.yaml"
-    path.write_text("data: {prompts: [stories, {path: 's3://bucket/x.jsonl'}]}\n")
-    with pytest.raises(SystemExit, match="2"):
-        run({"show": lambda config: 1 / 0}, argv=["show", "--config", "tiny", "--config", str(path)])
-    refusal = "error: data.prompts is 's3://bucket/x.jsonl', a URL, but must be a local path or a hub id"
-    assert capsys.readouterr().err.startswith(refusal)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonargparse import ArgumentError
 
 from configs import front
 from configs.command import parser_for, takes_config
@@ -142,38 +141,8 @@ def test_every_room_has_a_command_in_the_readme_and_every_target_of_make_exists(
     assert rooms | {program for program, *_ in COMMANDS} >= PROGRAMS
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("```bash\nacceptance-heads exprot --config tiny\n```\n", "exprot"),
-        ("```bash\nmake demo && acceptance-heads export --config tiny --heed x | head\n```\n", "heed"),
-        ("```\n.venv/bin/acceptance-heads export --config configs/tinny.yaml\n```\n", "tinny"),
-        ("    acceptance-heads export --config … --heads.depths shallow  # a comment\n", "heads.depths"),
-        ("```bash\nacceptance-heads data\n```\n", "pair"),
-        ("as `acceptance-heads evaluate --ratios '[5]'` says", "ratios"),
-    ],
-)
-def test_a_command_of_acceptance_heads_that_is_not_there_fails_this_test(text, complaint, monkeypatch, capsys):
-    [(argv, in_a_sentence)] = front_commands(text)
-    with pytest.raises((ArgumentError, SystemExit)) as raised:
-        test_every_command_of_the_pages_parses("acceptance-heads", argv, in_a_sentence, monkeypatch)
-    assert complaint in str(raised.value) + capsys.readouterr().err
-
-
-def test_placeholders_and_what_the_shell_reads_are_no_part_of_a_command():
-    text = "```bash\nacceptance-heads generate --config mine.yaml … --policy 'head:HEAD,x=0.3' --seed 1  # it's\n```\n"
-    argv = ["generate", "--config", "configs/tiny.yaml", "--policy", "head:HEAD,x=0.3", "--seed", "1"]
-    assert front_commands(text) == [(argv, False)]
-    assert front_commands("`cd acceptance-heads`, `~/.cache/acceptance-heads x`, acceptance-heads data") == []
-
-
-def test_links_of_the_pages_lead_somewhere_and_a_dead_one_would_fail():
+def test_links_of_the_pages_lead_somewhere():
     assert [link for page in PAGES for link in dead_links(page, page.read_text())] == []
-    page = ROOT / "docs/results/demo.md"
-    alive = "[a](../laws.md) [b](https://x.org/y.md) ![c](demo.md#make-it-again) `docs/laws.md` `[d](no.md)`"
-    assert dead_links(page, alive) == []
-    for dead in ("[a](laws.md)", "[a](demo.md#no-heading)", '<img src="no.svg">', "`docs/no.md`", "[a](#no-heading)"):
-        assert len(dead_links(page, f"{alive} {dead}")) == 1
 
 
 @pytest.mark.slow

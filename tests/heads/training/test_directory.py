@@ -1,7 +1,6 @@
 """heads.dir: which run is there, whatever was killed, changed, broken or full."""
 
 import errno
-import itertools
 import json
 import os
 import shutil
@@ -12,13 +11,12 @@ from zipfile import ZipFile
 import pytest
 
 from configs.schema import Config
-from heads.command import export, load_sweep, save_whole
+from heads.command import export, load_sweep
 from heads.model.head import AcceptanceHead
 from heads.training.command import train
 from heads.training.directory import RunDirectory
 from heads.training.sweep import Sweep
 from heads.training.trainer import WholeCheckpoints
-from tests.data_gen.on_disk import in_a_child
 from tests.toys.made_up import make_config
 
 ONE = {"max_epochs": 1}
@@ -151,29 +149,3 @@ def test_a_broken_checkpoint_is_refused_and_named(copied: Config, directory):
             with pytest.raises(ValueError, match=rf"last\.ckpt {message}"):
                 use()
     assert directory.prepare(copied, resume=False)[1] is None
-
-
-@pytest.mark.parametrize("num_written", range(4))
-def test_an_export_that_fails_or_is_killed_while_it_writes_keeps_the_head_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_written: int
-):
-    """One fsync for each file, and one for its name."""
-    path, calls = save_whole(AcceptanceHead(4, 1), tmp_path / "head"), itertools.count()
-
-    def killed(descriptor: int) -> None:
-        if next(calls) == num_written:
-            os._exit(9)
-
-    def work() -> None:
-        os.fsync = killed
-        save_whole(AcceptanceHead(4, 2), path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(ValueError, match="no space for"):
-            save_whole(AcceptanceHead(4, 2), path)
-    assert os.waitstatus_to_exitcode(in_a_child(work)) == 9
-    assert AcceptanceHead.from_pretrained(path).depth == 1
-    save_whole(AcceptanceHead(4, 2), path)
-    assert AcceptanceHead.from_pretrained(path).depth == 2
-    assert [entry.name for entry in tmp_path.iterdir()] == ["head"]
