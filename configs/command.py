@@ -180,8 +180,6 @@ def _parsed(parser: ArgumentParser, argv: Iterable[str], command: Command) -> Na
         for name in (name for name in signature(command).parameters if name.endswith("_")):  # --for, not for_
             problem = re.sub(rf'Parser key "{name}"|\b{name}\b', f"--{name.rstrip('_')}", problem)
         fail(f"{problem} ({_meant(' '.join(str(error).split()), parser) or hint})")
-    except ValueError as error:  # the parser tries each value as a path, and a path may not hold a null character
-        fail(f"the settings cannot be read: {error}; remove the null character from them")
 
 
 _UNKNOWN = r"nrecognized arguments: --([\w.]+)|Group '([\w.]+)' does not accept option '(\w+)'"

@@ -84,8 +84,14 @@ def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
     ]
     parts = ["\n".join(labels)]
     for kind, of_kind in by_kind(specs).items():
+        rows: dict[int, list[str]] = {}
+        for spec in of_kind:
+            measured = result["heads"][str(spec)]
+            cell = f"{measured['raw_kl']:.4f} / {measured['calibrated_kl']:.4f}"
+            rows.setdefault(spec.shape.depth, [str(spec.shape.depth)]).append(cell)
+        columns = ["depth", *(f"w_rej {weight:g}" for weight in dict.fromkeys(spec.reject_weight for spec in of_kind))]
         title = f"### {kind}: binary KL on {split}, nats per token, raw / calibrated"
-        parts += [title, _by_depth_and_weight(result, of_kind)]
+        parts += [title, _markdown(columns, rows.values())]
     parts += [f"### Every head, and each signal alone, on {split}", _every(result, specs)]
     return "\n\n".join(parts) + "\n"
 
@@ -135,16 +141,6 @@ def _best(result: Result, specs: Sequence[HeadSpec], timing: str) -> tuple[str, 
 def _signal(timing: str) -> tuple[str, str]:
     """Name and title of the draft's own signal that heads must beat: H(q) before the token is known, else log q(y)."""
     return ("negative_entropy", "H(q)") if timing == "prefix" else ("log_token_prob", "log q(y)")
-
-
-def _by_depth_and_weight(result: Result, specs: Sequence[HeadSpec]) -> str:
-    rows: dict[int, list[str]] = {}
-    for spec in specs:
-        measured = result["heads"][str(spec)]
-        cell = f"{measured['raw_kl']:.4f} / {measured['calibrated_kl']:.4f}"
-        rows.setdefault(spec.shape.depth, [str(spec.shape.depth)]).append(cell)
-    weights = dict.fromkeys(spec.reject_weight for spec in specs)
-    return _markdown(["depth", *(f"w_rej {weight:g}" for weight in weights)], rows.values())
 
 
 def _every(result: Result, specs: Sequence[HeadSpec]) -> str:

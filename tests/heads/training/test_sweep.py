@@ -1,4 +1,4 @@
-"""A stack is its heads: same logits, gradients and weights after training. Law 4.7: the loss, its optimum and weights."""
+"""A stack is its heads: same logits, gradients and weights after training. Law 4.7: the loss and its optimum."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save
 
 from configs.schema import HeadsConfig
 from heads.command import load_sweep
-from heads.grid import HeadShape, Inputs, grid, specs
+from heads.grid import HeadShape, grid, specs
 from heads.measures.survival import reach_of
 from heads.model.inputs import Inputs
 from heads.training import loss as loss_module
