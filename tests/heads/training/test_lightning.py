@@ -106,7 +106,7 @@ def test_gradients_are_clipped_per_head_and_in_float16_after_the_scaler_has_unsc
     [
         (["--trainer.precision", "bf16-true"], r"trainer.precision is bf16-true.* use bf16-mixed"),
         (["--trainer.accelerator", "gpu"], r"trainer: No supported gpu backend"),
-        (["--trainer.devices", "0"], r"trainer: .*devices=0"),
+        (["--trainer.devices", "0"], r"trainer: .*devices='0'"),
         (["--trainer.devices", "3"], r"heads.batch_size is 8, but 3 processes .*use a multiple of 3"),
         (["--trainer.max_epochs", "-1"], r"the cosine schedule needs an end"),
     ],
