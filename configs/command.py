@@ -178,7 +178,7 @@ def _parsed(parser: ArgumentParser, argv: Iterable[str], command: Command) -> Na
         )
         problem = one_line(error)
         for name in (name for name in signature(command).parameters if name.endswith("_")):  # --for, not for_
-            problem = re.sub(rf'Parser key "{name}"|\b{name}\b', f"--{name.rstrip('_')}", problem)
+            problem = re.sub(rf"\b{name}\b", f"--{name.rstrip('_')}", problem)
         fail(f"{problem} ({_meant(' '.join(str(error).split()), parser) or hint})")
 
 
@@ -200,13 +200,20 @@ def _meant(problem: str, parser: ArgumentParser) -> str | None:
     return f"did you mean {' or '.join('--' * bool(flag) + option for option in alike)}?" if alike else None
 
 
+_WRONG_TYPE = r"(?:Parser key \"([\w.]+)\": )?Expected a (?:typing\.Literal\[(.*?)\]|<class '(\w+)'>)\. Got value: (.*)"
+_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
+
+
 def _plain(problem: str) -> str:
     """The parser's message in one line, without its reasons for a value and, if it is long, without its middle."""
     text = " ".join(problem.split())
     if missing := re.search(r"class_path '(?:[\w.]*\.)?(\w+)': Requirement '([\w-]+)", text):
         return f"{missing[1]} needs {missing[2]}, which is not installed; run pip install {missing[2]}"
     text = re.sub(r"Does not validate against any of the Union.*value: (?!Namespace)", "no possible value is ", text)
-    text = re.sub(r"<class '(\w+)'>|typing\.(?=Literal)", r"\1", re.sub(r'Parser key "([\w.]+)"', r"\1", text))
+    if match := re.search(_WRONG_TYPE, text):
+        name, choices, kind, value = match.groups()
+        right = f"one of {choices.replace(chr(39), '')}" if choices else _KINDS.get(kind, f"of type {kind}")
+        text = f"{name or 'a value'} is {value}, but it must be {right}"
     return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
 
 
