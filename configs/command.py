@@ -8,7 +8,8 @@ stderr and exit code 2.
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from inspect import signature
@@ -19,12 +20,12 @@ from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namesp
 from configs.hints import fail, meant
 from configs.limits import check_limits, refuse_null
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, PairConfig
-from configs.screens import written_as
 from configs.shipped import NAMES, experiment_file, with_shipped_models
 
 Command = Callable[..., Any]
 _LONGEST_LINE = 1000
-_SECTIONS = {"pair": PairConfig, "data": DataConfig, "heads": HeadsConfig, "decode": DecodeConfig}
+SECTIONS = {"pair": PairConfig, "data": DataConfig, "heads": HeadsConfig, "decode": DecodeConfig}
+"""Sections of the YAML besides `trainer`."""
 
 
 def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentParser:
@@ -34,7 +35,6 @@ def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentPars
         command: its docstring becomes the help, its keyword-only parameters become flags.
         trainer: the class whose arguments the `trainer` section must fit; None, for commands that train nothing: any.
     """
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(description=(command.__doc__ or "").strip().split("\n")[0], exit_on_error=False)
     parser.add_function_arguments(command, skip={"config"})
     _let_flags_stand_alone(parser, command)
@@ -43,8 +43,8 @@ def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentPars
     parser.usage = "%(prog)s [--config FILE] [--section.key VALUE ...] [--print_config] [options]"
     text = f"YAML of the experiment, or the name of a shipped one: {', '.join(NAMES)}"
     parser.add_argument("--config", action=_Experiment, help=text)
-    for name, section in _SECTIONS.items():
-        parser.add_class_arguments(section, name)
+    for name, section in SECTIONS.items():
+        class_parser(section, name, parser)
     if trainer is None:
         parser.add_argument("--trainer", type=dict[str, Any], default={}, help="pytorch_lightning.Trainer's arguments")
     else:
@@ -53,12 +53,20 @@ def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentPars
     return parser
 
 
+def class_parser(section: type, name: str, parser: ArgumentParser | None = None) -> ArgumentParser:
+    """A parser, or the given one, with the fields of a dataclass as flags `--name.field`."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser() if parser is None else parser
+    parser.add_class_arguments(section, name)
+    return parser
+
+
 def _let_flags_stand_alone(parser: ArgumentParser, command: Command) -> None:
     """Accept `--json` for `--json true`, and `--for` for the parameter `for_`."""
     kinds = get_type_hints(command)
     for action in parser._actions:
         if action.dest in kinds and action.dest.endswith("_"):
-            written = f"--{written_as(action.dest)}"
+            written = f"--{action.dest.rstrip('_')}"
             action.option_strings = [written]
             parser._option_string_actions[written] = parser._option_string_actions.pop(f"--{action.dest}")
         if kinds.get(action.dest) is bool:
@@ -72,11 +80,11 @@ def takes_config(command: Command) -> bool:
 
 def config_of(parser: ArgumentParser, parsed: Namespace) -> Config:
     """The experiment that `parser` read into `parsed`; ValueError for a setting beyond its limit."""
-    for name, section in (*_SECTIONS.items(), ("trainer", None)):
+    for name, section in (*SECTIONS.items(), ("trainer", None)):
         refuse_null(section, parsed[name], name)
     built = parser.instantiate(parsed)
     trainer = built.trainer.as_dict() if isinstance(built.trainer, Namespace) else dict(built.trainer)
-    sections = {name: built[name] for name in _SECTIONS}
+    sections = {name: built[name] for name in SECTIONS}
     config = Config(trainer=trainer, **sections | {"pair": with_shipped_models(sections["pair"])})
     check_limits(config)
     return config
@@ -111,18 +119,16 @@ def run(
         fail(f"no command is named; it must be one of {', '.join(commands)}")
     else:
         name = default
-    parser = parser_for(commands[name], trainer=trainer)
-    parsed = _parsed(parser, argv, commands[name])
-    kinds = get_type_hints(commands[name])
-    sections = {"config", *(f.name for f in fields(Config))} if takes_config(commands[name]) else set()
-    flags = {
-        key: kinds[key](**vars(value)) if isinstance(value, Namespace) else value  # a record among the flags
-        for key, value in vars(parsed).items()
-        if key.split(".")[0] not in sections
-    }
+    with ending_in_one_line():
+        arguments, flags = _arguments(commands[name], argv, trainer=trainer)
+        return commands[name](*arguments, **flags)
+
+
+@contextmanager
+def ending_in_one_line() -> Iterator[None]:
+    """End the process with a line and an exit code for a user's error, Ctrl-C, or a closed pipe."""
     try:
-        configs = [config_of(parser, parsed)] if takes_config(commands[name]) else []
-        return commands[name](*configs, **flags)
+        yield
     except BrokenPipeError:  # `| head` closed the pipe; discard what is still buffered
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
@@ -133,19 +139,30 @@ def run(
         raise SystemExit(130) from None
 
 
-def refuse_wrong(command: Command, argv: list[str]) -> None:
-    """End the process if a setting is wrong, except those of `trainer`, whose class takes seconds to import."""
+def refuse_wrong(command: Command, argv: Iterable[str]) -> None:
+    """Refuse a wrong setting before Lightning is imported, which takes seconds, except those of `trainer`."""
     if {"--print_config", "--help.all"} & set(argv):
         return
-    parser, is_trainer, others = parser_for(command), False, []
+    is_trainer, others = False, []
     for argument in argv:  # without `--trainer.x=VALUE` and `--trainer.x VALUE`
         is_trainer = argument.startswith("--trainer") if argument.startswith("--") else is_trainer
         others += [] if is_trainer else [argument]
-    parsed = _parsed(parser, others, command)
-    try:
-        config_of(parser, parsed)
-    except (ValueError, OSError) as error:
-        fail(one_line(error))
+    _arguments(command, others)
+
+
+def _arguments(
+    command: Command, argv: Iterable[str], *, trainer: type | None = None
+) -> tuple[list[Config], dict[str, Any]]:
+    """What `argv` gives a command: the experiment if it takes one, and its flags."""
+    parser = parser_for(command, trainer=trainer)
+    parsed, kinds = _parsed(parser, argv, command), get_type_hints(command)
+    sections = {"config", *(f.name for f in fields(Config))} if takes_config(command) else set()
+    flags = {
+        key: kinds[key](**vars(value)) if isinstance(value, Namespace) else value  # a record among the flags
+        for key, value in vars(parsed).items()
+        if key.split(".")[0] not in sections
+    }
+    return [config_of(parser, parsed)] if takes_config(command) else [], flags
 
 
 def _parsed(parser: ArgumentParser, argv: Iterable[str], command: Command) -> Namespace:
@@ -161,23 +178,26 @@ def _parsed(parser: ArgumentParser, argv: Iterable[str], command: Command) -> Na
         )
         problem = one_line(error)
         for name in (name for name in signature(command).parameters if name.endswith("_")):  # --for, not for_
-            problem = re.sub(rf'Parser key "{name}"|\b{name}\b', f"--{written_as(name)}", problem)
+            problem = re.sub(rf"\b{name}\b", f"--{name.rstrip('_')}", problem)
         fail(f"{problem} ({_meant(' '.join(str(error).split()), parser) or hint})")
-    except ValueError as error:  # the parser tries each value as a path, and a path may not hold a null character
-        fail(f"the settings cannot be read: {error}; remove the null character from them")
 
 
 _UNKNOWN = r"nrecognized arguments: --([\w.]+)|Group '([\w.]+)' does not accept option '(\w+)'"
 
 
 def _meant(problem: str, parser: ArgumentParser) -> str | None:
-    """A hint at options of similar names if the parser does not know an option; else None."""
-    if match := re.search(_UNKNOWN, problem):
-        flag, group, key = match.groups()
-        dashes = "--" if flag else ""
-        near = similar(flag or f"{group}.{key}", parser._option_string_actions)
-        return f"did you mean {' or '.join(dashes + name for name in near)}?" if near else None
-    return None
+    """If the parser does not know an option, a hint at those with a similar last word: those of its section if there
+    are any (data.num_trian gives data.num_train; num_train gives data.num_train and heads.num_train).
+    """
+    if (match := re.search(_UNKNOWN, problem)) is None:
+        return None
+    flag, group, key = match.groups()
+    section, _, word = (flag or f"{group}.{key}").rpartition(".")
+    known = {option[2:]: option.rpartition(".")[2].lstrip("-") for option in parser._option_string_actions}
+    near = get_close_matches(word, dict.fromkeys(known.values()), n=1, cutoff=0.8)
+    alike = [option for option, last in known.items() if last in near]
+    alike = [option for option in alike if option.startswith(f"{section}.")] or alike
+    return f"did you mean {' or '.join('--' * bool(flag) + option for option in alike)}?" if alike else None
 
 
 _WRONG_TYPE = r"(?:Parser key \"([\w.]+)\": )?Expected a (?:typing\.Literal\[(.*?)\]|<class '(\w+)'>)\. Got value: (.*)"
@@ -195,21 +215,6 @@ def _plain(problem: str) -> str:
         right = f"one of {choices.replace(chr(39), '')}" if choices else _KINDS.get(kind, f"of type {kind}")
         text = f"{name or 'a value'} is {value}, but it must be {right}"
     return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
-
-
-def similar(name: str, options: Iterable[str]) -> list[str]:
-    """Options (with dashes) that a mistyped name may mean: those of the same last word deeper in its section, else the
-    most similar one, else all with a similar last word (num_train gives data.num_train and heads.num_train).
-    """
-    known = [option.removeprefix("--") for option in options if option.startswith("--")]
-    section, _, word = name.rpartition(".")
-    if deeper := [option for option in known if option.startswith(f"{section}.") and option.endswith(f".{word}")]:
-        return deeper
-    if near := get_close_matches(name, known, n=1, cutoff=0.8):
-        return near
-    words = {option.rpartition(".")[2] for option in known}
-    last = get_close_matches(name.rpartition(".")[2], words, n=1, cutoff=0.8)
-    return [option for option in known if option.rpartition(".")[2] in last]
 
 
 def one_line(error: Exception) -> str:

@@ -1,18 +1,26 @@
 """`acceptance-heads COMMAND`: every command of the project, in the order in which a user needs them.
 
-Nothing heavy is imported before a command runs, so help appears at once (`configs.screens`).
+Nothing heavy is imported before a command runs, so help appears at once.
 """
 
-import os
+import ast
+import gc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from configs.command import ending_in_one_line, refuse_wrong, run
 from configs.hints import fail, meant
 from configs.schema import Config
-from configs.screens import SHELLS, TRAINING, announced_imports, command_of, completion_of, screen_of, summary_of
+from configs.screens import SHELLS, completion_of, screen_of, summary_of
+
+TRAINING = ("train", "all")
+"""Commands whose `trainer` section is checked against pytorch_lightning.Trainer."""
 
 STEPS = ("data", "train", "export", "evaluate", "tune")
 """What `all` runs."""
@@ -65,54 +73,11 @@ COMMANDS: dict[str, Entry] = {
 }
 
 
-class Commands(Mapping[str, Any]):
-    """The commands of `python -m PACKAGE`; a command is imported when it is called."""
-
-    def __init__(self, **names: str) -> None:
-        """`names`: the package's name of each command -> its name in COMMANDS."""
-        self.names = names
-
-    def __getitem__(self, name: str) -> Any:
-        return _command(self.names[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-
-def run_room(commands: Commands, *, default: str | None = None, argv: list[str] | None = None) -> None:
-    """`python -m PACKAGE`: print one-screen help without importing anything heavy, or run a command.
-
-    Args:
-        commands: the commands of the package.
-        default: the command that runs if none is named.
-        argv: the arguments; None: those of this process.
-    """
-    argv = sys.argv[1:] if argv is None else argv
-    name = argv[0] if argv and argv[0] in commands.names else default
-    if argv and argv[0] in ("-h", "--help"):
-        print("\n".join([*_listed(commands.names), "", "  --help after a command lists its options"]))
-    elif {"-h", "--help"} & set(argv) and name is not None:
-        print(screen_of(commands.names[name], *COMMANDS[commands.names[name]]))
-    else:
-        from configs.command import run
-
-        run(commands, default=default, argv=argv)
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the command that `argv` names; exits with 2 and one line on a user's error."""
-    try:
+    with ending_in_one_line():
         _main(argv)
         sys.stdout.flush()
-    except KeyboardInterrupt:  # during imports; a running command handles it in `configs.command.run`
-        print("interrupted before the command started", file=sys.stderr)
-        raise SystemExit(130) from None
-    except BrokenPipeError:  # `| head` closed the pipe; discard what is still buffered
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
 
 
 def _main(argv: list[str] | None) -> None:
@@ -120,17 +85,22 @@ def _main(argv: list[str] | None) -> None:
     if name == "--version":
         print(f"acceptance-heads {version('acceptance-heads')}")
     elif name in ("-h", "--help"):
-        print("\n".join([_USAGE, "", *_listed({name: name for name in COMMANDS}), "", *_CLOSING]))
+        print("\n".join([_USAGE, "", *_overview(), "", *_CLOSING]))
     elif name == "--completion" and len(rest) == 1 and rest[0] in SHELLS:
-        print(completion_of({name: entry.target for name, entry in COMMANDS.items()}, rest[0]))
+        print(completion_of({name: command_of(name) for name in COMMANDS}, rest[0]))
     elif name == "--completion":
         fail(f"--completion is {' '.join(rest)!r}; it takes {' or '.join(SHELLS)}")
     elif name not in COMMANDS:
         fail(f"{name!r} is not a command; {meant(name, COMMANDS)}")
     elif {"-h", "--help"} & set(rest):
-        print(screen_of(name, *COMMANDS[name]))
+        print(screen_of(name, command_of(name), COMMANDS[name].settings))
     else:
-        _call(name, rest)
+        command, trainer = command_of(name), None
+        if name in TRAINING:
+            refuse_wrong(command, rest)
+            with _announced_imports():
+                trainer = import_module("pytorch_lightning").Trainer
+        run({name: command}, default=name, argv=rest, trainer=trainer)
 
 
 def all_steps(config: Config) -> None:
@@ -141,28 +111,59 @@ def all_steps(config: Config) -> None:
     """
     for number, name in enumerate(STEPS, start=1):
         print(f"== {number} of {len(STEPS)}: {name}", flush=True)
-        _command(name)(config)
+        command_of(name)(config)
 
 
-def _listed(names: Mapping[str, str]) -> list[str]:
+def _overview() -> Iterator[str]:
     """Commands with their summaries, up to the first semicolon or full stop."""
-    summaries = {name: summary_of(COMMANDS[entry].target) for name, entry in names.items()}
-    width = max(map(len, names)) + 2
-    return [
-        f"  {name:<{width}}{text.partition(';')[0].partition('. ')[0].rstrip('.')}" for name, text in summaries.items()
+    width = max(map(len, COMMANDS)) + 2
+    for name in COMMANDS:
+        summary = summary_of(command_of(name))
+        yield f"  {name:<{width}}{summary.partition(';')[0].partition('. ')[0].rstrip('.')}"
+
+
+@cache
+def command_of(name: str) -> Callable[..., Any]:
+    """A command with its signature and docstring, which are read from its source; it is imported when it is called.
+
+    Wrong flags are then refused at once. Only the modules that define the types of its flags are imported.
+    """
+    module, function_name = COMMANDS[name].target.split(":")
+    path = Path(__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    function = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function_name)
+    used = {node.id for node in ast.walk(function.args) if isinstance(node, ast.Name)}
+    imports = [
+        ast.ImportFrom(module=node.module, names=aliases, level=0)
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        and (aliases := [alias for alias in node.names if (alias.asname or alias.name) in used])
     ]
+    function.body, function.returns, function.decorator_list = function.body[:1], None, []
+    names: dict[str, Any] = {"__name__": __name__}  # the parser imports the module that a function names
+    # the project's source, as an import would run it
+    exec(compile(ast.fix_missing_locations(ast.Module([*imports, function], [])), module, "exec"), names)
+
+    @wraps(names[function_name])
+    def command(*args: Any, **flags: Any) -> Any:
+        with _announced_imports():
+            function = getattr(import_module(module), function_name)
+        return function(*args, **flags)
+
+    return command
 
 
-def _command(name: str) -> Any:
-    return command_of(COMMANDS[name].target)
-
-
-def _call(name: str, argv: list[str]) -> None:
-    from configs.command import refuse_wrong, run
-
-    command, trainer = _command(name), None
-    if name in TRAINING:
-        refuse_wrong(command, argv)
-        with announced_imports():
-            trainer = import_module("pytorch_lightning").Trainer
-    run({name: command}, default=name, argv=argv, trainer=trainer)
+@contextmanager
+def _announced_imports() -> Iterator[None]:
+    """Run slow imports with a note on the terminal, and without garbage collection, a seventh of their time."""
+    is_terminal = sys.stderr.isatty()
+    if is_terminal:
+        print("loading torch …", end="\r", file=sys.stderr, flush=True)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        if is_terminal:
+            print("\x1b[2K", end="\r", file=sys.stderr, flush=True)

@@ -1,17 +1,16 @@
-"""Limits of every number of an experiment's YAML, checked before a command starts.
+"""Limits of every number and path of an experiment's YAML, checked before a command starts.
 
 What depends on more than the setting itself (available prompts, positions that a model reads) is checked by the package
 that knows it.
 """
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+from configs.paths import check_local
 from configs.schema import Config
 
 
@@ -33,46 +32,39 @@ class Limit(NamedTuple):
 
 
 _MOST = 10**9
-_COUNT, _COUNT_OR_NONE = Limit(1, _MOST), Limit(0, _MOST)
-_POSITIVE, _AT_LEAST_ZERO, _SHARE = Limit(0, is_open=True), Limit(0), Limit(0, 1)
-_LIMITS = (
-    ("pair.sampling", _AT_LEAST_ZERO, "temperature"),
-    ("pair.sampling", _COUNT, "top_k"),
-    ("pair.sampling", Limit(0, 1, is_open=True), "top_p"),
-    ("pair", Limit(1, 1024), "num_threads"),
-    ("data", _COUNT_OR_NONE, "num_train num_dev num_test"),
-    ("data", _COUNT, "max_prompt_tokens max_new_tokens mixes rows_per_shard batch_size chunk_mb"),
-    ("data", Limit(1, 1000), "draft_length draft_every"),
-    ("data.prompts", _POSITIVE, "weight"),
-    ("data", _AT_LEAST_ZERO, "split_weights"),
-    ("data", _SHARE, "mixing_ratio max_error_share"),
-    ("data.server", Limit(1, 4096), "concurrency"),
-    ("data.server", _COUNT_OR_NONE, "max_retries"),
-    ("data.server", _POSITIVE, "timeout_s"),
-    ("data.server", Limit(1, 10**4), "num_logprobs"),
-    ("data.ray", _COUNT, "num_workers"),
-    ("data.ray", _AT_LEAST_ZERO, "num_cpus num_gpus resources"),
-    ("heads", Limit(0, 1000), "depths"),
-    ("heads", Limit(0, 0.9), "dropout"),
-    ("heads", _POSITIVE, "reject_weights accept_weight"),
-    ("heads", _COUNT, "num_train batch_size checkpoint_every_n_steps"),
-    ("heads", Limit(0, 10, is_open=True), "learning_rate"),
-    ("heads", _SHARE, "warmup_ratio"),
-    ("trainer", _COUNT, "accumulate_grad_batches check_val_every_n_epoch num_nodes"),
-    ("trainer", _POSITIVE, "limit_train_batches limit_val_batches limit_test_batches val_check_interval"),
-    ("trainer", _AT_LEAST_ZERO, "gradient_clip_val"),
-    ("trainer", _COUNT_OR_NONE, "log_every_n_steps"),
-    ("trainer", Limit(-1), "num_sanity_val_steps"),
-    ("decode", Limit(0, 1000), "max_draft_length"),
-    ("decode", _COUNT_OR_NONE, "num_dev num_test"),
-    ("decode", _COUNT, "max_new_tokens prompts_per_shard draws_per_prompt"),
-    ("decode", _POSITIVE, "t_draft_s t_target_s ratios transfer_weights"),
-    ("decode", _AT_LEAST_ZERO, "verify_shares stop_share"),
-    *((section, Limit(0, 2**32 - 1), "seed") for section in ("data", "heads", "decode")),
-)
-LIMITS = {f"{section}.{name}": limit for section, limit, names in _LIMITS for name in names.split()}
+_COUNT = Limit(1, _MOST)
+_NAMES = {
+    Limit(0, is_open=True): """
+        data.prompts.weight data.server.timeout_s heads.reject_weights heads.accept_weight trainer.limit_train_batches
+        trainer.limit_val_batches trainer.limit_test_batches trainer.val_check_interval decode.t_draft_s
+        decode.t_target_s decode.ratios decode.transfer_weights""",
+    Limit(0): """
+        pair.sampling.temperature data.split_weights data.ray.num_cpus data.ray.num_gpus data.ray.resources
+        trainer.gradient_clip_val decode.verify_shares decode.stop_share""",
+    Limit(0, 1, is_open=True): "pair.sampling.top_p",
+    Limit(0, 1): "data.mixing_ratio data.max_error_share heads.warmup_ratio",
+    Limit(0, 0.9): "heads.dropout",
+    Limit(0, 10, is_open=True): "heads.learning_rate",
+    Limit(0, 1000): "heads.depths decode.max_draft_length",
+    Limit(0, 2**32 - 1): "data.seed heads.seed decode.seed",
+    Limit(0, _MOST): """
+        data.num_train data.num_dev data.num_test data.server.max_retries trainer.log_every_n_steps decode.num_dev
+        decode.num_test""",
+    Limit(-1): "trainer.num_sanity_val_steps",
+    Limit(1, 1000): "data.draft_length data.draft_every",
+    Limit(1, 1024): "pair.num_threads",
+    Limit(1, 4096): "data.server.concurrency",
+    Limit(1, 10**4): "data.server.num_logprobs",
+    _COUNT: """
+        pair.sampling.top_k data.max_prompt_tokens data.max_new_tokens data.mixes data.rows_per_shard data.batch_size
+        data.chunk_mb data.ray.num_workers heads.num_train heads.batch_size heads.checkpoint_every_n_steps
+        trainer.accumulate_grad_batches trainer.check_val_every_n_epoch trainer.num_nodes decode.max_new_tokens
+        decode.prompts_per_shard decode.draws_per_prompt""",
+}
+LIMITS = {name: limit for limit, names in _NAMES.items() for name in names.split()}
 """Dotted name -> the limit of its number, or of each number of its list. null passes where the schema allows it."""
-_PROCESSES_PER_CORE = 4
+_LOCAL_PATHS = "data.dir data.split_ids data.responses heads.dir decode.dir"
+_PATHS_OR_HUB_IDS = "pair.target.path pair.draft.path pair.micro.path data.prompts decode.datasets decode.heads"
 
 
 def refuse_null(schema: Any, section: Any, name: str) -> None:
@@ -93,14 +85,13 @@ def check_limits(config: Config) -> None:
     for name, section in get_type_hints(Config).items():
         refuse_null(section if is_dataclass(section) else None, getattr(config, name), name)
     for name, limit in LIMITS.items():
-        for number in _numbers(values, name.split(".")):
-            if not limit.admits(number):
+        for number in _leaves(values, name.split(".")):
+            if not isinstance(number, str) and not limit.admits(number):
                 raise ValueError(f"{name} is {number}; it must be a number, {limit}")
-    for section in ("data", "heads", "decode"):
-        _check_folder(f"{section}.dir", values[section]["dir"])
-    for model in ("target", "draft", "micro"):
-        if (source := getattr(config.pair, model)) is not None and source.path == "":
-            raise ValueError(f"pair.{model}.path is empty; name a local directory or a hub id")
+    for names, may_be_on_hub in ((_LOCAL_PATHS, False), (_PATHS_OR_HUB_IDS, True)):
+        for name in names.split():
+            for path in _leaves(values, name.split(".")):
+                check_local(path, name, may_be_on_hub=may_be_on_hub)
     urls = config.data.server.urls
     if len(set(urls)) < max(1, len(urls)):
         raise ValueError(f"data.server.url is {list(urls)}; give at least one address, and each only once")
@@ -109,57 +100,20 @@ def check_limits(config: Config) -> None:
             raise ValueError(
                 f"data.server.url is {url!r}; it must begin with http:// or https://, such as http://localhost:8000/v1"
             )
-    _check_trainer(config.trainer)
-
-
-def _numbers(value: Any, names: Sequence[str]) -> Iterator[Any]:
-    """What is at a dotted name, in every section of a list and every entry of a list or dict; no text and no null."""
-    if isinstance(value, list | tuple):
-        for entry in value:
-            yield from _numbers(entry, names)
-    elif names:
-        yield from _numbers(value.get(names[0]), names[1:]) if isinstance(value, Mapping) else ()
-    elif isinstance(value, Mapping):
-        yield from value.values()
-    elif value is not None and not isinstance(value, str):
-        yield value
-
-
-def _check_folder(name: str, folder: str) -> None:
-    """Raise ValueError unless this path is a folder or can become one."""
-    if not folder.strip() or "\0" in folder:
-        raise ValueError(f"{name} is {folder!r}; name a directory")
-    path = Path(folder)
-    try:
-        nearest = next((parent for parent in (path, *path.parents) if parent.exists()), Path())
-    except OSError as error:  # a name too long, a loop of links
-        raise ValueError(f"{name} is {folder[:80]!r}: {error.strerror}; name another directory") from error
-    if not nearest.is_dir():
-        raise ValueError(f"{name} is {folder!r} and {nearest} is a file; name another directory, or move that file")
-
-
-def _check_trainer(trainer: Mapping[str, Any]) -> None:
-    """Raise ValueError for a run that would never end, train nothing, or start too many processes."""
     for name in ("max_epochs", "max_steps"):
-        value = trainer.get(name, -1)
+        value = config.trainer.get(name, -1)
         if value not in (None, -1) and not _COUNT.admits(value):
             raise ValueError(f"trainer.{name} is {value}; it must be a number, {_COUNT}, or -1 for no limit")
-    devices, cores = trainer.get("devices"), os.cpu_count() or 1
-    if isinstance(devices, str) and devices.lstrip("-").isdigit():
-        devices = int(devices)
-    if not isinstance(devices, int):
-        return
-    if devices == 0 or devices < -1:
-        raise ValueError(f"trainer.devices is {devices}; it must be at least 1, -1 for all, auto, or a list of devices")
-    is_on_cpu = trainer.get("accelerator") in (None, "auto", "cpu")
-    if devices > _PROCESSES_PER_CORE * cores and is_on_cpu and not _has_gpu():
-        raise ValueError(
-            f"trainer.devices is {devices} and this machine has {cores} cores; each device is one process on a CPU, "
-            f"so set it to at most {_PROCESSES_PER_CORE * cores}"
-        )
 
 
-def _has_gpu() -> bool:
-    import torch  # takes seconds, which most checks do not need
-
-    return torch.cuda.is_available()
+def _leaves(value: Any, names: Sequence[str]) -> Iterator[Any]:
+    """What is at a dotted name, in every section of a list and every entry of a list or dict; no null."""
+    if isinstance(value, list | tuple):
+        for entry in value:
+            yield from _leaves(entry, names)
+    elif names:
+        yield from _leaves(value.get(names[0]), names[1:]) if isinstance(value, Mapping) else ()
+    elif isinstance(value, Mapping):
+        yield from value.values()
+    elif value is not None:
+        yield value

@@ -20,10 +20,11 @@ def check_local(value: object, name: str, *, may_be_on_hub: bool = False) -> Non
         name: the name of the setting or flag, for the message.
         may_be_on_hub: the setting also takes owner/name.
     """
-    if isinstance(value, str | PurePath) and not _is_name(PurePath(value)):
-        raise ValueError(
-            f"{name} is {str(value)[:60]!r}, not a valid file name; use a shorter one, without null characters"
-        )
+    if isinstance(value, str | PurePath):
+        text = str(value)
+        if not text.strip() or "\0" in text or max(len(os.fsencode(part)) for part in text.split("/")) > _LONGEST_NAME:
+            remedy = f"use names of 1 to {_LONGEST_NAME} bytes without null characters"
+            raise ValueError(f"{name} is {text[:60]!r}, not a valid file name; {remedy}")
     if hasattr(value, "save_pretrained"):
         raise ValueError(
             f"{name} is a {type(value).__name__}, but must be a path; save it with save_pretrained and give that "
@@ -41,10 +42,6 @@ def check_local(value: object, name: str, *, may_be_on_hub: bool = False) -> Non
     else:
         remedy = f"mount the {scheme}:// storage and give the mounted path, or copy the data to this machine"
     raise ValueError(f"{name} is {str(value)!r}, a URL, but must be {limit}; {remedy}")
-
-
-def _is_name(path: PurePath) -> bool:
-    return "\0" not in str(path) and all(len(os.fsencode(part)) <= _LONGEST_NAME for part in path.parts)
 
 
 def local_path(value: str | PurePath, name: str) -> Path:

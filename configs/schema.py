@@ -1,13 +1,10 @@
 """The sections of an experiment's YAML: `pair`, `data`, `heads`, `trainer`, `decode`.
 
-A field's docstring is its help on the command line. Ranges are in `configs.limits`. URLs instead of paths are refused
-here (`configs.paths`), so that a Config made in Python is checked too.
+A field's docstring is its help on the command line. `configs.limits` has ranges, and refuses URLs instead of paths.
 """
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-
-from configs.paths import check_local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +63,6 @@ class PairConfig:
     """CPU threads of torch; null: torch's default. Same seed, machine and thread count give the same bytes."""
 
     def __post_init__(self) -> None:
-        for name, model in (("target", self.target), ("draft", self.draft), ("micro", self.micro)):
-            check_local(model and model.path, f"pair.{name}.path", may_be_on_hub=True)
         if self.draft.path == "mtp":
             mtp = replace(self.draft, path=f"{self.target.path}#mtp", revision=self.target.revision)
             object.__setattr__(self, "draft", mtp)
@@ -222,12 +217,6 @@ class DataConfig:
     ray: RayConfig = field(default_factory=RayConfig)
     """The workers of `engine: ray`."""
 
-    def __post_init__(self) -> None:
-        for name in ("dir", "split_ids", "responses"):
-            check_local(getattr(self, name), f"data.{name}")
-        for source in self.prompt_sources:
-            check_local(source.path, "data.prompts", may_be_on_hub=True)
-
     @property
     def feature_sets(self) -> tuple[Literal["fed", "drawn"], ...]:
         """`features`, or both sets if it is null."""
@@ -293,9 +282,6 @@ class HeadsConfig:
     seed: int = 0
     """Random seed of the initial weights and the order of batches, 0 to 2^32 - 1."""
 
-    def __post_init__(self) -> None:
-        check_local(self.dir, "heads.dir")
-
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
@@ -356,12 +342,6 @@ class DecodeConfig:
     """
     ratios: tuple[float, ...] = ()
     """Additional values of t_target / t_draft to evaluate at, as on other hardware."""
-
-    def __post_init__(self) -> None:
-        check_local(self.dir, "decode.dir")
-        for name in ("datasets", "heads"):
-            for path in getattr(self, name):
-                check_local(path, f"decode.{name}", may_be_on_hub=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,16 @@
-"""`python -m data_gen [COMMAND] --config FILE`: the commands of this package; make is the default."""
+"""`python -m data_gen [COMMAND] --config FILE`, a command of `acceptance-heads`; make, the default, is its `data`."""
 
-from configs.front import Commands, run_room
+import sys
 
-COMMANDS = Commands(
-    make="data",
-    init="init",
-    plan="plan",
-    check="check",
-    responses="responses",
-    stats="stats",
-    **{"import": "import-data"},
-)
+from configs import front
+
+_NAMES = {"make": "data", "import": "import-data"}
 
 
 def main(argv: list[str] | None = None) -> None:
-    run_room(COMMANDS, default="make", argv=argv)
+    argv = sys.argv[1:] if argv is None else argv
+    name, *rest = argv if argv and not argv[0].startswith("-") else ["make", *argv]
+    front.main([_NAMES.get(name, name), *rest])
 
 
 if __name__ == "__main__":

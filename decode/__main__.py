@@ -1,8 +1,6 @@
-"""python -m decode generate: one prompt through the speculative loop (`python -m evaluation` measures)."""
+"""`python -m decode generate`, which is `acceptance-heads generate`: one prompt through the speculative loop."""
 
-from configs.front import Commands, run_room
-
-COMMANDS = Commands(generate="generate")
+from configs.front import main
 
 if __name__ == "__main__":
-    run_room(COMMANDS)
+    main()

@@ -16,8 +16,9 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # acceptance-heads may not be installed where the site is built
 
-from configs.front import COMMANDS
-from configs.screens import SECTIONS, TRAINING, Option, options_of, settings_of, summary_of, usage_of
+from configs.command import SECTIONS
+from configs.front import COMMANDS, TRAINING, command_of
+from configs.screens import Option, options_of, settings_of, summary_of, usage_of
 
 ROOMS = ("decode", "heads", "data_gen")
 FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md")
@@ -47,12 +48,13 @@ def commands() -> str:
     about = "Every command has `--help`. A command with `--config` also takes every [setting](settings.md) as a flag."
     lines = ["# Commands", "", about, ""]
     for name, entry in COMMANDS.items():
-        lines += [f"## {name}", "", summary_of(entry.target), ""]
-        lines += ["```text", usage_of(name, entry.target), "```", ""]
+        command = command_of(name)
+        lines += [f"## {name}", "", summary_of(command), ""]
+        lines += ["```text", usage_of(name, command), "```", ""]
         if shown := [setting for setting in entry.settings if not setting.startswith("trainer.")]:
             links = ", ".join(f"[`{setting}`](settings.md#{_anchor(setting)})" for setting in shown)
             lines += [f"Most important settings: {links}.", ""]
-        if options := options_of(entry.target):
+        if options := options_of(command):
             lines += [*_table(options, has_kind=False), ""]
         if name in TRAINING:
             lines += ["Also `--trainer.NAME`: any argument of pytorch_lightning.Trainer.", ""]

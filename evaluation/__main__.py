@@ -1,9 +1,6 @@
-"""python -m evaluation COMMAND: record and replay traces, compare policies, tune, measure."""
+"""`python -m evaluation COMMAND`, which is `acceptance-heads COMMAND`: record and replay traces, compare, tune."""
 
-from configs.front import Commands, run_room
-
-_NAMES = ("bench", "trace", "replay", "evaluate", "judge", "tune", "flags", "costs", "tables", "hierarchy", "theory")
-COMMANDS = Commands(**{name: name for name in _NAMES})
+from configs.front import main
 
 if __name__ == "__main__":
-    run_room(COMMANDS)
+    main()

@@ -1,8 +1,6 @@
-"""`python -m heads export | import | push | inspect`."""
+"""`python -m heads export | import | push | inspect`, which are commands of `acceptance-heads`."""
 
-from configs.front import Commands, run_room
-
-COMMANDS = Commands(**{name: name for name in ("export", "import", "push", "inspect")})
+from configs.front import main
 
 if __name__ == "__main__":
-    run_room(COMMANDS)
+    main()

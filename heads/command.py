@@ -1,5 +1,6 @@
 """The commands that convert, publish and describe heads: `export`, `import`, `push`, `inspect`."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from json import dumps as to_json
 from pathlib import Path
@@ -13,11 +14,12 @@ from data_gen.pipeline.sizes import settled
 from data_gen.store.identity import describe_model
 from heads.batches.features import of_timing
 from heads.batches.module import FeatureData
-from heads.measures.report import beats_signal, best_heads, verdict
+from heads.grid import HeadSpec
+from heads.measures.report import METRICS, beats_signal, best_heads, verdict
 from heads.measures.scores import sequential_temperatures
 from heads.model.card import description
 from heads.model.confidence import CARD, confidence_head_of, write_confidence_head
-from heads.model.files import FILES, downloaded, first_line
+from heads.model.files import FILES, downloaded
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from heads.model.official import read_official_head
@@ -29,11 +31,6 @@ from lm.features.dspark import DSpark
 from lm.features.released import released_layout_of
 from store.json_files import read_json
 from store.shards import atomic_directory, write_atomic
-
-_CARD_METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
-_FIRST_FACTS = ("timing", "num_layers", "num_parameters", "metrics", "recommended", "sampling")
-"""First keys in the JSON of `inspect`."""
-_OTHER_DRAFT = "set pair.draft to the draft that the head was trained for"
 
 
 def export(
@@ -68,18 +65,20 @@ def export(
     if format == "sts":
         return [_export_sts(config, root)]
     sweep = _sweep_of(run, checkpoint)
-    results = _results(run, sweep)
-    names = _names(head, sweep, results=results, metric=metric)
+    results = run.results(sweep.facts["run"])
+    names = _names(head, sweep.specs, results=results, metric=metric)
+    text = verdict(results["dev"], sweep.specs) if results else ""
     if results and not force and not any(beats_signal(results["dev"], sweep.specs).values()):
-        remedy = f"Pass --force (force=True in Python) to export anyway: {', '.join(names)}."
-        raise ValueError(f"{verdict(results['dev'], sweep.specs)} {remedy}")
-    heads = {name: _measured(trained, name, results) for name, trained in sweep.heads().items() if name in names}
+        raise ValueError(f"{text} Pass --force (force=True in Python) to export anyway: {', '.join(names)}.")
+    heads = {name: trained for name, trained in sweep.heads().items() if name in names}
+    for name, trained in heads.items() if results else ():
+        on_dev, on_train = (results[split]["heads"][name] for split in ("dev", "train"))
+        metrics = {key: on_dev[key] for key in METRICS if on_dev[key] is not None}
+        trained.provenance = replace(trained.provenance, metrics=metrics | {"train_raw_kl": on_train["raw_kl"]})
     if format == "dspark":
         return [_export_dspark(heads, config.pair, root)]
     written = [save_whole(heads[name], root / name) for name in names]
-    if results:
-        print(verdict(results["dev"], sweep.specs))
-    print(f"wrote {len(written)} heads to {root}; next: acceptance-heads evaluate --config …")
+    print(f"{text}\nwrote {len(written)} heads to {root}; next: acceptance-heads evaluate --config …".lstrip())
     return written
 
 
@@ -153,13 +152,7 @@ def push(*, path: str, repo: str, private: bool = False) -> str:
     """
     directory = local_path(path, "--path")
     head = AcceptanceHead.from_pretrained(directory)
-    try:
-        commit: Any = head.push_to_hub(repo, private=private, commit_message=f"Upload head {directory.name}")
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"cannot upload {path} to {repo!r}: {first_line(error)}; pass --repo as owner/name, and log in with "
-            "`hf auth login` and a token that has write access"
-        ) from error
+    commit: Any = head.push_to_hub(repo, private=private, commit_message=f"Upload head {directory.name}")
     print(commit.repo_url)
     return str(commit.repo_url)
 
@@ -174,8 +167,6 @@ def inspect(*, path: str, json: bool = False) -> dict[str, Any]:
     head = AcceptanceHead.from_pretrained(path)
     facts = head.config | {"num_parameters": head.num_parameters, "calibration_shift": head.calibration_shift}
     facts["tensors"] = {name: list(tensor.shape) for name, tensor in head.state_dict().items()}
-    facts = {name: facts.pop(name) for name in _FIRST_FACTS} | facts
-    facts |= {name: facts.pop(name) for name in ("draft", "target")}  # long hashes come last
     print(to_json(facts, indent=1) if json else description(head.config, num_parameters=head.num_parameters))
     return facts
 
@@ -201,7 +192,7 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
     """
     with atomic_directory(path) as folder:
         config = path / "config.json"
-        is_head = path.is_dir() and {entry.name for entry in path.iterdir()} <= set(FILES)
+        is_head = path.is_dir() and {entry.name for entry in path.iterdir()} <= {*FILES}
         if is_head and config.is_file():
             is_head = read_json(config, remedy="move it away").get("architectures") == [AcceptanceHead.__name__]
         if path.exists() and not is_head:
@@ -212,8 +203,8 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
     return path
 
 
-def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> list[str]:
-    names = [str(spec) for spec in sweep.specs]
+def _names(head: str, specs: Sequence[HeadSpec], *, results: dict[str, Any], metric: str) -> list[str]:
+    names = [str(spec) for spec in specs]
     if head == "all":
         return names
     if head == "best":
@@ -222,19 +213,10 @@ def _names(head: str, sweep: Sweep, *, results: dict[str, Any], metric: str) -> 
                 "--head best needs val_metrics.json, which this run has not written yet; let `acceptance-heads train` "
                 "finish, or name a head"
             )
-        return list(best_heads(results["dev"], sweep.specs, metric=metric).values())
+        return list(best_heads(results["dev"], specs, metric=metric).values())
     if head not in names:
         raise ValueError(f"this sweep has no head {head!r}; pass --head best, all, or one of {', '.join(names)}")
     return [head]
-
-
-def _measured(head: AcceptanceHead, name: str, results: dict[str, Any]) -> AcceptanceHead:
-    """The head with its metrics, if there are any."""
-    if results:
-        on_dev, on_train = (results[split]["heads"][name] for split in ("dev", "train"))
-        metrics = {key: on_dev[key] for key in _CARD_METRICS if on_dev[key] is not None}
-        head.provenance = replace(head.provenance, metrics=metrics | {"train_raw_kl": on_train["raw_kl"]})
-    return head
 
 
 def _export_dspark(heads: dict[str, AcceptanceHead], pair: PairConfig, out: Path) -> Path:
@@ -250,7 +232,8 @@ def _export_dspark(heads: dict[str, AcceptanceHead], pair: PairConfig, out: Path
     if not source.is_dir():
         remedy = "set pair.draft.path to a local directory"
         source = downloaded(pair.draft.path, kind="draft", remedy=remedy, revision=pair.draft.revision)
-    check_fits(heads[name], name, draft={"role": "pair.draft", **describe_model(pair.draft)}, remedy=_OTHER_DRAFT)
+    remedy = "set pair.draft to the draft that the head was trained for"
+    check_fits(heads[name], name, draft={"role": "pair.draft", **describe_model(pair.draft)}, remedy=remedy)
     path = write_confidence_head(heads[name], name, source=source, out=out)
     print(f"wrote {path}: a copy of {source} with the head {name} as its confidence head; {path / CARD} describes it")
     return path
@@ -297,11 +280,3 @@ def _export_sts(config: Config, path: Path) -> Path:
     write_atomic(path, to_json(sequential_temperatures(logits, probs.cumprod(1)) | facts, indent=1).encode())
     print(f"wrote {path}; next: sglang --speculative-dspark-confidence-sts-path {path}")
     return path
-
-
-def _results(run: RunDirectory, sweep: Sweep) -> dict[str, Any]:
-    """Results of this run from val_metrics.json; empty if it has none."""
-    if not run.metrics.is_file():
-        return {}
-    measured = read_json(run.metrics, remedy="train again, or name a head and delete it", keys=("run", "results"))
-    return dict(measured["results"]) if measured["run"] == sweep.facts["run"] else {}

@@ -1,6 +1,5 @@
 """The grid of a sweep: its heads, their names, and which of them are stacked."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
@@ -93,8 +92,3 @@ def scalar_names(shapes: Iterable[HeadShape]) -> tuple[str, ...]:
 def specs(shapes: dict[HeadShape, tuple[float, ...]]) -> list[HeadSpec]:
     """All heads, stack by stack: the order of every [heads] axis of the project."""
     return [HeadSpec(shape, weight) for shape, weights in shapes.items() for weight in weights]
-
-
-def module_key(name: str) -> str:
-    """`name` without the characters that torch does not allow in a module's name."""
-    return re.sub(r"[^0-9A-Za-z_+-]", "_", name)

@@ -50,13 +50,12 @@ class Bar(tqdm):
         drawing["smoothing"] = 0  # estimate the remaining time from the whole run, since many units come in bursts
         super().__init__(iterable, desc=f"{desc}: ", unit=unit, total=total, bar_format=form, **drawing | settings)
 
-    def update(self, n: int | float | None = 1) -> bool | None:
+    def update(self, n: int | float | None = 1) -> None:
         """Count `n` more units."""
-        result = super().update(n)
+        super().update(n)
         if n == 0 and time.monotonic() - self._last_refresh_s > _REFRESH_S:
             self._last_refresh_s = time.monotonic()
             self.refresh()
-        return result
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
         """Redraw the bar, or write a line to the log if one is due; `msg` and `pos` are tqdm's."""
@@ -68,10 +67,6 @@ class Bar(tqdm):
             self._tenth, self._last_line_s = tenth, time.monotonic()
             self._write(repeat=is_quiet)
         return True
-
-    def count(self, num: int | float) -> None:
-        """Count `num` more units; returns nothing, as a `Progress` callback of `data_gen`."""
-        self.update(num)
 
     def close(self) -> None:
         """End the bar; a log gets its final count, if it has not been written."""

@@ -197,7 +197,7 @@ def _sized(
 def _timed(worker: Worker, spec: ShardSpec, bar: Bar) -> float:
     bar.reset(total=worker.job.num_steps * spec.num_requests)
     start_s = time.perf_counter()
-    worker.make(spec, bar.count)
+    worker.make(spec, bar.update)
     return time.perf_counter() - start_s
 
 

@@ -14,18 +14,21 @@ Alpaca their KL on dev rose from 0.374 to 0.382 at 1,024 responses and from 0.35
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from jaxtyping import Float, Int
-from lightning_utilities.core.apply_func import apply_to_collection
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from data_gen.store.rows import read_rows
 from lm.signals import POSITION
-from store.shards import read_sidecar
 
 RATE = "acceptance_rate"
 """Label of prefix heads."""
@@ -79,52 +82,41 @@ class Row(NamedTuple):
     drafted: Int[Tensor, " tokens"]
     """The drafted positions."""
     row_lengths: Int[Tensor, " rows"]
-    hidden: Float[Tensor, "position hidden"] | None
+    hidden: Float[Tensor, "position hidden"] | None = None
     """The hidden states of every position, still in the mapped file; None if they come from the draft."""
+    prompt_ids: Sequence[int] = ()
+    response_ids: Sequence[int] = ()
+    """Only if the hidden states come from the draft."""
 
 
+@dataclass(frozen=True)
 class FeatureShard:
     """The labels of one shard and its hidden states, in memory-mapped safetensors files that callers have checked
     (`store.shards.check_sums`, `check_numbers`).
     """
 
-    def __init__(
-        self,
-        labels: Path,
-        states: Mapping[str, Path | None],
-        columns: Sequence[str],
-        *,
-        mixes: int = 1,
-        draft_starts: tuple[int, int] | None = None,
-    ) -> None:
-        """Args:
-        labels: the file of the labels.
-        states: feature set -> the file of its hidden states; None: the draft computes them.
-        columns: the numbers to read beside the token and acceptance_prob.
-        mixes: token mixings per response.
-        draft_starts: response index at which a feature draft's first draft begins, and the distance to the next;
-            (0, 1) for other drafts; None: rows have no `POSITION`.
+    labels: Path
+    states: Mapping[str, Path | None]
+    """Feature set -> the file of its hidden states; None: the draft computes them from `texts`."""
+    columns: Sequence[str]
+    """The numbers to read beside the token and acceptance_prob."""
+    mixes: int = 1
+    """Token mixings per response."""
+    draft_starts: tuple[int, int] | None = None
+    """Response index at which a feature draft's first draft begins, and the distance to the next; (0, 1) for other
+    drafts; None: rows have no `POSITION`.
+    """
+    texts: Path | None = None
+    """The file of prompts and responses, for the draft to read."""
 
-        Raises:
-            ValueError: the files have different numbers of tokens.
-        """
-        self.labels, self.states, self.columns, self.mixes = labels, dict(states), tuple(columns), mixes
-        self.draft_starts = draft_starts
-        facts = read_sidecar(labels, keys=("rows", "tokens"))
-        self.num_rows, self.num_tokens = facts["rows"], facts["tokens"]
-        for timing, path in states.items():
-            num_stored = self.num_tokens if path is None else read_sidecar(path, keys=("tokens",))["tokens"]
-            expected = self.num_tokens * (self.times(timing) if path else 1)
-            if num_stored != expected:
-                raise ValueError(
-                    f"{path} and {labels} do not fit together: hidden states of {num_stored:,} tokens, but with "
-                    f"data.mixes {mixes} labels of {expected:,}; make the data again with this config"
-                )
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens that are read of each response: with its prompt, if the draft reads them."""
+        if self.texts is None:
+            return self.row_lengths
+        return pc.add(*map(pc.list_value_length, _texts(self.texts).columns)).to_pylist()  # type: ignore[no-any-return]
 
-    def times(self, timing: str) -> int:
-        """Rows per response."""
-        return self.mixes if timing == "fed" else 1
-
+    @cached_property
     def row_lengths(self) -> list[int]:
         """Number of tokens in each response."""
         with _opened(self.labels, "row_offsets") as file:
@@ -145,8 +137,10 @@ class FeatureShard:
         if ends is not None:  # data of a feature draft: a response has the drafts that end within it
             lengths = [ends[(ends > a) & (ends <= b)].diff(prepend=a.view(1)) for a, b in pairwise(offsets)]
 
-        def rows_of(timing: str, hidden: Tensor | None, response: int) -> list[Row]:
-            (begin, end), times, rows = bounds[response], self.times(timing), list[Row]()
+        texts = _texts(self.texts).slice(start, stop - start).to_pylist() if self.texts else [{}] * len(bounds)
+
+        def rows_of(timing: str, times: int, hidden: Tensor | None, response: int) -> list[Row]:
+            (begin, end), rows = bounds[response], list[Row]()
             index = None if self.draft_starts is None else _response_index(lengths[response], *self.draft_starts)
             for mix in range(times):
                 at = slice(begin * times + mix * (end - begin), begin * times + (mix + 1) * (end - begin))
@@ -155,21 +149,23 @@ class FeatureShard:
                 if index is not None:
                     of_drafted[POSITION] = index[drafted].float().log1p()
                 row_lengths = lengths[response] if len(drafted) == end - begin else torch.tensor([len(drafted)])
-                rows.append(Row(of_drafted, drafted, row_lengths, None if hidden is None else hidden[at]))
+                states = None if hidden is None else hidden[at]
+                rows.append(Row(of_drafted, drafted, row_lengths, states, **texts[response]))
             return rows
 
-        states = {timing: self._hidden(path, first, last, timing) for timing, path in self.states.items()}
-        return {
-            timing: [rows_of(timing, hidden, response) for response in range(len(bounds))]
-            for timing, hidden in states.items()
-        }
+        result = {}
+        for timing, path in self.states.items():
+            hidden, times = None, self.mixes if timing == "fed" else 1
+            if path is not None:
+                with _opened(path, "hidden") as file:
+                    hidden = file.get_slice("hidden")[first * times : last * times]
+            result[timing] = [rows_of(timing, times, hidden, response) for response in range(len(bounds))]
+        return result
 
-    def _hidden(self, path: Path | None, first: int, last: int, timing: str) -> Tensor | None:
-        if path is None:
-            return None
-        with _opened(path, "hidden") as file:
-            times = self.times(timing)
-            return file.get_slice("hidden")[first * times : last * times]  # type: ignore[no-any-return]
+
+@lru_cache(16)
+def _texts(path: Path) -> pa.Table:
+    return read_rows(path, ("prompt_ids", "response_ids"))
 
 
 def width_of(path: Path) -> int:
@@ -241,9 +237,3 @@ def with_states(rows: Sequence[Row], hidden: Float[Tensor, "tokens hidden"]) -> 
     numbers = {name: torch.cat([row.numbers[name] for row in rows]) for name in rows[0].numbers}
     probs, tokens = numbers.pop("acceptance_prob"), numbers.pop("token").long()
     return Features(hidden, numbers, probs, tokens, torch.cat([row.row_lengths for row in rows]))
-
-
-def empty_features(shards: Sequence[FeatureShard], timing: str) -> Features:
-    """Features of no rows, with the dtypes and widths of the shards; at least one shard has rows."""
-    rows = next(shard for shard in shards if shard.num_rows).read(0, 1)[timing][0]
-    return apply_to_collection(gathered(rows), Tensor, lambda values: values[:0])  # type: ignore[no-any-return]

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from heads.batches.features import Batch, FeatureShard, Row, empty_features, gathered
+from heads.batches.features import Batch, FeatureShard, Row, gathered
 
 BLOCK_SIZE = 16
 """Responses that are read together."""
@@ -136,8 +136,9 @@ def _chunks(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
     return iter(lambda: list(islice(items, size)), [])
 
 
-def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], Batch]:
-    """A thread-safe function that reads the features of some responses, into page-locked memory if there is a GPU.
+def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], Batch | dict[str, list[Row]]]:
+    """A thread-safe function that reads the features of some responses, into page-locked memory if there is a GPU; or
+    their rows, if the draft computes the hidden states.
 
     Labels are read by block and cached; hidden states are copied from the mapped file into the batch.
     """
@@ -146,11 +147,18 @@ def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], B
     def block_rows(block: Block) -> dict[str, list[list[Row]]]:
         return shards[block.shard].read(block.start, block.stop)
 
-    def read(items: Sequence[Item]) -> Batch:
+    def read(items: Sequence[Item]) -> Batch | dict[str, list[Row]]:
         batch = {}
-        for timing in shards[0].states:
-            rows = [row for item in items for row in block_rows(item.block)[timing][item.offset]]
-            batch[timing] = gathered(rows) if rows else empty_features(shards, timing)
+        parts = {
+            timing: [row for item in items for row in block_rows(item.block)[timing][item.offset]]
+            for timing in shards[0].states
+        }
+        if shards[0].texts:
+            return parts
+        for timing, rows in parts.items():
+            some = rows or next(shard for shard in shards if shard.row_lengths).read(0, 1)[timing][0]
+            features = gathered(some)
+            batch[timing] = features if rows else apply_to_collection(features, torch.Tensor, lambda values: values[:0])
         if not torch.cuda.is_available():
             return batch
         return apply_to_collection(batch, torch.Tensor, torch.Tensor.pin_memory)  # type: ignore[no-any-return]

@@ -1,14 +1,13 @@
 """The LightningDataModule: train, dev and test batches of labels, with hidden states or for the draft to add them."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytorch_lightning as pl
 import torch
 from jaxtyping import Float
@@ -20,8 +19,7 @@ from data_gen.store.identity import describe_model
 from data_gen.store.manifest import read_manifest, refuse_older
 from data_gen.store.rows import read_rows
 from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard, check_numbers, width_of
-from heads.batches.loader import BatchLoader, Item, Share, block_reader
-from heads.batches.online import response_reader
+from heads.batches.loader import BatchLoader, Share, block_reader
 from heads.grid import grid, scalar_names
 from lm.features.released import released_layout_of, without_mtp
 from lm.signals import POSITION
@@ -86,18 +84,20 @@ class FeatureData(pl.LightningDataModule):
 
     def loader(self, split: str, *, seed: int | None = None, num: int | None = None, only: str = "") -> BatchLoader:
         """Batches of one split, of its first `num` responses or of one prompt set (`only`); shuffled with a seed."""
-        read, lengths = self._source(split)
+        shards = self._shards[split]
+        lengths = [shard.lengths for shard in shards]
         for count in (self.heads.num_train if split == "train" else None, num):
             lengths = lengths if count is None else _first(lengths, count)
         sets = self._sets(split) if only else None
         in_set = None if sets is None else lambda item: sets[item.block.shard][item.block.start + item.offset] == only
         share = Share(self.trainer.global_rank, self.trainer.world_size) if self.trainer else None
-        return BatchLoader(read, lengths, batch_size=self.heads.batch_size, seed=seed, share=share, is_included=in_set)
+        settings: dict[str, Any] = {"batch_size": self.heads.batch_size, "seed": seed, "share": share}
+        return BatchLoader(block_reader(shards), lengths, **settings, is_included=in_set)
 
     def first_scalars(self, timing: str) -> Float[Tensor, "tokens scalar"]:
         """The scalars of the first training shard that has drafted tokens."""
-        for shard in (shard for shard in self._shards["train"] if shard.num_rows):
-            rows = [row for part in shard.read(0, shard.num_rows)[timing] for row in part]
+        for shard in (shard for shard in self._shards["train"] if shard.row_lengths):
+            rows = [row for part in shard.read(0, len(shard.row_lengths))[timing] for row in part]
             columns = torch.cat([torch.stack([row.numbers[name] for name in self.scalars], -1) for row in rows])
             if len(columns):
                 return columns
@@ -106,27 +106,17 @@ class FeatureData(pl.LightningDataModule):
     def num_responses(self, split: str) -> int:
         return self.loader(split).num_items
 
-    def _source(self, split: str) -> tuple[Callable[[Sequence[Item]], Any], list[list[int]]]:
-        """A function that reads responses of a split, and the tokens of each response of each shard."""
-        shards = self._shards[split]
-        if self.is_online:
-            return response_reader(list_shards(self.data.dir, split), shards)
-        return block_reader(shards), [shard.row_lengths() for shard in shards]
-
     def _sets(self, split: str) -> list[list[str]]:
         """The prompt set of each response of each shard; empty if the data has one set."""
         if split not in self._names:
             paths = list_shards(self.data.dir, split) if isinstance(self.manifest["prompts"], list) else []
-            if paths and "set" not in pq.read_schema(paths[0]).names:
-                raise ValueError(
-                    f"{paths[0]} has no column 'set', but data.prompts of {self.data.dir} is a list of sets; make the "
-                    "data again with `acceptance-heads data`"
-                )
             self._names[split] = [read_rows(path, ("set",)).column("set").to_pylist() for path in paths]
         return self._names[split]
 
-    def _paths(self, split: str) -> dict[str, list[Path]]:
-        """Folder -> shards of a split: labels, hidden states unless the draft computes them, rows if they are read."""
+    def _paths(self, split: str) -> list[dict[str, Path]]:
+        """Of each shard of a split, folder -> file: labels, hidden states unless the draft computes them, rows if they
+        are read.
+        """
         has_sets = split != "train" and isinstance(self.manifest["prompts"], list)
         states = [] if self.is_online else [f"features/{timing}" for timing in self.timings]
         folders = ["labels", *states, *(["rows"] if has_sets or self.is_online else [])]
@@ -137,22 +127,23 @@ class FeatureData(pl.LightningDataModule):
                 f"{self.data.dir} has different numbers of {split} shards: {counts}; run `acceptance-heads data` with "
                 "this config to finish the data"
             )
-        return paths
+        return [dict(zip(paths, of_shard, strict=True)) for of_shard in zip(*paths.values(), strict=True)]
 
     def _read(self, split: str) -> list[Path]:
         """Paths of the shards of a split that training reads: those of the first heads.num_train responses."""
-        paths = list(zip(*self._paths(split).values(), strict=True))
+        paths = self._paths(split)
         if split == "train" and self.heads.num_train is not None:
-            sizes = (read_sidecar(labels, keys=("rows",))["rows"] for labels, *_ in paths[:-1])
+            sizes = (read_sidecar(of_shard["labels"], keys=("rows",))["rows"] for of_shard in paths[:-1])
             paths = paths[: sum(start < self.heads.num_train for start in accumulate(sizes, initial=0))]
-        return [path for of_shard in paths for path in of_shard]
+        return [path for of_shard in paths for path in of_shard.values()]
 
     def _open(self, split: str) -> list[FeatureShard]:
-        paths, shards, starts = self._paths(split), [], self._draft_starts()
-        for index, labels in enumerate(paths["labels"]):
-            states = {timing: None if self.is_online else paths[f"features/{timing}"][index] for timing in self.timings}
-            shards.append(FeatureShard(labels, states, self.columns, mixes=self.data.mixes, draft_starts=starts))
-        if not sum(shard.num_tokens for shard in shards):
+        shards, starts = [], self._draft_starts()
+        for paths in self._paths(split):
+            states = {timing: paths.get(f"features/{timing}") for timing in self.timings}
+            texts = paths["rows"] if self.is_online else None
+            shards.append(FeatureShard(paths["labels"], states, self.columns, self.data.mixes, starts, texts))
+        if not sum(sum(shard.row_lengths) for shard in shards):
             raise ValueError(
                 f"{split} features of {self.data.dir} have no tokens; raise data.num_{split} and make the data again"
             )
@@ -214,27 +205,26 @@ def _check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairCon
             f"heads.specdec need {missing[0]} features; change them, or make the data in another data.dir without "
             "data.features (`acceptance-heads responses` keeps the responses)"
         )
-    expected = {"sampling": asdict(pair.sampling), "mixing_ratio": data.mixing_ratio, "mixes": data.mixes}
-    on_disk = {name: manifest.get(name) for name in expected}
+    compared = {"sampling": (manifest.get("sampling"), asdict(pair.sampling))}
+    compared |= {name: (manifest.get(name), getattr(data, name)) for name in ("mixing_ratio", "mixes")}
     for name, source in (("target", pair.target), ("draft", pair.draft)):
-        described = _described(source)
-        if described is None and manifest[name].get("weights") and manifest[name].get("name") == Path(source.path).name:
-            if is_first_process():
-                print(
-                    f"warning: the {name} {source.path} is not on this machine, so only its name was compared with "
-                    f"{data.dir}/manifest.json; the data was made with weights {manifest[name]['weights'][:12]}",
-                    file=sys.stderr,
-                )
-            continue
-        keys = ("weights",) if described else ("name", "revision")
-        described = described or {"name": source.path, "revision": source.revision}
-        expected |= {f"{name} {key}": described[key] for key in keys}
-        on_disk |= {f"{name} {key}": manifest[name].get(key) for key in keys}
-    for key, value in expected.items():
-        if on_disk[key] != value:
+        recorded, keys = manifest[name], ["weights"]
+        if (described := _described(source)) is None:
+            if recorded.get("weights") and recorded.get("name") == Path(source.path).name:
+                if is_first_process():
+                    print(
+                        f"warning: the {name} {source.path} is not on this machine, so only its name was compared with "
+                        f"{data.dir}/manifest.json; the data was made with weights {recorded['weights'][:12]}",
+                        file=sys.stderr,
+                    )
+                continue
+            described, keys = {"name": source.path, "revision": source.revision}, ["name", "revision"]
+        compared |= {f"{name} {key}": (recorded.get(key), described[key]) for key in keys}
+    for key, (old, new) in compared.items():
+        if old != new:
             raise ValueError(
-                f"{data.dir}/manifest.json: the data was made with {key} {on_disk[key]!r}, but this config has "
-                f"{value!r}; set data.dir to data of this pair, or make it with `acceptance-heads data`"
+                f"{data.dir}/manifest.json: the data was made with {key} {old!r}, but this config has {new!r}; set "
+                "data.dir to data of this pair, or make it with `acceptance-heads data`"
             )
 
 

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torchmetrics import Metric
+from torch import Tensor
 
 from heads.batches.features import Batch, Features, of_timing
 from heads.grid import HeadSpec
-from heads.measures.histogram import Histogram, observe
+from heads.measures.histogram import Histogram, Sums, observe
 from heads.measures.scores import auroc, fit_logistic, measures, reliability
 from heads.measures.survival import by_position
 
@@ -24,27 +23,7 @@ NUM_POSITIONS = 8
 SIGNALS = ("log_token_prob", "negative_entropy")
 
 
-class LogitHistogram(Metric):
-    """A `Histogram`, summed over batches and processes."""
-
-    full_state_update = False
-
-    def __init__(self, num_rows: int) -> None:
-        super().__init__()
-        for name, value in observe(torch.zeros(num_rows, 0), torch.zeros(1, 0))._asdict().items():
-            self.add_state(name, default=value, dist_reduce_fx="sum")
-
-    def update(self, values: Histogram) -> None:
-        """Add a histogram."""
-        for name, value in values._asdict().items():
-            getattr(self, name).add_(value)
-
-    def compute(self) -> Histogram:
-        """The sums so far."""
-        return Histogram(*(getattr(self, name) for name in Histogram._fields))
-
-
-class Evaluation(nn.Module):
+class Evaluation:
     """Metrics of every head of a sweep over one split."""
 
     def __init__(self, specs: Sequence[HeadSpec], *, shift: Tensor, temperature: Tensor) -> None:
@@ -53,67 +32,57 @@ class Evaluation(nn.Module):
         shift: the shift of each head's calibration, ln(w_rej / w_acc).
         temperature: the temperature of each head's calibration.
         """
-        super().__init__()
-        self._names, rows = [str(spec) for spec in specs], dict[str, list[int]]()
+        self._names, self._rows = [str(spec) for spec in specs], dict[str, list[int]]()
         for index, spec in enumerate(specs):
-            rows.setdefault(spec.shape.timing, []).append(index)
-        self._rows = rows
-        self.parts = nn.ModuleDict({timing: _TimingMetrics(shift[at], temperature[at]) for timing, at in rows.items()})
+            self._rows.setdefault(spec.shape.timing, []).append(index)
+        self._parts = {timing: _TimingMetrics(shift[at], temperature[at]) for timing, at in self._rows.items()}
 
     @torch.no_grad()
     def update(self, logits: Mapping[str, Tensor], batch: Batch) -> None:
         """Add a batch: timing -> [heads, tokens] logits, and the features that they were computed from."""
         for timing, logit in logits.items():
-            self.parts[timing].update(logit, of_timing(batch, timing))  # type: ignore[operator]
+            self._parts[timing].update(logit, of_timing(batch, timing))
 
     def compute(self) -> Result:
         """{"heads": {name: …}, "signals": {timing: {signal: …}}, "labels": {timing: …}}."""
         heads, signals, labels = dict[str, Any](), {}, {}
-        for timing, rows in self._rows.items():
-            part: Any = self.parts[timing]
-            heads |= dict(zip([self._names[row] for row in rows], part.of_heads(), strict=True))
-            histogram = part.signals.compute()
+        for timing, part in self._parts.items():
+            heads |= dict(zip([self._names[row] for row in self._rows[timing]], part.of_heads(), strict=True))
+            histogram = part.signals.total()
             signals[timing], labels[timing] = _signal_results(histogram), _label_results(histogram)
         return {"heads": {name: heads[name] for name in self._names}, "signals": signals, "labels": labels}
 
 
-class _TimingMetrics(nn.Module):
+class _TimingMetrics:
     """The metrics of the heads of one timing."""
 
-    shift: Tensor
-    temperature: Tensor
-
     def __init__(self, shift: Tensor, temperature: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("shift", shift)
-        self.register_buffer("temperature", temperature)
-        self.tokens, self.signals = LogitHistogram(len(shift)), LogitHistogram(len(SIGNALS))
+        self.shift, self.temperature = shift, temperature
+        self.tokens, self.signals = Sums(len(shift), shift.device), Sums(len(SIGNALS), shift.device)
         count = len(shift) * NUM_POSITIONS
-        self.drafts = nn.ModuleDict(
-            {way: nn.ModuleList([LogitHistogram(count), LogitHistogram(count)]) for way in ("raw", "calibrated")}
-        )
+        self.drafts = {way: [Sums(count, shift.device) for _ in range(2)] for way in ("raw", "calibrated")}
 
     def update(self, logit: Tensor, features: Features) -> None:
         label, lengths = features.acceptance_prob, features.row_lengths
         calibrated = (logit + self.shift[:, None].to(logit)) / self.temperature[:, None].to(logit)
         signals = torch.stack([features.scalars["log_token_prob"].float(), -features.scalars["entropy"].float()])
-        self.tokens.update(observe(logit, label[None]))
-        for metrics, values in zip(self.drafts.values(), (logit, calibrated), strict=True):
+        self.tokens.add(observe(logit, label[None]))
+        for way, values in (("raw", logit), ("calibrated", calibrated)):
             histograms = by_position(values, label, row_lengths=lengths, num_positions=NUM_POSITIONS)
-            for metric, histogram in zip(metrics, histograms, strict=True):  # type: ignore[call-overload]
-                metric.update(histogram)
-        self.signals.update(observe(signals, label[None]))
+            for sums, histogram in zip(self.drafts[way], histograms, strict=True):
+                sums.add(histogram)
+        self.signals.add(observe(signals, label[None]))
 
     def of_heads(self) -> list[dict[str, Any]]:
         """All measurements of each head."""
-        histogram = self.tokens.compute()
+        histogram = self.tokens.total()
         columns = {"auroc": auroc(histogram), "temperature": self.temperature, "shift": self.shift}
         results: list[dict[str, Any]] = _unstack(columns)
         unit, zero = torch.ones_like(self.shift), torch.zeros_like(self.shift)
         affine = {"raw": (unit, zero), "calibrated": (1 / self.temperature, self.shift / self.temperature)}
         for way, of_heads in affine.items():
-            drafts = (metric.compute() for metric in self.drafts[way])  # type: ignore[attr-defined]
-            of_tokens, of_drafts = _unstack(measures(histogram, *of_heads)._asdict()), _draft_results(*drafts)
+            of_tokens = _unstack(measures(histogram, *of_heads)._asdict())
+            of_drafts = _draft_results(*(sums.total() for sums in self.drafts[way]))
             bins = _unstack(reliability(histogram, *of_heads)._asdict())
             for index, result in enumerate(results):
                 result |= {f"{way}_{name}": value for name, value in of_tokens[index].items()}

@@ -60,3 +60,26 @@ def observe(
     weight, accepted, logits = (z.new_zeros(len(z), NUM_BINS).scatter_add_(1, bins, x) for x in (w, w * p, w * z))
     sums = ((w * value).sum(-1) for value in (p * z, p * p, entropy))
     return Histogram(weight, accepted, logits, *sums)
+
+
+class Sums:
+    """Histograms summed over batches and, by `total`, over processes."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._sums = observe(torch.zeros(num_rows, 0, device=device), torch.zeros(1, 0, device=device))
+
+    def add(self, histogram: Histogram) -> None:
+        """Add the histogram of a batch."""
+        self._sums = Histogram(*map(torch.add, self._sums, histogram))
+
+    def total(self) -> Histogram:
+        """The sum so far; every process must call this."""
+        return Histogram(*map(sum_over_processes, self._sums))
+
+
+def sum_over_processes(values: Tensor) -> Tensor:
+    """`values`, summed over the processes of the run."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        values = values.clone()
+        torch.distributed.all_reduce(values)
+    return values

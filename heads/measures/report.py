@@ -5,13 +5,11 @@ val_metrics.json and plots.
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from heads.grid import HeadSpec
@@ -20,7 +18,8 @@ from heads.model.head import TIMING_LABELS
 from store.shards import write_atomic
 
 _REMEDY = "more data (data.num_train), longer training (trainer.max_epochs) or a higher rate (heads.learning_rate)"
-_COLUMNS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
+METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "calibrated_ece", "raw_kl", "raw_ece")
+"""Metrics of the table of every head, and of a model card."""
 
 
 def by_kind(specs: Sequence[HeadSpec]) -> dict[str, list[HeadSpec]]:
@@ -85,8 +84,14 @@ def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
     ]
     parts = ["\n".join(labels)]
     for kind, of_kind in by_kind(specs).items():
+        rows: dict[int, list[str]] = {}
+        for spec in of_kind:
+            measured = result["heads"][str(spec)]
+            cell = f"{measured['raw_kl']:.4f} / {measured['calibrated_kl']:.4f}"
+            rows.setdefault(spec.shape.depth, [str(spec.shape.depth)]).append(cell)
+        columns = ["depth", *(f"w_rej {weight:g}" for weight in dict.fromkeys(spec.reject_weight for spec in of_kind))]
         title = f"### {kind}: binary KL on {split}, nats per token, raw / calibrated"
-        parts += [title, _by_depth_and_weight(result, of_kind)]
+        parts += [title, _markdown(columns, rows.values())]
     parts += [f"### Every head, and each signal alone, on {split}", _every(result, specs)]
     return "\n\n".join(parts) + "\n"
 
@@ -118,8 +123,7 @@ def save_plots(
 ) -> list[Path]:
     """Draw every plot into a directory; returns the files."""
     directory.mkdir(parents=True, exist_ok=True)
-    figures = {"heat_map": _heat_map(result, specs), "reliability": _reliability_diagrams(result, specs)}
-    figures["along_draft"] = _along_draft(result, specs)
+    figures = {"reliability": _reliability(result, specs), "along_draft": _along_draft(result, specs)}
     if history:
         figures["learning_curves"] = _learning_curves(result, specs, history=history)
     for name, figure in figures.items():
@@ -139,26 +143,16 @@ def _signal(timing: str) -> tuple[str, str]:
     return ("negative_entropy", "H(q)") if timing == "prefix" else ("log_token_prob", "log q(y)")
 
 
-def _by_depth_and_weight(result: Result, specs: Sequence[HeadSpec]) -> str:
-    rows: dict[int, list[str]] = {}
-    for spec in specs:
-        measured = result["heads"][str(spec)]
-        cell = f"{measured['raw_kl']:.4f} / {measured['calibrated_kl']:.4f}"
-        rows.setdefault(spec.shape.depth, [str(spec.shape.depth)]).append(cell)
-    weights = dict.fromkeys(spec.reject_weight for spec in specs)
-    return _markdown(["depth", *(f"w_rej {weight:g}" for weight in weights)], rows.values())
-
-
 def _every(result: Result, specs: Sequence[HeadSpec]) -> str:
     measured = dict[str, Mapping[str, Any]]()
     for timing, signals in result["signals"].items():
         measured |= {f"{name} alone ({timing})": values for name, values in signals.items()}
     measured |= {str(spec): result["heads"][str(spec)] for spec in specs}
     rows = [
-        [name, *(f"{values[column]:.4f}" if column in values else "" for column in _COLUMNS)]
+        [name, *(f"{values[column]:.4f}" if column in values else "" for column in METRICS)]
         for name, values in measured.items()
     ]
-    return _markdown(["", *(column.replace("_", " ") for column in _COLUMNS)], rows)
+    return _markdown(["", *(column.replace("_", " ") for column in METRICS)], rows)
 
 
 def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -166,34 +160,7 @@ def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([f"| {header} |", "|---" * len(columns) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def _heat_map(result: Result, specs: Sequence[HeadSpec]) -> Figure:
-    """Calibrated KL and AUROC on dev over depth and reject weight, one row of panels per kind of inputs."""
-    kinds = by_kind(specs)
-    figure = Figure(figsize=(9, 0.9 + 2.9 * len(kinds)), layout="constrained")
-    axes = figure.subplots(len(kinds), 2, squeeze=False)
-    for row, (kind, of_kind) in zip(axes, kinds.items(), strict=True):
-        for axis, metric, colours in zip(row, ("calibrated_kl", "auroc"), ("viridis_r", "viridis"), strict=True):
-            _draw_heat(axis, result, specs=of_kind, metric=metric, colours=colours)
-            axis.set_title(f"{kind}: {metric.replace('_', ' ')}", fontsize=10)
-    return figure
-
-
-def _draw_heat(axis: Axes, result: Result, *, specs: Sequence[HeadSpec], metric: str, colours: str) -> None:
-    by_depth = {depth: list(group) for depth, group in groupby(specs, key=lambda spec: spec.shape.depth)}
-    weights = [spec.reject_weight for spec in next(iter(by_depth.values()))]
-    values = [[result["heads"][str(spec)][metric] for spec in row] for row in by_depth.values()]
-    image = axis.imshow(values, cmap=colours, aspect="auto")
-    for y, row in enumerate(values):
-        for x, value in enumerate(row):
-            colour = "black" if sum(image.to_rgba(value)[:3]) > 1.5 else "white"
-            axis.text(x, y, f"{value:.4f}", ha="center", va="center", fontsize=8, color=colour)
-    axis.set_xticks(range(len(weights)), [f"{weight:g}" for weight in weights])
-    axis.set_yticks(range(len(by_depth)), [str(depth) for depth in by_depth])
-    axis.set(xlabel="reject weight", ylabel="depth")
-    axis.figure.colorbar(image, ax=axis)
-
-
-def _reliability_diagrams(result: Result, specs: Sequence[HeadSpec]) -> Figure:
+def _reliability(result: Result, specs: Sequence[HeadSpec]) -> Figure:
     """Predicted and true acceptance probability, raw and calibrated, of the best head per kind and reject weight."""
     kinds = by_kind(specs)
     figure = Figure(figsize=(8, 0.6 + 3.7 * len(kinds)), layout="constrained")

@@ -52,16 +52,11 @@ def write_confidence_head(head: AcceptanceHead, name: str, *, source: Path, out:
     head; the card and messages call it `name`.
 
     Raises:
-        FileNotFoundError: no draft at `source`.
         ValueError: a draft without a confidence head, or of another width; a head that is not linear in its inputs;
             `out` exists and is not such a copy.
     """
-    if out.resolve() == source.resolve():
-        raise ValueError(f"{out} is the draft itself, which would be overwritten; name another directory (--out)")
     if out.exists() and not (out / CARD).is_file():
         raise ValueError(f"{out} exists and is not an exported confidence head; name another directory (--out)")
-    if not source.is_dir():
-        raise FileNotFoundError(f"no draft at {source}; set pair.draft.path to the directory of a DSpark draft")
     files = {path: read_safetensors(path) for path in sorted(source.glob("*.safetensors"))}
     values = dict(zip(_PARTS, _folded(head, name, width=_width_of(files, source)), strict=True))
     with atomic_directory(out) as folder:

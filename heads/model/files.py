@@ -3,7 +3,7 @@ the hub. Nothing is unpickled.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,9 @@ def downloaded(name: str, *, kind: str, remedy: str, **download: Any) -> Path:
         return Path(snapshot_download(name, **download))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"no {kind} at {name!r}: no such directory, and the download from the hub failed ({first_line(error)}); "
-            f"check the name, run `hf auth login` for a private one, or {remedy}"
+            f"no {kind} at {name!r}: no such directory, and the download from the hub failed "
+            f"({' '.join(str(error).split())}); check the name, run `hf auth login` for a private one, or {remedy}"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type if the message is empty."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def write_head_files(directory: Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
@@ -90,46 +85,32 @@ def write_head_config(path: Path, config: dict[str, Any]) -> None:
     write_atomic(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
-def read_head_config(path: Path, *, keys: Sequence[str] = (), remedy: str = _EXPORT) -> dict[str, Any]:
+def read_head_config(path: Path, *, keys: Sequence[str] = ()) -> dict[str, Any]:
     """The config.json of a head; ValueError if it is not a JSON object with `keys` or a value has the wrong type."""
-    config = read_json(path, remedy=remedy, keys=keys)
+    config = read_json(path, remedy=_EXPORT, keys=keys)
     for key, kinds in _KINDS.items():
         value = config.get(key)
         is_number_for_bool = isinstance(value, bool) and bool not in kinds
         is_list_of_others = isinstance(value, list) and not all(isinstance(item, str) for item in value)
         if key in config and (not isinstance(value, kinds) or is_number_for_bool or is_list_of_others):
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise ValueError(f"{path}: {key} is {value!r}, expected {names}; {remedy}")
+            raise ValueError(f"{path}: {key} is {value!r}, expected {names}; {_EXPORT}")
     return config
 
 
-def read_head_files(
-    directory: Path, expected: Callable[[dict[str, Any]], dict[str, tuple[int, ...]]]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and the tensors of a saved head; `expected`: config -> name and shape of each tensor."""
+def read_head_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and the tensors of a head, which `checked` compares."""
     path, weights = directory / "config.json", directory / WEIGHTS
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is a file, not an exported head; name the head's directory")
     if not path.is_file():
         raise FileNotFoundError(f"no config.json in {directory}; a head is a directory with config.json and {WEIGHTS}")
     config = read_head_config(path, keys=("hidden_size", "num_layers"))
-    check_no_pickle(weights)
+    if pickled := [] if weights.is_file() else [p for p in sorted(directory.glob("*")) if p.suffix in PICKLES]:
+        raise ValueError(f"{pickled[0]} {IS_PICKLED}")
     if not weights.is_file():
         raise FileNotFoundError(f"no {WEIGHTS} in {directory}; {_EXPORT}")
-    tensors = read_safetensors(weights)
-    check_width(config["hidden_size"], tensors, source=directory)
-    try:
-        shapes = expected(config)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return config, checked(tensors, shapes, source=directory)
-
-
-def check_no_pickle(path: Path) -> None:
-    """Raise ValueError if `path` is a pickled checkpoint, or is missing beside one."""
-    beside = [] if path.is_file() else sorted(path.parent.glob("*"))
-    if pickled := [file for file in (path, *beside) if file.suffix in PICKLES]:
-        raise ValueError(f"{pickled[0]} {IS_PICKLED}")
+    return config, read_safetensors(weights)
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -138,15 +119,6 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
         raise ValueError(f"{path} is not a complete safetensors file ({error}); fetch or export it again") from error
-
-
-def check_width(hidden_size: int, tensors: Mapping[str, Tensor], *, source: object) -> None:
-    """Raise ValueError unless some tensor has the width of config.json, before anything of that width is allocated."""
-    if not any(hidden_size in tensor.shape for tensor in tensors.values()):
-        raise ValueError(
-            f"config.json of {str(source)!r} has hidden_size {hidden_size}, but no tensor of {WEIGHTS} has that width; "
-            "export the head again"
-        )
 
 
 def checked(

@@ -17,7 +17,7 @@ separate blocks instead of one shared block.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -29,7 +29,14 @@ from torch import Tensor, nn
 
 from configs.paths import local_path
 from heads.model.card import model_card
-from heads.model.files import local_directory, read_head_config, read_head_files, write_head_config, write_head_files
+from heads.model.files import (
+    checked,
+    local_directory,
+    read_head_config,
+    read_head_files,
+    write_head_config,
+    write_head_files,
+)
 from heads.model.formula import PAPERS, architecture_of, stack_forward
 from heads.model.inputs import Inputs
 from heads.model.provenance import Provenance
@@ -38,7 +45,7 @@ from lm.signals import SCALARS
 Timing = Literal["fed", "drawn", "prefix", "candidate"]
 TIMING_LABELS = {"fed": "fed-time", "drawn": "drawn-time", "prefix": "prefix", "candidate": "candidate"}
 """Timing -> adjective before "head" in messages."""
-_MAX_DEPTH = 1000
+_MAX_DEPTH, _MAX_WIDTH = 1000, 10**6
 
 
 class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
@@ -200,10 +207,20 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
                 finite.
         """
         directory = local_directory(pretrained_model_name_or_path, **download)
-        config, tensors = read_head_files(directory, cls._expected)
+        return cls.from_tensors(*read_head_files(directory), source=directory).to(map_location)
+
+    @classmethod
+    def from_tensors(cls, config: dict[str, Any], tensors: Mapping[str, Tensor], *, source: Path) -> "AcceptanceHead":
+        """A head with these weights; ValueError, which names the directory `source`, if they do not fit the config."""
+        try:
+            with torch.device("meta"):
+                shapes = {name: tuple(t.shape) for name, t in cls.from_config(config).state_dict().items()}
+        except ValueError as error:
+            raise ValueError(f"{source / 'config.json'}: {error}") from error
+        tensors = checked(tensors, shapes, source=source)
         head = cls.from_config(config)
         head.load_state_dict(tensors, strict=True)
-        return head.eval().to(map_location)
+        return head.eval()
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "AcceptanceHead":
@@ -211,11 +228,6 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         optional = ("timing", "scalars", "embedding", "is_normalised", "architecture")
         given = {key: config[key] for key in optional if key in config}
         return cls(config["hidden_size"], config["num_layers"], **given, provenance=Provenance.from_dict(config))
-
-    @classmethod
-    def _expected(cls, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        with torch.device("meta"):
-            return {name: tuple(t.shape) for name, t in cls.from_config(config).state_dict().items()}
 
 
 def kind_of(timing: str, inputs: Inputs, architecture: str) -> str:
@@ -225,8 +237,8 @@ def kind_of(timing: str, inputs: Inputs, architecture: str) -> str:
 
 def check_shape(hidden_size: int, depth: int, timing: str, architecture: str = PAPERS) -> None:
     """Raise ValueError for an impossible shape."""
-    if hidden_size < 1:
-        raise ValueError(f"hidden_size is {hidden_size}; use the draft's width, at least 1")
+    if not 1 <= hidden_size <= _MAX_WIDTH:
+        raise ValueError(f"hidden_size is {hidden_size}; use the draft's width, from 1 to {_MAX_WIDTH:,}")
     if not 0 <= depth <= _MAX_DEPTH:
         raise ValueError(f"depth is {depth}; it must be from 0 (a linear head) to {_MAX_DEPTH}")
     if timing not in get_args(Timing):

@@ -10,19 +10,19 @@ shared block is copied D times. Official heads are fed-time, without scalars, fo
 top-k 50), trained with w_acc = 1.
 """
 
+import re
+from dataclasses import asdict
 from pathlib import Path
 
 from torch import Tensor
 
-from heads.model.files import check_no_pickle, check_width, checked, local_directory, read_head_config, read_safetensors
-from heads.model.head import AcceptanceHead, check_shape
+from heads.model.files import local_directory, read_head_files
+from heads.model.head import AcceptanceHead
 from heads.model.provenance import Provenance
-
-_REMEDY = "name the directory of a SpecDec++ head"
 
 
 def read_official_head(source: str | Path, provenance: Provenance) -> AcceptanceHead:
-    """The head in a directory (config.json and model.safetensors) of the official format.
+    """The head in a directory (config.json and model.safetensors) of the official format, or on the hub.
 
     Args:
         source: a local path or a hub id.
@@ -32,39 +32,20 @@ def read_official_head(source: str | Path, provenance: Provenance) -> Acceptance
         FileNotFoundError: a file is missing.
         ValueError: a pickled checkpoint, or tensors that do not fit the config.
     """
-    source = local_directory(source)
-    path = source / "model.safetensors" if source.is_dir() else source
-    config_path = path.parent / "config.json"
-    check_no_pickle(path)
-    if missing := [file for file in (path, config_path) if not file.is_file()]:
-        raise FileNotFoundError(
-            f"no {missing[0].name} at {path.parent}; an official head is a directory with config.json and "
-            "model.safetensors"
-        )
-    config = read_head_config(config_path, keys=("hidden_size",), remedy=_REMEDY)
-    width, depth = config["hidden_size"], config.get("num_layers", 0)
-    try:
-        check_shape(width, depth, "fed")
-    except ValueError as error:
-        raise ValueError(f"{config_path}: {error}") from error
-    tensors = read_safetensors(path)
-    check_width(width, tensors, source=path.parent)
-    head = AcceptanceHead(width, depth, provenance=provenance)
-    head.load_state_dict(_converted(tensors, width, depth, path), strict=True)
-    return head.eval()
+    directory = local_directory(source)
+    config, tensors = read_head_files(directory)
+    config = {name: config[name] for name in ("hidden_size", "num_layers")} | asdict(provenance)
+    return AcceptanceHead.from_tensors(config, _converted(tensors, config["num_layers"]), source=directory)
 
 
-def _converted(tensors: dict[str, Tensor], width: int, depth: int, path: Path) -> dict[str, Tensor]:
+def _converted(tensors: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
     """Tensors of an `AcceptanceHead`: one logit z_1 - z_0, and D separate blocks, of which the file may have one."""
-    shapes = {f"model.{depth}.weight": (2, width), f"model.{depth}.bias": (2,)}
-    stored = [block for block in range(depth) if f"model.{block}.linear.weight" in tensors]
-    blocks = {}
-    for part, shape in (("weight", (width, width)), ("bias", (width,))):
-        for block in range(depth):
-            name = f"model.{block}.linear.{part}"
-            blocks[f"blocks.{block}.{part}"], shapes[name] = name, shape
-            shared = tensors.get(f"model.{stored[0]}.linear.{part}") if len(stored) == 1 else None
-            tensors = tensors if shared is None else tensors | {name: shared}
-    tensors = checked(tensors, shapes, source=path)
-    out = {f"out.{part}": tensors[f"model.{depth}.{part}"].diff(dim=0) for part in ("weight", "bias")}
-    return out | {ours: tensors[official].clone() for ours, official in blocks.items()}
+    num_stored, converted = len([name for name in tensors if name.endswith("linear.weight")]), dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        block, part = name.removeprefix("model.").split(".", 1) if re.match(r"model\.\d+\.", name) else ("", name)
+        if part.startswith("linear."):
+            blocks = range(depth) if num_stored == 1 else [block]
+            converted |= {f"blocks.{index}.{part.removeprefix('linear.')}": tensor.clone() for index in blocks}
+        else:
+            converted[f"out.{part}"] = tensor.diff(dim=0)
+    return converted

@@ -120,7 +120,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     if is_online:
         model = load_model(config.pair.draft, device=device)
         check_width(model, emitted_vocab_size(config.pair), "draft")
-        draft = DraftFeatures(model, timings=data.timings)
+        draft = DraftFeatures(model)
     if config.heads.reached and not data.manifest.get("draft_length"):
         raise ValueError(
             f"heads.reached is true, but it needs data of a feature draft, and {config.data.dir} was made with a "

@@ -26,7 +26,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from configs.schema import Config, ModelSource, PairConfig
+from configs.schema import Config, HeadsConfig
 from data_gen.store.manifest import digest, read_manifest
 from heads.batches.module import is_first_process
 from store.json_files import read_json
@@ -34,14 +34,14 @@ from store.lock import only_writer
 from store.shards import clean_partial, write_atomic
 
 _FREE_TO_CHANGE = {
-    *("pair.gpus", "pair.num_threads"),
-    *("data.dir", "data.batch_size", "data.chunk_mb", "data.engine", "data.ray"),  # the manifest is compared instead
     *("heads.dir", "heads.checkpoint_every_n_steps"),
     *("trainer.logger", "trainer.callbacks", "trainer.default_root_dir", "trainer.log_every_n_steps"),
     *("trainer.enable_checkpointing", "trainer.enable_progress_bar", "trainer.enable_model_summary"),
     *("trainer.profiler", "trainer.barebones", "trainer.devices", "trainer.num_nodes"),
 }
-"""Settings in which a resumed run may differ: they change at most rounding. The number of processes is compared."""
+"""Settings in which a resumed run may differ: they change at most rounding. The number of processes is compared, and
+the manifest of the data instead of `pair` and `data`.
+"""
 _START_OVER = "pass --resume false to start over"
 
 
@@ -89,6 +89,13 @@ class RunDirectory:
             write_atomic(self.path / "run.json", text.encode())
         return run, str(self.checkpoint) if is_resumed else None
 
+    def results(self, run: str) -> dict[str, Any]:
+        """The results of a run in val_metrics.json; empty if it has none."""
+        if not self.metrics.is_file():
+            return {}
+        measured = read_json(self.metrics, remedy="train again, or name a head and delete it", keys=("run", "results"))
+        return dict(measured["results"]) if measured["run"] == run else {}
+
     def read(self) -> dict[str, Any]:
         """run.json; empty if there is none."""
         path = self.path / "run.json"
@@ -107,14 +114,13 @@ def run_of(path: Path) -> str:
     Raises:
         ValueError: the file is truncated, corrupted, or not a checkpoint of a sweep.
     """
-    remedy = "delete it, or pass --resume false, to start over"
     try:
         with zipfile.ZipFile(path) as file:
-            broken = file.testzip()
+            if broken := file.testzip():
+                raise zipfile.BadZipFile(f"in {broken}")
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, UnicodeDecodeError) as error:
-        raise ValueError(f"checkpoint {path} is incomplete ({path.stat().st_size:,} bytes); {remedy}") from error
-    if broken is not None:
-        raise ValueError(f"checkpoint {path} is corrupted (in {broken}); {remedy}")
+        remedy = "delete it, or pass --resume false, to start over"
+        raise ValueError(f"checkpoint {path} is incomplete or corrupted ({error}); {remedy}") from error
     try:
         return torch.load(path, mmap=True, weights_only=True, map_location="cpu")["hyper_parameters"]["facts"]["run"]
     except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError) as error:
@@ -139,7 +145,7 @@ def _digest_of_data(directory: str) -> str | None:
     """A digest of the manifest without paths; None if there is no manifest."""
     if not (Path(directory) / "manifest.json").is_file():
         return None
-    manifest = {name: value for name, value in read_manifest(directory).items() if name not in ("recorded", "split")}
+    manifest = {name: value for name, value in read_manifest(directory).items() if name != "recorded"}
     return digest(json.dumps(manifest, sort_keys=True))
 
 
@@ -152,9 +158,8 @@ def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, pa
         directory = described["config"]["data"]["dir"]
         raise ValueError(f"{path} has a run that was trained on other data than {directory} contains now; {remedy}")
     new, old = (_settings(config) for config in (described["config"], on_disk["config"]))
-    old = _settings(_DEFAULTS) | old
     for name in sorted(new.keys() | {name for name in old if name.startswith("trainer.")}):
-        if old.get(name) != new.get(name) and ".".join(name.split(".")[:2]) not in _FREE_TO_CHANGE:
+        if old.get(name) != new.get(name) and name not in _FREE_TO_CHANGE:
             raise ValueError(
                 f"{path} has a run with {name} = {old.get(name)!r}, but this config has {new.get(name)!r}; {remedy}"
             )
@@ -168,19 +173,14 @@ def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, pa
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Every setting that training depends on, by its full name, such as pair.draft.path."""
-    sections = {name: config.get(name) or {} for name in ("pair", "data", "heads")}
-    return _flat(sections | {"trainer": _TRAINER_DEFAULTS | (config.get("trainer") or {})})
+    """Every setting of heads and trainer by its full name; one that is not there has its default."""
+    sections = {"heads": _HEADS, "trainer": _TRAINER}
+    return {
+        f"{section}.{name}": value
+        for section, defaults in sections.items()
+        for name, value in (defaults | (config.get(section) or {})).items()
+    }
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for name, value in values.items():
-        leaves |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return leaves
-
-
-_TRAINER_DEFAULTS = {name: parameter.default for name, parameter in signature(pl.Trainer).parameters.items()}
-"""Written into run.json by the command line, left out by Python callers."""
-_MODEL = ModelSource(path="")
-_DEFAULTS = json.loads(json.dumps(asdict(Config(pair=PairConfig(target=_MODEL, draft=_MODEL)))))
+_HEADS = json.loads(json.dumps(asdict(HeadsConfig())))
+_TRAINER = {name: parameter.default for name, parameter in signature(pl.Trainer).parameters.items()}

@@ -3,7 +3,7 @@
     L = sum_i [w_acc P_i softplus(-f_i) + w_rej (1 - P_i) softplus(f_i)] / sum_i [w_acc P_i + w_rej (1 - P_i)]
 
 Its population optimum is f* = logit(P) - ln(w_rej / w_acc). Token weights (`heads.reached`) multiply a token's terms in
-numerator and denominator. The denominator is averaged over processes (`mean_over_processes`), so that two processes
+numerator and denominator. The denominator is averaged over processes , so that two processes
 with half a batch each take the same step as one with the whole batch.
 """
 
@@ -23,15 +23,6 @@ _GPU_CHUNK_BYTES = 64 * 1024 * 1024
 LEAST_CHUNK = 256
 """Minimum tokens per chunk. Weights of wide blocks exceed the cache and are read once per chunk: chunks of 32 tokens
 take 1.4 to 1.7 times as long at widths of 384 to 4,096; larger chunks than 256 hardly help."""
-
-
-def mean_over_processes(values: Tensor) -> Tensor:
-    """`values`, averaged over the processes of the run."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return values
-    total = values.clone()
-    torch.distributed.all_reduce(total)
-    return total / torch.distributed.get_world_size()
 
 
 class Targets(NamedTuple):

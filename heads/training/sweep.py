@@ -6,6 +6,7 @@ of a separate run would be.
 """
 
 import copy
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,14 +19,14 @@ from transformers import get_cosine_schedule_with_warmup
 from configs.schema import HeadsConfig
 from heads.batches.features import FEATURE_SETS, Batch, has_tokens, of_timing
 from heads.batches.online import DraftFeatures
-from heads.grid import HeadShape, grid, module_key, scalar_names, specs
-from heads.measures.evaluation import Evaluation, LogitHistogram
-from heads.measures.histogram import Histogram, observe
+from heads.grid import HeadShape, grid, scalar_names, specs
+from heads.measures.evaluation import Evaluation
+from heads.measures.histogram import Histogram, Sums, observe, sum_over_processes
 from heads.measures.scores import auroc, fit_temperature, measures
 from heads.measures.survival import reach_of
 from heads.model.head import AcceptanceHead
 from heads.model.provenance import Provenance
-from heads.training.loss import Targets, mean_over_processes
+from heads.training.loss import Targets
 from heads.training.stack import HeadStack
 from heads.training.trainer import num_optimizer_steps, training_plan
 
@@ -66,10 +67,10 @@ class Sweep(pl.LightningModule):
         self.config = HeadsConfig(**settings)
         self.facts, shapes = facts, grid(self.config)
         self.scalars, self.specs = scalar_names(shapes), specs(shapes)
-        stacks = {module_key(str(shape)): self._stack(shape, weights) for shape, weights in shapes.items()}
-        self.stacks = nn.ModuleDict(stacks)
+        # torch does not allow a dot in a module's name
+        keys = {shape: re.sub(r"[^0-9A-Za-z_+-]", "_", str(shape)) for shape in shapes}
+        self.stacks = nn.ModuleDict({keys[shape]: self._stack(shape, weights) for shape, weights in shapes.items()})
         self.best = copy.deepcopy(self.stacks).requires_grad_(False)
-        self.histograms = nn.ModuleDict({key: LogitHistogram(len(stack.specs)) for key, stack in stacks.items()})
         self.register_buffer("best_kl", torch.full((len(self.specs),), torch.inf, dtype=torch.float64))
         self.register_buffer("temperature", torch.ones(len(self.specs), dtype=torch.float64))
         self.register_buffer("reject_weights", torch.tensor([spec.reject_weight for spec in self.specs]))
@@ -77,7 +78,6 @@ class Sweep(pl.LightningModule):
         self.history: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
         self._draft = draft
-        self._evaluations: dict[str, Evaluation] = {}  # in a dict, so that torch does not register them as submodules
 
     def items(self) -> list[tuple[str, HeadStack]]:
         """(key, stack) of the current weights."""
@@ -100,7 +100,7 @@ class Sweep(pl.LightningModule):
             label = of_timing(batch, stack.shape.timing).acceptance_prob
             accept_weights = torch.full_like(weights, self.config.accept_weight)
             targets = Targets.of(label, accept_weights, weights, self._reach(batch, stack))
-            targets = targets._replace(mass=mean_over_processes(targets.mass))
+            targets = targets._replace(mass=sum_over_processes(targets.mass) / self.trainer.world_size)
             step = (self.config.seed, self.current_epoch, batch_idx, self.global_rank)
             dropout = stack.dropout(self.config.dropout, *step)
             losses.append(stack.loss(*self._inputs(stack, batch), targets=targets, dropout=dropout))
@@ -111,19 +111,20 @@ class Sweep(pl.LightningModule):
         self.log("train/loss", loss.detach().mean(), prog_bar=True, sync_dist=True)
         return loss.sum()
 
+    def on_validation_epoch_start(self) -> None:
+        self._validation = Sums(len(self.specs), self.device)
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        for key, stack in self.items() if has_tokens(batch) else []:
+        histograms = []
+        for _, stack in self.items() if has_tokens(batch) else []:
             label = of_timing(batch, stack.shape.timing).acceptance_prob
-            histogram = observe(self.logits(stack, batch).float(), label[None], self._reach(batch, stack)[None])
-            self.histograms[key].update(histogram)  # type: ignore[operator]
+            logits = self.logits(stack, batch).float()
+            histograms.append(observe(logits, label[None], self._reach(batch, stack)[None]))
+        if histograms:
+            self._validation.add(Histogram(*map(torch.cat, zip(*histograms, strict=True))))
 
     def on_validation_epoch_end(self) -> None:
-        metrics: list[Any] = [*self.histograms.values()]
-        columns = zip(*(metric.compute() for metric in metrics), strict=True)
-        # torchmetrics squeezes the sums of a stack of one head
-        histogram = Histogram(*(torch.cat([*map(torch.atleast_1d, of_stacks)]) for of_stacks in columns))
-        for metric in metrics:
-            metric.reset()
+        histogram = self._validation.total()
         if self.trainer.sanity_checking:
             return
         shift = self._shift
@@ -139,9 +140,9 @@ class Sweep(pl.LightningModule):
 
     def on_test_epoch_start(self) -> None:
         self.use_selected()
-        calibration = {"shift": self._shift, "temperature": self.temperature}
         tested: Sequence[str] = self.trainer.datamodule.tested  # type: ignore[attr-defined]
-        self._evaluations = {name: Evaluation(self.specs, **calibration).to(self.device) for name in tested}
+        calibration = {"shift": self._shift, "temperature": self.temperature}
+        self._evaluations = {name: Evaluation(self.specs, **calibration) for name in tested}
 
     def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         logits: dict[str, list[Tensor]] = {}

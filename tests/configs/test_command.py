@@ -1,8 +1,12 @@
-"""The command line: what a YAML and its overrides parse to, where a name is found, and how a user's mistake ends."""
+"""The command line: what a YAML and its overrides parse to, help at once and from the code, and how a mistake ends."""
 
+import importlib
+import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext, suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +16,11 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.loggers import CSVLogger
 
 from configs import Config
-from configs.command import config_of, parser_for, run
+from configs.command import SECTIONS, config_of, parser_for, run
+from configs.front import COMMANDS as FRONT_COMMANDS
+from configs.front import all_steps, command_of, main
+from configs.schema import ModelSource, PairConfig
+from configs.screens import completion_of, options_of, screen_of, settings_of
 from configs.shipped import NAMES
 from evaluation.flag_types import RaceRules
 
@@ -128,7 +136,6 @@ def test_flags_arrive_as_the_values_that_the_command_takes(argv: list[str], resu
 SHOW = ["show", "--config", "{yaml}"]
 LOGGER = [*SHOW, "--trainer.logger"]
 MISTAKES = {
-    "an unknown key": ([*SHOW, "--pair.tarqet.path", "x"], "tarqet"),
     "no list": ([*SHOW, "--heads.depths", "deep"], "depths"),
     "no number": ([*SHOW, "--pair.sampling.temperature", "warm"], "temperature"),
     "a ValueError": (["refuse", "--config", "{yaml}"], "error: temperature is -1; it must be at least 0"),
@@ -140,9 +147,6 @@ MISTAKES = {
     "a missing package": ([*LOGGER, "WandbLogger"], "WandbLogger needs wandb, which is not installed"),
     "an error of a class": ([*LOGGER, "tests.configs.test_command.Refusing"], "nobody answers at port 1"),
     "no value of a union": ([*SHOW, "--decode.stop_share", "much"], "no possible value is much"),
-    "a name that is not shipped": (["show", "--config", "tinny"], "tinny", "tiny"),
-    "a path that is not shipped": (["show", "--config", "other/tiny.yaml"], "other/tiny.yaml", "tiny"),
-    "no name": (["show", "--config", "elsewhere"], "elsewhere", *NAMES),
 }
 
 
@@ -176,3 +180,171 @@ def test_a_reader_that_stops_early_leaves_no_traceback():
     assert process.wait(60) == 141
     assert process.stderr.read() == b""
     process.stderr.close()
+
+
+SCRIPT = Path(sys.executable).with_name("acceptance-heads")
+FRONT = "from configs.front import main, COMMANDS\n"
+HEAVY = {"torch", "transformers", "pytorch_lightning", "datasets", "numpy", "scipy", "sympy", "pandas", "pyarrow"}
+HEAVY |= {"matplotlib", "accelerate", "huggingface_hub", "tokenizers", "safetensors", "rich", "jinja2", "openai", "ray"}
+
+
+def answer(*argv: str, capsys: pytest.CaptureFixture) -> str:
+    """What stdout has of a command."""
+    with suppress(SystemExit):
+        main(list(argv))
+    return capsys.readouterr().out
+
+
+def lines_and_heavy(script: str, *modules: str) -> tuple[list[str], list[str]]:
+    """Lines that a Python script prints, and which of `modules` it imports."""
+    script = f"import sys\n{script}\nprint()\nprint(*{set(modules)} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    *lines, heavy = done.stdout.splitlines()
+    return lines[:-1] + done.stderr.splitlines(), heavy.split()
+
+
+def test_the_overview_names_every_command_and_what_it_does_in_the_order_of_use(capsys):
+    lines = answer("--help", capsys=capsys).splitlines()
+    names = [match[1] for line in lines if (match := re.match(r"  (\S+) {2,}(\S+ ){2}", line))]
+    assert [name for name in names if name in FRONT_COMMANDS] == list(FRONT_COMMANDS)
+    assert max(map(len, lines)) <= 110
+    order = ["init", "plan", "data", "train", "export", "generate", "evaluate", "tune", "flags", "bench", "trace"]
+    assert [name for name in FRONT_COMMANDS if name in order] == order
+
+
+@pytest.mark.parametrize("name", FRONT_COMMANDS)
+def test_help_is_one_screen_of_what_the_command_takes(name, capsys):
+    lines = answer(name, "--help", capsys=capsys).splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 120
+    module, function = FRONT_COMMANDS[name].target.split(":")
+    command, light = getattr(importlib.import_module(module), function), command_of(name)
+    # the signature that is read from the source is that of the command
+    assert (signature(light).parameters, light.__doc__) == (signature(command).parameters, command.__doc__)
+    known = parser_for(command)._option_string_actions
+    flags = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert flags[-1] == "--help.all"
+    assert [flag for flag in flags[:-1] if flag not in known and not flag.startswith("--trainer.")] == []
+
+
+def test_help_imports_nothing_heavy_and_settings_are_checked_before_anything_heavy_is_imported():
+    shown = [["--help"], ["evaluate", "--help"], ["--version"], ["--completion", "zsh"]]
+    wrong = [[name, "--nosuch", "1"] for name in FRONT_COMMANDS] + [
+        ["data", "--config", "tiny", "--data.num_dev", "-5"]
+    ]
+    wrong += [["train", "--config", "tiny", "--trainer.max_epochs", "2", "--heads.dropout", "7"]]
+    tried = "    try: main(argv)\n    except SystemExit as stop: assert stop.code == 2"
+    by_room = {"data": "run_module('data_gen'", "export": "run_module('heads'", "train": "run_path('train.py'"}
+    rooms = "".join(
+        f"sys.argv = ['x', {'' if name == 'train' else repr(name) + ', '}'--help']\nrunpy.{run}, run_name='__main__')\n"
+        for name, run in by_room.items()
+    )
+    script = f"{FRONT}import runpy\nfor argv in {shown}: main(argv)\n{rooms}for argv in {wrong}:\n{tried}"
+    lines, heavy = lines_and_heavy(script, *HEAVY)
+    assert heavy == []
+    for start in ("acceptance-heads 0.", "#compdef ", *(f"usage: acceptance-heads {name} " for name in by_room)):
+        assert any(line.startswith(start) for line in lines), start
+    *unknown, data, train = (line for line in lines if line.startswith("error: "))
+    assert len(unknown) == len(FRONT_COMMANDS)
+    assert data.startswith("error: data.num_dev is -5; it must be a number")
+    assert train.startswith("error: heads.dropout is 7")
+
+
+def test_help_all_has_every_option_and_every_setting_and_every_flag_has_a_text(capsys):
+    text = answer("tune", "--help.all", capsys=capsys)
+    assert "--pair.target.path" in text
+    assert "--decode.draws_per_prompt" in text
+    screen = screen_of("tune", command_of("tune"), ("decode.num_dev", "pair.sampling.temperature"))
+    assert "Number of prompts for choosing each policy's setting. [50]" in screen
+    assert "0 is greedy. [1.0]" in screen
+    options = [option for name in FRONT_COMMANDS for option in options_of(command_of(name))]
+    options += [option for section in SECTIONS for option in settings_of(section)]
+    assert [option.flag for option in options if len(option.text.split()) < 2] == []
+
+
+def test_it_runs_beside_a_users_own_modules_of_our_names(tmp_path):
+    for name in ("train.py", "heads/__init__.py", "configs/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise SystemExit('the user has this')\n")
+    argv = [SCRIPT, "plan", "--config", "tiny", "--sample", "0"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "disk" in done.stdout
+
+
+PLAN = ["plan", "--config", "tiny"]
+INIT = ["init", "--target", "{tmp}", "--draft", "{tmp}", "--prompts", "{tmp}/prompts.txt"]
+OF_MODELS = "did you mean --pair.target.{0} or --pair.draft.{0}?)"
+FRONT_MISTAKES = {
+    "a command": (["evalute", "--config", "tiny"], "error: 'evalute' is not a command; did you mean evaluate?"),
+    "a key": ([*PLAN, "--data.num_trian", "5"], "(did you mean --data.num_train?)"),
+    "a section of a model": ([*PLAN, "--pair.dtype", "float32"], OF_MODELS.format("dtype")),
+    "another": ([*PLAN, "--pair.trust_remote_code", "true"], OF_MODELS.format("trust_remote_code")),
+    "no section": ([*PLAN, "--num_train", "5"], "(did you mean --data.num_train or --heads.num_train?)"),
+    "a flag": ([*PLAN, "--sampel", "5"], "(did you mean --sample?)"),
+    "no similar key": ([*PLAN, "--data.nothing_like_it", "5"], "(run with --help.all to list every option)"),
+    "a policy": (["replay", "--config", "tiny", "--policy", "entrpy"], "no policy 'entrpy'; did you mean entropy?"),
+    "an experiment": (["plan", "--config", "configs/tny.yaml"], "nor a shipped experiment; did you mean tiny?"),
+    "no experiment": (["plan", "--config", "mine.yaml"], "a shipped experiment; it must be one of llama2-68m-7b-70b, "),
+    "a broken YAML": (["plan", "--config", "{tmp}/broken.yaml"], "error: {tmp}/broken.yaml: Problems parsing config"),
+    "a key of a YAML": ([*PLAN, "--config", "{tmp}/mistyped.yaml"], "(did you mean data.num_train?)"),
+    "a shell": (["--completion", "fish"], "error: --completion is 'fish'; it takes bash or zsh"),
+    "no model": (INIT, "error: {tmp} is a directory without config.json: no model is there; check the path"),
+}
+
+
+@pytest.mark.parametrize("what", FRONT_MISTAKES)
+def test_a_mistake_is_one_line_with_what_was_meant(what, tmp_path, capsys, monkeypatch):
+    argv, message = FRONT_MISTAKES[what]
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "broken.yaml").write_text("pair: [1, 2\n")
+    (tmp_path / "mistyped.yaml").write_text("data: {num_trian: 5}\n")
+    (tmp_path / "prompts.txt").write_text("a prompt\n" * 20)
+    with pytest.raises(SystemExit, match="2"):
+        main([argument.format(tmp=tmp_path) for argument in argv])
+    *_, line = capsys.readouterr().err.splitlines()
+    assert message.format(tmp=tmp_path) in line
+
+
+def test_a_stop_while_modules_are_imported_is_a_line(monkeypatch, capsys):
+    def stopped(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("configs.front.command_of", stopped)
+    with pytest.raises(SystemExit, match="130"):
+        main(PLAN)
+    assert capsys.readouterr().err.startswith("interrupted; ")
+
+
+@pytest.mark.parametrize(("failing", "num_run"), [(None, 5), ("train", 2)])
+def test_all_runs_every_step_with_one_experiment_and_stops_at_the_first_that_fails(failing, num_run, monkeypatch):
+    steps = []
+
+    def command(name):
+        return lambda config: steps.append((name, config.data.dir)) or (sys.exit(7) if name == failing else None)
+
+    monkeypatch.setattr("configs.front.command_of", command)
+    config = Config(pair=PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small")))
+    with pytest.raises(SystemExit, match="7") if failing else nullcontext():
+        all_steps(config)
+    assert steps == [(name, "data/run") for name in ("data", "train", "export", "evaluate", "tune")[:num_run]]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["ev"], {"evaluate"}),
+        (["--completion", ""], {"bash", "zsh"}),
+        (["plan", "--data.num_t"], {"--data.num_train", "--data.num_test"}),
+        (["train", "--heads.timings", ""], {"[fed]", "[drawn]", "[prefix]", "[candidate]"}),
+        (["train", "--pair.micro.dtype", "f"], {"float64", "float32", "float16"}),
+        (["generate", "--json", ""], {"true", "false"}),
+        (["inspect", "--data"], set()),  # a command without an experiment
+    ],
+)
+def test_bash_completes_commands_options_and_choices(words, offered):
+    complete = 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_acceptance_heads; printf "%s\\n" "${COMPREPLY[@]}"'
+    script = completion_of({name: command_of(name) for name in FRONT_COMMANDS}, "bash")
+    argv = ["bash", "--norc", "-s", "acceptance-heads", *words]
+    done = subprocess.run(argv, input=f"{script}\n{complete}", capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == offered

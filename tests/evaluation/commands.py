@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
+from configs import front
 from configs.command import config_of, parser_for, run
 from configs.schema import Config
-from decode.__main__ import COMMANDS as GENERATE
-from evaluation.__main__ import COMMANDS as MEASURE
 
-COMMANDS = {**GENERATE, **MEASURE}
+COMMANDS = {name: front.command_of(name) for name in front.COMMANDS}
 ROOT = Path(__file__).parents[2]
 
 

@@ -56,12 +56,6 @@ def test_a_terminal_sees_one_line_that_is_redrawn(monkeypatch):
     assert screen.getvalue().split("\r")[-1].startswith("replay: 100%|")
 
 
-def test_bars_are_made_in_one_place():
-    makers = (" tqdm(", "(tqdm(", "rich.progress")
-    paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
-    assert [path for path in paths if any(maker in path.read_text(encoding="utf-8") for maker in makers)] == []
-
-
 def test_a_terminal_that_does_not_know_its_size_gets_a_bar(monkeypatch):
     ours, theirs = pty.openpty()  # 0 lines of 0 columns
     with os.fdopen(theirs, "w") as terminal:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from configs.command import run
 from decode import Generation
-from decode.__main__ import COMMANDS
+from decode.generate.command import generate
 from decode.generate.transcript import STYLES, Detokenizer, Transcript, summary
 from decode.policies import FixedLength
 from tests.toys.enumeration import seeded
@@ -27,7 +27,7 @@ class Letters:
 def printed(capsys, monkeypatch, *flags: str) -> str:
     monkeypatch.chdir(ROOT)
     prompt = ("--prompt", "Tom has 3 apples.", "--max_new_tokens", "24")
-    run(COMMANDS, argv=["generate", "--config", "configs/tiny.yaml", *prompt, *flags])
+    run({"generate": generate}, argv=["generate", "--config", "configs/tiny.yaml", *prompt, *flags])
     return capsys.readouterr().out
 
 

@@ -250,8 +250,7 @@ def test_a_shard_without_rows_changes_nothing(data_dir: Path, tmp_path: Path):
         for index, num_rows in enumerate(sizes):
             write_features(folder, "train", index, num_rows=num_rows, seed=num_rows)
         data = feature_data(make_config(folder, tmp_path / "run", timings=("fed", "drawn"), scalars=(True,)))
-        read, _ = data._source("train")
-        assert [len(features.token) for features in read([]).values()] == [0, 0]
+        assert [len(features.token) for features in data.loader("train").read([]).values()] == [0, 0]
         results.append((data.first_scalars("drawn"), [batch["fed"].token.tolist() for batch in data.loader("train")]))
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from heads.batches.features import Row
-from heads.batches.online import DraftFeatures, Response
+from heads.batches.online import DraftFeatures
 from heads.training.sweep import Sweep
 from lm.forwards import hidden_states
 from tests.toys.small_pair import llama
@@ -19,8 +19,9 @@ def draft() -> LlamaForCausalLM:
     return LlamaForCausalLM(llama(vocab_size=40, intermediate_size=24, num_hidden_layers=1)).eval()
 
 
-def responses() -> list[Response]:
-    generator, made = torch.Generator().manual_seed(1), []
+def rows() -> dict[str, list[Row]]:
+    """Of two responses, of which fed-time features have two mixings."""
+    generator, made = torch.Generator().manual_seed(1), {"fed": list[Row](), "drawn": list[Row]()}
 
     def ids(count: int) -> list[int]:
         return torch.randint(0, 40, (count,), generator=generator).tolist()
@@ -30,34 +31,32 @@ def responses() -> list[Response]:
         numbers["token"] = torch.tensor(ids(length), dtype=torch.int32)
         drafted = [(torch.rand(length, generator=generator) > 0.3).nonzero().squeeze(-1) for _ in range(2)]
         drafted.append(torch.arange(length))
-        rows = [
-            Row({name: value[each] for name, value in numbers.items()}, each, torch.tensor([len(each)]), None)
-            for each in drafted
-        ]
-        made.append(Response(ids(4), ids(length), {"fed": rows[:2], "drawn": rows[2:]}))
+        texts = ids(4), ids(length)
+        for timing, each in zip(("fed", "fed", "drawn"), drafted, strict=True):
+            of_drafted = {name: value[each] for name, value in numbers.items()}
+            made[timing].append(Row(of_drafted, each, torch.tensor([len(each)]), None, *texts))
     return made
 
 
 @pytest.mark.parametrize("mixing", [0, 1])
 def test_fed_states_are_those_after_each_token_of_the_mixed_sequence(draft, mixing: int):
-    made = responses()
-    batch = DraftFeatures(draft, timings=("fed", "drawn"))(made, torch.device("cpu"))
-    response, row = made[1], made[1].rows["fed"][mixing]
-    mixed = list(response.response_ids)
+    made = rows()
+    batch = DraftFeatures(draft)(made, torch.device("cpu"))
+    row = made["fed"][2 + mixing]
+    mixed = list(row.response_ids)
     for position, token in zip(row.drafted.tolist(), row.numbers["token"].tolist(), strict=True):
         mixed[position] = token
     lengths = batch["fed"].row_lengths.tolist()
     start = sum(lengths[: 2 + mixing])
-    expected = hidden_states(draft, [response.prompt_ids + mixed], [len(response.prompt_ids)])[row.drafted]
+    expected = hidden_states(draft, [row.prompt_ids + mixed], [len(row.prompt_ids)])[row.drafted]
     torch.testing.assert_close(batch["fed"].hidden[start : start + lengths[2 + mixing]], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_drawn_states_are_those_that_the_tokens_were_drawn_from(draft):
-    made = responses()
-    drawn = DraftFeatures(draft, timings=("drawn",))(made, torch.device("cpu"))["drawn"]
-    response, numbers = made[0], made[0].rows["drawn"][0].numbers
-    read = [response.prompt_ids + response.response_ids[:-1]]
-    expected = hidden_states(draft, read, [len(response.prompt_ids) - 1])
+    made = rows()
+    drawn = DraftFeatures(draft)(made, torch.device("cpu"))["drawn"]
+    row, numbers = made["drawn"][0], made["drawn"][0].numbers
+    expected = hidden_states(draft, [row.prompt_ids + row.response_ids[:-1]], [len(row.prompt_ids) - 1])
     torch.testing.assert_close(drawn.hidden[:5], expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(drawn.token[:5], numbers["token"].long())
     assert torch.equal(drawn.acceptance_prob[:5], numbers["acceptance_prob"])
@@ -67,10 +66,10 @@ def test_drawn_states_are_those_that_the_tokens_were_drawn_from(draft):
 def test_the_frozen_draft_is_no_part_of_the_module(draft, tmp_path: Path):
     facts = {"hidden_size": 16, "scalar_stats": {}, "provenance": {}}
     settings = {"depths": [1], "timings": ["fed"], "scalars": [False]}
-    sweep = Sweep(settings, facts, draft=DraftFeatures(draft, timings=("fed",)))
+    sweep = Sweep(settings, facts, draft=DraftFeatures(draft))
     theirs = {tensor.data_ptr() for tensor in draft.parameters()}
     assert not theirs & {tensor.data_ptr() for tensor in sweep.state_dict().values()}
     assert not theirs & {tensor.data_ptr() for tensor in sweep.parameters()}
-    loss = sweep.logits(sweep.items()[0][1], sweep.on_after_batch_transfer(responses(), 0)).sum()
+    loss = sweep.logits(sweep.items()[0][1], sweep.on_after_batch_transfer(rows(), 0)).sum()
     loss.backward()
     assert all(parameter.grad is None for parameter in draft.parameters())

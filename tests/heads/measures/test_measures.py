@@ -9,8 +9,7 @@ from scipy.optimize import minimize
 from torchmetrics.classification import BinaryAUROC
 
 from heads.grid import HeadSpec, grid, specs
-from heads.measures.evaluation import LogitHistogram
-from heads.measures.histogram import observe
+from heads.measures.histogram import Sums, observe
 from heads.measures.report import beats_signal, verdict
 from heads.measures.scores import auroc, fit_logistic, fit_temperature, measures, reliability, sequential_temperatures
 from heads.measures.survival import by_position
@@ -75,10 +74,10 @@ def test_weights_count_as_repeated_tokens_and_batches_add_up_to_the_whole(tokens
     repeated = observe(logit.repeat_interleave(times, 1), prob.repeat_interleave(times)[None])
     torch.testing.assert_close(measures(weighted), measures(repeated))
     torch.testing.assert_close(auroc(weighted), auroc(repeated))
-    metric = LogitHistogram(3)
+    sums = Sums(3, logit.device)
     for part in range(0, 4000, 700):
-        metric.update(observe(logit[:, part : part + 700], prob[None, part : part + 700]))
-    for ours, whole in zip(metric.compute(), observe(logit, prob[None]), strict=True):
+        sums.add(observe(logit[:, part : part + 700], prob[None, part : part + 700]))
+    for ours, whole in zip(sums.total(), observe(logit, prob[None]), strict=True):
         torch.testing.assert_close(ours, whole)
 
 

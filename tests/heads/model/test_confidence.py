@@ -97,8 +97,8 @@ def test_the_card_names_sampling_and_draft_and_only_an_export_is_overwritten(sou
     for fact in ("temperature 0.7", "top_p 0.9", "`draft`", "`prefix-d0-w1`", "`a-target`", "prompts: stories"):
         assert fact in card
     assert (written(random_head(), out, tmp_path / "again") / CARD).read_text().count("# Confidence head of") == 1
-    for draft, problem in ((source, "is the draft itself"), (TINY / "dspark", "not an exported confidence head")):
-        with pytest.raises(ValueError, match=f"{problem}.*; name another directory"):
+    for draft in (source, TINY / "dspark"):
+        with pytest.raises(ValueError, match="not an exported confidence head; name another directory"):
             written(random_head(), draft, source)
     assert (source / "notes.txt").exists()
     assert written(random_head(), source, out) == out
@@ -121,7 +121,6 @@ def test_a_head_that_its_format_cannot_express_is_refused(source, tmp_path):
 def test_a_directory_without_a_confidence_head_is_refused(source, tmp_path):
     (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:100])
     for directory, message in (
-        (tmp_path / "nowhere", r"no draft at .*nowhere; set pair.draft.path"),
         (TINY / "draft", r"has no tensor confidence_head.proj.weight.* set pair.draft to a DSpark draft"),
         (source, r"not a complete safetensors file .* fetch or export it again"),
     ):

@@ -1,7 +1,6 @@
 """heads.dir: which run is there, whatever was killed, changed, broken or full."""
 
 import errno
-import itertools
 import json
 import os
 import shutil
@@ -12,13 +11,12 @@ from zipfile import ZipFile
 import pytest
 
 from configs.schema import Config
-from heads.command import export, load_sweep, save_whole
+from heads.command import export, load_sweep
 from heads.model.head import AcceptanceHead
 from heads.training.command import train
 from heads.training.directory import RunDirectory
 from heads.training.sweep import Sweep
 from heads.training.trainer import WholeCheckpoints
-from tests.data_gen.on_disk import in_a_child
 from tests.toys.made_up import make_config
 
 ONE = {"max_epochs": 1}
@@ -75,12 +73,10 @@ def test_a_full_disk_at_the_start_leaves_the_run_as_it_was(copied, directory, mo
 
 def test_a_resume_from_another_config_is_refused_and_names_the_setting(copied: Config, directory):
     pair, trainer = copied.pair, copied.trainer
-    other_dtype = replace(copied, pair=replace(pair, draft=replace(pair.draft, dtype="float64")))
     for message, config in (
         (r"heads\.learning_rate = 0\.01, but this config has 0\.5", changed(copied, learning_rate=0.5)),
         (r"trainer\.max_epochs = 2, but this config has 9", replace(copied, trainer=trainer | {"max_epochs": 9})),
         (r"trainer\.max_steps = -1, but this config has 9", replace(copied, trainer=trainer | {"max_steps": 9})),
-        (r"pair\.draft\.dtype = 'auto', but this config has 'float64'", other_dtype),
     ):
         with pytest.raises(ValueError, match=message):
             directory.prepare(config, resume=True)
@@ -99,8 +95,8 @@ def test_a_run_resumes_on_other_versions_processes_and_paths_where_nothing_depen
     with pytest.raises(ValueError, match="trained on other data"):
         directory.prepare(moved, resume=True)
     written = directory.read()
-    del written["config"]["heads"]["dropout"], written["config"]["pair"]["draft"]["quantization"]
-    written["config"]["pair"]["target"]["extra_layers"] = 3
+    del written["config"]["heads"]["dropout"]
+    written["config"]["heads"]["removed"] = 3
     (directory.path / "run.json").write_text(json.dumps(written))
     assert directory.prepare(copied, resume=True) == (written["run"], str(directory.checkpoint))
     (directory.path / "run.json").write_text(json.dumps(written))
@@ -143,7 +139,7 @@ def test_a_broken_checkpoint_is_refused_and_named(copied: Config, directory):
     content = bytearray(path.read_bytes())
     flipped = content.copy()
     flipped[middle_of_a_tensor(path)] ^= 255
-    cases = (content[:-500], "is incomplete"), (flipped, "is corrupted"), (None, "is not a checkpoint of")
+    cases = (content[:-500], "is incomplete"), (flipped, "is .* corrupted"), (None, "is not a checkpoint of")
     for broken, message in cases:
         if broken is None:
             WholeCheckpoints().save_checkpoint({"weights": 1}, path)
@@ -153,29 +149,3 @@ def test_a_broken_checkpoint_is_refused_and_named(copied: Config, directory):
             with pytest.raises(ValueError, match=rf"last\.ckpt {message}"):
                 use()
     assert directory.prepare(copied, resume=False)[1] is None
-
-
-@pytest.mark.parametrize("num_written", range(4))
-def test_an_export_that_fails_or_is_killed_while_it_writes_keeps_the_head_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_written: int
-):
-    """One fsync for each file, and one for its name."""
-    path, calls = save_whole(AcceptanceHead(4, 1), tmp_path / "head"), itertools.count()
-
-    def killed(descriptor: int) -> None:
-        if next(calls) == num_written:
-            os._exit(9)
-
-    def work() -> None:
-        os.fsync = killed
-        save_whole(AcceptanceHead(4, 2), path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(ValueError, match="no space for"):
-            save_whole(AcceptanceHead(4, 2), path)
-    assert os.waitstatus_to_exitcode(in_a_child(work)) == 9
-    assert AcceptanceHead.from_pretrained(path).depth == 1
-    save_whole(AcceptanceHead(4, 2), path)
-    assert AcceptanceHead.from_pretrained(path).depth == 2
-    assert [entry.name for entry in tmp_path.iterdir()] == ["head"]

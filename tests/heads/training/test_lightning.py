@@ -19,8 +19,6 @@ from heads.command import load_sweep
 from heads.training import trainer as trainer_module
 from heads.training.command import build, train
 from heads.training.trainer import (
-    is_validation_due,
-    is_within_step,
     make_trainer,
     num_optimizer_steps,
     stopped_by_sigusr1,
@@ -108,7 +106,7 @@ def test_gradients_are_clipped_per_head_and_in_float16_after_the_scaler_has_unsc
     [
         (["--trainer.precision", "bf16-true"], r"trainer.precision is bf16-true.* use bf16-mixed"),
         (["--trainer.accelerator", "gpu"], r"trainer: No supported gpu backend"),
-        (["--trainer.devices", "0"], r"trainer\.devices is 0"),
+        (["--trainer.devices", "0"], r"trainer: .*devices='0'"),
         (["--trainer.devices", "3"], r"heads.batch_size is 8, but 3 processes .*use a multiple of 3"),
         (["--trainer.max_epochs", "-1"], r"the cosine schedule needs an end"),
     ],
@@ -136,42 +134,6 @@ def test_the_schedule_ends_with_epochs_or_steps_and_is_that_of_one_process(data_
         data.trainer = made
         assert num_optimizer_steps(made) == steps
         assert training_plan(made, 8) == f"training for {steps} steps, 8 responses per batch{shared}"
-
-
-class Witness(pl.Callback):
-    """After each batch: what the two functions answer, how many steps have been taken, whether a validation follows."""
-
-    def __init__(self) -> None:
-        self.answers: list[tuple[bool, bool]] = []
-        self.steps: list[int] = []
-        self.validated_after: list[int] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self.answers.append((is_within_step(trainer), is_validation_due(trainer)))
-        self.steps.append(trainer.global_step)
-
-    def on_validation_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        self.validated_after.append(len(self.steps))
-
-
-def test_steps_and_validations_come_when_lightnings_private_functions_say_so(data_dir: Path, tmp_path: Path):
-    """8 batches an epoch, three to a step, the last step of an epoch of two; a validation after every fourth batch."""
-    witness = Witness()
-    trainer = {"callbacks": [witness], "accumulate_grad_batches": 3, "val_check_interval": 4}
-    train(make_config(data_dir, tmp_path, depths=(0,), trainer=trainer))
-    assert witness.steps == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 6]
-    steps = zip(witness.steps, [0, *witness.steps[:-1]], strict=True)
-    assert [within for within, _ in witness.answers] == [now == before for now, before in steps]
-    assert witness.validated_after == [4, 8, 12, 16]
-    assert [number for number, (_, due) in enumerate(witness.answers, 1) if due] == witness.validated_after
-    assert not is_validation_due(pl.Trainer(accelerator="cpu", logger=False))
-
-
-def test_one_file_alone_names_what_is_private_of_lightning():
-    own = r"\._trainer\b|(trainer|loop|connector)\._(?!_)|\b_should_\w+|_data_fetcher|lightning.* import _"
-    private = re.compile(own)
-    files = [*(ROOT / "heads").rglob("*.py"), ROOT / "train.py"]
-    assert [path for path in files if private.search(path.read_text())] == [Path(trainer_module.__file__)]
 
 
 def test_under_slurm_lightning_requeues_nothing(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

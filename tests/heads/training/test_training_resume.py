@@ -145,19 +145,6 @@ def test_wherever_it_is_killed_a_run_ends_in_the_very_heads(data_dir: Path, tmp_
         torch.testing.assert_close(resumed, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_checkpoint_that_could_not_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "last.ckpt"
-    WholeCheckpoints().save_checkpoint({"step": 1}, path)
-
-    def killed(self: Path, target: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        WholeCheckpoints().save_checkpoint({"step": 2}, path)
-    assert WholeCheckpoints().load_checkpoint(path, weights_only=True) == {"step": 1}
-
-
 def check_close(run_dir: Path, whole_dir: Path) -> None:
     weights, expected = (saved(directory)["state_dict"] for directory in (run_dir, whole_dir))
     for name in (name for name in expected if name.startswith("stacks")):
