@@ -149,7 +149,7 @@ def _write(
 
 
 def _check_fit(exchange: Exchange, draft_ids: list[int], worker: Worker) -> None:
-    limit, last = limit_of(worker.job.pair, "draft"), worker.labeller.vocab_size - 1
+    limit, last = limit_of(worker.job.pair.draft), worker.labeller.vocab_size - 1
     ids = [*exchange.prompt_ids, *exchange.response_ids, *draft_ids]
     length = len(exchange.prompt_ids) + len(exchange.response_ids)
     if not exchange.prompt_ids or not exchange.response_ids:

@@ -1,9 +1,8 @@
 """A shard's conversations, turn by turn: the request of a turn contains the target's replies to earlier turns."""
 
 import hashlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -53,15 +52,16 @@ class ShardSpec:
         return len(self.row_ids)
 
 
-def asking(
+def ask(
     spec: ShardSpec,
+    source: ResponseSource,
     *,
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
     progress: Progress,
     kept: Mapping[str, Response] | None = None,
-) -> Generator[tuple[list[Request], int], list[Response | Problem], Answers]:
-    """Yield the requests of each turn and their seed, take the answers to them, and return those of the shard. `kept`:
+) -> Answers:
+    """The source's answers to every turn of the shard: turn k of all conversations together, then turn k + 1. `kept`:
     row id -> an existing response, which is not requested again.
     """
     answers: dict[str, Response | Problem] = dict(kept or {})
@@ -72,31 +72,17 @@ def asking(
             request = _request(prompt, turn, answers, tokenizer=tokenizer, data=data)
             if isinstance(request, Problem):
                 answers[request.id] = request
-                progress(1)
-                continue
-            requests[request.id] = request
+            else:
+                requests[request.id] = request
             if request.id in answers:
                 progress(1)
             else:
-                waiting.append(request)
+                waiting.append(requests[request.id])
         if waiting:
-            responses = yield waiting, seed_of(data.seed, "response", spec.split, spec.index, turn)
+            seed = seed_of(data.seed, "response", spec.split, spec.index, turn)
+            responses = source.respond(waiting, seed, progress)
             answers |= {request.id: answer for request, answer in zip(waiting, responses, strict=True)}
     return _in_order(spec, requests, answers)
-
-
-def ask(spec: ShardSpec, source: ResponseSource, *, progress: Progress, **settings: Any) -> Answers:
-    """The source's answers to every turn of the shard: turn k of all conversations together, then turn k + 1.
-    `settings` are those of `asking`.
-    """
-    turns = asking(spec, progress=progress, **settings)
-    try:
-        requests, seed = next(turns)
-        while True:
-            requests, seed = turns.send(source.respond(requests, seed, progress))
-    except StopIteration as end:
-        answers: Answers = end.value
-        return answers
 
 
 def _in_order(spec: ShardSpec, requests: Mapping[str, Request], answers: Mapping[str, Response | Problem]) -> Answers:

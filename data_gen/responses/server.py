@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from configs.schema import ServerConfig
-from data_gen.responses.conversation import ShardSpec, ask, asking, with_distributions
+from data_gen.responses.conversation import ShardSpec, ask, with_distributions
 from data_gen.responses.dispatch import RefusedError, Servers
 from data_gen.responses.exchange import (
     Answers,
@@ -47,10 +47,6 @@ _UNPENALISED = {"min_p": 0.0, "repetition_penalty": 1.0}
 """Overrides the model's generation config in vLLM and SGLang, as `Sampling` has no such settings."""
 _PREFIX = "token_id:"
 """How vLLM writes token ids where OpenAI has their texts."""
-_NO_IDS = (
-    "data.labels: server needs log-probabilities by token id, as vLLM returns them, but the server returned {!r}; set "
-    "data.labels: target"
-)
 
 
 class CompletionsServer:
@@ -87,33 +83,7 @@ class CompletionsServer:
         """One answer per request; ValueError if no server answers, one refuses the key or the model, or nearly all
         answers are invalid.
         """
-        return self.servers.start(self._respond(requests, seed, progress)).result()
 
-    def distributions_of(self, exchanges: Sequence[Exchange]) -> list[Distributions | Problem]:
-        """The target's distributions at the positions of existing responses; ValueError as `respond`."""
-        return self.servers.start(self._distributions_of(exchanges)).result()
-
-    async def ask(self, spec: ShardSpec, source: ResponseSource, *, progress: Progress, **settings: Any) -> Answers:
-        """The answers of `source`, these servers or a file, to a shard, as `data_gen.responses.conversation.ask`; if
-        there is a reader, with the target's distributions.
-        """
-        if source is not self:
-            answers = ask(spec, source, progress=progress, **settings)
-        else:
-            turns = asking(spec, progress=progress, **settings)
-            try:
-                requests, seed = next(turns)
-                while True:
-                    requests, seed = turns.send(await self._respond(requests, seed, progress))
-            except StopIteration as end:
-                answers = end.value
-        if self.reader is None:
-            return answers
-        pairs = zip(answers.exchanges, answers.distributions, strict=True)
-        unknown = [exchange for exchange, known in pairs if known is None]
-        return with_distributions(spec, answers, await self._distributions_of(unknown))
-
-    async def _respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
         async def answer(request: Request) -> Response | Problem:
             body = self._settings_for(request) | {"seed": seed_of(seed, request.id) % _NUM_SEEDS}
             try:
@@ -121,10 +91,22 @@ class CompletionsServer:
             finally:
                 progress(1)
 
-        return await self._all([(request.id, answer(request)) for request in requests])
+        return self.servers.run(self._all([(request.id, answer(request)) for request in requests]))
 
-    async def _distributions_of(self, exchanges: Sequence[Exchange]) -> list[Distributions | Problem]:
-        return await self._all([(exchange.id, self._distributions_along(exchange)) for exchange in exchanges])
+    def distributions_of(self, exchanges: Sequence[Exchange]) -> list[Distributions | Problem]:
+        """The target's distributions at the positions of existing responses; ValueError as `respond`."""
+        works = [(exchange.id, self._distributions_along(exchange)) for exchange in exchanges]
+        return self.servers.run(self._all(works))
+
+    def ask(self, spec: ShardSpec, source: ResponseSource, **settings: Any) -> Answers:
+        """The answers of `source`, these servers or a file, to a shard, as `data_gen.responses.conversation.ask`; if
+        there is a reader, with the target's distributions.
+        """
+        answers = ask(spec, source, **settings)
+        if self.reader is None:
+            return answers
+        pairs = zip(answers.exchanges, answers.distributions, strict=True)
+        return with_distributions(spec, answers, self.distributions_of([row for row, known in pairs if known is None]))
 
     async def _all(self, works: Sequence[tuple[str, Coroutine[Any, Any, Any]]]) -> list[Any]:
         """The results in order; what the servers refuse is a problem, and nearly only problems end the run."""
@@ -152,9 +134,7 @@ class CompletionsServer:
         plain = body | {"temperature": 1.0, "top_p": 1.0, "extra_body": body["extra_body"] | {"top_k": -1}}
         for url, plain_answer in self.servers.try_each(plain).items():
             try:
-                positions, plain_positions = (
-                    _generated_positions(_choice(answer)) for answer in (answers[url], plain_answer)
-                )
+                positions, plain_positions = (_positions(_choice(answer)) for answer in (answers[url], plain_answer))
                 for first_position in (positions, plain_positions):
                     self._distributions(first_position, [None])
                 if _is_tempered(positions, plain_positions, self.sampling.temperature):
@@ -174,7 +154,7 @@ class CompletionsServer:
         settings = {"max_tokens": 1, "temperature": 1.0, "logprobs": num, "seed": 0}
         body = {"prompt": text, **settings, "extra_body": extra_body}
         choice = _choice(await self.servers.ask(body))
-        positions = [*_prompt_positions(choice)[len(exchange.prompt_ids) :], *_generated_positions(choice)]
+        positions = [*_positions(choice, of_prompt=True)[len(exchange.prompt_ids) :], *_positions(choice)]
         return self._distributions(positions, [*exchange.response_ids[:-1], None])
 
     def _distributions(self, positions: Sequence[Mapping[int, float]], tokens: Sequence[int | None]) -> Distributions:
@@ -247,7 +227,7 @@ class CompletionsServer:
             raise RefusedError(f"the server returned {num_tokens} tokens, more than the requested {limit}")
         if self.reader is None:
             return answer
-        distributions = self._distributions_of_drawn(_generated_positions(choice), answer.response_ids)
+        distributions = self._distributions_of_drawn(_positions(choice), answer.response_ids)
         return answer._replace(distributions=distributions)
 
 
@@ -258,31 +238,24 @@ def _choice(completion: Any) -> dict[str, Any]:
     return choices[0]
 
 
-def _generated_positions(choice: Mapping[str, Any]) -> list[dict[int, float]]:
-    """Log-probabilities by token id at each generated position."""
+def _positions(choice: Mapping[str, Any], *, of_prompt: bool = False) -> list[dict[int, float]]:
+    """Log-probabilities by token id at each generated position, or at each of the prompt."""
     try:
+        if of_prompt:
+            return [
+                {int(name): float(entry["logprob"]) for name, entry in (logprobs or {}).items()}
+                for logprobs in choice["prompt_logprobs"]
+            ]
         return [
-            {_token_id(name): float(value) for name, value in logprobs.items()}
+            {int(name.split(_PREFIX)[1]): float(value) for name, value in logprobs.items()}
             for logprobs in choice["logprobs"]["top_logprobs"]
         ]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RefusedError(_NO_IDS.format(str(choice.get("logprobs"))[:80])) from error
-
-
-def _prompt_positions(choice: Mapping[str, Any]) -> list[dict[int, float]]:
-    try:
-        return [
-            {int(name): float(entry["logprob"]) for name, entry in (logprobs or {}).items()}
-            for logprobs in choice["prompt_logprobs"]
-        ]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RefusedError(_NO_IDS.format(str(choice.get("prompt_logprobs"))[:80])) from error
-
-
-def _token_id(name: str) -> int:
-    if not name.startswith(_PREFIX):
-        raise ValueError(f"{name!r} is the text of a token")
-    return int(name.removeprefix(_PREFIX))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        found = choice.get("prompt_logprobs" if of_prompt else "logprobs")
+        raise RefusedError(
+            "data.labels: server needs log-probabilities by token id, as vLLM returns them, but the server returned "
+            f"{str(found)[:80]!r}; set data.labels: target"
+        ) from error
 
 
 def _is_tempered(

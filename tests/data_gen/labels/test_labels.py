@@ -176,20 +176,6 @@ def test_every_draw_of_a_run_has_a_seed_of_its_own(toy_config, monkeypatch):
 GREEDY = Sampling(temperature=0.0)
 
 
-def said(kind: str, prompts: list[list[int]], **changes) -> list[list[int]]:
-    """The responses of a model with the rotary frequencies of this kind."""
-    how = {"vocab_size": 40, "eos_ids": frozenset(), "max_new_tokens": 8, "batch_size": 4} | changes
-    requests = [Request(str(place), "", prompt) for place, prompt in enumerate(prompts)]
-    answers = TargetInProcess(model_of(kind), GREEDY, **how).respond(requests, 0, lambda count: None)
-    return [answer.response_ids for answer in answers]
-
-
-@pytest.mark.parametrize("kind", ["phi3", "llama"])
-def test_short_and_long_prompts_asked_together_are_answered_as_by_generate(kind):
-    prompts = [text_of(length, seed=length) for length in (3, 30, BOUND - 7, BOUND + 1, 6, 20)]
-    assert said(kind, prompts) == [list(greedy_of(model_of(kind), prompt, 8)) for prompt in prompts]
-
-
 @pytest.mark.slow
 def test_an_ended_sequence_whose_place_grows_beyond_the_bound_changes_no_other():
     """One prompt of 9 tokens ends when nobody waits; beside seven that began later, its place would grow to 17."""
@@ -203,15 +189,10 @@ def test_an_ended_sequence_whose_place_grows_beyond_the_bound_changes_no_other()
     texts = [*by_end[9, 2][:1], *by_end[8, 1][:7], *by_end[6, 8][:7]]
     assert len(texts) == 15
     prompts, expected = zip(*texts, strict=True)
-    assert said("phi3", list(prompts), eos_ids=eos_ids, batch_size=8) == list(expected)
-
-
-def test_a_request_across_the_bound_is_refused_with_one_line():
-    assert said("phi3", [text_of(BOUND - 7)])
-    complaint = rf"request 1 has {BOUND - 6} prompt tokens and up to 8 new ones.*beyond {BOUND}.*lower"
-    with pytest.raises(ValueError, match=complaint) as refusal:
-        said("phi3", [text_of(3), text_of(BOUND - 6)])
-    assert "\n" not in str(refusal.value)
+    settings = {"vocab_size": 40, "eos_ids": eos_ids, "max_new_tokens": 8, "batch_size": 8}
+    requests = [Request(str(number), "", prompt) for number, prompt in enumerate(prompts)]
+    responses = TargetInProcess(model_of("phi3"), GREEDY, **settings).respond(requests, 0, lambda count: None)
+    assert [response.response_ids for response in responses] == list(expected)
 
 
 def test_labels_of_a_response_across_the_bound_are_refused():

@@ -193,14 +193,9 @@ def specs(num: int, per_shard: int) -> list[ShardSpec]:
 
 
 def test_only_the_answers_of_a_few_shards_are_in_memory():
-    asked = []
-
-    async def ask(spec):
-        asked.append(spec.index)
-        return Answers([], [])
-
-    servers = Servers(ServerConfig(concurrency=8), model="m")
-    for index, (spec, _) in enumerate(servers.ahead(specs(50, 4), ask)):
+    asked, servers = [], Servers(ServerConfig(concurrency=8), model="m")
+    ahead = servers.ahead(specs(50, 4), lambda spec: asked.append(spec.index) or Answers([], []))
+    for index, (spec, _) in enumerate(ahead):
         assert spec.index == index
         time.sleep(0.002)
         assert len(asked) <= index + 4  # this shard, the next, and two shards of four for eight requests at once
@@ -208,21 +203,26 @@ def test_only_the_answers_of_a_few_shards_are_in_memory():
 
 
 def test_an_error_of_one_shard_comes_after_the_shards_before_it_and_ends_what_waits():
-    cancelled = []
+    begun, cancelled, servers = [], [], Servers(ServerConfig(concurrency=8), model="m")
 
-    async def ask(spec):
-        if spec.index == 3:
+    async def answer(index):
+        begun.append(index)
+        if index == 3:
             raise ValueError("no server is left")
         try:
-            await asyncio.sleep(100 if spec.index > 3 else 0)
+            await asyncio.sleep(100 if index > 3 else 0)
         except asyncio.CancelledError:
-            cancelled.append(spec.index)
+            cancelled.append(index)
             raise
         return Answers([], [])
 
-    answers = Servers(ServerConfig(concurrency=8), model="m").ahead(specs(10, 4), ask)
+    answers = servers.ahead(specs(10, 4), lambda spec: servers.run(answer(spec.index)))
     assert [next(answers)[0].index for _ in range(3)] == [0, 1, 2]
+    while not {4, 5} <= set(begun):
+        time.sleep(0.001)
     with pytest.raises(ValueError, match="no server is left"):
         next(answers)
     while not {4, 5} <= set(cancelled):
         time.sleep(0.001)
+    with pytest.raises(ValueError, match="the run has ended"):
+        servers.run(answer(9))
