@@ -53,11 +53,10 @@ class Share(NamedTuple):
 
     @property
     def _lock(self) -> str:
-        """The lock of this rank, or of the directory if one process makes everything."""
         return LOCK if self.is_whole else f"{LOCK}-{self.rank}-of-{self.world_size}"
 
     def writing(self, directory: str) -> AbstractContextManager[None]:
-        """The lock that this process holds while it works."""
+        """The lock that this process holds while it works: of its rank, or of the directory if it makes everything."""
         return only_writer(directory, setting="data.dir", name=self._lock)
 
     def turn(self, directory: str) -> AbstractContextManager[None]:
@@ -118,7 +117,10 @@ def share_of(rank: int | None, world_size: int | None, environment: Mapping[str,
     half of a share or a rank that is not below world_size.
     """
     if rank is None and world_size is None:
-        return next(filter(None, (_launched(launcher, environment) for launcher in _LAUNCHERS)), Share(0, 1))
+        for launcher, (*names, local) in _LAUNCHERS.items():
+            if all(environment.get(name) for name in names):
+                return _launched({name: environment.get(name, "0") for name in (*names, local)}, launcher)
+        return Share(0, 1)
     if rank is None or world_size is None:
         present, missing = ("--world_size", "--rank") if rank is None else ("--rank", "--world_size")
         raise ValueError(f"{present} is given without {missing}; give both, such as --rank 0 --world_size 4")
@@ -127,19 +129,13 @@ def share_of(rank: int | None, world_size: int | None, environment: Mapping[str,
     return Share(rank, world_size)
 
 
-def _launched(launcher: str, environment: Mapping[str, str]) -> Share | None:
-    """The share that a launcher's variables define; None if it did not start this process."""
-    *names, local = _LAUNCHERS[launcher]
-    if not all(environment.get(name) for name in names):
-        return None
-    try:
-        rank, world_size, local_rank = (int(environment.get(name, "0")) for name in (*names, local))
-    except ValueError:
-        rank, world_size, local_rank = -1, 0, 0
-    if not 0 <= rank < world_size:
-        values = " and ".join(f"{name} is {environment[name]!r}" for name in names)
-        raise ValueError(
-            f"{values} in the environment, which is not a valid rank and world size; unset them, or pass --rank 0 "
-            "--world_size 1 to make everything in this process"
-        )
-    return Share(rank, world_size, local_rank, launcher)
+def _launched(variables: Mapping[str, str], launcher: str) -> Share:
+    if all(map(str.isdecimal, variables.values())):
+        rank, world_size, local_rank = map(int, variables.values())
+        if rank < world_size:
+            return Share(rank, world_size, local_rank, launcher)
+    found = " and ".join(f"{name} is {value!r}" for name, value in variables.items())
+    raise ValueError(
+        f"{found} in the environment, which is not a valid rank and world size; unset them, or pass --rank 0 "
+        "--world_size 1 to make everything in this process"
+    )

@@ -101,8 +101,7 @@ def texts(folder: Path, config: Config) -> dict[str, Boundary]:
 
     def read_official() -> None:
         for number, item in enumerate(_read(official)):
-            keys = ("log_p_7b", "log_p_70b")
-            _parse(item, str(number), keys=keys, where=f"{official} item {number}")
+            _parse(item, str(number), where=f"{official} item {number}")
 
     reads: list[Callable[[], object]] = [read_prompts, read_responses]
     reads += [read_official, lambda: split_by_id([], weights=(1, 1, 1), seed=0, split_ids=str(split))]
