@@ -171,10 +171,8 @@ def _draw_entropy(axis: "Axes", entropy: Array, rate: Array, c: float) -> None:
     edges = np.linspace(0, max(float(np.quantile(entropy, 0.999)), 1e-9), _NUM_BINS + 1)
     index = np.clip(np.digitize(entropy, edges) - 1, 0, _NUM_BINS - 1)
     filled = [number for number in range(_NUM_BINS) if (index == number).sum() >= _FEWEST]
-    centres = ((edges[:-1] + edges[1:]) / 2)[filled]
-    lower, upper = (
-        np.array([np.quantile(rate[index == number], share) for number in filled]) for share in (0.25, 0.75)
-    )
+    bins, centres = [rate[index == number] for number in filled], ((edges[:-1] + edges[1:]) / 2)[filled]
+    lower, upper = ([np.quantile(part, share) for part in bins] for share in (0.25, 0.75))
     axis.fill_between(centres, lower, upper, color=_BLUE, alpha=0.2, lw=0, label="quartiles")
     axis.plot(centres, [part.mean() for part in bins], color=_BLUE, marker="o", ms=3, label="mean")
     grid = np.linspace(0, entropy.max(), 200)
