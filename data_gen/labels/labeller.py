@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_gen.labels.laws import (
-    acceptance_prob_of,
-    label_draft,
-    label_joint,
-    label_known,
-    label_served,
-    label_target,
-)
+from data_gen.labels.laws import acceptance_prob_of, label_draft, label_joint, label_served, label_target
 from data_gen.labels.layout import layout_of
 from data_gen.responses.exchange import Exchange, Progress
 from lm import Sampling, forwards
@@ -82,11 +75,8 @@ class Labeller:
         columns: dict[str, Tensor] = {} if exchanges else self._label_states(self._no_states(), inputs, with_hidden)
         for rows in forwards.alike(costs, self.batch_size):
             positions = layout.positions(rows)
-            part = self._label_batch(
-                [exchanges[row] for row in rows],
-                {name: value[positions] for name, value in inputs.items()},
-                with_hidden,
-            )
+            known = {name: value[positions] for name, value in inputs.items()}
+            part = self._label_batch([exchanges[row] for row in rows], known, with_hidden)
             for name, values in part.items():
                 columns.setdefault(name, values.new_empty(layout.num_tokens, *values.shape[1:]))[positions] = values
             progress(len(rows))
@@ -142,9 +132,8 @@ class Labeller:
             for name, model in (("draft", self.draft), ("target", self.target))
             if model is not None and f"{name}_states" not in inputs
         }
-        inputs = dict(inputs)
         if self.target is not None and "target_states" in inputs:
-            states["target"] = inputs.pop("target_states").to(forwards.output_device_of(self.target))
+            states["target"] = inputs["target_states"].to(forwards.output_device_of(self.target))
         return self._label_states(states, inputs, with_hidden)
 
     @torch.inference_mode()
@@ -168,11 +157,8 @@ class Labeller:
         """Positions per chunk: those that fit `chunk_mb`, on a CPU also its caches, as every label reads them again."""
         size = forwards.chunk_rows(self.vocab_size, self.chunk_mb)
         device = forwards.output_device_of(next(model for model in (self.draft, self.target) if model is not None))
-        return (
-            size
-            if device.type != "cpu"
-            else min(size, max(_FEWEST_ROWS, forwards.chunk_rows(self.vocab_size, _CACHED_MB)))
-        )
+        cached = max(_FEWEST_ROWS, forwards.chunk_rows(self.vocab_size, _CACHED_MB))
+        return min(size, cached) if device.type == "cpu" else size
 
     def _label_chunk(self, states: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Columns of one chunk; only here does a [positions, vocabulary] matrix exist."""
@@ -180,10 +166,7 @@ class Labeller:
         draft_ids, log_q = inputs.get("draft_ids"), inputs.get("log_q")
         if self.draft is not None:
             q_logits, columns[f"draft {_BROKEN}"] = self._logits(self.draft, states["draft"])
-            if draft_ids is None:
-                labels, q = label_draft(q_logits, inputs["uniform"].to(q_logits.device), self.sampling)
-            else:
-                labels, q = label_known(q_logits, draft_ids, self.sampling)
+            labels, q = label_draft(q_logits, inputs.get("uniform"), self.sampling, draft_ids)
             columns |= labels
             draft_ids, log_q = labels["draft_ids"], labels["log_q"]
             if "p_ids" in inputs:

@@ -31,20 +31,19 @@ NUMBERS_OF_BOTH = ("acceptance_rate", "cross_entropy")
 
 
 def label_draft(
-    q_logits: Float[Tensor, "position vocab"], uniform: Float[Tensor, " position"], sampling: Sampling
+    q_logits: Float[Tensor, "position vocab"],
+    uniform: Float[Tensor, " position"] | None,
+    sampling: Sampling,
+    draft_ids: Int[Tensor, " position"] | None = None,
 ) -> tuple[Labels, Float[Tensor, "position vocab"]]:
-    """Draw draft_ids and compute `NUMBERS_OF_DRAFT` at them; also returns q, for `label_joint`."""
+    """Draw draft_ids, if they are not known, and compute `NUMBERS_OF_DRAFT` at them; also returns q, for
+    `label_joint`.
+    """
     q_logits = q_logits.float()
     q = sampling.probs(q_logits)
-    return _draft_labels(q_logits, q, draw(q, uniform)), q
-
-
-def label_known(
-    q_logits: Float[Tensor, "position vocab"], draft_ids: Int[Tensor, " position"], sampling: Sampling
-) -> tuple[Labels, Float[Tensor, "position vocab"]]:
-    """`label_draft` for known draft_ids: imported data."""
-    q_logits = q_logits.float()
-    q = sampling.probs(q_logits)
+    if draft_ids is None:
+        assert uniform is not None
+        draft_ids = draw(q, uniform.to(q.device))
     return _draft_labels(q_logits, q, draft_ids.to(q.device)), q
 
 

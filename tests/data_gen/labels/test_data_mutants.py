@@ -51,8 +51,8 @@ def _loss_everywhere(columns, layout):
     return _to_safetensors(columns | {"from_target": torch.zeros_like(columns["from_target"])}, layout)
 
 
-def _log_q_untruncated(q_logits, uniform, sampling):
-    labels, q = label_draft(q_logits, uniform, sampling)
+def _log_q_untruncated(q_logits, uniform, sampling, known):
+    labels, q = label_draft(q_logits, uniform, sampling, known)
     return labels | {"log_q": labels["log_token_prob"]}, q
 
 
@@ -60,8 +60,8 @@ def _log_p_untruncated(p_logits, draft_ids, sampling):
     return label_target(p_logits, draft_ids, Sampling())[0], sampling.probs(p_logits.float())
 
 
-def _entropy_truncated(q_logits, uniform, sampling):
-    labels, q = label_draft(q_logits, uniform, sampling)
+def _entropy_truncated(q_logits, uniform, sampling, known):
+    labels, q = label_draft(q_logits, uniform, sampling, known)
     return labels | {"entropy": torch.special.entr(q).sum(-1)}, q
 
 
