@@ -25,7 +25,7 @@ from lm import Sampling
 from lm.draws import draw, seed_of, uniforms
 from store.shards import list_shards
 from tests.data_gen.on_disk import with_data
-from tests.toys.longrope import BOUND, greedy_of, model_of, text_of
+from tests.toys.longrope import greedy_of, model_of, text_of
 
 SIGMAS = 4.5
 """A count is allowed this many standard deviations: false alarm below 1e-5 each."""
@@ -193,21 +193,6 @@ def test_an_ended_sequence_whose_place_grows_beyond_the_bound_changes_no_other()
     requests = [Request(str(number), "", prompt) for number, prompt in enumerate(prompts)]
     responses = TargetInProcess(model_of("phi3"), GREEDY, **settings).respond(requests, 0, lambda count: None)
     assert [response.response_ids for response in responses] == list(expected)
-
-
-def test_labels_of_a_response_across_the_bound_are_refused():
-    settings = {"sampling": GREEDY, "vocab_size": 40, "batch_size": 4, "chunk_mb": 1, "feature_dtype": torch.float32}
-    labeller = Labeller(draft=model_of("phi3", noise=0.05), target=model_of("phi3"), **settings)
-
-    def labelled(num_prompt: int, num_new: int) -> torch.Tensor:
-        exchanges = [Exchange("a", "", text_of(num_prompt), text_of(num_new), "length")]
-        uniform = {"uniform": torch.full((num_new,), 0.5, dtype=torch.float64)}
-        return labeller.label(exchanges, uniform, with_hidden=True, progress=lambda count: None).columns["log_p"]
-
-    assert len(labelled(BOUND - 7, 8)) == len(labelled(BOUND + 1, 8)) == 8
-    for lengths in ((BOUND - 7, 9), (BOUND, 2)):
-        with pytest.raises(ValueError, match=f"beyond {BOUND} .*lower data.max_prompt_tokens"):
-            labelled(*lengths)
 
 
 def test_a_run_whose_texts_may_cross_the_bound_is_refused_before_any_prompt_is_asked(toy_config, tmp_path):

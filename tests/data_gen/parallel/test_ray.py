@@ -3,11 +3,9 @@ workers, ends in one line.
 """
 
 import ast
-import copyreg
 import os
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +17,6 @@ from configs.command import run
 from configs.schema import Config, RayConfig
 from data_gen.pipeline import on_ray
 from data_gen.pipeline.command import make
-from data_gen.responses.conversation import ShardSpec
 from tests.data_gen.on_disk import files_of, with_a_draft_of_nan, with_data
 from tests.data_gen.processes import ray_actors
 
@@ -71,31 +68,6 @@ def test_what_the_cluster_lacks_is_refused_before_any_worker_starts(on_cluster, 
         with pytest.raises(ValueError, match=r"^data\.ray requests \d workers of .*; lower num_workers, "):
             make(with_data(on_cluster, ray=RayConfig(**asked)))
         assert not ray_actors()
-
-
-@pytest.mark.slow
-def test_the_prompts_of_a_shard_are_put_into_the_object_store_once_and_read_by_its_worker_alone(on_cluster, tmp_path):
-    """However many workers there are; each reads prompts only of the shards that it makes."""
-    written: Counter[str] = Counter()
-    log = str(tmp_path / "read")
-
-    def read(*parts):
-        with open(log, "a") as file:
-            file.write(f"{parts[0]}-{parts[1]}\n")
-        return ShardSpec(*parts)
-
-    def reduced(spec: ShardSpec):
-        written[f"{spec.split}-{spec.index}"] += 1
-        return read, (spec.split, spec.index, spec.prompts)
-
-    copyreg.pickle(ShardSpec, reduced)
-    try:
-        make(with_data(on_cluster, ray=RayConfig(num_workers=2), rows_per_shard=2))
-    finally:
-        del copyreg.dispatch_table[ShardSpec]
-    names = ["train-0", "train-1", "train-2", "train-3", "test-0", "test-1"]
-    assert written == Counter(names)
-    assert Counter(Path(log).read_text().split()) == Counter(names)
 
 
 @pytest.mark.slow

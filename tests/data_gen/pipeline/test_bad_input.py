@@ -2,10 +2,7 @@
 along which a model yields NaN is a problem of that row alone, in every stage; all others are as without the defect.
 """
 
-import contextlib
 import json
-import os
-import resource
 import shutil
 from copy import deepcopy
 from pathlib import Path
@@ -13,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.command import run
 from configs.schema import Config
 from data_gen.pipeline.command import make
 from data_gen.prompts.sets import load_prompts
@@ -22,12 +18,11 @@ from data_gen.responses.in_process import TargetInProcess
 from data_gen.store.labels import read_tensors
 from data_gen.store.rows import read_rows
 from lm import Sampling
-from store.shards import features_path, labels_path, list_shards, rows_path, verify_shard
+from store.shards import features_path, labels_path, list_shards, rows_path
 from tests.data_gen.on_disk import (
     broken_copy,
     errors_of,
     files_of,
-    in_a_child,
     rows_of,
     with_a_draft_of_nan,
     with_data,
@@ -72,26 +67,6 @@ def test_lengths_beyond_what_a_model_reads_are_refused_and_the_remedy_works_in_t
             make(with_data(toy_config, max_new_tokens=240))
     make(with_data(toy_config, max_new_tokens=4))
     assert list_shards(toy_config.data.dir, "train")
-
-
-def test_a_full_disk_ends_in_one_line_and_leaves_no_incomplete_file(toy_config, tmp_path):
-    """A limit on file size acts as the full disk: a write fails after 2,000 bytes."""
-    errors = tmp_path / "errors"
-
-    def work() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-        argv = ["--pair.target.path=a", "--pair.draft.path=b"]
-        with errors.open("w") as file, contextlib.redirect_stderr(file):
-            run({"make": lambda config: make(toy_config)}, default="make", argv=argv)
-
-    assert os.waitstatus_to_exitcode(in_a_child(work)) == 2
-    assert "error: no space for" in errors.read_text()
-    assert "Traceback" not in errors.read_text()
-    paths = [path for path in Path(toy_config.data.dir).rglob("*") if path.is_file()]
-    assert not [path for path in paths if path.suffix in (".partial", ".parquet")]
-    for path in paths:
-        if path.suffix == ".safetensors":
-            verify_shard(path)
 
 
 def test_a_run_without_a_row_fails_and_says_why_and_a_missing_file_of_split_ids_is_refused(toy_config):

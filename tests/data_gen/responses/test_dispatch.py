@@ -55,15 +55,6 @@ def one_at_a_time(toy_pair, prompts_file, tmp_path_factory):
     return files_of(config.data.dir)
 
 
-def test_a_list_of_servers_shares_the_requests_and_gives_the_bytes_of_one(served, server, second, one_at_a_time):
-    config = asking(served, server, second, concurrency=2)
-    make(config)
-    assert files_of(config.data.dir) == one_at_a_time
-    counts = [sum(body["max_tokens"] > 1 for body in asked.bodies) for asked in (server, second)]
-    assert sum(counts) == 12
-    assert min(counts) > 0
-
-
 def test_no_server_has_more_requests_under_way_than_its_concurrency(served, server, second):
     most, under_way, lock = Counter(), Counter(), threading.Lock()
 
@@ -170,7 +161,7 @@ def test_the_next_shards_are_asked_for_while_the_last_rows_of_a_shard_are_under_
 
 
 @pytest.mark.parametrize("mode", ["together", "sequential"])
-def test_bytes_do_not_depend_on_when_the_servers_answer(served, server, second, one_at_a_time, mode):
+def test_several_servers_share_the_requests_and_bytes_do_not_depend_on_when_they_answer(served, server, second, one_at_a_time, mode):
     chance = random.Random(5)
 
     def late(body, attempt):
@@ -184,6 +175,7 @@ def test_bytes_do_not_depend_on_when_the_servers_answer(served, server, second, 
         make(config)
         made.append(files_of(config.data.dir))
     assert made[0] == made[1]
+    assert min(len(asked.bodies) for asked in (server, second)) > 4  # each run tries each server twice at most
     if mode == "together":
         assert made[0] == one_at_a_time
 
