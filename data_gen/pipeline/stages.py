@@ -175,8 +175,7 @@ def answers_in(path: Path) -> Answers:
     """The answers in a file of the stage `respond`."""
     with safe_open(path, framework="pt") as file:
         turns = {name: json.loads(text) for name, text in file.metadata().items()}
-    exchanges = [Exchange(**exchange) for exchange in turns["exchanges"]]
-    return Answers(exchanges, [Problem(**problem) for problem in turns["problems"]])
+    return Answers([Exchange(**turn) for turn in turns["exchanges"]], [Problem(**turn) for turn in turns["problems"]])
 
 
 def forget_stages(specs: Iterable[ShardSpec], data: DataConfig) -> None:

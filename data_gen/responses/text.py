@@ -61,9 +61,9 @@ class Spelling:
         """The response with these ids, ended with an end-of-sequence id if it stopped; a `Problem` for invalid ids, or
         for a `text` received with them that they do not spell.
         """
-        wrong = next((token for token in ids if type(token) is not int or not 0 <= token < self.num_ids), None)
-        if wrong is not None:
-            return _error(request, f"response id {wrong!r:.40} is not one of the tokenizer's {self.num_ids}")
+        for token in ids:
+            if type(token) is not int or not 0 <= token < self.num_ids:
+                return _error(request, f"response id {token!r:.40} is not one of the tokenizer's {self.num_ids}")
         if text is not None:  # compared without spaces and incomplete characters
             spelled = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             if _solid(str(spelled)) != _solid(text):
@@ -73,9 +73,9 @@ class Spelling:
             ids = [*ids, eos_id if eos_id in self.eos_ids else min(self.eos_ids)]
         if not ids:
             return _error(request, "empty response")
-        early = next((position for position, token in enumerate(ids[:-1]) if token in self.eos_ids), None)
-        if early is not None:
-            return _error(request, f"end-of-sequence id at position {early} of a response of {len(ids)} tokens")
+        for position, token in enumerate(ids[:-1]):
+            if token in self.eos_ids:
+                return _error(request, f"end-of-sequence id at position {position} of a response of {len(ids)} tokens")
         return Response(ids, finish_reason)
 
     def ids_of(self, text: str) -> list[int]:
@@ -105,18 +105,19 @@ class ResponseFile:
         answers: list[Response | Problem] = []
         with open_lines(self.path) as file:
             for request in requests:
-                if (offset := self._offsets.get(request.id)) is None:
-                    answers.append(_error(request, f"no response in {self.path}"))
-                else:
-                    file.seek(offset)
+                if request.id in self._offsets:
+                    file.seek(self._offsets[request.id])
                     answers.append(self._response(json.loads(file.readline()), request))
+                else:
+                    answers.append(_error(request, f"no response in {self.path}"))
                 progress(1)
         return answers
 
     def _response(self, record: dict[str, Any], request: Request) -> Response | Problem:
         if record.get("prompt_ids", request.prompt_ids) != request.prompt_ids:
-            problem = f"{self.path} has other prompt_ids for this id; check data.prompts and data.template"
-            return _error(request, problem)
+            return _error(
+                request, f"{self.path} has other prompt_ids for this id; check data.prompts and data.template"
+            )
         if "response_ids" in record:
             ids = list(record["response_ids"])
             reason = record.get("finish_reason", "stop" if ids and ids[-1] in self.spelling.eos_ids else "length")
@@ -133,11 +134,10 @@ def _row_name(record: dict[str, Any], where: str) -> str:
     """The id of the row that a line answers; ValueError for a malformed line."""
     turn, prompt_ids, reason = record.get("turn", 1), record.get("prompt_ids", []), record.get("finish_reason", "stop")
     has_response = _are_ids(record.get("response_ids")) or isinstance(record.get("response"), str)
-    expected_response = "response (a string) or response_ids (a list of integers)"
     checks = (
         (record.get("id") is not None, f"an id; got {sorted(record)}"),
         (_are_ids(prompt_ids), f"prompt_ids to be a list of integers, got {prompt_ids!r:.80}"),
-        (has_response, f"{expected_response}; got {sorted(record)}"),
+        (has_response, f"response (a string) or response_ids (a list of integers); got {sorted(record)}"),
         (reason in ("stop", "length"), f"finish_reason to be stop or length, got {reason!r}"),
         (isinstance(turn, int) and turn >= 1, f"turn to be a whole number from 1, got {turn!r}"),
     )
