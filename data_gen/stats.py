@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import Config
-from data_gen.store.errors import account
 from data_gen.store.manifest import read_manifest
-from data_gen.store.rows import read_rows
+from data_gen.store.rows import account, read_rows
 from store.shards import check_sums, list_shards, write_atomic
 
 if TYPE_CHECKING:

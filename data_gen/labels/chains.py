@@ -84,9 +84,7 @@ class ChainLabeller:
         timings: Sequence[str],
         progress: Progress,
     ) -> LabelledDrafts:
-        """The labels and states of every draft of some responses; `uniform` are float64 numbers to draw the tokens of
-        each draft with.
-        """
+        """The labels and states of every draft of some responses; tokens are drawn with `uniform`, in float64."""
         parts, lengths, start = [self._empty(timings)], [], 0
         broken: dict[int, str] = {}
         for row, exchange in enumerate(exchanges):

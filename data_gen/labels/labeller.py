@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from data_gen.labels.laws import acceptance_prob_of, label_draft, label_joint, label_served, label_target
-from data_gen.labels.layout import layout_of
 from data_gen.responses.exchange import Exchange, Progress
+from data_gen.store.labels import layout_of
 from lm import Sampling, forwards
 from lm.forwards import refuse_training
 from lm.sampling import REMEDY, non_finite
@@ -99,9 +99,7 @@ class Labeller:
         }
 
     def fed_hidden(self, exchanges: Sequence[Exchange], mixed_ids: Tensor, *, mixes: int) -> Tensor:
-        """Draft states after each token of each mixed sequence was fed, [token of every mixing, hidden]; `mixed_ids` is
-        Z, row by row, and within a row mixing by mixing.
-        """
+        """Draft states after each token of `mixed_ids` (Z, in the order of `Layout.order`) was fed, [token, hidden]."""
         assert self.draft is not None
         layout = layout_of(exchanges).repeated(mixes)
         prompts = [exchange.prompt_ids for exchange in exchanges for _ in range(mixes)]
@@ -184,9 +182,7 @@ class Labeller:
         return columns
 
     def _logits(self, model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's logits over the tokenizer's ids, and [position] whether they are not finite; those are set to
-        0.
-        """
+        """Logits over the tokenizer's ids, and [position] whether they are not finite; those become 0."""
         logits = forwards.logits_of(model, hidden, self.vocab_size)
         broken = non_finite(logits)
         return (logits.masked_fill(broken.unsqueeze(-1), 0) if broken.any() else logits), broken

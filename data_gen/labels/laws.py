@@ -36,9 +36,7 @@ def label_draft(
     sampling: Sampling,
     draft_ids: Int[Tensor, " position"] | None = None,
 ) -> tuple[Labels, Float[Tensor, "position vocab"]]:
-    """Draw draft_ids, if they are not known, and compute `NUMBERS_OF_DRAFT` at them; also returns q, for
-    `label_joint`.
-    """
+    """Draw draft_ids, unless known, and compute `NUMBERS_OF_DRAFT` at them; also q, for `label_joint`."""
     q_logits = q_logits.float()
     q = sampling.probs(q_logits)
     if draft_ids is None:
@@ -62,9 +60,7 @@ def label_served(
     *,
     labels: Labels,
 ) -> Labels:
-    """log_p, acceptance_prob and acceptance_rate from a distribution p given by its support: `probs` of `ids`, padded
-    with 0; `labels` are those of `label_draft`.
-    """
+    """The target's labels from a distribution p given by the `probs` of some `ids`, padded with 0."""
     p = torch.zeros_like(q).scatter_add_(-1, ids.to(q.device, torch.int64), probs.to(q.device, q.dtype))
     log_p = _at(p, labels["draft_ids"]).log()
     return {

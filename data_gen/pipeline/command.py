@@ -22,8 +22,8 @@ from data_gen.prompts.splits import SPLITS
 from data_gen.prompts.templates import TEMPLATES
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.top_logprobs import num_logprobs_of
-from data_gen.store.errors import account, has_errors, write_errors
 from data_gen.store.manifest import make_manifest, settle
+from data_gen.store.rows import account, has_errors, write_errors
 from lm import Sampling, free_memory, load_pair_tokenizer
 from lm.features.released import released_layout_of
 from lm.parallel import sliced_models

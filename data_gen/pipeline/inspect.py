@@ -46,9 +46,7 @@ def check(config: Config) -> None:
 
 
 def absent(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Path]:
-    """Paths of missing shards: the manifest counts their prompts, or another folder has a shard of that number or a
-    later one.
-    """
+    """Paths of shards that the manifest counts, or another folder has, and that are missing."""
     named = ["rows", "labels", *(f"features/{name}" for name in manifest.get("features", ()))]
     folders = [directory / name for name in named]
     present = {path for path in shards_in(directory) if path.parent in folders}

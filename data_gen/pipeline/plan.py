@@ -169,9 +169,7 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
 
 
 def _sized(worker: Worker, data: DataConfig, prompts: Sequence[Prompt], bar: Bar) -> tuple[DataConfig, ShardSpec]:
-    """The settings and the shard with as many prompts and tokens as fit the budget, by the time of two short responses
-    in the first stage.
-    """
+    """The settings and the shard that fit the budget, by the time of two short responses."""
     worker.resize(replace(data, max_new_tokens=min(_WARM_TOKENS, data.max_new_tokens)))
     warm_up = ShardSpec("dev", 0, tuple(prompts[:_WARM_PROMPTS]))
     token_s = [_timed(worker, warm_up, bar) for _ in range(2)][-1] / _WARM_PROMPTS / _WARM_TOKENS

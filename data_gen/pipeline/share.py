@@ -24,9 +24,7 @@ _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 }
-"""Environment variables of rank, world size and local rank. (A batch script outside srun has SLURM_PROCID, but no
-step.)
-"""
+"""Variables of rank, world size and local rank. A batch script outside srun has no step."""
 
 
 class Share(NamedTuple):

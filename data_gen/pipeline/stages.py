@@ -23,13 +23,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from configs.schema import DataConfig
-from data_gen.labels.layout import Layout, layout_of
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.sets import load_prompts, sources_of
 from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.exchange import Answers, Exchange, Problem, Response
 from data_gen.store import labels, rows
+from data_gen.store.labels import Layout, layout_of
 from store.shards import (
     features_path,
     is_whole,
@@ -65,11 +65,7 @@ def cut_shards(split: str, prompts: Sequence[Prompt], size: int) -> list[ShardSp
 
 
 def refuse_other_prompts(specs: Iterable[ShardSpec], data: DataConfig) -> None:
-    """Forget short shards that have grown.
-
-    Raises:
-        ValueError: a shard was made from other prompts.
-    """
+    """Forget short shards that have grown; ValueError if a shard was made from other prompts."""
     sources = ", ".join(str(Path(source.path)) for source in data.prompt_sources)
     for spec in specs:
         path = rows_path(data.dir, spec.split, spec.index)
@@ -186,9 +182,7 @@ def forget_stages(specs: Iterable[ShardSpec], data: DataConfig) -> None:
 
 
 def _states_path(spec: ShardSpec, data: DataConfig, timing: str) -> Path:
-    """The hidden states of the stage draft: its file, or the shard itself if a run was killed after moving them
-    there.
-    """
+    """The stage's file, or the shard itself if a run was killed after moving it there."""
     path = _stage_path(spec, data, timing)
     return path if path.is_file() else features_path(data.dir, timing, spec.split, spec.index)
 

@@ -19,7 +19,6 @@ from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.labels.chains import ChainLabeller
 from data_gen.labels.labeller import Labelled, Labeller
 from data_gen.labels.laws import mixed
-from data_gen.labels.layout import Layout, layout_of
 from data_gen.pipeline import stages
 from data_gen.pipeline.stages import Stage
 from data_gen.responses.conversation import ShardSpec, ask, without
@@ -27,6 +26,7 @@ from data_gen.responses.exchange import Answers, Exchange, LatestRows, Progress,
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.responses.text import ResponseFile, Spelling
 from data_gen.responses.top_logprobs import DistributionReader, joined, num_logprobs_of
+from data_gen.store.labels import Layout, layout_of
 from lm import (
     Pair,
     Sampling,
@@ -115,9 +115,7 @@ class Worker:
         self.resize(data)
 
     def _first_requests(self) -> Any:
-        """The servers of a run that uses any, for responses or labels; ValueError if one does not answer, or lacks an
-        ability.
-        """
+        """The servers of a run that uses any; ValueError if one does not answer or lacks an ability."""
         from data_gen.responses.server import CompletionsServer  # needs the extra `serving`
 
         pair, data, sampling, reader = self.job.pair, self.job.data, self._sampling, None

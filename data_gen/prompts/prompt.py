@@ -161,9 +161,7 @@ def _object_in(line: bytes) -> dict[str, Any] | ValueError:
 
 
 def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
-    """The prompt of one record; `default_id` is used if it has no id. ValueError: no known field, or one of the wrong
-    type.
-    """
+    """The prompt of one record; `default_id` is used if it has no id. ValueError: it has no readable prompt."""
     prompt_id = next((str(record[name]) for name in _ID_FIELDS if record.get(name) is not None), default_id)
     _check(is_text(prompt_id), "the id to be text, not a lone surrogate", prompt_id)
     prompt, tools = _turns_of(record), record.get("tools")

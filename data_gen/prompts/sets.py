@@ -87,11 +87,7 @@ def load_prompts(
 
 
 def sources_of(config: DataConfig) -> dict[str, PromptSource]:
-    """Name of each set of prompts -> its source.
-
-    Raises:
-        ValueError: no set, two of one name, or a weight that is not above 0.
-    """
+    """Name of each set of prompts -> its source; ValueError: no set, a repeated name, or a weight of 0."""
     sources: dict[str, PromptSource] = {}
     for source in config.prompt_sources:
         if (name := set_name(source.path)) in sources:
@@ -185,11 +181,7 @@ def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) ->
 
 
 def set_of(source: PromptSource) -> PromptSet:
-    """The set that a source names.
-
-    Raises:
-        FileNotFoundError: not a known set, file, directory or hub id.
-    """
+    """The set that a source names; FileNotFoundError if it is no known set, file, directory or hub id."""
     path = Path(source.path)
     if not path.name:
         raise ValueError(f"data.prompts is {source.path!r}, which names no set; set it to {_FORMS}")
@@ -216,9 +208,7 @@ def _ending(path: Path) -> str:
 
 
 def _overridden(known: PromptSet, source: PromptSource) -> PromptSet:
-    """A known set with the user's settings. Its own test part belongs to its default part: another part is split,
-    unless the user names a test part too.
-    """
+    """A known set with the user's settings; its own test part belongs to its default part only."""
     prompt_set = replace(known, name=source.name or known.name, columns={**known.columns, **source.columns})
     if source.split not in (_DEFAULT_PART, known.split):
         prompt_set = replace(prompt_set, split=source.split, test_split=None, shares=None)

@@ -114,9 +114,7 @@ def without(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Ans
 
 
 def with_distributions(spec: ShardSpec, answers: Answers, results: Sequence[Distributions | Problem]) -> Answers:
-    """The answers with the target's distributions of every exchange: those that came with them, and `results` for the
-    others, in order; a row without them becomes a problem.
-    """
+    """The answers with `results`, the distributions that they lack, in order; a row without becomes a problem."""
     missing = iter(results)
     known = [next(missing) if result is None else result for result in answers.distributions]
     broken = {row: result.reason for row, result in enumerate(known) if isinstance(result, Problem)}

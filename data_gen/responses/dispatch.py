@@ -143,9 +143,7 @@ class Servers:
             ) from error
 
     def try_each(self, body: Mapping[str, Any], *, hint: str = "") -> dict[str, Any]:
-        """The answer of each server to a first request; ValueError, which ends in `hint`, if one does not answer or
-        refuses it.
-        """
+        """The answer of each server to a first request; ValueError, which ends in `hint`, if one gives none."""
         answers = {}
         for url in self.config.urls:
             try:

@@ -25,9 +25,7 @@ class Request(NamedTuple):
 
 
 class Distributions(NamedTuple):
-    """The target's distributions p under the run's `Sampling` at the positions of a response: tokens with probability
-    above 0.
-    """
+    """The target's distributions p at the positions of a response: tokens with probability above 0."""
 
     ids: Int[Tensor, "token support"]
     """int32; rows are padded with id 0 of probability 0."""
@@ -42,9 +40,7 @@ class Response(NamedTuple):
     """Ids of the response, the end-of-sequence token last if finish_reason is stop."""
     finish_reason: FinishReason
     states: Tensor | None = None
-    """[response token, hidden] on the CPU: the target's final hidden states from which the tokens were drawn, if the
-    source keeps them.
-    """
+    """[response token, hidden] on the CPU: the target's states from which the tokens were drawn."""
     distributions: Distributions | None = None
     """Distributions from which the tokens were drawn, if a server returns them."""
 

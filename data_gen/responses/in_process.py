@@ -171,9 +171,7 @@ class _Batch:
 
 
 def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(ids, attention mask), both [batch, longest]; padding is the row's first id: no mask hides an id with a NaN
-    embedding.
-    """
+    """(ids, attention mask), [batch, longest]; padded with the row's first id, as no mask hides a NaN embedding."""
     width = max(map(len, rows))
     ids = torch.tensor([[row[0]] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)

@@ -62,9 +62,7 @@ class CompletionsServer:
         max_new_tokens: int,
         reader: DistributionReader | None = None,
     ) -> None:
-        """Check the sampling, and that each of several servers answers and returns distributions if there is a
-        `reader`, as `labels: server` needs; ValueError if not.
-        """
+        """Check the sampling, and that several servers answer, with distributions if there is a `reader`."""
         self._latest = LatestRows()
         self.server, self.spelling, self.sampling, self.reader = server, spelling, sampling, reader
         self.settings = request_settings(
@@ -80,9 +78,7 @@ class CompletionsServer:
             self._try_each()
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
-        """One answer per request; ValueError if no server answers, one refuses the key or the model, or nearly all
-        answers are invalid.
-        """
+        """One answer per request; ValueError if no server answers, or nearly all answers are invalid."""
 
         async def answer(request: Request) -> Response | Problem:
             body = self._settings_for(request) | {"seed": seed_of(seed, request.id) % _NUM_SEEDS}
@@ -99,9 +95,7 @@ class CompletionsServer:
         return self.servers.run(self._all(works))
 
     def ask(self, spec: ShardSpec, source: ResponseSource, **settings: Any) -> Answers:
-        """The answers of `source`, these servers or a file, to a shard, as `data_gen.responses.conversation.ask`; if
-        there is a reader, with the target's distributions.
-        """
+        """The answers of `source`, these servers or a file, with the target's distributions if there is a reader."""
         answers = ask(spec, source, **settings)
         if self.reader is None:
             return answers
@@ -261,9 +255,7 @@ def _positions(choice: Mapping[str, Any], *, of_prompt: bool = False) -> list[di
 def _is_tempered(
     positions: Sequence[Mapping[int, float]], plain: Sequence[Mapping[int, float]], temperature: float | int
 ) -> bool:
-    """Whether log-probabilities of one position match this temperature better than temperature 1: whether the distance
-    between the largest and the smallest was divided by it.
-    """
+    """Whether the temperature divided the distance between the largest and smallest log-probability."""
     if temperature in (0, 1):
         return False
     spread, spread_at_1 = (max(p[0].values()) - min(p[0].values()) for p in (positions, plain))

@@ -58,9 +58,7 @@ class Spelling:
     def of_ids(
         self, ids: list[int], finish_reason: FinishReason, request: Request, *, text: str | None = None
     ) -> Response | Problem:
-        """The response with these ids, ended with an end-of-sequence id if it stopped; a `Problem` for invalid ids, or
-        for a `text` received with them that they do not spell.
-        """
+        """The response with these ids, ended with EOS if it stopped; a `Problem` if invalid, or not of this `text`."""
         for token in ids:
             if type(token) is not int or not 0 <= token < self.num_ids:
                 return _error(request, f"response id {token!r:.40} is not one of the tokenizer's {self.num_ids}")

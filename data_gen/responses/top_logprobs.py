@@ -48,11 +48,7 @@ class NotDeterminedError(ValueError):
 
 
 def num_logprobs_of(sampling: Sampling, requested: int | None) -> int:
-    """N, the number of log-probabilities requested from a server: `requested`, or a few more than top-k.
-
-    Raises:
-        ValueError: no N, or not this one, determines the distributions of this `Sampling`.
-    """
+    """N, the number of log-probabilities requested from a server; ValueError if none determines the distributions."""
     settings = ", ".join(f"{name} {value}" for name, value in sampling.as_dict().items())
     num = requested or (sampling.top_k or _TOP) + _MARGIN
     if sampling.is_greedy or sampling.top_k is not None:
@@ -88,11 +84,7 @@ class DistributionReader:
     """Whether the server's vocabulary may have further ids."""
 
     def distributions(self, positions: Sequence[Mapping[int, float]]) -> Distributions:
-        """The distributions at some positions, from {token id: log-probability} at each.
-
-        Raises:
-            NotDeterminedError: names the first position whose distribution does not follow, and the reason.
-        """
+        """The distributions from {token id: log-probability} at each position; NotDeterminedError if one lacks."""
         ids, values = _likeliest(positions, self.num_logprobs)
         mass = values.exp().sum(-1)
         lacks = torch.tensor([len(logprobs) < self.num_logprobs for logprobs in positions]).bool()
@@ -150,9 +142,7 @@ def joined(distributions: Sequence[Distributions | None]) -> Distributions:
 def _likeliest(
     positions: Sequence[Mapping[int, float]], num: int
 ) -> tuple[Int[Tensor, "position top"], Float[Tensor, "position top"]]:
-    """The `num` likeliest of each position in descending order, ties by ascending id; padded with id 0 at minus
-    infinity.
-    """
+    """The `num` likeliest of each position, ties by ascending id; padded with id 0 at minus infinity."""
     lengths = np.array([len(logprobs) for logprobs in positions], dtype=np.int64)
     flat_ids = np.fromiter(chain.from_iterable(positions), np.int64, lengths.sum())
     all_values = chain.from_iterable(logprobs.values() for logprobs in positions)

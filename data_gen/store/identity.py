@@ -33,9 +33,7 @@ _IGNORED_KEYS = ("transformers_version", "_name_or_path")
 
 
 def describe_model(source: ModelSource) -> dict[str, Any]:
-    """Name, revision, commit and hashes of one model; FileNotFoundError if it is neither a local directory nor a
-    reachable hub id, ValueError if its config is inconsistent.
-    """
+    """Name, revision, commit and hashes of a model; FileNotFoundError if it is not there, ValueError if invalid."""
     if (target := without_mtp(source)) != source:  # the target's files hold its MTP layer
         described = describe_model(target)
         return described | {key: f"{described[key]}{MTP}" for key in ("name", "commit", "weights") if described[key]}

@@ -25,9 +25,8 @@ from data_gen.prompts import sets as hub
 from data_gen.prompts.splits import split_by_id
 from data_gen.responses.exchange import Request
 from data_gen.responses.text import ResponseFile, Spelling
-from data_gen.store.errors import account
 from data_gen.store.manifest import read_manifest, settle
-from data_gen.store.rows import read_rows
+from data_gen.store.rows import account, read_rows
 from evaluation.costs.machine import kept_costs
 from evaluation.traces.recording import trace
 from heads.batches.module import FeatureData

@@ -161,7 +161,9 @@ def test_the_next_shards_are_asked_for_while_the_last_rows_of_a_shard_are_under_
 
 
 @pytest.mark.parametrize("mode", ["together", "sequential"])
-def test_several_servers_share_the_requests_and_bytes_do_not_depend_on_when_they_answer(served, server, second, one_at_a_time, mode):
+def test_servers_share_the_requests_and_bytes_do_not_depend_on_when_they_answer(
+    served, server, second, one_at_a_time, mode
+):
     chance = random.Random(5)
 
     def late(body, attempt):
