@@ -41,6 +41,8 @@ from store.shards import (
     write_shard,
 )
 
+_FACTS = Exchange._fields[:5]
+"""All fields of an exchange but tensors."""
 Stage = Literal["together", "respond", "draft", "target"]
 _RESULTS = ("respond", "draft", "fed", "drawn")
 """Folders of results in DIR/stages; `fed` and `drawn` are hidden states of the stage draft."""
@@ -150,8 +152,10 @@ def save(spec: ShardSpec, stage: Stage, answers: Answers, columns: Mapping[str, 
         if timing in columns:
             _write_states(_stage_path(spec, data, timing), columns[timing], answers, data, timing)
     small = {name: values for name, values in columns.items() if name not in data.feature_sets}
-    turns: dict[str, Sequence[Exchange | Problem]] = {"exchanges": answers.exchanges, "problems": answers.problems}
-    metadata = {name: json.dumps([turn._asdict() for turn in part]) for name, part in turns.items()}
+    metadata = {
+        "exchanges": json.dumps([dict(zip(_FACTS, exchange, strict=False)) for exchange in answers.exchanges]),
+        "problems": json.dumps([problem._asdict() for problem in answers.problems]),
+    }
     content = safetensors.torch.save(small, metadata=metadata)
     write_shard(_stage_path(spec, data, stage), content, prompts=spec.digests)
 

@@ -235,9 +235,10 @@ class Worker:
         else:
             answers = self._ask(spec, progress) if answers is None else answers
             if self.data.labels == "server":
-                columns = dict(zip(("p_ids", "p_probs"), joined(answers.distributions), strict=True))
+                known = joined([exchange.distributions for exchange in answers.exchanges])
+                columns = {"p_ids": known.ids, "p_probs": known.probs}
         # all sources but this one count problems with answers themselves
-        known = [] if isinstance(self.source, TargetInProcess) else answers.problems
+        old = [] if isinstance(self.source, TargetInProcess) else answers.problems
         if self.stage == "respond":
             if self.job.writes:
                 stages.save(spec, self.stage, answers, columns, self.data)
@@ -245,7 +246,7 @@ class Worker:
             progress(len(answers.problems))  # they get no labels
             label = self._label if self.chains is None else self._label_drafts
             answers = label(spec, answers, columns, progress)
-        failed = [problem for problem in answers.problems if problem.outcome == "error" and problem not in known]
+        failed = [problem for problem in answers.problems if problem.outcome == "error" and problem not in old]
         self._latest.add(
             [*failed, *[None] * len(answers.exchanges)],
             subject=f"rows of the stage {self.stage} ended in an error",
@@ -270,7 +271,9 @@ class Worker:
             hidden = stages.load_states(spec, self.data) if labelled.broken else {}
             labelled = Labelled(columns | hidden | labelled.columns, labelled.broken)
         else:
-            columns |= {} if answers.states is None else {"target_states": answers.states}
+            states = [exchange.states for exchange in answers.exchanges if exchange.states is not None]
+            if states and len(states) == len(answers.exchanges):  # responses of an earlier run have none
+                columns["target_states"] = torch.cat(states)
             labelled = self.label_and_mix(spec, answers.exchanges, columns, progress)
         answers, columns = self._without_broken(spec, answers, labelled)
         if not self.job.writes:

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
@@ -86,40 +85,34 @@ def ask(
 
 
 def _in_order(spec: ShardSpec, requests: Mapping[str, Request], answers: Mapping[str, Response | Problem]) -> Answers:
-    named = {name: answers[name] for name in spec.row_ids}
-    responses = {name: answer for name, answer in named.items() if isinstance(answer, Response)}
-    exchanges = [
-        Exchange(name, requests[name].text, requests[name].prompt_ids, response.response_ids, response.finish_reason)
-        for name, response in responses.items()
-    ]
-    states = [response.states for response in responses.values() if response.states is not None]
-    return Answers(
-        exchanges,
-        [answer for answer in named.values() if isinstance(answer, Problem)],
-        # a response of an earlier run has no states
-        states=torch.cat(states) if states and len(states) == len(responses) else None,
-        distributions=[response.distributions for response in responses.values()],
-    )
+    exchanges: list[Exchange] = []
+    problems: list[Problem] = []
+    for name in spec.row_ids:
+        if isinstance(answer := answers[name], Problem):
+            problems.append(answer)
+        else:
+            exchanges.append(Exchange(name, requests[name].text, requests[name].prompt_ids, *answer))
+    return Answers(exchanges, problems)
 
 
 def without(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Answers:
-    """The answers with these rows (row -> reason) turned into problems, in the order of the shard; without states."""
+    """The answers with these rows (row -> reason) turned into problems, in the order of the shard."""
     new = [Problem(answers.exchanges[row].id, "error", reason) for row, reason in broken.items()]
     problems = {problem.id: problem for problem in [*answers.problems, *new]}
     return Answers(
         [exchange for exchange in answers.exchanges if exchange.id not in problems],
         [problems[name] for name in spec.row_ids if name in problems],
-        distributions=[known for row, known in enumerate(answers.distributions) if row not in broken],
     )
 
 
 def with_distributions(spec: ShardSpec, answers: Answers, results: Sequence[Distributions | Problem]) -> Answers:
     """The answers with `results`, the distributions that they lack, in order; a row without becomes a problem."""
     missing = iter(results)
-    known = [next(missing) if result is None else result for result in answers.distributions]
+    known = [exchange.distributions or next(missing) for exchange in answers.exchanges]
     broken = {row: result.reason for row, result in enumerate(known) if isinstance(result, Problem)}
-    sound = [None if isinstance(result, Problem) else result for result in known]
-    return without(spec, answers._replace(distributions=sound), broken)
+    pairs = zip(answers.exchanges, known, strict=True)
+    exchanges = [row if isinstance(result, Problem) else row._replace(distributions=result) for row, result in pairs]
+    return without(spec, Answers(exchanges, answers.problems), broken)
 
 
 def row_id(prompt: Prompt, turn: int) -> str:

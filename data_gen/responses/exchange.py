@@ -71,6 +71,9 @@ class Exchange(NamedTuple):
     response_ids: list[int]
     finish_reason: FinishReason | None
     """None if unknown, in imported data."""
+    states: Tensor | None = None
+    distributions: Distributions | None = None
+    """Both as in `Response`."""
 
 
 class Answers(NamedTuple):
@@ -78,10 +81,6 @@ class Answers(NamedTuple):
 
     exchanges: list[Exchange]
     problems: list[Problem]
-    states: Tensor | None = None
-    """[response token, hidden] of all exchanges, one after the other; None unless the source kept all of them."""
-    distributions: Sequence[Distributions | None] = ()
-    """Distributions of each exchange, None if unknown."""
 
 
 class LatestRows:

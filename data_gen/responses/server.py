@@ -99,8 +99,8 @@ class CompletionsServer:
         answers = ask(spec, source, **settings)
         if self.reader is None:
             return answers
-        pairs = zip(answers.exchanges, answers.distributions, strict=True)
-        return with_distributions(spec, answers, self.distributions_of([row for row, known in pairs if known is None]))
+        unknown = [exchange for exchange in answers.exchanges if exchange.distributions is None]
+        return with_distributions(spec, answers, self.distributions_of(unknown))
 
     async def _all(self, works: Sequence[tuple[str, Coroutine[Any, Any, Any]]]) -> list[Any]:
         """The results in order; what the servers refuse is a problem, and nearly only problems end the run."""
