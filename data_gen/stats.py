@@ -85,10 +85,7 @@ def _rows(paths: list[Path]) -> "pd.DataFrame":
 def _positions(rows: "pd.DataFrame", folder: Path) -> Positions:
     rows = rows.dropna(subset=["acceptance_rate", "entropy"])
     if rows.empty:
-        raise ValueError(
-            f"{folder} has no acceptance_rate or entropy (sequential or imported data), which stats need; make the "
-            "data with data.mode: together"
-        )
+        raise ValueError(f"{folder} has no acceptance_rate or entropy; make the data with data.mode: together")
     lengths = np.concatenate([accepted_length(rates) for rates in rows.acceptance_rate])
     positions = {name: np.concatenate(rows[name].to_list()).astype(np.float64) for name in _NAMES}
     return positions | {"accepted_length": lengths}

@@ -42,7 +42,9 @@ def label_draft(
     if draft_ids is None:
         assert uniform is not None
         draft_ids = draw(q, uniform.to(q.device))
-    return _draft_labels(q_logits, q, draft_ids.to(q.device)), q
+    draft_ids = draft_ids.to(q.device)
+    # signals from the logits: under truncation or another temperature q is not the model's own probability
+    return {"draft_ids": draft_ids, "log_q": _at(q, draft_ids).log(), **signals_of(q_logits, draft_ids)}, q
 
 
 def label_target(
@@ -96,11 +98,6 @@ def mixed(
 ) -> Int[Tensor, " position"]:
     """The mixed sequence Z: X_i where the coin `from_target` is true, else Y_i."""
     return torch.where(from_target, response_ids, draft_ids)
-
-
-def _draft_labels(q_logits: Tensor, q: Tensor, draft_ids: Tensor) -> Labels:
-    # From the logits, not from q: under truncation or another temperature q would not give the model's own probability.
-    return {"draft_ids": draft_ids, "log_q": _at(q, draft_ids).log(), **signals_of(q_logits, draft_ids)}
 
 
 def _at(values: Tensor, ids: Tensor) -> Tensor:

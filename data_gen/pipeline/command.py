@@ -254,10 +254,7 @@ def check_settings(pair: PairConfig, data: DataConfig) -> None:
     if data.labels == "server":
         num_logprobs_of(sampling, data.server.num_logprobs)
         if problem := _problem_of_labels(data, is_feature_draft=is_feature_draft):
-            raise ValueError(
-                f"data.labels is server, but {problem}, or data.labels: target, which labels with the target in this "
-                "process"
-            )
+            raise ValueError(f"data.labels is server, but {problem}, or data.labels: target")
     for name, value, module, extra, needless in _NEEDED:
         if getattr(data, name) == value and find_spec(module) is None:
             raise ValueError(

@@ -148,8 +148,7 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
         responses = list(map(len, table["response_ids"]))
         if not responses:
             raise ValueError(
-                f"none of the {len(prompts)} sampled prompts gave a row; raise --sample, or run `data` on few prompts "
-                "and see errors.jsonl"
+                f"none of the {len(prompts)} sampled prompts gave a row; raise --sample, or run `data` on few prompts"
             )
         is_cut = sampled.max_new_tokens < data.max_new_tokens
         # a response that was cut short may have any length up to the limit

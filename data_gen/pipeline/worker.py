@@ -208,19 +208,18 @@ class Worker:
 
     def _halve_batch(self, spec: ShardSpec) -> None:
         data = self.data
-        size = min(data.batch_size, spec.num_requests) // 2
+        size, kept = min(data.batch_size, spec.num_requests) // 2, "finished shards are kept"
         where = f"{self.stage}: out of memory at {spec.name}"
         if self.job.is_sliced:  # the other processes did not run out, and wait in a forward of the full batch
             raise ValueError(
                 f"{where} with data.batch_size {data.batch_size}, in one process of a sliced model; set "
-                f"data.batch_size to at most {max(1, size)} and run the same command again, which keeps the finished "
-                "shards"
+                f"data.batch_size to at most {max(1, size)}; {kept}"
             )
         if size == 0:
             raise ValueError(
                 f"{where} with one sequence at a time; lower data.chunk_mb ({data.chunk_mb}), data.max_new_tokens "
                 f"({data.max_new_tokens}) or data.max_prompt_tokens ({data.max_prompt_tokens}), or set data.mode: "
-                "sequential; finished shards are kept"
+                f"sequential; {kept}"
             )
         gc.collect()
         torch.cuda.empty_cache()
@@ -318,10 +317,10 @@ class Worker:
         """The answers and columns without broken rows, each of which becomes a problem."""
         if not labelled.broken:
             return answers, labelled.columns
-        layout, mixes = layout_of(answers.exchanges), self.data.mixes
-        sound = [row for row in range(len(answers.exchanges)) if row not in labelled.broken]
-        once = layout.positions(sound)
-        repeated = layout.repeated(mixes).positions([row * mixes + mix for row in sound for mix in range(mixes)])
+        layout = layout_of(answers.exchanges)
+        once = torch.ones(layout.num_tokens, dtype=torch.bool)
+        once[layout.positions(list(labelled.broken))] = False
+        repeated = once[layout.order(self.data.mixes)]
         return without(spec, answers, labelled.broken), {
             name: values[repeated if name in _OF_EVERY_MIXING else once] for name, values in labelled.columns.items()
         }

@@ -231,13 +231,10 @@ def story_stream(split: str, seed: int) -> Iterator[Story]:
     """An endless sequence of problems of one split, without repetitions."""
     known_ids = set()
     for index in count_up():
-        story = _candidate(Random(f"{split}/{seed}/{index}"))
+        rng = Random(f"{split}/{seed}/{index}")
+        (kind,) = rng.choices(list(KINDS), [share for _, share in KINDS.values()])
+        prompt, answer = KINDS[kind][0](rng)
+        story = Story(f"{kind}-{hashlib.sha256(prompt.encode()).hexdigest()[:12]}", prompt, answer, kind)
         if story.id not in known_ids and split_of(story.prompt) == split:
             known_ids.add(story.id)
             yield story
-
-
-def _candidate(rng: Random) -> Story:
-    (kind,) = rng.choices(list(KINDS), [share for _, share in KINDS.values()])
-    prompt, answer = KINDS[kind][0](rng)
-    return Story(f"{kind}-{hashlib.sha256(prompt.encode()).hexdigest()[:12]}", prompt, answer, kind)

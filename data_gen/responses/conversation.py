@@ -1,7 +1,7 @@
 """A shard's conversations, turn by turn: the request of a turn contains the target's replies to earlier turns."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -11,7 +11,6 @@ from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode_text, render
 from data_gen.responses.exchange import (
     Answers,
-    Distributions,
     Exchange,
     Problem,
     Progress,
@@ -103,16 +102,6 @@ def without(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Ans
         [exchange for exchange in answers.exchanges if exchange.id not in problems],
         [problems[name] for name in spec.row_ids if name in problems],
     )
-
-
-def with_distributions(spec: ShardSpec, answers: Answers, results: Sequence[Distributions | Problem]) -> Answers:
-    """The answers with `results`, the distributions that they lack, in order; a row without becomes a problem."""
-    missing = iter(results)
-    known = [exchange.distributions or next(missing) for exchange in answers.exchanges]
-    broken = {row: result.reason for row, result in enumerate(known) if isinstance(result, Problem)}
-    pairs = zip(answers.exchanges, known, strict=True)
-    exchanges = [row if isinstance(result, Problem) else row._replace(distributions=result) for row, result in pairs]
-    return without(spec, Answers(exchanges, answers.problems), broken)
 
 
 def row_id(prompt: Prompt, turn: int) -> str:

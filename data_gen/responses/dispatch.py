@@ -39,8 +39,7 @@ def _key_for(url: str, variable: str | None) -> str:
         return os.environ.get("OPENAI_API_KEY", "none") if url.startswith(_OFFICIAL) else "none"
     if variable not in os.environ:
         raise ValueError(
-            f"data.server.api_key_variable is {variable}, but that environment variable is not set; set it, or remove "
-            "the setting"
+            f"data.server.api_key_variable is {variable}, but that environment variable is not set; set it"
         )
     return os.environ[variable]
 

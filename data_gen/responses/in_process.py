@@ -116,7 +116,9 @@ class _Batch:
         """One more token of every sequence; `is_last`: no further request joins."""
         active = self._active
         if len(active) <= _MAX_SHARE_ACTIVE * len(self._owners) and (is_last or not takes_turns(self._cache)):
-            self._remove_all_but(active)
+            select_rows(self._cache, torch.tensor(active))
+            self._owners = [self._owners[row] for row in active]
+            self._spans, self._newest = self._spans[active], self._newest[active]
             active = self._active
         if takes_turns(self._cache):
             span = int(self._spans[active].max())
@@ -130,11 +132,6 @@ class _Batch:
         self._width += 1
         self._spans += 1
         self._draw(hidden[active], active)
-
-    def _remove_all_but(self, rows: Sequence[int]) -> None:
-        select_rows(self._cache, torch.tensor(rows))
-        self._owners = [self._owners[row] for row in rows]
-        self._spans, self._newest = self._spans[rows], self._newest[rows]
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         output = body_of(self._source.model)(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from configs.schema import ServerConfig
-from data_gen.responses.conversation import ShardSpec, ask, with_distributions
+from data_gen.responses.conversation import ShardSpec, ask, without
 from data_gen.responses.dispatch import RefusedError, Servers
 from data_gen.responses.exchange import (
     Answers,
@@ -99,8 +99,16 @@ class CompletionsServer:
         answers = ask(spec, source, **settings)
         if self.reader is None:
             return answers
-        unknown = [exchange for exchange in answers.exchanges if exchange.distributions is None]
-        return with_distributions(spec, answers, self.distributions_of(unknown))
+        results = iter(self.distributions_of([row for row in answers.exchanges if row.distributions is None]))
+        exchanges, broken = [], dict[int, str]()
+        for number, exchange in enumerate(answers.exchanges):
+            result = exchange.distributions or next(results)
+            if isinstance(result, Problem):
+                broken[number] = result.reason
+            else:
+                exchange = exchange._replace(distributions=result)
+            exchanges.append(exchange)
+        return without(spec, Answers(exchanges, answers.problems), broken)
 
     async def _all(self, works: Sequence[tuple[str, Coroutine[Any, Any, Any]]]) -> list[Any]:
         """The results in order; what the servers refuse is a problem, and nearly only problems end the run."""

@@ -40,7 +40,7 @@ _MINUS_INFINITY = -9999.0
 _SUM_ERROR = 1e-3
 _RAW = "start the server with --logprobs-mode raw_logprobs"
 _MORE = "raise data.server.num_logprobs, or set data.labels: target"
-_OTHERWISE = "or set data.labels: target, which labels with the target in this process"
+_OTHERWISE = "or set data.labels: target"
 
 
 class NotDeterminedError(ValueError):

@@ -67,8 +67,7 @@ def _entropy_truncated(q_logits, uniform, sampling, known):
 
 def _drawn_before_warping(q_logits, uniform, sampling):
     """Y comes from the plain softmax, its numbers from the warped q."""
-    q = sampling.probs(q_logits.float())
-    return laws._draft_labels(q_logits.float(), q, draw(q_logits.float().softmax(-1), uniform)), q
+    return label_draft(q_logits, None, sampling, draw(q_logits.float().softmax(-1), uniform))
 
 
 def _cross_entropy_swapped(q, p, *, q_logits, p_logits):
