@@ -11,7 +11,7 @@ token that the server generates after it: one forward, as in this process.
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,12 +87,11 @@ class CompletionsServer:
             finally:
                 progress(1)
 
-        return self.servers.run(self._all([(request.id, answer(request)) for request in requests]))
+        return self.servers.run(self._all(requests, answer))
 
     def distributions_of(self, exchanges: Sequence[Exchange]) -> list[Distributions | Problem]:
         """The target's distributions at the positions of existing responses; ValueError as `respond`."""
-        works = [(exchange.id, self._distributions_along(exchange)) for exchange in exchanges]
-        return self.servers.run(self._all(works))
+        return self.servers.run(self._all(exchanges, self._distributions_along))
 
     def ask(self, spec: ShardSpec, source: ResponseSource, **settings: Any) -> Answers:
         """The answers of `source`, these servers or a file, with the target's distributions if there is a reader."""
@@ -110,20 +109,22 @@ class CompletionsServer:
             exchanges.append(exchange)
         return without(spec, Answers(exchanges, answers.problems), broken)
 
-    async def _all(self, works: Sequence[tuple[str, Coroutine[Any, Any, Any]]]) -> list[Any]:
-        """The results in order; what the servers refuse is a problem, and nearly only problems end the run."""
+    async def _all(self, rows: Sequence[Any], work: Callable[[Any], Coroutine[Any, Any, Any]]) -> list[Any]:
+        """The results of `work` in the order of the rows; what the servers refuse is a problem, and nearly only
+        problems end the run.
+        """
         subject = f"answers of {', '.join(self.server.urls)} are invalid"
-        tasks, results = [(name, asyncio.ensure_future(work)) for name, work in works], list[Any]()
+        tasks, results = [asyncio.ensure_future(work(row)) for row in rows], list[Any]()
         try:
-            for name, task in tasks:
+            for row, task in zip(rows, tasks, strict=True):
                 try:
                     results.append(await task)
                 except (RefusedError, NotDeterminedError) as error:
-                    results.append(Problem(name, "error", str(error)))
+                    results.append(Problem(row.id, "error", str(error)))
                 problem = results[-1] if isinstance(results[-1], Problem) else None
                 self._latest.add([problem], subject=subject, remedy=_REMEDY)
         finally:
-            for _, task in tasks:
+            for task in tasks:
                 task.cancel()
         return results
 

@@ -88,22 +88,6 @@ def test_a_worker_with_other_versions_is_refused_and_both_are_named(on_cluster, 
         make(on_cluster)
 
 
-@pytest.mark.slow
-def test_relative_paths_mean_the_same_to_every_worker(on_cluster, tmp_path, toy_pair, monkeypatch):
-    """Ray was started in another directory than the run."""
-    (tmp_path / "splits.json").write_text('{"test": ["p1", "p2", "p3", "p4"]}')
-    (tmp_path / "prompts.jsonl").symlink_to(on_cluster.data.prompts)
-    models = {name: replace(getattr(on_cluster.pair, name), path=name) for name in ("target", "draft")}
-    for name in models:
-        (tmp_path / name).symlink_to(toy_pair / name)
-    monkeypatch.chdir(tmp_path)
-    pair = replace(on_cluster.pair, **models)
-    config = with_data(replace(on_cluster, pair=pair), dir="far", prompts="prompts.jsonl", split_ids="splits.json")
-    make(config)
-    make(with_data(config, engine="local", dir="near"))
-    assert files_of("far") == files_of("near")
-
-
 def test_every_path_is_made_absolute_and_every_name_stays(toy_config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "target").mkdir()
