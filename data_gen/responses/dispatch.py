@@ -76,8 +76,8 @@ class Servers:
         """Each shard with its answers, in order, so that servers are not idle while a shard is labelled and written.
 
         Beyond two shards (one yielded, one that is finishing), shards are opened until they hold as many conversations
-        as requests fit in flight, so only a few shards are in memory; each is asked for in a thread. When the caller
-        stops, requests are cancelled.
+        as requests fit in flight, so only a few shards are in memory; each has a thread. When the caller stops,
+        requests are cancelled.
         """
         open_shards: deque[tuple[ShardSpec, Future[Answers]]] = deque()
         waiting, num_at_once = iter(specs), self.config.concurrency * len(self.config.urls)
