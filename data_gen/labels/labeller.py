@@ -56,16 +56,9 @@ class Labeller:
     ) -> Labelled:
         """The columns of the loaded models, each [token]; with the draft also `drawn` [token, hidden] on request.
 
-        Args:
-            exchanges: the rows of the shard.
-            inputs: `uniform` [token] to draw Y with, or `draft_ids` if Y is known; without the draft also `log_q`.
-                Optional: `target_states` [token, hidden], which replace the target's forward; `p_ids` and `p_probs`
-                [token, support], a server's distributions, which replace the target.
-            with_hidden: return `drawn`.
-            progress: called with the number of rows of each batch.
-
-        Raises:
-            ValueError: a model is in train mode.
+        `inputs`: `uniform` [token] to draw Y with, or `draft_ids` if Y is known; without the draft also `log_q`.
+        Optional: `target_states` [token, hidden], which replace the target's forward; `p_ids` and `p_probs` [token,
+        support], a server's distributions, which replace the target. ValueError if a model is in train mode.
         """
         for model in (self.draft, self.target):
             if model is not None:

@@ -163,12 +163,14 @@ def save(spec: ShardSpec, stage: Stage, answers: Answers, columns: Mapping[str, 
 def load(spec: ShardSpec, stage: Stage, data: DataConfig) -> tuple[Answers, dict[str, Tensor]]:
     """The answers and the columns that `save` saved, without the hidden states."""
     path = _stage_path(spec, data, stage)
-    return answers_in(path), labels.read_tensors(path)
+    return answers_in(path), safetensors.torch.load_file(path)
 
 
 def load_states(spec: ShardSpec, data: DataConfig) -> dict[str, Tensor]:
     """The hidden states of the stage `draft`, by timing."""
-    return {timing: labels.read_tensors(_states_path(spec, data, timing))["hidden"] for timing in data.feature_sets}
+    return {
+        timing: safetensors.torch.load_file(_states_path(spec, data, timing))["hidden"] for timing in data.feature_sets
+    }
 
 
 def answers_in(path: Path) -> Answers:

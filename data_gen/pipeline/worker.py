@@ -177,18 +177,11 @@ class Worker:
             yield from self._server.servers.ahead(specs, lambda spec: self._ask(spec, progress))
 
     def make(self, spec: ShardSpec, progress: Progress, answers: Answers | None = None) -> None:
-        """Run the stage on one shard.
+        """Run the stage on one shard; `answers` are what `with_answers` yielded with it.
 
         If memory runs out, the shard starts again with half the batch size, which this worker then keeps. Random
-        numbers belong to the shard, not to its batches, so only rounding depends on the batch size.
-
-        Args:
-            spec: the shard.
-            progress: called with the number of requests that a step has finished (`Job.num_steps`).
-            answers: what `with_answers` yielded with the shard; None: request them from the source.
-
-        Raises:
-            ValueError: a single sequence does not fit in memory.
+        numbers belong to the shard, not to its batches, so only rounding depends on the batch size. ValueError if a
+        single sequence does not fit.
         """
         counts: list[int] = []
 

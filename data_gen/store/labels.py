@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 
 import safetensors.torch
 import torch
@@ -93,8 +92,3 @@ def to_safetensors(columns: Mapping[str, Tensor], layout: Layout) -> bytes:
     if "draft_lengths" in columns:
         tensors["draft_lengths"] = columns["draft_lengths"]
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
-
-
-def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """Every tensor of a shard of labels or features."""
-    return safetensors.torch.load_file(path)

@@ -61,12 +61,8 @@ def to_parquet(
 ) -> bytes:
     """The Parquet file of one shard; the same rows give the same bytes.
 
-    Args:
-        exchanges: the rows.
-        columns: draft_ids and `POSITION_COLUMNS`, each [token] over all rows; those absent become null.
-        from_target: [token of every mixing] coins: row by row, and within a row mixing by mixing; None: null.
-        mixes: mixings per row.
-        has_sets: prompts come from several sets, whose names their ids begin with.
+    `columns`: draft_ids and `POSITION_COLUMNS`, each [token] over all rows, null if absent; `from_target`: the coins,
+    [token of every mixing]. With `has_sets` ids begin with the name of the prompt's set.
     """
     lengths = [len(exchange.response_ids) for exchange in exchanges]
     arrays: dict[str, pa.Array] = {

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from configs.schema import Config
 from data_gen.pipeline.command import make
 from data_gen.prompts.sets import load_prompts
 from data_gen.responses.exchange import Problem, Request
 from data_gen.responses.in_process import TargetInProcess
-from data_gen.store.labels import read_tensors
 from data_gen.store.rows import read_rows
 from lm import Sampling
 from store.shards import features_path, labels_path, list_shards, rows_path
@@ -50,7 +50,7 @@ def test_a_shard_whose_prompts_are_all_skipped_is_an_empty_shard(toy_config, tmp
         with pytest.raises(ValueError, match=r"none of 1 prompts became a row.*empty prompt"):
             make(config)
         assert read_rows(rows_path(config.data.dir, "train", 0)).num_rows == 0
-        assert read_tensors(features_path(config.data.dir, "fed", "train", 0))["hidden"].shape == (0, 8)
+        assert load_file(features_path(config.data.dir, "fed", "train", 0))["hidden"].shape == (0, 8)
 
 
 def test_a_model_that_yields_nan_is_refused(toy_config, tmp_path):
@@ -121,8 +121,8 @@ def features_of(config: Config, timing: str) -> dict[str, list[torch.Tensor]]:
     found = {}
     for path in list_shards(config.data.dir, "train"):
         index = int(path.stem.split("-")[1])
-        features = read_tensors(labels_path(config.data.dir, "train", index))
-        features |= read_tensors(features_path(config.data.dir, timing, "train", index))
+        features = load_file(labels_path(config.data.dir, "train", index))
+        features |= load_file(features_path(config.data.dir, timing, "train", index))
         offsets = features.pop("row_offsets").tolist()
         for row, name in enumerate(read_rows(path, ["id"])["id"].to_pylist()):
             found[name] = [features[key][offsets[row] : offsets[row + 1]] for key in sorted(features)]
@@ -201,8 +201,8 @@ def test_every_mixing_of_a_broken_row_is_left_out(healthy):
     healthy = with_data(healthy, mixes=2, num_test=0)
     broken, (name,) = both_made(healthy, "draft")
     assert rows_of(broken) == [row for row in rows_of(healthy) if row["id"] != name]
-    stored = read_tensors(labels_path(broken.data.dir, "train", 1))
-    hidden = read_tensors(features_path(broken.data.dir, "fed", "train", 1))["hidden"]
+    stored = load_file(labels_path(broken.data.dir, "train", 1))
+    hidden = load_file(features_path(broken.data.dir, "fed", "train", 1))["hidden"]
     assert len(hidden) == len(stored["is_drafted"]) == 2 * stored["row_offsets"][-1]
 
 
