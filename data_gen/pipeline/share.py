@@ -75,21 +75,16 @@ class Share(NamedTuple):
 
     def refuse_others(self, directory: str, data: DataConfig) -> None:
         """Raise ValueError if running processes divide the shards differently; the caller has its turn."""
-        requested = f"{data.num_train}, {data.num_dev} and {data.num_test}"
+        numbers = f"data.num_train, num_dev and num_test {data.num_train}, {data.num_dev} and {data.num_test}"
+        requested = f"--world_size {self.world_size} and {numbers}"
         for path in self._others(directory):
-            if (holder := holder_of(path)) is None:
-                continue
-            rank, _, world_size = path.name.removeprefix(f"{LOCK}-").split("-")
-            who = f"{directory} is in use by rank {rank} of {world_size}, {in_words(holder)}"
-            if world_size != str(self.world_size):
-                raise ValueError(
-                    f"{who}; wait until it ends, stop it, give this process --world_size {world_size} too, or choose "
-                    "another data.dir"
-                )
+            holder = holder_of(path) or {}
             if holder.get("requested", requested) != requested:
+                rank, _, world_size = path.name.removeprefix(f"{LOCK}-").split("-")
                 raise ValueError(
-                    f"{who}, with data.num_train, num_dev and num_test {holder['requested']} instead of {requested}; "
-                    "give all processes the same numbers, or wait until it ends"
+                    f"{directory} is in use by rank {rank} of {world_size}, {in_words(holder)}, with "
+                    f"{holder['requested']} instead of {requested}; wait until it ends, stop it, give all processes "
+                    "the same numbers, or choose another data.dir"
                 )
         if not self.is_whole:
             state(Path(directory) / self._lock, requested=requested)

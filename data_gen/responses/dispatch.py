@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from configs.schema import ServerConfig
 from data_gen.responses.conversation import ShardSpec
-from data_gen.responses.exchange import Answers
+from data_gen.responses.exchange import Answers, RefusedError
 
 Result = TypeVar("Result")
 _GONE = (openai.APIConnectionError, openai.InternalServerError)
@@ -42,10 +42,6 @@ def _key_for(url: str, variable: str | None) -> str:
             f"data.server.api_key_variable is {variable}, but that environment variable is not set; set it"
         )
     return os.environ[variable]
-
-
-class RefusedError(ValueError):
-    """An answer to one request that is not a completion, for a reason that does not concern other requests."""
 
 
 class Servers:

@@ -53,6 +53,10 @@ class Problem(NamedTuple):
     reason: str
 
 
+class RefusedError(ValueError):
+    """A request has no usable answer, for a reason that does not concern other requests: its row becomes a problem."""
+
+
 @runtime_checkable
 class ResponseSource(Protocol):
     """Where responses come from."""

@@ -18,7 +18,7 @@ import torch
 
 from configs.schema import ServerConfig
 from data_gen.responses.conversation import ShardSpec, ask, without
-from data_gen.responses.dispatch import RefusedError, Servers
+from data_gen.responses.dispatch import Servers
 from data_gen.responses.exchange import (
     Answers,
     Distributions,
@@ -27,12 +27,13 @@ from data_gen.responses.exchange import (
     LatestRows,
     Problem,
     Progress,
+    RefusedError,
     Request,
     Response,
     ResponseSource,
 )
 from data_gen.responses.text import Spelling
-from data_gen.responses.top_logprobs import DistributionReader, NotDeterminedError
+from data_gen.responses.top_logprobs import DistributionReader
 from lm import Sampling
 from lm.draws import seed_of
 
@@ -119,7 +120,7 @@ class CompletionsServer:
             for row, task in zip(rows, tasks, strict=True):
                 try:
                     results.append(await task)
-                except (RefusedError, NotDeterminedError) as error:
+                except RefusedError as error:
                     results.append(Problem(row.id, "error", str(error)))
                 problem = results[-1] if isinstance(results[-1], Problem) else None
                 self._latest.add([problem], subject=subject, remedy=_REMEDY)
@@ -141,11 +142,11 @@ class CompletionsServer:
                 for first_position in (positions, plain_positions):
                     self._distributions(first_position, [None])
                 if _is_tempered(positions, plain_positions, self.sampling.temperature):
-                    raise NotDeterminedError(
+                    raise RefusedError(
                         "its log-probabilities depend on the temperature; start the server with --logprobs-mode "
                         "raw_logprobs, or set data.labels: target"
                     )
-            except (RefusedError, NotDeterminedError) as error:
+            except RefusedError as error:
                 raise ValueError(f"{url} failed at its first request: {error}") from error
 
     async def _distributions_along(self, exchange: Exchange) -> Distributions:
@@ -164,9 +165,7 @@ class CompletionsServer:
         """The distributions at the positions of these tokens; None: a token that the server has not seen."""
         assert self.reader is not None
         if len(positions) != len(tokens):
-            raise NotDeterminedError(
-                f"the server returned log-probabilities at {len(positions)} of {len(tokens)} positions"
-            )
+            raise RefusedError(f"the server returned log-probabilities at {len(positions)} of {len(tokens)} positions")
         for number, (logprobs, token) in enumerate(zip(positions, tokens, strict=True)):
             wrong = next((name for name in logprobs if not 0 <= name < _NUM_IDS), None)
             if wrong is not None:

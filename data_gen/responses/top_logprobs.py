@@ -1,5 +1,5 @@
 """The target's distribution p under the run's `Sampling`, from the log-probabilities of the N likeliest tokens, which a
-server returns for each position of a response. The result is p itself or a `NotDeterminedError`, never an
+server returns for each position of a response. The result is p itself or a `RefusedError`, never an
 approximation.
 
 A server computes log-probabilities at temperature 1 over its whole vocabulary, so they are logits minus a constant per
@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from data_gen.responses.exchange import Distributions
+from data_gen.responses.exchange import Distributions, RefusedError
 from lm import Sampling
 
 _MARGIN, _TOP = 30, 50
@@ -41,10 +41,6 @@ _SUM_ERROR = 1e-3
 _RAW = "start the server with --logprobs-mode raw_logprobs"
 _MORE = "raise data.server.num_logprobs, or set data.labels: target"
 _OTHERWISE = "or set data.labels: target"
-
-
-class NotDeterminedError(ValueError):
-    """The distribution at a position does not follow from what the server returned."""
 
 
 def num_logprobs_of(sampling: Sampling, requested: int | None) -> int:
@@ -84,7 +80,7 @@ class DistributionReader:
     """Whether the server's vocabulary may have further ids."""
 
     def distributions(self, positions: Sequence[Mapping[int, float]]) -> Distributions:
-        """The distributions from {token id: log-probability} at each position; NotDeterminedError if one lacks."""
+        """The distributions from {token id: log-probability} at each position; RefusedError if one lacks."""
         ids, values = _likeliest(positions, self.num_logprobs)
         mass = values.exp().sum(-1)
         lacks = torch.tensor([len(logprobs) < self.num_logprobs for logprobs in positions]).bool()
@@ -168,6 +164,6 @@ def _by_support(ids: Int[Tensor, "position top"], probs: Float[Tensor, "position
 def _refuse(is_wrong: Bool[Tensor, " position"], reason: str) -> None:
     if is_wrong.any():
         position = int(is_wrong.nonzero()[0])
-        raise NotDeterminedError(
+        raise RefusedError(
             f"the target's distribution at position {position} does not follow from the log-probabilities: {reason}"
         )
