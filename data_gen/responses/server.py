@@ -81,7 +81,7 @@ class CompletionsServer:
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
         """One answer per request; ValueError if no server answers, or nearly all answers are invalid."""
 
-        async def answer(request: Request) -> Response | Problem:
+        async def answer(request: Request) -> Response:
             body = self._settings_for(request) | {"seed": seed_of(seed, request.id) % _NUM_SEEDS}
             try:
                 return self._read(await self.servers.ask(body), request)
@@ -210,7 +210,7 @@ class CompletionsServer:
             "add_special_tokens in data.server.extra"
         )
 
-    def _read(self, completion: Any, request: Request) -> Response | Problem:
+    def _read(self, completion: Any, request: Request) -> Response:
         choice = _choice(completion)
         text, token_ids, reason = choice.get("text"), choice.get("token_ids"), choice.get("finish_reason")
         if not isinstance(text, str) or reason not in ("stop", "length"):
@@ -219,11 +219,9 @@ class CompletionsServer:
         if token_ids is None:
             answer = self.spelling.of_text(text, ended, request)
         elif isinstance(token_ids, list):
-            answer = self.spelling.of_ids(token_ids, ended, request, text=text)
+            answer = self.spelling.of_ids(token_ids, ended, text=text)
         else:
             raise RefusedError(f"invalid answer from the server: token_ids is not a list: {token_ids!r:.80}")
-        if isinstance(answer, Problem):
-            return answer
         limit, num_tokens = self.settings["max_tokens"], len(answer.response_ids)
         if num_tokens > limit + (ended == "stop"):
             raise RefusedError(f"the server returned {num_tokens} tokens, more than the requested {limit}")
