@@ -105,9 +105,9 @@ def write_files(
     rows_columns: Mapping[str, Tensor] | None = None,
     data: DataConfig,
 ) -> None:
-    """Write the hidden states, the labels and then the rows of a shard, so that rows on disk always have both. Hidden
-    states that `columns` lacks are those of the stage `draft`; a feature draft, whose labels are not those of the
-    response tokens, needs `layout` and `rows_columns` too.
+    """Write the hidden states, the labels and then the rows of a shard, so that rows on disk always have both; the
+    sidecar of the rows has the outcome of every prompt. Hidden states that `columns` lacks are those of the stage
+    `draft`; a feature draft, whose labels are not those of the response tokens, needs `layout` and `rows_columns` too.
     """
     layout = layout or layout_of(answers.exchanges)
     for timing in data.feature_sets:
@@ -116,28 +116,22 @@ def write_files(
             _write_states(path, columns[timing], answers, data, timing)
         elif (source := _stage_path(spec, data, timing)).is_file():  # else moved by a run that was killed afterwards
             move_shard(source, path)
-    facts = {"rows": len(answers.exchanges), "tokens": layout.num_tokens}
-    write_shard(labels_path(data.dir, spec.split, spec.index), labels.to_safetensors(columns, layout), **facts)
-    write_rows(spec, answers, columns=rows_columns or columns, data=data)
+    num_rows, written = len(answers.exchanges), (data.dir, spec.split, spec.index)
+    content = labels.to_safetensors(columns, layout)
+    write_shard(labels_path(*written), content, rows=num_rows, tokens=layout.num_tokens)
+    columns, has_sets = rows_columns or columns, len(sources_of(data)) > 1
+    from_target, num_tokens = columns.get("from_target"), layout_of(answers.exchanges).num_tokens
+    table = rows.to_parquet(answers.exchanges, columns, from_target=from_target, mixes=data.mixes, has_sets=has_sets)
+    problems = [problem._asdict() for problem in answers.problems]
+    account = {"prompts": spec.digests, "input": spec.num_requests, "ok": num_rows, "problems": problems}
+    sizes = {"batch_size": data.batch_size, "chunk_mb": data.chunk_mb}  # the rounding of forwards depends on them
+    write_shard(rows_path(*written), table, rows=num_rows, tokens=num_tokens, **account, **sizes)
     forget_stages([spec], data)
 
 
 def _write_states(path: Path, hidden: Tensor, answers: Answers, data: DataConfig, timing: str) -> None:
     num_rows = len(answers.exchanges) * (data.mixes if timing == "fed" else 1)
     write_shard(path, safetensors.torch.save({"hidden": hidden.contiguous()}), rows=num_rows, tokens=len(hidden))
-
-
-def write_rows(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tensor], data: DataConfig) -> None:
-    """Write the rows of a shard, and into their sidecar the outcome of every prompt."""
-    from_target, has_sets = columns.get("from_target"), len(sources_of(data)) > 1
-    table = rows.to_parquet(answers.exchanges, columns, from_target=from_target, mixes=data.mixes, has_sets=has_sets)
-    num_rows, num_tokens = len(answers.exchanges), layout_of(answers.exchanges).num_tokens
-    problems = [problem._asdict() for problem in answers.problems]
-    account = {"prompts": spec.digests, "input": spec.num_requests, "ok": num_rows, "problems": problems}
-    sizes = {"batch_size": data.batch_size, "chunk_mb": data.chunk_mb}  # the rounding of forwards depends on them
-    write_shard(
-        rows_path(data.dir, spec.split, spec.index), table, rows=num_rows, tokens=num_tokens, **account, **sizes
-    )
 
 
 def kept_responses(spec: ShardSpec, data: DataConfig) -> dict[str, Response]:
