@@ -6,7 +6,7 @@ on any engine, in any order, and after any interruption.
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -169,7 +169,7 @@ class Worker:
 
     def with_answers(
         self, specs: Sequence[ShardSpec], progress: Progress
-    ) -> Iterator[tuple[ShardSpec, Answers | None]]:
+    ) -> Generator[tuple[ShardSpec, Answers | None], None, None]:
         """Each shard, with its answers if they come from servers, which then work ahead on the next shards."""
         if self._server is None:
             yield from ((spec, None) for spec in specs)
