@@ -124,14 +124,11 @@ class ChainLabeller:
             is_kept = is_kept.roll(1)
             is_kept[0] = False
         limits[~is_kept] = 1  # the rows need the first step of every position
-        groups = torch.arange(len(response)).split(at_once)
-        return [
-            _selected(
-                self._group(chains, reading, lengths[group], limits[group], uniform[group], timings=timings),
-                is_kept[group],
-            )
-            for group in groups
-        ]
+        parts = []
+        for group in torch.arange(len(response)).split(at_once):
+            part = self._group(chains, reading, lengths[group], limits[group], uniform[group], timings=timings)
+            parts.append(_selected(part, is_kept[group]))
+        return parts
 
     def _group(
         self,

@@ -195,11 +195,6 @@ def test_a_set_whose_fields_have_other_names_is_read_by_its_own(monkeypatch):
     assert load_prompts(config, "test") == [Prompt("81", ("one", "two"), category="writing")]
 
 
-@pytest.fixture(scope="session")
-def tokenizer(toy_pair: Path):
-    return AutoTokenizer.from_pretrained(toy_pair / "target")
-
-
 def test_templates_are_the_papers_wrappers(tokenizer):
     prompt = Prompt("a", ("Add.",), context="1 2")
     assert render(prompt, tokenizer, "llama2") == "[INST] Add.\nInput: 1 2 [/INST]"
