@@ -17,7 +17,7 @@ from store.shards import atomic_directory, write_atomic
 
 _SHARE = 0.1
 """Share of the prompts for dev, and for test."""
-_FEWEST, _PROMPTS = 3, "prompts.jsonl"
+_PROMPTS = "prompts.jsonl"
 
 
 def make_data(
@@ -50,24 +50,35 @@ def make_data(
         FileNotFoundError: a model that does not exist.
     """
     lines = [] if isinstance(prompts, str) else [_line(prompt, index) for index, prompt in enumerate(prompts)]
-    if len(lines) < _FEWEST:
-        raise ValueError(f"prompts is {prompts!r:.80}; give a list of at least {_FEWEST}, for train, dev and test")
+    if len(lines) < 3:
+        raise ValueError(f"prompts is {prompts!r:.80}; give a list of at least 3, for train, dev and test")
     known = DataConfig.__dataclass_fields__.keys() - {"dir", "prompts"}
     if unknown := sorted(settings.keys() - known):
         raise ValueError(f"{unknown[0]!r} is not a setting of make_data; it takes {', '.join(sorted(known))}")
-    sampling, root = SamplingConfig(temperature=temperature), local_path(dir, "dir")
-    pair = with_shipped_models(
-        PairConfig(
-            target=_source(target, root / "models" / "target", tokenizer),
-            draft=_source(draft, root / "models" / "draft", tokenizer),
-            sampling=sampling,
-        )
+    root = local_path(dir, "dir")
+    pair = PairConfig(
+        target=_source(target, root / "models" / "target", tokenizer),
+        draft=_source(draft, root / "models" / "draft", tokenizer),
+        sampling=SamplingConfig(temperature=temperature),
     )
-    config = _config(pair, root, len(lines), settings)
+    config = _config(with_shipped_models(pair), root, len(lines), settings)
     check_limits(config)
     write_atomic(root / _PROMPTS, "".join(f"{line}\n" for line in lines).encode())
     make(config)
     return config
+
+
+def _config(pair: PairConfig, root: Path, num_prompts: int, settings: Mapping[str, Any]) -> Config:
+    num = max(1, round(_SHARE * num_prompts))
+    shares = (num_prompts - 2 * num, num, num)
+    data: dict[str, Any] = dict(zip(("num_train", "num_dev", "num_test"), shares, strict=True))
+    data |= {"dir": str(root / "data"), "prompts": str(root / _PROMPTS), "split_weights": shares, **settings}
+    return Config(
+        pair=pair,
+        data=DataConfig(**data),
+        heads=HeadsConfig(dir=str(root / "heads"), specdec=False),
+        decode=DecodeConfig(dir=str(root / "decode"), num_dev=num, num_test=num),
+    )
 
 
 def _line(prompt: Any, index: int) -> str:
@@ -78,19 +89,6 @@ def _line(prompt: Any, index: int) -> str:
         return json.dumps(record, ensure_ascii=False)
     except (ValueError, TypeError) as error:
         raise ValueError(f"prompts[{index}]: {error}") from error
-
-
-def _config(pair: PairConfig, root: Path, num_prompts: int, settings: Mapping[str, Any]) -> Config:
-    held_out = max(1, round(_SHARE * num_prompts))
-    num_train = num_prompts - 2 * held_out
-    numbers = {"num_train": num_train, "num_dev": held_out, "num_test": held_out}
-    split: dict[str, Any] = {"split_weights": (num_train, held_out, held_out), **numbers}
-    return Config(
-        pair=pair,
-        data=DataConfig(dir=str(root / "data"), prompts=str(root / _PROMPTS), **split | dict(settings)),
-        heads=HeadsConfig(dir=str(root / "heads"), specdec=False),
-        decode=DecodeConfig(dir=str(root / "decode"), num_dev=held_out, num_test=held_out),
-    )
 
 
 def _source(model: Any, path: Path, tokenizer: PreTrainedTokenizerBase | None) -> ModelSource:

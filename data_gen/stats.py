@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import Config
-from data_gen.store.errors import account
 from data_gen.store.manifest import read_manifest
-from data_gen.store.rows import read_rows
+from data_gen.store.rows import account, read_rows
 from store.shards import check_sums, list_shards, write_atomic
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ Positions = dict[str, Array]
 """
 _BLUE, _ORANGE = "#1f5fa8", "#d95f02"
 _NUM_BINS, _FEWEST = 20, 5
+_MIN_ENTROPY = 0.01
+"""Below it, the ratio of entropies is noise."""
 _NAMES = ("acceptance_prob", "acceptance_rate", "entropy", "cross_entropy")
 
 
@@ -82,13 +83,9 @@ def _rows(paths: list[Path]) -> "pd.DataFrame":
 
 
 def _positions(rows: "pd.DataFrame", folder: Path) -> Positions:
-    """The positions of the rows that have the columns of both models; ValueError if there are none."""
     rows = rows.dropna(subset=["acceptance_rate", "entropy"])
     if rows.empty:
-        raise ValueError(
-            f"{folder} has no acceptance_rate or entropy (sequential or imported data), which stats need; make the "
-            "data with data.mode: together"
-        )
+        raise ValueError(f"{folder} has no acceptance_rate or entropy; make the data with data.mode: together")
     lengths = np.concatenate([accepted_length(rates) for rates in rows.acceptance_rate])
     positions = {name: np.concatenate(rows[name].to_list()).astype(np.float64) for name in _NAMES}
     return positions | {"accepted_length": lengths}
@@ -124,7 +121,7 @@ def summarise(positions: Positions) -> dict[str, Any]:
     rate, entropy, cross_entropy = (positions[name] for name in ("acceptance_rate", "entropy", "cross_entropy"))
     bounds = lower_bounds(entropy, cross_entropy)
     rho = float(cross_entropy.sum() / max(entropy.sum(), 1e-12))
-    has_entropy = entropy > 0.01  # below, the ratio is noise
+    has_entropy, has_spread = entropy > _MIN_ENTROPY, rate.size > 1 and rate.std() > 0
     return {
         "positions": int(rate.size),
         "acceptance_rate_mean": float(rate.mean()),
@@ -133,9 +130,7 @@ def summarise(positions: Positions) -> dict[str, Any]:
         "entropy_mean_nats": float(entropy.mean()),
         "cross_entropy_mean_nats": float(cross_entropy.mean()),
         "accepted_length_mean": float(positions["accepted_length"].mean()),
-        "corr_sqrt_entropy_rate": float(np.corrcoef(np.sqrt(entropy), rate)[0, 1])
-        if rate.size > 1 and rate.std() > 0
-        else 0.0,
+        "corr_sqrt_entropy_rate": float(np.corrcoef(np.sqrt(entropy), rate)[0, 1]) if has_spread else 0.0,
         "rho_ratio_of_means": rho,
         "rho_median": float(np.median(cross_entropy[has_entropy] / entropy[has_entropy])) if has_entropy.any() else rho,
         "c": (rho - 1) / 2,
@@ -151,9 +146,15 @@ def _draw(positions: Positions, summary: dict[str, Any], path: Path) -> None:
     axes = [figure.add_subplot(1, 3, number) for number in (1, 2, 3)]
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-    _draw_entropy(axes[0], positions, summary["c"])
-    _draw_ratio(axes[1], positions, summary)
-    _draw_bound(axes[2], positions, summary["bretagnolle_huber_violations"])
+    _draw_entropy(axes[0], positions["entropy"], positions["acceptance_rate"], summary["c"])
+    _draw_ratio(axes[1], positions["cross_entropy"], positions["entropy"], summary)
+    # acceptance against its lower bound, which holds above the diagonal
+    axes[2].hexbin(
+        positions["bound"], positions["acceptance_rate"], gridsize=50, bins="log", cmap="Blues", mincnt=1, lw=0.1
+    )
+    axes[2].plot([0, 1], [0, 1], color=_ORANGE, lw=1)
+    below = f"{summary['bretagnolle_huber_violations']:.2%} of positions below the bound"
+    axes[2].set(title=below, xlabel="Bretagnolle-Huber bound", ylabel="acceptance_rate")
     if summary["sampling"] != {"temperature": 1.0, "top_k": None, "top_p": None}:
         sampling = ", ".join(f"{name} {value}" for name, value in summary["sampling"].items() if value is not None)
         figure.supxlabel(f"acceptance under {sampling}; entropies and bounds at temperature 1", fontsize=8)
@@ -161,41 +162,29 @@ def _draw(positions: Positions, summary: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _draw_entropy(axis: "Axes", positions: Positions, c: float) -> None:
+def _draw_entropy(axis: "Axes", entropy: Array, rate: Array, c: float) -> None:
     """Acceptance by draft entropy: mean and quartiles of equal-width bins."""
-    x, y = positions["entropy"], positions["acceptance_rate"]
-    edges = np.linspace(0, max(float(np.quantile(x, 0.999)), 1e-9), _NUM_BINS + 1)
-    index = np.clip(np.digitize(x, edges) - 1, 0, _NUM_BINS - 1)
+    edges = np.linspace(0, max(float(np.quantile(entropy, 0.999)), 1e-9), _NUM_BINS + 1)
+    index = np.clip(np.digitize(entropy, edges) - 1, 0, _NUM_BINS - 1)
     filled = [number for number in range(_NUM_BINS) if (index == number).sum() >= _FEWEST]
-    centres = ((edges[:-1] + edges[1:]) / 2)[filled]
-    lower, upper = (np.array([np.quantile(y[index == number], share) for number in filled]) for share in (0.25, 0.75))
+    bins, centres = [rate[index == number] for number in filled], ((edges[:-1] + edges[1:]) / 2)[filled]
+    lower, upper = ([np.quantile(part, share) for part in bins] for share in (0.25, 0.75))
     axis.fill_between(centres, lower, upper, color=_BLUE, alpha=0.2, lw=0, label="quartiles")
-    axis.plot(centres, [y[index == number].mean() for number in filled], color=_BLUE, marker="o", ms=3, label="mean")
-    grid = np.linspace(0, x.max(), 200)
+    axis.plot(centres, [part.mean() for part in bins], color=_BLUE, marker="o", ms=3, label="mean")
+    grid = np.linspace(0, entropy.max(), 200)
     svip = np.maximum(0, 1 - np.sqrt(max(c, 0) * grid))
     axis.plot(grid, svip, color=_ORANGE, ls="--", label=f"1 - sqrt({c:.2f} H)")
     axis.set(title="Acceptance by draft entropy", xlabel="H(q), nats", ylabel="acceptance_rate", ylim=(0, 1.02))
     axis.legend(frameon=False)
 
 
-def _draw_ratio(axis: "Axes", positions: Positions, summary: dict[str, Any]) -> None:
-    has_entropy = positions["entropy"] > 0.01
-    ratio = positions["cross_entropy"][has_entropy] / positions["entropy"][has_entropy]
+def _draw_ratio(axis: "Axes", cross_entropy: Array, entropy: Array, summary: dict[str, Any]) -> None:
+    has_entropy = entropy > _MIN_ENTROPY
+    ratio = cross_entropy[has_entropy] / entropy[has_entropy]
     highest = float(np.quantile(ratio, 0.97))  # the tail is long; it is drawn as one bar
     axis.hist(np.minimum(ratio, highest), bins=np.linspace(1, max(highest, 1.01), 60).tolist(), color=_BLUE, alpha=0.7)
-    rho = summary["rho_ratio_of_means"]
-    axis.axvline(rho, color=_ORANGE, label=f"ratio of means {rho:.2f}, so c = {summary['c']:.2f}")
+    label = f"ratio of means {summary['rho_ratio_of_means']:.2f}, so c = {summary['c']:.2f}"
+    axis.axvline(summary["rho_ratio_of_means"], color=_ORANGE, label=label)
     axis.axvline(1.3, color="#777777", ls=":", label="SVIP: 1.3, so c = 0.15")
     axis.set(title="Cross-entropy over entropy", xlabel="H(q, p) / H(q), where H(q) > 0.01", ylabel="positions")
     axis.legend(frameon=False)
-
-
-def _draw_bound(axis: "Axes", positions: Positions, share: float) -> None:
-    """Acceptance against its Bretagnolle-Huber lower bound, which holds above the diagonal."""
-    axis.hexbin(
-        positions["bound"], positions["acceptance_rate"], gridsize=50, bins="log", cmap="Blues", mincnt=1, lw=0.1
-    )
-    axis.plot([0, 1], [0, 1], color=_ORANGE, lw=1)
-    axis.set(
-        title=f"{share:.2%} of positions below the bound", xlabel="Bretagnolle-Huber bound", ylabel="acceptance_rate"
-    )

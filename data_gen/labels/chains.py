@@ -84,9 +84,7 @@ class ChainLabeller:
         timings: Sequence[str],
         progress: Progress,
     ) -> LabelledDrafts:
-        """The labels and states of every draft of some responses; `uniform` are float64 numbers to draw the tokens of
-        each draft with.
-        """
+        """The labels and states of every draft of some responses; tokens are drawn with `uniform`, in float64."""
         parts, lengths, start = [self._empty(timings)], [], 0
         broken: dict[int, str] = {}
         for row, exchange in enumerate(exchanges):
@@ -126,14 +124,11 @@ class ChainLabeller:
             is_kept = is_kept.roll(1)
             is_kept[0] = False
         limits[~is_kept] = 1  # the rows need the first step of every position
-        groups = torch.arange(len(response)).split(at_once)
-        return [
-            _selected(
-                self._group(chains, reading, lengths[group], limits[group], uniform[group], timings=timings),
-                is_kept[group],
-            )
-            for group in groups
-        ]
+        parts = []
+        for group in torch.arange(len(response)).split(at_once):
+            part = self._group(chains, reading, lengths[group], limits[group], uniform[group], timings=timings)
+            parts.append(_selected(part, is_kept[group]))
+        return parts
 
     def _group(
         self,

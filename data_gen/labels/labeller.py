@@ -13,16 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_gen.labels.laws import (
-    acceptance_prob_of,
-    label_draft,
-    label_joint,
-    label_known,
-    label_served,
-    label_target,
-)
-from data_gen.labels.layout import layout_of
+from data_gen.labels.laws import acceptance_prob_of, label_draft, label_joint, label_served, label_target
 from data_gen.responses.exchange import Exchange, Progress
+from data_gen.store.labels import layout_of
 from lm import Sampling, forwards
 from lm.forwards import refuse_training
 from lm.sampling import REMEDY, non_finite
@@ -63,16 +56,9 @@ class Labeller:
     ) -> Labelled:
         """The columns of the loaded models, each [token]; with the draft also `drawn` [token, hidden] on request.
 
-        Args:
-            exchanges: the rows of the shard.
-            inputs: `uniform` [token] to draw Y with, or `draft_ids` if Y is known; without the draft also `log_q`.
-                Optional: `target_states` [token, hidden], which replace the target's forward; `p_ids` and `p_probs`
-                [token, support], a server's distributions, which replace the target.
-            with_hidden: return `drawn`.
-            progress: called with the number of rows of each batch.
-
-        Raises:
-            ValueError: a model is in train mode.
+        `inputs`: `uniform` [token] to draw Y with, or `draft_ids` if Y is known; without the draft also `log_q`.
+        Optional: `target_states` [token, hidden], which replace the target's forward; `p_ids` and `p_probs` [token,
+        support], a server's distributions, which replace the target. ValueError if a model is in train mode.
         """
         for model in (self.draft, self.target):
             if model is not None:
@@ -82,11 +68,8 @@ class Labeller:
         columns: dict[str, Tensor] = {} if exchanges else self._label_states(self._no_states(), inputs, with_hidden)
         for rows in forwards.alike(costs, self.batch_size):
             positions = layout.positions(rows)
-            part = self._label_batch(
-                [exchanges[row] for row in rows],
-                {name: value[positions] for name, value in inputs.items()},
-                with_hidden,
-            )
+            known = {name: value[positions] for name, value in inputs.items()}
+            part = self._label_batch([exchanges[row] for row in rows], known, with_hidden)
             for name, values in part.items():
                 columns.setdefault(name, values.new_empty(layout.num_tokens, *values.shape[1:]))[positions] = values
             progress(len(rows))
@@ -109,9 +92,7 @@ class Labeller:
         }
 
     def fed_hidden(self, exchanges: Sequence[Exchange], mixed_ids: Tensor, *, mixes: int) -> Tensor:
-        """Draft states after each token of each mixed sequence was fed, [token of every mixing, hidden]; `mixed_ids` is
-        Z, row by row, and within a row mixing by mixing.
-        """
+        """Draft states after each token of `mixed_ids` (Z, in the order of `Layout.order`) was fed, [token, hidden]."""
         assert self.draft is not None
         layout = layout_of(exchanges).repeated(mixes)
         prompts = [exchange.prompt_ids for exchange in exchanges for _ in range(mixes)]
@@ -142,9 +123,8 @@ class Labeller:
             for name, model in (("draft", self.draft), ("target", self.target))
             if model is not None and f"{name}_states" not in inputs
         }
-        inputs = dict(inputs)
         if self.target is not None and "target_states" in inputs:
-            states["target"] = inputs.pop("target_states").to(forwards.output_device_of(self.target))
+            states["target"] = inputs["target_states"].to(forwards.output_device_of(self.target))
         return self._label_states(states, inputs, with_hidden)
 
     @torch.inference_mode()
@@ -168,11 +148,8 @@ class Labeller:
         """Positions per chunk: those that fit `chunk_mb`, on a CPU also its caches, as every label reads them again."""
         size = forwards.chunk_rows(self.vocab_size, self.chunk_mb)
         device = forwards.output_device_of(next(model for model in (self.draft, self.target) if model is not None))
-        return (
-            size
-            if device.type != "cpu"
-            else min(size, max(_FEWEST_ROWS, forwards.chunk_rows(self.vocab_size, _CACHED_MB)))
-        )
+        cached = max(_FEWEST_ROWS, forwards.chunk_rows(self.vocab_size, _CACHED_MB))
+        return min(size, cached) if device.type == "cpu" else size
 
     def _label_chunk(self, states: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Columns of one chunk; only here does a [positions, vocabulary] matrix exist."""
@@ -180,10 +157,7 @@ class Labeller:
         draft_ids, log_q = inputs.get("draft_ids"), inputs.get("log_q")
         if self.draft is not None:
             q_logits, columns[f"draft {_BROKEN}"] = self._logits(self.draft, states["draft"])
-            if draft_ids is None:
-                labels, q = label_draft(q_logits, inputs["uniform"].to(q_logits.device), self.sampling)
-            else:
-                labels, q = label_known(q_logits, draft_ids, self.sampling)
+            labels, q = label_draft(q_logits, inputs.get("uniform"), self.sampling, draft_ids)
             columns |= labels
             draft_ids, log_q = labels["draft_ids"], labels["log_q"]
             if "p_ids" in inputs:
@@ -201,9 +175,7 @@ class Labeller:
         return columns
 
     def _logits(self, model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's logits over the tokenizer's ids, and [position] whether they are not finite; those are set to
-        0.
-        """
+        """Logits over the tokenizer's ids, and [position] whether they are not finite; those become 0."""
         logits = forwards.logits_of(model, hidden, self.vocab_size)
         broken = non_finite(logits)
         return (logits.masked_fill(broken.unsqueeze(-1), 0) if broken.any() else logits), broken

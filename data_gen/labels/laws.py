@@ -31,21 +31,20 @@ NUMBERS_OF_BOTH = ("acceptance_rate", "cross_entropy")
 
 
 def label_draft(
-    q_logits: Float[Tensor, "position vocab"], uniform: Float[Tensor, " position"], sampling: Sampling
+    q_logits: Float[Tensor, "position vocab"],
+    uniform: Float[Tensor, " position"] | None,
+    sampling: Sampling,
+    draft_ids: Int[Tensor, " position"] | None = None,
 ) -> tuple[Labels, Float[Tensor, "position vocab"]]:
-    """Draw draft_ids and compute `NUMBERS_OF_DRAFT` at them; also returns q, for `label_joint`."""
+    """Draw draft_ids, unless known, and compute `NUMBERS_OF_DRAFT` at them; also q, for `label_joint`."""
     q_logits = q_logits.float()
     q = sampling.probs(q_logits)
-    return _draft_labels(q_logits, q, draw(q, uniform)), q
-
-
-def label_known(
-    q_logits: Float[Tensor, "position vocab"], draft_ids: Int[Tensor, " position"], sampling: Sampling
-) -> tuple[Labels, Float[Tensor, "position vocab"]]:
-    """`label_draft` for known draft_ids: imported data."""
-    q_logits = q_logits.float()
-    q = sampling.probs(q_logits)
-    return _draft_labels(q_logits, q, draft_ids.to(q.device)), q
+    if draft_ids is None:
+        assert uniform is not None
+        draft_ids = draw(q, uniform.to(q.device))
+    draft_ids = draft_ids.to(q.device)
+    # signals from the logits: under truncation or another temperature q is not the model's own probability
+    return {"draft_ids": draft_ids, "log_q": _at(q, draft_ids).log(), **signals_of(q_logits, draft_ids)}, q
 
 
 def label_target(
@@ -63,9 +62,7 @@ def label_served(
     *,
     labels: Labels,
 ) -> Labels:
-    """log_p, acceptance_prob and acceptance_rate from a distribution p given by its support: `probs` of `ids`, padded
-    with 0; `labels` are those of `label_draft`.
-    """
+    """The target's labels from a distribution p given by the `probs` of some `ids`, padded with 0."""
     p = torch.zeros_like(q).scatter_add_(-1, ids.to(q.device, torch.int64), probs.to(q.device, q.dtype))
     log_p = _at(p, labels["draft_ids"]).log()
     return {
@@ -101,11 +98,6 @@ def mixed(
 ) -> Int[Tensor, " position"]:
     """The mixed sequence Z: X_i where the coin `from_target` is true, else Y_i."""
     return torch.where(from_target, response_ids, draft_ids)
-
-
-def _draft_labels(q_logits: Tensor, q: Tensor, draft_ids: Tensor) -> Labels:
-    # From the logits, not from q: under truncation or another temperature q would not give the model's own probability.
-    return {"draft_ids": draft_ids, "log_q": _at(q, draft_ids).log(), **signals_of(q_logits, draft_ids)}
 
 
 def _at(values: Tensor, ids: Tensor) -> Tensor:

@@ -2,10 +2,9 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +22,8 @@ from data_gen.prompts.splits import SPLITS
 from data_gen.prompts.templates import TEMPLATES
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.top_logprobs import num_logprobs_of
-from data_gen.store.errors import account, has_errors, write_errors
 from data_gen.store.manifest import make_manifest, settle
+from data_gen.store.rows import account, has_errors, write_errors
 from lm import Sampling, free_memory, load_pair_tokenizer
 from lm.features.released import released_layout_of
 from lm.parallel import sliced_models
@@ -38,8 +37,6 @@ _NEEDED = (
     ("labels", "server", "openai", "serving", "labels: target"),
 )
 """(setting, value, the module that it needs, the extra that installs it, what needs none)."""
-_OF_ALL = ("manifest", "errors")
-"""Files that all processes write, one at a time."""
 
 
 def make(
@@ -85,20 +82,28 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
         check_lengths(pair, data)  # before the manifest is written, which the remedy would change
         with share.turn(data.dir):  # other processes wait here, so slow work (prompts, hashes) is done before
             share.refuse_others(data.dir, data)
-            clean_partial(data.dir, names=_OF_ALL)
+            clean_partial(data.dir, names=("manifest", "errors"))
             settle(data.dir, manifest)
         specs = share.of(all_specs)
         refuse_other_prompts(specs, data)
         if not share.is_whole:
             print(f"{data.dir}: {share} makes {len(specs)} of {len(all_specs)} shards")
-        pair = share.on_its_gpu(pair)
-        num_made = _complete(pair, data, share, specs, stages=requested, retry_errors=retry_errors)
+        names = {spec.name for spec in specs}
+        written = {"names": None if share.is_whole else names}
+        clean_partial(data.dir, *SHARD_FOLDERS, **written)
+        forget_broken(path for path in shards_in(data.dir) if path.stem in names)
+        num_made = _complete(share.on_its_gpu(pair), data, specs, stages=requested, retry_errors=retry_errors)
+        clean_partial(data.dir, *SHARD_FOLDERS, **written)  # actors that died in this run leave partial files
         with share.last_turn(data.dir, work) as num_others:
             done = f"made {num_made} shards (stages: {', '.join(requested)})"
+            done = f"{data.dir}: {done}" if share.is_whole else f"{data.dir}: {share} {done}"
+            missing = [spec.name for spec in all_specs if not is_done(spec, data)]
             if num_others:
-                print(f"{data.dir}: {share} {done}; {num_others} other processes still run, and the last one reports")
+                print(f"{done}; {num_others} other processes still run, and the last one reports")
+            elif missing:
+                print(f"{done}; {len(missing)} shards are incomplete, the first is {missing[0]}")
             else:
-                _account(data, all_specs, num_made=num_made, done=done if share.is_whole else f"{share} {done}")
+                _account(data, all_specs, num_made)
 
 
 def hint_at_few(num_prompts: int, setting: str) -> None:
@@ -138,49 +143,55 @@ def _requested(stages: str, data: DataConfig, *, retry_errors: bool) -> tuple[St
 
 
 def _complete(
-    pair: PairConfig,
-    data: DataConfig,
-    share: Share,
-    specs: Sequence[ShardSpec],
-    *,
-    stages: Sequence[Stage],
-    retry_errors: bool,
+    pair: PairConfig, data: DataConfig, specs: Sequence[ShardSpec], *, stages: Sequence[Stage], retry_errors: bool
 ) -> int:
-    own_names = {spec.name for spec in specs}
-    names = None if share.is_whole else own_names
-    clean_partial(data.dir, *SHARD_FOLDERS, names=names)
-    forget_broken(path for path in shards_in(data.dir) if path.stem in own_names)
+    """Make the missing shards, and with `retry_errors` those with errors; returns their number."""
     missing = [spec for spec in specs if not is_done(spec, data)]
     done = [spec for spec in specs if retry_errors and spec not in missing]
     retried = [spec for spec in done if has_errors(rows_path(data.dir, spec.split, spec.index))]
-    num_made = 0
+    num_made, order = 0, stages_of(data)
     for stage in stages:
         if unfinished := [spec for spec in missing if not is_done(spec, data, stage)]:
-            _refuse_gap(stage, unfinished, data)
+            previous = order[max(0, order.index(stage) - 1)]
+            lacking = [spec for spec in unfinished if previous != stage and not is_done(spec, data, previous)]
+            if lacking:
+                raise ValueError(
+                    f"stage {stage} needs stage {previous}, which is missing for {len(lacking)} shards of {data.dir} "
+                    f"(the first is {lacking[0].name}); run --stages {previous} to completion first"
+                )
             _run(Job(pair=pair, data=data, stage=stage), unfinished)
             num_made = max(num_made, len(unfinished))
         if retried:
             _run(Job(pair=pair, data=data, stage=stage, keeps_responses=True), retried)
-    clean_partial(data.dir, *SHARD_FOLDERS, names=names)  # actors that died in this run leave partial files
     return num_made + len(retried)
 
 
-def _refuse_gap(stage: Stage, specs: Sequence[ShardSpec], data: DataConfig) -> None:
-    previous: Stage | None = next((first for first, second in pairwise(stages_of(data)) if second == stage), None)
-    missing = [] if previous is None else [spec for spec in specs if not is_done(spec, data, previous)]
-    if missing:
-        raise ValueError(
-            f"stage {stage} needs stage {previous}, which is missing for {len(missing)} shards of {data.dir} (the "
-            f"first is {missing[0].name}); run --stages {previous} to completion first"
-        )
+def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
+    begin(job, specs)
+    total = sum(spec.num_requests for spec in specs)
+    with Bar(total=total, unit="rows", desc=f"{job.stage}: loading models") as bar:
+        if job.data.engine == "ray":
+            run_on_actors(job, specs, bar)
+            return
+
+        def progress(count: int) -> None:
+            bar.update(count / job.num_steps)
+
+        worker = Worker(job)
+        with closing(worker.with_answers(specs, progress)) as shards:  # an error ends the requests to servers
+            for spec, answers in shards:
+                bar.set_description(f"{job.stage}: {spec.name}")
+                worker.make(spec, progress, answers)
+    del worker
+    free_memory()  # the next stage loads other models
 
 
-def _account(data: DataConfig, specs: Sequence[ShardSpec], *, num_made: int, done: str) -> None:
-    """Print what was made; if every shard is complete, also count the prompts and write errors.jsonl."""
-    missing = [spec for spec in specs if not is_done(spec, data)]
-    if missing:
-        print(f"{data.dir}: {done}; {len(missing)} shards are incomplete, the first is {missing[0].name}")
-        return
+def _account(data: DataConfig, specs: Sequence[ShardSpec], num_made: int) -> None:
+    """Count all prompts, write errors.jsonl and print the totals.
+
+    Raises:
+        ValueError: more errors than data.max_error_share allows, or no row.
+    """
     forget_stages(specs, data)
     for folder in (*Path(data.dir).glob("stages/*"), Path(data.dir, "stages")):
         with suppress(OSError):  # it is absent, or has results of another run
@@ -200,70 +211,39 @@ def _account(data: DataConfig, specs: Sequence[ShardSpec], *, num_made: int, don
         f"({num_made} made in this run); of {totals['input']:,} prompts, {totals['error']:,} failed and "
         f"{totals['skipped']:,} were skipped (see errors.jsonl)"
     )
+    unread = f"{len(problems):,} of {num_records:,} records of data.prompts are unreadable"
     if problems:
-        print(f"{data.dir}: {len(problems):,} of {num_records:,} records of data.prompts are unreadable (errors.jsonl)")
+        print(f"{data.dir}: {unread} (errors.jsonl)")
+    allowed = f"above data.max_error_share {data.max_error_share:g}; all other data is written"
     if len(problems) > data.max_error_share * num_records:
-        raise ValueError(
-            f"{len(problems):,} of {num_records:,} records of data.prompts are unreadable, above data.max_error_share "
-            f"{data.max_error_share:g}; all other data is written; see {data.dir}/errors.jsonl"
-        )
-    _refuse_errors(totals, data)
-    print("next: acceptance-heads train --config …")
-
-
-def _refuse_errors(totals: Mapping[str, int], data: DataConfig) -> None:
+        raise ValueError(f"{unread}, {allowed}; see {data.dir}/errors.jsonl")
     if totals["error"] > data.max_error_share * totals["input"]:
         raise ValueError(
-            f"{totals['error']:,} of {totals['input']:,} prompts ended in an error, above data.max_error_share "
-            f"{data.max_error_share:g}; all other data is written; fix the causes in {data.dir}/errors.jsonl, then run "
-            "the same command with --retry_errors"
+            f"{totals['error']:,} of {totals['input']:,} prompts ended in an error, {allowed}; fix the causes in "
+            f"{data.dir}/errors.jsonl, then run the same command with --retry_errors"
         )
     if totals["input"] and not totals["ok"]:
-        (first, *_) = (Path(data.dir) / "errors.jsonl").read_text(encoding="utf-8").splitlines()
+        (first, *_) = Path(data.dir, "errors.jsonl").read_text(encoding="utf-8").splitlines()
         raise ValueError(
             f"none of {totals['input']:,} prompts became a row: {totals['error']:,} failed and {totals['skipped']:,} "
             f"were skipped; the first reason: {json.loads(first)['reason']}"
         )
-
-
-def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
-    begin(job, specs)
-    total = sum(spec.num_requests for spec in specs)
-    with Bar(total=total, unit="rows", desc=f"{job.stage}: loading models") as bar:
-        (run_on_actors if job.data.engine == "ray" else _run_here)(job, specs, bar)
-
-
-def _run_here(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
-    worker = Worker(job)
-
-    def progress(count: int) -> None:
-        bar.update(count / job.num_steps)
-
-    for spec, answers in worker.with_answers(specs, progress):
-        bar.set_description(f"{job.stage}: {spec.name}")
-        worker.make(spec, progress, answers)
-    del worker
-    free_memory()  # the next stage loads other models
+    print("next: acceptance-heads train --config …")
 
 
 def check_settings(pair: PairConfig, data: DataConfig) -> None:
     """Raise ValueError for settings that contradict each other or miss something, before anything is loaded."""
-    Sampling(**vars(pair.sampling))
+    sampling, is_feature_draft = Sampling(**vars(pair.sampling)), released_layout_of(pair.draft) is not None
     if data.template not in TEMPLATES:
         raise ValueError(f"data.template is {data.template!r}; {meant(data.template, TEMPLATES)}")
-    is_feature_draft = released_layout_of(pair.draft) is not None
     if (data.mode, data.mixes) != ("together", 1) and is_feature_draft:
         raise ValueError(
             f"data.mode is {data.mode} and data.mixes {data.mixes}, but pair.draft is a feature draft, which needs the "
             "target's states and mixes no tokens; set data.mode: together and data.mixes: 1"
         )
-    if names := sliced_models(pair):
-        other = "engine is ray" if data.engine == "ray" else "draft is a feature draft" if is_feature_draft else ""
-        if other:
-            section = "data" if data.engine == "ray" else "pair"
-            raise ValueError(
-                f"pair.{names[0]}.tp_plan is set and {section}.{other}, which needs whole models; use device_map: auto"
-            )
+    other = "data.engine is ray" if data.engine == "ray" else "pair.draft is a feature draft"
+    if (names := sliced_models(pair)) and (data.engine == "ray" or is_feature_draft):
+        raise ValueError(f"pair.{names[0]}.tp_plan is set and {other}, which needs whole models; use device_map: auto")
     files = {"split_ids": data.split_ids, "responses": data.responses if data.source == "file" else None}
     for name, file in files.items():
         if file is not None and not Path(file).is_file():
@@ -273,27 +253,22 @@ def check_settings(pair: PairConfig, data: DataConfig) -> None:
     if data.source == "file" and data.responses is None:
         raise ValueError("data.source is file, but data.responses is null; set it to the path of a JSONL file")
     if data.labels == "server":
-        _check_labels(pair, data)
-    for name, value, module, extra, other in _NEEDED:
+        num_logprobs_of(sampling, data.server.num_logprobs)
+        if problem := _problem_of_labels(data, is_feature_draft=is_feature_draft):
+            raise ValueError(f"data.labels is server, but {problem}, or data.labels: target")
+    for name, value, module, extra, needless in _NEEDED:
         if getattr(data, name) == value and find_spec(module) is None:
             raise ValueError(
-                f"data.{name} is {value}, but {module} is not installed; install the extra `{extra}`, or use {other}"
+                f"data.{name} is {value}, but {module} is not installed; install the extra `{extra}`, or use {needless}"
             )
 
 
-def _check_labels(pair: PairConfig, data: DataConfig) -> None:
-    """Raise ValueError for settings under which a server cannot provide the target's distributions."""
-    remedy = "or data.labels: target, which labels with the target in this process"
-    num_logprobs_of(Sampling(**vars(pair.sampling)), data.server.num_logprobs)
-    problem = ""
+def _problem_of_labels(data: DataConfig, *, is_feature_draft: bool) -> str:
+    """Why a server cannot provide the target's distributions, and the remedy; empty if it can."""
     if data.source == "transformers":
-        problem = "data.source is transformers, which runs the target in this process; set data.source: server"
-    elif data.server.kind != "vllm":
-        problem = (
-            f"data.server.kind is {data.server.kind}, whose log-probabilities have no token ids; set "
-            "data.server.kind: vllm"
-        )
-    elif released_layout_of(pair.draft):
-        problem = "pair.draft is a feature draft, which reads the target's states; choose another draft"
-    if problem:
-        raise ValueError(f"data.labels is server, but {problem}, {remedy}")
+        return "data.source is transformers, which runs the target in this process; set data.source: server"
+    if data.server.kind != "vllm":
+        kind = f"data.server.kind is {data.server.kind}"
+        return f"{kind}, whose log-probabilities have no token ids; set data.server.kind: vllm"
+    reads = "pair.draft is a feature draft, which reads the target's states; choose another draft"
+    return reads if is_feature_draft else ""

@@ -6,7 +6,6 @@ With `data.source: file` and `data.responses: FILE`, another run labels these re
 """
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from data_gen.store.rows import read_rows
 from store.progress import Bar
 from store.shards import atomic_file, check_sums, is_whole, problems_of, shards_in
 
-_READ = ("rows", "labels", "features/*")
-"""Folders whose shards belong together."""
 _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 
 
@@ -49,13 +46,9 @@ def check(config: Config) -> None:
 
 
 def absent(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Path]:
-    """Paths of missing shards: the manifest counts their prompts, or another folder has a shard of that number or a
-    later one.
-    """
-    made = [folder for pattern in _READ for folder in sorted(directory.glob(pattern)) if folder.is_dir()]
-    features = manifest.get("features")  # absent: imported rows alone
-    named = [directory / "features" / name for name in features or ()] + [directory / "labels"] * (features is not None)
-    folders = list(dict.fromkeys([directory / "rows", *named, *made]))
+    """Paths of shards that the manifest counts, or another folder has, and that are missing."""
+    named = ["rows", "labels", *(f"features/{name}" for name in manifest.get("features", ()))]
+    folders = [directory / name for name in named]
     present = {path for path in shards_in(directory) if path.parent in folders}
     for split in SPLITS:
         num_made = max((int(path.stem[-5:]) + 1 for path in present if path.stem.startswith(f"{split}-")), default=0)
@@ -76,20 +69,19 @@ def responses(config: Config, *, out: str) -> None:
     Raises:
         ValueError: `out` holds another response to a row's prompt, or a shard is damaged.
     """
-    path = local_path(out, "--out")
+    path, written, num_added = local_path(out, "--out"), dict[str, int](), 0
     read_manifest(config.data.dir)
-    written = _hashes_in(path)
-    num_added = 0
     with atomic_file(path) as file:
-        if written:
-            with path.open("rb") as old:
-                shutil.copyfileobj(old, file)
+        for number, record in json_lines(path) if path.is_file() else ():
+            if not record.keys() >= {"id", "prompt_ids", "response_ids"}:
+                raise ValueError(f"{path}:{number} was not written by this command; choose another --out")
+            written[record["id"]] = _hash(record)
+            file.write(json.dumps(record).encode() + b"\n")
         for record in _records(config.data.dir):
-            known = written.get(record["id"])
-            if known is None:
+            if record["id"] not in written:
                 file.write(json.dumps(record).encode() + b"\n")
                 num_added += 1
-            elif known != _hash(record):
+            elif written[record["id"]] != _hash(record):
                 raise ValueError(
                     f"{path} and {config.data.dir} have different responses to {record['id']}; choose another --out"
                 )
@@ -97,20 +89,6 @@ def responses(config: Config, *, out: str) -> None:
         f"{path}: {len(written) + num_added:,} responses, {num_added:,} of them new; to use them: --data.source file "
         f"--data.responses {path}"
     )
-
-
-def _hashes_in(path: Path) -> dict[str, int]:
-    if not path.is_file():
-        return {}
-    hashes = {}
-    for number, record in json_lines(path):
-        if not record.keys() >= {"id", "prompt_ids", "response_ids"}:
-            raise ValueError(
-                f"{path}:{number} was not written by this command, which extends only its own files; choose another "
-                "--out"
-            )
-        hashes[record["id"]] = _hash(record)
-    return hashes
 
 
 def _records(directory: str) -> Iterator[dict[str, Any]]:

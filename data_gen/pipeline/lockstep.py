@@ -22,18 +22,12 @@ from lm import free_memory, load_config
 from lm.parallel import check_slices, join, refuse_alone, sliced_models, slices_of
 
 _WAIT = timedelta(days=365)
-"""Longest wait for the leader's next job, which may follow its own long stages; if it dies, torchrun ends the
-others.
-"""
+"""Longest wait for the leader's next job; torchrun ends the others if it dies."""
 
 
 @contextmanager
 def in_lockstep(pair: PairConfig) -> Iterator[bool]:
-    """Yield True in the process that makes the data; the others follow it to the end and then yield False.
-
-    Raises:
-        ValueError: a model cannot be sliced, or torchrun did not start this process.
-    """
+    """Yield True in the process that makes the data; the others follow it first. ValueError: it cannot be sliced."""
     if not sliced_models(pair):
         yield True
         return

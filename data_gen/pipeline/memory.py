@@ -15,8 +15,7 @@ output layer) and a copy of the rest: embeddings, residuals, logits, and models 
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,28 +34,14 @@ _FLOATS_PER_WEIGHT = 5
 _FLOATS_PER_BLOCK = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """Bytes of one model: its weights, and per position its cache and its activations."""
+class Size(NamedTuple):
+    """Bytes of one model, or of one of its slices: its weights, and per position its cache and its activations."""
 
     weights: float
     kv_per_position: float
     activations_per_position: float
     hidden_size: int
     vocab_size: int
-    replicated: float
-    """Bytes of the weights that every slice holds: the embeddings."""
-    residuals: float
-    """Bytes of a position's residual stream and its copies."""
-
-    def cut(self, count: int) -> "Size":
-        """One of `count` slices; each has whole residuals."""
-        return replace(
-            self,
-            weights=self.replicated + (self.weights - self.replicated) / count,
-            kv_per_position=self.kv_per_position / count,
-            activations_per_position=self.residuals + (self.activations_per_position - self.residuals) / count,
-        )
 
 
 class Need(NamedTuple):
@@ -67,8 +52,8 @@ class Need(NamedTuple):
     """Purpose -> bytes, independent of the batch."""
     per_sequence: dict[str, float]
     """Purpose -> bytes for each sequence of a batch."""
-    batch_size: int
-    setting: str | None
+    batch_size: int = 1
+    setting: str | None = None
     """The setting of the batch size; None: one sequence at a time."""
     is_per_gpu: bool = False
     """Whether every GPU holds all of it."""
@@ -82,25 +67,17 @@ class Need(NamedTuple):
         """Bytes that the stage may use; `gpus` are the usable bytes of each GPU."""
         return min(gpus) if self.is_per_gpu else sum(gpus)
 
-    def largest_batch(self, memory: float) -> int:
-        """Number of sequences that fit in a batch; 0 if the models alone do not fit."""
-        return max(0, int((memory - sum(self.fixed.values())) // sum(self.per_sequence.values())))
-
 
 def needs(config: Config, num_gpus: int = 1, *, head_weights: int = 0) -> list[Need]:
     """The stages of data, training and evaluation that this experiment has, in order. Models with `tp_plan` are cut
     into `num_gpus` slices; ValueError if one cannot be.
     """
-    data = config.data
+    data, sliced = config.data, sliced_models(config.pair)
     sources = {"target": config.pair.target, "draft": config.pair.draft, "micro": config.pair.micro}
     sizes = {name: size_of(source) for name, source in sources.items() if source is not None}
-    sliced = sliced_models(config.pair)
-    for name in sliced:
-        source = getattr(config.pair, name)
-        check_slices(source, load_config(source), num_gpus)
-    pair = {name: sizes[name].cut(num_gpus) if name in sliced else sizes[name] for name in ("target", "draft")}
+    slices = sizes | {name: size_of(getattr(config.pair, name), num_gpus) for name in sliced}
     makes_data = any(num != 0 for num in (data.num_train, data.num_dev, data.num_test))
-    stages = _data_stages(pair, data) if makes_data else []
+    stages = _data_stages(slices["target"], slices["draft"], data) if makes_data else []
     if sliced:
         stages = [need._replace(stage=f"{need.stage}, on each GPU", is_per_gpu=True) for need in stages]
     if data.num_train != 0:  # null: all prompts
@@ -126,8 +103,8 @@ def memory_report(needs_of_stages: Sequence[Need], gpus: Sequence[float]) -> str
     lines = []
     for need in needs_of_stages:
         terms = [f"{name} {size / GB:,.1f}" for name, size in need.fixed.items()]
-        room = f" of {need.memory(gpus) / GB:,.0f} GB" if gpus else ""
         terms += [f"{name} {need.batch_size} x {size / GB:,.3f}" for name, size in need.per_sequence.items()]
+        room = f" of {need.memory(gpus) / GB:,.0f} GB" if gpus else ""
         lines.append(f"  {need.stage:<24} {need.total / GB:>8,.1f} GB{room} = {' + '.join(terms)}")
     return "\n".join(lines)
 
@@ -135,48 +112,64 @@ def memory_report(needs_of_stages: Sequence[Need], gpus: Sequence[float]) -> str
 def problems(needs_of_stages: Sequence[Need], gpus: Sequence[float]) -> list[str]:
     """One line for each stage that does not fit, with the remedy."""
     lines: list[str] = []
-    for need in needs_of_stages:
-        if gpus and need.total > need.memory(gpus):
-            fits = need.largest_batch(need.memory(gpus))
-            remedy = (
-                f"set {need.setting} to at most {fits}"
-                if fits and need.setting
-                else "use more or larger GPUs, quantization, or data.mode: sequential"
-            )
-            lines.append(
-                f"{need.stage} takes {need.total / GB:,.1f} GB, but the GPUs have {need.memory(gpus) / GB:,.0f} GB; "
-                f"{remedy}"
-            )
+    for need in needs_of_stages if gpus else ():
+        room = need.memory(gpus)
+        if need.total > room:
+            largest_batch = int((room - sum(need.fixed.values())) // sum(need.per_sequence.values()))
+            remedy = "use more or larger GPUs, quantization, or data.mode: sequential"
+            if need.setting and largest_batch > 0:
+                remedy = f"set {need.setting} to at most {largest_batch}"
+            sizes = f"takes {need.total / GB:,.1f} GB, but the GPUs have {room / GB:,.0f} GB"
+            lines.append(f"{need.stage} {sizes}; {remedy}")
     return lines
 
 
-def size_of(source: ModelSource) -> Size:
-    """One model's bytes, by its config.json."""
+def size_of(source: ModelSource, num_slices: int = 1) -> Size:
+    """One model's bytes, by its config.json; with several slices, those of one, which has whole embeddings and
+    residuals. ValueError if it cannot be cut so.
+    """
     whole = load_config(source)
-    text, layers = whole.get_text_config(), whole.get_text_config().num_hidden_layers
-    width, num_in_tables = dtype_bytes(source, whole), text.vocab_size * text.hidden_size
+    if source.tp_plan is not None:
+        check_slices(source, whole, num_slices)
+    text, width = whole.get_text_config(), dtype_bytes(source, whole)
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    residuals = 4.0 * text.hidden_size * width
+    tables, residuals = text.vocab_size * text.hidden_size * width, 4.0 * text.hidden_size * width
     return Size(
-        weights=weight_bytes(source),
-        kv_per_position=2.0 * layers * key_heads * head_width * width,
-        activations_per_position=residuals + (2 * inner + (heads + 2 * key_heads) * head_width) * width,
+        weights=tables + (weight_bytes(source) - tables) / num_slices,
+        kv_per_position=2.0 * text.num_hidden_layers * key_heads * head_width * width / num_slices,
+        activations_per_position=residuals + (2 * inner + (heads + 2 * key_heads) * head_width) * width / num_slices,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        replicated=float(num_in_tables * width),
-        residuals=residuals,
     )
 
 
-def _weights(sizes: dict[str, Size]) -> dict[str, float]:
+def _weights(sizes: Mapping[str, Size]) -> dict[str, float]:
     return {f"{name} weights": size.weights for name, size in sizes.items()}
 
 
-def _labels(stage: str, sizes: dict[str, Size], data: DataConfig) -> Need:
-    positions = data.max_prompt_tokens + data.max_new_tokens
+def _data_stages(target: Size, draft: Size, data: DataConfig) -> list[Need]:
+    pair, positions = {"target": target, "draft": draft}, data.max_prompt_tokens + data.max_new_tokens
+    if data.labels == "server":
+        return [_labels("labels of the draft", {"draft": draft}, data, positions)]
+    if data.mode == "together":
+        answering, labels = pair, [_labels("labels", pair, data, positions)]
+    else:
+        answering = {"target": target}
+        labels = [_labels(f"labels of the {name}", {name: pair[name]}, data, positions) for name in ("draft", "target")]
+    if data.source != "transformers":
+        return labels
+    per_sequence = {
+        "KV cache": target.kv_per_position * (positions + SPARE_POSITIONS),
+        "activations": target.activations_per_position * data.max_prompt_tokens,
+        "logits": target.vocab_size * _DECODING_BYTES_PER_LOGIT,
+    }
+    return [Need("responses", _weights(answering), per_sequence, data.batch_size, "data.batch_size"), *labels]
+
+
+def _labels(stage: str, sizes: Mapping[str, Size], data: DataConfig, positions: int) -> Need:
     per_sequence = {
         "activations": max(size.activations_per_position for size in sizes.values()) * positions,
         "states": sum(4.0 * size.hidden_size for size in sizes.values()) * positions,
@@ -185,30 +178,10 @@ def _labels(stage: str, sizes: dict[str, Size], data: DataConfig) -> Need:
     return Need(stage, fixed, per_sequence, data.batch_size, "data.batch_size")
 
 
-def _data_stages(pair: dict[str, Size], data: DataConfig) -> list[Need]:
-    if data.labels == "server":
-        return [_labels("labels of the draft", {"draft": pair["draft"]}, data)]
-    if data.mode == "together":
-        answering, labels = pair, [_labels("labels", pair, data)]
-    else:
-        answering = {"target": pair["target"]}
-        labels = [_labels(f"labels of the {name}", {name: pair[name]}, data) for name in ("draft", "target")]
-    if data.source != "transformers":
-        return labels
-    target, positions = pair["target"], data.max_prompt_tokens + data.max_new_tokens + SPARE_POSITIONS
-    per_sequence = {
-        "KV cache": target.kv_per_position * positions,
-        "activations": target.activations_per_position * data.max_prompt_tokens,
-        "logits": target.vocab_size * _DECODING_BYTES_PER_LOGIT,
-    }
-    return [Need("responses", _weights(answering), per_sequence, data.batch_size, "data.batch_size"), *labels]
-
-
 def _training(draft: Size, data: DataConfig, heads: HeadsConfig, *, head_weights: int) -> Need:
     """Memory on one GPU in training: every rank holds all heads, and with online features the draft."""
-    width = draft.hidden_size
     widest = max(heads.depths) * _FLOATS_PER_BLOCK + 1
-    per_sequence = {"activations": 4.0 * widest * len(heads.reject_weights) * width * data.max_new_tokens}
+    per_sequence = {"activations": 4.0 * widest * len(heads.reject_weights) * draft.hidden_size * data.max_new_tokens}
     fixed = {"heads": 4.0 * _FLOATS_PER_WEIGHT * head_weights}
     if heads.features == "online":
         fixed |= {"draft weights": draft.weights, "logits": _LABELLING_CHUNKS * data.chunk_mb * 2**20}
@@ -216,11 +189,11 @@ def _training(draft: Size, data: DataConfig, heads: HeadsConfig, *, head_weights
     return Need("training, on each GPU", fixed, per_sequence, heads.batch_size, "heads.batch_size", is_per_gpu=True)
 
 
-def _decoding(sizes: dict[str, Size], config: Config) -> Need:
+def _decoding(sizes: Mapping[str, Size], config: Config) -> Need:
     positions = config.data.max_prompt_tokens + config.decode.max_new_tokens
     per_sequence = {
         "KV caches": sum(size.kv_per_position for size in sizes.values()) * positions,
         "activations": max(size.activations_per_position for size in sizes.values()) * positions,
         "logits": (config.decode.max_draft_length + 1) * sizes["target"].vocab_size * _DECODING_BYTES_PER_LOGIT,
     }
-    return Need("decoding, traces", _weights(sizes), per_sequence, 1, None)
+    return Need("decoding, traces", _weights(sizes), per_sequence)

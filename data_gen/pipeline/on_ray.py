@@ -63,13 +63,13 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None  # without Ray's own tracebacks
     except ray.exceptions.RayActorError as error:
-        when = (
-            f"after {num_done} shards were made" if num_done else "while it loaded its models or made its first shard"
-        )
+        when = f"after {num_done} shards were made" if num_done else "while it loaded models or made its first shard"
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = next((line for line in lines if line.startswith("The actor is dead because")), lines[-1])[:300]
         raise ValueError(
-            f"a worker of stage {job.stage} died {when}, after up to {_RESTARTS} restarts: {_reason_of(error)}; the "
-            "usual cause is too little memory: lower data.ray.num_workers, data.batch_size or data.chunk_mb, or set "
-            "data.mode: sequential; finished shards are kept"
+            f"a worker of stage {job.stage} died {when}, after up to {_RESTARTS} restarts: {reason}; the usual cause "
+            "is too little memory: lower data.ray.num_workers, data.batch_size or data.chunk_mb, or set data.mode: "
+            "sequential; finished shards are kept"
         ) from error
     finally:
         if group:
@@ -122,18 +122,13 @@ def _reserved(resources: RayConfig, num_workers: int) -> Any:
     return group
 
 
-def _reason_of(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if line.startswith("The actor is dead because")), lines[-1])[:300]
-
-
 def _same_everywhere(job: Job) -> Job:
     """The job with this process's thread count and absolute paths, so that every actor writes the same bytes to the
     same directory; the name of the target on a server stays.
     """
     pair, data = job.pair, job.data
-    models = {name: source for name in ("target", "draft", "micro") if (source := getattr(pair, name)) is not None}
-    absolute = {name: replace(source, path=_absolute(source.path)) for name, source in models.items()}
+    sources = {name: getattr(pair, name) for name in ("target", "draft", "micro")}
+    absolute = {name: source and replace(source, path=_absolute(source.path)) for name, source in sources.items()}
     return replace(
         job,
         pair=replace(pair, num_threads=pair.num_threads or torch.get_num_threads(), **absolute),

@@ -65,26 +65,32 @@ def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str
         sample: number of prompts to make and time, at most half a minute; 0 loads no model.
         head_weights: weights of all heads together.
     """
-    check_settings(config.pair, config.data)
+    pair, data, missing = config.pair, config.data, None
+    check_settings(pair, data)
     needs = _check_memory(config, is_measured=sample > 0, head_weights=head_weights)  # needs no prompts, so it is first
-    pair, (data, missing) = config.pair, _missing(config, is_needed=sample > 0)
+    num_rows = (data.num_train or 0) + data.num_dev + data.num_test
+    try:
+        data = settled(data, config.heads)
+        missing = [spec for spec in shards_of(data) if not is_done(spec, data)]
+        num_rows = sum(spec.num_requests for spec in missing)
+    except FileNotFoundError as error:
+        if sample or data.num_train is None:
+            raise
+        print(f"note: prompts are not available, so rows are data.num_train + num_dev + num_test ({error})")
     prompts = [prompt for spec in missing or () for prompt in spec.prompts]
-    num_rows = sum(spec.num_requests for spec in missing or ())
-    if missing is None:
-        num_rows = (data.num_train or 0) + data.num_dev + data.num_test
     if num_rows == 0:
         print(f"{data.dir}: all shards are complete, nothing to do")
         return {"rows": 0}
     if sample:
         check_lengths(pair, data)
-        refuse_sliced(config.pair, "a measured plan (--sample 0 measures nothing)")
+        refuse_sliced(pair, "a measured plan (--sample 0 measures nothing)")
     estimate = _measure(pair, data, prompts[:sample]) if sample else _bound(pair, data)
     totals = _totals(data, num_rows, estimate) | {"memory_bytes": {need.stage: need.total for need in needs}}
     sets = Counter(prompt.set for prompt in prompts if prompt.set)
     print(f"{data.dir}: {num_rows:,} rows to make ({estimate.origin})")
     if sets:
         print("  prompts           " + ", ".join(f"{name} {count:,}" for name, count in sets.items()))
-    print(_report(data, totals))
+    print("\n".join(_report(data, totals)))
     return totals
 
 
@@ -106,23 +112,7 @@ def _check_memory(config: Config, *, is_measured: bool, head_weights: int) -> li
     return needs
 
 
-def _missing(config: Config, *, is_needed: bool) -> tuple[DataConfig, list[ShardSpec] | None]:
-    """The settled section and the shards still to make; None, with a note, if the prompts are neither there nor
-    needed.
-    """
-    data, is_settled = config.data, False
-    try:
-        data, is_settled = settled(data, config.heads), True
-        return data, [spec for spec in shards_of(data) if not is_done(spec, data)]
-    except (FileNotFoundError, ValueError) as error:
-        if is_needed or data.num_train is None or (isinstance(error, ValueError) and not is_settled):
-            raise
-        print(f"note: prompts are not available, so rows are data.num_train + num_dev + num_test ({error})")
-        return data, None
-
-
 def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, Any]:
-    disk_bytes = num_rows * estimate.row_bytes
     num_tokens = num_rows * estimate.response_tokens
     # disk_usage needs an existing folder, and data.dir may not exist yet
     folder = next(path for path in (Path(data.dir).absolute(), *Path(data.dir).absolute().parents) if path.exists())
@@ -133,7 +123,7 @@ def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, An
         "target_decode_forwards": round(num_tokens / data.batch_size) if data.source == "transformers" else 0,
         "target_sequence_forwards": num_rows if data.labels == "target" else 0,
         "draft_sequence_forwards": num_rows * (1 + (data.mixes if "fed" in data.feature_sets else 0)),
-        "disk_bytes": round(disk_bytes),
+        "disk_bytes": round(num_rows * estimate.row_bytes),
         "free_bytes": shutil.disk_usage(folder).free,
         "time_s": None if estimate.token_s is None else estimate.token_s * num_tokens,
         "is_cut": estimate.is_cut,
@@ -144,54 +134,47 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
     with tempfile.TemporaryDirectory() as folder:
         sampled = replace(data, dir=folder)
         spec, seconds = ShardSpec("train", 0, tuple(prompts)), 0.0
-        for stage in stages_of(data):
+        for number, stage in enumerate(stages_of(data)):
             with Bar(total=len(prompts), unit="steps", desc="sample: loading models") as bar:
                 worker = Worker(Job(pair=pair, data=sampled, stage=stage))
                 bar.set_description(f"sample: {stage}")
-                if stage == stages_of(data)[0]:
-                    sampled, spec, stage_s = _sized(worker, sampled, prompts, bar)
-                else:
-                    worker.resize(sampled)
-                    stage_s = _timed(worker, spec, bar)
-            seconds += stage_s
+                if number == 0:
+                    sampled, spec = _sized(worker, sampled, prompts, bar)
+                worker.resize(sampled)
+                seconds += _timed(worker, spec, bar)
             del worker
             free_memory()  # the next stage loads other models
         table = read_rows(rows_path(folder, spec.split, spec.index), ["prompt_ids", "response_ids"]).to_pydict()
         responses = list(map(len, table["response_ids"]))
         if not responses:
             raise ValueError(
-                f"none of the {len(prompts)} sampled prompts gave a row; raise --sample, or run `data` on few prompts "
-                "and see errors.jsonl"
+                f"none of the {len(prompts)} sampled prompts gave a row; raise --sample, or run `data` on few prompts"
             )
         is_cut = sampled.max_new_tokens < data.max_new_tokens
         # a response that was cut short may have any length up to the limit
-        lengths = [data.max_new_tokens if is_cut and num == sampled.max_new_tokens else num for num in responses]
-        token_bytes = _bytes_of(folder, spec) / sum(responses)
+        mean = statistics.fmean(
+            data.max_new_tokens if is_cut and num == sampled.max_new_tokens else num for num in responses
+        )
+        files = [path for path in Path(folder).rglob(f"{spec.name}.*") if path.suffix != ".json"]
         limit = f" of at most {sampled.max_new_tokens} tokens" if is_cut else ""
         return Estimate(
             prompt_tokens=statistics.fmean(map(len, table["prompt_ids"])),
-            response_tokens=statistics.fmean(lengths),
-            row_bytes=token_bytes * statistics.fmean(lengths),
+            response_tokens=mean,
+            row_bytes=sum(path.stat().st_size for path in files) / sum(responses) * mean,
             token_s=seconds / sum(responses),
             origin=f"estimated from {len(spec.prompts)} sample prompts{limit}",
             is_cut=is_cut or len(spec.prompts) < len(prompts),
         )
 
 
-def _sized(
-    worker: Worker, data: DataConfig, prompts: Sequence[Prompt], bar: Bar
-) -> tuple[DataConfig, ShardSpec, float]:
-    """Run the first stage on as many prompts and tokens as fit the budget by the time of two short responses; returns
-    the settings, the shard and the seconds.
-    """
+def _sized(worker: Worker, data: DataConfig, prompts: Sequence[Prompt], bar: Bar) -> tuple[DataConfig, ShardSpec]:
+    """The settings and the shard that fit the budget, by the time of two short responses."""
     worker.resize(replace(data, max_new_tokens=min(_WARM_TOKENS, data.max_new_tokens)))
     warm_up = ShardSpec("dev", 0, tuple(prompts[:_WARM_PROMPTS]))
     token_s = [_timed(worker, warm_up, bar) for _ in range(2)][-1] / _WARM_PROMPTS / _WARM_TOKENS
     limit = min(data.max_new_tokens, max(_WARM_TOKENS, int(_BUDGET_S / token_s / _FEWEST_PROMPTS)))
-    data, num = replace(data, max_new_tokens=limit), max(_FEWEST_PROMPTS, int(_BUDGET_S / token_s / limit))
-    worker.resize(data)
-    spec = ShardSpec("train", 0, tuple(prompts[:num]))
-    return data, spec, _timed(worker, spec, bar)
+    num = max(_FEWEST_PROMPTS, int(_BUDGET_S / token_s / limit))
+    return replace(data, max_new_tokens=limit), ShardSpec("train", 0, tuple(prompts[:num]))
 
 
 def _timed(worker: Worker, spec: ShardSpec, bar: Bar) -> float:
@@ -201,59 +184,48 @@ def _timed(worker: Worker, spec: ShardSpec, bar: Bar) -> float:
     return time.perf_counter() - start_s
 
 
-def _bytes_of(folder: str, spec: ShardSpec) -> int:
-    return sum(path.stat().st_size for path in Path(folder).rglob(f"{spec.name}.*") if path.suffix != ".json")
-
-
 def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
-    tokens = data.max_new_tokens
     num_states = (data.mixes if "fed" in data.feature_sets else 0) + ("drawn" in data.feature_sets)
-    width, num_drafted = width_of(pair.draft), 1.0
-    if width is None:
-        width = load_config(pair.draft).get_text_config().hidden_size
-    else:  # a feature draft
-        num_drafted = data.draft_length / data.draft_every
+    width, num_drafted = width_of(pair.draft), data.draft_length / data.draft_every
+    if width is None:  # not a feature draft
+        width, num_drafted = load_config(pair.draft).get_text_config().hidden_size, 1.0
     state_bytes = num_states * width * FEATURE_DTYPES[data.feature_dtype].itemsize
-    token_bytes = _ROW_BYTES_PER_TOKEN + num_drafted * (_LABEL_BYTES_PER_TOKEN + state_bytes)
     return Estimate(
         prompt_tokens=float(data.max_prompt_tokens),
-        response_tokens=float(tokens),
-        row_bytes=tokens * token_bytes,
+        response_tokens=float(data.max_new_tokens),
+        row_bytes=data.max_new_tokens * (_ROW_BYTES_PER_TOKEN + num_drafted * (_LABEL_BYTES_PER_TOKEN + state_bytes)),
     )
 
 
-def _report(data: DataConfig, totals: dict[str, Any]) -> str:
+def _report(data: DataConfig, totals: Mapping[str, Any]) -> list[str]:
     workers = data.ray.num_workers if data.engine == "ray" else 1
-    lines = [
-        f"  rows              {totals['rows']:>15,}",
-        f"  prompt tokens     {totals['prompt_tokens']:>15,}",
-        f"  response tokens   {totals['response_tokens']:>15,}",
-        (
-            f"  target forwards   {totals['target_decode_forwards']:>15,} decoding steps of up to {data.batch_size} "
-            "sequences"
-        ),
-        (
-            f"                    {totals['target_sequence_forwards']:>15,} whole sequences"
-            + (", as the server provides the labels" if data.labels == "server" else "")
-        ),
-        f"  draft forwards    {totals['draft_sequence_forwards']:>15,} whole sequences",
-        f"  disk              {totals['disk_bytes'] / 1e9:>15,.3f} GB, free {totals['free_bytes'] / 1e9:,.1f} GB",
-    ]
-    if totals["time_s"] is not None:
-        shared = f" / {workers} workers = {duration(totals['time_s'] / workers)}" if workers > 1 else ""
-        lines.append(f"  time        about {duration(totals['time_s']):>15} on this machine, or less{shared}")
+    by_server = ", as the server provides the labels" if data.labels == "server" else ""
+    facts = (
+        ("rows", "rows", ""),
+        ("prompt tokens", "prompt_tokens", ""),
+        ("response tokens", "response_tokens", ""),
+        ("target forwards", "target_decode_forwards", f" decoding steps of up to {data.batch_size} sequences"),
+        ("", "target_sequence_forwards", f" whole sequences{by_server}"),
+        ("draft forwards", "draft_sequence_forwards", " whole sequences"),
+    )
+    lines = [f"  {label:<18}{totals[name]:>15,}{unit}" for label, name, unit in facts]
+    disk_bytes, free_bytes, time_s = totals["disk_bytes"], totals["free_bytes"], totals["time_s"]
+    lines.append(f"  disk              {disk_bytes / 1e9:>15,.3f} GB, free {free_bytes / 1e9:,.1f} GB")
+    if time_s is not None:
+        shared = f" / {workers} workers = {duration(time_s / workers)}" if workers > 1 else ""
+        lines.append(f"  time        about {duration(time_s):>15} on this machine, or less{shared}")
         if advised := shard_size(data, totals):
             lines.append(
                 f"warning: a shard of {data.rows_per_shard} responses takes about "
-                f"{duration(totals['time_s'] / totals['rows'] * data.rows_per_shard)}, which an interrupted run would "
+                f"{duration(time_s / totals['rows'] * data.rows_per_shard)}, which an interrupted run would "
                 f"lose; set data.rows_per_shard to {advised}"
             )
-    if totals["disk_bytes"] > totals["free_bytes"]:
+    if disk_bytes > free_bytes:
         lines.append(
             "warning: not enough free disk space; free some, or use fewer prompts, one of data.features, or fewer "
             "data.mixes"
         )
-    return "\n".join(lines)
+    return lines
 
 
 def shard_size(data: DataConfig, totals: Mapping[str, Any]) -> int | None:
@@ -266,10 +238,6 @@ def shard_size(data: DataConfig, totals: Mapping[str, Any]) -> int | None:
 
 def duration(seconds: float) -> str:
     """A duration as text: 45 s, 2.5 min, 3.0 h."""
-    return (
-        f"{seconds / 3600:,.1f} h"
-        if seconds >= 5400
-        else f"{seconds / 60:,.1f} min"
-        if seconds >= 90
-        else f"{seconds:,.0f} s"
-    )
+    if seconds >= 5400:
+        return f"{seconds / 3600:,.1f} h"
+    return f"{seconds / 60:,.1f} min" if seconds >= 90 else f"{seconds:,.0f} s"

@@ -24,9 +24,7 @@ _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 }
-"""Environment variables of rank, world size and local rank. (A batch script outside srun has SLURM_PROCID, but no
-step.)
-"""
+"""Variables of rank, world size and local rank. A batch script outside srun has no step."""
 
 
 class Share(NamedTuple):
@@ -53,11 +51,10 @@ class Share(NamedTuple):
 
     @property
     def _lock(self) -> str:
-        """The lock of this rank, or of the directory if one process makes everything."""
         return LOCK if self.is_whole else f"{LOCK}-{self.rank}-of-{self.world_size}"
 
     def writing(self, directory: str) -> AbstractContextManager[None]:
-        """The lock that this process holds while it works."""
+        """The lock that this process holds while it works: of its rank, or of the directory if it makes everything."""
         return only_writer(directory, setting="data.dir", name=self._lock)
 
     def turn(self, directory: str) -> AbstractContextManager[None]:
@@ -78,21 +75,16 @@ class Share(NamedTuple):
 
     def refuse_others(self, directory: str, data: DataConfig) -> None:
         """Raise ValueError if running processes divide the shards differently; the caller has its turn."""
-        requested = f"{data.num_train}, {data.num_dev} and {data.num_test}"
+        numbers = f"data.num_train, num_dev and num_test {data.num_train}, {data.num_dev} and {data.num_test}"
+        requested = f"--world_size {self.world_size} and {numbers}"
         for path in self._others(directory):
-            if (holder := holder_of(path)) is None:
-                continue
-            rank, _, world_size = path.name.removeprefix(f"{LOCK}-").split("-")
-            who = f"{directory} is in use by rank {rank} of {world_size}, {in_words(holder)}"
-            if world_size != str(self.world_size):
-                raise ValueError(
-                    f"{who}; wait until it ends, stop it, give this process --world_size {world_size} too, or choose "
-                    "another data.dir"
-                )
+            holder = holder_of(path) or {}
             if holder.get("requested", requested) != requested:
+                rank, _, world_size = path.name.removeprefix(f"{LOCK}-").split("-")
                 raise ValueError(
-                    f"{who}, with data.num_train, num_dev and num_test {holder['requested']} instead of {requested}; "
-                    "give all processes the same numbers, or wait until it ends"
+                    f"{directory} is in use by rank {rank} of {world_size}, {in_words(holder)}, with "
+                    f"{holder['requested']} instead of {requested}; wait until it ends, stop it, give all processes "
+                    "the same numbers, or choose another data.dir"
                 )
         if not self.is_whole:
             state(Path(directory) / self._lock, requested=requested)
@@ -118,7 +110,10 @@ def share_of(rank: int | None, world_size: int | None, environment: Mapping[str,
     half of a share or a rank that is not below world_size.
     """
     if rank is None and world_size is None:
-        return next(filter(None, (_launched(launcher, environment) for launcher in _LAUNCHERS)), Share(0, 1))
+        for launcher, (*names, local) in _LAUNCHERS.items():
+            if all(environment.get(name) for name in names):
+                return _launched({name: environment.get(name, "0") for name in (*names, local)}, launcher)
+        return Share(0, 1)
     if rank is None or world_size is None:
         present, missing = ("--world_size", "--rank") if rank is None else ("--rank", "--world_size")
         raise ValueError(f"{present} is given without {missing}; give both, such as --rank 0 --world_size 4")
@@ -127,19 +122,13 @@ def share_of(rank: int | None, world_size: int | None, environment: Mapping[str,
     return Share(rank, world_size)
 
 
-def _launched(launcher: str, environment: Mapping[str, str]) -> Share | None:
-    """The share that a launcher's variables define; None if it did not start this process."""
-    *names, local = _LAUNCHERS[launcher]
-    if not all(environment.get(name) for name in names):
-        return None
-    try:
-        rank, world_size, local_rank = (int(environment.get(name, "0")) for name in (*names, local))
-    except ValueError:
-        rank, world_size, local_rank = -1, 0, 0
-    if not 0 <= rank < world_size:
-        values = " and ".join(f"{name} is {environment[name]!r}" for name in names)
-        raise ValueError(
-            f"{values} in the environment, which is not a valid rank and world size; unset them, or pass --rank 0 "
-            "--world_size 1 to make everything in this process"
-        )
-    return Share(rank, world_size, local_rank, launcher)
+def _launched(variables: Mapping[str, str], launcher: str) -> Share:
+    if all(map(str.isdecimal, variables.values())):
+        rank, world_size, local_rank = map(int, variables.values())
+        if rank < world_size:
+            return Share(rank, world_size, local_rank, launcher)
+    found = " and ".join(f"{name} is {value!r}" for name, value in variables.items())
+    raise ValueError(
+        f"{found} in the environment, which is not a valid rank and world size; unset them, or pass --rank 0 "
+        "--world_size 1 to make everything in this process"
+    )

@@ -26,7 +26,11 @@ def settled(config: DataConfig, heads: HeadsConfig | None = None, *, is_verbose:
             raise ValueError("data.num_train is null, but the generated stories never end; set data.num_train")
         config = replace(config, num_train=len(load_prompts(config, "train")))
     if config.features is None and heads is not None:
-        config = replace(config, features=_features(config, heads))
+        manifest = Path(config.dir) / "manifest.json"
+        existing = read_manifest(config.dir).get("features", ()) if manifest.is_file() else ()
+        features: tuple[Feature, ...] = ("fed", "drawn")
+        needed = (*_read_by(heads), *existing)
+        config = replace(config, features=tuple(name for name in features if name in needed))
     elif heads is not None and heads.features == "cached":
         for name, setting in _read_by(heads).items():
             if name not in config.feature_sets:
@@ -37,14 +41,6 @@ def settled(config: DataConfig, heads: HeadsConfig | None = None, *, is_verbose:
                     "needs none"
                 )
     return config
-
-
-def _features(config: DataConfig, heads: HeadsConfig) -> tuple[Feature, ...]:
-    """The feature sets that these heads read, and those that the directory already has."""
-    manifest = Path(config.dir) / "manifest.json"
-    existing = read_manifest(config.dir).get("features", ()) if manifest.is_file() else ()
-    features: tuple[Feature, ...] = ("fed", "drawn")
-    return tuple(name for name in features if name in (*_read_by(heads), *existing))
 
 
 def _read_by(heads: HeadsConfig) -> dict[str, str]:

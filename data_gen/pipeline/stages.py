@@ -23,13 +23,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from configs.schema import DataConfig
-from data_gen.labels.layout import Layout, layout_of
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.sets import load_prompts, sources_of
 from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.exchange import Answers, Exchange, Problem, Response
 from data_gen.store import labels, rows
+from data_gen.store.labels import Layout, layout_of
 from store.shards import (
     features_path,
     is_whole,
@@ -41,6 +41,8 @@ from store.shards import (
     write_shard,
 )
 
+_FACTS = Exchange._fields[:5]
+"""All fields of an exchange but tensors."""
 Stage = Literal["together", "respond", "draft", "target"]
 _RESULTS = ("respond", "draft", "fed", "drawn")
 """Folders of results in DIR/stages; `fed` and `drawn` are hidden states of the stage draft."""
@@ -65,11 +67,7 @@ def cut_shards(split: str, prompts: Sequence[Prompt], size: int) -> list[ShardSp
 
 
 def refuse_other_prompts(specs: Iterable[ShardSpec], data: DataConfig) -> None:
-    """Forget short shards that have grown.
-
-    Raises:
-        ValueError: a shard was made from other prompts.
-    """
+    """Forget short shards that have grown; ValueError if a shard was made from other prompts."""
     sources = ", ".join(str(Path(source.path)) for source in data.prompt_sources)
     for spec in specs:
         path = rows_path(data.dir, spec.split, spec.index)
@@ -107,9 +105,9 @@ def write_files(
     rows_columns: Mapping[str, Tensor] | None = None,
     data: DataConfig,
 ) -> None:
-    """Write the hidden states, the labels and then the rows of a shard, so that rows on disk always have both. Hidden
-    states that `columns` lacks are those of the stage `draft`; a feature draft, whose labels are not those of the
-    response tokens, needs `layout` and `rows_columns` too.
+    """Write the hidden states, the labels and then the rows of a shard, so that rows on disk always have both; the
+    sidecar of the rows has the outcome of every prompt. Hidden states that `columns` lacks are those of the stage
+    `draft`; a feature draft, whose labels are not those of the response tokens, needs `layout` and `rows_columns` too.
     """
     layout = layout or layout_of(answers.exchanges)
     for timing in data.feature_sets:
@@ -118,28 +116,22 @@ def write_files(
             _write_states(path, columns[timing], answers, data, timing)
         elif (source := _stage_path(spec, data, timing)).is_file():  # else moved by a run that was killed afterwards
             move_shard(source, path)
-    facts = {"rows": len(answers.exchanges), "tokens": layout.num_tokens}
-    write_shard(labels_path(data.dir, spec.split, spec.index), labels.to_safetensors(columns, layout), **facts)
-    write_rows(spec, answers, columns=rows_columns or columns, data=data)
+    num_rows, written = len(answers.exchanges), (data.dir, spec.split, spec.index)
+    content = labels.to_safetensors(columns, layout)
+    write_shard(labels_path(*written), content, rows=num_rows, tokens=layout.num_tokens)
+    columns, has_sets = rows_columns or columns, len(sources_of(data)) > 1
+    from_target, num_tokens = columns.get("from_target"), layout_of(answers.exchanges).num_tokens
+    table = rows.to_parquet(answers.exchanges, columns, from_target=from_target, mixes=data.mixes, has_sets=has_sets)
+    problems = [problem._asdict() for problem in answers.problems]
+    account = {"prompts": spec.digests, "input": spec.num_requests, "ok": num_rows, "problems": problems}
+    sizes = {"batch_size": data.batch_size, "chunk_mb": data.chunk_mb}  # the rounding of forwards depends on them
+    write_shard(rows_path(*written), table, rows=num_rows, tokens=num_tokens, **account, **sizes)
     forget_stages([spec], data)
 
 
 def _write_states(path: Path, hidden: Tensor, answers: Answers, data: DataConfig, timing: str) -> None:
     num_rows = len(answers.exchanges) * (data.mixes if timing == "fed" else 1)
     write_shard(path, safetensors.torch.save({"hidden": hidden.contiguous()}), rows=num_rows, tokens=len(hidden))
-
-
-def write_rows(spec: ShardSpec, answers: Answers, *, columns: Mapping[str, Tensor], data: DataConfig) -> None:
-    """Write the rows of a shard, and into their sidecar the outcome of every prompt."""
-    from_target, has_sets = columns.get("from_target"), len(sources_of(data)) > 1
-    table = rows.to_parquet(answers.exchanges, columns, from_target=from_target, mixes=data.mixes, has_sets=has_sets)
-    num_rows, num_tokens = len(answers.exchanges), layout_of(answers.exchanges).num_tokens
-    problems = [problem._asdict() for problem in answers.problems]
-    account = {"prompts": spec.digests, "input": spec.num_requests, "ok": num_rows, "problems": problems}
-    sizes = {"batch_size": data.batch_size, "chunk_mb": data.chunk_mb}  # the rounding of forwards depends on them
-    write_shard(
-        rows_path(data.dir, spec.split, spec.index), table, rows=num_rows, tokens=num_tokens, **account, **sizes
-    )
 
 
 def kept_responses(spec: ShardSpec, data: DataConfig) -> dict[str, Response]:
@@ -154,8 +146,10 @@ def save(spec: ShardSpec, stage: Stage, answers: Answers, columns: Mapping[str, 
         if timing in columns:
             _write_states(_stage_path(spec, data, timing), columns[timing], answers, data, timing)
     small = {name: values for name, values in columns.items() if name not in data.feature_sets}
-    turns: dict[str, Sequence[Exchange | Problem]] = {"exchanges": answers.exchanges, "problems": answers.problems}
-    metadata = {name: json.dumps([turn._asdict() for turn in part]) for name, part in turns.items()}
+    metadata = {
+        "exchanges": json.dumps([dict(zip(_FACTS, exchange, strict=False)) for exchange in answers.exchanges]),
+        "problems": json.dumps([problem._asdict() for problem in answers.problems]),
+    }
     content = safetensors.torch.save(small, metadata=metadata)
     write_shard(_stage_path(spec, data, stage), content, prompts=spec.digests)
 
@@ -163,20 +157,21 @@ def save(spec: ShardSpec, stage: Stage, answers: Answers, columns: Mapping[str, 
 def load(spec: ShardSpec, stage: Stage, data: DataConfig) -> tuple[Answers, dict[str, Tensor]]:
     """The answers and the columns that `save` saved, without the hidden states."""
     path = _stage_path(spec, data, stage)
-    return answers_in(path), labels.read_tensors(path)
+    return answers_in(path), safetensors.torch.load_file(path)
 
 
 def load_states(spec: ShardSpec, data: DataConfig) -> dict[str, Tensor]:
     """The hidden states of the stage `draft`, by timing."""
-    return {timing: labels.read_tensors(_states_path(spec, data, timing))["hidden"] for timing in data.feature_sets}
+    return {
+        timing: safetensors.torch.load_file(_states_path(spec, data, timing))["hidden"] for timing in data.feature_sets
+    }
 
 
 def answers_in(path: Path) -> Answers:
     """The answers in a file of the stage `respond`."""
     with safe_open(path, framework="pt") as file:
         turns = {name: json.loads(text) for name, text in file.metadata().items()}
-    exchanges = [Exchange(**exchange) for exchange in turns["exchanges"]]
-    return Answers(exchanges, [Problem(**problem) for problem in turns["problems"]])
+    return Answers([Exchange(**turn) for turn in turns["exchanges"]], [Problem(**turn) for turn in turns["problems"]])
 
 
 def forget_stages(specs: Iterable[ShardSpec], data: DataConfig) -> None:
@@ -187,9 +182,7 @@ def forget_stages(specs: Iterable[ShardSpec], data: DataConfig) -> None:
 
 
 def _states_path(spec: ShardSpec, data: DataConfig, timing: str) -> Path:
-    """The hidden states of the stage draft: its file, or the shard itself if a run was killed after moving them
-    there.
-    """
+    """The stage's file, or the shard itself if a run was killed after moving it there."""
     path = _stage_path(spec, data, timing)
     return path if path.is_file() else features_path(data.dir, timing, spec.split, spec.index)
 

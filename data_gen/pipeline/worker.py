@@ -6,7 +6,7 @@ on any engine, in any order, and after any interruption.
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +19,14 @@ from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.labels.chains import ChainLabeller
 from data_gen.labels.labeller import Labelled, Labeller
 from data_gen.labels.laws import mixed
-from data_gen.labels.layout import Layout, layout_of
 from data_gen.pipeline import stages
 from data_gen.pipeline.stages import Stage
 from data_gen.responses.conversation import ShardSpec, ask, without
-from data_gen.responses.exchange import Answers, Exchange, LatestRows, Problem, Progress, ResponseSource
+from data_gen.responses.exchange import Answers, Exchange, LatestRows, Progress, ResponseSource
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.responses.text import ResponseFile, Spelling
 from data_gen.responses.top_logprobs import DistributionReader, joined, num_logprobs_of
+from data_gen.store.labels import Layout, layout_of
 from lm import (
     Pair,
     Sampling,
@@ -97,10 +97,11 @@ class Worker:
         torch.set_num_threads(pair.num_threads or torch.get_num_threads())
         self.job, self.stage = job, job.stage
         self.tokenizer = load_pair_tokenizer(pair)
+        self._sampling = Sampling(**vars(pair.sampling))
         self._spelling = Spelling(self.tokenizer, _eos_ids(pair.target, self.tokenizer))
         self._asks = job.stage in ("together", "respond")
         uses_server = self._asks and "server" in (data.source, data.labels)
-        self._server = _server(pair, data, self._spelling) if uses_server else None
+        self._server: Any = self._first_requests() if uses_server else None
         models = {name: load_model(getattr(pair, name)) for name in job.models}
         vocab_size = vocab_size_of(self.tokenizer, models.get("target", models.get("draft")))
         for name, model in models.items():
@@ -113,6 +114,24 @@ class Worker:
         self._feature_draft = feature_draft_of(pair.draft, models["target"]) if has_feature_draft else None
         self.resize(data)
 
+    def _first_requests(self) -> Any:
+        """The servers of a run that uses any; ValueError if one does not answer or lacks an ability."""
+        from data_gen.responses.server import CompletionsServer  # needs the extra `serving`
+
+        pair, data, sampling, reader = self.job.pair, self.job.data, self._sampling, None
+        if data.labels == "server":
+            num_ids = self._spelling.num_ids
+            reader = DistributionReader(
+                sampling=sampling,
+                num_logprobs=num_logprobs_of(sampling, data.server.num_logprobs),
+                num_ids=num_ids,
+                is_padded=load_config(pair.target).get_text_config().vocab_size > num_ids,
+            )
+        settings: dict[str, Any] = {"model": data.server.model or pair.target.path, "sampling": sampling}
+        return CompletionsServer(
+            data.server, self._spelling, **settings, max_new_tokens=data.max_new_tokens, reader=reader
+        )
+
     def resize(self, data: DataConfig) -> None:
         """Build the source and the labellers for the batch size and the limits of `data`."""
         self.data, models = data, self._models
@@ -120,7 +139,7 @@ class Worker:
         self.chains: ChainLabeller | None = None
         settings: dict[str, Any] = {
             "target": models.get("target"),
-            "sampling": Sampling(**vars(self.job.pair.sampling)),
+            "sampling": self._sampling,
             "vocab_size": self._vocab_size,
             "chunk_mb": data.chunk_mb,
             "feature_dtype": FEATURE_DTYPES[data.feature_dtype],
@@ -134,13 +153,13 @@ class Worker:
     def _source(self) -> ResponseSource:
         data = self.data
         if data.source == "server":
-            assert self._server is not None
-            return self._server
+            source: ResponseSource = self._server
+            return source
         if data.source == "file":
             return ResponseFile(str(data.responses), self._spelling, max_new_tokens=data.max_new_tokens)
         return TargetInProcess(
             self._models["target"],
-            Sampling(**vars(self.job.pair.sampling)),
+            self._sampling,
             vocab_size=self._vocab_size,
             eos_ids=self._spelling.eos_ids,
             max_new_tokens=data.max_new_tokens,
@@ -150,59 +169,50 @@ class Worker:
 
     def with_answers(
         self, specs: Sequence[ShardSpec], progress: Progress
-    ) -> Iterator[tuple[ShardSpec, Answers | None]]:
+    ) -> Generator[tuple[ShardSpec, Answers | None], None, None]:
         """Each shard, with its answers if they come from servers, which then work ahead on the next shards."""
-        server, source = self._server, self.source
-        if server is None or source is None:
+        if self._server is None:
             yield from ((spec, None) for spec in specs)
-            return
-        yield from server.servers.ahead(specs, lambda spec: server.ask(spec, source, **self._settings(spec, progress)))
+        else:
+            yield from self._server.servers.ahead(specs, lambda spec: self._ask(spec, progress))
 
     def make(self, spec: ShardSpec, progress: Progress, answers: Answers | None = None) -> None:
-        """Run the stage on one shard.
+        """Run the stage on one shard; `answers` are what `with_answers` yielded with it.
 
         If memory runs out, the shard starts again with half the batch size, which this worker then keeps. Random
-        numbers belong to the shard, not to its batches, so only rounding depends on the batch size.
-
-        Args:
-            spec: the shard.
-            progress: called with the number of requests that a step has finished (`Job.num_steps`).
-            answers: what `with_answers` yielded with the shard; None: request them from the source.
-
-        Raises:
-            ValueError: a single sequence does not fit in memory.
+        numbers belong to the shard, not to its batches, so only rounding depends on the batch size. ValueError if a
+        single sequence does not fit.
         """
+        counts: list[int] = []
+
+        def count_requests(count: int) -> None:
+            counts.append(count)
+            progress(count)
+
         while True:
-            counts: list[int] = []
-
-            def count_requests(count: int, counts: list[int] = counts) -> None:
-                counts.append(count)
-                progress(count)
-
             try:
                 self._make(spec, count_requests, answers)
                 return
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 if not is_out_of_memory(error):
                     raise
-            progress(-sum(counts))
+            count_requests(-sum(counts))
             self._halve_batch(spec)  # outside the handler, whose error keeps the tensors of its frames alive
 
     def _halve_batch(self, spec: ShardSpec) -> None:
         data = self.data
-        size = min(data.batch_size, spec.num_requests) // 2
+        size, kept = min(data.batch_size, spec.num_requests) // 2, "finished shards are kept"
         where = f"{self.stage}: out of memory at {spec.name}"
         if self.job.is_sliced:  # the other processes did not run out, and wait in a forward of the full batch
             raise ValueError(
                 f"{where} with data.batch_size {data.batch_size}, in one process of a sliced model; set "
-                f"data.batch_size to at most {max(1, size)} and run the same command again, which keeps the finished "
-                "shards"
+                f"data.batch_size to at most {max(1, size)}; {kept}"
             )
         if size == 0:
             raise ValueError(
                 f"{where} with one sequence at a time; lower data.chunk_mb ({data.chunk_mb}), data.max_new_tokens "
                 f"({data.max_new_tokens}) or data.max_prompt_tokens ({data.max_prompt_tokens}), or set data.mode: "
-                "sequential; finished shards are kept"
+                f"sequential; {kept}"
             )
         gc.collect()
         torch.cuda.empty_cache()
@@ -214,12 +224,13 @@ class Worker:
         columns: dict[str, Tensor] = {}
         if self.source is None:
             answers, columns = stages.load(spec, "draft" if self.stage == "target" else "respond", self.data)
-        elif answers is None:
-            answers = self._ask(spec, progress)
-        if self.source is not None and self.data.labels == "server":
-            columns = dict(zip(("p_ids", "p_probs"), joined(answers.distributions), strict=True))
-        is_new = isinstance(self.source, TargetInProcess)  # all others count problems with answers themselves
-        known = set() if is_new else {problem.id for problem in _errors(answers)}
+        else:
+            answers = self._ask(spec, progress) if answers is None else answers
+            if self.data.labels == "server":
+                known = joined([exchange.distributions for exchange in answers.exchanges])
+                columns = {"p_ids": known.ids, "p_probs": known.probs}
+        # all sources but this one count problems with answers themselves
+        old = [] if isinstance(self.source, TargetInProcess) else answers.problems
         if self.stage == "respond":
             if self.job.writes:
                 stages.save(spec, self.stage, answers, columns, self.data)
@@ -227,19 +238,34 @@ class Worker:
             progress(len(answers.problems))  # they get no labels
             label = self._label if self.chains is None else self._label_drafts
             answers = label(spec, answers, columns, progress)
-        failed = [problem for problem in _errors(answers) if problem.id not in known]
+        failed = [problem for problem in answers.problems if problem.outcome == "error" and problem not in old]
         self._latest.add(
             [*failed, *[None] * len(answers.exchanges)],
             subject=f"rows of the stage {self.stage} ended in an error",
             remedy="finished shards are kept; run with --retry_errors to try these rows again",
         )
 
+    def _ask(self, spec: ShardSpec, progress: Progress) -> Answers:
+        assert self.source is not None
+        kept = stages.kept_responses(spec, self.data) if self.job.keeps_responses else None
+        request = ask if self._server is None else self._server.ask
+        answers: Answers = request(
+            spec, self.source, tokenizer=self.tokenizer, data=self.data, progress=progress, kept=kept
+        )
+        return answers
+
     def _label(self, spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], progress: Progress) -> Answers:
         """Label the rows and write the shard; returns the answers with new problems."""
         if self.stage == "target":
-            labelled = self._add_target(spec, answers, columns, progress)
+            inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
+            labelled = self.labeller.label(answers.exchanges, inputs, with_hidden=False, progress=progress)
+            # hidden states are moved with their file, unless those of broken rows must be removed
+            hidden = stages.load_states(spec, self.data) if labelled.broken else {}
+            labelled = Labelled(columns | hidden | labelled.columns, labelled.broken)
         else:
-            columns |= {} if answers.states is None else {"target_states": answers.states}
+            states = [exchange.states for exchange in answers.exchanges if exchange.states is not None]
+            if states and len(states) == len(answers.exchanges):  # responses of an earlier run have none
+                columns["target_states"] = torch.cat(states)
             labelled = self.label_and_mix(spec, answers.exchanges, columns, progress)
         answers, columns = self._without_broken(spec, answers, labelled)
         if not self.job.writes:
@@ -278,27 +304,16 @@ class Worker:
             broken = {row // mixes: f"{reason}; {REMEDY}" for row in infinite_rows} | broken
         return Labelled(columns, broken)
 
-    def _add_target(
-        self, spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], progress: Progress
-    ) -> Labelled:
-        """The draft's columns with log_p and acceptance_prob. If rows are broken, also the hidden states, so that
-        theirs can be removed.
-        """
-        inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
-        labelled = self.labeller.label(answers.exchanges, inputs, with_hidden=False, progress=progress)
-        hidden = stages.load_states(spec, self.data) if labelled.broken else {}
-        return Labelled(columns | hidden | labelled.columns, labelled.broken)
-
     def _without_broken(
         self, spec: ShardSpec, answers: Answers, labelled: Labelled
     ) -> tuple[Answers, dict[str, Tensor]]:
         """The answers and columns without broken rows, each of which becomes a problem."""
         if not labelled.broken:
             return answers, labelled.columns
-        layout, mixes = layout_of(answers.exchanges), self.data.mixes
-        sound = [row for row in range(len(answers.exchanges)) if row not in labelled.broken]
-        once = layout.positions(sound)
-        repeated = layout.repeated(mixes).positions([row * mixes + mix for row in sound for mix in range(mixes)])
+        layout = layout_of(answers.exchanges)
+        once = torch.ones(layout.num_tokens, dtype=torch.bool)
+        once[layout.positions(list(labelled.broken))] = False
+        repeated = once[layout.order(self.data.mixes)]
         return without(spec, answers, labelled.broken), {
             name: values[repeated if name in _OF_EVERY_MIXING else once] for name, values in labelled.columns.items()
         }
@@ -317,17 +332,6 @@ class Worker:
         stages.write_files(spec, answers, columns=columns, layout=layout, rows_columns=drafts.rows, data=data)
         return answers
 
-    def _ask(self, spec: ShardSpec, progress: Progress) -> Answers:
-        assert self.source is not None
-        settings = self._settings(spec, progress)
-        if self._server is None:
-            return ask(spec, self.source, **settings)
-        return self._server.servers.start(self._server.ask(spec, self.source, **settings)).result()
-
-    def _settings(self, spec: ShardSpec, progress: Progress) -> dict[str, Any]:
-        kept_responses = stages.kept_responses(spec, self.data) if self.job.keeps_responses else None
-        return {"tokenizer": self.tokenizer, "data": self.data, "progress": progress, "kept": kept_responses}
-
 
 def _eos_ids(target: ModelSource, tokenizer: Any) -> frozenset[int]:
     """The end-of-sequence ids of the target's generation config, read without loading the model; or the tokenizer's."""
@@ -338,52 +342,24 @@ def _eos_ids(target: ModelSource, tokenizer: Any) -> frozenset[int]:
     return eos_ids_of(config) or eos_ids_of(GenerationConfig(eos_token_id=tokenizer.eos_token_id))
 
 
-def _server(pair: PairConfig, data: DataConfig, spelling: Spelling) -> Any:
-    """The servers of a run that uses any, for responses or labels; ValueError if one does not answer, or lacks an
-    ability.
-    """
-    from data_gen.responses.server import CompletionsServer  # needs the extra `serving`
-
-    sampling, reader = Sampling(**vars(pair.sampling)), None
-    if data.labels == "server":
-        reader = DistributionReader(
-            sampling=sampling,
-            num_logprobs=num_logprobs_of(sampling, data.server.num_logprobs),
-            num_ids=spelling.num_ids,
-            is_padded=load_config(pair.target).get_text_config().vocab_size > spelling.num_ids,
-        )
-    model = data.server.model or pair.target.path
-    return CompletionsServer(
-        data.server, spelling, model=model, sampling=sampling, max_new_tokens=data.max_new_tokens, reader=reader
-    )
-
-
 def check_lengths(pair: PairConfig, data: DataConfig, names: Sequence[str] = ("draft", "target")) -> None:
     """Raise ValueError if a model cannot read the longest text of the config; no weights are loaded."""
     longest = data.max_prompt_tokens + data.max_new_tokens
     subject = f"data.max_prompt_tokens + data.max_new_tokens is {longest}"
     for name in names:
-        source, limit = getattr(pair, name), limit_of(pair, name)
+        source: ModelSource = getattr(pair, name)
+        limit = limit_of(source)
         if limit is not None and longest > limit:
             raise ValueError(
                 f"{subject} and {name} {source.path} reads at most {limit} positions; lower either setting"
             )
-        if not _is_feature_draft(pair, name):
+        if released_layout_of(source) is None:
             remedy = f"lower either setting for {name} {source.path}"
             refuse_crossing(without_weights(source), 0, longest, subject=subject, remedy=remedy)
 
 
-def limit_of(pair: PairConfig, name: str) -> int | None:
-    """The longest sequence that target or draft reads, by its config; None if it sets no limit."""
-    source: ModelSource = getattr(pair, name)
-    if _is_feature_draft(pair, name):
+def limit_of(source: ModelSource) -> int | None:
+    """The longest sequence that a model or a feature draft reads, by its config; None if it sets no limit."""
+    if released_layout_of(source) is not None:
         return max_positions_of(source)
     return getattr(load_config(source).get_text_config(), "max_position_embeddings", None)
-
-
-def _is_feature_draft(pair: PairConfig, name: str) -> bool:
-    return name == "draft" and released_layout_of(pair.draft) is not None
-
-
-def _errors(answers: Answers) -> list[Problem]:
-    return [problem for problem in answers.problems if problem.outcome == "error"]

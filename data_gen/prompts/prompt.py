@@ -96,11 +96,10 @@ def prompts_of(
             prompt = _prompt_in(record, default_id, columns or {})
             if prompt.id in prompts:
                 raise ValueError(f"id {prompt.id!r} is used by an earlier record; give each record a unique id")
+            prompts[prompt.id] = prompt
+            unused |= _unused(record) if isinstance(record, dict) else set()
         except ValueError as error:
             problems[where] = str(error)
-            continue
-        prompts[prompt.id] = prompt
-        unused |= _unused(record) if isinstance(record, dict) else set()
     if problems and len(problems) >= len(prompts):
         where, reason = next(iter(problems.items()))
         num = f"{len(problems)} of {len(problems) + len(prompts)} records cannot be read"
@@ -131,11 +130,7 @@ def say_once(line: str) -> None:
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of every line that is not blank.
-
-    Raises:
-        ValueError: a line that is not a JSON object.
-    """
+    """(line number from 1, object) of every line that is not blank; ValueError for one that is not a JSON object."""
     for number, record in json_records(path):
         if isinstance(record, ValueError):
             raise ValueError(f"{path}:{number}: {record}") from record
@@ -166,11 +161,7 @@ def _object_in(line: bytes) -> dict[str, Any] | ValueError:
 
 
 def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
-    """The prompt of one record; `default_id` is used if it has no id.
-
-    Raises:
-        ValueError: no known field, or one of the wrong type.
-    """
+    """The prompt of one record; `default_id` is used if it has no id. ValueError: it has no readable prompt."""
     prompt_id = next((str(record[name]) for name in _ID_FIELDS if record.get(name) is not None), default_id)
     _check(is_text(prompt_id), "the id to be text, not a lone surrogate", prompt_id)
     prompt, tools = _turns_of(record), record.get("tools")
@@ -191,12 +182,8 @@ def conversation_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Prompt, list
         ValueError: malformed messages, or another order than turns and replies in alternation.
     """
     prompt = prompt_of({"messages": [dict(message) for message in messages]}, default_id="prompt")
-    roles = [_ROLES[str(message.get("role", message.get("from"))).lower()] for message in messages]
-    replies = [
-        str(message.get("content", message.get("value")))
-        for message, role in zip(messages, roles, strict=True)
-        if role == "assistant"
-    ]
+    said = [(_ROLES[_role_in(message)], str(_content_in(message))) for message in messages]
+    roles, replies = [role for role, _ in said], [text for role, text in said if role == "assistant"]
     if [role == "assistant" for role in roles if role != "system"] != [False, True] * len(replies) + [False]:
         raise ValueError(
             f"messages have the roles {', '.join(roles)}; give turns and replies in alternation, a turn last"
@@ -218,9 +205,7 @@ def _unused(record: dict[str, Any]) -> set[str]:
 
 
 def _turns_of(record: dict[str, Any]) -> Prompt:
-    """The turns, context and system message of a record, without its id."""
-    context = "\n".join(filter(None, _texts(record, _CONTEXTS)))
-    form = _form_of(record)
+    context, form = "\n".join(filter(None, _texts(record, _CONTEXTS))), _form_of(record)
     if form is None:
         raise ValueError(
             f"expected one of the fields {', '.join(_FORMS)}; got {', '.join(sorted(record))}; map one of them, such "
@@ -263,8 +248,7 @@ def _conversation(value: Any) -> Prompt:
 
 def _message(message: dict[str, Any]) -> tuple[str, str]:
     """(role, text) of a message: {role, content} or {from, value}."""
-    role = _ROLES.get(str(message.get("role", message.get("from"))).lower())
-    content = message.get("content", message.get("value"))
+    role, content = _ROLES.get(_role_in(message)), _content_in(message)
     _check(role is not None, f"{_MESSAGES}, and a role of {', '.join(_ROLES)}", message)
     if role == "assistant":  # dropped; a tool call may have no content
         return "assistant", ""
@@ -274,16 +258,24 @@ def _message(message: dict[str, Any]) -> tuple[str, str]:
     return str(role), str(content)
 
 
+def _role_in(message: Mapping[str, Any]) -> str:
+    return str(message.get("role", message.get("from"))).lower()
+
+
+def _content_in(message: Mapping[str, Any]) -> Any:
+    return message.get("content", message.get("value"))
+
+
 def _is_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
-def _texts(record: dict[str, Any], names: Iterable[str]) -> list[str]:
+def _texts(record: dict[str, Any], names: Sequence[str]) -> list[str]:
     """Fields that are strings; absent ones are empty."""
-    values = {name: "" if record.get(name) is None else record[name] for name in names}
-    for name, value in values.items():
+    values = ["" if record.get(name) is None else record[name] for name in names]
+    for name, value in zip(names, values, strict=True):
         _check(isinstance(value, str), f"{name} to be a string", value)
-    return list(values.values())
+    return values
 
 
 def _check(is_right: Any, expected: str, value: Any) -> None:

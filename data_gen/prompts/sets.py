@@ -66,7 +66,7 @@ def load_prompts(
     is `settled` (`data_gen.pipeline.sizes`); `section` of the experiment requests the prompts. ValueError: a malformed
     record, a repeated id, or fewer prompts than requested, unless there `may_be_fewer`.
     """
-    requested = {"train": config.num_train, "dev": config.num_dev, "test": config.num_test}[split]
+    requested: int | None = getattr(config, f"num_{split}")
     count = sys.maxsize if requested is None else requested
     if count < 0:
         raise ValueError(f"{section}.num_{split} is {count}; it must be at least 0")
@@ -76,9 +76,7 @@ def load_prompts(
     pools = {name: _pool(source, config, split, count) for name, source in sources.items()}
     if len(sources) > 1:
         pools = _apart(pools, sources, config, split)
-        prompts = _in_proportion(pools, {name: source.weight for name, source in sources.items()}, count)
-    else:
-        prompts = next(iter(pools.values()))[:count]
+    prompts = _in_proportion(pools, {name: source.weight for name, source in sources.items()}, count)
     if len(prompts) < (1 if may_be_fewer or requested is None else count):
         raise ValueError(
             f"{section}.num_{split} is {requested}, but {', '.join(source.path for source in sources.values())} has "
@@ -89,38 +87,36 @@ def load_prompts(
 
 
 def sources_of(config: DataConfig) -> dict[str, PromptSource]:
-    """Name of each set of prompts -> its source.
-
-    Raises:
-        ValueError: no set, two of one name, or a weight that is not above 0.
-    """
-    sources = config.prompt_sources
-    names = [set_name(source.path) for source in sources]
-    if not names:
-        raise ValueError("data.prompts is an empty list; name at least one set")
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(
-            f"data.prompts has two sets named {twice[0]!r}; rename a file, or list it once with a larger weight"
-        )
-    for source in sources:
+    """Name of each set of prompts -> its source; ValueError: no set, a repeated name, or a weight of 0."""
+    sources: dict[str, PromptSource] = {}
+    for source in config.prompt_sources:
+        if (name := set_name(source.path)) in sources:
+            raise ValueError(
+                f"data.prompts has two sets named {name!r}; rename a file, or list it once with a larger weight"
+            )
         if not source.weight > 0:
             raise ValueError(
                 f"the weight of {source.path} in data.prompts is {source.weight}; it must be greater than 0"
             )
-    return dict(zip(names, sources, strict=True))
+        sources[name] = source
+    if not sources:
+        raise ValueError("data.prompts is an empty list; name at least one set")
+    return sources
 
 
 def unreadable(config: DataConfig) -> tuple[dict[str, str], int]:
     """Location -> reason of each unreadable record, and the number of all records."""
     problems, num_records = dict[str, str](), 0
-    for source in config.prompt_sources:
-        if source.path != "stories" or Path(source.path).exists():
-            prompt_set = set_of(source)
-            parts: tuple[Split, ...] = ("train",) if prompt_set.test_split is None else ("train", "test")
-            for prompts, failed in (read(prompt_set, part) for part in parts):
-                problems |= failed
-                num_records += len(prompts) + len(failed)
+    for prompt_set in (set_of(source) for source in config.prompt_sources if not _is_generated(source)):
+        parts: tuple[Split, ...] = ("train",) if prompt_set.test_split is None else ("train", "test")
+        for prompts, failed in (read(prompt_set, part) for part in parts):
+            problems |= failed
+            num_records += len(prompts) + len(failed)
     return problems, num_records
+
+
+def _is_generated(source: PromptSource) -> bool:
+    return source.path == "stories" and not Path(source.path).exists()
 
 
 def _apart(
@@ -134,7 +130,7 @@ def _apart(
         prompt
         for before in order[: order.index(split)]
         for source in sources.values()
-        if source.path != "stories"
+        if not _is_generated(source)
         for prompt in _pool(source, config, before, sys.maxsize)
     ]
     apart: dict[str, list[Prompt]] = {}
@@ -148,8 +144,8 @@ def _apart(
 
 
 def _in_proportion(pools: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], count: int) -> list[Prompt]:
-    """Up to `count` prompts, of which every prefix is as close to the weights as possible; sets without prompts of the
-    split are ignored.
+    """Up to `count` prompts, of which every prefix is as close to the weights as possible, until a set is used up; sets
+    without prompts of the split are ignored.
     """
     taken = {name: 0 for name, pool in pools.items() if pool}
     total = sum(weights[name] for name in taken)
@@ -164,7 +160,7 @@ def _in_proportion(pools: Mapping[str, Sequence[Prompt]], weights: Mapping[str, 
 
 
 def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) -> list[Prompt]:
-    if source.path == "stories" and not Path(source.path).exists():
+    if _is_generated(source):
         return [Prompt(s.id, (s.prompt,), category=s.kind) for s in stories(split, count, seed=config.seed)]
     prompt_set = set_of(source)
     own_test: list[Prompt] = []
@@ -185,11 +181,7 @@ def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) ->
 
 
 def set_of(source: PromptSource) -> PromptSet:
-    """The set that a source names.
-
-    Raises:
-        FileNotFoundError: not a known set, file, directory or hub id.
-    """
+    """The set that a source names; FileNotFoundError if it is no known set, file, directory or hub id."""
     path = Path(source.path)
     if not path.name:
         raise ValueError(f"data.prompts is {source.path!r}, which names no set; set it to {_FORMS}")
@@ -216,10 +208,7 @@ def _ending(path: Path) -> str:
 
 
 def _overridden(known: PromptSet, source: PromptSource) -> PromptSet:
-    """A known set with the user's settings instead of its defaults.
-
-    The set's test part belongs to its default part; another part is split, unless the user names a test part too.
-    """
+    """A known set with the user's settings; its own test part belongs to its default part only."""
     prompt_set = replace(known, name=source.name or known.name, columns={**known.columns, **source.columns})
     if source.split not in (_DEFAULT_PART, known.split):
         prompt_set = replace(prompt_set, split=source.split, test_split=None, shares=None)
@@ -260,7 +249,9 @@ def read(prompt_set: PromptSet, split: Split) -> tuple[list[Prompt], dict[str, s
 def _json_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any] | ValueError]]:
     """(file and line or record, the record's number from 0, record) of JSONL, or of a file that is one array."""
     try:
-        if _ending(path) != ".json" or not _begins_with(path, b"["):
+        with open_lines(path) as file:
+            is_array = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+        if _ending(path) != ".json" or not is_array:
             for number, record in json_records(path):
                 yield f"{path}:{number}", str(number - 1), record
             return
@@ -271,11 +262,6 @@ def _json_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any] | Value
     for number, record in enumerate(records):
         problem = ValueError(f"expected a JSON object, got {type(record).__name__}")
         yield f"{path} record {number}", str(number), record if isinstance(record, dict) else problem
-
-
-def _begins_with(path: Path, sign: bytes) -> bool:
-    with open_lines(path) as file:
-        return file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(sign)
 
 
 def _records(prompt_set: PromptSet, part: str) -> Iterable[dict[str, Any]]:
@@ -291,11 +277,12 @@ def _records(prompt_set: PromptSet, part: str) -> Iterable[dict[str, Any]]:
             load_dataset(prompt_set.path, prompt_set.name, split=part, data_files=prompt_set.data_files, **options)
         )
     except OSError as error:
+        reason = " ".join(str(error).split())[:300]
         raise FileNotFoundError(
-            f"{name} cannot be reached and is not in the cache: {_line(error)}; set data.prompts to {_FORMS}"
+            f"{name} cannot be reached and is not in the cache: {reason}; set data.prompts to {_FORMS}"
         ) from error
     except (ValueError, DatasetsError) as error:
-        raise ValueError(f"{name}: {_line(error.__cause__ or error)}") from error
+        raise ValueError(f"{name}: {' '.join(str(error.__cause__ or error).split())[:300]}") from error
 
 
 def _separator(path: Path) -> str:
@@ -305,7 +292,3 @@ def _separator(path: Path) -> str:
     with open_lines(path) as file:
         header = file.readline()
     return ";" if header.count(b";") > header.count(b",") else ","
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

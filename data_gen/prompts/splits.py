@@ -42,9 +42,7 @@ def split_by_id(
 
 
 def in_hash_order(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
-    """The prompts sorted by the hash of seed and content: a shuffle in which adding or removing prompts does not
-    reorder the others.
-    """
+    """The prompts by the hash of seed and content: a shuffle that other prompts do not change."""
     return sorted(prompts, key=lambda prompt: (seed_of(seed, "split", ascii(prompt.content)), prompt.id))
 
 

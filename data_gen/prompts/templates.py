@@ -66,15 +66,13 @@ def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[st
         if index < len(replies):
             messages.append({"role": "assistant", "content": replies[index]})
     try:
-        tools = json.loads(prompt.tools or "null")
-    except ValueError as error:
-        raise ValueError(f"prompt {prompt.id}: tools are not JSON: {error}; give a JSON list") from error
-    if tools is not None and not isinstance(tools, list):
+        tools = json.loads(prompt.tools or "[]") or None
+    except ValueError:
+        tools = prompt.tools
+    if not isinstance(tools, list | None):
         raise ValueError(f"prompt {prompt.id}: tools are {prompt.tools[:80]!r}; give a JSON list")
     try:
-        return str(
-            tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
-        )
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True))
     except TemplateError as error:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise ValueError(

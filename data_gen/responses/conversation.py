@@ -1,11 +1,9 @@
 """A shard's conversations, turn by turn: the request of a turn contains the target's replies to earlier turns."""
 
 import hashlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
@@ -13,7 +11,6 @@ from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode_text, render
 from data_gen.responses.exchange import (
     Answers,
-    Distributions,
     Exchange,
     Problem,
     Progress,
@@ -53,15 +50,16 @@ class ShardSpec:
         return len(self.row_ids)
 
 
-def asking(
+def ask(
     spec: ShardSpec,
+    source: ResponseSource,
     *,
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
     progress: Progress,
     kept: Mapping[str, Response] | None = None,
-) -> Generator[tuple[list[Request], int], list[Response | Problem], Answers]:
-    """Yield the requests of each turn and their seed, take the answers to them, and return those of the shard. `kept`:
+) -> Answers:
+    """The source's answers to every turn of the shard: turn k of all conversations together, then turn k + 1. `kept`:
     row id -> an existing response, which is not requested again.
     """
     answers: dict[str, Response | Problem] = dict(kept or {})
@@ -72,70 +70,38 @@ def asking(
             request = _request(prompt, turn, answers, tokenizer=tokenizer, data=data)
             if isinstance(request, Problem):
                 answers[request.id] = request
-                progress(1)
-                continue
-            requests[request.id] = request
+            else:
+                requests[request.id] = request
             if request.id in answers:
                 progress(1)
             else:
-                waiting.append(request)
+                waiting.append(requests[request.id])
         if waiting:
-            responses = yield waiting, seed_of(data.seed, "response", spec.split, spec.index, turn)
+            seed = seed_of(data.seed, "response", spec.split, spec.index, turn)
+            responses = source.respond(waiting, seed, progress)
             answers |= {request.id: answer for request, answer in zip(waiting, responses, strict=True)}
     return _in_order(spec, requests, answers)
 
 
-def ask(spec: ShardSpec, source: ResponseSource, *, progress: Progress, **settings: Any) -> Answers:
-    """The source's answers to every turn of the shard: turn k of all conversations together, then turn k + 1.
-    `settings` are those of `asking`.
-    """
-    turns = asking(spec, progress=progress, **settings)
-    try:
-        requests, seed = next(turns)
-        while True:
-            requests, seed = turns.send(source.respond(requests, seed, progress))
-    except StopIteration as end:
-        answers: Answers = end.value
-        return answers
-
-
 def _in_order(spec: ShardSpec, requests: Mapping[str, Request], answers: Mapping[str, Response | Problem]) -> Answers:
-    named = {name: answers[name] for name in spec.row_ids}
-    responses = {name: answer for name, answer in named.items() if isinstance(answer, Response)}
-    exchanges = [
-        Exchange(name, requests[name].text, requests[name].prompt_ids, response.response_ids, response.finish_reason)
-        for name, response in responses.items()
-    ]
-    states = [response.states for response in responses.values() if response.states is not None]
-    return Answers(
-        exchanges,
-        [answer for answer in named.values() if isinstance(answer, Problem)],
-        # a response of an earlier run has no states
-        states=torch.cat(states) if states and len(states) == len(responses) else None,
-        distributions=[response.distributions for response in responses.values()],
-    )
+    exchanges: list[Exchange] = []
+    problems: list[Problem] = []
+    for name in spec.row_ids:
+        if isinstance(answer := answers[name], Problem):
+            problems.append(answer)
+        else:
+            exchanges.append(Exchange(name, requests[name].text, requests[name].prompt_ids, *answer))
+    return Answers(exchanges, problems)
 
 
 def without(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Answers:
-    """The answers with these rows (row -> reason) turned into problems, in the order of the shard; without states."""
+    """The answers with these rows (row -> reason) turned into problems, in the order of the shard."""
     new = [Problem(answers.exchanges[row].id, "error", reason) for row, reason in broken.items()]
     problems = {problem.id: problem for problem in [*answers.problems, *new]}
     return Answers(
         [exchange for exchange in answers.exchanges if exchange.id not in problems],
         [problems[name] for name in spec.row_ids if name in problems],
-        distributions=[known for row, known in enumerate(answers.distributions) if row not in broken],
     )
-
-
-def with_distributions(spec: ShardSpec, answers: Answers, results: Sequence[Distributions | Problem]) -> Answers:
-    """The answers with the target's distributions of every exchange: those that came with them, and `results` for the
-    others, in order; a row without them becomes a problem.
-    """
-    missing = iter(results)
-    known = [next(missing) if result is None else result for result in answers.distributions]
-    broken = {row: result.reason for row, result in enumerate(known) if isinstance(result, Problem)}
-    sound = [None if isinstance(result, Problem) else result for result in known]
-    return without(spec, answers._replace(distributions=sound), broken)
 
 
 def row_id(prompt: Prompt, turn: int) -> str:

@@ -13,7 +13,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from threading import Thread
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from configs.schema import ServerConfig
 from data_gen.responses.conversation import ShardSpec
-from data_gen.responses.exchange import Answers
+from data_gen.responses.exchange import Answers, RefusedError
 
 Result = TypeVar("Result")
 _GONE = (openai.APIConnectionError, openai.InternalServerError)
@@ -39,14 +39,9 @@ def _key_for(url: str, variable: str | None) -> str:
         return os.environ.get("OPENAI_API_KEY", "none") if url.startswith(_OFFICIAL) else "none"
     if variable not in os.environ:
         raise ValueError(
-            f"data.server.api_key_variable is {variable}, but that environment variable is not set; set it, or remove "
-            "the setting"
+            f"data.server.api_key_variable is {variable}, but that environment variable is not set; set it"
         )
     return os.environ[variable]
-
-
-class RefusedError(ValueError):
-    """An answer to one request that is not a completion, for a reason that does not concern other requests."""
 
 
 class Servers:
@@ -54,43 +49,54 @@ class Servers:
 
     def __init__(self, config: ServerConfig, *, model: str) -> None:
         self.config, self.model = config, model
-        self._keys = {url: _key_for(url, config.api_key_variable) for url in config.urls}
-        self._clients: dict[str, openai.AsyncOpenAI] = {}
+        settings: dict[str, Any] = {"max_retries": config.max_retries, "timeout": config.timeout_s}
+        keys = {url: _key_for(url, config.api_key_variable) for url in config.urls}
+        self._clients = {url: openai.AsyncOpenAI(base_url=url, api_key=keys[url], **settings) for url in config.urls}
         self._num_running, self._changed = dict.fromkeys(config.urls, 0), asyncio.Condition()
         self._end = ""
         """The error of the last server."""
+        self._is_closed = False
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="servers", daemon=True).start()
 
-    def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run a coroutine in the loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of a coroutine, run in the loop."""
+        if self._is_closed:
+            work.close()
+            raise ValueError("the run has ended")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def ahead(
-        self, specs: Iterable[ShardSpec], ask: Callable[[ShardSpec], Coroutine[Any, Any, Answers]]
+        self, specs: Iterable[ShardSpec], ask: Callable[[ShardSpec], Answers]
     ) -> Iterator[tuple[ShardSpec, Answers]]:
         """Each shard with its answers, in order, so that servers are not idle while a shard is labelled and written.
 
         Beyond two shards (one yielded, one that is finishing), shards are opened until they hold as many conversations
-        as requests fit in flight, so only a few shards are in memory. If the caller stops early, requests are
-        cancelled.
+        as requests fit in flight, so only a few shards are in memory; each has a thread. When the caller stops,
+        requests are cancelled.
         """
         open_shards: deque[tuple[ShardSpec, Future[Answers]]] = deque()
         waiting, num_at_once = iter(specs), self.config.concurrency * len(self.config.urls)
+        pool = ThreadPoolExecutor(num_at_once + 2)
         try:
             while True:
                 while sum(len(spec.prompts) for spec, _ in list(open_shards)[2:]) < num_at_once:
                     if (spec := next(waiting, None)) is None:
                         break
-                    open_shards.append((spec, self.start(ask(spec))))
+                    open_shards.append((spec, pool.submit(ask, spec)))
                 if not open_shards:
                     return
                 spec, answers = open_shards[0]
                 yield spec, answers.result()
                 open_shards.popleft()
         finally:
-            for _, answers in open_shards:
-                answers.cancel()
+            self._is_closed = True
+            pool.shutdown(wait=False, cancel_futures=True)
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
 
     async def ask(self, body: Mapping[str, Any]) -> Any:
         """The JSON answer of one of the servers to a completion request.
@@ -117,13 +123,6 @@ class Servers:
 
     async def ask_at(self, url: str, body: Mapping[str, Any]) -> Any:
         """The same for one server; errors of connections and 5xx are raised unchanged."""
-        if url not in self._clients:  # a client belongs to the loop
-            self._clients[url] = openai.AsyncOpenAI(
-                base_url=url,
-                api_key=self._keys[url],
-                max_retries=self.config.max_retries,
-                timeout=self.config.timeout_s,
-            )
         try:
             answer = await self._clients[url].completions.with_raw_response.create(model=self.model, **body)
             return json.loads(answer.content)
@@ -139,13 +138,11 @@ class Servers:
             ) from error
 
     def try_each(self, body: Mapping[str, Any], *, hint: str = "") -> dict[str, Any]:
-        """The answer of each server to a first request; ValueError, which ends in `hint`, if one does not answer or
-        refuses it.
-        """
+        """The answer of each server to a first request; ValueError, which ends in `hint`, if one gives none."""
         answers = {}
         for url in self.config.urls:
             try:
-                answers[url] = self.start(self.ask_at(url, body)).result()
+                answers[url] = self.run(self.ask_at(url, body))
             except _GONE as error:
                 raise ValueError(self._reason(url, error)) from error
             except RefusedError as error:

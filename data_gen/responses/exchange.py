@@ -25,9 +25,7 @@ class Request(NamedTuple):
 
 
 class Distributions(NamedTuple):
-    """The target's distributions p under the run's `Sampling` at the positions of a response: tokens with probability
-    above 0.
-    """
+    """The target's distributions p at the positions of a response: tokens with probability above 0."""
 
     ids: Int[Tensor, "token support"]
     """int32; rows are padded with id 0 of probability 0."""
@@ -42,9 +40,7 @@ class Response(NamedTuple):
     """Ids of the response, the end-of-sequence token last if finish_reason is stop."""
     finish_reason: FinishReason
     states: Tensor | None = None
-    """[response token, hidden] on the CPU: the target's final hidden states from which the tokens were drawn, if the
-    source keeps them.
-    """
+    """[response token, hidden] on the CPU: the target's states from which the tokens were drawn."""
     distributions: Distributions | None = None
     """Distributions from which the tokens were drawn, if a server returns them."""
 
@@ -55,6 +51,10 @@ class Problem(NamedTuple):
     id: str
     outcome: Literal["error", "skipped"]
     reason: str
+
+
+class RefusedError(ValueError):
+    """A request has no usable answer, for a reason that does not concern other requests: its row becomes a problem."""
 
 
 @runtime_checkable
@@ -75,6 +75,9 @@ class Exchange(NamedTuple):
     response_ids: list[int]
     finish_reason: FinishReason | None
     """None if unknown, in imported data."""
+    states: Tensor | None = None
+    distributions: Distributions | None = None
+    """Both as in `Response`."""
 
 
 class Answers(NamedTuple):
@@ -82,10 +85,6 @@ class Answers(NamedTuple):
 
     exchanges: list[Exchange]
     problems: list[Problem]
-    states: Tensor | None = None
-    """[response token, hidden] of all exchanges, one after the other; None unless the source kept all of them."""
-    distributions: Sequence[Distributions | None] = ()
-    """Distributions of each exchange, None if unknown."""
 
 
 class LatestRows:

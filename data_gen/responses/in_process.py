@@ -19,8 +19,7 @@ from data_gen.responses.exchange import Problem, Progress, Request, Response
 from lm import Sampling
 from lm.cache import drop_first, insert_rows, make_cache, select_rows, takes_turns
 from lm.draws import draw, uniforms
-from lm.forwards import SHORTER, alike, body_of, device_of, logits_of, refuse_training
-from lm.rope import rope_switch_of
+from lm.forwards import alike, body_of, device_of, logits_of, refuse_training
 from lm.sampling import REMEDY, non_finite
 
 _MAX_SHARE_ACTIVE = 0.85
@@ -47,43 +46,21 @@ class TargetInProcess:
 
     @torch.inference_mode()
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
-        """Batched sampling of every request; the same requests and seed give the same responses.
-
-        Raises:
-            ValueError: the target is in train mode, or a text would cross a change of RoPE frequencies
-                (`lm.rope`).
+        """Batched sampling of every request; the same requests and seed give the same responses. ValueError if the
+        target is in train mode; callers check that no text crosses a change of RoPE frequencies (`lm.rope`).
         """
         refuse_training(self.model)
         batch = _Batch(self, requests, uniforms(seed, len(requests), self.max_new_tokens))
-        for indices in self._apart(requests):
-            # Longest prompts first: little padding, and running out of memory happens at once.
-            waiting = deque(sorted(indices, key=lambda index: (-len(requests[index].prompt_ids), index)))
-            num_wanted = len(batch.answers) + len(waiting)
-            while len(batch.answers) < num_wanted:
-                num_answered = len(batch.answers)
-                if waiting and batch.num_free >= max(1, _MIN_SHARE_FREE * self.batch_size):
-                    batch.join([waiting.popleft() for _ in range(min(batch.num_free, len(waiting)))])
-                else:
-                    batch.step(is_last=not waiting)
-                progress(len(batch.answers) - num_answered)
+        # Longest prompts first: little padding, and running out of memory happens at once.
+        waiting = deque(sorted(range(len(requests)), key=lambda index: (-len(requests[index].prompt_ids), index)))
+        while len(batch.answers) < len(requests):
+            num_answered = len(batch.answers)
+            if waiting and batch.num_free >= max(1, _MIN_SHARE_FREE * self.batch_size):
+                batch.join([waiting.popleft() for _ in range(min(batch.num_free, len(waiting)))])
+            else:
+                batch.step(is_last=not waiting)
+            progress(len(batch.answers) - num_answered)
         return [batch.answers[index] for index in range(len(requests))]
-
-    def _apart(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Group requests whose texts are on the same side of a change of RoPE frequencies."""
-        frequencies = rope_switch_of(self.model)
-        if frequencies is None:
-            return [list(range(len(requests)))]
-        sides: tuple[list[int], list[int]] = ([], [])
-        for index, request in enumerate(requests):
-            num_prompt = len(request.prompt_ids)
-            if frequencies.crosses(num_prompt, num_prompt + self.max_new_tokens - 1):
-                subject = (
-                    f"request {request.id} has {num_prompt} prompt tokens and up to {self.max_new_tokens} new ones, "
-                    "read in batches"
-                )
-                raise frequencies.refusal(subject, SHORTER)
-            sides[num_prompt > frequencies.bound].append(index)
-        return list(sides)
 
 
 class _Batch:
@@ -139,7 +116,9 @@ class _Batch:
         """One more token of every sequence; `is_last`: no further request joins."""
         active = self._active
         if len(active) <= _MAX_SHARE_ACTIVE * len(self._owners) and (is_last or not takes_turns(self._cache)):
-            self._remove_all_but(active)
+            select_rows(self._cache, torch.tensor(active))
+            self._owners = [self._owners[row] for row in active]
+            self._spans, self._newest = self._spans[active], self._newest[active]
             active = self._active
         if takes_turns(self._cache):
             span = int(self._spans[active].max())
@@ -153,11 +132,6 @@ class _Batch:
         self._width += 1
         self._spans += 1
         self._draw(hidden[active], active)
-
-    def _remove_all_but(self, rows: Sequence[int]) -> None:
-        select_rows(self._cache, torch.tensor(rows))
-        self._owners = [self._owners[row] for row in rows]
-        self._spans, self._newest = self._spans[rows], self._newest[rows]
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         output = body_of(self._source.model)(
@@ -194,9 +168,7 @@ class _Batch:
 
 
 def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(ids, attention mask), both [batch, longest]; padding is the row's first id: no mask hides an id with a NaN
-    embedding.
-    """
+    """(ids, attention mask), [batch, longest]; padded with the row's first id, as no mask hides a NaN embedding."""
     width = max(map(len, rows))
     ids = torch.tensor([[row[0]] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)

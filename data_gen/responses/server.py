@@ -11,14 +11,14 @@ token that the server generates after it: one forward, as in this process.
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from configs.schema import ServerConfig
-from data_gen.responses.conversation import ShardSpec, ask, asking, with_distributions
-from data_gen.responses.dispatch import RefusedError, Servers
+from data_gen.responses.conversation import ShardSpec, ask, without
+from data_gen.responses.dispatch import Servers
 from data_gen.responses.exchange import (
     Answers,
     Distributions,
@@ -27,12 +27,13 @@ from data_gen.responses.exchange import (
     LatestRows,
     Problem,
     Progress,
+    RefusedError,
     Request,
     Response,
     ResponseSource,
 )
 from data_gen.responses.text import Spelling
-from data_gen.responses.top_logprobs import DistributionReader, NotDeterminedError
+from data_gen.responses.top_logprobs import DistributionReader
 from lm import Sampling
 from lm.draws import seed_of
 
@@ -47,10 +48,6 @@ _UNPENALISED = {"min_p": 0.0, "repetition_penalty": 1.0}
 """Overrides the model's generation config in vLLM and SGLang, as `Sampling` has no such settings."""
 _PREFIX = "token_id:"
 """How vLLM writes token ids where OpenAI has their texts."""
-_NO_IDS = (
-    "data.labels: server needs log-probabilities by token id, as vLLM returns them, but the server returned {!r}; set "
-    "data.labels: target"
-)
 
 
 class CompletionsServer:
@@ -66,9 +63,7 @@ class CompletionsServer:
         max_new_tokens: int,
         reader: DistributionReader | None = None,
     ) -> None:
-        """Check the sampling, and that each of several servers answers and returns distributions if there is a
-        `reader`, as `labels: server` needs; ValueError if not.
-        """
+        """Check the sampling, and that several servers answer, with distributions if there is a `reader`."""
         self._latest = LatestRows()
         self.server, self.spelling, self.sampling, self.reader = server, spelling, sampling, reader
         self.settings = request_settings(
@@ -84,62 +79,53 @@ class CompletionsServer:
             self._try_each()
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
-        """One answer per request; ValueError if no server answers, one refuses the key or the model, or nearly all
-        answers are invalid.
-        """
-        return self.servers.start(self._respond(requests, seed, progress)).result()
+        """One answer per request; ValueError if no server answers, or nearly all answers are invalid."""
 
-    def distributions_of(self, exchanges: Sequence[Exchange]) -> list[Distributions | Problem]:
-        """The target's distributions at the positions of existing responses; ValueError as `respond`."""
-        return self.servers.start(self._distributions_of(exchanges)).result()
-
-    async def ask(self, spec: ShardSpec, source: ResponseSource, *, progress: Progress, **settings: Any) -> Answers:
-        """The answers of `source`, these servers or a file, to a shard, as `data_gen.responses.conversation.ask`; if
-        there is a reader, with the target's distributions.
-        """
-        if source is not self:
-            answers = ask(spec, source, progress=progress, **settings)
-        else:
-            turns = asking(spec, progress=progress, **settings)
-            try:
-                requests, seed = next(turns)
-                while True:
-                    requests, seed = turns.send(await self._respond(requests, seed, progress))
-            except StopIteration as end:
-                answers = end.value
-        if self.reader is None:
-            return answers
-        pairs = zip(answers.exchanges, answers.distributions, strict=True)
-        unknown = [exchange for exchange, known in pairs if known is None]
-        return with_distributions(spec, answers, await self._distributions_of(unknown))
-
-    async def _respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
-        async def answer(request: Request) -> Response | Problem:
+        async def answer(request: Request) -> Response:
             body = self._settings_for(request) | {"seed": seed_of(seed, request.id) % _NUM_SEEDS}
             try:
                 return self._read(await self.servers.ask(body), request)
             finally:
                 progress(1)
 
-        return await self._all([(request.id, answer(request)) for request in requests])
+        return self.servers.run(self._all(requests, answer))
 
-    async def _distributions_of(self, exchanges: Sequence[Exchange]) -> list[Distributions | Problem]:
-        return await self._all([(exchange.id, self._distributions_along(exchange)) for exchange in exchanges])
+    def distributions_of(self, exchanges: Sequence[Exchange]) -> list[Distributions | Problem]:
+        """The target's distributions at the positions of existing responses; ValueError as `respond`."""
+        return self.servers.run(self._all(exchanges, self._distributions_along))
 
-    async def _all(self, works: Sequence[tuple[str, Coroutine[Any, Any, Any]]]) -> list[Any]:
-        """The results in order; what the servers refuse is a problem, and nearly only problems end the run."""
+    def ask(self, spec: ShardSpec, source: ResponseSource, **settings: Any) -> Answers:
+        """The answers of `source`, these servers or a file, with the target's distributions if there is a reader."""
+        answers = ask(spec, source, **settings)
+        if self.reader is None:
+            return answers
+        results = iter(self.distributions_of([row for row in answers.exchanges if row.distributions is None]))
+        exchanges, broken = [], dict[int, str]()
+        for number, exchange in enumerate(answers.exchanges):
+            result = exchange.distributions or next(results)
+            if isinstance(result, Problem):
+                broken[number] = result.reason
+            else:
+                exchange = exchange._replace(distributions=result)
+            exchanges.append(exchange)
+        return without(spec, Answers(exchanges, answers.problems), broken)
+
+    async def _all(self, rows: Sequence[Any], work: Callable[[Any], Coroutine[Any, Any, Any]]) -> list[Any]:
+        """The results of `work` in the order of the rows; what the servers refuse is a problem, and nearly only
+        problems end the run.
+        """
         subject = f"answers of {', '.join(self.server.urls)} are invalid"
-        tasks, results = [(name, asyncio.ensure_future(work)) for name, work in works], list[Any]()
+        tasks, results = [asyncio.ensure_future(work(row)) for row in rows], list[Any]()
         try:
-            for name, task in tasks:
+            for row, task in zip(rows, tasks, strict=True):
                 try:
                     results.append(await task)
-                except (RefusedError, NotDeterminedError) as error:
-                    results.append(Problem(name, "error", str(error)))
+                except RefusedError as error:
+                    results.append(Problem(row.id, "error", str(error)))
                 problem = results[-1] if isinstance(results[-1], Problem) else None
                 self._latest.add([problem], subject=subject, remedy=_REMEDY)
         finally:
-            for _, task in tasks:
+            for task in tasks:
                 task.cancel()
         return results
 
@@ -152,17 +138,15 @@ class CompletionsServer:
         plain = body | {"temperature": 1.0, "top_p": 1.0, "extra_body": body["extra_body"] | {"top_k": -1}}
         for url, plain_answer in self.servers.try_each(plain).items():
             try:
-                positions, plain_positions = (
-                    _generated_positions(_choice(answer)) for answer in (answers[url], plain_answer)
-                )
+                positions, plain_positions = (_positions(_choice(answer)) for answer in (answers[url], plain_answer))
                 for first_position in (positions, plain_positions):
                     self._distributions(first_position, [None])
                 if _is_tempered(positions, plain_positions, self.sampling.temperature):
-                    raise NotDeterminedError(
+                    raise RefusedError(
                         "its log-probabilities depend on the temperature; start the server with --logprobs-mode "
                         "raw_logprobs, or set data.labels: target"
                     )
-            except (RefusedError, NotDeterminedError) as error:
+            except RefusedError as error:
                 raise ValueError(f"{url} failed at its first request: {error}") from error
 
     async def _distributions_along(self, exchange: Exchange) -> Distributions:
@@ -174,16 +158,14 @@ class CompletionsServer:
         settings = {"max_tokens": 1, "temperature": 1.0, "logprobs": num, "seed": 0}
         body = {"prompt": text, **settings, "extra_body": extra_body}
         choice = _choice(await self.servers.ask(body))
-        positions = [*_prompt_positions(choice)[len(exchange.prompt_ids) :], *_generated_positions(choice)]
+        positions = [*_positions(choice, of_prompt=True)[len(exchange.prompt_ids) :], *_positions(choice)]
         return self._distributions(positions, [*exchange.response_ids[:-1], None])
 
     def _distributions(self, positions: Sequence[Mapping[int, float]], tokens: Sequence[int | None]) -> Distributions:
         """The distributions at the positions of these tokens; None: a token that the server has not seen."""
         assert self.reader is not None
         if len(positions) != len(tokens):
-            raise NotDeterminedError(
-                f"the server returned log-probabilities at {len(positions)} of {len(tokens)} positions"
-            )
+            raise RefusedError(f"the server returned log-probabilities at {len(positions)} of {len(tokens)} positions")
         for number, (logprobs, token) in enumerate(zip(positions, tokens, strict=True)):
             wrong = next((name for name in logprobs if not 0 <= name < _NUM_IDS), None)
             if wrong is not None:
@@ -228,7 +210,7 @@ class CompletionsServer:
             "add_special_tokens in data.server.extra"
         )
 
-    def _read(self, completion: Any, request: Request) -> Response | Problem:
+    def _read(self, completion: Any, request: Request) -> Response:
         choice = _choice(completion)
         text, token_ids, reason = choice.get("text"), choice.get("token_ids"), choice.get("finish_reason")
         if not isinstance(text, str) or reason not in ("stop", "length"):
@@ -237,17 +219,15 @@ class CompletionsServer:
         if token_ids is None:
             answer = self.spelling.of_text(text, ended, request)
         elif isinstance(token_ids, list):
-            answer = self.spelling.of_ids(token_ids, ended, request, text=text)
+            answer = self.spelling.of_ids(token_ids, ended, text=text)
         else:
             raise RefusedError(f"invalid answer from the server: token_ids is not a list: {token_ids!r:.80}")
-        if isinstance(answer, Problem):
-            return answer
         limit, num_tokens = self.settings["max_tokens"], len(answer.response_ids)
         if num_tokens > limit + (ended == "stop"):
             raise RefusedError(f"the server returned {num_tokens} tokens, more than the requested {limit}")
         if self.reader is None:
             return answer
-        distributions = self._distributions_of_drawn(_generated_positions(choice), answer.response_ids)
+        distributions = self._distributions_of_drawn(_positions(choice), answer.response_ids)
         return answer._replace(distributions=distributions)
 
 
@@ -258,39 +238,30 @@ def _choice(completion: Any) -> dict[str, Any]:
     return choices[0]
 
 
-def _generated_positions(choice: Mapping[str, Any]) -> list[dict[int, float]]:
-    """Log-probabilities by token id at each generated position."""
+def _positions(choice: Mapping[str, Any], *, of_prompt: bool = False) -> list[dict[int, float]]:
+    """Log-probabilities by token id at each generated position, or at each of the prompt."""
     try:
+        if of_prompt:
+            return [
+                {int(name): float(entry["logprob"]) for name, entry in (logprobs or {}).items()}
+                for logprobs in choice["prompt_logprobs"]
+            ]
         return [
-            {_token_id(name): float(value) for name, value in logprobs.items()}
+            {int(name.split(_PREFIX)[1]): float(value) for name, value in logprobs.items()}
             for logprobs in choice["logprobs"]["top_logprobs"]
         ]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RefusedError(_NO_IDS.format(str(choice.get("logprobs"))[:80])) from error
-
-
-def _prompt_positions(choice: Mapping[str, Any]) -> list[dict[int, float]]:
-    try:
-        return [
-            {int(name): float(entry["logprob"]) for name, entry in (logprobs or {}).items()}
-            for logprobs in choice["prompt_logprobs"]
-        ]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RefusedError(_NO_IDS.format(str(choice.get("prompt_logprobs"))[:80])) from error
-
-
-def _token_id(name: str) -> int:
-    if not name.startswith(_PREFIX):
-        raise ValueError(f"{name!r} is the text of a token")
-    return int(name.removeprefix(_PREFIX))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        found = choice.get("prompt_logprobs" if of_prompt else "logprobs")
+        raise RefusedError(
+            "data.labels: server needs log-probabilities by token id, as vLLM returns them, but the server returned "
+            f"{str(found)[:80]!r}; set data.labels: target"
+        ) from error
 
 
 def _is_tempered(
     positions: Sequence[Mapping[int, float]], plain: Sequence[Mapping[int, float]], temperature: float | int
 ) -> bool:
-    """Whether log-probabilities of one position match this temperature better than temperature 1: whether the distance
-    between the largest and the smallest was divided by it.
-    """
+    """Whether the temperature divided the distance between the largest and smallest log-probability."""
     if temperature in (0, 1):
         return False
     spread, spread_at_1 = (max(p[0].values()) - min(p[0].values()) for p in (positions, plain))

@@ -21,7 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data_gen.prompts.prompt import is_text, json_lines, open_lines
-from data_gen.responses.exchange import FinishReason, Problem, Progress, Request, Response
+from data_gen.responses.exchange import FinishReason, Problem, Progress, RefusedError, Request, Response
 from lm import vocab_size_of
 
 
@@ -38,10 +38,10 @@ class Spelling:
         """One more than the tokenizer's largest id; cached, since a large vocabulary takes a tenth of a second."""
         return vocab_size_of(self.tokenizer)
 
-    def of_text(self, text: str, finish_reason: FinishReason, request: Request) -> Response | Problem:
-        """The response with this text; a `Problem` if no ids decode to it."""
+    def of_text(self, text: str, finish_reason: FinishReason, request: Request) -> Response:
+        """The response with this text; RefusedError if no ids decode to it."""
         if not is_text(text):
-            return _error(request, "the response has a lone surrogate (half of a character)")
+            raise RefusedError("the response has a lone surrogate (half of a character)")
         alone, prompt, joint = (
             list(self.tokenizer(part, add_special_tokens=False)["input_ids"])
             for part in (text, request.text, request.text + text)
@@ -52,30 +52,26 @@ class Spelling:
         expected = self._decode(request.prompt_ids) + text
         for ids in candidates:
             if self._decode(request.prompt_ids + ids) == expected:
-                return self.of_ids(ids, finish_reason, request)
-        return _error(request, f"the response does not round-trip through the tokenizer: {text[:60]!r}")
+                return self.of_ids(ids, finish_reason)
+        raise RefusedError(f"the response does not round-trip through the tokenizer: {text[:60]!r}")
 
-    def of_ids(
-        self, ids: list[int], finish_reason: FinishReason, request: Request, *, text: str | None = None
-    ) -> Response | Problem:
-        """The response with these ids, ended with an end-of-sequence id if it stopped; a `Problem` for invalid ids, or
-        for a `text` received with them that they do not spell.
-        """
-        wrong = next((token for token in ids if type(token) is not int or not 0 <= token < self.num_ids), None)
-        if wrong is not None:
-            return _error(request, f"response id {wrong!r:.40} is not one of the tokenizer's {self.num_ids}")
+    def of_ids(self, ids: list[int], finish_reason: FinishReason, *, text: str | None = None) -> Response:
+        """The response with these ids, ended with EOS if it stopped; RefusedError if invalid, or not of this `text`."""
+        for token in ids:
+            if type(token) is not int or not 0 <= token < self.num_ids:
+                raise RefusedError(f"response id {token!r:.40} is not one of the tokenizer's {self.num_ids}")
         if text is not None:  # compared without spaces and incomplete characters
             spelled = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             if _solid(str(spelled)) != _solid(text):
-                return _error(request, f"the response's text differs from its decoded token ids: {text[:60]!r}")
+                raise RefusedError(f"the response's text differs from its decoded token ids: {text[:60]!r}")
         if finish_reason == "stop" and self.eos_ids and not (ids and ids[-1] in self.eos_ids):
             eos_id = self.tokenizer.eos_token_id
             ids = [*ids, eos_id if eos_id in self.eos_ids else min(self.eos_ids)]
         if not ids:
-            return _error(request, "empty response")
-        early = next((position for position, token in enumerate(ids[:-1]) if token in self.eos_ids), None)
-        if early is not None:
-            return _error(request, f"end-of-sequence id at position {early} of a response of {len(ids)} tokens")
+            raise RefusedError("empty response")
+        for position, token in enumerate(ids[:-1]):
+            if token in self.eos_ids:
+                raise RefusedError(f"end-of-sequence id at position {position} of a response of {len(ids)} tokens")
         return Response(ids, finish_reason)
 
     def ids_of(self, text: str) -> list[int]:
@@ -105,25 +101,26 @@ class ResponseFile:
         answers: list[Response | Problem] = []
         with open_lines(self.path) as file:
             for request in requests:
-                if (offset := self._offsets.get(request.id)) is None:
-                    answers.append(_error(request, f"no response in {self.path}"))
-                else:
-                    file.seek(offset)
+                try:
+                    if request.id not in self._offsets:
+                        raise RefusedError(f"no response in {self.path}")
+                    file.seek(self._offsets[request.id])
                     answers.append(self._response(json.loads(file.readline()), request))
+                except RefusedError as error:
+                    answers.append(Problem(request.id, "error", str(error)))
                 progress(1)
         return answers
 
     def _response(self, record: dict[str, Any], request: Request) -> Response | Problem:
         if record.get("prompt_ids", request.prompt_ids) != request.prompt_ids:
-            problem = f"{self.path} has other prompt_ids for this id; check data.prompts and data.template"
-            return _error(request, problem)
+            raise RefusedError(f"{self.path} has other prompt_ids for this id; check data.prompts and data.template")
         if "response_ids" in record:
             ids = list(record["response_ids"])
             reason = record.get("finish_reason", "stop" if ids and ids[-1] in self.spelling.eos_ids else "length")
-            answer = self.spelling.of_ids(ids, reason, request)
+            answer = self.spelling.of_ids(ids, reason)
         else:
             answer = self.spelling.of_text(record["response"], record.get("finish_reason", "stop"), request)
-        if isinstance(answer, Response) and (num := len(answer.response_ids)) > self.max_new_tokens:
+        if (num := len(answer.response_ids)) > self.max_new_tokens:
             reason = f"the response has {num} tokens; data.max_new_tokens is {self.max_new_tokens}"
             return Problem(request.id, "skipped", reason)
         return answer
@@ -133,11 +130,10 @@ def _row_name(record: dict[str, Any], where: str) -> str:
     """The id of the row that a line answers; ValueError for a malformed line."""
     turn, prompt_ids, reason = record.get("turn", 1), record.get("prompt_ids", []), record.get("finish_reason", "stop")
     has_response = _are_ids(record.get("response_ids")) or isinstance(record.get("response"), str)
-    expected_response = "response (a string) or response_ids (a list of integers)"
     checks = (
         (record.get("id") is not None, f"an id; got {sorted(record)}"),
         (_are_ids(prompt_ids), f"prompt_ids to be a list of integers, got {prompt_ids!r:.80}"),
-        (has_response, f"{expected_response}; got {sorted(record)}"),
+        (has_response, f"response (a string) or response_ids (a list of integers); got {sorted(record)}"),
         (reason in ("stop", "length"), f"finish_reason to be stop or length, got {reason!r}"),
         (isinstance(turn, int) and turn >= 1, f"turn to be a whole number from 1, got {turn!r}"),
     )
@@ -149,10 +145,6 @@ def _row_name(record: dict[str, Any], where: str) -> str:
 
 def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token) is int for token in value)
-
-
-def _error(request: Request, reason: str) -> Problem:
-    return Problem(request.id, "error", reason)
 
 
 def _solid(text: str) -> str:

@@ -1,5 +1,5 @@
 """The target's distribution p under the run's `Sampling`, from the log-probabilities of the N likeliest tokens, which a
-server returns for each position of a response. The result is p itself or a `NotDeterminedError`, never an
+server returns for each position of a response. The result is p itself or a `RefusedError`, never an
 approximation.
 
 A server computes log-probabilities at temperature 1 over its whole vocabulary, so they are logits minus a constant per
@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from data_gen.responses.exchange import Distributions
+from data_gen.responses.exchange import Distributions, RefusedError
 from lm import Sampling
 
 _MARGIN, _TOP = 30, 50
@@ -40,19 +40,11 @@ _MINUS_INFINITY = -9999.0
 _SUM_ERROR = 1e-3
 _RAW = "start the server with --logprobs-mode raw_logprobs"
 _MORE = "raise data.server.num_logprobs, or set data.labels: target"
-_OTHERWISE = "or set data.labels: target, which labels with the target in this process"
-
-
-class NotDeterminedError(ValueError):
-    """The distribution at a position does not follow from what the server returned."""
+_OTHERWISE = "or set data.labels: target"
 
 
 def num_logprobs_of(sampling: Sampling, requested: int | None) -> int:
-    """N, the number of log-probabilities requested from a server: `requested`, or a few more than top-k.
-
-    Raises:
-        ValueError: no N, or not this one, determines the distributions of this `Sampling`.
-    """
+    """N, the number of log-probabilities requested from a server; ValueError if none determines the distributions."""
     settings = ", ".join(f"{name} {value}" for name, value in sampling.as_dict().items())
     num = requested or (sampling.top_k or _TOP) + _MARGIN
     if sampling.is_greedy or sampling.top_k is not None:
@@ -88,11 +80,7 @@ class DistributionReader:
     """Whether the server's vocabulary may have further ids."""
 
     def distributions(self, positions: Sequence[Mapping[int, float]]) -> Distributions:
-        """The distributions at some positions, from {token id: log-probability} at each.
-
-        Raises:
-            NotDeterminedError: names the first position whose distribution does not follow, and the reason.
-        """
+        """The distributions from {token id: log-probability} at each position; RefusedError if one lacks."""
         ids, values = _likeliest(positions, self.num_logprobs)
         mass = values.exp().sum(-1)
         lacks = torch.tensor([len(logprobs) < self.num_logprobs for logprobs in positions]).bool()
@@ -150,9 +138,7 @@ def joined(distributions: Sequence[Distributions | None]) -> Distributions:
 def _likeliest(
     positions: Sequence[Mapping[int, float]], num: int
 ) -> tuple[Int[Tensor, "position top"], Float[Tensor, "position top"]]:
-    """The `num` likeliest of each position in descending order, ties by ascending id; padded with id 0 at minus
-    infinity.
-    """
+    """The `num` likeliest of each position, ties by ascending id; padded with id 0 at minus infinity."""
     lengths = np.array([len(logprobs) for logprobs in positions], dtype=np.int64)
     flat_ids = np.fromiter(chain.from_iterable(positions), np.int64, lengths.sum())
     all_values = chain.from_iterable(logprobs.values() for logprobs in positions)
@@ -178,6 +164,6 @@ def _by_support(ids: Int[Tensor, "position top"], probs: Float[Tensor, "position
 def _refuse(is_wrong: Bool[Tensor, " position"], reason: str) -> None:
     if is_wrong.any():
         position = int(is_wrong.nonzero()[0])
-        raise NotDeterminedError(
+        raise RefusedError(
             f"the target's distribution at position {position} does not follow from the log-probabilities: {reason}"
         )

@@ -24,7 +24,7 @@ from lm.features.released import MTP, commit_of, width_of, without_mtp
 from lm.pair import repository_of
 from store.shards import write_atomic
 
-_SAMPLE_BYTES = 2**20
+_BLOCK_BYTES = 2**20
 _LARGE_BYTES = 2**26
 """Minimum size of a file whose hash is cached."""
 _SLOW_BYTES = 2**32
@@ -33,14 +33,17 @@ _IGNORED_KEYS = ("transformers_version", "_name_or_path")
 
 
 def describe_model(source: ModelSource) -> dict[str, Any]:
-    """Name, revision, commit and hashes of one model; FileNotFoundError if it is neither a local directory nor a
-    reachable hub id, ValueError if its config is inconsistent.
-    """
+    """Name, revision, commit and hashes of a model; FileNotFoundError if it is not there, ValueError if invalid."""
     if (target := without_mtp(source)) != source:  # the target's files hold its MTP layer
         described = describe_model(target)
         return described | {key: f"{described[key]}{MTP}" for key in ("name", "commit", "weights") if described[key]}
     try:
-        commit, width = _commit_and_width(source)
+        width = width_of(source)
+        if width is not None:  # a feature draft; transformers does not know every layout
+            commit = commit_of(source)
+        else:
+            config = AutoConfig.from_pretrained(source.path, **repository_of(source))
+            commit, width = getattr(config, "_commit_hash", None), config.get_text_config().hidden_size
     except OSError as error:
         raise FileNotFoundError(
             f"no model at {source.path!r} (revision {source.revision or 'main'}): {str(error).splitlines()[0]}"
@@ -49,26 +52,19 @@ def describe_model(source: ModelSource) -> dict[str, Any]:
         raise ValueError(
             f"transformers cannot read config.json of {source.path!r}: {' '.join(str(error).split())}"
         ) from error
-    folder = Path(source.path) if Path(source.path).is_dir() else None
+    folder = Path(source.path)
+    is_local = folder.is_dir()
     return {
-        "name": folder.name if folder else source.path,
+        "name": folder.name if is_local else source.path,
         "revision": source.revision,
         "commit": commit,
-        "weights": _weights(folder) if folder else None,
-        "config": _configs(folder) if folder else None,
+        "weights": _weights(folder) if is_local else None,
+        "config": _configs(folder) if is_local else None,
         "dtype": source.dtype,
         "hidden_size": width,
         # omitted if null, as in manifests written before the setting existed
         **({} if source.quantization is None else {"quantization": source.quantization}),
     }
-
-
-def _commit_and_width(source: ModelSource) -> tuple[str | None, int]:
-    width = width_of(source)
-    if width is not None:  # a feature draft; transformers does not know every layout
-        return commit_of(source), width
-    config = AutoConfig.from_pretrained(source.path, **repository_of(source))
-    return getattr(config, "_commit_hash", None), config.get_text_config().hidden_size
 
 
 def same_model(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool | None:
@@ -83,7 +79,7 @@ def file_sha256(path: Path, num_bytes: int | None = None) -> str:
     """sha256 of a file, or of its first bytes."""
     digest, left = hashlib.sha256(), path.stat().st_size if num_bytes is None else num_bytes
     with path.open("rb") as file:
-        while left > 0 and (block := file.read(min(left, _SAMPLE_BYTES))):
+        while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
             digest.update(block)
             left -= len(block)
     return digest.hexdigest()

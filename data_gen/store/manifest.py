@@ -126,9 +126,7 @@ def refuse_older(manifest: Mapping[str, Any], directory: str | Path) -> None:
 
 
 def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str = "data.dir") -> None:
-    """Write the manifest into a new directory, or compare it with that of an existing one, which `setting` names;
-    ValueError for the first key that differs.
-    """
+    """Write the manifest into a new directory; ValueError for the first key that differs from an existing one."""
     # through JSON: tuples become lists
     path, in_run = Path(directory) / "manifest.json", json.loads(json.dumps(manifest))
     if not path.exists():

@@ -11,12 +11,17 @@
 log_p may be -inf: with top-k or top-p the target can give Y no probability at all. A column that a run cannot compute
 is null.
 
+Each shard's sidecar lists its problems, the prompts without a row: ok + error + skipped = input. errors.jsonl is built
+from the sidecars when a run ends.
+
 float16 moves an acceptance_prob or rate by less than 0.0003, and a log probability near -8 by 0.004; the entropies keep
 2^-16, because their difference is a divergence near zero. Heads read the exact numbers of labels/ instead. `read_rows`
 returns float32.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,9 +32,11 @@ import torch
 from torch import Tensor
 
 from data_gen.responses.exchange import Exchange
+from store.shards import SIDECAR_REMEDY, read_sidecar, sidecar_path, write_atomic
 
 _HALVES, _ENTROPIES = ("acceptance_prob", "log_p", "log_q", "acceptance_rate"), ("entropy", "cross_entropy")
 POSITION_COLUMNS = (*_HALVES, *_ENTROPIES)
+_COUNTS = ("input", "ok", "tokens")
 _IDS = ("prompt_ids", "response_ids", "draft_ids")
 _WRITTEN: dict[str, Any] = {
     "compression": "zstd",
@@ -54,12 +61,8 @@ def to_parquet(
 ) -> bytes:
     """The Parquet file of one shard; the same rows give the same bytes.
 
-    Args:
-        exchanges: the rows.
-        columns: draft_ids and `POSITION_COLUMNS`, each [token] over all rows; those absent become null.
-        from_target: [token of every mixing] coins: row by row, and within a row mixing by mixing; None: null.
-        mixes: mixings per row.
-        has_sets: prompts come from several sets, whose names their ids begin with.
+    `columns`: draft_ids and `POSITION_COLUMNS`, each [token] over all rows, null if absent; `from_target`: the coins,
+    [token of every mixing]. With `has_sets` ids begin with the name of the prompt's set.
     """
     lengths = [len(exchange.response_ids) for exchange in exchanges]
     arrays: dict[str, pa.Array] = {
@@ -90,6 +93,41 @@ def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tabl
         pa.field(field.name, pa.list_(pa.float32()) if field.name in _HALVES else field.type) for field in table.schema
     ]
     return table.cast(pa.schema(wide))
+
+
+def account(paths: Iterable[Path]) -> dict[str, int]:
+    """Totals of input, ok, error, skipped (prompts, turn by turn) and tokens over some shards of rows."""
+    totals = Counter(dict.fromkeys((*_COUNTS, "error", "skipped"), 0))
+    for path in paths:
+        facts = read_sidecar(path, keys=(*_COUNTS, "problems"))
+        try:
+            outcomes = [problem["outcome"] for problem in facts["problems"]]
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{sidecar_path(path)}: problems have another form; {SIDECAR_REMEDY}") from error
+        if facts["ok"] + len(outcomes) != facts["input"]:
+            raise ValueError(f"{sidecar_path(path)}: some prompts have neither a row nor a reason; {SIDECAR_REMEDY}")
+        totals.update({name: facts[name] for name in _COUNTS})
+        totals.update({name: outcomes.count(name) for name in ("error", "skipped")})
+    return dict(totals)
+
+
+def has_errors(path: Path) -> bool:
+    """Whether a prompt of this shard of rows ended in an error (a skipped prompt did not)."""
+    return any(problem["outcome"] == "error" for problem in read_sidecar(path, keys=("problems",))["problems"])
+
+
+def write_errors(directory: str | Path, paths: Iterable[Path], unreadable: Mapping[str, str] | None = None) -> None:
+    """Write DIR/errors.jsonl, one {id, outcome, reason, shard} per line, in the order of the shards of rows in `paths`.
+    `unreadable`: location -> reason of each record of data.prompts that cannot be read.
+    """
+    unread = [{"id": where, "outcome": "error", "reason": reason} for where, reason in (unreadable or {}).items()]
+    lines = [json.dumps({**problem, "shard": None}) + "\n" for problem in unread]
+    lines += [
+        json.dumps({**problem, "shard": path.stem}) + "\n"
+        for path in paths
+        for problem in read_sidecar(path)["problems"]
+    ]
+    write_atomic(Path(directory) / "errors.jsonl", "".join(lines).encode())
 
 
 def _lists(values: Tensor | None, lengths: Sequence[int], kind: pa.DataType) -> pa.Array:

@@ -90,7 +90,7 @@ def _experiment(pair: PairConfig, source: PromptSource, *, num_prompts: int, nam
         raise ValueError(f"{source.path} has {num_prompts} prompts; give at least 10, of which 8 are for training")
     has_template = load_pair_tokenizer(pair).chat_template is not None
     # the longest text is a prompt, a response and a draft beyond it
-    limits = (limit_of(pair, name) or 2**31 for name in ("target", "draft"))
+    limits = (limit_of(source) or 2**31 for source in (pair.target, pair.draft))
     num_positions = min(limits) - DecodeConfig.max_draft_length
     num_new = min(DataConfig.max_new_tokens, num_positions // 2)
     data = DataConfig(

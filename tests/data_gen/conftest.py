@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from configs.schema import Config
 from data_gen.pipeline.command import make
@@ -25,6 +25,11 @@ def toy_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def models(toy_pair: Path) -> dict[str, PreTrainedModel]:
     return {name: AutoModelForCausalLM.from_pretrained(toy_pair / name).eval() for name in ("target", "draft")}
+
+
+@pytest.fixture(scope="session")
+def tokenizer(toy_pair: Path):
+    return AutoTokenizer.from_pretrained(toy_pair / "target")
 
 
 @pytest.fixture(scope="session")

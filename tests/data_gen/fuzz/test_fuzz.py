@@ -25,9 +25,8 @@ from data_gen.prompts import sets as hub
 from data_gen.prompts.splits import split_by_id
 from data_gen.responses.exchange import Request
 from data_gen.responses.text import ResponseFile, Spelling
-from data_gen.store.errors import account
 from data_gen.store.manifest import read_manifest, settle
-from data_gen.store.rows import read_rows
+from data_gen.store.rows import account, read_rows
 from evaluation.costs.machine import kept_costs
 from evaluation.traces.recording import trace
 from heads.batches.module import FeatureData
@@ -101,8 +100,7 @@ def texts(folder: Path, config: Config) -> dict[str, Boundary]:
 
     def read_official() -> None:
         for number, item in enumerate(_read(official)):
-            keys = ("log_p_7b", "log_p_70b")
-            _parse(item, str(number), keys=keys, where=f"{official} item {number}")
+            _parse(item, str(number), where=f"{official} item {number}")
 
     reads: list[Callable[[], object]] = [read_prompts, read_responses]
     reads += [read_official, lambda: split_by_id([], weights=(1, 1, 1), seed=0, split_ids=str(split))]

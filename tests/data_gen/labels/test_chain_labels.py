@@ -7,9 +7,8 @@ import safetensors.torch
 import torch
 
 from data_gen.labels.chains import ChainLabeller, LabelledDrafts
-from data_gen.labels.layout import Layout
 from data_gen.responses.exchange import Exchange
-from data_gen.store.labels import to_safetensors
+from data_gen.store.labels import Layout, to_safetensors
 from heads.batches.features import FeatureShard
 from lm import CachedModel, Sampling, acceptance_rate, entropy, feature_model
 from lm.draws import draw, uniforms

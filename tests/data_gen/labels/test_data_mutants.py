@@ -51,8 +51,8 @@ def _loss_everywhere(columns, layout):
     return _to_safetensors(columns | {"from_target": torch.zeros_like(columns["from_target"])}, layout)
 
 
-def _log_q_untruncated(q_logits, uniform, sampling):
-    labels, q = label_draft(q_logits, uniform, sampling)
+def _log_q_untruncated(q_logits, uniform, sampling, known):
+    labels, q = label_draft(q_logits, uniform, sampling, known)
     return labels | {"log_q": labels["log_token_prob"]}, q
 
 
@@ -60,15 +60,14 @@ def _log_p_untruncated(p_logits, draft_ids, sampling):
     return label_target(p_logits, draft_ids, Sampling())[0], sampling.probs(p_logits.float())
 
 
-def _entropy_truncated(q_logits, uniform, sampling):
-    labels, q = label_draft(q_logits, uniform, sampling)
+def _entropy_truncated(q_logits, uniform, sampling, known):
+    labels, q = label_draft(q_logits, uniform, sampling, known)
     return labels | {"entropy": torch.special.entr(q).sum(-1)}, q
 
 
 def _drawn_before_warping(q_logits, uniform, sampling):
     """Y comes from the plain softmax, its numbers from the warped q."""
-    q = sampling.probs(q_logits.float())
-    return laws._draft_labels(q_logits.float(), q, draw(q_logits.float().softmax(-1), uniform)), q
+    return label_draft(q_logits, None, sampling, draw(q_logits.float().softmax(-1), uniform))
 
 
 def _cross_entropy_swapped(q, p, *, q_logits, p_logits):

@@ -25,7 +25,7 @@ from lm import Sampling
 from lm.draws import draw, seed_of, uniforms
 from store.shards import list_shards
 from tests.data_gen.on_disk import with_data
-from tests.toys.longrope import BOUND, greedy_of, model_of, text_of
+from tests.toys.longrope import greedy_of, model_of, text_of
 
 SIGMAS = 4.5
 """A count is allowed this many standard deviations: false alarm below 1e-5 each."""
@@ -136,9 +136,9 @@ def test_labelling_never_holds_more_than_a_bounded_chunk(models, monkeypatch):
     """Every [positions, vocabulary] matrix that reaches the label functions fits the bound, which changes no column."""
     num_bytes, label_draft = [], labeller.label_draft
 
-    def watch(q_logits, uniform, sampling):
+    def watch(q_logits, *how):
         num_bytes.append(q_logits.numel() * 4)
-        return label_draft(q_logits, uniform, sampling)
+        return label_draft(q_logits, *how)
 
     def rows_of_kilobytes(vocab_size, chunk_mb):
         return max(1, chunk_mb * 1024 // (4 * vocab_size))
@@ -176,20 +176,6 @@ def test_every_draw_of_a_run_has_a_seed_of_its_own(toy_config, monkeypatch):
 GREEDY = Sampling(temperature=0.0)
 
 
-def said(kind: str, prompts: list[list[int]], **changes) -> list[list[int]]:
-    """The responses of a model with the rotary frequencies of this kind."""
-    how = {"vocab_size": 40, "eos_ids": frozenset(), "max_new_tokens": 8, "batch_size": 4} | changes
-    requests = [Request(str(place), "", prompt) for place, prompt in enumerate(prompts)]
-    answers = TargetInProcess(model_of(kind), GREEDY, **how).respond(requests, 0, lambda count: None)
-    return [answer.response_ids for answer in answers]
-
-
-@pytest.mark.parametrize("kind", ["phi3", "llama"])
-def test_short_and_long_prompts_asked_together_are_answered_as_by_generate(kind):
-    prompts = [text_of(length, seed=length) for length in (3, 30, BOUND - 7, BOUND + 1, 6, 20)]
-    assert said(kind, prompts) == [list(greedy_of(model_of(kind), prompt, 8)) for prompt in prompts]
-
-
 @pytest.mark.slow
 def test_an_ended_sequence_whose_place_grows_beyond_the_bound_changes_no_other():
     """One prompt of 9 tokens ends when nobody waits; beside seven that began later, its place would grow to 17."""
@@ -203,30 +189,10 @@ def test_an_ended_sequence_whose_place_grows_beyond_the_bound_changes_no_other()
     texts = [*by_end[9, 2][:1], *by_end[8, 1][:7], *by_end[6, 8][:7]]
     assert len(texts) == 15
     prompts, expected = zip(*texts, strict=True)
-    assert said("phi3", list(prompts), eos_ids=eos_ids, batch_size=8) == list(expected)
-
-
-def test_a_request_across_the_bound_is_refused_with_one_line():
-    assert said("phi3", [text_of(BOUND - 7)])
-    complaint = rf"request 1 has {BOUND - 6} prompt tokens and up to 8 new ones.*beyond {BOUND}.*lower"
-    with pytest.raises(ValueError, match=complaint) as refusal:
-        said("phi3", [text_of(3), text_of(BOUND - 6)])
-    assert "\n" not in str(refusal.value)
-
-
-def test_labels_of_a_response_across_the_bound_are_refused():
-    settings = {"sampling": GREEDY, "vocab_size": 40, "batch_size": 4, "chunk_mb": 1, "feature_dtype": torch.float32}
-    labeller = Labeller(draft=model_of("phi3", noise=0.05), target=model_of("phi3"), **settings)
-
-    def labelled(num_prompt: int, num_new: int) -> torch.Tensor:
-        exchanges = [Exchange("a", "", text_of(num_prompt), text_of(num_new), "length")]
-        uniform = {"uniform": torch.full((num_new,), 0.5, dtype=torch.float64)}
-        return labeller.label(exchanges, uniform, with_hidden=True, progress=lambda count: None).columns["log_p"]
-
-    assert len(labelled(BOUND - 7, 8)) == len(labelled(BOUND + 1, 8)) == 8
-    for lengths in ((BOUND - 7, 9), (BOUND, 2)):
-        with pytest.raises(ValueError, match=f"beyond {BOUND} .*lower data.max_prompt_tokens"):
-            labelled(*lengths)
+    settings = {"vocab_size": 40, "eos_ids": eos_ids, "max_new_tokens": 8, "batch_size": 8}
+    requests = [Request(str(number), "", prompt) for number, prompt in enumerate(prompts)]
+    responses = TargetInProcess(model_of("phi3"), GREEDY, **settings).respond(requests, 0, lambda count: None)
+    assert [response.response_ids for response in responses] == list(expected)
 
 
 def test_a_run_whose_texts_may_cross_the_bound_is_refused_before_any_prompt_is_asked(toy_config, tmp_path):

@@ -4,7 +4,6 @@ process, whoever is killed, and whatever starts when.
 
 import json
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +21,11 @@ from data_gen.pipeline.share import Share, share_of
 from data_gen.store import manifest
 from data_gen.store.rows import read_rows
 from store.lock import LOCK, holder_of, only_writer
-from store.shards import list_shards, rows_path
+from store.shards import rows_path
 from tests.cases import first_fast
-from tests.data_gen.on_disk import assert_as_at_once, errors_of, files_of, with_data
+from tests.data_gen.on_disk import assert_as_at_once, files_of, with_data
 from tests.data_gen.pipeline.test_resume import make_and_die
-from tests.data_gen.processes import at_once, ended, meanwhile, started
+from tests.data_gen.processes import at_once, meanwhile
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "1"}
 BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "6", "SLURM_NPROCS": "6"}
@@ -109,14 +108,14 @@ def test_whoever_cuts_the_run_otherwise_is_refused_while_a_rank_is_at_work(toy_c
 
     with meanwhile(work, until=is_locked(directory / f"{LOCK}-1-of-3", '"requested"')) as pid:
         before = sorted(path.name for path in directory.iterdir())
-        in_use = rf"data is in use by rank 1 of 3, process {pid} on \S+ since 20.*this process --world_size 3 too"
+        in_use = rf"data is in use by rank 1 of 3, process {pid} on \S+ since 20.*with --world_size 3"
         for flags in ({}, {"rank": 0, "world_size": 1}, {"rank": 0, "world_size": 2}):
             with pytest.raises(ValueError, match=in_use):
                 make(toy_config, **flags)
             assert sorted(path.name for path in directory.iterdir()) == before
         with pytest.raises(ValueError, match=rf"data is in use by process {pid} "):
             make(toy_config, rank=1, world_size=3)
-        with pytest.raises(ValueError, match=r"rank 1 of 3, .* num_test 8, 0 and 4 instead of 6, 0 and 4; give"):
+        with pytest.raises(ValueError, match=r"rank 1 of 3, .* num_test 8, 0 and 4 instead of .* 6, 0 and 4; wait"):
             make(with_data(toy_config, num_train=6), rank=0, world_size=3)
 
 
@@ -186,26 +185,6 @@ def test_n_processes_write_the_bytes_of_one(toy_config, world_size, changes):
     assert manifest_of(config.data.dir) == manifest_of(f"{config.data.dir}-whole")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["together", "sequential"])
-def test_six_ranks_of_which_one_is_killed_at_any_moment_write_the_bytes_of_one(toy_config, mode):
-    """One gets SIGKILL at a random moment and is started again, while the others go on; three times."""
-    one, start = with_data(toy_config, rows_per_shard=1, mode=mode), time.monotonic()
-    make(one)
-    wait_s, whole = time.monotonic() - start, files_of(one.data.dir)
-    for attempt in range(3):
-        many = with_data(one, dir=f"{one.data.dir}{attempt}")
-        children = [started(work) for work in ranks(many, 6)]
-        victim, moment_s = random.Random().randrange(6), random.Random().uniform(0, 2 * wait_s)
-        time.sleep(moment_s)
-        os.kill(children[victim], signal.SIGKILL)  # a child that has ended is not waited for yet, so the id is its own
-        again = started(*ranks(many, 6, only=[victim]))
-        codes = ended(children[victim], again, *(child for child in children if child != children[victim]))
-        assert codes[0] in (0, -signal.SIGKILL)
-        assert codes[1:] == [0] * 6
-        assert files_of(many.data.dir) == whole, f"rank {victim} was killed after {moment_s:.3f} s"
-
-
 @pytest.mark.parametrize("write", first_fast([3, 1, 6], 1))
 def test_a_rank_killed_in_the_middle_of_a_write_leaves_nothing_that_stays(toy_config, toy_run, write):
     """It has begun the manifest, or a shard, which another rank leaves alone and the next run of this one clears."""
@@ -238,26 +217,6 @@ def test_a_rank_makes_its_own_shards_leaves_unfinished_files_of_others_and_the_l
     assert (directory / "errors.jsonl").is_file()
 
 
-@pytest.mark.slow
-def test_ranks_grow_a_run_and_a_smaller_one_goes_by_the_same_shares(toy_config, tmp_path):
-    """The first part is of one process, the second of three; then a lost shard beyond what is asked for stays lost."""
-    one, few = with_data(toy_config, dir=str(tmp_path / "one")), {"num_train": 4, "num_test": 2}
-    make(with_data(one, **few))
-    make(one)
-    make(with_data(toy_config, **few))
-    assert at_once(*ranks(toy_config, 3)) == [0] * 3
-    whole = files_of(one.data.dir)
-    assert files_of(toy_config.data.dir) == whole
-    assert manifest_of(toy_config.data.dir)["split"] == manifest_of(one.data.dir)["split"]
-    last = len(list_shards(one.data.dir, "train")) - 1
-    for index in (0, last):
-        rows_path(toy_config.data.dir, "train", index).unlink()
-    assert at_once(*ranks(with_data(toy_config, **few), 3)) == [0] * 3
-    assert whole.keys() - files_of(toy_config.data.dir).keys() == {f"rows/train-{last:05d}.parquet"}
-    assert at_once(*ranks(toy_config, 3)) == [0] * 3
-    assert files_of(toy_config.data.dir) == whole
-
-
 def test_of_ranks_with_different_settings_one_settles_the_manifest_and_the_others_are_refused(toy_config, tmp_path):
     """They start at the same moment in an empty directory on a slow disk, each with a seed of its own."""
 
@@ -278,25 +237,6 @@ def test_of_ranks_with_different_settings_one_settles_the_manifest_and_the_other
         assert f"differs in seed: {winner} there, {rank} in this run" in (tmp_path / f"{rank}.error").read_text()
     made = [path.stem for path in Path(toy_config.data.dir).glob("rows/*.parquet")]
     assert len(made) == len(range(winner, 5, 4)), "only the winner made shards"
-
-
-@pytest.mark.slow
-def test_ranks_try_errors_again_each_its_own(toy_config, tmp_path):
-    """Responses that the file lacked are there later; shards without an error stay as they are."""
-    lines = [json.dumps({"id": f"p{index}", "response_ids": [5 + index, 1]}) + "\n" for index in range(12)]
-    path = tmp_path / "responses.jsonl"
-    settings = {"source": "file", "responses": str(path), "max_error_share": 1.0, "rows_per_shard": 1}
-    config = with_data(toy_config, **settings)
-    path.write_text("".join(lines[:8]))
-    assert at_once(*ranks(config, 3)) == [0] * 3
-    failed = errors_of(config)
-    assert {problem["id"] for problem in failed} == {"p8", "p9", "p10", "p11"}
-    path.write_text("".join(lines))
-    times = {path: path.stat().st_mtime_ns for path in Path(config.data.dir).glob("rows/*.parquet")}
-    assert at_once(*ranks(config, 3, retry_errors=True)) == [0] * 3
-    assert_as_at_once(config)
-    again = {path.stem for path, time_ns in times.items() if path.stat().st_mtime_ns != time_ns}
-    assert again == {problem["shard"] for problem in failed}
 
 
 @pytest.mark.slow

@@ -3,11 +3,9 @@ workers, ends in one line.
 """
 
 import ast
-import copyreg
 import os
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +17,6 @@ from configs.command import run
 from configs.schema import Config, RayConfig
 from data_gen.pipeline import on_ray
 from data_gen.pipeline.command import make
-from data_gen.responses.conversation import ShardSpec
 from tests.data_gen.on_disk import files_of, with_a_draft_of_nan, with_data
 from tests.data_gen.processes import ray_actors
 
@@ -74,31 +71,6 @@ def test_what_the_cluster_lacks_is_refused_before_any_worker_starts(on_cluster, 
 
 
 @pytest.mark.slow
-def test_the_prompts_of_a_shard_are_put_into_the_object_store_once_and_read_by_its_worker_alone(on_cluster, tmp_path):
-    """However many workers there are; each reads prompts only of the shards that it makes."""
-    written: Counter[str] = Counter()
-    log = str(tmp_path / "read")
-
-    def read(*parts):
-        with open(log, "a") as file:
-            file.write(f"{parts[0]}-{parts[1]}\n")
-        return ShardSpec(*parts)
-
-    def reduced(spec: ShardSpec):
-        written[f"{spec.split}-{spec.index}"] += 1
-        return read, (spec.split, spec.index, spec.prompts)
-
-    copyreg.pickle(ShardSpec, reduced)
-    try:
-        make(with_data(on_cluster, ray=RayConfig(num_workers=2), rows_per_shard=2))
-    finally:
-        del copyreg.dispatch_table[ShardSpec]
-    names = ["train-0", "train-1", "train-2", "train-3", "test-0", "test-1"]
-    assert written == Counter(names)
-    assert Counter(Path(log).read_text().split()) == Counter(names)
-
-
-@pytest.mark.slow
 def test_a_users_mistake_in_a_worker_is_one_line_and_exit_code_2(on_cluster, tmp_path, capsys):
     """The worker finds it while it loads the models."""
     broken = with_a_draft_of_nan(on_cluster, tmp_path / "broken")
@@ -114,22 +86,6 @@ def test_a_worker_with_other_versions_is_refused_and_both_are_named(on_cluster, 
     monkeypatch.setattr(on_ray, "_versions", lambda: dict.fromkeys(("torch", "transformers", "tokenizers"), "0"))
     with pytest.raises(ValueError, match=r"the worker on .* has torch \d.* but the driver has 0; install"):
         make(on_cluster)
-
-
-@pytest.mark.slow
-def test_relative_paths_mean_the_same_to_every_worker(on_cluster, tmp_path, toy_pair, monkeypatch):
-    """Ray was started in another directory than the run."""
-    (tmp_path / "splits.json").write_text('{"test": ["p1", "p2", "p3", "p4"]}')
-    (tmp_path / "prompts.jsonl").symlink_to(on_cluster.data.prompts)
-    models = {name: replace(getattr(on_cluster.pair, name), path=name) for name in ("target", "draft")}
-    for name in models:
-        (tmp_path / name).symlink_to(toy_pair / name)
-    monkeypatch.chdir(tmp_path)
-    pair = replace(on_cluster.pair, **models)
-    config = with_data(replace(on_cluster, pair=pair), dir="far", prompts="prompts.jsonl", split_ids="splits.json")
-    make(config)
-    make(with_data(config, engine="local", dir="near"))
-    assert files_of("far") == files_of("near")
 
 
 def test_every_path_is_made_absolute_and_every_name_stays(toy_config, tmp_path, monkeypatch):

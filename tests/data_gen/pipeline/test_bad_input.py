@@ -2,32 +2,27 @@
 along which a model yields NaN is a problem of that row alone, in every stage; all others are as without the defect.
 """
 
-import contextlib
 import json
-import os
-import resource
 import shutil
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from configs.command import run
 from configs.schema import Config
 from data_gen.pipeline.command import make
 from data_gen.prompts.sets import load_prompts
 from data_gen.responses.exchange import Problem, Request
 from data_gen.responses.in_process import TargetInProcess
-from data_gen.store.labels import read_tensors
 from data_gen.store.rows import read_rows
 from lm import Sampling
-from store.shards import features_path, labels_path, list_shards, rows_path, verify_shard
+from store.shards import features_path, labels_path, list_shards, rows_path
 from tests.data_gen.on_disk import (
     broken_copy,
     errors_of,
     files_of,
-    in_a_child,
     rows_of,
     with_a_draft_of_nan,
     with_data,
@@ -55,7 +50,7 @@ def test_a_shard_whose_prompts_are_all_skipped_is_an_empty_shard(toy_config, tmp
         with pytest.raises(ValueError, match=r"none of 1 prompts became a row.*empty prompt"):
             make(config)
         assert read_rows(rows_path(config.data.dir, "train", 0)).num_rows == 0
-        assert read_tensors(features_path(config.data.dir, "fed", "train", 0))["hidden"].shape == (0, 8)
+        assert load_file(features_path(config.data.dir, "fed", "train", 0))["hidden"].shape == (0, 8)
 
 
 def test_a_model_that_yields_nan_is_refused(toy_config, tmp_path):
@@ -72,26 +67,6 @@ def test_lengths_beyond_what_a_model_reads_are_refused_and_the_remedy_works_in_t
             make(with_data(toy_config, max_new_tokens=240))
     make(with_data(toy_config, max_new_tokens=4))
     assert list_shards(toy_config.data.dir, "train")
-
-
-def test_a_full_disk_ends_in_one_line_and_leaves_no_incomplete_file(toy_config, tmp_path):
-    """A limit on file size acts as the full disk: a write fails after 2,000 bytes."""
-    errors = tmp_path / "errors"
-
-    def work() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-        argv = ["--pair.target.path=a", "--pair.draft.path=b"]
-        with errors.open("w") as file, contextlib.redirect_stderr(file):
-            run({"make": lambda config: make(toy_config)}, default="make", argv=argv)
-
-    assert os.waitstatus_to_exitcode(in_a_child(work)) == 2
-    assert "error: no space for" in errors.read_text()
-    assert "Traceback" not in errors.read_text()
-    paths = [path for path in Path(toy_config.data.dir).rglob("*") if path.is_file()]
-    assert not [path for path in paths if path.suffix in (".partial", ".parquet")]
-    for path in paths:
-        if path.suffix == ".safetensors":
-            verify_shard(path)
 
 
 def test_a_run_without_a_row_fails_and_says_why_and_a_missing_file_of_split_ids_is_refused(toy_config):
@@ -146,8 +121,8 @@ def features_of(config: Config, timing: str) -> dict[str, list[torch.Tensor]]:
     found = {}
     for path in list_shards(config.data.dir, "train"):
         index = int(path.stem.split("-")[1])
-        features = read_tensors(labels_path(config.data.dir, "train", index))
-        features |= read_tensors(features_path(config.data.dir, timing, "train", index))
+        features = load_file(labels_path(config.data.dir, "train", index))
+        features |= load_file(features_path(config.data.dir, timing, "train", index))
         offsets = features.pop("row_offsets").tolist()
         for row, name in enumerate(read_rows(path, ["id"])["id"].to_pylist()):
             found[name] = [features[key][offsets[row] : offsets[row + 1]] for key in sorted(features)]
@@ -226,8 +201,8 @@ def test_every_mixing_of_a_broken_row_is_left_out(healthy):
     healthy = with_data(healthy, mixes=2, num_test=0)
     broken, (name,) = both_made(healthy, "draft")
     assert rows_of(broken) == [row for row in rows_of(healthy) if row["id"] != name]
-    stored = read_tensors(labels_path(broken.data.dir, "train", 1))
-    hidden = read_tensors(features_path(broken.data.dir, "fed", "train", 1))["hidden"]
+    stored = load_file(labels_path(broken.data.dir, "train", 1))
+    hidden = load_file(features_path(broken.data.dir, "fed", "train", 1))["hidden"]
     assert len(hidden) == len(stored["is_drafted"]) == 2 * stored["row_offsets"][-1]
 
 

@@ -154,20 +154,6 @@ def test_too_little_memory_for_one_sequence_ends_in_one_line_and_other_errors_ar
             make(toy_config)
 
 
-def test_another_file_of_responses_is_refused_and_a_longer_one_goes_on(toy_config, tmp_path):
-    path = tmp_path / "responses.jsonl"
-    lines = "".join(json.dumps({"id": f"p{index}", "response_ids": [5 + index, 1]}) + "\n" for index in range(12))
-    path.write_text(lines)
-    config = with_data(toy_config, source="file", responses=str(path), num_train=4)
-    make(config)
-    path.write_text(lines + '{"id": "later", "response": "x"}\n')
-    make(with_data(config, num_train=8))
-    assert len(rows_of(config)) == 8
-    path.write_text(path.read_text().replace("[5, 1]", "[6, 1]"))
-    with pytest.raises(ValueError, match=r"does not begin with the responses .* restore that file"):
-        make(config)
-
-
 def test_a_broken_sidecar_is_named_and_its_shard_made_again_without_it(made):
     sidecar = Path(made.data.dir) / "rows" / "train-00000.parquet.json"
     whole = sidecar.read_text()
@@ -225,8 +211,12 @@ def test_a_file_grows_with_its_rows_and_what_was_labelled_from_it_goes_on(toy_co
     responses(toy_config, out=str(path))
     assert path.read_bytes().startswith(lines)
     assert len(path.read_text().splitlines()) == 12
-    make(with_data(again, num_train=8, num_test=4))
+    again = with_data(again, num_train=8, num_test=4)
+    make(again)
     assert_same_rows(rows_of(again), rows_of(toy_config))
+    path.write_text(path.read_text().replace('"response_ids": [', '"response_ids": [9, ', 1))
+    with pytest.raises(ValueError, match=r"does not begin with the responses .* restore that file"):
+        make(again)
 
 
 def test_a_file_that_holds_something_else_stays_as_it_is(made, tmp_path):

@@ -2,18 +2,16 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
-from data_gen.official import import_
+from configs.schema import Config, HeadsConfig
+from data_gen.official import _parse, import_
 from data_gen.pipeline.command import make
-from data_gen.store.labels import read_tensors
 from data_gen.store.rows import read_rows
 from heads.training.command import train
 from store.shards import list_shards, rows_path
@@ -24,21 +22,6 @@ COLUMNS = {"prefix": "prompt_ids", "tokens": "response_ids", "draft": "draft_ids
 """Name in the official JSON -> column of our rows."""
 
 
-@pytest.fixture
-def official(tmp_path) -> Callable[[Any], Config]:
-    """The import of an official JSON of these items; the config."""
-    pair = PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small"))
-    config = Config(pair=pair, data=DataConfig(dir=str(tmp_path / "imported"), rows_per_shard=2))
-
-    def imported(items: Any) -> Config:
-        path = tmp_path / "train.json"
-        path.write_text(json.dumps(items, indent=2))
-        import_(config, features=False, file=str(path))
-        return config
-
-    return imported
-
-
 def item(**changes: str) -> dict[str, str]:
     lists = {"prefix": [1, 5], "tokens": [7, 8, 9], "draft": [7, 3, 9]}
     lists |= {"log_p_7b": [-0.5, -1.0, -2.0], "log_p_70b": [-1.5, -0.25, -2.0]}
@@ -46,13 +29,13 @@ def item(**changes: str) -> dict[str, str]:
     return {"prompt": "[INST] hi [/INST]", "continuation": "x"} | texts | changes
 
 
-def test_the_official_json_becomes_rows(official):
-    rows = rows_of(official([item(), item(log_p_70b="[-inf, -1.0, -2.0]"), item(tokens=[7, 8, 9])]))
-    assert [row["id"] for row in rows] == ["train-0", "train-1", "train-2"]
-    assert rows[0]["acceptance_prob"] == pytest.approx([math.exp(-1.0), 1.0, 1.0], rel=2**-11)
-    assert rows[1]["acceptance_prob"][0] == 0.0
-    assert rows[0]["draft_ids"] == [7, 3, 9]
-    assert rows[0]["entropy"] is rows[0]["from_target"] is rows[0]["finish_reason"] is None
+def test_an_object_of_the_official_json_becomes_a_row():
+    exchange, columns = _parse(item(), "train-0", where="")
+    assert exchange[:5] == ("train-0", "[INST] hi [/INST]", [1, 5], [7, 8, 9], None)
+    assert columns["draft_ids"].tolist() == [7, 3, 9]
+    assert columns["acceptance_prob"].tolist() == pytest.approx([math.exp(-1.0), 1.0, 1.0])
+    _, columns = _parse(item(log_p_70b="[-inf, -1.0, -2.0]", tokens=[7, 8, 9]), "train-1", where="")
+    assert columns["acceptance_prob"][0] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -62,11 +45,15 @@ def test_the_official_json_becomes_rows(official):
         ([item(), item(draft="7, 3")], r"item 1: expected draft to be a list of numbers written as a string"),
         ([{"prompt": "x"}], r"item 0: expected prefix to be a list of token ids, got None"),
         ({"a": 1}, r"expected a list of objects, got dict"),
+        ([item(prefix="[1, 31999]")], r"train-0 has token ids up to 31999, but pair\.draft's are 0 to 259"),
     ],
 )
-def test_an_official_json_of_another_shape_is_refused(official, items, complaint):
+def test_an_official_json_that_is_malformed_or_of_another_vocabulary_is_refused(toy_config, tmp_path, items, complaint):
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps(items, indent=2))
     with pytest.raises(ValueError, match=complaint):
-        official(items)
+        import_(toy_config, file=str(path))
+    assert not Path(toy_config.data.dir).exists()
 
 
 def as_official(config: Config, split: str, folder: Path) -> str:
@@ -98,7 +85,7 @@ def test_imported_features_are_those_of_a_run_of_our_own(imports):
         for path in list_shards(own.data.dir, split):
             for folder in ("features/fed", "features/drawn", "labels"):
                 name = f"{folder}/{path.stem}.safetensors"
-                ours, theirs = (read_tensors(Path(c.data.dir, name)) for c in (own, config))
+                ours, theirs = (load_file(Path(c.data.dir, name)) for c in (own, config))
                 ours.pop("acceptance_rate", None)
                 assert ours.keys() == theirs.keys()
                 for key, values in ours.items():
@@ -139,15 +126,14 @@ def test_heads_train_on_imported_data(imports, tmp_path, features):
 
 def test_what_the_draft_or_the_labels_do_not_fit_is_refused(imports, tmp_path):
     _, config, files = imports
-    wide = tmp_path / "wide.json"
-    wide.write_text(json.dumps([item(prefix="[1, 31999]")]))
-    pair, warm = config.pair, replace(config.pair.sampling, top_k=50)
-    swapped = {"draft_key": "log_p_70b", "target_key": "log_p_7b"}
+    pair, swapped = config.pair, tmp_path / "swapped.json"
+    text, keys = Path(files["train"]).read_text(), ("log_p_7b", "log_p_70b")
+    swapped.write_text(text.replace(keys[0], "x").replace(keys[1], keys[0]).replace('"x"', f'"{keys[1]}"'))
+    warm = replace(pair.sampling, top_k=50)
     refusals = (
-        ({"draft": pair.target}, {}, r"log q of the draft at .* differs from the file's by .* nats"),
-        ({}, swapped, "check --draft_key"),
+        ({"draft": pair.target}, {}, r"log q of the draft at .* differs from log_p_7b of the file by .* nats"),
+        ({}, {"file": str(swapped)}, "set pair.draft to the model that made the file"),
         ({"sampling": warm}, {}, r"temperature 1 without truncation; pass --pair\.sampling\.temperature 1"),
-        ({}, {"file": str(wide)}, r"train-0 has token ids 1 to 31999, but pair\.draft's are 0 to 259"),
     )
     for changes, flags, complaint in refusals:
         with pytest.raises(ValueError, match=complaint):

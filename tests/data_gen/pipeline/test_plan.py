@@ -129,11 +129,9 @@ def test_slices_add_up_on_each_gpu(tmp_path: Path):
     config = shipped("llama2-7b-70b", tmp_path)
     sliced = replace(config.pair.target, device_map=None, tp_plan="auto")
     config = replace(config, pair=replace(config.pair, target=sliced), data=replace(config.data, batch_size=256))
-    whole, gpus = memory.size_of(sliced), memory.gpus_of("8x80")
-    slices = whole.cut(8)
-    assert 8 * slices.weights - 7 * whole.replicated == pytest.approx(whole.weights)
-    assert 8 * slices.kv_per_position == whole.kv_per_position
-    assert slices.hidden_size == whole.hidden_size
+    whole, part, gpus = memory.size_of(sliced), memory.size_of(sliced, 8), memory.gpus_of("8x80")
+    assert 8 * part.weights - 7 * 2 * whole.vocab_size * whole.hidden_size == pytest.approx(whole.weights)
+    assert 8 * part.kv_per_position == whole.kv_per_position
     needs = memory.needs(config, 8)
     responses, *_, training, decoding = needs
     assert (responses.stage, responses.is_per_gpu) == ("responses, on each GPU", True)

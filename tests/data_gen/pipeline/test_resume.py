@@ -14,7 +14,7 @@ from configs.schema import Config
 from data_gen.pipeline import stages
 from data_gen.pipeline.command import make
 from data_gen.pipeline.worker import Worker
-from data_gen.store import manifest
+from data_gen.store import manifest, rows
 from store import shards
 from store.shards import features_path, rows_path, verify_shard
 from tests.data_gen.on_disk import files_of, with_data
@@ -126,10 +126,10 @@ def test_a_run_that_is_killed_before_it_writes_rows_needs_no_earlier_stage(stage
     def die(*arguments, **named):
         raise KeyboardInterrupt
 
-    name, complete = ("move_shard", stages.move_shard) if num_written else ("write_rows", None)
-    calls = iter([complete] * num_written)
+    module, name = (stages, "move_shard") if num_written else (rows, "to_parquet")
+    calls = iter([stages.move_shard] * num_written)
     with monkeypatch.context() as patch:
-        patch.setattr(stages, name, lambda *arguments, **named: next(calls, die)(*arguments, **named))
+        patch.setattr(module, name, lambda *arguments, **named: next(calls, die)(*arguments, **named))
         with pytest.raises(KeyboardInterrupt):
             make(staged, stages="target")
     make(staged, stages="target")

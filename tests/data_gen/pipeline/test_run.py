@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from configs.schema import SamplingConfig
 from data_gen.pipeline.command import make
 from data_gen.stats import accepted_length, lower_bounds, stats
-from data_gen.store.labels import read_tensors
 from data_gen.store.rows import COLUMNS, read_rows
 from lm import Sampling, acceptance_prob, acceptance_rate, cross_entropy, entropy
 from store.shards import features_path, labels_path, list_shards, rows_path
@@ -28,9 +27,9 @@ def test_labels_equal_an_independent_uncached_computation(toy_config, models, sa
     transform = Sampling(**vars(sampling))
     for path in list_shards(config.data.dir, "train"):
         index = int(path.stem.split("-")[1])
-        stored = read_tensors(labels_path(config.data.dir, "train", index))
+        stored = load_file(labels_path(config.data.dir, "train", index))
         paths = [features_path(config.data.dir, timing, "train", index) for timing in ("fed", "drawn")]
-        fed, drawn = (read_tensors(path)["hidden"].float() for path in paths)
+        fed, drawn = (load_file(path)["hidden"].float() for path in paths)
         for number, row in enumerate(read_rows(path).to_pylist()):
             prompt, x, y = row["prompt_ids"], row["response_ids"], torch.tensor(row["draft_ids"])
             inputs = torch.tensor([prompt + x])
@@ -100,8 +99,8 @@ def test_each_mixing_is_a_row_of_the_fed_features(toy_config):
     config = with_data(toy_config, mixes=3, mixing_ratio=0.5)
     make(config)
     rows = read_rows(rows_path(config.data.dir, "train", 0)).to_pylist()
-    stored = read_tensors(labels_path(config.data.dir, "train", 0))
-    hidden = read_tensors(features_path(config.data.dir, "fed", "train", 0))["hidden"]
+    stored = load_file(labels_path(config.data.dir, "train", 0))
+    hidden = load_file(features_path(config.data.dir, "fed", "train", 0))["hidden"]
     assert len(stored["row_offsets"]) == 1 + len(rows)
     assert len(hidden) == 3 * int(stored["row_offsets"][-1])
     coins = [coin for row in rows for mix in row["from_target"] for coin in mix]

@@ -188,35 +188,11 @@ def test_a_text_column_is_a_prompt_and_a_file_without_a_prompt_is_named(tmp_path
         load_prompts(DataConfig(prompts=lines(tmp_path / "c.jsonl", []), **of), "train")
 
 
-def test_a_hub_set_is_read_through_datasets_and_split_by_its_own_parts(monkeypatch):
-    """The hub itself is out of a test's reach, so the records are made up here."""
-    parts = {
-        "train": [{"question": f"t{number}", "answer": ""} for number in range(10)],
-        "test": [{"question": "own test", "answer": ""}],
-    }
-    requests = []
-
-    def records(place, part):
-        requests.append((place.path, place.name, part))
-        return parts[part]
-
-    monkeypatch.setattr(hub, "_records", records)
-    config = DataConfig(prompts="gsm8k", num_train=8, num_dev=2, num_test=1)
-    assert [prompt.turns for prompt in load_prompts(config, "test")] == [("own test",)]
-    assert len(load_prompts(config, "train")) == 8
-    assert requests[0] == ("openai/gsm8k", "main", "test")
-
-
 def test_a_set_whose_fields_have_other_names_is_read_by_its_own(monkeypatch):
     record = {"prompt": ["one", "two"], "prompt_id": 81, "category": "writing", "reference": []}
     monkeypatch.setattr(hub, "_records", lambda place, part: [record])
     config = DataConfig(prompts="mt_bench", num_train=0, num_dev=0, num_test=1)
     assert load_prompts(config, "test") == [Prompt("81", ("one", "two"), category="writing")]
-
-
-@pytest.fixture(scope="session")
-def tokenizer(toy_pair: Path):
-    return AutoTokenizer.from_pretrained(toy_pair / "target")
 
 
 def test_templates_are_the_papers_wrappers(tokenizer):

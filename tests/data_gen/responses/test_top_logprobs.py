@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from data_gen.responses.top_logprobs import DistributionReader, NotDeterminedError, num_logprobs_of
+from data_gen.responses.exchange import RefusedError
+from data_gen.responses.top_logprobs import DistributionReader, num_logprobs_of
 from lm import Sampling
 
 NUM_IDS, NUM_PADDED = 300, 316
@@ -62,7 +63,7 @@ def test_equals_around_the_kth_place_are_kept_together_or_the_law_is_refused(tem
     for place in range(len(logits)):
         try:
             distributions = reader(sampling, 52).distributions(told(logits[place : place + 1], 52))
-        except NotDeterminedError:
+        except RefusedError:
             assert (logits[place] >= logits[place].topk(52).values[-1]).sum() >= 52
             assert logits[place].topk(52).values[-1] == logits[place].topk(50).values[-1]
             continue
@@ -77,7 +78,7 @@ def test_padded_ids_among_the_likeliest_are_made_up_for_or_the_law_is_refused():
     sampling = Sampling(top_k=50)
     distributions = reader(sampling, 64, is_padded=True).distributions(told(logits, 64))
     torch.testing.assert_close(dense(distributions), sampling.probs(logits[:, :NUM_IDS]), rtol=1e-5, atol=1e-7)
-    with pytest.raises(NotDeterminedError, match=r"others may be as likely as number 50; raise data\.server"):
+    with pytest.raises(RefusedError, match=r"others may be as likely as number 50; raise data\.server"):
         reader(sampling, 59, is_padded=True).distributions(told(logits, 59))
 
 
@@ -92,7 +93,7 @@ def test_padded_ids_among_the_likeliest_are_made_up_for_or_the_law_is_refused():
     ],
 )
 def test_what_does_not_determine_the_law_is_refused_with_the_place(sampling, positions, reason):
-    with pytest.raises(NotDeterminedError, match=reason):
+    with pytest.raises(RefusedError, match=reason):
         reader(sampling, 64).distributions(positions)
 
 

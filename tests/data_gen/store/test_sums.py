@@ -10,7 +10,6 @@ import yaml
 
 from configs.schema import Config
 from data_gen.__main__ import main
-from data_gen.pipeline import command
 from data_gen.pipeline.command import make
 from data_gen.pipeline.inspect import check, responses
 from data_gen.stats import stats
@@ -37,28 +36,6 @@ def test_a_flipped_byte_is_named_and_its_shard_made_again_byte_for_byte(toy_conf
     said = capsys.readouterr()
     assert all(f"{path} is corrupted" in said.err for path in broken)
     assert "(2 made in this run)" in said.out
-    assert files_of(config.data.dir) == whole
-
-
-def test_a_broken_result_of_an_earlier_stage_is_made_again(toy_config, monkeypatch, capsys):
-    config = with_data(toy_config, mode="sequential")
-    make(config)
-    whole = files_of(config.data.dir)
-    for path in Path(config.data.dir).rglob("*-0*"):
-        path.unlink()
-    run, calls = command._run, []
-
-    def twice(job, specs):
-        calls.append(job.stage)
-        return run(job, specs) if len(calls) < 3 else 1 / 0
-
-    with monkeypatch.context() as patch:
-        patch.setattr(command, "_run", twice)
-        with pytest.raises(ZeroDivisionError):
-            make(config)
-    flip(Path(config.data.dir) / "stages" / "draft" / "train-00001.safetensors")
-    make(config)
-    assert "train-00001.safetensors is corrupted" in capsys.readouterr().err
     assert files_of(config.data.dir) == whole
 
 

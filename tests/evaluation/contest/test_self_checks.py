@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from data_gen import make_data
 from data_gen.prompts.stories import stories
-from data_gen.store.labels import read_tensors
 from decode.experiment import Experiment
 from decode.policies import FixedLength, HeadPolicy, Policy
 from evaluation.competitor import Competitor, competitors_of
@@ -110,7 +109,7 @@ def test_a_head_of_shuffled_labels_gains_nothing_and_one_of_true_labels_does(tmp
     gains, generator = {}, torch.Generator().manual_seed(0)
     for name in ("true", "shuffled"):
         for path in sorted((Path(made.data.dir) / "labels").glob("*.safetensors")) if name == "shuffled" else ():
-            tensors = read_tensors(path)
+            tensors = load_file(path)
             order = torch.randperm(len(tensors["token"]), generator=generator)
             tensors["acceptance_prob"] = tensors["acceptance_prob"][order]
             facts = {key: value for key, value in read_sidecar(path).items() if key not in ("shard", "bytes", "sha256")}
