@@ -13,7 +13,6 @@ Replayed throughputs are predictions: counts times measured or given times (law 
 the others clock.
 """
 
-from collections.abc import Callable
 from functools import partial
 from json import dumps as to_json
 from typing import Literal
@@ -25,9 +24,7 @@ from evaluation.papers.hsddw import hsddw_tables
 from evaluation.papers.specdec import specdec_tables
 from evaluation.papers.svip import svip_tables
 from evaluation.papers.trees import tree_tables
-from evaluation.table import Table, printing, say
-
-_REPLAYED: dict[str, Callable[[Experiment], list[Table]]] = {"specdec++": specdec_tables, "svip": svip_tables}
+from evaluation.table import printing, say
 
 
 def paper_tables(
@@ -37,7 +34,6 @@ def paper_tables(
     stops: tuple[str, ...] = ("entropy",),
     eagle: str | None = None,
     repeats: int = 3,
-    tree: tuple[int, int] = (10, 59),
     json: bool = False,
 ) -> None:
     """Print a paper's tables for this pair.
@@ -49,22 +45,23 @@ def paper_tables(
             its threshold, as entropy:max_sqrt_entropy=0.5 or head:PATH,max_rejection_prob=0.7, is taken as it is.
         eagle: for hsddw, the directory of an EAGLE draft for the pair's target, a row of Table 1.
         repeats: for svip-trees and hsddw, how often every drafter decodes a test prompt; the median counts.
-        tree: for EAGLE-2, candidates after a node, and nodes that are verified. The published tree is for GPUs; a
-            CPU pays for every node.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     check_local(eagle, "--eagle", may_be_on_hub=True)
     if repeats < 1:
         raise ValueError(f"--repeats is {repeats}; each test prompt is decoded at least once")
-    clocked = {"svip-trees": partial(tree_tables, specs=stops, repeats=repeats, tree=tree)}
-    clocked["hsddw"] = partial(hsddw_tables, eagle=eagle, repeats=repeats, tree=tree)
+    clocked = {
+        "svip-trees": partial(tree_tables, specs=stops, repeats=repeats),
+        "hsddw": partial(hsddw_tables, eagle=eagle, repeats=repeats),
+    }
+    tables_of = {"specdec++": specdec_tables, "svip": svip_tables, **clocked}[paper]
     with printing(aside=json):
-        made = (_REPLAYED | clocked)[paper](Experiment(config, needs_micro=paper == "hsddw"))
-        for table in made:
+        tables = tables_of(Experiment(config, needs_micro=paper == "hsddw"))
+        for table in tables:
             table.print()
         figures = "measured on this machine" if paper in clocked else "predicted from a trace and times"
         more = "hierarchy compares more drafters" if paper == "hsddw" else "evaluate compares every policy"
         say(f"\nFigures of {paper}'s tables are {figures}: compare them with one another, not with the paper's.")
         say(f"acceptance-heads {more}.")
     if json:
-        print(to_json({"paper": paper, "tables": [table.as_dict() for table in made]}))
+        print(to_json({"paper": paper, "tables": [table.as_dict() for table in tables]}))
