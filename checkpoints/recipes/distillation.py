@@ -18,7 +18,7 @@ divergence. Depth k weighs 0.8^k, as in EAGLE-3's "training-time test" (arXiv 25
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
@@ -226,59 +226,49 @@ def divergences_and_rates(
     return torch.stack(divergences), torch.stack(rates)
 
 
-def distil(draft: Draft, paths: Sequence[Path], directory: Path, distillation: Distillation) -> dict[str, Any]:
-    """Train a draft, or resume; returns its figures on the last shard of the readings, which is held out."""
+def distil(draft: Draft, paths: Sequence[Path], path: Path, settings: Distillation) -> dict[str, Any]:
+    """Train a draft, or resume from the checkpoint `path`; returns its figures on the last shard, which is held out."""
     if len(paths) < 2:
         raise ValueError(f"there are {len(paths)} shards of readings, but 2 are needed; use more responses")
     *training, held_out = paths
-    num_epochs = distillation.num_epochs
-    num_steps = sum(num for epoch in range(num_epochs) for _, num in _groups(training, distillation, epoch))
+    size, epochs = settings.batch_size, range(settings.num_epochs)
+    num_texts = {shard: read_sidecar(shard, keys=("texts",))["texts"] for shard in training}
+    groups = [group for epoch in epochs for group in _groups(training, settings, epoch)]
+    num_steps = sum(-(-sum(num_texts[shard] for shard in group) // size) for group in groups)
 
     def loss(batch_and_depths: tuple[Batch, int]) -> Float[Tensor, ""]:
-        with torch.autocast("cpu", torch.bfloat16, enabled=distillation.is_mixed):
+        with torch.autocast("cpu", torch.bfloat16, enabled=settings.is_mixed):
             divergences, rates = divergences_and_rates(draft, *batch_and_depths)
         weights = torch.tensor([DEPTH_WEIGHT**depth for depth in range(len(rates))])
         return (weights * torch.lerp(divergences, 1 - rates, _ACCEPTANCE_SHARE)).sum()
 
-    fit(
-        [Pupil(draft.module, loss, has_muon=False)],
-        lambda start: _batches(training, distillation, num_epochs, start),
-        title="train the draft",
-        num_steps=num_steps,
-        learning_rate=distillation.learning_rate,
-        directory=directory,
-        key=asdict(distillation)
-        | {
-            "readings": [read_sidecar(path, keys=("key",))["key"] for path in paths],
-            "shapes": {name: list(tensor.shape) for name, tensor in draft.module.state_dict().items()},
-        },
-    )
-    return {"steps": num_steps, **_figures(draft, held_out, distillation), **asdict(distillation)}
+    key = asdict(settings) | {"readings": [read_sidecar(shard, keys=("key",))["key"] for shard in paths]}
+    key["shapes"] = {name: list(tensor.shape) for name, tensor in draft.module.state_dict().items()}
+    pupil, batches = Pupil(draft.module, loss, has_muon=False), _batches(training, settings, epochs)
+    rate = settings.learning_rate
+    fit([pupil], batches, title="train the draft", num_steps=num_steps, learning_rate=rate, path=path, key=key)
+    return {"steps": num_steps, **_figures(draft, held_out, settings), **asdict(settings)}
 
 
-def _groups(paths: Sequence[Path], settings: Distillation, epoch: int) -> list[tuple[list[Path], int]]:
-    """Shards whose texts are shuffled together in an epoch, and their number of batches."""
-    order, size = list(paths), settings.batch_size
+def _groups(paths: Sequence[Path], settings: Distillation, epoch: int) -> list[list[Path]]:
+    """Shards whose texts are shuffled together in an epoch."""
+    order = list(paths)
     random.Random(f"{settings.seed} {epoch}").shuffle(order)
-    groups = [order[start : start + _SHARDS_TOGETHER] for start in range(0, len(order), _SHARDS_TOGETHER)]
-    num_texts = [sum(read_sidecar(path, keys=("texts",))["texts"] for path in group) for group in groups]
-    return [(group, -(-num // size)) for group, num in zip(groups, num_texts, strict=True)]
+    return [order[start : start + _SHARDS_TOGETHER] for start in range(0, len(order), _SHARDS_TOGETHER)]
 
 
-def _batches(paths: Sequence[Path], settings: Distillation, epochs: int, start: int = 0) -> Iterator[tuple[Batch, int]]:
-    """The batches from step `start` on, of texts of about one length, each with the number of depths to train."""
-    for epoch in range(epochs):
+def _batches(paths: Sequence[Path], settings: Distillation, epochs: Iterable[int]) -> Iterator[tuple[Batch, int]]:
+    """Batches of texts of about one length, each with the number of depths to train."""
+    for epoch in epochs:
         num_depths = settings.num_depths if epoch >= settings.num_epochs - settings.num_deep_epochs else 1
-        for number, (group, num_batches) in enumerate(_groups(paths, settings, epoch)):
-            if start < num_batches:
-                rng = random.Random(f"{settings.seed} {epoch} {number * _SHARDS_TOGETHER}")
-                readings = [reading for path in group for reading in load_readings(path)]
-                readings.sort(key=lambda reading: len(reading.ids) + rng.random())
-                size = settings.batch_size
-                parts = [readings[first : first + size] for first in range(0, len(readings), size)]
-                rng.shuffle(parts)
-                yield from ((_padded(part), num_depths) for part in parts[start:])
-            start = max(0, start - num_batches)
+        for number, group in enumerate(_groups(paths, settings, epoch)):
+            rng = random.Random(f"{settings.seed} {epoch} {number * _SHARDS_TOGETHER}")
+            readings = [reading for path in group for reading in load_readings(path)]
+            readings.sort(key=lambda reading: len(reading.ids) + rng.random())
+            size = settings.batch_size
+            parts = [readings[first : first + size] for first in range(0, len(readings), size)]
+            rng.shuffle(parts)
+            yield from ((_padded(part), num_depths) for part in parts)
 
 
 def _padded(readings: Sequence[Reading]) -> Batch:
@@ -295,10 +285,10 @@ def _padded(readings: Sequence[Reading]) -> Batch:
 
 
 @torch.no_grad()
-def _figures(draft: Draft, path: Path, distillation: Distillation) -> dict[str, list[float]]:
+def _figures(draft: Draft, path: Path, settings: Distillation) -> dict[str, list[float]]:
     """Mean divergence and acceptance_rate by depth."""
-    batches = _batches([path], distillation, 1)
+    batches = _batches([path], settings, [0])
     by_batch = zip(*(divergences_and_rates(draft, batch, NUM_DEPTHS) for batch, _ in batches), strict=True)
-    divergences, rates = (torch.stack(rows).double().mean(0).tolist() for rows in by_batch)
-    figures = {"divergences": divergences, "acceptance_rates": rates}
-    return {name: [round(value, 4) for value in values] for name, values in figures.items()}
+    means = (torch.stack(rows).double().mean(0).tolist() for rows in by_batch)
+    named = zip(("divergences", "acceptance_rates"), means, strict=True)
+    return {name: [round(value, 4) for value in values] for name, values in named}

@@ -7,8 +7,7 @@ loss and a sixth more time per step (10 layers of 128, batch 16).
 
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,42 +30,44 @@ class Pupil(NamedTuple):
 
     module: nn.Module
     loss: Callable[[Any], Float[Tensor, ""]]
-    """Of a batch."""
+    """Loss of a batch."""
     has_muon: bool = True
     """False: AdamW for everything; Muon computes in bfloat16, which is slow on CPUs without it."""
 
 
 def fit(
     pupils: Sequence[Pupil],
-    batches: Callable[[int], Iterable[Any]],
+    batches: Iterator[Any],
     *,
     title: str,
     num_steps: int,
     learning_rate: float,
-    directory: Path | None = None,
+    path: Path | None = None,
     key: Mapping[str, Any] | None = None,
 ) -> None:
-    """Train models on the same batches, or resume their training from the checkpoint in `directory`.
+    """Train models on the same batches, or resume their training from a checkpoint.
 
     Args:
         pupils: the models, initialised.
-        batches: the batches from a given step on.
+        batches: at least `num_steps`; those of steps before the checkpoint are skipped.
         title: for the progress bar.
         num_steps: steps of the whole run.
         learning_rate: the peak of AdamW; Muon's is 5 times as high, since its updates have unit singular values.
-        directory: None writes no checkpoint.
+        path: of the checkpoint; None writes none.
         key: values that decide the run; a checkpoint with other values is refused.
     """
     quiet()
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning's own
-    path = None if directory is None else directory / "checkpoint.pt"
-    run = _Run(pupils, num_steps, learning_rate, path, dict(key or {}))
-    start = run.resumed_step()
+    start, run = 0, _Run(pupils, num_steps, learning_rate, path, dict(key or {}))
+    if path is not None and path.exists():
+        state = torch.load(path, weights_only=True, mmap=True)["run"]
+        if differing := ", ".join(name for name in run.key if state["key"].get(name) != run.key[name]):
+            raise ValueError(f"{path} belongs to a run that differs in {differing}; delete it, or change --out")
+        start = state["step"]
     settings: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "plugins": [WholeCheckpoints()]}
     settings |= dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     trainer = pl.Trainer(**settings)
     with Bar(desc=title, unit="steps", total=num_steps, initial=start) as run.bar:
-        trainer.fit(run, islice(batches(start), num_steps - start), ckpt_path=path if start else None)
+        trainer.fit(run, islice(batches, start, num_steps), ckpt_path=path if start else None)
     if path is not None:
         trainer.save_checkpoint(path)
     for pupil in pupils:
@@ -84,18 +85,9 @@ class _Run(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.pupil_modules = nn.ModuleList([pupil.module for pupil in pupils])
-        self._pupils, self._num_steps, self._path, self._key = pupils, num_steps, path, key
+        self._pupils, self._num_steps, self._path, self.key = pupils, num_steps, path, key
         self._optimisers = [_optimisers_of(pupil, learning_rate) for pupil in pupils]
         self._step, self._saved_s = 0, time.monotonic()
-
-    def resumed_step(self) -> int:
-        """The number of steps in the checkpoint; 0 if there is none."""
-        if self._path is None or not self._path.exists():
-            return 0
-        state = torch.load(self._path, weights_only=True, mmap=True)["run"]
-        if differing := ", ".join(name for name in self._key if state["key"].get(name) != self._key[name]):
-            raise ValueError(f"{self._path} belongs to a run that differs in {differing}; delete it, or change --out")
-        return int(state["step"])
 
     def configure_optimizers(self) -> Any:
         return list(chain(*self._optimisers))
@@ -126,7 +118,7 @@ class _Run(pl.LightningModule):
             self._saved_s = time.monotonic()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["run"] = {"key": self._key, "step": self._step}
+        checkpoint["run"] = {"key": self.key, "step": self._step}
 
 
 def _optimisers_of(pupil: Pupil, learning_rate: float) -> list[torch.optim.Optimizer]:

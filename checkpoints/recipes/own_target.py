@@ -8,7 +8,7 @@ rest, and the saved weights include that.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,13 @@ def eagle3(
         num_deep_epochs: the last of them, which train three depths; the others train the first token of drafts.
         learning_rate: the peak.
     """
-    directory, model, paths, layer_ids = _read(target, responses, out)
-    ids = likeliest_tokens(paths[:-1], vocab_size, vocab_size=model.config.get_text_config().vocab_size)
     settings = Distillation(num_epochs=num_epochs, num_deep_epochs=num_deep_epochs, learning_rate=learning_rate)
-    torch.manual_seed(settings.seed)
-    _train(Eagle3Draft(model, layer_ids, ids, feature_sizes(paths[0])), directory, paths, settings)
+
+    def new_draft(model: PreTrainedModel, paths: list[Path]) -> Eagle3Draft:
+        ids = likeliest_tokens(paths[:-1], vocab_size, vocab_size=model.config.get_text_config().vocab_size)
+        return Eagle3Draft(model, _layer_ids(model), ids, feature_sizes(paths[0]))
+
+    _train(target, responses, out, new_draft, settings)
 
 
 def small(
@@ -90,29 +92,39 @@ def small(
         num_epochs: passes over the responses.
         learning_rate: the peak.
     """
-    directory, model, paths, _ = _read(target, responses, out)
     settings = Distillation(num_depths=1, num_epochs=num_epochs, learning_rate=learning_rate, batch_size=8)
-    tokenizer = load_tokenizer(ModelSource(path=target))
-    torch.manual_seed(settings.seed)
-    _train(SmallDraft(model, tokenizer, hidden_size=hidden_size, num_layers=num_layers), directory, paths, settings)
+
+    def new_draft(model: PreTrainedModel, paths: list[Path]) -> SmallDraft:
+        tokenizer = load_tokenizer(ModelSource(path=target))
+        return SmallDraft(model, tokenizer, hidden_size=hidden_size, num_layers=num_layers)
+
+    _train(target, responses, out, new_draft, settings)
 
 
-def _read(target: str, responses: str, out: str) -> tuple[Path, PreTrainedModel, list[Path], tuple[int, ...]]:
-    """The directory of the draft, the target in float32, the shards of its readings, and the layers in them."""
+def _layer_ids(target: PreTrainedModel) -> tuple[int, int, int]:
+    """The layers whose features the readings have."""
+    num_layers = target.config.get_text_config().num_hidden_layers
+    return 2, num_layers // 2, num_layers - 3
+
+
+def _train(
+    target: str,
+    responses: str,
+    out: str,
+    new_draft: Callable[[PreTrainedModel, list[Path]], Draft],
+    settings: Distillation,
+) -> None:
+    """Read the target, train a draft on that, and write it with its figures."""
     directory, model = Path(local_path(out, "--out")), load_model(ModelSource(path=target))
-    num_layers = model.config.get_text_config().num_hidden_layers
-    layer_ids = (2, num_layers // 2, num_layers - 3)
     every_text = read_responses(Path(local_path(responses, "--responses")))
     texts = without_leakage(every_text)
     if num_dropped := len(every_text) - len(texts):
         print(f"dropped {num_dropped} of {len(every_text)} responses, which share a prompt with held-out responses")
-    paths = read_target(model, texts, directory.with_name(f"{directory.name}-readings"), layer_ids=layer_ids)
-    return directory, model.float().requires_grad_(False), paths, layer_ids
-
-
-def _train(draft: Draft, directory: Path, paths: list[Path], settings: Distillation) -> None:
-    """Train a draft and write it with its figures."""
-    figures = distil(draft, paths, directory.with_name(f"{directory.name}-work"), settings)
+    readings, work = (directory.with_name(f"{directory.name}-{name}") for name in ("readings", "work"))
+    paths = read_target(model, texts, readings, layer_ids=_layer_ids(model))
+    torch.manual_seed(settings.seed)
+    draft = new_draft(model.float().requires_grad_(False), paths)
+    figures = distil(draft, paths, work / "checkpoint.pt", settings)
     draft.save(directory)
     write_atomic(directory / "figures.json", json.dumps(figures, indent=1).encode())
     rates = ", ".join(f"{rate:.3f}" for rate in figures["acceptance_rates"])

@@ -92,31 +92,32 @@ def test_a_draft_learns_one_that_was_stopped_ends_in_the_same_weights_and_what_i
     kind, target, paths, tmp_path, monkeypatch
 ):
     whole, made = new_draft(kind, target, paths), partial(new_draft, kind, target, paths)
-    figures = distil(whole, paths, tmp_path / "whole", DISTILLATION)
+    figures = distil(whole, paths, tmp_path / "whole" / "checkpoint.pt", DISTILLATION)
     still = replace(DISTILLATION, num_epochs=1, learning_rate=0.0)
-    before = distil(made(), paths, tmp_path / "none", still)
+    before = distil(made(), paths, tmp_path / "none" / "checkpoint.pt", still)
     most = {"eagle3": 0.8, "small": 0.95}[kind]  # in eight steps
     assert figures["divergences"][0] < most * before["divergences"][0]
     assert len(figures["acceptance_rates"]) == (5 if kind == "eagle3" else 1)
 
     def stop(run, outputs, batch, batch_idx):
-        run.trainer.save_checkpoint(tmp_path / "parts" / "checkpoint.pt")
+        run.trainer.save_checkpoint(checkpoint)
         if batch_idx == 4:
             raise ConnectionError
 
+    checkpoint = tmp_path / "parts" / "checkpoint.pt"
     with monkeypatch.context() as patch:
         patch.setattr("checkpoints.recipes.fit._Run.on_train_batch_end", stop)
         with pytest.raises(ConnectionError):
-            distil(made(), paths, tmp_path / "parts", DISTILLATION)
+            distil(made(), paths, checkpoint, DISTILLATION)
     parts = made()
-    distil(parts, paths, tmp_path / "parts", DISTILLATION)
+    distil(parts, paths, checkpoint, DISTILLATION)
     for name, tensor in whole.module.state_dict().items():
         assert torch.equal(tensor, parts.module.state_dict()[name]), name
     other = new_draft({"eagle3": "small", "small": "eagle3"}[kind], target, paths)
     cases = [(parts, paths, 1, "seed"), (parts, paths[:2], 0, "readings"), (other, paths, 0, "shapes")]
     for draft, readings, seed, what in cases:
         with pytest.raises(ValueError, match=f"differs in {what}"):
-            distil(draft, readings, tmp_path / "parts", replace(DISTILLATION, seed=seed))
+            distil(draft, readings, checkpoint, replace(DISTILLATION, seed=seed))
     check_saved(whole, kind, paths, tmp_path / "draft")
 
 
