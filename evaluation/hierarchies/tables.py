@@ -6,29 +6,41 @@ times in question.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress, product
-from operator import itemgetter, not_
+from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from decode.loop.rounds import Counts
 from evaluation.contest import Result, best_setting
 from evaluation.figure import GREY, Plot, figure_of, plot_of
 from evaluation.gain import gain_over
 from evaluation.hierarchies.configurations import PLAIN
 from evaluation.hierarchies.decoded import Decoded
 from evaluation.hierarchies.times import at_ratios, break_even, redundancy
-from evaluation.played import Played
 from evaluation.table import Table, shown
 from evaluation.times import Times
 
-_COLUMNS = {name: (name, "") for name in ("drafter", "setting")} | {"N": ("num_emitted", "")}
-_COLUMNS |= {"N_micro": ("num_micro", ""), "N_draft": ("num_drafted", ""), "N_target": ("num_target", "")}
-_COLUMNS |= {"F_micro": ("num_micro_forwards", ""), "F_draft": ("num_draft_forwards", "")}
-_COLUMNS |= {"sigma %": ("sigma", ".2f"), "eta %": ("eta", ".2f"), "tok/s": ("tokens_per_s", ".0f")}
-_COLUMNS |= {"speed-up": ("speedup", ".3f"), "s.e.": ("speedup_se", ".3f"), "modelled": ("speedup_modelled", ".3f")}
-_COLUMNS |= {"given": ("speedup_at_ratios", ".3f"), "pays below": ("below", "")}
+_COLUMNS = {
+    "drafter": ("drafter", ""),
+    "setting": ("setting", ""),
+    "N": ("num_emitted", ""),
+    "N_micro": ("num_micro", ""),
+    "N_draft": ("num_drafted", ""),
+    "N_target": ("num_target", ""),
+    "F_micro": ("num_micro_forwards", ""),
+    "F_draft": ("num_draft_forwards", ""),
+    "sigma": ("redundancy", ".2%"),
+    "eta": ("target_utilisation", ".2%"),
+    "tok/s": ("tokens_per_s", ".0f"),
+    "speed-up": ("speedup", ".3f"),
+    "s.e.": ("speedup_se", ".3f"),
+    "modelled": ("speedup_modelled", ".3f"),
+    "given": ("speedup_at_ratios", ".3f"),
+    "pays below": ("break_even", ".2f"),
+}
 _QUIET = 0.9
 """R² of the fit below which wall clock is not to be trusted."""
 MICRO_RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
@@ -56,7 +68,7 @@ def rows_of(results: Sequence[Result], times: Times, given: Times) -> list[dict[
             {
                 "drafter": result.family,
                 "setting": result.label,
-                "num_levels": num_levels(played),
+                "num_levels": num_levels(counts),
                 **vars(counts),
                 "redundancy": redundancy(counts),
                 "target_utilisation": counts.verification_rate,
@@ -66,15 +78,15 @@ def rows_of(results: Sequence[Result], times: Times, given: Times) -> list[dict[
                 "speedup_se": result.over(alone).standard_error,
                 "speedup_modelled": best_setting(played, times)[1] * times.t_target_s[0],
                 "speedup_at_ratios": best_setting(played, given)[1] * given.t_target_s[0],
-                "break_even": break_even(played, plain, times) if num_levels(played) == 3 else None,
+                "break_even": break_even(played, plain, times) if num_levels(counts) == 3 else None,
             }
         )
     return rows
 
 
-def num_levels(played: Played) -> int:
-    """Models that ran: 1 is the target alone."""
-    return 1 + bool(np.any(played.counts.num_draft_forwards)) + bool(np.any(played.counts.num_micro_forwards))
+def num_levels(counts: Counts) -> int:
+    """Models that ran, from totals: 1 is the target alone."""
+    return 1 + bool(counts.num_draft_forwards) + bool(counts.num_micro_forwards)
 
 
 def result_table(rows: Sequence[Mapping[str, Any]], times: Times, r2: float, *, given: Times, title: str) -> Table:
@@ -87,14 +99,9 @@ def result_table(rows: Sequence[Mapping[str, Any]], times: Times, r2: float, *, 
     note = (
         "N: tokens, F: forwards. Speed-up over the target alone: measured (s.e.: bootstrap over prompts), and from the "
         "counts at fitted and at given times. Pays below: from the counts, the hierarchy is faster than sd while "
-        f"t_micro / t_draft is below this; here it is {times.t_micro_s / times.t_draft_s:.2f}"
+        f"t_micro / t_draft is below this (never, if this is negative); here it is {t_micro / t_draft:.2f}"
     )
-    table = []
-    for row in rows:
-        below = "" if row["break_even"] is None else f"{row['break_even']:.2f}" if row["break_even"] > 0 else "never"
-        percent = {"sigma": 100 * row["redundancy"], "eta": 100 * row["target_utilisation"]}
-        table.append({**row, **percent, "below": below})
-    return Table(title, shown(table, _COLUMNS), note, names=2)
+    return Table(title, shown(rows, _COLUMNS), note, names=2)
 
 
 def best_of(decoded: Sequence[Decoded], times: Times) -> tuple[Decoded, int, float]:
@@ -104,8 +111,8 @@ def best_of(decoded: Sequence[Decoded], times: Times) -> tuple[Decoded, int, flo
 
 def sides_of(decoded: Sequence[Decoded]) -> tuple[list[Decoded], list[Decoded]]:
     """(plain speculation and the target alone, hierarchies)."""
-    is_hierarchy = [num_levels(member.played) == 3 for member in decoded]
-    return list(compress(decoded, map(not_, is_hierarchy))), list(compress(decoded, is_hierarchy))
+    three = [member for member in decoded if num_levels(member.played.total()) == 3]
+    return [member for member in decoded if member not in three], three
 
 
 def third_level_frame(decoded: Sequence[Decoded], times: Times, shares: Mapping[str, float]) -> pd.DataFrame:
