@@ -235,7 +235,7 @@ def _batches(paths: Sequence[Path], settings: Distillation, epochs: Iterable[int
             parts = [readings[first : first + size] for first in range(0, len(readings), size)]
             rng.shuffle(parts)
             for part in parts:
-                padded = (nn.utils.rnn.pad_sequence(column, batch_first=True) for column in zip(*part, strict=True))
+                padded = (nn.utils.rnn.pad_sequence([*column], batch_first=True) for column in zip(*part, strict=True))
                 yield Reading(*padded), num_depths
 
 

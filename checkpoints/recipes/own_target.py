@@ -199,7 +199,8 @@ class SmallDraft:
             num_attention_heads=hidden_size // _HEAD_SIZE,
             tie_word_embeddings=True,
         )
-        self._model, self._tokenizer = LlamaForCausalLM(config), load_tokenizer(ModelSource(path=target.name_or_path))
+        self._tokenizer = load_tokenizer(ModelSource(path=str(target.name_or_path)))
+        self._model = LlamaForCausalLM(config)
         self._model.model.embed_tokens.weight.data.copy_(_reduced(target.get_output_embeddings().weight, hidden_size))
         self.module: nn.Module = self._model
         self.index_of = torch.arange(of_target.vocab_size)

@@ -39,7 +39,7 @@ _FILES |= {"chat_template.jinja", "figures.json"}
 """Files of a model's directory; a directory with anything else is never overwritten."""
 
 
-def shape_of(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int) -> dict[str, int]:
+def shape_of(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int) -> dict[str, Any]:
     """Size of one model, in the words of `LlamaConfig`."""
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     return dict(zip(names, (num_layers, hidden_size, intermediate_size, num_heads), strict=True))
@@ -49,9 +49,9 @@ def shape_of(num_layers: int, hidden_size: int, intermediate_size: int, num_head
 class Recipe:
     """Everything but seed and machine that decides the models' bytes."""
 
-    target: Mapping[str, int] = field(default_factory=partial(shape_of, 10, 128, 352, 4))
-    draft: Mapping[str, int] = field(default_factory=partial(shape_of, 1, 96, 256, 3))
-    micro: Mapping[str, int] = field(default_factory=partial(shape_of, 1, 24, 64, 1))
+    target: Mapping[str, Any] = field(default_factory=partial(shape_of, 10, 128, 352, 4))
+    draft: Mapping[str, Any] = field(default_factory=partial(shape_of, 1, 96, 256, 3))
+    micro: Mapping[str, Any] = field(default_factory=partial(shape_of, 1, 24, 64, 1))
     vocab_size: int = 768
     num_tokenizer_stories: int = 4000
     batch_size: int = 16
@@ -200,7 +200,7 @@ def _log_probs(
     return model.lm_head(hidden[is_learned]).log_softmax(-1)
 
 
-def _new_model(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+def _new_model(shape: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """A model with random weights from torch's global generator."""
     config = LlamaConfig(
         **shape,

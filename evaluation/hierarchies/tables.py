@@ -23,24 +23,12 @@ from evaluation.hierarchies.times import at_ratios, break_even, redundancy
 from evaluation.table import Table, shown
 from evaluation.times import Times
 
-_COLUMNS = {
-    "drafter": ("drafter", ""),
-    "setting": ("setting", ""),
-    "N": ("num_emitted", ""),
-    "N_micro": ("num_micro", ""),
-    "N_draft": ("num_drafted", ""),
-    "N_target": ("num_target", ""),
-    "F_micro": ("num_micro_forwards", ""),
-    "F_draft": ("num_draft_forwards", ""),
-    "sigma": ("redundancy", ".2%"),
-    "eta": ("target_utilisation", ".2%"),
-    "tok/s": ("tokens_per_s", ".0f"),
-    "speed-up": ("speedup", ".3f"),
-    "s.e.": ("speedup_se", ".3f"),
-    "modelled": ("speedup_modelled", ".3f"),
-    "given": ("speedup_at_ratios", ".3f"),
-    "pays below": ("break_even", ".2f"),
-}
+_COLUMNS = {"drafter": ("drafter", ""), "setting": ("setting", ""), "N": ("num_emitted", "")}
+_COLUMNS |= {"N_micro": ("num_micro", ""), "N_draft": ("num_drafted", ""), "N_target": ("num_target", "")}
+_COLUMNS |= {"F_micro": ("num_micro_forwards", ""), "F_draft": ("num_draft_forwards", "")}
+_COLUMNS |= {"sigma": ("redundancy", ".2%"), "eta": ("target_utilisation", ".2%"), "tok/s": ("tokens_per_s", ".0f")}
+_COLUMNS |= {"speed-up": ("speedup", ".3f"), "s.e.": ("speedup_se", ".3f"), "modelled": ("speedup_modelled", ".3f")}
+_COLUMNS |= {"given": ("speedup_at_ratios", ".3f"), "pays below": ("break_even", ".2f")}
 _QUIET = 0.9
 """R² of the fit below which wall clock is not to be trusted."""
 MICRO_RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)

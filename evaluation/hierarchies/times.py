@@ -12,10 +12,9 @@ slower with the number of tokens.
     eta    target utilisation   N_target / N                target forwards per emitted token, the verification rate
 
 Both as the authors' program computes them (github.com/valexsyu/HSDDW, scripts/hir_sd_w_dy_wdw/redundency.py at
-c8fed41): 1 - sum (accepted) / sum(gamma), and the number of verifications over the output length. The published 44.36 %
-and 14.46 % fit: 1 / 0.1446 = 6.9 tokens per round, 5.9 of them accepted out of 5.9 / 0.5564 = 10.6 drafted, the window
-being 10. Departure: gamma is here the number of tokens handed to the target; for the configurations that do not loop
-the program counts what micro and draft drew, rejected micro tokens included.
+c8fed41): 1 - sum (accepted) / sum(gamma), and the number of verifications over the output length. Departure: gamma is
+here the number of tokens handed to the target; for the configurations that do not loop the program counts what micro
+and draft drew, rejected micro tokens included.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,18 +1,11 @@
 """python -m evaluation tables --paper NAME: a paper's tables as printed, in rows and columns, for the pair of a config.
 
-    specdec++   (arXiv 2405.19715) Tables 1 and 3, replayed; Table 2, clocked. Figure 4 is the Pareto plot that
-                `evaluate` writes.
-    svip        (arXiv 2411.18462) Table 1, or Table 5 where the temperature is above 0; Table 2, or Table 6 where it is
-                0: replayed.
-    svip-trees  its Tables 3 and 4, clocked: chains with CaPE's siblings, and EAGLE-2's trees, of the pair's draft, with
-        and without stops.
-    hsddw       Tables 1 to 4 with a window of 10, clocked: hierarchies are decoded. `evaluation hierarchy` compares
-                more of them.
-
-Replayed throughputs are predictions: counts times measured or given times (law 4.9). The paper SpecDec++ does the same;
-the others clock.
+specdec++ (arXiv 2405.19715) and svip (arXiv 2411.18462) are replayed, but for SpecDec++'s Table 2: replayed throughputs
+are predictions, counts times measured or given times (law 4.9), as in the paper SpecDec++. svip-trees (its Tables 3 and
+4) and hsddw are clocked.
 """
 
+from collections.abc import Callable
 from functools import partial
 from json import dumps as to_json
 from typing import Literal
@@ -24,7 +17,7 @@ from evaluation.papers.hsddw import hsddw_tables
 from evaluation.papers.specdec import specdec_tables
 from evaluation.papers.svip import svip_tables
 from evaluation.papers.trees import tree_tables
-from evaluation.table import printing, say
+from evaluation.table import Table, printing, say
 
 
 def paper_tables(
@@ -50,7 +43,7 @@ def paper_tables(
     check_local(eagle, "--eagle", may_be_on_hub=True)
     if repeats < 1:
         raise ValueError(f"--repeats is {repeats}; each test prompt is decoded at least once")
-    clocked = {
+    clocked: dict[str, Callable[[Experiment], list[Table]]] = {
         "svip-trees": partial(tree_tables, specs=stops, repeats=repeats),
         "hsddw": partial(hsddw_tables, eagle=eagle, repeats=repeats),
     }

@@ -1,8 +1,9 @@
 """SpecDec++ (arXiv 2405.19715): throughputs of its heads, replayed on the test prompts, and forward times, clocked.
 
 Tables 1 and 3 as printed: K in {2, 4, …, 14}, h in {0.1, 0.3, 0.5, 0.7, 0.9} on raw probabilities, and each cell is the
-best *on test*. `evaluate` chooses on dev and gives intervals. As in the paper a throughput is counts times forward
-times. Its heads are fed-time and read the hidden state alone (`heads.specdec`); other heads are in no row.
+best *on test*. `evaluate` chooses on dev, gives intervals, and draws Figure 4, the Pareto plot. As in the paper a
+throughput is counts times forward times. Its heads are fed-time and read the hidden state alone (`heads.specdec`);
+other heads are in no row.
 
 Table 2 has forward times by regression, clocked per dataset:
 

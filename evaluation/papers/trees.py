@@ -225,7 +225,8 @@ def stop_verdict(drafts: Sequence[Mapping[str, Result]]) -> str:
     The best is the faster one on test, of the length that dev chose and the published one: dev's choice may have been
     unlucky.
     """
-    won, lost = [], []
+    won: list[str] = []
+    lost: list[str] = []
     for rows in drafts:
         published, best, *stops = rows.values()
         base = max((published, best), key=lambda result: result.tokens_per_s)
