@@ -18,10 +18,10 @@ divergence. Depth k weighs 0.8^k, as in EAGLE-3's "training-time test" (arXiv 25
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -42,28 +42,25 @@ from store.shards import is_whole, read_sidecar, write_shard
 NUM_LIKELIEST = 64
 _TEXTS_PER_SHARD = 128
 _BATCH_SIZE = 8
-_SIGMA_OF_MEDIAN = 1.4826  # standard deviation of a normal over the median of its absolute values
 _ACCEPTANCE_SHARE = 0.5  # of the loss; the divergence has the rest
 _MIN_MASS = 0.05  # probability of the target in the draft's vocabulary
 _SHARDS_TOGETHER = 4  # shards whose texts are shuffled together
 
 
-class Text(NamedTuple):
-    """A prompt and a response of the target."""
-
-    prompt_ids: list[int]
-    response_ids: list[int]
+Text = tuple[list[int], list[int]]
+"""Token ids of a prompt and of a response of the target."""
 
 
 class Reading(NamedTuple):
-    """The target's features and predictions on one text."""
+    """The target's features and predictions on a text, or on a batch of texts that are padded on the right."""
 
-    ids: Int[Tensor, " position"]
-    num_prompt: int
-    features: Float[Tensor, "position feature"]
-    likeliest: Int[Tensor, "response top"]
-    """At i: the most probable tokens at the position of response token i."""
-    log_p: Float[Tensor, "response top"]
+    ids: Int[Tensor, "*batch position"]
+    features: Float[Tensor, "*batch position feature"]
+    is_learned: Bool[Tensor, "*batch position"]
+    """True at i where token i + 1 belongs to the response and NUM_DEPTHS tokens are before it."""
+    likeliest: Int[Tensor, "*batch position top"]
+    """The most probable next tokens, at the positions of the response."""
+    log_p: Float[Tensor, "*batch position top"]
 
 
 def read_responses(path: Path) -> list[Text]:
@@ -73,8 +70,8 @@ def read_responses(path: Path) -> list[Text]:
         if not record.keys() >= {"prompt_ids", "response_ids"}:
             remedy = f"write such a file with `acceptance-heads responses --out {path.name}`"
             raise ValueError(f"{path}:{number} has no prompt_ids and response_ids; {remedy}")
-        texts.append(Text(record["prompt_ids"], record["response_ids"]))
-    return [text for text in texts if text.response_ids]
+        texts.append((record["prompt_ids"], record["response_ids"]))
+    return [(prompt, response) for prompt, response in texts if response]
 
 
 def without_leakage(texts: Sequence[Text]) -> list[Text]:
@@ -82,12 +79,9 @@ def without_leakage(texts: Sequence[Text]) -> list[Text]:
     to each of its prompts remains.
     """
     remaining: list[Text] = []
-    held_out: set[tuple[int, ...]] = set()
     for text in reversed(texts):
-        if (prompt := tuple(text.prompt_ids)) not in held_out:
+        if all(text[0] != prompt for prompt, _ in remaining[:_TEXTS_PER_SHARD]):
             remaining.append(text)
-            if len(held_out) < _TEXTS_PER_SHARD:
-                held_out.add(prompt)
     return remaining[::-1]
 
 
@@ -118,52 +112,35 @@ def load_readings(path: Path) -> Iterator[Reading]:
     tensors = load_file(path)
     lengths, num_prompt = tensors["lengths"].tolist(), tensors["num_prompt"].tolist()
     num_response = (tensors["lengths"] - tensors["num_prompt"]).tolist()
-    ids, features = tensors["ids"].long().split(lengths), tensors["features"].split(lengths)
-    likeliest, log_p = tensors["likeliest"].long().split(num_response), tensors["log_p"].split(num_response)
-    return map(Reading, ids, num_prompt, features, likeliest, log_p)
-
-
-def likeliest_tokens(paths: Sequence[Path], num: int, *, vocab_size: int) -> Int[Tensor, " reduced"]:
-    """The `num` tokens with most of the target's probability over all readings, sorted by id."""
-    mass = torch.zeros(vocab_size, dtype=torch.float64)
-    for path in paths:
-        tensors = load_file(path)
-        mass.index_add_(0, tensors["likeliest"].long().flatten(), tensors["log_p"].double().exp().flatten())
-    return mass.topk(num).indices.sort().values
-
-
-def feature_sizes(path: Path) -> Float[Tensor, " feature"]:
-    """The standard deviation of each feature in one shard, estimated from its median absolute value, which a few huge
-    entries do not move.
-    """
-    return load_file(path)["features"].float().abs().median(0).values.clamp(min=1e-6) * _SIGMA_OF_MEDIAN
+    columns = [tensors[name].split(lengths) for name in ("ids", "features")]
+    columns += [tensors[name].split(num_response) for name in ("likeliest", "log_p")]
+    for num, ids, features, *predictions in zip(num_prompt, *columns, strict=True):
+        # the position before the first response token predicts it
+        likeliest, log_p = (functional.pad(rows, (0, 0, num - 1, 1)) for rows in predictions)
+        position = torch.arange(len(ids))
+        is_learned = (position >= max(num - 1, NUM_DEPTHS + 1)) & (position < len(ids) - 1)
+        yield Reading(ids.long(), features, is_learned, likeliest, log_p)
 
 
 @torch.inference_mode()
 def _shard(target: PreTrainedModel, texts: Sequence[Text], layer_ids: Sequence[int]) -> bytes:
     order = sorted(range(len(texts)), key=lambda index: sum(map(len, texts[index])))  # little padding
-    readings: dict[int, Reading] = {}
+    columns: dict[int, tuple[Tensor, ...]] = {}
     for start in range(0, len(order), _BATCH_SIZE):
-        indices = order[start : start + _BATCH_SIZE]
-        readings |= zip(indices, _readings_of(target, [texts[index] for index in indices], layer_ids), strict=True)
-    ids, num_prompt, *columns = zip(*(readings[index] for index in range(len(texts))), strict=True)
-    features, likeliest, log_p = map(torch.cat, columns)
-    tensors = {"ids": torch.cat(ids).int(), "features": features, "likeliest": likeliest.int(), "log_p": log_p.half()}
-    lengths = {"lengths": torch.tensor([len(row) for row in ids]), "num_prompt": torch.tensor(num_prompt)}
-    return bytes(save(tensors | lengths))
-
-
-def _readings_of(target: PreTrainedModel, texts: Sequence[Text], layer_ids: Sequence[int]) -> Iterator[Reading]:
-    rows = [torch.tensor([*text.prompt_ids, *text.response_ids]) for text in texts]
-    # padded on the right, where a causal model cannot see it
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    output = target.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
-    features = torch.cat([output.hidden_states[layer_id] for layer_id in layer_ids], -1)
-    for index, (row, text) in enumerate(zip(rows, texts, strict=True)):
-        start, end = len(text.prompt_ids) - 1, len(row) - 1
-        logits = target.get_output_embeddings()(output.last_hidden_state[index, start:end])
-        log_p, likeliest = logits.float().log_softmax(-1).topk(min(NUM_LIKELIEST, logits.shape[-1]), -1)
-        yield Reading(row, len(text.prompt_ids), features[index, : len(row)].clone(), likeliest, log_p)
+        rows = {index: torch.tensor([*chain(*texts[index])]) for index in order[start : start + _BATCH_SIZE]}
+        # padded on the right, where a causal model cannot see it
+        ids = nn.utils.rnn.pad_sequence([*rows.values()], batch_first=True)
+        output = target.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        features = torch.cat([output.hidden_states[layer_id] for layer_id in layer_ids], -1)
+        for number, (index, row) in enumerate(rows.items()):
+            states = output.last_hidden_state[number, len(texts[index][0]) - 1 : len(row) - 1]
+            logits = target.get_output_embeddings()(states).float()
+            log_p, likeliest = logits.log_softmax(-1).topk(min(NUM_LIKELIEST, logits.shape[-1]), -1)
+            columns[index] = row.int(), features[number, : len(row)].clone(), likeliest.int(), log_p.half()
+    joined = map(torch.cat, zip(*(columns[index] for index in range(len(texts))), strict=True))
+    tensors = dict(zip(("ids", "features", "likeliest", "log_p"), joined, strict=True))
+    tensors["num_prompt"] = torch.tensor([len(prompt) for prompt, _ in texts])
+    return bytes(save(tensors | {"lengths": tensors["num_prompt"] + torch.tensor([len(text) for _, text in texts])}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,17 +158,6 @@ class Distillation:
     """Compute in bfloat16 where torch's autocast does: half the time on CPUs with bfloat16."""
 
 
-class Batch(NamedTuple):
-    """Readings, padded on the right."""
-
-    ids: Int[Tensor, "batch position"]
-    features: Float[Tensor, "batch position feature"]
-    is_learned: Bool[Tensor, "batch position"]
-    """True at i where token i + 1 belongs to the response and NUM_DEPTHS tokens are before it."""
-    likeliest: Int[Tensor, "batch position top"]
-    log_p: Float[Tensor, "batch position top"]
-
-
 @runtime_checkable
 class Draft(Protocol):
     """A draft that can be trained on readings."""
@@ -200,14 +166,14 @@ class Draft(Protocol):
     index_of: Int[Tensor, " vocab"]
     """Index of each token of the target in the draft's vocabulary; -1: it is not there."""
 
-    def logits(self, batch: Batch, num_depths: int) -> Iterator[Float[Tensor, "learned reduced"]]:
+    def logits(self, batch: Reading, num_depths: int) -> Iterator[Float[Tensor, "learned reduced"]]:
         """Logits at the learned positions, as the first, second, … token of drafts."""
 
     def save(self, directory: Path) -> None: ...
 
 
 def divergences_and_rates(
-    draft: Draft, batch: Batch, num_depths: int
+    draft: Draft, batch: Reading, num_depths: int
 ) -> tuple[Float[Tensor, " depth"], Float[Tensor, " depth"]]:
     """(KL(p' || q) in nats per token, acceptance_rate at temperature 1) of a batch, by depth."""
     p = batch.log_p[batch.is_learned].float().exp()
@@ -226,79 +192,58 @@ def divergences_and_rates(
     return torch.stack(divergences), torch.stack(rates)
 
 
-def distil(draft: Draft, paths: Sequence[Path], directory: Path, distillation: Distillation) -> dict[str, Any]:
-    """Train a draft, or resume; returns its figures on the last shard of the readings, which is held out."""
+def distil(draft: Draft, paths: Sequence[Path], path: Path, settings: Distillation) -> dict[str, Any]:
+    """Train a draft, or resume from the checkpoint `path`; returns its figures on the last shard, which is held out."""
     if len(paths) < 2:
         raise ValueError(f"there are {len(paths)} shards of readings, but 2 are needed; use more responses")
     *training, held_out = paths
-    num_epochs = distillation.num_epochs
-    num_steps = sum(num for epoch in range(num_epochs) for _, num in _groups(training, distillation, epoch))
+    size, epochs = settings.batch_size, range(settings.num_epochs)
+    num_texts = {shard: read_sidecar(shard, keys=("texts",))["texts"] for shard in training}
+    groups = [group for epoch in epochs for group in _groups(training, settings, epoch)]
+    num_steps = sum(-(-sum(num_texts[shard] for shard in group) // size) for group in groups)
 
-    def loss(batch_and_depths: tuple[Batch, int]) -> Float[Tensor, ""]:
-        with torch.autocast("cpu", torch.bfloat16, enabled=distillation.is_mixed):
+    def loss(batch_and_depths: tuple[Reading, int]) -> Float[Tensor, ""]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=settings.is_mixed):
             divergences, rates = divergences_and_rates(draft, *batch_and_depths)
         weights = torch.tensor([DEPTH_WEIGHT**depth for depth in range(len(rates))])
         return (weights * torch.lerp(divergences, 1 - rates, _ACCEPTANCE_SHARE)).sum()
 
-    fit(
-        [Pupil(draft.module, loss, has_muon=False)],
-        lambda start: _batches(training, distillation, num_epochs, start),
-        title="train the draft",
-        num_steps=num_steps,
-        learning_rate=distillation.learning_rate,
-        directory=directory,
-        key=asdict(distillation)
-        | {
-            "readings": [read_sidecar(path, keys=("key",))["key"] for path in paths],
-            "shapes": {name: list(tensor.shape) for name, tensor in draft.module.state_dict().items()},
-        },
-    )
-    return {"steps": num_steps, **_figures(draft, held_out, distillation), **asdict(distillation)}
+    key = asdict(settings) | {"readings": [read_sidecar(shard, keys=("key",))["key"] for shard in paths]}
+    key["shapes"] = {name: list(tensor.shape) for name, tensor in draft.module.state_dict().items()}
+    pupil, batches = Pupil(draft.module, loss, has_muon=False), _batches(training, settings, epochs)
+    rate = settings.learning_rate
+    fit([pupil], batches, title="train the draft", num_steps=num_steps, learning_rate=rate, path=path, key=key)
+    return {"steps": num_steps, **_figures(draft, held_out, settings), **asdict(settings)}
 
 
-def _groups(paths: Sequence[Path], settings: Distillation, epoch: int) -> list[tuple[list[Path], int]]:
-    """Shards whose texts are shuffled together in an epoch, and their number of batches."""
-    order, size = list(paths), settings.batch_size
+def _groups(paths: Sequence[Path], settings: Distillation, epoch: int) -> list[list[Path]]:
+    """Shards whose texts are shuffled together in an epoch."""
+    order = list(paths)
     random.Random(f"{settings.seed} {epoch}").shuffle(order)
-    groups = [order[start : start + _SHARDS_TOGETHER] for start in range(0, len(order), _SHARDS_TOGETHER)]
-    num_texts = [sum(read_sidecar(path, keys=("texts",))["texts"] for path in group) for group in groups]
-    return [(group, -(-num // size)) for group, num in zip(groups, num_texts, strict=True)]
+    return [order[start : start + _SHARDS_TOGETHER] for start in range(0, len(order), _SHARDS_TOGETHER)]
 
 
-def _batches(paths: Sequence[Path], settings: Distillation, epochs: int, start: int = 0) -> Iterator[tuple[Batch, int]]:
-    """The batches from step `start` on, of texts of about one length, each with the number of depths to train."""
-    for epoch in range(epochs):
+def _batches(paths: Sequence[Path], settings: Distillation, epochs: Iterable[int]) -> Iterator[tuple[Reading, int]]:
+    """Batches of texts of about one length, each with the number of depths to train."""
+    for epoch in epochs:
         num_depths = settings.num_depths if epoch >= settings.num_epochs - settings.num_deep_epochs else 1
-        for number, (group, num_batches) in enumerate(_groups(paths, settings, epoch)):
-            if start < num_batches:
-                rng = random.Random(f"{settings.seed} {epoch} {number * _SHARDS_TOGETHER}")
-                readings = [reading for path in group for reading in load_readings(path)]
-                readings.sort(key=lambda reading: len(reading.ids) + rng.random())
-                size = settings.batch_size
-                parts = [readings[first : first + size] for first in range(0, len(readings), size)]
-                rng.shuffle(parts)
-                yield from ((_padded(part), num_depths) for part in parts[start:])
-            start = max(0, start - num_batches)
-
-
-def _padded(readings: Sequence[Reading]) -> Batch:
-    likeliest, log_p, is_learned = [], [], []
-    for reading in readings:
-        start = reading.num_prompt - 1  # the position that predicts the first response token
-        likeliest.append(functional.pad(reading.likeliest, (0, 0, start, 1)))
-        log_p.append(functional.pad(reading.log_p.float(), (0, 0, start, 1), value=float("-inf")))
-        position = torch.arange(len(reading.ids))
-        is_learned.append((position >= max(start, NUM_DEPTHS + 1)) & (position < len(reading.ids) - 1))
-    ids, features = [reading.ids for reading in readings], [reading.features.float() for reading in readings]
-    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
-    return Batch(pad(ids), pad(features), pad(is_learned), pad(likeliest), pad(log_p, padding_value=float("-inf")))
+        for number, group in enumerate(_groups(paths, settings, epoch)):
+            rng = random.Random(f"{settings.seed} {epoch} {number * _SHARDS_TOGETHER}")
+            readings = [reading for path in group for reading in load_readings(path)]
+            readings.sort(key=lambda reading: len(reading.ids) + rng.random())
+            size = settings.batch_size
+            parts = [readings[first : first + size] for first in range(0, len(readings), size)]
+            rng.shuffle(parts)
+            for part in parts:
+                padded = (nn.utils.rnn.pad_sequence([*column], batch_first=True) for column in zip(*part, strict=True))
+                yield Reading(*padded), num_depths
 
 
 @torch.no_grad()
-def _figures(draft: Draft, path: Path, distillation: Distillation) -> dict[str, list[float]]:
+def _figures(draft: Draft, path: Path, settings: Distillation) -> dict[str, list[float]]:
     """Mean divergence and acceptance_rate by depth."""
-    batches = _batches([path], distillation, 1)
+    batches = _batches([path], settings, [0])
     by_batch = zip(*(divergences_and_rates(draft, batch, NUM_DEPTHS) for batch, _ in batches), strict=True)
-    divergences, rates = (torch.stack(rows).double().mean(0).tolist() for rows in by_batch)
-    figures = {"divergences": divergences, "acceptance_rates": rates}
-    return {name: [round(value, 4) for value in values] for name, values in figures.items()}
+    means = (torch.stack(rows).double().mean(0).tolist() for rows in by_batch)
+    named = zip(("divergences", "acceptance_rates"), means, strict=True)
+    return {name: [round(value, 4) for value in values] for name, values in named}

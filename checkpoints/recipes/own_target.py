@@ -8,23 +8,23 @@ rest, and the saved weights include that.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from checkpoints.recipes.distillation import (
-    Batch,
     Distillation,
     Draft,
+    Reading,
     distil,
-    feature_sizes,
-    likeliest_tokens,
     read_responses,
     read_target,
     without_leakage,
@@ -37,6 +37,7 @@ from lm.features.eagle import Eagle3
 from store.shards import atomic_directory, write_atomic
 
 _RANDOM_SHARE = 0.3  # of torch's initial weights, where EAGLE-3's layer has inputs that the target's has not
+_SIGMA_OF_MEDIAN = 1.4826  # standard deviation of a normal over the median of its absolute values
 _HEAD_SIZE = 64
 
 
@@ -62,11 +63,8 @@ def eagle3(
         num_deep_epochs: the last of them, which train three depths; the others train the first token of drafts.
         learning_rate: the peak.
     """
-    directory, model, paths, layer_ids = _read(target, responses, out)
-    ids = likeliest_tokens(paths[:-1], vocab_size, vocab_size=model.config.get_text_config().vocab_size)
     settings = Distillation(num_epochs=num_epochs, num_deep_epochs=num_deep_epochs, learning_rate=learning_rate)
-    torch.manual_seed(settings.seed)
-    _train(Eagle3Draft(model, layer_ids, ids, feature_sizes(paths[0])), directory, paths, settings)
+    _train(target, responses, out, partial(Eagle3Draft, vocab_size=vocab_size), settings)
 
 
 def small(
@@ -90,56 +88,59 @@ def small(
         num_epochs: passes over the responses.
         learning_rate: the peak.
     """
-    directory, model, paths, _ = _read(target, responses, out)
     settings = Distillation(num_depths=1, num_epochs=num_epochs, learning_rate=learning_rate, batch_size=8)
-    tokenizer = load_tokenizer(ModelSource(path=target))
-    torch.manual_seed(settings.seed)
-    _train(SmallDraft(model, tokenizer, hidden_size=hidden_size, num_layers=num_layers), directory, paths, settings)
+    _train(target, responses, out, partial(SmallDraft, hidden_size=hidden_size, num_layers=num_layers), settings)
 
 
-def _read(target: str, responses: str, out: str) -> tuple[Path, PreTrainedModel, list[Path], tuple[int, ...]]:
-    """The directory of the draft, the target in float32, the shards of its readings, and the layers in them."""
+def _train(target: str, responses: str, out: str, new_draft: Callable[..., Draft], settings: Distillation) -> None:
+    """Read the target, train a draft on that, and write it with its figures."""
     directory, model = Path(local_path(out, "--out")), load_model(ModelSource(path=target))
-    num_layers = model.config.get_text_config().num_hidden_layers
-    layer_ids = (2, num_layers // 2, num_layers - 3)
     every_text = read_responses(Path(local_path(responses, "--responses")))
     texts = without_leakage(every_text)
     if num_dropped := len(every_text) - len(texts):
         print(f"dropped {num_dropped} of {len(every_text)} responses, which share a prompt with held-out responses")
-    paths = read_target(model, texts, directory.with_name(f"{directory.name}-readings"), layer_ids=layer_ids)
-    return directory, model.float().requires_grad_(False), paths, layer_ids
-
-
-def _train(draft: Draft, directory: Path, paths: list[Path], settings: Distillation) -> None:
-    """Train a draft and write it with its figures."""
-    figures = distil(draft, paths, directory.with_name(f"{directory.name}-work"), settings)
+    readings, work = (directory.with_name(f"{directory.name}-{name}") for name in ("readings", "work"))
+    paths = read_target(model, texts, readings, layer_ids=layers_of(model))
+    torch.manual_seed(settings.seed)
+    draft = new_draft(model.float().requires_grad_(False), paths)
+    figures = distil(draft, paths, work / "checkpoint.pt", settings)
     draft.save(directory)
     write_atomic(directory / "figures.json", json.dumps(figures, indent=1).encode())
     rates = ", ".join(f"{rate:.3f}" for rate in figures["acceptance_rates"])
     print(f"{directory}: acceptance_rate on held-out texts by depth: {rates}")
 
 
-class Eagle3Draft:
-    """The draft in training."""
+def layers_of(target: PreTrainedModel) -> tuple[int, int, int]:
+    """The layers whose features a draft reads."""
+    num_layers = target.config.get_text_config().num_hidden_layers
+    return 2, num_layers // 2, num_layers - 3
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        layer_ids: Sequence[int],
-        target_ids: Int[Tensor, " reduced"],
-        sizes: Float[Tensor, " feature"],
-    ) -> None:
-        """Initialise the draft from the target; `target_ids` are the draft's vocabulary, `sizes` of `feature_sizes`."""
-        of_target = target.config.get_text_config()
-        config = layer_config(target, is_tied=False)
-        config.draft_vocab_size, config.eagle_aux_hidden_state_layer_ids = len(target_ids), list(layer_ids)
-        self._draft = Eagle3(config, tuple(layer_ids), target_size=of_target.hidden_size)
+
+def likeliest_tokens(paths: Sequence[Path], num: int, *, vocab_size: int) -> Int[Tensor, " reduced"]:
+    """The `num` tokens with most of the target's probability over all readings, sorted by id."""
+    mass = torch.zeros(vocab_size, dtype=torch.float64)
+    for path in paths:
+        tensors = load_file(path)
+        mass.index_add_(0, tensors["likeliest"].long().flatten(), tensors["log_p"].double().exp().flatten())
+    return mass.topk(num).indices.sort().values
+
+
+class Eagle3Draft:
+    """The draft in training, initialised from the target; the last of the shards `paths` is held out."""
+
+    def __init__(self, target: PreTrainedModel, paths: Sequence[Path], *, vocab_size: int) -> None:
+        config, of_target = layer_config(target, is_tied=False), target.config.get_text_config()
         body: Any = target.base_model
+        target_ids = likeliest_tokens(paths[:-1], vocab_size, vocab_size=of_target.vocab_size)
+        # standard deviations, from the median absolute values, which a few huge entries do not move
+        sizes = load_file(paths[0])["features"].float().abs().median(0).values
+        self._sizes = sizes.clamp(min=1e-6) * _SIGMA_OF_MEDIAN
+        config.draft_vocab_size, config.eagle_aux_hidden_state_layer_ids = vocab_size, list(layers_of(target))
+        self._draft = Eagle3(config, layers_of(target), target_size=of_target.hidden_size)
         self._draft.norm.load_state_dict(body.norm.state_dict())
         self._draft.target_ids = target_ids
         self._draft.bind(target)
         self.module: nn.Module = self._draft
-        self._sizes = sizes
         self._initialise_as(body.layers[-1], of_target.hidden_size)
         self.index_of = torch.full((of_target.vocab_size,), -1)
         self.index_of[target_ids] = torch.arange(len(target_ids))
@@ -162,9 +163,9 @@ class Eagle3Draft:
         self._draft.fc.weight.mul_(_RANDOM_SHARE)
         self._draft.fc.weight[:, -width:] += self._sizes[-width:].diag()
 
-    def logits(self, batch: Batch, num_depths: int) -> Iterator[Float[Tensor, "learned reduced"]]:
+    def logits(self, batch: Reading, num_depths: int) -> Iterator[Float[Tensor, "learned reduced"]]:
         is_learned = batch.is_learned[:, 1:]  # entry t predicts token t + 2, as the target does at position t + 1
-        for outputs in islice(unrolled(self._draft, batch.ids, batch.features / self._sizes), num_depths):
+        for outputs in islice(unrolled(self._draft, batch.ids, batch.features.float() / self._sizes), num_depths):
             assert self._draft.lm_head is not None
             yield self._draft.lm_head(outputs.hidden[is_learned])
 
@@ -184,9 +185,7 @@ class SmallDraft:
     directions.
     """
 
-    def __init__(
-        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, hidden_size: int, num_layers: int
-    ) -> None:
+    def __init__(self, target: PreTrainedModel, paths: Sequence[Path], *, hidden_size: int, num_layers: int) -> None:
         of_target = target.config.get_text_config()
         if hidden_size % _HEAD_SIZE or not 0 < hidden_size <= of_target.hidden_size:
             limit = f"use a multiple of {_HEAD_SIZE} up to {of_target.hidden_size}"
@@ -200,12 +199,13 @@ class SmallDraft:
             num_attention_heads=hidden_size // _HEAD_SIZE,
             tie_word_embeddings=True,
         )
-        self._model, self._tokenizer = LlamaForCausalLM(config), tokenizer
+        self._tokenizer = load_tokenizer(ModelSource(path=str(target.name_or_path)))
+        self._model = LlamaForCausalLM(config)
         self._model.model.embed_tokens.weight.data.copy_(_reduced(target.get_output_embeddings().weight, hidden_size))
         self.module: nn.Module = self._model
         self.index_of = torch.arange(of_target.vocab_size)
 
-    def logits(self, batch: Batch, num_depths: int) -> Iterator[Float[Tensor, "learned vocab"]]:
+    def logits(self, batch: Reading, num_depths: int) -> Iterator[Float[Tensor, "learned vocab"]]:
         """Logits at one depth: a model that reads tokens alone predicts the same at every depth."""
         hidden = self._model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
         yield self._model.lm_head(hidden[batch.is_learned])

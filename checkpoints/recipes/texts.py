@@ -22,8 +22,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from data_gen.prompts.stories import Story, stories, story_stream
 from store.progress import Bar
 
-Encoded = tuple[list[int], int]
-"""(token ids of prompt, answer and end token; index of the answer's first token)"""
 MAX_TOKENS = 1024  # context of the trio
 NUM_DEPTHS = 5  # draft positions at which drafts are measured
 PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
@@ -63,8 +61,8 @@ def train_tokenizer(texts: Iterable[Story], vocab_size: int) -> PreTrainedTokeni
     )
 
 
-def encode_story(story: Story, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    """The prompt in the chat template, the answer and the end token."""
+def encode_story(story: Story, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+    """(token ids of the prompt in the chat template, the answer and the end token; index of the answer's first)"""
     chat = [{"role": "user", "content": story.prompt}]
     prompt_ids = tokenizer(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))["input_ids"]
     return [*prompt_ids, *tokenizer(story.answer)["input_ids"], tokenizer.eos_token_id], len(prompt_ids)
@@ -79,23 +77,28 @@ class StoryBatch(NamedTuple):
     number: int = 0
 
 
-def story_batches(rows: Sequence[Encoded], *, batch_size: int, seed: int, pad_id: int) -> Iterator[StoryBatch]:
-    """Endless batches of rows of about one length, in an order that `seed` decides.
+def story_batches(
+    texts: Iterable[Story], tokenizer: PreTrainedTokenizerBase, *, batch_size: int, seed: int
+) -> Iterator[StoryBatch]:
+    """Endless batches of stories of about one length, in an order that `seed` decides.
 
-    An epoch has every row once, except for the rows that do not fill a chunk of 16 batches.
+    An epoch has every story once, except for those that do not fill a chunk of 16 batches.
     """
+    rows = [encode_story(story, tokenizer) for story in Bar(texts, desc="tokenize", unit="stories")]
     rng, order, numbers = Random(seed), list(range(len(rows))), count()
     chunk_size = min(len(rows), batch_size * _BATCHES_SORTED_TOGETHER)
     while True:
         rng.shuffle(order)
         for start in range(0, len(order) - chunk_size + 1, chunk_size):
             chunk = sorted((rows[row] for row in order[start : start + chunk_size]), key=lambda row: len(row[0]))
-            batches = [padded(chunk[at : at + batch_size], pad_id) for at in range(0, chunk_size, batch_size)]
+            batches = [
+                padded(chunk[at : at + batch_size], tokenizer.pad_token_id) for at in range(0, chunk_size, batch_size)
+            ]
             rng.shuffle(batches)
             yield from (batch._replace(number=next(numbers)) for batch in batches)
 
 
-def padded(rows: Sequence[Encoded], pad_id: int) -> StoryBatch:
+def padded(rows: Sequence[tuple[list[int], int]], pad_id: int) -> StoryBatch:
     """One batch. ([5, 6, 7], 1) and ([8, 9], 1) give ids [[5, 6, 7], [8, 9, pad]], is_learned [[T, T], [T, F]]."""
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([ids + [pad_id] * (width - len(ids)) for ids, _ in rows])
@@ -110,18 +113,10 @@ def new_stories(seed: int, num_stories: int) -> list[Story]:
     return list(Bar(stream, desc="write stories", total=num_stories, unit="stories"))
 
 
-def batches_of(
-    texts: Sequence[Story], tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int
-) -> Callable[[int], Iterator[StoryBatch]]:
-    """A function that gives the batches from a step on."""
-    rows = [encode_story(story, tokenizer) for story in Bar(texts, desc="tokenize", unit="stories")]
-    settings = {"batch_size": batch_size, "seed": seed, "pad_id": tokenizer.pad_token_id}
-    return lambda start: islice(story_batches(rows, **settings), start, None)
-
-
 def held_out(tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int) -> list[StoryBatch]:
     """Batches of the test split."""
-    return list(islice(batches_of(stories("test", 256, seed=seed), tokenizer, batch_size, seed)(0), 8))
+    tests = stories("test", 256, seed=seed)
+    return list(islice(story_batches(tests, tokenizer, batch_size=batch_size, seed=seed), 8))
 
 
 class TargetReading(NamedTuple):

@@ -12,7 +12,7 @@ not width, decides t_target / t_draft. Same seed, recipe, machine and thread cou
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,11 +39,8 @@ _FILES |= {"chat_template.jinja", "figures.json"}
 """Files of a model's directory; a directory with anything else is never overwritten."""
 
 
-Shape = Mapping[str, Any]
-"""Size of one model, in the words of `LlamaConfig`."""
-
-
-def shape_of(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int) -> Shape:
+def shape_of(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int) -> dict[str, Any]:
+    """Size of one model, in the words of `LlamaConfig`."""
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     return dict(zip(names, (num_layers, hidden_size, intermediate_size, num_heads), strict=True))
 
@@ -52,9 +49,9 @@ def shape_of(num_layers: int, hidden_size: int, intermediate_size: int, num_head
 class Recipe:
     """Everything but seed and machine that decides the models' bytes."""
 
-    target: Shape = field(default_factory=partial(shape_of, 10, 128, 352, 4))
-    draft: Shape = field(default_factory=partial(shape_of, 1, 96, 256, 3))
-    micro: Shape = field(default_factory=partial(shape_of, 1, 24, 64, 1))
+    target: Mapping[str, Any] = field(default_factory=partial(shape_of, 10, 128, 352, 4))
+    draft: Mapping[str, Any] = field(default_factory=partial(shape_of, 1, 96, 256, 3))
+    micro: Mapping[str, Any] = field(default_factory=partial(shape_of, 1, 24, 64, 1))
     vocab_size: int = 768
     num_tokenizer_stories: int = 4000
     batch_size: int = 16
@@ -120,29 +117,26 @@ def make_drafts(
     target, tokenizer = load_model(source).requires_grad_(False), load_tokenizer(source)
     torch.set_num_threads(recipe.num_threads)
     torch.manual_seed(seed)
-    settings = recipe.dspark_draft if is_dspark else recipe.eagle_and_glide
+    settings: DraftRecipe = recipe.dspark_draft if is_dspark else recipe.eagle_and_glide
     size, num_steps, work = settings.batch_size, settings.num_steps, directory / f"{'-'.join(kinds)}-work"
-    batches = texts.batches_of(texts.new_stories(seed, size * num_steps), tokenizer, size, seed)
-    loss: Callable[..., Tensor]
-    figures_of: Callable[..., dict[str, Any]]
+    stories = texts.new_stories(seed, size * num_steps)
+    batches: Iterator[Any] = texts.story_batches(stories, tokenizer, batch_size=size, seed=seed)
     drafts: dict[str, Any]
     if is_dspark:
         drafts = {"dspark": new_dspark(target, recipe.dspark_draft)}
-        loss, figures_of = partial(dspark_loss, target, seed), dspark_figures
+        pupils = [Pupil(drafts["dspark"], partial(dspark_loss, target, seed, drafts["dspark"]))]
     else:
+        batches = map(partial(TargetReading.of, target), batches)
         drafts = {kind: feature_drafts.new_feature_draft(kind, target) for kind in kinds}
-        loss, figures_of = feature_drafts.feature_loss, feature_drafts.feature_figures
-    fit(
-        [Pupil(draft, partial(loss, draft), has_muon=is_dspark) for draft in drafts.values()],
-        batches if is_dspark else lambda start: map(partial(TargetReading.of, target), batches(start)),
-        title=f"train {' and '.join(kinds)}",
-        num_steps=num_steps,
-        learning_rate=settings.learning_rate,
-        directory=work,
-        key=asdict(settings) | {"seed": seed},
-    )
+        pupils = [
+            Pupil(draft, partial(feature_drafts.feature_loss, draft), has_muon=False) for draft in drafts.values()
+        ]
+    title, key = f"train {' and '.join(kinds)}", asdict(settings) | {"seed": seed}
+    rate, path = settings.learning_rate, work / "checkpoint.pt"
+    fit(pupils, batches, title=title, num_steps=num_steps, learning_rate=rate, path=path, key=key)
     held_out = texts.held_out(tokenizer, size, seed)
     for kind, draft in drafts.items():
+        figures_of = dspark_figures if is_dspark else feature_drafts.feature_figures
         figures = figures_of(draft.bfloat16().float(), target, held_out)
         feature_drafts.save_feature_draft(draft, directory / kind)
         text = json.dumps(figures, indent=2, sort_keys=True) + "\n"
@@ -165,20 +159,21 @@ def _train_trio(seed: int, recipe: Recipe) -> tuple[dict[str, LlamaForCausalLM],
     torch.manual_seed(seed)
     train_stories = texts.new_stories(seed, recipe.batch_size * max(recipe.target_steps, recipe.distil_steps))
     tokenizer = texts.train_tokenizer(train_stories[: recipe.num_tokenizer_stories], recipe.vocab_size)
-    batches = texts.batches_of(train_stories, tokenizer, recipe.batch_size, seed)
+    batches = texts.story_batches(train_stories, tokenizer, batch_size=recipe.batch_size, seed=seed)
     models = {name: _new_model(getattr(recipe, name), tokenizer) for name in TRIO}
     target, *drafts = models.values()
     num_steps, rate = recipe.target_steps, recipe.learning_rate
-    pupil = Pupil(target, partial(text_loss, target))
-    fit([pupil], batches, title="train target", num_steps=num_steps, learning_rate=rate)
-    target.bfloat16().float()  # rounded as it will be stored, so that the others learn from the target that is shipped
     fit(
-        [Pupil(draft, partial(imitation_loss, draft)) for draft in drafts],
-        lambda start: map(partial(TargetReading.of, target), batches(num_steps + start)),
-        title="distil draft and micro",
-        num_steps=recipe.distil_steps,
+        [Pupil(target, partial(text_loss, target))],
+        batches,
+        title="train target",
+        num_steps=num_steps,
         learning_rate=rate,
     )
+    target.bfloat16().float()  # rounded as it will be stored, so that the others learn from the target that is shipped
+    pupils = [Pupil(draft, partial(imitation_loss, draft)) for draft in drafts]
+    readings, num_steps = map(partial(TargetReading.of, target), batches), recipe.distil_steps
+    fit(pupils, readings, title="distil draft and micro", num_steps=num_steps, learning_rate=rate)
     return models, tokenizer
 
 
@@ -205,7 +200,7 @@ def _log_probs(
     return model.lm_head(hidden[is_learned]).log_softmax(-1)
 
 
-def _new_model(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+def _new_model(shape: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """A model with random weights from torch's global generator."""
     config = LlamaConfig(
         **shape,

@@ -7,13 +7,15 @@ token is weighted by the probability that verification reaches it (law 4.8c).
 """
 
 from collections.abc import Mapping
+from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn import functional
 
 from configs.schema import Config
 from decode.experiment import Experiment
@@ -32,44 +34,35 @@ from store.shards import write_atomic
 
 OWN, VLLM, PERFECT = "confidence head", "vLLM's estimator", "perfect confidence"
 PER_POSITION = f"{OWN}, an offset and slope per position"
+_MEASURES = ("brier", "kl", "ece", "auroc", "survival_brier", "kept")
+_REFIT_INTERVAL, _DAMPING, _RIDGE = 100, 50.0, 1e-3  # of vLLM's estimator
 
 
 class Drafts(NamedTuple):
-    """Every draft of a split, one after the other."""
+    """Every draft of a split, padded to whole blocks with zeros."""
 
-    rate: Float[Tensor, " tokens"]
+    is_token: Bool[Tensor, "draft position"]
+    rate: Float[Tensor, "draft position"]
     """acceptance_rate, which is predicted."""
-    acceptance_prob: Float[Tensor, " tokens"]
-    logits: Mapping[str, Float[Tensor, " tokens"]]
-    """Predictions of the draft's own head and of yours, by name."""
-    max_logit: Float[Tensor, " tokens"]
+    acceptance_prob: Float[Tensor, "draft position"]
+    max_logit: Float[Tensor, "draft position"]
     """logit(max q) at the temperature of the sampling, within +- 40."""
-    lengths: Int[Tensor, " drafts"]
-    block_size: int
+    logits: Mapping[str, Float[Tensor, "draft position"]]
+    """Predictions of the draft's own head and of yours, by name."""
 
-    def histograms(self, logit: Float[Tensor, " tokens"]) -> tuple[Histogram, Histogram]:
+    def histograms(self, logit: Float[Tensor, "draft position"]) -> tuple[Histogram, Histogram]:
         """Histograms of tokens and of the survival of drafts, by position."""
-        settings: dict[str, Any] = {"row_lengths": self.lengths, "num_positions": self.block_size, "is_draft": True}
-        return by_position(logit[None], self.acceptance_prob, label=self.rate[None], **settings)
+        at, lengths = self.is_token, self.is_token.sum(1)
+        settings: dict[str, Any] = {"row_lengths": lengths, "num_positions": at.shape[1], "is_draft": True}
+        return by_position(logit[at][None], self.acceptance_prob[at], label=self.rate[at][None], **settings)
 
-    @property
-    def is_token(self) -> Bool[Tensor, "drafts position"]:
-        """Which positions of each draft have a token."""
-        return torch.arange(self.block_size) < self.lengths[:, None]
-
-    def padded(self, values: Float[Tensor, " tokens"], fill: float = 0.0) -> Float[Tensor, "drafts position"]:
-        """Values of tokens, draft by draft."""
-        rows = torch.full(self.is_token.shape, fill, dtype=torch.float64)
-        rows[self.is_token] = values.double()
-        return rows
-
-    def kept(self, logit: Float[Tensor, " tokens"]) -> Float[Tensor, " position_or_all"]:
+    def kept(self, logit: Float[Tensor, "draft position"]) -> Float[Tensor, " position_or_all"]:
         """The share of accepted tokens that remains, by position and in all, if only half of the tokens are verified:
         those with the largest predicted survival.
         """
-        predicted = self.padded(torch.nn.functional.logsigmoid(logit.double()), -torch.inf).cumsum(1)
-        survival = self.padded(self.acceptance_prob).cumprod(1)
-        best = predicted.flatten().argsort(descending=True, stable=True)[: len(logit) // 2]
+        predicted = functional.logsigmoid(logit).masked_fill(~self.is_token, -torch.inf).cumsum(1)
+        survival, num = self.acceptance_prob.cumprod(1), int(self.is_token.sum()) // 2
+        best = predicted.flatten().argsort(descending=True, stable=True)[:num]
         kept = torch.zeros_like(survival).flatten().index_fill(0, best, 1.0).view_as(survival) * survival
         return torch.cat([kept.sum(0) / survival.sum(0), (kept.sum() / survival.sum())[None]])
 
@@ -86,19 +79,22 @@ def judge(config: Config, *, json: bool = False) -> None:
         FileNotFoundError: no data.
         ValueError: no draft with a confidence head, or no test prompts.
     """
+    data, draft = confidence_data(config)
+    if not config.data.num_test:
+        raise ValueError("data.num_test is 0, but judge needs a test split; set it and run `acceptance-heads data`")
+    heads = {name: head for name, head in Experiment(config).heads.items() if head.timing == "prefix"}
+    read = partial(_read, data, draft, heads, config.pair.sampling.temperature or 1.0)
     with printing(aside=json):
-        every = _drafts(config)
-        dev = every.pop("dev")
-        by_split = {
-            split: [score_of(name, drafts, logit) for name, logit in predictors(dev, drafts).items()]
-            for split, drafts in every.items()
-        }
+        dev, by_split = read("dev"), {}
+        for split in (name for name in data.tested if name.startswith("test")):
+            drafts = read(split)
+            by_split[split] = [score_of(name, drafts, logit) for name, logit in predictors(dev, drafts).items()]
         scores = by_split.pop("test")
         for split, of_set in by_split.items():
             for score, part in zip(scores, of_set, strict=True):
                 score.setdefault("by_set", {})[split.removeprefix("test/")] = part
         title = f"{config.data.dir}, test split; {Sampling(**vars(config.pair.sampling)).text}"
-        columns = {name: (name, "" if name == "predictor" else ".5f") for name in ("predictor", *_MEASURES)}
+        columns = {"predictor": ("predictor", ""), **{name: (name, ".5f") for name in _MEASURES}}
         note = (
             "survival: every token of the draft so far is accepted; kept: accepted tokens that remain if only half of "
             f"all tokens are verified, those with the largest predicted survival. The row {PERFECT} bounds every head"
@@ -111,7 +107,6 @@ def judge(config: Config, *, json: bool = False) -> None:
             rows = [{"set": split} | _cells(score, "kept") | {"all": f"{score['kept']:.4f}"} for split, score in parts]
             Table(f"kept by prompt set and position; {title}", rows, names=2).print()
         path = Path(config.decode.dir) / "confidence.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, dumps(scores, indent=1).encode())
         announce([path])
     if json:
@@ -123,20 +118,9 @@ def _cells(score: Mapping[str, Any], measure: str) -> dict[str, str]:
     return {"predictor": score["predictor"]} | {str(position): f"{value:.4f}" for position, value in by_position}
 
 
-def _drafts(config: Config) -> dict[str, Drafts]:
-    """Drafts of dev, of test, and of test/SET for each prompt set if data.prompts is a list."""
-    if not config.data.num_test:
-        raise ValueError("data.num_test is 0, but judge needs a test split; set it and run `acceptance-heads data`")
-    data, draft = confidence_data(config)
-    heads = {name: head for name, head in Experiment(config).heads.items() if head.timing == "prefix"}
-    temperature = config.pair.sampling.temperature or 1.0
-    splits = ("dev", *(name for name in data.tested if name.startswith("test")))
-    return {split: _read(data, split, draft, heads, temperature) for split in splits}
-
-
 @torch.inference_mode()
 def _read(
-    data: FeatureData, split: str, draft: DSpark, heads: Mapping[str, AcceptanceHead], temperature: float
+    data: FeatureData, draft: DSpark, heads: Mapping[str, AcceptanceHead], temperature: float, split: str
 ) -> Drafts:
     parts, (name, _, only) = [], split.partition("/")
     for batch in Bar(data.loader(name, only=only), desc=f"read {split}", unit="batches"):
@@ -147,25 +131,27 @@ def _read(
         logits = [draft.confidence(states).float().cpu()]
         for head in heads.values():
             scalars = features.columns(head.inputs.scalars) if head.inputs.scalars else None
-            logits.append(head.calibrated_logit(head(features.hidden, scalars)).float())
-        prob = batch["drawn"].acceptance_prob.float()
-        parts.append((features.scalars[RATE].float(), prob, max_logit, features.row_lengths, *logits))
-    rate, prob, largest, lengths, *columns = map(torch.cat, zip(*parts, strict=True))
-    return Drafts(rate, prob, dict(zip((OWN, *heads), columns, strict=True)), largest, lengths, draft.block_size)
+            logits.append(head.calibrated_logit(head(features.hidden, scalars)))
+        prob = batch["drawn"].acceptance_prob
+        parts.append((features.row_lengths, features.scalars[RATE], prob, max_logit, *logits))
+    lengths, *columns = map(torch.cat, zip(*parts, strict=True))
+    is_token = torch.arange(draft.block_size) < lengths[:, None]
+    padded = torch.zeros(is_token.shape, dtype=torch.float64)
+    rate, prob, max_logit, *logits = (padded.masked_scatter(is_token, column.double()) for column in columns)
+    return Drafts(is_token, rate, prob, max_logit, dict(zip((OWN, *heads), logits, strict=True)))
 
 
-def predictors(dev: Drafts, test: Drafts) -> dict[str, Float[Tensor, " tokens"]]:
+def predictors(dev: Drafts, test: Drafts) -> dict[str, Float[Tensor, "draft position"]]:
     """Every predictor with its logits on test, the draft's own first."""
     base, (by_position, _) = test.logits[OWN], dev.histograms(dev.logits[OWN])
-    position = torch.cat([torch.arange(length) for length in test.lengths.tolist()])
     slope, offset = fit_logistic(pooled(by_position))
-    slopes, offsets = (values[position] for values in fit_logistic(by_position))
+    slopes, offsets = fit_logistic(by_position)
     refits = {f"{OWN}, one offset and slope": slope * base + offset, PER_POSITION: slopes * base + offsets}
-    free = {VLLM: estimated_online(dev, test), PERFECT: test.rate.double().logit(1e-12)}
+    free = {VLLM: estimated_online(dev, test), PERFECT: test.rate.logit(1e-12)}
     return {OWN: base, **refits, **test.logits, **free}
 
 
-def estimated_online(*streams: Drafts) -> Float[Tensor, " tokens"]:
+def estimated_online(*streams: Drafts) -> Float[Tensor, "draft position"]:
     """Logits that vLLM's estimator (0.32.0, adaptive verification) gives the last of some streams of drafts.
 
     a = sigmoid(slope * logit(max q) + offset of the position), from slope 0.5 and offsets -0.2. Every 100 steps, here
@@ -173,11 +159,11 @@ def estimated_online(*streams: Drafts) -> Float[Tensor, " tokens"]:
     n / (n + 50) is taken, where n counts the tokens that teach it. Earlier steps are forgotten. Departure: a token
     teaches its acceptance_prob, weighted by the probability that verification reaches it; vLLM sees one outcome.
     """
-    slope, offset = torch.tensor(0.5).double(), torch.full((streams[0].block_size,), -0.2, dtype=torch.float64)
+    slope, offset = torch.tensor([0.5, -0.2], dtype=torch.float64)
     for drafts in streams:
-        labels, logits = drafts.padded(drafts.acceptance_prob), []
-        reach = torch.cat([torch.ones(len(labels), 1), labels.cumprod(1)[:, :-1]], 1) * drafts.is_token
-        steps = (part.split(_REFIT_INTERVAL) for part in (drafts.padded(drafts.max_logit), labels, reach))
+        logits, labels = [], drafts.acceptance_prob
+        reach = functional.pad(labels.cumprod(1)[:, :-1], (1, 0), value=1.0) * drafts.is_token
+        steps = (part.split(_REFIT_INTERVAL) for part in (drafts.max_logit, labels, reach))
         for x, label, weight in zip(*steps, strict=True):
             logits.append(slope * x + offset)
             prob = logits[-1].sigmoid()
@@ -188,11 +174,7 @@ def estimated_online(*streams: Drafts) -> Float[Tensor, " tokens"]:
             slope_step = slope_step * num.sum() / (num.sum() + _DAMPING)
             slope_step = slope_step if slope + slope_step >= 0 else torch.zeros_like(slope)
             slope, offset = slope + slope_step, offset + (pull - cross * slope_step) / diag * num / (num + _DAMPING)
-    return torch.cat(logits)[drafts.is_token]
-
-
-_REFIT_INTERVAL, _DAMPING, _RIDGE = 100, 50.0, 1e-3
-_MEASURES = ("brier", "kl", "ece", "auroc", "survival_brier", "kept")
+    return torch.cat(logits)
 
 
 def pooled(by_position: Histogram) -> Histogram:
@@ -200,17 +182,23 @@ def pooled(by_position: Histogram) -> Histogram:
     return Histogram(*(part.sum(0, keepdim=True) for part in by_position))
 
 
-def score_of(name: str, drafts: Drafts, logit: Float[Tensor, " tokens"]) -> dict[str, Any]:
+def score_of(name: str, drafts: Drafts, logit: Float[Tensor, "draft position"]) -> dict[str, Any]:
     """The measures of one predictor, over all positions and by position."""
-    (token, survival), shares = drafts.histograms(logit), drafts.kept(logit)
-    whole, of_tokens, of_survival = measures(pooled(token)), measures(token), measures(survival)
-    predicted = (survival.mean_logit.sigmoid() * survival.weight).sum(-1) / survival.total
-    columns = {"brier": of_tokens.brier, "ece": of_tokens.ece, "auroc": auroc(token)}
-    columns |= {"survival_brier": of_survival.brier, "survival_ece": of_survival.ece}
-    columns |= {"predicted_survival": predicted, "survival": survival.accepted.sum(-1) / survival.total}
-    columns["kept"] = shares[:-1]
-    score = {measure: float(getattr(whole, measure)) for measure in ("brier", "kl", "ece")}
-    score |= {"auroc": float(auroc(pooled(token))), "survival_brier": float(measures(pooled(survival)).brier)}
-    score["kept"] = float(shares[-1])
-    by_position = {measure: values.tolist() for measure, values in columns.items()}
-    return {"predictor": name, **score, "by_position": by_position}
+    histograms, kept = drafts.histograms(logit), drafts.kept(logit)
+    whole = _values(*map(pooled, histograms)) | {"kept": kept[-1]}
+    by_position = _values(*histograms) | {"kept": kept[:-1]}
+    del by_position["kl"]
+    score: dict[str, Any] = {"predictor": name} | {measure: whole[measure].item() for measure in _MEASURES}
+    return score | {"by_position": {measure: values.tolist() for measure, values in by_position.items()}}
+
+
+def _values(token: Histogram, survival: Histogram) -> dict[str, Float[Tensor, "*lead"]]:
+    of_token, of_survival = measures(token), measures(survival)
+    return {
+        **{measure: getattr(of_token, measure) for measure in ("brier", "kl", "ece")},
+        "auroc": auroc(token),
+        "survival_brier": of_survival.brier,
+        "survival_ece": of_survival.ece,
+        "predicted_survival": (survival.mean_logit.sigmoid() * survival.weight).sum(-1) / survival.total,
+        "survival": survival.accepted.sum(-1) / survival.total,
+    }

@@ -1,4 +1,4 @@
-"""python -m evaluation hierarchy: does a third model pay? HSDDW's Tables 2 and 4, and Chen's variant, on this trio.
+"""python -m evaluation hierarchy: does a third model pay? HSDDW's ablation and Table 4, and Chen's variant.
 
 Every competitor is decoded in the real loop, in turns on each prompt. Dev chooses open lengths, by the throughput
 predicted at the fitted times. Beside the measured speed-ups are those that the same counts give at other times, and,
@@ -33,6 +33,8 @@ from evaluation.table import announce, printing, say
 from store.shards import write_atomic
 
 _FILES = ("arms.csv", "gain.csv", "gain.svg")
+_GIVEN = (0.02, 0.2)
+"""t_micro and t_draft in target forwards, for a column at other times than this machine's."""
 
 
 def hierarchy(
@@ -40,16 +42,14 @@ def hierarchy(
     *,
     level_heads: tuple[str, str] | None = None,
     max_rejection_prob: float = 0.5,
-    ratios: tuple[float, float] = (0.02, 0.2),
     json: bool = False,
 ) -> None:
-    """Print HSDDW's Tables 2 and 4 for this trio, Chen's variant, and where a third level is worth it.
+    """Compare HSDDW's variants and Chen's with plain speculation, and print where a third level is worth it.
 
     Args:
         config: pair.micro is needed; decode.num_dev and num_test say how many prompts.
         level_heads: exported heads for two further competitors: one trained on (micro, draft), one on (draft, target).
         max_rejection_prob: threshold of both heads, on their calibrated probabilities.
-        ratios: t_micro and t_draft in target forwards, for a column at other times than this machine's.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     experiment = Experiment(config, needs_micro=True)
@@ -65,9 +65,8 @@ def hierarchy(
     documents = {}
     with printing(aside=json):
         for dataset, loop in loops.items():
-            dev, test = (experiment.prompt_ids(dataset, split) for split in ("dev", "test"))
-            decoded = play(loop, competitors, dev, test)
-            documents[dataset] = report(*decoded, ratios=ratios, shares=shares, directory=loop.directory)
+            dev, test = play(loop, competitors)
+            documents[dataset] = report(dev, test, shares, loop.directory)
         written = announce(loop.directory / name for loop in loops.values() for name in _FILES)
         for dataset, document in documents.items():
             say(f"\n{dataset}. {document['verdict']}" if len(documents) > 1 else f"\n{document['verdict']}")
@@ -75,41 +74,27 @@ def hierarchy(
         print(to_json({"datasets": documents, "written": written}))
 
 
-def play(
-    loop: StoredLoop,
-    competitors: Sequence[Competitor],
-    dev_prompts: Sequence[list[int]],
-    test_prompts: Sequence[list[int]],
-) -> tuple[list[Decoded], list[Decoded]]:
+def play(loop: StoredLoop, competitors: Sequence[Competitor]) -> tuple[list[Decoded], list[Decoded]]:
     """(every setting on dev, each competitor at its fastest one there on test)."""
-    if not test_prompts:
-        raise ValueError("there are no test prompts to compare hierarchies on; raise decode.num_test")
-    dev = loop.play(competitors, dev_prompts) if dev_prompts else []
-    best_settings = [decoded.at(0) for decoded in competitors]
-    if dev:
+    best_settings = [entry.at(0) for entry in competitors]
+    if dev := loop.play(competitors, "dev"):
         times, _ = fit_times(dev)
-        best_settings = [decoded.competitor.at(best_setting(decoded.played, times)[0]) for decoded in dev]
-    return dev, loop.play(best_settings, test_prompts)
+        best_settings = [member.competitor.at(best_setting(member.played, times)[0]) for member in dev]
+    return dev, loop.play(best_settings, "test")
 
 
 def report(
-    dev: Sequence[Decoded],
-    test: Sequence[Decoded],
-    *,
-    ratios: tuple[float, float],
-    shares: Mapping[str, float],
-    directory: Path,
+    dev: Sequence[Decoded], test: Sequence[Decoded], shares: Mapping[str, float], directory: Path
 ) -> dict[str, Any]:
     """Print the tables of one dataset and write them; the same as JSON."""
-    (times, r2), given = fit_times([*dev, *test]), at_ratios(*ratios, shares)
+    (times, r2), given = fit_times([*dev, *test]), at_ratios(*_GIVEN, shares)
     rows = tables.rows_of([decoded.result() for decoded in test], times, given)
     gain = tables.third_level_frame(dev or test, times, shares)
     pd.DataFrame(rows).to_csv(directory / "arms.csv", index=False)
     gain.to_csv(directory / "gain.csv", index=False)
     write_atomic(directory / "gain.svg", tables.third_level_plot(gain, directory.name).svg.encode())
-    nums = (decoded[0].seconds.shape[1] if decoded else 0 for decoded in (test, dev))
+    nums = (len(decoded[0].stored[0]) if decoded else 0 for decoded in (test, dev))
     title = "{}: {} test prompts, settings chosen on {} dev prompts".format(directory.name, *nums)
-    tables.ablation_table(rows).print()
     tables.result_table(rows, times, r2, given=given, title=title).print()
     tables.gain_table(gain, split="dev" if dev else "test").print()
     verdict = tables.third_level_verdict(test, dev, gain, times=times, r2=r2)

@@ -46,9 +46,8 @@ def hierarchies_of(
     loop = partial(trio.decoder, sampling=experiment.sampling, max_draft_length=experiment.decode.max_draft_length)
     made, windowed = partial(_competitor, loop), partial(_windowed, trio)
     lengths, window, stop = [{"k": k} for k in _LENGTHS], [{"window": WINDOW}], SelfVerify()
-    inner, schedules = [{"n": n, "k": k} for n, k in _INNER], [{"m": m, "n": n} for m, n in _SCHEDULES]
     svip = [{"max_sqrt_entropy": 0.3}]
-    both = "pre-verify + self-verify"
+    inner, schedules = [{"n": n, "k": k} for n, k in _INNER], [{"m": m, "n": n} for m, n in _SCHEDULES]
     competitors = [
         made(NO_DRAFT, [{}], lambda: ModelDrafter(trio.draft, FixedLength(0))),
         made(PLAIN, lengths, lambda k: ModelDrafter(trio.draft, FixedLength(k))),
@@ -56,7 +55,7 @@ def hierarchies_of(
         made(SELF, window, lambda window: _self_verified(trio.draft, window), stop),
         made("sd + SVIP", svip, lambda **setting: ModelDrafter(trio.draft, Entropy(**setting)), Entropy()),
         made(PRE, window, windowed(configuration="pre-verify")),
-        made(BOTH, window, windowed(configuration=both), stop, stop),
+        made(BOTH, window, windowed(configuration="pre-verify + self-verify"), stop, stop),
         made(HSDDW, window, windowed(), stop, stop),
         made("HSDDW without bonus", window, windowed(bonus=False), stop, stop),
         made("pre-verified, fixed lengths", inner, lambda n, k: _pre_verified(trio, n, k)),

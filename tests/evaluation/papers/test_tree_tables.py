@@ -12,13 +12,29 @@ from decode.experiment import Experiment
 from decode.loop.rounds import Counts
 from decode.policies import Entropy, FixedLength, MaxProb, TokenProb
 from evaluation.competitor import Competitor
-from evaluation.hierarchies.decoded import Decoded
-from evaluation.papers.trees import CHAIN, methods_of, row_cells, stop_verdict, stops_of, times_of
+from evaluation.hierarchies.decoded import Decoded, StoredLoop
+from evaluation.papers.trees import (
+    CHAIN,
+    competitor_of,
+    fastest_on_dev,
+    fixed,
+    methods_of,
+    row_cells,
+    stop_verdict,
+    stops_of,
+    times_of,
+)
 from tests.evaluation.commands import config_with, printed, refusal, spelt
 
 SMALL = {"num_dev": 1, "num_test": 2, "max_new_tokens": 10, "max_draft_length": 6}
 GRID = {"fixed_length": {"k": [2]}, "entropy": {"max_sqrt_entropy": [0.3]}}
-FIXED, STOPPED, ALONE = (Competitor(name, name, FixedLength(0), ({},)) for name in ("chain", "chain + stop", "alone"))
+PAIR = PairConfig(target=ModelSource(path="target"), draft=ModelSource(path="draft"))
+EXPERIMENT = Experiment(Config(pair=PAIR, decode=DecodeConfig(max_draft_length=8)))
+MODELS = PairModels(lambda: None)
+"""No model is loaded to choose."""
+STOP = Competitor("stop", "stop", TokenProb(0.1), ({"min_token_prob": 0.1}, {"min_token_prob": 0.2}))
+ROUNDS = {1: (30, 28, 32), 2: (18, 20, 19), 4: (16, 15, 17), 0.1: (30,) * 3, 0.2: (14,) * 3}
+DRAFTED = {1: 1, 2: 2, 4: 4, 0.1: 1, 0.2: 3}
 
 
 def timed(rounds: int, length: int, stall: float = 1.0, seconds: float = 1.0, emitted: int = 48):
@@ -30,54 +46,48 @@ def timed(rounds: int, length: int, stall: float = 1.0, seconds: float = 1.0, em
     return made | {"later_draft_s": draft_s, "later_target_s": target_s}
 
 
-PAIR = PairConfig(target=ModelSource(path="target"), draft=ModelSource(path="draft"))
-EXPERIMENT = Experiment(Config(pair=PAIR, decode=DecodeConfig(max_draft_length=8)))
-MODELS = PairModels(lambda: None)
-"""No model is loaded to choose."""
-
-
-OF_LENGTHS = {("k", 1): (30, 28, 32), ("k", 2): (18, 20, 19), ("k", 4): (16, 15, 17)}
-ROUNDS = OF_LENGTHS | {("min_token_prob", 0.1): (30,) * 3, ("min_token_prob", 0.2): (14,) * 3}
-DRAFTED = {1: 1, 2: 2, 4: 4, 0.1: 1, 0.2: 3}
-
-
-def on_dev(stall: float = 1.0):
+class Dev(StoredLoop):
     """Plays dev: length 2 emits most per second; its last generation may stall."""
 
-    def generations(setting):
-        ((_, value),) = setting.items()
-        rounds = ROUNDS[next(iter(setting.items()))]
-        return [timed(number, DRAFTED[value], stall if number == 19 else 1.0) for number in rounds]
+    def __init__(self, stall: float = 1.0):
+        self.stall = stall
 
-    return lambda competitors: [Decoded.of(one, [generations(each) for each in one.settings]) for one in competitors]
+    def play(self, competitors, split, *, repeats=1):
+        values = [[next(iter(setting.values())) for setting in one.settings] for one in competitors]
+        made = [
+            [[timed(num, DRAFTED[value], self.stall if num == 19 else 1.0) for num in ROUNDS[value]] for value in of]
+            for of in values
+        ]
+        return list(map(Decoded, competitors, made)) if self.stall else []
 
 
-STOPS = {"stop": (TokenProb(0.1), [{"min_token_prob": 0.1}, {"min_token_prob": 0.2}])}
-
-
-def chosen(draft, stops, lengths, play_dev):
-    methods = methods_of(EXPERIMENT, MODELS, stops, lengths, play_dev, draft)
-    return {method: one.settings for method, one in methods.items()}
+def chosen(stops, lengths, loop):
+    return {
+        method: fastest_on_dev(competitor_of(EXPERIMENT, MODELS, CHAIN, stop), [loop]).settings
+        for method, stop in methods_of(CHAIN, stops, lengths)
+    }
 
 
 def test_dev_chooses_by_counts_and_fitted_times_whatever_stalled_on_the_clock():
-    times = times_of(on_dev()([replace(FIXED, settings=tuple({"k": k} for k in (1, 2, 4)))]))
+    times = times_of(Dev().play([fixed((1, 2, 4))], "dev"))
     assert (times.t_draft_s, *times.t_target_s) == pytest.approx((2, 11, 14), rel=1e-3)
     best = {"chain, as published": {"k": 4}, "chain, best fixed": {"k": 2}, "chain + stop": {"min_token_prob": 0.2}}
     for stall in (1.0, 8.0):
-        settings = chosen(CHAIN, STOPS, [1, 2, 4], on_dev(stall))
-        assert settings == {method: (setting,) for method, setting in best.items()}
+        assert chosen([STOP], [1, 2, 4], Dev(stall)) == {method: (setting,) for method, setting in best.items()}
     with pytest.raises(ValueError, match=r"decode\.num_dev"):
-        chosen(CHAIN, {}, [1, 2, 4], lambda competitors: [])
-    assert list(chosen(CHAIN, {}, [4], lambda competitors: []).values()) == [({"k": 4},)] * 2, "nothing to choose"
+        chosen([], [1, 2, 4], Dev(0.0))
+    assert list(chosen([], [4], Dev(0.0)).values()) == [({"k": 4},)] * 2, "nothing to choose"
 
 
 def rows_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4.0, 4.0)):
-    seconds = (FIXED, (4.0, 4.0, 8.0, 8.0)), (FIXED, best_s), (STOPPED, stop_s), (ALONE, (8.0,) * 4)
-    played = [[timed(5, 2, seconds=each, emitted=10) for each in of] for _, of in seconds]
-    *results, alone = [Decoded.of(one, [of]).result() for (one, _), of in zip(seconds, played, strict=True)]
-    methods = ("chain, as published", "chain, best fixed", "chain + stop")
-    return dict(zip(methods, results, strict=True)), alone.throughput
+    methods = {"chain, as published": (4.0, 4.0, 8.0, 8.0), "chain, best fixed": best_s, "chain + stop": stop_s}
+    rows = {
+        name: Decoded(
+            Competitor(name, name, FixedLength(0), ({},)), [[timed(5, 2, seconds=each, emitted=10) for each in seconds]]
+        ).result()
+        for name, seconds in (methods | {"alone": (8.0,) * 4}).items()
+    }
+    return rows, rows.pop("alone").throughput
 
 
 def test_a_toy_clock_gives_its_speed_ups_and_gains():
@@ -93,16 +103,11 @@ def test_a_toy_clock_gives_its_speed_ups_and_gains():
 
 
 NONE = "No stop beats the best fixed length of the same draft on the clock: chain + stop"
+WON = "1 of 1 stops beat the best fixed length of the same draft on the clock: chain + stop"
 VERDICTS = {
-    "a gain on every prompt": (
-        ((1.6, 1.6, 3.2, 3.2),),
-        "1 of 1 stops beat the best fixed length of the same draft on the clock: chain + stop +25.0% (+25.0%, +25.0%)",
-    ),
+    "a gain on every prompt": (((1.6, 1.6, 3.2, 3.2),), f"{WON} +25.0% (+25.0%, +25.0%)"),
     "an interval that holds 0": (((1.0, 1.0, 4.5, 4.5),), f"{NONE} +9.1%"),
-    "a gain over an unlucky choice alone": (
-        ((4.0, 4.0, 8.0, 8.0), (5.0, 5.0, 10.0, 10.0)),
-        f"{NONE} +0.0% (+0.0%, +0.0%)",
-    ),
+    "an unlucky choice": (((4.0, 4.0, 8.0, 8.0), (5.0, 5.0, 10.0, 10.0)), f"{NONE} +0.0% (+0.0%, +0.0%)"),
 }
 
 
@@ -170,5 +175,5 @@ def test_what_makes_no_table_is_refused_in_one_line(flags, message, capsys, tmp_
 def test_a_stop_that_is_named_twice_has_one_row_with_its_name(tmp_path):
     config = config_with([*flags_of(tmp_path)[1:], "--paper", "svip-trees"], "tables")
     stops = stops_of(Experiment(config), ("entropy", "entropy", "max_prob:min_max_prob=0.5", "entropy", "token_prob"))
-    kinds = {name: type(policy) for name, (policy, _) in stops.items()}
+    kinds = {stop.name: type(stop.policy) for stop in stops}
     assert kinds == {"entropy": Entropy, "max_prob:min_max_prob=0.5": MaxProb, "token_prob": TokenProb}
