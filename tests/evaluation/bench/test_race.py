@@ -8,9 +8,8 @@ import pytest
 
 from decode.policies.registry import POLICIES
 from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED, assisted
-from evaluation.bench.choices import Choices, of_other_sampling
 from evaluation.bench.command import bench
-from evaluation.bench.race import SAMPLINGS, Race, measured_rows, totals_of
+from evaluation.bench.race import SAMPLINGS, Race, RaceTerms, measured_rows, of_other_sampling
 from evaluation.families import ALONE
 from evaluation.flag_types import RaceRules
 from evaluation.times import Times
@@ -55,35 +54,40 @@ def test_every_arm_runs_in_every_cell_and_finished_cells_are_stored(config, monk
         bench(config, **ASKED | {"num_tokens": 5})
 
 
+def race_of(config, *families):
+    return Race(config, RaceTerms(2, 4, (), families, (), RaceRules()))
+
+
 def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(config, tmp_path):
     known = {"temperature": 1.0, "top_k": None, "top_p": None}
     head = AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling=known))
     head.save_pretrained(tmp_path / "heads" / "exported" / "linear")
+    race = race_of(config, "head_drawn", "auto_drawn")
     for name, foreign in (("greedy", True), ("sampled", False)):
-        choices = Choices(config, name, SAMPLINGS[name])
-        chosen = choices.at(TIMES, ("head_drawn", "auto_drawn"))
-        assert list(chosen) == ["fixed_length", "head_drawn", "auto_drawn"]
-        assert choices.replays(choices.first_dataset).traces.dev.sampling == SAMPLINGS[name]
-        assert [of_other_sampling(one.policy, SAMPLINGS[name]) for one in chosen.values()] == [False, foreign, foreign]
-        arms = {arm.competitor.family: arm for arm in choices.replays(choices.first_dataset).arms}
-        assert chosen["fixed_length"].policy.k == int(TIMES.tokens_per_s(arms["fixed_length"].dev).argmax())
+        best_arms = race.best_arms("stories", name)
+        assert list(best_arms) == ["fixed_length", "head_drawn", "auto_drawn"]
+        policies = [best.policy for best in best_arms.values()]
+        assert [of_other_sampling(policy, SAMPLINGS[name]) for policy in policies] == [False, foreign, foreign]
+        assert policies[0].k == int(TIMES.tokens_per_s(best_arms["fixed_length"].arm.dev).argmax())
     with pytest.raises(ValueError, match="no family 'oracle'"):
-        choices.at(TIMES, ("oracle",))
+        race_of(config, "oracle").best_arms("stories", "own")
 
 
-def test_a_race_records_dev_alone_and_an_evaluation_the_rest(config):
+def test_a_race_records_dev_alone_under_its_sampling_and_an_evaluation_the_rest(config):
+    race = race_of(config)
     for name in ("greedy", "own"):
-        choices = Choices(config, name, (SAMPLINGS | {"own": Sampling(**vars(config.pair.sampling))})[name])
-        dev = choices.replays(choices.first_dataset).traces.dev
-        folder = trace_folder(choices.experiment)
-        assert shard_keys(folder.directory, choices.first_dataset, "dev")
-        assert not shard_keys(folder.directory, choices.first_dataset, "test")
+        race.best_arms("stories", name)
+        experiment = race.under(name)
+        folder = trace_folder(experiment)
+        dev = folder.load_split("stories", "dev")
+        assert dev.sampling == (race.experiment.sampling if name == "own" else SAMPLINGS[name])
+        assert not shard_keys(folder.directory, "stories", "test")
         with pytest.raises(FileNotFoundError, match="test"):
-            folder.load(choices.first_dataset)
+            folder.load("stories")
         folder.complete()
-        both = folder.load(choices.first_dataset)
+        both = folder.load("stories")
         assert both.dev.rows == dev.rows, "recorded rows are kept"
-        assert len(both.test.rows) == choices.experiment.decode.num_test
+        assert len(both.test.rows) == experiment.decode.num_test
 
 
 def test_custom_policies_compete_and_have_their_own_cells(config, tmp_path, monkeypatch):
@@ -125,7 +129,7 @@ NUM_ARMS, WARM_UP = len(SPEEDS), len(SPEEDS)
 
 
 def raced(path, *, run=0, race="race", stops_after=None):
-    """Three prompts, two cycles: (texts in the order in which they were written, rows by prompt)."""
+    """Six prompts: (texts in the order in which they were written, rows by prompt)."""
     texts = []
 
     def timed(name, speed):
@@ -138,9 +142,8 @@ def raced(path, *, run=0, race="race", stops_after=None):
         return written
 
     arms = {name: timed(name, speed) for name, speed in SPEEDS.items()}
-    store, rules = KeyedStore(path / "bench.jsonl", remedy=""), RaceRules(cycles=2, run=run)
-    rows = measured_rows(store, race, arms, [[number] for number in range(3)], rules=rules, desc="race")
-    return texts, rows
+    store = KeyedStore(path / "bench.jsonl", remedy="")
+    return texts, measured_rows(store, race, arms, [[number] for number in range(6)], run=run, desc="race")
 
 
 def test_a_race_that_was_stopped_resumes_with_its_next_row(tmp_path):
@@ -154,16 +157,14 @@ def test_a_race_that_was_stopped_resumes_with_its_next_row(tmp_path):
     assert raced(tmp_path / "cut", race="another")[0] == whole
 
 
-def test_arms_rotate_every_row_of_a_run_has_its_own_seed_and_cycles_of_a_prompt_are_one_sample(tmp_path):
+def test_arms_rotate_and_every_row_of_a_run_has_its_own_seed(tmp_path):
     (first, measured), (second, _) = raced(tmp_path), raced(tmp_path, race="run 1", run=1)
     rows = [texts[start : start + 3] for texts in (first, second) for start in range(WARM_UP, len(texts), 3)]
     names = list(SPEEDS)
-    assert [row[0][0] for row in rows[:4]] == [*names, names[1]]
+    assert [row[0][0] for row in rows[:4]] == [*names, names[0]]
     assert all(len({seed for *_, seed in row}) == 1 for row in rows)
     assert len({seed for row in rows for *_, seed in row}) == 12
-    totals = totals_of(measured)
-    assert [of_arm["tokens"] for of_arm in totals] == [[12, 14, 16]] * 3
-    assert totals[2]["seconds"] == [3.0, 3.5, 4.0]
+    assert measured[2] == {"alone": [8, 8.0], "k=1": [8, 4.0], "k=2": [8, 2.0]}
 
 
 def test_texts_may_end_at_eos_and_report_their_length(pair, monkeypatch):
