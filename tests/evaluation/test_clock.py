@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, Policy
-from evaluation.clock.results import check_clock, report_of, rows_of
-from evaluation.clock.turns import PrimedLoop, PrimedModel, clock, replayed_on
+from evaluation.clock import PrimedLoop, PrimedModel, check_clock, clock, replayed_on, report_of, rows_of
 from evaluation.competitor import Competitor
 from evaluation.contest import Arm, Result, result_of
 from evaluation.gain import Throughput, gain_over
