@@ -270,10 +270,7 @@ def report_of(
         ValueError: there is no such row.
     """
     if not agrees.any():
-        raise ValueError(
-            f"{dataset}: no response is decoded as it was replayed; record the trace again with the models as they are "
-            "now"
-        )
+        raise ValueError(f"{dataset}: no response is decoded as it was replayed; record the trace again with this pair")
     agreeing = [row for row, is_same in zip(rows, agrees, strict=True) if is_same]
     every, timed = [replayed_on(runner, agreeing) for runner in runners], seconds[:, :, agrees]
     wall_s = np.median(timed[..., 0], axis=1)
@@ -296,13 +293,16 @@ def report_of(
         }
         for number, (runner, expected, throughput) in enumerate(zip(runners, predicted, measured, strict=True))
     ]
-    num_prompts, num_rows, num_left_out = len(measured[0].tokens), len(agreeing), int((~agrees).sum())
-    about = f"{num_rows} responses to " * (num_prompts < num_rows) + (
-        f"{num_prompts} test prompts, medians of {seconds.shape[1]} generations each, prompts read beforehand"
-    )
-    if num_left_out:
-        about += f"; {num_left_out} responses left out, where a threshold falls between the last bits of loop and trace"
+    about = _about(len(measured[0].tokens), agrees, num_repeats=seconds.shape[1])
     return ClockReport(dataset=dataset, about=about, rows=results)
+
+
+def _about(num_prompts: int, agrees: Bool[Array, " row"], *, num_repeats: int) -> str:
+    num_rows, num_left_out = int(agrees.sum()), int((~agrees).sum())
+    responses = f"{num_rows} responses to " * (num_prompts < num_rows)
+    about = f"{responses}{num_prompts} test prompts, medians of {num_repeats} generations each, prompts read beforehand"
+    left_out = f"; {num_left_out} responses left out, where a threshold falls between the last bits of loop and trace"
+    return about + left_out * (num_left_out > 0)
 
 
 def _parts(wall_s: float, totals_s: Array, played: Played, times: Times) -> dict[str, float]:

@@ -6,7 +6,7 @@ since) is measured and added.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,74 +29,47 @@ _TOKENS = 96
 _MEASURED = ("t_draft_s", "t_target_s", "origin", "errors", "stops")
 
 
-def costs_for(
-    experiment: Experiment, ratio: float | None = None, *, others: Iterable[Policy] = (), has_heads: bool = True
-) -> Times:
+def costs_for(experiment: Experiment, ratio: float | None = None, *, policy: Policy | None = None) -> Times:
     """Times that the YAML gives, or else those of this machine; with what the stops of all its policies cost.
 
     Args:
         experiment: the models, policies and settings.
         ratio: t_target / t_draft of other hardware, instead of that of these times.
-        others: policies that are neither registered nor heads of the experiment.
-        has_heads: whether the stops of the experiment's heads count, too.
+        policy: the stop of this one alone counts, and nothing is measured: where no times are known, a second is a
+            target forward, at this ratio or the first of decode.ratios.
 
     Raises:
-        ValueError: one of the two times given without the other; a ratio that is not positive; a share that is no
-            share; `decode.as_recorded` without times beside the trace.
+        ValueError: one of the two times given without the other; a ratio that is not positive; nothing known where
+            nothing is measured.
     """
+    decode, directory = experiment.decode, experiment.directory
+    draft_s, target_s = decode.t_draft_s, decode.t_target_s
     if ratio is not None:
         check_ratio(ratio)
-        return costs_for(experiment, others=others, has_heads=has_heads).with_ratio(ratio)
-    draft_s, target_s, share = experiment.decode.t_draft_s, experiment.decode.t_target_s, experiment.decode.stop_share
-    if not isinstance(share, str) and not 0 <= share < float("inf"):
-        raise ValueError(
-            f"decode.stop_share is {share}; seconds of a stop over those of a draft step are at least 0, or: size, "
-            "measured"
-        )
     if (draft_s is None) != (target_s is None):
         raise ValueError("decode.t_draft_s and decode.t_target_s go together: give both, or neither to measure them")
-    policies = policies_by_kind(experiment.heads.values() if has_heads else (), others)
+    policies = policies_by_kind(experiment.heads.values()) if policy is None else policies_by_kind((), [policy])
     if draft_s is not None and target_s is not None:
-        return Times.constant(draft_s, target_s, elsewhere=shares_of(experiment, policies, {}))
-    if not experiment.decode.as_recorded:
-        return _times_from(times_of(experiment, policies), experiment, policies)
-    if (entry := _kept_times(experiment)) is None:
-        raise ValueError(
-            f"decode.as_recorded measures nothing, and {experiment.directory}/costs.jsonl has no times of this trace's "
-            "sampling; give decode.t_draft_s and decode.t_target_s"
-        )
-    return _times_from(entry, experiment, policies)
-
-
-def costs_without_models(experiment: Experiment, policy: Policy, ratio: float | None = None) -> Times:
-    """Times for one policy, of which none is measured: those that the YAML gives, or those kept of this loop, or else a
-    ratio with a target forward as the second.
-
-    Args:
-        experiment: whose costs they are.
-        policy: whose stop counts.
-        ratio: t_target / t_draft of other hardware; None: where no times are known, the first of decode.ratios.
-
-    Raises:
-        ValueError: no times and no ratio; what `costs_for` raises.
-    """
-    decode, policies = experiment.decode, policies_by_kind((), [policy])
-    if decode.t_draft_s is not None or decode.t_target_s is not None:
-        return costs_for(experiment, ratio, others=[policy], has_heads=False)
-    if ratio is not None:
-        check_ratio(ratio)
-    if entry := _kept_times(experiment):
+        times = Times.constant(draft_s, target_s, elsewhere=shares_of(experiment, policies, {}))
+    elif policy is None and not decode.as_recorded:
+        times = _times_from(times_of(experiment, policies), experiment, policies)
+    elif (entry := _kept_times(experiment)) is not None:
         times = _times_from(entry, experiment, policies)
-        return times if ratio is None else times.with_ratio(ratio)
-    if ratio is None and not decode.ratios:
+    elif policy is None:
         raise ValueError(
-            f"no times of this loop are kept in {experiment.directory}/costs.jsonl, and none are given; run "
-            "`acceptance-heads costs`, or give --ratio 5, or decode.t_draft_s and decode.t_target_s"
+            f"decode.as_recorded measures nothing, and {directory}/costs.jsonl has no times of this trace's sampling; "
+            "give decode.t_draft_s and decode.t_target_s"
         )
-    first = decode.ratios[0] if ratio is None else ratio
-    check_ratio(first)
-    origin = f"ratio {first:g}, nothing measured: a second is a target forward"
-    return Times.constant(1 / first, 1.0, origin, shares_of(experiment, policies, {}))
+    elif ratio is None and not decode.ratios:
+        raise ValueError(
+            f"no times of this loop are kept in {directory}/costs.jsonl, and none are given; run `acceptance-heads "
+            "costs`, or give --ratio 5, or decode.t_draft_s and decode.t_target_s"
+        )
+    else:
+        first = decode.ratios[0] if ratio is None else ratio
+        origin = f"ratio {first:g}, nothing measured: a second is a target forward"
+        return Times.constant(1 / first, 1.0, origin, shares_of(experiment, policies, {}))
+    return times if ratio is None else times.with_ratio(ratio)
 
 
 def _kept_times(experiment: Experiment) -> dict[str, Any] | None:
