@@ -75,10 +75,6 @@ class PrimedModel(CachedModel):
 class PrimedLoop(Loop):
     """The loop of a config, eager or compiled, for several policies that take turns on one prompt."""
 
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        return self.pair.eos_ids
-
     def prime(self, prompt_ids: Sequence[int]) -> None:
         """Set the text that every decoder starts from next."""
         for model in (self.models.target, *self.models.drafts.values()):
@@ -180,7 +176,7 @@ def clock_dataset(
     experiment: Experiment, contest: Contest, test: Trace, *, num_prompts: int, repeats: int
 ) -> ClockReport:
     """The first test prompts of one dataset, every turn of each once, on the loop of the config."""
-    loop, rows, times = PrimedLoop.of(experiment), rows_of(test, num_prompts), contest.times
+    loop, rows, times = PrimedLoop.of(experiment, ends_at_eos=True), rows_of(test, num_prompts), contest.times
     alone = next(replay_arms([Competitor(ALONE, ALONE, FixedLength(0), ({},))], Splits(test, test)))
     runners = [result_of(alone, 0, times)]
     runners += [result for name, result in contest.results.items() if name not in REPLAYED]

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data_gen.prompts.splits import Split
 from decode.experiment import Experiment
 from decode.policies.base import Policy
 from evaluation.costs import measure, stops
@@ -20,7 +19,7 @@ from evaluation.keys import machine_key, models_key, prompts_key
 from evaluation.times import RECORDED, StopShares, TimeErrors, Times, check_ratio
 from store.json_files import KeyedStore
 
-NUM_PROMPTS = 4
+_NUM_PROMPTS = 4
 SKIP = "--decode.t_draft_s SECONDS --decode.t_target_s SECONDS --decode.stop_share size"
 TIMING_S = measure.BUDGET_S + stops.BUDGET_S
 """Seconds that the timing of a machine takes unless its models are large."""
@@ -139,29 +138,31 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
             file=sys.stderr,
             flush=True,
         )
-        if entry is None:
-            times = costs_of(time_generations(loop), loop.max_draft_length)
-            errors = {"drafting": times.errors.drafting, "verifying": times.errors.verifying}
-            entry = {"t_draft_s": times.t_draft_s, "t_target_s": list(times.t_target_s)}
-            entry |= {"origin": times.origin, "errors": errors, "stops": {}}
+        entry = entry or entry_of(costs_of(time_generations(loop), loop.max_draft_length))
         entry["stops"] |= time_stops(loop, missing)
         store.keep([(key, entry)])
     return entry
 
 
+def entry_of(times: Times) -> dict[str, Any]:
+    """Measured times as DIR/costs.jsonl keeps them, without those of stops."""
+    errors = {"drafting": times.errors.drafting, "verifying": times.errors.verifying}
+    seconds = {"t_draft_s": times.t_draft_s, "t_target_s": list(times.t_target_s)}
+    return {**seconds, "origin": times.origin, "errors": errors, "stops": {}}
+
+
 def loop_of(experiment: Experiment) -> Loop:
     """The loop that the config describes, on a few dev prompts of the first dataset."""
-    prompts = experiment.prompt_ids(*_timed_prompts(experiment), num=_num_prompts(experiment))[:NUM_PROMPTS]
-    return Loop.of(experiment, prompts=prompts, max_new_tokens=_num_tokens(experiment))
+    prompts = experiment.prompt_ids(**_timed_prompts(experiment))[:_NUM_PROMPTS]
+    return Loop.of(experiment, prompts=prompts, max_new_tokens=min(experiment.decode.max_new_tokens, _TOKENS))
 
 
 def key_of(experiment: Experiment) -> dict[str, Any]:
     """Everything that the times of a loop depend on."""
-    prompts = experiment.prompts(*_timed_prompts(experiment), num=_num_prompts(experiment))
     return loop_key(experiment) | {
         "compile": experiment.decode.compile,
-        "prompts": prompts_key(experiment, prompts),
-        "max_new_tokens": _num_tokens(experiment),
+        "prompts": prompts_key(experiment, experiment.prompts(**_timed_prompts(experiment))),
+        "max_new_tokens": min(experiment.decode.max_new_tokens, _TOKENS),
     }
 
 
@@ -175,16 +176,9 @@ def loop_key(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def _timed_prompts(experiment: Experiment) -> tuple[str, Split]:
-    return next(iter(experiment.datasets)), "dev"
-
-
-def _num_prompts(experiment: Experiment) -> int:
-    return max(experiment.decode.num_dev, NUM_PROMPTS)
-
-
-def _num_tokens(experiment: Experiment) -> int:
-    return min(experiment.decode.max_new_tokens, _TOKENS)
+def _timed_prompts(experiment: Experiment) -> dict[str, Any]:
+    num = max(experiment.decode.num_dev, _NUM_PROMPTS)
+    return {"dataset": next(iter(experiment.datasets)), "split": "dev", "num": num}
 
 
 def kept_costs(directory: Path) -> KeyedStore:

@@ -13,7 +13,7 @@ of which k tokens are drawn takes begin + each k: t_draft = begin + each, and ea
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -37,8 +37,6 @@ FEWEST_TURNS = 3
 """Generations of each length at the least."""
 _RESAMPLES = 100
 
-AnyLoop = TypeVar("AnyLoop", bound="Loop")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
@@ -54,28 +52,20 @@ class Loop:
     """Generations end at the target's EOS; else at no token."""
 
     @classmethod
-    def of(cls: type[AnyLoop], experiment: Experiment, **changes: Any) -> AnyLoop:
+    def of(cls, experiment: Experiment, **changes: Any) -> Self:
         """The loop that a config describes, but for these changes."""
-        settings: dict[str, Any] = {
-            "sampling": experiment.sampling,
-            "max_draft_length": experiment.decode.max_draft_length,
-            "compile": experiment.decode.compile,
-        }
-        return cls(**settings | ({} if "pair" in changes else {"pair": experiment.pair}) | changes)
+        settings = {name: getattr(experiment.decode, name) for name in ("max_draft_length", "compile")}
+        return cls(pair=experiment.pair, **{"sampling": experiment.sampling} | settings | changes)
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end a generation."""
         return self.pair.eos_ids if self.ends_at_eos else frozenset()
 
-    def decoder(self, policy: Policy, *, max_draft_length: int | None = None) -> SpeculativeDecoder:
+    def decoder(self, policy: Policy) -> SpeculativeDecoder:
         """The loop with that policy; all decoders share their models."""
-        return self.models.decoder(
-            self.models.drafter(policy),
-            sampling=self.sampling,
-            max_draft_length=self.max_draft_length if max_draft_length is None else max_draft_length,
-            eos_ids=self.eos_ids,
-        )
+        settings: dict[str, Any] = {"sampling": self.sampling, "eos_ids": self.eos_ids}
+        return self.models.decoder(self.models.drafter(policy), max_draft_length=self.max_draft_length, **settings)
 
     @cached_property
     def models(self) -> PairModels:

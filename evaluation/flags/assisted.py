@@ -19,7 +19,7 @@ from torch import nn
 
 from decode.experiment import Experiment
 from evaluation.bench.arms import Timed, assisted, constant, warm_up
-from evaluation.costs.machine import NUM_PROMPTS, costs_for, kept_costs, key_of
+from evaluation.costs.machine import costs_for, entry_of, kept_costs, key_of, loop_of
 from evaluation.hierarchies.times import least_absolute
 from evaluation.times import TimeErrors, Times
 from evaluation.turns import in_turns, turns_within
@@ -40,22 +40,20 @@ def times_for(experiment: Experiment, engine: str) -> Times:
     if engine != "transformers" or experiment.decode.t_draft_s is not None:
         return ours
     store, key = kept_costs(experiment.directory), key_of(experiment) | {"loop": "transformers"}
-    record = store.get(key)
-    if record is None:
-        times = _measured(experiment)
-        record = {name: getattr(times, name) for name in ("t_draft_s", "t_target_s", "origin")}
-        record |= {"errors": times.errors._asdict(), "stops": {}}
-        store.keep([(key, record)])
-    errors = TimeErrors(**record["errors"])._replace(stopping=ours.errors.stopping)
-    seconds = {"t_draft_s": record["t_draft_s"], "t_target_s": tuple(record["t_target_s"]), "origin": record["origin"]}
-    return replace(ours, **seconds, errors=errors)
+    entry = store.get(key)
+    if entry is None:
+        entry = entry_of(_measured(experiment))
+        store.keep([(key, entry)])
+    errors = TimeErrors(**entry["errors"])._replace(stopping=ours.errors.stopping)
+    target_s = tuple(entry["t_target_s"])
+    return replace(ours, t_draft_s=entry["t_draft_s"], t_target_s=target_s, origin=entry["origin"], errors=errors)
 
 
 def _measured(experiment: Experiment) -> Times:
-    pair, prompts = experiment.pair, experiment.prompt_ids(next(iter(experiment.datasets)), "dev", num=NUM_PROMPTS)
-    num_tokens = min(_TOKENS, experiment.decode.max_new_tokens)
+    loop = loop_of(experiment)
+    pair, prompts, num_tokens = loop.pair, loop.prompts, min(_TOKENS, loop.max_new_tokens)
     changes = {str(k): None if k is None else constant(k) | _NEVER_STOPS for k in LENGTHS}
-    arms = {name: assisted(pair, num_tokens, experiment.sampling, settings) for name, settings in changes.items()}
+    arms = {name: assisted(pair, num_tokens, loop.sampling, settings) for name, settings in changes.items()}
     warm_up(arms, prompts)
     turns = turns_within(BUDGET_S, _FEWEST_TURNS, desc="costs: transformers' own", unit="turns")
     timed = in_turns(arms, ((turn, prompts[turn % len(prompts)]) for turn in turns))
