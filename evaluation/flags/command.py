@@ -14,16 +14,16 @@ from typing import Any
 from configs.schema import Config
 from decode.experiment import Experiment
 from decode.policies import FixedLength
+from decode.policies.batch import BatchCosts
 from evaluation.batches.curves import BatchTimes
 from evaluation.batches.load import load_at
 from evaluation.competitor import Competitor, competitors_of, label_of, make_competitor
 from evaluation.contest import Arm, Result, fastest_on_dev, replay_arms
 from evaluation.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE
 from evaluation.flag_types import EngineName, Milliseconds, Sizes, sizes_of
-from evaluation.flags.assisted import times_for
 from evaluation.flags.counters import read_counters, speeds
 from evaluation.flags.engines import ENGINES, Drafting, Engine
-from evaluation.flags.times import Given, given_times
+from evaluation.flags.times import Given, given_times, times_for
 from evaluation.gain import Gain, Splits
 from evaluation.table import Table, printing, say, shown
 from evaluation.times import Times
@@ -79,55 +79,54 @@ def flags(
         block: with --from, a draft is one forward however many tokens it has (DFlash, DSpark, P-EAGLE).
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
-    engine, given, sizes = ENGINES[for_], given_times(t_draft_ms, t_target_ms, log), sizes_of(batch)
-    if sizes is not None and not engine.has_batches:
+    engine, given, sizes = ENGINES[for_], given_times(t_draft_ms, t_target_ms, log), sizes_of(batch) or ()
+    if sizes and not engine.has_batches:
         able = ", ".join(name for name, other in ENGINES.items() if other.has_batches)
         raise ValueError(f"--batch needs an engine whose sequences draft in lockstep ({able}); leave it out for {for_}")
-    if from_ is not None:
-        return from_counters(engine, read_counters(from_), given, sizes or (), is_block=block, json=json)
     with printing(aside=json):
-        experiment = Experiment(config if given is None else given.put_into(config))
-        engine.check(experiment.sampling)
-        times = times_for(experiment, engine.name) if given is None else given.times(experiment)
-        answer = Answer(engine, traces_for(experiment, engine), times)
-        answer.add_ours(experiment.heads, drawn=traces_of(experiment, None))
-        answer.table().print()
-        say("\n".join(answer.sentences()))
-        print(f"\n  {answer.line}\n")
-        batches = answer.in_batches(sizes, given) if sizes else []
-        of_batches = print_batches(engine, batches, times.title)
+        if from_ is None:
+            document = _from_traces(engine, Experiment(config), given, sizes)
+        else:
+            document = _from_counters(engine, read_counters(from_), given, sizes, is_block=block)
     if json:
-        print(to_json({**answer.as_dict(), "costs": asdict(times), **of_batches}))
+        print(to_json({"engine": engine.name, "version": engine.version} | document))
 
 
-def from_counters(
-    engine: Engine, counters: Sequence[Any], given: Given | None, sizes: Sequence[int], *, is_block: bool, json: bool
-) -> None:
-    """Print the best number of drafted tokens by counters alone."""
+def _from_traces(engine: Engine, experiment: Experiment, given: Given | None, sizes: Sequence[int]) -> dict[str, Any]:
+    engine.check(experiment.sampling)
+    times = times_for(experiment, engine.name) if given is None else given.times(experiment)
+    answer = Answer(engine, traces_for(experiment, engine), times)
+    answer.add_ours(experiment.heads, drawn=traces_of(experiment, None))
+    answer.table().print()
+    say("\n".join(answer.sentences()))
+    print(f"\n  {answer.line}\n")
+    curves = BatchTimes(times).curves("") if given is None else given.curves
+    batches = print_batches(engine, answer.in_batches(sizes, curves) if sizes else [], times.title)
+    return answer.as_dict() | {"costs": asdict(times)} | batches
+
+
+def _from_counters(
+    engine: Engine, counters: Sequence[Any], given: Given | None, sizes: Sequence[int], *, is_block: bool
+) -> dict[str, Any]:
+    """The best number of drafted tokens by counters alone."""
     if given is None:
         raise ValueError("--from needs times: give --t_draft_ms and --t_target_ms, or --log")
-    speed, low, high = speeds(counters, given, 1, is_block=is_block)
+    speed, low, high = speeds(counters, given.curves, 1, is_block=is_block)
     best, counted = int(speed.argmax()), len(counters[-1])
     rows = [{"k": k, "tokens/s": speed[k], "from": low[k], "to": high[k]} for k in range(len(speed))]
+    note = f"from, to: the bracket of two assumptions (docs/flags.md); k > {counted}: extrapolated"
+    columns = {"k": ("k", "")} | {name: (name, ".1f") for name in ("tokens/s", "from", "to")}
+    counts = ", ".join(str(len(entries)) for entries in counters)
+    Table(f"{engine.name}, predicted from counters at k = {counts}", shown(rows, columns), note).print()
+    over = [f"{estimate[best] / speed[0] - 1:+.0%}" for estimate in (speed, low, high)]
+    beyond = f" Your counters end at {counted}: measure k={best} too." if best > counted else ""
+    gain = f"k={best}, predicted {over[0]} ({over[1]}, {over[2]}) over no speculation.{beyond}"
+    say(gain if best else "Do not speculate.")
     line = engine.number.format(k=best, all=best + 1) if best else engine.off
-    batches: list[dict[str, Any]] = []
-    for size in sorted(sizes):
-        of_size = speeds(counters, given, size, is_block=is_block)[0].tolist()
-        batches.append(batch_row(batches, size, of_size, of_size))
-    with printing(aside=json):
-        note = f"from, to: the bracket of two assumptions (docs/flags.md); k > {counted}: extrapolated"
-        columns = {"k": ("k", "")} | {name: (name, ".1f") for name in ("tokens/s", "from", "to")}
-        counts = ", ".join(str(len(entries)) for entries in counters)
-        Table(f"{engine.name}, predicted from counters at k = {counts}", shown(rows, columns), note).print()
-        over = [f"{seconds[best] / speed[0] - 1:+.0%}" for seconds in (speed, low, high)]
-        beyond = f" Your counters end at {counted}: measure k={best} too." if best > counted else ""
-        gain = f"k={best}, predicted {over[0]} ({over[1]}, {over[2]}) over no speculation.{beyond}"
-        say(gain if best else "Do not speculate.")
-        print(f"\n  {line}\n")
-        of_batches = print_batches(engine, batches, "predicted from counters")
-    if json:
-        facts = {"engine": engine.name, "version": engine.version, "line": line, "k": best, "speeds": rows}
-        print(to_json({**facts, **of_batches}))
+    print(f"\n  {line}\n")
+    of_sizes = {size: speeds(counters, given.curves, size, is_block=is_block)[0].tolist() for size in sizes}
+    batches = batch_rows({size: (of_size, of_size) for size, of_size in of_sizes.items()})
+    return {"line": line, "k": best, "speeds": rows} | print_batches(engine, batches, "predicted from counters")
 
 
 def traces_for(experiment: Experiment, engine: Engine) -> Traces:
@@ -164,12 +163,11 @@ class Answer:
         self.speculating = replace(times, t_target_s=tuple(seconds + extra_s for seconds in times.t_target_s))
         default, self._default = next(iter(traces.items()))
         longest = self._default.dev.max_draft_length
-        [alone] = replay_arms([Competitor(NONE, "", FixedLength(0), ({},))], self._default)
-        self.choices = fastest_on_dev([alone], times)
         rules = [make_competitor(FIXED, "fixed_length", {"k": range(1, longest + 1)})]
         if engine.default is not None:
-            values = {name: [value] for name, value in engine.default.items()}
-            rules.insert(0, engine.competitor(DEFAULT, longest, values))
+            rules.insert(0, engine.competitor(DEFAULT, longest, {name: [at] for name, at in engine.default.items()}))
+        alone = replay_arms([Competitor(NONE, "", FixedLength(0), ({},))], self._default)
+        self.choices = fastest_on_dev(alone, times)
         self.choices |= fastest_on_dev((self.arm(rule, default) for rule in rules), self.speculating)
         arms = [self.arm(engine.competitor(FLAGS, longest), drafting) for drafting in traces]
         self.choices |= fastest_on_dev(arms, self.speculating, {FLAGS: self.choices[NONE]})
@@ -227,14 +225,17 @@ class Answer:
     def as_dict(self) -> dict[str, Any]:
         """The answer in JSON."""
         choices = [
-            {"what": name, "drafts": choice.competitor.name, "setting": dict(choice.setting)}
-            | {"tokens_per_s": choice.tokens_per_s}
-            | {"gains": {base: gain._asdict() for base, gain in self.gains(choice).items()}}
+            {
+                "what": name,
+                "drafts": choice.competitor.name,
+                "setting": dict(choice.setting),
+                "tokens_per_s": choice.tokens_per_s,
+                "gains": {base: gain._asdict() for base, gain in self.gains(choice).items()},
+            }
             for name, choice in self.choices.items()
         ]
-        facts = {"engine": self.engine.name, "version": self.engine.version, "line": self.line}
-        speculates = {"speculates": self.drafting is not None, "short_of_hindsight": self.short_of_hindsight}
-        return {**facts, **speculates, "choices": choices}
+        facts = {"line": self.line, "speculates": self.drafting is not None}
+        return {**facts, "short_of_hindsight": self.short_of_hindsight, "choices": choices}
 
     def table(self) -> Table:
         """A row per choice, with its predicted gains."""
@@ -269,36 +270,36 @@ class Answer:
         if self.engine.remark:
             yield self.engine.remark
 
-    def in_batches(self, sizes: Sequence[int], given: Given | None) -> list[dict[str, Any]]:
-        """The number that is fastest on dev at each size of batch, sizes ascending (law 4.13); 0: do not speculate.
-
-        Args:
-            sizes: sequences in a batch, which draft in lockstep.
-            given: times by tokens, from the command line; None: the times of one sequence are used for batches.
-        """
+    def in_batches(self, sizes: Sequence[int], curves: BatchCosts) -> list[dict[str, Any]]:
+        """Rows of sizes of batches, whose sequences draft the same number in lockstep (law 4.13)."""
         traces = self.traces[self.drafting] if self.drafting else self._default
-        costs = BatchTimes(self.alone).curves("") if given is None else given.curves
         numbers = range(traces.dev.max_draft_length + 1)
         policy = make_competitor(FLAGS, "fixed_length", {"k": numbers}).policy
         splits = [(replay_rounds(trace, policy), len(trace.rows)) for trace in traces]
-        rows: list[dict[str, Any]] = []
-        for size in sorted(sizes):
-            dev, test = (
-                [load_at(*load, size).throughput(costs).tokens_per_s for load in loads]
-                for loads in ([(rounds, k, num_rows) for k in numbers] for rounds, num_rows in splits)
-            )
-            rows.append(batch_row(rows, size, dev, test))
-        return rows
+        return batch_rows(
+            {
+                size: [
+                    [load_at(rounds, k, num_rows, size).throughput(curves).tokens_per_s for k in numbers]
+                    for rounds, num_rows in splits
+                ]
+                for size in sizes
+            }
+        )
 
 
-def batch_row(
-    rows: Sequence[Mapping[str, Any]], size: int, dev: Sequence[float], test: Sequence[float]
-) -> dict[str, Any]:
-    """The row of a size of batch after those of smaller ones, from tokens per second by number of drafted tokens."""
-    best = max(range(len(dev)), key=dev.__getitem__)
-    first = rows[0]["number"] if rows else best
-    row = {"size": size, "number": best, "tokens_per_s": test[best]}
-    return row | {"over_none": test[best] / test[0] - 1, "over_one": test[best] / test[first] - 1}
+def batch_rows(speeds: Mapping[int, Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
+    """The number of drafted tokens that is fastest on dev (0: do not speculate) at each size of batch, ascending.
+
+    Args:
+        speeds: size -> tokens per second by number of drafted tokens, on dev and on test.
+    """
+    rows: list[dict[str, Any]] = []
+    for size, (dev, test) in sorted(speeds.items()):
+        best = max(range(len(dev)), key=dev.__getitem__)
+        first = rows[0]["number"] if rows else best
+        row = {"size": size, "number": best, "tokens_per_s": test[best]}
+        rows.append(row | {"over_none": test[best] / test[0] - 1, "over_one": test[best] / test[first] - 1})
+    return rows
 
 
 def print_batches(engine: Engine, rows: Sequence[Mapping[str, Any]], title: str) -> dict[str, Any]:
