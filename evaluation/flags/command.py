@@ -8,7 +8,9 @@ the best fixed length, no speculation, and what the engine lacks: our policies a
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
+from itertools import groupby
 from json import dumps as to_json
+from operator import itemgetter
 from typing import Any
 
 from configs.schema import Config
@@ -101,7 +103,7 @@ def _from_traces(engine: Engine, experiment: Experiment, given: Given | None, si
     say("\n".join(answer.sentences()))
     print(f"\n  {answer.line}\n")
     curves = BatchTimes(times).curves("") if given is None else given.curves
-    batches = print_batches(engine, answer.in_batches(sizes, curves) if sizes else [], times.title)
+    batches = print_batches(engine, answer.in_batches(sizes, curves), times.title)
     return answer.as_dict() | {"costs": asdict(times)} | batches
 
 
@@ -124,9 +126,8 @@ def _from_counters(
     say(gain if best else "Do not speculate.")
     line = engine.number.format(k=best, all=best + 1) if best else engine.off
     print(f"\n  {line}\n")
-    of_sizes = {size: speeds(counters, given.curves, size, is_block=is_block)[0].tolist() for size in sizes}
-    batches = batch_rows({size: (of_size, of_size) for size, of_size in of_sizes.items()})
-    return {"line": line, "k": best, "speeds": rows} | print_batches(engine, batches, "predicted from counters")
+    of_sizes = {size: 2 * [speeds(counters, given.curves, size, is_block=is_block)[0].tolist()] for size in sizes}
+    return {"line": line, "k": best, "speeds": rows} | print_batches(engine, of_sizes, "predicted from counters")
 
 
 def traces_for(experiment: Experiment, engine: Engine) -> Traces:
@@ -241,7 +242,7 @@ class Answer:
         """A row per choice, with its predicted gains."""
         rows = []
         for name, choice in self.choices.items():
-            gains = {f"over {base}": gain.text for base, gain in self.gains(choice).items() if base != name}
+            gains = {f"over {base}": gain.text * (base != name) for base, gain in self.gains(choice).items()}
             setting = "; ".join(filter(None, (label_of("", choice.setting), choice.competitor.name)))
             rows.append({"what": name, "setting": setting, "tokens/s": f"{choice.tokens_per_s:.1f}", **gains})
         note = (
@@ -249,8 +250,7 @@ class Answer:
             f"prompts). Rows of ours need our loop or plugin. The rule is that of {self.engine.name} "
             f"{self.engine.version}. These flags are {self.short_of_hindsight:.1%} slower than the best setting on test"
         )
-        headings = ["what", "setting", "tokens/s", *(f"over {base}" for base in _BASES if base in self.choices)]
-        return Table(f"{self.engine.name}: settings chosen on dev; {self.alone.title}", rows, note, 2, headings)
+        return Table(f"{self.engine.name}: settings chosen on dev; {self.alone.title}", rows, note, names=2)
 
     def sentences(self) -> Iterator[str]:
         """The answer in sentences."""
@@ -265,33 +265,36 @@ class Answer:
         default = self.choices.get(DEFAULT)
         if default is not None and (gain := default.over(self.choices[NONE])).value < 0:
             yield f"{name}'s default is predicted to be slower: {gain.words} over no speculation."
-        for ours, choice in ((ours, self.choices[ours]) for ours in OURS.values() if ours in self.choices):
-            yield f"{ours[0].upper()}{ours[1:]} ({choice.competitor.name}) would add {choice.over(flags).words}."
+        for ours, choice in self.choices.items():
+            if ours in OURS.values():
+                yield f"{ours.capitalize()} ({choice.competitor.name}) would add {choice.over(flags).words}."
         if self.engine.remark:
             yield self.engine.remark
 
-    def in_batches(self, sizes: Sequence[int], curves: BatchCosts) -> list[dict[str, Any]]:
-        """Rows of sizes of batches, whose sequences draft the same number in lockstep (law 4.13)."""
+    def in_batches(self, sizes: Sequence[int], curves: BatchCosts) -> dict[int, list[list[float]]]:
+        """Size of batch -> tokens per second on dev and on test by number of tokens, which all sequences draft in
+        lockstep (law 4.13).
+        """
         traces = self.traces[self.drafting] if self.drafting else self._default
         numbers = range(traces.dev.max_draft_length + 1)
         policy = make_competitor(FLAGS, "fixed_length", {"k": numbers}).policy
         splits = [(replay_rounds(trace, policy), len(trace.rows)) for trace in traces]
-        return batch_rows(
-            {
-                size: [
-                    [load_at(rounds, k, num_rows, size).throughput(curves).tokens_per_s for k in numbers]
-                    for rounds, num_rows in splits
-                ]
-                for size in sizes
-            }
-        )
+        return {
+            size: [
+                [load_at(rounds, k, num_rows, size).throughput(curves).tokens_per_s for k in numbers]
+                for rounds, num_rows in splits
+            ]
+            for size in sizes
+        }
 
 
-def batch_rows(speeds: Mapping[int, Sequence[Sequence[float]]]) -> list[dict[str, Any]]:
-    """The number of drafted tokens that is fastest on dev (0: do not speculate) at each size of batch, ascending.
+def print_batches(engine: Engine, speeds: Mapping[int, Sequence[Sequence[float]]], title: str) -> dict[str, Any]:
+    """Print the number of drafted tokens that is fastest on dev at each size of batch; the same for JSON.
 
     Args:
-        speeds: size -> tokens per second by number of drafted tokens, on dev and on test.
+        engine: whose setting it is.
+        speeds: size -> tokens per second on dev and on test by number of drafted tokens; may be empty.
+        title: what the speeds are.
     """
     rows: list[dict[str, Any]] = []
     for size, (dev, test) in sorted(speeds.items()):
@@ -299,11 +302,6 @@ def batch_rows(speeds: Mapping[int, Sequence[Sequence[float]]]) -> list[dict[str
         first = rows[0]["number"] if rows else best
         row = {"size": size, "number": best, "tokens_per_s": test[best]}
         rows.append(row | {"over_none": test[best] / test[0] - 1, "over_one": test[best] / test[first] - 1})
-    return rows
-
-
-def print_batches(engine: Engine, rows: Sequence[Mapping[str, Any]], title: str) -> dict[str, Any]:
-    """Print a row per size of batch with its fastest number of drafted tokens, if there are any; the same for JSON."""
     if not rows:
         return {"batches": [], "batch_line": None}
     note = (
@@ -311,8 +309,9 @@ def print_batches(engine: Engine, rows: Sequence[Mapping[str, Any]], title: str)
         "number for all: that of the smallest size. No interval: a batch mixes prompts"
     )
     Table(f"by sequences in a batch; {title}", shown(rows, _BATCH_COLUMNS), note).print()
-    print(f"\n  {batch_line(engine, rows)}\n")
-    return {"batches": list(rows), "batch_line": batch_line(engine, rows)}
+    line = batch_line(engine, rows)
+    print(f"\n  {line}\n")
+    return {"batches": rows, "batch_line": line}
 
 
 def batch_line(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -320,10 +319,8 @@ def batch_line(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> str:
     if engine.name != "vllm":
         return "; ".join(f"{row['size']} sequences: {row['number']}" for row in rows)
     ranges: list[list[int]] = []
-    for row in rows:
-        if ranges and ranges[-1][2] == row["number"]:
-            ranges[-1][1] = row["size"]
-        else:
-            ranges.append([ranges[-1][1] + 1 if ranges else 1, row["size"], row["number"]])
+    for number, of_number in groupby(rows, key=itemgetter("number")):
+        *_, last = of_number
+        ranges.append([ranges[-1][1] + 1 if ranges else 1, last["size"], number])
     most = max(row["number"] for row in rows)
     return f'"num_speculative_tokens": {most}, "num_speculative_tokens_per_batch_size": {ranges}'
