@@ -86,7 +86,7 @@ class Race:
         self._checked = self._named or self.experiment.heads
         for name in config.decode.policies:
             registered(name)
-        if self._named and not any(isinstance(policy, FixedLength) for policy in self._named):
+        if self._named and BASELINE not in map(_family_of, terms.policies):
             raise ValueError(
                 f"--policies names {', '.join(terms.policies)}, and gains are measured from a fixed length; name one, "
                 "too, as fixed_length:k=5"

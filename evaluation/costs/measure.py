@@ -73,14 +73,10 @@ class Loop:
         return PairModels(self.pair, self.compile)
 
 
-def time_generations(loop: Loop, *, lengths: Sequence[int] = TIMED_LENGTHS) -> list[Generation]:
-    """Real generations with several fixed draft lengths, in turns; the first, a warm-up, is left out.
-
-    Args:
-        loop: what is timed, on its prompts.
-        lengths: the draft lengths; those beyond the longest draft count as that.
-    """
-    decoders = [loop.decoder(FixedLength(k)) for k in sorted({min(k, loop.max_draft_length) for k in lengths})]
+def time_generations(loop: Loop) -> list[Generation]:
+    """Real generations with the fixed draft lengths up to the longest draft, in turns, after a warm-up."""
+    lengths = {min(k, loop.max_draft_length) for k in TIMED_LENGTHS}
+    decoders = [loop.decoder(FixedLength(k)) for k in sorted(lengths)]
     num_tokens, generator = min(TOKENS, loop.max_new_tokens), torch.Generator().manual_seed(0)
     decoders[-1].generate(loop.prompts[0], num_tokens, generator=generator)
     turns = turns_within(BUDGET_S, FEWEST_TURNS, desc="costs: t_draft and t_target", unit="turns")

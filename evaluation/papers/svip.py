@@ -95,7 +95,8 @@ def by_length(trace: Trace, longest: int) -> Iterator[tuple[str, Trace]]:
 
 def speed_ups(parts: Mapping[str, Trace], policy: Policy, times: Times) -> dict[str, float]:
     """Predicted speed-ups over the target alone, by column."""
-    return {name: float(times.speeds(part, policy)[0] * times.t_target_s[0]) for name, part in parts.items()}
+    speeds = {name: best_setting(replay_settings(part, policy), times)[1] for name, part in parts.items()}
+    return {name: speed * times.t_target_s[0] for name, speed in speeds.items()}
 
 
 def _cells(speeds: Mapping[str, float]) -> dict[str, str]:

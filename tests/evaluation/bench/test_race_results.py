@@ -33,8 +33,6 @@ def test_a_gain_is_that_of_totals_and_its_interval_is_paired():
     assert cell.over(entropy, "fixed_length").value == pytest.approx(0.25)
     assert cell.median_over(entropy, "fixed_length") == pytest.approx(0.5)
     assert cell.over(entropy, ALONE).value == pytest.approx(1.5)
-    with pytest.raises(ValueError, match="name at least one"):
-        Cell.of(cell_of(arm(ALONE, 1.0), arm("entropy", 1.0)))
 
 
 def test_a_rival_is_the_fastest_of_its_kind():
