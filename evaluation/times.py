@@ -88,11 +88,6 @@ class Times:
         return self.t_target_s[0] / self.t_draft_s
 
     @property
-    def shares(self) -> dict[str, float]:
-        """t_stop / t_draft of each kind of stop."""
-        return {kind: seconds / self.t_draft_s for kind, seconds in self.t_stop_s.items()}
-
-    @property
     def title(self) -> str:
         """Name of the costs in titles of tables and plots: the ratio, its origin, the source of the stops' times, and
         the largest error of the measured times.

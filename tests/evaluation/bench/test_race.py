@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from decode.policies.registry import POLICIES
-from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED, assisted
+from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
 from evaluation.bench.command import bench
 from evaluation.bench.race import SAMPLINGS, Race, RaceTerms, measured_rows, of_other_sampling
 from evaluation.families import ALONE
@@ -17,10 +17,8 @@ from evaluation.traces.disk import shard_keys
 from evaluation.traces.recording import trace_folder
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
-from lm import Sampling
 from store.json_files import KeyedStore
 from tests.evaluation.commands import config_with, spelt
-from tests.toys.small_pair import EOS, PROMPTS
 
 TIMES = Times.constant(0.001, 0.005)
 ASKED = {"policies": ("fixed_length:k=2", "fixed_length:k=3", "entropy:max_sqrt_entropy=0.5"), "constants": (2,)}
@@ -92,28 +90,22 @@ def test_a_race_records_dev_alone_under_its_sampling_and_an_evaluation_the_rest(
 
 def test_custom_policies_compete_and_have_their_own_cells(config, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    signals = "    signals = frozenset({'token_prob'})\n"
-    after = "    def after(self, state, drawn):\n        return state, drawn.token_prob"
-    (tmp_path / "racing_policies.py").write_text(
-        "from dataclasses import dataclass\nfrom decode.policies import Policy\n"
-        f"@dataclass(frozen=True)\nclass Unsure(Policy):\n{signals}{after} < 0.3\n"
-        f"@dataclass(frozen=True)\nclass Doubting(Policy):\n{signals}{after} < 0.6\n"
-    )
-    names = ("racing_policies:Unsure", "racing_policies:Doubting")
-    for name in names:
-        monkeypatch.setitem(POLICIES, name, POLICIES["entropy"])  # so that its end removes what the race enters
-        del POLICIES[name]
-    asked = ASKED | {"samplings": ("own",), "policies": ("fixed_length:k=2", *names)}
-    (cell,) = bench(config, **asked)["cells"]
-    assert [arm["family"] for arm in cell["arms"]][:4] == [ALONE, "fixed_length", *names]
+    subclass = "@dataclass(frozen=True)\nclass Unsure(TokenProb):\n    pass\n"
+    imports = "from dataclasses import dataclass\nfrom decode.policies import TokenProb\n"
+    (tmp_path / "racing_policies.py").write_text(imports + subclass)
+    name = "racing_policies:Unsure"
+    monkeypatch.setitem(POLICIES, name, POLICIES["entropy"])  # so that its end removes what the race enters
+    del POLICIES[name]
 
-    def families(*policies: str) -> set[str]:
-        of_policies = replace(config, decode=replace(config.decode, policies=policies, perfect_head=False))
-        (cell,) = bench(of_policies, **asked | {"policies": ()})["cells"]
-        return {arm["family"] for arm in cell["arms"]}
+    def families(policies=(), *of_decode):
+        decode = replace(config.decode, policies=of_decode, perfect_head=False)
+        settings = ASKED | {"samplings": ("own",), "policies": policies}
+        (cell,) = bench(replace(config, decode=decode), **settings)["cells"]
+        return [arm["family"] for arm in cell["arms"]]
 
-    assert names[0] not in families("token_prob")
-    assert {names[0], "token_prob"} <= families("token_prob", names[0])
+    assert families(("fixed_length:k=2", name))[:3] == [ALONE, "fixed_length", name]
+    assert name not in families((), "token_prob")
+    assert {name, "token_prob"} <= set(families((), "token_prob", name))
 
 
 def test_a_race_without_a_fixed_length_or_on_an_unknown_dataset_is_refused_before_anything_runs(config, monkeypatch):
@@ -165,11 +157,3 @@ def test_arms_rotate_and_every_row_of_a_run_has_its_own_seed(tmp_path):
     assert all(len({seed for *_, seed in row}) == 1 for row in rows)
     assert len({seed for row in rows for *_, seed in row}) == 12
     assert measured[2] == {"alone": [8, 8.0], "k=1": [8, 4.0], "k=2": [8, 2.0]}
-
-
-def test_texts_may_end_at_eos_and_report_their_length(pair, monkeypatch):
-    monkeypatch.setattr(pair.target.generation_config, "eos_token_id", list(range(pair.vocab_size)))
-    timed = assisted(pair, 8, Sampling(temperature=0.0), None, ends_at_eos=True)
-    assert timed(PROMPTS[0], 0)[0] == 1
-    assert assisted(pair, 8, Sampling(temperature=0.0), None)(PROMPTS[0], 0)[0] == 8
-    assert EOS in pair.target.generation_config.eos_token_id
