@@ -58,8 +58,7 @@ def serve_clock(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         added = dict(zip(("draft", "target"), layers, strict=True))
-        sources = {role: ModelSource(path=str(TRIO / role), dtype="float32") for role in added}
-        models = {role: saved(sources[role], folder / role, num_layers=num) for role, num in added.items()}
+        models = {role: saved(TRIO / role, folder / role, num_layers=num) for role, num in added.items()}
         settings = {"policy": "fixed_length:k=2", "heads": {"head": head}, "allow_foreign_heads": True}
         arguments = {"max_num_seqs": max(concurrency)}
         job = {**models, "longest": LONGEST, "settings": settings, "arguments": arguments}
@@ -73,9 +72,9 @@ def serve_clock(
             alone.close()
 
 
-def saved(source: ModelSource, folder: Path, *, num_layers: int = 0) -> str:
+def saved(path: Path, folder: Path, *, num_layers: int) -> str:
     """Save a model, with `num_layers` more layers whose outputs are zero, and its tokenizer as vLLM loads them."""
-    model = load_model(source)
+    model = load_model(ModelSource(path=str(path), dtype="float32"))
     for index in range(num_layers):
         layer = deepcopy(model.model.layers[index])
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -83,7 +82,7 @@ def saved(source: ModelSource, folder: Path, *, num_layers: int = 0) -> str:
         model.model.layers.append(layer)
     model.config.get_text_config().num_hidden_layers += num_layers
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source.path).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path).save_pretrained(folder)
     return str(folder)
 
 

@@ -13,7 +13,7 @@ of which k tokens are drawn takes begin + each k: t_draft = begin + each, and ea
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ FEWEST_TURNS = 3
 """Generations of each length at the least."""
 _RESAMPLES = 100
 
+AnyLoop = TypeVar("AnyLoop", bound="Loop")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
@@ -52,7 +54,7 @@ class Loop:
     """Generations end at the target's EOS; else at no token."""
 
     @classmethod
-    def of(cls, experiment: Experiment, **changes: Any) -> Self:
+    def of(cls: type[AnyLoop], experiment: Experiment, **changes: Any) -> AnyLoop:
         """The loop that a config describes, but for these changes."""
         settings = {name: getattr(experiment.decode, name) for name in ("max_draft_length", "compile")}
         return cls(pair=experiment.pair, **{"sampling": experiment.sampling} | settings | changes)
