@@ -9,6 +9,8 @@ Arms of a group take turns, with one thread. Prints medians of this process's CP
 """
 
 import json
+import os
+import platform
 import statistics
 import tempfile
 import time
@@ -20,7 +22,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from benchmarks.where import measured_where
 from configs.command import run
 from configs.schema import Config
 from data_gen.labels.labeller import Labeller
@@ -30,6 +31,7 @@ from data_gen.pipeline.worker import Job, Worker
 from data_gen.prompts.sets import load_prompts
 from data_gen.responses.conversation import ShardSpec, ask
 from data_gen.responses.exchange import Exchange
+from data_gen.store.manifest import git_commit
 from evaluation.turns import in_turns
 from heads.batches.module import FeatureData
 from heads.training.command import build
@@ -65,7 +67,8 @@ def pace(config: Config, *, rows: int = 96, epochs: int = 3, repeats: int = 3) -
     report["labelling_over_bare"] = report["bare_cpu_s"] / report["labelling_cpu_s"]
     report["gb_per_cpu_s"] = num_bytes / 1e9 / report["epoch_cpu_s"]
     report["sweep_over_separate"] = report["sweep_cpu_s"] / report["separate_cpu_s"]
-    print(json.dumps(report | measured_where()))
+    report["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    print(json.dumps(report | {"date": time.strftime("%Y-%m-%d"), "commit": git_commit()}))
     return report
 
 

@@ -16,10 +16,6 @@ class RaceRules:
 
     datasets: tuple[str, ...] = ()
     """Names of the sets of decode.datasets to race on, one cell each; empty: the first."""
-    num_fixed: int = 1
-    """Fixed lengths that run, those that are fastest on dev; gains are over the fastest on the timed prompts."""
-    cycles: int = 1
-    """Times that every prompt is run, each with another seed and another first arm."""
     run: int = 0
     """Number of an independent repetition with other seeds, which is kept beside the others."""
     ignore_eos: bool = True

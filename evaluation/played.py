@@ -53,7 +53,7 @@ class Played:
         next.
         """
         order = self.prompt_of_row.argsort(kind="stable")
-        starts = np.searchsorted(self.prompt_of_row[order], np.arange(self.prompt_of_row.max() + 1))
+        _, starts = np.unique(self.prompt_of_row[order], return_index=True)
         return np.add.reduceat(amounts[:, order], starts, axis=1)
 
 

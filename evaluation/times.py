@@ -18,11 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from decode.policies.base import JOINT, Policy
+from decode.policies.base import JOINT
 from evaluation.gain import Throughput
-from evaluation.played import Played
-from evaluation.traces.replay import replay_settings
-from evaluation.traces.trace import Array, Trace
+from evaluation.played import Array, Played
 
 RECORDED = "recorded"
 """Origin of times that a published trace brought along."""
@@ -90,11 +88,6 @@ class Times:
         return self.t_target_s[0] / self.t_draft_s
 
     @property
-    def shares(self) -> dict[str, float]:
-        """t_stop / t_draft of each kind of stop."""
-        return {kind: seconds / self.t_draft_s for kind, seconds in self.t_stop_s.items()}
-
-    @property
     def title(self) -> str:
         """Name of the costs in titles of tables and plots: the ratio, its origin, the source of the stops' times, and
         the largest error of the measured times.
@@ -115,9 +108,9 @@ class Times:
     @property
     def where(self) -> str:
         """The same as the first words of a sentence."""
-        setting = "On this machine" if self.origin.startswith("measured") else "At the times given"
-        setting = "At the times of the record" if self.origin == RECORDED else setting
-        setting = "On other hardware" if self.origin.startswith("ratio") else setting
+        settings = {"measured": "On this machine", "ratio": "On other hardware", RECORDED: "At the times of the record"}
+        given = "At the times given"
+        setting = next((words for origin, words in settings.items() if self.origin.startswith(origin)), given)
         return f"{setting}, where a target forward costs {self.ratio:.1f} draft forwards"
 
     def with_ratio(self, ratio: float) -> "Times":
@@ -170,10 +163,6 @@ class Times:
     def tokens_per_s(self, replayed: Played) -> Float[Array, " setting"]:
         """Throughput of every setting, all prompts together."""
         return replayed.counts.num_emitted.sum(-1) / self.time_s(replayed).sum(-1)
-
-    def speeds(self, trace: Trace, policy: Policy) -> Float[Array, " setting"]:
-        """Throughput of every setting of a policy that is replayed on a trace, all prompts together."""
-        return self.tokens_per_s(replay_settings(trace, policy))
 
     def line(self, stop_kind: str = "", *, has_blocks: bool = False) -> "LinearCosts":
         """The line through t_target(1) and t_target at its last k, neither part of it below 0; the stop is part of a

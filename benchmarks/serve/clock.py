@@ -11,7 +11,6 @@ every arm and concurrency, and the ratio to the best fixed length with a 90 % in
 """
 
 import json
-import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +21,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from benchmarks.serve.engine import MARK
-from benchmarks.serve.loop import ROOT, TRIO, interpreter, pair_of_the_trio, requests_of
+from benchmarks.serve.loop import TRIO, EngineProcess, pair_of_the_trio, requests_of
 from configs import ModelSource
 from configs.command import run
 from evaluation.turns import in_turns
@@ -38,37 +36,6 @@ ARMS = {
     "head, threshold": "head:head,max_rejection_prob=0.3",
     "auto": "head:head,max_rejection_prob=auto",
 }
-
-
-class EngineProcess:
-    """One engine in a separate process."""
-
-    def __init__(self, python: str, job: dict[str, Any], path: Path) -> None:
-        path.write_text(json.dumps(job))
-        command = [python, "-m", "benchmarks.serve.engine", str(path)]
-        self._log = path.with_suffix(".log").open("w+")
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, bufsize=1
-        )
-        self._result()
-
-    def served(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Serve a batch; the result is that of `benchmarks.serve.engine`."""
-        assert self._process.stdin is not None, "Popen was given a pipe"
-        self._process.stdin.write(json.dumps(batch) + "\n")
-        return self._result()
-
-    def _result(self) -> dict[str, Any]:
-        assert self._process.stdout is not None, "Popen was given a pipe"
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                return json.loads(line.removeprefix(MARK))
-        self._log.seek(0)
-        raise SystemExit(f"vLLM exited; the end of its log:\n{self._log.read()[-4000:]}")
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(60)
 
 
 def serve_clock(
@@ -88,17 +55,15 @@ def serve_clock(
         temperature: sampling temperature; at 0 every arm generates the same text.
         concurrency: numbers of concurrent requests.
     """
-    python = interpreter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         added = dict(zip(("draft", "target"), layers, strict=True))
-        sources = {role: ModelSource(path=str(TRIO / role), dtype="float32") for role in added}
-        models = {role: saved(sources[role], folder / role, num_layers=num) for role, num in added.items()}
+        models = {role: saved(TRIO / role, folder / role, num_layers=num) for role, num in added.items()}
         settings = {"policy": "fixed_length:k=2", "heads": {"head": head}, "allow_foreign_heads": True}
         arguments = {"max_num_seqs": max(concurrency)}
         job = {**models, "longest": LONGEST, "settings": settings, "arguments": arguments}
-        stopping = EngineProcess(python, job, folder / "stopping.json")
-        alone = EngineProcess(python, job | {"draft": None, "settings": None}, folder / "alone.json")
+        stopping = EngineProcess(job, folder / "stopping.json")
+        alone = EngineProcess(job | {"draft": None, "settings": None}, folder / "alone.json")
         try:
             for report in timed(stopping, alone, turns=turns, sizes=concurrency, temperature=temperature):
                 print(json.dumps({"layers": layers, "temperature": temperature, **report}), flush=True)
@@ -107,9 +72,9 @@ def serve_clock(
             alone.close()
 
 
-def saved(source: ModelSource, folder: Path, *, num_layers: int = 0) -> str:
+def saved(path: Path, folder: Path, *, num_layers: int) -> str:
     """Save a model, with `num_layers` more layers whose outputs are zero, and its tokenizer as vLLM loads them."""
-    model = load_model(source)
+    model = load_model(ModelSource(path=str(path), dtype="float32"))
     for index in range(num_layers):
         layer = deepcopy(model.model.layers[index])
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -117,7 +82,7 @@ def saved(source: ModelSource, folder: Path, *, num_layers: int = 0) -> str:
         model.model.layers.append(layer)
     model.config.get_text_config().num_hidden_layers += num_layers
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source.path).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path).save_pretrained(folder)
     return str(folder)
 
 

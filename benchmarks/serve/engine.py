@@ -1,27 +1,22 @@
-"""The program for the environment with vLLM: `python -m benchmarks.serve.engine JOB RESULT`, both JSON files.
+"""The program for the environment with vLLM, one engine: `python -m benchmarks.serve.engine JOB`, a JSON file.
 
-JOB      [{"target", "draft" (null: no speculation), "longest", "settings" (null: no plugin), "arguments" (more of
-         `LLM`'s), "batches": [{"name", "requests": [{"prompt_ids", "max_tokens", "policy"}], and optionally
-         "temperature" (0), "top_p" (1), "concurrency" (all at once), "ignore_eos" (false),
-         "abort_at": a step at which every third request is aborted,
-         "is_illegal": drop drafted tokens that are not the likeliest, under policies that read max_prob}]}]
-RESULT   [{name of a batch: {"answers", "counters", "seconds", "cpu_seconds", "rss_mib", "num_lanes"}}], by engine
+JOB      {"target", "draft" (null: no speculation), "longest", "settings" (null: no plugin), "arguments" (more of
+         `LLM`'s)}
+batch    {"name", "requests": [{"prompt_ids", "max_tokens", "policy"}], and optionally "temperature" (0), "top_p" (1),
+         "concurrency" (all at once), "ignore_eos" (false), "abort_at": a step at which every third request is aborted,
+         "is_illegal": drop drafted tokens that are not the likeliest, under policies that read max_prob}
+result   {"answers", "counters", "seconds", "cpu_seconds", "rss_mib", "num_lanes", "times"}
 answers  {"token_ids" (null: aborted), "rounds": [[tokens verified, tokens accepted], ...]} of each request
 
-"counters" are vLLM's, "num_lanes" the plugin's requests at the end. Engines run in this process, so that the plugin's
-rounds can be recorded.
-
-With JOB alone, it is one engine without "batches". Each line of stdin is a batch, and each line of stdout that begins
-with MARK a result, with "times", the costs that the plugin has measured so far. The first one means that the engine is
-ready.
+Each line of stdin is a batch, and each line of stdout that begins with MARK its result; before the first batch an empty
+one says that the engine is ready. "counters" are vLLM's, "num_lanes" the plugin's requests at the end, "times" the
+costs that it has measured so far. The engine runs in this process, so that the plugin's rounds can be recorded.
 """
 
-import gc
 import json
 import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter, process_time
@@ -42,36 +37,18 @@ _ALMOST = 0.999
 _PAGES_PER_MIB = 2**20 // os.sysconf("SC_PAGE_SIZE")
 
 
-def main(job_path: str, result_path: str) -> None:
-    """Serve the batches of all jobs."""
-    written = Written()
-    results = []
-    for job in json.loads(Path(job_path).read_text()):
-        engine = Engine(job, written)
-        results.append({batch["name"]: engine.served(batch) for batch in job["batches"]})
-        engine.close()
-    Path(result_path).write_text(json.dumps(results))
-
-
 def session(job_path: str) -> None:
     """Serve a batch per line of stdin."""
-    written = Written(process_time)
-    engine = Engine(json.loads(Path(job_path).read_text()), written)
+    engine = Engine(json.loads(Path(job_path).read_text()))
     print(MARK + "{}", flush=True)
     for line in sys.stdin:
-        result = engine.served(json.loads(line))
-        costs = None if written.stops is None else written.stops.lanes._controller._costs
-        times = None if costs is None else {name: curve.seconds for name, curve in costs._asdict().items()}
-        print(MARK + json.dumps(result | {"times": times}), flush=True)
+        print(MARK + json.dumps(engine.served(json.loads(line))), flush=True)
 
 
 class Written:
-    """Records every request's rounds as the plugin gets them."""
+    """Records every request's rounds as the plugin gets them, which times them in CPU seconds."""
 
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        """Args:
-        clock: the plugin's clock for draft and verification.
-        """
+    def __init__(self) -> None:
         from serve.engine.stops import Stops
 
         self.rounds: dict[str, list[list[int]]] = defaultdict(list)
@@ -80,7 +57,7 @@ class Written:
 
         def recorded(stops: Stops, sampled: Any, requests: Any, batch: Any, is_discarded: Any) -> None:
             verified(stops, sampled, requests, batch, is_discarded)
-            self.stops, stops.lanes._controller._clock = stops, clock
+            self.stops, stops.lanes._controller._clock = stops, process_time
             for row, is_prompt in zip(stops._rows, is_discarded.tolist(), strict=False):  # the mask can be longer
                 if not is_prompt:
                     self.rounds[row.request].append([len(row.verified), row.num_accepted])
@@ -98,15 +75,14 @@ class Written:
 class Engine:
     """An `LLM` of vLLM with a record of the plugin's rounds."""
 
-    def __init__(self, job: dict[str, Any], written: Written) -> None:
+    def __init__(self, job: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self._has_settings, self._written = job["settings"] is not None, written
-        written.stops = None
+        self._has_settings, self._written = job["settings"] is not None, Written()
         self._llm = LLM(**_arguments(job))
 
     def served(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Serve a batch; returns an entry of RESULT."""
+        """Serve a batch; returns its result."""
         self._written.rounds.clear()
         before, start_s, cpu_start_s = self._counters(), perf_counter(), process_time()
         with _illegal() if batch.get("is_illegal") else nullcontext():
@@ -114,12 +90,14 @@ class Engine:
         elapsed = {"seconds": perf_counter() - start_s, "cpu_seconds": process_time() - cpu_start_s}
         names = [f"{batch['name']}/{index}" for index in range(len(batch["requests"]))]
         after, stops = self._counters(), self._written.stops
+        costs = None if stops is None else stops.lanes._controller._costs
         return {
             **elapsed,
             "answers": [{"token_ids": finished.get(name), "rounds": self._written.of(name)} for name in names],
             "counters": {name: after[name] - before[name] for name in COUNTERS},
             "rss_mib": int(Path("/proc/self/statm").read_text().split()[1]) // _PAGES_PER_MIB,
             "num_lanes": 0 if stops is None else len(stops.lanes._alive),
+            "times": None if costs is None else {name: curve.seconds for name, curve in costs._asdict().items()},
         }
 
     def _finished(self, batch: dict[str, Any]) -> dict[str, list[int]]:
@@ -162,15 +140,6 @@ class Engine:
             if name in counts:
                 counts[name] += metric.value
         return counts
-
-    def close(self) -> None:
-        """Free the engine's memory."""
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        self._llm.llm_engine.engine_core.shutdown()
-        del self._llm
-        cleanup_dist_env_and_memory()
-        gc.collect()
 
 
 def _arguments(job: dict[str, Any]) -> dict[str, Any]:
@@ -217,4 +186,4 @@ def _illegal() -> Any:
 
 if __name__ == "__main__":
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    (main if len(sys.argv) > 2 else session)(*sys.argv[1:])
+    session(*sys.argv[1:])

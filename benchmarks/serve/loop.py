@@ -1,10 +1,13 @@
-"""The embedded pair, its prompts, and the interpreter that has vLLM."""
+"""The embedded pair, its prompts, and an engine in the environment that has vLLM."""
 
+import json
 import os
+import subprocess
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from benchmarks.serve.engine import MARK
 from configs import DataConfig, ModelSource, PairConfig
 from data_gen.prompts.sets import load_prompts
 from data_gen.prompts.templates import encode
@@ -25,6 +28,37 @@ def interpreter() -> str:
             "tests/serve/vllm/engine.py shows how to make one)"
         )
     return python
+
+
+class EngineProcess:
+    """One engine in a separate process."""
+
+    def __init__(self, job: dict[str, Any], path: Path) -> None:
+        path.write_text(json.dumps(job))
+        command = [interpreter(), "-m", "benchmarks.serve.engine", str(path)]
+        self._log = path.with_suffix(".log").open("w+")
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, bufsize=1
+        )
+        self._result()
+
+    def served(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Serve a batch; the result is that of `benchmarks.serve.engine`."""
+        assert self._process.stdin is not None, "Popen was given a pipe"
+        self._process.stdin.write(json.dumps(batch) + "\n")
+        return self._result()
+
+    def _result(self) -> dict[str, Any]:
+        assert self._process.stdout is not None, "Popen was given a pipe"
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        self._log.seek(0)
+        raise SystemExit(f"vLLM exited; the end of its log:\n{self._log.read()[-4000:]}")
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
 
 
 def pair_of_the_trio() -> Pair:

@@ -17,6 +17,7 @@ A schedule keeps what it has learnt from prompt to prompt, as it would for its u
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from time import perf_counter
 from typing import Any
 
@@ -116,21 +117,20 @@ def assisted(
 def _set(
     target: PreTrainedModel, drafts: PreTrainedModel | None, settings: Mapping[str, Any], *, ends_at_eos: bool
 ) -> Iterator[None]:
-    """Set the draft's generation config, and no EOS in either model unless texts end there; restore both afterwards.
+    """Copies of the generation configs, the draft's with these settings, and without EOS unless texts end there.
 
     transformers' warnings are off meanwhile: it calls its own assistant in a way that it deprecates.
     """
-    end: dict[str, Any] = {} if ends_at_eos else {"eos_token_id": None}
-    wanted: list[tuple[Any, dict[str, Any]]] = [(target.generation_config, end)]
-    wanted += [] if drafts is None else [(drafts.generation_config, {**end, **settings})]
-    before = [{name: getattr(config, name, None) for name in (*values, *_LEARNT)} for config, values in wanted]
-    for config, values in wanted:
-        config.update(**values)
+    configs = {model: model.generation_config for model in (target, drafts) if model is not None}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
+        for model, config in configs.items():
+            model.generation_config = deepcopy(config)
+            changes = {} if ends_at_eos else {"eos_token_id": None}
+            model.generation_config.update(**changes | (dict(settings) if model is drafts else {}))
         yield
     finally:
         logging.set_verbosity(verbosity)
-        for (config, _), values in zip(wanted, before, strict=True):
-            config.update(**values)
+        for model, config in configs.items():
+            model.generation_config = config

@@ -8,6 +8,7 @@ switched off. The curves t_draft(sequences) and t_target(tokens) are of rounds i
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
+from operator import itemgetter
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -44,22 +45,23 @@ def measure_sizes(
         and curves from all rounds of fixed lengths, which look at no token.
     """
     prompts = {size: list(islice(cycle(loop.prompts), _REQUESTS_PER_ROW * size)) for size in sizes}
-    fixed = [name for name, policy in policies.items() if isinstance(policy, FixedLength)]
+    fixed, rows = [name for name, policy in policies.items() if isinstance(policy, FixedLength)], []
     first_turn = [_run(loop, policies[name], prompts[size], size, seed=0)[1] for size in sizes for name in fixed]
     rounds = [round_ for played in first_turn for round_ in played]
-    first, rows = curves_of(rounds), []
+    first = curves_of(rounds)
     for size in sizes:
-        runs: dict[str, list[tuple[float, list[BatchRound]]]] = defaultdict(list)
+        speeds: dict[str, list[float]] = defaultdict(list)
         for turn, order in in_turns(policies, range(_TURNS + 1)):
             for name in order:
-                runs[name].append(_run(loop, batched(policies[name], size, first), prompts[size], size, seed=turn))
-        # the first is a warm-up
-        speeds = {name: [speed for speed, _ in turns[1:]] for name, turns in runs.items()}
-        best = max(fixed, key=lambda name: median(speeds[name]))
-        for name, values in speeds.items():
-            against = median(speed / rival_speed for speed, rival_speed in zip(values, speeds[best], strict=True))
-            rows.append({"batch_size": size, "policy": name, "tokens_per_s": median(values), "against_fixed": against})
-        rounds += [round_ for name in fixed for _, played in runs[name][1:] for round_ in played]
+                speed, played = _run(loop, batched(policies[name], size, first), prompts[size], size, seed=turn)
+                if turn:  # the first is a warm-up
+                    speeds[name].append(speed)
+                    rounds += played if name in fixed else []
+        best = speeds[max(fixed, key=lambda name: median(speeds[name]))]
+        for name in policies:
+            against = median(speed / rival_speed for speed, rival_speed in zip(speeds[name], best, strict=True))
+            row = {"batch_size": size, "policy": name, "tokens_per_s": median(speeds[name])}
+            rows.append(row | {"against_fixed": against})
     return rows, curves_of(rounds)
 
 
@@ -105,7 +107,7 @@ def size_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Policies down, sizes across."""
     cells = (
         (row["policy"], f"batch {row['batch_size']}", f"{row['tokens_per_s']:.1f}, {row['against_fixed'] - 1:+.1%}")
-        for row in sorted(rows, key=lambda row: int(row["batch_size"]))
+        for row in sorted(rows, key=itemgetter("batch_size"))
     )
     title = "tokens/s of continuous batches, all sequences together, medians over turns"
     return Table(title, crossed("policy", cells), "after the comma: over the best fixed length's of the same turn")
@@ -113,10 +115,6 @@ def size_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def size_verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     """The fastest policy of every size, in a sentence."""
-    sizes = dict.fromkeys(row["batch_size"] for row in rows)
-    best = {
-        size: max((row for row in rows if row["batch_size"] == size), key=lambda row: float(row["tokens_per_s"]))
-        for size in sizes
-    }
+    best = {row["batch_size"]: row for row in sorted(rows, key=itemgetter("batch_size", "tokens_per_s"))}
     named = (f"{row['policy']} {row['against_fixed'] - 1:+.1%} in batches of {size}" for size, row in best.items())
     return f"Fastest on this clock, over the best fixed length: {', '.join(named)}."

@@ -21,7 +21,7 @@ from decode.policies import FixedLength, Policy
 from evaluation.batches.curves import keep_curves
 from evaluation.bench.batch_sizes import measure_sizes, size_table, size_verdict
 from evaluation.bench.race import Race, RaceTerms
-from evaluation.bench.results import Cell, cell_table, race_plot, summary_table, transfer_tables, verdict_of
+from evaluation.bench.results import Cell, cell_table, gain_tables, race_plot, verdict_of
 from evaluation.costs.measure import Loop
 from evaluation.flag_types import RaceRules, Sizes, sizes_of
 from evaluation.table import announce, printing, say
@@ -54,7 +54,7 @@ def bench(
             is a fixed length.
         families: the families that run beside the best fixed length; empty: all.
         constants: lengths of transformers' constant schedule; empty: our best fixed one and half of it.
-        race: --race.datasets, .num_fixed, .cycles, .run, .ignore_eos, .assistant (see --help.all).
+        race: --race.datasets, .run, .ignore_eos, .assistant (see --help.all).
         lengths: for `batch`, the fixed draft lengths.
         num_prompts: generations per arm.
         num_tokens: tokens per generation; EOS is ignored unless `race.ignore_eos` is false.
@@ -82,11 +82,8 @@ def _raced(race: Race, samplings: Sequence[str]) -> list[dict[str, Any]]:
     for stored in race.cells(samplings):
         cells.append(Cell.of(stored))
         cell_table(cells[-1]).print(_WIDTH)
-    if len(cells) > 1:
-        summary_table(cells).print(_WIDTH)
-    if len({cell.stored["dataset"] for cell in cells}) > 1:
-        for table in transfer_tables(cells):
-            table.print(_WIDTH)
+    for table in gain_tables(cells) if len(cells) > 1 else ():
+        table.print(_WIDTH)
     path = race.experiment.directory / "plots" / "bench.svg"
     write_atomic(path, race_plot(cells).svg.encode())
     announce([race.path, path])

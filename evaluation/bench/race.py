@@ -1,22 +1,25 @@
 """Every policy family and every schedule of transformers in turns, one cell per dataset and sampling.
 
-DIR/bench.jsonl holds a row for each prompt and cycle, the tokens and seconds of every arm, and each finished cell with
-its key. An interrupted race resumes with its next row; only what transformers' schedules had learnt is lost. Two
-processes may run different cells of one race.
+DIR/bench.jsonl holds a row for each prompt, the tokens and seconds of every arm, and each finished cell with its key.
+An interrupted race resumes with its next row; only what transformers' schedules had learnt is lost. Two processes may
+run different cells of one race.
 
 Policies run as they were named, or each family at its setting that is fastest on dev at the times of the pair: heads
 and `auto` on the dev prompts of the first dataset, all others on those of the raced dataset, which favours the others.
-Heads were trained under one sampling; under others they run all the same, and the tables say so.
+A trace is of one sampling, so each sampling has a trace of dev prompts, in DIR/bench/SAMPLING (that of the config's
+sampling is the one of every command). Heads were trained under one sampling; under others they run all the same, and
+the tables say so.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from configs.schema import Config, ModelSource
+from configs.schema import Config, ModelSource, SamplingConfig
 from data_gen.store.identity import describe_model
 from data_gen.store.manifest import digest
 from decode.experiment import Experiment
@@ -24,14 +27,19 @@ from decode.policies import FixedLength, Policy
 from decode.policies.registry import read_spec, registered
 from evaluation.bench import arms as ways
 from evaluation.bench.arms import CONSTANT, Timed, generations_of, warm_up
-from evaluation.bench.choices import Choices, of_other_sampling
+from evaluation.competitor import competitors_with
+from evaluation.contest import Result, hold, replay_dataset
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
-from evaluation.families import ALONE, BASELINE
+from evaluation.families import ALONE, BASELINE, BOUNDS
+from evaluation.families import family as family_named
 from evaluation.flag_types import RaceRules
+from evaluation.gain import Splits
 from evaluation.keys import class_key, code_key, head_key, machine_key, models_key, policy_key, prompts_key
 from evaluation.times import Times
+from evaluation.traces.recording import trace_folder
 from evaluation.turns import in_turns
+from heads.model.head import AcceptanceHead
 from lm import Sampling, load_config, load_model
 from store.json_files import KeyedStore
 from store.progress import Bar
@@ -46,6 +54,8 @@ _CONSTANTS = (2, 5, 10)
 _NO_PART = {"as_recorded", "compile", "datasets", "dir", "heads", "num_test", "perfect_head", "ratios"}
 _NO_PART |= {"prompts_per_shard", "stop_share", "t_draft_s", "t_target_s", "trace_hidden", "verify_shares"}
 """Settings of `decode` that do not decide what dev chooses, or that a key has in another form."""
+Row = dict[str, list[Any]]
+"""Arm -> its tokens and seconds on one prompt."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ class Race:
         ValueError: an unknown policy, a head that does not fit, no fixed length among named policies.
         FileNotFoundError: no head or assistant at that path.
         """
-        self._terms, rules = terms, terms.rules
+        self._terms = terms
         self.experiment = Experiment(config)
         self._samplings = SAMPLINGS | {"own": self.experiment.sampling}
         # made here, so that heads and custom policies are checked before anything is measured
@@ -76,21 +86,20 @@ class Race:
         self._checked = self._named or self.experiment.heads
         for name in config.decode.policies:
             registered(name)
-        if self._named and not any(isinstance(policy, FixedLength) for policy in self._named):
+        if self._named and BASELINE not in map(_family_of, terms.policies):
             raise ValueError(
                 f"--policies names {', '.join(terms.policies)}, and gains are measured from a fixed length; name one, "
                 "too, as fixed_length:k=5"
             )
-        for name, value in {"num_fixed": rules.num_fixed, "cycles": rules.cycles}.items():
-            if value < 1:
-                raise ValueError(f"--race.{name} is {value}; at least 1")
-        if rules.assistant is not None and not self.experiment.has_feature_draft:
-            raise ValueError(f"--race.assistant is {rules.assistant}, and the pair's own draft drafts for transformers")
         self._assistant_source: ModelSource | None = None
-        if rules.assistant is not None:
-            self._assistant_source = ModelSource(path=rules.assistant, dtype=config.pair.target.dtype)
+        if (path := terms.rules.assistant) is not None:
+            if not self.experiment.has_feature_draft:
+                raise ValueError(f"--race.assistant is {path}, and the pair's own draft drafts for transformers")
+            self._assistant_source = ModelSource(path=path, dtype=config.pair.target.dtype)
             load_config(self._assistant_source)
-        self._choices = cache(lambda name: Choices(config, name, self._samplings[name]))
+        self.under = cache(lambda name: self._under(config, name))
+        """The experiment under a sampling, by its name."""
+        self._on_dev = cache(self._results_on_dev)
         self.path = self.experiment.directory / "bench.jsonl"
         self._store = KeyedStore(self.path, remedy="delete the line, and it is measured again")
 
@@ -118,48 +127,41 @@ class Race:
 
     def key(self, dataset: str, sampling: str) -> dict[str, Any]:
         """Everything that a cell's value depends on."""
-        experiment, decode = self.experiment, asdict(self.experiment.decode)
-        terms = asdict(replace(self._terms, rules=replace(self._terms.rules, datasets=())))
-        key = {"kind": "cell", "dataset": dataset, "sampling": sampling, "terms": terms}
-        key["law"] = self._samplings[sampling].as_dict()
-        key["prompts"] = prompts_key(experiment, experiment.prompts(dataset, "test", num=self._terms.num_prompts))
-        if self._named:
-            return key | {"policies": list(map(policy_key, self._named))} | self._run_key
-        datasets = next(iter(experiment.datasets)), dataset
-        return (
-            key
-            | self._run_key
-            | {
-                "decode": {name: value for name, value in decode.items() if name not in _NO_PART},
-                "classes": {name: class_key(registered(name).kind) for name in decode["policies"]},
-                "heads": {name: head_key(head) for name, head in experiment.heads.items()},
-                "dev": [prompts_key(experiment, experiment.prompts(name, "dev")) for name in datasets],
-            }
-        )
-
-    @cached_property
-    def _run_key(self) -> dict[str, Any]:
-        """What all cells depend on: models, times, machine, code."""
-        assistant, decode = self._assistant_source, self.experiment.decode
-        return machine_key(self.experiment) | {
-            "models": models_key(self.experiment, "target", "draft"),
+        experiment, decode, assistant = self.experiment, asdict(self.experiment.decode), self._assistant_source
+        key = {
+            "kind": "cell",
+            "dataset": dataset,
+            "sampling": sampling,
+            "terms": asdict(replace(self._terms, rules=replace(self._terms.rules, datasets=()))),
+            "law": self._samplings[sampling].as_dict(),
+            "prompts": prompts_key(experiment, experiment.prompts(dataset, "test", num=self._terms.num_prompts)),
+            "models": models_key(experiment, "target", "draft"),
             "assistant": None if assistant is None else describe_model(assistant),
             "default_schedule": ways.about_default(),
-            "max_draft_length": decode.max_draft_length,
-            "compile": decode.compile,
+            "max_draft_length": decode["max_draft_length"],
+            "compile": decode["compile"],
             "costs": asdict(self._times),
             "code": code_key(),
+            **machine_key(experiment),
+        }
+        if self._named:
+            return key | {"policies": list(map(policy_key, self._named))}
+        return key | {
+            "decode": {name: value for name, value in decode.items() if name not in _NO_PART},
+            "classes": {name: class_key(registered(name).kind) for name in decode["policies"]},
+            "heads": {name: head_key(head) for name, head in experiment.heads.items()},
+            "dev": [prompts_key(experiment, experiment.prompts(name, "dev")) for name in self._deciding(dataset)],
         }
 
     def _measured(self, dataset: str, sampling: str, key: Mapping[str, Any]) -> dict[str, Any]:
         arms, terms, times = self._arms(dataset, sampling), self._terms, self._times
-        settings = [(name, arm["setting"]) for name, (arm, _) in arms.items()]
+        settings = [(name, facts["setting"]) for name, (facts, _) in arms.items()]
         rows = measured_rows(
             self._store,
             digest(repr((sorted(key.items(), key=str), settings))),
             {name: timed for name, (_, timed) in arms.items()},
             self.experiment.prompt_ids(dataset, "test", num=terms.num_prompts),
-            rules=terms.rules,
+            run=terms.rules.run,
             desc=f"bench: {dataset}, {sampling}",
         )
         return {
@@ -167,43 +169,40 @@ class Race:
             "sampling": sampling,
             "times": {"t_draft_s": times.t_draft_s, "t_target_s": list(times.t_target_s), "origin": times.origin},
             "num_tokens": terms.num_tokens,
-            "cycles": terms.rules.cycles,
             "run": terms.rules.run,
             "default_schedule": ways.about_default(),
-            "arms": [arm | totals for (arm, _), totals in zip(arms.values(), totals_of(rows), strict=True)],
+            "arms": [
+                facts | {"tokens": [row[name][0] for row in rows], "seconds": [row[name][1] for row in rows]}
+                for name, (facts, _) in arms.items()
+            ],
         }
 
     def _arms(self, dataset: str, name: str) -> dict[str, tuple[dict[str, Any], Timed]]:
         """Unique name -> what a cell keeps of a competitor, and its generations; `name` is the sampling's."""
         sampling, terms, pair = self._samplings[name], self._terms, self.experiment.pair
-        arms: dict[str, tuple[dict[str, Any], Timed]] = {}
         ends_at_eos, num_tokens = not terms.rules.ignore_eos, terms.num_tokens
-        loop = Loop.of(
-            self.experiment, pair=pair, sampling=sampling, max_new_tokens=num_tokens, ends_at_eos=ends_at_eos
-        )
         policies: dict[str, tuple[str, str, Policy, float | None]] = {ALONE: (ALONE, "-", FixedLength(0), None)}
-        if self._named:
-            policies |= {
-                spec: (_family_of(spec), spec, policy, None)
-                for spec, policy in zip(terms.policies, self._named, strict=True)
-            }
-        else:
-            choices = self._choices(name)
-            best_arms = choices.at(self._times, terms.families, dataset=dataset, num_fixed=terms.rules.num_fixed)
-            policies |= {key: (arm.family, arm.label, arm.policy, arm.on_dev) for key, arm in best_arms.items()}
-        for key, (family, setting, policy, on_dev) in policies.items():
-            timed = generations_of(loop.decoder(policy), num_tokens)
-            facts = _arm(family, setting, of_other_sampling=of_other_sampling(policy, sampling), on_dev=on_dev)
-            arms[key] = facts, timed
+        for spec, policy in zip(terms.policies, self._named, strict=True):
+            policies[spec] = _family_of(spec), spec, policy, None
+        for key, best in {} if self._named else self.best_arms(dataset, name).items():
+            policies[key] = best.family, best.label, best.policy, best.on_dev
+        loop = Loop.of(self.experiment, sampling=sampling, max_new_tokens=num_tokens, ends_at_eos=ends_at_eos)
+        arms = {
+            key: (
+                _facts(family, setting, of_other_sampling=of_other_sampling(policy, sampling), on_dev=on_dev),
+                generations_of(loop.decoder(policy), num_tokens),
+            )
+            for key, (family, setting, policy, on_dev) in policies.items()
+        }
         schedules: dict[tuple[str, str], Mapping[str, Any] | None] = {(ways.UNASSISTED, "-"): None}
         if not self.experiment.has_feature_draft or self._assistant is not None:
-            best = policies[BASELINE][2] if BASELINE in policies else None
+            constants = terms.constants or _constants_beside(policies[BASELINE][2] if BASELINE in policies else None)
             schedules |= {(ways.DEFAULT, "-"): {}, (ways.HEURISTIC, "-"): ways.HEURISTICALLY}
-            schedules |= {(CONSTANT, f"k={k}"): ways.constant(k) for k in terms.constants or _constants_beside(best)}
+            schedules |= {(CONSTANT, f"k={k}"): ways.constant(k) for k in constants}
         for (family, setting), changes in schedules.items():
             options: dict[str, Any] = {"assistant": self._assistant, "ends_at_eos": ends_at_eos}
             timed = ways.assisted(pair, num_tokens, sampling, changes, **options)
-            arms[f"{family} {setting}"] = _arm(family, setting), timed
+            arms[f"{family} {setting}"] = _facts(family, setting), timed
         return arms
 
     @cached_property
@@ -212,9 +211,58 @@ class Race:
         source = self._assistant_source
         return None if source is None else load_model(source, device=self.experiment.pair.target.device)
 
+    def best_arms(self, dataset: str, sampling: str) -> dict[str, Result]:
+        """Family -> its setting that is fastest on dev, under the sampling of this name; without the bounds.
 
-def _arm(family: str, setting: str, *, of_other_sampling: bool = False, on_dev: float | None = None) -> dict[str, Any]:
+        Raises:
+            ValueError: an unknown family.
+        """
+        first, other = (self._on_dev(sampling, name) for name in self._deciding(dataset))
+        known = {
+            name: first[name] if family_named(name).needs_training else result
+            for name, result in other.items()
+            if name not in BOUNDS
+        }
+        families = self._terms.families
+        if unknown := [name for name in families if name not in known]:
+            raise ValueError(f"there is no family {unknown[0]!r} here; one of {', '.join(known)}")
+        return {name: result for name, result in known.items() if not families or name in (*families, BASELINE)}
+
+    def _deciding(self, dataset: str) -> tuple[str, str]:
+        """The datasets whose dev prompts decide for trained heads, and for the others."""
+        return next(iter(self.experiment.datasets)), dataset
+
+    def _results_on_dev(self, sampling: str, dataset: str) -> Mapping[str, Result]:
+        experiment = self.under(sampling)
+        folder = trace_folder(experiment)
+        folder.complete(("dev",))  # nothing is chosen on test
+        dev = folder.load_split(dataset, "dev")
+        traces = Splits(dev, dev.select([0]))  # the second is not read
+        competitors, name = competitors_with(experiment, experiment.heads), f"dev, {dataset}, {sampling}"
+        replays = replay_dataset(traces, competitors, heads=experiment.heads, perfect_head=False, name=name)
+        return hold(replays, self._times, is_online=(False,)).results
+
+    def _under(self, config: Config, name: str) -> Experiment:
+        sampling = self._samplings[name]
+        if sampling == self.experiment.sampling:
+            return self.experiment
+        # its manifest names one test prompt, and only dev is traced
+        directory = str(Path(config.decode.dir) / "bench" / name)
+        decode = replace(config.decode, dir=directory, allow_foreign_heads=True, num_test=1, perfect_head=False)
+        of_pair = SamplingConfig(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+        return Experiment(replace(config, decode=decode, pair=replace(config.pair, sampling=of_pair)))
+
+
+def _facts(
+    family: str, setting: str, *, of_other_sampling: bool = False, on_dev: float | None = None
+) -> dict[str, Any]:
     return {"family": family, "setting": setting, "of_other_sampling": of_other_sampling, "on_dev": on_dev}
+
+
+def of_other_sampling(policy: Policy, sampling: Sampling) -> bool:
+    """Whether one of a policy's heads was trained under another sampling."""
+    known = [head.provenance.sampling for head in policy.heads if isinstance(head, AcceptanceHead)]
+    return any(trained_under and trained_under != sampling.as_dict() for trained_under in known)
 
 
 def _family_of(spec: str) -> str:
@@ -228,51 +276,28 @@ def _constants_beside(best: Policy | None) -> tuple[int, ...]:
     return tuple(sorted({max(1, best.k // 2), max(1, best.k)})) if isinstance(best, FixedLength) else _CONSTANTS
 
 
-Row = dict[str, list[Any]]
-"""Tokens and seconds of every arm on one prompt in one cycle."""
-
-
 def measured_rows(
-    store: KeyedStore,
-    race: str,
-    arms: Mapping[str, Timed],
-    prompts: Sequence[list[int]],
-    *,
-    rules: RaceRules,
-    desc: str,
-) -> list[list[Row]]:
-    """The rows of each prompt, one per cycle; each is stored as soon as every arm has had its turn.
+    store: KeyedStore, race: str, arms: Mapping[str, Timed], prompts: Sequence[list[int]], *, run: int, desc: str
+) -> list[Row]:
+    """The row of each prompt, stored as soon as every arm has had its turn.
 
-    `race` identifies the rows of this race in the store, which are not measured again.
+    Args:
+        store: where the rows are, which are not measured again.
+        race: identifies the rows of this race in it.
+        arms: what takes turns.
+        prompts: token ids of each.
+        run: number of the repetition, which has its own seeds.
+        desc: of the progress bar.
     """
     keys = {"kind": "row", "race": race}
-    rows: dict[tuple[int, int], Row] = {
-        (key["prompt"], key["cycle"]): row for key, row in store.entries() if keys.items() <= key.items()
-    }
-    is_warm, total = False, len(prompts) * rules.cycles * len(arms)
-    with Bar(desc=desc, total=total, initial=len(rows) * len(arms), unit="texts") as bar:
-        for cycle in range(rules.cycles):
-            for index, order in in_turns(arms, range(len(prompts)), first=cycle):
-                if (index, cycle) in rows:
-                    continue
-                if not is_warm:
-                    warm_up(arms, prompts)
-                    is_warm = True
-                seed = index + len(prompts) * (cycle + rules.cycles * rules.run)
-                texts: dict[str, tuple[int, float]] = {}
-                for name in order:
-                    texts[name] = arms[name](prompts[index], seed)
-                    bar.update()
-                tokens, seconds = zip(*(texts[name] for name in arms), strict=True)
-                rows[index, cycle] = {"tokens": list(tokens), "seconds": list(seconds)}
-                store.keep([(keys | {"prompt": index, "cycle": cycle}, rows[index, cycle])])
-    return [[rows[index, cycle] for cycle in range(rules.cycles)] for index in range(len(prompts))]
-
-
-def totals_of(rows: Sequence[Sequence[Row]]) -> list[dict[str, list[Any]]]:
-    """Tokens and seconds of every arm on each prompt, all cycles together."""
-    num_arms = len(rows[0][0]["tokens"])
-    return [
-        {name: [sum(row[name][arm] for row in of_prompt) for of_prompt in rows] for name in ("tokens", "seconds")}
-        for arm in range(num_arms)
-    ]
+    rows: dict[int, Row] = {key["prompt"]: row for key, row in store.entries() if keys.items() <= key.items()}
+    if len(rows) < len(prompts):
+        warm_up(arms, prompts)
+    with Bar(desc=desc, total=len(prompts), initial=len(rows), unit="prompts") as bar:
+        for index, order in in_turns(arms, range(len(prompts))):
+            if index not in rows:
+                seed = index + run * len(prompts)
+                rows[index] = {name: list(arms[name](prompts[index], seed)) for name in order}
+                store.keep([(keys | {"prompt": index}, rows[index])])
+                bar.update()
+    return [rows[index] for index in range(len(prompts))]

@@ -6,10 +6,11 @@
 
 Each rival is the fastest of its kind on the timed prompts: of the fixed lengths that ran, the training-free policies,
 transformers' constant schedules, and the target's two ways to run without a draft. This favours the rival, so that a
-remaining lead is not due to a badly chosen one. Cycles of a prompt count as one sample.
+remaining lead is not due to a badly chosen one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import sqrt
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from evaluation.families import ALONE, BASELINE, PRODUCT, TRAINING_FREE
 from evaluation.families import family as family_named
 from evaluation.figure import GREY, Plot, panels_of, plot_of
 from evaluation.gain import Gain, Throughput, median_ratio
-from evaluation.table import Table
+from evaluation.table import Table, crossed
 
 SAMPLING_NAMES = {"greedy": "greedy", "sampled": "T=1", "nucleus": "T=0.7, top-p 0.9", "own": "as in the config"}
 MEAN = "mean of transfer sets"
@@ -47,7 +48,7 @@ class Cell(NamedTuple):
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> "Cell":
-        """Raises ValueError: no fixed length among the arms."""
+        """The arms of a stored cell, a fixed length among them."""
         arms = [
             Result(
                 competitor=Competitor(arm["family"], arm["setting"], FixedLength(0), ({},)),
@@ -57,14 +58,8 @@ class Cell(NamedTuple):
             )
             for arm in stored["arms"]
         ]
-        members = {name: [arm for arm in arms if arm.family in of] for name, of in _RIVALS.items()}
-        if not members[BASELINE]:
-            raise ValueError(
-                "no policy is a fixed length, which gains are measured from; name at least one, as fixed_length:k=5"
-            )
-        return cls(
-            stored, arms, {name: max(of, key=lambda arm: arm.tokens_per_s) for name, of in members.items() if of}
-        )
+        rivals = {rival: fastest_of(arms, families) for rival, families in _RIVALS.items()}
+        return cls(stored, arms, {rival: arm for rival, arm in rivals.items() if arm})
 
     @property
     def ratio(self) -> float:
@@ -89,11 +84,6 @@ class Cell(NamedTuple):
         gain = self.over(arm, rival)
         return "" if gain.standard_error == 0 else f"{_short(gain)} {100 * self.median_over(arm, rival):+.1f}"
 
-    def best_of(self, family: str) -> Result | None:
-        """The fastest arm of a family; None where it did not run."""
-        of_family = [arm for arm in self.arms if arm.family == family]
-        return max(of_family, key=lambda arm: arm.tokens_per_s, default=None)
-
     def as_dict(self) -> dict[str, Any]:
         """The cell in JSON."""
         arms = []
@@ -105,10 +95,16 @@ class Cell(NamedTuple):
         return {**self.stored, "arms": arms}
 
 
+def fastest_of(arms: Iterable[Result], families: Sequence[str]) -> Result | None:
+    """The fastest arm of these families on the timed prompts; None where none of them ran."""
+    members = (arm for arm in arms if arm.family in families)
+    return max(members, key=lambda arm: arm.tokens_per_s, default=None)
+
+
 def cell_table(cell: Cell) -> Table:
     """The table of one cell."""
     stored, rows = cell.stored, []
-    rivals = [name for name in (BASELINE, *SCHEDULES) if name in cell.rivals]
+    rivals = [name for name in (BASELINE, TRAINING_FREE, *SCHEDULES) if name in cell.rivals]
     for arm, of in zip(cell.arms, stored["arms"], strict=True):
         is_slower = arm.family == BASELINE and arm is not cell.rivals[BASELINE]  # only the fastest is the best
         name = "fixed length" if is_slower else name_of(arm.family)
@@ -118,68 +114,37 @@ def cell_table(cell: Cell) -> Table:
     times = f"t_draft {1e3 * stored['times']['t_draft_s']:.2f} ms, t_target/t_draft {cell.ratio:.2f}"
     num_prompts = len(cell.arms[0].throughput.tokens)
     texts = f"{num_prompts} prompts of {stored['dataset']}, at most {stored['num_tokens']} tokens"
-    title = f"{cell.sampling}: {times}; {texts}, {stored['cycles']} times"
     note = (
         "gain in per cent, its 95 % interval over prompts, and the median of the ratios of prompts; each rival is the "
         "fastest of its kind on these prompts, the best fixed length and the target alone included"
     )
-    return Table(f"{title}; default schedule: {stored['default_schedule']}", rows, note, names=2)
+    title = f"{cell.sampling}: {times}; {texts}; default schedule: {stored['default_schedule']}"
+    return Table(title, rows, note, names=2)
 
 
-def summary_table(cells: Sequence[Cell]) -> Table:
-    """One row per cell and family of trained heads."""
-    known = {rival for cell in cells for rival in cell.rivals}
-    rivals = {rival: f"over {name_of(rival)}" for rival in (BASELINE, TRAINING_FREE, *SCHEDULES) if rival in known}
-    rows = [
-        {
-            "ratio": f"{cell.ratio:.2f}",
-            "dataset": cell.stored["dataset"],
-            "sampling": cell.sampling,
-            "policy": name_of(arm.family),
-            "setting": arm.competitor.name,
-            **{heading: _short(cell.over(arm, rival)) for rival, heading in rivals.items() if rival in cell.rivals},
-        }
-        for cell in cells
-        for arm in cell.arms
-        if family_named(arm.family).needs_training
-    ]
-    headings = ("ratio", "dataset", "sampling", "policy", "setting", *rivals.values())
-    note = "gain in per cent over each rival, and its 95 % interval over prompts"
-    return Table("trained heads", rows, note, names=5, headings=headings)
-
-
-def transfer_tables(cells: Sequence[Cell]) -> Iterator[Table]:
-    """One table per rival: families down; across datasets, and their mean over the transfer sets: all sets but the
-    first, on which trained heads were chosen.
-    """
+def gain_tables(cells: Sequence[Cell]) -> Iterator[Table]:
+    """One table per rival: families down; datasets and samplings across, and means over transfer sets."""
     note = "gain on a clock, with its 95 % interval over prompts; each family at its fastest arm"
     for rival in (BASELINE, PRODUCT, DEFAULT, ALONE):
-        rows = [
-            {"policy": name_of(family)}
-            | {f"{dataset}, {SAMPLING_NAMES[sampling]}": gain.text for (sampling, dataset), gain in gains.items()}
-            for family, gains in gains_over(cells, rival).items()
-        ]
-        if rows:
+        gains = gains_over(cells, rival)
+        if rows := crossed("policy", ((name_of(family), column, gain.text) for family, column, gain in gains)):
             yield Table(f"over {name_of(rival)}", rows, note)
 
 
-def gains_over(cells: Sequence[Cell], rival: str) -> dict[str, dict[tuple[str, str], Gain]]:
-    """Family -> (sampling, dataset or MEAN) -> its gain over a rival; the rival itself is left out."""
-    first_set, gains = cells[0].stored["dataset"], {}
-    for family in dict.fromkeys(arm.family for cell in cells for arm in cell.arms):
-        of_family: dict[tuple[str, str], Gain] = {}
-        for sampling in dict.fromkeys(cell.stored["sampling"] for cell in cells):
-            of_sets = {
-                cell.stored["dataset"]: cell.over(arm, rival)
-                for cell in cells
-                if cell.stored["sampling"] == sampling and rival in cell.rivals and (arm := cell.best_of(family))
-            }
-            of_family |= {(sampling, name): gain for name, gain in of_sets.items()}
-            if transfer := [gain for name, gain in of_sets.items() if name != first_set]:
-                of_family[sampling, MEAN] = mean_gain(transfer)
-        if any(gain.value or gain.standard_error for gain in of_family.values()):  # the rival's over itself are 0
-            gains[family] = of_family
-    return gains
+def gains_over(cells: Sequence[Cell], rival: str) -> Iterator[tuple[str, str, Gain]]:
+    """(family, dataset and sampling, gain) of all families but the rival's; and with MEAN the mean over transfer sets:
+    all sets but the first, on which trained heads were chosen.
+    """
+    for family in dict.fromkeys(arm.family for cell in cells for arm in cell.arms if arm.family != rival):
+        of_transfer: dict[str, list[Gain]] = defaultdict(list)
+        for cell in cells:
+            if rival in cell.rivals and (arm := fastest_of(cell.arms, [family])):
+                gain = cell.over(arm, rival)
+                yield family, f"{cell.stored['dataset']}, {cell.sampling}", gain
+                if cell.stored["dataset"] != cells[0].stored["dataset"]:
+                    of_transfer[cell.sampling].append(gain)
+        for sampling, gains in of_transfer.items():
+            yield family, f"{MEAN}, {sampling}", mean_gain(gains)
 
 
 def mean_gain(gains: Sequence[Gain]) -> Gain:
@@ -199,12 +164,11 @@ def verdict_of(cell: Cell) -> str:
     if best.on_dev is None:
         how = "fastest of the named policies on these prompts:"
         best = max(ours, key=lambda arm: arm.tokens_per_s)
-    where = f"{cell.stored['dataset']}, {cell.sampling} at ratio {cell.ratio:.2f}"
+    subject = f"{cell.stored['dataset']}, {cell.sampling} at ratio {cell.ratio:.2f}: {how} {name_of(best.family)}"
     schedules = [name for name in SCHEDULES if name in cell.rivals]
     if not schedules:
         lead = f", {_short(cell.over(best, BASELINE))} % over the best fixed length" * (best.family != BASELINE)
-        alone = "without --race.assistant no schedule of transformers runs beside it"
-        return f"{where}: {how} {name_of(best.family)}{lead}; {alone}."
+        return f"{subject}{lead}; without --race.assistant no schedule of transformers runs beside it."
     against = ", ".join(f"{cell.cell_of(best, name)} % over {name_of(name)}" for name in schedules)
     slower = [
         f"{name_of(arm.family)} than {name_of(name)}"
@@ -213,7 +177,7 @@ def verdict_of(cell: Cell) -> str:
         if cell.over(arm, name).value < 0
     ]
     rest = f"Slower: {'; '.join(slower)}" if slower else "None of ours is slower than a schedule"
-    return f"{where}: {how} {name_of(best.family)}: {against}. {rest}."
+    return f"{subject}: {against}. {rest}."
 
 
 def race_plot(cells: Sequence[Cell]) -> Plot:
@@ -226,7 +190,7 @@ def race_plot(cells: Sequence[Cell]) -> Plot:
     figure, panels = panels_of(len(cells), width=2.2 + 2.6 * len(cells), height=0.34 * len(families) + 1.4)
     for axes, cell in zip(panels, cells, strict=True):
         for row, family in enumerate(families):
-            if best := cell.best_of(family):
+            if best := fastest_of(cell.arms, [family]):
                 gain, shape = cell.over(best, BASELINE), "s" if family in SCHEDULES else "o"
                 errors = 100 * np.array([[gain.value - gain.low], [gain.high - gain.value]])
                 axes.errorbar(100 * gain.value, row, xerr=errors.clip(min=0), fmt=shape, markersize=4, capsize=2)

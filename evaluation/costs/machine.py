@@ -6,11 +6,10 @@ since) is measured and added.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data_gen.prompts.splits import Split
 from decode.experiment import Experiment
 from decode.policies.base import Policy
 from evaluation.costs import measure, stops
@@ -20,7 +19,7 @@ from evaluation.keys import machine_key, models_key, prompts_key
 from evaluation.times import RECORDED, StopShares, TimeErrors, Times, check_ratio
 from store.json_files import KeyedStore
 
-NUM_PROMPTS = 4
+_NUM_PROMPTS = 4
 SKIP = "--decode.t_draft_s SECONDS --decode.t_target_s SECONDS --decode.stop_share size"
 TIMING_S = measure.BUDGET_S + stops.BUDGET_S
 """Seconds that the timing of a machine takes unless its models are large."""
@@ -29,74 +28,47 @@ _TOKENS = 96
 _MEASURED = ("t_draft_s", "t_target_s", "origin", "errors", "stops")
 
 
-def costs_for(
-    experiment: Experiment, ratio: float | None = None, *, others: Iterable[Policy] = (), has_heads: bool = True
-) -> Times:
+def costs_for(experiment: Experiment, ratio: float | None = None, *, policy: Policy | None = None) -> Times:
     """Times that the YAML gives, or else those of this machine; with what the stops of all its policies cost.
 
     Args:
         experiment: the models, policies and settings.
         ratio: t_target / t_draft of other hardware, instead of that of these times.
-        others: policies that are neither registered nor heads of the experiment.
-        has_heads: whether the stops of the experiment's heads count, too.
+        policy: the stop of this one alone counts, and nothing is measured: where no times are known, a second is a
+            target forward, at this ratio or the first of decode.ratios.
 
     Raises:
-        ValueError: one of the two times given without the other; a ratio that is not positive; a share that is no
-            share; `decode.as_recorded` without times beside the trace.
+        ValueError: one of the two times given without the other; a ratio that is not positive; nothing known where
+            nothing is measured.
     """
+    decode, directory = experiment.decode, experiment.directory
+    draft_s, target_s = decode.t_draft_s, decode.t_target_s
     if ratio is not None:
         check_ratio(ratio)
-        return costs_for(experiment, others=others, has_heads=has_heads).with_ratio(ratio)
-    draft_s, target_s, share = experiment.decode.t_draft_s, experiment.decode.t_target_s, experiment.decode.stop_share
-    if not isinstance(share, str) and not 0 <= share < float("inf"):
-        raise ValueError(
-            f"decode.stop_share is {share}; seconds of a stop over those of a draft step are at least 0, or: size, "
-            "measured"
-        )
     if (draft_s is None) != (target_s is None):
         raise ValueError("decode.t_draft_s and decode.t_target_s go together: give both, or neither to measure them")
-    policies = policies_by_kind(experiment.heads.values() if has_heads else (), others)
+    policies = policies_by_kind(experiment.heads.values()) if policy is None else policies_by_kind((), [policy])
     if draft_s is not None and target_s is not None:
-        return Times.constant(draft_s, target_s, elsewhere=shares_of(experiment, policies, {}))
-    if not experiment.decode.as_recorded:
-        return _times_from(times_of(experiment, policies), experiment, policies)
-    if (entry := _kept_times(experiment)) is None:
-        raise ValueError(
-            f"decode.as_recorded measures nothing, and {experiment.directory}/costs.jsonl has no times of this trace's "
-            "sampling; give decode.t_draft_s and decode.t_target_s"
-        )
-    return _times_from(entry, experiment, policies)
-
-
-def costs_without_models(experiment: Experiment, policy: Policy, ratio: float | None = None) -> Times:
-    """Times for one policy, of which none is measured: those that the YAML gives, or those kept of this loop, or else a
-    ratio with a target forward as the second.
-
-    Args:
-        experiment: whose costs they are.
-        policy: whose stop counts.
-        ratio: t_target / t_draft of other hardware; None: where no times are known, the first of decode.ratios.
-
-    Raises:
-        ValueError: no times and no ratio; what `costs_for` raises.
-    """
-    decode, policies = experiment.decode, policies_by_kind((), [policy])
-    if decode.t_draft_s is not None or decode.t_target_s is not None:
-        return costs_for(experiment, ratio, others=[policy], has_heads=False)
-    if ratio is not None:
-        check_ratio(ratio)
-    if entry := _kept_times(experiment):
+        times = Times.constant(draft_s, target_s, elsewhere=shares_of(experiment, policies, {}))
+    elif policy is None and not decode.as_recorded:
+        times = _times_from(times_of(experiment, policies), experiment, policies)
+    elif (entry := _kept_times(experiment)) is not None:
         times = _times_from(entry, experiment, policies)
-        return times if ratio is None else times.with_ratio(ratio)
-    if ratio is None and not decode.ratios:
+    elif policy is None:
         raise ValueError(
-            f"no times of this loop are kept in {experiment.directory}/costs.jsonl, and none are given; run "
-            "`acceptance-heads costs`, or give --ratio 5, or decode.t_draft_s and decode.t_target_s"
+            f"decode.as_recorded measures nothing, and {directory}/costs.jsonl has no times of this trace's sampling; "
+            "give decode.t_draft_s and decode.t_target_s"
         )
-    first = decode.ratios[0] if ratio is None else ratio
-    check_ratio(first)
-    origin = f"ratio {first:g}, nothing measured: a second is a target forward"
-    return Times.constant(1 / first, 1.0, origin, shares_of(experiment, policies, {}))
+    elif ratio is None and not decode.ratios:
+        raise ValueError(
+            f"no times of this loop are kept in {directory}/costs.jsonl, and none are given; run `acceptance-heads "
+            "costs`, or give --ratio 5, or decode.t_draft_s and decode.t_target_s"
+        )
+    else:
+        first = decode.ratios[0] if ratio is None else ratio
+        origin = f"ratio {first:g}, nothing measured: a second is a target forward"
+        return Times.constant(1 / first, 1.0, origin, shares_of(experiment, policies, {}))
+    return times if ratio is None else times.with_ratio(ratio)
 
 
 def _kept_times(experiment: Experiment) -> dict[str, Any] | None:
@@ -166,29 +138,31 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
             file=sys.stderr,
             flush=True,
         )
-        if entry is None:
-            times = costs_of(time_generations(loop), loop.max_draft_length)
-            errors = {"drafting": times.errors.drafting, "verifying": times.errors.verifying}
-            entry = {"t_draft_s": times.t_draft_s, "t_target_s": list(times.t_target_s)}
-            entry |= {"origin": times.origin, "errors": errors, "stops": {}}
+        entry = entry or entry_of(costs_of(time_generations(loop), loop.max_draft_length))
         entry["stops"] |= time_stops(loop, missing)
         store.keep([(key, entry)])
     return entry
 
 
+def entry_of(times: Times) -> dict[str, Any]:
+    """Measured times as DIR/costs.jsonl keeps them, without those of stops."""
+    errors = {"drafting": times.errors.drafting, "verifying": times.errors.verifying}
+    seconds = {"t_draft_s": times.t_draft_s, "t_target_s": list(times.t_target_s)}
+    return {**seconds, "origin": times.origin, "errors": errors, "stops": {}}
+
+
 def loop_of(experiment: Experiment) -> Loop:
     """The loop that the config describes, on a few dev prompts of the first dataset."""
-    prompts = experiment.prompt_ids(*_timed_prompts(experiment), num=_num_prompts(experiment))[:NUM_PROMPTS]
-    return Loop.of(experiment, prompts=prompts, max_new_tokens=_num_tokens(experiment))
+    prompts = experiment.prompt_ids(**_timed_prompts(experiment))[:_NUM_PROMPTS]
+    return Loop.of(experiment, prompts=prompts, max_new_tokens=min(experiment.decode.max_new_tokens, _TOKENS))
 
 
 def key_of(experiment: Experiment) -> dict[str, Any]:
     """Everything that the times of a loop depend on."""
-    prompts = experiment.prompts(*_timed_prompts(experiment), num=_num_prompts(experiment))
     return loop_key(experiment) | {
         "compile": experiment.decode.compile,
-        "prompts": prompts_key(experiment, prompts),
-        "max_new_tokens": _num_tokens(experiment),
+        "prompts": prompts_key(experiment, experiment.prompts(**_timed_prompts(experiment))),
+        "max_new_tokens": min(experiment.decode.max_new_tokens, _TOKENS),
     }
 
 
@@ -202,16 +176,9 @@ def loop_key(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def _timed_prompts(experiment: Experiment) -> tuple[str, Split]:
-    return next(iter(experiment.datasets)), "dev"
-
-
-def _num_prompts(experiment: Experiment) -> int:
-    return max(experiment.decode.num_dev, NUM_PROMPTS)
-
-
-def _num_tokens(experiment: Experiment) -> int:
-    return min(experiment.decode.max_new_tokens, _TOKENS)
+def _timed_prompts(experiment: Experiment) -> dict[str, Any]:
+    num = max(experiment.decode.num_dev, _NUM_PROMPTS)
+    return {"dataset": next(iter(experiment.datasets)), "split": "dev", "num": num}
 
 
 def kept_costs(directory: Path) -> KeyedStore:

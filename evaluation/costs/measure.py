@@ -56,26 +56,18 @@ class Loop:
     @classmethod
     def of(cls: type[AnyLoop], experiment: Experiment, **changes: Any) -> AnyLoop:
         """The loop that a config describes, but for these changes."""
-        settings: dict[str, Any] = {
-            "sampling": experiment.sampling,
-            "max_draft_length": experiment.decode.max_draft_length,
-            "compile": experiment.decode.compile,
-        }
-        return cls(**settings | ({} if "pair" in changes else {"pair": experiment.pair}) | changes)
+        settings = {name: getattr(experiment.decode, name) for name in ("max_draft_length", "compile")}
+        return cls(pair=experiment.pair, **{"sampling": experiment.sampling} | settings | changes)
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end a generation."""
         return self.pair.eos_ids if self.ends_at_eos else frozenset()
 
-    def decoder(self, policy: Policy, *, max_draft_length: int | None = None) -> SpeculativeDecoder:
+    def decoder(self, policy: Policy) -> SpeculativeDecoder:
         """The loop with that policy; all decoders share their models."""
-        return self.models.decoder(
-            self.models.drafter(policy),
-            sampling=self.sampling,
-            max_draft_length=self.max_draft_length if max_draft_length is None else max_draft_length,
-            eos_ids=self.eos_ids,
-        )
+        settings: dict[str, Any] = {"sampling": self.sampling, "eos_ids": self.eos_ids}
+        return self.models.decoder(self.models.drafter(policy), max_draft_length=self.max_draft_length, **settings)
 
     @cached_property
     def models(self) -> PairModels:
@@ -83,14 +75,10 @@ class Loop:
         return PairModels(self.pair, self.compile)
 
 
-def time_generations(loop: Loop, *, lengths: Sequence[int] = TIMED_LENGTHS) -> list[Generation]:
-    """Real generations with several fixed draft lengths, in turns; the first, a warm-up, is left out.
-
-    Args:
-        loop: what is timed, on its prompts.
-        lengths: the draft lengths; those beyond the longest draft count as that.
-    """
-    decoders = [loop.decoder(FixedLength(k)) for k in sorted({min(k, loop.max_draft_length) for k in lengths})]
+def time_generations(loop: Loop) -> list[Generation]:
+    """Real generations with the fixed draft lengths up to the longest draft, in turns, after a warm-up."""
+    lengths = {min(k, loop.max_draft_length) for k in TIMED_LENGTHS}
+    decoders = [loop.decoder(FixedLength(k)) for k in sorted(lengths)]
     num_tokens, generator = min(TOKENS, loop.max_new_tokens), torch.Generator().manual_seed(0)
     decoders[-1].generate(loop.prompts[0], num_tokens, generator=generator)
     turns = turns_within(BUDGET_S, FEWEST_TURNS, desc="costs: t_draft and t_target", unit="turns")

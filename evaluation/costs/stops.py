@@ -28,7 +28,6 @@ from decode.loop.session import Session
 from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.base import AfterDraw, BeforeDraw, Number, State
 from decode.policies.registry import POLICIES, policy_of
-from decode.policies.scores import ScoringPolicy
 from evaluation.costs.measure import Loop, typical
 from evaluation.turns import turns_within
 from heads.model.head import AcceptanceHead
@@ -184,8 +183,8 @@ def mixtures_of(policies: Mapping[str, Policy]) -> dict[str, dict[str, float]]:
     """
     depths: dict[str, dict[str, int]] = {}
     for kind, policy in policies.items():
-        if isinstance(policy, ScoringPolicy):
-            depth = policy.head.depth
+        if len(policy.heads) == 1:
+            depth = policy.heads[0].depth
             depths.setdefault(kind.removesuffix(f"-d{depth}"), {})[kind] = depth
     mixtures = {kind: {kind: 1.0} for kind in policies}
     for of_shape in depths.values():
@@ -233,8 +232,7 @@ def _stops_of(cycles: Sequence[Sequence[Draft]], mixtures: Mapping[str, Mapping[
 
 def sizes(policies: Mapping[str, Policy], num_draft_weights: int) -> dict[str, float]:
     """Bytes of each policy's heads over those of the draft, both in one precision; 0 where there is no head."""
-    heads = {kind: policy.heads if isinstance(policy, ScoringPolicy) else () for kind, policy in policies.items()}
     return {
-        kind: sum(weight.numel() for head in of_kind for weight in head.parameters()) / num_draft_weights
-        for kind, of_kind in heads.items()
+        kind: sum(weight.numel() for head in policy.heads for weight in head.parameters()) / num_draft_weights
+        for kind, policy in policies.items()
     }

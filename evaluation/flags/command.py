@@ -8,22 +8,24 @@ the best fixed length, no speculation, and what the engine lacks: our policies a
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
+from itertools import groupby
 from json import dumps as to_json
+from operator import itemgetter
 from typing import Any
 
 from configs.schema import Config
 from decode.experiment import Experiment
 from decode.policies import FixedLength
+from decode.policies.batch import BatchCosts
 from evaluation.batches.curves import BatchTimes
 from evaluation.batches.load import load_at
 from evaluation.competitor import Competitor, competitors_of, label_of, make_competitor
 from evaluation.contest import Arm, Result, fastest_on_dev, replay_arms
 from evaluation.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE
 from evaluation.flag_types import EngineName, Milliseconds, Sizes, sizes_of
-from evaluation.flags.assisted import times_for
 from evaluation.flags.counters import read_counters, speeds
 from evaluation.flags.engines import ENGINES, Drafting, Engine
-from evaluation.flags.times import Given, given_times
+from evaluation.flags.times import Given, given_times, times_for
 from evaluation.gain import Gain, Splits
 from evaluation.table import Table, printing, say, shown
 from evaluation.times import Times
@@ -79,55 +81,53 @@ def flags(
         block: with --from, a draft is one forward however many tokens it has (DFlash, DSpark, P-EAGLE).
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
-    engine, given, sizes = ENGINES[for_], given_times(t_draft_ms, t_target_ms, log), sizes_of(batch)
-    if sizes is not None and not engine.has_batches:
+    engine, given, sizes = ENGINES[for_], given_times(t_draft_ms, t_target_ms, log), sizes_of(batch) or ()
+    if sizes and not engine.has_batches:
         able = ", ".join(name for name, other in ENGINES.items() if other.has_batches)
         raise ValueError(f"--batch needs an engine whose sequences draft in lockstep ({able}); leave it out for {for_}")
-    if from_ is not None:
-        return from_counters(engine, read_counters(from_), given, sizes or (), is_block=block, json=json)
     with printing(aside=json):
-        experiment = Experiment(config if given is None else given.put_into(config))
-        engine.check(experiment.sampling)
-        times = times_for(experiment, engine.name) if given is None else given.times(experiment)
-        answer = Answer(engine, traces_for(experiment, engine), times)
-        answer.add_ours(experiment.heads, drawn=traces_of(experiment, None))
-        answer.table().print()
-        say("\n".join(answer.sentences()))
-        print(f"\n  {answer.line}\n")
-        batches = answer.in_batches(sizes, given) if sizes else []
-        of_batches = print_batches(engine, batches, times.title)
+        if from_ is None:
+            document = _from_traces(engine, Experiment(config), given, sizes)
+        else:
+            document = _from_counters(engine, read_counters(from_), given, sizes, is_block=block)
     if json:
-        print(to_json({**answer.as_dict(), "costs": asdict(times), **of_batches}))
+        print(to_json({"engine": engine.name, "version": engine.version} | document))
 
 
-def from_counters(
-    engine: Engine, counters: Sequence[Any], given: Given | None, sizes: Sequence[int], *, is_block: bool, json: bool
-) -> None:
-    """Print the best number of drafted tokens by counters alone."""
+def _from_traces(engine: Engine, experiment: Experiment, given: Given | None, sizes: Sequence[int]) -> dict[str, Any]:
+    engine.check(experiment.sampling)
+    times = times_for(experiment, engine.name) if given is None else given.times(experiment)
+    answer = Answer(engine, traces_for(experiment, engine), times)
+    answer.add_ours(experiment.heads, drawn=traces_of(experiment, None))
+    answer.table().print()
+    say("\n".join(answer.sentences()))
+    print(f"\n  {answer.line}\n")
+    curves = BatchTimes(times).curves("") if given is None else given.curves
+    batches = print_batches(engine, answer.in_batches(sizes, curves), times.title)
+    return answer.as_dict() | {"costs": asdict(times)} | batches
+
+
+def _from_counters(
+    engine: Engine, counters: Sequence[Any], given: Given | None, sizes: Sequence[int], *, is_block: bool
+) -> dict[str, Any]:
+    """The best number of drafted tokens by counters alone."""
     if given is None:
         raise ValueError("--from needs times: give --t_draft_ms and --t_target_ms, or --log")
-    speed, low, high = speeds(counters, given, 1, is_block=is_block)
+    speed, low, high = speeds(counters, given.curves, 1, is_block=is_block)
     best, counted = int(speed.argmax()), len(counters[-1])
     rows = [{"k": k, "tokens/s": speed[k], "from": low[k], "to": high[k]} for k in range(len(speed))]
+    note = f"from, to: the bracket of two assumptions (docs/flags.md); k > {counted}: extrapolated"
+    columns = {"k": ("k", "")} | {name: (name, ".1f") for name in ("tokens/s", "from", "to")}
+    counts = ", ".join(str(len(entries)) for entries in counters)
+    Table(f"{engine.name}, predicted from counters at k = {counts}", shown(rows, columns), note).print()
+    over = [f"{estimate[best] / speed[0] - 1:+.0%}" for estimate in (speed, low, high)]
+    beyond = f" Your counters end at {counted}: measure k={best} too." if best > counted else ""
+    gain = f"k={best}, predicted {over[0]} ({over[1]}, {over[2]}) over no speculation.{beyond}"
+    say(gain if best else "Do not speculate.")
     line = engine.number.format(k=best, all=best + 1) if best else engine.off
-    batches: list[dict[str, Any]] = []
-    for size in sorted(sizes):
-        of_size = speeds(counters, given, size, is_block=is_block)[0].tolist()
-        batches.append(batch_row(batches, size, of_size, of_size))
-    with printing(aside=json):
-        note = f"from, to: the bracket of two assumptions (docs/flags.md); k > {counted}: extrapolated"
-        columns = {"k": ("k", "")} | {name: (name, ".1f") for name in ("tokens/s", "from", "to")}
-        counts = ", ".join(str(len(entries)) for entries in counters)
-        Table(f"{engine.name}, predicted from counters at k = {counts}", shown(rows, columns), note).print()
-        over = [f"{seconds[best] / speed[0] - 1:+.0%}" for seconds in (speed, low, high)]
-        beyond = f" Your counters end at {counted}: measure k={best} too." if best > counted else ""
-        gain = f"k={best}, predicted {over[0]} ({over[1]}, {over[2]}) over no speculation.{beyond}"
-        say(gain if best else "Do not speculate.")
-        print(f"\n  {line}\n")
-        of_batches = print_batches(engine, batches, "predicted from counters")
-    if json:
-        facts = {"engine": engine.name, "version": engine.version, "line": line, "k": best, "speeds": rows}
-        print(to_json({**facts, **of_batches}))
+    print(f"\n  {line}\n")
+    of_sizes = {size: 2 * [speeds(counters, given.curves, size, is_block=is_block)[0].tolist()] for size in sizes}
+    return {"line": line, "k": best, "speeds": rows} | print_batches(engine, of_sizes, "predicted from counters")
 
 
 def traces_for(experiment: Experiment, engine: Engine) -> Traces:
@@ -164,12 +164,11 @@ class Answer:
         self.speculating = replace(times, t_target_s=tuple(seconds + extra_s for seconds in times.t_target_s))
         default, self._default = next(iter(traces.items()))
         longest = self._default.dev.max_draft_length
-        [alone] = replay_arms([Competitor(NONE, "", FixedLength(0), ({},))], self._default)
-        self.choices = fastest_on_dev([alone], times)
         rules = [make_competitor(FIXED, "fixed_length", {"k": range(1, longest + 1)})]
         if engine.default is not None:
-            values = {name: [value] for name, value in engine.default.items()}
-            rules.insert(0, engine.competitor(DEFAULT, longest, values))
+            rules.insert(0, engine.competitor(DEFAULT, longest, {name: [at] for name, at in engine.default.items()}))
+        alone = replay_arms([Competitor(NONE, "", FixedLength(0), ({},))], self._default)
+        self.choices = fastest_on_dev(alone, times)
         self.choices |= fastest_on_dev((self.arm(rule, default) for rule in rules), self.speculating)
         arms = [self.arm(engine.competitor(FLAGS, longest), drafting) for drafting in traces]
         self.choices |= fastest_on_dev(arms, self.speculating, {FLAGS: self.choices[NONE]})
@@ -227,20 +226,23 @@ class Answer:
     def as_dict(self) -> dict[str, Any]:
         """The answer in JSON."""
         choices = [
-            {"what": name, "drafts": choice.competitor.name, "setting": dict(choice.setting)}
-            | {"tokens_per_s": choice.tokens_per_s}
-            | {"gains": {base: gain._asdict() for base, gain in self.gains(choice).items()}}
+            {
+                "what": name,
+                "drafts": choice.competitor.name,
+                "setting": dict(choice.setting),
+                "tokens_per_s": choice.tokens_per_s,
+                "gains": {base: gain._asdict() for base, gain in self.gains(choice).items()},
+            }
             for name, choice in self.choices.items()
         ]
-        facts = {"engine": self.engine.name, "version": self.engine.version, "line": self.line}
-        speculates = {"speculates": self.drafting is not None, "short_of_hindsight": self.short_of_hindsight}
-        return {**facts, **speculates, "choices": choices}
+        facts = {"line": self.line, "speculates": self.drafting is not None}
+        return {**facts, "short_of_hindsight": self.short_of_hindsight, "choices": choices}
 
     def table(self) -> Table:
         """A row per choice, with its predicted gains."""
         rows = []
         for name, choice in self.choices.items():
-            gains = {f"over {base}": gain.text for base, gain in self.gains(choice).items() if base != name}
+            gains = {f"over {base}": gain.text * (base != name) for base, gain in self.gains(choice).items()}
             setting = "; ".join(filter(None, (label_of("", choice.setting), choice.competitor.name)))
             rows.append({"what": name, "setting": setting, "tokens/s": f"{choice.tokens_per_s:.1f}", **gains})
         note = (
@@ -248,8 +250,7 @@ class Answer:
             f"prompts). Rows of ours need our loop or plugin. The rule is that of {self.engine.name} "
             f"{self.engine.version}. These flags are {self.short_of_hindsight:.1%} slower than the best setting on test"
         )
-        headings = ["what", "setting", "tokens/s", *(f"over {base}" for base in _BASES if base in self.choices)]
-        return Table(f"{self.engine.name}: settings chosen on dev; {self.alone.title}", rows, note, 2, headings)
+        return Table(f"{self.engine.name}: settings chosen on dev; {self.alone.title}", rows, note, names=2)
 
     def sentences(self) -> Iterator[str]:
         """The answer in sentences."""
@@ -264,45 +265,43 @@ class Answer:
         default = self.choices.get(DEFAULT)
         if default is not None and (gain := default.over(self.choices[NONE])).value < 0:
             yield f"{name}'s default is predicted to be slower: {gain.words} over no speculation."
-        for ours, choice in ((ours, self.choices[ours]) for ours in OURS.values() if ours in self.choices):
-            yield f"{ours[0].upper()}{ours[1:]} ({choice.competitor.name}) would add {choice.over(flags).words}."
+        for ours, choice in self.choices.items():
+            if ours in OURS.values():
+                yield f"{ours.capitalize()} ({choice.competitor.name}) would add {choice.over(flags).words}."
         if self.engine.remark:
             yield self.engine.remark
 
-    def in_batches(self, sizes: Sequence[int], given: Given | None) -> list[dict[str, Any]]:
-        """The number that is fastest on dev at each size of batch, sizes ascending (law 4.13); 0: do not speculate.
-
-        Args:
-            sizes: sequences in a batch, which draft in lockstep.
-            given: times by tokens, from the command line; None: the times of one sequence are used for batches.
+    def in_batches(self, sizes: Sequence[int], curves: BatchCosts) -> dict[int, list[list[float]]]:
+        """Size of batch -> tokens per second on dev and on test by number of tokens, which all sequences draft in
+        lockstep (law 4.13).
         """
         traces = self.traces[self.drafting] if self.drafting else self._default
-        costs = BatchTimes(self.alone).curves("") if given is None else given.curves
         numbers = range(traces.dev.max_draft_length + 1)
         policy = make_competitor(FLAGS, "fixed_length", {"k": numbers}).policy
         splits = [(replay_rounds(trace, policy), len(trace.rows)) for trace in traces]
-        rows: list[dict[str, Any]] = []
-        for size in sorted(sizes):
-            dev, test = (
-                [load_at(*load, size).throughput(costs).tokens_per_s for load in loads]
-                for loads in ([(rounds, k, num_rows) for k in numbers] for rounds, num_rows in splits)
-            )
-            rows.append(batch_row(rows, size, dev, test))
-        return rows
+        return {
+            size: [
+                [load_at(rounds, k, num_rows, size).throughput(curves).tokens_per_s for k in numbers]
+                for rounds, num_rows in splits
+            ]
+            for size in sizes
+        }
 
 
-def batch_row(
-    rows: Sequence[Mapping[str, Any]], size: int, dev: Sequence[float], test: Sequence[float]
-) -> dict[str, Any]:
-    """The row of a size of batch after those of smaller ones, from tokens per second by number of drafted tokens."""
-    best = max(range(len(dev)), key=dev.__getitem__)
-    first = rows[0]["number"] if rows else best
-    row = {"size": size, "number": best, "tokens_per_s": test[best]}
-    return row | {"over_none": test[best] / test[0] - 1, "over_one": test[best] / test[first] - 1}
+def print_batches(engine: Engine, speeds: Mapping[int, Sequence[Sequence[float]]], title: str) -> dict[str, Any]:
+    """Print the number of drafted tokens that is fastest on dev at each size of batch; the same for JSON.
 
-
-def print_batches(engine: Engine, rows: Sequence[Mapping[str, Any]], title: str) -> dict[str, Any]:
-    """Print a row per size of batch with its fastest number of drafted tokens, if there are any; the same for JSON."""
+    Args:
+        engine: whose setting it is.
+        speeds: size -> tokens per second on dev and on test by number of drafted tokens; may be empty.
+        title: what the speeds are.
+    """
+    rows: list[dict[str, Any]] = []
+    for size, (dev, test) in sorted(speeds.items()):
+        best = max(range(len(dev)), key=dev.__getitem__)
+        first = rows[0]["number"] if rows else best
+        row = {"size": size, "number": best, "tokens_per_s": test[best]}
+        rows.append(row | {"over_none": test[best] / test[0] - 1, "over_one": test[best] / test[first] - 1})
     if not rows:
         return {"batches": [], "batch_line": None}
     note = (
@@ -310,8 +309,9 @@ def print_batches(engine: Engine, rows: Sequence[Mapping[str, Any]], title: str)
         "number for all: that of the smallest size. No interval: a batch mixes prompts"
     )
     Table(f"by sequences in a batch; {title}", shown(rows, _BATCH_COLUMNS), note).print()
-    print(f"\n  {batch_line(engine, rows)}\n")
-    return {"batches": list(rows), "batch_line": batch_line(engine, rows)}
+    line = batch_line(engine, rows)
+    print(f"\n  {line}\n")
+    return {"batches": rows, "batch_line": line}
 
 
 def batch_line(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -319,10 +319,8 @@ def batch_line(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> str:
     if engine.name != "vllm":
         return "; ".join(f"{row['size']} sequences: {row['number']}" for row in rows)
     ranges: list[list[int]] = []
-    for row in rows:
-        if ranges and ranges[-1][2] == row["number"]:
-            ranges[-1][1] = row["size"]
-        else:
-            ranges.append([ranges[-1][1] + 1 if ranges else 1, row["size"], row["number"]])
+    for number, of_number in groupby(rows, key=itemgetter("number")):
+        *_, last = of_number
+        ranges.append([ranges[-1][1] + 1 if ranges else 1, last["size"], number])
     most = max(row["number"] for row in rows)
     return f'"num_speculative_tokens": {most}, "num_speculative_tokens_per_batch_size": {ranges}'

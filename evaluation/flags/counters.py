@@ -25,7 +25,7 @@ from jaxtyping import Float
 from scipy.optimize import brentq
 
 from configs.paths import local_path
-from evaluation.flags.times import Given
+from decode.policies.batch import BatchCosts
 
 Array = np.ndarray
 _LONGEST, _LONGEST_RUN, _ITERATIONS = 16, 64, 60
@@ -132,13 +132,13 @@ def _survival_at(rates: Float[Array, " run"], k: int) -> Float[Array, " draft"]:
     return begins @ products[:, :k]  # type: ignore[no-any-return]
 
 
-def speeds(counters: Sequence[Array], given: Given, size: int, *, is_block: bool = False) -> Float[Array, "3 k"]:
+def speeds(counters: Sequence[Array], curves: BatchCosts, size: int, *, is_block: bool = False) -> Float[Array, "3 k"]:
     """Tokens per second by number of drafted tokens, from 0 to 16 or twice those counted: the estimate, and its bracket
     of both assumptions at each counter.
 
     Args:
         counters: S_1 … S_K, of one or more K; between two K the estimate goes from one to the other.
-        given: seconds by tokens.
+        curves: seconds of forwards.
         size: sequences in the batch.
         is_block: a draft is one forward, however many tokens it has.
     """
@@ -148,5 +148,5 @@ def speeds(counters: Sequence[Array], given: Given, size: int, *, is_block: bool
     tokens = np.array([np.interp(at, numbers, both[:, 0, at]) for at in k])
     bounds = both.reshape(-1, len(k))
     forwards = np.minimum(k, 1) if is_block else k
-    round_s = forwards * given.curves.draft(size) + given.curves.target(size * (1 + k))
+    round_s = forwards * curves.draft(size) + curves.target(size * (1 + k))
     return np.stack([tokens, bounds.min(0), bounds.max(0)]) * size / round_s

@@ -69,8 +69,8 @@ class Engine:
     """Name of its rule in the registry."""
     kind: type[Policy] | None = None
     """Class of its rule, where that can do more than the registry's, which every loop can run."""
-    values: Callable[[int], Values] | None = lambda longest: {"k": range(1, longest + 1)}
-    """Settings to choose from, by the longest draft; None: those of the registry."""
+    values: Callable[[int], Values] = lambda longest: {"k": range(1, longest + 1)}
+    """Settings to choose from, by the longest draft."""
     default: Setting | None = None
     draftings: tuple[Drafting, ...] = (LIKELIEST,)
     """The default first."""
@@ -103,8 +103,7 @@ class Engine:
 
     def competitor(self, family: str, longest: int, values: Values | None = None) -> Competitor:
         """The engine's stopping rule at these settings; None: at all settings that `flags` compares."""
-        all_values = values or (self.values or registered(self.rule).values)(longest)
-        return make_competitor(family, self.rule, all_values, kind=self.kind)
+        return make_competitor(family, self.rule, values or self.values(longest), kind=self.kind)
 
     def played(self, played: Played, settings: Sequence[Setting]) -> Played:
         """What the engine does where its rule did this."""
@@ -172,7 +171,7 @@ TRANSFORMERS = Engine(
     name="transformers",
     version="5.23.0",
     rule="assisted",
-    values=None,
+    values=registered("assisted").values,
     default={"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4, "is_heuristic": False},
     draftings=(AS_TARGET,),
     line=_transformers,

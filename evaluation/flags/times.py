@@ -1,23 +1,48 @@
-"""Times that were not measured in our loop: numbers that anyone can measure, or the engine's own log.
+"""Times of an engine's forwards: numbers that anyone can measure, the engine's own log, or the loop of transformers.
 
 --t_draft_ms 4 --t_target_ms 30     a forward of either model, however many tokens it reads
 --t_target_ms 1:30,5:33,17:50       by number of tokens, linear in between and beyond the last (t_draft_ms likewise,
                                     by sequences that draft together)
+
+The loop of transformers takes longer around a forward than ours. Generations with several constant numbers of tokens,
+and without an assistant, take turns; forwards are counted by hooks on both models, and the seconds are
+
+    T = t_start + t_draft * (draft forwards) + t_target(1) * (verifications of a draft) + t_target(0) * (plain steps)
+
+fitted by least absolute deviations, which large residuals hardly move, each with its standard error. A threshold too
+low to end any draft is set, so that t_draft includes the comparison. The time of verifying one more token is part of
+t_draft. The faster of two runs counts, because other work on the machine can only slow one down.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from torch import nn
+
 from configs.paths import local_path
-from configs.schema import Config
 from decode.experiment import Experiment
 from decode.policies.batch import BatchCosts, Curve
-from evaluation.costs.machine import costs_for
+from evaluation.bench.arms import Timed, assisted, constant, warm_up
+from evaluation.costs.machine import costs_for, entry_of, kept_costs, key_of, loop_of, shares_of
+from evaluation.costs.stops import policies_by_kind
 from evaluation.flag_types import Milliseconds
-from evaluation.times import Times
+from evaluation.hierarchies.times import least_absolute
+from evaluation.times import TimeErrors, Times
+from evaluation.turns import in_turns, turns_within
+from lm import Pair
+
+LENGTHS = (None, 1, 2, 4, 8, 16)
+"""Constant numbers of tokens that are timed in transformers; None: no assistant."""
+BUDGET_S = 40.0
+_FEWEST_TURNS, _TOKENS = 12, 64
+_NEVER_STOPS = {"assistant_confidence_threshold": 1e-9}
+Run = tuple[int, int, int, float]
+"""Draft forwards, verifications of a draft, target forwards of one token, and seconds of one generation."""
 
 
 class Given(NamedTuple):
@@ -26,19 +51,12 @@ class Given(NamedTuple):
     curves: BatchCosts
     origin: str
 
-    def put_into(self, config: Config) -> Config:
-        """The experiment with these times of single tokens."""
-        draft_s, target_s = (float(curve(1)) for curve in self.curves)
-        return replace(config, decode=replace(config.decode, t_draft_s=draft_s, t_target_s=target_s))
-
-    def target_s(self, longest: int) -> tuple[float, ...]:
-        """t_target(k) of one sequence for k up to the longest draft."""
-        return tuple(float(self.curves.target(1 + k)) for k in range(longest + 1))
-
     def times(self, experiment: Experiment) -> Times:
-        """The times of one sequence in an experiment that they were `put_into`, with those of stops."""
-        target_s = self.target_s(experiment.decode.max_draft_length)
-        return replace(costs_for(experiment), t_target_s=target_s, origin=self.origin)
+        """The times of one sequence, with stops' shares as the experiment has them."""
+        shares = shares_of(experiment, policies_by_kind(experiment.heads.values()), {})
+        times = Times.constant(float(self.curves.draft(1)), float(self.curves.target(1)), self.origin, shares)
+        lengths = range(experiment.decode.max_draft_length + 1)
+        return replace(times, t_target_s=tuple(float(self.curves.target(1 + k)) for k in lengths))
 
 
 def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | None, log: str | None) -> Given | None:
@@ -50,12 +68,12 @@ def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | Non
     """
     if log is not None and (t_draft_ms is not None or t_target_ms is not None):
         raise ValueError("--log and --t_draft_ms or --t_target_ms both say what forwards take; give one of them")
+    if (t_draft_ms is None) != (t_target_ms is None):
+        raise ValueError("--t_draft_ms and --t_target_ms go together: give both, or neither to measure them")
     if log is not None:
         return read_logs([local_path(part, "--log") for part in log.split(",")])
-    if t_draft_ms is None and t_target_ms is None:
-        return None
     if t_draft_ms is None or t_target_ms is None:
-        raise ValueError("--t_draft_ms and --t_target_ms go together: give both, or neither to measure them")
+        return None
     return Given(BatchCosts(curve_of("t_draft_ms", t_draft_ms), curve_of("t_target_ms", t_target_ms)), "given")
 
 
@@ -128,3 +146,57 @@ def read_log(path: Path) -> tuple[float, float, float | None]:
             "drafting); give --t_draft_ms and --t_target_ms"
         )
     return 1.0 + tokens / rounds, verify_ms, step_ms
+
+
+def times_for(experiment: Experiment, engine: str) -> Times:
+    """The times of our loop, or of transformers' loop, which DIR/costs.jsonl keeps beside ours."""
+    ours = costs_for(experiment)
+    if engine != "transformers" or experiment.decode.t_draft_s is not None:
+        return ours
+    store, key = kept_costs(experiment.directory), key_of(experiment) | {"loop": "transformers"}
+    entry = store.get(key)
+    if entry is None:
+        entry = entry_of(_measured(experiment))
+        store.keep([(key, entry)])
+    errors = TimeErrors(**entry["errors"])._replace(stopping=ours.errors.stopping)
+    target_s = tuple(entry["t_target_s"])
+    return replace(ours, t_draft_s=entry["t_draft_s"], t_target_s=target_s, origin=entry["origin"], errors=errors)
+
+
+def _measured(experiment: Experiment) -> Times:
+    loop = loop_of(experiment)
+    pair, prompts, num_tokens = loop.pair, loop.prompts, min(_TOKENS, loop.max_new_tokens)
+    changes = {str(k): None if k is None else constant(k) | _NEVER_STOPS for k in LENGTHS}
+    arms = {name: assisted(pair, num_tokens, loop.sampling, settings) for name, settings in changes.items()}
+    warm_up(arms, prompts)
+    turns = turns_within(BUDGET_S, _FEWEST_TURNS, desc="costs: transformers' own", unit="turns")
+    timed = in_turns(arms, ((turn, prompts[turn % len(prompts)]) for turn in turns))
+    runs = [[_counted(pair, arms[name], *at) for _ in range(2)] for at, order in timed for name in order]
+    return fitted([min(twice, key=lambda run: run[-1]) for twice in runs])
+
+
+def _counted(pair: Pair, arm: Timed, seed: int, prompt: list[int]) -> Run:
+    calls: Counter[nn.Module] = Counter()
+
+    def count(model: nn.Module, _: object) -> None:
+        calls[model] += 1
+
+    with pair.target.register_forward_pre_hook(count), pair.draft.register_forward_pre_hook(count):
+        _, seconds = arm(prompt, seed)
+    num_drafts, num_targets = calls[pair.draft], calls[pair.target]
+    num_verifications = num_targets if num_drafts else 0
+    return num_drafts, num_verifications, num_targets - num_verifications, seconds
+
+
+def fitted(runs: Sequence[Run]) -> Times:
+    """The times that fit these runs best."""
+    *counts, seconds = np.array(runs, dtype=np.float64).T
+    # relative to each run's seconds: a slow moment of the machine stretches all of it
+    columns, ones = np.column_stack([*counts, np.ones(len(runs))]) / seconds[:, None], np.ones(len(runs))
+    times = least_absolute(columns, ones)
+    # the standard deviation that normal residuals of this median size have
+    deviation = 1.48 * np.median(np.abs(columns @ times - ones))
+    errors = deviation * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))
+    draft_s, verify_s, plain_s, _ = times.tolist()
+    relative = TimeErrors(errors[0] / draft_s, max(errors[1] / verify_s, errors[2] / plain_s))
+    return Times(draft_s, (plain_s, verify_s), "measured in transformers", errors=relative)

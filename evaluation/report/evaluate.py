@@ -12,7 +12,7 @@ import pandas as pd
 from configs.paths import check_local
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.clock.results import check_clock, clock_dataset
+from evaluation.clock import check_clock, clock_dataset
 from evaluation.competitor import competitors_with, make_competitor
 from evaluation.contest import Contest, Replays, hold_each, replay_dataset
 from evaluation.costs.machine import costs_for

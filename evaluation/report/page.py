@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from evaluation.clock.results import ClockReport
+from evaluation.clock import ClockReport
 from evaluation.contest import Contest
 from evaluation.families import ALONE, BOUNDS, families
 from evaluation.figure import Plot

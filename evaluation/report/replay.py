@@ -18,7 +18,7 @@ from data_gen.store.manifest import read_manifest
 from decode.experiment import Experiment
 from decode.policies import Policy
 from decode.policies.auto import Auto
-from evaluation.costs.machine import costs_without_models
+from evaluation.costs.machine import costs_for
 from evaluation.table import Table, printing, say, shown
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
@@ -58,7 +58,7 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None, js
     folder = trace_folder(experiment)
     traces = {dataset: folder.load(dataset) for dataset in experiment.datasets}
     folder.complete()  # nothing is missing, so this only compares the trace's manifest with the config
-    cost = costs_without_models(experiment, rule, ratio)
+    cost = costs_for(experiment, ratio, policy=rule)
     rule = at_costs(rule, cost)
     rows = [
         played(rule, part, cost=cost, dataset=dataset, split=split)

@@ -124,8 +124,8 @@ def test_a_local_file_or_directory_of_a_shipped_name_wins(tmp_path: Path, monkey
         (["engine", "--for", "vllm"], "vllm"),
         (["publish", "--heads", "[a,b]"], ("a", "b")),
         (
-            ["raced", "--config", "tiny", "--race.datasets", "[alpaca, gsm8k]", "--race.cycles", "2"],
-            RaceRules(datasets=("alpaca", "gsm8k"), cycles=2),
+            ["raced", "--config", "tiny", "--race.datasets", "[alpaca, gsm8k]", "--race.run", "2"],
+            RaceRules(datasets=("alpaca", "gsm8k"), run=2),
         ),
     ],
 )

@@ -67,7 +67,8 @@ def dead_links(page: Path, text: str) -> list[str]:
     return [f"{path}#{anchor}" for path, anchor in links if not is_there(path, anchor)]
 
 
-REMOVED = {f"benchmarks.{name}" for name in ("data_gen", "feature_drafts", "deepspec", "flags", "server_labels")}
+_NAMES = "data_gen feature_drafts deepspec flags server_labels serve.lengths"
+REMOVED = {f"benchmarks.{name}" for name in _NAMES.split()}
 """Measurements that pages cite, at the last commit that has them."""
 LAST_COMMIT = "d77169a"
 FRONT_COMMANDS = front_commands(README)
@@ -77,7 +78,7 @@ COMMANDS = [
     if module not in REMOVED
 ]
 PROGRAMS = {"data_gen", "heads", "decode", "evaluation", "checkpoints.recipes", "train.py"}
-BENCHMARKS = {"benchmarks.pace", "benchmarks.serve.clock", "benchmarks.serve.lengths"}
+BENCHMARKS = {"benchmarks.pace", "benchmarks.serve.clock"}
 SCRIPTS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 parser_of = cache(parser_for)
 [SCRIPT] = [script for script in SCRIPTS if "target.generate" in script]

@@ -148,7 +148,7 @@ def test_what_changes_misses_in_every_store_that_depends_on_it(config, what, mon
 
 
 def test_every_term_of_a_race_makes_another_cell_and_datasets_share_them(config):
-    rules = RaceRules(cycles=2), RaceRules(run=1), RaceRules(num_fixed=2), RaceRules(ignore_eos=False)
+    rules = RaceRules(run=1), RaceRules(ignore_eos=False)
     changes = [{"num_prompts": 1}, {"num_tokens": 5}, {"families": ("entropy",)}, {"constants": (3,)}]
     changes += [{"policies": ("fixed_length:k=2",)}, *({"rules": rule} for rule in rules)]
     key = cell_of(config, TERMS)[1]

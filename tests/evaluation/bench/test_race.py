@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from decode.policies.registry import POLICIES
-from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED, assisted
-from evaluation.bench.choices import Choices, of_other_sampling
+from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
 from evaluation.bench.command import bench
-from evaluation.bench.race import SAMPLINGS, Race, measured_rows, totals_of
+from evaluation.bench.race import SAMPLINGS, Race, RaceTerms, measured_rows, of_other_sampling
 from evaluation.families import ALONE
 from evaluation.flag_types import RaceRules
 from evaluation.times import Times
@@ -18,10 +17,8 @@ from evaluation.traces.disk import shard_keys
 from evaluation.traces.recording import trace_folder
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
-from lm import Sampling
 from store.json_files import KeyedStore
 from tests.evaluation.commands import config_with, spelt
-from tests.toys.small_pair import EOS, PROMPTS
 
 TIMES = Times.constant(0.001, 0.005)
 ASKED = {"policies": ("fixed_length:k=2", "fixed_length:k=3", "entropy:max_sqrt_entropy=0.5"), "constants": (2,)}
@@ -55,61 +52,60 @@ def test_every_arm_runs_in_every_cell_and_finished_cells_are_stored(config, monk
         bench(config, **ASKED | {"num_tokens": 5})
 
 
+def race_of(config, *families):
+    return Race(config, RaceTerms(2, 4, (), families, (), RaceRules()))
+
+
 def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(config, tmp_path):
     known = {"temperature": 1.0, "top_k": None, "top_p": None}
     head = AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling=known))
     head.save_pretrained(tmp_path / "heads" / "exported" / "linear")
+    race = race_of(config, "head_drawn", "auto_drawn")
     for name, foreign in (("greedy", True), ("sampled", False)):
-        choices = Choices(config, name, SAMPLINGS[name])
-        chosen = choices.at(TIMES, ("head_drawn", "auto_drawn"))
-        assert list(chosen) == ["fixed_length", "head_drawn", "auto_drawn"]
-        assert choices.replays(choices.first_dataset).traces.dev.sampling == SAMPLINGS[name]
-        assert [of_other_sampling(one.policy, SAMPLINGS[name]) for one in chosen.values()] == [False, foreign, foreign]
-        arms = {arm.competitor.family: arm for arm in choices.replays(choices.first_dataset).arms}
-        assert chosen["fixed_length"].policy.k == int(TIMES.tokens_per_s(arms["fixed_length"].dev).argmax())
+        best_arms = race.best_arms("stories", name)
+        assert list(best_arms) == ["fixed_length", "head_drawn", "auto_drawn"]
+        policies = [best.policy for best in best_arms.values()]
+        assert [of_other_sampling(policy, SAMPLINGS[name]) for policy in policies] == [False, foreign, foreign]
+        assert policies[0].k == int(TIMES.tokens_per_s(best_arms["fixed_length"].arm.dev).argmax())
     with pytest.raises(ValueError, match="no family 'oracle'"):
-        choices.at(TIMES, ("oracle",))
+        race_of(config, "oracle").best_arms("stories", "own")
 
 
-def test_a_race_records_dev_alone_and_an_evaluation_the_rest(config):
+def test_a_race_records_dev_alone_under_its_sampling_and_an_evaluation_the_rest(config):
+    race = race_of(config)
     for name in ("greedy", "own"):
-        choices = Choices(config, name, (SAMPLINGS | {"own": Sampling(**vars(config.pair.sampling))})[name])
-        dev = choices.replays(choices.first_dataset).traces.dev
-        folder = trace_folder(choices.experiment)
-        assert shard_keys(folder.directory, choices.first_dataset, "dev")
-        assert not shard_keys(folder.directory, choices.first_dataset, "test")
+        race.best_arms("stories", name)
+        experiment = race.under(name)
+        folder = trace_folder(experiment)
+        dev = folder.load_split("stories", "dev")
+        assert dev.sampling == (race.experiment.sampling if name == "own" else SAMPLINGS[name])
+        assert not shard_keys(folder.directory, "stories", "test")
         with pytest.raises(FileNotFoundError, match="test"):
-            folder.load(choices.first_dataset)
+            folder.load("stories")
         folder.complete()
-        both = folder.load(choices.first_dataset)
+        both = folder.load("stories")
         assert both.dev.rows == dev.rows, "recorded rows are kept"
-        assert len(both.test.rows) == choices.experiment.decode.num_test
+        assert len(both.test.rows) == experiment.decode.num_test
 
 
 def test_custom_policies_compete_and_have_their_own_cells(config, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    signals = "    signals = frozenset({'token_prob'})\n"
-    after = "    def after(self, state, drawn):\n        return state, drawn.token_prob"
-    (tmp_path / "racing_policies.py").write_text(
-        "from dataclasses import dataclass\nfrom decode.policies import Policy\n"
-        f"@dataclass(frozen=True)\nclass Unsure(Policy):\n{signals}{after} < 0.3\n"
-        f"@dataclass(frozen=True)\nclass Doubting(Policy):\n{signals}{after} < 0.6\n"
-    )
-    names = ("racing_policies:Unsure", "racing_policies:Doubting")
-    for name in names:
-        monkeypatch.setitem(POLICIES, name, POLICIES["entropy"])  # so that its end removes what the race enters
-        del POLICIES[name]
-    asked = ASKED | {"samplings": ("own",), "policies": ("fixed_length:k=2", *names)}
-    (cell,) = bench(config, **asked)["cells"]
-    assert [arm["family"] for arm in cell["arms"]][:4] == [ALONE, "fixed_length", *names]
+    subclass = "@dataclass(frozen=True)\nclass Unsure(TokenProb):\n    pass\n"
+    imports = "from dataclasses import dataclass\nfrom decode.policies import TokenProb\n"
+    (tmp_path / "racing_policies.py").write_text(imports + subclass)
+    name = "racing_policies:Unsure"
+    monkeypatch.setitem(POLICIES, name, POLICIES["entropy"])  # so that its end removes what the race enters
+    del POLICIES[name]
 
-    def families(*policies: str) -> set[str]:
-        of_policies = replace(config, decode=replace(config.decode, policies=policies, perfect_head=False))
-        (cell,) = bench(of_policies, **asked | {"policies": ()})["cells"]
-        return {arm["family"] for arm in cell["arms"]}
+    def families(policies=(), *of_decode):
+        decode = replace(config.decode, policies=of_decode, perfect_head=False)
+        settings = ASKED | {"samplings": ("own",), "policies": policies}
+        (cell,) = bench(replace(config, decode=decode), **settings)["cells"]
+        return [arm["family"] for arm in cell["arms"]]
 
-    assert names[0] not in families("token_prob")
-    assert {names[0], "token_prob"} <= families("token_prob", names[0])
+    assert families(("fixed_length:k=2", name))[:3] == [ALONE, "fixed_length", name]
+    assert name not in families((), "token_prob")
+    assert {name, "token_prob"} <= set(families((), "token_prob", name))
 
 
 def test_a_race_without_a_fixed_length_or_on_an_unknown_dataset_is_refused_before_anything_runs(config, monkeypatch):
@@ -125,7 +121,7 @@ NUM_ARMS, WARM_UP = len(SPEEDS), len(SPEEDS)
 
 
 def raced(path, *, run=0, race="race", stops_after=None):
-    """Three prompts, two cycles: (texts in the order in which they were written, rows by prompt)."""
+    """Six prompts: (texts in the order in which they were written, rows by prompt)."""
     texts = []
 
     def timed(name, speed):
@@ -138,9 +134,8 @@ def raced(path, *, run=0, race="race", stops_after=None):
         return written
 
     arms = {name: timed(name, speed) for name, speed in SPEEDS.items()}
-    store, rules = KeyedStore(path / "bench.jsonl", remedy=""), RaceRules(cycles=2, run=run)
-    rows = measured_rows(store, race, arms, [[number] for number in range(3)], rules=rules, desc="race")
-    return texts, rows
+    store = KeyedStore(path / "bench.jsonl", remedy="")
+    return texts, measured_rows(store, race, arms, [[number] for number in range(6)], run=run, desc="race")
 
 
 def test_a_race_that_was_stopped_resumes_with_its_next_row(tmp_path):
@@ -154,21 +149,11 @@ def test_a_race_that_was_stopped_resumes_with_its_next_row(tmp_path):
     assert raced(tmp_path / "cut", race="another")[0] == whole
 
 
-def test_arms_rotate_every_row_of_a_run_has_its_own_seed_and_cycles_of_a_prompt_are_one_sample(tmp_path):
+def test_arms_rotate_and_every_row_of_a_run_has_its_own_seed(tmp_path):
     (first, measured), (second, _) = raced(tmp_path), raced(tmp_path, race="run 1", run=1)
     rows = [texts[start : start + 3] for texts in (first, second) for start in range(WARM_UP, len(texts), 3)]
     names = list(SPEEDS)
-    assert [row[0][0] for row in rows[:4]] == [*names, names[1]]
+    assert [row[0][0] for row in rows[:4]] == [*names, names[0]]
     assert all(len({seed for *_, seed in row}) == 1 for row in rows)
     assert len({seed for row in rows for *_, seed in row}) == 12
-    totals = totals_of(measured)
-    assert [of_arm["tokens"] for of_arm in totals] == [[12, 14, 16]] * 3
-    assert totals[2]["seconds"] == [3.0, 3.5, 4.0]
-
-
-def test_texts_may_end_at_eos_and_report_their_length(pair, monkeypatch):
-    monkeypatch.setattr(pair.target.generation_config, "eos_token_id", list(range(pair.vocab_size)))
-    timed = assisted(pair, 8, Sampling(temperature=0.0), None, ends_at_eos=True)
-    assert timed(PROMPTS[0], 0)[0] == 1
-    assert assisted(pair, 8, Sampling(temperature=0.0), None)(PROMPTS[0], 0)[0] == 8
-    assert EOS in pair.target.generation_config.eos_token_id
+    assert measured[2] == {"alone": [8, 8.0], "k=1": [8, 4.0], "k=2": [8, 2.0]}

@@ -15,7 +15,6 @@ from decode.policies.registry import policy_of
 from evaluation.flags.command import DEFAULT, FIXED, FLAGS, NONE, Answer, batch_line
 from evaluation.flags.counters import read_counters, speeds, tokens_per_round
 from evaluation.flags.engines import ENGINES, LLAMA_CPP, VLLM, ShortDrafts
-from evaluation.flags.times import Given
 from evaluation.gain import Splits
 from evaluation.played import Played
 from evaluation.times import Times
@@ -208,7 +207,7 @@ def test_what_is_no_counter_is_refused(tmp_path):
 
 
 def test_two_counters_bracket_a_block_is_one_forward_and_a_constant_acceptance_is_the_same_at_every_number():
-    given = Given(BatchCosts(Curve.line(1.0), Curve.line(5.0, 0.5)), "given")
+    given = BatchCosts(Curve.line(1.0), Curve.line(5.0, 0.5))
     counters = read_counters("0.844,0.599,0.385,0.271/0.766,0.545")
     assert [len(one) for one in counters] == [2, 4]
     estimate, low, high = speeds(counters, given, 1)
@@ -228,7 +227,7 @@ def test_counters_at_one_number_name_the_best_one(sampling):
     tokens = np.array([1.0, *(one.emitted.mean() for one in rounds.values())])
     survival = np.array([(rounds[3].emitted > j).mean() for j in (1, 2, 3)])
     for ratio in (2, 5, 20):
-        given = Given(BatchCosts(Curve.line(1.0), Curve.line(ratio)), "given")
+        given = BatchCosts(Curve.line(1.0), Curve.line(ratio))
         best = int(speeds([survival], given, 1)[0][:6].argmax())
         exact = tokens / (np.arange(6) + ratio)
         assert exact[best] >= 0.98 * exact.max()

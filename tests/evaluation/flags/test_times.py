@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from evaluation.flags.assisted import fitted
-from evaluation.flags.times import curve_of, given_times
+from evaluation.flags.times import curve_of, fitted, given_times
 
 LOG = """\
 0.05.995.490 I slot print_timing: id  0 | task 7 | prompt eval time =      20.00 ms /    10 tokens (    2.00 ms per \

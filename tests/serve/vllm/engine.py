@@ -5,18 +5,16 @@ a GPU) and this project (`pip install --no-deps .` and `pip install jaxtyping sc
 not collect this folder. The embedded pair answers test prompts, each with a policy of the registry as its own setting.
 """
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.serve.loop import ROOT, TRIO, interpreter, pair_of_the_trio, requests_of
+from benchmarks.serve.loop import TRIO, EngineProcess, pair_of_the_trio, requests_of
 from lm import Pair, Sampling
 from tests.serve.vllm.laws import decoded, law_of, random_heads
 
-LONGEST, NUM, TIMEOUT_S = 12, 36, 3600
+LONGEST, NUM = 12, 36
 FALSE_ALARM, MOST_Z, CAUGHT_Z, MOST_GROWTH_MIB = 1e-4, 4.0, 6.0, 16
 TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 48, "max_model_len": 512}
 TIGHT |= {"block_size": 32, "num_gpu_blocks_override": 24}
@@ -45,18 +43,18 @@ def serve(heads: dict[str, str], tmp_path: Path):
     def served(batches: list[Batch], plain: tuple[str, ...] = (), **arguments: Any) -> list[dict[str, Any]]:
         settings = {"policy": "fixed_length:k=2", "heads": heads}
         models = {role: str(TRIO / role) for role in ("target", "draft")}
-        job = {**models, "longest": LONGEST, "settings": settings, "arguments": arguments, "batches": batches}
-        alone = job | {"draft": None, "settings": None, "batches": [one for one in batches if one["name"] in plain]}
-        return [answered(one) for one in ([job, alone] if plain else [job])]
+        job = {**models, "longest": LONGEST, "settings": settings, "arguments": arguments}
+        alone = [one for one in batches if one["name"] in plain]
+        others = [answered(job | {"draft": None, "settings": None}, alone)] if plain else []
+        return [answered(job, batches), *others]
 
-    def answered(job: dict[str, Any]) -> dict[str, Any]:
+    def answered(job: dict[str, Any], batches: list[Batch]) -> dict[str, Any]:
         """One engine's answers, in a process of its own, so that its memory is its own too."""
-        (tmp_path / "job.json").write_text(json.dumps([job]))
-        paths = [str(tmp_path / name) for name in ("job.json", "result.json")]
-        command = [interpreter(), "-m", "benchmarks.serve.engine", *paths]
-        done = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, capture_output=True, text=True)
-        assert done.returncode == 0, f"vLLM has ended with {done.returncode}: {(done.stdout + done.stderr)[-4000:]}"
-        return json.loads((tmp_path / "result.json").read_text())[0]
+        engine = EngineProcess(job, tmp_path / "job.json")
+        try:
+            return {batch["name"]: engine.served(batch) for batch in batches}
+        finally:
+            engine.close()
 
     return served
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, Policy
-from evaluation.clock.results import check_clock, report_of, rows_of
-from evaluation.clock.turns import PrimedLoop, PrimedModel, clock, replayed_on
+from evaluation.clock import PrimedLoop, PrimedModel, check_clock, clock, replayed_on, report_of, rows_of
 from evaluation.competitor import Competitor
 from evaluation.contest import Arm, Result, result_of
 from evaluation.gain import Throughput, gain_over
@@ -46,7 +45,7 @@ def runners_on(recorded: Trace, policies: dict[str, Policy] = POLICIES) -> list[
 
 @pytest.fixture
 def loop(pair) -> PrimedLoop:
-    return PrimedLoop(pair=pair, sampling=WARM, max_draft_length=LENGTH, compile=False)
+    return PrimedLoop(pair=pair, sampling=WARM, max_draft_length=LENGTH, ends_at_eos=True)
 
 
 def test_every_prompt_is_played_as_it_was_replayed_and_timed_in_each_turn_or_left_out(recorded, loop):
@@ -68,7 +67,8 @@ def test_a_feature_draft_is_played_as_it_was_replayed(monkeypatch, kind):
     """Its first round reads the prompt, which the target's recorder must see."""
     pair, chains = Pair(target_of(kind), draft(kind), None, Words()), forms.traced(kind).select(range(4))
     monkeypatch.setattr(pair.target.generation_config, "eos_token_id", forms.EOS)
-    feature_loop = PrimedLoop(pair=pair, sampling=chains.sampling, max_draft_length=chains.max_draft_length)
+    settings = {"sampling": chains.sampling, "max_draft_length": chains.max_draft_length, "ends_at_eos": True}
+    feature_loop = PrimedLoop(pair=pair, **settings)
     runners = runners_on(chains, {"fixed_length": FixedLength(2)})
     assert clock(feature_loop, runners, chains, range(4), repeats=1, name="made")[1].all()
 

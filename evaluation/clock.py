@@ -1,0 +1,310 @@
+"""`evaluation evaluate --clock`: clocked generations beside what the times predict of the same prompts (law 4.9).
+
+Every family decodes at the setting that dev chose, in real generations that the trace is played to
+(`evaluation.traces.played`), and so does the target alone. The oracle and the perfect head are left out: they know what
+no loop knows.
+
+Each turn visits every prompt, and on it every runner, in an order that rotates. Both models hold the prompt before the
+clock starts (law 4.5: after `prime(prompt)` the cache holds prompt[:-1], a prefix of committed[:-1], and `reset`
+returns to that); beside a feature draft the first round reads the prompt, for every policy alike. The first turn is not
+timed: it compiles whatever the others will need, since those feed the very same tokens, and holds every generation
+against its replay. Signals were recorded many positions at once and are read one by one, so their last bits may differ,
+and a threshold may fall between: such a prompt is left out for everyone.
+
+    difference            clocked tokens/s over predicted ones - 1
+    draft, verify, rest   clocked less predicted seconds of drafts, of verifications, and between rounds (where nothing
+                          is predicted), over all predicted seconds
+    common                median difference of all families: the machine's speed now against that when it was timed
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from decode.drafters.factory import PairModels
+from decode.experiment import Experiment
+from decode.loop.decoder import Generation
+from decode.policies import FixedLength
+from evaluation.competitor import Competitor
+from evaluation.contest import Contest, Result, replay_arms, result_of
+from evaluation.costs.measure import Loop
+from evaluation.families import ALONE, BASELINE, REPLAYED, family, styles_of
+from evaluation.figure import GREY, Plot, figure_of, legend_below, plot_of
+from evaluation.gain import Splits, Throughput, gain_over
+from evaluation.played import Played, lengths_of
+from evaluation.table import Table, flat
+from evaluation.times import Times
+from evaluation.traces.played import PlayedSampler
+from evaluation.traces.trace import Array, Trace
+from evaluation.turns import in_turns
+from lm import CachedModel
+from store.progress import Bar
+
+TOLERANCE = 0.03
+"""A difference beyond this is pointed out."""
+_PARTS = ("draft", "verify", "rest")
+_COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted")
+
+
+class PrimedModel(CachedModel):
+    """A `CachedModel` whose `reset` keeps the prompt."""
+
+    _num_primed = 0
+
+    def prime(self, prompt_ids: Sequence[int]) -> None:
+        """Read all of the prompt but its last token; sequences start from there until the next call."""
+        self._num_primed = 0
+        self.reset()
+        if len(prompt_ids) > 1:
+            self.feed(prompt_ids[:-1])
+        self._num_primed = len(prompt_ids) - 1
+
+    def reset(self) -> None:
+        """Go back to the end of the prompt."""
+        if self._num_primed:
+            self.roll_back(self._num_primed)
+        else:
+            super().reset()
+
+
+class PrimedLoop(Loop):
+    """The loop of a config, eager or compiled, for several policies that take turns on one prompt."""
+
+    def prime(self, prompt_ids: Sequence[int]) -> None:
+        """Set the text that every decoder starts from next."""
+        for model in (self.models.target, *self.models.drafts.values()):
+            if isinstance(model, PrimedModel) and model.recorder is None:
+                model.prime(prompt_ids)
+
+    @cached_property
+    def models(self) -> PairModels:
+        return PairModels(self.pair, self.compile, kind=partial(PrimedModel, compile=self.compile))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClockReport:
+    """The clock's rows of one dataset."""
+
+    dataset: str
+    about: str
+    """One line on what was timed."""
+    rows: Sequence[Mapping[str, Any]]
+    """A family and its setting, predicted and clocked tokens per second, their difference and its parts, and the
+    predicted and the clocked gain over the best fixed length.
+    """
+
+    @property
+    def common(self) -> float:
+        """Median difference of all families, the machine's speed."""
+        return float(np.median([row["difference"] for row in self.rows]))
+
+    @property
+    def verdict(self) -> str:
+        """The families that differ by more than `TOLERANCE`, and the part of a round that they differ in."""
+        beyond = [row for row in self.rows if abs(row["difference"]) > TOLERANCE]
+        if not beyond:
+            return f"every family is within {TOLERANCE:.0%} of its prediction"
+        listed = ", ".join(
+            f"{row['family']} {row['difference']:+.1%}, most of it {max(_PARTS, key=lambda part: abs(row[part]))}"
+            for row in beyond
+        )
+        relative = {row["family"]: (1 + row["difference"]) / (1 + self.common) - 1 for row in self.rows}
+        others = ", ".join(f"{name} {part:+.1%}" for name, part in relative.items() if abs(part) > TOLERANCE)
+        return (
+            f"beyond {TOLERANCE:.0%} of the prediction: {listed}; {self.common:+.1%} is the median of all families; "
+            f"beyond {TOLERANCE:.0%} of that median: {others or 'none'}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON has it."""
+        report = {"dataset": self.dataset, "about": self.about, "verdict": self.verdict, "common": self.common}
+        return report | {"rows": [flat(row) for row in self.rows]}
+
+    @property
+    def table(self) -> Table:
+        """A row for each family."""
+        rows = [
+            {
+                "policy": family(row["family"]).label,
+                "setting": row["setting"],
+                "predicted tokens/s": f"{row['predicted_tokens_per_s']:.1f}",
+                "clocked tokens/s": f"{row['clocked_tokens_per_s']:.1f}",
+                "difference": f"{row['difference']:+.1%}",
+                **{f"of it {part}": f"{row[part]:+.1%}" for part in _PARTS},
+                "predicted gain": row["predicted_gain"].text,
+                "clocked gain": row["clocked_gain"].text,
+            }
+            for row in self.rows
+        ]
+        note = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
+        return Table(f"{self.dataset} on a clock: {self.about}", rows, note, names=2)
+
+    @property
+    def plot(self) -> Plot:
+        """Plot of clocked over predicted tokens per second."""
+        figure, axes = figure_of(5.2)
+        points = np.array([[row[f"{kind}_tokens_per_s"] for kind in ("predicted", "clocked")] for row in self.rows])
+        ends = np.array([points.min(), points.max()])
+        axes.fill_between(ends, ends * (1 - TOLERANCE), ends * (1 + TOLERANCE), color=GREY, alpha=0.25, linewidth=0)
+        axes.plot(ends, ends, color=GREY, linestyle="--", linewidth=1)
+        styles = styles_of(row["family"] for row in self.rows)
+        for row, point in zip(self.rows, points, strict=True):
+            colour, _, marker = styles[row["family"]]
+            axes.plot(*point, marker, color=colour, markersize=5, label=family(row["family"]).label)
+        axes.set(xlabel="predicted tokens/s", ylabel="clocked tokens/s")
+        legend_below(axes)
+        caption = f"Clocked against predicted tokens/s; the band is {TOLERANCE:.0%} wide each way."
+        return plot_of(f"clock-{self.dataset}", caption, figure)
+
+
+def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) -> None:
+    """Raise ValueError unless a clock can run so often; on a record, which may have no prompts, it cannot at all."""
+    if num_prompts > 0 and as_recorded:
+        raise ValueError("--clock decodes, and decode.as_recorded has neither models nor prompts; give one of the two")
+    if num_prompts < 0:
+        raise ValueError(f"clock is {num_prompts}; it is a number of test prompts, 0 for none")
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}; every generation is timed at least once")
+
+
+def clock_dataset(
+    experiment: Experiment, contest: Contest, test: Trace, *, num_prompts: int, repeats: int
+) -> ClockReport:
+    """The first test prompts of one dataset, every turn of each once, on the loop of the config."""
+    loop, rows, times = PrimedLoop.of(experiment, ends_at_eos=True), rows_of(test, num_prompts), contest.times
+    alone = next(replay_arms([Competitor(ALONE, ALONE, FixedLength(0), ({},))], Splits(test, test)))
+    runners = [result_of(alone, 0, times)]
+    runners += [result for name, result in contest.results.items() if name not in REPLAYED]
+    clocked = clock(loop, runners, test.select(rows), rows, repeats=repeats, name=contest.dataset)
+    return report_of(*clocked, runners, times, dataset=contest.dataset, rows=rows)
+
+
+def rows_of(trace: Trace, num_prompts: int) -> list[int]:
+    """Rows of the first prompts, each turn with its first draw."""
+    return sorted(row for row in trace.first_draws if trace.prompt_of_row[row] < num_prompts)
+
+
+def clock(
+    loop: PrimedLoop, runners: Sequence[Result], trace: Trace, rows: Sequence[int], *, repeats: int, name: str
+) -> tuple[Float[Array, "runner repeat row part"], Bool[Array, " row"]]:
+    """Play the whole trace to every runner, once untimed and then `repeats` times.
+
+    Args:
+        loop: the loop of the config, which writes recorded texts.
+        runners: the settings that are timed.
+        trace: the rows that are played.
+        rows: their numbers on the runners' test split.
+        repeats: timed turns.
+        name: the name of the dataset, for the progress bar.
+
+    Returns:
+        Seconds of each generation, of its drafts and of its verifications; and the rows on which every runner did what
+        its replay says.
+    """
+    num = len(trace.rows)
+    seconds, agrees = np.zeros((len(runners), repeats, num, 3)), np.ones(num, dtype=bool)
+    with Bar(total=(repeats + 1) * num * len(runners), desc=f"clock: {name}", unit="generations") as bar:
+        decoders = [loop.decoder(runner.policy) for runner in runners]
+        replays = [replayed_on(runner, rows) for runner in runners]
+        for turn in range(repeats + 1):
+            for row, order in in_turns(range(len(runners)), range(num), first=turn):
+                request = trace.rows[row]
+                loop.prime(request.prompt_ids)
+                for number in order:
+                    draws, started_s = PlayedSampler(trace, row), perf_counter()
+                    generation = decoders[number].generate(request.prompt_ids, request.limit, generator=draws)
+                    wall_s, rounds = perf_counter() - started_s, generation.rounds
+                    if turn:
+                        parts_s = (sum(round_.draft_s for round_ in rounds), sum(round_.target_s for round_ in rounds))
+                        seconds[number, turn - 1, row] = (wall_s, *parts_s)
+                    elif not _agrees(generation, replays[number], row):
+                        agrees[row] = False
+                    bar.update()
+    return seconds, agrees
+
+
+def replayed_on(result: Result, rows: Sequence[int]) -> Played:
+    """What a result did on some test rows."""
+    assert result.played is not None
+    return result.played.select([0], rows)
+
+
+def _agrees(generation: Generation, replayed: Played, row: int) -> bool:
+    """Whether a generation is its replay, draft lengths included; a draft that is read at its end alone may pay more
+    forwards.
+    """
+    lengths = lengths_of(generation, replayed.lengths.shape[-1] - 1)
+    counts = all(getattr(generation.counts, name) == getattr(replayed.counts, name)[0, row] for name in _COUNTED)
+    return counts and np.array_equal(lengths, replayed.lengths[0, row])
+
+
+def report_of(
+    seconds: Float[Array, "runner repeat row part"],
+    agrees: Bool[Array, " row"],
+    runners: Sequence[Result],
+    times: Times,
+    *,
+    dataset: str,
+    rows: Sequence[int],
+) -> ClockReport:
+    """Every runner, over the rows that all of them decoded as replayed; rows of one prompt, such as the turns of a
+    conversation, count together.
+
+    Args:
+        seconds, agrees: as `clock` returns them.
+        runners: the best fixed length among them.
+        times: predict them.
+        dataset: its name.
+        rows: numbers of the clocked rows on the test split.
+
+    Raises:
+        ValueError: there is no such row.
+    """
+    if not agrees.any():
+        raise ValueError(f"{dataset}: no response is decoded as it was replayed; record the trace again with this pair")
+    agreeing = [row for row, is_same in zip(rows, agrees, strict=True) if is_same]
+    every, timed = [replayed_on(runner, agreeing) for runner in runners], seconds[:, :, agrees]
+    wall_s = np.median(timed[..., 0], axis=1)
+    predicted = [times.throughput(played).at(0) for played in every]
+    measured = [
+        Throughput(expected.tokens, played.per_prompt(of_runner[None])[0])
+        for expected, played, of_runner in zip(predicted, every, wall_s, strict=True)
+    ]
+    base = [runner.family for runner in runners].index(BASELINE)
+    results = [
+        {
+            "family": runner.family,
+            "setting": runner.label,
+            "predicted_tokens_per_s": expected.tokens_per_s,
+            "clocked_tokens_per_s": throughput.tokens_per_s,
+            "difference": throughput.tokens_per_s / expected.tokens_per_s - 1,
+            **_parts(wall_s[number].sum(), timed[number].sum((0, 1)), every[number], times),
+            "predicted_gain": gain_over(predicted[base], expected),
+            "clocked_gain": gain_over(measured[base], throughput),
+        }
+        for number, (runner, expected, throughput) in enumerate(zip(runners, predicted, measured, strict=True))
+    ]
+    about = _about(len(measured[0].tokens), agrees, num_repeats=seconds.shape[1])
+    return ClockReport(dataset=dataset, about=about, rows=results)
+
+
+def _about(num_prompts: int, agrees: Bool[Array, " row"], *, num_repeats: int) -> str:
+    num_rows, num_left_out = int(agrees.sum()), int((~agrees).sum())
+    responses = f"{num_rows} responses to " * (num_prompts < num_rows)
+    about = f"{responses}{num_prompts} test prompts, medians of {num_repeats} generations each, prompts read beforehand"
+    left_out = f"; {num_left_out} responses left out, where a threshold falls between the last bits of loop and trace"
+    return about + left_out * (num_left_out > 0)
+
+
+def _parts(wall_s: float, totals_s: Array, played: Played, times: Times) -> dict[str, float]:
+    """Clocked less predicted seconds of each part, over all predicted seconds; each part has its share of `wall_s`."""
+    total_s, lengths = float(times.time_s(played).sum()), played.lengths[0].sum(0)
+    verify_s = float(lengths @ times.target_s(np.arange(len(lengths))))
+    draft, verify = wall_s * totals_s[1:] / totals_s[0]
+    seconds = (draft - (total_s - verify_s), verify - verify_s, wall_s - draft - verify)
+    return {part: float(part_s / total_s) for part, part_s in zip(_PARTS, seconds, strict=True)}

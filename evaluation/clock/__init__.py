@@ -1,1 +1,0 @@
-"""Real generations on a clock, beside what replay and the cost model predict of them."""
