@@ -14,7 +14,7 @@ from evaluation.competitor import competitors_with
 from evaluation.contest import Contest, Replays, Result, fastest_on_dev, replay_dataset, result_of
 from evaluation.costs.machine import costs_for
 from evaluation.gain import Splits
-from evaluation.report.recommended import pooled, recommend, write_verdict
+from evaluation.report.verdict import pooled, recommend, write_verdict
 from evaluation.table import Table, announce, printing, say
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import join_traces

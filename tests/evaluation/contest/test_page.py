@@ -11,14 +11,15 @@ import pytest
 
 from evaluation.competitor import bounds, default_values, make_competitor
 from evaluation.contest import hold, replay_dataset
+from evaluation.families import family
 from evaluation.gain import Splits
 from evaluation.report import page as page_module
 from evaluation.report.evaluate import at_ratios
-from evaluation.report.files import write_plots
-from evaluation.report.page import Page, has_heads, write_report
-from evaluation.report.plots import entropies, pareto
+from evaluation.report.page import Page, write_plots, write_report
+from evaluation.report.plots import entropies, pareto, stage_plot
 from evaluation.report.results import result_table
-from evaluation.report.verdict import answer_of
+from evaluation.report.stages import stage_table
+from evaluation.report.verdict import sentence_of
 from evaluation.times import StopShares, Times
 from lm import Sampling
 from tests.toys.small_pair import trace
@@ -41,8 +42,9 @@ def page(contest, tmp_path_factory):
     held, replays = contest
     directory = tmp_path_factory.mktemp("report")
     plots = [pareto(list(held.results.values())), entropies(replays.traces.test)]
-    answers, rankings = {"made": [answer_of(held, heads={})]}, {"made": at_ratios([held], replays)}
-    write_report(Page(about="a < b", directory=directory, answers=answers, rankings=rankings, plots=plots))
+    held = {"contests": {"made": [held]}, "pictures": {"made": [stage_plot(held)]}}
+    rankings = {"made": at_ratios(held["contests"]["made"], replays)}
+    write_report(Page(about="a < b", directory=directory, rankings=rankings, plots=plots, **held))
     return directory / "report.html"
 
 
@@ -52,16 +54,15 @@ def cells(part: str) -> list[list[str]]:
 
 
 def test_the_page_fetches_nothing_and_opens_with_the_sentence_and_the_rows_of_the_console(page, contest):
-    text, answer = page.read_text(), answer_of(contest[0], heads={})
+    text, (contest, _) = page.read_text(), contest
     assert len(text) < 6e6
     assert not re.search(r"""(src|href)\s*=\s*["'](https?:)?//|fetch\(|XMLHttpRequest|@import""", text)
     assert "a &lt; b" in text
     assert not re.search(r"\$(?!\{)[a-z]", text)
     assert Path(page_module.__file__).with_suffix(".html").read_text().count("\n") < 120, "no cost model"
-    assert html.escape(answer.verdict).replace(" %", "&nbsp;%") in text
+    assert html.escape(sentence_of(contest)).replace(" %", "&nbsp;%") in text
     assert text.index('class="verdict"') < text.index("<svg") < text.index("<table") < text.index('id="step"')
-    stages = [[row.get(column, "") for column in answer.table.columns] for row in answer.table.rows]
-    assert cells(text.split("<main>")[1].split("</table>")[0]) == stages
+    assert cells(text.split("<main>")[1].split("</table>")[0]) == stage_table(contest).cells
 
 
 def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_evaluation(page, contest):
@@ -73,17 +74,12 @@ def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_eva
     assert labels == [f"{ratio} draft forwards{', as in this evaluation' * (n == 4)}" for n, ratio in enumerate(ratios)]
     assert 'max="10" step="1" value="4"' in text
     part = text.split('data-step="4">')[1].split("</div></div>")[0]
-    assert cells(part) == [[str(cell) for cell in row.values()] for row in result_table(contest).rows]
-    marks = dict(re.findall(r'<tr class="(\w+)" data-family="(\w+)"', part))
-    assert marks["best"] == contest.best.family
+    assert cells(part) == result_table(contest).cells
+    assert dict(re.findall(r'<tr class="(\w+)"><td.*?>(.*?)</td>', part))["best"] == family(contest.best.family).label
     assert len(re.findall('class="bound"', part)) == len(list(bounds()))
 
 
-def test_a_report_says_whether_it_compares_heads_and_plots_of_two_datasets_are_two_files(page, contest, tmp_path):
-    assert not has_heads(page)
-    other = tmp_path / "report.html"
-    other.write_text(page.read_text().replace('data-family="entropy"', 'data-family="head_drawn"'))
-    assert has_heads(other)
+def test_plots_of_two_datasets_are_two_files(contest, tmp_path):
     plot = pareto(list(contest[0].results.values()))
     write_plots(tmp_path / "plots", [plot.of("one"), plot.of("two")])
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"pareto-one.svg", "pareto-two.svg"}

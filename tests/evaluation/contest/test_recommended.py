@@ -15,7 +15,7 @@ from evaluation.competitor import Competitor
 from evaluation.contest import Arm, Replays
 from evaluation.gain import Splits
 from evaluation.played import Played, joined
-from evaluation.report.recommended import pooled, recommend, write_verdict
+from evaluation.report.verdict import pooled, recommend, write_verdict
 from evaluation.times import Times
 from heads import AcceptanceHead
 

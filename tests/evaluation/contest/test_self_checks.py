@@ -18,8 +18,8 @@ from decode.policies import FixedLength, HeadPolicy, Policy
 from evaluation.competitor import Competitor, competitors_of
 from evaluation.contest import Replays, fastest_on_dev, replay_arms
 from evaluation.gain import Splits
-from evaluation.report.recommended import pooled
 from evaluation.report.tune import tuned_heads
+from evaluation.report.verdict import pooled
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from heads import AcceptanceHead

@@ -9,7 +9,7 @@ from decode.policies.registry import LOGISTIC
 from evaluation.competitor import default_values, head_competitor, make_competitor
 from evaluation.contest import Contest, Replays, hold, replay_dataset
 from evaluation.gain import Splits
-from evaluation.report.transfer import over_tuned, transfer_frame, transfer_table, transferred
+from evaluation.report.transfer import transfer_records, transfer_table, transferred
 from evaluation.times import Times
 from evaluation.traces.coupling import Recorder
 from evaluation.tuning.calibration import calibrated_on, is_of_other_sampling
@@ -44,19 +44,19 @@ def test_the_setting_is_chosen_on_the_source_set_and_judged_on_the_target_set(se
     results = transferred(source, target, sets[1])
     assert {"head_drawn", "auto_drawn_online", *FAMILIES} <= set(results)
     assert not {"oracle", "perfect_drawn"} & set(results)
+    records = {record["family"]: record for record in transfer_records(results, source, target)}
     tests = {arm.competitor.family: arm.test for arm in sets[1].arms}
     for name in (*FAMILIES, "head_drawn"):
         assert results[name].setting == source.results[name].setting
         speed = TIMES.tokens_per_s(tests[name])[source.results[name].number]
         assert results[name].tokens_per_s == pytest.approx(speed)
-        kept = over_tuned(results, target)[name]
-        assert kept.low <= kept.value <= kept.high
-        assert kept.value == pytest.approx(speed / target.results[name].tokens_per_s - 1)
-    frame = transfer_frame(results, source, target)
-    assert (set(frame["chosen_on"]), set(frame["dataset"])) == ({"source"}, {"target"})
-    table = transfer_table(results, source, target)
-    assert table.column("transferred")[:-1] == [result.over(target.baseline).text for result in results.values()]
-    assert table.column("policy")[-1] == "perfect head"
+        record = records[name]
+        assert record["over_tuned_low"] <= record["over_tuned"] <= record["over_tuned_high"]
+        assert record["over_tuned"] == pytest.approx(speed / target.results[name].tokens_per_s - 1)
+        assert (record["chosen_on"], record["dataset"]) == ("source", "target")
+    *rows, perfect = transfer_table(results, source, target).rows
+    assert [row["transferred"] for row in rows] == [result.over(target.baseline).text for result in results.values()]
+    assert perfect["policy"] == "perfect head"
 
 
 def test_a_setting_that_is_best_on_the_source_set_alone_costs_something_on_the_target_set(sets, source, monkeypatch):
@@ -68,13 +68,13 @@ def test_a_setting_that_is_best_on_the_source_set_alone_costs_something_on_the_t
     replays = replay_dataset(traces, [lengths], heads={}, perfect_head=False, name="")
     target = hold(replays, TIMES, dataset="target")
     results = transferred(source, target, replays)
-    kept = over_tuned(results, target)
+    kept = {record["family"]: record for record in transfer_records(results, source, target)}
     assert target.baseline.setting == {"k": LENGTH} != results["fixed_length"].setting
-    assert results["fixed_length"].over(target.baseline) == kept["fixed_length"]
-    assert kept["fixed_length"].high < -0.01
-    assert "entropy" not in kept
-    same = over_tuned(transferred(source, source, sets[0]), source)
-    assert [gain.value for gain in same.values()] == pytest.approx([0] * len(same), abs=1e-12), "the same set"
+    assert results["fixed_length"].over(target.baseline).value == kept["fixed_length"]["over_tuned"]
+    assert kept["fixed_length"]["over_tuned_high"] < -0.01
+    assert "over_tuned" not in kept["entropy"]
+    same = transfer_records(transferred(source, source, sets[0]), source, source)
+    assert [record["over_tuned"] for record in same] == pytest.approx([0] * len(same), abs=1e-12), "the same set"
 
 
 @pytest.mark.parametrize("timing", ["fed", "drawn", "prefix"])

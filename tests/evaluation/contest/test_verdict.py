@@ -23,12 +23,13 @@ from evaluation.families import (
     family,
     styles_of,
 )
-from evaluation.figure import INK, figure_of, legend_below, plot_of
+from evaluation.figure import INK, figure_of, plot_of
 from evaluation.gain import Gain, Splits, Throughput
-from evaluation.report.files import folder_of
-from evaluation.report.plots import all_plots, thresholds
-from evaluation.report.stages import console_table, stage_plot, stage_table, stages_of
-from evaluation.report.verdict import answer_of, doubt_of, explained
+from evaluation.report.page import folder_of, stage_frame
+from evaluation.report.plots import all_plots, stage_plot, thresholds
+from evaluation.report.results import result_table
+from evaluation.report.stages import console_table, deciding_families, stage_table, stages_of
+from evaluation.report.verdict import doubt_of, explained, sentence_of
 from evaluation.times import StopShares, Times
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
@@ -56,58 +57,50 @@ def replays(heads):
 
 
 @pytest.fixture(scope="module")
-def answer(replays, heads):
-    return answer_of(hold(replays, CURVE, dataset="made"), heads=heads)
+def contest(replays):
+    return hold(replays, CURVE, dataset="made")
 
 
 @pytest.mark.parametrize("t_draft_s", [0.2, 0.05])
-def test_the_sentence_has_the_figures_of_the_results(replays, heads, t_draft_s):
+def test_the_sentence_has_the_figures_of_the_results(replays, t_draft_s):
     contest = hold(replays, Times.constant(t_draft_s, 1.0, "measured"), dataset="made")
-    answer = answer_of(contest, heads=heads)
-    own, free = contest.leaders["heads"], contest.leaders[TRAINING_FREE]
+    sentence, best, free = sentence_of(contest), contest.leaders["heads"], contest.leaders[TRAINING_FREE]
     ratio = f"On this machine, where a target forward costs {1 / t_draft_s:.1f} draft forwards: head"
-    assert answer.verdict.startswith(ratio)
+    assert sentence.startswith(ratio)
     length = contest.baseline.setting["k"]
-    assert f"predicted {contest.gain(own.family).words} over the best fixed length, {length}" in answer.verdict
+    assert f"predicted {contest.gain(best.family).words} over the best fixed length, {length}" in sentence
     over = f", and {contest.lead.words} over the {family(free.family).label}, which needs no training"
-    assert (over in answer.verdict) == (free.family != BASELINE)
-    stage = next(stage for stage in answer.stages if stage.family == own.family)
-    assert stage.result is own
-    assert (stage.added == contest.lead) == (free.family != BASELINE)
+    assert (over in sentence) == (free.family != BASELINE)
+    stage = next(stage for stage in stages_of(contest) if stage["family"] == best.family)
+    assert (stage["added"] == contest.lead) == (free.family != BASELINE)
 
 
-def test_a_lead_that_shows_nothing_is_called_so():
+def test_a_lead_that_shows_nothing_is_called_so_and_without_heads_the_sentence_says_what_needs_no_training(replays):
     could_be_chance = " With 7 test prompts this difference could be chance, and the entropy (SVIP) "
     slower = " No trained head is faster here: use the entropy (SVIP)."
     assert doubt_of(Gain(0.1, 0.02, 0.2, 0.0), "entropy", 7) == ""
     assert doubt_of(Gain(0.1, -0.02, 0.2, 0.0), "entropy", 7).startswith(could_be_chance)
     assert doubt_of(Gain(-0.1, -0.2, -0.02, 0.0), "entropy", 7).startswith(slower)
-
-
-def test_without_heads_the_sentence_says_what_needs_no_training(replays):
     arms = [arm for arm in replays.arms if not family(arm.competitor.family).needs_training]
-    answer = answer_of(hold(replace(replays, arms=arms, heads={}), CURVE), heads={})
-    assert "no trained heads are compared" in answer.verdict or "no policy that needs no training" in answer.verdict
-    assert answer.explained == ""
+    sentence = sentence_of(hold(replace(replays, arms=arms, heads={}), CURVE))
+    assert "no trained heads are compared" in sentence or "no policy that needs no training" in sentence
 
 
-def test_one_row_of_each_kind_decides_the_note_has_the_others_and_the_console_every_row_on_request(answer):
-    shown, contest = answer.deciding, answer.contest
+def test_one_row_of_each_kind_decides_the_note_has_the_others_and_the_console_every_row_on_request(contest):
+    shown, stages, note = deciding_families(contest), stages_of(contest), stage_table(contest).note
     assert (shown[0], shown[-2:]) == (BASELINE, ["perfect_drawn", "oracle"])
     kinds = [family(name).kind for name in shown[:-2]]
     assert len(set(kinds)) == len(kinds)
     assert {contest.leaders[group].family for group in ("heads", TRAINING_FREE)} <= set(shown)
-    beside = set(shown) - {stage.family for stage in answer.stages}
+    beside = set(shown) - {stage["family"] for stage in stages}
     assert beside
-    for name in beside:
-        assert family(name).label in answer.table.note
-        assert contest.gain(name).words in answer.table.note
-    stages, whole = answer.printed(has_all=True)
-    assert answer.printed(has_all=False) == [stages]
-    assert stages.title == whole.title
-    assert [row["gain"] for row in stages.rows[2:]] == [stage.gain.words for stage in answer.stages[1:]]
-    assert f"--all: {len(whole.rows) - len(stages.rows)} more rows" in stages.note
-    assert [row["policy"] for row in whole.rows if "[bold]" in row["tokens/s"]] == [f"[bold]{answer.best}[/bold]"]
+    assert all(f"{family(name).label}" in note and contest.gain(name).words in note for name in beside)
+    console, whole = console_table(contest), result_table(contest)
+    assert console.title == whole.title
+    assert [row["gain"] for row in console.rows[2:]] == [stage["gain"].words for stage in stages[1:]]
+    assert f"--all: {len(whole.rows) - len(console.rows)} more rows" in console.note
+    bold = [row["policy"] for number, row in enumerate(whole.rows) if whole.marks.get(number) == "best"]
+    assert bold == [family(contest.best.family).label]
 
 
 def test_the_name_of_a_head_is_explained_in_words():
@@ -133,9 +126,8 @@ def test_every_family_has_the_colour_of_its_kind_and_its_own_line_and_marker():
     assert [family(name).needs_training for name in (*heads, "auto_fed", "entropy")] == [True] * 5 + [False]
 
 
-def test_plots_have_the_readers_ink_a_legend_below_and_two_axes_for_thresholds_of_two_meanings(replays, answer):
-    contest = answer.contest
-    for plot in [stage_plot(answer.stages, contest), *all_plots(replays, contest, shown=answer.deciding)]:
+def test_plots_have_the_readers_ink_a_legend_below_and_two_axes_for_thresholds_of_two_meanings(replays, contest):
+    for plot in [stage_plot(contest), *all_plots(replays, contest)]:
         assert "currentColor" in plot.svg
         assert "prefers-color-scheme:dark" in plot.svg
         assert INK not in plot.svg
@@ -147,8 +139,7 @@ def test_plots_have_the_readers_ink_a_legend_below_and_two_axes_for_thresholds_o
     assert len({tuple(on[name]) for name in meanings}) == len(plots) == len(meanings)
     figure, axes = figure_of(3.0)
     axes.plot([0, 1], [0, 1], label="a line")
-    legend_below(axes)
-    assert "a line" in plot_of("p", "", figure).svg  # drawn, so that positions are known
+    assert "a line" in plot_of("p", "", figure, xlabel="x").svg  # drawn, so that positions are known
     assert figure.legends[0].get_window_extent().y1 <= axes.get_tightbbox().y0
 
 
@@ -163,7 +154,9 @@ def test_a_report_that_compares_heads_is_kept_where_none_compete_now(tmp_path, c
         assert bool(printed) == bool(parts)
 
     check(tmp_path, "No trained heads in", "`acceptance-heads export")
-    (tmp_path / "report.html").write_text('<tr data-family="head_drawn">')
+    (tmp_path / "results.csv").write_text("family\nfixed_length\nentropy\n")
+    check(tmp_path, "No trained heads in", "`acceptance-heads export")
+    (tmp_path / "results.csv").write_text("family\nfixed_length\nhead_drawn\n")
     check(tmp_path / "no-heads", "is kept")
     experiment.heads = {"it": None}
     check(tmp_path / "no-heads", "decode.policies names no head")
@@ -190,26 +183,31 @@ def contest_at(speeds, free=PRODUCT) -> Contest:
 def test_stages_go_from_the_best_fixed_length_to_the_oracle_and_share_its_whole_gain():
     contest = contest_at(SPEEDS)
     first, *stages = stages_of(contest)
-    assert [stage.family for stage in (first, *stages)] == [BASELINE, PRODUCT, "head_drawn", PERFECT, "oracle"]
-    assert [stage.percent_of_gain for stage in stages] == [pytest.approx(part) for part in (20, 10, 20, 50)]
-    assert first.speeds[:3] == pytest.approx((100, 100, 100))
-    assert (first.added, first.percent_of_gain) == (None, None)
+    assert [stage["family"] for stage in (first, *stages)] == [BASELINE, PRODUCT, "head_drawn", PERFECT, "oracle"]
+    shares = [stage["percent_of_oracle_gain"] for stage in stages]
+    assert shares == [pytest.approx(part) for part in (20, 10, 20, 50)]
+    assert first["tokens_per_s"][:3] == pytest.approx((100, 100, 100))
+    assert ("added" in first, first["percent_of_oracle_gain"]) == (False, None)
     before = 100.0
     for stage in stages:
-        assert stage.speeds[:3] == pytest.approx([100 * (1 + part) for part in stage.gain[:3]])
-        assert stage.speeds.value == pytest.approx(SPEEDS[stage.family])
-        assert stage.added.value == pytest.approx(stage.speeds.value / before - 1)
-        assert all(gain.low < gain.value < gain.high for gain in (stage.speeds, stage.gain, stage.added))
-        before = stage.speeds.value
+        speeds, gain, added = (stage[name] for name in ("tokens_per_s", "gain", "added"))
+        assert speeds[:3] == pytest.approx([100 * (1 + part) for part in gain[:3]])
+        assert speeds.value == pytest.approx(SPEEDS[stage["family"]])
+        assert added.value == pytest.approx(speeds.value / before - 1)
+        assert all(each.low < each.value < each.high for each in (speeds, gain, added))
+        before = speeds.value
     product, head, perfect, _ = stages
-    assert (product.added, head.added) == (product.gain, contest.lead)
-    assert perfect.added == contest.results[PERFECT].over(contest.results["head_drawn"])
-    assert [stage.percent_of_gain for stage in stages_of(contest_at(dict.fromkeys(SPEEDS, 100.0)))] == [None] * 5
-    assert "slower than" not in stage_table([first, *stages], contest).note
-    preferred = stages_of(contest_at(SPEEDS, free="entropy"))
-    assert [stage.family for stage in preferred[:4]] == [BASELINE, PRODUCT, "entropy", "head_drawn"]
-    assert [stage.percent_of_gain for stage in preferred[2:4]] == [pytest.approx(-2), pytest.approx(12)]
-    assert "entropy (SVIP): slower than the row above" in stage_table(preferred, contest).note
+    assert (product["added"], head["added"]) == (product["gain"], contest.lead)
+    assert perfect["added"] == contest.results[PERFECT].over(contest.results["head_drawn"])
+    no_gain = stages_of(contest_at(dict.fromkeys(SPEEDS, 100.0)))
+    assert [stage["percent_of_oracle_gain"] for stage in no_gain] == [None] * 5
+    assert "slower than" not in stage_table(contest).note
+    contest = contest_at(SPEEDS, free="entropy")
+    preferred = stages_of(contest)
+    assert [stage["family"] for stage in preferred[:4]] == [BASELINE, PRODUCT, "entropy", "head_drawn"]
+    shares = [stage["percent_of_oracle_gain"] for stage in preferred[2:4]]
+    assert shares == [pytest.approx(-2), pytest.approx(12)]
+    assert "entropy (SVIP): slower than the row above" in stage_table(contest).note
 
 
 @pytest.mark.parametrize(
@@ -224,36 +222,35 @@ def test_a_stage_that_did_not_compete_says_why_and_the_others_share_the_whole_ga
     speeds = {other: speed for other, speed in SPEEDS.items() if other != name}
     contest = contest_at(speeds, BASELINE if name == PRODUCT else PRODUCT)
     stages = stages_of(contest)
-    assert [stage.missing for stage in stages if stage.result] == [""] * 4
-    assert stages[row + 1].knows == f"{stages[row].knows}; {stages_of(contest_at(SPEEDS))[row + 1].knows}"
-    assert sum(stage.percent_of_gain or 0 for stage in stages) == pytest.approx(100)
-    cells = stage_table(stages, contest).rows[row + 1]
+    assert [bool(stage["missing"]) for stage in stages] == [number == row for number in range(5)]
+    known = [stage["knows"] for stage in (stages[row], stages_of(contest_at(SPEEDS))[row + 1])]
+    assert stages[row + 1]["knows"] == "; ".join(known)
+    assert sum(stage.get("percent_of_oracle_gain") or 0 for stage in stages) == pytest.approx(100)
+    cells = stage_table(contest).rows[row + 1]
     assert why in cells["what it knows"]
     assert "tokens/s" not in cells
-    assert why in stages[row].as_dict()["missing"]
-    assert f">{why.partition(':')[0]}<" in stage_plot(stages, contest).svg
+    assert why in stages[row]["missing"]
+    assert f">{why.partition(':')[0]}<" in stage_plot(contest).svg
 
 
 def test_the_table_the_picture_and_the_record_have_the_same_figures():
     contest = contest_at(SPEEDS)
-    stages = stages_of(contest)
-    head, table = stages[2], stage_table(stages, contest, beside=["entropy (SVIP), 0.4: +18 % (16, 20)"])
-    speed, low, high, _ = head.speeds
-    own_cells = ["best head, drawn-time", "what a head learned", "drawn+s-d1-w3 at 0.731"]
-    figures = [f"{speed:.0f} ({low:.0f}, {high:.0f})", head.gain.words, head.added.words]
-    assert list(table.rows[3].values()) == own_cells + figures
-    assert table.column("tokens/s")[:2] == ["50.0", "100"]
-    assert "entropy (SVIP), 0.4: +18 % (16, 20)" in table.note
-    record = head.as_dict()
+    head, table = stages_of(contest)[2], stage_table(contest)
+    speed, low, high, _ = head["tokens_per_s"]
+    head_cells = ["best head, drawn-time", "what a head learned", "drawn+s-d1-w3 at 0.731"]
+    figures = [f"{speed:.0f} ({low:.0f}, {high:.0f})", head["gain"].words, head["added"].words]
+    assert table.cells[3] == head_cells + figures
+    assert [row["tokens/s"] for row in table.rows[:2]] == ["50.0", "100"]
+    assert f"entropy (SVIP): {contest.gain('entropy').words}" in table.note
     names = ("tokens_per_s_low", "gain_high", "added", "percent_of_oracle_gain")
-    assert [record[name] for name in names] == [low, head.gain.high, head.added.value, head.percent_of_gain]
-    svg = stage_plot(stages, contest).svg
+    (record,) = [row for row in stage_frame([contest]).to_dict("records") if row["family"] == "head_drawn"]
+    assert [record[name] for name in names] == [low, head["gain"].high, head["added"].value, pytest.approx(10)]
+    svg = stage_plot(contest).svg
     assert all(f">{text}<" in svg for text in ("100", "120", "130", "150", "200"))
-    wide = console_table(table, best="", more=16)
-    assert Console(width=200).measure(wide._replace(note="").table()).maximum <= 100
-    assert "drawn+s-d1-w3 at 0.731" in wide.note
-    assert "16 more rows" in wide.note
+    console = console_table(contest)
+    assert Console(width=200).measure(console._replace(note="").table()).maximum <= 100
+    assert "drawn+s-d1-w3 at 0.731" in console.note
     near = Times.constant(0.01, 0.02)
     every = (Times.constant(0.2, 0.9996), near.with_ratio(5.0), near.with_ratio(4.998), near.with_ratio(5.000001))
-    names_of_near_ratios = {stage_plot(stages, replace(contest, times=times)).name for times in every}
+    names_of_near_ratios = {stage_plot(replace(contest, times=times)).name for times in every}
     assert len(names_of_near_ratios) == 4, "a file each"
