@@ -38,6 +38,10 @@ class Table(NamedTuple):
         """Names of the columns, in the order in which the rows have them."""
         return list(self.headings or dict.fromkeys(column for row in self.rows for column in row))
 
+    def column(self, heading: str) -> list[str]:
+        """The cells of one column, from the top."""
+        return [str(row.get(heading, "")) for row in self.rows]
+
     @property
     def cells(self) -> list[list[str]]:
         """The cells of each row, in the order of the columns."""
@@ -70,6 +74,14 @@ def shown(records: Iterable[Mapping[str, Any]], columns: Columns) -> list[dict[s
         }
         for record in records
     ]
+
+
+def crossed(name: str, cells: Iterable[tuple[str, str, str]]) -> list[dict[str, str]]:
+    """Rows of (row, column, cell), in order of first appearance; `name` heads the rows' own column."""
+    rows: dict[str, dict[str, str]] = {}
+    for row, column, cell in cells:
+        rows.setdefault(row, {name: row})[column] = cell
+    return list(rows.values())
 
 
 def flat(record: Mapping[str, Any]) -> dict[str, Any]:

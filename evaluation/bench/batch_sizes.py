@@ -20,7 +20,7 @@ from decode.loop.batch import BatchRound
 from decode.policies import FixedLength, Policy
 from decode.policies.batch import BatchCosts, Curve, batched
 from evaluation.costs.measure import Loop, typical
-from evaluation.table import Table
+from evaluation.table import Table, crossed
 from evaluation.turns import in_turns
 
 _TURNS = 3
@@ -103,12 +103,12 @@ def _rising(seconds: Mapping[int, Sequence[float]]) -> Curve:
 
 def size_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Policies down, sizes across."""
-    by_policy: dict[str, dict[str, str]] = {}
-    for row in sorted(rows, key=lambda row: int(row["batch_size"])):
-        cells = by_policy.setdefault(row["policy"], {"policy": row["policy"]})
-        cells[f"batch {row['batch_size']}"] = f"{row['tokens_per_s']:.1f}, {row['against_fixed'] - 1:+.1%}"
+    cells = (
+        (row["policy"], f"batch {row['batch_size']}", f"{row['tokens_per_s']:.1f}, {row['against_fixed'] - 1:+.1%}")
+        for row in sorted(rows, key=lambda row: int(row["batch_size"]))
+    )
     title = "tokens/s of continuous batches, all sequences together, medians over turns"
-    return Table(title, list(by_policy.values()), "after the comma: over the best fixed length's of the same turn")
+    return Table(title, crossed("policy", cells), "after the comma: over the best fixed length's of the same turn")
 
 
 def size_verdict(rows: Sequence[Mapping[str, Any]]) -> str:

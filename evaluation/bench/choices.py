@@ -35,12 +35,13 @@ class Choices:
         self._name = name
 
     def _replays(self, dataset: str) -> Replays:
-        folder, heads = trace_folder(self.experiment), self.experiment.heads
+        folder = trace_folder(self.experiment)
         folder.complete(("dev",))  # nothing is chosen on test
         dev = folder.load_split(dataset, "dev")
-        competitors, traces = competitors_with(self.experiment, heads), Splits(dev, dev.select([0]))  # test: not read
+        competitors = competitors_with(self.experiment, self.experiment.heads)
+        traces = Splits(dev, dev.select([0]))  # test: not read
         name = f"dev, {dataset}, {self._name}"
-        return replay_dataset(traces, competitors, heads=heads, perfect_head=False, name=name)
+        return replay_dataset(traces, competitors, perfect_head=False, name=name)
 
     def at(
         self, times: Times, families: Sequence[str] = (), *, dataset: str | None = None, num_fixed: int = 1

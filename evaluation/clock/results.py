@@ -22,7 +22,7 @@ from evaluation.clock.turns import PrimedLoop, clock, replayed_on
 from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Result, replay_arms, result_of
 from evaluation.families import ALONE, BASELINE, REPLAYED, family, styles_of
-from evaluation.figure import GREY, Plot, figure_of, plot_of
+from evaluation.figure import GREY, Plot, figure_of, legend_below, plot_of
 from evaluation.gain import Splits, Throughput, gain_over
 from evaluation.played import Played
 from evaluation.table import Table, flat, shown
@@ -109,9 +109,13 @@ class ClockReport:
         for row, *point in zip(self.rows, predicted, clocked, strict=True):
             colour, _, marker = styles[row["family"]]
             axes.plot(*point, marker, color=colour, markersize=5, label=family(row["family"]).label)
-        caption = f"Clocked against predicted tokens/s; the band is {TOLERANCE:.0%} wide each way."
-        labels = {"xlabel": "predicted tokens/s", "ylabel": "clocked tokens/s"}
-        return plot_of(f"clock-{self.dataset}", caption, figure, **labels)
+        axes.set(xlabel="predicted tokens/s", ylabel="clocked tokens/s")
+        legend_below(axes)
+        return plot_of(
+            f"clock-{self.dataset}",
+            f"Clocked against predicted tokens/s; the band is {TOLERANCE:.0%} wide each way.",
+            figure,
+        )
 
 
 def report_of(

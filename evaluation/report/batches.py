@@ -133,7 +133,7 @@ def _rivals(replays: Replays, times: Times) -> dict[str, Sequence[Any]]:
         if arms := [arm for arm in replays.arms if arm.competitor.family in names]:
             cheap = [arm for arm in arms if stop_s(arm) <= min(map(stop_s, arms))]
             heads = dict.fromkeys([best[timing], *best_heads(fastest_on_dev(cheap, times)).values()])
-            rivals[f"auto_{timing}"] = [replays.heads[name] for name in heads]
+            rivals[f"auto_{timing}"] = list(heads)
     return rivals
 
 

@@ -39,7 +39,7 @@ from evaluation.table import announce, printing, say
 from evaluation.times import Times
 from evaluation.traces.lengths import PredictedLength, fit_length, predict_length
 from evaluation.traces.recording import trace_folder
-from evaluation.tuning.calibration import calibrated_on, is_of_other_sampling
+from evaluation.tuning.calibration import calibrated_on
 from store.shards import write_atomic
 
 
@@ -124,10 +124,9 @@ def compare_all(
         page: of the report.
         has_all: whether every policy's row is printed, below the stages.
     """
-    heads, folder, has_sources = experiment.heads, trace_folder(experiment), bool(sources)
+    folder, has_sources = trace_folder(experiment), bool(sources)
     dev = folder.load(next(iter(experiment.datasets))).dev
-    if any(is_of_other_sampling(head, experiment.sampling) for head in heads.values()):
-        heads = heads | calibrated_on(dev, heads)
+    heads = {**experiment.heads, **calibrated_on(dev, experiment.heads)}
     competitors, perfect = competitors_with(experiment, heads), experiment.decode.perfect_head
     if (length_head := fit_length(dev)) is not None:
         grid = {"extra": np.linspace(-3, dev.longest.max(), 41).tolist()}
@@ -139,7 +138,7 @@ def compare_all(
         if length_head is not None:
             for trace in traces:
                 predict_length(trace, length_head)
-        replays = replay_dataset(traces, competitors, heads=heads, perfect_head=perfect, name=dataset)
+        replays = replay_dataset(traces, competitors, perfect_head=perfect, name=dataset)
         contests = hold_each(replays, every_times, dataset=dataset)
         for contest in contests:
             for table in [console_table(contest), *([result_table(contest)] if has_all else [])]:

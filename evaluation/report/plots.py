@@ -36,7 +36,7 @@ def all_plots(replays: Replays, contest: Contest) -> list[Plot]:
     have the families that decide.
     """
     deciding, test = [contest.results[name] for name in deciding_families(contest)], replays.traces.test
-    heads = {timing: replays.heads[name] for timing, name in best_heads(contest.results).items()}
+    heads = best_heads(contest.results)
     plots = [*thresholds(contest), draft_lengths(deciding, contest.times), pareto(deciding)]
     return [*plots, *([reliability_plot(test, heads)] if heads else []), entropies(test)]
 

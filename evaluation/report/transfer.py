@@ -98,7 +98,7 @@ def source_contests(
     decode = replace(config.decode, dir=directory, allow_foreign_heads=True)
     experiment = Experiment(replace(config, pair=pair, decode=decode))
     name = next(iter(experiment.datasets))
-    traces, heads, perfect = trace_folder(experiment).load(name), experiment.heads, decode.perfect_head
-    replays = replay_dataset(traces, competitors, heads=heads, perfect_head=perfect, name=f"transfer from {name}")
+    traces, desc = trace_folder(experiment).load(name), f"transfer from {name}"
+    replays = replay_dataset(traces, competitors, perfect_head=decode.perfect_head, name=desc)
     dataset = f"{name} (temperature {experiment.sampling.temperature:g})"
     return {contest.times.title: contest for contest in hold_each(replays, every_times, dataset=dataset)}

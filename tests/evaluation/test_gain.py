@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import bootstrap
 
 from evaluation.gain import NUM_RESAMPLES, Gain, Throughput, gain_over
-from evaluation.table import Table, flat, shown
+from evaluation.table import Table, crossed, flat, shown
 from evaluation.times import TimeErrors, Times
 from tests.cases import first_fast
 
@@ -87,3 +87,5 @@ def test_a_table_prints_every_cell_under_its_heading_and_what_is_absent_as_nothi
     columns = {"policy": ("family", ""), "N": ("num", ","), "speed-up": ("speed_up", ".2f")}
     rows = shown([{"family": "a", "num": 1234, "speed_up": None}], columns)
     assert rows == [{"policy": "a", "N": "1,234", "speed-up": ""}]
+    rows = crossed("policy", [("b", "batch 1", "x"), ("b", "batch 4", "y"), ("a", "batch 4", "z")])
+    assert rows == [{"policy": "b", "batch 1": "x", "batch 4": "y"}, {"policy": "a", "batch 4": "z"}]

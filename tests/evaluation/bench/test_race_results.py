@@ -79,8 +79,8 @@ def test_the_verdict_names_what_dev_chose_and_what_is_slower(cell, part):
 
 def test_the_summary_has_a_row_per_head_and_a_column_per_rival_and_the_plot_a_panel_per_sampling():
     table = summary_table([Cell.of(cell_of(*OURS, *THEIRS, *HEADS))])
-    cells = [(row["policy"], row["over best training-free"]) for row in table.rows]
-    assert cells == [(name, "+100.0 (+0, +200)") for name in ("best head, drawn-time", "auto, drawn-time head")]
+    assert table.column("policy") == ["best head, drawn-time", "auto, drawn-time head"]
+    assert table.column("over best training-free") == ["+100.0 (+0, +200)"] * 2
     headings = summary_table([Cell.of(cell_of(*OURS, *HEADS))]).columns
     assert headings[-2:] == ["over best fixed length", "over best training-free"]
     text = race_plot([Cell.of(CELL), Cell.of(CELL | {"sampling": "nucleus"})]).svg
@@ -96,6 +96,6 @@ def test_two_datasets_have_a_mean_over_transfer_sets_whose_error_is_smaller_than
     assert gains_over(cells, ALONE)["fixed_length"]["greedy", MEAN].value == pytest.approx(3.0)
     tables = {table.title: table for table in transfer_tables(cells)}
     assert list(tables) == ["over best fixed length", "over target alone"], "no product and no schedule ran"
-    assert [row["policy"] for row in tables["over target alone"].rows] == ["best fixed length"]
+    assert tables["over target alone"].column("policy") == ["best fixed length"]
     mean = mean_gain([Gain(0.1, 0.0, 0.2, 0.03), Gain(0.3, 0.2, 0.4, 0.04)])
     assert mean == pytest.approx((0.2, 0.2 - 1.96 * 0.025, 0.2 + 1.96 * 0.025, 0.025))

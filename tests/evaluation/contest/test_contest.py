@@ -7,7 +7,7 @@ import torch
 
 from decode.policies.auto import Auto
 from decode.policies.registry import LOGISTIC, POLICIES, make_policy
-from evaluation.competitor import bounds, competitors_of, default_values, head_competitor, make_competitor
+from evaluation.competitor import bounds, competitors_of
 from evaluation.contest import Contest, Replays, best_heads, fastest_on_dev, hold, replay_arms, replay_dataset
 from evaluation.families import family
 from evaluation.gain import Splits
@@ -30,8 +30,7 @@ def splits():
 
 @pytest.fixture(scope="module")
 def arms(splits):
-    grids = [make_competitor(name, name, values) for name, values in default_values(5).items() if name != "head"]
-    return list(replay_arms([*grids, *bounds()], splits))
+    return list(replay_arms([*competitors_of({}, {}, max_draft_length=5), *bounds()], splits))
 
 
 def test_the_policies_of_the_yaml_compete_on_its_grids_and_what_cannot_be_replayed_is_refused():
@@ -69,22 +68,23 @@ def test_the_papers_heads_compete_among_themselves_and_each_timing_takes_its_bes
     heads = {f"{timing}{'+s' * scalars}-{i}": AcceptanceHead(16, 1, timing, scalars) for timing, scalars, i in kinds}
     for parameter in (parameter for head in heads.values() for parameter in head.parameters()):
         torch.nn.init.normal_(parameter)
-    grids = [head_competitor(name, head, {"max_rejection_prob": LOGISTIC}) for name, head in heads.items()]
-    arms = list(replay_arms(grids, splits))
+    _, *competitors = competitors_of({}, heads, max_draft_length=5, policies=("head",))
+    arms = list(replay_arms(competitors, splits))
     picks = fastest_on_dev(arms, COST)
     assert picks["head_specdec"].competitor.name.startswith("head:fed-")
     assert picks["head_fed"].competitor.name.startswith("head:fed+s-")
     assert set(picks) == {"head_specdec", "head_fed", "head_drawn"}
     speeds = {arm.competitor.name.removeprefix("head:"): COST.tokens_per_s(arm.dev).max() for arm in arms}
     for timing, best in best_heads(picks).items():
-        assert speeds[best] == max(speed for name, speed in speeds.items() if name.startswith(timing))
+        of_timing = [name for name in heads if name.startswith(timing)]
+        assert heads[max(of_timing, key=speeds.__getitem__)] is best
     assert best_heads(fastest_on_dev(arms[:3], COST)).keys() == {"fed"}
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.8, 1.0, 1.5])
 def test_no_bound_falls_below_the_target_alone_or_a_fixed_length_where_drafting_is_dear(splits, arms, ratio):
     cost = Times.constant(1 / ratio, 1.0)
-    results = hold(Replays(traces=splits, arms=arms, heads={}), cost).results
+    results = hold(Replays(splits, arms), cost).results
     oracle = results["oracle"]
     assert max(result.percent_of(oracle) for result in results.values()) == pytest.approx(100)
     assert oracle.tokens_per_s * cost.t_target_s[0] >= 1 - 1e-9
@@ -127,7 +127,7 @@ def test_the_rule_has_two_rows_with_the_head_that_is_fastest_on_dev_and_a_prefix
     heads = {timing: AcceptanceHead(16, 1, timing, True).eval() for timing in ("fed", "drawn", "prefix")}
     own = {"fixed_length": {"k": [2]}, "head": {"max_rejection_prob": LOGISTIC}}
     grids = competitors_of(own, heads, max_draft_length=5)
-    replays = replay_dataset(splits, grids, heads=heads, perfect_head=False, name="")
+    replays = replay_dataset(splits, grids, perfect_head=False, name="")
     arms = {arm.competitor.name: arm for arm in replays.arms if arm.competitor.name.startswith("head:")}
     timing = max(arms, key=lambda name: COST.tokens_per_s(arms[name].dev).max()).removeprefix("head:")
     names = [name for name in hold(replays, COST).results if name.startswith("auto")]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.competitor import bounds, default_values, make_competitor
+from evaluation.competitor import bounds, competitors_of
 from evaluation.contest import hold, replay_dataset
 from evaluation.families import family
 from evaluation.gain import Splits
@@ -31,9 +31,8 @@ TIMES = Times(0.2, (1.0, 1.3, 1.5), "measured", {"token_prob": 0.01}, elsewhere=
 @pytest.fixture(scope="module")
 def contest():
     splits = Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
-    values = {name: default_values(5)[name] for name in ("fixed_length", "entropy", "token_prob")}
-    competitors = [make_competitor(name, name, parameters) for name, parameters in values.items()]
-    replays = replay_dataset(splits, competitors, heads={}, perfect_head=True, name="made")
+    competitors = competitors_of({}, {}, max_draft_length=5, policies=("entropy", "token_prob"))
+    replays = replay_dataset(splits, competitors, perfect_head=True, name="made")
     return hold(replays, TIMES, dataset="made"), replays
 
 

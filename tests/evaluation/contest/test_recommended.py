@@ -46,7 +46,7 @@ def replays_at(**speeds: float) -> Replays:
         for place, (name, grid) in enumerate(KINDS.items())
         if name in speeds
     ]
-    return Replays(traces=Splits(None, None), arms=arms, heads={})
+    return Replays(Splits(None, None), arms)
 
 
 @pytest.fixture

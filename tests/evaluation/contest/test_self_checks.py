@@ -98,7 +98,7 @@ def test_the_threshold_that_would_have_been_best_is_never_below_the_deployed_one
 
 def tuned_on(traces, heads, cost):
     grids = competitors_of({}, heads, max_draft_length=traces.dev.max_draft_length, policies=("head",))
-    replays = Replays(traces=traces, arms=list(replay_arms(grids, traces)), heads=heads)
+    replays = Replays(traces, list(replay_arms(grids, traces)))
     return tuned_heads(replays, pooled([replays], cost))
 
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from decode.policies.registry import LOGISTIC
-from evaluation.competitor import default_values, head_competitor, make_competitor
+from evaluation.competitor import competitors_of
 from evaluation.contest import Contest, Replays, hold, replay_dataset
 from evaluation.gain import Splits
 from evaluation.report.transfer import transfer_records, transfer_table, transferred
@@ -28,10 +27,9 @@ def sets() -> list[Replays]:
     """A source set, and a target set that is colder than it."""
     torch.manual_seed(0)
     head = AcceptanceHead(16, 1, "drawn", True).eval()
-    competitors = [make_competitor(name, name, default_values(5)[name]) for name in FAMILIES]
-    competitors.append(head_competitor("it", head, {"max_rejection_prob": LOGISTIC}))
+    competitors = competitors_of({}, {"it": head}, max_draft_length=5, policies=(*FAMILIES, "head"))
     every = [Splits(*(trace(Sampling(temperature=heat), seed=seed) for seed in (1, 2))) for heat in (0.9, 0.4)]
-    return [replay_dataset(traces, competitors, heads={"it": head}, perfect_head=True, name="") for traces in every]
+    return [replay_dataset(traces, competitors, perfect_head=True, name="") for traces in every]
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +61,9 @@ def test_a_setting_that_is_best_on_the_source_set_alone_costs_something_on_the_t
     """There the draft is the target, and the longest draft is best."""
     always_right = Recorder(model(1, 2), model(1, 2), Sampling(temperature=0.9), VOCAB, frozenset({EOS}), LENGTH)
     monkeypatch.setattr(small_pair, "recorder", lambda sampling, length=LENGTH: always_right)
-    lengths = make_competitor("fixed_length", "fixed_length", default_values(LENGTH)["fixed_length"])
+    lengths = competitors_of({}, {}, max_draft_length=LENGTH, policies=("fixed_length",))
     traces = Splits(*(trace(Sampling(temperature=0.9), seed=seed) for seed in (1, 2)))
-    replays = replay_dataset(traces, [lengths], heads={}, perfect_head=False, name="")
+    replays = replay_dataset(traces, lengths, perfect_head=False, name="")
     target = hold(replays, TIMES, dataset="target")
     results = transferred(source, target, replays)
     kept = {record["family"]: record for record in transfer_records(results, source, target)}

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from decode.experiment import Experiment
 from decode.policies import FixedLength
-from evaluation.competitor import Competitor, competitors_of, default_values
+from evaluation.competitor import Competitor, competitors_of
 from evaluation.contest import Contest, Result, hold, replay_dataset
 from evaluation.families import (
     BASELINE,
@@ -53,7 +53,7 @@ def replays(heads):
     splits = Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
     few = {"ada_edl": {"initial_lambda": [0.3], "target_rate": [0.7]}}
     competitors = competitors_of(few, heads, max_draft_length=5)
-    return replay_dataset(splits, competitors, heads=heads, perfect_head=True, name="made")
+    return replay_dataset(splits, competitors, perfect_head=True, name="made")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_a_lead_that_shows_nothing_is_called_so_and_without_heads_the_sentence_s
     assert doubt_of(Gain(0.1, -0.02, 0.2, 0.0), "entropy", 7).startswith(could_be_chance)
     assert doubt_of(Gain(-0.1, -0.2, -0.02, 0.0), "entropy", 7).startswith(slower)
     arms = [arm for arm in replays.arms if not family(arm.competitor.family).needs_training]
-    sentence = sentence_of(hold(replace(replays, arms=arms, heads={}), CURVE))
+    sentence = sentence_of(hold(replace(replays, arms=arms), CURVE))
     assert "no trained heads are compared" in sentence or "no policy that needs no training" in sentence
 
 
@@ -122,7 +122,8 @@ def test_every_family_has_the_colour_of_its_kind_and_its_own_line_and_marker():
     assert (family("mine").kind, family("mine").label) == (CUSTOM, "mine")
     heads = ["head_specdec", "head_fed", "head_drawn", "head_prefix"]
     assert [name for name in families() if GROUPS["heads"](name)] == heads
-    assert {name for name in families() if GROUPS[TRAINING_FREE](name)} == set(default_values(5)) - {"head"}
+    free = {entry.family for entry in competitors_of({}, {}, max_draft_length=5)}
+    assert {name for name in families() if GROUPS[TRAINING_FREE](name)} == free
     assert [family(name).needs_training for name in (*heads, "auto_fed", "entropy")] == [True] * 5 + [False]
 
 
