@@ -17,7 +17,7 @@ from typing import Any
 
 from decode.policies.base import Policy
 from evaluation.competitor import Competitor, bounds, label_of
-from evaluation.families import BASELINE, GROUPS, HEADS, HEADS_OF, ORACLE, REPLAYED, TRAINING_FREE, families, family
+from evaluation.families import BASELINE, GROUPS, HEADS_OF, ORACLE, REPLAYED, families, family
 from evaluation.gain import Gain, Splits, Throughput, gain_over
 from evaluation.played import Played
 from evaluation.times import Times
@@ -130,13 +130,6 @@ class Contest:
         if (name, base) not in self._gains:
             self._gains[name, base] = self.results[name].over(self.results[base])
         return self._gains[name, base]
-
-    @property
-    def lead(self) -> Gain | None:
-        """The gain of the best head over the best policy without training; None where there is no head."""
-        if HEADS not in self.leaders:
-            return None
-        return self.gain(self.leaders[HEADS].family, self.leaders[TRAINING_FREE].family)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def rules_of(replays: Replays, setup: BatchTimes, size: int) -> dict[str, BatchA
     head: lambda from dev, or learned online with the head.
     """
     dev, rules = replays.traces.dev, {}
-    heads: dict[str, Sequence[Any]] = _rivals(replays, setup.times)
+    heads = _rivals(replays, setup.times)
     if CONFIDENCE in dev.drafts:
         heads["auto_confidence"] = [ScoreHead("confidence")]
     if dev.block_size is not None:
@@ -120,11 +120,11 @@ def rules_of(replays: Replays, setup: BatchTimes, size: int) -> dict[str, BatchA
     return rules
 
 
-def _rivals(replays: Replays, times: Times) -> dict[str, Sequence[Any]]:
+def _rivals(replays: Replays, times: Times) -> dict[str, list[Any]]:
     """Two heads of each timing: the fastest for one sequence, and the fastest of the cheapest, since in a batch a head
     gains less.
     """
-    best, rivals = best_heads(fastest_on_dev(replays.arms, times)), {}
+    best, rivals = best_heads(fastest_on_dev(replays.arms, times)), dict[str, list[Any]]()
 
     def stop_s(arm: Arm) -> float:
         return times.stop_s(arm.competitor.policy.stop_kind)

@@ -20,17 +20,8 @@ from evaluation.costs.machine import costs_for
 from evaluation.families import LENGTH_HEAD
 from evaluation.flag_types import Sizes, sizes_of
 from evaluation.report.batches import in_batches
-from evaluation.report.page import (
-    RATIOS,
-    Page,
-    folder_of,
-    stage_frame,
-    write_csv,
-    write_files,
-    write_plots,
-    write_report,
-)
-from evaluation.report.plots import all_plots, speed_up_bars, stage_plot, verification_curve
+from evaluation.report.page import RATIOS, Page, folder_of, stage_frame, write_csv, write_files, write_report
+from evaluation.report.plots import all_plots, speed_up_bars, verification_curve
 from evaluation.report.results import records_of, result_table
 from evaluation.report.stages import console_table
 from evaluation.report.transfer import source_contests, transfer_records, transfer_table, transferred
@@ -151,7 +142,6 @@ def compare_all(
                 records += transfer_records(results, source, contest)
         plots = [*map(speed_up_bars, contests), *all_plots(replays, contests[0])]
         page.plots.extend([plot.of(dataset) for plot in plots] if len(experiment.datasets) > 1 else plots)
-        page.pictures[dataset] = list(map(stage_plot, contests))
         every[dataset], page.contests[dataset], page.rankings[dataset] = replays, contests, at_ratios(contests, replays)
     return every, records
 
@@ -187,5 +177,4 @@ def clocked(
         page.clocks[-1].table.print()
     path = page.directory / "clock.json"
     write_atomic(path, to_json([report.as_dict() for report in page.clocks], indent=1).encode())
-    write_plots(page.directory / "plots", [report.plot for report in page.clocks])
     return path

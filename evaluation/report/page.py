@@ -19,6 +19,7 @@ from evaluation.contest import Arm, Contest, Replays
 from evaluation.families import HEADS, family
 from evaluation.figure import Plot
 from evaluation.report.batches import batch_tables
+from evaluation.report.plots import stage_plot
 from evaluation.report.results import result_table
 from evaluation.report.stages import stage_table, stages_of
 from evaluation.report.verdict import explained, sentence_of
@@ -36,11 +37,9 @@ class Page:
     about: str
     """One line under the title."""
     directory: Path
-    """Folder that report.html and all files beside it are written to."""
+    """Folder of all files."""
     contests: dict[str, list[Contest]] = field(default_factory=dict)
     """Dataset -> its contest at each of the evaluation's times, the first of this machine or as given."""
-    pictures: dict[str, list[Plot]] = field(default_factory=dict)
-    """Dataset -> the stages of each of these contests as bars."""
     rankings: dict[str, list[Contest]] = field(default_factory=dict)
     """Dataset -> its contests by ratio of times; every dataset has the same ratios."""
     plots: list[Plot] = field(default_factory=list)
@@ -76,24 +75,11 @@ def folder_of(experiment: Experiment, competitors: Sequence[Competitor]) -> Path
 
 
 def write_files(page: Page, results: pd.DataFrame, every: Mapping[str, Replays]) -> list[Path]:
-    """Write everything but the page; the paths, that of the page first.
-
-    Args:
-        page: contests and plots.
-        results: rows of results.csv.
-        every: replays of each dataset, whose counts are written.
-    """
-    directory = page.directory
-    tables = {directory / "results.csv": results, directory / "stages.csv": stage_frame(page.every)}
-    for path, frame in tables.items():
-        write_csv(path, frame)
-    is_one = len(page.pictures) == 1
-    pictures = [picture if is_one else picture.of(name) for name, of_set in page.pictures.items() for picture in of_set]
-    write_plots(directory / "plots", [*pictures, *page.plots])
-    counts = {directory / f"counts-{dataset}.parquet": replays.arms for dataset, replays in every.items()}
-    for path, arms in counts.items():
-        _write_counts(path, arms)
-    return [directory / "report.html", directory / "plots", *tables, *counts]
+    """Write tables and the counts of each dataset's replays; the paths, after those that `write_report` writes to."""
+    directory, tables = page.directory, {"results.csv": results, "stages.csv": stage_frame(page.every)}
+    written = [write_csv(directory / name, frame) for name, frame in tables.items()]
+    counts = [_write_counts(directory / f"counts-{name}.parquet", replays.arms) for name, replays in every.items()]
+    return [directory / "report.html", directory / "plots", *written, *counts]
 
 
 def stage_frame(contests: Sequence[Contest]) -> pd.DataFrame:
@@ -111,13 +97,7 @@ def write_csv(path: Path, frame: pd.DataFrame) -> Path:
     return path
 
 
-def write_plots(directory: Path, plots: Sequence[Plot]) -> None:
-    """Every plot as an SVG file."""
-    for plot in plots:
-        write_atomic(directory / f"{plot.name}.svg", plot.svg.encode())
-
-
-def _write_counts(path: Path, arms: Sequence[Arm]) -> None:
+def _write_counts(path: Path, arms: Sequence[Arm]) -> Path:
     """Totals of every setting of every competitor on both splits."""
     rows = [
         {
@@ -133,10 +113,17 @@ def _write_counts(path: Path, arms: Sequence[Arm]) -> None:
         for number, setting in enumerate(arm.competitor.settings)
     ]
     pd.DataFrame(rows).to_parquet(path, index=False)
+    return path
 
 
 def write_report(page: Page) -> None:
-    """Write report.html into the page's directory."""
+    """Write report.html, and every plot as a file."""
+    pictures = {name: list(map(stage_plot, contests)) for name, contests in page.contests.items()}
+    is_one = len(pictures) == 1
+    plots = [picture if is_one else picture.of(name) for name, of_set in pictures.items() for picture in of_set]
+    clocks = [(report, report.plot) for report in page.clocks]
+    for plot in [*plots, *page.plots, *(plot for _, plot in clocks)]:
+        write_atomic(page.directory / "plots" / f"{plot.name}.svg", plot.svg.encode())
     steps = next(iter(page.rankings.values()), [])
     first = [contests[0].times for contests in page.contests.values()]
     current = next((number for number, step in enumerate(steps) if step.times in first), 0)
@@ -146,7 +133,7 @@ def write_report(page: Page) -> None:
     ]
     parts = {
         "about": escape(page.about),
-        "answers": "".join(_answers(name, page) for name in page.contests),
+        "answers": "".join(_answers(name, page.contests[name], pictures[name], is_one=is_one) for name in pictures),
         "rankings": "".join(
             f'<div data-step="{step}"{"" if step == current else " hidden"}>'
             f"{_table(result_table(contest)._replace(note=''))}</div>"
@@ -157,21 +144,20 @@ def write_report(page: Page) -> None:
         "here": current,
         "labels": json.dumps(labels or [""]),
         "batches": _batches(page.batches),
-        "clocks": _clocks(page.clocks),
+        "clocks": _clocks(clocks),
         "plots": "".join(map(_figure, page.plots)),
     }
     template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
     write_atomic(page.directory / "report.html", template.substitute(parts).encode())
 
 
-def _answers(dataset: str, page: Page) -> str:
-    heading = f"<h2>{escape(dataset)}</h2>" if len(page.contests) > 1 else ""
-    first, *others = map(_answer, page.contests[dataset], page.pictures[dataset])
+def _answers(dataset: str, contests: Sequence[Contest], pictures: Sequence[Plot], *, is_one: bool) -> str:
+    first, *others = map(_answer, contests, pictures)
     folded = (
         f"<details><summary>at {escape(contest.times.title)}</summary>{other}</details>"
-        for contest, other in zip(page.contests[dataset][1:], others, strict=True)
+        for contest, other in zip(contests[1:], others, strict=True)
     )
-    return heading + first + "".join(folded)
+    return f"<h2>{escape(dataset)}</h2>" * (not is_one) + first + "".join(folded)
 
 
 def _answer(contest: Contest, picture: Plot) -> str:
@@ -191,11 +177,11 @@ def _batches(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"<h2>In batches</h2>{_note(tables[0].note)}{parts}" if tables else ""
 
 
-def _clocks(reports: Sequence[ClockReport]) -> str:
+def _clocks(reports: Sequence[tuple[ClockReport, Plot]]) -> str:
     parts = (
         f"{_table(report.table._replace(title=f'{report.dataset}: {report.about}'))}"
-        f"{_note(report.verdict)}{_figure(report.plot)}"
-        for report in reports
+        f"{_note(report.verdict)}{_figure(plot)}"
+        for report, plot in reports
     )
     return f"<h2>On a clock</h2>{''.join(parts)}" if reports else ""
 

@@ -112,7 +112,7 @@ def played(policy: Policy, trace: Trace, *, cost: Times, dataset: str, split: st
         "dataset": dataset,
         "split": split,
         "num_prompts": trace.num_prompts,
-        **{name: int(value) for name, value in asdict(counts).items() if "micro" not in name},
+        **{name: int(value) for name, value in vars(counts).items() if "micro" not in name},
         **{name: float(getattr(counts, name)) for name in ("discard_rate", "verification_rate", "acceptance_length")},
         "tokens_per_s": speed,
         "speed_up": speed * cost.t_target_s[0],

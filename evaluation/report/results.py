@@ -23,7 +23,7 @@ def records_of(
         chosen_on: the dataset whose dev prompts chose head and setting; None: the contest's.
     """
     times, rivals = contest.times, (contest.baseline, contest.leaders[TRAINING_FREE])
-    where = {"dataset": contest.dataset, "chosen_on": chosen_on or contest.dataset}
+    where: dict[str, Any] = {"dataset": contest.dataset, "chosen_on": chosen_on or contest.dataset}
     where |= {"ratio": times.ratio, "costs": times.origin}
     rows = []
     for name, result in results.items():

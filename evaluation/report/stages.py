@@ -18,16 +18,14 @@ from typing import Any
 from evaluation.contest import Contest, Result, fastest
 from evaluation.families import (
     ALONE,
-    AUTO,
     BASELINE,
+    BOUND,
     CUSTOM,
     ENGINES,
-    ENTROPIES,
     HEADS,
+    LENGTHS,
     ORACLE,
-    PAPERS,
     PERFECT,
-    PROBABILITIES,
     PRODUCT,
     TRAINING_FREE,
     family,
@@ -72,8 +70,8 @@ def stages_of(contest: Contest) -> list[dict[str, Any]]:
         stage["setting"] = " at ".join(filter(None, (result.competitor.head, values_of(result.setting))))
         gain, share = contest.gain(name), None
         base = result.tokens_per_s / (1 + gain.value)
-        speeds = Gain(*(base * (1 + part) for part in gain[:3]), base * gain.standard_error)
-        figures: dict[str, Any] = {"tokens_per_s": speeds, "gain": gain}
+        speed, low, high = (base * (1 + part) for part in gain[:3])
+        figures: dict[str, Any] = {"tokens_per_s": Gain(speed, low, high, base * gain.standard_error), "gain": gain}
         if before:
             figures["added"] = contest.gain(name, before.family)
             share = 100 * (result.tokens_per_s - before.tokens_per_s) / whole if whole > 0 else None
@@ -135,11 +133,10 @@ def deciding_families(contest: Contest) -> list[str]:
     """The families whose rows decide, in the order of the table: the best fixed length, the best on dev of each kind of
     policy, every custom policy, the perfect head and the oracle.
     """
-    kinds = {name: family(name).kind for name in contest.results}
+    results, kinds = contest.results, {name: family(name).kind for name in contest.results}
     shown = {BASELINE, PERFECT, ORACLE, *(result.family for result in contest.leaders.values())}
-    for kind in (PROBABILITIES, ENTROPIES, PAPERS, HEADS, AUTO):
-        if members := [result for name, result in contest.results.items() if kinds[name] == kind]:
-            shown.add(fastest(members).family)
+    for kind in set(kinds.values()) - {LENGTHS, BOUND}:
+        shown.add(fastest(result for name, result in results.items() if kinds[name] == kind).family)
     return [name for name, kind in kinds.items() if name in shown or kind in (CUSTOM, ENGINES)]
 
 

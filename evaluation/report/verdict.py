@@ -45,10 +45,12 @@ def sentence_of(contest: Contest) -> str:
     best, length = contest.leaders.get(HEADS, free), contest.baseline.setting["k"]
     if best.family == BASELINE:
         return f"{where}: no policy that needs no training is faster than the best fixed length, {length}."
-    gain, lead = contest.gain(best.family).words, contest.lead
-    sentence = f"{where}: {_named(best)}, predicted {gain} over the best fixed length, {length}"
-    if lead is None:
+    sentence = (
+        f"{where}: {_named(best)}, predicted {contest.gain(best.family).words} over the best fixed length, {length}"
+    )
+    if best is free:
         return f"{sentence}. It needs no training, and no trained heads are compared with it."
+    lead = contest.gain(best.family, free.family)
     over = "" if free.family == BASELINE else f", and {lead.words} over {_rival(free.family)}, which needs no training"
     return f"{sentence}{over}.{doubt_of(lead, free.family, contest.num_prompts)}"
 

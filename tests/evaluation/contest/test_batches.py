@@ -124,7 +124,6 @@ def test_every_size_has_a_table_and_every_result_is_a_row(replays, capsys, monke
 def test_sizes_are_read_as_a_command_line_names_them_or_refused():
     for given, sizes in (("1,4,16", (1, 4, 16)), (4, (4,)), ((1, 4), (1, 4)), (None, None)):
         assert sizes_of(given) == sizes
-    refused = {(4, 0): "--batch has 0", 0: "--batch has 0", (): "names no size"}
-    for given, problem in (refused | {"four": "--batch is four; name sizes", "[1, x]": "name sizes"}).items():
-        with pytest.raises(ValueError, match=problem):
+    for given in ((4, 0), 0, (), "four", "[1, x]", "1,,4"):
+        with pytest.raises(ValueError, match=r"--batch is .*; name sizes of at least 1"):
             sizes_of(given)

@@ -7,30 +7,17 @@ import torch
 
 from decode.policies.auto import Auto
 from decode.policies.registry import LOGISTIC, POLICIES, make_policy
-from evaluation.competitor import bounds, competitors_of
-from evaluation.contest import Contest, Replays, best_heads, fastest_on_dev, hold, replay_arms, replay_dataset
+from evaluation.competitor import competitors_of
+from evaluation.contest import Contest, best_heads, fastest_on_dev, hold, replay_arms, replay_dataset
 from evaluation.families import family
-from evaluation.gain import Splits
 from evaluation.times import Times
 from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.rule import autos_for
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
-from lm import Sampling
-from tests.toys.small_pair import trace
 
 COST = Times.constant(0.2, 1.0)
-
-
-@pytest.fixture(scope="module")
-def splits():
-    return Splits(*(trace(Sampling(temperature=0.6), copies=3, seed=seed) for seed in (1, 2)))
-
-
-@pytest.fixture(scope="module")
-def arms(splits):
-    return list(replay_arms([*competitors_of({}, {}, max_draft_length=5), *bounds()], splits))
 
 
 def test_the_policies_of_the_yaml_compete_on_its_grids_and_what_cannot_be_replayed_is_refused():
@@ -47,9 +34,9 @@ def test_the_policies_of_the_yaml_compete_on_its_grids_and_what_cannot_be_replay
             competitors_of(own, {}, max_draft_length=5, policies=("entropy",))
 
 
-def test_the_setting_of_each_family_is_the_fastest_on_dev_and_is_judged_on_test_against_the_best_fixed_length(arms):
-    contest = Contest("made", COST, fastest_on_dev(arms, COST))
-    for arm in arms:
+def test_the_setting_of_each_family_is_the_fastest_on_dev_and_is_judged_on_test_against_the_best_fixed_length(replays):
+    contest = Contest("made", COST, fastest_on_dev(replays.arms, COST))
+    for arm in replays.arms:
         result, on_dev = contest.results[arm.competitor.family], COST.tokens_per_s(arm.dev)
         assert (result.number, result.on_dev) == (on_dev.argmax(), on_dev.max())
         assert result.setting == arm.competitor.settings[int(on_dev.argmax())]
@@ -82,19 +69,19 @@ def test_the_papers_heads_compete_among_themselves_and_each_timing_takes_its_bes
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.8, 1.0, 1.5])
-def test_no_bound_falls_below_the_target_alone_or_a_fixed_length_where_drafting_is_dear(splits, arms, ratio):
+def test_no_bound_falls_below_the_target_alone_or_a_fixed_length_where_drafting_is_dear(replays, ratio):
     cost = Times.constant(1 / ratio, 1.0)
-    results = hold(Replays(splits, arms), cost).results
+    results = hold(replays, cost).results
     oracle = results["oracle"]
     assert max(result.percent_of(oracle) for result in results.values()) == pytest.approx(100)
     assert oracle.tokens_per_s * cost.t_target_s[0] >= 1 - 1e-9
 
 
 @pytest.mark.parametrize("timing", ["fed", "drawn"])
-def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold_at_every_ratio(splits, arms, timing):
+def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold_at_every_ratio(splits, replays, timing):
     every = [Times.constant(1 / ratio, 1.0) for ratio in (2, 5, 10, 20)]
     rules = autos_for(ScoreHead("perfect", timing), splits.dev, every)
-    grid = next(arm for arm in arms if arm.competitor.family == f"perfect_{timing}")
+    grid = next(arm for arm in replays.arms if arm.competitor.family == f"perfect_{timing}")
     for cost, rule in zip(every, rules, strict=True):
         assert [rule] == autos_for(ScoreHead("perfect", timing), splits.dev, [cost])
         reached = cost.tokens_per_s(replay_settings(splits.test, rule))[0]

@@ -9,41 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.competitor import bounds, competitors_of
-from evaluation.contest import hold, replay_dataset
+from evaluation.competitor import bounds
 from evaluation.families import family
-from evaluation.gain import Splits
 from evaluation.report import page as page_module
 from evaluation.report.evaluate import at_ratios
-from evaluation.report.page import Page, write_plots, write_report
-from evaluation.report.plots import entropies, pareto, stage_plot
+from evaluation.report.page import Page, write_report
+from evaluation.report.plots import entropies, pareto
 from evaluation.report.results import result_table
 from evaluation.report.stages import stage_table
 from evaluation.report.verdict import sentence_of
-from evaluation.times import StopShares, Times
-from lm import Sampling
-from tests.toys.small_pair import trace
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-TIMES = Times(0.2, (1.0, 1.3, 1.5), "measured", {"token_prob": 0.01}, elsewhere=StopShares("", {"entropy": 0.05}))
 
 
 @pytest.fixture(scope="module")
-def contest():
-    splits = Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
-    competitors = competitors_of({}, {}, max_draft_length=5, policies=("entropy", "token_prob"))
-    replays = replay_dataset(splits, competitors, perfect_head=True, name="made")
-    return hold(replays, TIMES, dataset="made"), replays
-
-
-@pytest.fixture(scope="module")
-def page(contest, tmp_path_factory):
-    held, replays = contest
+def page(contest, replays, tmp_path_factory):
     directory = tmp_path_factory.mktemp("report")
-    plots = [pareto(list(held.results.values())), entropies(replays.traces.test)]
-    held = {"contests": {"made": [held]}, "pictures": {"made": [stage_plot(held)]}}
-    rankings = {"made": at_ratios(held["contests"]["made"], replays)}
-    write_report(Page(about="a < b", directory=directory, rankings=rankings, plots=plots, **held))
+    plots = [pareto(list(contest.results.values())), entropies(replays.traces.test)]
+    contests, rankings = {"made": [contest]}, {"made": at_ratios([contest], replays)}
+    write_report(Page(about="a < b", directory=directory, contests=contests, rankings=rankings, plots=plots))
     return directory / "report.html"
 
 
@@ -53,7 +37,7 @@ def cells(part: str) -> list[list[str]]:
 
 
 def test_the_page_fetches_nothing_and_opens_with_the_sentence_and_the_rows_of_the_console(page, contest):
-    text, (contest, _) = page.read_text(), contest
+    text = page.read_text()
     assert len(text) < 6e6
     assert not re.search(r"""(src|href)\s*=\s*["'](https?:)?//|fetch\(|XMLHttpRequest|@import""", text)
     assert "a &lt; b" in text
@@ -65,7 +49,7 @@ def test_the_page_fetches_nothing_and_opens_with_the_sentence_and_the_rows_of_th
 
 
 def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_evaluation(page, contest):
-    text, (contest, _) = page.read_text(), contest
+    text = page.read_text()
     steps = re.findall(r'data-step="(\d+)"( hidden)?', text)
     assert [step for step, hidden in steps if not hidden] == ["4"]
     labels = json.loads(re.search(r"labels = (\[.*?\]);", text)[1])
@@ -79,9 +63,10 @@ def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_eva
 
 
 def test_plots_of_two_datasets_are_two_files(contest, tmp_path):
-    plot = pareto(list(contest[0].results.values()))
-    write_plots(tmp_path / "plots", [plot.of("one"), plot.of("two")])
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"pareto-one.svg", "pareto-two.svg"}
+    plot, contests = pareto(list(contest.results.values())), {name: [contest] for name in ("one", "two")}
+    write_report(Page(about="", directory=tmp_path, contests=contests, plots=[plot.of(name) for name in contests]))
+    names = {f"{plot}-{name}.svg" for plot in ("pareto", "gain-here") for name in contests}
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == names
     assert plot.of("one").caption == f"one: {plot.caption}"
 
 

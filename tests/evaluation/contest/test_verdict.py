@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
 
 from decode.experiment import Experiment
 from decode.policies import FixedLength
 from evaluation.competitor import Competitor, competitors_of
-from evaluation.contest import Contest, Result, hold, replay_dataset
+from evaluation.contest import Contest, Result, hold
 from evaluation.families import (
     BASELINE,
     COLOURS,
@@ -24,41 +23,15 @@ from evaluation.families import (
     styles_of,
 )
 from evaluation.figure import INK, figure_of, plot_of
-from evaluation.gain import Gain, Splits, Throughput
+from evaluation.gain import Gain, Throughput
 from evaluation.report.page import folder_of, stage_frame
 from evaluation.report.plots import all_plots, stage_plot, thresholds
 from evaluation.report.results import result_table
 from evaluation.report.stages import console_table, deciding_families, stage_table, stages_of
 from evaluation.report.verdict import doubt_of, explained, sentence_of
-from evaluation.times import StopShares, Times
+from evaluation.times import Times
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
-from lm import Sampling
-from tests.toys.small_pair import trace
-
-CURVE = Times(0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured", {"token_prob": 0.01}, elsewhere=StopShares("", {}))
-
-
-@pytest.fixture(scope="module")
-def heads():
-    torch.manual_seed(0)
-    made = {f"{timing}+s-d1-w1": AcceptanceHead(16, 1, timing, True).eval() for timing in ("fed", "drawn")}
-    for head in made.values():
-        torch.nn.init.normal_(head.out.weight)
-    return made
-
-
-@pytest.fixture(scope="module")
-def replays(heads):
-    splits = Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
-    few = {"ada_edl": {"initial_lambda": [0.3], "target_rate": [0.7]}}
-    competitors = competitors_of(few, heads, max_draft_length=5)
-    return replay_dataset(splits, competitors, perfect_head=True, name="made")
-
-
-@pytest.fixture(scope="module")
-def contest(replays):
-    return hold(replays, CURVE, dataset="made")
 
 
 @pytest.mark.parametrize("t_draft_s", [0.2, 0.05])
@@ -69,20 +42,21 @@ def test_the_sentence_has_the_figures_of_the_results(replays, t_draft_s):
     assert sentence.startswith(ratio)
     length = contest.baseline.setting["k"]
     assert f"predicted {contest.gain(best.family).words} over the best fixed length, {length}" in sentence
-    over = f", and {contest.lead.words} over the {family(free.family).label}, which needs no training"
+    lead = contest.gain(best.family, free.family)
+    over = f", and {lead.words} over the {family(free.family).label}, which needs no training"
     assert (over in sentence) == (free.family != BASELINE)
     stage = next(stage for stage in stages_of(contest) if stage["family"] == best.family)
-    assert (stage["added"] == contest.lead) == (free.family != BASELINE)
+    assert (stage["added"] == lead) == (free.family != BASELINE)
 
 
-def test_a_lead_that_shows_nothing_is_called_so_and_without_heads_the_sentence_says_what_needs_no_training(replays):
+def test_a_lead_that_shows_nothing_is_called_so_and_without_heads_no_training_is_named(replays, contest):
     could_be_chance = " With 7 test prompts this difference could be chance, and the entropy (SVIP) "
     slower = " No trained head is faster here: use the entropy (SVIP)."
     assert doubt_of(Gain(0.1, 0.02, 0.2, 0.0), "entropy", 7) == ""
     assert doubt_of(Gain(0.1, -0.02, 0.2, 0.0), "entropy", 7).startswith(could_be_chance)
     assert doubt_of(Gain(-0.1, -0.2, -0.02, 0.0), "entropy", 7).startswith(slower)
     arms = [arm for arm in replays.arms if not family(arm.competitor.family).needs_training]
-    sentence = sentence_of(hold(replace(replays, arms=arms), CURVE))
+    sentence = sentence_of(hold(replace(replays, arms=arms), contest.times))
     assert "no trained heads are compared" in sentence or "no policy that needs no training" in sentence
 
 
@@ -198,7 +172,7 @@ def test_stages_go_from_the_best_fixed_length_to_the_oracle_and_share_its_whole_
         assert all(each.low < each.value < each.high for each in (speeds, gain, added))
         before = speeds.value
     product, head, perfect, _ = stages
-    assert (product["added"], head["added"]) == (product["gain"], contest.lead)
+    assert (product["added"], head["added"]) == (product["gain"], contest.gain("head_drawn", PRODUCT))
     assert perfect["added"] == contest.results[PERFECT].over(contest.results["head_drawn"])
     no_gain = stages_of(contest_at(dict.fromkeys(SPEEDS, 100.0)))
     assert [stage["percent_of_oracle_gain"] for stage in no_gain] == [None] * 5
