@@ -1,21 +1,16 @@
 """Settings are chosen on dev and reported on test, beside bounds, with paired intervals."""
 
-import sys
-
 import pytest
 import torch
 
-from decode.policies.auto import Auto
-from decode.policies.registry import LOGISTIC, POLICIES, make_policy
+from decode.policies.registry import LOGISTIC, POLICIES
 from evaluation.competitor import competitors_of
 from evaluation.contest import Contest, best_heads, fastest_on_dev, hold, replay_arms, replay_dataset
-from evaluation.families import family
 from evaluation.times import Times
 from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.rule import autos_for
 from heads import AcceptanceHead
-from heads.model.provenance import Provenance
 
 COST = Times.constant(0.2, 1.0)
 
@@ -99,16 +94,6 @@ def test_auto_learns_online_what_it_is_told_offline_and_stops_drafting_where_dra
     assert speeds[1] == pytest.approx(speeds[0], rel=0.05)
 
 
-def test_auto_is_the_rule_that_tune_recommended():
-    times = {"t_draft_s": 0.1, "t_target_s": 1.0, "throughput": 2.0, "next_mean": 0.5, "max_rejection_prob": 0.4}
-    head = AcceptanceHead(4, 0, provenance=Provenance(recommended=times))
-    rule = make_policy("head", head=head, max_rejection_prob="auto")
-    assert isinstance(rule, Auto)
-    assert (rule.t_draft_s, rule.t_target_s, rule.throughput, rule.next_mean) == (0.1, 1.0, 2.0, 0.5)
-    with pytest.raises(ValueError, match="acceptance-heads tune"):
-        make_policy("head", head=AcceptanceHead(4, 0), max_rejection_prob="auto")
-
-
 def test_the_rule_has_two_rows_with_the_head_that_is_fastest_on_dev_and_a_prefix_head_pays_a_forward_more(splits):
     torch.manual_seed(0)
     heads = {timing: AcceptanceHead(16, 1, timing, True).eval() for timing in ("fed", "drawn", "prefix")}
@@ -121,23 +106,3 @@ def test_the_rule_has_two_rows_with_the_head_that_is_fastest_on_dev_and_a_prefix
     assert names == [f"auto_{timing}", f"auto_{timing}_online"]
     counts = arms["head:prefix"].test.counts
     assert (counts.num_draft_forwards - counts.num_drafted).max() > 0, "for the token that it does without"
-
-
-def test_a_policy_of_ones_own_competes_on_its_own_grid(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.path", [*sys.path])
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "competing_policy.py").write_text(
-        "from dataclasses import dataclass\nfrom decode import Policy\n\n\n@dataclass(frozen=True)\n"
-        "class Unsure(Policy):\n    floor: float = 0.3\n    signals = frozenset({'token_prob'})\n"
-        "    grid = {'floor': (0.1, 0.3)}\n\n"
-        "    def after(self, state, drawn):\n        return state, drawn.token_prob < self.floor\n"
-    )
-    name = "competing_policy:Unsure"
-    try:
-        *_, grid = competitors_of({}, {}, max_draft_length=5, policies=(name,))
-        assert grid.settings == ({"floor": 0.1}, {"floor": 0.3})
-        assert family(name).label == "Unsure (competing_policy)"
-        *_, grid = competitors_of({name: {"floor": [0.7]}}, {}, max_draft_length=5, policies=(name,))
-        assert grid.settings == ({"floor": 0.7},)
-    finally:
-        del POLICIES[name]

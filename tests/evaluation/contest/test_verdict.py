@@ -1,15 +1,22 @@
-"""The sentence and the stages have the figures of the results and say plainly where training does not pay."""
+"""The sentence and the stages have the figures of the results and say plainly where training does not pay; a head is
+recommended only where test shows that it wins, whatever dev says of it.
+"""
 
+import json
+import os
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from configs.schema import Config, DecodeConfig, HeadsConfig, ModelSource, PairConfig
 from decode.experiment import Experiment
+from decode.loop.rounds import Counts
 from decode.policies import FixedLength
 from evaluation.competitor import Competitor, competitors_of
-from evaluation.contest import Contest, Result, hold
+from evaluation.contest import Arm, Contest, Replays, Result, hold
 from evaluation.families import (
     BASELINE,
     COLOURS,
@@ -23,12 +30,13 @@ from evaluation.families import (
     styles_of,
 )
 from evaluation.figure import INK, figure_of, plot_of
-from evaluation.gain import Gain, Throughput
+from evaluation.gain import Gain, Splits, Throughput
+from evaluation.played import Played
 from evaluation.report.page import folder_of, stage_frame
 from evaluation.report.plots import all_plots, stage_plot, thresholds
 from evaluation.report.results import result_table
 from evaluation.report.stages import console_table, deciding_families, stage_table, stages_of
-from evaluation.report.verdict import doubt_of, explained, sentence_of
+from evaluation.report.verdict import doubt_of, explained, pooled, recommend, sentence_of, write_verdict
 from evaluation.times import Times
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
@@ -229,3 +237,73 @@ def test_the_table_the_picture_and_the_record_have_the_same_figures():
     every = (Times.constant(0.2, 0.9996), near.with_ratio(5.0), near.with_ratio(4.998), near.with_ratio(5.000001))
     names_of_near_ratios = {stage_plot(replace(contest, times=times)).name for times in every}
     assert len(names_of_near_ratios) == 4, "a file each"
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    AcceptanceHead(96, 0, "drawn").save_pretrained(tmp_path / "exported" / "drawn+s-d1-w3")
+    pair = PairConfig(**{name: ModelSource(path=f"checkpoints/tiny/{name}") for name in ("target", "draft")})
+    dirs = {"heads": HeadsConfig(dir=str(tmp_path)), "decode": DecodeConfig(dir=str(tmp_path / "decode"))}
+    return Experiment(Config(pair=pair, **dirs))
+
+
+HEAD_SPEC = "head:{},max_rejection_prob=0.731"
+
+
+@pytest.mark.parametrize(
+    ("free", "head", "policy", "says"),
+    [
+        (99, 95, "fixed_length:k=7", r"Use fixed length 7: no head beats it here, -\d % \(-\d+, -?\d\)\."),
+        (99, 101, "fixed_length:k=7", r"Use fixed length 7: no head beats it beyond chance, \+\d % \(-\d, \d\)\."),
+        (99, None, "fixed_length:k=7", r"Use fixed length 7: no head takes part \(`acceptance-heads train` and .*\)\."),
+        (
+            120,
+            115,
+            "cumulative_token_prob:min_token_prob=0.0474",
+            "Use product .* 0.0474: .* fixed length 7; no h",
+        ),
+        (99, 130, HEAD_SPEC, r"Use head drawn\+s-d1-w3 at 0.731: \+\d+ % \(\d+, \d+\) over fixed length 7\."),
+        (120, 150, HEAD_SPEC, r"Use head drawn\+s-d1-w3 at 0.731: .* over product of token prob.* 0.0474\."),
+    ],
+)
+def test_what_is_recommended_wins_beyond_chance_and_generate_follows(experiment, free, head, policy, says):
+    speeds = {BASELINE: 100, PRODUCT: free} | ({} if head is None else {"head_drawn": head})
+    verdict = recommend(contest_at(speeds, free=""), experiment)
+    assert verdict["policy"] == policy.format(experiment.exported / "drawn+s-d1-w3")
+    assert re.match(says, verdict["sentence"])
+    gain = "as the best fixed length, 7" if policy.startswith("fixed") else " % ("
+    assert gain in verdict["speed"]
+    write_verdict(verdict, experiment.directory)
+    assert experiment.default_policy == (verdict["policy"], f"{verdict['sentence']} It is {verdict['speed']}")
+    assert experiment.policy(verdict["policy"])
+
+
+def test_a_verdict_over_several_sets_is_that_of_all_prompts_together():
+    """One set is for the head and twice as slow, so that it decides."""
+    times, every = Times.constant(0.2, 1.0), []
+    for speeds in ({BASELINE: 100, "head_drawn": 98}, {BASELINE: 50, "head_drawn": 60}):
+        arms = []
+        for name, speed in speeds.items():
+            rounds = np.full((1, 40), 100_000 // speed)
+            counts = Counts(num_emitted=np.full((1, 40), 1000), num_target=rounds, num_draft_forwards=0 * rounds)
+            played = Played(counts, rounds[..., None], np.arange(40))
+            arms.append(Arm(Competitor(name, name, FixedLength(), ({"k": 3},)), played, played))
+        every.append(Replays(Splits(None, None), arms))
+    parts = [times.throughput(replays.arms[1].test) for replays in every]
+    whole = pooled(every, times).results["head_drawn"].throughput
+    assert all(map(np.array_equal, whole, (np.concatenate(part, axis=1)[0] for part in zip(*parts, strict=True))))
+    assert pooled(every, times).gain("head_drawn").words.startswith("+12 % (")
+
+
+def test_a_verdict_that_is_out_of_date_is_not_followed(experiment):
+    verdict = recommend(contest_at({BASELINE: 100, "head_drawn": 130}), experiment)
+    path = write_verdict(verdict, experiment.directory)
+    verdict = json.loads(path.read_text())
+    assert experiment.default_policy.reason.startswith("Use ")
+    for change in ({"of": experiment.identity | {"sampling": {}}}, {"head": "runs/gone"}, {}):
+        path.write_text(json.dumps(verdict | change))
+        if not change:  # the head is newer
+            weights = experiment.exported / "drawn+s-d1-w3" / "model.safetensors"
+            os.utime(weights, (path.stat().st_mtime + 5,) * 2)
+        del experiment.default_policy  # which is read once
+        assert "Use " not in experiment.default_policy.reason
