@@ -20,7 +20,7 @@ from evaluation.costs.machine import costs_for
 from evaluation.families import LENGTH_HEAD
 from evaluation.flag_types import Sizes, sizes_of
 from evaluation.report.batches import in_batches
-from evaluation.report.page import RATIOS, Page, folder_of, stage_frame, write_csv, write_files, write_report
+from evaluation.report.page import RATIOS, Page, folder_of, write_csv, write_files, write_report
 from evaluation.report.plots import all_plots, speed_up_bars, verification_curve
 from evaluation.report.results import records_of, result_table
 from evaluation.report.stages import console_table
@@ -70,42 +70,45 @@ def evaluate(
         sources = source_contests(transfer_from, config, competitors, every_times) if transfer_from else {}
         folder.complete()  # may take hours, so heads, competitors and times were made, and checked, before it
         page = Page(about=about(experiment, times), directory=directory, plots=verification_curve(times))
-        every, records = compare_all(experiment, every_times, sources=sources, page=page, has_all=all)
-        results = pd.DataFrame(records)
-        first, *others = (contests[0] for contests in page.contests.values())
-        verdict = recommend(pooled(list(every.values()), times) if others else first, experiment)
-        written = [*write_files(page, results, every), write_verdict(verdict, directory)]
-        page.batches.extend(in_batches(experiment, every, every_times, sizes))
-        written += [write_csv(directory / "batches.csv", pd.DataFrame(page.batches))] if sizes else []
-        written += [clocked(experiment, every, page=page, num_prompts=clock, repeats=repeats)] if clock else []
+        compare_all(experiment, every_times, sources=sources, page=page, has_all=all)
+        verdict = recommend(pooled(list(page.replays.values()), times), experiment)
+        written = [*write_files(page), write_verdict(verdict, directory)]
+        page.batches.extend(in_batches(experiment, page.replays, every_times, sizes))
+        written += [write_csv(directory / "batches.csv", page.batches)] if sizes else []
+        written += [clocked(experiment, page, num_prompts=clock, repeats=repeats)] if clock else []
         write_report(page)
         names = announce(written)
-        for dataset, contests in page.contests.items():
-            for contest in contests[::-1]:  # those at the evaluation's own times last
-                say(f"\n{f'{dataset}. ' * (len(page.contests) > 1)}{sentence_of(contest)}")
-        say(f"\n{verdict['sentence']}")
+        _tell(page, verdict["sentence"])
     if json:
-        figures = {"costs": asdict(times), "verdict": verdict, "results": _in_json(results), "written": names}
-        print(to_json(figures | _document(page)))
+        print(to_json({"costs": asdict(times), "verdict": verdict, **_document(page, names)}))
 
 
-def _document(page: Page) -> dict[str, Any]:
+def _tell(page: Page, last: str) -> None:
+    for dataset, contests in page.contests.items():
+        for contest in contests[::-1]:  # those at the evaluation's own times last
+            say(f"\n{f'{dataset}. ' * (len(page.contests) > 1)}{sentence_of(contest)}")
+    say(f"\n{last}")
+
+
+def _document(page: Page, written: Sequence[str]) -> dict[str, Any]:
     verdicts = [
         {"dataset": contest.dataset, "costs": contest.times.title, "verdict": sentence_of(contest)}
-        for contest in page.every
+        for contests in page.contests.values()
+        for contest in contests
     ]
-    clocks, stages = [report.as_dict() for report in page.clocks], _in_json(stage_frame(page.every))
-    return {"verdicts": verdicts, "stages": stages, "batches": page.batches, "clock": clocks}
+    tables = {"results": _in_json(page.records), "written": written, "verdicts": verdicts}
+    tables |= {"stages": _in_json(page.stages), "batches": page.batches}
+    return tables | {"clock": [report.as_dict() for report in page.clocks]}
 
 
-def _in_json(frame: pd.DataFrame) -> Any:
-    return loads(frame.to_json(orient="records"))
+def _in_json(records: Sequence[Mapping[str, Any]]) -> Any:
+    return loads(pd.DataFrame(records).to_json(orient="records"))
 
 
 def compare_all(
     experiment: Experiment, every_times: Sequence[Times], *, sources: dict[str, Contest], page: Page, has_all: bool
-) -> tuple[dict[str, Replays], list[dict[str, Any]]]:
-    """Every dataset at all times, printed and put on the page: (replays by dataset, rows of results.csv).
+) -> None:
+    """Print every dataset at all times, and put it on the page.
 
     Args:
         experiment: what is compared, its trace complete.
@@ -122,8 +125,6 @@ def compare_all(
     if (length_head := fit_length(dev)) is not None:
         grid = {"extra": np.linspace(-3, dev.longest.max(), 41).tolist()}
         competitors.append(make_competitor(LENGTH_HEAD, LENGTH_HEAD, grid, kind=PredictedLength))
-    every: dict[str, Replays] = {}
-    records: list[dict[str, Any]] = []
     for dataset in experiment.datasets:
         traces = folder.load(dataset)
         if length_head is not None:
@@ -134,16 +135,16 @@ def compare_all(
         for contest in contests:
             for table in [console_table(contest), *([result_table(contest)] if has_all else [])]:
                 table.print()
-            records += records_of(contest.results, contest)
+            page.records.extend(records_of(contest.results, contest))
             source = sources.setdefault(contest.times.title, contest)
             if has_sources or not experiment.is_training_set(dataset):
                 results = transferred(source, contest, replays)
                 transfer_table(results, source, contest).print()
-                records += transfer_records(results, source, contest)
+                page.records.extend(transfer_records(results, source, contest))
         plots = [*map(speed_up_bars, contests), *all_plots(replays, contests[0])]
         page.plots.extend([plot.of(dataset) for plot in plots] if len(experiment.datasets) > 1 else plots)
-        every[dataset], page.contests[dataset], page.rankings[dataset] = replays, contests, at_ratios(contests, replays)
-    return every, records
+        page.replays[dataset], page.contests[dataset] = replays, contests
+        page.rankings[dataset] = at_ratios(contests, replays)
 
 
 def at_ratios(contests: Sequence[Contest], replays: Replays) -> list[Contest]:
@@ -167,11 +168,9 @@ def about(experiment: Experiment, times: Times) -> str:
     )
 
 
-def clocked(
-    experiment: Experiment, every: Mapping[str, Replays], *, page: Page, num_prompts: int, repeats: int
-) -> Path:
+def clocked(experiment: Experiment, page: Page, *, num_prompts: int, repeats: int) -> Path:
     """Time every dataset; what the clock measured, printed, put on the page and written to clock.json, its path."""
-    for dataset, replays in every.items():
+    for dataset, replays in page.replays.items():
         contest, test = page.contests[dataset][0], replays.traces.test
         page.clocks.append(clock_dataset(experiment, contest, test, num_prompts=num_prompts, repeats=repeats))
         page.clocks[-1].table.print()

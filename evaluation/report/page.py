@@ -32,26 +32,34 @@ RATIOS = (1.5, 2.0, 3.0, 4.0, 5.0, 8.0, 12.0, 20.0, 30.0, 40.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """Contents of the page."""
+    """What an evaluation found, by dataset, for the page and the files beside it."""
 
     about: str
     """One line under the title."""
     directory: Path
     """Folder of all files."""
+    replays: dict[str, Replays] = field(default_factory=dict)
     contests: dict[str, list[Contest]] = field(default_factory=dict)
-    """Dataset -> its contest at each of the evaluation's times, the first of this machine or as given."""
+    """The contest at each of the evaluation's times, the first of this machine or as given."""
     rankings: dict[str, list[Contest]] = field(default_factory=dict)
-    """Dataset -> its contests by ratio of times; every dataset has the same ratios."""
+    """Contests by ratio of times; every dataset has the same ratios."""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """The rows of results.csv."""
     plots: list[Plot] = field(default_factory=list)
+    """All but those of stages and clocks."""
     clocks: list[ClockReport] = field(default_factory=list)
-    """Report of each dataset's clock, where there was one."""
     batches: list[dict[str, Any]] = field(default_factory=list)
-    """The rows of batches.csv, where there were batches."""
+    """The rows of batches.csv."""
 
     @property
-    def every(self) -> list[Contest]:
-        """The contests of all datasets at all of the evaluation's times."""
-        return [contest for contests in self.contests.values() for contest in contests]
+    def stages(self) -> list[dict[str, Any]]:
+        """The rows of stages.csv."""
+        return [
+            {"dataset": contest.dataset, "costs": contest.times.title, **flat(stage)}
+            for contests in self.contests.values()
+            for contest in contests
+            for stage in stages_of(contest)
+        ]
 
 
 def folder_of(experiment: Experiment, competitors: Sequence[Competitor]) -> Path:
@@ -74,26 +82,17 @@ def folder_of(experiment: Experiment, competitors: Sequence[Competitor]) -> Path
     return without
 
 
-def write_files(page: Page, results: pd.DataFrame, every: Mapping[str, Replays]) -> list[Path]:
+def write_files(page: Page) -> list[Path]:
     """Write tables and the counts of each dataset's replays; the paths, after those that `write_report` writes to."""
-    directory, tables = page.directory, {"results.csv": results, "stages.csv": stage_frame(page.every)}
-    written = [write_csv(directory / name, frame) for name, frame in tables.items()]
-    counts = [_write_counts(directory / f"counts-{name}.parquet", replays.arms) for name, replays in every.items()]
-    return [directory / "report.html", directory / "plots", *written, *counts]
+    directory = page.directory
+    written = [write_csv(directory / "results.csv", page.records), write_csv(directory / "stages.csv", page.stages)]
+    written += [_write_counts(directory / f"counts-{name}.parquet", of.arms) for name, of in page.replays.items()]
+    return [directory / "report.html", directory / "plots", *written]
 
 
-def stage_frame(contests: Sequence[Contest]) -> pd.DataFrame:
-    """Where the oracle's gain goes, a row for each stage of each dataset at each set of times."""
-    return pd.DataFrame(
-        {"dataset": contest.dataset, "costs": contest.times.title, **flat(stage)}
-        for contest in contests
-        for stage in stages_of(contest)
-    )
-
-
-def write_csv(path: Path, frame: pd.DataFrame) -> Path:
+def write_csv(path: Path, records: Sequence[Mapping[str, Any]]) -> Path:
     """Write a table; its path."""
-    write_atomic(path, frame.to_csv(index=False).encode())
+    write_atomic(path, pd.DataFrame(records).to_csv(index=False).encode())
     return path
 
 
