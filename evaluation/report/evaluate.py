@@ -22,8 +22,7 @@ from evaluation.flag_types import Sizes, sizes_of
 from evaluation.report.batches import in_batches
 from evaluation.report.page import RATIOS, Page, folder_of, write_csv, write_files, write_report
 from evaluation.report.plots import all_plots, speed_up_bars, verification_curve
-from evaluation.report.results import records_of, result_table
-from evaluation.report.stages import console_table
+from evaluation.report.tables import console_table, records_of, result_table
 from evaluation.report.transfer import source_contests, transfer_records, transfer_table, transferred
 from evaluation.report.verdict import pooled, recommend, sentence_of, write_verdict
 from evaluation.table import announce, printing, say

@@ -20,8 +20,7 @@ from evaluation.families import HEADS, family
 from evaluation.figure import Plot
 from evaluation.report.batches import batch_tables
 from evaluation.report.plots import stage_plot
-from evaluation.report.results import result_table
-from evaluation.report.stages import stage_table, stages_of
+from evaluation.report.tables import result_table, stage_table, stages_of
 from evaluation.report.verdict import explained, sentence_of
 from evaluation.table import Table, flat, say
 from store.shards import write_atomic

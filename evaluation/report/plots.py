@@ -10,7 +10,7 @@ from scipy.special import expit
 from evaluation.contest import Contest, Replays, Result, best_heads
 from evaluation.families import BASELINE, BOUNDS, COLOURS, HEADS, PRODUCT, Style, family, styles_of
 from evaluation.figure import BLUE, GREY, RED, Plot, figure_of, plot_of
-from evaluation.report.stages import deciding_families, speed_text, stages_of
+from evaluation.report.tables import deciding_families, speed_text, stages_of
 from evaluation.times import Times
 from evaluation.traces.trace import Array, Trace
 from heads.model.head import TIMING_LABELS, AcceptanceHead, Timing

@@ -17,7 +17,7 @@ from decode.experiment import Experiment
 from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Replays, Result, hold_each, replay_dataset
 from evaluation.families import AUTO, BOUND, PERFECT, TRAINING_FREE, family
-from evaluation.report.results import records_of
+from evaluation.report.tables import records_of
 from evaluation.table import Table, flat
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder

@@ -18,7 +18,7 @@ from evaluation.contest import Arm, Contest, Replays, Result, fastest_on_dev
 from evaluation.families import BASELINE, HEADS, TRAINING_FREE, family
 from evaluation.gain import Gain
 from evaluation.played import joined
-from evaluation.report.results import values_of
+from evaluation.report.tables import values_of
 from evaluation.times import Times
 from heads.model.head import TIMING_LABELS, AcceptanceHead
 from lm.signals import SCALARS

@@ -15,8 +15,7 @@ from evaluation.report import page as page_module
 from evaluation.report.evaluate import at_ratios
 from evaluation.report.page import Page, write_report
 from evaluation.report.plots import entropies, pareto
-from evaluation.report.results import result_table
-from evaluation.report.stages import stage_table
+from evaluation.report.tables import result_table, stage_table
 from evaluation.report.verdict import sentence_of
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -35,8 +35,7 @@ from evaluation.gain import Gain, Splits, Throughput
 from evaluation.played import Played
 from evaluation.report.page import Page, folder_of
 from evaluation.report.plots import all_plots, stage_plot, thresholds
-from evaluation.report.results import result_table
-from evaluation.report.stages import console_table, deciding_families, stage_table, stages_of
+from evaluation.report.tables import console_table, deciding_families, result_table, stage_table, stages_of
 from evaluation.report.verdict import doubt_of, explained, pooled, recommend, sentence_of, write_verdict
 from evaluation.times import Times
 from heads import AcceptanceHead
@@ -159,7 +158,7 @@ def contest_at(speeds, free=PRODUCT) -> Contest:
         throughput = Throughput(np.full(30, 100), 100 / speed * of_family / of_family.mean())
         full = "head:drawn+s-d1-w3" if name == "head_drawn" else name
         competitor = Competitor(name, full, FixedLength(), (SETTINGS.get(name, {}),))
-        on_dev = speed + 100 * (name == free)
+        on_dev = speed + 100.0 * (name == free)
         results[name] = Result(competitor=competitor, number=0, on_dev=on_dev, throughput=throughput)
     return Contest("made", Times.constant(0.01, 0.02), results)
 
