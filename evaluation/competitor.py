@@ -11,7 +11,7 @@ from decode.experiment import Experiment
 from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import HeadPolicy, Policy
 from decode.policies.registry import LOGISTIC, POLICIES, policy_of, registered
-from evaluation.families import ORACLE
+from evaluation.families import ORACLE, PERFECT
 from evaluation.traces.bounds import Oracle, ScoreHead
 from heads.model.head import AcceptanceHead
 
@@ -57,17 +57,6 @@ def label_of(name: str, setting: Mapping[str, Any]) -> str:
     return f"{head}: {values}" if (head := head_in(name)) else values or "-"
 
 
-def default_values(max_draft_length: int, policies: Sequence[str] = ()) -> dict[str, dict[str, Sequence[Any]]]:
-    """policy -> parameter -> values, as the registry has them.
-
-    Args:
-        max_draft_length: the longest fixed length.
-        policies: names; empty: all. Fixed lengths, which everything is measured against, are always among them.
-    """
-    names = dict.fromkeys(["fixed_length", *policies]) if policies else list(POLICIES)
-    return {name: dict(registered(name).values(max_draft_length)) for name in names}
-
-
 def competitors_of(
     grids: Mapping[str, Mapping[str, Sequence[Any]]],
     heads: Mapping[str, AcceptanceHead],
@@ -81,32 +70,35 @@ def competitors_of(
         grids: policy -> parameter -> values, instead of the built-in values of that policy.
         heads: by name; each is a competitor.
         max_draft_length: the longest fixed length.
-        policies: names of those that compete, as decode.policies has them; empty: all.
+        policies: names of those that compete, as decode.policies has them; empty: all. Fixed lengths, which everything
+            is measured against, are always among them.
 
     Raises:
         ValueError: an unknown policy or parameter, a value out of range; values of a policy that does not compete.
     """
-    values = default_values(max_draft_length, policies)
+    names = dict.fromkeys(["fixed_length", *policies]) if policies else POLICIES
+    values = {name: registered(name).values(max_draft_length) for name in names}
     if policies and (left_out := [name for name in grids if name not in values]):
         raise ValueError(
             f"decode.grid has values for {left_out[0]}, which decode.policies leaves out; add it there, or drop "
             "its values"
         )
     try:
-        values |= {name: dict(parameters) for name, parameters in grids.items() if registered(name)}
+        values |= {name: parameters for name, parameters in grids.items() if registered(name)}
     except ValueError as error:
         raise ValueError(f"decode.grid: {error}") from error
+    if (longest := max(values["fixed_length"].get("k", ()), default=0)) > max_draft_length:
+        raise ValueError(
+            f"decode.grid asks for a fixed length of {longest}; decode.max_draft_length is {max_draft_length}, raise it"
+        )
     competitors = []
     for name, parameters in values.items():
-        if name == "fixed_length" and max(parameters.get("k", ()), default=0) > max_draft_length:
-            raise ValueError(
-                f"decode.grid asks for a fixed length of {max(parameters['k'])}; decode.max_draft_length is "
-                f"{max_draft_length}, raise it"
-            )
-        if name == "head":
-            competitors += [head_competitor(head_name, head, parameters) for head_name, head in heads.items()]
-        else:
+        if name != "head":
             competitors.append(make_competitor(name, name, parameters))
+            continue
+        for head_name, head in heads.items():
+            of_head = make_competitor(family_of(head), name, parameters, head=head)
+            competitors.append(replace(of_head, name=f"{_HEAD}{head_name}"))
     return competitors
 
 
@@ -138,14 +130,8 @@ def make_competitor(
     settings = tuple(dict(zip(parameters, values, strict=True)) for values in product(*parameters.values()))
     # A policy whose parameters are arrays is all settings side by side (`evaluation.traces.replay`).
     arrays: dict[str, Any] = {key: np.array([setting[key] for setting in settings]) for key in parameters}
-    registered_name = "head" if head_in(name) else name
-    policy = kind(**arrays, **fixed) if kind else policy_of(registered_name, arrays | fixed)
+    policy = kind(**arrays, **fixed) if kind else policy_of(name, arrays | fixed)
     return Competitor(family, name, policy, settings)
-
-
-def head_competitor(name: str, head: AcceptanceHead, parameters: Mapping[str, Sequence[Any]]) -> Competitor:
-    """All thresholds of one head."""
-    return make_competitor(family_of(head), f"{_HEAD}{name}", parameters, head=head)
 
 
 def family_of(head: AcceptanceHead) -> str:
@@ -155,10 +141,10 @@ def family_of(head: AcceptanceHead) -> str:
     return "head_specdec" if head.timing == "fed" and not any(head.inputs) else f"head_{head.timing}"
 
 
-def bounds() -> Iterator[Competitor]:
-    """Perfect head with and without the lag, and the oracle (law 4.10)."""
+def bounds(*, perfect_head: bool = True) -> Iterator[Competitor]:
+    """The oracle (law 4.10), after the perfect head with and without the lag."""
     settings = tuple({"max_rejection_prob": value} for value in LOGISTIC)
-    for timing in ("fed", "drawn"):
+    for name, timing in (("perfect_fed", "fed"), (PERFECT, "drawn")) if perfect_head else ():
         policy = HeadPolicy(ScoreHead("perfect", timing), np.array(LOGISTIC))  # type: ignore[arg-type]
-        yield Competitor(f"perfect_{timing}", f"perfect_{timing}", policy, settings)
+        yield Competitor(name, name, policy, settings)
     yield Competitor(ORACLE, ORACLE, Oracle(), ({},))

@@ -17,7 +17,7 @@ from typing import Any
 
 from decode.policies.base import Policy
 from evaluation.competitor import Competitor, bounds, label_of
-from evaluation.families import BASELINE, GROUPS, HEADS, HEADS_OF, ORACLE, REPLAYED, TRAINING_FREE, families, family
+from evaluation.families import BASELINE, GROUPS, HEADS_OF, ORACLE, REPLAYED, families, family
 from evaluation.gain import Gain, Splits, Throughput, gain_over
 from evaluation.played import Played
 from evaluation.times import Times
@@ -131,22 +131,13 @@ class Contest:
             self._gains[name, base] = self.results[name].over(self.results[base])
         return self._gains[name, base]
 
-    @property
-    def lead(self) -> Gain | None:
-        """The gain of the best head over the best policy without training; None where there is no head."""
-        if HEADS not in self.leaders:
-            return None
-        return self.gain(self.leaders[HEADS].family, self.leaders[TRAINING_FREE].family)
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Replays:
     """One dataset: its traces, and all arms that depend on no times."""
 
     traces: Splits[Trace]
     arms: Sequence[Arm]
-    heads: Mapping[str, AcceptanceHead]
-    """Heads of the arms, by name."""
 
     def autos(
         self, head: AcceptanceHead, every: Sequence[Times], is_online: Sequence[bool] = (False, True)
@@ -186,14 +177,13 @@ def hold_each(
         is_online: forms of `auto` that compete with the head that is fastest on dev: lambda from dev, learned online.
     """
     best_arms = [fastest_on_dev(replays.arms, times) for times in every]
-    of_head: dict[str, list[int]] = {}
+    of_head: dict[AcceptanceHead, list[int]] = {}
     for number, results in enumerate(best_arms):
         if heads := [result for name, result in results.items() if family(name).timing]:
-            of_head.setdefault(fastest(heads).competitor.head, []).append(number)
+            of_head.setdefault(fastest(heads).competitor.policy.heads[0], []).append(number)
     autos: dict[int, list[Arm]] = {}
     for head, numbers in of_head.items():
-        rules = replays.autos(replays.heads[head], [every[number] for number in numbers], is_online)
-        autos |= dict(zip(numbers, rules, strict=True))
+        autos |= zip(numbers, replays.autos(head, [every[number] for number in numbers], is_online), strict=True)
     contests = []
     for number, (times, results) in enumerate(zip(every, best_arms, strict=True)):
         results = fastest_on_dev([*autos.get(number, ()), replays.oracle(times)], times, results)
@@ -210,13 +200,13 @@ def fastest_on_dev(arms: Iterable[Arm], times: Times, rivals: Mapping[str, Resul
         times: at which it does.
         rivals: results that were chosen before and compete, too.
     """
-    best = {name: (result.on_dev or 0.0, result) for name, result in (rivals or {}).items()}
+    best = dict(rivals or {})
     for arm in arms:
         number, on_dev = best_setting(arm.dev, times)
-        name = arm.competitor.family
-        if name not in best or on_dev > best[name][0]:
-            best[name] = on_dev, result_of(arm, number, times, on_dev=on_dev)
-    return {name: result for name, (_, result) in best.items()}
+        rival = best.get(arm.competitor.family)
+        if rival is None or on_dev > (rival.on_dev or 0.0):
+            best[arm.competitor.family] = result_of(arm, number, times, on_dev=on_dev)
+    return best
 
 
 def best_setting(dev: Played, times: Times) -> tuple[int, float]:
@@ -229,13 +219,9 @@ def best_setting(dev: Played, times: Times) -> tuple[int, float]:
 def result_of(arm: Arm, number: int, times: Times, *, on_dev: float | None = None) -> Result:
     """An arm at one setting, on test."""
     played = arm.test.select([number])
+    throughput = times.throughput(played).at(0)
     return Result(
-        competitor=arm.competitor,
-        number=number,
-        on_dev=on_dev,
-        throughput=times.throughput(played).at(0),
-        played=played,
-        arm=arm,
+        competitor=arm.competitor, number=number, on_dev=on_dev, throughput=throughput, played=played, arm=arm
     )
 
 
@@ -244,32 +230,26 @@ def fastest(results: Iterable[Result]) -> Result:
     return max(results, key=lambda result: result.on_dev or 0.0)
 
 
-def best_heads(results: Mapping[str, Result]) -> dict[Timing, str]:
-    """Timing -> name of the head that is fastest on dev, whatever it reads."""
+def best_heads(results: Mapping[str, Result]) -> dict[Timing, AcceptanceHead]:
+    """Timing -> the head that is fastest on dev, whatever it reads."""
     rivals = {timing: [results[name] for name in names if name in results] for timing, names in HEADS_OF.items()}
-    return {timing: fastest(of_timing).competitor.head for timing, of_timing in rivals.items() if of_timing}
+    return {timing: fastest(members).competitor.policy.heads[0] for timing, members in rivals.items() if members}
 
 
 def replay_dataset(
-    traces: Splits[Trace],
-    competitors: Sequence[Competitor],
-    *,
-    heads: Mapping[str, AcceptanceHead],
-    perfect_head: bool,
-    name: str,
+    traces: Splits[Trace], competitors: Sequence[Competitor], *, perfect_head: bool, name: str
 ) -> Replays:
     """Every arm of one dataset, the bounds last.
 
     Args:
         traces: of the dataset.
         competitors: all but the bounds.
-        heads: those of the competitors, by name.
         perfect_head: the trace knows acceptance along branches too, which the bounds of the perfect head need.
         name: of the dataset, for the progress bar.
     """
-    every = [*competitors, *(bound for bound in bounds() if perfect_head or bound.family == ORACLE)]
+    every = [*competitors, *bounds(perfect_head=perfect_head)]
     with Bar(total=sum(len(entry.settings) for entry in every), desc=f"replay: {name}", unit="settings") as bar:
-        return Replays(traces=traces, arms=list(replay_arms(every, traces, bar.update)), heads=heads)
+        return Replays(traces, list(replay_arms(every, traces, bar.update)))
 
 
 def replay_arms(
@@ -277,5 +257,5 @@ def replay_arms(
 ) -> Iterator[Arm]:
     """Every competitor on both splits; `progress` gets the number of settings after each."""
     for entry in competitors:
-        yield Arm(entry, replay_settings(traces.dev, entry.policy), replay_settings(traces.test, entry.policy))
+        yield Arm(entry, *(replay_settings(trace, entry.policy) for trace in traces))
         progress(len(entry.settings))

@@ -3,7 +3,7 @@
 import io
 import re
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -55,18 +55,24 @@ def panels_of(count: int, *, width: float, height: float) -> tuple[Figure, list[
 def legend_below(axes: Axes) -> None:
     """The legend under the axes, where it covers no data; the figure grows by its rows."""
     labels = axes.get_legend_handles_labels()[1]
-    columns = 1 if max(map(len, labels), default=0) > _LONG else 2
+    columns = 1 if max(map(len, labels)) > _LONG else 2
     figure = axes.get_figure(root=True)
     assert figure is not None
     figure.set_figheight(figure.get_figheight() + 0.19 * ceil(len(labels) / columns) + 0.1)
     with mpl.rc_context(_STYLE):  # type: ignore[arg-type]
         # "outside" makes room for it below the axis' own label
-        legend = figure.legend(loc="outside lower center", fontsize=9, ncols=columns)
-    legend.set_frame_on(False)
+        figure.legend(loc="outside lower center", fontsize=9, ncols=columns)
 
 
-def plot_of(name: str, caption: str, figure: Figure) -> Plot:
-    """The figure as SVG text, the same bytes for the same figure."""
+def plot_of(name: str, caption: str, figure: Figure, **settings: Any) -> Plot:
+    """The figure as SVG text, the same bytes for the same figure; with settings of its axes, and a legend below them if
+    anything has a label.
+    """
+    if settings:
+        (axes, *_) = figure.axes
+        axes.set(**settings)
+        if axes.get_legend_handles_labels()[1]:
+            legend_below(axes)
     buffer = io.StringIO()
     # Ids inside an SVG are random unless they are salted, and the date would differ from run to run.
     with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):

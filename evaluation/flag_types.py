@@ -25,21 +25,11 @@ class RaceRules:
 
 
 def sizes_of(given: Sizes | None) -> tuple[int, ...] | None:
-    """The sizes of batches that a command line asks for; None where it asks for no batches.
-
-    Raises:
-        ValueError: what is no list of numbers, no size at all, a batch of no sequence.
-    """
+    """The sizes of batches that a command line asks for; None: no batches. ValueError without a size of at least 1."""
     if given is None:
         return None
     listed = given.split(",") if isinstance(given, str) else [given] if isinstance(given, int) else given
-    try:
-        sizes = tuple(int(size) for size in listed)
-    except ValueError:
-        raise ValueError(f"--batch is {given}; name sizes of batches as numbers, such as 1,4,16") from None
-    if not sizes:
-        raise ValueError("--batch names no size; give some, such as 1,4,16, or leave it out")
-    for size in sizes:
-        if size < 1:
-            raise ValueError(f"--batch has {size}; a batch is of at least 1 sequence")
+    sizes = tuple(int(size) if str(size).strip().isdecimal() else 0 for size in listed)
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"--batch is {given}; name sizes of at least 1 sequence, such as 1,4,16, or leave it out")
     return sizes

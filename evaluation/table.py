@@ -5,7 +5,6 @@ of a CSV; beside it, the names of written files.
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,18 +13,15 @@ from rich.table import Table as RichTable
 
 from evaluation.gain import Gain
 
-WIDTH = 190
 Columns = Mapping[str, tuple[str, str]]
 """Heading -> which value of a record is below it, and its format."""
 
 
 class Table(NamedTuple):
-    """A table: its title, its rows and its note."""
+    """A table for the terminal, JSON and the page."""
 
     title: str
-    """Title: the things that are compared, where and at which costs; and whether figures are replayed, decoded or
-    clocked.
-    """
+    """The things that are compared, where and at which costs; and whether figures are replayed, decoded or clocked."""
     rows: Sequence[Mapping[str, Any]]
     """Column -> cell; a cell may be in rich's markup, for bold."""
     note: str = ""
@@ -34,6 +30,8 @@ class Table(NamedTuple):
     """How many columns, from the left, hold names; all others hold numbers."""
     headings: Sequence[str] = ()
     """The columns, in order; where there are none given, those of the rows."""
+    marks: Mapping[int, str] = {}
+    """Number of a row -> `best`, which is bold, or `bound`, which is pale on the page."""
 
     @property
     def columns(self) -> list[str]:
@@ -44,26 +42,31 @@ class Table(NamedTuple):
         """The cells of one column, from the top."""
         return [str(row.get(heading, "")) for row in self.rows]
 
+    @property
+    def cells(self) -> list[list[str]]:
+        """The cells of each row, in the order of the columns."""
+        return [[str(row.get(column, "")) for column in self.columns] for row in self.rows]
+
     def table(self) -> RichTable:
         """The table as it prints. What is too wide folds: a figure that is cut says nothing."""
         table = RichTable(title=self.title, caption=self.note or None, caption_justify="left")
         for index, heading in enumerate(self.columns):
             table.add_column(heading, justify="left" if index < self.names else "right", overflow="fold")
-        for row in self.rows:
-            table.add_row(*(str(row.get(column, "")) for column in self.columns))
+        for number, cells in enumerate(self.cells):
+            table.add_row(*cells, style="bold" if self.marks.get(number) == "best" else None)
         return table
 
-    def print(self, width: int = WIDTH) -> None:
+    def print(self, width: int = 190) -> None:
         """To the terminal; `width` is that of a pipe or a file."""
-        wide_console(width).print(self.table())
+        _wide_console(width).print(self.table())
 
     def as_dict(self) -> dict[str, Any]:
-        """The sheet as JSON has it."""
+        """The table as JSON has it."""
         return {"title": self.title, "rows": list(self.rows), "note": self.note}
 
 
 def shown(records: Iterable[Mapping[str, Any]], columns: Columns) -> list[dict[str, str]]:
-    """Rows of a sheet: the values of records, in the form of their columns; None shows as nothing."""
+    """Rows of a table: the values of records, in the form of their columns; None shows as nothing."""
     return [
         {
             heading: "" if record[name] is None else format(record[name], form)
@@ -81,33 +84,25 @@ def crossed(name: str, cells: Iterable[tuple[str, str, str]]) -> list[dict[str, 
     return list(rows.values())
 
 
-def flat(record: Any) -> dict[str, Any]:
-    """The values of a record, a dataclass or a mapping, as columns of a CSV; a gain makes three, its value and the ends
-    of its interval.
-    """
-    values = (
-        record if isinstance(record, Mapping) else {field.name: getattr(record, field.name) for field in fields(record)}
-    )
+def flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a record as columns of a CSV; a gain makes three, its value and the ends of its interval."""
     columns: dict[str, Any] = {}
-    for name, value in values.items():
-        columns |= spread(name, value) if isinstance(value, Gain) else {name: value}
+    for name, value in record.items():
+        is_gain = isinstance(value, Gain)
+        columns |= (
+            {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high} if is_gain else {name: value}
+        )
     return columns
 
 
-def spread(name: str, gain: Gain) -> dict[str, float]:
-    """A gain as three columns: its value and the ends of its interval."""
-    return {name: gain.value, f"{name}_low": gain.low, f"{name}_high": gain.high}
-
-
-def wide_console(width: int = 190) -> Console:
-    """A console as wide as the terminal; in a pipe or a file `width`, so that no column folds."""
+def _wide_console(width: int) -> Console:
     console = Console()
     return console if console.is_terminal else Console(width=width)
 
 
 def say(text: str) -> None:
     """Print sentences, broken between words where the terminal ends; in a pipe or a file at 120."""
-    wide_console(120).print(text, markup=False, highlight=False)
+    _wide_console(120).print(text, markup=False, highlight=False)
 
 
 @contextmanager

@@ -239,7 +239,7 @@ class Race:
         dev = folder.load_split(dataset, "dev")
         traces = Splits(dev, dev.select([0]))  # the second is not read
         competitors, name = competitors_with(experiment, experiment.heads), f"dev, {dataset}, {sampling}"
-        replays = replay_dataset(traces, competitors, heads=experiment.heads, perfect_head=False, name=name)
+        replays = replay_dataset(traces, competitors, perfect_head=False, name=name)
         return hold(replays, self._times, is_online=(False,)).results
 
     def _under(self, config: Config, name: str) -> Experiment:

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from decode.experiment import Experiment
+from decode.policies import HeadPolicy
 from decode.policies.batch import BatchAuto
 from evaluation.batches.curves import BatchTimes, kept_curves, setups_of
-from evaluation.batches.load import Load, load_at, queue_of
+from evaluation.batches.load import BatchThroughput, load_at, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.competitor import head_in
-from evaluation.contest import Replays, best_heads, fastest_on_dev
+from evaluation.contest import Arm, Replays, best_heads, fastest_on_dev
 from evaluation.families import BASELINE, BOUNDS, HEADS_OF, PERFECT, families, family
 from evaluation.table import Table, say
 from evaluation.times import Times
@@ -25,12 +26,10 @@ from evaluation.traces.trace import CONFIDENCE, Trace
 from evaluation.tuning.rule import batch_auto_for
 from heads.measures.histogram import observe
 from heads.measures.scores import fit_logistic
-from heads.model.head import AcceptanceHead, Timing
 from store.progress import Bar
 
 Row = dict[str, Any]
 """A row of batches.csv."""
-_SETUP = ("dataset", "ratio", "costs", "verify_share")
 
 
 def in_batches(
@@ -54,10 +53,9 @@ def in_batches(
                 f"{dataset}: a batch of more than {num_rows} has some of its {num_rows} test responses twice; raise "
                 "decode.num_test"
             )
-        for setup, batch_rows in contests_of(replays, setups, sizes):
-            times = setup.times
-            where = dict(zip(_SETUP, (dataset, times.ratio, times.origin, setup.verify_share), strict=True))
-            new = [where | row for row in batch_rows]
+        for setup, of_setup in contests_of(replays, setups, sizes):
+            where = {"dataset": dataset, "ratio": setup.times.ratio, "costs": setup.times.origin}
+            new = [where | {"verify_share": setup.verify_share} | row for row in of_setup]
             for table in batch_tables(new, setup.title):
                 table.print()
             rows += new
@@ -83,70 +81,59 @@ def contests_of(
     for setup in setups:
         rows = []
         for size in Bar(sizes, desc=f"batches: ratio {setup.times.ratio:.3g}", unit="sizes"):
-            batch_rows: list[Row] = []
+            reached: list[tuple[str, str, str, BatchThroughput]] = []
             for entry in competitors:
                 curves = setup.curves(entry.policy.stop_kind)
                 speeds = [load.throughput(curves).tokens_per_s for load in loads[entry.family, size]]
                 number = speeds.index(max(speeds))
                 load = load_at(rounds[entry.family][1], number, len(test.rows), size)
                 setting = ", ".join(f"{key}={value}" for key, value in entry.settings[number].items())
-                batch_rows.append(
-                    {"family": entry.family, "name": entry.name, "setting": setting, **_throughput(load, curves)}
-                )
+                reached.append((entry.family, entry.name, setting, load.throughput(curves)))
             for name, rule in rules_of(replays, setup, size).items():
                 load = step_through(test, rule, queue_of(len(test.rows), size), size)
-                batch_rows.append({"family": name, "name": name, "setting": "", **_throughput(load, rule.costs)})
-            baseline = next(row["tokens_per_s"] for row in batch_rows if row["family"] == BASELINE)
-            rows += [
-                {"batch_size": size, **row, "gain": row["tokens_per_s"] / baseline - 1, "request_s": row["request_s"]}
-                for row in batch_rows
-            ]
+                reached.append((name, name, "", load.throughput(rule.costs)))
+            base = next(throughput.tokens_per_s for name, *_, throughput in reached if name == BASELINE)
+            for name, full_name, setting, throughput in reached:
+                row = {"batch_size": size, "family": name, "name": full_name, "setting": setting}
+                row |= {"tokens_per_s": throughput.tokens_per_s, "gain": throughput.tokens_per_s / base - 1}
+                rows.append(row | {"request_s": throughput.request_s})
         yield setup, rows
 
 
-def _throughput(load: Load, curves: Any) -> Row:
-    throughput = load.throughput(curves)
-    return {"tokens_per_s": throughput.tokens_per_s, "gain": 0.0, "request_s": throughput.request_s}
-
-
 def rules_of(replays: Replays, setup: BatchTimes, size: int) -> dict[str, BatchAuto]:
-    """The batch's rule, with a head of each timing: lambda from dev, or learned online with the head; then with the
-    draft's own confidence where it has one, last with a perfect head.
+    """The batch's rule with a head of each timing, with the draft's own confidence where it has one, and with a perfect
+    head: lambda from dev, or learned online with the head.
     """
     dev, rules = replays.traces.dev, {}
-
-    def rule_for(head: Any) -> BatchAuto:
-        kind = BatchAuto(head, setup.curves("")).stop_kind if isinstance(head, AcceptanceHead) else ""
-        return batch_auto_for(head, dev, setup.curves(kind), size)
-
-    for timing, heads in _rivals(replays, setup.times).items():
-        fastest = max(map(rule_for, heads), key=lambda rule: rule.throughput or 0.0)
-        rules[f"auto_{timing}"] = fastest
-        if fastest.can_learn:
-            rules[f"auto_{timing}_learning"] = _learning(fastest)
+    heads = _rivals(replays, setup.times)
     if CONFIDENCE in dev.drafts:
-        rules["auto_confidence"] = rule_for(ScoreHead("confidence"))
-        rules["auto_confidence_learning"] = _learning(rules["auto_confidence"])
+        heads["auto_confidence"] = [ScoreHead("confidence")]
     if dev.block_size is not None:
-        rules["auto_max_prob"] = rule_for(estimator_of(dev))
-        rules["auto_max_prob_learning"] = _learning(rules["auto_max_prob"])
+        heads["auto_max_prob"] = [estimator_of(dev)]
     if any(arm.competitor.family == PERFECT for arm in replays.arms):
-        rules[PERFECT] = rule_for(ScoreHead("perfect", "drawn"))
+        heads[PERFECT] = [ScoreHead("perfect", "drawn")]
+    for name, rivals in heads.items():
+        every = [batch_auto_for(head, dev, setup.curves(HeadPolicy(head).stop_kind), size) for head in rivals]
+        rules[name] = max(every, key=lambda rule: rule.throughput or 0.0)
+        if rules[name].can_learn and name != PERFECT:
+            rules[f"{name}_learning"] = replace(rules[name], throughput=None, is_learning=True)
     return rules
 
 
-def _rivals(replays: Replays, times: Times) -> dict[Timing, list[AcceptanceHead]]:
+def _rivals(replays: Replays, times: Times) -> dict[str, list[Any]]:
     """Two heads of each timing: the fastest for one sequence, and the fastest of the cheapest, since in a batch a head
     gains less.
     """
-    best, rivals = best_heads(fastest_on_dev(replays.arms, times)), {}
+    best, rivals = best_heads(fastest_on_dev(replays.arms, times)), dict[str, list[Any]]()
+
+    def stop_s(arm: Arm) -> float:
+        return times.stop_s(arm.competitor.policy.stop_kind)
+
     for timing, names in HEADS_OF.items():
-        arms = [arm for arm in replays.arms if arm.competitor.family in names]
-        if arms:
-            stops_s = [times.stop_s(arm.competitor.policy.stop_kind) for arm in arms]
-            cheap = [arm for arm, stop_s in zip(arms, stops_s, strict=True) if stop_s <= min(stops_s)]
+        if arms := [arm for arm in replays.arms if arm.competitor.family in names]:
+            cheap = [arm for arm in arms if stop_s(arm) <= min(map(stop_s, arms))]
             heads = dict.fromkeys([best[timing], *best_heads(fastest_on_dev(cheap, times)).values()])
-            rivals[timing] = [replays.heads[name] for name in heads]
+            rivals[f"auto_{timing}"] = list(heads)
     return rivals
 
 
@@ -160,11 +147,6 @@ def estimator_of(trace: Trace) -> ScoreHead:
     prob = torch.from_numpy(trace.signal("acceptance_prob")[drafts])[is_revealed]
     slope, offset = map(float, fit_logistic(observe(logit[None], prob[None])))
     return ScoreHead("max_prob", calibration_shift=offset / slope, temperature=1.0 / slope)
-
-
-def _learning(rule: BatchAuto) -> BatchAuto:
-    """The rule that learns lambda and its head's calibration while it decodes."""
-    return replace(rule, throughput=None, is_learning=True)
 
 
 def batch_tables(rows: Sequence[Mapping[str, Any]], title: str) -> list[Table]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from json import dumps as to_json
+from json import loads
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,16 @@ from evaluation.costs.machine import costs_for
 from evaluation.families import LENGTH_HEAD
 from evaluation.flag_types import Sizes, sizes_of
 from evaluation.report.batches import in_batches
-from evaluation.report.files import folder_of, records, stage_frame, write, write_csv, write_plots
-from evaluation.report.page import RATIOS, Page, write_report
+from evaluation.report.page import RATIOS, Page, folder_of, write_csv, write_files, write_report
 from evaluation.report.plots import all_plots, speed_up_bars, verification_curve
-from evaluation.report.recommended import pooled, recommend, write_verdict
-from evaluation.report.results import contest_frame
-from evaluation.report.transfer import source_contests, transfer_frame, transfer_table, transferred
-from evaluation.report.verdict import answer_of
+from evaluation.report.tables import console_table, records_of, result_table
+from evaluation.report.transfer import source_contests, transfer_records, transfer_table, transferred
+from evaluation.report.verdict import pooled, recommend, sentence_of, write_verdict
 from evaluation.table import announce, printing, say
 from evaluation.times import Times
 from evaluation.traces.lengths import PredictedLength, fit_length, predict_length
 from evaluation.traces.recording import trace_folder
-from evaluation.tuning.calibration import calibrated_on, is_of_other_sampling
+from evaluation.tuning.calibration import calibrated_on
 from store.shards import write_atomic
 
 
@@ -70,47 +69,45 @@ def evaluate(
         sources = source_contests(transfer_from, config, competitors, every_times) if transfer_from else {}
         folder.complete()  # may take hours, so heads, competitors and times were made, and checked, before it
         page = Page(about=about(experiment, times), directory=directory, plots=verification_curve(times))
-        every, results = compare_all(experiment, every_times, sources=sources, page=page, has_all=all)
-        verdict = recommend(overall(page, every), experiment)
-        written = [*write(page, results, every), str(write_verdict(verdict, directory))]
-        page.batches.extend(in_batches(experiment, every, every_times, sizes))
-        written += [write_csv(directory / "batches.csv", pd.DataFrame(page.batches))] if sizes else []
-        written += clocked(experiment, every, page=page, num_prompts=clock, repeats=repeats) if clock else []
+        compare_all(experiment, every_times, sources=sources, page=page, has_all=all)
+        verdict = recommend(pooled(list(page.replays.values()), times), experiment)
+        written = [*write_files(page), write_verdict(verdict, directory)]
+        page.batches.extend(in_batches(experiment, page.replays, every_times, sizes))
+        written += [write_csv(directory / "batches.csv", page.batches)] if sizes else []
+        written += [clocked(experiment, page, num_prompts=clock, repeats=repeats)] if clock else []
         write_report(page)
-        announce(map(Path, written))
+        names = announce(written)
         _tell(page, verdict["sentence"])
     if json:
-        figures = {"costs": asdict(times), "verdict": verdict, "results": records(results), "written": written}
-        print(to_json(figures | _document(page)))
+        print(to_json({"costs": asdict(times), "verdict": verdict, **_document(page, names)}))
 
 
 def _tell(page: Page, last: str) -> None:
-    for dataset, answers in page.answers.items():
-        for answer in answers[::-1]:  # those at the evaluation's own times last
-            say(f"\n{f'{dataset}. ' * (len(page.answers) > 1)}{answer.verdict}")
+    for dataset, contests in page.contests.items():
+        for contest in contests[::-1]:  # those at the evaluation's own times last
+            say(f"\n{f'{dataset}. ' * (len(page.contests) > 1)}{sentence_of(contest)}")
     say(f"\n{last}")
 
 
-def _document(page: Page) -> dict[str, Any]:
-    answers = [answer for group in page.answers.values() for answer in group]
+def _document(page: Page, written: Sequence[str]) -> dict[str, Any]:
     verdicts = [
-        {"dataset": answer.contest.dataset, "costs": answer.contest.times.title, "verdict": answer.verdict}
-        for answer in answers
+        {"dataset": contest.dataset, "costs": contest.times.title, "verdict": sentence_of(contest)}
+        for contests in page.contests.values()
+        for contest in contests
     ]
-    clocks = [report.as_dict() for report in page.clocks]
-    return {"verdicts": verdicts, "stages": records(stage_frame(answers)), "batches": page.batches, "clock": clocks}
+    tables = {"results": _in_json(page.records), "written": written, "verdicts": verdicts}
+    tables |= {"stages": _in_json(page.stages), "batches": page.batches}
+    return tables | {"clock": [report.as_dict() for report in page.clocks]}
 
 
-def overall(page: Page, every: Mapping[str, Replays]) -> Contest:
-    """The contest over all datasets at the evaluation's first times."""
-    first, *others = (answers[0].contest for answers in page.answers.values())
-    return pooled(list(every.values()), first.times) if others else first
+def _in_json(records: Sequence[Mapping[str, Any]]) -> Any:
+    return loads(pd.DataFrame(records).to_json(orient="records"))
 
 
 def compare_all(
     experiment: Experiment, every_times: Sequence[Times], *, sources: dict[str, Contest], page: Page, has_all: bool
-) -> tuple[dict[str, Replays], pd.DataFrame]:
-    """Every dataset at all times, printed and put on the page: (replays by dataset, rows of results.csv).
+) -> None:
+    """Print every dataset at all times, and put it on the page.
 
     Args:
         experiment: what is compared, its trace complete.
@@ -120,45 +117,33 @@ def compare_all(
         page: of the report.
         has_all: whether every policy's row is printed, below the stages.
     """
-    heads, folder, has_sources = experiment.heads, trace_folder(experiment), bool(sources)
+    folder, has_sources = trace_folder(experiment), bool(sources)
     dev = folder.load(next(iter(experiment.datasets))).dev
-    if any(is_of_other_sampling(head, experiment.sampling) for head in heads.values()):
-        heads = heads | calibrated_on(dev, heads)
+    heads = {**experiment.heads, **calibrated_on(dev, experiment.heads)}
     competitors, perfect = competitors_with(experiment, heads), experiment.decode.perfect_head
     if (length_head := fit_length(dev)) is not None:
         grid = {"extra": np.linspace(-3, dev.longest.max(), 41).tolist()}
         competitors.append(make_competitor(LENGTH_HEAD, LENGTH_HEAD, grid, kind=PredictedLength))
-    every: dict[str, Replays] = {}
-    frames: list[pd.DataFrame] = []
     for dataset in experiment.datasets:
         traces = folder.load(dataset)
         if length_head is not None:
             for trace in traces:
                 predict_length(trace, length_head)
-        replays = replay_dataset(traces, competitors, heads=heads, perfect_head=perfect, name=dataset)
-        every[dataset] = replays
+        replays = replay_dataset(traces, competitors, perfect_head=perfect, name=dataset)
         contests = hold_each(replays, every_times, dataset=dataset)
-        page.answers[dataset] = [answer_of(contest, heads=heads) for contest in contests]
-        for answer in page.answers[dataset]:
-            for table in answer.printed(has_all=has_all):
+        for contest in contests:
+            for table in [console_table(contest), *([result_table(contest)] if has_all else [])]:
                 table.print()
-            frames.append(contest_frame(answer.contest))
-            source = sources.setdefault(answer.contest.times.title, answer.contest)
+            page.records.extend(records_of(contest.results, contest))
+            source = sources.setdefault(contest.times.title, contest)
             if has_sources or not experiment.is_training_set(dataset):
-                frames.append(_transfer(source, answer.contest, replays))
-        plots = [
-            *map(speed_up_bars, contests),
-            *all_plots(replays, contests[0], shown=page.answers[dataset][0].deciding),
-        ]
+                results = transferred(source, contest, replays)
+                transfer_table(results, source, contest).print()
+                page.records.extend(transfer_records(results, source, contest))
+        plots = [*map(speed_up_bars, contests), *all_plots(replays, contests[0])]
         page.plots.extend([plot.of(dataset) for plot in plots] if len(experiment.datasets) > 1 else plots)
+        page.replays[dataset], page.contests[dataset] = replays, contests
         page.rankings[dataset] = at_ratios(contests, replays)
-    return every, pd.concat(frames)
-
-
-def _transfer(source: Contest, target: Contest, replays: Replays) -> pd.DataFrame:
-    results = transferred(source, target, replays)
-    transfer_table(results, source, target).print()
-    return transfer_frame(results, source, target)
 
 
 def at_ratios(contests: Sequence[Contest], replays: Replays) -> list[Contest]:
@@ -173,26 +158,21 @@ def at_ratios(contests: Sequence[Contest], replays: Replays) -> list[Contest]:
 
 def about(experiment: Experiment, times: Times) -> str:
     """One line on what was evaluated."""
-    t_draft_ms, t_target_ms = (f"{1e3 * seconds:.2f}" for seconds in (times.t_draft_s, times.t_target_s[0]))
     names = " / ".join(Path(source.path).name for source in (experiment.models.target, experiment.models.draft))
-    decode, origins = experiment.decode, f"{times.origin}; {times.stop_origin}"
+    decode = experiment.decode
     return (
         f"{names}; {experiment.sampling.text}; responses up to {decode.max_new_tokens} tokens, drafts up to "
-        f"{decode.max_draft_length}; t_draft {t_draft_ms} ms, t_target {t_target_ms} ms, "
-        f"{origins}"
+        f"{decode.max_draft_length}; t_draft {1e3 * times.t_draft_s:.2f} ms, t_target {1e3 * times.t_target_s[0]:.2f} "
+        f"ms, {times.origin}; {times.stop_origin}"
     )
 
 
-def clocked(
-    experiment: Experiment, every: Mapping[str, Replays], *, page: Page, num_prompts: int, repeats: int
-) -> list[str]:
-    """Time every dataset; what the clock measured, printed and written, and the page with it."""
-    for dataset, replays in every.items():
-        contest = page.answers[dataset][0].contest
-        report = clock_dataset(experiment, contest, replays.traces.test, num_prompts=num_prompts, repeats=repeats)
-        page.clocks.append(report)
-        report.table.print()
+def clocked(experiment: Experiment, page: Page, *, num_prompts: int, repeats: int) -> Path:
+    """Time every dataset; what the clock measured, printed, put on the page and written to clock.json, its path."""
+    for dataset, replays in page.replays.items():
+        contest, test = page.contests[dataset][0], replays.traces.test
+        page.clocks.append(clock_dataset(experiment, contest, test, num_prompts=num_prompts, repeats=repeats))
+        page.clocks[-1].table.print()
     path = page.directory / "clock.json"
     write_atomic(path, to_json([report.as_dict() for report in page.clocks], indent=1).encode())
-    write_plots(page.directory / "plots", [report.plot for report in page.clocks])
-    return [str(path)]
+    return path

@@ -1,6 +1,6 @@
 """Plots of an evaluation, as SVG for the page and as files (SpecDec++ Figure 4)."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import fill
 
 import numpy as np
@@ -8,8 +8,9 @@ from matplotlib.ticker import MaxNLocator
 from scipy.special import expit
 
 from evaluation.contest import Contest, Replays, Result, best_heads
-from evaluation.families import BASELINE, BOUNDS, COLOURS, HEADS, PRODUCT, family, styles_of
-from evaluation.figure import BLUE, GREY, RED, Plot, figure_of, legend_below, plot_of
+from evaluation.families import BASELINE, BOUNDS, COLOURS, HEADS, PRODUCT, Style, family, styles_of
+from evaluation.figure import BLUE, GREY, RED, Plot, figure_of, plot_of
+from evaluation.report.tables import deciding_families, speed_text, stages_of
 from evaluation.times import Times
 from evaluation.traces.trace import Array, Trace
 from heads.model.head import TIMING_LABELS, AcceptanceHead, Timing
@@ -30,42 +31,48 @@ _LINES: Mapping[Timing, str] = {"fed": "--", "drawn": "-", "prefix": ":"}
 """Timing -> line of its best head."""
 
 
-def all_plots(replays: Replays, contest: Contest, *, shown: Collection[str]) -> list[Plot]:
-    """All plots of one dataset but those that each set of times has; `shown`: the families
-    that decide, for plots that would not be readable with all.
+def all_plots(replays: Replays, contest: Contest) -> list[Plot]:
+    """All plots of one dataset but those that each set of times has; those that would not be readable with every family
+    have the families that decide.
     """
-    deciding, test = [result for name, result in contest.results.items() if name in shown], replays.traces.test
-    heads = {timing: replays.heads[name] for timing, name in best_heads(contest.results).items()}
+    deciding, test = [contest.results[name] for name in deciding_families(contest)], replays.traces.test
+    heads = best_heads(contest.results)
     plots = [*thresholds(contest), draft_lengths(deciding, contest.times), pareto(deciding)]
     return [*plots, *([reliability_plot(test, heads)] if heads else []), entropies(test)]
+
+
+def _styled(results: Iterable[Result]) -> Iterator[tuple[Result, Style, str]]:
+    """Each result with the style and the label of its family."""
+    results = list(results)
+    styles = styles_of(result.family for result in results)
+    for result in results:
+        yield result, styles[result.family], family(result.family).label
 
 
 def pareto(results: Sequence[Result]) -> Plot:
     """Discard rate against verification rate of every setting (SpecDec++ Figure 4), a ring around the one that dev
     chose.
     """
-    figure, axes = figure_of(3.2)
-    styles, right, top = styles_of(result.family for result in results), 0.0, 0.0
-    for result in results:
-        verified, discarded = _rates(result)
-        best = float(verified[result.number]), float(discarded[result.number])
-        right, top = max(right, best[0]), max(top, best[1])
-        colour, _, marker = styles[result.family]
-        axes.plot(verified, discarded, marker, markersize=3, color=colour, label=family(result.family).label)
-        axes.plot(*best, "o", markersize=9, fillstyle="none", markeredgewidth=1.6, color=colour)
-    axes.set(
-        xlabel="verifications per emitted token",
-        ylabel="discarded tokens per emitted token",
-        ylim=(-0.02, _BEYOND_CHOSEN * top + 0.05),
-        xlim=(0, _BEYOND_CHOSEN * right),
-    )
-    legend_below(axes)
+    (figure, axes), chosen = figure_of(3.2), []
+    for result, style, label in _styled(results):
+        assert result.arm is not None
+        counts = result.arm.test.counts
+        tokens = counts.num_emitted.sum(-1)
+        rates = np.stack([counts.num_target.sum(-1) / tokens, counts.num_discarded.sum(-1) / tokens])
+        chosen.append(rates[:, result.number])
+        axes.plot(*rates, style.marker, markersize=3, color=style.colour, label=label)
+        axes.plot(*chosen[-1], "o", markersize=9, fillstyle="none", markeredgewidth=1.6, color=style.colour)
+    right, top = _BEYOND_CHOSEN * np.max(chosen, axis=0)
     return plot_of(
         "pareto",
         "Wasted tokens against target forwards, one point per setting. The ring marks the setting chosen on dev; "
         f"settings beyond {_BEYOND_CHOSEN:g} times the chosen rates are cut off. Lower left is better, "
         "as in Figure 4 of SpecDec++.",
         figure,
+        xlabel="verifications per emitted token",
+        ylabel="discarded tokens per emitted token",
+        ylim=(-0.02, top + 0.05),
+        xlim=(0, right),
     )
 
 
@@ -75,37 +82,39 @@ def thresholds(contest: Contest) -> list[Plot]:
     """
     times, by_meaning = contest.times, dict[str, list[Result]]()
     for name, result in contest.results.items():
-        values = [list(setting.items()) for setting in result.competitor.settings]
-        if name in BOUNDS or len(values) <= 4 or any(len(items) != 1 for items in values):
+        settings = result.competitor.settings
+        if name in BOUNDS or len(settings) <= 4 or any(len(setting) != 1 for setting in settings):
             continue
-        ((parameter, value),) = values[0]
+        ((parameter, value),) = settings[0].items()
         if isinstance(value, float):
             by_meaning.setdefault(_meaning(name, parameter), []).append(result)
     plots = []
     for number, (meaning, members) in enumerate(by_meaning.items(), 1):
-        styles = styles_of(result.family for result in members)
         figure, axes = figure_of(2.8)
-        for result in members:
+        for result, (colour, line, _), label in _styled(members):
             assert result.arm is not None
-            colour, line, _ = styles[result.family]
             values = [next(iter(setting.values())) for setting in result.competitor.settings]
             speed_up = times.tokens_per_s(result.arm.test) * times.t_target_s[0]
-            axes.plot(values, speed_up, color=colour, linestyle=line, label=family(result.family).label)
+            axes.plot(values, speed_up, color=colour, linestyle=line, label=label)
             axes.plot(values[result.number], speed_up[result.number], "o", markersize=6, color=colour)
-        axes.set(xlabel=meaning, ylabel="predicted speed-up")
-        legend_below(axes)
         caption = f"Predicted speed-up over the target alone by {meaning}, on test. The dot marks dev's choice."
-        plots.append(plot_of(f"thresholds-{number}", caption, figure))
+        name = f"thresholds-{number}"
+        plots.append(plot_of(name, caption, figure, xlabel=meaning, ylabel="predicted speed-up"))
     return plots
+
+
+def _meaning(name: str, parameter: str) -> str:
+    """Meaning of a threshold, as the label of an axis; policies whose thresholds mean the same share one."""
+    if name == PRODUCT:  # its parameter has the name of token_prob's, but bounds another probability
+        return "minimum probability of the whole draft"
+    return _MEANINGS.get(parameter, parameter.replace("_", " "))
 
 
 def draft_lengths(results: Sequence[Result], times: Times) -> Plot:
     """How long drafts are at the settings that dev chose."""
     figure, axes = figure_of(3.0)
-    styles = styles_of(result.family for result in results)
-    for result in results:
+    for result, (colour, line, _), label in _styled(results):
         assert result.played is not None
-        (colour, line, _), label = styles[result.family], family(result.family).label
         if result.family == BASELINE:  # a single spike would flatten every other line
             length = next(iter(result.setting.values()))
             axes.axvline(length, color=colour, linestyle="-.", label=f"{label}: {length}")
@@ -114,11 +123,9 @@ def draft_lengths(results: Sequence[Result], times: Times) -> Plot:
         share = 100 * lengths / lengths.sum()
         axes.step(np.arange(len(lengths)), share, where="mid", color=colour, linestyle=line, label=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="drafted tokens in a round", ylabel="% of rounds")
-    legend_below(axes)
-    return plot_of(
-        "draft_lengths", f"Draft lengths, where a target forward costs {times.ratio:.1f} draft forwards.", figure
-    )
+    caption = f"Draft lengths, where a target forward costs {times.ratio:.1f} draft forwards."
+    settings = {"xlabel": "drafted tokens in a round", "ylabel": "% of rounds"}
+    return plot_of("draft_lengths", caption, figure, **settings)
 
 
 def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Plot:
@@ -136,37 +143,16 @@ def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Pl
         mean = np.bincount(index, prob, _BINS)[some] / count[some]
         share, label = np.bincount(index, accepted, _BINS)[some] / count[some], f"best {TIMING_LABELS[timing]} head"
         axes.plot(mean, share, _LINES[timing], marker="o", markersize=3, color=COLOURS[HEADS], label=label)
-    axes.set(xlabel="predicted probability of acceptance", ylabel="accepted share of tokens", xlim=(0, 1), ylim=(0, 1))
-    legend_below(axes)
     return plot_of(
         "reliability",
         "Are the heads' predictions right? On the grey diagonal, a prediction of 70 % comes true for 70 % of the "
         "tokens. Calibrated predictions on test tokens.",
         figure,
+        xlabel="predicted probability of acceptance",
+        ylabel="accepted share of tokens",
+        xlim=(0, 1),
+        ylim=(0, 1),
     )
-
-
-def entropies(trace: Trace) -> Plot:
-    """H(q) where the draft's token was accepted, and where it was rejected."""
-    figure, axes = figure_of(2.8)
-    entropy = trace.signal("entropy")[trace.first_drawn[trace.is_drafted]]
-    is_accepted = trace.is_first_accepted[trace.is_drafted]
-    bins = np.linspace(0, max(1.0, float(entropy.max())), 40).tolist()
-    for label, mask, colour in (("accepted", is_accepted, BLUE), ("rejected", ~is_accepted, RED)):
-        if not mask.any():
-            continue
-        mean = f"{label}, mean {entropy[mask].mean():.2f}"
-        axes.hist(entropy[mask], bins=bins, histtype="step", density=True, color=colour, linewidth=1.5, label=mean)
-    axes.set(xlabel="entropy of the draft's distribution, nats", ylabel="density of tokens, log scale", yscale="log")
-    legend_below(axes)
-    return plot_of("entropy", "Entropy of the draft where its token was accepted and where it was rejected.", figure)
-
-
-def _meaning(name: str, parameter: str) -> str:
-    """Meaning of a threshold, as the label of an axis; policies whose thresholds mean the same share one."""
-    if name == PRODUCT:  # its parameter has the name of token_prob's, but bounds another probability
-        return "minimum probability of the whole draft"
-    return _MEANINGS.get(parameter, parameter.replace("_", " "))
 
 
 def _scored_later(trace: Trace, drawn: Array, is_accepted: Array) -> tuple[Array, Array]:
@@ -181,11 +167,54 @@ def _scored_later(trace: Trace, drawn: Array, is_accepted: Array) -> tuple[Array
     return following[fits], is_accepted[fits]
 
 
-def _rates(result: Result) -> Array:
-    assert result.arm is not None
-    counts = result.arm.test.counts
-    tokens = counts.num_emitted.sum(-1)
-    return np.stack([counts.num_target.sum(-1) / tokens, counts.num_discarded.sum(-1) / tokens])
+def entropies(trace: Trace) -> Plot:
+    """H(q) where the draft's token was accepted, and where it was rejected."""
+    figure, axes = figure_of(2.8)
+    entropy = trace.signal("entropy")[trace.first_drawn[trace.is_drafted]]
+    is_accepted = trace.is_first_accepted[trace.is_drafted]
+    bins = np.linspace(0, max(1.0, float(entropy.max())), 40).tolist()
+    for label, mask, colour in (("accepted", is_accepted, BLUE), ("rejected", ~is_accepted, RED)):
+        if mask.any():
+            mean = f"{label}, mean {entropy[mask].mean():.2f}"
+            axes.hist(entropy[mask], bins=bins, histtype="step", density=True, color=colour, linewidth=1.5, label=mean)
+    caption = "Entropy of the draft where its token was accepted and where it was rejected."
+    settings = {"xlabel": "entropy of the draft's distribution, nats", "yscale": "log"}
+    return plot_of("entropy", caption, figure, ylabel="density of tokens, log scale", **settings)
+
+
+def stage_plot(contest: Contest) -> Plot:
+    """Tokens per second of each stage, in full colour from where the one before it ends."""
+    stages = stages_of(contest)
+    figure, axes = figure_of(0.72 * len(stages) + 1.2)
+    styles = styles_of(stage["family"] for stage in stages)
+    base = before = stages[0]["tokens_per_s"].value
+    for row, stage in enumerate(stages):
+        text, end, colour = stage["missing"].partition(":")[0], base, styles[stage["family"]].colour
+        if "gain" in stage:
+            value, low, end, _ = stage["tokens_per_s"]
+            text = speed_text(value)
+            axes.barh(row, min(before, value) - base, left=base, color=colour, alpha=0.35, height=0.62)
+            axes.barh(row, max(value - before, 0), left=before, color=colour, height=0.62)
+            if row:
+                axes.errorbar(value, row, xerr=[[value - low], [end - value]], color=GREY, capsize=3, linewidth=1.2)
+            before = value
+        axes.annotate(text, (max(end, base), row), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set_yticks(range(len(stages)), [f"{stage['stage']}\n{fill(stage['knows'], 26)}" for stage in stages])
+    axes.invert_yaxis()
+    axes.axvline(base, color=GREY, linewidth=1)
+    axes.margins(x=0.3)
+    percent = (lambda speed: 100 * (np.asarray(speed) / base - 1), lambda gain: base * (1 + np.asarray(gain) / 100))
+    gains = axes.secondary_xaxis("top", functions=percent)
+    gains.set_xlabel("gain over the best fixed length, %")
+    gains.tick_params(labelsize=9)
+    return plot_of(
+        f"gain-{contest.times.slug}",
+        f"Where the oracle's gain goes at {contest.times.title}: {contest.dataset}. Full colour is what a stage adds "
+        "to the one above it; whiskers are 95 % intervals, paired with the best fixed length. No policy that can be "
+        "run reaches the perfect head or the oracle.",
+        figure,
+        xlabel="predicted tokens per second",
+    )
 
 
 def speed_up_bars(contest: Contest) -> Plot:
@@ -200,19 +229,17 @@ def speed_up_bars(contest: Contest) -> Plot:
     low, high = (base * (1 + np.array([getattr(contest.gain(name), end) for name in names])) for end in ("low", "high"))
     errors = np.maximum(0, np.stack([values - low, high - values]))
     styles = styles_of(results)
-    colours = [styles[name].colour for name in names]
-    axes.barh(
-        [fill(family(name).label, 24) for name in names], values, xerr=errors, color=colours, ecolor=GREY, capsize=2
-    )
+    labels, colours = [fill(family(name).label, 24) for name in names], [styles[name].colour for name in names]
+    axes.barh(labels, values, xerr=errors, color=colours, ecolor=GREY, capsize=2)
     axes.get_yticklabels()[names.index(contest.best.family)].set_fontweight("bold")
     axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
     axes.margins(y=0.01)
-    axes.set_xlabel("predicted speed-up over the target alone")
     return plot_of(
         f"speed_up-{times.slug}",
         f"Predicted speed-up at {times.title}, in bold what dev chooses of what can be run; whiskers: 95 %, against "
         "the best fixed length.",
         figure,
+        xlabel="predicted speed-up over the target alone",
     )
 
 
@@ -222,14 +249,11 @@ def verification_curve(times: Times) -> list[Plot]:
         return []
     figure, axes = figure_of(2.8)
     forwards = np.asarray(times.t_target_s) / times.t_draft_s
-    axes.plot(forwards, color="#3b6fb6", marker="o", markersize=3)
+    axes.plot(forwards, color=BLUE, marker="o", markersize=3)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="drafted tokens that are verified", ylabel="draft forwards", ylim=(0, 1.1 * forwards.max()))
-    added = forwards[-1] / forwards[0] - 1
-    plot = plot_of(
-        "verification",
+    caption = (
         f"What one verification costs here, {times.origin}: {forwards[0]:.1f} draft forwards without a drafted token, "
-        f"{added:+.0%} with {len(forwards) - 1}.",
-        figure,
+        f"{forwards[-1] / forwards[0] - 1:+.0%} with {len(forwards) - 1}."
     )
-    return [plot]
+    settings = {"xlabel": "drafted tokens that are verified", "ylabel": "draft forwards"}
+    return [plot_of("verification", caption, figure, ylim=(0, 1.1 * forwards.max()), **settings)]

@@ -6,7 +6,7 @@ tune` wrote into its head and takes the times of this run: those kept of a measu
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from json import dumps as to_json
 from typing import Any
@@ -66,12 +66,15 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None, js
         for split, part in vars(splits).items()
     ]
     with printing(aside=json):
-        row_sheet(rows, policy=policy, cost=cost).print()
+        Table(f"{policy}; {cost.title}", shown(rows, _COLUMNS), names=2).print()
         for row in rows:
             print(f"draft lengths, {row['dataset']} {row['split']}: {histogram(row['rounds_by_length'])}")
-        for row in rows:
-            if row["split"] == "test":
-                say(verdict_of(row, cost, policy=policy))
+        for row in (row for row in rows if row["split"] == "test"):
+            say(
+                f"{cost.where}: {policy} on {row['num_prompts']:,} test prompts of {row['dataset']}, predicted "
+                f"{row['speed_up']:.2f} times the target alone ({row['acceptance_length']:.2f} tokens per target "
+                f"forward, {row['discard_rate']:.2f} drafted tokens discarded per token)."
+            )
         print("next: acceptance-heads evaluate --config … sets it beside every other policy, bench on a clock")
     if json:
         print(to_json({"policy": policy, "costs": asdict(cost), "played": rows}))
@@ -89,9 +92,7 @@ def _presume_models(experiment: Experiment) -> None:
 
 
 def at_costs(policy: Policy, cost: Times) -> Policy:
-    """`auto` at these times; where it was tuned for others, its lambda is estimated from scratch. Other policies do not
-    depend on times.
-    """
+    """`auto` at these times; where it was tuned for others, its lambda is estimated from scratch."""
     if not isinstance(policy, Auto):
         return policy
     # a rule that was tuned for blocks has no seconds of a draft step
@@ -111,26 +112,12 @@ def played(policy: Policy, trace: Trace, *, cost: Times, dataset: str, split: st
         "dataset": dataset,
         "split": split,
         "num_prompts": trace.num_prompts,
-        **{name: int(value) for name, value in asdict(counts).items() if "micro" not in name},
+        **{name: int(value) for name, value in vars(counts).items() if "micro" not in name},
         **{name: float(getattr(counts, name)) for name in ("discard_rate", "verification_rate", "acceptance_length")},
         "tokens_per_s": speed,
         "speed_up": speed * cost.t_target_s[0],
         "rounds_by_length": replayed.lengths[0].sum(0).tolist(),
     }
-
-
-def row_sheet(rows: Sequence[Mapping[str, Any]], *, policy: str, cost: Times) -> Table:
-    """One row per dataset and split."""
-    return Table(f"{policy}; {cost.title}", shown(rows, _COLUMNS), names=2)
-
-
-def verdict_of(row: Mapping[str, Any], cost: Times, *, policy: str) -> str:
-    """What the policy is predicted to gain on the test prompts of one dataset, in a sentence."""
-    return (
-        f"{cost.where}: {policy} on {row['num_prompts']:,} test prompts of {row['dataset']}, predicted "
-        f"{row['speed_up']:.2f} times the target alone ({row['acceptance_length']:.2f} tokens per target forward, "
-        f"{row['discard_rate']:.2f} drafted tokens discarded per token)."
-    )
 
 
 def histogram(rounds_by_length: Sequence[int]) -> str:

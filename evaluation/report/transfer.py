@@ -9,8 +9,7 @@ Gains are over the best fixed length that the transfer set's dev chose, leads ov
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import pandas as pd
+from typing import Any
 
 from configs.schema import Config, SamplingConfig
 from data_gen.store.manifest import read_manifest
@@ -18,9 +17,8 @@ from decode.experiment import Experiment
 from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Replays, Result, hold_each, replay_dataset
 from evaluation.families import AUTO, BOUND, PERFECT, TRAINING_FREE, family
-from evaluation.gain import Gain
-from evaluation.report.results import figures_of, result_frame
-from evaluation.table import Table, spread
+from evaluation.report.tables import records_of
+from evaluation.table import Table, flat
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
@@ -48,49 +46,42 @@ def transferred(source: Contest, target: Contest, replays: Replays) -> dict[str,
     return results
 
 
-def over_tuned(results: Mapping[str, Result], target: Contest) -> dict[str, Gain]:
-    """The gain of each transferred family over the same family tuned on the target set."""
-    return {name: result.over(target.results[name]) for name, result in results.items() if name in target.results}
-
-
 def transfer_table(results: Mapping[str, Result], source: Contest, target: Contest) -> Table:
     """Gains on the source set, transferred, and tuned on the target set, side by side."""
-    over, free = over_tuned(results, target), target.leaders[TRAINING_FREE]
-    rows = [
-        {
-            "policy": family(name).label,
-            f"setting from {source.dataset}": result.label,
-            f"on {source.dataset}": _gain(source, name),
-            "transferred": result.over(target.baseline).text,
-            f"tuned on {target.dataset}": _gain(target, name),
-            "transferred over tuned": over[name].text if name in over else "",
-            "lead": result.over(free).text,
-        }
-        for name, result in results.items()
-    ]
-    _, heading, on_source, _, tuned, *_ = rows[0]
-    gains = {on_source: _gain(source, PERFECT), tuned: _gain(target, PERFECT)}
+    free, tuned = target.leaders[TRAINING_FREE], f"tuned on {target.dataset}"
+
+    def gains(name: str, *, transferred: str = "") -> dict[str, str]:
+        on_source, on_target = (
+            f"{contest.gain(name).value:+.1%}" if name in contest.results else "" for contest in (source, target)
+        )
+        return {f"on {source.dataset}": on_source, "transferred": transferred, tuned: on_target}
+
+    rows = []
+    for name, result in results.items():
+        over = result.over(target.results[name]).text if name in target.results else ""
+        row = {"policy": family(name).label, f"setting from {source.dataset}": result.label}
+        row |= gains(name, transferred=result.over(target.baseline).text)
+        rows.append(row | {"transferred over tuned": over, "lead": result.over(free).text})
+    perfect = {"policy": "perfect head", f"setting from {source.dataset}": tuned, **gains(PERFECT)}
     return Table(
         f"from {source.dataset} to {target.dataset}; {target.times.title}",
-        [*rows, {"policy": "perfect head", heading: tuned, **gains}],
+        [*rows, perfect],
         f"gain over the best fixed length of the set, with 95 % intervals. transferred: head and setting chosen on the "
-        f"dev prompts of {source.dataset}; tuned on {target.dataset}: on its own; lead: of the transferred "
+        f"dev prompts of {source.dataset}; {tuned}: on its own; lead: of the transferred "
         f"setting over the best training-free policy of {target.dataset} ({family(free.family).label})",
         names=2,
     )
 
 
-def transfer_frame(results: Mapping[str, Result], source: Contest, target: Contest) -> pd.DataFrame:
-    """Rows of results.csv: the target set's, chosen on the source set."""
-    over, nothing = over_tuned(results, target), Gain(*[float("nan")] * 4)
-    rows = [
-        figures_of(result, target) | spread("over_tuned", over.get(name, nothing)) for name, result in results.items()
+def transfer_records(results: Mapping[str, Result], source: Contest, target: Contest) -> list[dict[str, Any]]:
+    """Rows of results.csv: the target set's, chosen on the source set, with their gain over the same family tuned on
+    the target set.
+    """
+    rows = records_of(results, target, chosen_on=source.dataset)
+    return [
+        row | flat({"over_tuned": result.over(target.results[name])} if name in target.results else {})
+        for row, (name, result) in zip(rows, results.items(), strict=True)
     ]
-    return result_frame(rows, target, chosen_on=source.dataset)
-
-
-def _gain(contest: Contest, name: str) -> str:
-    return f"{contest.gain(name).value:+.1%}" if name in contest.results else ""
 
 
 def source_contests(
@@ -107,9 +98,7 @@ def source_contests(
     decode = replace(config.decode, dir=directory, allow_foreign_heads=True)
     experiment = Experiment(replace(config, pair=pair, decode=decode))
     name = next(iter(experiment.datasets))
-    traces, heads = trace_folder(experiment).load(name), experiment.heads
-    replays = replay_dataset(
-        traces, competitors, heads=heads, perfect_head=decode.perfect_head, name=f"transfer from {name}"
-    )
+    traces, desc = trace_folder(experiment).load(name), f"transfer from {name}"
+    replays = replay_dataset(traces, competitors, perfect_head=decode.perfect_head, name=desc)
     dataset = f"{name} (temperature {experiment.sampling.temperature:g})"
     return {contest.times.title: contest for contest in hold_each(replays, every_times, dataset=dataset)}

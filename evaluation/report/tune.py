@@ -2,7 +2,7 @@
 (law 4.11).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from json import dumps as to_json
 from pathlib import Path
@@ -11,29 +11,19 @@ from typing import Any
 from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.competitor import competitors_with
-from evaluation.contest import Contest, Replays, Result, fastest_on_dev, replay_dataset, result_of
+from evaluation.contest import Arm, Contest, Replays, fastest_on_dev, replay_dataset, result_of
 from evaluation.costs.machine import costs_for
 from evaluation.gain import Splits
-from evaluation.report.recommended import pooled, recommend, write_verdict
+from evaluation.report.verdict import pooled, recommend, write_verdict
 from evaluation.table import Table, announce, printing, say
+from evaluation.times import LinearCosts
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import join_traces
+from evaluation.tuning.index import Index
 from heads.model.head import TIMING_LABELS, update_config
 from store.progress import Bar
 
-_RULE = (
-    "t_draft_s",
-    "t_target_s",
-    "t_verify_s",
-    "t_start_s",
-    "throughput",
-    "next_mean",
-    "index_offset",
-    "index_slope",
-    "first_index",
-    "prior_profit",
-    "prior_rounds",
-)
+_RULE = (*LinearCosts._fields, "throughput", *Index._fields, "prior_profit", "prior_rounds")
 """Keys that `auto` reads back."""
 
 
@@ -57,13 +47,12 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
         times = costs_for(experiment, ratio)
         folder.complete()
         traces = Splits(*map(join_traces, zip(*map(folder.load, experiment.datasets), strict=True)))
-        replays = replay_dataset(traces, competitors, heads=experiment.heads, perfect_head=False, name="tune")
+        replays = replay_dataset(traces, competitors, perfect_head=False, name="tune")
         contest = pooled([replays], times)
-        tuned = tuned_heads(replays, contest)
-        files = {row["head"]: written_to(experiment, row) if write else "" for row in tuned}
-        threshold_table(tuned, contest, files=files, folder=experiment.exported).print()
-        verdict = recommend(contest, experiment)
-        announce([write_verdict(verdict, experiment.directory)] if write else [])
+        tuned, verdict = tuned_heads(replays, contest), recommend(contest, experiment)
+        threshold_table(tuned, contest).print()
+        if write:
+            announce([*_write(experiment, tuned), write_verdict(verdict, experiment.directory)])
         say(f"\n{verdict['sentence']}")
         print(f"next: acceptance-heads generate --config … --prompt …, which takes {verdict['policy']}")
     if json:
@@ -71,45 +60,40 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
         print(to_json({"costs": asdict(times), "tuned": rows, "verdict": verdict}))
 
 
-def written_to(experiment: Experiment, row: Mapping[str, Any]) -> str:
-    """Write the recommendation of one head; the file, relative to the folder of exported heads if it is there. For a
-    head on the hub, nothing is written and the recommendation is printed.
-    """
-    path = Path(experiment.head_paths[row["head"]])
-    if not path.is_dir():
-        print(f"{path} is on the hub, and nothing is written there: {to_json(row['recommended'])}")
-        return "nowhere: on the hub"
-    update_config(str(path), recommended=row["recommended"])
-    file = path / "config.json"
-    return str(file.relative_to(experiment.exported) if file.is_relative_to(experiment.exported) else file)
+def _write(experiment: Experiment, tuned: Sequence[Mapping[str, Any]]) -> Iterator[Path]:
+    """Write each recommendation into its head's config.json; the files. That of a head on the hub is printed."""
+    for row in tuned:
+        path = Path(experiment.head_paths[row["head"]])
+        if path.is_dir():
+            update_config(str(path), recommended=row["recommended"])
+            yield path / "config.json"
+        else:
+            print(f"{path} is on the hub, and nothing is written there: {to_json(row['recommended'])}")
 
 
 def tuned_heads(replays: Replays, contest: Contest) -> list[dict[str, Any]]:
     """Every head at its best threshold on dev and under the rule, the fastest on dev first."""
-    arms = {arm.competitor.head: arm for arm in replays.arms}
-    rows = []
-    for name in Bar(replays.heads, desc="tune: auto", unit="heads"):
-        [result] = fastest_on_dev([arms[name]], contest.times).values()
-        rows.append(tuned_head(name, result, replays, contest))
+    arms = [arm for arm in replays.arms if arm.competitor.head]
+    rows = [_tuned_head(arm, replays, contest) for arm in Bar(arms, desc="tune: auto", unit="heads")]
     return sorted(rows, key=lambda row: -row["tokens_per_s_on_dev"])
 
 
-def tuned_head(name: str, result: Result, replays: Replays, contest: Contest) -> dict[str, Any]:
+def _tuned_head(arm: Arm, replays: Replays, contest: Contest) -> dict[str, Any]:
     """One head at the threshold that dev chose, the threshold that would have been best on test, and the rule of law
     4.11 with lambda from dev and learned online; gains over the best fixed length, on test.
     """
-    assert result.arm is not None
-    head, times, baseline = replays.heads[name], contest.times, contest.baseline
+    (head,), times, baseline = arm.competitor.policy.heads, contest.times, contest.baseline
+    [result] = fastest_on_dev([arm], times).values()
     [[rule, online]] = replays.autos(head, [times])
     ruled = result_of(rule, 0, times)
     return {
-        "head": name,
+        "head": arm.competitor.head,
         "timing": head.timing,
         "max_rejection_prob": result.setting["max_rejection_prob"],
         "tokens_per_s_on_dev": result.on_dev,
         "tokens_per_s": result.tokens_per_s,
         "gain": result.over(baseline),
-        "best_tokens_per_s": float(times.tokens_per_s(result.arm.test).max()),
+        "best_tokens_per_s": float(times.tokens_per_s(arm.test).max()),
         "auto_tokens_per_s": ruled.tokens_per_s,
         "auto_gain": ruled.over(baseline),
         "online_tokens_per_s": result_of(online, 0, times).tokens_per_s,
@@ -128,11 +112,8 @@ def tuned_head(name: str, result: Result, replays: Replays, contest: Contest) ->
     }
 
 
-def threshold_table(
-    tuned: Sequence[Mapping[str, Any]], contest: Contest, *, files: Mapping[str, str], folder: Path
-) -> Table:
-    """A row per head: the threshold, what it is predicted to gain, the rule beside it, and where it was written."""
-    has_other_files = any(file not in ("", f"{name}/config.json") for name, file in files.items())
+def threshold_table(tuned: Sequence[Mapping[str, Any]], contest: Contest) -> Table:
+    """A row per head: the threshold, what it is predicted to gain, and the rule beside it."""
     fixed = contest.baseline.tokens_per_s
     rows = [
         {
@@ -143,15 +124,12 @@ def threshold_table(
             "tokens/s": f"{row['tokens_per_s']:.1f}",
             "auto": f"{row['auto_tokens_per_s'] / fixed - 1:+.1%}",
             "auto online": f"{row['online_tokens_per_s'] / fixed - 1:+.1%}",
-            **({"written to": files[row["head"]]} if has_other_files else {}),
         }
         for row in tuned
     ]
-    written = f"Paths: below {folder}" if has_other_files else f"Written to HEAD/config.json below {folder}"
-    written = written if any(files.values()) else "Nothing is written"
     note = (
         "threshold: max_rejection_prob, the risk of a rejection at which drafting stops, chosen on dev. Gains: on "
         f"test, over the best fixed length, {contest.baseline.setting['k']}, predicted from counts and times. auto: "
-        f"the rule that needs no threshold. Best on dev first. {written}"
+        "the rule that needs no threshold. Best on dev first"
     )
     return Table(f"thresholds for {contest.times.title}", rows, note, names=2)

@@ -1,36 +1,28 @@
-"""The sentence of an evaluation, and what is printed with it.
+"""The sentences of an evaluation, and the verdict: which policy to use here, kept in the run's folder as verdict.json,
+which `generate` follows.
 
-The sentence names the best head, the best policy that needs no training and the best fixed length, each chosen on dev,
-with the gains that the tables have. If the interval does not show that training pays, the sentence says so. Everything
-is predicted from counts and times (law 4.9).
+Dev chooses one setting of the fixed length, of the policies that need no training, and of the heads. Test judges: the
+best fixed length is recommended unless the best policy without training beats it beyond chance, and either of them
+unless the best head does. `evaluate` and `tune` both end with this verdict. Everything is predicted from counts and
+times (law 4.9).
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from pathlib import Path
+from typing import Any
 
-from evaluation.contest import Contest, Result, fastest
-from evaluation.families import (
-    AUTO,
-    BASELINE,
-    CUSTOM,
-    ENGINES,
-    ENTROPIES,
-    HEADS,
-    ORACLE,
-    PAPERS,
-    PERFECT,
-    PROBABILITIES,
-    TRAINING_FREE,
-    family,
-)
-from evaluation.figure import Plot
+from decode.experiment import Experiment
+from decode.policies.recommended import VERDICT
+from evaluation.contest import Arm, Contest, Replays, Result, fastest_on_dev
+from evaluation.families import BASELINE, HEADS, TRAINING_FREE, family
 from evaluation.gain import Gain
-from evaluation.report.results import result_table, values_of
-from evaluation.report.stages import Stage, console_table, stage_plot, stage_table, stages_of
-from evaluation.table import Table
+from evaluation.played import joined
+from evaluation.report.tables import values_of
+from evaluation.times import Times
 from heads.model.head import TIMING_LABELS, AcceptanceHead
 from lm.signals import SCALARS
+from store.shards import write_atomic
 
 _SCORED = {
     "drawn": "the moment it is drawn",
@@ -43,99 +35,50 @@ _SCALARS = {
     "entropy": "the entropy of the draft's distribution",
     "text_position": "the token's position in the response",
 }
-_ALWAYS = (BASELINE, PERFECT, ORACLE)
-_ONE_OF_EACH = (PROBABILITIES, ENTROPIES, PAPERS, HEADS, AUTO)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What one contest says."""
-
-    contest: Contest
-    verdict: str
-    """The sentence, and a second one where it has to be qualified."""
-    stages: Sequence[Stage]
-    """Where the oracle's gain goes."""
-    table: Table
-    """The stages and, in its note, what else decides."""
-    deciding: Sequence[str]
-    """Families that decide: those of the stages, and the best of each kind of policy."""
-    explained: str
-    """Name of the best head in words; empty where there are no heads."""
-
-    @cached_property
-    def picture(self) -> Plot:
-        """The stages as bars."""
-        return stage_plot(self.stages, self.contest)
-
-    @property
-    def best(self) -> str:
-        """Label of the policy that is fastest on dev of those that can be run."""
-        return family(self.contest.best.family).label
-
-    def printed(self, *, has_all: bool) -> list[Table]:
-        """The tables for a console, the best row in bold: the stages and, on request, every row."""
-        num_stages = sum(stage.result is not None for stage in self.stages)
-        stages = console_table(self.table, best=self.best, more=len(self.contest.results) - num_stages)
-        if not has_all:
-            return [stages]
-        every = result_table(self.contest)
-        bold = [
-            {
-                name: f"[bold]{cell}[/bold]" if cell and row["policy"] == self.best else cell
-                for name, cell in row.items()
-            }
-            for row in every.rows
-        ]
-        return [stages, every._replace(rows=bold)]
+def sentence_of(contest: Contest) -> str:
+    """The best head, the best policy that needs no training and the best fixed length, each chosen on dev, with their
+    gains; a second sentence where the interval does not show that training pays.
+    """
+    where, free = contest.times.where, contest.leaders[TRAINING_FREE]
+    best, length = contest.leaders.get(HEADS, free), contest.baseline.setting["k"]
+    if best.family == BASELINE:
+        return f"{where}: no policy that needs no training is faster than the best fixed length, {length}."
+    sentence = (
+        f"{where}: {_named(best)}, predicted {contest.gain(best.family).words} over the best fixed length, {length}"
+    )
+    if best is free:
+        return f"{sentence}. It needs no training, and no trained heads are compared with it."
+    lead = contest.gain(best.family, free.family)
+    over = "" if free.family == BASELINE else f", and {lead.words} over {_rival(free.family)}, which needs no training"
+    return f"{sentence}{over}.{doubt_of(lead, free.family, contest.num_prompts)}"
 
 
-def answer_of(contest: Contest, *, heads: Mapping[str, AcceptanceHead]) -> Answer:
-    """Sentence and stages of a contest; `heads`: by name."""
-    deciding, stages = deciding_families(contest), stages_of(contest)
-    beside = [
-        f"{' at '.join(filter(None, (family(name).label, values_of(contest.results[name].setting))))}: "
-        f"{contest.gain(name).words}"
-        for name in deciding
-        if name not in {stage.family for stage in stages}
-    ]
-    best = contest.leaders[HEADS].competitor.head if HEADS in contest.leaders else ""
-    return Answer(
-        contest=contest,
-        verdict=verdict_of(contest),
-        stages=stages,
-        table=stage_table(stages, contest, beside=beside),
-        deciding=deciding,
-        explained=f"{best}: {explained(heads[best])}" if best in heads else "",
+def doubt_of(lead: Gain, free_family: str, num_prompts: int) -> str:
+    """What the interval of a head's lead over the best policy without training does not show, in a sentence."""
+    if lead.high < 0:
+        return f" No trained head is faster here: use {_rival(free_family)}."
+    if lead.low > 0:
+        return ""
+    rival = "the best fixed length" if free_family == BASELINE else _rival(free_family)
+    return (
+        f" With {num_prompts} test prompts this difference could be chance, and {rival} may be as fast; raise "
+        "decode.num_test to settle it."
     )
 
 
-def deciding_families(contest: Contest) -> list[str]:
-    """The families whose rows decide, in the order of the table: the best fixed length, the best on dev of each kind of
-    policy, every custom policy, the perfect head and the oracle.
-    """
-    shown = {*_ALWAYS, *(result.family for result in contest.leaders.values())}
-    for kind in _ONE_OF_EACH:
-        if members := [result for name, result in contest.results.items() if family(name).kind == kind]:
-            shown.add(fastest(members).family)
-    shown |= {name for name in contest.results if family(name).kind in (CUSTOM, ENGINES)}
-    return [name for name in contest.results if name in shown]
+def _rival(rival: str) -> str:
+    name = family(rival).label
+    return f"the {name}" if name[0].islower() else name
 
 
-def verdict_of(contest: Contest) -> str:
-    """The sentence that an evaluation ends with."""
-    where, free = contest.times.where, contest.leaders[TRAINING_FREE]
-    best = contest.leaders.get(HEADS, free)
-    length = next(iter(contest.baseline.setting.values()))
-    if best.family == BASELINE:
-        return f"{where}: no policy that needs no training is faster than the best fixed length, {length}."
-    gain = contest.gain(best.family).words
-    sentence = f"{where}: {_named(best)}, predicted {gain} over the best fixed length, {length}"
-    lead = contest.lead
-    if lead is None:
-        return f"{sentence}. It needs no training, and no trained heads are compared with it."
-    over = "" if free.family == BASELINE else f", and {lead.words} over {_rival(free.family)}, which needs no training"
-    return f"{sentence}{over}.{doubt_of(lead, free.family, contest.num_prompts)}"
+def _named(result: Result) -> str:
+    values = values_of(result.setting)
+    if result.family == BASELINE:
+        return f"fixed length {values}" if result.setting["k"] else "no draft (fixed length 0)"
+    name = f"head {head}" if (head := result.competitor.head) else family(result.family).label
+    return f"{name} at {values}" if values else name
 
 
 def explained(head: AcceptanceHead) -> str:
@@ -150,23 +93,54 @@ def explained(head: AcceptanceHead) -> str:
     return f"{scored}; this one reads {listed}, and has {depth}{weighed}"
 
 
-def _named(result: Result) -> str:
-    value, head = values_of(result.setting), result.competitor.head
-    return f"{f'head {head}' if head else family(result.family).label}{f' at {value}' if value else ''}"
+def recommend(contest: Contest, experiment: Experiment) -> dict[str, Any]:
+    """The verdict as verdict.json has it."""
+    leaders, best = contest.leaders, BASELINE
+    reasons = [] if HEADS in leaders else ["no head takes part (`acceptance-heads train` and `export` make heads)"]
+    for group in (TRAINING_FREE, HEADS):
+        if group not in leaders or leaders[group].family == BASELINE:
+            continue
+        lead = contest.gain(leaders[group].family, leaders[best].family)
+        if lead.low > 0:
+            reasons = [f"{lead.words} over {_named(leaders[best])}", *reasons[: HEADS not in leaders]]
+            best = group
+        elif group == HEADS:
+            reasons.append(f"no head beats it {'here' if lead.value <= 0 else 'beyond chance'}, {lead.words}")
+    result = leaders[best]
+    gain, path = contest.gain(result.family), experiment.head_paths.get(result.competitor.head)
+    over = f"{gain.words} over the best fixed length" if best != BASELINE else "as the best fixed length"
+    return {
+        "sentence": f"Use {_named(result)}: {'; '.join(reasons)}.",
+        # a head that was calibrated for this trace alone is in no directory
+        "policy": _spec_of(result, path) if best != HEADS or path else None,
+        "head": path,
+        "speed": f"predicted {result.tokens_per_s * contest.times.t_target_s[0]:.2f} times as fast as the target alone,"
+        f" {over}, {contest.baseline.setting['k']}",
+        "gain": gain._asdict(),
+        "costs": contest.times.title,
+        "of": experiment.identity,
+    }
 
 
-def _rival(rival: str) -> str:
-    name = family(rival).label
-    return f"the {name}" if name[0].islower() else name
+def _spec_of(result: Result, path: str | None) -> str:
+    """The policy as `generate --policy` takes it."""
+    values = [
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in result.setting.items()
+    ]
+    name = "head" if result.competitor.head else result.competitor.name
+    return f"{name}:{','.join([*([path] if path else []), *values])}".removesuffix(":")
 
 
-def doubt_of(lead: Gain, free_family: str, num_prompts: int) -> str:
-    if lead.high < 0:
-        return f" No trained head is faster here: use {_rival(free_family)}."
-    if lead.low > 0:
-        return ""
-    rival = "the best fixed length" if free_family == BASELINE else _rival(free_family)
-    return (
-        f" With {num_prompts} test prompts this difference could be chance, and {rival} may be as fast; raise "
-        "decode.num_test to settle it."
-    )
+def pooled(every: Sequence[Replays], times: Times) -> Contest:
+    """The contest over the prompts of all datasets together, whose competitors are the same."""
+    arms = [
+        Arm(arms[0].competitor, joined([arm.dev for arm in arms]), joined([arm.test for arm in arms]))
+        for arms in zip(*(replays.arms for replays in every), strict=True)
+    ]
+    return Contest("", times, fastest_on_dev(arms, times))
+
+
+def write_verdict(verdict: Mapping[str, Any], directory: Path) -> Path:
+    """Write verdict.json; its path."""
+    write_atomic(directory / VERDICT, json.dumps(verdict, indent=1).encode())
+    return directory / VERDICT

@@ -31,14 +31,16 @@ _LEAST = 0.01
 
 
 class Index(NamedTuple):
-    """g as a line, g(a) = offset + slope a for a in [0, 1]; nowhere below 0 nor above 1."""
+    """What `decode.policies.auto` needs of a trace: g as a line, g(a) = index_offset + index_slope a for a in [0, 1],
+    nowhere below 0 nor above 1.
+    """
 
-    offset: float
-    slope: float
-    first: float
-    """g with no score yet."""
     next_mean: float
     """Mean acceptance of a token that follows an accepted one."""
+    index_offset: float
+    index_slope: float
+    first_index: float
+    """g with no score yet."""
 
 
 class Pairs(NamedTuple):
@@ -62,43 +64,36 @@ def index_of(trace: Trace, head: Any) -> Index:
     pairs = pairs_of(trace, head)
     if len(pairs.score) < 2:
         mean = float(pairs.is_accepted.mean()) if len(pairs.score) else 0.5
-        return Index(mean, 0.0, mean, mean)
+        return Index(mean, mean, 0.0, mean)
     centers, values, first, weights = solve(pairs, is_lagging=head.timing == "fed")
     # Least squares, weighted: covariance over variance, with a floor for scores that are all alike.
-    slope = float(
-        np.cov(centers, values, aweights=weights, ddof=0)[0, 1] / max(np.cov(centers, aweights=weights, ddof=0), 1e-9)
-    )
+    (variance, covariance), _ = np.cov(centers, values, aweights=weights, ddof=0)
+    slope = float(covariance / max(variance, 1e-9))
     offset = float(np.average(values - slope * centers, weights=weights))
     low, high = (min(max(end, _LEAST), 1.0) for end in (offset, offset + slope))
-    return Index(low, high - low, first, float(pairs.is_accepted.mean()))
+    return Index(float(pairs.is_accepted.mean()), low, high - low, first)
 
 
 def pairs_of(trace: Trace, head: Any) -> Pairs:
-    """Every accepted token of the responses with the token that the draft drew after it."""
+    """Every accepted token of the responses with the token that the draft drew after it; of a feature draft's trace, of
+    the draft that starts at each position.
+    """
+    if trace.num_passing is None:
+        last = np.zeros(trace.num_positions, dtype=bool)
+        last[trace.offsets[1:] - 1] = True
+        at = (~trace.is_rejected & ~last).nonzero()[0]
+        following, is_accepted = trace.first_drawn[at + 1], ~trace.is_rejected[at + 1]
+    else:
+        lengths = trace.branch_lengths
+        passing = np.repeat(trace.num_passing, lengths)
+        positions = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+        followed = ((positions < passing) & (positions + 1 < np.repeat(lengths, lengths))).nonzero()[0]
+        at = trace.num_positions + followed
+        following, is_accepted = at + 1, positions[followed] + 1 < passing[followed]
     score = token_scores(trace, head)
-    at, following, is_accepted = (
-        _followed(trace) if trace.num_passing is None else _followed_in_drafts(trace, trace.num_passing)
-    )
     pairs = Pairs(score[at], score[following], is_accepted.astype(np.float64))
     known = ~np.isnan(pairs.score) & ~np.isnan(pairs.next_score)
     return Pairs(*(values[known] for values in pairs))
-
-
-def _followed(trace: Trace) -> tuple[Array, Array, Array]:
-    """(accepted tokens of the responses, what the draft drew after each, whether that was accepted)"""
-    last = np.zeros(trace.num_positions, dtype=bool)
-    last[trace.offsets[1:] - 1] = True
-    at = (~trace.is_rejected & ~last).nonzero()[0]
-    return at, trace.first_drawn[at + 1], ~trace.is_rejected[at + 1]
-
-
-def _followed_in_drafts(trace: Trace, num_passing: Array) -> tuple[Array, Array, Array]:
-    """The same of a feature draft's trace, along the draft that starts at each position."""
-    lengths, passing = trace.branch_lengths, np.repeat(num_passing, trace.branch_lengths)
-    positions = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
-    followed = ((positions < passing) & (positions + 1 < np.repeat(lengths, lengths))).nonzero()[0]
-    at = trace.num_positions + followed
-    return at, at + 1, positions[followed] + 1 < passing[followed]
 
 
 def token_scores(trace: Trace, head: Any) -> Float[Array, " drafts"]:
@@ -115,25 +110,10 @@ def token_scores(trace: Trace, head: Any) -> Float[Array, " drafts"]:
     return score
 
 
-class Solution(NamedTuple):
-    """g in the bins that hold pairs."""
+def solve(pairs: Pairs, *, is_lagging: bool) -> tuple[Array, Array, float, Array]:
+    """(mean score of each bin that holds pairs, g there, g with no score yet, share of all pairs in each).
 
-    centers: Array
-    """Mean score of each."""
-    values: Array
-    """g at those points."""
-    first: float
-    """g with no score yet."""
-    shares: Array
-    """Share of all pairs in each."""
-
-
-def solve(pairs: Pairs, *, is_lagging: bool) -> Solution:
-    """g at the mean score of each bin.
-
-    Args:
-        pairs: of a trace.
-        is_lagging: scores are of a fed-time head, which has not scored the newest token.
+    `is_lagging`: scores are of a fed-time head, which has not scored the newest token.
     """
     edges = np.unique(np.quantile(np.concatenate([pairs.score, pairs.next_score]), np.linspace(0, 1, _BINS + 1)[1:-1]))
     bins, next_bins = (np.searchsorted(edges, values) for values in (pairs.score, pairs.next_score))
@@ -152,7 +132,7 @@ def solve(pairs: Pairs, *, is_lagging: bool) -> Solution:
     values = roots(moves, acceptance, reward)
     occupied = (count := np.bincount(bins, minlength=num)) > 0
     centers = np.bincount(bins, pairs.score, minlength=num)[occupied] / count[occupied]
-    return Solution(centers, values[:num][occupied], float(values[num]), count[occupied] / count.sum())
+    return centers, values[:num][occupied], float(values[num]), count[occupied] / count.sum()
 
 
 def roots(

@@ -5,7 +5,7 @@ lambda <- N / T of the rule run with lambda          (Dinkelbach): converges to 
     leads to
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,9 @@ from evaluation.batches.lockstep import step_through
 from evaluation.played import Played
 from evaluation.times import LinearCosts, Times
 from evaluation.traces.replay import replay_settings
-from evaluation.traces.trace import Trace
+from evaluation.traces.trace import Array, Trace
 from evaluation.tuning.index import index_of
 
-_FINE = (30, 1e-4)
-"""Most steps towards lambda, and the share of it that the last one may move."""
-_COARSE = (8, 1e-3)
-"""The same of batches, which are stepped through and not replayed."""
 _OF_TIMES = (*LinearCosts._fields, "throughput", "prior_profit")
 """Parameters of the rule that depend on times."""
 
@@ -40,8 +36,8 @@ def autos_for(head: Any, trace: Trace, every: Sequence[Times], *, is_online: boo
         is_online: learn lambda while decoding, with nothing from the trace but the index and the mean acceptance, which
             hold for all times; False: find its fixed point on the trace.
     """
-    index, stop_kind, has_blocks = _index(trace, head), HeadPolicy(head).stop_kind, trace.block_size is not None
-    lines = [cost.line(stop_kind, has_blocks=has_blocks)._asdict() for cost in every]
+    index, stop_kind = index_of(trace, head)._asdict(), HeadPolicy(head).stop_kind
+    lines = [times.line(stop_kind, has_blocks=trace.block_size is not None)._asdict() for times in every]
     rules = [Auto(head, **line, is_online=is_online, **index) for line in lines]
     return rules if is_online else _fixed_points(rules, trace, every)
 
@@ -58,26 +54,25 @@ def _fixed_points(rules: Sequence[Auto], trace: Trace, every: Sequence[Times]) -
     round there.
     """
 
-    def played(numbers: Sequence[int], rates: Sequence[float]) -> list[Played]:
+    def played(numbers: Array, rates: Array) -> Iterator[tuple[Played, Times]]:
         # it drafts in every round: what idle rounds do is no part of lambda
-        always = [replace(rules[n], probe_every=1, throughput=rate) for n, rate in zip(numbers, rates, strict=True)]
+        pairs = zip(numbers.tolist(), rates.tolist(), strict=True)
+        always = [replace(rules[number], probe_every=1, throughput=rate) for number, rate in pairs]
         settings = replay_settings(trace, side_by_side(always))
-        return [settings.select([index]) for index in range(len(numbers))]
+        for index, number in enumerate(numbers):
+            yield settings.select([index]), every[number]
 
-    def reached(numbers: Sequence[int], rates: Sequence[float]) -> list[float]:
-        return [
-            float(every[number].tokens_per_s(setting)[0])
-            for number, setting in zip(numbers, played(numbers, rates), strict=True)
-        ]
+    def reached(numbers: Array, rates: Array) -> list[float]:
+        return [float(times.tokens_per_s(setting)[0]) for setting, times in played(numbers, rates)]
 
-    rates = _settled([1.0 / cost.t_target_s[0] for cost in every], reached, _FINE)
+    rates = _settled([1.0 / times.t_target_s[0] for times in every], reached, most_steps=30, tolerance=1e-4)
     fixed = []
-    for rule, rate, cost, replayed in zip(rules, rates, every, played(range(len(rules)), rates), strict=True):
+    for (setting, times), rule, rate in zip(played(np.arange(len(rules)), rates), rules, rates.tolist(), strict=True):
         # What a drafting round gains over the target alone, in tokens: those accepted, less what its extra seconds
         # would have written.
-        num_rounds = max(1, int(replayed.lengths[0, :, 1:].sum()))
-        extra_s = cost.time_s(replayed).sum() - cost.t_target_s[0] * replayed.counts.num_target.sum()
-        profit = float(replayed.counts.num_accepted.sum() - extra_s / cost.t_target_s[0]) / num_rounds
+        num_rounds = max(1, int(setting.lengths[0, :, 1:].sum()))
+        extra_s = times.time_s(setting).sum() - times.t_target_s[0] * setting.counts.num_target.sum()
+        profit = float(setting.counts.num_accepted.sum() - extra_s / times.t_target_s[0]) / num_rounds
         fixed.append(replace(rule, throughput=rate, prior_profit=profit, prior_rounds=50.0))
     return fixed
 
@@ -86,40 +81,29 @@ def batch_auto_for(head: Any, trace: Trace, costs: BatchCosts, size: int) -> Bat
     """The rule of a batch for these curves and this batch size; lambda is the throughput that it leads to on the
     trace.
     """
-    rule = BatchAuto(head, costs, size, **_index(trace, head), block_size=trace.block_size)
+    rule = BatchAuto(head, costs, size, **index_of(trace, head)._asdict(), block_size=trace.block_size)
     rows = queue_of(len(trace.rows), size)
 
-    def reached(_: Sequence[int], rates: Sequence[float]) -> list[float]:
-        return [step_through(trace, replace(rule, throughput=rates[0]), rows, size).throughput(costs).tokens_per_s]
+    def reached(_: Array, rates: Array) -> list[float]:
+        rate = float(rates[0])
+        return [step_through(trace, replace(rule, throughput=rate), rows, size).throughput(costs).tokens_per_s]
 
-    return replace(rule, throughput=_settled([rule.prior()], reached, _COARSE)[0])
-
-
-def _index(trace: Trace, head: Any) -> dict[str, Any]:
-    index = index_of(trace, head)
-    return {
-        "next_mean": index.next_mean,
-        "index_offset": index.offset,
-        "index_slope": index.slope,
-        "first_index": index.first,
-    }
+    # fewer and coarser steps: a batch is stepped through and not replayed
+    (rate,) = _settled([rule.prior()], reached, most_steps=8, tolerance=1e-3).tolist()
+    return replace(rule, throughput=rate)
 
 
 def _settled(
-    rates: list[float], reached: Callable[[Sequence[int], Sequence[float]], list[float]], limits: tuple[int, float]
-) -> list[float]:
-    """Every lambda that is the throughput it leads to, within the limits: (most steps, tolerance); `reached` takes the
-    numbers of those that still move.
+    first: Sequence[float], reached: Callable[[Array, Array], Sequence[float]], *, most_steps: int, tolerance: float
+) -> Array:
+    """Every lambda that is the throughput it leads to, give or take this share of it; `reached` takes the numbers of
+    those that still move, and their rates.
     """
-    (most, tolerance), moving, rates = limits, list(range(len(rates))), [*rates]
-    for _ in range(most):
-        before = [rates[number] for number in moving]
-        after = reached(moving, before)
-        for number, rate in zip(moving, after, strict=True):
-            rates[number] = rate
-        moving = [
-            number for number, old, new in zip(moving, before, after, strict=True) if abs(new - old) > tolerance * old
-        ]
-        if not moving:
+    rates, moving = np.array(first), np.arange(len(first))
+    for _ in range(most_steps):
+        before = rates[moving]
+        rates[moving] = reached(moving, before)
+        moving = moving[abs(rates[moving] - before) > tolerance * before]
+        if not len(moving):
             break
     return rates

@@ -1,37 +1,18 @@
 """Settings are chosen on dev and reported on test, beside bounds, with paired intervals."""
 
-import sys
-
 import pytest
 import torch
 
-from decode.policies.auto import Auto
-from decode.policies.registry import LOGISTIC, POLICIES, policy_of
-from evaluation.competitor import bounds, competitors_of, default_values, head_competitor, make_competitor
-from evaluation.contest import Contest, Replays, best_heads, fastest_on_dev, hold, replay_arms, replay_dataset
-from evaluation.families import family
-from evaluation.gain import Splits
+from decode.policies.registry import LOGISTIC, POLICIES
+from evaluation.competitor import competitors_of
+from evaluation.contest import Contest, best_heads, fastest_on_dev, hold, replay_arms, replay_dataset
 from evaluation.times import Times
 from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.rule import autos_for
 from heads import AcceptanceHead
-from heads.model.provenance import Provenance
-from lm import Sampling
-from tests.toys.small_pair import trace
 
 COST = Times.constant(0.2, 1.0)
-
-
-@pytest.fixture(scope="module")
-def splits():
-    return Splits(*(trace(Sampling(temperature=0.6), copies=3, seed=seed) for seed in (1, 2)))
-
-
-@pytest.fixture(scope="module")
-def arms(splits):
-    grids = [make_competitor(name, name, values) for name, values in default_values(5).items() if name != "head"]
-    return list(replay_arms([*grids, *bounds()], splits))
 
 
 def test_the_policies_of_the_yaml_compete_on_its_grids_and_what_cannot_be_replayed_is_refused():
@@ -48,9 +29,9 @@ def test_the_policies_of_the_yaml_compete_on_its_grids_and_what_cannot_be_replay
             competitors_of(own, {}, max_draft_length=5, policies=("entropy",))
 
 
-def test_the_setting_of_each_family_is_the_fastest_on_dev_and_is_judged_on_test_against_the_best_fixed_length(arms):
-    contest = Contest("made", COST, fastest_on_dev(arms, COST))
-    for arm in arms:
+def test_the_setting_of_each_family_is_the_fastest_on_dev_and_is_judged_on_test_against_the_best_fixed_length(replays):
+    contest = Contest("made", COST, fastest_on_dev(replays.arms, COST))
+    for arm in replays.arms:
         result, on_dev = contest.results[arm.competitor.family], COST.tokens_per_s(arm.dev)
         assert (result.number, result.on_dev) == (on_dev.argmax(), on_dev.max())
         assert result.setting == arm.competitor.settings[int(on_dev.argmax())]
@@ -69,32 +50,33 @@ def test_the_papers_heads_compete_among_themselves_and_each_timing_takes_its_bes
     heads = {f"{timing}{'+s' * scalars}-{i}": AcceptanceHead(16, 1, timing, scalars) for timing, scalars, i in kinds}
     for parameter in (parameter for head in heads.values() for parameter in head.parameters()):
         torch.nn.init.normal_(parameter)
-    grids = [head_competitor(name, head, {"max_rejection_prob": LOGISTIC}) for name, head in heads.items()]
-    arms = list(replay_arms(grids, splits))
+    _, *competitors = competitors_of({}, heads, max_draft_length=5, policies=("head",))
+    arms = list(replay_arms(competitors, splits))
     picks = fastest_on_dev(arms, COST)
     assert picks["head_specdec"].competitor.name.startswith("head:fed-")
     assert picks["head_fed"].competitor.name.startswith("head:fed+s-")
     assert set(picks) == {"head_specdec", "head_fed", "head_drawn"}
     speeds = {arm.competitor.name.removeprefix("head:"): COST.tokens_per_s(arm.dev).max() for arm in arms}
     for timing, best in best_heads(picks).items():
-        assert speeds[best] == max(speed for name, speed in speeds.items() if name.startswith(timing))
+        of_timing = [name for name in heads if name.startswith(timing)]
+        assert heads[max(of_timing, key=speeds.__getitem__)] is best
     assert best_heads(fastest_on_dev(arms[:3], COST)).keys() == {"fed"}
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.8, 1.0, 1.5])
-def test_no_bound_falls_below_the_target_alone_or_a_fixed_length_where_drafting_is_dear(splits, arms, ratio):
+def test_no_bound_falls_below_the_target_alone_or_a_fixed_length_where_drafting_is_dear(replays, ratio):
     cost = Times.constant(1 / ratio, 1.0)
-    results = hold(Replays(traces=splits, arms=arms, heads={}), cost).results
+    results = hold(replays, cost).results
     oracle = results["oracle"]
     assert max(result.percent_of(oracle) for result in results.values()) == pytest.approx(100)
     assert oracle.tokens_per_s * cost.t_target_s[0] >= 1 - 1e-9
 
 
 @pytest.mark.parametrize("timing", ["fed", "drawn"])
-def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold_at_every_ratio(splits, arms, timing):
+def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold_at_every_ratio(splits, replays, timing):
     every = [Times.constant(1 / ratio, 1.0) for ratio in (2, 5, 10, 20)]
     rules = autos_for(ScoreHead("perfect", timing), splits.dev, every)
-    grid = next(arm for arm in arms if arm.competitor.family == f"perfect_{timing}")
+    grid = next(arm for arm in replays.arms if arm.competitor.family == f"perfect_{timing}")
     for cost, rule in zip(every, rules, strict=True):
         assert [rule] == autos_for(ScoreHead("perfect", timing), splits.dev, [cost])
         reached = cost.tokens_per_s(replay_settings(splits.test, rule))[0]
@@ -112,45 +94,15 @@ def test_auto_learns_online_what_it_is_told_offline_and_stops_drafting_where_dra
     assert speeds[1] == pytest.approx(speeds[0], rel=0.05)
 
 
-def test_auto_is_the_rule_that_tune_recommended():
-    times = {"t_draft_s": 0.1, "t_target_s": 1.0, "throughput": 2.0, "next_mean": 0.5, "max_rejection_prob": 0.4}
-    head = AcceptanceHead(4, 0, provenance=Provenance(recommended=times))
-    rule = policy_of("head", {"head": head, "max_rejection_prob": "auto"})
-    assert isinstance(rule, Auto)
-    assert (rule.t_draft_s, rule.t_target_s, rule.throughput, rule.next_mean) == (0.1, 1.0, 2.0, 0.5)
-    with pytest.raises(ValueError, match="acceptance-heads tune"):
-        policy_of("head", {"head": AcceptanceHead(4, 0), "max_rejection_prob": "auto"})
-
-
 def test_the_rule_has_two_rows_with_the_head_that_is_fastest_on_dev_and_a_prefix_head_pays_a_forward_more(splits):
     torch.manual_seed(0)
     heads = {timing: AcceptanceHead(16, 1, timing, True).eval() for timing in ("fed", "drawn", "prefix")}
     own = {"fixed_length": {"k": [2]}, "head": {"max_rejection_prob": LOGISTIC}}
     grids = competitors_of(own, heads, max_draft_length=5)
-    replays = replay_dataset(splits, grids, heads=heads, perfect_head=False, name="")
+    replays = replay_dataset(splits, grids, perfect_head=False, name="")
     arms = {arm.competitor.name: arm for arm in replays.arms if arm.competitor.name.startswith("head:")}
     timing = max(arms, key=lambda name: COST.tokens_per_s(arms[name].dev).max()).removeprefix("head:")
     names = [name for name in hold(replays, COST).results if name.startswith("auto")]
     assert names == [f"auto_{timing}", f"auto_{timing}_online"]
     counts = arms["head:prefix"].test.counts
     assert (counts.num_draft_forwards - counts.num_drafted).max() > 0, "for the token that it does without"
-
-
-def test_a_policy_of_ones_own_competes_on_its_own_grid(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.path", [*sys.path])
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "competing_policy.py").write_text(
-        "from dataclasses import dataclass\nfrom decode import Policy\n\n\n@dataclass(frozen=True)\n"
-        "class Unsure(Policy):\n    floor: float = 0.3\n    signals = frozenset({'token_prob'})\n"
-        "    grid = {'floor': (0.1, 0.3)}\n\n"
-        "    def after(self, state, drawn):\n        return state, drawn.token_prob < self.floor\n"
-    )
-    name = "competing_policy:Unsure"
-    try:
-        *_, grid = competitors_of({}, {}, max_draft_length=5, policies=(name,))
-        assert grid.settings == ({"floor": 0.1}, {"floor": 0.3})
-        assert family(name).label == "Unsure (competing_policy)"
-        *_, grid = competitors_of({name: {"floor": [0.7]}}, {}, max_draft_length=5, policies=(name,))
-        assert grid.settings == ({"floor": 0.7},)
-    finally:
-        del POLICIES[name]

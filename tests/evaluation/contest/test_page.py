@@ -9,40 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.competitor import bounds, default_values, make_competitor
-from evaluation.contest import hold, replay_dataset
-from evaluation.gain import Splits
+from evaluation.competitor import bounds
+from evaluation.families import family
 from evaluation.report import page as page_module
 from evaluation.report.evaluate import at_ratios
-from evaluation.report.files import write_plots
-from evaluation.report.page import Page, has_heads, write_report
+from evaluation.report.page import Page, write_report
 from evaluation.report.plots import entropies, pareto
-from evaluation.report.results import result_table
-from evaluation.report.verdict import answer_of
-from evaluation.times import StopShares, Times
-from lm import Sampling
-from tests.toys.small_pair import trace
+from evaluation.report.tables import result_table, stage_table
+from evaluation.report.verdict import sentence_of
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-TIMES = Times(0.2, (1.0, 1.3, 1.5), "measured", {"token_prob": 0.01}, elsewhere=StopShares("", {"entropy": 0.05}))
 
 
 @pytest.fixture(scope="module")
-def contest():
-    splits = Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
-    values = {name: default_values(5)[name] for name in ("fixed_length", "entropy", "token_prob")}
-    competitors = [make_competitor(name, name, parameters) for name, parameters in values.items()]
-    replays = replay_dataset(splits, competitors, heads={}, perfect_head=True, name="made")
-    return hold(replays, TIMES, dataset="made"), replays
-
-
-@pytest.fixture(scope="module")
-def page(contest, tmp_path_factory):
-    held, replays = contest
+def page(contest, replays, tmp_path_factory):
     directory = tmp_path_factory.mktemp("report")
-    plots = [pareto(list(held.results.values())), entropies(replays.traces.test)]
-    answers, rankings = {"made": [answer_of(held, heads={})]}, {"made": at_ratios([held], replays)}
-    write_report(Page(about="a < b", directory=directory, answers=answers, rankings=rankings, plots=plots))
+    plots = [pareto(list(contest.results.values())), entropies(replays.traces.test)]
+    contests, rankings = {"made": [contest]}, {"made": at_ratios([contest], replays)}
+    write_report(Page(about="a < b", directory=directory, contests=contests, rankings=rankings, plots=plots))
     return directory / "report.html"
 
 
@@ -52,20 +36,19 @@ def cells(part: str) -> list[list[str]]:
 
 
 def test_the_page_fetches_nothing_and_opens_with_the_sentence_and_the_rows_of_the_console(page, contest):
-    text, answer = page.read_text(), answer_of(contest[0], heads={})
+    text = page.read_text()
     assert len(text) < 6e6
     assert not re.search(r"""(src|href)\s*=\s*["'](https?:)?//|fetch\(|XMLHttpRequest|@import""", text)
     assert "a &lt; b" in text
     assert not re.search(r"\$(?!\{)[a-z]", text)
     assert Path(page_module.__file__).with_suffix(".html").read_text().count("\n") < 120, "no cost model"
-    assert html.escape(answer.verdict).replace(" %", "&nbsp;%") in text
+    assert html.escape(sentence_of(contest)).replace(" %", "&nbsp;%") in text
     assert text.index('class="verdict"') < text.index("<svg") < text.index("<table") < text.index('id="step"')
-    stages = [[row.get(column, "") for column in answer.table.columns] for row in answer.table.rows]
-    assert cells(text.split("<main>")[1].split("</table>")[0]) == stages
+    assert cells(text.split("<main>")[1].split("</table>")[0]) == stage_table(contest).cells
 
 
 def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_evaluation(page, contest):
-    text, (contest, _) = page.read_text(), contest
+    text = page.read_text()
     steps = re.findall(r'data-step="(\d+)"( hidden)?', text)
     assert [step for step, hidden in steps if not hidden] == ["4"]
     labels = json.loads(re.search(r"labels = (\[.*?\]);", text)[1])
@@ -73,20 +56,16 @@ def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_eva
     assert labels == [f"{ratio} draft forwards{', as in this evaluation' * (n == 4)}" for n, ratio in enumerate(ratios)]
     assert 'max="10" step="1" value="4"' in text
     part = text.split('data-step="4">')[1].split("</div></div>")[0]
-    assert cells(part) == [[str(cell) for cell in row.values()] for row in result_table(contest).rows]
-    marks = dict(re.findall(r'<tr class="(\w+)" data-family="(\w+)"', part))
-    assert marks["best"] == contest.best.family
+    assert cells(part) == result_table(contest).cells
+    assert dict(re.findall(r'<tr class="(\w+)"><td.*?>(.*?)</td>', part))["best"] == family(contest.best.family).label
     assert len(re.findall('class="bound"', part)) == len(list(bounds()))
 
 
-def test_a_report_says_whether_it_compares_heads_and_plots_of_two_datasets_are_two_files(page, contest, tmp_path):
-    assert not has_heads(page)
-    other = tmp_path / "report.html"
-    other.write_text(page.read_text().replace('data-family="entropy"', 'data-family="head_drawn"'))
-    assert has_heads(other)
-    plot = pareto(list(contest[0].results.values()))
-    write_plots(tmp_path / "plots", [plot.of("one"), plot.of("two")])
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"pareto-one.svg", "pareto-two.svg"}
+def test_plots_of_two_datasets_are_two_files(contest, tmp_path):
+    plot, contests = pareto(list(contest.results.values())), {name: [contest] for name in ("one", "two")}
+    write_report(Page(about="", directory=tmp_path, contests=contests, plots=[plot.of(name) for name in contests]))
+    names = {f"{plot}-{name}.svg" for plot in ("pareto", "gain-here") for name in contests}
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == names
     assert plot.of("one").caption == f"one: {plot.caption}"
 
 

@@ -89,7 +89,7 @@ def test_tune_writes_what_it_prints_evaluate_chooses_alike_and_auto_and_generate
     assert re.fullmatch(r"[+-]\d+ % \(-?\d+, -?\d+\)", gain)
     assert len("│".join(row)) <= 100
     text = " ".join(" ".join(lines).split())
-    assert "Written to HEAD/config.json below" in text
+    assert f"{flags[5]}/exported/plain/config.json" in text
     recommended = json.loads(Path(flags[5], "exported", "plain", "config.json").read_text())["recommended"]
     (head,) = tuned["tuned"]
     assert recommended == head["recommended"]

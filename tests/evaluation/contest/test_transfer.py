@@ -5,11 +5,10 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from decode.policies.registry import LOGISTIC
-from evaluation.competitor import default_values, head_competitor, make_competitor
+from evaluation.competitor import competitors_of
 from evaluation.contest import Contest, Replays, hold, replay_dataset
 from evaluation.gain import Splits
-from evaluation.report.transfer import over_tuned, transfer_frame, transfer_table, transferred
+from evaluation.report.transfer import transfer_records, transfer_table, transferred
 from evaluation.times import Times
 from evaluation.traces.coupling import Recorder
 from evaluation.tuning.calibration import calibrated_on, is_of_other_sampling
@@ -28,10 +27,9 @@ def sets() -> list[Replays]:
     """A source set, and a target set that is colder than it."""
     torch.manual_seed(0)
     head = AcceptanceHead(16, 1, "drawn", True).eval()
-    competitors = [make_competitor(name, name, default_values(5)[name]) for name in FAMILIES]
-    competitors.append(head_competitor("it", head, {"max_rejection_prob": LOGISTIC}))
+    competitors = competitors_of({}, {"it": head}, max_draft_length=5, policies=(*FAMILIES, "head"))
     every = [Splits(*(trace(Sampling(temperature=heat), seed=seed) for seed in (1, 2))) for heat in (0.9, 0.4)]
-    return [replay_dataset(traces, competitors, heads={"it": head}, perfect_head=True, name="") for traces in every]
+    return [replay_dataset(traces, competitors, perfect_head=True, name="") for traces in every]
 
 
 @pytest.fixture(scope="module")
@@ -44,37 +42,37 @@ def test_the_setting_is_chosen_on_the_source_set_and_judged_on_the_target_set(se
     results = transferred(source, target, sets[1])
     assert {"head_drawn", "auto_drawn_online", *FAMILIES} <= set(results)
     assert not {"oracle", "perfect_drawn"} & set(results)
+    records = {record["family"]: record for record in transfer_records(results, source, target)}
     tests = {arm.competitor.family: arm.test for arm in sets[1].arms}
     for name in (*FAMILIES, "head_drawn"):
         assert results[name].setting == source.results[name].setting
         speed = TIMES.tokens_per_s(tests[name])[source.results[name].number]
         assert results[name].tokens_per_s == pytest.approx(speed)
-        kept = over_tuned(results, target)[name]
-        assert kept.low <= kept.value <= kept.high
-        assert kept.value == pytest.approx(speed / target.results[name].tokens_per_s - 1)
-    frame = transfer_frame(results, source, target)
-    assert (set(frame["chosen_on"]), set(frame["dataset"])) == ({"source"}, {"target"})
-    table = transfer_table(results, source, target)
-    assert table.column("transferred")[:-1] == [result.over(target.baseline).text for result in results.values()]
-    assert table.column("policy")[-1] == "perfect head"
+        record = records[name]
+        assert record["over_tuned_low"] <= record["over_tuned"] <= record["over_tuned_high"]
+        assert record["over_tuned"] == pytest.approx(speed / target.results[name].tokens_per_s - 1)
+        assert (record["chosen_on"], record["dataset"]) == ("source", "target")
+    *rows, perfect = transfer_table(results, source, target).rows
+    assert [row["transferred"] for row in rows] == [result.over(target.baseline).text for result in results.values()]
+    assert perfect["policy"] == "perfect head"
 
 
 def test_a_setting_that_is_best_on_the_source_set_alone_costs_something_on_the_target_set(sets, source, monkeypatch):
     """There the draft is the target, and the longest draft is best."""
     always_right = Recorder(model(1, 2), model(1, 2), Sampling(temperature=0.9), VOCAB, frozenset({EOS}), LENGTH)
     monkeypatch.setattr(small_pair, "recorder", lambda sampling, length=LENGTH: always_right)
-    lengths = make_competitor("fixed_length", "fixed_length", default_values(LENGTH)["fixed_length"])
+    lengths = competitors_of({}, {}, max_draft_length=LENGTH, policies=("fixed_length",))
     traces = Splits(*(trace(Sampling(temperature=0.9), seed=seed) for seed in (1, 2)))
-    replays = replay_dataset(traces, [lengths], heads={}, perfect_head=False, name="")
+    replays = replay_dataset(traces, lengths, perfect_head=False, name="")
     target = hold(replays, TIMES, dataset="target")
     results = transferred(source, target, replays)
-    kept = over_tuned(results, target)
+    kept = {record["family"]: record for record in transfer_records(results, source, target)}
     assert target.baseline.setting == {"k": LENGTH} != results["fixed_length"].setting
-    assert results["fixed_length"].over(target.baseline) == kept["fixed_length"]
-    assert kept["fixed_length"].high < -0.01
-    assert "entropy" not in kept
-    same = over_tuned(transferred(source, source, sets[0]), source)
-    assert [gain.value for gain in same.values()] == pytest.approx([0] * len(same), abs=1e-12), "the same set"
+    assert results["fixed_length"].over(target.baseline).value == kept["fixed_length"]["over_tuned"]
+    assert kept["fixed_length"]["over_tuned_high"] < -0.01
+    assert "over_tuned" not in kept["entropy"]
+    same = transfer_records(transferred(source, source, sets[0]), source, source)
+    assert [record["over_tuned"] for record in same] == pytest.approx([0] * len(same), abs=1e-12), "the same set"
 
 
 @pytest.mark.parametrize("timing", ["fed", "drawn", "prefix"])

@@ -1,16 +1,23 @@
-"""The sentence and the stages have the figures of the results and say plainly where training does not pay."""
+"""The sentence and the stages have the figures of the results and say plainly where training does not pay; a head is
+recommended only where test shows that it wins, whatever dev says of it.
+"""
 
+import json
+import os
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
 
+from configs.schema import Config, DecodeConfig, HeadsConfig, ModelSource, PairConfig
 from decode.experiment import Experiment
+from decode.loop.rounds import Counts
 from decode.policies import FixedLength
-from evaluation.competitor import Competitor, competitors_of, default_values
-from evaluation.contest import Contest, Result, hold, replay_dataset
+from evaluation.competitor import Competitor, competitors_of
+from evaluation.contest import Arm, Contest, Replays, Result, hold
 from evaluation.families import (
     BASELINE,
     COLOURS,
@@ -23,91 +30,59 @@ from evaluation.families import (
     family,
     styles_of,
 )
-from evaluation.figure import INK, figure_of, legend_below, plot_of
+from evaluation.figure import INK, figure_of, plot_of
 from evaluation.gain import Gain, Splits, Throughput
-from evaluation.report.files import folder_of
-from evaluation.report.plots import all_plots, thresholds
-from evaluation.report.stages import console_table, stage_plot, stage_table, stages_of
-from evaluation.report.verdict import answer_of, doubt_of, explained
-from evaluation.times import StopShares, Times
+from evaluation.played import Played
+from evaluation.report.page import Page, folder_of
+from evaluation.report.plots import all_plots, stage_plot, thresholds
+from evaluation.report.tables import console_table, deciding_families, result_table, stage_table, stages_of
+from evaluation.report.verdict import doubt_of, explained, pooled, recommend, sentence_of, write_verdict
+from evaluation.times import Times
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
-from lm import Sampling
-from tests.toys.small_pair import trace
-
-CURVE = Times(0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured", {"token_prob": 0.01}, elsewhere=StopShares("", {}))
-
-
-@pytest.fixture(scope="module")
-def heads():
-    torch.manual_seed(0)
-    made = {f"{timing}+s-d1-w1": AcceptanceHead(16, 1, timing, True).eval() for timing in ("fed", "drawn")}
-    for head in made.values():
-        torch.nn.init.normal_(head.out.weight)
-    return made
-
-
-@pytest.fixture(scope="module")
-def replays(heads):
-    splits = Splits(*(trace(Sampling(temperature=0.6), copies=2, seed=seed) for seed in (1, 2)))
-    few = {"ada_edl": {"initial_lambda": [0.3], "target_rate": [0.7]}}
-    competitors = competitors_of(few, heads, max_draft_length=5)
-    return replay_dataset(splits, competitors, heads=heads, perfect_head=True, name="made")
-
-
-@pytest.fixture(scope="module")
-def answer(replays, heads):
-    return answer_of(hold(replays, CURVE, dataset="made"), heads=heads)
 
 
 @pytest.mark.parametrize("t_draft_s", [0.2, 0.05])
-def test_the_sentence_has_the_figures_of_the_results(replays, heads, t_draft_s):
+def test_the_sentence_has_the_figures_of_the_results(replays, t_draft_s):
     contest = hold(replays, Times.constant(t_draft_s, 1.0, "measured"), dataset="made")
-    answer = answer_of(contest, heads=heads)
-    own, free = contest.leaders["heads"], contest.leaders[TRAINING_FREE]
+    sentence, best, free = sentence_of(contest), contest.leaders["heads"], contest.leaders[TRAINING_FREE]
     ratio = f"On this machine, where a target forward costs {1 / t_draft_s:.1f} draft forwards: head"
-    assert answer.verdict.startswith(ratio)
+    assert sentence.startswith(ratio)
     length = contest.baseline.setting["k"]
-    assert f"predicted {contest.gain(own.family).words} over the best fixed length, {length}" in answer.verdict
-    over = f", and {contest.lead.words} over the {family(free.family).label}, which needs no training"
-    assert (over in answer.verdict) == (free.family != BASELINE)
-    stage = next(stage for stage in answer.stages if stage.family == own.family)
-    assert stage.result is own
-    assert (stage.added == contest.lead) == (free.family != BASELINE)
+    assert f"predicted {contest.gain(best.family).words} over the best fixed length, {length}" in sentence
+    lead = contest.gain(best.family, free.family)
+    over = f", and {lead.words} over the {family(free.family).label}, which needs no training"
+    assert (over in sentence) == (free.family != BASELINE)
+    stage = next(stage for stage in stages_of(contest) if stage["family"] == best.family)
+    assert (stage["added"] == lead) == (free.family != BASELINE)
 
 
-def test_a_lead_that_shows_nothing_is_called_so():
+def test_a_lead_that_shows_nothing_is_called_so_and_without_heads_no_training_is_named(replays, contest):
     could_be_chance = " With 7 test prompts this difference could be chance, and the entropy (SVIP) "
     slower = " No trained head is faster here: use the entropy (SVIP)."
     assert doubt_of(Gain(0.1, 0.02, 0.2, 0.0), "entropy", 7) == ""
     assert doubt_of(Gain(0.1, -0.02, 0.2, 0.0), "entropy", 7).startswith(could_be_chance)
     assert doubt_of(Gain(-0.1, -0.2, -0.02, 0.0), "entropy", 7).startswith(slower)
-
-
-def test_without_heads_the_sentence_says_what_needs_no_training(replays):
     arms = [arm for arm in replays.arms if not family(arm.competitor.family).needs_training]
-    answer = answer_of(hold(replace(replays, arms=arms, heads={}), CURVE), heads={})
-    assert "no trained heads are compared" in answer.verdict or "no policy that needs no training" in answer.verdict
-    assert answer.explained == ""
+    sentence = sentence_of(hold(replace(replays, arms=arms), contest.times))
+    assert "no trained heads are compared" in sentence or "no policy that needs no training" in sentence
 
 
-def test_one_row_of_each_kind_decides_the_note_has_the_others_and_the_console_every_row_on_request(answer):
-    shown, contest = answer.deciding, answer.contest
+def test_one_row_of_each_kind_decides_the_note_has_the_others_and_the_console_every_row_on_request(contest):
+    shown, stages, note = deciding_families(contest), stages_of(contest), stage_table(contest).note
     assert (shown[0], shown[-2:]) == (BASELINE, ["perfect_drawn", "oracle"])
     kinds = [family(name).kind for name in shown[:-2]]
     assert len(set(kinds)) == len(kinds)
     assert {contest.leaders[group].family for group in ("heads", TRAINING_FREE)} <= set(shown)
-    beside = set(shown) - {stage.family for stage in answer.stages}
+    beside = set(shown) - {stage["family"] for stage in stages}
     assert beside
-    for name in beside:
-        assert family(name).label in answer.table.note
-        assert contest.gain(name).words in answer.table.note
-    stages, whole = answer.printed(has_all=True)
-    assert answer.printed(has_all=False) == [stages]
-    assert stages.title == whole.title
-    assert [row["gain"] for row in stages.rows[2:]] == [stage.gain.words for stage in answer.stages[1:]]
-    assert f"--all: {len(whole.rows) - len(stages.rows)} more rows" in stages.note
-    assert [row["policy"] for row in whole.rows if "[bold]" in row["tokens/s"]] == [f"[bold]{answer.best}[/bold]"]
+    assert all(f"{family(name).label}" in note and contest.gain(name).words in note for name in beside)
+    console, whole = console_table(contest), result_table(contest)
+    assert console.title == whole.title
+    assert [row["gain"] for row in console.rows[2:]] == [stage["gain"].words for stage in stages[1:]]
+    assert f"--all: {len(whole.rows) - len(console.rows)} more rows" in console.note
+    bold = [row["policy"] for number, row in enumerate(whole.rows) if whole.marks.get(number) == "best"]
+    assert bold == [family(contest.best.family).label]
 
 
 def test_the_name_of_a_head_is_explained_in_words():
@@ -129,13 +104,13 @@ def test_every_family_has_the_colour_of_its_kind_and_its_own_line_and_marker():
     assert (family("mine").kind, family("mine").label) == (CUSTOM, "mine")
     heads = ["head_specdec", "head_fed", "head_drawn", "head_prefix"]
     assert [name for name in families() if GROUPS["heads"](name)] == heads
-    assert {name for name in families() if GROUPS[TRAINING_FREE](name)} == set(default_values(5)) - {"head"}
+    free = {entry.family for entry in competitors_of({}, {}, max_draft_length=5)}
+    assert {name for name in families() if GROUPS[TRAINING_FREE](name)} == free
     assert [family(name).needs_training for name in (*heads, "auto_fed", "entropy")] == [True] * 5 + [False]
 
 
-def test_plots_have_the_readers_ink_a_legend_below_and_two_axes_for_thresholds_of_two_meanings(replays, answer):
-    contest = answer.contest
-    for plot in [stage_plot(answer.stages, contest), *all_plots(replays, contest, shown=answer.deciding)]:
+def test_plots_have_the_readers_ink_a_legend_below_and_two_axes_for_thresholds_of_two_meanings(replays, contest):
+    for plot in [stage_plot(contest), *all_plots(replays, contest)]:
         assert "currentColor" in plot.svg
         assert "prefers-color-scheme:dark" in plot.svg
         assert INK not in plot.svg
@@ -147,8 +122,7 @@ def test_plots_have_the_readers_ink_a_legend_below_and_two_axes_for_thresholds_o
     assert len({tuple(on[name]) for name in meanings}) == len(plots) == len(meanings)
     figure, axes = figure_of(3.0)
     axes.plot([0, 1], [0, 1], label="a line")
-    legend_below(axes)
-    assert "a line" in plot_of("p", "", figure).svg  # drawn, so that positions are known
+    assert "a line" in plot_of("p", "", figure, xlabel="x").svg  # drawn, so that positions are known
     assert figure.legends[0].get_window_extent().y1 <= axes.get_tightbbox().y0
 
 
@@ -163,7 +137,9 @@ def test_a_report_that_compares_heads_is_kept_where_none_compete_now(tmp_path, c
         assert bool(printed) == bool(parts)
 
     check(tmp_path, "No trained heads in", "`acceptance-heads export")
-    (tmp_path / "report.html").write_text('<tr data-family="head_drawn">')
+    (tmp_path / "results.csv").write_text("family\nfixed_length\nentropy\n")
+    check(tmp_path, "No trained heads in", "`acceptance-heads export")
+    (tmp_path / "results.csv").write_text("family\nfixed_length\nhead_drawn\n")
     check(tmp_path / "no-heads", "is kept")
     experiment.heads = {"it": None}
     check(tmp_path / "no-heads", "decode.policies names no head")
@@ -182,7 +158,7 @@ def contest_at(speeds, free=PRODUCT) -> Contest:
         throughput = Throughput(np.full(30, 100), 100 / speed * of_family / of_family.mean())
         full = "head:drawn+s-d1-w3" if name == "head_drawn" else name
         competitor = Competitor(name, full, FixedLength(), (SETTINGS.get(name, {}),))
-        on_dev = speed + 100 * (name == free)
+        on_dev = speed + 100.0 * (name == free)
         results[name] = Result(competitor=competitor, number=0, on_dev=on_dev, throughput=throughput)
     return Contest("made", Times.constant(0.01, 0.02), results)
 
@@ -190,26 +166,31 @@ def contest_at(speeds, free=PRODUCT) -> Contest:
 def test_stages_go_from_the_best_fixed_length_to_the_oracle_and_share_its_whole_gain():
     contest = contest_at(SPEEDS)
     first, *stages = stages_of(contest)
-    assert [stage.family for stage in (first, *stages)] == [BASELINE, PRODUCT, "head_drawn", PERFECT, "oracle"]
-    assert [stage.percent_of_gain for stage in stages] == [pytest.approx(part) for part in (20, 10, 20, 50)]
-    assert first.speeds[:3] == pytest.approx((100, 100, 100))
-    assert (first.added, first.percent_of_gain) == (None, None)
+    assert [stage["family"] for stage in (first, *stages)] == [BASELINE, PRODUCT, "head_drawn", PERFECT, "oracle"]
+    shares = [stage["percent_of_oracle_gain"] for stage in stages]
+    assert shares == [pytest.approx(part) for part in (20, 10, 20, 50)]
+    assert first["tokens_per_s"][:3] == pytest.approx((100, 100, 100))
+    assert ("added" in first, first["percent_of_oracle_gain"]) == (False, None)
     before = 100.0
     for stage in stages:
-        assert stage.speeds[:3] == pytest.approx([100 * (1 + part) for part in stage.gain[:3]])
-        assert stage.speeds.value == pytest.approx(SPEEDS[stage.family])
-        assert stage.added.value == pytest.approx(stage.speeds.value / before - 1)
-        assert all(gain.low < gain.value < gain.high for gain in (stage.speeds, stage.gain, stage.added))
-        before = stage.speeds.value
+        speeds, gain, added = (stage[name] for name in ("tokens_per_s", "gain", "added"))
+        assert speeds[:3] == pytest.approx([100 * (1 + part) for part in gain[:3]])
+        assert speeds.value == pytest.approx(SPEEDS[stage["family"]])
+        assert added.value == pytest.approx(speeds.value / before - 1)
+        assert all(each.low < each.value < each.high for each in (speeds, gain, added))
+        before = speeds.value
     product, head, perfect, _ = stages
-    assert (product.added, head.added) == (product.gain, contest.lead)
-    assert perfect.added == contest.results[PERFECT].over(contest.results["head_drawn"])
-    assert [stage.percent_of_gain for stage in stages_of(contest_at(dict.fromkeys(SPEEDS, 100.0)))] == [None] * 5
-    assert "slower than" not in stage_table([first, *stages], contest).note
-    preferred = stages_of(contest_at(SPEEDS, free="entropy"))
-    assert [stage.family for stage in preferred[:4]] == [BASELINE, PRODUCT, "entropy", "head_drawn"]
-    assert [stage.percent_of_gain for stage in preferred[2:4]] == [pytest.approx(-2), pytest.approx(12)]
-    assert "entropy (SVIP): slower than the row above" in stage_table(preferred, contest).note
+    assert (product["added"], head["added"]) == (product["gain"], contest.gain("head_drawn", PRODUCT))
+    assert perfect["added"] == contest.results[PERFECT].over(contest.results["head_drawn"])
+    no_gain = stages_of(contest_at(dict.fromkeys(SPEEDS, 100.0)))
+    assert [stage["percent_of_oracle_gain"] for stage in no_gain] == [None] * 5
+    assert "slower than" not in stage_table(contest).note
+    contest = contest_at(SPEEDS, free="entropy")
+    preferred = stages_of(contest)
+    assert [stage["family"] for stage in preferred[:4]] == [BASELINE, PRODUCT, "entropy", "head_drawn"]
+    shares = [stage["percent_of_oracle_gain"] for stage in preferred[2:4]]
+    assert shares == [pytest.approx(-2), pytest.approx(12)]
+    assert "entropy (SVIP): slower than the row above" in stage_table(contest).note
 
 
 @pytest.mark.parametrize(
@@ -224,36 +205,105 @@ def test_a_stage_that_did_not_compete_says_why_and_the_others_share_the_whole_ga
     speeds = {other: speed for other, speed in SPEEDS.items() if other != name}
     contest = contest_at(speeds, BASELINE if name == PRODUCT else PRODUCT)
     stages = stages_of(contest)
-    assert [stage.missing for stage in stages if stage.result] == [""] * 4
-    assert stages[row + 1].knows == f"{stages[row].knows}; {stages_of(contest_at(SPEEDS))[row + 1].knows}"
-    assert sum(stage.percent_of_gain or 0 for stage in stages) == pytest.approx(100)
-    cells = stage_table(stages, contest).rows[row + 1]
+    assert [bool(stage["missing"]) for stage in stages] == [number == row for number in range(5)]
+    known = [stage["knows"] for stage in (stages[row], stages_of(contest_at(SPEEDS))[row + 1])]
+    assert stages[row + 1]["knows"] == "; ".join(known)
+    assert sum(stage.get("percent_of_oracle_gain") or 0 for stage in stages) == pytest.approx(100)
+    cells = stage_table(contest).rows[row + 1]
     assert why in cells["what it knows"]
     assert "tokens/s" not in cells
-    assert why in stages[row].as_dict()["missing"]
-    assert f">{why.partition(':')[0]}<" in stage_plot(stages, contest).svg
+    assert why in stages[row]["missing"]
+    assert f">{why.partition(':')[0]}<" in stage_plot(contest).svg
 
 
 def test_the_table_the_picture_and_the_record_have_the_same_figures():
     contest = contest_at(SPEEDS)
-    stages = stages_of(contest)
-    head, table = stages[2], stage_table(stages, contest, beside=["entropy (SVIP), 0.4: +18 % (16, 20)"])
-    speed, low, high, _ = head.speeds
-    own_cells = ["best head, drawn-time", "what a head learned", "drawn+s-d1-w3 at 0.731"]
-    figures = [f"{speed:.0f} ({low:.0f}, {high:.0f})", head.gain.words, head.added.words]
-    assert list(table.rows[3].values()) == own_cells + figures
-    assert table.column("tokens/s")[:2] == ["50.0", "100"]
-    assert "entropy (SVIP), 0.4: +18 % (16, 20)" in table.note
-    record = head.as_dict()
+    head, table = stages_of(contest)[2], stage_table(contest)
+    speed, low, high, _ = head["tokens_per_s"]
+    head_cells = ["best head, drawn-time", "what a head learned", "drawn+s-d1-w3 at 0.731"]
+    figures = [f"{speed:.0f} ({low:.0f}, {high:.0f})", head["gain"].words, head["added"].words]
+    assert table.cells[3] == head_cells + figures
+    assert [row["tokens/s"] for row in table.rows[:2]] == ["50.0", "100"]
+    assert f"entropy (SVIP): {contest.gain('entropy').words}" in table.note
     names = ("tokens_per_s_low", "gain_high", "added", "percent_of_oracle_gain")
-    assert [record[name] for name in names] == [low, head.gain.high, head.added.value, head.percent_of_gain]
-    svg = stage_plot(stages, contest).svg
+    record = Page(about="", directory=Path(), contests={"made": [contest]}).stages[2]
+    assert [record[name] for name in names] == [low, head["gain"].high, head["added"].value, pytest.approx(10)]
+    svg = stage_plot(contest).svg
     assert all(f">{text}<" in svg for text in ("100", "120", "130", "150", "200"))
-    wide = console_table(table, best="", more=16)
-    assert Console(width=200).measure(wide._replace(note="").table()).maximum <= 100
-    assert "drawn+s-d1-w3 at 0.731" in wide.note
-    assert "16 more rows" in wide.note
+    console = console_table(contest)
+    assert Console(width=200).measure(console._replace(note="").table()).maximum <= 100
+    assert "drawn+s-d1-w3 at 0.731" in console.note
     near = Times.constant(0.01, 0.02)
     every = (Times.constant(0.2, 0.9996), near.with_ratio(5.0), near.with_ratio(4.998), near.with_ratio(5.000001))
-    names_of_near_ratios = {stage_plot(stages, replace(contest, times=times)).name for times in every}
+    names_of_near_ratios = {stage_plot(replace(contest, times=times)).name for times in every}
     assert len(names_of_near_ratios) == 4, "a file each"
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    AcceptanceHead(96, 0, "drawn").save_pretrained(tmp_path / "exported" / "drawn+s-d1-w3")
+    pair = PairConfig(**{name: ModelSource(path=f"checkpoints/tiny/{name}") for name in ("target", "draft")})
+    dirs = {"heads": HeadsConfig(dir=str(tmp_path)), "decode": DecodeConfig(dir=str(tmp_path / "decode"))}
+    return Experiment(Config(pair=pair, **dirs))
+
+
+HEAD_SPEC = "head:{},max_rejection_prob=0.731"
+
+
+@pytest.mark.parametrize(
+    ("free", "head", "policy", "says"),
+    [
+        (99, 95, "fixed_length:k=7", r"Use fixed length 7: no head beats it here, -\d % \(-\d+, -?\d\)\."),
+        (99, 101, "fixed_length:k=7", r"Use fixed length 7: no head beats it beyond chance, \+\d % \(-\d, \d\)\."),
+        (99, None, "fixed_length:k=7", r"Use fixed length 7: no head takes part \(`acceptance-heads train` and .*\)\."),
+        (
+            120,
+            115,
+            "cumulative_token_prob:min_token_prob=0.0474",
+            "Use product .* 0.0474: .* fixed length 7; no h",
+        ),
+        (99, 130, HEAD_SPEC, r"Use head drawn\+s-d1-w3 at 0.731: \+\d+ % \(\d+, \d+\) over fixed length 7\."),
+        (120, 150, HEAD_SPEC, r"Use head drawn\+s-d1-w3 at 0.731: .* over product of token prob.* 0.0474\."),
+    ],
+)
+def test_what_is_recommended_wins_beyond_chance_and_generate_follows(experiment, free, head, policy, says):
+    speeds = {BASELINE: 100, PRODUCT: free} | ({} if head is None else {"head_drawn": head})
+    verdict = recommend(contest_at(speeds, free=""), experiment)
+    assert verdict["policy"] == policy.format(experiment.exported / "drawn+s-d1-w3")
+    assert re.match(says, verdict["sentence"])
+    gain = "as the best fixed length, 7" if policy.startswith("fixed") else " % ("
+    assert gain in verdict["speed"]
+    write_verdict(verdict, experiment.directory)
+    assert experiment.default_policy == (verdict["policy"], f"{verdict['sentence']} It is {verdict['speed']}")
+    assert experiment.policy(verdict["policy"])
+
+
+def test_a_verdict_over_several_sets_is_that_of_all_prompts_together():
+    """One set is for the head and twice as slow, so that it decides."""
+    times, every = Times.constant(0.2, 1.0), []
+    for speeds in ({BASELINE: 100, "head_drawn": 98}, {BASELINE: 50, "head_drawn": 60}):
+        arms = []
+        for name, speed in speeds.items():
+            rounds = np.full((1, 40), 100_000 // speed)
+            counts = Counts(num_emitted=np.full((1, 40), 1000), num_target=rounds, num_draft_forwards=0 * rounds)
+            played = Played(counts, rounds[..., None], np.arange(40))
+            arms.append(Arm(Competitor(name, name, FixedLength(), ({"k": 3},)), played, played))
+        every.append(Replays(Splits(None, None), arms))
+    parts = [times.throughput(replays.arms[1].test) for replays in every]
+    whole = pooled(every, times).results["head_drawn"].throughput
+    assert all(map(np.array_equal, whole, (np.concatenate(part, axis=1)[0] for part in zip(*parts, strict=True))))
+    assert pooled(every, times).gain("head_drawn").words.startswith("+12 % (")
+
+
+def test_a_verdict_that_is_out_of_date_is_not_followed(experiment):
+    verdict = recommend(contest_at({BASELINE: 100, "head_drawn": 130}), experiment)
+    path = write_verdict(verdict, experiment.directory)
+    verdict = json.loads(path.read_text())
+    assert experiment.default_policy.reason.startswith("Use ")
+    for change in ({"of": experiment.identity | {"sampling": {}}}, {"head": "runs/gone"}, {}):
+        path.write_text(json.dumps(verdict | change))
+        if not change:  # the head is newer
+            weights = experiment.exported / "drawn+s-d1-w3" / "model.safetensors"
+            os.utime(weights, (path.stat().st_mtime + 5,) * 2)
+        del experiment.default_policy  # which is read once
+        assert "Use " not in experiment.default_policy.reason

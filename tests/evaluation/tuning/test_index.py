@@ -79,8 +79,8 @@ def test_pairs_of_a_trace_are_accepted_tokens_and_what_the_draft_drew_next(timin
     spread = np.sqrt((pairs.next_score * (1 - pairs.next_score)).sum())
     assert abs((pairs.next_score - pairs.is_accepted).sum()) < 4.5 * spread
     index = index_of(traced, head)
-    assert 0 < index.offset <= 1
-    assert 0 < index.offset + index.slope <= 1
+    assert 0 < index.index_offset <= 1
+    assert 0 < index.index_offset + index.index_slope <= 1
 
 
 def test_the_rule_goes_on_exactly_while_survival_times_the_index_covers_the_price():

@@ -1,0 +1,231 @@
+"""The rows and tables of a contest: every family (results.csv), and where the oracle's gain goes, in tokens per second
+(stages.csv).
+
+    best fixed length -> product of token probabilities -> best head -> perfect head -> oracle
+
+Each stage knows more than the one before it. What it adds says what is missing below it: training, what the draft
+cannot see, or the random draw. In greedy decoding nothing is drawn, and the oracle is ahead of the perfect head by the
+rejected tokens that it does not draft. If dev prefers another policy without training to the product, that policy has
+its own stage. A stage that did not compete keeps its row, which says why.
+
+The interval of a speed is the best fixed length's speed times 1 + the ends of its gain's interval: it says how sure the
+difference is on the same prompts, not how fast they are. What a stage adds has its own interval, paired with the stage
+before it over the same prompts.
+"""
+
+import json
+from collections.abc import Mapping
+from textwrap import fill
+from typing import Any
+
+from evaluation.contest import Contest, Result, fastest
+from evaluation.families import (
+    ALONE,
+    BASELINE,
+    BOUND,
+    BOUNDS,
+    CUSTOM,
+    ENGINES,
+    HEADS,
+    LENGTHS,
+    ORACLE,
+    PERFECT,
+    PRODUCT,
+    TRAINING_FREE,
+    family,
+)
+from evaluation.gain import Gain
+from evaluation.table import Table, flat
+
+_PREDICTED = "predicted: replayed counts of forwards times the seconds of each (law 4.9 of docs/laws.md)"
+"""What the figures of a table are, for its note."""
+_MISSING = {
+    PRODUCT: "not compared: decode.policies lacks it",
+    HEADS: "not compared: no trained heads (acceptance-heads export)",
+    PERFECT: "not in the trace: decode.perfect_head is false",
+}
+"""Stage -> why it may have no figures."""
+
+
+def records_of(
+    results: Mapping[str, Result], contest: Contest, *, chosen_on: str | None = None
+) -> list[dict[str, Any]]:
+    """Rows of results.csv: families on test, against the rivals of a contest on the same prompts.
+
+    Args:
+        results: by family; those of the contest, or others.
+        contest: of the rivals.
+        chosen_on: the dataset whose dev prompts chose head and setting; None: the contest's.
+    """
+    times, rivals = contest.times, (contest.baseline, contest.leaders[TRAINING_FREE])
+    where: dict[str, Any] = {"dataset": contest.dataset, "chosen_on": chosen_on or contest.dataset}
+    where |= {"ratio": times.ratio, "costs": times.origin}
+    rows = []
+    for name, result in results.items():
+        assert result.played is not None
+        counts = result.played.total()
+        gain, lead = (
+            contest.gain(name, rival.family) if contest.results.get(name) is result else result.over(rival)
+            for rival in rivals
+        )
+        row = {
+            "family": name,
+            "name": result.competitor.name,
+            "setting": json.dumps(dict(result.setting)),
+            "discard_rate": counts.discard_rate,
+            "verification_rate": counts.verification_rate,
+            "acceptance_length": counts.acceptance_length,
+            "mean_draft_length": counts.num_drafted / counts.num_target,
+            "tokens_per_s": result.tokens_per_s,
+            "speed_up": result.tokens_per_s * times.t_target_s[0],
+            **flat({"gain": gain, "lead": lead}),
+            "percent_of_oracle": result.percent_of(contest.results[ORACLE]),
+            "percent_of_perfect": result.percent_of(contest.results.get(PERFECT)),
+        }
+        rows.append(where | row)
+    return rows
+
+
+def result_table(contest: Contest) -> Table:
+    """Every family of a contest below the target alone."""
+    times, oracle, best = contest.times, contest.results[ORACLE], contest.best.family
+    alone = 1 / times.t_target_s[0]
+    first = {"policy": family(ALONE).label, "setting": "-", "gain": "", "speed-up": "1.00", "tokens/s": f"{alone:.1f}"}
+    first |= {"% of oracle's tokens/s": f"{100 * alone / oracle.tokens_per_s:.1f}"}
+    rows = [first | {"discard rate": "0.000", "verification rate": "1.000", "acceptance length": "1.00"}]
+    for name, result in contest.results.items():
+        assert result.played is not None
+        counts = result.played.total()
+        rows.append(
+            {
+                "policy": family(name).label,
+                "setting": result.label,
+                "gain": "" if name == BASELINE else contest.gain(name).text,
+                "speed-up": f"{result.tokens_per_s * times.t_target_s[0]:.2f}",
+                "tokens/s": f"{result.tokens_per_s:.1f}",
+                "% of oracle's tokens/s": f"{result.percent_of(oracle):.1f}",
+                "discard rate": f"{counts.discard_rate:.3f}",
+                "verification rate": f"{counts.verification_rate:.3f}",
+                "acceptance length": f"{counts.acceptance_length:.2f}",
+            }
+        )
+    note = (
+        f"{_PREDICTED}. gain: throughput over the best fixed length's, with its 95 % interval: paired bootstrap of "
+        "test prompts, at the settings that dev chose. Bold: the best on dev of what can be run"
+    )
+    kinds = dict.fromkeys(BOUNDS, "bound") | {best: "best"}
+    marks = {number: kinds[name] for number, name in enumerate(contest.results, 1) if name in kinds}
+    return Table(title_of(contest), rows, note, names=2, marks=marks)
+
+
+def title_of(contest: Contest) -> str:
+    """Dataset, prompts and times, as titles of tables have them."""
+    return f"{contest.dataset}: {contest.num_prompts} test prompts, settings chosen on dev; {contest.times.title}"
+
+
+def values_of(setting: Mapping[str, Any]) -> str:
+    """The values of a setting, without their names."""
+    return ", ".join(f"{value:.3g}" if isinstance(value, float) else f"{value}" for value in setting.values())
+
+
+def stages_of(contest: Contest) -> list[dict[str, Any]]:
+    """Every stage of a contest in order, as rows of stages.csv whose gains are not flat yet; one that did not compete
+    has no figures, and the first one adds nothing.
+    """
+    results, leaders = contest.results, contest.leaders
+    free, head = leaders[TRAINING_FREE].family, leaders[HEADS].family if HEADS in leaders else HEADS
+    whole = results[ORACLE].tokens_per_s - contest.baseline.tokens_per_s
+    known = {
+        BASELINE: "the same length in every round",
+        PRODUCT: "what the draft knows of itself",
+        **({} if free in (BASELINE, PRODUCT) else {free: "what else the draft knows of itself"}),
+        head: "what a head learned",
+        PERFECT: "what the draft cannot see, or a head has not learned",
+        ORACLE: "the random draw, and each token before it is drawn",
+    }
+    stages: list[dict[str, Any]] = []
+    pending: list[str] = []  # knowledge of missing stages, which the next one that has figures adds too
+    before: Result | None = None
+    for name, knows in known.items():
+        pending.append(knows)
+        stage = {"stage": "best head" if name == HEADS else family(name).label, "family": name, "setting": ""}
+        result = results.get(name)
+        if result is None:
+            stages.append({**stage, "knows": knows, "missing": _MISSING[name]})
+            continue
+        stage["setting"] = " at ".join(filter(None, (result.competitor.head, values_of(result.setting))))
+        gain, share = contest.gain(name), None
+        base = result.tokens_per_s / (1 + gain.value)
+        speed, low, high = (base * (1 + part) for part in gain[:3])
+        figures: dict[str, Any] = {"tokens_per_s": Gain(speed, low, high, base * gain.standard_error), "gain": gain}
+        if before:
+            figures["added"] = contest.gain(name, before.family)
+            share = 100 * (result.tokens_per_s - before.tokens_per_s) / whole if whole > 0 else None
+        figures["percent_of_oracle_gain"] = share
+        stages.append({**stage, "knows": "; ".join(pending), "missing": "", **figures})
+        before, pending = result, []
+    return stages
+
+
+def stage_table(contest: Contest) -> Table:
+    """The stages below the target alone; the note has what else decides."""
+    alone = {"stage": family(ALONE).label, "what it knows": "no draft", "setting": ""}
+    stages, rows = stages_of(contest), [alone | {"tokens/s": speed_text(1 / contest.times.t_target_s[0])}]
+    for stage in stages:
+        row = {name: stage[name] for name in ("stage", "setting")} | {
+            "what it knows": stage["missing"] or stage["knows"]
+        }
+        if "gain" in stage:
+            speed, low, high = map(speed_text, stage["tokens_per_s"][:3])
+            row["tokens/s"] = speed
+        if "added" in stage:
+            row |= {"tokens/s": f"{speed} ({low}, {high})", "gain": stage["gain"].words, "adds": stage["added"].words}
+        rows.append(row)
+    slower = " and ".join(stage["stage"] for stage in stages if "added" in stage and stage["added"].value < 0)
+    lost = f". {slower}: slower than the row above" if slower else ""
+    names = [stage["family"] for stage in stages]
+    beside = [name for name in deciding_families(contest) if name not in names]
+    settings = {name: values_of(contest.results[name].setting) for name in beside}
+    gains = [
+        f"{' at '.join(filter(None, (family(name).label, setting)))}: {contest.gain(name).words}"
+        for name, setting in settings.items()
+    ]
+    listed = f". Beside them, over the best fixed length: {'; '.join(gains)}" if gains else ""
+    note = (
+        f"{_PREDICTED}. gain: tokens/s over the best fixed length's, with its 95 % interval: paired bootstrap "
+        "of test prompts, at the settings that dev chose. tokens/s has the same interval, times the best fixed "
+        f"length's. adds: over the row above. Bold: the best on dev of what can be run{lost}{listed}"
+    )
+    marks = {number: "best" for number, name in enumerate(names, 1) if name == contest.best.family}
+    columns = ("stage", "what it knows", "setting", "tokens/s", "gain", "adds")
+    return Table(title_of(contest), rows, note, names=3, headings=columns, marks=marks)
+
+
+def console_table(contest: Contest) -> Table:
+    """The same for a console of 100 columns: what a stage knows is below its name, and its setting in the note."""
+    table = stage_table(contest)
+    rows = [
+        {"stage": f"{row['stage']}\n{fill(row['what it knows'], 34)}"}
+        | {heading: row.get(heading, "") for heading in table.columns[3:]}
+        for row in table.rows
+    ]
+    settings = "; ".join(f"{row['stage']} {row['setting']}" for row in table.rows if row["setting"])
+    more = len(contest.results) + 1 - sum("tokens/s" in row for row in table.rows)
+    note = f"{table.note}. Chosen on dev: {settings}. --all: {more} more rows"
+    return Table(table.title, rows, note, marks=table.marks)
+
+
+def deciding_families(contest: Contest) -> list[str]:
+    """The families whose rows decide, in the order of the table: the best fixed length, the best on dev of each kind of
+    policy, every custom policy, the perfect head and the oracle.
+    """
+    results, kinds = contest.results, {name: family(name).kind for name in contest.results}
+    shown = {BASELINE, PERFECT, ORACLE, *(result.family for result in contest.leaders.values())}
+    for kind in set(kinds.values()) - {LENGTHS, BOUND}:
+        shown.add(fastest(result for name, result in results.items() if kinds[name] == kind).family)
+    return [name for name, kind in kinds.items() if name in shown or kind in (CUSTOM, ENGINES)]
+
+
+def speed_text(tokens_per_s: float) -> str:
+    """Tokens per second, in whole numbers from 100 on."""
+    return f"{tokens_per_s:.{0 if tokens_per_s >= 100 else 1}f}"
