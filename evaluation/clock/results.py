@@ -217,4 +217,5 @@ def clock_dataset(
 
 def rows_of(trace: Trace, num_prompts: int) -> list[int]:
     """Rows of the first prompts, each turn with its first draw."""
-    return sorted(row for row in trace.first_draws if trace.prompt_of_row[row] < num_prompts)
+    firsts = {(row.dataset, row.id): number for number, row in reversed([*enumerate(trace.rows)])}
+    return sorted(number for number in firsts.values() if trace.prompt_of_row[number] < num_prompts)

@@ -37,7 +37,7 @@ _ROWS = pa.schema(
         "limit": pa.int32(),
     }
 )
-_PER_POSITION = ("is_rejected", "acceptance_rate", "num_passing")
+_PER_POSITION = ("is_rejected", "branch_lengths", "acceptance_rate", "num_passing")
 """Columns of a file of signals that are `Trace.positions`; what else it has, except inputs, is `Trace.drafts`."""
 
 
@@ -73,7 +73,7 @@ def write_trace(directory: Path, key: ShardKey, *, trace: Trace | None, problems
     columns: dict[str, Any] = {}
     rows = () if trace is None else trace.rows
     if trace is not None:
-        arrays = trace.positions | {"branch_lengths": trace.branch_lengths} | trace.drafts
+        arrays = trace.positions | trace.drafts | {"branch_lengths": trace.branch_lengths[trace.is_rejected]}
         del arrays["is_eos"]
         narrow = {name: values.astype(np.int32) for name, values in arrays.items() if values.dtype == np.int64}
         sizes = {} if trace.block_size is None else {"block_size": np.array([trace.block_size])}
@@ -120,16 +120,19 @@ def read_shard(directory: Path, key: ShardKey, manifest: Mapping[str, Any]) -> T
         names = sorted(set(file.keys()).difference(InputTensors._fields))
         arrays: dict[str, np.ndarray] = {name: file.get_tensor(name).numpy() for name in names}
     arrays |= {name: values.astype(np.int64) for name, values in arrays.items() if values.dtype == np.int32}
-    positions = {name: arrays.pop(name) for name in _PER_POSITION if name in arrays}
-    block_size, branch_lengths = arrays.pop("block_size", None), arrays.pop("branch_lengths")
+    positions, block_size = (
+        {name: arrays.pop(name) for name in _PER_POSITION if name in arrays},
+        arrays.pop("block_size", None),
+    )
+    lengths = np.zeros(len(positions["is_rejected"]), dtype=np.int64)
+    lengths[positions["is_rejected"]] = positions["branch_lengths"]
     return Trace(
         rows=tuple(rows),
         sampling=Sampling(**manifest["sampling"]),
         draft_sampling=Sampling(**manifest["draft_sampling"]) if "draft_sampling" in manifest else None,
         max_draft_length=manifest["max_draft_length"],
         drafts=arrays | {"is_eos": np.isin(arrays["token"], manifest["eos_ids"])},
-        positions=positions,
-        branch_lengths=branch_lengths,
+        positions=positions | {"branch_lengths": lengths},
         inputs=partial(_inputs, path) if has_inputs else None,
         block_size=None if block_size is None else int(block_size[0]),
     )

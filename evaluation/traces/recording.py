@@ -28,11 +28,10 @@ from data_gen.store.manifest import read_manifest, settle
 from decode.experiment import Experiment
 from evaluation.gain import Splits
 from evaluation.traces import disk
-from evaluation.traces.chains import ChainRecorder
 from evaluation.traces.coupling import Recorder
 from evaluation.traces.trace import Trace, TraceRow, join_traces
 from heads.model.head import AcceptanceHead
-from lm import FeatureDraft, Pair, Sampling
+from lm import Pair, Sampling
 from lm.draws import GENERATOR, seed_of, uniforms
 from lm.rope import refuse_crossing
 from store.lock import only_writer
@@ -143,10 +142,9 @@ class TraceFolder:
         trace = None
         if answers.exchanges:
             models = (pair.drafting, pair.target, sampling, pair.vocab_size, pair.eos_ids)
-            kind = ChainRecorder if isinstance(pair.drafting, FeatureDraft) else Recorder
             settings = (decode.max_draft_length, decode.perfect_head, data.chunk_mb, self.draft_sampling)
             trace = record_trace(
-                kind(*models, *settings),
+                Recorder(*models, *settings),
                 answers.exchanges,
                 max_new_tokens=decode.max_new_tokens,
                 seed=seed_of(seed, "outcomes"),

@@ -62,7 +62,7 @@ class Tokens(NamedTuple):
         return cls(
             rejected=np.append(trace.rejected, trace.num_positions),
             fork=np.append(trace.fork, trace.num_positions),
-            branch=np.append(trace.branch, 0),
+            branch=np.append(trace.first_drawn, 0),
             longest=np.append(trace.longest, 0),
             is_eos=np.append(trace.drafts["is_eos"], True),
             signals=signals,
@@ -312,7 +312,9 @@ def replay_rounds(trace: Trace, policy: Policy) -> Rounds:
 
 
 def _totals(trace: Trace, policy: Policy, *, keeps_rounds: bool) -> Totals:
-    if np.any(min_length(policy) > 0) and (policy.has_memory or not trace.has_point_masses):
+    # without randomness in the draft its length is not random, whatever is discarded
+    is_random = not (trace.draft_sampling or trace.sampling).is_greedy
+    if np.any(min_length(policy) > 0) and (policy.has_memory or is_random):
         raise ValueError(
             f"{type(policy).__name__} discards drafts of fewer than {np.max(min_length(policy))} tokens, which keeps "
             "the output distribution only if the draft proposes its likeliest token (law 4.3) and no round depends on "

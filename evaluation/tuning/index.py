@@ -95,10 +95,10 @@ def _followed(trace: Trace) -> tuple[Array, Array, Array]:
 def _followed_in_drafts(trace: Trace, num_passing: Array) -> tuple[Array, Array, Array]:
     """The same of a feature draft's trace, along the draft that starts at each position."""
     lengths, passing = trace.branch_lengths, np.repeat(num_passing, trace.branch_lengths)
-    positions = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
-    followed = ((positions < passing) & (positions + 1 < np.repeat(lengths, lengths))).nonzero()[0]
+    depths = trace.depths
+    followed = ((depths < passing) & (depths + 1 < np.repeat(lengths, lengths))).nonzero()[0]
     at = trace.num_positions + followed
-    return at, at + 1, positions[followed] + 1 < passing[followed]
+    return at, at + 1, depths[followed] + 1 < passing[followed]
 
 
 def token_scores(trace: Trace, head: Any) -> Float[Array, " drafts"]:

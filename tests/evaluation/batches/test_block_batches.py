@@ -13,7 +13,7 @@ from evaluation.batches.load import load_of, queue_of
 from evaluation.batches.lockstep import step_through
 from evaluation.report.batches import estimator_of
 from evaluation.traces.bounds import ScoreHead
-from evaluation.traces.chains import ChainRecorder
+from evaluation.traces.coupling import Recorder
 from evaluation.traces.recording import record_trace
 from evaluation.traces.replay import replay_rounds
 from evaluation.traces.trace import Trace
@@ -43,7 +43,7 @@ def trace() -> Trace:
     texts = [text[: text.index(EOS) + 1] if EOS in text else text for text in texts]
     ends = ["stop" if text[-1] == EOS else "length" for text in texts]
     exchanges = [Exchange(str(i), "", [1, 2, 3], *text) for i, text in enumerate(zip(texts, ends, strict=True))]
-    recorder = ChainRecorder(draft("rnn"), target(), SAMPLING, VOCAB, frozenset({EOS}), BLOCK)
+    recorder = Recorder(draft("rnn"), target(), SAMPLING, VOCAB, frozenset({EOS}), BLOCK)
     return record_trace(recorder, exchanges, max_new_tokens=LIMIT)
 
 
