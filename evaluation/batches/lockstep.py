@@ -10,7 +10,7 @@ from jaxtyping import Int
 from decode.policies.base import Policy
 from decode.policies.batch import BatchAuto
 from evaluation.batches.load import Load
-from evaluation.traces.replay import Lockstep, Tokens, Totals, TraceLanes, merged
+from evaluation.traces.replay import Lockstep, TraceLanes, merged
 from evaluation.traces.trace import Array, Trace
 
 
@@ -21,7 +21,7 @@ class _Batch(Lockstep):
         self.every = TraceLanes.of(trace, np.arange(len(rows)), rows)
         self.controller = policy.controller() if isinstance(policy, BatchAuto) else None
         first = np.arange(len(rows)) < size
-        super().__init__(Tokens.of(trace, policy), policy, self.every.at(first))
+        super().__init__(trace, policy, self.every.at(first))
         self.next = int(first.sum())
 
     @property
@@ -41,20 +41,19 @@ class _Batch(Lockstep):
         result[at] = self.controller.continuing(expected_tokens, int((self.lanes.position + 1)[self.busy].sum()))
         return result
 
-    def round(self, totals: Totals) -> tuple[list[int], int]:
-        """One round of all: (sequences in each draft step, tokens verified)."""
+    def round(self) -> tuple[list[int], int, int]:
+        """One round of all: (sequences in each draft step, tokens verified, tokens emitted)."""
         busy = self.busy
         drafting, unused = busy & (self.lanes.allowed > 0), np.zeros_like(busy)
-        has_blocks = self.tokens.has_blocks
-        steps = [int(drafting.sum())] if has_blocks and drafting.any() else []
+        steps = [int(drafting.sum())] if self.has_blocks and drafting.any() else []
         while (drafting := self.allowed(drafting)).any():
-            steps += [] if has_blocks else [int(drafting.sum())]
+            steps += [] if self.has_blocks else [int(drafting.sum())]
             ended, is_unused = self._drafted(drafting)
             unused |= is_unused
             drafting = drafting & ~ended
         num_tokens = int((self.lanes.position + 1)[busy].sum())
-        self._conclude(np.ones_like(busy), unused, totals)
-        return steps, num_tokens
+        rounds = self._conclude(np.ones_like(busy), unused)
+        return steps, num_tokens, int(rounds.emitted.sum())
 
     def refill(self) -> bool:
         """Give empty rows the next requests; False if a row stays empty."""
@@ -84,7 +83,6 @@ def step_through(
         is_drained: as for `load_of`.
     """
     size = min(size, len(rows))
-    totals = Totals.of(len(rows), trace.max_draft_length, keeps_rounds=True)
     steps: list[list[int]] = []
     num_tokens, emitted = [], []
     begins, ends = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
@@ -94,12 +92,12 @@ def step_through(
         while is_full or (is_drained and batch.busy.any()):
             before, index = batch.next, batch.lanes.index.copy()
             was_busy = batch.busy
-            taken, verified = batch.round(totals)
+            taken, verified, written = batch.round()
             steps.append(taken)
             num_tokens.append(verified)
-            emitted.append(int(totals.rounds[-1][-1].sum()))
+            emitted.append(written)
             if batch.controller is not None:
-                batch.controller.end(taken, verified, emitted[-1])
+                batch.controller.end(taken, verified, written)
             ends[index[was_busy & ~batch.busy]] = len(steps)
             is_full = batch.refill() and is_full
             begins[before : batch.next] = len(steps)

@@ -17,6 +17,7 @@ rounds of one generation never share a position, so each of their coins is indep
 distribution. The first round of a generation drafts nothing, since the target has not run yet.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -61,7 +62,7 @@ class DrawnTokens(NamedTuple):
         return DrawnTokens(*(values[rows] for values in self))
 
     @staticmethod
-    def joined(parts: "list[DrawnTokens]") -> "DrawnTokens":
+    def joined(parts: "Sequence[DrawnTokens]") -> "DrawnTokens":
         """Draws of several parts, one after the other."""
         return DrawnTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
