@@ -61,13 +61,13 @@ class ShardKey(NamedTuple):
         return all(map(is_whole, self.paths(directory)))
 
 
-def shard_keys(directory: Path, dataset: str, split: str) -> list[ShardKey]:
-    """The shards of a split that exist, first draws only."""
-    paths = sorted((directory / dataset / "rows").glob(f"{split}-?????.parquet"))
-    return [ShardKey(dataset, split, int(path.stem.rpartition("-")[2])) for path in paths]
+def recorded_keys(directory: Path) -> list[ShardKey]:
+    """The first draw of every shard of a trace, as its manifest lists them."""
+    num_shards = read_manifest(directory, command="trace", keys=["recorded"])["recorded"]["num_shards"]
+    return [ShardKey(*part.rsplit(".", 1), index) for part, num in num_shards.items() for index in range(num)]
 
 
-def write_trace(directory: Path, key: ShardKey, *, trace: Trace | None, problems: Sequence[Mapping[str, str]]) -> None:
+def write_trace(directory: Path, key: ShardKey, trace: Trace | None, problems: Sequence[Mapping[str, str]]) -> None:
     """Write one shard; `trace` is None when none of its prompts has a response."""
     rows_path, signals_path = key.paths(directory)
     columns: dict[str, Any] = {}
@@ -87,23 +87,24 @@ def write_trace(directory: Path, key: ShardKey, *, trace: Trace | None, problems
     write_shard(rows_path, bytes(sink.getvalue()), rows=len(rows), tokens=num_tokens, problems=list(problems))
 
 
-def read_trace(directory: Path, dataset: str, split: str, num_shards: int, *, num_draws: int = 1) -> Trace:
-    """All shards of one split as one trace, draw after draw; what heads read stays on disk until one needs it.
+def read_trace(directory: Path, keys: Sequence[ShardKey]) -> Trace:
+    """Some shards as one trace; what heads read stays on disk until one needs it.
 
     Raises:
         FileNotFoundError: a shard is missing.
         ValueError: one is corrupted; no prompt has a response.
     """
     manifest = read_manifest(directory, command="trace")
-    keys = [ShardKey(dataset, split, index, draw) for draw in range(num_draws) for index in range(num_shards)]
     paths = list(chain.from_iterable(key.paths(directory) for key in keys))
-    for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing; run `acceptance-heads trace` with this config to continue")
+    if missing := [path for path in paths if not path.is_file()]:
+        raise FileNotFoundError(
+            f"{missing[0]} is missing; run `acceptance-heads trace` with this config to continue, or copy all files of "
+            "the recorded trace"
+        )
     check_sums(paths, command="trace")
     traces = [trace for key in keys if (trace := read_shard(directory, key, manifest)) is not None]
     if not traces:
-        raise ValueError(f"none of the {split} prompts of {dataset} has a response; see {directory / 'errors.jsonl'}")
+        raise ValueError(f"no prompt of these shards has a response; see {directory / 'errors.jsonl'}")
     return join_traces(traces)
 
 
@@ -120,10 +121,8 @@ def read_shard(directory: Path, key: ShardKey, manifest: Mapping[str, Any]) -> T
         names = sorted(set(file.keys()).difference(InputTensors._fields))
         arrays: dict[str, np.ndarray] = {name: file.get_tensor(name).numpy() for name in names}
     arrays |= {name: values.astype(np.int64) for name, values in arrays.items() if values.dtype == np.int32}
-    positions, block_size = (
-        {name: arrays.pop(name) for name in _PER_POSITION if name in arrays},
-        arrays.pop("block_size", None),
-    )
+    positions = {name: arrays.pop(name) for name in _PER_POSITION if name in arrays}
+    block_size = arrays.pop("block_size", None)
     lengths = np.zeros(len(positions["is_rejected"]), dtype=np.int64)
     lengths[positions["is_rejected"]] = positions["branch_lengths"]
     return Trace(

@@ -233,9 +233,10 @@ def written(trace: Trace, directory: Path, num_shards: int = 2) -> Trace:
     if trace.draft_sampling is not None:
         manifest["draft_sampling"] = trace.draft_sampling.as_dict()
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    for index, rows in enumerate(np.array_split(np.arange(len(trace.rows)), num_shards)):
-        write_trace(directory, ShardKey("made", "dev", index), trace=trace.select(rows.tolist()), problems=[])
-    return read_trace(directory, "made", "dev", num_shards)
+    keys = [ShardKey("made", "dev", index) for index in range(num_shards)]
+    for key, rows in zip(keys, np.array_split(np.arange(len(trace.rows)), num_shards), strict=True):
+        write_trace(directory, key, trace.select(rows.tolist()), [])
+    return read_trace(directory, keys)
 
 
 @pytest.mark.parametrize(("kind", "sampling"), [("model", SHARP), ("likeliest", SHARP), ("eagle", WARM), ("rnn", WARM)])
