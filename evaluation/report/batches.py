@@ -12,8 +12,7 @@ import torch
 from decode.experiment import Experiment
 from decode.policies.batch import BatchAuto
 from evaluation.batches.curves import BatchTimes, kept_curves, setups_of
-from evaluation.batches.load import Load, load_at, queue_of
-from evaluation.batches.lockstep import step_through
+from evaluation.batches.load import Load, load_at, queue_of, step_through
 from evaluation.competitor import head_in
 from evaluation.contest import Replays, best_heads, fastest_on_dev
 from evaluation.families import BASELINE, BOUNDS, HEADS_OF, PERFECT, families, family

@@ -49,6 +49,11 @@ class Rounds(NamedTuple):
         """Rounds of several parts, one after the other."""
         return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
+    def by_lane(self) -> "Rounds":
+        """The same, lane after lane, those of each in their order."""
+        order = self.lane.argsort(kind="stable")
+        return Rounds(*(column[order] for column in self))
+
 
 @dataclass
 class TraceLanes:
@@ -282,9 +287,7 @@ def replay_settings(trace: Trace, policy: Policy) -> Played:
 
 def replay_rounds(trace: Trace, policy: Policy) -> Rounds:
     """Every setting on every prompt, as `replay_settings` does it: all rounds, lane after lane, each in its order."""
-    rounds = Rounds.joined([rounds for _, rounds in _played(trace, policy)])
-    order = rounds.lane.argsort(kind="stable")
-    return Rounds(*(column[order] for column in rounds))
+    return Rounds.joined([rounds for _, rounds in _played(trace, policy)]).by_lane()
 
 
 def _played(trace: Trace, policy: Policy) -> Iterator[tuple[Array, Rounds]]:

@@ -9,8 +9,7 @@ from data_gen.responses.exchange import Exchange
 from decode.policies import DSparkConfidence, FixedLength, HeadPolicy
 from decode.policies.base import Policy
 from decode.policies.batch import BatchCosts, BlockAuto, Curve
-from evaluation.batches.load import load_of, queue_of
-from evaluation.batches.lockstep import step_through
+from evaluation.batches.load import load_of, queue_of, step_through
 from evaluation.report.batches import estimator_of
 from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.coupling import Recorder
