@@ -1,5 +1,5 @@
 """Generations of several policies on a clock, in turns: the loop that is configured, played to by a trace
-(`evaluation.traces.played`).
+(`evaluation.traces.sampler`).
 
 Each turn visits every prompt, and on it every runner, in an order that rotates. Both models hold the prompt before the
 clock starts (law 4.5: after `prime(prompt)` the cache holds prompt[:-1], a prefix of committed[:-1], and `reset`
@@ -20,8 +20,8 @@ from decode.drafters.factory import PairModels
 from decode.loop.decoder import Generation
 from evaluation.contest import Result
 from evaluation.costs.measure import Loop
-from evaluation.played import Played, lengths_of
-from evaluation.traces.played import PlayedSampler
+from evaluation.played import Played
+from evaluation.traces.sampler import PlayedSampler
 from evaluation.traces.trace import Array, Trace
 from evaluation.turns import in_turns
 from lm import CachedModel
@@ -118,6 +118,7 @@ def _agrees(generation: Generation, replayed: Played, row: int) -> bool:
     """Whether a generation is its replay, draft lengths included; a draft that is read at its end alone may pay more
     forwards.
     """
-    lengths = lengths_of(generation, replayed.lengths.shape[-1] - 1)
+    drafted = [len(round_.drafted) for round_ in generation.rounds]
+    lengths = np.bincount(drafted, minlength=replayed.lengths.shape[-1])
     counts = all(getattr(generation.counts, name) == getattr(replayed.counts, name)[0, row] for name in _COUNTED)
     return counts and np.array_equal(lengths, replayed.lengths[0, row])

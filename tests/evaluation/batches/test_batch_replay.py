@@ -13,8 +13,8 @@ from decode.policies.batch import BatchAuto, BatchCosts, Curve, batched
 from evaluation.batches import load as batch_load
 from evaluation.batches.load import Load, load_of, queue_of, step_through
 from evaluation.traces.bounds import ScoreHead
-from evaluation.traces.played import PlayedSampler
 from evaluation.traces.replay import Lockstep, replay_rounds, replay_settings
+from evaluation.traces.sampler import PlayedSampler
 from evaluation.tuning.rule import batch_auto_for
 from lm import RandomSampler, Sampling
 from tests.toys import small_pair

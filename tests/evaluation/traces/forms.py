@@ -12,9 +12,9 @@ from decode.loop.rounds import Counts
 from decode.policies import DSparkConfidence, FixedLength, HeadPolicy, Policy
 from decode.policies.auto import Auto
 from evaluation.traces.coupling import Recorder
-from evaluation.traces.played import PlayedSampler
 from evaluation.traces.recording import record_trace
 from evaluation.traces.replay import replay_settings
+from evaluation.traces.sampler import PlayedSampler
 from evaluation.traces.trace import Trace
 from heads import AcceptanceHead
 from lm import CachedModel, Sampling, feature_model
