@@ -64,7 +64,8 @@ class ShardKey(NamedTuple):
 def recorded_keys(directory: Path) -> list[ShardKey]:
     """The first draw of every shard of a trace, as its manifest lists them."""
     num_shards = read_manifest(directory, command="trace", keys=["recorded"])["recorded"]["num_shards"]
-    return [ShardKey(*part.rsplit(".", 1), index) for part, num in num_shards.items() for index in range(num)]
+    parts = [(part.rpartition("."), num) for part, num in num_shards.items()]
+    return [ShardKey(dataset, split, index) for (dataset, _, split), num in parts for index in range(num)]
 
 
 def write_trace(directory: Path, key: ShardKey, trace: Trace | None, problems: Sequence[Mapping[str, str]]) -> None:

@@ -139,9 +139,14 @@ class TraceFolder:
         draw = ("draw", key.draw) if key.draw else ()
         seed = seed_of(decode.seed, "trace", key.dataset, key.split, key.shard, *draw)
         data = replace(self.experiment.data, seed=seed, max_new_tokens=decode.max_new_tokens)
-        ids: dict[str, Any] = {"vocab_size": recorder.vocab_size, "eos_ids": recorder.eos_ids}
-        limits = {"max_new_tokens": decode.max_new_tokens, "batch_size": decode.prompts_per_shard}
-        source = TargetInProcess(recorder.target, recorder.sampling, **ids, **limits)
+        source = TargetInProcess(
+            recorder.target,
+            recorder.sampling,
+            vocab_size=recorder.vocab_size,
+            eos_ids=recorder.eos_ids,
+            max_new_tokens=decode.max_new_tokens,
+            batch_size=decode.prompts_per_shard,
+        )
         tokenizer = self.experiment.pair.tokenizer
         answers = ask(spec, source, tokenizer=tokenizer, data=data, progress=lambda count: None)
         progress(spec.num_requests - len(answers.exchanges))
