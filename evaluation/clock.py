@@ -1,8 +1,8 @@
 """`evaluation evaluate --clock`: clocked generations beside what the times predict of the same prompts (law 4.9).
 
 Every family decodes at the setting that dev chose, in real generations that the trace is played to
-(`evaluation.traces.played`), and so does the target alone. The oracle and the perfect head are left out: they know what
-no loop knows.
+(`evaluation.traces.sampler`), and so does the target alone. The oracle and the perfect head are left out: they know
+what no loop knows.
 
 Each turn visits every prompt, and on it every runner, in an order that rotates. Both models hold the prompt before the
 clock starts (law 4.5: after `prime(prompt)` the cache holds prompt[:-1], a prefix of committed[:-1], and `reset`
@@ -36,10 +36,10 @@ from evaluation.costs.measure import Loop
 from evaluation.families import ALONE, BASELINE, REPLAYED, family, styles_of
 from evaluation.figure import GREY, Plot, figure_of, legend_below, plot_of
 from evaluation.gain import Splits, Throughput, gain_over
-from evaluation.played import Played, lengths_of
+from evaluation.played import Played
 from evaluation.table import Table, flat
 from evaluation.times import Times
-from evaluation.traces.played import PlayedSampler
+from evaluation.traces.sampler import PlayedSampler
 from evaluation.traces.trace import Array, Trace
 from evaluation.turns import in_turns
 from lm import CachedModel
@@ -186,7 +186,8 @@ def clock_dataset(
 
 def rows_of(trace: Trace, num_prompts: int) -> list[int]:
     """Rows of the first prompts, each turn with its first draw."""
-    return sorted(row for row in trace.first_draws if trace.prompt_of_row[row] < num_prompts)
+    firsts = {(row.dataset, row.id): number for number, row in reversed([*enumerate(trace.rows)])}
+    return sorted(number for number in firsts.values() if trace.prompt_of_row[number] < num_prompts)
 
 
 def clock(
@@ -238,7 +239,8 @@ def _agrees(generation: Generation, replayed: Played, row: int) -> bool:
     """Whether a generation is its replay, draft lengths included; a draft that is read at its end alone may pay more
     forwards.
     """
-    lengths = lengths_of(generation, replayed.lengths.shape[-1] - 1)
+    drafted = [len(round_.drafted) for round_ in generation.rounds]
+    lengths = np.bincount(drafted, minlength=replayed.lengths.shape[-1])
     counts = all(getattr(generation.counts, name) == getattr(replayed.counts, name)[0, row] for name in _COUNTED)
     return counts and np.array_equal(lengths, replayed.lengths[0, row])
 

@@ -1,12 +1,12 @@
 """What a competitor did on the prompts of one split, counted: the record that times turn into seconds (law 4.9)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Int, Num
 
-from decode.loop.rounds import Counts, Generation
+from decode.loop.rounds import Counts
 
 Array = np.ndarray
 
@@ -26,13 +26,6 @@ class Played:
     micro_stop_kind: str = ""
     """That of the level below the draft, in a hierarchy."""
 
-    @classmethod
-    def of(cls, generations: Sequence[Generation], max_draft_length: int) -> "Played":
-        """What decoding did at one setting, a generation for each prompt, as replay has it."""
-        counts = {f.name: np.array([[getattr(made.counts, f.name) for made in generations]]) for f in fields(Counts)}
-        lengths = np.array([[lengths_of(made, max_draft_length) for made in generations]])
-        return cls(Counts(**counts), lengths, np.arange(len(generations)))
-
     def select(self, settings: Sequence[int], rows: Sequence[int] | None = None) -> "Played":
         """Some of the settings, on all rows or some."""
         at = np.ix_(settings, range(len(self.prompt_of_row)) if rows is None else rows)
@@ -49,9 +42,7 @@ class Played:
         return [(name, values) for name, values in vars(self.counts).items() if isinstance(values, np.ndarray)]
 
     def per_prompt(self, amounts: Num[Array, "setting row"]) -> Num[Array, "setting prompt"]:
-        """Amounts of every row, summed over the rows of each prompt: what is independent from one column to the
-        next.
-        """
+        """Amounts of every row, summed over the rows of each prompt, so that columns are independent."""
         order = self.prompt_of_row.argsort(kind="stable")
         _, starts = np.unique(self.prompt_of_row[order], return_index=True)
         return np.add.reduceat(amounts[:, order], starts, axis=1)
@@ -65,8 +56,3 @@ def joined(every: Sequence[Played]) -> Played:
     prompts = [first + part.prompt_of_row for first, part in zip(firsts, every, strict=False)]
     lengths = np.concatenate([part.lengths for part in every], axis=1)
     return replace(every[0], counts=Counts(**counts), lengths=lengths, prompt_of_row=np.concatenate(prompts))
-
-
-def lengths_of(generation: Generation, max_draft_length: int) -> Int[Array, " lengths"]:
-    """Rounds of a generation by the number of tokens drafted, 0 to max_draft_length."""
-    return np.bincount([len(round_.drafted) for round_ in generation.rounds], minlength=max_draft_length + 1)

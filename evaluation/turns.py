@@ -1,6 +1,5 @@
-"""Competitors take turns: whatever is compared on a clock is on the same prompt one right after the other, so that a
-machine that slows down slows all of them, and none is always the first, whom a cold cache or the last one's leavings
-would meet each time.
+"""Taking turns on a clock: competitors run on each prompt one right after the other, so that a machine that slows down
+slows all of them. Their order rotates, so that none always meets a cold cache or what another one left in it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,14 +15,8 @@ AnyPrompt = TypeVar("AnyPrompt")
 def in_turns(
     competitors: Iterable[AnyCompetitor], prompts: Iterable[AnyPrompt], *, first: int = 0
 ) -> Iterator[tuple[AnyPrompt, Sequence[AnyCompetitor]]]:
-    """Each prompt with the competitors in the order in which they are on: of a, b, c on the first prompt a, b, c, on
-    the second b, c, a.
-
-    Args:
-        competitors: names, or the competitors themselves.
-        prompts: whatever is played by all of them, such as prompts, sizes of batches or repeats.
-        first: index of the competitor that begins on the first prompt; a repeat gives its number, so that another
-            competitor begins.
+    """Each prompt (or batch size, or repeat) with the competitors in their order: a, b, c, then b, c, a. The competitor
+    of index `first` begins on the first prompt; a repeat gives its number, so that another one begins.
     """
     members = tuple(competitors)
     for turn, prompt in enumerate(prompts, first):
@@ -32,13 +25,8 @@ def in_turns(
 
 
 def turns_within(budget_s: float, fewest: int, *, desc: str, unit: str) -> Iterator[int]:
-    """Numbers of turns until another one would exceed the budget, by the mean of those before; a bar shows them.
-
-    Args:
-        budget_s: seconds.
-        fewest: turns that are taken however long they take.
-        desc: what is timed.
-        unit: what a turn is called.
+    """Numbers of turns until another one would exceed the budget, by the mean of those before, but at least `fewest`.
+    A bar shows `desc`, what is timed, and counts in `unit`, the name of a turn.
     """
     started_s, number = perf_counter(), 0
     with Bar(total=fewest, desc=desc, unit=unit) as bar:

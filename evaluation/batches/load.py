@@ -1,18 +1,20 @@
 """What a continuous batch did, round by round: all that its costs depend on (law 4.13).
 
 A batch has a number of rows. Requests wait in a queue; when one ends, its row takes the next one, which starts with the
-next round. Each round of the batch is one round of every sequence in it.
+next round. Each round of the batch is one round of every sequence in it. Where sequences do not depend on each other,
+their rounds are those of a replay one by one (`load_of`); otherwise the batch is stepped through (`step_through`).
 """
 
 from heapq import heapreplace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from decode.policies.batch import BatchCosts
-from evaluation.traces.replay import Rounds
-from evaluation.traces.trace import Array
+from decode.policies.base import Policy
+from decode.policies.batch import BatchAuto, BatchController, BatchCosts
+from evaluation.traces.replay import Lockstep, Rounds, TraceLanes, merged
+from evaluation.traces.trace import Array, Trace, counted
 
 _TURNOVER = 4
 """Each row of the batch serves at least this many requests: the first ones start in step, and later ones do not."""
@@ -69,14 +71,14 @@ def load_at(rounds: Rounds, setting: int, num_rows: int, size: int) -> Load:
     return load_of(of_setting._replace(lane=of_setting.lane - setting * num_rows), queue_of(num_rows, size), size)
 
 
-def load_of(rounds: Rounds, rows: Int[Array, " request"], size: int, *, is_drained: bool = False) -> Load:
-    """The load of a policy whose sequences do not depend on each other, from the rounds of every row.
+def load_of(rounds: Rounds, rows: Int[Array, " request"], size: int) -> Load:
+    """The load until a row of the batch is left empty, so that the batch is always full.
 
     Args:
-        rounds: of one setting: lanes are rows.
+        rounds: of every row of a trace, under one setting of a policy whose sequences do not depend on each other:
+            lanes are rows.
         rows: the queue.
         size: rows of the batch.
-        is_drained: all requests to their end; False: until a row is left empty, so that the batch is always full.
     """
     firsts = np.searchsorted(rounds.lane, np.arange(rounds.lane.max() + 2))
     lengths = np.diff(firsts)[rows]
@@ -85,8 +87,7 @@ def load_of(rounds: Rounds, rows: Int[Array, " request"], size: int, *, is_drain
     for number, length in enumerate(lengths.tolist()):
         begins[number] = free[0]
         heapreplace(free, free[0] + length)
-    last = max(free) if is_drained else min(free)
-    within = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+    last, within = min(free), counted(lengths)
     at, source = np.repeat(begins, lengths) + within, np.repeat(firsts[rows], lengths) + within
     at, source = at[at < last], source[at < last]
     forwards = rounds.forwards[source]
@@ -98,3 +99,80 @@ def load_of(rounds: Rounds, rows: Int[Array, " request"], size: int, *, is_drain
     emitted = np.bincount(at, rounds.emitted[source], minlength=last).astype(np.int64)
     done = begins + lengths <= last
     return Load(steps, num_tokens, emitted, begins[done], (begins + lengths)[done])
+
+
+class Batch(Lockstep):
+    """Lanes that are the rows of a batch, whose rounds end together."""
+
+    def __init__(self, trace: Trace, policy: Policy, rows: Int[Array, " request"], size: int) -> None:
+        self._queue = TraceLanes.of(trace, np.arange(len(rows)), rows)
+        self._controller = BatchController(policy) if isinstance(policy, BatchAuto) else None
+        super().__init__(trace, policy, self._queue.at(self._queue.index < size))
+        self._next = size
+
+    @property
+    def busy(self) -> Array:
+        """Rows with a sequence."""
+        return self.lanes.start < self.lanes.end
+
+    def round(self) -> Rounds:
+        """One round of all rows with a sequence."""
+        busy = self.busy
+        drafting, unused = busy & (self.lanes.allowed > 0), np.zeros_like(busy)
+        steps = [int(drafting.sum())] if self.has_blocks and drafting.any() else []
+        while (drafting := self._continuing(drafting)).any():
+            steps += [] if self.has_blocks else [int(drafting.sum())]
+            ended, is_unused = self._drafted(drafting)
+            unused |= is_unused
+            drafting = drafting & ~ended
+        rounds = self._conclude(np.ones_like(busy), unused)
+        if self._controller is not None:
+            self._controller.end(steps, int((rounds.drafted + 1).sum()), int(rounds.emitted.sum()))
+        return rounds
+
+    def refill(self) -> bool:
+        """Give empty rows the next requests; False if a row stays empty."""
+        empty = (~self.busy).nonzero()[0]
+        filled = empty[: len(self._queue.index) - self._next]
+        if len(filled):
+            new = slice(self._next, self._next + len(filled))
+            for name in ("index", "start", "end", "limit"):
+                getattr(self.lanes, name)[filled] = getattr(self._queue, name)[new]
+            self._next += len(filled)
+            begins = np.zeros(len(self.lanes.start), dtype=bool)
+            begins[filled] = True
+            self._begin(begins, merged(begins, self.policy.start(), self.state))
+        return len(filled) == len(empty)
+
+    def _continuing(self, drafting: Array) -> Array:
+        """Rows in which the batch's rule lets drafting continue, among those whose policies continue."""
+        if self._controller is None or not drafting.any():
+            return drafting
+        at = drafting.nonzero()[0]
+        rule: Any = self.policy
+        signals = self._drawn(self._indices()).before if rule.looks_ahead else None
+        expected_tokens = np.broadcast_to(rule.expected_tokens(self.state, signals), drafting.shape)[at]
+        result = np.zeros_like(drafting)
+        result[at] = self._controller.continuing(expected_tokens, int((self.lanes.position + 1)[self.busy].sum()))
+        return result
+
+
+def step_through(trace: Trace, policy: Policy, rows: Int[Array, " request"], size: int) -> Load:
+    """The load, as of `load_of`, of a policy whose sequences depend on each other.
+
+    Args:
+        trace: of one or more prompts.
+        policy: no parameter is an array.
+        rows: the queue.
+        size: rows of the batch.
+    """
+    size = min(size, len(rows))
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        batch = Batch(trace, policy, rows, size)
+        parts = [batch.round()]
+        while batch.refill():
+            parts.append(batch.round())
+    # what has not ended yet continues beyond the last round
+    index = batch.lanes.index[batch.busy]
+    parts.append(Rounds(index, *[np.zeros_like(index)] * 4))
+    return load_of(Rounds.joined(parts).by_lane(), np.arange(len(rows)), size)

@@ -51,7 +51,10 @@ def svip_tables(experiment: Experiment) -> list[Table]:
         prefix = f"{dataset}: " if len(traces) > 1 else ""
         for name, policy in methods.items():
             speeds[name] |= by_category(trace.test, policy, times, dataset)
-            cells = {length: times.speeds(cut, policy)[0] * times.t_target_s[0] for length, cut in cuts.items()}
+            cells = {
+                length: best_setting(replay_settings(cut, policy), times)[1] * times.t_target_s[0]
+                for length, cut in cuts.items()
+            }
             by_length.append({"Methods": f"{prefix}{name}"} | {str(k): f"{speed:.2f}" for k, speed in cells.items()})
     first, second = (1, 6) if experiment.sampling.is_greedy else (5, 2)
     figures = f"replayed on test, predicted at {times.title}; h = {threshold:g} ({why})"

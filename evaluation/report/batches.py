@@ -13,8 +13,7 @@ from decode.experiment import Experiment
 from decode.policies import HeadPolicy
 from decode.policies.batch import BatchAuto
 from evaluation.batches.curves import BatchTimes, kept_curves, setups_of
-from evaluation.batches.load import BatchThroughput, load_at, queue_of
-from evaluation.batches.lockstep import step_through
+from evaluation.batches.load import BatchThroughput, load_at, queue_of, step_through
 from evaluation.competitor import head_in
 from evaluation.contest import Arm, Replays, best_heads, fastest_on_dev
 from evaluation.families import BASELINE, BOUNDS, HEADS_OF, PERFECT, families, family
@@ -140,9 +139,8 @@ def _rivals(replays: Replays, times: Times) -> dict[str, list[Any]]:
 def estimator_of(trace: Trace) -> ScoreHead:
     """The estimator of logit(max q), fitted to all that verification reveals on a trace of blocks."""
     assert trace.num_passing is not None, "blocks are a feature draft's"
-    lengths, drafts = trace.branch_lengths, slice(trace.num_positions, None)
-    position = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
-    is_revealed = torch.from_numpy(position <= np.repeat(trace.num_passing, lengths))
+    drafts = slice(trace.num_positions, None)
+    is_revealed = torch.from_numpy(trace.depths <= np.repeat(trace.num_passing, trace.branch_lengths))
     logit = torch.from_numpy(trace.logit(ScoreHead("max_prob"))[drafts])[is_revealed]
     prob = torch.from_numpy(trace.signal("acceptance_prob")[drafts])[is_revealed]
     slope, offset = map(float, fit_logistic(observe(logit[None], prob[None])))

@@ -1,6 +1,6 @@
 """Closed forms under i.i.d. acceptance, in time units of one target forward; tests hold the real loop to them.
 
-Every drafted token passes with the same probability, independently: a (the acceptance_rate). One draft forward takes c.
+Every drafted token passes independently with probability a (the acceptance_rate). One draft forward takes c.
 
     expected_tokens     sum_{i=0}^{K} a^i = (1 - a^{K+1}) / (1 - a)                     Leviathan, 2211.17192, Eq. 1
     speedup             expected_tokens / (1 + c K)                                     Leviathan, Theorem 3.8
@@ -19,12 +19,10 @@ the survival of a whole block,
 Pre-verified (HSDDW with fixed lengths), m inner rounds of n micro tokens (rate a, cost c) that the draft verifies (cost
 d), every token that leaves passing the target with rate b. A round emits j <= n tokens with probability (1 - a) a^{j-1}
 and n + 1 with probability a^n; with phi(x) = E[x^G] of the round's length G, the draft has generating function phi^m,
-and E[(1 - b^{L+1}) / (1 - b)] over its length L is
+and E[(1 - b^{L+1}) / (1 - b)] over its length L, derived here in the shape of Cascade Speculative Drafting's (arXiv
+2312.11462), is
 
     pre_verified_tokens  (1 - b phi(b)^m) / (1 - b)
-
-The pre-verified form has the shape of Cascade Speculative Drafting's expected walltime improvement (arXiv 2312.11462)
-and is derived here.
 """
 
 from collections.abc import Callable
@@ -58,12 +56,12 @@ def best_draft_length(acceptance_rate: float, cost: float, *, longest: int = 64)
 
 def pinsker(divergence: float) -> float:
     """Lower bound of the acceptance_rate, from KL(q || p) in nats; below 0 (vacuous) for KL > 2."""
-    return 1 - sqrt(_divergence(divergence) / 2)
+    return 1 - sqrt(divergence / 2)
 
 
 def bretagnolle_huber(divergence: float) -> float:
     """Lower bound of the acceptance_rate, from KL(q || p) in nats; never vacuous, tighter for KL above about 1.6."""
-    return 1 - sqrt(1 - exp(-_divergence(divergence)))
+    return 1 - sqrt(1 - exp(-divergence))
 
 
 def interleaved_tokens(rates: Rates, *, m: int, n: int) -> float:
@@ -96,12 +94,4 @@ def best_schedule(tokens: Tokens, rates: Rates, costs: Rates, *, most: int = 12)
 def _powers(rate: float, count: int) -> list[float]:
     if not 0 <= rate <= 1:
         raise ValueError(f"an acceptance rate is {rate}; a probability lies in [0, 1]")
-    if count < 0:
-        raise ValueError(f"a draft length is {count}; it must be at least 0")
     return [rate**power for power in range(count)]
-
-
-def _divergence(divergence: float) -> float:
-    if not divergence >= 0:
-        raise ValueError(f"a divergence is {divergence} nats; KL(q || p) is at least 0")
-    return divergence

@@ -3,6 +3,7 @@ their means.
 """
 
 from collections.abc import Iterator
+from itertools import product
 from json import dumps as to_json
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,9 @@ def theory(
     bound_rows = [
         {"KL in nats": f"{kl:g}"} | {name: f"{bound(kl):.3f}" for name, bound in bounds.items()} for kl in _DIVERGENCES
     ]
-    settings = {
-        name: ", ".join(f"{k} = {v}" for k, v in values.items() if k != "speedup") for name, values in best.items()
-    }
     best_rows = [
-        {"drafter": name, "setting": settings[name], "speed-up": f"{values['speedup']:.3f}"}
-        for name, values in best.items()
+        {"drafter": name, "setting": ", ".join(f"{k} = {v}" for k, v in setting.items()), "speed-up": f"{speed:.3f}"}
+        for name, (setting, speed) in best.items()
     ]
     directory = Path(config.decode.dir) / "theory"
     directory.mkdir(parents=True, exist_ok=True)
@@ -63,11 +61,12 @@ def theory(
         Table("SVIP's lower bounds of the acceptance rate", bound_rows).print(_WIDTH)
         Table("the fastest setting of each, by the closed forms", best_rows, names=2).print(_WIDTH)
         written = announce([table, figure])
-        name = max(best, key=lambda name: best[name]["speedup"])
-        speed = f"{best[name]['speedup']:.2f} times the target alone ({settings[name]})"
-        say(f"\nBy the closed forms {name} is fastest, {speed}.")
+        fastest = max(best_rows, key=lambda row: best[row["drafter"]][1])
+        speed = f"{best[fastest['drafter']][1]:.2f} times the target alone ({fastest['setting']})"
+        say(f"\nBy the closed forms {fastest['drafter']} is fastest, {speed}.")
     if json:
-        print(to_json({"forms": rows, "best": best, "written": written}))
+        settings = {name: setting | {"speedup": speed} for name, (setting, speed) in best.items()}
+        print(to_json({"forms": rows, "best": settings, "written": written}))
 
 
 def rows_of(rates: tuple[float, float, float], costs: forms.Rates) -> Iterator[dict[str, Any]]:
@@ -78,10 +77,9 @@ def rows_of(rates: tuple[float, float, float], costs: forms.Rates) -> Iterator[d
             setting, tokens = f"a={rate} K={length}", forms.expected_tokens(rate, length)
             row = {"form": "Leviathan", "setting": setting + " (best)" * (length == best), "tokens": tokens}
             yield row | {"speedup": forms.speedup(tokens, cost * length)}
-    for m, n in _SCHEDULES:
-        for form, (tokens_of, of) in schedules_of(rates).items():
-            row = {"form": form, "setting": f"m={m} n={n}", "tokens": tokens_of(of, m=m, n=n)}
-            yield row | {"speedup": forms.schedule_speedup(tokens_of, of, costs, m=m, n=n)}
+    for (m, n), (form, (tokens_of, of)) in product(_SCHEDULES, schedules_of(rates).items()):
+        row = {"form": form, "setting": f"m={m} n={n}", "tokens": tokens_of(of, m=m, n=n)}
+        yield row | {"speedup": forms.schedule_speedup(tokens_of, of, costs, m=m, n=n)}
 
 
 def schedules_of(rates: tuple[float, float, float]) -> dict[str, tuple[forms.Tokens, forms.Rates]]:
@@ -93,20 +91,16 @@ def schedules_of(rates: tuple[float, float, float]) -> dict[str, tuple[forms.Tok
     }
 
 
-def best_settings(rates: tuple[float, float, float], costs: forms.Rates) -> dict[str, dict[str, int | float]]:
+def best_settings(rates: tuple[float, float, float], costs: forms.Rates) -> dict[str, tuple[dict[str, int], float]]:
     """Algorithm -> the parameters and the speed-up of its fastest setting, by the closed forms."""
-    best: dict[str, dict[str, int | float]] = {}
+    best: dict[str, tuple[dict[str, int], float]] = {}
     for name, rate, cost in zip(("small alone", "medium alone"), rates, costs, strict=False):
         length = forms.best_draft_length(rate, cost)
-        speed = forms.speedup(forms.expected_tokens(rate, length), cost * length)
-        best[name] = {"draft_length": length, "speedup": speed}
+        best[name] = {"draft_length": length}, forms.speedup(forms.expected_tokens(rate, length), cost * length)
     for name, (tokens, of) in schedules_of(rates).items():
         m, n = forms.best_schedule(tokens, of, costs)
-        best["interleaved (Chen)" if name == "Chen" else name] = {
-            "m": m,
-            "n": n,
-            "speedup": forms.schedule_speedup(tokens, of, costs, m=m, n=n),
-        }
+        speed = forms.schedule_speedup(tokens, of, costs, m=m, n=n)
+        best["interleaved (Chen)" if name == "Chen" else name] = {"m": m, "n": n}, speed
     return best
 
 
@@ -124,10 +118,10 @@ def plot_interleaved(path: Path, *, rates: forms.Rates, costs: forms.Rates) -> N
     medium = rates[1]
     small_rates = [medium * (step + 4) / (_NUM_RATES + 4) for step in range(_NUM_RATES + 1)]
     best = [best_settings((rate, medium, rate), costs) for rate in small_rates]
-    small, interleaved = ([of[name]["speedup"] for of in best] for name in ("small alone", "interleaved (Chen)"))
+    small, interleaved = ([of[name][1] for of in best] for name in ("small alone", "interleaved (Chen)"))
     at_best.plot(small_rates, small, label="small alone, best K")
     at_best.plot(small_rates, interleaved, "--", color="tab:red", label="interleaved, best m and n")
-    at_best.axhline(best[0]["medium alone"]["speedup"], color="tab:green", label="medium alone, best K")
+    at_best.axhline(best[0]["medium alone"][1], color="tab:green", label="medium alone, best K")
     at_best.set(title=f"each at its best; medium's rate {medium}", xlabel="acceptance rate of the small model")
     title = f"rates {rates[0]} and {medium}, costs {costs[0]} and {costs[1]} target forwards"
     tokens.set(xlabel="n, small tokens per block", ylabel="tokens per target forward", title="closed form")

@@ -7,11 +7,17 @@ At each position i of a response X ~ p:
         token
 
 This is the maximal coupling of p and q run backwards: marginally the draft's token has distribution q_i, X_i has p_i,
-and acceptance has exactly verification's probability. From each rejected b the draft continues alone
-as far as any round could use it, all branches of a response at once (`lm.batch`), until an EOS or the branch's limit.
+and acceptance has exactly verification's probability. From each rejected b the draft continues alone as far as any
+round could use it, until an EOS or the branch's limit. All branches of a response are drafted side by side.
+
+A feature draft continues on its own outputs, so its token at position s + j of a round that starts at s has a
+distribution q(s, j) that no other start has. It drafts from every s where a round may start, and the coupling is at
+each (s, j). A position's two uniforms, for the coin and for the rejected draw, serve whichever round comes there: the
+rounds of one generation never share a position, so each of their coins is independent, and counts keep their
+distribution. The first round of a generation drafts nothing, since the target has not run yet.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -27,22 +33,25 @@ from lm import FeatureDraft, Sampling, acceptance_prob, acceptance_rate, residua
 from lm.batch import Continuations, check_branch_length, check_branches, read_prefix
 from lm.draws import draw
 from lm.features.dspark import DSpark
+from lm.features.rollout import BlockRollouts, Rollouts, rollouts_of, run_target
 from lm.forwards import chunk_rows, chunks, device_of, logits_of
 from lm.sampling import refuse_non_finite
 from lm.signals import signals_of, stored_scalars
 
-BRANCHES_AT_ONCE = 128
-"""Bounds the attention mask of one tree."""
+_DRAFTS_AT_ONCE = 128
+"""Bounds the attention mask of drafts side by side."""
+_SIGNALS = ("max_prob", "top_prob", *stored_scalars())
+"""Signals that a trace has of every token; the last ones are the scalars that heads read."""
 
 
 class DrawnTokens(NamedTuple):
-    """Tokens that a draft drew, and what is known of the distributions that it drew from, [draw] each."""
+    """Tokens that a draft drew, and what is known of the distributions that it drew from."""
 
     token: Int[Tensor, " draw"]
     log_q: Float[Tensor, " draw"]
     """Under the sampling that the draft draws by."""
     signals: Float[Tensor, "draw signal"]
-    """Those of `signal_names`, untruncated and at temperature 1."""
+    """`_SIGNALS`, untruncated and at temperature 1."""
     hidden: Float[Tensor, "draw hidden"]
     """The draft's state that produced the distribution."""
     acceptance_prob: Float[Tensor, " draw"]
@@ -63,10 +72,50 @@ class Path(NamedTuple):
 
     drawn: DrawnTokens
     """The response's tokens."""
-    rejected: DrawnTokens
-    """The rejected draws, one per rejected position."""
-    is_rejected: Bool[Tensor, " position"]
+    first: DrawnTokens
+    """The draft's token at each position: the response's where it is accepted, else the rejected draw."""
+    is_accepted: Bool[Tensor, " position"]
     acceptance_rate: Float[Tensor, " position"]
+
+
+class Branches:
+    """Drafts of a whole model from several positions of a text, with the interface of `Rollouts`."""
+
+    max_length = float("inf")
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int, ids: list[int]) -> None:
+        self._cache, self._hidden = read_prefix(model, ids)
+        self._tree_from = partial(Continuations, model, vocab_size, self._cache)
+        self._tree: Continuations | None = None
+
+    def begin(self, lengths: Int[Tensor, " branch"]) -> Float[Tensor, "branch hidden"]:
+        """`Rollouts.begin`."""
+        if self._tree is not None:
+            self._tree.drop()
+        lengths = lengths.to(self._hidden.device)
+        self._tree, self._depth = self._tree_from(lengths), 0
+        return self._hidden[lengths - 1]
+
+    def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"]) -> Float[Tensor, "fed hidden"]:
+        """`Rollouts.feed`, for all branches that still grow."""
+        assert self._tree is not None
+        self._depth += 1
+        return self._tree.feed(tokens, owners, torch.full_like(owners, self._depth - 1))
+
+
+class Reading(NamedTuple):
+    """A response as both models have read it; states are on the draft's device."""
+
+    num_prompt: int
+    token: Int[Tensor, " position"]
+    drafts: Branches | Rollouts | BlockRollouts
+    draft_hidden: Float[Tensor, "position hidden"]
+    """The draft's state that each position's q follows from, if a round begins there."""
+    target_hidden: Float[Tensor, "position hidden"]
+    """The target's state that each position's p follows from."""
+    target_cache: DynamicCache
+    uniforms: Float[Tensor, "position uniform"]
+    """Float64, on the CPU: for the coin, the rejected draw, and the steps of its branch."""
 
 
 @dataclass(frozen=True)
@@ -93,72 +142,141 @@ class Recorder:
 
     @property
     def num_uniforms(self) -> int:
-        """Uniforms per response position: acceptance, the rejected draw, the steps of its branch."""
+        """Uniforms per response position (`Reading.uniforms`)."""
         return 2 + max(0, self.max_draft_length - 1)
-
-    @property
-    def drafting(self) -> Sampling:
-        """The sampling that drafted tokens are drawn by."""
-        return self.draft_sampling or self.sampling
 
     @torch.inference_mode()
     def record(self, row: TraceRow, uniforms: Float[Tensor, "position uniform"]) -> Trace:
-        """The trace of one response.
+        """The trace of one response to a prompt of at least one token; `uniforms` as `Reading` has them."""
+        text = self._read(row, uniforms)
+        path = self._path(text)
+        positions = torch.arange(len(text.token), device=text.token.device)
+        # each verification adds a token of the target's, so the last position before the limit cannot be drafted
+        room = (row.limit - 1 - positions).clamp(0, int(min(self.max_draft_length, text.drafts.max_length)))
+        is_feature_draft = isinstance(self.draft, FeatureDraft)
+        room[positions == 0 if is_feature_draft else path.is_accepted] = 0
+        lengths, passing, parts = torch.zeros_like(positions), torch.zeros_like(positions), [path.drawn]
+        for starts in (room > 0).nonzero().squeeze(-1).split(_DRAFTS_AT_ONCE):
+            drawn, lengths[starts], passing[starts] = self._drafts(text, path, starts, room[starts])
+            if self.has_target_branches:
+                self._add_acceptance(text, drawn, lengths[starts], passing[starts], starts)
+            parts.append(drawn)
+        columns = {"acceptance_rate": path.acceptance_rate.float(), "branch_lengths": lengths}
+        if is_feature_draft:
+            columns |= {"is_rejected": torch.ones_like(path.is_accepted), "num_passing": passing}
+        else:
+            columns["is_rejected"] = ~path.is_accepted
+        return self._trace_of(row, DrawnTokens.joined(parts), columns)
+
+    def _read(self, row: TraceRow, uniforms: Tensor) -> Reading:
+        num_prompt, num = len(row.prompt_ids), len(row.response_ids)
+        lag = self.draft.lag if isinstance(self.draft, FeatureDraft) else 0
+        ids = [*row.prompt_ids, *row.response_ids][: max(num_prompt + num - 1, 1 + lag)]
+        for model in (self.draft, self.target):
+            if isinstance(model, PreTrainedModel):
+                check_branches(model)
+                check_branch_length(model, len(ids) + self.max_draft_length, num_prompt=num_prompt)
+        drafts: Branches | Rollouts | BlockRollouts
+        if isinstance(self.draft, FeatureDraft):
+            outputs = run_target(self.target, self.draft, ids)
+            drafts, cache, hidden = rollouts_of(self.draft, outputs, ids), outputs.cache, outputs.hidden
+        else:
+            drafts = Branches(self.draft, self.vocab_size, ids)
+            cache, hidden = read_prefix(self.target, ids)
+        draft_hidden = drafts.begin((torch.arange(num) + num_prompt).clamp(min=1 + lag))
+        token = torch.tensor(row.response_ids, device=draft_hidden.device)
+        target_hidden = hidden[num_prompt - 1 :][:num].to(token.device)
+        return Reading(num_prompt, token, drafts, draft_hidden, target_hidden, cache, uniforms)
+
+    def _path(self, text: Reading) -> Path:
+        """Outcomes and signals along the response, chunk by chunk of its positions."""
+        parts = []
+        for chunk in chunks(len(text.token), chunk_rows(self.vocab_size, self.chunk_mb)):
+            token, hidden = text.token[chunk], text.draft_hidden[chunk]
+            logits, p = self._draft_logits(hidden), self._target_probs(text.target_hidden[chunk]).to(hidden.device)
+            q = self._drafting.probs(logits)
+            drawn = read_signals(logits, token, q, hidden, acceptance_prob(token, q, p))
+            first, is_accepted = coupled(q, p, token, text.uniforms[: len(text.token)][chunk].to(q.device))
+            at = (~is_accepted).nonzero().squeeze(-1)
+            prob = acceptance_prob(first[at], q[at], p[at])
+            rejected = read_signals(logits[at], first[at], q[at], hidden[at], prob)
+            both = DrawnTokens(*(old.index_copy(0, at, new) for old, new in zip(drawn, rejected, strict=True)))
+            parts.append(Path(drawn, both, is_accepted, acceptance_rate(q, p)))
+        tokens, firsts, are_accepted, rates = zip(*parts, strict=True)
+        return Path(DrawnTokens.joined(tokens), DrawnTokens.joined(firsts), torch.cat(are_accepted), torch.cat(rates))
+
+    def _drafts(
+        self, text: Reading, path: Path, starts: Int[Tensor, " draft"], room: Int[Tensor, " draft"]
+    ) -> tuple[DrawnTokens, Int[Tensor, " draft"], Int[Tensor, " draft"]]:
+        """Draft on from the first token of each start, for at most `room` tokens: (all tokens, draft by draft; the
+        length of each draft; how many of its tokens come before the first rejected one).
+        """
+        text.drafts.begin(starts + text.num_prompt)
+        first, passing = path.first.at(starts), path.is_accepted[starts].long()
+        alive, newest = torch.arange(len(starts), device=starts.device), first.token
+        eos = torch.tensor(sorted(self.eos_ids), device=starts.device, dtype=newest.dtype)
+        steps, owners = [first], [alive]
+        for depth in range(1, self.max_draft_length):
+            can_grow = (room[alive] > depth) & ~torch.isin(newest, eos)
+            alive, newest = alive[can_grow], newest[can_grow]
+            if not len(alive):
+                break
+            hidden = text.drafts.feed(newest, alive)
+            logits = self._draft_logits(hidden, "along a draft of a trace")
+            q = self._drafting.probs(logits)
+            newest, prob, is_accepted = self._next(text, q, (starts + passing)[alive], depth - passing[alive])
+            passing[alive] += is_accepted
+            steps.append(read_signals(logits, newest, q, hidden, prob))
+            owners.append(alive)
+        owner = torch.cat(owners)
+        drawn = DrawnTokens.joined(steps).at(owner.argsort(stable=True))
+        return drawn, torch.bincount(owner, minlength=len(starts)), passing
+
+    def _next(self, text: Reading, q: Tensor, positions: Tensor, since: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The next token of each draft, its acceptance_prob (NaN after a rejection), and whether it is accepted.
 
         Args:
-            row: a prompt of at least one token, and the response X, EOS included if there is one.
-            uniforms: float64, on the CPU.
+            text: the response.
+            q: distributions of the draft, [draft, vocab].
+            positions: of that token, or of the draft's rejected one.
+            since: tokens from the rejected one on; 0: none is rejected yet.
         """
-        assert isinstance(self.draft, PreTrainedModel), "a feature draft's trace is made by evaluation.traces.chains"
-        prompt, response = list(row.prompt_ids), list(row.response_ids)
-        ids = prompt + response[:-1]
-        for model in (self.draft, self.target):
-            check_branches(model)
-            check_branch_length(model, len(ids) + self.max_draft_length, num_prompt=len(prompt))
-        draft_cache, draft_hidden = read_prefix(self.draft, ids)
-        target_cache, target_hidden = read_prefix(self.target, ids)
-        start = len(prompt) - 1
-        path = self.path(draft_hidden[start:], target_hidden[start:].to(draft_hidden.device), response, uniforms[:, :2])
-        positions = path.is_rejected.nonzero().squeeze(-1)
-        # each verification adds a token of the target's, so the last position before the limit cannot be drafted
-        limits = (row.limit - 1 - positions).clamp(0, self.max_draft_length)
-        lengths, parts = torch.zeros_like(positions), [path.drawn]
-        for group in (limits > 0).nonzero().squeeze(-1).split(BRANCHES_AT_ONCE):
-            roots, numbers = positions[group] + len(prompt), uniforms[positions[group].cpu(), 2:]
-            tree = Continuations(self.draft, self.vocab_size, draft_cache, roots)
-            first = path.rejected.at(group)
-            drawn, lengths[group] = grow(
-                tree, first, limits[group], numbers, sampling=self.drafting, eos_ids=self.eos_ids
-            )
-            tree.drop()
-            parts.append(self.with_acceptance(target_cache, roots, drawn, lengths[group]))
-        outcomes = {"is_rejected": path.is_rejected, "acceptance_rate": path.acceptance_rate}
-        return self.trace_of(row, DrawnTokens.joined(parts), outcomes, lengths)
+        token, is_accepted = torch.empty_like(positions), torch.zeros_like(positions, dtype=torch.bool)
+        prob = torch.full_like(q[:, 0], float("nan"))
+        off, on = since.nonzero().squeeze(-1), (since == 0).nonzero().squeeze(-1)
+        token[off] = draw(q[off], text.uniforms[positions[off].cpu(), 1 + since[off].cpu()])
+        at = positions[on]
+        p = self._target_probs(text.target_hidden[at]).to(q.device)
+        token[on], is_accepted[on] = coupled(q[on], p, text.token[at], text.uniforms[at.cpu()].to(q.device))
+        prob[on] = acceptance_prob(token[on], q[on], p)
+        return token, prob, is_accepted
 
-    def path(self, draft_hidden: Tensor, target_hidden: Tensor, response_ids: list[int], uniforms: Tensor) -> Path:
-        """Outcomes and signals along the response, chunk by chunk of its positions."""
-        tokens = torch.tensor(response_ids, device=draft_hidden.device)
-        parts = [
-            self._path_chunk(draft_hidden[chunk], target_hidden[chunk], tokens[chunk], uniforms[: len(tokens)][chunk])
-            for chunk in chunks(len(tokens), chunk_rows(self.vocab_size, self.chunk_mb))
-        ]
-        drawn, rejected, is_rejected, rates = zip(*parts, strict=True)
-        return Path(DrawnTokens.joined(drawn), DrawnTokens.joined(rejected), torch.cat(is_rejected), torch.cat(rates))
+    def _add_acceptance(
+        self, text: Reading, drawn: DrawnTokens, lengths: Tensor, passing: Tensor, starts: Tensor
+    ) -> None:
+        """Set the acceptance_prob of what follows a rejected token, by one forward of the target over all branches."""
+        device = device_of(self.target)
+        owners = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        depths = torch.arange(len(owners), device=lengths.device) - (lengths.cumsum(0) - lengths + passing)[owners]
+        is_read = (depths >= 0) & (depths < (lengths - passing)[owners] - 1)  # a branch's last token has no follower
+        if not is_read.any():
+            return
+        roots = (starts + passing + text.num_prompt).to(device)
+        tree = Continuations(self.target, self.vocab_size, text.target_cache, roots)
+        hidden = tree.feed(*(column[is_read].to(device) for column in (drawn.token, owners, depths)))
+        tree.drop()
+        token, parts = drawn.token[depths > 0].to(device), []
+        for chunk in chunks(len(hidden), chunk_rows(self.vocab_size, self.chunk_mb)):
+            p = self.sampling.probs(logits_of(self.target, hidden[chunk], self.vocab_size))
+            parts.append(p.gather(-1, token[chunk, None]).squeeze(-1).log())
+        log_p = torch.cat(parts).to(drawn.log_q.device)
+        drawn.acceptance_prob[depths > 0] = (log_p - drawn.log_q[depths > 0]).clamp(max=0.0).exp()
 
-    def _path_chunk(self, draft_hidden: Tensor, target_hidden: Tensor, tokens: Tensor, uniforms: Tensor) -> Path:
-        q_logits, p = self.draft_logits(draft_hidden), self.target_probs(target_hidden).to(draft_hidden.device)
-        q = self.drafting.probs(q_logits)
-        uniforms = uniforms.to(q.device)
-        # the coupling runs backwards: the response's token was drawn from p, so q and p change roles
-        is_rejected = ~(uniforms[:, 0] < acceptance_prob(tokens, q=p, p=q))
-        draws = draw(residual_probs(q=p[is_rejected], p=q[is_rejected]), uniforms[is_rejected, 1])
-        prob = acceptance_prob(draws, q[is_rejected], p[is_rejected])
-        rejected = read_signals(q_logits[is_rejected], draws, q[is_rejected], draft_hidden[is_rejected], prob)
-        drawn = read_signals(q_logits, tokens, q, draft_hidden, acceptance_prob(tokens, q, p))
-        return Path(drawn, rejected, is_rejected, acceptance_rate(q, p))
+    @property
+    def _drafting(self) -> Sampling:
+        return self.draft_sampling or self.sampling
 
-    def draft_logits(self, hidden: Tensor, where: str = "along a response of a trace") -> Tensor:
-        """The draft's logits of the tokenizer's ids."""
+    def _draft_logits(self, hidden: Tensor, where: str = "along a response of a trace") -> Tensor:
         if isinstance(self.draft, FeatureDraft):
             logits = self.draft.logits(hidden)[..., : self.vocab_size]
         else:
@@ -166,49 +284,19 @@ class Recorder:
         refuse_non_finite(logits, "the draft", where)
         return logits
 
-    def target_probs(self, hidden: Tensor) -> Tensor:
-        """p of each position, on the target's device."""
+    def _target_probs(self, hidden: Tensor) -> Tensor:
         logits = logits_of(self.target, hidden.to(device_of(self.target)), self.vocab_size)
         refuse_non_finite(logits, "the target", "along a response of a trace")
         return self.sampling.probs(logits)
 
-    def with_acceptance(self, cache: DynamicCache, roots: Tensor, drawn: DrawnTokens, lengths: Tensor) -> DrawnTokens:
-        """Tokens of some branches with their acceptance_prob, which only the first token of each has so far."""
-        if not self.has_target_branches:
-            return drawn
-        device = device_of(self.target)
-        tree = Continuations(self.target, self.vocab_size, cache, roots.to(device))
-        log_p = target_log_probs(tree, drawn.token.to(device), lengths.to(device), self.sampling, self.chunk_mb)
-        tree.drop()
-        is_rest = torch.ones_like(drawn.token, dtype=torch.bool)
-        is_rest[lengths.cumsum(0) - lengths] = False
-        prob = drawn.acceptance_prob.clone()
-        prob[is_rest] = (log_p.to(prob.device) - drawn.log_q[is_rest]).clamp(max=0.0).exp()
-        return drawn._replace(acceptance_prob=prob)
-
-    def trace_of(
-        self,
-        row: TraceRow,
-        drawn: DrawnTokens,
-        outcomes: Mapping[str, Tensor],
-        branch_lengths: Int[Tensor, " rejected"],
-    ) -> Trace:
-        """The recording of one response, in memory as replay reads it.
-
-        Args:
-            row: the response.
-            drawn: its path, then its branches.
-            outcomes: the columns of `Trace.positions`.
-            branch_lengths: 0 where no round can draft (the last position before the length limit).
-        """
+    def _trace_of(self, row: TraceRow, drawn: DrawnTokens, positions: dict[str, Tensor]) -> Trace:
+        """The recording of one response, in memory as replay reads it; `drawn`: its path, then its branches."""
         token = drawn.token.int().cpu()
-        signals = dict(zip(signal_names(), drawn.signals.unbind(-1), strict=True))
+        signals = dict(zip(_SIGNALS, drawn.signals.unbind(-1), strict=True))
         signals["acceptance_prob"] = drawn.acceptance_prob
         blocks = self.draft if isinstance(self.draft, DSpark) else None
         if blocks is not None and blocks.confidence_head is not None:
             signals[CONFIDENCE] = blocks.confidence(drawn.hidden)
-        drafts = {name: column.float().cpu().contiguous().numpy() for name, column in signals.items()}
-        columns = {name: values.float() if values.is_floating_point() else values for name, values in outcomes.items()}
         layer = self.draft.embedding if isinstance(self.draft, FeatureDraft) else self.draft.get_input_embeddings()
         ids = token.unique()  # far fewer than the vocabulary has
         embedding = layer(ids.to(next(layer.parameters()).device)).to("cpu", drawn.hidden.dtype)
@@ -217,17 +305,28 @@ class Recorder:
             sampling=self.sampling,
             draft_sampling=self.draft_sampling,
             max_draft_length=self.max_draft_length,
-            drafts={"token": token.numpy(), "is_eos": np.isin(token, sorted(self.eos_ids)), **drafts},
-            positions={name: values.cpu().numpy() for name, values in columns.items()},
-            branch_lengths=branch_lengths.cpu().numpy(),
+            drafts={"token": token.numpy(), "is_eos": np.isin(token, sorted(self.eos_ids))}
+            | {name: column.float().cpu().contiguous().numpy() for name, column in signals.items()},
+            positions={name: column.cpu().numpy() for name, column in positions.items()},
             inputs=partial(InputTensors, drawn.hidden.cpu(), ids, embedding),
             block_size=None if blocks is None else blocks.block_size,
         )
 
 
-def signal_names() -> tuple[str, ...]:
-    """Names of the signals that a trace has of every token: max_prob, top_prob, then the scalars that heads read."""
-    return "max_prob", "top_prob", *stored_scalars()
+def coupled(
+    q: Float[Tensor, "position vocab"],
+    p: Float[Tensor, "position vocab"],
+    response: Int[Tensor, " position"],
+    uniforms: Float[Tensor, "position uniform"],
+) -> tuple[Int[Tensor, " position"], Bool[Tensor, " position"]]:
+    """The draft's token at each position of a response, and whether verification accepts it: the maximal coupling run
+    backwards. The response's token was drawn from p, so q and p change roles.
+    """
+    is_accepted = uniforms[:, 0] < acceptance_prob(response, q=p, p=q)
+    residual = residual_probs(q=p[~is_accepted], p=q[~is_accepted])
+    token = response.clone()
+    token[~is_accepted] = draw(residual, uniforms[~is_accepted, 1])
+    return token, is_accepted
 
 
 def read_signals(
@@ -235,91 +334,9 @@ def read_signals(
     token: Int[Tensor, " draw"],
     q: Float[Tensor, "draw vocab"],
     hidden: Float[Tensor, "draw hidden"],
-    acceptance_prob: Float[Tensor, " draw"] | None = None,
+    acceptance_prob: Float[Tensor, " draw"],
 ) -> DrawnTokens:
-    """Drawn tokens with the signals of the logits that they were drawn from; no acceptance_prob: NaN."""
-    columns = signals_of(logits, token, signal_names())
+    """Drawn tokens with the signals of the logits that they were drawn from."""
+    columns = signals_of(logits, token, _SIGNALS)
     log_q = q.gather(-1, token.unsqueeze(-1)).squeeze(-1).log()
-    prob = torch.full_like(log_q, float("nan")) if acceptance_prob is None else acceptance_prob
-    return DrawnTokens(token, log_q, torch.stack([columns[name] for name in signal_names()], -1), hidden, prob)
-
-
-def draft_by_draft(
-    steps: Sequence[DrawnTokens], owners: Sequence[Tensor], num_drafts: int
-) -> tuple[DrawnTokens, Int[Tensor, " draft"]]:
-    """(tokens of parallel drafts, sorted by draft and step; the length of each draft), from the tokens of each step and
-    the drafts that they belong to.
-    """
-    owner = torch.cat(list(owners))
-    return DrawnTokens.joined(steps).at(owner.argsort(stable=True)), torch.bincount(owner, minlength=num_drafts)
-
-
-@torch.inference_mode()
-def grow(
-    tree: Continuations,
-    first: DrawnTokens,
-    limits: Int[Tensor, " branch"],
-    uniforms: Float[Tensor, "branch step"],
-    *,
-    sampling: Sampling,
-    eos_ids: frozenset[int],
-) -> tuple[DrawnTokens, Int[Tensor, " branch"]]:
-    """Draft on from each first token: (all tokens, branch by branch, the first ones included; each branch's length).
-
-    Args:
-        tree: the draft, at the positions of the rejected draws.
-        first: the rejected draws.
-        limits: the most tokens of each branch, the first included.
-        uniforms: what tokens are drawn by, on the CPU.
-        sampling: the sampling that the draft draws by.
-        eos_ids: a branch ends with one.
-    """
-    tokens = first.token
-    alive = torch.arange(len(tokens), device=tokens.device)
-    eos = torch.tensor(sorted(eos_ids), device=tokens.device, dtype=tokens.dtype)
-    steps, owners = [first], [alive]
-    for depth in range(uniforms.shape[1]):
-        can_grow = (limits[alive] > depth + 1) & ~torch.isin(tokens, eos)
-        alive, tokens = alive[can_grow], tokens[can_grow]
-        if not len(alive):
-            break
-        hidden = tree.feed(tokens, alive, torch.full_like(alive, depth))
-        logits = logits_of(tree.model, hidden, tree.vocab_size)
-        refuse_non_finite(logits, "the draft", "along a branch of a trace")
-        q = sampling.probs(logits)
-        tokens = draw(q, uniforms[alive.cpu(), depth])
-        steps.append(read_signals(logits, tokens, q, hidden))
-        owners.append(alive)
-    return draft_by_draft(steps, owners, len(limits))
-
-
-@torch.inference_mode()
-def target_log_probs(
-    tree: Continuations,
-    tokens: Int[Tensor, " draw"],
-    lengths: Int[Tensor, " branch"],
-    sampling: Sampling,
-    chunk_mb: int,
-) -> Tensor:
-    """log p of every token of some branches except the first of each, [draws - branches], in one forward of the target.
-
-    Args:
-        tree: the target, which reads all branches at once.
-        tokens: branch by branch, the first token of each included.
-        lengths: tokens of each branch, the first included.
-        sampling: the sampling of the run.
-        chunk_mb: bound of one [draws, vocabulary] chunk.
-    """
-    owners = torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths)
-    starts = lengths.cumsum(0) - lengths
-    depths = torch.arange(len(tokens), device=tokens.device) - starts[owners]
-    is_fed = depths < lengths[owners] - 1  # nobody needs the distribution after a branch's last token
-    if not is_fed.any():
-        return torch.zeros(0, device=tokens.device)
-    hidden = tree.feed(tokens[is_fed], owners[is_fed], depths[is_fed])
-    next_tokens = tokens[depths > 0]
-    parts = []
-    for chunk in chunks(len(hidden), chunk_rows(tree.vocab_size, chunk_mb)):
-        p = sampling.probs(logits_of(tree.model, hidden[chunk], tree.vocab_size))
-        parts.append(p.gather(-1, next_tokens[chunk, None]).squeeze(-1).log())
-    return torch.cat(parts)
+    return DrawnTokens(token, log_q, torch.stack([columns[name] for name in _SIGNALS], -1), hidden, acceptance_prob)

@@ -37,7 +37,7 @@ _ROWS = pa.schema(
         "limit": pa.int32(),
     }
 )
-_PER_POSITION = ("is_rejected", "acceptance_rate", "num_passing")
+_PER_POSITION = ("is_rejected", "branch_lengths", "acceptance_rate", "num_passing")
 """Columns of a file of signals that are `Trace.positions`; what else it has, except inputs, is `Trace.drafts`."""
 
 
@@ -61,19 +61,20 @@ class ShardKey(NamedTuple):
         return all(map(is_whole, self.paths(directory)))
 
 
-def shard_keys(directory: Path, dataset: str, split: str) -> list[ShardKey]:
-    """The shards of a split that exist, first draws only."""
-    paths = sorted((directory / dataset / "rows").glob(f"{split}-?????.parquet"))
-    return [ShardKey(dataset, split, int(path.stem.rpartition("-")[2])) for path in paths]
+def recorded_keys(directory: Path) -> list[ShardKey]:
+    """The first draw of every shard of a trace, as its manifest lists them."""
+    num_shards = read_manifest(directory, command="trace", keys=["recorded"])["recorded"]["num_shards"]
+    parts = [(part.rpartition("."), num) for part, num in num_shards.items()]
+    return [ShardKey(dataset, split, index) for (dataset, _, split), num in parts for index in range(num)]
 
 
-def write_trace(directory: Path, key: ShardKey, *, trace: Trace | None, problems: Sequence[Mapping[str, str]]) -> None:
+def write_trace(directory: Path, key: ShardKey, trace: Trace | None, problems: Sequence[Mapping[str, str]]) -> None:
     """Write one shard; `trace` is None when none of its prompts has a response."""
     rows_path, signals_path = key.paths(directory)
     columns: dict[str, Any] = {}
     rows = () if trace is None else trace.rows
     if trace is not None:
-        arrays = trace.positions | {"branch_lengths": trace.branch_lengths} | trace.drafts
+        arrays = trace.positions | trace.drafts | {"branch_lengths": trace.branch_lengths[trace.is_rejected]}
         del arrays["is_eos"]
         narrow = {name: values.astype(np.int32) for name, values in arrays.items() if values.dtype == np.int64}
         sizes = {} if trace.block_size is None else {"block_size": np.array([trace.block_size])}
@@ -87,23 +88,24 @@ def write_trace(directory: Path, key: ShardKey, *, trace: Trace | None, problems
     write_shard(rows_path, bytes(sink.getvalue()), rows=len(rows), tokens=num_tokens, problems=list(problems))
 
 
-def read_trace(directory: Path, dataset: str, split: str, num_shards: int, *, num_draws: int = 1) -> Trace:
-    """All shards of one split as one trace, draw after draw; what heads read stays on disk until one needs it.
+def read_trace(directory: Path, keys: Sequence[ShardKey]) -> Trace:
+    """Some shards as one trace; what heads read stays on disk until one needs it.
 
     Raises:
         FileNotFoundError: a shard is missing.
         ValueError: one is corrupted; no prompt has a response.
     """
     manifest = read_manifest(directory, command="trace")
-    keys = [ShardKey(dataset, split, index, draw) for draw in range(num_draws) for index in range(num_shards)]
     paths = list(chain.from_iterable(key.paths(directory) for key in keys))
-    for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing; run `acceptance-heads trace` with this config to continue")
+    if missing := [path for path in paths if not path.is_file()]:
+        raise FileNotFoundError(
+            f"{missing[0]} is missing; run `acceptance-heads trace` with this config to continue, or copy all files of "
+            "the recorded trace"
+        )
     check_sums(paths, command="trace")
     traces = [trace for key in keys if (trace := read_shard(directory, key, manifest)) is not None]
     if not traces:
-        raise ValueError(f"none of the {split} prompts of {dataset} has a response; see {directory / 'errors.jsonl'}")
+        raise ValueError(f"no prompt of these shards has a response; see {directory / 'errors.jsonl'}")
     return join_traces(traces)
 
 
@@ -121,15 +123,16 @@ def read_shard(directory: Path, key: ShardKey, manifest: Mapping[str, Any]) -> T
         arrays: dict[str, np.ndarray] = {name: file.get_tensor(name).numpy() for name in names}
     arrays |= {name: values.astype(np.int64) for name, values in arrays.items() if values.dtype == np.int32}
     positions = {name: arrays.pop(name) for name in _PER_POSITION if name in arrays}
-    block_size, branch_lengths = arrays.pop("block_size", None), arrays.pop("branch_lengths")
+    block_size = arrays.pop("block_size", None)
+    lengths = np.zeros(len(positions["is_rejected"]), dtype=np.int64)
+    lengths[positions["is_rejected"]] = positions["branch_lengths"]
     return Trace(
         rows=tuple(rows),
         sampling=Sampling(**manifest["sampling"]),
         draft_sampling=Sampling(**manifest["draft_sampling"]) if "draft_sampling" in manifest else None,
         max_draft_length=manifest["max_draft_length"],
         drafts=arrays | {"is_eos": np.isin(arrays["token"], manifest["eos_ids"])},
-        positions=positions,
-        branch_lengths=branch_lengths,
+        positions=positions | {"branch_lengths": lengths},
         inputs=partial(_inputs, path) if has_inputs else None,
         block_size=None if block_size is None else int(block_size[0]),
     )

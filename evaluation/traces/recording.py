@@ -9,7 +9,7 @@ raising it keeps what is recorded.
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -27,12 +27,11 @@ from data_gen.responses.in_process import TargetInProcess
 from data_gen.store.manifest import read_manifest, settle
 from decode.experiment import Experiment
 from evaluation.gain import Splits
-from evaluation.traces import disk
-from evaluation.traces.chains import ChainRecorder
 from evaluation.traces.coupling import Recorder
+from evaluation.traces.disk import ShardKey, read_shard, read_trace, recorded_keys, write_trace
 from evaluation.traces.trace import Trace, TraceRow, join_traces
 from heads.model.head import AcceptanceHead
-from lm import FeatureDraft, Pair, Sampling
+from lm import Pair, Sampling
 from lm.draws import GENERATOR, seed_of, uniforms
 from lm.rope import refuse_crossing
 from store.lock import only_writer
@@ -60,8 +59,8 @@ class TraceFolder:
 
     directory: Path
     experiment: Experiment
-    shards: Mapping[str, Sequence[ShardSpec]]
-    """Dataset -> its shards, dev first."""
+    shards: Mapping[ShardKey, ShardSpec]
+    """Draw after draw, by dataset, dev first; without prompts if a recorded trace is read."""
     heads: Sequence[AcceptanceHead]
     """Scored while recording, if hidden states are not stored."""
     draft_sampling: Sampling | None = None
@@ -80,15 +79,15 @@ class TraceFolder:
         """
         if self.experiment.decode.as_recorded:
             return
-        shards = [(key, spec) for key, spec in self._every() if key.split in splits]
-        present = [path for key, _ in shards for path in key.paths(self.directory) if is_whole(path)]
+        keys = [key for key in self.shards if key.split in splits]
+        present = [path for key in keys for path in key.paths(self.directory) if is_whole(path)]
         is_broken = any(True for _ in problems_of(present, command="trace"))
-        if not is_broken and all(key.is_done(self.directory) for key, _ in shards):
+        if not is_broken and all(key.is_done(self.directory) for key in keys):
             self.refuse_other()
             return
         with only_writer(self.directory, setting="decode.dir"):
             forget_broken(present)
-            self._record_missing([(key, spec) for key, spec in shards if not key.is_done(self.directory)])
+            self._record_missing([key for key in keys if not key.is_done(self.directory)])
             self._write_errors()
 
     def load(self, dataset: str) -> Splits[Trace]:
@@ -102,25 +101,29 @@ class TraceFolder:
 
     def load_split(self, dataset: str, split: Split) -> Trace:
         """One split of one dataset; it raises as `load` does."""
-        num = sum(spec.split == split for spec in self.shards[dataset])
-        num_draws = self.experiment.decode.draws_per_prompt
-        return disk.read_trace(self.directory, dataset, split, num, num_draws=num_draws)
+        return read_trace(self.directory, [key for key in self.shards if key[:2] == (dataset, split)])
 
-    def _every(self) -> Iterator[tuple[disk.ShardKey, ShardSpec]]:
-        for draw in range(self.experiment.decode.draws_per_prompt):
-            for dataset, specs in self.shards.items():
-                yield from ((disk.ShardKey(dataset, spec.split, spec.index, draw), spec) for spec in specs)
-
-    def _record_missing(self, missing: Sequence[tuple[disk.ShardKey, ShardSpec]]) -> None:
+    def _record_missing(self, keys: Sequence[ShardKey]) -> None:
         clean_partial(self.directory, "*/rows", "*/signals")
-        total = sum(spec.num_requests for _, spec in missing)
+        total = sum(self.shards[key].num_requests for key in keys)
         with Bar(total=total, desc="trace: loading models", unit="prompts") as bar:
-            pair = self.experiment.pair
+            pair, decode = self.experiment.pair, self.experiment.decode
             self._check_frequencies(pair)
             self._settle(sorted(pair.eos_ids))
-            for key, spec in missing:
+            recorder = Recorder(
+                pair.drafting,
+                pair.target,
+                self.experiment.sampling,
+                pair.vocab_size,
+                pair.eos_ids,
+                decode.max_draft_length,
+                has_target_branches=decode.perfect_head,
+                chunk_mb=self.experiment.data.chunk_mb,
+                draft_sampling=self.draft_sampling,
+            )
+            for key in keys:
                 bar.set_description(f"trace: {key.dataset} {key.paths(self.directory)[0].stem}")
-                self._record(key, spec, pair, bar.update)
+                self._record(key, recorder, bar.update)
 
     def _check_frequencies(self, pair: Pair) -> None:
         """Raise ValueError if texts may cross a model's change of rotary frequencies: a trace reads each at once."""
@@ -131,43 +134,40 @@ class TraceFolder:
             if isinstance(model, PreTrainedModel):
                 refuse_crossing(model, 0, longest, subject=subject, remedy="lower one of the three")
 
-    def _record(self, key: disk.ShardKey, spec: ShardSpec, pair: Pair, progress: Callable[[int], None]) -> None:
-        decode, sampling = self.experiment.decode, self.experiment.sampling
+    def _record(self, key: ShardKey, recorder: Recorder, progress: Callable[[int], None]) -> None:
+        decode, spec = self.experiment.decode, self.shards[key]
         draw = ("draw", key.draw) if key.draw else ()
-        seed = seed_of(decode.seed, "trace", key.dataset, spec.split, spec.index, *draw)
+        seed = seed_of(decode.seed, "trace", key.dataset, key.split, key.shard, *draw)
         data = replace(self.experiment.data, seed=seed, max_new_tokens=decode.max_new_tokens)
-        limits: dict[str, Any] = {"max_new_tokens": decode.max_new_tokens, "batch_size": decode.prompts_per_shard}
-        source = TargetInProcess(pair.target, sampling, vocab_size=pair.vocab_size, eos_ids=pair.eos_ids, **limits)
-        answers = ask(spec, source, tokenizer=pair.tokenizer, data=data, progress=lambda count: None)
+        source = TargetInProcess(
+            recorder.target,
+            recorder.sampling,
+            vocab_size=recorder.vocab_size,
+            eos_ids=recorder.eos_ids,
+            max_new_tokens=decode.max_new_tokens,
+            batch_size=decode.prompts_per_shard,
+        )
+        tokenizer = self.experiment.pair.tokenizer
+        answers = ask(spec, source, tokenizer=tokenizer, data=data, progress=lambda count: None)
         progress(spec.num_requests - len(answers.exchanges))
         trace = None
         if answers.exchanges:
-            models = (pair.drafting, pair.target, sampling, pair.vocab_size, pair.eos_ids)
-            kind = ChainRecorder if isinstance(pair.drafting, FeatureDraft) else Recorder
-            settings = (decode.max_draft_length, decode.perfect_head, data.chunk_mb, self.draft_sampling)
+            turns = ((row_id(prompt, turn), prompt) for prompt in spec.prompts for turn in range(len(prompt.turns)))
             trace = record_trace(
-                kind(*models, *settings),
+                recorder,
                 answers.exchanges,
                 max_new_tokens=decode.max_new_tokens,
                 seed=seed_of(seed, "outcomes"),
-                categories={
-                    row_id(prompt, turn): prompt.category
-                    for prompt in spec.prompts
-                    for turn in range(len(prompt.turns))
-                },
+                categories={name: prompt.category for name, prompt in turns},
                 progress=progress,
             )
-        if trace is not None and not decode.trace_hidden:
-            for head in self.heads:
-                trace.logit(head)  # leaves its scores in the trace, which outlive the hidden states
-            trace = replace(trace, inputs=None)
-        problems = [problem._asdict() for problem in answers.problems]
-        disk.write_trace(self.directory, key, trace=trace, problems=problems)
+            trace = trace if decode.trace_hidden else without_hidden(trace, self.heads)
+        write_trace(self.directory, key, trace, [problem._asdict() for problem in answers.problems])
 
     def _write_errors(self) -> None:
         """errors.jsonl: the prompts without a row, with the reason."""
         lines = []
-        for key in (key for key, _ in self._every() if key.is_done(self.directory)):
+        for key in (key for key in self.shards if key.is_done(self.directory)):
             draw = {"draw": key.draw} if key.draw else {}
             lines += [problem | draw for problem in read_sidecar(key.paths(self.directory)[0])["problems"]]
         text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
@@ -177,10 +177,12 @@ class TraceFolder:
         """Write the manifest, the settings that decide the trace; ValueError if the folder's is another."""
         prompts: dict[str, str] = {}
         num_shards: Counter[str] = Counter()
-        for key, spec in ((f"{name}.{spec.split}", spec) for name, specs in self.shards.items() for spec in specs):
-            # a chain over the shards
-            prompts[key] = sha256((prompts.get(key, "") + repr(spec.prompts)).encode()).hexdigest()
-            num_shards[key] += 1
+        for key, spec in self.shards.items():
+            if not key.draw:
+                name = f"{key.dataset}.{key.split}"
+                # a chain over the shards
+                prompts[name] = sha256((prompts.get(name, "") + repr(spec.prompts)).encode()).hexdigest()
+                num_shards[name] += 1
         experiment, decode = self.experiment, self.experiment.decode
         manifest = {
             "format": 1,
@@ -195,7 +197,7 @@ class TraceFolder:
             **{name: getattr(decode, name) for name in _DECIDING},
             "generator": GENERATOR,
             "heads": [] if decode.trace_hidden else list(decode.heads),
-            "recorded": {"num_shards": num_shards},  # for `_recorded_shards`; no run is compared with it
+            "recorded": {"num_shards": num_shards},  # for `recorded_keys`; no run is compared with it
         }
         settle(self.directory, manifest, setting="decode.dir")
 
@@ -223,38 +225,24 @@ def trace_folder(experiment: Experiment, *, draft_sampling: Sampling | None = No
         )
     is_greedy = sampling.is_greedy and (draft_sampling is None or draft_sampling.is_greedy)
     other = None if is_greedy or draft_sampling == sampling else draft_sampling
+    if decode.as_recorded:
+        keys = recorded_keys(experiment.directory / "trace")
+        shards = {key: ShardSpec(key.split, key.shard, ()) for key in keys}
+    else:
+        shards = {
+            ShardKey(dataset, split, spec.index): spec
+            for dataset in experiment.datasets
+            for split in SPLITS
+            for spec in cut_shards(split, experiment.prompts(dataset, split), decode.prompts_per_shard)
+        }
+    draws = range(decode.draws_per_prompt)
     return TraceFolder(
         directory=experiment.directory / ("trace" if other is None else f"trace-{_name_of(other)}"),
         experiment=experiment,
-        shards={dataset: _shards_of(experiment, dataset) for dataset in experiment.datasets},
+        shards={key._replace(draw=draw): spec for draw in draws for key, spec in shards.items()},
         heads=list(experiment.heads.values()) if decode.heads and not decode.trace_hidden else [],
         draft_sampling=other,
     )
-
-
-def _shards_of(experiment: Experiment, dataset: str) -> list[ShardSpec]:
-    """The shards of one dataset, dev first; without their prompts if a recorded trace is read."""
-    if experiment.decode.as_recorded:
-        return [spec for split in SPLITS for spec in _recorded_shards(experiment.directory / "trace", dataset, split)]
-    size = experiment.decode.prompts_per_shard
-    return [spec for split in SPLITS for spec in cut_shards(split, experiment.prompts(dataset, split), size)]
-
-
-def _recorded_shards(directory: Path, dataset: str, split: Split) -> list[ShardSpec]:
-    """The shards of one split of a recorded trace, without their prompts.
-
-    Raises:
-        FileNotFoundError: some are missing; old manifests do not have their number, so nothing can be missing there.
-    """
-    keys = disk.shard_keys(directory, dataset, split)
-    recorded = read_manifest(directory, command="trace").get("recorded", {})
-    num = recorded.get("num_shards", {}).get(f"{dataset}.{split}", len(keys))
-    if len(keys) != num:
-        raise FileNotFoundError(
-            f"{directory} has {len(keys)} of the {num} shards of {dataset}'s {split} split that were recorded; copy "
-            "the rows and signals of the others into it"
-        )
-    return [ShardSpec(key.split, key.shard, ()) for key in keys]
 
 
 def _name_of(sampling: Sampling) -> str:
@@ -295,11 +283,18 @@ def record_trace(
     return join_traces(traces)
 
 
+def without_hidden(trace: Trace, heads: Sequence[AcceptanceHead]) -> Trace:
+    """A trace that has the logits of some heads instead of the hidden states that other heads would need."""
+    for head in heads:
+        trace.logit(head)  # stays in the trace
+    return replace(trace, inputs=None)
+
+
 def trace(config: Config) -> None:
     """Record, or resume recording, the trace that evaluate, tune, replay and tables read."""
     folder = trace_folder(Experiment(config))
     folder.complete()
-    for dataset in folder.shards:
+    for dataset in folder.experiment.datasets:
         for split, part in vars(folder.load(dataset)).items():
             print(
                 f"{folder.directory / dataset}: {split} {len(part.rows):,} responses, {part.num_positions:,} tokens, "
@@ -322,22 +317,17 @@ def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:
     if directory.exists():
         raise ValueError(f"{directory} exists already; choose another --out, or delete it")
     trace, scorers = source / "trace", [AcceptanceHead.from_pretrained(path).eval() for path in heads]
-    manifest = read_manifest(trace, command="trace")
-    datasets = sorted(folder.parent.name for folder in trace.glob("*/rows"))
-    shards = [shard for dataset in datasets for split in SPLITS for shard in disk.shard_keys(trace, dataset, split)]
-    check_sums([path for shard in shards for path in shard.paths(trace)], command="trace")
+    manifest, keys = read_manifest(trace, command="trace"), recorded_keys(trace)
+    check_sums([path for key in keys for path in key.paths(trace)], command="trace")
     with atomic_directory(directory) as unfinished:
         if (source / "costs.jsonl").is_file():
             shutil.copy(source / "costs.jsonl", unfinished)
         facts: dict[str, Any] = {**manifest, "trace_hidden": False, "heads": list(heads)}
         write_atomic(unfinished / "trace" / "manifest.json", json.dumps(facts, indent=1).encode())
-        for shard in shards:
-            if (content := disk.read_shard(trace, shard, manifest)) is not None:
+        for key in keys:
+            if (content := read_shard(trace, key, manifest)) is not None:
                 rows = tuple(replace(row, prompt_ids=()) for row in content.rows)
-                for head in scorers:
-                    content.logit(head)  # stays in the trace, when its hidden states go
-                content = replace(content, rows=rows, inputs=None)
-            problems = read_sidecar(shard.paths(trace)[0])["problems"]
-            disk.write_trace(unfinished / "trace", shard, trace=content, problems=problems)
+                content = replace(without_hidden(content, scorers), rows=rows)
+            write_trace(unfinished / "trace", key, content, read_sidecar(key.paths(trace)[0])["problems"])
     num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    print(f"{directory}: {len(shards)} shards, logits of {len(heads)} heads, {num_bytes / 1e6:.1f} MB")
+    print(f"{directory}: {len(keys)} shards, logits of {len(heads)} heads, {num_bytes / 1e6:.1f} MB")

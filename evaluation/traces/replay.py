@@ -33,43 +33,25 @@ _ABSENT = dict.fromkeys(AfterDraw._fields, 0.0)
 """Signals that the policy does not read."""
 
 
-class Tokens(NamedTuple):
-    """The trace's entries for every token, and one entry after the last, which only lanes that have ended read."""
+class Rounds(NamedTuple):
+    """Rounds of several lanes, which are setting * num_rows + row."""
 
-    rejected: Int[Array, " positions+1"]
-    fork: Int[Array, " positions+1"]
-    branch: Int[Array, " positions+1"]
-    longest: Int[Array, " positions+1"]
-    is_eos: Bool[Array, " drafts+1"]
-    signals: dict[str, Float[Array, " drafts+1"]]
-    max_draft_length: int
-    oracle: Int[Array, " positions+1"] | None
-    """Tokens that it drafts in a round from each position; None for policies that know no outcomes."""
-    acceptance_prob: Float[Array, " drafts+1"] | None
-    """Acceptance probabilities that feedback is computed from; None for policies without feedback."""
-    has_blocks: bool
-    """Whether a round costs one forward of the draft, however many tokens it drafts."""
+    lane: Int[Array, " round"]
+    drafted: Int[Array, " round"]
+    accepted: Int[Array, " round"]
+    forwards: Int[Array, " round"]
+    """Forwards of the draft."""
+    emitted: Int[Array, " round"]
 
     @classmethod
-    def of(cls, trace: Trace, policy: Policy) -> "Tokens":
-        """Entries of the trace, with the signals that the policy reads."""
-        heads = {f"{timing_of(head)}_logit": head for head in policy.heads}
-        signals = {}
-        for name in policy.signals & frozenset(AfterDraw._fields):
-            values = trace.logit(heads[name]) if name in heads else trace.signal(name)
-            signals[name] = np.append(values, values[-1:])
-        return cls(
-            rejected=np.append(trace.rejected, trace.num_positions),
-            fork=np.append(trace.fork, trace.num_positions),
-            branch=np.append(trace.branch, 0),
-            longest=np.append(trace.longest, 0),
-            is_eos=np.append(trace.drafts["is_eos"], True),
-            signals=signals,
-            max_draft_length=trace.max_draft_length,
-            oracle=np.append(policy.lengths(trace.rejected, trace.offsets), 0) if isinstance(policy, Oracle) else None,
-            acceptance_prob=np.append(trace.drafts["acceptance_prob"], 0.0) if policy.zero_feedback else None,
-            has_blocks=trace.block_size is not None,
-        )
+    def joined(cls, parts: "list[Rounds]") -> "Rounds":
+        """Rounds of several parts, one after the other."""
+        return cls(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def by_lane(self) -> "Rounds":
+        """The same, lane after lane, those of each in their order."""
+        order = self.lane.argsort(kind="stable")
+        return Rounds(*(column[order] for column in self))
 
 
 @dataclass
@@ -77,17 +59,15 @@ class TraceLanes:
     """State of all lanes; start, end, limit, stop and fork are flat indices of the trace."""
 
     index: Int[Array, " lane"]
-    """Index in the totals."""
+    """Number of the lane in the rounds."""
     start: Int[Array, " lane"]
     """Where the round starts."""
     end: Int[Array, " lane"]
     """Where the response ends; a lane with start = end has ended."""
     limit: Int[Array, " lane"]
     """Where the length limit ends it at the latest."""
-    room: Int[Array, " lane"]
-    """The most tokens that the loop lets this round draft."""
     allowed: Int[Array, " lane"]
-    """The most that the policy lets it draft, of those."""
+    """The most tokens that this round may draft."""
     position: Int[Array, " lane"]
     """Tokens drafted so far in this round."""
     stop: Int[Array, " lane"]
@@ -99,134 +79,125 @@ class TraceLanes:
 
     @classmethod
     def of(cls, trace: Trace, index: Int[Array, " lane"], rows: Int[Array, " lane"]) -> "TraceLanes":
-        """TraceLanes at the start of these rows; no round has begun."""
+        """Lanes at the start of these rows; no round has begun."""
         start = trace.offsets[rows]
         limit = start + np.array([row.limit for row in trace.rows])[rows]
-        return cls(index, start, trace.offsets[rows + 1], limit, *[np.zeros_like(rows)] * 6)
+        return cls(index, start, trace.offsets[rows + 1], limit, *[np.zeros_like(rows)] * 5)
 
     def at(self, mask: Bool[Array, " lane"]) -> "TraceLanes":
         """The lanes in the mask."""
         return TraceLanes(*(values[mask] for values in vars(self).values()))
 
 
-_COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted", "num_draft_forwards")
-
-
-class Totals(NamedTuple):
-    """Counts of all lanes so far."""
-
-    counts: dict[str, Int[Array, " lanes"]]
-    lengths: Int[Array, "lanes lengths"]
-    rounds: list[tuple[Array, ...]]
-    """(lane, drafted, draft forwards, emitted) of the rounds that ended in each step; empty unless `keeps_rounds`."""
-    keeps_rounds: bool = False
-
-    @classmethod
-    def of(cls, num_lanes: int, max_draft_length: int, *, keeps_rounds: bool = False) -> "Totals":
-        """Totals before the first round."""
-        counts = {name: np.zeros(num_lanes, dtype=np.int64) for name in _COUNTED}
-        return cls(counts, np.zeros((num_lanes, max_draft_length + 1), dtype=np.int32), [], keeps_rounds)
-
-
 class Lockstep:
-    """Lanes that take their steps together."""
+    """Lanes that take their steps together.
 
-    def __init__(self, tokens: Tokens, policy: Policy, lanes: TraceLanes) -> None:
-        self.tokens, self.policy, self.lanes = tokens, policy, lanes
+    Columns of the trace have one entry more, which only lanes that have ended read.
+    """
+
+    def __init__(self, trace: Trace, policy: Policy, lanes: TraceLanes) -> None:
+        self.policy, self.lanes, self.longest = policy, lanes, trace.max_draft_length
+        self.has_blocks = trace.block_size is not None
+        self._rejected, self._fork = (np.append(column, trace.num_positions) for column in (trace.rejected, trace.fork))
+        self._first_drawn, self._room = np.append(trace.first_drawn, 0), np.append(trace.longest, 0)
+        self._is_eos = np.append(trace.drafts["is_eos"], True)
+        self._acceptance_prob = np.append(trace.drafts["acceptance_prob"], 0.0)
+        self._signals = {name: np.append(values, values[-1:]) for name, values in signals_for(policy, trace).items()}
+        self._oracle = None
+        if isinstance(policy, Oracle):
+            self._oracle = np.append(policy.lengths(trace.rejected, trace.offsets), 0)
         self.discards_short = bool(np.any(min_length(policy) > 0))
-        self.feedback: State = mapped(lambda value: np.full(len(lanes.index), value), policy.zero_feedback)
         size = len(lanes.index)
+        self.feedback: State = mapped(lambda value: np.full(size, value), policy.zero_feedback)
         # a state may hold one number for all lanes; compaction needs one of each
         self.state = mapped(lambda value: np.array(np.broadcast_to(value, size), dtype=np.float64), policy.start())
         self._begin(np.ones(size, dtype=bool), self.state)
 
-    def run(self, totals: Totals) -> None:
-        """Play all rounds of all lanes."""
+    def run(self) -> Iterator[Rounds]:
+        """Play all rounds of all lanes: those that end in each step."""
         for step in count(1):
             if step % _COMPACT_EVERY == 0:
                 self._compact()
                 if not len(self.lanes.index):
                     return
-            self._conclude(*self._drafted(self.lanes.position < self.lanes.allowed), totals)
+            yield self._conclude(*self._drafted(self.lanes.position < self.lanes.allowed))
 
     def _begin(self, begins: Array, state: State) -> None:
-        lanes, tokens = self.lanes, self.tokens
+        lanes = self.lanes
         self.state = merged(begins, self.policy.begin(state), self.state)
-        lanes.room = np.clip(lanes.limit - lanes.start - 1, 0, tokens.max_draft_length)
-        limit = self.policy.limit(self.state) if tokens.oracle is None else tokens.oracle.take(lanes.start)
-        allowed = np.minimum(np.minimum(limit, lanes.room), tokens.longest.take(lanes.start)).astype(np.int64)
+        limit = self.policy.limit(self.state) if self._oracle is None else self._oracle.take(lanes.start)
+        allowed = np.minimum(np.minimum(limit, self._allowed_by_loop()), self._room.take(lanes.start)).astype(np.int64)
         if self.discards_short:
             allowed = np.where(allowed < min_length(self.policy), 0, allowed)
-        first_rejected, fork = tokens.rejected.take(lanes.start), tokens.fork.take(lanes.start)
+        first_rejected, fork = self._rejected.take(lanes.start), self._fork.take(lanes.start)
         new = {"position": np.zeros_like(lanes.start), "allowed": allowed, "stop": first_rejected, "fork": fork}
         is_new = begins.all()  # with a fixed length always, and cheaper than the masks
         for name, values in new.items():
             setattr(lanes, name, values if is_new else np.where(begins, values, getattr(lanes, name)))
-        lanes.shift = tokens.branch.take(lanes.fork) - lanes.fork
+        lanes.shift = self._first_drawn.take(lanes.fork) - lanes.fork
         self.feedback = mapped(lambda value: np.where(begins, 0.0, value), self.feedback)
+
+    def _allowed_by_loop(self) -> Array:
+        return np.clip(self.lanes.limit - self.lanes.start - 1, 0, self.longest)
 
     def _drafted(self, may_draft: Array) -> tuple[Array, Array]:
         """One draft step where it is wanted: (where the draft has ended, where a forward ran and drew no token)."""
-        lanes, tokens = self.lanes, self.tokens
+        lanes = self.lanes
         path, at = lanes.start + lanes.position, self._indices()
         drawn = self._drawn(at)
         draws = may_draft
         if self.policy.stops_before:
             draws = may_draft & ~np.asarray(self.policy.stop_before(self.state, drawn.before), dtype=bool)
         state, stops = self.policy.after(self.state, drawn)
-        if tokens.acceptance_prob is not None:
-            feedback = self.policy.feedback(self.state, drawn, tokens.acceptance_prob.take(at))
+        if self.feedback:
+            feedback = self.policy.feedback(self.state, drawn, self._acceptance_prob.take(at))
             is_revealed = draws & (path <= lanes.stop)
             self.feedback = mapped(lambda total, new: total + np.where(is_revealed, new, 0.0), self.feedback, feedback)
         self.state = merged(draws, state, self.state)
         lanes.position = lanes.position + draws
-        return ~draws | stops | tokens.is_eos.take(at) | (lanes.position >= lanes.allowed), may_draft & ~draws
+        return ~draws | stops | self._is_eos.take(at) | (lanes.position >= lanes.allowed), may_draft & ~draws
 
-    def _indices(self) -> Array:
-        path = self.lanes.start + self.lanes.position
+    def _indices(self, before: int = 0) -> Array:
+        """Flat index of each lane's next token, or of one `before` it."""
+        path = self.lanes.start + self.lanes.position - before
         at = np.where(path < self.lanes.fork, path, path + self.lanes.shift)
         # lanes that wait for the others, or have ended, may point beyond the end
-        return np.minimum(at, len(self.tokens.is_eos) - 1, out=at)
+        return np.minimum(at, len(self._is_eos) - 1, out=at)
 
     def _drawn(self, at: Array) -> AfterDraw:
-        signals = {name: signal.take(at) for name, signal in self.tokens.signals.items()}
+        signals = {name: signal.take(at) for name, signal in self._signals.items()}
         if "fed_logit" in signals:
             signals["fed_logit"] = np.where(self.lanes.position == 0, np.inf, signals["fed_logit"])
         return AfterDraw(**(_ABSENT | signals | {"position": self.lanes.position}))
 
-    def _conclude(self, ended: Array, has_unused_forward: Array, totals: Totals) -> None:
+    def _conclude(self, ended: Array, has_unused_forward: Array) -> Rounds:
+        """Verify the drafts that have ended, and begin the next rounds."""
         lanes = self.lanes
         over = (ended & (lanes.start < lanes.end)).nonzero()[0]
-        index, start, drawn = lanes.index[over], lanes.start[over], lanes.position[over]
+        start, drawn = lanes.start[over], lanes.position[over]
         drafted = np.where(self._is_discarded()[over], 0, drawn) if self.discards_short else drawn
         accepted = np.minimum(drafted, lanes.stop[over] - start)
         emitted = np.minimum(accepted + 1, lanes.end[over] - start)
         # the forward of a block runs before its first token is read
-        forwards = lanes.allowed[over] > 0 if self.tokens.has_blocks else drawn + has_unused_forward[over]
-        amounts = (emitted, drafted, 1, accepted, forwards.astype(np.int64))
-        for name, amount in zip(_COUNTED, amounts, strict=True):
-            totals.counts[name][index] += amount
-        totals.lengths[index, drafted] += 1
-        if totals.keeps_rounds:
-            totals.rounds.append((index, drafted, amounts[-1], emitted))
+        forwards = lanes.allowed[over] > 0 if self.has_blocks else drawn + has_unused_forward[over]
+        rounds = Rounds(lanes.index[over], drafted, accepted, forwards.astype(np.int64), emitted)
         state = self.policy.end(self.state, self._outcome()) if self.policy.has_memory else self.state
         lanes.start[over] += emitted
         self._begin(ended, state)
+        return rounds
 
     def _is_discarded(self) -> Array:
         """Whether each lane's draft, if it ends now, is too short to be verified; one that an EOS ended never is."""
-        lanes = self.lanes
-        path = lanes.start + lanes.position - 1
-        last = np.clip(np.where(path < lanes.fork, path, path + lanes.shift), 0, len(self.tokens.is_eos) - 1)
-        return (lanes.position < min_length(self.policy)) & ~((lanes.position > 0) & self.tokens.is_eos.take(last))
+        ends_text = (self.lanes.position > 0) & self._is_eos.take(self._indices(before=1))
+        return (self.lanes.position < min_length(self.policy)) & ~ends_text
 
     def _outcome(self) -> Outcome:
         """Outcome of each lane's round, if it ends now; unused where it does not."""
-        lanes, entropy = self.lanes, self.tokens.signals.get("entropy")
+        lanes, entropy = self.lanes, self._signals.get("entropy")
         accepted = np.minimum(lanes.position, lanes.stop - lanes.start)
-        at_stop = np.minimum(lanes.stop + lanes.shift, len(self.tokens.is_eos) - 1)
+        at_stop = np.minimum(lanes.stop + lanes.shift, len(self._is_eos) - 1)
         rejected_entropy = 0.0 if entropy is None else np.where(accepted < lanes.position, entropy.take(at_stop), 0.0)
-        return Outcome(lanes.position, accepted, lanes.room, rejected_entropy, self.feedback)
+        return Outcome(lanes.position, accepted, self._allowed_by_loop(), rejected_entropy, self.feedback)
 
     def _compact(self) -> None:
         """Drop lanes that have ended, once they are many."""
@@ -237,6 +208,13 @@ class Lockstep:
                 mapped(lambda value: value[alive], numbers) for numbers in (self.state, self.feedback)
             )
             self.policy = expanded(self.policy, alive)
+
+
+def signals_for(policy: Policy, trace: Trace) -> dict[str, Float[Array, " drafts"]]:
+    """What the policy reads of each token."""
+    heads = {f"{timing_of(head)}_logit": head for head in policy.heads}
+    names = policy.signals & frozenset(AfterDraw._fields)
+    return {name: trace.logit(heads[name]) if name in heads else trace.signal(name) for name in names}
 
 
 def merged(mask: Array, new: State, old: State) -> State:
@@ -286,32 +264,36 @@ def replay_settings(trace: Trace, policy: Policy) -> Played:
         ValueError: array parameters of several lengths; a policy that discards short drafts and has memory, or is
             replayed on a trace of drawn drafts.
     """
-    shape = (num_settings(policy), len(trace.rows))
-    totals = _totals(trace, policy, keeps_rounds=False)
-    counts = Counts(**{name: count.reshape(shape) for name, count in totals.counts.items()})
-    return Played(counts, totals.lengths.reshape(*shape, -1), trace.prompt_of_row, policy.stop_kind)
-
-
-class Rounds(NamedTuple):
-    """Every round of every lane (setting * num_rows + row), lane after lane, each in its order."""
-
-    lane: Int[Array, " round"]
-    drafted: Int[Array, " round"]
-    forwards: Int[Array, " round"]
-    """Forwards of the draft."""
-    emitted: Int[Array, " round"]
+    shape, size = (num_settings(policy), len(trace.rows)), trace.max_draft_length + 1
+    tables, sums = [], []
+    for index, rounds in _played(trace, policy):
+        lane = rounds.lane - index[0]
+        table = np.bincount(lane * size + rounds.drafted, minlength=len(index) * size)
+        tables.append(table.reshape(len(index), size))
+        columns = rounds.emitted, rounds.accepted, rounds.forwards
+        sums.append([np.bincount(lane, column, minlength=len(index)) for column in columns])
+    lengths = np.concatenate(tables).reshape(*shape, size)
+    emitted, accepted, forwards = np.concatenate(sums, axis=1).astype(np.int64).reshape(3, *shape)
+    counts = Counts(
+        num_emitted=emitted,
+        num_drafted=lengths @ np.arange(size),
+        num_target=lengths.sum(-1),
+        num_accepted=accepted,
+        num_draft_forwards=forwards,
+    )
+    return Played(counts, lengths, trace.prompt_of_row, policy.stop_kind)
 
 
 def replay_rounds(trace: Trace, policy: Policy) -> Rounds:
-    """Every setting on every prompt, as `replay_settings` does it, round by round."""
-    totals = _totals(trace, policy, keeps_rounds=True)
-    rounds = Rounds(*(np.concatenate(column) for column in zip(*totals.rounds, strict=True)))
-    order = rounds.lane.argsort(kind="stable")
-    return Rounds(*(column[order] for column in rounds))
+    """Every setting on every prompt, as `replay_settings` does it: all rounds, lane after lane, each in its order."""
+    return Rounds.joined([rounds for _, rounds in _played(trace, policy)]).by_lane()
 
 
-def _totals(trace: Trace, policy: Policy, *, keeps_rounds: bool) -> Totals:
-    if np.any(min_length(policy) > 0) and (policy.has_memory or not trace.has_point_masses):
+def _played(trace: Trace, policy: Policy) -> Iterator[tuple[Array, Rounds]]:
+    """Play all lanes, many at once: their numbers, and their rounds, step after step."""
+    # of a draft without randomness the length is not random either
+    is_random = not (trace.draft_sampling or trace.sampling).is_greedy
+    if np.any(min_length(policy) > 0) and (policy.has_memory or is_random):
         raise ValueError(
             f"{type(policy).__name__} discards drafts of fewer than {np.max(min_length(policy))} tokens, which keeps "
             "the output distribution only if the draft proposes its likeliest token (law 4.3) and no round depends on "
@@ -319,10 +301,8 @@ def _totals(trace: Trace, policy: Policy, *, keeps_rounds: bool) -> Totals:
         )
     num_rows = len(trace.rows)
     num_lanes = num_settings(policy) * num_rows
-    totals, tokens = Totals.of(num_lanes, trace.max_draft_length, keeps_rounds=keeps_rounds), Tokens.of(trace, policy)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         for start in range(0, num_lanes, _LANES_AT_ONCE):
             index = np.arange(start, min(start + _LANES_AT_ONCE, num_lanes))
             lanes = TraceLanes.of(trace, index, index % num_rows)
-            Lockstep(tokens, expanded(policy, index // num_rows), lanes).run(totals)
-    return totals
+            yield index, Rounds.joined([*Lockstep(trace, expanded(policy, index // num_rows), lanes).run()])

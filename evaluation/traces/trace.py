@@ -4,9 +4,9 @@ All tokens are in one flat order: the *path* (the responses, row after row), the
 path position, in path order). With start s of a round and j tokens drafted before,
 
     flat(s, j) = s + j                               while s + j < rejected[s], the first rejected position from s on
-               = branch[rejected[s]] + s + j - rejected[s]                        from there on
+               = first_drawn[rejected[s]] + s + j - rejected[s]                   from there on
 
-`num_drafts` is that of path and branches together. Signals are float32, as the loop reads them.
+Signals are float32, as the loop reads them.
 
 What a feature draft draws depends on where its round began (`lm.features.rollout`). Its trace has a branch at every
 position, the whole draft of the round that starts there: `is_rejected` is True throughout, and `num_passing` has how
@@ -80,10 +80,9 @@ class Trace:
     logits of heads, filled when they are first needed.
     """
     positions: dict[str, Shaped[Array, " positions"]]
-    """Columns of every response token: is_rejected, acceptance_rate, and of a feature draft num_passing: the number of
-    tokens that verification accepts of the whole draft of a round that starts there.
+    """Columns of every response token: is_rejected, branch_lengths, acceptance_rate, and of a feature draft num_passing
+    (`Trace.num_passing`).
     """
-    branch_lengths: Int[Array, " rejected"]
     inputs: Callable[[], InputTensors] | None = None
     """Makes what heads read, the bulk of a trace, when a head first needs it."""
     draft_sampling: Sampling | None = None
@@ -102,14 +101,16 @@ class Trace:
         return self.positions["is_rejected"]
 
     @property
-    def num_passing(self) -> Int[Array, " positions"] | None:
-        """Tokens of a feature draft's rounds that are accepted; None for another draft."""
-        return self.positions.get("num_passing")
+    def branch_lengths(self) -> Int[Array, " positions"]:
+        """Tokens of the branch at each position; 0 where there is none, or no room for a draft before the limit."""
+        return self.positions["branch_lengths"]
 
     @property
-    def has_point_masses(self) -> bool:
-        """Whether each drafted token follows from the tokens before it, so that the draft's length is not random."""
-        return (self.draft_sampling or self.sampling).is_greedy
+    def num_passing(self) -> Int[Array, " positions"] | None:
+        """Tokens that verification accepts of the whole draft of a round that starts at each position, of a feature
+        draft; None for another draft.
+        """
+        return self.positions.get("num_passing")
 
     @cached_property
     def offsets(self) -> Int[Array, " row_offsets"]:
@@ -136,32 +137,17 @@ class Trace:
         return int(self.prompt_of_row.max()) + 1
 
     @property
-    def first_draws(self) -> list[int]:
-        """One row of each prompt and turn: the first of its draws."""
-        return list({(row.dataset, row.id): index for index, row in reversed([*enumerate(self.rows)])}.values())[::-1]
-
-    @property
     def num_positions(self) -> int:
         """Response tokens of all rows."""
         return len(self.is_rejected)
 
     @cached_property
-    def branch(self) -> Int[Array, " positions"]:
-        """Flat index of the first token of the branch at each position; the position itself where there is none."""
-        start = np.arange(self.num_positions)
+    def first_drawn(self) -> Int[Array, " positions"]:
+        """Flat index of the first token of a round from each position: the branch's, or where there is none the
+        response's token.
+        """
         firsts = self.num_positions + np.cumsum(self.branch_lengths) - self.branch_lengths
-        start[self.is_rejected] = np.where(self.branch_lengths > 0, firsts, start[self.is_rejected])
-        return start
-
-    @cached_property
-    def rejected(self) -> Int[Array, " positions"]:
-        """Where a round that starts at each position has its first rejection on the path; num_positions: nowhere."""
-        return self.fork if self.num_passing is None else np.arange(self.num_positions) + self.num_passing
-
-    @cached_property
-    def longest(self) -> Int[Array, " positions"]:
-        """The most tokens that a round from each position may draft; of a feature draft, those of its branch."""
-        return np.full(self.num_positions, self.max_draft_length) if self.num_passing is None else self.branch_lengths
+        return np.where(self.branch_lengths > 0, firsts, np.arange(self.num_positions))
 
     @cached_property
     def fork(self) -> Int[Array, " positions"]:
@@ -172,18 +158,23 @@ class Trace:
         return np.where(following < ends, following, none)
 
     @cached_property
-    def first_drawn(self) -> Int[Array, " positions"]:
-        """Flat index of the first token of a round from each position; the response's token if it drafts none."""
-        return np.where(self.is_rejected, self.branch, np.arange(self.num_positions))
+    def rejected(self) -> Int[Array, " positions"]:
+        """Where a round that starts at each position has its first rejection on the path; num_positions: nowhere."""
+        return self.fork if self.num_passing is None else np.arange(self.num_positions) + self.num_passing
+
+    @property
+    def longest(self) -> Int[Array, " positions"]:
+        """The most tokens that a round from each position may draft; of a feature draft, those of its branch."""
+        return np.full(self.num_positions, self.max_draft_length) if self.num_passing is None else self.branch_lengths
 
     @property
     def is_drafted(self) -> Bool[Array, " positions"]:
         """Whether a round from each position drafts: it needs room before the limit, and a feature draft its target."""
-        return ~self.is_rejected | (self.branch != np.arange(self.num_positions))
+        return ~self.is_rejected | (self.branch_lengths > 0)
 
     @property
     def is_first_accepted(self) -> Bool[Array, " positions"]:
-        """Whether verification accepts that token."""
+        """Whether verification accepts the token of `first_drawn`."""
         return ~self.is_rejected if self.num_passing is None else self.num_passing > 0
 
     @cached_property
@@ -191,17 +182,14 @@ class Trace:
         """Flat index of the token drawn before each, on its path or branch; for a row's first token, its own."""
         before = np.arange(len(self.token)) - 1
         before[self.offsets[:-1]] = self.offsets[:-1]
-        at = self.is_rejected.nonzero()[0][self.branch_lengths > 0]
-        before[self.branch[at]] = before[at]
+        at = self.branch_lengths.nonzero()[0]
+        before[self.first_drawn[at]] = before[at]
         return before
 
     @property
-    def num_before(self) -> Int[Array, " drafts"]:
-        """Tokens of the response before each token, on its path or branch."""
-        path = np.arange(self.num_positions) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
-        firsts = np.cumsum(self.branch_lengths) - self.branch_lengths
-        roots = np.repeat(path[self.is_rejected] - firsts, self.branch_lengths)
-        return np.concatenate([path, roots + np.arange(len(roots))])
+    def depths(self) -> Int[Array, " branched"]:
+        """Tokens of its branch before each token of the branches, in their flat order."""
+        return counted(self.branch_lengths)
 
     def signal(self, name: str) -> Float[Array, " drafts"]:
         """A signal as policies read it.
@@ -253,7 +241,9 @@ class Trace:
                 f"the head reads hidden states of width {head.hidden_size}, the trace's are {hidden.shape[-1]} wide; "
                 "use a head that was trained for this draft"
             )
-        numbers = self.drafts | {POSITION: np.log1p(self.num_before, dtype=np.float32)}
+        num_before = np.arange(self.num_positions) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
+        num_before = np.append(num_before, np.repeat(num_before, self.branch_lengths) + self.depths)
+        numbers = self.drafts | {POSITION: np.log1p(num_before, dtype=np.float32)}
         if missing := set(head.inputs.scalars) - numbers.keys():
             raise ValueError(
                 f"the head reads {', '.join(sorted(missing))}, which the trace was recorded without; record it again"
@@ -279,23 +269,20 @@ class Trace:
 
     def select(self, rows: Sequence[int], *, num_tokens: int | None = None) -> "Trace":
         """The trace of some rows; with `num_tokens`, as if their length limit had been at most that many tokens."""
-        return join_traces([self._row(row, num_tokens) for row in rows])
-
-    def _row(self, row: int, num_tokens: int | None) -> "Trace":
-        path = np.arange(self.offsets[row], self.offsets[row + 1])[:num_tokens]
-        whole = self.rows[row]
-        limit = whole.limit if num_tokens is None else min(whole.limit, num_tokens)
-        first = int(self.is_rejected[: path[0]].sum())  # branch
-        branches = slice(first, first + int(self.is_rejected[path].sum()))
-        start = self.num_positions + int(self.branch_lengths[:first].sum())
-        at = np.concatenate([path, np.arange(start, start + self.branch_lengths[branches].sum())])
+        every = [self.rows[row] for row in rows]
+        kept = [replace(row, response_ids=row.response_ids[:num_tokens]) for row in every]
+        if num_tokens is not None:
+            kept = [replace(row, limit=min(row.limit, num_tokens)) for row in kept]
+        sizes = np.array([len(row.response_ids) for row in kept], dtype=np.int64)
+        path = np.repeat(self.offsets[list(rows)], sizes) + counted(sizes)
+        lengths = self.branch_lengths[path]
+        at = np.append(path, np.repeat(self.first_drawn[path], lengths) + counted(lengths))
         return replace(
             self,
-            rows=(replace(whole, response_ids=whole.response_ids[: len(path)], limit=limit),),
+            rows=tuple(kept),
             drafts={name: values[at] for name, values in self.drafts.items()},
             positions={name: values[path] for name, values in self.positions.items()},
-            branch_lengths=self.branch_lengths[branches],
-            inputs=None if self.inputs is None else partial(_inputs_at, self.inputs, torch.from_numpy(at)),
+            inputs=None if self.inputs is None else cache(partial(_inputs_at, self.inputs, torch.from_numpy(at))),
         )
 
 
@@ -311,19 +298,14 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
     for trace in traces:
         if any(getattr(trace, name) != getattr(first, name) for name in _SHARED):
             raise ValueError(f"traces of {first.sampling} and of {trace.sampling} cannot be joined")
+    names = [name for name in first.drafts if all(name in trace.drafts for trace in traces)]
     ends = [trace.num_positions for trace in traces]
-
-    def drafts(name: str) -> Array:
-        columns = [trace.drafts[name] for trace in traces]
-        return np.concatenate(_paths_first(columns, ends))
-
     inputs = [trace.inputs for trace in traces if trace.inputs is not None]
     return replace(
         first,
         rows=tuple(row for trace in traces for row in trace.rows),
-        drafts={name: drafts(name) for name in first.drafts if all(name in trace.drafts for trace in traces)},
+        drafts={name: np.concatenate(_paths_first([trace.drafts[name] for trace in traces], ends)) for name in names},
         positions={name: np.concatenate([trace.positions[name] for trace in traces]) for name in first.positions},
-        branch_lengths=np.concatenate([trace.branch_lengths for trace in traces]),
         inputs=cache(lambda: _joined(inputs, ends)) if len(inputs) == len(traces) else None,
     )
 
@@ -347,3 +329,8 @@ def _paths_first(columns: Sequence[Any], ends: Sequence[int]) -> list[Any]:
     """The paths of several columns, which end at `ends`, and then their branches; arrays or tensors."""
     pairs = list(zip(columns, ends, strict=True))
     return [*(column[:end] for column, end in pairs), *(column[end:] for column, end in pairs)]
+
+
+def counted(lengths: Int[Array, " group"]) -> Int[Array, " member"]:
+    """0, 1, … of the members of each group, group after group: [2, 3] gives 0, 1, 0, 1, 2."""
+    return np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)

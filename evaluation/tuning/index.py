@@ -86,10 +86,10 @@ def pairs_of(trace: Trace, head: Any) -> Pairs:
     else:
         lengths = trace.branch_lengths
         passing = np.repeat(trace.num_passing, lengths)
-        positions = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
-        followed = ((positions < passing) & (positions + 1 < np.repeat(lengths, lengths))).nonzero()[0]
+        depths = trace.depths
+        followed = ((depths < passing) & (depths + 1 < np.repeat(lengths, lengths))).nonzero()[0]
         at = trace.num_positions + followed
-        following, is_accepted = at + 1, positions[followed] + 1 < passing[followed]
+        following, is_accepted = at + 1, depths[followed] + 1 < passing[followed]
     score = token_scores(trace, head)
     pairs = Pairs(score[at], score[following], is_accepted.astype(np.float64))
     known = ~np.isnan(pairs.score) & ~np.isnan(pairs.next_score)

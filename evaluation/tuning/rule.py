@@ -14,8 +14,7 @@ import numpy as np
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchAuto, BatchCosts
 from decode.policies.head import HeadPolicy
-from evaluation.batches.load import queue_of
-from evaluation.batches.lockstep import step_through
+from evaluation.batches.load import queue_of, step_through
 from evaluation.played import Played
 from evaluation.times import LinearCosts, Times
 from evaluation.traces.replay import replay_settings

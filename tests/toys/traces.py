@@ -100,6 +100,9 @@ class Toys:
         tokens = torch.tensor([token for _, token in seen])
         q, p = (torch.stack([self.probs(name, prefix) for prefix, _ in seen]) for name in ("q", "p"))
         log_probs, rate = logits.log_softmax(-1), acceptance_rate(q, p)
+        branch_lengths = np.zeros(len(is_rejected), dtype=np.int64)
+        branch_lengths[is_rejected] = lengths
+        rates = rate.numpy()[index[: len(is_rejected)]]
         signals = {
             "token": tokens,
             "is_eos": torch.isin(tokens, torch.tensor(sorted(self.eos_ids))),
@@ -115,8 +118,7 @@ class Toys:
             draft_sampling=self.draft_sampling,
             max_draft_length=self.length,
             drafts={name: values.numpy()[index] for name, values in signals.items()},
-            positions={"is_rejected": is_rejected, "acceptance_rate": rate.numpy()[index[: len(is_rejected)]]},
-            branch_lengths=np.array(lengths, dtype=np.int64),
+            positions={"is_rejected": is_rejected, "branch_lengths": branch_lengths, "acceptance_rate": rates},
             inputs=partial(InputTensors, hidden[index], torch.arange(3), torch.eye(4, dtype=torch.float64)[:3]),
         )
 

@@ -8,8 +8,7 @@ import torch
 from configs.schema import DecodeConfig
 from decode.experiment import Experiment
 from evaluation.batches.curves import BatchTimes, setups_of
-from evaluation.batches.load import load_at, queue_of
-from evaluation.batches.lockstep import step_through
+from evaluation.batches.load import load_at, queue_of, step_through
 from evaluation.competitor import bounds, competitors_of
 from evaluation.contest import Replays, replay_arms
 from evaluation.flag_types import sizes_of

@@ -255,5 +255,6 @@ def test_a_record_has_its_own_times_or_asks_for_some_and_is_refused_if_it_lost_a
     assert "curves of batches" in " ".join(" ".join(lines).split())
     replay = ("replay", *flags[:2], *RECORD, "--policy", "entropy", "--decode.dir")
     assert str(tmp_path / "x" / "trace") in refusal(capsys, *replay, str(tmp_path / "x"))
-    max(trace.glob("*/rows/test-*.parquet")).unlink()
-    assert "test split that were recorded" in refusal(capsys, *replay, str(tmp_path))
+    lost = max(trace.glob("*/rows/test-*.parquet"))
+    lost.unlink()
+    assert f"{lost} is missing" in refusal(capsys, *replay, str(tmp_path))

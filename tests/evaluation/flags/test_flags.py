@@ -1,7 +1,7 @@
 """`flags`: the setting it prints is the fastest that decoding finds, also from the counters that engines write."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 
 import numpy as np
@@ -9,6 +9,7 @@ import pytest
 
 from decode import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
+from decode.loop.rounds import Counts
 from decode.policies import FixedLength
 from decode.policies.batch import BatchCosts, Curve
 from decode.policies.registry import policy_of
@@ -77,7 +78,11 @@ def test_the_flags_are_the_fastest_of_decoding_every_setting(every, traces):
 )
 def test_an_engine_pays_the_same_for_a_setting_replayed_and_decoded(engine, setting, traces):
     policy = policy_of(ENGINES[engine].rule, setting)
-    played = Played.of(decoded(ModelDrafter(model(2), policy, vocab_size=VOCAB)), LENGTH)
+    every = decoded(ModelDrafter(model(2), policy, vocab_size=VOCAB))
+    counts = {f.name: np.array([[getattr(one.counts, f.name) for one in every]]) for f in fields(Counts)}
+    drafted = [[len(one.drafted) for one in made.rounds] for made in every]
+    lengths = np.array([[np.bincount(lengths, minlength=LENGTH + 1) for lengths in drafted]])
+    played = Played(Counts(**counts), lengths, np.arange(len(every)))
     answer = Answer(ENGINES[engine], traces, Times(1.0, (20.0, 21.0, 22.0)))
     replayed = replay_settings(next(iter(traces.values())).dev, policy)
     one, other = (answer.speculating.throughput(answer.engine.played(each, [setting])) for each in (played, replayed))

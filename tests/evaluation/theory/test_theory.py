@@ -138,9 +138,8 @@ def test_svips_bounds_hold_for_every_pair_of_distributions_and_cross_where_they_
     assert theory.pinsker(1.7) < theory.bretagnolle_huber(1.7)
 
 
-def test_what_is_no_rate_length_cost_or_divergence_is_refused():
-    refused = [(theory.expected_tokens, values) for values in ((1.1, 2), (math.nan, 2), (0.5, -1))]
-    refused += [(theory.speedup, (0.5, -0.1)), (theory.pinsker, (-0.1,)), (theory.bretagnolle_huber, (math.nan,))]
-    for of, values in refused:
+def test_what_is_no_rate_or_cost_is_refused():
+    cases = [(theory.expected_tokens, (1.1, 2)), (theory.expected_tokens, (math.nan, 2)), (theory.speedup, (0.5, -0.1))]
+    for of, values in cases:
         with pytest.raises(ValueError, match="is"):
             of(*values)

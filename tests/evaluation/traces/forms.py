@@ -11,10 +11,10 @@ from decode import ModelDrafter, SpeculativeDecoder
 from decode.loop.rounds import Counts
 from decode.policies import DSparkConfidence, FixedLength, HeadPolicy, Policy
 from decode.policies.auto import Auto
-from evaluation.traces.chains import ChainRecorder
-from evaluation.traces.played import PlayedSampler
+from evaluation.traces.coupling import Recorder
 from evaluation.traces.recording import record_trace
 from evaluation.traces.replay import replay_settings
+from evaluation.traces.sampler import PlayedSampler
 from evaluation.traces.trace import Trace
 from heads import AcceptanceHead
 from lm import CachedModel, Sampling, feature_model
@@ -53,10 +53,8 @@ def rules_of(kind: str) -> dict[str, Policy]:
     return _head_rules(width) | OF_BLOCKS | rules
 
 
-def recorder(
-    kind: str, sampling: Sampling = WARM, length: int = LENGTH, eos_ids: tuple[int, ...] = (EOS,)
-) -> ChainRecorder:
-    return ChainRecorder(draft(kind), target_of(kind), sampling, VOCAB, frozenset(eos_ids), length)
+def recorder(kind: str, sampling: Sampling = WARM, length: int = LENGTH, eos_ids: tuple[int, ...] = (EOS,)) -> Recorder:
+    return Recorder(draft(kind), target_of(kind), sampling, VOCAB, frozenset(eos_ids), length)
 
 
 def decoder_of(

@@ -8,8 +8,8 @@ import torch
 from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, LlamaCpp, Policy
 from decode.policies.auto import Auto
 from evaluation.flags.engines import ShortDrafts
-from evaluation.traces.played import PlayedSampler
 from evaluation.traces.replay import replay_settings
+from evaluation.traces.sampler import PlayedSampler
 from lm import Sampling
 from tests.evaluation.traces import forms
 from tests.evaluation.traces.forms import COUNTED, GREEDY, model_head, rows_that_differ, rules_of

@@ -49,8 +49,8 @@ def prefixes(trace: Trace) -> list[list[int]]:
     result: list[list[int]] = []
     for row in trace.rows:
         result += [[*row.prompt_ids, *row.response_ids[:position]] for position in range(len(row.response_ids))]
-    for at, length in zip(trace.is_rejected.nonzero()[0], trace.branch_lengths, strict=True):
-        tokens = trace.token[trace.branch[at] : trace.branch[at] + length].tolist()
+    for at, length in enumerate(trace.branch_lengths):
+        tokens = trace.token[trace.first_drawn[at] : trace.first_drawn[at] + length].tolist()
         result += [[*result[at], *tokens[:depth]] for depth in range(length)]
     return result
 
@@ -104,9 +104,10 @@ def test_every_signal_and_score_of_path_and_branches_is_that_of_a_forward_over_i
 def test_branches_start_with_a_token_that_is_rejected_and_end_where_no_round_can_continue(warm):
     positions = np.concatenate([np.arange(len(row.response_ids)) for row in warm.rows])
     limits = np.concatenate([np.full(len(row.response_ids), row.limit) for row in warm.rows])
-    for at, length in zip(warm.is_rejected.nonzero()[0], warm.branch_lengths, strict=True):
+    for at in warm.is_rejected.nonzero()[0]:
+        length, start = warm.branch_lengths[at], warm.first_drawn[at]
         room = min(small_pair.LENGTH, limits[at] - 1 - positions[at])
-        tokens = warm.token[warm.branch[at] : warm.branch[at] + length]
+        tokens = warm.token[start : start + length]
         assert length == room or tokens[-1] == small_pair.EOS
         assert small_pair.EOS not in tokens[:-1].tolist()
         assert length == 0 or tokens[0] != warm.token[at]
@@ -136,7 +137,6 @@ def test_outcomes_and_rejected_draws_have_the_coupling_law():
 
 def test_a_likeliest_token_is_accepted_where_the_response_has_it_with_the_targets_probability():
     trace = traced("likeliest", SHARP)
-    assert trace.has_point_masses
     models = [CachedModel(model(*sizes), vocab_size=VOCAB) for sizes in ((2,), (1, 2))]
     for row in range(6):
         part = trace.select([row])
@@ -146,8 +146,8 @@ def test_a_likeliest_token_is_accepted_where_the_response_has_it_with_the_target
         likeliest, p = (each.feed(prompt + response[:-1].tolist(), len(response)) for each in models)
         likeliest, p = likeliest.argmax(-1), SHARP.probs(p)
         assert part.is_rejected.tolist() == (likeliest != response).tolist()
-        at = part.is_rejected.nonzero()[0][part.branch_lengths > 0]
-        assert part.token[part.branch[at]].tolist() == likeliest[torch.from_numpy(at)].tolist()
+        at = part.branch_lengths.nonzero()[0]
+        assert part.token[part.first_drawn[at]].tolist() == likeliest[torch.from_numpy(at)].tolist()
         accepted = (~part.is_rejected).nonzero()[0]
         expected = p[torch.from_numpy(accepted), response[torch.from_numpy(accepted)]].numpy()
         assert part.signal("acceptance_prob")[accepted] == pytest.approx(expected, rel=1e-4)
@@ -233,9 +233,10 @@ def written(trace: Trace, directory: Path, num_shards: int = 2) -> Trace:
     if trace.draft_sampling is not None:
         manifest["draft_sampling"] = trace.draft_sampling.as_dict()
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    for index, rows in enumerate(np.array_split(np.arange(len(trace.rows)), num_shards)):
-        write_trace(directory, ShardKey("made", "dev", index), trace=trace.select(rows.tolist()), problems=[])
-    return read_trace(directory, "made", "dev", num_shards)
+    keys = [ShardKey("made", "dev", index) for index in range(num_shards)]
+    for key, rows in zip(keys, np.array_split(np.arange(len(trace.rows)), num_shards), strict=True):
+        write_trace(directory, key, trace.select(rows.tolist()), [])
+    return read_trace(directory, keys)
 
 
 @pytest.mark.parametrize(("kind", "sampling"), [("model", SHARP), ("likeliest", SHARP), ("eagle", WARM), ("rnn", WARM)])
@@ -251,7 +252,6 @@ def test_a_trace_is_the_same_after_writing_and_reading(kind, sampling, tmp_path)
         assert ours.keys() == theirs.keys()
         for name in ours.keys() - {"is_eos"}:
             np.testing.assert_array_equal(ours[name], theirs[name], name)
-    np.testing.assert_array_equal(back.branch_lengths, expected.branch_lengths)
     for ours, theirs in zip(back.inputs(), expected.inputs(), strict=True):
         assert torch.equal(ours, theirs)
 

@@ -40,13 +40,9 @@ def test_settings_side_by_side_are_replayed_as_they_would_be_alone(toys):
         replay_settings(toys, AdaEDL(np.zeros(2), np.zeros(3)))
 
 
-def test_draft_lengths_add_up_to_the_counts_and_totals_are_sums_over_rows(toys):
-    replayed = replay_settings(toys, POLICIES["ada_edl"])
-    assert np.array_equal(replayed.lengths.sum(-1), replayed.counts.num_target)
-    assert np.array_equal(replayed.lengths @ np.arange(4), replayed.counts.num_drafted)
+def test_totals_are_sums_over_rows_that_account_for_every_token(toys):
     counts = replay_settings(toys, POLICIES["fixed_length"]).total()
     assert counts.num_emitted == toys.num_positions
-    assert counts.num_drafted + counts.num_target == counts.num_emitted + counts.num_discarded
     # a round emits what it accepts and one token more, unless the draft's EOS ends the text
     num_ended_by_draft = counts.num_accepted + counts.num_target - counts.num_emitted
     assert 0 < num_ended_by_draft <= sum(row.response_ids[-1] == EOS for row in toys.rows)

@@ -13,6 +13,7 @@ plays itself.
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -29,11 +30,8 @@ class PlayedSampler(Sampler):
         self._random = RandomSampler(torch.Generator().manual_seed(row))
         self._path = part.token[: part.num_positions].tolist()
         self._rejected, self._forks = part.rejected.tolist(), part.fork.tolist()
-        at = part.is_rejected.nonzero()[0]
-        branches = zip(at.tolist(), part.branch[at], part.branch_lengths, strict=True)
-        self._branches: dict[int, list[int]] = {
-            position: part.token[start : start + length].tolist() for position, start, length in branches
-        }
+        branches = np.split(part.token[part.num_positions :], part.branch_lengths.cumsum())
+        self._branches: list[list[int]] = [tokens.tolist() for tokens in branches]
         self._next: int | None = None
         """Position of the token after the accepted ones, once verification has drawn their number."""
         self._begin(0)
@@ -61,7 +59,7 @@ class PlayedSampler(Sampler):
     def _begin(self, start: int) -> None:
         stop, fork = (column[start] if start < len(self._path) else start for column in (self._rejected, self._forks))
         self._start, self._num_passing, self._next = start, stop - start, None
-        self._drafted = iter([*self._path[start:fork], *self._branches.get(fork, ())])
+        self._drafted = iter([*self._path[start:fork], *self._branches[min(fork, len(self._path))]])
 
     def _recorded(self) -> int | None:
         if self._next is None:
