@@ -48,7 +48,7 @@ class Evaluation:
         heads, signals, labels = dict[str, Any](), {}, {}
         for timing, part in self._parts.items():
             heads |= dict(zip([self._names[row] for row in self._rows[timing]], part.of_heads(), strict=True))
-            histogram = part.signals.total()
+            histogram = part.signals.compute()
             signals[timing], labels[timing] = _signal_results(histogram), _label_results(histogram)
         return {"heads": {name: heads[name] for name in self._names}, "signals": signals, "labels": labels}
 
@@ -66,23 +66,23 @@ class _TimingMetrics:
         label, lengths = features.acceptance_prob, features.row_lengths
         calibrated = (logit + self.shift[:, None].to(logit)) / self.temperature[:, None].to(logit)
         signals = torch.stack([features.scalars["log_token_prob"].float(), -features.scalars["entropy"].float()])
-        self.tokens.add(observe(logit, label[None]))
+        self.tokens.update(observe(logit, label[None]))
         for way, values in (("raw", logit), ("calibrated", calibrated)):
             histograms = by_position(values, label, row_lengths=lengths, num_positions=NUM_POSITIONS)
             for sums, histogram in zip(self.drafts[way], histograms, strict=True):
-                sums.add(histogram)
-        self.signals.add(observe(signals, label[None]))
+                sums.update(histogram)
+        self.signals.update(observe(signals, label[None]))
 
     def of_heads(self) -> list[dict[str, Any]]:
         """All measurements of each head."""
-        histogram = self.tokens.total()
+        histogram = self.tokens.compute()
         columns = {"auroc": auroc(histogram), "temperature": self.temperature, "shift": self.shift}
         results: list[dict[str, Any]] = _unstack(columns)
         unit, zero = torch.ones_like(self.shift), torch.zeros_like(self.shift)
         affine = {"raw": (unit, zero), "calibrated": (1 / self.temperature, self.shift / self.temperature)}
         for way, of_heads in affine.items():
             of_tokens = _unstack(measures(histogram, *of_heads)._asdict())
-            of_drafts = _draft_results(*(sums.total() for sums in self.drafts[way]))
+            of_drafts = _draft_results(*(sums.compute() for sums in self.drafts[way]))
             bins = _unstack(reliability(histogram, *of_heads)._asdict())
             for index, result in enumerate(results):
                 result |= {f"{way}_{name}": value for name, value in of_tokens[index].items()}

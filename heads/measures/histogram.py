@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torchmetrics import Metric
 
 NUM_BINS = 2048
 LIMIT = 16.0
@@ -62,24 +63,22 @@ def observe(
     return Histogram(weight, accepted, logits, *sums)
 
 
-class Sums:
-    """Histograms summed over batches and, by `total`, over processes."""
+class Sums(Metric):
+    """A `Histogram`, summed over batches and, by `compute`, over processes."""
+
+    full_state_update = False
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._sums = observe(torch.zeros(num_rows, 0, device=device), torch.zeros(1, 0, device=device))
+        super().__init__()
+        for name, value in observe(torch.zeros(num_rows, 0), torch.zeros(1, 0))._asdict().items():
+            self.add_state(name, default=value, dist_reduce_fx="sum")
+        self.to(device)
 
-    def add(self, histogram: Histogram) -> None:
+    def update(self, histogram: Histogram) -> None:
         """Add the histogram of a batch."""
-        self._sums = Histogram(*map(torch.add, self._sums, histogram))
+        for name, value in histogram._asdict().items():
+            getattr(self, name).add_(value)
 
-    def total(self) -> Histogram:
+    def compute(self) -> Histogram:
         """The sum so far; every process must call this."""
-        return Histogram(*map(sum_over_processes, self._sums))
-
-
-def sum_over_processes(values: Tensor) -> Tensor:
-    """`values`, summed over the processes of the run."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        values = values.clone()
-        torch.distributed.all_reduce(values)
-    return values
+        return Histogram(*(getattr(self, name) for name in Histogram._fields))

@@ -21,7 +21,7 @@ from heads.batches.features import FEATURE_SETS, Batch, has_tokens, of_timing
 from heads.batches.online import DraftFeatures
 from heads.grid import HeadShape, grid, scalar_names, specs
 from heads.measures.evaluation import Evaluation
-from heads.measures.histogram import Histogram, Sums, observe, sum_over_processes
+from heads.measures.histogram import Histogram, Sums, observe
 from heads.measures.scores import auroc, fit_temperature, measures
 from heads.measures.survival import reach_of
 from heads.model.head import AcceptanceHead
@@ -100,7 +100,7 @@ class Sweep(pl.LightningModule):
             label = of_timing(batch, stack.shape.timing).acceptance_prob
             accept_weights = torch.full_like(weights, self.config.accept_weight)
             targets = Targets.of(label, accept_weights, weights, self._reach(batch, stack))
-            targets = targets._replace(mass=sum_over_processes(targets.mass) / self.trainer.world_size)
+            targets = targets._replace(mass=self.trainer.strategy.reduce(targets.mass, reduce_op="mean"))
             step = (self.config.seed, self.current_epoch, batch_idx, self.global_rank)
             dropout = stack.dropout(self.config.dropout, *step)
             losses.append(stack.loss(*self._inputs(stack, batch), targets=targets, dropout=dropout))
@@ -121,10 +121,10 @@ class Sweep(pl.LightningModule):
             logits = self.logits(stack, batch).float()
             histograms.append(observe(logits, label[None], self._reach(batch, stack)[None]))
         if histograms:
-            self._validation.add(Histogram(*map(torch.cat, zip(*histograms, strict=True))))
+            self._validation.update(Histogram(*map(torch.cat, zip(*histograms, strict=True))))
 
     def on_validation_epoch_end(self) -> None:
-        histogram = self._validation.total()
+        histogram = self._validation.compute()
         if self.trainer.sanity_checking:
             return
         shift = self._shift

@@ -76,8 +76,8 @@ def test_weights_count_as_repeated_tokens_and_batches_add_up_to_the_whole(tokens
     torch.testing.assert_close(auroc(weighted), auroc(repeated))
     sums = Sums(3, logit.device)
     for part in range(0, 4000, 700):
-        sums.add(observe(logit[:, part : part + 700], prob[None, part : part + 700]))
-    for ours, whole in zip(sums.total(), observe(logit, prob[None]), strict=True):
+        sums.update(observe(logit[:, part : part + 700], prob[None, part : part + 700]))
+    for ours, whole in zip(sums.compute(), observe(logit, prob[None]), strict=True):
         torch.testing.assert_close(ours, whole)
 
 
