@@ -64,7 +64,8 @@ _NAMES = {
 LIMITS = {name: limit for limit, names in _NAMES.items() for name in names.split()}
 """Dotted name -> the limit of its number, or of each number of its list. null passes where the schema allows it."""
 _LOCAL_PATHS = "data.dir data.split_ids data.responses heads.dir decode.dir"
-_PATHS_OR_HUB_IDS = "pair.target.path pair.draft.path pair.micro.path data.prompts decode.datasets decode.heads"
+_PATHS_OR_HUB_IDS = "data.prompts decode.datasets decode.heads"
+"""Besides those of `pair`, which are checked when it is made."""
 
 
 def refuse_null(schema: Any, section: Any, name: str) -> None:

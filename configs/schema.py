@@ -6,6 +6,8 @@ A field's docstring is its help on the command line. `configs.limits` has ranges
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from configs.paths import check_local
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
@@ -63,6 +65,8 @@ class PairConfig:
     """CPU threads of torch; null: torch's default. Same seed, machine and thread count give the same bytes."""
 
     def __post_init__(self) -> None:
+        for name, model in (("target", self.target), ("draft", self.draft), ("micro", self.micro)):
+            check_local(model and model.path, f"pair.{name}.path", may_be_on_hub=True)
         if self.draft.path == "mtp":
             mtp = replace(self.draft, path=f"{self.target.path}#mtp", revision=self.target.revision)
             object.__setattr__(self, "draft", mtp)

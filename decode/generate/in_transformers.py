@@ -26,6 +26,7 @@ With `return_dict_in_generate` the result has the sequences and the rounds; its 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from os import PathLike
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,6 +44,7 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from configs.schema import ModelSource
 from decode.drafters.factory import draft_of, target_of
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
@@ -51,7 +53,7 @@ from decode.policies.engines import Assisted
 from decode.policies.plain import Heuristic
 from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits, description_of
-from lm import FeatureDraft, Sampler, Sampling, eos_ids_of
+from lm import FeatureDraft, Sampler, Sampling, eos_ids_of, load_model
 from lm.selfcheck import is_written
 
 _ASSISTED: dict[str, Any] = {
@@ -117,7 +119,7 @@ def speculative_generate(
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
     *,
-    draft_model: PreTrainedModel | FeatureDraft | None = None,
+    draft_model: PreTrainedModel | FeatureDraft | str | PathLike[str] | None = None,
     policy: Policy | str | None = None,
     max_draft_length: int = 20,
     allow_foreign_heads: bool = False,
@@ -129,7 +131,8 @@ def speculative_generate(
     """The prompt and the target's continuation; ValueError for what this module's docstring lists as refused.
 
     Args, beside those that `generate` passes:
-        draft_model: a model with the target's ids, or a feature draft of the target.
+        draft_model: a model with the target's ids, a feature draft of the target, or the path of a model, which every
+            call loads in the target's dtype.
         policy: when to stop drafting, as an object or as for `--policy` ("fixed_length:k=4"); None: transformers'
             settings of assisted generation if they are set, else its heuristic.
         allow_foreign_heads: accept a head that was trained with other models or another sampling.
@@ -138,6 +141,9 @@ def speculative_generate(
         streamer: gets the prompt and each round; pass it by `functools.partial`.
         model_kwargs: other keywords that `generate` prepared or got.
     """
+    if isinstance(draft_model, str | PathLike):
+        source = ModelSource(path=str(draft_model), dtype=str(model.dtype).removeprefix("torch."))  # type: ignore[arg-type]
+        draft_model = load_model(source).to(model.device)  # type: ignore[arg-type]
     if generation_config is None or not isinstance(draft_model, PreTrainedModel | FeatureDraft):
         call = "target.generate(…, custom_generate=speculative_generate, draft_model=draft)"
         raise ValueError(f"speculative_generate needs a draft model, not {draft_model!r:.80}, and generate: {call}")

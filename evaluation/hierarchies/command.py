@@ -44,7 +44,7 @@ def hierarchy(
     max_rejection_prob: float = 0.5,
     json: bool = False,
 ) -> None:
-    """Compare HSDDW's variants and Chen's with plain speculation, and print where a third level is worth it.
+    """Compare HSDDW's and Chen's variants with plain speculation: where does a third level pay?
 
     Args:
         config: pair.micro is needed; decode.num_dev and num_test say how many prompts.

@@ -58,10 +58,15 @@ def recorder(sampling: Sampling, length: int = LENGTH) -> Recorder:
 
 def trace(sampling: Sampling, *, copies: int = 1, seed: int = 0, length: int = LENGTH, draft_sampling=None) -> Trace:
     """Responses of the target to every prompt, `copies` times each, as a trace."""
-    prompts, recording = PROMPTS * copies, replace(recorder(sampling, length), draft_sampling=draft_sampling)
-    ids = {"vocab_size": VOCAB, "eos_ids": recording.eos_ids}
-    source = TargetInProcess(recording.target, sampling, **ids, max_new_tokens=LIMIT, batch_size=64)
+    recording = replace(recorder(sampling, length), draft_sampling=draft_sampling)
+    return traced_by(recording, PROMPTS * copies, LIMIT, seed)
+
+
+def traced_by(recorder: Recorder, prompts: list[list[int]], limit: int, seed: int = 0) -> Trace:
+    """One response of the recorder's target to each prompt, as a trace."""
+    ids = {"vocab_size": recorder.vocab_size, "eos_ids": recorder.eos_ids}
+    source = TargetInProcess(recorder.target, recorder.sampling, **ids, max_new_tokens=limit, batch_size=64)
     answers = source.respond([Request(str(i), "", ids) for i, ids in enumerate(prompts)], seed, lambda count: None)
     pairs = enumerate(zip(prompts, answers, strict=True))
     exchanges = [Exchange(str(i), "", ids, one.response_ids, one.finish_reason) for i, (ids, one) in pairs]
-    return record_trace(recording, exchanges, max_new_tokens=LIMIT, seed=seed + 1)
+    return record_trace(recorder, exchanges, max_new_tokens=limit, seed=seed + 1)

@@ -90,7 +90,7 @@ def filled(target: PreTrainedModel) -> DynamicCache:
         ({"past_key_values": lambda target: transformers.StaticCache(target.config, 32)}, "cache handed in"),
         ({"inputs": None, "inputs_embeds": lambda target: target.get_input_embeddings()(PROMPT)}, "inputs_embeds"),
         ({"draft_model": None}, "needs a draft"),
-        ({"draft_model": "a/path"}, "needs a draft model, not 'a/path'"),
+        ({"draft_model": 5}, "needs a draft model, not 5"),
         ({"max_new_tokens": 61}, "context of 64"),
         ({"policy": FixedLength(2), "num_assistant_tokens": 2}, "num_assistant_tokens and a policy are both set"),
         ({"policy": "fixed_length:k=-4"}, "k is -4"),
@@ -230,8 +230,13 @@ def test_the_settings_of_assisted_generation_and_policies_in_words_decide_the_dr
     assert [round_.drafted for round_ in ours] == [round_.drafted for round_ in expected]
 
 
-def test_ids_keep_their_dtype():
+def test_a_draft_given_by_its_path_drafts_as_the_loaded_one_and_ids_keep_their_dtype(tmp_path):
     target, draft = random_pair("llama")
+    draft.save_pretrained(tmp_path)
+    ours, expected = (
+        generate(target, model, return_dict_in_generate=True).generation for model in (str(tmp_path), draft)
+    )
+    assert [r.drafted for r in ours.rounds] == [r.drafted for r in expected.rounds]
     for dtype in (torch.int32, torch.int64):
         plain, ours = target.generate(PROMPT.to(dtype), **GREEDY), generate(target, draft, PROMPT.to(dtype))
         assert (ours.dtype, ours.tolist()) == (plain.dtype, plain.tolist())
