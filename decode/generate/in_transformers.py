@@ -131,8 +131,7 @@ def speculative_generate(
     """The prompt and the target's continuation; ValueError for what this module's docstring lists as refused.
 
     Args, beside those that `generate` passes:
-        draft_model: a model with the target's ids, a feature draft of the target, or the path of a model, which every
-            call loads in the target's dtype.
+        draft_model: a model with the target's ids or its path (loaded at every call), or a feature draft of the target.
         policy: when to stop drafting, as an object or as for `--policy` ("fixed_length:k=4"); None: transformers'
             settings of assisted generation if they are set, else its heuristic.
         allow_foreign_heads: accept a head that was trained with other models or another sampling.
@@ -141,9 +140,7 @@ def speculative_generate(
         streamer: gets the prompt and each round; pass it by `functools.partial`.
         model_kwargs: other keywords that `generate` prepared or got.
     """
-    if isinstance(draft_model, str | PathLike):
-        source = ModelSource(path=str(draft_model), dtype=str(model.dtype).removeprefix("torch."))  # type: ignore[arg-type]
-        draft_model = load_model(source).to(model.device)  # type: ignore[arg-type]
+    draft_model = _loaded(draft_model, model)
     if generation_config is None or not isinstance(draft_model, PreTrainedModel | FeatureDraft):
         call = "target.generate(…, custom_generate=speculative_generate, draft_model=draft)"
         raise ValueError(f"speculative_generate needs a draft model, not {draft_model!r:.80}, and generate: {call}")
@@ -161,9 +158,17 @@ def speculative_generate(
     generation = Generation.of(list(rounds if streamer is None else _streamed(rounds, input_ids, streamer)))
     new_ids = torch.tensor([generation.token_ids], dtype=torch.long, device=input_ids.device).view(1, -1)
     sequences: Any = torch.cat([input_ids, new_ids], dim=-1)
-    if not config.return_dict_in_generate:
-        return sequences  # type: ignore[no-any-return]
-    return SpeculativeOutput(sequences=sequences, generation=generation)
+    output = SpeculativeOutput(sequences=sequences, generation=generation)
+    return output if config.return_dict_in_generate else sequences
+
+
+def _loaded(draft: Any, target: PreTrainedModel) -> Any:
+    """The draft; one at a path is loaded in the target's dtype and onto its device."""
+    if not isinstance(draft, str | PathLike):
+        return draft
+    dtype: Any = str(target.dtype).removeprefix("torch.")
+    model: Any = load_model(ModelSource(path=str(draft), dtype=dtype))
+    return model.to(target.device)
 
 
 def _policy_of(policy: Policy | str | None, config: GenerationConfig) -> Policy:

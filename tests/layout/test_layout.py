@@ -25,27 +25,27 @@ MORE_PARAMETERS = {
 
 CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
-    "configs": (1324, 1000),
-    "store": (614, 500),
-    "lm": (5765, 4500),  # 500 lines for drafts in use: layouts of their producers, and MTP layers
-    "data_gen": (6127, 4400),
-    "heads": (4279, 3600),
-    "decode": (5030, 4200),
-    "evaluation": (10960, 7400),
-    "serve": (846, 800),
-    "checkpoints/recipes": (1554, 1400),
-    "benchmarks": (794, 800),
-    "tests": (25033, 18000),
+    "configs": (1139, 1000),
+    "store": (609, 500),
+    "lm": (5114, 4500),  # 500 lines for drafts in use: layouts of their producers, and MTP layers
+    "data_gen": (5671, 4400),
+    "heads": (4103, 3600),
+    "decode": (4565, 4200),
+    "evaluation": (9964, 7400),
+    "serve": (792, 800),
+    "checkpoints/recipes": (1469, 1400),
+    "benchmarks": (567, 800),
+    "tests": (23878, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
-MAX_RECORD_TYPES = 158
+MAX_RECORD_TYPES = 152
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
 
 WORDS = {
     **dict.fromkeys(
         ("told", "asked", "anew", "dear", "stands", "seat", "abroad", "yardstick", "champion", "finalist"), 0
     ),
-    "place": 8,
+    "place": 7,
     "chance": 4,
     "behind": 1,
     "of its own": 3,

@@ -90,7 +90,6 @@ def filled(target: PreTrainedModel) -> DynamicCache:
         ({"past_key_values": lambda target: transformers.StaticCache(target.config, 32)}, "cache handed in"),
         ({"inputs": None, "inputs_embeds": lambda target: target.get_input_embeddings()(PROMPT)}, "inputs_embeds"),
         ({"draft_model": None}, "needs a draft"),
-        ({"draft_model": 5}, "needs a draft model, not 5"),
         ({"max_new_tokens": 61}, "context of 64"),
         ({"policy": FixedLength(2), "num_assistant_tokens": 2}, "num_assistant_tokens and a policy are both set"),
         ({"policy": "fixed_length:k=-4"}, "k is -4"),
