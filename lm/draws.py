@@ -38,7 +38,7 @@ class Sampler(Protocol):
         """A token id drawn from the distribution."""
 
     def draw(self, dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """As `token`, but on the device of the distribution, without a transfer to the host; the width for NaN."""
+        """Draw a token id without leaving the device of the distribution; NaN gives its width."""
         return torch.tensor([self.token(dist)], device=dist.device)
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:

@@ -89,7 +89,7 @@ class Branches:
         self._tree: Continuations | None = None
 
     def begin(self, lengths: Int[Tensor, " branch"]) -> Float[Tensor, "branch hidden"]:
-        """`Rollouts.begin`."""
+        """Start a draft after each prefix of these lengths; the hidden state that its first token is drawn from."""
         if self._tree is not None:
             self._tree.drop()
         lengths = lengths.to(self._hidden.device)

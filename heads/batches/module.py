@@ -114,8 +114,8 @@ class FeatureData(pl.LightningDataModule):
         return self._names[split]
 
     def _paths(self, split: str) -> list[dict[str, Path]]:
-        """Of each shard of a split, folder -> file: labels, hidden states unless the draft computes them, rows if they
-        are read.
+        """The files of each shard of a split, by folder: labels, hidden states unless the draft computes them, and rows
+        if they are read.
         """
         has_sets = split != "train" and isinstance(self.manifest["prompts"], list)
         states = [] if self.is_online else [f"features/{timing}" for timing in self.timings]
