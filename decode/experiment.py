@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from configs.paths import check_local
 from configs.schema import Config, DataConfig, ModelSource, PromptSource
@@ -35,13 +35,6 @@ BETWEEN: tuple[tuple[Level, Level], ...] = (("micro", "draft"), ("draft", "targe
 
 TRAINING_FREE = "cumulative_token_prob"
 """The default policy without a head: of those without training, the fastest on the measured pairs."""
-
-
-class DefaultPolicy(NamedTuple):
-    """The policy if none is named, and the reason as one line."""
-
-    spec: str
-    reason: str
 
 
 class Experiment:
@@ -255,18 +248,16 @@ class Experiment:
         return policy_of(name, parameters, self.load_head)
 
     @cached_property
-    def default_policy(self) -> DefaultPolicy:
-        """The policy of the verdict, else the best head, else one without training."""
+    def default_policy(self) -> tuple[str, str]:
+        """The policy if none is named, and the reason in one line: of the verdict, else the best head, else one without
+        training.
+        """
         if (verdict := read_verdict(self.directory, self.head_paths, self.identity)) is not None:
-            return DefaultPolicy(verdict["policy"], f"{verdict['sentence']} It is {verdict['speed']}")
-        best = best_head(self.head_paths)
-        if best is not None:
-            return DefaultPolicy("head", f"head {best.reason}")
-        return DefaultPolicy(
-            TRAINING_FREE,
-            f"{TRAINING_FREE}, which needs no training: no head in {self.exported} "
-            "(`acceptance-heads train` and `export` make them)",
-        )
+            return verdict["policy"], f"{verdict['sentence']} It is {verdict['speed']}"
+        if (best := best_head(self.head_paths)) is not None:
+            return "head", f"head {best.reason}"
+        remedy = "(`acceptance-heads train` and `export` make them)"
+        return TRAINING_FREE, f"{TRAINING_FREE}, which needs no training: no head in {self.exported} {remedy}"
 
     def _compared(self, level: Level) -> Mapping[str, Any]:
         return {"role": f"pair.{level}", "path": getattr(self.models, level).path, **self.described(level)}

@@ -118,8 +118,7 @@ class PairModels:
     def draft(self) -> CachedModel:
         """The draft of a hierarchy, a separate model; ValueError for a feature draft."""
         assert self.pair.draft
-        made = self.draft_for(Policy())
-        assert isinstance(made, CachedModel)
+        made: Any = self.draft_for(Policy())
         return made
 
     @cached_property
@@ -133,15 +132,8 @@ class PairModels:
         draft: Any = self.draft_for(policy)
         return TreeDrafter(draft, policy, shape, read_every=read_every) if shape else ModelDrafter(draft, policy)
 
-    def decoder(
-        self, drafter: Drafter, *, eos_ids: frozenset[int] | None = None, **settings: Any
-    ) -> SpeculativeDecoder:
-        """The loop of the pair's target with a drafter on these models.
-
-        Args:
-            drafter: made here, or a hierarchy.
-            eos_ids: None: those of the pair.
-            settings: `sampling` and `max_draft_length` of `SpeculativeDecoder`.
+    def decoder(self, drafter: Drafter, **settings: Any) -> SpeculativeDecoder:
+        """The loop of the pair's target with a drafter on these models; `settings` are of `SpeculativeDecoder`, and
+        `eos_ids` those of the pair unless they say otherwise.
         """
-        eos_ids = self.pair.eos_ids if eos_ids is None else eos_ids
-        return SpeculativeDecoder(self.target, drafter, eos_ids=eos_ids, **settings)
+        return SpeculativeDecoder(self.target, drafter, **{"eos_ids": self.pair.eos_ids} | settings)

@@ -6,14 +6,10 @@ q(y_i) / q'(y_i)), the first that fails is replaced by a draw from norm(max(0, q
 q_{k+1} yields a free token, if `InnerRounds.bonus`. If the inner drafter proposed nothing, that token is always drawn:
 plain drafting by `model`.
 
-It is lossless: given everything before it, a token that leaves an inner round has the distribution q of `model` (law
-4.2), so the outer verification gets q and sees an ordinary draft; by induction this holds at any depth. The stops are
-legal (law 4.3): the policy of this level sees the signals of `model` at each emitted position, before the token, or
-after it, and then the token is kept. Tokens after a stop are dropped unseen. The length of the inner acceptance, which
-policies learn, affects only later stops.
-
-Counts: `num_draft_forwards` are forwards of `model`; `num_micro` tokens that the level right below proposed;
-`num_micro_forwards` forwards of all levels below.
+It is lossless: a token that leaves an inner round has the distribution q of `model` (law 4.2), so the outer
+verification sees an ordinary draft; by induction this holds at any depth. The stops are legal (law 4.3): the policy of
+this level sees the signals of `model` at each emitted position, before the token, or after it, and then the token is
+kept. Tokens after a stop are dropped unseen. The length of the inner acceptance affects only later stops.
 
 HSDDW, Hierarchical Speculative Decoding with Dynamic Window (Syu & Lee, Findings of NAACL 2025): micro, draft and
 target. Self-verify: a model keeps the token it drew and stops drafting after it when the entropy H of the distribution
@@ -33,19 +29,19 @@ c8fed41) are wrong or incomplete; levels can also stop by other policies, among 
 * The window shrinks through a minimum over a set that contains 0, so it would stay 0. Here the first position above tau
   ends it.
 * n_tot, the tokens passed to the target, omits the resampled token. Here every emitted token is proposed and counted.
-* The entropy lists of the two levels are aliases of one list, and tau_1 is updated under tau_2's index. Here each
-  level's policy has its own state: H of its distribution at the first token that the level above rejected.
+* The two levels share one entropy list, and tau_1 is updated under tau_2's index. Here each level's policy has its own
+  state: H of its distribution at the first token that the level above rejected.
 * At a position where the draft is unsure, the program replaces the micro's token from the residual *without testing
   it*, which is biased. Here that token is verified as any other and is the last of the draft; still one forward.
-* The program starts both tau at 10 in the full algorithm, replacing them in the first inner round by its smallest
-  entropies; elsewhere at 0, as the paper says and as this does throughout.
+* In the full algorithm the program starts both tau at 10 and replaces them in the first inner round by its smallest
+  entropies; here, as in the paper, they start at 0.
 * In the first two configurations the program drafts alone whatever the pre-verified tokens are, and tau_2 takes the
-  entropy after all K micro tokens even if one was rejected. Here the draft's self-verification sees every token that
-  it emits, and tau_2 takes the entropy of the rejected token.
-* The program's entropies are of distributions after temperature, top-k and top-p; here of untruncated ones at
-  temperature 1 (law 4.1). Both agree in the paper's runs.
-* A draft of the full algorithm ends in the program only at more than 50 tokens, here at the loop's max_draft_length;
-  and EOS inside an inner block only after the target's verification, here at once. `bonus=False` omits the free token.
+  entropy after all K micro tokens. Here the draft's self-verification sees every token that it emits, and tau_2 takes
+  the entropy of the rejected one.
+* The program's entropies are of distributions after temperature, top-k and top-p; here they follow law 4.1. Both agree
+  in the paper's runs.
+* A draft of the program ends at more than 50 tokens, and after an EOS only once the target has verified it; here at the
+  loop's max_draft_length, and at the EOS.
 
 Chen's hierarchical variant (H. Chen, An Exploration of Hierarchical Speculative Decoding, Algorithm 2): m times (n
 tokens of the small model, then one of the medium), then the target verifies all. Every token is verified against the
@@ -56,9 +52,9 @@ has the distribution
     min(p, q) + (1 - sum_v min(p, q)(v)) p
 
 which is p only if q = p: the paper admits that "the distribution of outputs may differ". A test shows the bias.
-Another departure: the listing returns x_1 ... x_k, including the first rejected token, and draws the next from p_{k+1},
-while Table A.1 and Theorem 3.2 count k tokens in all. Here, as they count, k - 1 tokens are accepted, and the
-replacement is drawn at the rejected position. A draft may end inside a block, at EOS or at the length limit.
+Another departure: the listing keeps the first rejected token x_k and draws the next from p_{k+1}, while Table A.1 and
+Theorem 3.2 count k tokens in all. Here, as they count, k - 1 tokens are accepted, and the replacement is drawn at the
+rejected position. A draft may end inside a block, at EOS or at the length limit.
 """
 
 from collections.abc import Iterator
@@ -228,10 +224,10 @@ class InterleavedDrafter:
         self.m, self.n = m, n
 
     def start(self, session: Session) -> None:
+        self._session = session
         for model, role in ((self.small, "small draft"), (self.medium, "medium draft")):
             session.take(model, role)
             model.reset()
-        self._session = session
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         proposal = Proposal()

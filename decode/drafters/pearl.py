@@ -19,6 +19,7 @@ verification, with its bonus token if there is room.
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -79,9 +80,8 @@ class PearlDecoder(SpeculativeDecoder):
         if gamma < 1:
             raise ValueError(f"gamma is {gamma}; PEARL drafts at least 1 token a step")
         self.ahead = _AheadDrafter(draft, FixedLength(gamma), vocab_size=vocab_size)
-        super().__init__(
-            target, self.ahead, sampling=sampling, max_draft_length=gamma, eos_ids=eos_ids, vocab_size=vocab_size
-        )
+        settings: Any = {"sampling": sampling, "eos_ids": eos_ids, "vocab_size": vocab_size}
+        super().__init__(target, self.ahead, max_draft_length=gamma, **settings)
         if is_parallel and self.target.device == self.ahead.model.device:
             raise ValueError(
                 f"target and draft are both on {self.target.device}, but running PEARL in parallel needs two devices; "
@@ -99,7 +99,9 @@ class PearlDecoder(SpeculativeDecoder):
         pending = text[len(self.target) :]
         verified = None if self._pool is None else self._pool.submit(self.target.feed, pending, num_waiting + 1)
         try:
-            new = self._draft(text, num_left - num_waiting)
+            num_allowed = min(self.max_draft_length, num_left - num_waiting)
+            has_ended = num_waiting > 0 and text[-1] in self.eos_ids  # with an EOS that is not tested yet
+            new = Proposal() if has_ended or num_allowed < 1 else self.ahead.propose(text, num_allowed)
             drafted_s = perf_counter()
         finally:
             # if drafting raises, the next generation must find caches that no forward writes to
@@ -127,9 +129,3 @@ class PearlDecoder(SpeculativeDecoder):
         )
         times_s = drafted_s - started_s, perf_counter() - drafted_s
         return Step(tuple(new.tokens), count, tuple(emitted), "limit", counts, *times_s, num_tested=len(tested.tokens))
-
-    def _draft(self, text: list[int], num_allowed: int) -> Proposal:
-        """New tokens after the text; none after an untested EOS."""
-        if num_allowed < 1 or (self.ahead.waiting.tokens and text[-1] in self.eos_ids):
-            return Proposal()
-        return self.ahead.propose(text, min(self.max_draft_length, num_allowed))

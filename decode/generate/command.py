@@ -92,7 +92,7 @@ def complete(
         FileNotFoundError: missing models or heads.
     """
     experiment = Experiment(config)
-    stop = policy if isinstance(policy, Policy) else experiment.policy(policy or experiment.default_policy.spec)
+    stop = policy if isinstance(policy, Policy) else experiment.policy(policy or experiment.default_policy[0])
     generation = Generation.of(_rounds(experiment, prompt, stop, max_new_tokens))
     return _text(generation, experiment.pair)
 

@@ -9,18 +9,13 @@ of `generate` without a draft (docs/transformers.md, also on greedy output in bf
                           criteria, which are called token by token. Criteria get scores=None, as from `generate` unless
                           `output_scores` is set. Processors must depend on their arguments alone, since they also see
                           drafted prefixes that are discarded.
-    by `partial`          `streamer`: `custom_generate=functools.partial(speculative_generate, streamer=streamer)` gets
-                          each round. `generate` passes its own `streamer`, `assistant_model` and `synced_gpus` to no
-                          callable, so they are ignored.
     no effect             `use_cache`, `logits_to_keep`, `prefill_chunk_size`, compilation settings; negative prompts
-                          without guidance; `tokenizer` and `assistant_tokenizer`, which `generate` drops. It therefore
-                          refuses `stop_strings`: use `StopStringCriteria` among the stopping criteria.
+                          without guidance; and what `generate` passes to no callable: its own `streamer` (bind one with
+                          functools.partial), `assistant_model`, `synced_gpus`, `tokenizer`, `assistant_tokenizer`. It
+                          therefore refuses `stop_strings`: use `StopStringCriteria` among the stopping criteria.
     refused               with a ValueError that names it: every other keyword that is not None, and what `_check`
-                          lists; a prompt and `max_new_tokens` that together exceed the target's
-                          `max_position_embeddings`; a head that was trained with another draft, target or sampling,
-                          unless `allow_foreign_heads`.
-
-With `return_dict_in_generate` the result has the sequences and the rounds; its `past_key_values` is None.
+                          lists; a text that exceeds the target's context; a head that was trained with another draft,
+                          target or sampling, unless `allow_foreign_heads`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -106,7 +101,7 @@ class ProcessedSampling(Sampling):
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """Output with `return_dict_in_generate`: transformers' fields and the rounds."""
+    """Output with `return_dict_in_generate`: transformers' fields, without `past_key_values`, and the rounds."""
 
     generation: Generation | None = None
 
@@ -152,8 +147,7 @@ def speculative_generate(
     target = target_of(model, draft_model, vocab_size=vocab_size)
     drafter = ModelDrafter(draft_of(draft_model, target, with_hidden=bool(policy.heads)), policy)
     sampling = _sampling_of(logits_processor, config, model)
-    eos_ids = _eos_ids_of(criteria, config)
-    decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=eos_ids)
+    decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length)
     rounds = _rounds(decoder, input_ids, criteria, config, generator)
     generation = Generation.of(list(rounds if streamer is None else _streamed(rounds, input_ids, streamer)))
     new_ids = torch.tensor([generation.token_ids], dtype=torch.long, device=input_ids.device).view(1, -1)
@@ -211,12 +205,6 @@ def _streamed(rounds: Iterator[Round], input_ids: Tensor, streamer: BaseStreamer
     streamer.end()
 
 
-def _eos_ids_of(criteria: Sequence[StoppingCriteria], config: GenerationConfig) -> frozenset[int]:
-    """The ids that end a generation: those of the criteria, since custom ones replace the config's."""
-    eos = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
-    return frozenset(chain.from_iterable(ids.flatten().tolist() for ids in eos)) if eos else eos_ids_of(config)
-
-
 def _rounds(
     decoder: SpeculativeDecoder,
     input_ids: Tensor,
@@ -225,7 +213,10 @@ def _rounds(
     generator: torch.Generator | Sampler | None,
 ) -> Iterator[Round]:
     """Rounds of the generation, the last one truncated after the token at which a criterion stops."""
-    # the loop handles EOS ids and lengths; the other criteria are called token by token
+    # the loop handles EOS ids and lengths, where custom criteria replace the config's; the others are called here
+    eos = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+    own_ids = frozenset(chain.from_iterable(ids.flatten().tolist() for ids in eos))
+    decoder.eos_ids = own_ids if eos else eos_ids_of(config)
     lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
     others = StoppingCriteriaList(
         criterion for criterion in criteria if not isinstance(criterion, EosTokenCriteria | MaxLengthCriteria)

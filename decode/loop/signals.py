@@ -13,7 +13,8 @@ reach the host together; a policy that stops before the draw sees only the distr
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class SignalReader:
             raise ValueError(
                 f"{type(policy).__name__} reads signals {sorted(unknown)}; use some of {', '.join(AfterDraw._fields)}"
             )
-        self.model, self.requested, self.devices = model, policy.signals, devices_of(policy, model)
+        self.model, self.requested, self.devices = model, policy.signals, _devices_of(policy, model)
         self.confidence_of = _confidence_of(policy, model) if "confidence_logit" in policy.signals else None
         self.heads = {f"{timing_of(head)}_logit": _stepwise(head, model) for head in policy.heads}
         self.names = _computed(self.heads.values(), self.requested)
@@ -61,17 +62,15 @@ class SignalReader:
         row: int = -1,
         probs: Float[Tensor, " vocab"] | None = None,
     ) -> tuple[int, AfterDraw]:
-        """Draw a token and read the signals of the step; those that the policy does not name are meaningless.
+        """Draw a token of q and read the signals of the step; those that the policy does not name are meaningless.
 
         Args:
             position: tokens drafted before this one in the round.
-            logits: of the draft's last forward.
-            q: the distribution that `draws` draw from.
+            logits: of the draft's last forward, whose row they are by `row`.
+            q: the distribution that `draws` draw from; ValueError if it is not finite.
+            draws: the source of randomness.
             row: index of the logits among that forward's rows.
             probs: softmax(logits), if it is known.
-
-        Raises:
-            ValueError: q is not finite.
         """
         token = draws.token(q) if self.on_host else draws.draw(q)
         return self._read(position, logits, token, row, probs)
@@ -190,10 +189,11 @@ class BatchSignals:
     All rows are at the same draft position, so a fed-time head scores in each step the tokens of the step before.
     """
 
+    _previous: tuple[dict[str, Tensor], Tensor]
+
     def __init__(self, embedding: Callable[[Int[Tensor, " rows"]], Float[Tensor, "rows hidden"]]) -> None:
         """`embedding`: token ids -> the draft's input embeddings."""
         self._embedding = embedding
-        self._previous: tuple[Mapping[str, Tensor], Tensor] | None = None
 
     @torch.inference_mode()
     def read(
@@ -226,44 +226,29 @@ class BatchSignals:
         count = position + torch.tensor(nums_before, device=logits.device) if POSITION in names else None
         columns, scores = signals_of(logits, known, names, count), dict[AcceptanceHead, Tensor]()
         for head in heads:
+            assert hidden is not None, "a head scores hidden states: the draft must keep them"
             if head.timing != "fed":
-                scores[head] = self._scored(head, hidden, columns, known, None)
-            elif position > 0 and self._previous is not None:
-                scores[head] = self._scored(head, hidden, *self._previous, kept)
+                given, ids, rows = columns, known, None
+            elif position > 0:
+                given, ids, rows = *self._previous, kept
+            else:
+                continue
+            if rows is not None:
+                given, ids = {name: given[name][rows] for name in head.inputs.scalars}, ids[rows]
+            scores[head] = head(hidden, *head.inputs.among(given, partial(self._embedding, ids)))
         self._previous = columns, known
         read: dict[Any, Tensor] = {**columns, **scores}  # float64 holds every id exactly
-        tokens, *rows = torch.stack([token.double(), *(column.double() for column in read.values())]).tolist()
-        numbers = dict(zip(read, rows, strict=True))
-        return [int(token_id) for token_id in tokens], [
-            _row_signals(policy, position, row, numbers) for row, policy in enumerate(policies)
-        ]
-
-    def _scored(
-        self,
-        head: AcceptanceHead,
-        hidden: Tensor | None,
-        columns: Mapping[str, Tensor],
-        token: Tensor,
-        kept: Sequence[int] | None,
-    ) -> Float[Tensor, " rows"]:
-        """The head's logits for these tokens, which have these scalars."""
-        assert hidden is not None, "a head scores hidden states: the draft must keep them"
-        if kept is not None:
-            token, columns = token[kept], {name: columns[name][kept] for name in head.inputs.scalars}
-        return head(hidden, *head.inputs.among(columns, lambda: self._embedding(token)))
-
-
-def _row_signals(
-    policy: Policy, position: int, row: int, numbers: Mapping[str | AcceptanceHead, list[float]]
-) -> AfterDraw:
-    signals = {name: column[row] for name, column in numbers.items() if isinstance(name, str)}
-    scores = {f"{timing_of(head)}_logit": numbers[head][row] for head in policy.heads if head in numbers}
-    return after_draw(position, signals | scores)
+        tokens, *values = torch.stack([token.double(), *(column.double() for column in read.values())]).tolist()
+        numbers, drawn = dict(zip(read, values, strict=True)), []
+        for row, policy in enumerate(policies):
+            logit_of = {f"{timing_of(head)}_logit": numbers[head][row] for head in policy.heads if head in scores}
+            drawn.append(after_draw(position, {name: numbers[name][row] for name in columns} | logit_of))
+        return [int(token_id) for token_id in tokens], drawn
 
 
 def reader_of(policy: Policy, model: DraftModel, made: SignalReader | None = None) -> SignalReader:
     """The reader for the device of the draft, or `made`, an earlier one of both, unless the draft was moved since."""
-    if made is not None and made.devices == devices_of(policy, model):
+    if made is not None and made.devices == _devices_of(policy, model):
         return made
     return (HostSignals if model.device.type == "cpu" else DeviceSignals)(policy, model)
 
@@ -281,7 +266,7 @@ def after_draw(position: int, numbers: dict[str, float]) -> AfterDraw:
     return AfterDraw(position=position, token_prob=token_prob, **{name: numbers[name] for name in names})
 
 
-def devices_of(policy: Policy, model: DraftModel) -> tuple[torch.device, torch.device | None]:
+def _devices_of(policy: Policy, model: DraftModel) -> tuple[torch.device, torch.device | None]:
     """Devices where the draft takes tokens, and where heads read its hidden states."""
     return model.device, model.output_device if policy.heads else None
 

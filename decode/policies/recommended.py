@@ -46,26 +46,22 @@ def best_head(paths: Mapping[str, str]) -> Chosen | None:
     configs = {name: read_head_config(Path(local_directory(path)) / "config.json") for name, path in paths.items()}
     chains = {name: config for name, config in configs.items() if config.get("timing") != "candidate"}
     recommended = {name: config.get("recommended", {}) for name, config in chains.items()}
-    speed_ups = {
-        name: tuned["tokens_per_s"] * tuned["t_target_s"]
-        for name, tuned in recommended.items()
-        if "tokens_per_s" in tuned
-    }
+    timed = {name: known for name, known in recommended.items() if "tokens_per_s" in known}
+    speed_ups = {name: known["tokens_per_s"] * known["t_target_s"] for name, known in timed.items()}
     if speed_ups:
         name = max(speed_ups, key=speed_ups.__getitem__)
-        tuned = recommended[name]
-        fixed = tuned.get("fixed_tokens_per_s")
-        over = f", {tuned['tokens_per_s'] / fixed - 1:+.0%} over the best fixed length" if fixed else ""
+        tuned, fixed = recommended[name], recommended[name].get("fixed_tokens_per_s")
         reason = (
             f"{name} at its tuned threshold {tuned['max_rejection_prob']:.3g}: the first of {len(speed_ups)} tuned "
-            f"heads, predicted {speed_ups[name]:.2f} times as fast as the target alone{over}"
+            f"heads, predicted {speed_ups[name]:.2f} times as fast as the target alone"
         )
+        reason += f", {tuned['tokens_per_s'] / fixed - 1:+.0%} over the best fixed length" if fixed else ""
         return Chosen(paths[name], {}, reason)
     if not chains:
         return None
-    losses = {name: config.get("metrics", {}).get("calibrated_kl") for name, config in chains.items()}
-    name = min(losses, key=lambda name: inf if losses[name] is None else losses[name])
-    why = "no measured one" if losses[name] is None else f"least calibrated KL of {len(losses)}"
+    losses = {name: config.get("metrics", {}).get("calibrated_kl", inf) for name, config in chains.items()}
+    name = min(losses, key=losses.__getitem__)
+    why = "no measured one" if losses[name] == inf else f"least calibrated KL of {len(losses)}"
     risk = UNTUNED["max_rejection_prob"]
     reason = f"{name} ({why}), at a calibrated risk of {risk}, since no head is tuned (`acceptance-heads tune`)"
     return Chosen(paths[name], UNTUNED, reason)

@@ -11,30 +11,18 @@ from tests.toys.random_pairs import greedy_of
 TEXT = {"vocab_size": 120, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT |= {"num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 256}
 TEXT |= {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "patch_size": 14,
-}
-QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 48}
-QWEN3_VISION = QWEN_VISION | {"deepstack_visual_indexes": [0]}
+SIZES = {"hidden_size": 32, "intermediate_size": 32}
+VISION = SIZES | {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14, "image_size": 28}
+QWEN_VISION = SIZES | {"depth": 1, "num_heads": 2, "out_hidden_size": 48}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}}
-PIXTRAL = {**VISION, "model_type": "pixtral", "image_size": 28, "head_dim": 16}
-CLIP = {**VISION, "model_type": "clip_vision_model", "image_size": 28}
-INTERN_VISION = {**VISION, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]}
 QWEN_IDS = {"image_token_id": 119, "video_token_id": 118, "vision_start_token_id": 117, "vision_end_token_id": 116}
 GEMMA_IDS = {"image_token_index": 119, "boi_token_index": 118, "eoi_token_index": 117, "mm_tokens_per_image": 4}
-GEMMA = {"sliding_window": 8, "query_pre_attn_scalar": 12}
 WRAPPERS = {
     # class: changes of the text model's config, config of the vision model, ids
-    "Gemma3": (GEMMA, {**VISION, "image_size": 28}, GEMMA_IDS),
+    "Gemma3": ({"sliding_window": 8, "query_pre_attn_scalar": 12}, VISION, GEMMA_IDS),
     "Qwen2_5_VL": (ROPE, QWEN_VISION, QWEN_IDS),
-    "Qwen3VL": (ROPE, QWEN3_VISION, QWEN_IDS),
-    "Mistral3": ({"model_type": "mistral"}, PIXTRAL, {"image_token_index": 119}),
-    "Llava": ({"model_type": "llama"}, CLIP, {"image_token_index": 119}),
-    "InternVL": ({"model_type": "qwen2"}, INTERN_VISION, {"image_token_id": 119}),
+    "Qwen3VL": (ROPE, QWEN_VISION | {"deepstack_visual_indexes": [0]}, QWEN_IDS),
+    "Llava": ({"model_type": "llama"}, VISION | {"model_type": "clip_vision_model"}, {"image_token_index": 119}),
 }
 
 

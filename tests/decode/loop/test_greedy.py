@@ -1,31 +1,16 @@
-"""Greedy decoding is transformers' own, token for token, in float64; and caches equal their absence."""
+"""Caches equal their absence, up to both ends of the context."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from decode import ModelDrafter, SpeculativeDecoder
-from decode.policies import Entropy, FixedLength, Heuristic
+from decode.policies import FixedLength
 from lm import CachedModel, Sampling
 from tests.toys.enumeration import seeded
 from tests.toys.random_pairs import CONFIGS, IDS, greedy_of, random_pair
 
 GREEDY = Sampling(temperature=0.0)
-
-
-@pytest.mark.parametrize("architecture", CONFIGS)
-def test_greedy_output_equals_transformers_generate(architecture):
-    target, draft = random_pair(architecture)
-    expected = greedy_of(target, [3, 1, 4, 1, 5], 30)
-    assert len(set(expected)) > 2
-    rounds = []
-    for policy in (FixedLength(4), Heuristic(3), Entropy(0.6)):
-        decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), sampling=GREEDY)
-        generation = decoder.generate([3, 1, 4, 1, 5], 30)
-        assert list(generation.token_ids) == expected
-        rounds += generation.rounds
-    assert any(played.num_accepted > 0 for played in rounds)
-    assert any(played.num_accepted < len(played.drafted) for played in rounds)
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)

@@ -30,15 +30,15 @@ def experiment(exported):
 def test_without_heads_a_policy_without_training_decodes_and_says_so(tmp_path):
     bare = experiment(tmp_path / "exported")
     assert best_head({}) is None
-    assert bare.default_policy.spec == "cumulative_token_prob"
-    assert "needs no training: no head in" in bare.default_policy.reason
+    assert bare.default_policy[0] == "cumulative_token_prob"
+    assert "needs no training: no head in" in bare.default_policy[1]
     with pytest.raises(FileNotFoundError, match="needs a head, and there is none"):
         bare.policy("head")
 
 
 def test_untuned_heads_go_by_their_loss_at_a_calibrated_risk(exported):
     here = experiment(exported)
-    assert here.default_policy.reason.startswith("head b (least calibrated KL of 2)")
+    assert here.default_policy[1].startswith("head b (least calibrated KL of 2)")
     policy = here.policy("head")
     assert (policy.max_rejection_prob, policy.is_calibrated) == (0.4, True)
     with pytest.raises(ValueError, match="tune"):
@@ -53,10 +53,10 @@ def test_the_fastest_tuned_head_comes_first_at_its_threshold_and_is_loaded_with_
     slower = {**TUNED, "throughput": 35.0, "tokens_per_s": 30.0, "max_rejection_prob": 0.7}
     update_config(exported / "b", recommended=slower)
     here = experiment(exported)
-    assert here.default_policy.spec == "head"
+    assert here.default_policy[0] == "head"
     assert (
         "a at its tuned threshold 0.6: the first of 2 tuned heads, predicted 2.00 times as fast as the target "
-        "alone, +25% over the best fixed length" in here.default_policy.reason
+        "alone, +25% over the best fixed length" in here.default_policy[1]
     )
     for policy in (here.policy("head"), HeadPolicy.from_pretrained(exported / "a")):
         assert (policy.max_rejection_prob, policy.is_calibrated) == (0.6, False)
@@ -69,4 +69,4 @@ def test_the_fastest_tuned_head_comes_first_at_its_threshold_and_is_loaded_with_
         assert rule.throughput == 42.0
 
     update_config(exported / "b", recommended=slower | {"t_target_s": 0.5, "auto_tokens_per_s": 20.0})
-    assert experiment(exported).default_policy.reason.startswith("head b at its tuned threshold 0.7")
+    assert experiment(exported).default_policy[1].startswith("head b at its tuned threshold 0.7")

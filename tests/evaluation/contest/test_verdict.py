@@ -299,11 +299,11 @@ def test_a_verdict_that_is_out_of_date_is_not_followed(experiment):
     verdict = recommend(contest_at({BASELINE: 100, "head_drawn": 130}), experiment)
     path = write_verdict(verdict, experiment.directory)
     verdict = json.loads(path.read_text())
-    assert experiment.default_policy.reason.startswith("Use ")
+    assert experiment.default_policy[1].startswith("Use ")
     for change in ({"of": experiment.identity | {"sampling": {}}}, {"head": "runs/gone"}, {}):
         path.write_text(json.dumps(verdict | change))
         if not change:  # the head is newer
             weights = experiment.exported / "drawn+s-d1-w3" / "model.safetensors"
             os.utime(weights, (path.stat().st_mtime + 5,) * 2)
         del experiment.default_policy  # which is read once
-        assert "Use " not in experiment.default_policy.reason
+        assert "Use " not in experiment.default_policy[1]
