@@ -41,13 +41,7 @@ class Experiment:
     """The models, prompts, heads and sampling of a config."""
 
     def __init__(self, config: Config, *, needs_micro: bool = False) -> None:
-        """Args:
-            config: the command's.
-            needs_micro: whether the command decodes hierarchies.
-
-        Raises:
-            ValueError: hierarchies without a micro model, or with a feature draft.
-        """
+        """`needs_micro`: the command decodes hierarchies; ValueError without a micro model, or with a feature draft."""
         if needs_micro:
             refuse_feature_draft(config.pair)
             if config.pair.micro is None:
@@ -146,11 +140,7 @@ class Experiment:
 
     @cached_property
     def datasets(self) -> dict[str, PromptSource]:
-        """Datasets to evaluate: name -> source. Settings chosen on the first are used on the transfer sets.
-
-        Raises:
-            ValueError: two datasets have one name.
-        """
+        """Datasets to evaluate: name -> source. Settings chosen on the first are used on the transfer sets."""
         sources = self.decode.datasets
         if not sources:
             return self.training_sets
@@ -231,12 +221,7 @@ class Experiment:
         return head
 
     def policy(self, spec: str) -> Policy:
-        """The policy of a spec (`decode.policies.registry`); `head` and `auto` without a path use the best head.
-
-        Raises:
-            ValueError: a spec that does not parse, a head that does not fit this run.
-            FileNotFoundError: no exported head at the path.
-        """
+        """The policy of a spec (`decode.policies.registry`); `head` and `auto` without a path use the best head."""
         name, parameters = read_spec(spec)
         if name == "head" and "head" not in parameters:
             if (best := best_head(self.head_paths)) is None:

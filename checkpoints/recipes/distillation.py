@@ -46,7 +46,6 @@ _ACCEPTANCE_SHARE = 0.5  # of the loss; the divergence has the rest
 _MIN_MASS = 0.05  # probability of the target in the draft's vocabulary
 _SHARDS_TOGETHER = 4  # shards whose texts are shuffled together
 
-
 Text = tuple[list[int], list[int]]
 """Token ids of a prompt and of a response of the target."""
 
@@ -70,8 +69,9 @@ def read_responses(path: Path) -> list[Text]:
         if not record.keys() >= {"prompt_ids", "response_ids"}:
             remedy = f"write such a file with `acceptance-heads responses --out {path.name}`"
             raise ValueError(f"{path}:{number} has no prompt_ids and response_ids; {remedy}")
-        texts.append((record["prompt_ids"], record["response_ids"]))
-    return [(prompt, response) for prompt, response in texts if response]
+        if record["response_ids"]:
+            texts.append((record["prompt_ids"], record["response_ids"]))
+    return texts
 
 
 def without_leakage(texts: Sequence[Text]) -> list[Text]:
@@ -210,9 +210,9 @@ def distil(draft: Draft, paths: Sequence[Path], path: Path, settings: Distillati
 
     key = asdict(settings) | {"readings": [read_sidecar(shard, keys=("key",))["key"] for shard in paths]}
     key["shapes"] = {name: list(tensor.shape) for name, tensor in draft.module.state_dict().items()}
-    pupil, batches = Pupil(draft.module, loss, has_muon=False), _batches(training, settings, epochs)
+    pupils, batches = [Pupil(draft.module, loss, has_muon=False)], _batches(training, settings, epochs)
     rate = settings.learning_rate
-    fit([pupil], batches, title="train the draft", num_steps=num_steps, learning_rate=rate, path=path, key=key)
+    fit(pupils, batches, title="train the draft", num_steps=num_steps, learning_rate=rate, path=path, key=key)
     return {"steps": num_steps, **_figures(draft, held_out, settings), **asdict(settings)}
 
 

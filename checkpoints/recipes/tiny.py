@@ -12,7 +12,7 @@ not width, decides t_target / t_draft. Same seed, recipe, machine and thread cou
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from checkpoints.recipes import feature_drafts, texts
-from checkpoints.recipes.feature_drafts import DraftRecipe, DSparkRecipe, dspark_figures, dspark_loss, new_dspark
+from checkpoints.recipes.feature_drafts import DraftRecipe, DSparkRecipe, feature_loss
 from checkpoints.recipes.fit import Pupil, fit
 from checkpoints.recipes.texts import StoryBatch, TargetReading
 from configs.paths import local_path
@@ -39,19 +39,17 @@ _FILES |= {"chat_template.jinja", "figures.json"}
 """Files of a model's directory; a directory with anything else is never overwritten."""
 
 
-def shape_of(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int) -> dict[str, Any]:
-    """Size of one model, in the words of `LlamaConfig`."""
-    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-    return dict(zip(names, (num_layers, hidden_size, intermediate_size, num_heads), strict=True))
+Shape = tuple[int, int, int, int]
+"""Layers, hidden size, intermediate size and attention heads of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything but seed and machine that decides the models' bytes."""
 
-    target: Mapping[str, Any] = field(default_factory=partial(shape_of, 10, 128, 352, 4))
-    draft: Mapping[str, Any] = field(default_factory=partial(shape_of, 1, 96, 256, 3))
-    micro: Mapping[str, Any] = field(default_factory=partial(shape_of, 1, 24, 64, 1))
+    target: Shape = (10, 128, 352, 4)
+    draft: Shape = (1, 96, 256, 3)
+    micro: Shape = (1, 24, 64, 1)
     vocab_size: int = 768
     num_tokenizer_stories: int = 4000
     batch_size: int = 16
@@ -123,20 +121,18 @@ def make_drafts(
     batches: Iterator[Any] = texts.story_batches(stories, tokenizer, batch_size=size, seed=seed)
     drafts: dict[str, Any]
     if is_dspark:
-        drafts = {"dspark": new_dspark(target, recipe.dspark_draft)}
-        pupils = [Pupil(drafts["dspark"], partial(dspark_loss, target, seed, drafts["dspark"]))]
+        drafts = {"dspark": feature_drafts.new_dspark(target, recipe.dspark_draft)}
+        pupils = [Pupil(drafts["dspark"], partial(feature_drafts.dspark_loss, target, seed, drafts["dspark"]))]
     else:
         batches = map(partial(TargetReading.of, target), batches)
         drafts = {kind: feature_drafts.new_feature_draft(kind, target) for kind in kinds}
-        pupils = [
-            Pupil(draft, partial(feature_drafts.feature_loss, draft), has_muon=False) for draft in drafts.values()
-        ]
+        pupils = [Pupil(draft, partial(feature_loss, draft), has_muon=False) for draft in drafts.values()]
     title, key = f"train {' and '.join(kinds)}", asdict(settings) | {"seed": seed}
     rate, path = settings.learning_rate, work / "checkpoint.pt"
     fit(pupils, batches, title=title, num_steps=num_steps, learning_rate=rate, path=path, key=key)
     held_out = texts.held_out(tokenizer, size, seed)
     for kind, draft in drafts.items():
-        figures_of = dspark_figures if is_dspark else feature_drafts.feature_figures
+        figures_of = feature_drafts.dspark_figures if is_dspark else feature_drafts.feature_figures
         figures = figures_of(draft.bfloat16().float(), target, held_out)
         feature_drafts.save_feature_draft(draft, directory / kind)
         text = json.dumps(figures, indent=2, sort_keys=True) + "\n"
@@ -163,13 +159,8 @@ def _train_trio(seed: int, recipe: Recipe) -> tuple[dict[str, LlamaForCausalLM],
     models = {name: _new_model(getattr(recipe, name), tokenizer) for name in TRIO}
     target, *drafts = models.values()
     num_steps, rate = recipe.target_steps, recipe.learning_rate
-    fit(
-        [Pupil(target, partial(text_loss, target))],
-        batches,
-        title="train target",
-        num_steps=num_steps,
-        learning_rate=rate,
-    )
+    pupils = [Pupil(target, partial(text_loss, target))]
+    fit(pupils, batches, title="train target", num_steps=num_steps, learning_rate=rate)
     target.bfloat16().float()  # rounded as it will be stored, so that the others learn from the target that is shipped
     pupils = [Pupil(draft, partial(imitation_loss, draft)) for draft in drafts]
     readings, num_steps = map(partial(TargetReading.of, target), batches), recipe.distil_steps
@@ -200,10 +191,11 @@ def _log_probs(
     return model.lm_head(hidden[is_learned]).log_softmax(-1)
 
 
-def _new_model(shape: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+def _new_model(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """A model with random weights from torch's global generator."""
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     config = LlamaConfig(
-        **shape,
+        **dict(zip(names, shape, strict=True)),
         vocab_size=len(tokenizer),
         max_position_embeddings=texts.MAX_TOKENS,
         tie_word_embeddings=True,

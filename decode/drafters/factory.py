@@ -25,11 +25,8 @@ def target_of(
     *,
     vocab_size: int | None,
 ) -> CachedModel:
-    """The model that verifies; it keeps the states that a feature draft reads.
-
-    Raises:
-        ValueError: a model that cannot hold a tree, or lacks what the feature draft reads; a feature draft of another
-            target.
+    """The model that verifies; it keeps the states that a feature draft reads. ValueError if the draft reads those of
+    another target.
     """
     if not isinstance(drafting, FeatureDraft):
         return kind(target, vocab_size=vocab_size)
@@ -71,15 +68,12 @@ class PairModels:
         kind: Kind | None = None,
     ) -> None:
         """Args:
-            pair: loaded, or a function that loads it at the first use of a model.
-            compile: `decode.compile`.
-            holds_trees: make models that hold trees; they can draft chains too.
-            with_hidden: draft and micro keep hidden states, for heads at any level of a hierarchy; False: the draft
-                keeps them only for policies with heads.
-            kind: class of target and draft, if not the one for `holds_trees` and `compile`.
-
-        Raises:
-            ValueError: trees with compilation.
+        pair: loaded, or a function that loads it at the first use of a model.
+        compile: `decode.compile`; ValueError with trees.
+        holds_trees: make models that hold trees; they can draft chains too.
+        with_hidden: draft and micro keep hidden states, for heads at any level of a hierarchy; False: the draft
+            keeps them only for policies with heads.
+        kind: class of target and draft, if not the one for `holds_trees` and `compile`.
         """
         if holds_trees and compile is not False:
             raise ValueError(f"decode.compile is {compile}, and trees are drafted eagerly; set decode.compile: false")
@@ -95,11 +89,7 @@ class PairModels:
 
     @cached_property
     def target(self) -> CachedModel:
-        """The model that verifies.
-
-        Raises:
-            ValueError: a feature draft with compilation; see `target_of`.
-        """
+        """The model that verifies; ValueError for a feature draft with compilation or of another target."""
         if isinstance(self.pair.drafting, FeatureDraft) and self._compile is not False:
             raise ValueError(
                 f"decode.compile is {self._compile}, and a feature draft runs eagerly; set decode.compile: false"

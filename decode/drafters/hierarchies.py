@@ -119,7 +119,7 @@ class PreVerifiedDrafter(PolicyDrafter):
         inner: any drafter, also a pre-verified one.
         model: verifies what `inner` proposes.
         policy: when this level stops, by the signals and hidden states of `model`.
-        rounds: None: `InnerRounds()`, those of full HSDDW.
+        rounds: None: those of full HSDDW.
         vocab_size: as in `ModelDrafter`.
         """
         wrapped = cached(model, vocab_size=vocab_size, with_hidden=bool(policy.heads))
@@ -191,10 +191,7 @@ def hsddw(
         configuration: how levels alternate, and which levels stop themselves.
         window: K, the maximum number of tokens that a level drafts at a time.
         policies: (micro's, draft's), instead of the configuration's.
-        bonus: use the draft's free token after full inner acceptance.
-
-    Raises:
-        ValueError: an unknown configuration, a negative window.
+        bonus: as in `InnerRounds`.
     """
     if configuration not in CONFIGURATIONS:
         raise ValueError(f"configuration is {configuration!r}; one of {', '.join(CONFIGURATIONS)}")

@@ -1,9 +1,8 @@
 """Drafts that are trees: an ordinary policy stops them by what it sees along the best path.
 
 At every level the best candidate has the largest sum of log q. The policy sees the draft steps of its path as if they
-were a chain: entropies, probabilities and head scores of its tokens. If another path takes the lead, the policy sees
-that one from its beginning, so that no score of one path counts for another. If `after` says stop, this level is the
-last; if `stop_before` does, the level is dropped, its forward paid; `limit` is a number of levels. `read_every` = 2
+were a chain; if another path takes the lead, it sees that one from its beginning. If `after` says stop, this level is
+the last; if `stop_before` does, the level is dropped, its forward paid; `limit` is a number of levels. `read_every` = 2
 checks for a stop only after every second level, as SVIP's paper does on EAGLE-2. The paper does not say whose entropy
 it reads in a tree; here it is the best path's.
 
@@ -175,12 +174,8 @@ class TreeDrafter(PolicyDrafter):
         vocab_size: int | None = None,
     ) -> None:
         """Args, beside those of `ModelDrafter`:
-            shape: how the tree branches; None: as EAGLE-2's.
-            read_every: levels between checks for the policy's stop.
-
-        Raises:
-            ValueError: a model that cannot hold this tree, such as one of blocks; a head that does not fit; read_every
-                below 1.
+        shape: how the tree branches; None: as EAGLE-2's. ValueError if the model cannot hold such a tree.
+        read_every: levels between checks for the policy's stop.
         """
         if read_every < 1:
             raise ValueError(f"read_every is {read_every}; it must be at least 1")

@@ -2,8 +2,8 @@
 
     N_draft + N_target = N + N_discarded            (SpecDec++, arXiv 2405.19715, section 2)
 
-N counts emitted tokens. All other tokens of draft and target are discarded, also at EOS and at the length limit. Each
-round asserts it: N_discarded follows from the other three, and must be what the target's cache drops.
+N counts emitted tokens; all others are discarded, also at EOS and at the length limit. Each round asserts that
+N_discarded, which follows from the other three, is what the target's cache drops.
 """
 
 from collections.abc import Iterable
@@ -30,9 +30,8 @@ class Counts:
     num_accepted: Number = 0
     """Drafted tokens that were accepted and emitted."""
     num_draft_forwards: Number = 0
-    """Forwards of the draft (in a hierarchy, of the level below the target): N_draft, one more for each stop between a
-    forward and its draw, and one for each token beyond an EOS if the draft `reads_at_end`. A block of a DSpark draft is
-    one, and so is a level of a tree.
+    """Forwards of the draft (in a hierarchy, of the level below the target): one for each token, block or level of a
+    tree, for each stop between a forward and its draw, and for each token beyond an EOS if the draft `reads_at_end`.
     """
     num_micro: Number = 0
     """N_micro: tokens that the level below the draft proposed (hierarchies)."""

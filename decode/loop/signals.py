@@ -8,8 +8,6 @@
 
 Only the signals that the policy names are computed. The token is drawn in the same step, so that token and signals
 reach the host together; a policy that stops before the draw sees only the distribution, and its token is discarded.
-
-`reader_of` reads one sequence, `BatchSignals` a batch of them.
 """
 
 import math
@@ -99,12 +97,8 @@ class SignalReader:
     ) -> dict[str, Float[Tensor, " 1"]]:
         """Signals and head scores of a drawn token, on the device.
 
-        Args:
-            logits: of its distribution.
-            token: the token.
-            hidden: the state that produced them; read by heads.
-            previous: columns and id of the token before, which a fed-time head scores; None at the first token.
-            count: tokens of the response before the token, if a head reads `POSITION`.
+        `hidden` is the state that produced the logits, `previous` columns and id of the token before, which a fed-time
+        head scores (None at the first), and `count` the number of response tokens before, if a head reads `POSITION`.
         """
         columns = signals_of(logits[None], token, self.names, count) if self.names else {}
         scored = columns, token

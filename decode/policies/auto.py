@@ -7,19 +7,14 @@ price = lambda * (t_draft + slope of t_target(k)) tokens, and the draft continue
 
     S   calibrated probability that all drafted tokens survive; with a fed-time head, all but the newest
     a   the newest score in S
-    g   the *index*: the highest cost per unit of S at which one more token pays, if drafting may continue after it
-        for as long as that pays,
-
-            g(a) = max over stopping times n >= 1 of E[tokens that verification will add within n steps] / E[n],   given
-                a and S = 1
+    g   the *index*: the highest cost per unit of S at which one more token pays, if drafting may continue after it:
+        max over stopping times n >= 1 of E[tokens that verification will add within n steps] / E[n], given a and S = 1
 
 A prefix head says a before the token is drawn, when the forward that could draw it is already paid. So it stops there
 only if the token is not worth its own verification, S * a < lambda * slope of t_target(k), and after it by the rule
-above.
-
-Where scores form a Markov chain this rule is optimal, and it knows that easy tokens may follow a hard one. S and the
-price enter only by their ratio, so one g serves every hardware: `evaluation.tuning.index` solves for it on a trace.
-Here it is a line, which first_index replaces where a fed-time head has scored nothing yet.
+above. Where scores form a Markov chain this rule is optimal. S and the price enter only by their ratio, so one g serves
+every hardware: `evaluation.tuning.index` solves for it on a trace. Here it is a line, which first_index replaces where
+a fed-time head has scored nothing yet.
 
 lambda is `throughput`, which `evaluation.tuning.rule` finds on a trace. With `is_online` it is N / T of the
 generation so far, plus 256 tokens at that throughput. If `throughput` is None, it is that of the best fixed length, as
@@ -81,8 +76,7 @@ class Auto(ScoringPolicy):
 
     Attributes:
         head: scores tokens, calibrated.
-        t_draft_s: of one draft step, including this rule's own work (law 4.9: t_draft + t_stop); 0 for a draft whose
-            block is one forward, which is part of t_start_s.
+        t_draft_s: of one draft step, including this rule's own work; 0 for a block, which is part of t_start_s.
         t_target_s: of a verification without a draft, t_target(0).
         t_verify_s: that each drafted token adds to it, the slope of t_target(k) from k = 1 on.
         t_start_s: that verifying any draft adds, so that t_target(k) is the sum of the three.
@@ -92,8 +86,7 @@ class Auto(ScoringPolicy):
         index_offset: g(0).
         index_slope: g(1) - g(0).
         first_index: g after the first token of a round, for a fed-time head.
-        prior_profit: first estimate of the mean of (accepted tokens - extra seconds / t_target_s) over drafting rounds;
-            None: from `next_mean`.
+        prior_profit: first estimate of `AutoState.profit`; None: from `next_mean`.
         prior_rounds: weight of that estimate, in rounds.
         probe_every: rounds without a draft before one is tried again.
         is_learning: refit the head's calibration during generation (`decode.policies.learning`).

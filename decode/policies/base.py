@@ -9,9 +9,8 @@ token is verified:
 
 There is no way to drop the token just drawn, which would change the output distribution. Every method is
 *elementwise*: it works on Python floats (the loop, one sequence) and unchanged on numpy arrays (replay, one number per
-setting and prompt), so branch with `numpy.where` and combine conditions with `&` and `|`. The state is a tuple of
-numbers, or a NamedTuple of numbers or of such tuples. Each method returns a new one. Parameters may be arrays.
-docs/extending.md has a complete policy.
+setting and prompt), so branch with `numpy.where` and combine conditions with `&` and `|`. Parameters may be arrays. The
+state is a tuple of numbers or of such tuples; each method returns a new one. docs/extending.md has a complete policy.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,9 +36,7 @@ JOINT = " & "
 
 
 class BeforeDraw(NamedTuple):
-    """Signals that are known after the draft's forward and before the draw; they describe the untruncated q at
-    temperature 1.
-    """
+    """Signals of the untruncated q at temperature 1 that are known after the draft's forward and before the draw."""
 
     position: Number
     """Tokens drafted so far in this round."""
@@ -58,9 +55,7 @@ class BeforeDraw(NamedTuple):
 
 
 class AfterDraw(NamedTuple):
-    """Signals that are known once the token is drawn, and kept: those of `BeforeDraw`, and two more. Those that nobody
-    reads have these defaults.
-    """
+    """Signals that are known once the token is drawn: two more. Those that nobody reads have these defaults."""
 
     position: Number
     entropy: Number = 0.0
@@ -127,10 +122,7 @@ class Policy:
 
     @property
     def stop_kind(self) -> str:
-        """Name of the cost of its stop (law 4.9): policies of one kind do the same work in a draft step; "" is none.
-
-        Signals and heads in their order, with JOINT between them.
-        """
+        """Signals and heads that it reads, joined by JOINT. Policies of one kind pay the same for a stop (law 4.9)."""
         return JOINT.join(sorted(self.signals & frozenset(AfterDraw._fields)))
 
     def start(self) -> State:
@@ -191,8 +183,8 @@ class PolicyRun:
         """Whether the policy wants another token in this round."""
 
     def begin(self, num_allowed: int, room: float = inf) -> int:
-        """Begin a round; returns its maximum draft length, within those that the loop sets (`Outcome.num_allowed`) and
-        that the draft's context has room for.
+        """Begin a round; returns its maximum draft length, at most `num_allowed` by the loop and `room` in the draft's
+        context.
         """
         self.state = self._first_state = self.policy.begin(self.state)
         self._num_allowed = num_allowed
@@ -240,10 +232,8 @@ class PolicyRun:
         *,
         rejected_entropy: float | None = None,
     ) -> None:
-        """Report the round's verification to the policy.
-
-        `acceptance_probs` are those of the first tokens, as far as they are known; `rejected_entropy` None: the entropy
-        that the policy saw at the first rejected token.
+        """Report a round's verification: with the acceptance probabilities of the first tokens, as far as known, and H(q)
+        at the first rejected token (None: as the policy saw it).
         """
         if rejected_entropy is None:
             rejected_entropy = self.steps[num_accepted][1].entropy if num_accepted < num_drafted else 0.0

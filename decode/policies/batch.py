@@ -84,17 +84,15 @@ class BatchAuto(ScoringPolicy):
     """`auto` in a batch, in which a `Controller` chooses sequences by their `expected_tokens`.
 
     Attributes:
-        head: scores tokens, calibrated.
+        head, next_mean, index_offset, index_slope, first_index: as in `Auto`.
         costs: the two curves; t_draft includes this rule's own work.
         batch_size: number of sequences, for the prior of lambda.
         throughput: lambda in tokens per second, of the whole batch; None: learned from `costs` and emitted tokens.
-        next_mean, index_offset, index_slope, first_index: as in `Auto`.
         prior_rounds: weight of the prior of lambda, in rounds.
         is_learning: refit the head's calibration, for each sequence from its own rounds.
-        block_size: of a draft whose block is one forward (DSpark), paid before the round: its tokens. A further token
-            then costs only its verification, without t_draft(|G|). With a prefix head, such as the draft's own
-            confidence head (law 4.8c), the next token's acceptance a_r is known before it is drawn, and worth_r = S_r *
-            a_r without an index. None: each token has its own forward.
+        block_size: tokens of a block, which is one forward (DSpark), paid before the round: a further token then costs
+            only its verification. With a prefix head, such as the draft's own confidence head, the next token's
+            acceptance a_r is known before it is drawn, and worth_r = S_r * a_r. None: each token has its own forward.
     """
 
     head: AcceptanceHead
@@ -138,9 +136,7 @@ class BatchAuto(ScoringPolicy):
         return self.block_size is not None and self.head.timing == "prefix"
 
     def expected_tokens(self, state: State, signals: BeforeDraw | None = None) -> Number:
-        """Tokens that one more draft step of this sequence is expected to bring, its price not deducted; `signals` are
-        those of that step before its draw, and None unless the rule `looks_ahead`.
-        """
+        """worth_r; `signals` are those of the next step before its draw, and None unless the rule `looks_ahead`."""
         return state[1] if signals is None else state[0] * self.score(state[2], signals)
 
     def step_cost_s(self, numbers: Any, num_tokens: int) -> Any:

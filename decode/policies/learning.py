@@ -1,8 +1,7 @@
 """Heads that learn during generation (law 4.14): a calibration that each round's verification refits.
 
-A head that was trained on one kind of text is miscalibrated on another. After verification the acceptance probabilities
-of the drafted tokens are known up to the first rejected one, at no cost, and a logistic regression on three inputs
-follows them:
+A head is miscalibrated on other texts than it was trained on. After verification the acceptance probabilities of the
+drafted tokens are known up to the first rejected one, and a logistic regression on three inputs follows them:
 
     a = sigmoid(w . x)        x = (1, f, l)        f: the head's calibrated logit
                                                    l: logit of q(y); with a prefix head of max q
@@ -12,9 +11,8 @@ step (Laplace's approximation) over the tokens that it revealed; earlier rounds 
 
     P <- P0 + memory (P - P0) + sum a (1 - a) x x'          w <- w + P^-1 (sum (p - a) x - (1 - memory) P0 (w - w0))
 
-where p = min(1, p(y) / q(y)), a label far less noisy than whether the token was accepted. Tokens after the first
-rejected one teach nothing. The output keeps the target's distribution, since the weights of a round depend only on
-earlier rounds.
+where p = min(1, p(y) / q(y)), a label far less noisy than whether the token was accepted. The output keeps the target's
+distribution, since the weights of a round depend only on earlier rounds.
 """
 
 from math import exp, log
@@ -46,17 +44,13 @@ class Learned(NamedTuple):
     weights: tuple[Number, Number, Number]
     """w: of the constant 1, of the head's logit f, of the token's own logit l."""
     precision: tuple[Number, ...]
-    """P, the symmetric precision matrix of the regression over (1, f, l): its upper half, row by row, as 11, 1f, 1l,
-    ff, fl, ll.
-    """
+    """P, the upper half of the regression's precision matrix, row by row: 11, 1f, 1l, ff, fl, ll."""
 
 
 FIRST = Learned(_CENTRE, _PRIOR)
 """The state before the first round."""
 NOTHING = (0.0,) * 3, (0.0,) * 6
-"""Feedback of no token. Feedback is a pair of sums over tokens: the gradient, sum of (p - a) x, in the order of the
-weights, and the curvature, sum of a (1 - a) x x', in the order of the precision.
-"""
+"""Feedback of no token: the gradient, sum of (p - a) x over tokens, and the curvature, sum of a (1 - a) x x'."""
 
 
 def learned_from(before: Any, feedback: Any) -> Any:

@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 
 from checkpoints.recipes import texts
 from checkpoints.recipes.texts import ASSISTANT, END, encode_story, padded
-from checkpoints.recipes.tiny import TRIO, Recipe, log_q, make_trio, shape_of
+from checkpoints.recipes.tiny import TRIO, Recipe, log_q, make_trio
 from configs.schema import ModelSource, PairConfig
 from data_gen.prompts.stories import stories
 from lm import Pair, load_pair
 from tests.data_gen.on_disk import files_of
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
-TOY = shape_of(1, 16, 32, 2)
+TOY = (1, 16, 32, 2)
 SIZES = {"vocab_size": 300, "num_tokenizer_stories": 40, "batch_size": 4, "target_steps": 5, "distil_steps": 3}
 TOY_RECIPE = Recipe(target=TOY, draft=TOY, micro=TOY, **SIZES)
 
