@@ -7,13 +7,12 @@ training a draft costs no forwards of the target:
     likeliest   the NUM_LIKELIEST most probable next tokens at temperature 1, and their log-probabilities, at every
                 position whose next token belongs to the response
 
-A shard is `readings-NNNNN.safetensors` with its sum and holds a fixed range of texts; a stopped run resumes with the
-first missing shard.
+A shard holds a fixed range of texts; a stopped run resumes with the first missing one.
 
-The loss is the mean of KL(p' || q) and 1 - acceptance_rate. p' is the target's distribution over its NUM_LIKELIEST
-tokens that are in the draft's vocabulary. acceptance_rate is what decoding needs, but alone it teaches a new draft
-nothing. Positions where the vocabulary has less than a twentieth of the target's probability are left out of the
-divergence. Depth k weighs 0.8^k, as in EAGLE-3's "training-time test" (arXiv 2503.01840).
+The loss is the mean of KL(p' || q) and 1 - acceptance_rate, which is what decoding needs, but alone teaches a new draft
+nothing. p' is the target's distribution over its NUM_LIKELIEST tokens that are in the draft's vocabulary; positions
+where these have less than _MIN_MASS of its probability are left out of the divergence. Depth k weighs 0.8^k, as in
+EAGLE-3's "training-time test" (arXiv 2503.01840).
 """
 
 import json

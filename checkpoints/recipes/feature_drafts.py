@@ -3,9 +3,8 @@ frozen.
 
     eagle   EAGLE-1 (github.com/SafeAILab/EAGLE, train/main.py): SmoothL1(f̂, f) + KL(p || q); and, as in HASS and
             EAGLE-3's "training-time test" (arXiv 2408.15766, 2503.01840), at several depths: depth k + 1 reads the
-            outputs of depth k, as in drafting. Departures: divergence and distance have equal weights, not 0.1 and 1;
-            no noise on features, since those of deeper positions have errors anyway; depth k weighs 0.8^k as in
-            EAGLE-3, which has no distance; no HASS loss on the likeliest tokens alone.
+            outputs of depth k and weighs 0.8^k. Departures: divergence and distance have equal weights, not 0.1 and 1;
+            no noise on features, since those of deeper positions have errors; no HASS loss on the likeliest tokens.
     glide   GliDe (arXiv 2402.02082): cross-attention does not see the newest blocks of the target's keys. Departure:
             KL(p || q) instead of cross-entropy on the text, so that free choices of wording agree.
     dspark  One forward drafts a block of tokens. Draft and confidence head are trained together, as the released ones
@@ -13,11 +12,10 @@ frozen.
 
                 loss = 0.1 CE(q, text) + 0.9 sum_v |q(v) - p(v)| + BCE(confidence, acceptance_rate)
 
-            each the mean over blocks and their positions i, with weights exp(-i / 4). q and p have temperature 1,
-            whatever `Sampling` the draft is used with later. Blocks begin at random tokens of the response, many per
-            text, and read the text's own tokens. Gradients of the confidence head reach the draft; embeddings and
-            output rows are the target's, frozen. Departures: the texts are stories, not the target's responses;
-            matrices of the layers are trained with Muon.
+            each the mean over blocks and their positions i, with weights exp(-i / 4), at temperature 1. Blocks begin
+            at random tokens of the response, many per text, and read the text's own tokens. Gradients of the confidence
+            head reach the draft; embeddings and output rows are the target's, frozen. Departures: the texts are
+            stories, not the target's responses; matrices of the layers are trained with Muon.
 
 For large targets use SpecForge or speculators, whose drafts load.
 """
@@ -176,8 +174,6 @@ def save_draft(
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkRecipe(DraftRecipe):
-    """What decides a draft, besides target, texts and seed."""
-
     block_size: int = 7
     num_layers: int = 1
     markov_rank: int = 32

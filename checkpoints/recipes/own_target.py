@@ -82,7 +82,7 @@ def small(
     Args:
         target: directory of the target.
         responses: the target's own responses, as for `eagle3`.
-        out: the folder that gets the draft; OUT-work beside it has the checkpoint, OUT-readings the target's features.
+        out: the folder that gets the draft; OUT-work and OUT-readings beside it, as for `eagle3`.
         hidden_size: width of the draft, a multiple of 64.
         num_layers: layers of the draft.
         num_epochs: passes over the responses.

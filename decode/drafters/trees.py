@@ -145,11 +145,10 @@ class Growth:
 
     def selected(self) -> tuple[list[int], Tree]:
         """The candidates that are verified, in the order of their numbers, and their tree."""
-        candidates = range(len(self.tokens))
-        nodes = sorted(self._best(candidates, self._shape.num_nodes or len(candidates)))
+        nodes = sorted(self._best(range(len(self.tokens)), self._shape.num_nodes))
         return nodes, self._tree_of(nodes)
 
-    def _best(self, nodes: Sequence[int], num: int) -> list[int]:
+    def _best(self, nodes: Sequence[int], num: int | None) -> list[int]:
         """The most probable, best first; of equals the first, so a parent comes before its children."""
         return sorted(nodes, key=lambda node: -self.scores[node])[:num]
 

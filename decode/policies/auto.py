@@ -128,7 +128,7 @@ class Auto(ScoringPolicy):
                 "`acceptance-heads tune` first, or use decode.policies.auto.Auto(head, t_draft_s, t_target_s)"
             )
         rule = cls(head, **{f.name: known[f.name] for f in fields(cls) if f.name in known})
-        return replace(rule, is_learning=rule.can_learn if is_learning is None else is_learning)
+        return replace(rule, is_learning=not rule.is_lagging if is_learning is None else is_learning)
 
     def start(self) -> AutoState:
         rate, profit = self._prior()

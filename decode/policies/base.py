@@ -232,8 +232,8 @@ class PolicyRun:
         *,
         rejected_entropy: float | None = None,
     ) -> None:
-        """Report a round's verification: with the acceptance probabilities of the first tokens, as far as known, and H(q)
-        at the first rejected token (None: as the policy saw it).
+        """Report a round's verification: acceptance probabilities of the first tokens, as far as they are known, and
+        H(q) at the first rejected token (None: as the policy saw it).
         """
         if rejected_entropy is None:
             rejected_entropy = self.steps[num_accepted][1].entropy if num_accepted < num_drafted else 0.0

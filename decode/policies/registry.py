@@ -87,6 +87,7 @@ POLICIES: dict[str, Registered] = {
 """All policies, in the order of tables."""
 COARSE = (0.0, *_spaced(0.05, 0.95, 19))
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32)
+_EITHER = (False, True)
 RULES: dict[str, Registered] = {
     "llama_cpp": Registered(
         LlamaCpp, "llama.cpp's rule", lambda longest: {"n_max": lengths_within(longest), "p_min": COARSE}
@@ -97,13 +98,11 @@ RULES: dict[str, Registered] = {
         lambda longest: {
             "num_assistant_tokens": lengths_within(longest),
             "assistant_confidence_threshold": COARSE,
-            "is_heuristic": (False, True),
+            "is_heuristic": _EITHER,
         },
     ),
     "dspark": Registered(
-        DSparkConfidence,
-        "DSpark's confidence",
-        lambda _: {"min_confidence": (0.0, *LOGISTIC), "is_product": (False, True)},
+        DSparkConfidence, "DSpark's confidence", lambda _: {"min_confidence": (0.0, *LOGISTIC), "is_product": _EITHER}
     ),
 }
 """Engines' rules, which are compared only where they are named."""
@@ -139,22 +138,16 @@ def _imported(module: str, name: str) -> type[Policy]:
         raise ValueError(
             f"policy {module}:{name} cannot be imported: {problem}; built-in ones are {', '.join([*POLICIES, *RULES])}"
         ) from error
-    kind: Any = getattr(loaded, name, None)
-    problem = ""
-    if kind is None:
-        own = [key for key, value in vars(loaded).items() if _is_policy(value) and value.__module__ == module]
-        problem = f"does not exist in {loaded.__file__}; its policies are {', '.join(own) or 'none'}"
-    elif not _is_policy(kind):
-        problem = "is no policy; make it a subclass of decode.Policy (docs/extending.md)"
-    elif "__dataclass_fields__" not in vars(kind):
-        problem = "is no dataclass; put @dataclass(frozen=True) above the class"
-    if problem:
-        raise ValueError(f"{module}:{name} {problem}")
-    return kind  # type: ignore[no-any-return]
-
-
-def _is_policy(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Policy) and value is not Policy
+    kinds = {key: value for key, value in vars(loaded).items() if isinstance(value, type) and issubclass(value, Policy)}
+    if name not in kinds or kinds[name] is Policy:
+        own = [key for key, kind in kinds.items() if kind.__module__ == module]
+        raise ValueError(
+            f"{module}:{name} is no policy (a subclass of decode.Policy, see docs/extending.md); {loaded.__file__} has "
+            f"{', '.join(own) or 'none'}"
+        )
+    if "__dataclass_fields__" not in vars(kinds[name]):
+        raise ValueError(f"{module}:{name} is no dataclass; put @dataclass(frozen=True) above the class")
+    return kinds[name]
 
 
 def policy_of(

@@ -36,7 +36,7 @@ class ScoringPolicy(Policy):
     def __post_init__(self) -> None:
         """Raises ValueError for a head that cannot learn."""
         super().__post_init__()
-        if self.is_learning and not self.can_learn:
+        if self.is_learning and self.is_lagging:
             raise ValueError(
                 "is_learning is for a drawn-time, prefix or candidate head, not a fed-time one; leave it out"
             )
@@ -60,13 +60,8 @@ class ScoringPolicy(Policy):
 
     @property
     def is_lagging(self) -> bool:
-        """Whether the token just drawn has no score yet."""
+        """Whether the token just drawn has no score yet; only scores that it has can be refitted."""
         return self.head.timing == "fed"
-
-    @property
-    def can_learn(self) -> bool:
-        """Only scores that are known when the token is drawn can be refitted."""
-        return not self.is_lagging
 
     @property
     def initial_calibration(self) -> State:

@@ -19,17 +19,10 @@ def pair() -> Pair:
     return Pair(model(1, 2), model(2), model(3), Words())
 
 
-def test_nothing_is_loaded_before_a_model_is_asked_for(pair):
+def test_decoders_share_the_target_and_the_draft_with_or_without_hidden_states_and_a_pair_is_loaded_at_its_use(pair):
     loaded = []
     models = PairModels(lambda: loaded.append(pair) or pair)
     assert not loaded
-    assert models.target.model is pair.target
-    assert models.micro.model is pair.micro
-    assert len(loaded) == 1
-
-
-def test_decoders_share_the_target_and_the_draft_with_or_without_hidden_states(pair):
-    models = PairModels(pair)
     head = HeadPolicy(AcceptanceHead(models.target.hidden_size, 0, "drawn"), 0.5)
     policies = FixedLength(2), FixedLength(3), head
     decoders = [models.decoder(models.drafter(policy), sampling=GREEDY) for policy in policies]
@@ -39,6 +32,8 @@ def test_decoders_share_the_target_and_the_draft_with_or_without_hidden_states(p
     assert plain is not scored
     assert (plain.with_hidden, scored.with_hidden) == (False, True)
     assert models.draft is plain
+    assert (models.target.model, models.micro.model) == (pair.target, pair.micro)
+    assert len(loaded) == 1
     assert decoders[0].eos_ids == pair.eos_ids
 
 

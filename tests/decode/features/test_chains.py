@@ -1,18 +1,19 @@
-"""Feature drafts as chains and trees in the real loop: greedy is plain generation, sampled laws are exact."""
+"""Feature drafts in the real loop, as chains, trees and blocks: greedy is plain generation, sampled laws are exact."""
 
 import pytest
 import torch
 
 from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, speculative_generate
 from decode.drafters.trees import Cape, Dynamic, Shape, TreeDrafter
-from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Policy
+from decode.policies import CumulativeTokenProb, DSparkConfidence, Entropy, FixedLength, HeadPolicy, Policy
+from decode.policies.auto import Auto
 from lm import CachedModel, Sampling, feature_model
 from lm.features.recorder import FeatureRecorder
 from tests.cases import first_fast
-from tests.toys.enumeration import assert_same_law, law_of
-from tests.toys.loop import POLICIES, SAMPLINGS, BothHeads, Law
+from tests.toys.enumeration import assert_same_law, law_of, seeded
+from tests.toys.loop import OF_BLOCKS, POLICIES, SAMPLINGS, BothHeads, Law
 from tests.toys.observed import observed
-from tests.toys.random_drafts import BLOCKS, KINDS, PAIRS, VOCAB, WIDTH, draft, feature_head, target
+from tests.toys.random_drafts import BLOCK, BLOCKS, KINDS, PAIRS, TARGETS, VOCAB, WIDTH, draft, feature_head, target
 from tests.toys.random_pairs import greedy_of
 
 PROMPT, GREEDY = [1, 2, 3], Sampling(temperature=0)
@@ -135,3 +136,89 @@ def test_generate_of_transformers_takes_a_feature_draft_of_its_model(kind):
     assert output.generation.counts.num_drafted > 0
     with pytest.raises(ValueError, match="of another target"):
         target("qwen2").generate(torch.tensor([PROMPT]), **keywords)
+
+
+WIDE = draft("rnn").hidden_size
+OF_WIDE = {f"{timing}_head": HeadPolicy(feature_head(timing, WIDE), 0.4) for timing in ("fed", "drawn", "prefix")}
+BLOCK_S = {"t_draft_s": 0.0, "t_target_s": 1.0, "t_verify_s": 0.2, "t_start_s": 0.2}
+OF_WIDE |= {f"auto_{timing}": Auto(feature_head(timing, WIDE), **BLOCK_S) for timing in ("drawn", "prefix")}
+OF_WIDE["learning_head"] = HeadPolicy(feature_head("drawn", WIDE), 0.4, is_learning=True)
+OWN = OF_BLOCKS | {"dspark_product": DSparkConfidence(0.2, is_product=True)}
+EVERY = {name: policy for name, policy in POLICIES.items() if not policy.heads} | OF_WIDE | OWN
+FEW = ("dspark", "fixed_length", "auto_drawn")
+
+
+@pytest.mark.parametrize("family", first_fast(TARGETS, 1))
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_greedy_output_of_blocks_equals_transformers_generate(kind, family):
+    decoder = decoder_of(kind, FixedLength(9), sampling=GREEDY, family=family)
+    with observed(decoder) as seen:
+        generation = decoder.generate(PROMPT, 40)
+    seen.check(generation, len(PROMPT))
+    assert list(generation.token_ids) == greedy(40, family)
+    assert generation.rounds[0].drafted == ()
+    assert {len(round_.drafted) for round_ in generation.rounds[1:-4]} == {BLOCK}, "a block is all that a round drafts"
+    assert 0 < generation.counts.num_accepted < generation.counts.num_drafted
+
+
+@pytest.mark.parametrize("policy", first_fast([*FEW, *(name for name in EVERY if name not in FEW)], 3))
+def test_the_sampled_law_is_the_target_s_exactly_under_every_policy(policy):
+    sampling = SAMPLINGS["top_k"]
+    decoder = decoder_of("rnn", EVERY[policy], sampling=sampling)
+    found = law_of(lambda draws: decoder.generate(PROMPT, 4, generator=draws).token_ids)
+    assert_same_law(found, target_law(sampling, 4), tolerance=1e-10)
+
+
+@pytest.mark.parametrize("policy", ["fixed_length", "token_prob", "ada_edl", "prefix_head", "never_draft"])
+def test_a_round_costs_one_forward_of_the_draft_whatever_is_kept_of_its_block(policy, monkeypatch):
+    """Law 4.9 with the price of a block, counted where the draft runs."""
+    ran, block = [], type(draft("rnn")).block
+    monkeypatch.setattr(type(draft("rnn")), "block", lambda *args, **keys: ran.append(1) or block(*args, **keys))
+    generation = decoder_of("rnn", EVERY[policy], sampling=Sampling()).generate(PROMPT, 30)
+    assert generation.counts.num_draft_forwards == len(ran)
+    for round_ in generation.rounds:
+        assert round_.counts.num_draft_forwards == (len(round_.drafted) > 0) or round_.stop_reason == "policy"
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_that_is_read_at_its_end_is_the_same(kind):
+    decoder = decoder_of(kind, FixedLength(3), sampling=Sampling())
+    one = decoder.generate(PROMPT, 30, generator=seeded(2))
+    decoder.drafter.reads_at_end = lambda: True  # as on an accelerator
+    on_device = decoder.generate(PROMPT, 30, generator=seeded(2))
+    assert (on_device.token_ids, on_device.counts) == (one.token_ids, one.counts)
+
+
+@pytest.mark.parametrize("is_product", [False, True])
+def test_a_block_is_kept_up_to_the_first_place_whose_confidence_is_below_the_threshold(is_product):
+    """DeepSpec's rule, from the confidences of whole blocks; at 0 it keeps them."""
+    policy, one = DSparkConfidence(0.4, is_product=is_product), draft("rnn")
+    generation = decoder_of("rnn", policy, sampling=Sampling()).generate(PROMPT, 40, generator=seeded(1))
+    committed, kept = [*PROMPT, *generation.rounds[0].emitted], set()
+    for round_ in generation.rounds[1:-BLOCK]:
+        tokens, num = torch.tensor([committed]), len(round_.drafted)
+        with torch.inference_mode():
+            output = target()(tokens, output_hidden_states=True)
+            features = torch.cat([output.hidden_states[place] for place in one.target_layer_ids], -1)
+            states = one.on_text(features, tokens, torch.tensor([[len(committed) - 1]]))[:, 0]
+            previous = [committed[-1], *round_.drafted, *[0] * BLOCK][:BLOCK]
+            confidences = one.confidence(one.joined(states, torch.tensor([previous])))[0].sigmoid()
+        confidences = confidences.cumprod(0) if is_product else confidences
+        assert (confidences[:num] >= 0.4).all()
+        assert num == BLOCK or confidences[num] < 0.4
+        kept.add(num)
+        committed += round_.emitted
+    assert len(kept) > 2
+    whole, fixed = (
+        decoder_of("rnn", policy, sampling=GREEDY).generate(PROMPT, 16)
+        for policy in (DSparkConfidence(0.0, is_product), FixedLength(BLOCK))
+    )
+    assert whole.counts == fixed.counts
+
+
+def test_confidences_of_a_draft_that_has_none_and_trees_of_blocks_are_refused():
+    for kind in ("dflash", "eagle"):
+        with pytest.raises(ValueError, match="has no confidence head"):
+            decoder_of(kind, DSparkConfidence(), sampling=GREEDY)
+    with pytest.raises(ValueError, match="one block, which is a chain"):
+        TreeDrafter(feature_model(draft("rnn"), tapped("rnn")), FixedLength(2))

@@ -1,18 +1,21 @@
 """`generate(custom_generate=speculative_generate)` means what plain `generate` means, and leaves nothing behind."""
 
 import gc
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GraniteConfig, StoppingCriteria, StoppingCriteriaList
+import transformers
+from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from decode import SpeculativeOutput, speculative_generate
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from heads import AcceptanceHead, Provenance
 from lm import CachedModel
 from tests.toys.enumeration import assert_same_law, law_of
-from tests.toys.random_pairs import IDS, SIZES, random_pair
+from tests.toys.random_pairs import IDS, SIZES, greedy_of, random_pair
 from tests.toys.small_pair import llama
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
@@ -71,33 +74,6 @@ def test_sampled_output_has_exactly_the_law_of_plain_generate():
     assert_same_law(law_of(play), expected | open_, tolerance=1e-5)
 
 
-class _After(StoppingCriteria):
-    """Stops once `token` was emitted."""
-
-    def __init__(self, token):
-        self.token = token
-
-    def __call__(self, input_ids, scores, **_):
-        return input_ids[:, -1] == self.token
-
-
-def test_stopping_criteria_end_the_output_at_their_token():
-    target, draft = random_pair("gpt2")
-    plain = target.generate(PROMPT, do_sample=False, max_new_tokens=20)[0].tolist()
-    criteria = StoppingCriteriaList([_After(plain[12])])
-    settings = {"do_sample": False, "max_new_tokens": 20, "stopping_criteria": criteria}
-    expected = target.generate(PROMPT, **settings)
-    settings |= {"custom_generate": speculative_generate, "draft_model": draft, "return_dict_in_generate": True}
-    ours = target.generate(PROMPT, **settings)
-    assert isinstance(ours, SpeculativeOutput)
-    assert ours.sequences.tolist() == expected.tolist()
-    counts, rounds = ours.generation.counts, ours.generation.rounds
-    assert counts.num_emitted == expected.shape[1] - PROMPT.shape[1]
-    num_discarded = sum(len(played.drafted) + 1 - len(played.emitted) for played in rounds)
-    assert counts.num_drafted + counts.num_target == counts.num_emitted + num_discarded
-    assert (counts.num_discarded, counts.num_target) == (num_discarded, len(rounds))
-
-
 TRAINED = {"sampling": {"temperature": 1.0, "top_k": None, "top_p": None}}
 OTHER_SAMPLING = r"trained for sampling .*'temperature': 1.0.* allow_foreign_heads"
 
@@ -151,3 +127,75 @@ def test_nothing_of_a_generation_stays_behind():
         with pytest.raises(RuntimeError, match="own mistake"):
             target.generate(PROMPT, stopping_criteria=StoppingCriteriaList([_Fails()]), **settings)
     assert num_left() == before
+
+
+PAGE = Path(__file__).parents[3] / "docs/transformers.md"
+
+
+def test_a_repository_is_plain_generate_in_the_rounds_of_its_policy_and_refuses_what_ours_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The page's two files in a directory, as they would lie on the hub."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "repository/custom_generate"
+    folder.mkdir(parents=True)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    [code] = [code for code in blocks if "def generate(" in code]
+    (folder / "generate.py").write_text(code)
+    (folder / "requirements.txt").write_text("acceptance-heads\n")
+    target, draft = random_pair("llama")
+    ours = {"custom_generate": str(folder.parent), "trust_remote_code": True, "draft_model": draft}
+    settings = {"do_sample": False, "max_new_tokens": 30, "repetition_penalty": 1.3, "return_dict_in_generate": True}
+    output = target.generate(PROMPT, policy=FixedLength(4), **ours, **settings)
+    assert isinstance(output, SpeculativeOutput)
+    assert output.sequences.tolist() == target.generate(PROMPT, **settings).sequences.tolist()
+    assert {len(one.drafted) for one in output.generation.rounds[:-1]} == {4}
+    with pytest.raises(ValueError, match="does not support a batch of 2"):
+        target.generate(PROMPT.repeat(2, 1), **ours, max_new_tokens=4)
+    with pytest.raises(ValueError, match="trust_remote_code"):  # one that nobody trusts is not run
+        target.generate(PROMPT, **ours | {"trust_remote_code": False})
+
+
+TEXT = {"vocab_size": 120, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT |= {"num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 256}
+TEXT |= {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+TOWER = {"hidden_size": 32, "intermediate_size": 32}
+VISION = TOWER | {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14, "image_size": 28}
+QWEN_VISION = TOWER | {"depth": 1, "num_heads": 2, "out_hidden_size": 48}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}}
+QWEN_IDS = {"image_token_id": 119, "video_token_id": 118, "vision_start_token_id": 117, "vision_end_token_id": 116}
+GEMMA_IDS = {"image_token_index": 119, "boi_token_index": 118, "eoi_token_index": 117, "mm_tokens_per_image": 4}
+WRAPPERS = {
+    # class: changes of the text model's config, config of the vision model, ids
+    "Gemma3": ({"sliding_window": 8, "query_pre_attn_scalar": 12}, VISION, GEMMA_IDS),
+    "Qwen2_5_VL": (ROPE, QWEN_VISION, QWEN_IDS),
+    "Qwen3VL": (ROPE, QWEN_VISION | {"deepstack_visual_indexes": [0]}, QWEN_IDS),
+    "Llava": ({"model_type": "llama"}, VISION | {"model_type": "clip_vision_model"}, {"image_token_index": 119}),
+}
+
+
+def random_wrapper(name: str) -> PreTrainedModel:
+    text, vision, ids = WRAPPERS[name]
+    config = getattr(transformers, f"{name}Config")(text_config={**TEXT, **text}, vision_config=vision, **ids)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).double().eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_prompt_of_text_gives_the_tokens_of_plain_generate(name):
+    target = random_wrapper(name)
+    prompt = torch.randint(3, 110, (1, 12))
+    how = {"do_sample": False, "max_new_tokens": 20, "custom_generate": speculative_generate, "draft_model": target}
+    ours = target.generate(input_ids=prompt, **how)
+    assert ours[0, 12:].tolist() == greedy_of(target, prompt[0].tolist(), 20)
+
+
+def test_images_are_refused_by_name():
+    target = random_wrapper("Llava")
+    given = {"input_ids": torch.tensor([[5, 6, *[119] * 4, 7]]), "pixel_values": torch.zeros(1, 3, 28, 28).double()}
+    with pytest.raises(ValueError, match="images, sounds or videos"):
+        target.generate(**given, max_new_tokens=4, custom_generate=speculative_generate, draft_model=target)

@@ -231,14 +231,16 @@ def test_a_draft_given_by_its_path_drafts_as_the_loaded_one_and_ids_keep_their_d
         assert (ours.dtype, ours.tolist()) == (plain.dtype, plain.tolist())
 
 
-def test_criteria_are_asked_as_often_and_with_the_same_scores_as_by_plain_generate():
+def test_criteria_are_asked_as_often_and_with_the_same_scores_as_by_plain_generate_and_stop_where_it_stops():
     target, draft = random_pair("llama")
-    asked = []
+    asked, texts = [], []
     for how in ({}, {"custom_generate": speculative_generate, "draft_model": draft}):
-        criterion = StopsAfter(None)
-        target.generate(PROMPT, stopping_criteria=StoppingCriteriaList([criterion]), **GREEDY | how)
+        criterion = StopsAfter(7)
+        text = target.generate(PROMPT, stopping_criteria=StoppingCriteriaList([criterion]), **GREEDY | how)
         asked.append(criterion.scores)
-    assert asked[0] == asked[1] == [None] * 12
+        texts.append(text.tolist())
+    assert asked[0] == asked[1] == [None] * 7
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("place", [3, 7])

@@ -1,16 +1,19 @@
 """The output of the real loop has exactly the target's law (laws 4.2, 4.3), for every policy, sampling and ending.
 
-Nothing is sampled: `enumeration.law_of` walks every branch of the loop's draws on toy models over 3 tokens, in float64.
+`enumeration.law_of` walks every branch of the loop's draws on toy models over 3 tokens, in float64. That proves the
+loop given independent draws; a chi-square test of sampled sequences sees the draws themselves.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 import torch
+from scipy.stats import chi2, chisquare
 
 from decode import ModelDrafter, SpeculativeDecoder
-from decode.policies import FixedLength, Heuristic
-from lm import Sampler, Sampling
+from decode.policies import Entropy, FixedLength, Heuristic
+from lm import RandomSampler, Sampler, Sampling
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of, seeded
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, assert_lossless, decoder_of, law
 
@@ -137,3 +140,35 @@ def test_every_forward_feeds_the_tokens_that_the_cache_lacks_and_no_others():
         assert draft.forwards == expected
 
     law_of(check)
+
+
+NUM_SAMPLES = 2000
+FALSE_ALARM = 1e-6
+"""A lossless loop fails with this probability per seed; seeds are fixed, so a pass stays a pass."""
+
+
+def assert_sampled_law(sampling: Sampling, policy=FixedLength(2)) -> None:  # noqa: B008
+    """No sequence is impossible, and no alarm; outcomes that are expected under 5 times are pooled."""
+    decoder, generator = decoder_of(policy, sampling=sampling), seeded()
+    observed = Counter(decoder.generate(PROMPT, 3, generator=generator).token_ids for _ in range(NUM_SAMPLES))
+    expected = ToyModel(1).law(PROMPT, 3, sampling=sampling, eos_ids=frozenset({2}))
+    assert observed.keys() <= expected.keys()
+    rare = [tokens for tokens, prob in expected.items() if prob * NUM_SAMPLES < 5]
+    cells = [[tokens] for tokens in expected if tokens not in rare] + [rare] * bool(rare)
+    aims = [NUM_SAMPLES * sum(expected[tokens] for tokens in cell) for cell in cells]
+    nums = [sum(observed[tokens] for tokens in cell) for cell in cells]
+    assert chisquare(nums, aims).pvalue > FALSE_ALARM
+
+
+def test_sampled_sequences_follow_the_target_law():
+    assert_sampled_law(SAMPLINGS["plain"], Entropy(0.3))
+
+
+def test_both_streams_of_random_draws_are_uniform_and_independent_and_never_the_impossible():
+    draws, probs, table = RandomSampler(seeded()), torch.full((10,), 0.1), torch.zeros(10, 2)
+    for _ in range(20000):
+        table[draws.token(probs), draws.num_accepted([0.5])] += 1
+    assert chi2.sf(((table - 1000) ** 2 / 1000).sum().item(), 19) > FALSE_ALARM
+    probs = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0])
+    assert {draws.token(probs) for _ in range(500)} == {1, 3}
+    assert {draws.num_accepted([1.0, 0.0]) for _ in range(500)} == {1}

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import test_counts as counts
 import test_losslessness as laws
-import test_sampled_law as sampled
 import torch
 
 import decode.loop.decoder
@@ -128,7 +127,7 @@ LIMITS = laws.test_the_length_limit_and_the_draft_length_never_change_the_law
 ENDS = laws.test_a_round_emits_one_token_more_than_it_accepts_and_nothing_is_drafted_or_emitted_after_eos, (3, {0, 2})
 COUNTS = counts.test_counts_are_what_drafter_target_and_cache_saw, ()
 FEEDS = laws.test_every_forward_feeds_the_tokens_that_the_cache_lacks_and_no_others, ()
-SAMPLED = sampled.assert_sampled_law, (laws.Sampling(),)
+SAMPLED = laws.assert_sampled_law, (laws.Sampling(),)
 OF_COUNTS = decode.loop.rounds, "_counts_of"
 DRAWS = decode.loop.decoder, "RandomSampler"
 MUTANTS = {

@@ -148,20 +148,16 @@ def labelled(target, draft):
     return labeller.label([EXCHANGE], inputs, with_hidden=False, progress=lambda _: None)
 
 
-def responded(target, draft):
+def responded(target, _):
     settings = {"vocab_size": WIDTH, "eos_ids": frozenset(), "max_new_tokens": 2, "batch_size": 1}
     return TargetInProcess(target, Sampling(), **settings).respond([Request("a", "", PROMPT)], 0, lambda _: None)
 
 
 @pytest.mark.parametrize("stage", [recorded, labelled, responded])
 def test_a_stage_that_makes_data_or_traces_refuses_a_model_in_train_mode(stage):
-    target, draft = llama(0), llama(1)
-    assert stage(target, draft)
-    for model in (target, draft)[: 1 if stage is responded else 2]:
-        model.train()
+    for target, draft in ((in_train_mode(0), llama(1)), (llama(0), in_train_mode(1)))[: 1 + (stage is not responded)]:
         with pytest.raises(ValueError, match="in train mode"):
             stage(target, draft)
-        model.eval()
 
 
 def streams(kind: str, shared: str) -> list[SpeculativeDecoder | PearlDecoder]:

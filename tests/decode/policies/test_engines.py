@@ -6,8 +6,7 @@ from transformers import PreTrainedModel
 
 from configs.schema import ModelSource
 from decode import ModelDrafter, SpeculativeDecoder
-from decode.policies import Assisted, DSparkConfidence, LlamaCpp
-from decode.policies.registry import POLICIES, RULES, parse_policy
+from decode.policies import Assisted, LlamaCpp
 from lm import Sampling, load_model
 from tests.cases import first_fast
 from tests.evaluation.flags.point_mass import PointMassDrafter
@@ -86,10 +85,3 @@ def test_llama_cpp_drops_the_token_below_p_min_and_pays_its_forward(pair):
         reasons.add(played.stop_reason)
         committed += played.emitted
     assert {"policy", "limit"} <= reasons
-
-
-def test_rules_go_by_name_and_compete_only_where_they_are_named():
-    assert parse_policy("llama_cpp:n_max=8,p_min=0.6") == LlamaCpp(8, 0.6)
-    assert parse_policy("assisted:num_assistant_tokens=4") == Assisted(4)
-    assert parse_policy("dspark:min_confidence=0.3,is_product=true") == DSparkConfidence(0.3, is_product=True)
-    assert not RULES.keys() & POLICIES.keys()

@@ -60,7 +60,7 @@ def test_a_policy_of_a_module_is_made_with_its_parameters(directory):
     [
         ("nowhere_at_all:Unsure", "no module 'nowhere_at_all'"),
         ("broken_policies:Unsure", "No module named 'nothing_of_this_name'"),
-        ("policies_of_mine:Unsur", "its policies are Unsure, Bare"),
+        ("policies_of_mine:Unsur", "has Unsure, Bare"),
         ("policies_of_mine:number", "is no policy"),
         ("policies_of_mine:Policy", "is no policy"),
         ("policies_of_mine:Bare", "is no dataclass"),

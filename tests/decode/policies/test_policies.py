@@ -13,11 +13,22 @@ import torch
 
 from decode import policies
 from decode.loop.signals import reader_of
-from decode.policies import AdaEDL, AfterDraw, Entropy, FixedLength, HeadPolicy, Heuristic, Outcome, Policy, SelfVerify
+from decode.policies import (
+    AdaEDL,
+    AfterDraw,
+    DSparkConfidence,
+    Entropy,
+    FixedLength,
+    HeadPolicy,
+    Heuristic,
+    Outcome,
+    Policy,
+    SelfVerify,
+)
 from decode.policies.auto import Auto
 from decode.policies.base import mapped
 from decode.policies.registry import POLICIES as BY_NAME
-from decode.policies.registry import Registered, parse_policy
+from decode.policies.registry import RULES, Registered, parse_policy
 from decode.policies.scores import sigmoid
 from heads import AcceptanceHead, Provenance
 from lm import entropy
@@ -161,7 +172,8 @@ def test_specs_parse_to_policies(monkeypatch):
     """A parameter may be called name, and the name of a head is never a number."""
     assert parse_policy("entropy:max_sqrt_entropy=0.4") == Entropy(0.4)
     assert parse_policy("fixed_length:k=7") == FixedLength(7)
-    assert isinstance(parse_policy("self_verify"), SelfVerify)
+    assert parse_policy("dspark:min_confidence=0.3,is_product=true") == DSparkConfidence(0.3, is_product=True)
+    assert not RULES.keys() & BY_NAME.keys(), "rules compete only where they are named"
     monkeypatch.setitem(BY_NAME, "named", Registered(Named, "named", lambda _: {}))
     assert parse_policy("named:name=0.25") == Named(0.25)
     for name in ("some/dir", "5", "true", "0.4", "1e999"):
