@@ -193,9 +193,12 @@ def _log_probs(
 
 def _new_model(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """A model with random weights from torch's global generator."""
-    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    num_layers, hidden_size, intermediate_size, num_heads = shape
     config = LlamaConfig(
-        **dict(zip(names, shape, strict=True)),
+        num_hidden_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_attention_heads=num_heads,
         vocab_size=len(tokenizer),
         max_position_embeddings=texts.MAX_TOKENS,
         tie_word_embeddings=True,
