@@ -59,25 +59,29 @@ class _Sequence:
 
 
 class Batch:
-    """A continuous batch: `rounds` decodes the prompts, `generations` collects the results."""
+    """A continuous batch: iterating over it decodes the prompts, and `generations` has the results."""
 
     def __init__(
         self,
-        target: BatchModel,
-        draft: BatchModel,
+        models: tuple[BatchModel, BatchModel],
         policy: Policy,
+        requests: Sequence[tuple[list[int], int, Sampler]],
         *,
         sampling: Sampling,
         eos_ids: frozenset[int],
+        max_draft_length: int,
     ) -> None:
-        """Both models have a row for each sequence; the rest as in `SpeculativeDecoder`."""
-        self._target, self._draft, self._policy = target, draft, policy
-        rows = zip(draft.rows, target.rows, strict=True)
+        """Args, beside those of `SpeculativeDecoder`:
+        models: target and draft, with a row for each sequence.
+        requests: prompt, number of new tokens (0: it is skipped) and draws of each.
+        """
+        (self._target, self._draft), self._policy, self._requests = models, policy, requests
+        rows = zip(self._draft.rows, self._target.rows, strict=True)
         self._sequences = [_Sequence(ModelDrafter(below, policy), row) for below, row in rows]
-        self._sampling, self._eos_ids = sampling, eos_ids
-        self._signals = BatchSignals(draft.rows[0].embedding)
+        self._sampling, self._eos_ids, self._max_draft_length = sampling, eos_ids, max_draft_length
+        self._signals = BatchSignals(self._draft.rows[0].embedding)
         self._controller = BatchController(policy) if isinstance(policy, BatchAuto) else None
-        self._rounds: list[list[Round]] = []
+        self._rounds: list[list[Round]] = [[] for _ in requests]
         self._stepped: list[_Sequence] = []
 
     @property
@@ -85,16 +89,9 @@ class Batch:
         """Generation of every prompt, in order."""
         return [Generation.of(rounds) for rounds in self._rounds]
 
-    def rounds(
-        self, prompts: Sequence[list[int]], limits: Sequence[int], draws: Sequence[Sampler], *, max_draft_length: int
-    ) -> Iterator[BatchRound]:
-        """Decode all prompts, as many at once as there are rows; the rest wait in order.
-
-        `limits` are numbers of new tokens; prompts with 0 are skipped.
-        """
-        self._rounds = [[] for _ in prompts]
-        requests = enumerate(zip(prompts, limits, draws, strict=True))
-        waiting = ((number, *prompt) for number, prompt in requests if prompt[1] > 0)
+    def __iter__(self) -> Iterator[BatchRound]:
+        """Decode all prompts, as many at once as there are rows; the rest wait in order."""
+        waiting = ((number, *request) for number, request in enumerate(self._requests) if request[1] > 0)
         while True:
             free = [sequence for sequence in self._sequences if sequence.number is None]
             joining = list(zip(free, waiting, strict=False))
@@ -103,7 +100,7 @@ class Batch:
             busy = [sequence for sequence in self._sequences if sequence.number is not None]
             if not busy:
                 return
-            yield self._round(busy, max_draft_length, len(joining))
+            yield self._round(busy, len(joining))
 
     def _begin(self, sequence: _Sequence, number: int, prompt_ids: list[int], limit: int, draws: Sampler) -> None:
         sequence.number, sequence.committed = number, list(prompt_ids)
@@ -114,9 +111,9 @@ class Batch:
         sequence.drafter.start(sequence.session)
 
     @torch.inference_mode()
-    def _round(self, busy: list[_Sequence], max_draft_length: int, num_joined: int) -> BatchRound:
+    def _round(self, busy: list[_Sequence], num_joined: int) -> BatchRound:
         started_s = perf_counter()
-        steps = self._drafted(busy, max_draft_length)
+        steps = self._drafted(busy)
         drafted_s = perf_counter()
         rows: list[Any] = [seq.target for seq in busy]
         fed = [seq.committed[len(seq.target) :] + seq.drafter.proposal.tokens for seq in busy]
@@ -128,9 +125,9 @@ class Batch:
             self._controller.end(steps, sum(nums), num_emitted)
         return BatchRound(steps, sum(nums), num_emitted, drafted_s - started_s, ended_s - drafted_s, num_joined)
 
-    def _drafted(self, busy: list[_Sequence], max_draft_length: int) -> tuple[int, ...]:
+    def _drafted(self, busy: list[_Sequence]) -> tuple[int, ...]:
         """Draft for all sequences; returns the number of sequences in each step."""
-        rooms = [min(max_draft_length, seq.end - len(seq.committed) - 1) for seq in busy]
+        rooms = [min(self._max_draft_length, seq.end - len(seq.committed) - 1) for seq in busy]
         going = [seq for seq, room in zip(busy, rooms, strict=True) if seq.drafter.begin(seq.committed, room) > 0]
         steps: list[int] = []
         while going := self._continuing(going, busy):

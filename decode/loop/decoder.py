@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.loop.batch import Batch, BatchRound
+from decode.loop.batch import Batch
 from decode.loop.drafter import Drafter, ModelDrafter, Proposal
 from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session, cached
@@ -87,8 +87,8 @@ class SpeculativeDecoder:
             ValueError: as `generate`; a drafter of several models, a model whose cache cannot roll back single
                 sequences.
         """
-        batch, rounds = self.batch(prompts, max_new_tokens, batch_size=batch_size, generator=generator)
-        for _ in rounds:
+        batch = self.batch(prompts, max_new_tokens, batch_size=batch_size, generator=generator)
+        for _ in batch:
             pass
         return batch.generations
 
@@ -99,8 +99,8 @@ class SpeculativeDecoder:
         *,
         batch_size: SupportsIndex = 16,
         generator: torch.Generator | Sequence[Sampler] | None = None,
-    ) -> tuple[Batch, Iterator[BatchRound]]:
-        """`generate_batch` round by round: (the batch, which collects generations; an iterator that plays rounds)."""
+    ) -> Batch:
+        """`generate_batch` round by round: iterate over it; then it has the generations."""
         if type(self.drafter) is not ModelDrafter or isinstance(self.drafter.model, FeatureModel):
             name = type(getattr(self.drafter, "model", self.drafter)).__name__
             raise ValueError(
@@ -118,11 +118,8 @@ class SpeculativeDecoder:
             )
         for ids, limit in zip(all_ids, limits, strict=True):
             self._check(len(ids), limit)
-        draws = (
-            [RandomSampler(generator) for _ in all_ids]
-            if generator is None or isinstance(generator, torch.Generator)
-            else generator
-        )
+        if generator is None or isinstance(generator, torch.Generator):
+            generator = [RandomSampler(generator) for _ in all_ids]
         everyone = Session(self.sampling, self.eos_ids, GreedySampler(), [*chain.from_iterable(all_ids)])
         for model, role in ((self.target, "target"), (self.drafter.model, "draft")):
             everyone.check(model, role)  # the batch's self-check may use its cache
@@ -131,10 +128,16 @@ class SpeculativeDecoder:
                     f"prompts are on both sides of the length where the {role} changes its rotary frequencies "
                     f"(`lm.rope`), up to {max(map(len, all_ids))} tokens; decode the long ones apart"
                 )
-        target, draft = BatchModel(self.target, num_rows), BatchModel(self.drafter.model, num_rows)
-        policy = batched(self.drafter.policy, num_rows)
-        batch = Batch(target, draft, policy, sampling=self.sampling, eos_ids=self.eos_ids)
-        return batch, batch.rounds(all_ids, limits, draws, max_draft_length=self.max_draft_length)
+        models = BatchModel(self.target, num_rows), BatchModel(self.drafter.model, num_rows)
+        requests = list(zip(all_ids, limits, generator, strict=True))
+        return Batch(
+            models,
+            batched(self.drafter.policy, num_rows),
+            requests,
+            sampling=self.sampling,
+            eos_ids=self.eos_ids,
+            max_draft_length=self.max_draft_length,
+        )
 
     def stream(
         self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Sampler | None = None

@@ -71,8 +71,8 @@ def _run(
     """Tokens per second of one batch, and its rounds."""
     decoder, generator = loop.decoder(policy), torch.Generator().manual_seed(seed)
     started_s = perf_counter()
-    batch, played = decoder.batch(prompts, loop.max_new_tokens, batch_size=size, generator=generator)
-    rounds = list(played)
+    batch = decoder.batch(prompts, loop.max_new_tokens, batch_size=size, generator=generator)
+    rounds = list(batch)
     return sum(generation.counts.num_emitted for generation in batch.generations) / (perf_counter() - started_s), rounds
 
 

@@ -83,8 +83,8 @@ def test_sequences_of_a_batch_are_independent():
 @pytest.mark.parametrize("policy", ["fixed_length", "ada_edl", "batch_rule"])
 def test_the_rounds_of_a_batch_add_up_to_the_counts_of_its_sequences(policy):
     decoder = decoder_of((POLICIES | AUTOS)[policy], length=4)
-    batch, rounds = decoder.batch(PROMPTS, LIMITS, batch_size=3, generator=seeded(1))
-    played = list(rounds)
+    batch = decoder.batch(PROMPTS, LIMITS, batch_size=3, generator=seeded(1))
+    played = list(batch)
     counts = [each.counts for each in batch.generations]
     assert sum(sum(one.steps) for one in played) == sum(each.num_draft_forwards for each in counts)
     assert sum(one.num_tokens for one in played) == sum(each.num_drafted + each.num_target for each in counts)

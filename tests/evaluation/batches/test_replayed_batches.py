@@ -73,8 +73,8 @@ def test_a_batch_of_replay_is_the_batch_of_the_loop(policy, size):
     requests = [trace.rows[row] for row in rows]
     draws = [PlayedSampler(trace, row) for row in rows.tolist()]
     prompts, limits = [row.prompt_ids for row in requests], [row.limit for row in requests]
-    batch, rounds = decoder_of(chosen, length=3).batch(prompts, limits, batch_size=size, generator=draws)
-    played = list(rounds)
+    batch = decoder_of(chosen, length=3).batch(prompts, limits, batch_size=size, generator=draws)
+    played = list(batch)
     assert [each.token_ids for each in batch.generations] == [row.response_ids for row in requests]
     replayed = step_through(trace, chosen, rows, size)  # until a row is left empty
     played = played[: len(replayed.emitted)]
