@@ -18,7 +18,7 @@ from heads import AcceptanceHead
 from lm import GreedySampler, RandomSampler, Sampler, Sampling, verify
 from serve.lanes import Lane, Lanes, RequestRow
 from tests.toys.enumeration import seeded
-from tests.toys.loop import BothHeads, LearnedMaxProb, LearnedProb
+from tests.toys.loop import BothHeads, LearnedMaxProb, LearnedProb, random_head
 from tests.toys.small_pair import EOS, LENGTH, LIMIT, PROMPTS, model
 
 GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling()
@@ -26,12 +26,7 @@ STOPS = frozenset({EOS})
 
 
 def head(timing: str, *, inputs: bool | tuple[str, ...]) -> AcceptanceHead:
-    made = AcceptanceHead(16, 2, timing, inputs, inputs is True)
-    with torch.random.fork_rng():
-        torch.manual_seed(len(timing) + bool(inputs))
-        for parameter in made.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-    return made.eval()
+    return random_head(16, timing, inputs, inputs is True, seed=len(timing) + bool(inputs), std=0.3)
 
 
 FED, DRAWN, PREFIX = head("fed", inputs=False), head("drawn", inputs=True), head("prefix", inputs=False)

@@ -89,14 +89,21 @@ SAMPLINGS = {
 BY_POSITION = ("entropy", "text_position")
 
 
-def toy_head(timing: str, *, seed: int, scalars: bool | tuple[str, ...] = True) -> AcceptanceHead:
-    """A head of depth 1 with scalars and weights that spread its scores."""
+def random_head(
+    width: int, timing: str, *inputs: Any, depth: int = 2, seed: int = 1, std: float = 1.0
+) -> AcceptanceHead:
+    """A head whose weights spread its scores."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        head = AcceptanceHead(4, 1, timing, scalars)
+        head = AcceptanceHead(width, depth, timing, *inputs)
         for parameter in head.parameters():
-            torch.nn.init.normal_(parameter)
-    return head.double()
+            torch.nn.init.normal_(parameter, std=std)
+    return head.eval().requires_grad_(False)
+
+
+def toy_head(timing: str, *, seed: int, scalars: bool | tuple[str, ...] = True) -> AcceptanceHead:
+    """A head of the toys."""
+    return random_head(4, timing, scalars, depth=1, seed=seed).double()
 
 
 @dataclass(frozen=True)

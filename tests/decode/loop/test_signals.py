@@ -25,7 +25,7 @@ from lm import CachedModel, RandomSampler, Sampling, UniformSource, entropy
 from lm.signals import SCALARS
 from tests.toys.enumeration import ToyModel, seeded
 from tests.toys.extending import added_to
-from tests.toys.loop import PROMPT, SAMPLINGS, decoder_of, toy_head
+from tests.toys.loop import PROMPT, SAMPLINGS, decoder_of, random_head, toy_head
 from tests.toys.random_pairs import random_pair
 from tests.toys.small_pair import llama
 
@@ -44,17 +44,12 @@ class Watch(Policy):
 
 
 def head_with_every_input(timing: str) -> AcceptanceHead:
-    head = AcceptanceHead(4, 2, timing, True, timing != "prefix", timing != "fed").double()
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        for parameter in head.parameters():
-            torch.nn.init.normal_(parameter)
-    return head
+    return random_head(4, timing, True, timing != "prefix", timing != "fed").double()
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0), Sampling(0.5, top_k=2)])
 def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_their_time(sampling):
-    fed, drawn, prefix = (head_with_every_input(timing).requires_grad_(False) for timing in ("fed", "drawn", "prefix"))
+    fed, drawn, prefix = (head_with_every_input(timing) for timing in ("fed", "drawn", "prefix"))
     policy, model = Watch((fed, drawn, prefix)), ToyModel(2, 5)
     drafter = ModelDrafter(model, policy)
     drafter.start(Session(sampling, frozenset(), RandomSampler(seeded(4))))
@@ -198,11 +193,7 @@ def a_model():
 
 
 def a_head(timing, *inputs):
-    torch.manual_seed(1)
-    head = AcceptanceHead(16, 2, timing, *inputs).eval().requires_grad_(False)
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return head
+    return random_head(16, timing, *inputs, std=0.5)
 
 
 def drafted(compile, sampling, draws, heads):
