@@ -254,9 +254,6 @@ def names_apart(paths: Sequence[str]) -> list[str]:
     a/best and b/best -> a/best and b/best;  runs/a/best and runs/b/worst -> best and worst
     """
     every = [PurePath(path).parts for path in dict.fromkeys(paths)]
-
-    def num_parts(parts: tuple[str, ...]) -> int:
-        ends = Counter(other[-num:] for other in every for num in range(1, len(other) + 1))
-        return next((num for num in range(1, len(parts)) if ends[parts[-num:]] == 1), len(parts))
-
-    return ["/".join(parts[-num_parts(parts) :]) for parts in every]
+    ends = Counter(parts[-num:] for parts in every for num in range(1, len(parts) + 1))
+    names = (next((parts[-num:] for num in range(1, len(parts)) if ends[parts[-num:]] == 1), parts) for parts in every)
+    return ["/".join(name) for name in names]

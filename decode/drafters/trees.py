@@ -46,10 +46,8 @@ class Dynamic:
     """Number of candidates, the best of all, that are verified; None: all."""
 
     def __post_init__(self) -> None:
-        if self.width < 1:
-            raise ValueError(f"width is {self.width}; it must be at least 1")
-        if self.num_nodes is not None and self.num_nodes < 1:
-            raise ValueError(f"num_nodes is {self.num_nodes}; it must be at least 1, or None to verify all candidates")
+        if self.width < 1 or (self.num_nodes is not None and self.num_nodes < 1):
+            raise ValueError(f"{self}: both sizes must be at least 1; num_nodes=None verifies all candidates")
 
     @property
     def num_expanded(self) -> int:
