@@ -46,7 +46,13 @@ class SignalReader:
                 f"{type(policy).__name__} reads signals {sorted(unknown)}; use some of {', '.join(AfterDraw._fields)}"
             )
         self.model, self.requested, self.devices = model, policy.signals, _devices_of(policy, model)
-        self.confidence_of = _confidence_of(policy, model) if "confidence_logit" in policy.signals else None
+        self.confidence_of: Any = model if "confidence_logit" in policy.signals else None
+        has_confidence = isinstance(model, BlockModel) and model.draft.confidence_head is not None
+        if self.confidence_of is not None and not has_confidence:
+            raise ValueError(
+                f"{type(policy).__name__} reads the draft's own confidence, but this draft has no confidence head; use "
+                "a DSpark draft that has one, or another policy"
+            )
         self.heads = {f"{timing_of(head)}_logit": _stepwise(head, model) for head in policy.heads}
         self.names = _computed(self.heads.values(), self.requested)
 
@@ -275,12 +281,3 @@ def _stepwise(head: AcceptanceHead, model: DraftModel) -> StepwiseHead:
     owner = model.draft.embedding if isinstance(model, FeatureModel) else network and network.get_input_embeddings()
     vocabulary = Vocabulary(model.num_embeddings, model.embedding, owner) if head.inputs.embedding else None
     return StepwiseHead(head.eval().to(model.output_device), vocabulary)
-
-
-def _confidence_of(policy: Policy, model: DraftModel) -> BlockModel:
-    if isinstance(model, BlockModel) and model.draft.confidence_head is not None:
-        return model
-    raise ValueError(
-        f"{type(policy).__name__} reads the draft's own confidence, but this draft has no confidence head; use a "
-        "DSpark draft that has one, or another policy"
-    )
