@@ -16,11 +16,15 @@ import lm.draws
 import lm.verification
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import FixedLength
-from lm import RandomSampler, residual_probs, revealed_probs, verify
+from lm import GreedySampler, RandomSampler, residual_probs, revealed_probs, verify
 from tests.toys.enumeration import ToyModel
 
 _propose, _round = ModelDrafter.propose, SpeculativeDecoder._round
-_counts_of, _feed = decode.loop.rounds._counts_of, ToyModel.feed
+_counts_of, _feed, _ratio = decode.loop.rounds._counts_of, ToyModel.feed, lm.verification._ratio
+
+
+def _last_row_residual(count, q, p, draws):
+    return p[-1] if count == len(q) else residual_probs(q[-1], p[-2])
 
 
 def _bonus_from_previous_row(tokens, q, p, draws):
@@ -32,6 +36,13 @@ def _q_before_warping(self, committed, max_tokens):
     proposal = _propose(self, committed, max_tokens)
     texts = [committed + proposal.tokens[:i] for i in range(len(proposal.tokens))]
     proposal.dists = [ToyModel(2).feed(text)[-1].softmax(-1) for text in texts]
+    return proposal
+
+
+def _q_shifted(self, committed, max_tokens):
+    """Each token comes with the distribution of the one before it."""
+    proposal = _propose(self, committed, max_tokens)
+    proposal.dists = [*proposal.dists[:1], *proposal.dists[:-1]]
     return proposal
 
 
@@ -70,6 +81,18 @@ def _emit_past_eos(self, committed, num_left, draws):
     played = _round(self, committed, num_left, draws)
     self.eos_ids = eos_ids
     return played
+
+
+def _no_bonus_token(self, committed, num_left, draws):
+    """After full acceptance only the draft is emitted: lossless still, and one token a round poorer."""
+    length = len(committed)
+    played = _round(self, committed, num_left, draws)
+    if not played.drafted or played.next_kind != "bonus":
+        return played
+    committed.pop()
+    for model in (self.target, self.drafter.model):
+        model.roll_back(len(committed) - 1)
+    return replace(played, emitted=tuple(committed[length:]))
 
 
 def _miscounting(**wrong):
@@ -111,6 +134,13 @@ class _Reseeded(RandomSampler):
         return super().num_accepted(acceptance_probs)
 
 
+class _CountAll(RandomSampler):
+    """Counts every token that passes, and not only those before the first that fails."""
+
+    def num_accepted(self, acceptance_probs):
+        return sum(next(self._accepts) < acceptance_prob for acceptance_prob in acceptance_probs)
+
+
 def _uncut_feed(self, new_tokens, num_rows=1):
     """Logits of a padded vocabulary, uncut."""
     vocab_size, self.vocab_size = self.vocab_size, self.width
@@ -122,6 +152,8 @@ def _uncut_feed(self, new_tokens, num_rows=1):
 
 PER_SAMPLING = laws.test_every_policy_preserves_the_target_law_under_every_sampling
 PLAIN = PER_SAMPLING, ("fixed_length", "plain")
+GREEDY = PER_SAMPLING, ("fixed_length", "greedy")
+SWAPPED = PER_SAMPLING, ("token_prob", "plain")
 TOYS = laws.test_vocabularies_padding_and_dtypes_of_every_kind_preserve_the_target_law
 LIMITS = laws.test_the_length_limit_and_the_draft_length_never_change_the_law
 ENDS = laws.test_a_round_emits_one_token_more_than_it_accepts_and_nothing_is_drafted_or_emitted_after_eos, (3, {0, 2})
@@ -135,13 +167,19 @@ MUTANTS = {
     "residual_sign": ((lm.verification, "residual_probs", lambda q, p: residual_probs(p, q)), *PLAIN),
     "no_residual": ((lm.verification, "residual_probs", lambda q, p: p), PER_SAMPLING, ("entropy", "plain")),
     "accept_by_target_prob": ((lm.verification, "_ratio", lambda token, q, p: float(p[token])), *PLAIN),
+    "accept_swapped": ((lm.verification, "_ratio", lambda token, q, p: _ratio(token, p, q)), *SWAPPED),
+    "last_row_residual": ((lm.verification, "next_dist", _last_row_residual), TOYS, ("five tokens",)),
     "bonus_from_previous_row": ((decode.loop.decoder, "verify", _bonus_from_previous_row), *PLAIN),
     "q_before_warping": ((ModelDrafter, "propose", _q_before_warping), PER_SAMPLING, ("fixed_length", "top_k")),
+    "q_shifted": ((ModelDrafter, "propose", _q_shifted), *PLAIN),
     "drop_by_value": ((ModelDrafter, "propose", _drop_by_value), *PLAIN),
     "learn_ahead": ((ModelDrafter, "propose", _learn_ahead), PER_SAMPLING, ("learning_head", "plain")),
     "draft_past_eos": ((ModelDrafter, "propose", _draft_past_eos), *ENDS),
+    "second_best": ((GreedySampler, "token", lambda self, probs: int(probs.argsort()[-2])), *GREEDY),
+    "all_agree": ((GreedySampler, "num_accepted", lambda self, probs: len(list(probs))), *GREEDY),
     "emit_past_eos": ((SpeculativeDecoder, "_round", _emit_past_eos), *ENDS),
     "overrun": ((SpeculativeDecoder, "_round", _overrun), LIMITS, (3, 2)),
+    "no_bonus_token": ((SpeculativeDecoder, "_round", _no_bonus_token), ENDS[0], (2, {2})),
     "drafts_without_the_rejected": ((*OF_COUNTS, _miscounting(num_drafted=lambda _, accepted, __: accepted)), *COUNTS),
     # one emitted token of each round is booked as the target's, also where the draft's EOS ended it
     "accepted_without_eos": ((*OF_COUNTS, _miscounting(num_accepted=lambda _, __, emitted: emitted - 1)), *COUNTS),
@@ -152,6 +190,7 @@ MUTANTS = {
     "uncut_padding": ((ToyModel, "feed", _uncut_feed), TOYS, ("padded alike",)),
     "shared_uniforms": ((*DRAWS, _SharedUniforms), *SAMPLED),
     "reseeded": ((*DRAWS, _Reseeded), *SAMPLED),
+    "count_all": ((*DRAWS, _CountAll), *SAMPLED),
 }
 
 
