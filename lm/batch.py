@@ -7,6 +7,7 @@ attention with explicit positions; other models are refused (`lm.selfcheck`).
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -84,10 +85,7 @@ class BatchModel:
         for row, tokens, num in zip(rows, new_tokens, num_logits, strict=True):
             assert 1 <= num <= len(tokens), f"{num} rows requested of {len(tokens)} fed tokens"
             row._check_side(len(row) + len(tokens) - num, len(row) + len(tokens))
-        if len({row._is_long for row in rows}) > 1:
-            switch = rope_switch_of(self.model)
-            assert switch is not None
-            raise switch.refusal("a batch has short and long texts", "decode the long prompts apart")
+        assert len({row._is_long for row in rows}) == 1, "a batch has short and long texts (`lm.rope`)"
         fed = list(new_tokens)
         late = [index for index, num in enumerate(num_logits) if len(fed[index]) - num > _MAX_EXTRA]
         if late:
@@ -119,7 +117,9 @@ class BatchModel:
             "position_ids": positions.minimum(ends - 1),  # padding may lie beyond the last position
             "attention_mask": additive(visible(positions, end), self.model.dtype)[:, None],
         }
-        indices = torch.tensor(_requested(list(map(len, fed)), num_logits, width), dtype=torch.long)
+        nums = enumerate(zip(map(len, fed), num_logits, strict=True))
+        last = [width * row + index for row, (length, num) in nums for index in range(length - num, length)]
+        indices = torch.tensor(last, dtype=torch.long)
         if (parts := body_and_lm_head(self.model)) is not None:
             states = parts.body(**inputs).last_hidden_state
             hidden = states.flatten(0, 1)[indices.to(states.device)]
@@ -132,12 +132,6 @@ class BatchModel:
         for row, row_states in zip(rows, hidden.split(list(num_logits)), strict=True):
             row.hidden = row_states
         return list(logits[:, : self.vocab_size].split(list(num_logits)))
-
-
-def _requested(num_fed: Sequence[int], num_logits: Sequence[int], width: int) -> list[int]:
-    """Flat indices, in [row x width], of the last `num_logits` of each row's fed tokens."""
-    ends = (width * row + num for row, num in enumerate(num_fed))
-    return [index for end, num in zip(ends, num_logits, strict=True) for index in range(end - num, end)]
 
 
 class ReadText(DynamicCache):
@@ -235,7 +229,7 @@ def check_branches(model: PreTrainedModel) -> None:
     check(
         model,
         "branches side by side",
-        lambda seed: _branch_feeds(model, seed),
+        partial(_branch_feeds, model),
         lambda reason: ValueError(f"no trace can be recorded with {type(model).__name__}: {reason}; {remedy}"),
         difference="branches side by side change its hidden states",
     )

@@ -107,9 +107,16 @@ def load_pair(config: PairConfig) -> Pair:
 def load_pair_tokenizer(config: PairConfig) -> PreTrainedTokenizerBase:
     """The target's tokenizer, without loading a model; ValueError if another model's differs."""
     tokenizer = load_tokenizer(config.target)
+    ids = tokenizer.get_vocab()
     for name, source in _sources(config).items():
-        other = load_tokenizer(source)
-        _check_same_ids(tokenizer, other, (config.target.path, source.path), name)
+        other_ids = load_tokenizer(source).get_vocab()
+        if differing := sorted({token for token, _ in ids.items() ^ other_ids.items()}):
+            token = differing[0]
+            raise ValueError(
+                f"the tokenizers of target {config.target.path} and {name} {source.path} differ in {len(differing)} "
+                f"tokens, first {token!r}: id {ids.get(token)} against {other_ids.get(token)}; speculative decoding "
+                "needs one token -> id map, choose models of one family"
+            )
     return tokenizer
 
 
@@ -215,20 +222,19 @@ def _settings_of(source: ModelSource, *, device: torch.device | None) -> dict[st
 
 def _quantization_of(source: ModelSource) -> QuantizationConfigMixin:
     """transformers' settings of a quantisation; ValueError if it knows no such method or fields."""
-    value = source.quantization
     try:
-        config: QuantizationConfigMixin = AutoQuantizationConfig.from_dict(_fields_of(value))
+        config: QuantizationConfigMixin = AutoQuantizationConfig.from_dict(_fields_of(source.quantization))
     except (ValueError, TypeError, ImportError) as error:
         cause = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"quantization {value!r} of {source.path}: {cause}; write 4bit, 8bit, or quant_method and the fields of "
-            "transformers' class for it"
+            f"quantization {source.quantization!r} of {source.path}: {cause}; write 4bit, 8bit, or quant_method and "
+            "the fields of transformers' class for it"
         ) from error
     return config
 
 
 def _fields_of(quantization: str | dict[str, Any] | None) -> dict[str, Any]:
-    return dict(quantization) if isinstance(quantization, dict) else dict(_BITSANDBYTES[str(quantization)])
+    return dict(quantization) if isinstance(quantization, dict) else dict(_BITSANDBYTES.get(str(quantization), {}))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -255,29 +261,25 @@ def without_weights(source: ModelSource) -> PreTrainedModel:
 
 def weight_bytes(source: ModelSource) -> float:
     """Bytes of a model's weights, from its config alone: layers as they are quantised, tables in the model's dtype."""
-    model = without_weights(source)
+    model, fields = without_weights(source), _fields_of(source.quantization)
     width = dtype_bytes(source, model.config)
+    num_bits = 4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else 16
+    num_bits = next((fields[name] for name in ("bits", "nbits", "w_bit") if name in fields), num_bits)
+    # a quantised layer has a scale of half a byte per eight weights
+    layer_width = width if source.quantization is None else min(width, num_bits / 8 + 4 / 64)
     tables = {
         id(weight): weight.numel()
         for layer in (model.get_input_embeddings(), model.get_output_embeddings())
         for weight in (layer.get_parameter("weight"),)
     }
-    in_layers = model.num_parameters() - sum(tables.values())
-    quantised = width if source.quantization is None else min(width, _quantised_bytes(_fields_of(source.quantization)))
-    return float(sum(tables.values()) * width + in_layers * quantised)
+    num_in_tables = sum(tables.values())
+    return float(num_in_tables * width + (model.num_parameters() - num_in_tables) * layer_width)
 
 
 def dtype_bytes(source: ModelSource, config: PretrainedConfig) -> int:
     """Bytes of one number: of the YAML's dtype, or of the stored one."""
     dtype: object = getattr(torch, source.dtype, None) if source.dtype != "auto" else config.get_text_config().dtype
     return dtype.itemsize if isinstance(dtype, torch.dtype) else torch.float32.itemsize
-
-
-def _quantised_bytes(fields: dict[str, Any]) -> float:
-    """Bytes of one weight of a layer, with a scale of half a byte per eight weights."""
-    named = [fields[name] for name in ("bits", "nbits", "w_bit") if name in fields]
-    flags = [bits for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)) if fields.get(name)]
-    return float([*named, *flags, 16][0]) / 8 + 4 / 64
 
 
 @contextmanager
@@ -321,21 +323,6 @@ def _refusal_of(error: Exception, source: ModelSource, part: str) -> Exception:
     return ValueError(
         f"the {part} of {path} cannot be read ({type(error).__name__}: {cause}); fetch or copy the model again, and "
         "check the settings of this model"
-    )
-
-
-def _check_same_ids(
-    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, paths: tuple[str, str], name: str
-) -> None:
-    ids, other_ids = tokenizer.get_vocab(), other.get_vocab()
-    if ids == other_ids:
-        return
-    differing = sorted(token for token in ids.keys() | other_ids.keys() if ids.get(token) != other_ids.get(token))
-    token = differing[0]
-    raise ValueError(
-        f"the tokenizers of target {paths[0]} and {name} {paths[1]} differ in {len(differing)} tokens, first "
-        f"{token!r}: id {ids.get(token)} against {other_ids.get(token)}; speculative decoding needs one token -> id "
-        "map, choose models of one family"
     )
 
 

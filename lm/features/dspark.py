@@ -17,6 +17,8 @@ So tokens are drawn one after another without another forward. Heads and LM head
 W1[x_i]], and z_i where that is not W1[x_i]; `joined` makes it of known texts, `follow` token by token.
 """
 
+from collections import OrderedDict
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -83,17 +85,6 @@ class MarkovHead(nn.Module):
         return self.markov_w2(parts[..., -self.rank :])
 
 
-class ConfidenceHead(nn.Module):
-    """DSpark's own acceptance head, a prefix head of depth 0 (law 4.8c)."""
-
-    def __init__(self, input_size: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(input_size, 1)
-
-    def forward(self, inputs: Float[Tensor, "*draft input"]) -> Float[Tensor, "*draft"]:
-        return self.proj(inputs).squeeze(-1)
-
-
 class DSparkLayer(Qwen3DecoderLayer):
     """Qwen3's layer with attention that is not causal."""
 
@@ -140,7 +131,9 @@ class DSpark(FeatureDraft):
         self.layers = nn.ModuleList([DSparkLayer(config, index) for index in range(config.num_hidden_layers)])
         self.markov_head = MarkovHead(config) if kind else None
         self._confidence_size = size + (config.markov_rank if config.confidence_head_with_markov else 0)
-        self.confidence_head = ConfidenceHead(self._confidence_size) if config.enable_confidence_head else None
+        proj = nn.Linear(self._confidence_size, 1)
+        self.confidence_head = nn.Sequential(OrderedDict(proj=proj)) if config.enable_confidence_head else None
+        """DSpark's own acceptance head, a prefix head of depth 0 (law 4.8c)."""
 
     def context(self, features: Float[Tensor, "batch token feature"]) -> Float[Tensor, "batch token hidden"]:
         """What layers make keys and values of."""
@@ -223,7 +216,7 @@ class DSpark(FeatureDraft):
     def confidence(self, hidden: Float[Tensor, "*draft wide"]) -> Float[Tensor, "*draft"]:
         """The draft's own logit of each token's acceptance rate, in float32 or wider."""
         assert self.confidence_head is not None, "this draft has no confidence head"
-        return upcast(self.confidence_head(hidden[..., : self._confidence_size]))
+        return upcast(self.confidence_head(hidden[..., : self._confidence_size]).squeeze(-1))
 
 
 def markov_width(rank: int, kind: str | None) -> int:

@@ -93,7 +93,15 @@ class Glide(FeatureDraft):
         super().__init__(config, has_embedding=True, num_logits=num_logits)
         self.layers = nn.ModuleList([GlideLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.cross_rotary_emb = _cross_rotation(config)
+        num_heads = config.large_num_attention_heads
+        of_queries = LlamaConfig(
+            hidden_size=config.large_hidden_size,
+            num_attention_heads=num_heads,
+            head_dim=config.large_hidden_size // num_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        )
+        self.cross_rotary_emb = LlamaRotaryEmbedding(of_queries)
         self.cached_layer_ids = tuple(range(num_target_layers - config.num_hidden_layers, num_target_layers))
 
     def logits(self, hidden: Float[Tensor, "*node hidden"]) -> Float[Tensor, "*node vocab"]:
@@ -141,16 +149,3 @@ def delayed(num_tokens: int, block_size: int, device: torch.device | None = None
     before = blocks[:, None] > blocks
     first = (positions < block_size) & (positions <= positions[:, None])
     return (before | first)[None, None]
-
-
-def _cross_rotation(config: LlamaConfig) -> LlamaRotaryEmbedding:
-    num_heads = config.large_num_attention_heads
-    return LlamaRotaryEmbedding(
-        LlamaConfig(
-            hidden_size=config.large_hidden_size,
-            num_attention_heads=num_heads,
-            head_dim=config.large_hidden_size // num_heads,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        )
-    )

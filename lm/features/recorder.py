@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
-from lm.cache import CAPACITY, BufferLayer
+from lm.cache import CAPACITY, BufferLayer, make_cache
 from lm.features.base import FeatureDraft
 from lm.forwards import body_of, recorded
 
@@ -25,19 +24,16 @@ class FeatureRecorder:
     """The features of one sequence; `buffer` holds them as the keys of a layer whose values have width 0."""
 
     def __init__(self, model: PreTrainedModel, draft: FeatureDraft) -> None:
-        """What `draft` reads of `model`, its target; ValueError if the target has no such states."""
-        self._modules = modules_read_by(draft, model)
-        self._draft = draft
-        self.buffer = BufferLayer(CAPACITY)
-
-    def check(self, cache: Cache) -> None:
-        """Raise ValueError if a layer whose keys and values the draft reads holds something else."""
-        for index in self._draft.cached_layer_ids:
-            if not isinstance(cache.layers[index], BufferLayer):
-                kind = type(cache.layers[index]).__name__
+        """What `draft` reads of `model`, its target; ValueError if the target has no such states, keys or values."""
+        self._modules, layers = modules_read_by(draft, model), make_cache(model, CAPACITY).layers
+        for index in draft.cached_layer_ids:
+            if not isinstance(layers[index], BufferLayer):
+                kind = type(layers[index]).__name__
                 raise ValueError(
                     f"the draft reads keys and values of the target's layer {index}, which keeps a {kind}; {_REMEDY}"
                 )
+        self._draft = draft
+        self.buffer = BufferLayer(CAPACITY)
 
     @property
     def num_features(self) -> int:

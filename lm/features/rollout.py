@@ -88,6 +88,7 @@ class Rollouts:
         roll_back(self._cache, num_kept)
         self._lengths = lengths.to(self.draft.device)
         self._mask = BranchMask(num_kept, self._lengths - self.draft.lag)
+        self._depths = torch.zeros_like(self._lengths)
         roots = self._lengths - 1 - self.draft.lag
         self._states = self._text.states[0, roots]
         return self._text.hidden[0, roots]
@@ -101,7 +102,8 @@ class Rollouts:
             owners: the rollout of each token.
         """
         tokens, owners = tokens.to(self.draft.device), owners.to(self.draft.device)
-        positions, mask = self._mask.feed(owners, self._mask.lengths(owners))
+        positions, mask = self._mask.feed(owners, self._depths[owners])
+        self._depths[owners] += 1
         states, num_known = self._states[owners][None], self._lengths[owners] - 1
         outputs = self._run(tokens, positions, states, mask=mask[None, None], num_known=num_known)
         self._states[owners] = outputs.states[0]

@@ -7,7 +7,7 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.plain import FixedLength
 from lm import CachedModel, Sampling
-from lm.cache import drop_first, insert_rows, make_cache, select_rows
+from lm.cache import insert_rows, make_cache
 from tests.lm.test_body_and_lm_head import GEMMA, LLAMA, model_of
 
 
@@ -34,8 +34,9 @@ def test_a_sequence_that_takes_the_place_of_another_is_as_if_alone(config):
         rows = [torch.cat([row, torch.tensor([token])])[None] for row, token in ((short, 11), (long, 12))]
         alone = torch.stack([model(row).logits[0, -1] for row in rows])
         torch.testing.assert_close(ours, alone, rtol=0, atol=1e-6)
-        select_rows(cache, torch.tensor([0]))
-        drop_first(cache, 2)
+        cache.reorder_cache(torch.tensor([0]))
+        for layer in cache.layers:
+            layer.drop_first(2)
         places |= {"attention_mask": torch.ones(1, 6).long(), "position_ids": torch.tensor([[5]])}
         ours = model(torch.tensor([[12]]), **places)
         alone = model(torch.cat([short, torch.tensor([11, 12])])[None])
@@ -49,7 +50,7 @@ def test_sequences_that_leave_a_batch_leave_the_others_as_they_were(config, rows
     cache = make_cache(model, 2)
     with torch.no_grad():
         model(tokens[:, :5], past_key_values=cache)
-        select_rows(cache, torch.tensor(rows))
+        cache.reorder_cache(torch.tensor(rows))
         logits = model(tokens[rows, 5:], past_key_values=cache).logits[:, -1]
         torch.testing.assert_close(logits, model(tokens[rows]).logits[:, -1], rtol=0, atol=1e-6)
 

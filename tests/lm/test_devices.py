@@ -14,7 +14,7 @@ from decode.loop.drafter import ModelDrafter
 from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, Policy
 from heads.model.head import AcceptanceHead
 from lm import CachedModel, RandomSampler, Sampling, revealed_probs, verify
-from lm.cache import make_cache, select_rows
+from lm.cache import make_cache
 from lm.draws import draw
 from tests.cases import first_fast
 from tests.toys.devices import FakeDevices, device_of, put
@@ -95,7 +95,7 @@ def test_sequences_leave_a_batch_on_every_device_that_holds_a_part_of_it():
     with FakeDevices():
         cache = make_cache(model, 4)
         model(torch.ones(3, 2, dtype=torch.long, device=FIRST), past_key_values=cache)
-        select_rows(cache, torch.tensor([0, 2], device=FIRST))
+        cache.reorder_cache(torch.tensor([0, 2], device=FIRST))
         assert [(len(layer.keys), str(device_of(layer.keys))) for layer in cache.layers] == [(2, FIRST), (2, SECOND)]
 
 

@@ -226,5 +226,6 @@ def test_slices_are_for_torchrun_and_for_making_data(monkeypatch):
         load_model(SLICED)
     with pytest.raises(ValueError, match=r"pair\.target\.tp_plan is for making data"):
         load_pair(PairConfig(target=SLICED, draft=SOURCE))
-    assert slices_of({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here"}) == (1, 4)
-    assert slices_of({"SLURM_PROCID": "1", "RANK": "1", "WORLD_SIZE": "4"}) is None
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here"}.items():
+        monkeypatch.setenv(name, value)
+    assert slices_of("pair.target") == (1, 4)
