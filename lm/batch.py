@@ -54,12 +54,8 @@ class BatchModel:
     """`rows` of a batch, and forwards of any of them together."""
 
     def __init__(self, cached: CachedModel, num_rows: int) -> None:
-        """Args:
-        cached: the model, for one sequence; it keeps its own cache.
-        num_rows: maximum number of sequences at once.
-
-        Raises:
-            ValueError: a model whose rows cannot be rolled back one by one.
+        """At most `num_rows` sequences at once in the model of `cached`, which keeps its own cache; ValueError if rows
+        cannot be rolled back one by one.
         """
         self.model, self.vocab_size = cached.model, cached.vocab_size
         self.device = device_of(cached.model)  # `cached` knows where the model was at its last reset
@@ -152,11 +148,8 @@ class Continuations:
     def __init__(
         self, model: PreTrainedModel, vocab_size: int, cache: DynamicCache, starts: Int[Tensor, " branch"]
     ) -> None:
-        """Args:
-        model: the model.
-        vocab_size: width of the distributions that callers compute from hidden states.
-        cache: holds the text (`read_prefix`), and then what is fed.
-        starts: number of tokens of the text that each continuation sees.
+        """`cache` holds the text (`read_prefix`), and then what is fed; each continuation sees its `starts` first
+        tokens of the text. Callers compute distributions of width `vocab_size` from hidden states.
         """
         self.model, self.vocab_size, self.cache, self.starts = model, vocab_size, cache, starts
         self._num_text = len(cache.ids) if isinstance(cache, ReadText) else cache.get_seq_length()

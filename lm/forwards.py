@@ -177,16 +177,10 @@ def refuse_training(model: nn.Module) -> None:
 def hidden_states(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]
 ) -> Float[Tensor, "token hidden"]:
-    """Final hidden states (after the final norm, as the LM head reads them) of one batch, without padding.
+    """Final hidden states (after the final norm, as the LM head reads them) of one batch, without padding: those of
+    rows[0][starts[0]:], then those of rows[1][starts[1]:], and so on.
 
-    Args:
-        model: a causal language model.
-        rows: token ids of each sequence; those on either side of a RoPE switch have their own forward (`lm.rope`).
-        starts: first position of each sequence whose state is returned; the result has those of rows[0][starts[0]:],
-            then those of rows[1][starts[1]:], and so on.
-
-    Raises:
-        ValueError: a sequence that crosses a RoPE switch.
+    Sequences on either side of a RoPE switch have their own forward; one that crosses it raises ValueError (`lm.rope`).
     """
     sides: dict[bool, list[int]] = {}
     for index, (row, start) in enumerate(zip(rows, starts, strict=True)):

@@ -147,11 +147,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def load_model(source: ModelSource, *, device: torch.device | None = None) -> PreTrainedModel:
-    """A causal language model in evaluation mode; only safetensors are read, a pickled checkpoint is refused.
-
-    Args:
-        source: directory or hub repository of the model, and how it is loaded.
-        device: device of the model, instead of `source.device_map`.
+    """A causal language model in evaluation mode, on `device` if that is given; only safetensors are read.
 
     Raises:
         FileNotFoundError: the source has no model.

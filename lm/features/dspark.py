@@ -109,13 +109,10 @@ class DSpark(FeatureDraft):
     target_layer_ids: tuple[int, ...]
 
     def __init__(self, config: Qwen3Config, *, has_embedding: bool = True, has_head: bool = True) -> None:
-        """Args:
-        config: Qwen3's keys, and `block_size`, `target_layer_ids` (0 is after the target's first layer, -1 its
-            embedding), `mask_token_id`, `markov_rank` (0: no Markov head), `markov_head_type`,
-            `enable_confidence_head`, `confidence_head_with_markov`; `sample_from_anchor` is true where absent.
-            `window_mask` says what `layer_types` with sliding_attention see.
-        has_embedding: the draft has input embeddings; otherwise the target's are used.
-        has_head: the draft has an LM head; otherwise the target's is used.
+        """`config`: Qwen3's keys, and `block_size`, `target_layer_ids` (0 is after the target's first layer, -1 its
+        embedding), `mask_token_id`, `markov_rank` (0: no Markov head), `markov_head_type`, `enable_confidence_head`,
+        `confidence_head_with_markov`; `sample_from_anchor` is true where absent. `window_mask` says what `layer_types`
+        with sliding_attention see. Without `has_embedding` or `has_head` the target's embeddings or LM head are used.
         """
         super().__init__(config, has_embedding=has_embedding, num_logits=num_logits_of(config) if has_head else None)
         size, eps = config.hidden_size, config.rms_norm_eps

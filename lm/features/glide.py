@@ -12,14 +12,14 @@ Training hides as much (`delayed`).
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
-from lm.features.base import FeatureDraft, Mask, Outputs, Rotation, causal
+from lm.features.base import FeatureDraft, Mask, Nodes, Outputs, Rotation, States, causal
 
 KeysValues = tuple[Float[Tensor, "batch heads seen size"], Float[Tensor, "batch heads seen size"]]
 """Cached keys and values of one layer of the target."""
@@ -37,13 +37,8 @@ class CrossAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * head_size, hidden_size, bias=False)
 
     def forward(
-        self,
-        states: Float[Tensor, "batch node hidden"],
-        keys_values: KeysValues,
-        *,
-        rotation: Rotation,
-        mask: CrossMask | None = None,
-    ) -> Float[Tensor, "batch node hidden"]:
+        self, states: States, keys_values: KeysValues, *, rotation: Rotation, mask: CrossMask | None = None
+    ) -> States:
         """What is added to the residual stream."""
         queries = self.q_proj(states).unflatten(-1, (self.num_heads, self.head_size)).transpose(1, 2)
         cosines, sines = (part.unsqueeze(1) for part in rotation)
@@ -65,13 +60,13 @@ class GlideLayer(LlamaDecoderLayer):
 
     def forward(  # type: ignore[override]  # it reads the target's cache, too
         self,
-        states: Float[Tensor, "batch node hidden"],
+        states: States,
         of_target: KeysValues,
         *,
         rotations: tuple[Rotation, Rotation],
         masks: tuple[Mask | None, CrossMask | None],
         cache: Cache | None,
-    ) -> Float[Tensor, "batch node hidden"]:
+    ) -> States:
         """The residual stream after the layer; rotations and masks are for self-attention and cross-attention."""
         normed = self.input_layernorm(states)
         attended, _ = self.self_attn(
@@ -116,19 +111,16 @@ class Glide(FeatureDraft):
 
     def forward(
         self,
-        tokens: Int[Tensor, "batch node"],
+        tokens: Nodes,
         keys_values: list[KeysValues],
-        positions: Int[Tensor, "batch node"],
+        positions: Nodes,
         *,
         cache: Cache | None = None,
         mask: Mask | None = None,
         cross_mask: CrossMask | None = None,
     ) -> Outputs:
-        """Append tokens; `keys_values` are the target's, of which each node sees `cross_mask` (None: all).
-
-        Args:
-            cache: of `lm.cache.growing_cache`; None: nothing comes before, and nothing is kept.
-            mask: the nodes of the draft that each node sees; None: a chain.
+        """Append tokens to a `lm.cache.growing_cache` (None: nothing comes before, and nothing is kept). Each node sees
+        `mask` of the draft's nodes (None: a chain), and `cross_mask` of the target's `keys_values` (None: all).
         """
         states = self.embed(tokens)
         mask = causal(tokens, cache, states.device) if mask is None else mask

@@ -28,11 +28,8 @@ _OTHER_TARGET = "use it with the target that it was trained for"
 
 
 def feature_draft_of(source: ModelSource, target: PreTrainedModel) -> FeatureDraft:
-    """The feature draft in evaluation mode, on the device of the target's LM head, bound to the target.
-
-    Args:
-        source: directory or hub repository of the draft; its `device_map` is ignored.
-        target: the model whose states the draft reads.
+    """The feature draft in evaluation mode, bound to the target, and on the device of its LM head whatever `device_map`
+    says.
 
     Raises:
         ValueError: weights that are pickled, missing, surplus, or of another shape; a draft that does not fit the

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -31,7 +30,7 @@ from transformers.utils import logging
 
 from configs.schema import ModelSource
 from lm.cache import growing_cache, roll_back
-from lm.features.base import FeatureDraft, Mask, Outputs, causal
+from lm.features.base import FeatureDraft, Mask, Nodes, Outputs, States, causal
 from lm.features.eagle import Eagle
 from lm.features.released import files_of, reading, refusal_of, without_mtp
 from lm.selfcheck import check
@@ -54,13 +53,7 @@ class Mtp(Eagle):
         self._rope_keys = {"layer_type": model.config.layer_types[0]} if model.has_per_layer_rope else {}
 
     def forward(
-        self,
-        tokens: Int[Tensor, "batch node"],
-        states: Float[Tensor, "batch node hidden"],
-        positions: Int[Tensor, "batch node"],
-        *,
-        cache: Cache | None = None,
-        mask: Mask | None = None,
+        self, tokens: Nodes, states: States, positions: Nodes, *, cache: Cache | None = None, mask: Mask | None = None
     ) -> Outputs:
         inputs = self.embed(tokens)
         mask = causal(tokens, cache, inputs.device) if mask is None else mask
