@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from lm.pair import (
         Pair,
         check_width,
-        emitted_vocab_size,
         free_memory,
         load_config,
         load_model,

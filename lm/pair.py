@@ -63,7 +63,7 @@ class Pair:
     @cached_property
     def vocab_size(self) -> int:
         """Width of every distribution."""
-        return vocab_size_of(self.tokenizer, self.target)
+        return vocab_size_of(self.tokenizer, self.target.config)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -72,16 +72,10 @@ class Pair:
         return eos_ids_of(self.target.generation_config) or frozenset([] if eos_id is None else [eos_id])
 
 
-def vocab_size_of(tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel | None = None) -> int:
-    """One more than the largest id of the tokenizer (`len` is less if ids have gaps), or that `target` emits."""
+def vocab_size_of(tokenizer: PreTrainedTokenizerBase, of_target: PretrainedConfig | None = None) -> int:
+    """One more than the largest id of the tokenizer (`len` is less if ids have gaps), or that the target emits."""
     num_ids = 1 + max(tokenizer.get_vocab().values())
-    return num_ids if target is None else min(num_ids, num_logits_of(target))
-
-
-def emitted_vocab_size(config: PairConfig) -> int:
-    """`Pair.vocab_size`, without loading a model."""
-    target = load_config(config.target)
-    return min(vocab_size_of(load_pair_tokenizer(config)), target.get_text_config().vocab_size)
+    return num_ids if of_target is None else min(num_ids, int(of_target.get_text_config().vocab_size))
 
 
 def load_pair(config: PairConfig) -> Pair:
