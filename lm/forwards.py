@@ -20,7 +20,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from configs.schema import ModelSource
 from lm.cache import make_cache
 from lm.rope import refuse_crossing
 from lm.sampling import REMEDY, non_finite
@@ -240,19 +239,6 @@ def chunk_rows(vocab_size: int, chunk_mb: int) -> int:
 def chunks(num_tokens: int, size: int) -> Iterator[slice]:
     """Slices of at most `size` positions that cover `num_tokens`."""
     return (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
-
-
-def refuse_offloaded(model: PreTrainedModel, source: ModelSource) -> None:
-    """Raise ValueError if accelerate has offloaded the LM head or the embeddings, whose weights are read directly."""
-    layers = {"output layer": model.get_output_embeddings(), "input embeddings": model.get_input_embeddings()}
-    for part, layer in layers.items():
-        weight = getattr(layer, "weight", None)
-        if weight is not None and weight.device.type == "meta":
-            raise ValueError(
-                f"the weight of the {part} of {source.path} did not fit and was offloaded (device_map "
-                f"{source.device_map!r}; it is on meta), and every position needs it; give it its own device in "
-                "device_map, free memory, or choose a smaller dtype"
-            )
 
 
 def check_numbers(model: PreTrainedModel, vocab_size: int, name: str) -> None:

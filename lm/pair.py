@@ -28,13 +28,12 @@ from transformers import (
 )
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from configs.schema import ModelSource, PairConfig
 from lm.features.base import FeatureDraft
 from lm.features.loading import feature_draft_of
 from lm.features.released import released_layout_of
-from lm.forwards import eos_ids_of, num_logits_of, refuse_offloaded
+from lm.forwards import eos_ids_of, num_logits_of
 from lm.parallel import refuse_sliced, slicing_of
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "Cannot allocate memory", "CUDA out of memory")
@@ -164,7 +163,15 @@ def load_model(source: ModelSource, *, device: torch.device | None = None) -> Pr
             f"the weights of {source.path} lack {len(missing)} tensors, first {missing[0]}; fetch or copy the model "
             "again"
         )
-    refuse_offloaded(model, source)
+    layers = {"output layer": model.get_output_embeddings(), "input embeddings": model.get_input_embeddings()}
+    for part, layer in layers.items():  # accelerate has offloaded those, and their weights are read directly
+        weight = getattr(layer, "weight", None)
+        if weight is not None and weight.device.type == "meta":
+            raise ValueError(
+                f"the weight of the {part} of {source.path} did not fit and was offloaded (device_map "
+                f"{source.device_map!r}; it is on meta), and every position needs it; give it its own device in "
+                "device_map, free memory, or choose a smaller dtype"
+            )
     model.eval()
     return model
 
@@ -206,21 +213,15 @@ def _settings_of(source: ModelSource, *, device: torch.device | None) -> dict[st
             f"device_map {device_map!r} of {source.path} needs CUDA, and this machine has none; use device_map: cpu"
         )
     if source.quantization is not None:
-        settings["quantization_config"] = _quantization_of(source)
+        try:
+            settings["quantization_config"] = AutoQuantizationConfig.from_dict(_fields_of(source.quantization))
+        except (ValueError, TypeError, ImportError) as error:
+            cause = " ".join(str(error).split())[:300]
+            raise ValueError(
+                f"quantization {source.quantization!r} of {source.path}: {cause}; write 4bit, 8bit, or quant_method "
+                "and the fields of transformers' class for it"
+            ) from error
     return settings | {"device_map": device_map}
-
-
-def _quantization_of(source: ModelSource) -> QuantizationConfigMixin:
-    """transformers' settings of a quantisation; ValueError if it knows no such method or fields."""
-    try:
-        config: QuantizationConfigMixin = AutoQuantizationConfig.from_dict(_fields_of(source.quantization))
-    except (ValueError, TypeError, ImportError) as error:
-        cause = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"quantization {source.quantization!r} of {source.path}: {cause}; write 4bit, 8bit, or quant_method and "
-            "the fields of transformers' class for it"
-        ) from error
-    return config
 
 
 def _fields_of(quantization: str | dict[str, Any] | None) -> dict[str, Any]:

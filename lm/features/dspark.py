@@ -68,18 +68,6 @@ class MarkovHead(nn.Module):
         gate = gate.sigmoid()
         return torch.cat([embedded, output.tanh()], -1), gate * memory + (1 - gate) * candidate.tanh()
 
-    def over(
-        self, states: Float[Tensor, "*block draft hidden"], previous: Int[Tensor, "*block draft"]
-    ) -> Float[Tensor, "*block draft parts"]:
-        """`step` over whole blocks."""
-        if self.kind != "rnn":
-            return self.step(states, previous, None)[0]
-        parts, memory = [], None
-        for index in range(states.shape[-2]):
-            part, memory = self.step(states[..., index, :], previous[..., index], memory)
-            parts.append(part)
-        return torch.stack(parts, -2)
-
     def bias(self, parts: Float[Tensor, "*draft parts"]) -> Float[Tensor, "*draft vocab"]:
         """W2 z, which is added to the logits."""
         return self.markov_w2(parts[..., -self.rank :])
@@ -186,7 +174,13 @@ class DSpark(FeatureDraft):
         self, states: Float[Tensor, "*block draft hidden"], previous: Int[Tensor, "*block draft"]
     ) -> Float[Tensor, "*block draft wide"]:
         """`hidden` of whole blocks; `previous`: the token before each drafted one."""
-        return states if self.markov_head is None else torch.cat([states, self.markov_head.over(states, previous)], -1)
+        if self.markov_head is None or self.markov_head.kind != "rnn":
+            return self.follow(states, previous, None)[0]
+        hidden, memory = [], None
+        for index in range(states.shape[-2]):
+            wide, memory = self.follow(states[..., index, :], previous[..., index], memory)
+            hidden.append(wide)
+        return torch.stack(hidden, -2)
 
     def follow(
         self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory

@@ -86,8 +86,12 @@ def mtp_of(source: ModelSource, target: PreTrainedModel, dtype: torch.dtype | No
         names = f"mtp.* or layers.{target.config.get_text_config().num_hidden_layers}.*"
         subject = f"the checkpoint has {len(layers)} MTP layers (tensors {names}), and one is read"
         raise refusal_of(source.path, subject, "use a checkpoint with one, or another draft")
-    _complete(target.config.get_text_config())
-    dtype = dtype or target.dtype
+    config, dtype = target.config.get_text_config(), dtype or target.dtype
+    # what transformers' MTP needs, and the configs of some families lack, such as Qwen3-Next's
+    config.num_mtp_layers = 1
+    for name, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+        if getattr(config, name, None) and not getattr(config, f"mtp_{name}", None):
+            setattr(config, f"mtp_{name}", [kind])
     try:
         with ExitStack() as stack:
             for context in MtpModel.get_init_context(dtype, False, False, None):  # on meta: no weight is drawn
@@ -124,14 +128,6 @@ def _tensors(source: ModelSource, target: PreTrainedModel) -> dict[str, Tensor]:
                 if (name.startswith("mtp.") or (match and int(match[1]) >= num_layers)) and not name.endswith(_SHARED):
                     tensors[name] = opened.get_tensor(name)
     return tensors
-
-
-def _complete(config: Any) -> None:
-    """Set what transformers' MTP needs and the configs of some families lack, such as Qwen3-Next's."""
-    config.num_mtp_layers = 1
-    for name, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
-        if getattr(config, name, None) and not getattr(config, f"mtp_{name}", None):
-            setattr(config, f"mtp_{name}", [kind])
 
 
 def _fill(

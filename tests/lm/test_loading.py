@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.utils import logging
 
 from configs import ModelSource, PairConfig
-from lm import Pair, load_model, load_pair, load_tokenizer, vocab_size_of
+from lm import Pair, load_model, load_pair, vocab_size_of
 from lm.pair import _warn_of_moving_code, repository_of, weight_bytes
 from lm.parallel import check_slices, slices_of
 from tests.toys.small_pair import llama
@@ -27,13 +27,6 @@ CONFIG = llama(vocab_size=24, intermediate_size=16, max_position_embeddings=64)
 
 def tiny_pair(**changes) -> PairConfig:
     return PairConfig(**{role: ModelSource(path=str(TINY / role)) for role in ("target", "draft")} | changes)
-
-
-def test_the_embedded_trio_loads_and_fits():
-    pair = load_pair(tiny_pair(micro=ModelSource(path=str(TINY / "micro"), dtype="float32")))
-    assert pair.micro is not None
-    assert pair.eos_ids
-    assert max(pair.eos_ids) < pair.vocab_size <= pair.target.config.vocab_size
 
 
 @pytest.mark.parametrize(
@@ -104,21 +97,6 @@ def test_code_at_a_floating_revision_is_warned_of_once(revision, is_warned, caps
         repository_of(ModelSource(path="org/model", revision=revision, trust_remote_code=True))
         repository_of(ModelSource(path="org/model", revision=revision))
     assert capsys.readouterr().err.count("warning: org/model: trust_remote_code") == is_warned
-
-
-def saved_with_one_more_token(source, path):
-    shutil.copytree(source, path)
-    tokenizer = load_tokenizer(ModelSource(path=str(source)))
-    tokenizer.add_tokens([f"<extra {place}>" for place in range(768 + 1 - len(tokenizer))])
-    tokenizer.save_pretrained(path)
-    return ModelSource(path=str(path))
-
-
-def test_a_tokenizer_with_more_ids_than_the_targets_logits_is_no_reason_to_refuse(tmp_path):
-    """As Gemma-3 1B's, whose id for images has no logit."""
-    sources = {name: saved_with_one_more_token(TINY / name, tmp_path / name) for name in ("target", "draft")}
-    pair = load_pair(tiny_pair(**sources))
-    assert len(pair.tokenizer) == 1 + pair.vocab_size == 1 + pair.target.config.vocab_size
 
 
 def test_a_model_is_read_without_bars_and_those_of_downloads_stay(capsys):
