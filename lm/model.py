@@ -1,9 +1,7 @@
 """Law 4.5: a causal language model with a KV cache that can be extended and rolled back.
 
-The cache holds a prefix of committed[:-1], and callers feed committed[len(model):] next. Rolling back is exact.
-Attention rolls back by counting; a model with recurrent or convolutional layers returns to an earlier copy of their
-state, perhaps earlier than requested, and the tokens in between are fed again (`lm.cache`). Other models are refused
-(`lm.selfcheck`).
+The cache holds a prefix of committed[:-1], and callers feed committed[len(model):] next. Rolling back is exact, but may
+go further back than requested (`lm.cache`); other models are refused (`lm.selfcheck`).
 
 After the text, the cache can hold the nodes of one tree. A node sees the text and the nodes of its own path, and has
 the position that it has in its path. Nodes are added level by level, as a draft does, or all at once, as the target

@@ -297,7 +297,6 @@ def _limits(model: PreTrainedModel, plan: str) -> Limits:
 
 
 def _has_states(cached: Cached) -> bool:
-    """True if its cache holds recurrent or convolutional states."""
     return any(hasattr(layer, "has_previous_state") for layer in cached.cache.layers)
 
 

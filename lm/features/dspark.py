@@ -18,6 +18,7 @@ W1[x_i]], and z_i where that is not W1[x_i]; `joined` makes it of known texts, `
 """
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -95,6 +96,8 @@ class DSpark(FeatureDraft):
 
     config: Qwen3Config
     target_layer_ids: tuple[int, ...]
+    confidence_head: Any
+    """DSpark's own acceptance head, a prefix head of depth 0 (law 4.8c); None: it has none."""
 
     def __init__(self, config: Qwen3Config, *, has_embedding: bool = True, has_head: bool = True) -> None:
         """`config`: Qwen3's keys, and `block_size`, `target_layer_ids` (0 is after the target's first layer, -1 its
@@ -118,7 +121,6 @@ class DSpark(FeatureDraft):
         self._confidence_size = size + (config.markov_rank if config.confidence_head_with_markov else 0)
         proj = nn.Linear(self._confidence_size, 1)
         self.confidence_head = nn.Sequential(OrderedDict(proj=proj)) if config.enable_confidence_head else None
-        """DSpark's own acceptance head, a prefix head of depth 0 (law 4.8c)."""
 
     def context(self, features: Float[Tensor, "batch token feature"]) -> Float[Tensor, "batch token hidden"]:
         """What layers make keys and values of."""

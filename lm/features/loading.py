@@ -190,7 +190,6 @@ def _check_fits(
 
 
 def _reduced(draft: FeatureDraft, released: Released) -> FeatureDraft:
-    """The draft, whose vocabulary is reduced if config.json says so."""
     offsets, mask = (released.tensors.pop(name, None) for name in ("d2t", "t2d"))
     num_logits, vocab_size = num_logits_of(draft.config), draft.config.vocab_size
     if num_logits == vocab_size:

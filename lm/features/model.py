@@ -230,7 +230,6 @@ class BlockModel(FeatureModel):
         self._memory: Memory = None
 
     def _markov_step(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
-        """Logits after this token of the block."""
         assert self._states is not None, "no block has begun"
         index = self._length - self.num_kept
         assert index < self.draft.block_size, f"a block has {self.draft.block_size} tokens"

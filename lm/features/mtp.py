@@ -119,7 +119,6 @@ def mtp_of(source: ModelSource, target: PreTrainedModel, dtype: torch.dtype | No
 
 
 def _tensors(source: ModelSource, target: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors of MTP layers in the target's files."""
     num_layers, tensors = target.config.get_text_config().num_hidden_layers, {}
     for file in files_of(source):
         with reading(file), safe_open(file, "pt") as opened:

@@ -15,7 +15,6 @@ A block reads the anchor and block_size - 1 masks. DSpark, and all of DeepSpec, 
 The MTP layer of a target is in the target's directory: its path is the target's and `#mtp`.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -34,6 +33,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from configs.schema import ModelSource
 from lm.features.dspark import MARKOV_HEADS, markov_width
+from store.json_files import read_json
 
 LayerConfig = TypeVar("LayerConfig", LlamaConfig, Qwen3Config)
 MTP = "#mtp"
@@ -213,7 +213,6 @@ def _layout_of(config: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
 
 
 def _speculators(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Keys of speculators' layout."""
     kind, layer = config["speculators_model_type"], {"model_type": "qwen3"} | config.get("transformer_layer_config", {})
     # what fails here is refused where the layer is made, with the error's text
     with suppress(TypeError, ValueError, KeyError, StrictDataclassError):
@@ -273,7 +272,6 @@ def released_layout_of(source: ModelSource) -> str | None:
 
 def commit_of(source: ModelSource) -> str | None:
     """Commit of a hub repository."""
-    source = without_mtp(source)
     path = cached_file(source.path, "config.json", revision=source.revision)
     return None if Path(source.path).is_dir() else extract_commit_hash(str(path), None)
 
@@ -313,12 +311,7 @@ def _config_of(source: ModelSource) -> dict[str, Any] | None:
         file = cached_file(path, "config.json", revision=source.revision)
     except OSError:
         return None
-    try:
-        config = json.loads(Path(str(file)).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"config.json of {path} is not JSON ({error}); fetch or copy the model again") from error
-    if not isinstance(config, dict):
-        return None
+    config = read_json(Path(str(file)), remedy="fetch or copy the model again")
     return config.get("text_config", config) if path != source.path else config
 
 

@@ -64,13 +64,3 @@ def test_a_decoder_goes_on_after_its_models_have_changed_their_dtype():
     assert decoder.generate([1, 2, 3], 8).token_ids == first
     decoder.target.reset()
     assert decoder.target.feed([1, 2, 3]).dtype == torch.float32
-
-
-def test_a_target_of_any_kind_ends_at_its_own_eos_ids():
-    model = model_of(LLAMA)
-    model.generation_config.eos_token_id = None
-    model.config.eos_token_id = [3, 4]
-    assert CachedModel(model).eos_ids == {3, 4}
-    model.generation_config.eos_token_id = 5
-    assert CachedModel(model).eos_ids == {5}
-    assert SpeculativeDecoder(CachedModel(model), ModelDrafter(model, FixedLength(1))).eos_ids == {5}
