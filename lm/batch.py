@@ -219,13 +219,8 @@ def check_branches(model: PreTrainedModel) -> None:
     """Raise ValueError unless continuations that are read side by side have the hidden states that each has alone."""
     refuse_training(model)
     remedy = "`acceptance-heads bench` compares policies without a trace"
-    check(
-        model,
-        "branches side by side",
-        partial(_branch_feeds, model),
-        lambda reason: ValueError(f"no trace can be recorded with {type(model).__name__}: {reason}; {remedy}"),
-        difference="branches side by side change its hidden states",
-    )
+    refusal = refusal_of(model, "be recorded in a trace", remedy)
+    check(model, "branches side by side", partial(_branch_feeds, model), refusal)
 
 
 def check_branch_length(model: PreTrainedModel, length: int, *, num_prompt: int) -> None:

@@ -88,16 +88,15 @@ def refusal_of(model: PreTrainedModel, purpose: str, remedy: str) -> Refusal:
     return lambda reason: ValueError(f"{type(model).__name__} cannot {purpose}: {reason}; {remedy}")
 
 
-def check(model: PreTrainedModel, way: str, plan: Plan, refusal: Refusal, *, difference: str) -> None:
-    """Raise ValueError unless the feeds of a plan of few rows give what plain forwards give.
-
-    A model that passed `way`, the way to feed, is not tested again. The error's reason begins with `difference`.
+def check(model: PreTrainedModel, way: str, plan: Plan, refusal: Refusal) -> None:
+    """Raise ValueError unless the feeds of a plan of few rows give what plain forwards give. A model that passed `way`,
+    the way to feed in the plural, is not tested again.
     """
     passed, seeds = _PASSED.setdefault(model, {}), (0, 1) if model.dtype != torch.float64 else (0,)
     if way not in passed:
         error = _error(plan, way, refusal, _limits(model, "few rows"), seeds=seeds)
         if error is not None:
-            raise refusal(f"{difference} by {error:.2g} of their spread")
+            raise refusal(f"{way} change its outputs by {error:.2g} of their spread")
         passed[way] = False
 
 
@@ -123,8 +122,7 @@ def check_tree(cached: Cached) -> None:
     others = {type(layer).__name__ for layer in cached.cache.layers} - {"BufferLayer"}
     if others:
         raise refusal(f"its cache has {', '.join(sorted(others))}")
-    difference = "its logits in a tree differ from those of a path alone"
-    check(cached.model, "a mask for a tree", partial(_tree_feeds, cached), refusal, difference=difference)
+    check(cached.model, "nodes of a tree", partial(_tree_feeds, cached), refusal)
     cached.reset()
 
 
@@ -141,8 +139,7 @@ def check_batch(cached: Cached, batch: Any, refusal: Refusal) -> None:
                 cached.reset()
                 yield logits, cached.feed(text)
 
-    difference = "its logits in a batch differ from those alone"
-    check(cached.model, "rows of different lengths", feeds, refusal, difference=difference)
+    check(cached.model, "rows of different lengths", feeds, refusal)
     cached.reset()
 
 

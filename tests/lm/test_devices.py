@@ -18,6 +18,7 @@ from lm.draws import draw
 from tests.cases import first_fast
 from tests.toys.devices import FakeDevices, device_of, put
 from tests.toys.enumeration import seeded
+from tests.toys.random_pairs import random_pair
 from tests.toys.small_pair import llama
 
 CONFIG = llama()
@@ -264,22 +265,11 @@ class Taught(Policy):
         return state
 
 
-def sharp_pair():
-    """Two models that are sure of themselves, and mostly agree."""
-    pair = model_of(0), model_of(0)
-    with torch.no_grad():
-        for model in pair:
-            model.lm_head.weight.mul_(40.0)
-        for weight in pair[1].parameters():
-            weight.add_(0.005 * torch.randn(weight.shape, generator=seeded(4)))
-    return pair
-
-
 @pytest.mark.parametrize("sampling", first_fast([Sampling(), Sampling(temperature=0.0)], 1))
 @pytest.mark.parametrize("signals", [(), ("entropy",)])
 def test_a_policy_that_looks_at_no_token_learns_the_same_on_every_device(signals, sampling):
     def told(device):
-        policy, (target, draft) = Taught(signals), sharp_pair()
+        policy, (target, draft) = Taught(signals), random_pair("llama")
         for model in (target, draft):
             put(model, device)
         with FakeDevices():
