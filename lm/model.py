@@ -156,7 +156,7 @@ class CachedModel:
         self._tree = EMPTY
         """The nodes that are in the cache."""
         if self.recorder is not None:
-            self.recorder.roll_back(0)
+            self.recorder.buffer.roll_back(0)
         self._parts = body_and_lm_head(self.model)
         if self._is_plain:
             self.roll_back(0)
@@ -178,7 +178,7 @@ class CachedModel:
         length = min(length, self._length - len(self._tree))
         self._tree = EMPTY
         if self.recorder is not None:
-            self.recorder.roll_back(length)
+            self.recorder.buffer.roll_back(length)
         if length >= self._length:
             return
         if self._snapshots is not None:

@@ -5,8 +5,7 @@ rolled back. They stay as long as the cache does, at a few percent of its size, 
 a cache goes back further than requested (`lm.cache.Snapshots`), they stay until the tokens in between are fed again.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from jaxtyping import Float
@@ -46,18 +45,9 @@ class FeatureRecorder:
         assert self.buffer.keys is not None, "nothing has been fed yet"
         return self.buffer.keys[0, :, start:end]
 
-    def roll_back(self, length: int) -> None:
-        """Keep at most the first `length` features."""
-        self.buffer.roll_back(length)
-
-    @contextmanager
-    def watching(self, *, has_body: bool) -> Iterator[dict[int, Tensor] | None]:
+    def watching(self, *, has_body: bool) -> AbstractContextManager[dict[int, Tensor] | None]:
         """Outputs of a forward inside; None if its final hidden states, which a body returns, are all that is read."""
-        if self._draft.target_layer_ids is None and has_body:
-            yield None
-            return
-        with recorded(self._modules) as outputs:
-            yield outputs
+        return nullcontext() if self._draft.target_layer_ids is None and has_body else recorded(self._modules)
 
     def append(self, start: int, outputs: dict[int, Tensor] | None, states: Float[Tensor, "fed _"]) -> None:
         """Append the features of the tokens from index `start` on: `outputs`, which `watching` gave, or if there are
