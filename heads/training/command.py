@@ -119,8 +119,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     data = FeatureData(config.data, config.heads, pair=config.pair)
     if is_online:
         model = load_model(config.pair.draft, device=device)
-        tokenizer, of_target = load_pair_tokenizer(config.pair), load_config(config.pair.target)
-        check_width(model, vocab_size_of(tokenizer, of_target), "draft")
+        check_width(model, vocab_size_of(load_pair_tokenizer(config.pair), load_config(config.pair.target)), "draft")
         draft = DraftFeatures(model)
     if config.heads.reached and not data.manifest.get("draft_length"):
         raise ValueError(
