@@ -70,13 +70,10 @@ class CachedModel:
         recorder: Any = None,
         compile: Compile = False,
     ) -> None:
-        """Args:
-        model: any causal language model of transformers whose cache can be rolled back.
-        vocab_size: width that logits are cut to (the extra ids of a padded vocabulary get probability 0); None: all.
-        with_hidden: also keep the final hidden states; costs a hook if the model is more than body and head.
-        holds_trees: `feed_tree` and `keep` may be used.
-        recorder: records what a feature draft reads.
-        compile: "stop" compiles functions of its forwards (`lm.compiled`).
+        """Any causal language model of transformers whose cache can be rolled back. Logits are cut to `vocab_size` (the
+        extra ids of a padded vocabulary get probability 0; None: all). `with_hidden` keeps the final hidden states, and
+        costs a hook if the model is more than body and head; `feed_tree` and `keep` need `holds_trees`; `recorder`
+        records what a feature draft reads; `compile` "stop" compiles functions of its forwards (`lm.compiled`).
 
         Raises:
             ValueError: the model is in train mode, its cache cannot be rolled back or hold a tree, or its hidden states

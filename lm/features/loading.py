@@ -47,7 +47,6 @@ def feature_draft_of(source: ModelSource, target: PreTrainedModel) -> FeatureDra
         draft: FeatureDraft = mtp_of(source, target, dtype)
     else:
         released = Released(source)
-        released.check_kind()
         make = {"eagle": _eagle, "eagle3": _eagle3, "glide": _glide, "dspark": _dspark}
         with init_empty_weights():
             draft = make[released.layout or "eagle"](released, target.config.get_text_config())

@@ -75,7 +75,8 @@ class Released:
         """Read the directory.
 
         Raises:
-            ValueError: weights that are pickled alone, or that cannot be read.
+            ValueError: weights that are pickled alone, or that cannot be read; a kind of draft that is not read, or
+                rotary embeddings of other families.
         """
         self.path = source.path
         self.layout, self.keys = _read(source)
@@ -87,6 +88,16 @@ class Released:
                 if not name.endswith("rotary_emb.inv_freq"):
                     old = next(filter(name.startswith, _PREFIXES), "")
                     self.tensors[_PREFIXES.get(old, "") + name.removeprefix(old)] = value
+        kind = "P-EAGLE" if "mask_hidden" in self.tensors else self.layout
+        is_read = kind in (None, "eagle", "eagle3", "glide", "dspark")
+        self.require(is_read, f"it is a draft of the kind {kind}", "use an EAGLE, GliDe, DFlash or DSpark draft")
+        rope = self.keys.get("rope_parameters") or self.keys.get("rope_scaling") or {}
+        rope = rope if isinstance(rope, dict) else {}
+        name, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor")
+        is_known = name in ("default", *ROPE_INIT_FUNCTIONS)
+        remedy = "use a draft with Llama's rotary embedding"
+        self.require(is_known, f"its rotary embedding is {name!r:.40}, which transformers does not know", remedy)
+        self.require(part in (None, 1), f"it rotates a part of each head (partial_rotary_factor {part})", remedy)
 
     def layer(self, made: type[LayerConfig], keys: dict[str, Any]) -> LayerConfig:
         """The config of the draft's layers, from flat keys."""
@@ -104,19 +115,6 @@ class Released:
         """Raise ValueError (`refusal_of`) unless the condition holds."""
         if not condition:
             raise refusal_of(self.path, subject, remedy)
-
-    def check_kind(self) -> None:
-        """Raise ValueError for a kind of draft that is not read, and for rotary embeddings of other families."""
-        kind = "P-EAGLE" if "mask_hidden" in self.tensors else self.layout
-        is_read = kind in (None, "eagle", "eagle3", "glide", "dspark")
-        self.require(is_read, f"it is a draft of the kind {kind}", "use an EAGLE, GliDe, DFlash or DSpark draft")
-        rope = self.keys.get("rope_parameters") or self.keys.get("rope_scaling") or {}
-        rope = rope if isinstance(rope, dict) else {}
-        name, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor")
-        is_known = name in ("default", *ROPE_INIT_FUNCTIONS)
-        remedy = "use a draft with Llama's rotary embedding"
-        self.require(is_known, f"its rotary embedding is {name!r:.40}, which transformers does not know", remedy)
-        self.require(part in (None, 1), f"it rotates a part of each head (partial_rotary_factor {part})", remedy)
 
 
 def refusal_of(path: str, subject: str, remedy: str) -> ValueError:
