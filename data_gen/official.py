@@ -68,7 +68,7 @@ def import_(config: Config, *, file: str, split: str = "train") -> None:
         )
     items, size, manifest = _read(path), data.rows_per_shard, _manifest(pair, data)
     check_lengths(pair, data, names=("draft",))
-    num_ids = min(vocab_size_of(load_pair_tokenizer(pair)), load_config(pair.draft).get_text_config().vocab_size)
+    num_ids = vocab_size_of(load_pair_tokenizer(pair), load_config(pair.draft))
 
     def row(number: int) -> Row:
         return _parse(items[number], f"{split}-{number}", where=f"{file}: item {number}")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from store.lazy import lazily
 
 if TYPE_CHECKING:
-    from lm.cache import make_cache, select_rows
     from lm.compiled import Compile
     from lm.draws import GreedySampler, RandomSampler, Sampler, UniformSource, array_of
     from lm.features.base import FeatureDraft
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from lm.pair import (
         Pair,
         check_width,
-        emitted_vocab_size,
         free_memory,
         load_config,
         load_model,
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
     from lm.sampling import Sampling
     from lm.signals import cross_entropy, entropy
     from lm.verification import (
-        Verdict,
         acceptance_prob,
         acceptance_rate,
         next_dist,

@@ -7,6 +7,7 @@ attention with explicit positions; other models are refused (`lm.selfcheck`).
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -53,12 +54,8 @@ class BatchModel:
     """`rows` of a batch, and forwards of any of them together."""
 
     def __init__(self, cached: CachedModel, num_rows: int) -> None:
-        """Args:
-        cached: the model, for one sequence; it keeps its own cache.
-        num_rows: maximum number of sequences at once.
-
-        Raises:
-            ValueError: a model whose rows cannot be rolled back one by one.
+        """At most `num_rows` sequences at once in the model of `cached`, which keeps its own cache; ValueError if rows
+        cannot be rolled back one by one.
         """
         self.model, self.vocab_size = cached.model, cached.vocab_size
         self.device = device_of(cached.model)  # `cached` knows where the model was at its last reset
@@ -84,10 +81,7 @@ class BatchModel:
         for row, tokens, num in zip(rows, new_tokens, num_logits, strict=True):
             assert 1 <= num <= len(tokens), f"{num} rows requested of {len(tokens)} fed tokens"
             row._check_side(len(row) + len(tokens) - num, len(row) + len(tokens))
-        if len({row._is_long for row in rows}) > 1:
-            switch = rope_switch_of(self.model)
-            assert switch is not None
-            raise switch.refusal("a batch has short and long texts", "decode the long prompts apart")
+        assert len({row._is_long for row in rows}) == 1, "a batch has short and long texts (`lm.rope`)"
         fed = list(new_tokens)
         late = [index for index, num in enumerate(num_logits) if len(fed[index]) - num > _MAX_EXTRA]
         if late:
@@ -119,7 +113,9 @@ class BatchModel:
             "position_ids": positions.minimum(ends - 1),  # padding may lie beyond the last position
             "attention_mask": additive(visible(positions, end), self.model.dtype)[:, None],
         }
-        indices = torch.tensor(_requested(list(map(len, fed)), num_logits, width), dtype=torch.long)
+        nums = enumerate(zip(map(len, fed), num_logits, strict=True))
+        last = [width * row + index for row, (length, num) in nums for index in range(length - num, length)]
+        indices = torch.tensor(last, dtype=torch.long)
         if (parts := body_and_lm_head(self.model)) is not None:
             states = parts.body(**inputs).last_hidden_state
             hidden = states.flatten(0, 1)[indices.to(states.device)]
@@ -132,12 +128,6 @@ class BatchModel:
         for row, row_states in zip(rows, hidden.split(list(num_logits)), strict=True):
             row.hidden = row_states
         return list(logits[:, : self.vocab_size].split(list(num_logits)))
-
-
-def _requested(num_fed: Sequence[int], num_logits: Sequence[int], width: int) -> list[int]:
-    """Flat indices, in [row x width], of the last `num_logits` of each row's fed tokens."""
-    ends = (width * row + num for row, num in enumerate(num_fed))
-    return [index for end, num in zip(ends, num_logits, strict=True) for index in range(end - num, end)]
 
 
 class ReadText(DynamicCache):
@@ -158,11 +148,8 @@ class Continuations:
     def __init__(
         self, model: PreTrainedModel, vocab_size: int, cache: DynamicCache, starts: Int[Tensor, " branch"]
     ) -> None:
-        """Args:
-        model: the model.
-        vocab_size: width of the distributions that callers compute from hidden states.
-        cache: holds the text (`read_prefix`), and then what is fed.
-        starts: number of tokens of the text that each continuation sees.
+        """`cache` holds the text (`read_prefix`), and then what is fed; each continuation sees its `starts` first
+        tokens of the text. Callers compute distributions of width `vocab_size` from hidden states.
         """
         self.model, self.vocab_size, self.cache, self.starts = model, vocab_size, cache, starts
         self._num_text = len(cache.ids) if isinstance(cache, ReadText) else cache.get_seq_length()
@@ -232,13 +219,8 @@ def check_branches(model: PreTrainedModel) -> None:
     """Raise ValueError unless continuations that are read side by side have the hidden states that each has alone."""
     refuse_training(model)
     remedy = "`acceptance-heads bench` compares policies without a trace"
-    check(
-        model,
-        "branches side by side",
-        lambda seed: _branch_feeds(model, seed),
-        lambda reason: ValueError(f"no trace can be recorded with {type(model).__name__}: {reason}; {remedy}"),
-        difference="branches side by side change its hidden states",
-    )
+    refusal = refusal_of(model, "be recorded in a trace", remedy)
+    check(model, "branches side by side", partial(_branch_feeds, model), refusal)
 
 
 def check_branch_length(model: PreTrainedModel, length: int, *, num_prompt: int) -> None:

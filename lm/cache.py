@@ -124,9 +124,9 @@ class BufferLayer(DynamicLayer):
         self._view()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep these rows; only what is filled is copied."""
+        """Keep these rows, which may be on any device; only what is filled is copied."""
         if self.is_initialized:
-            rows = beam_idx.to(self._keys.device)  # a model's layers may be on several devices
+            rows = beam_idx.long().to(self._keys.device)  # a model's layers may be on several devices
             self._keys, self._values = (self._selected(buffer, rows) for buffer in (self._keys, self._values))
             self._view()
 
@@ -204,7 +204,7 @@ class Snapshots:
     """
 
     def __init__(self, cache: DynamicCache) -> None:
-        self._cache = cache
+        self._layers: list[Any] = [layer for layer in cache.layers if not isinstance(layer, BufferLayer)]
         self._copies: list[tuple[int, list[dict[str, Any]]]] = []
         """(length, state of each layer), the shortest first."""
 
@@ -225,10 +225,6 @@ class Snapshots:
                         setattr(layer, name, getattr(layer, name)[:, :, value] if is_slice else value)
                 return num_held
         return None
-
-    @property
-    def _layers(self) -> list[Any]:
-        return [layer for layer in self._cache.layers if not isinstance(layer, BufferLayer)]
 
 
 def _state_of(layer: Any) -> dict[str, Any]:
@@ -266,12 +262,6 @@ def roll_back(cache: Any, length: int) -> None:
         layer.roll_back(length)
 
 
-def select_rows(cache: DynamicCache, rows: Tensor) -> None:
-    """Keep these rows of the batch; `rows` may be on any device."""
-    # every kind of layer has this method, and it takes any number of rows
-    cache.reorder_cache(rows.long())  # type: ignore[arg-type]
-
-
 def takes_turns(cache: DynamicCache) -> bool:
     """Whether rows can be overwritten (`insert_rows`) and first positions dropped: attention layers can do both."""
     return all(isinstance(layer, BufferLayer) for layer in cache.layers)
@@ -281,9 +271,3 @@ def insert_rows(cache: DynamicCache, other: DynamicCache, rows: Tensor, num_rows
     """`BufferLayer.insert_rows` in every layer."""
     for layer, new in zip(cache.layers, other.layers, strict=True):
         layer.insert_rows(new, rows, num_rows)  # type: ignore[union-attr]  # `takes_turns`
-
-
-def drop_first(cache: DynamicCache, count: int) -> None:
-    """Forget the first positions of every row, in every layer."""
-    for layer in cache.layers:
-        layer.drop_first(count)  # type: ignore[union-attr]  # `takes_turns`

@@ -70,10 +70,9 @@ class GuardFreeGraph:
     """
 
     def __init__(self, function: Callable[[], tuple[Tensor, ...]], device: torch.device) -> None:
-        """Args:
-        function: finds every tensor that it reads through its closure; returns new tensors, and has no effects but on
-            tensors. The first call raises torch._dynamo.exc.TorchDynamoException if it cannot be compiled.
-        device: device of these tensors; on a GPU the kernels become a CUDA graph.
+        """`function` finds every tensor that it reads, on `device`, through its closure; it returns new tensors, and
+        has no effects but on tensors. On a GPU the kernels become a CUDA graph. The first call raises
+        torch._dynamo.exc.TorchDynamoException if it cannot be compiled.
         """
         self._on_gpu = device.type == "cuda"
         self._options: dict[str, Any] = {"triton.cudagraphs": self._on_gpu, "cpp_wrapper": not self._on_gpu}

@@ -61,10 +61,9 @@ class RandomSampler(Sampler):
     """
 
     def __init__(self, source: torch.Generator | int | None = None) -> None:
-        """Args:
-        source: a torch generator, which moves on; None: torch's global one; or an integer seed of at least 0, all of
-            whose bits count. A stream gets 124 bits of a generator, so that those seeded one after another from one do
-            not coincide; but `manual_seed` on the CPU reads 32 bits, so 5 and 5 + 2^32 give the same draws.
+        """`source`: a torch generator, which moves on; None: torch's global one; or an integer seed of at least 0, all
+        of whose bits count. A stream gets 124 bits of a generator, so that those seeded one after another from one do
+        not coincide; but `manual_seed` on the CPU reads 32 bits, so 5 and 5 + 2^32 give the same draws.
         """
         if source is None or isinstance(source, torch.Generator):
             halves = torch.randint(

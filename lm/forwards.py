@@ -20,14 +20,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from configs.schema import ModelSource
 from lm.cache import make_cache
-from lm.rope import rope_switch_of
+from lm.rope import refuse_crossing
 from lm.sampling import REMEDY, non_finite
 
 _MIN_FILLED = 0.8
 """Minimum length of a group's shortest sequence, as a share of its longest."""
-SHORTER = "lower data.max_prompt_tokens or the limit of new tokens, so that prompt and answer together stay below"
+_SHORTER = "lower data.max_prompt_tokens or the limit of new tokens, so that prompt and answer together stay below"
 """The remedy for texts that cross a RoPE switch."""
 _MIN_TOKENS = 512
 """A forward over fewer tokens costs more than padding does."""
@@ -152,7 +151,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 def output_device_of(model: PreTrainedModel) -> torch.device:
     """The device that takes final hidden states, that of the LM head."""
-    return torch.device(str(model.get_output_embeddings().weight.device))
+    return next(lm_head_of(model).parameters()).device
 
 
 def num_logits_of(model: PreTrainedModel) -> int:
@@ -177,39 +176,26 @@ def refuse_training(model: nn.Module) -> None:
 def hidden_states(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]
 ) -> Float[Tensor, "token hidden"]:
-    """Final hidden states (after the final norm, as the LM head reads them) of one batch, without padding.
+    """Final hidden states (after the final norm, as the LM head reads them) of one batch, without padding: those of
+    rows[0][starts[0]:], then those of rows[1][starts[1]:], and so on.
 
-    Args:
-        model: a causal language model.
-        rows: token ids of each sequence; those on either side of a RoPE switch have their own forward (`lm.rope`).
-        starts: first position of each sequence whose state is returned; the result has those of rows[0][starts[0]:],
-            then those of rows[1][starts[1]:], and so on.
-
-    Raises:
-        ValueError: a sequence that crosses a RoPE switch.
+    Sequences on either side of a RoPE switch have their own forward; one that crosses it raises ValueError (`lm.rope`).
     """
-    switch, parts = rope_switch_of(model), dict[int, Tensor]()
-    for row, start in zip(rows, starts, strict=True):
-        if switch is not None and switch.crosses(start + 1, len(row)):
-            subject = f"a sequence of {len(row)} tokens, of which {len(row) - start} are looked at, is read at once"
-            raise switch.refusal(subject, SHORTER)
-    for is_long in (False, True):
-        side = [i for i, row in enumerate(rows) if (switch is not None and len(row) > switch.bound) == is_long]
-        if side:
-            states = _hidden_states(model, [rows[index] for index in side], [starts[index] for index in side])
-            parts |= zip(side, states, strict=True)
-    return torch.cat([parts[index] for index in range(len(rows))])
-
-
-def _hidden_states(
-    model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]
-) -> list[Float[Tensor, "token hidden"]]:
-    width = max(map(len, rows))
-    # A causal model cannot see padding on the right, so no mask is needed. But attention multiplies hidden states that
-    # it does not see by 0, and 0 * NaN is NaN: a row is padded with one of its own ids, not with one of another row.
-    ids = torch.tensor([list(row) + [row[0]] * (width - len(row)) for row in rows], device=device_of(model))
-    hidden = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-    return [hidden[index, start : len(row)] for index, (row, start) in enumerate(zip(rows, starts, strict=True))]
+    sides: dict[bool, list[int]] = {}
+    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        subject = f"a sequence of {len(row)} tokens, of which {len(row) - start} are looked at, is read at once"
+        is_long = refuse_crossing(model, start + 1, len(row), subject=subject, remedy=_SHORTER)
+        sides.setdefault(is_long, []).append(index)
+    states: dict[int, Tensor] = {}
+    for side in sides.values():
+        width = max(len(rows[index]) for index in side)
+        # A causal model cannot see padding on the right, so no mask is needed. But attention multiplies hidden states
+        # that it does not see by 0, and 0 * NaN is NaN: a row is padded with an id of its own, not of another row.
+        padded = [[*rows[index], *[rows[index][0]] * (width - len(rows[index]))] for index in side]
+        ids = torch.tensor(padded, device=device_of(model))
+        hidden = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+        states |= {index: row[starts[index] : len(rows[index])] for index, row in zip(side, hidden, strict=True)}
+    return torch.cat([states[index] for index in range(len(rows))])
 
 
 @torch.inference_mode()
@@ -253,19 +239,6 @@ def chunk_rows(vocab_size: int, chunk_mb: int) -> int:
 def chunks(num_tokens: int, size: int) -> Iterator[slice]:
     """Slices of at most `size` positions that cover `num_tokens`."""
     return (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
-
-
-def refuse_offloaded(model: PreTrainedModel, source: ModelSource) -> None:
-    """Raise ValueError if accelerate has offloaded the LM head or the embeddings, whose weights are read directly."""
-    layers = {"output layer": model.get_output_embeddings(), "input embeddings": model.get_input_embeddings()}
-    for part, layer in layers.items():
-        weight = getattr(layer, "weight", None)
-        if weight is not None and weight.device.type == "meta":
-            raise ValueError(
-                f"the weight of the {part} of {source.path} did not fit and was offloaded (device_map "
-                f"{source.device_map!r}; it is on meta), and every position needs it; give it its own device in "
-                "device_map, free memory, or choose a smaller dtype"
-            )
 
 
 def check_numbers(model: PreTrainedModel, vocab_size: int, name: str) -> None:

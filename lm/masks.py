@@ -131,10 +131,6 @@ class BranchMask:
         self._num_text, self._starts = num_text, starts
         self._owners = self._depths = starts.new_empty(0)
 
-    def lengths(self, owners: Int[Tensor, " fed"]) -> Int[Tensor, " fed"]:
-        """Number of entries of each of these continuations."""
-        return (self._owners[:, None] == owners).sum(0)
-
     def feed(
         self, owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]
     ) -> tuple[Int[Tensor, " fed"], Bool[Tensor, "fed cached"]]:

@@ -1,9 +1,7 @@
 """Law 4.5: a causal language model with a KV cache that can be extended and rolled back.
 
-The cache holds a prefix of committed[:-1], and callers feed committed[len(model):] next. Rolling back is exact.
-Attention rolls back by counting; a model with recurrent or convolutional layers returns to an earlier copy of their
-state, perhaps earlier than requested, and the tokens in between are fed again (`lm.cache`). Other models are refused
-(`lm.selfcheck`).
+The cache holds a prefix of committed[:-1], and callers feed committed[len(model):] next. Rolling back is exact, but may
+go further back than requested (`lm.cache`); other models are refused (`lm.selfcheck`).
 
 After the text, the cache can hold the nodes of one tree. A node sees the text and the nodes of its own path, and has
 the position that it has in its path. Nodes are added level by level, as a draft does, or all at once, as the target
@@ -23,7 +21,16 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lm.cache import CAPACITY, BufferLayer, Snapshots, make_cache
 from lm.compiled import Compile, CompiledEpilogues
-from lm.forwards import body_and_lm_head, device_of, eos_ids_of, lm_head_of, num_logits_of, recorded, refuse_training
+from lm.forwards import (
+    body_and_lm_head,
+    device_of,
+    eos_ids_of,
+    lm_head_of,
+    num_logits_of,
+    output_device_of,
+    recorded,
+    refuse_training,
+)
 from lm.masks import EMPTY, Tree, additive, tree_feed
 from lm.rope import RopeSwitch, rope_switch_of
 from lm.selfcheck import check_cache, check_tree
@@ -63,13 +70,10 @@ class CachedModel:
         recorder: Any = None,
         compile: Compile = False,
     ) -> None:
-        """Args:
-        model: any causal language model of transformers whose cache can be rolled back.
-        vocab_size: width that logits are cut to (the extra ids of a padded vocabulary get probability 0); None: all.
-        with_hidden: also keep the final hidden states; costs a hook if the model is more than body and head.
-        holds_trees: `feed_tree` and `keep` may be used.
-        recorder: records what a feature draft reads.
-        compile: "stop" compiles functions of its forwards (`lm.compiled`).
+        """Any causal language model of transformers whose cache can be rolled back. Logits are cut to `vocab_size` (the
+        extra ids of a padded vocabulary get probability 0; None: all). `with_hidden` keeps the final hidden states, and
+        costs a hook if the model is more than body and head; `feed_tree` and `keep` need `holds_trees`; `recorder`
+        records what a feature draft reads; `compile` "stop" compiles functions of its forwards (`lm.compiled`).
 
         Raises:
             ValueError: the model is in train mode, its cache cannot be rolled back or hold a tree, or its hidden states
@@ -89,8 +93,6 @@ class CachedModel:
         self.one_token_at_a_time = False
         """After the prompt, feed one token at a time, as `generate` does; some recurrent layers need it."""
         self.reset()
-        if recorder is not None:
-            recorder.check(self.cache)
         check_cache(self)
         if holds_trees:
             check_tree(self)
@@ -102,7 +104,7 @@ class CachedModel:
     @property
     def output_device(self) -> torch.device:
         """Device of logits and hidden states, which differs if the model is spread over several devices."""
-        return next(lm_head_of(self.model).parameters()).device
+        return output_device_of(self.model)
 
     @property
     def hidden_size(self) -> int:
@@ -151,7 +153,7 @@ class CachedModel:
         self._tree = EMPTY
         """The nodes that are in the cache."""
         if self.recorder is not None:
-            self.recorder.roll_back(0)
+            self.recorder.buffer.roll_back(0)
         self._parts = body_and_lm_head(self.model)
         if self._is_plain:
             self.roll_back(0)
@@ -173,7 +175,7 @@ class CachedModel:
         length = min(length, self._length - len(self._tree))
         self._tree = EMPTY
         if self.recorder is not None:
-            self.recorder.roll_back(length)
+            self.recorder.buffer.roll_back(length)
         if length >= self._length:
             return
         if self._snapshots is not None:
@@ -241,8 +243,8 @@ class CachedModel:
         if self._rope_switch is None:
             return
         if self._length == 0:
-            self._is_long = num_first > self._rope_switch.bound
-        if end > self._rope_switch.bound and not (self._is_long and self._rope_switch.is_long(end)):
+            self._is_long = self._rope_switch.is_long(num_first)
+        if end > self._rope_switch.bound and not self._is_long:
             raise self._rope_switch.refusal(f"the text has {end} tokens", "shorten the prompt, or lower max_new_tokens")
 
     def _feed_text(self, fed: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
@@ -291,17 +293,16 @@ class CachedModel:
             ).last_hidden_state[0]
             self.hidden = states[-num_rows:]
             return self._parts.head(self.hidden), states
-        known: dict[str, Any] = {
-            "past_key_values": self.cache,
-            "cache_params": self.cache,
-            "logits_to_keep": num_rows,
-            **inputs,  # without positions, some families count from 0 in every forward
-        }
-        accepted = {name: value for name, value in known.items() if name in self._parameters}
+        # without positions, some families count from 0 in every forward
+        settings = self.accepted(past_key_values=self.cache, cache_params=self.cache, logits_to_keep=num_rows, **inputs)
         with recorded([lm_head_of(self.model)] if self.with_hidden else [], inputs=True) as head_inputs:
-            logits = self.model(input_ids=ids, use_cache=True, **accepted).logits[0, -num_rows:]
+            logits = self.model(input_ids=ids, use_cache=True, **settings).logits[0, -num_rows:]
         self.hidden = head_inputs.get(0)
         return logits, None
+
+    def accepted(self, **settings: Any) -> dict[str, Any]:
+        """Those of the settings that the model's forward takes."""
+        return {name: value for name, value in settings.items() if name in self._parameters}
 
     def _check_lengths(self) -> None:
         """Check law 4.5 on every layer that counts tokens; a layer never written to shares another layer's keys."""

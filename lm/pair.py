@@ -28,13 +28,12 @@ from transformers import (
 )
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from configs.schema import ModelSource, PairConfig
 from lm.features.base import FeatureDraft
 from lm.features.loading import feature_draft_of
 from lm.features.released import released_layout_of
-from lm.forwards import eos_ids_of, num_logits_of, refuse_offloaded
+from lm.forwards import eos_ids_of, num_logits_of
 from lm.parallel import refuse_sliced, slicing_of
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "Cannot allocate memory", "CUDA out of memory")
@@ -63,7 +62,7 @@ class Pair:
     @cached_property
     def vocab_size(self) -> int:
         """Width of every distribution."""
-        return vocab_size_of(self.tokenizer, self.target)
+        return vocab_size_of(self.tokenizer, self.target.config)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -72,16 +71,10 @@ class Pair:
         return eos_ids_of(self.target.generation_config) or frozenset([] if eos_id is None else [eos_id])
 
 
-def vocab_size_of(tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel | None = None) -> int:
-    """One more than the largest id of the tokenizer (`len` is less if ids have gaps), or that `target` emits."""
+def vocab_size_of(tokenizer: PreTrainedTokenizerBase, of_target: PretrainedConfig | None = None) -> int:
+    """One more than the largest id of the tokenizer (`len` is less if ids have gaps), or that the target emits."""
     num_ids = 1 + max(tokenizer.get_vocab().values())
-    return num_ids if target is None else min(num_ids, num_logits_of(target))
-
-
-def emitted_vocab_size(config: PairConfig) -> int:
-    """`Pair.vocab_size`, without loading a model."""
-    target = load_config(config.target)
-    return min(vocab_size_of(load_pair_tokenizer(config)), target.get_text_config().vocab_size)
+    return num_ids if of_target is None else min(num_ids, int(of_target.get_text_config().vocab_size))
 
 
 def load_pair(config: PairConfig) -> Pair:
@@ -107,9 +100,16 @@ def load_pair(config: PairConfig) -> Pair:
 def load_pair_tokenizer(config: PairConfig) -> PreTrainedTokenizerBase:
     """The target's tokenizer, without loading a model; ValueError if another model's differs."""
     tokenizer = load_tokenizer(config.target)
+    ids = tokenizer.get_vocab()
     for name, source in _sources(config).items():
-        other = load_tokenizer(source)
-        _check_same_ids(tokenizer, other, (config.target.path, source.path), name)
+        other_ids = load_tokenizer(source).get_vocab()
+        if differing := sorted({token for token, _ in ids.items() ^ other_ids.items()}):
+            token = differing[0]
+            raise ValueError(
+                f"the tokenizers of target {config.target.path} and {name} {source.path} differ in {len(differing)} "
+                f"tokens, first {token!r}: id {ids.get(token)} against {other_ids.get(token)}; speculative decoding "
+                "needs one token -> id map, choose models of one family"
+            )
     return tokenizer
 
 
@@ -140,11 +140,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def load_model(source: ModelSource, *, device: torch.device | None = None) -> PreTrainedModel:
-    """A causal language model in evaluation mode; only safetensors are read, a pickled checkpoint is refused.
-
-    Args:
-        source: directory or hub repository of the model, and how it is loaded.
-        device: device of the model, instead of `source.device_map`.
+    """A causal language model in evaluation mode, on `device` if that is given; only safetensors are read.
 
     Raises:
         FileNotFoundError: the source has no model.
@@ -167,7 +163,15 @@ def load_model(source: ModelSource, *, device: torch.device | None = None) -> Pr
             f"the weights of {source.path} lack {len(missing)} tensors, first {missing[0]}; fetch or copy the model "
             "again"
         )
-    refuse_offloaded(model, source)
+    layers = {"output layer": model.get_output_embeddings(), "input embeddings": model.get_input_embeddings()}
+    for part, layer in layers.items():  # accelerate has offloaded those, and their weights are read directly
+        weight = getattr(layer, "weight", None)
+        if weight is not None and weight.device.type == "meta":
+            raise ValueError(
+                f"the weight of the {part} of {source.path} did not fit and was offloaded (device_map "
+                f"{source.device_map!r}; it is on meta), and every position needs it; give it its own device in "
+                "device_map, free memory, or choose a smaller dtype"
+            )
     model.eval()
     return model
 
@@ -209,26 +213,19 @@ def _settings_of(source: ModelSource, *, device: torch.device | None) -> dict[st
             f"device_map {device_map!r} of {source.path} needs CUDA, and this machine has none; use device_map: cpu"
         )
     if source.quantization is not None:
-        settings["quantization_config"] = _quantization_of(source)
+        try:
+            settings["quantization_config"] = AutoQuantizationConfig.from_dict(_fields_of(source.quantization))
+        except (ValueError, TypeError, ImportError) as error:
+            cause = " ".join(str(error).split())[:300]
+            raise ValueError(
+                f"quantization {source.quantization!r} of {source.path}: {cause}; write 4bit, 8bit, or quant_method "
+                "and the fields of transformers' class for it"
+            ) from error
     return settings | {"device_map": device_map}
 
 
-def _quantization_of(source: ModelSource) -> QuantizationConfigMixin:
-    """transformers' settings of a quantisation; ValueError if it knows no such method or fields."""
-    value = source.quantization
-    try:
-        config: QuantizationConfigMixin = AutoQuantizationConfig.from_dict(_fields_of(value))
-    except (ValueError, TypeError, ImportError) as error:
-        cause = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"quantization {value!r} of {source.path}: {cause}; write 4bit, 8bit, or quant_method and the fields of "
-            "transformers' class for it"
-        ) from error
-    return config
-
-
 def _fields_of(quantization: str | dict[str, Any] | None) -> dict[str, Any]:
-    return dict(quantization) if isinstance(quantization, dict) else dict(_BITSANDBYTES[str(quantization)])
+    return dict(quantization) if isinstance(quantization, dict) else dict(_BITSANDBYTES.get(str(quantization), {}))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -255,29 +252,25 @@ def without_weights(source: ModelSource) -> PreTrainedModel:
 
 def weight_bytes(source: ModelSource) -> float:
     """Bytes of a model's weights, from its config alone: layers as they are quantised, tables in the model's dtype."""
-    model = without_weights(source)
+    model, fields = without_weights(source), _fields_of(source.quantization)
     width = dtype_bytes(source, model.config)
+    num_bits = 4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else 16
+    num_bits = next((fields[name] for name in ("bits", "nbits", "w_bit") if name in fields), num_bits)
+    # a quantised layer has a scale of half a byte per eight weights
+    layer_width = width if source.quantization is None else min(width, num_bits / 8 + 4 / 64)
     tables = {
         id(weight): weight.numel()
         for layer in (model.get_input_embeddings(), model.get_output_embeddings())
         for weight in (layer.get_parameter("weight"),)
     }
-    in_layers = model.num_parameters() - sum(tables.values())
-    quantised = width if source.quantization is None else min(width, _quantised_bytes(_fields_of(source.quantization)))
-    return float(sum(tables.values()) * width + in_layers * quantised)
+    num_in_tables = sum(tables.values())
+    return float(num_in_tables * width + (model.num_parameters() - num_in_tables) * layer_width)
 
 
 def dtype_bytes(source: ModelSource, config: PretrainedConfig) -> int:
     """Bytes of one number: of the YAML's dtype, or of the stored one."""
     dtype: object = getattr(torch, source.dtype, None) if source.dtype != "auto" else config.get_text_config().dtype
     return dtype.itemsize if isinstance(dtype, torch.dtype) else torch.float32.itemsize
-
-
-def _quantised_bytes(fields: dict[str, Any]) -> float:
-    """Bytes of one weight of a layer, with a scale of half a byte per eight weights."""
-    named = [fields[name] for name in ("bits", "nbits", "w_bit") if name in fields]
-    flags = [bits for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)) if fields.get(name)]
-    return float([*named, *flags, 16][0]) / 8 + 4 / 64
 
 
 @contextmanager
@@ -321,21 +314,6 @@ def _refusal_of(error: Exception, source: ModelSource, part: str) -> Exception:
     return ValueError(
         f"the {part} of {path} cannot be read ({type(error).__name__}: {cause}); fetch or copy the model again, and "
         "check the settings of this model"
-    )
-
-
-def _check_same_ids(
-    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, paths: tuple[str, str], name: str
-) -> None:
-    ids, other_ids = tokenizer.get_vocab(), other.get_vocab()
-    if ids == other_ids:
-        return
-    differing = sorted(token for token in ids.keys() | other_ids.keys() if ids.get(token) != other_ids.get(token))
-    token = differing[0]
-    raise ValueError(
-        f"the tokenizers of target {paths[0]} and {name} {paths[1]} differ in {len(differing)} tokens, first "
-        f"{token!r}: id {ids.get(token)} against {other_ids.get(token)}; speculative decoding needs one token -> id "
-        "map, choose models of one family"
     )
 
 

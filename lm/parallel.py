@@ -5,9 +5,7 @@ Hidden states and logits are whole in every process, and equal those of the unsl
 """
 
 import os
-from collections.abc import Mapping
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 from torch import distributed
@@ -20,37 +18,23 @@ _FORWARD_TIMEOUT = timedelta(hours=2)
 """Maximum wait of a forward for another process, which may still read its slice from a slow disk."""
 
 
-class Slices(NamedTuple):
-    """The rank of this process among those that hold slices, and their number."""
-
-    rank: int
-    num: int
-
-
 def sliced_models(pair: PairConfig) -> tuple[str, ...]:
     """The models of a pair that are sliced."""
     sources = {"target": pair.target, "draft": pair.draft, "micro": pair.micro}
     return tuple(name for name, source in sources.items() if source is not None and source.tp_plan is not None)
 
 
-def slices_of(environment: Mapping[str, str] = os.environ) -> Slices | None:
-    """Rank and number that torchrun gave this process; None outside torchrun."""
-    rank, num = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
-    has_torchrun = rank.isdigit() and num.isdigit() and environment.get("MASTER_ADDR")
-    return Slices(int(rank), int(num)) if has_torchrun else None
-
-
-def refuse_alone(pair: PairConfig) -> None:
-    """Raise ValueError if a model has tp_plan, and torchrun did not start this process."""
-    if (names := sliced_models(pair)) and slices_of() is None:
-        raise ValueError(_needs_torchrun(f"pair.{names[0]}"))
-
-
-def _needs_torchrun(whose: str) -> str:
-    return (
-        f"tp_plan of {whose} is set, and this process was not started by torchrun; start it as torchrun --standalone "
-        "--nproc_per_node GPUS -m data_gen …, or use device_map: auto"
-    )
+def slices_of(whose: str) -> tuple[int, int]:
+    """(rank of this process, number of processes that hold slices); ValueError if torchrun did not start it, and
+    tp_plan of `whose` model needs that.
+    """
+    rank, num = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    if not (rank.isdigit() and num.isdigit() and os.environ.get("MASTER_ADDR")):
+        raise ValueError(
+            f"tp_plan of {whose} is set, and this process was not started by torchrun; start it as torchrun "
+            "--standalone --nproc_per_node GPUS -m data_gen …, or use device_map: auto"
+        )
+    return int(rank), int(num)
 
 
 def refuse_sliced(pair: PairConfig, command: str) -> None:
@@ -88,16 +72,14 @@ def slicing_of(source: ModelSource, config: PretrainedConfig) -> DistributedConf
     Raises:
         ValueError: outside torchrun; a model or settings that cannot be sliced (`check_slices`).
     """
-    slices = slices_of()
-    if slices is None:
-        raise ValueError(_needs_torchrun(source.path))
-    check_slices(source, config, slices.num)
+    _, num = slices_of(source.path)
+    check_slices(source, config, num)
     if "tp_plan" not in DistributedConfig.__dataclass_fields__:
         raise ValueError(
             "tp_plan needs a newer transformers, whose DistributedConfig has it: pip install -U transformers"
         )
     join()
-    return DistributedConfig(tp_plan=source.tp_plan, tp_size=slices.num)
+    return DistributedConfig(tp_plan=source.tp_plan, tp_size=num)
 
 
 def join() -> None:

@@ -25,10 +25,6 @@ class RopeSwitch(NamedTuple):
         """True if a text with such a prompt is read with the long frequencies from its first token on."""
         return "dynamic" not in self.rope_type and num_prompt > self.bound
 
-    def crosses(self, num_prompt: int, num_fed: int) -> bool:
-        """True if a text crosses the bound of which `num_fed` tokens are fed, the first `num_prompt` at once."""
-        return num_fed > self.bound and not self.is_long(num_prompt)
-
     def refusal(self, subject: str, remedy: str) -> ValueError:
         """The error for a text that crosses the bound."""
         return ValueError(
@@ -48,13 +44,16 @@ def rope_switch_of(model: PreTrainedModel) -> RopeSwitch | None:
     return next((RopeSwitch(type(model).__name__, rope_type, bound) for bound, rope_type in bounds.items()), None)
 
 
-def refuse_crossing(model: PreTrainedModel, num_prompt: int, num_fed: int, *, subject: str, remedy: str) -> None:
-    """Raise ValueError if a text crosses the model's bound (`RopeSwitch.crosses`); the message begins with `subject`,
-    which says what has so many tokens, and ends with `remedy`.
+def refuse_crossing(model: PreTrainedModel, num_prompt: int, num_fed: int, *, subject: str, remedy: str) -> bool:
+    """Raise ValueError if a text of `num_fed` tokens, the first `num_prompt` fed at once, crosses the model's bound;
+    else return whether it is long. The message begins with `subject`, which says what has so many tokens.
     """
     switch = rope_switch_of(model)
-    if switch is not None and switch.crosses(num_prompt, num_fed):
+    if switch is None:
+        return False
+    if num_fed > switch.bound and not switch.is_long(num_prompt):
         raise switch.refusal(subject, remedy)
+    return switch.is_long(num_prompt)
 
 
 def _bounds(config: PretrainedConfig) -> Iterator[tuple[int, str]]:

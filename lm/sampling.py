@@ -124,12 +124,8 @@ class Sampling:
     def probs(
         self, logits: Float[Tensor, "*position vocab"], dtype: torch.dtype | None = None
     ) -> Float[Tensor, "*position vocab"]:
-        """The distribution that tokens are drawn from, one row per position.
-
-        Args:
-            logits: logits as the model gives them, any float dtype; -inf marks impossible tokens.
-            dtype: torch.float32 or torch.float64, of result and arithmetic; None: float64 for float64 logits, else
-                float32.
+        """The distribution that tokens are drawn from, one row per position. -inf marks impossible tokens. `dtype` is
+        of result and arithmetic, torch.float32 or torch.float64; None: float64 for float64 logits, else float32.
         """
         dtype = dtype or (torch.float64 if logits.dtype == torch.float64 else torch.float32)
         logits = logits if logits.dtype == dtype else logits.to(dtype)
@@ -149,13 +145,8 @@ class Sampling:
     def dists(
         self, logits: Float[Tensor, "rows vocab"], text: Sequence[int] = (), draft: Sequence[int] = ()
     ) -> Float[Tensor, "rows vocab"]:
-        """Distributions that tokens are drawn from (`lm.draws`): `probs` of the processed logits, or at temperature 0
-        these logits.
-
-        Args:
-            logits: of the last rows of a sequence.
-            text: its tokens; read unless `sees_no_tokens`.
-            draft: further tokens after them.
+        """Distributions that tokens are drawn from (`lm.draws`): `probs` of the processed logits of the last rows of a
+        sequence, or at temperature 0 these logits. Its tokens, `text` and `draft`, are read unless `sees_no_tokens`.
         """
         if not self.sees_no_tokens:
             logits = self.processed(logits, [*text, *draft])

@@ -4,22 +4,28 @@ Some families' forwards ignore a cache (RWKV) or need another one (xLSTM), some 
 of each (Mamba, Zamba2), some read positions off the mask (ALiBi). Such a model would silently decode other tokens. So
 each way to feed has a plan, which is compared with plain forwards.
 
-The error of a row is its largest difference, as a share of the row's standard deviation over the vocabulary. At most:
+The error of a row is its largest difference, as a share of the row's standard deviation over the vocabulary. Limits:
 
-    float32, float64    2e-4 in every row (2e-2 where a GPU rounds float32 products to TF32). A float64 model's float32
-                        parts leave 5e-5; Zamba2's two forwards differ by 5e-4 to 4e-2
-    half precision      0.2 in the median row of each feed: single rows may choose other experts of a mixture, and a
-                        wrong cache leaves 0.3 and more. 0.5 in every row where recurrent states recover from a wrong
-                        feed; both in trees, batches and branches, which have few rows
+                                            every row    median row of each feed
+    float32, float64                             2e-4
+    float32 products rounded to TF32             2e-2
+    half precision, chains                                   0.2
+                    with recurrent states        0.5
+                    trees, batches, branches     0.5         0.2
+
+A float64 model's float32 parts leave 5e-5; Zamba2's two forwards differ by 5e-4 to 4e-2. In half precision single rows
+may choose other experts of a mixture, and a wrong cache leaves 0.3 and more; recurrent states recover from a wrong
+feed; trees, batches and branches have few rows.
 
 A second text is tried where the first fails because of rounding: experts that tie are in one text, not in two, and
 reserved tokens, which only the first text has, are noisy (SmolLM2-135M in bfloat16: 0.22 to 1.2, and 0.17 on words).
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from inspect import signature
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,9 +35,17 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lm.forwards import device_of
 from lm.masks import Tree
-from lm.rope import rope_switch_of
 
-_TOLERANCE, _TF32_TOLERANCE, _HALF_MEDIAN_TOLERANCE, _HALF_ROW_TOLERANCE = 2e-4, 2e-2, 0.2, 0.5
+
+class Limits(NamedTuple):
+    """The largest error of a row, and of the median row of a feed."""
+
+    row: float = math.inf
+    median: float = math.inf
+
+
+_EXACT, _TF32, _STATES = Limits(2e-4), Limits(2e-2), Limits(0.5)
+_HALF = {"chain": Limits(median=0.2), "states": _STATES, "few rows": Limits(0.5, 0.2)}
 _NUM_MEDIAN_ROWS = 5
 """Rows of the shortest feed that has its own median; all shorter feeds share one."""
 _CHAIN_LENGTH = 150
@@ -65,6 +79,8 @@ Cached = Any
 """A `CachedModel`, whose module imports this one."""
 Feeds = Iterable[tuple[Float[Tensor, "row width"], Float[Tensor, "row width"]]]
 """(rows of a feed, rows of plain forwards) of each feed."""
+Plan = Callable[[int], Feeds]
+"""The feeds of a text, by its seed, 0 or 1."""
 
 
 def refusal_of(model: PreTrainedModel, purpose: str, remedy: str) -> Refusal:
@@ -72,24 +88,16 @@ def refusal_of(model: PreTrainedModel, purpose: str, remedy: str) -> Refusal:
     return lambda reason: ValueError(f"{type(model).__name__} cannot {purpose}: {reason}; {remedy}")
 
 
-def check(
-    model: PreTrainedModel, name: str, feeds: Callable[[int], Feeds], refusal: Refusal, *, difference: str
-) -> None:
-    """Raise ValueError unless the feeds of a plan of few rows give what plain forwards give.
-
-    A model that passed `name`, the way to feed, is not tested again. `feeds` takes the seed of a text, 0 or 1; the
-    error's reason begins with `difference`.
+def check(model: PreTrainedModel, way: str, plan: Plan, refusal: Refusal) -> None:
+    """Raise ValueError unless the feeds of a plan of few rows give what plain forwards give. A model that passed `way`,
+    the way to feed in the plural, is not tested again.
     """
-    passed, errors = _PASSED.setdefault(model, {}), []
-    if name in passed:
-        return
-    for seed in (0, 1) if model.dtype != torch.float64 else (0,):
-        rows = torch.cat(_errors(feeds(seed), name, refusal))
-        errors.append(float(rows.max()))
-        if _largest([rows], by_median=_is_half(model)) <= _tolerance(model) and errors[-1] <= _HALF_ROW_TOLERANCE:
-            passed[name] = False
-            return
-    raise refusal(f"{difference} by {min(errors):.2g} of their spread")
+    passed, seeds = _PASSED.setdefault(model, {}), (0, 1) if model.dtype != torch.float64 else (0,)
+    if way not in passed:
+        error = _error(plan, way, refusal, _limits(model, "few rows"), seeds=seeds)
+        if error is not None:
+            raise refusal(f"{way} change its outputs by {error:.2g} of their spread")
+        passed[way] = False
 
 
 def check_cache(cached: Cached) -> None:
@@ -114,8 +122,7 @@ def check_tree(cached: Cached) -> None:
     others = {type(layer).__name__ for layer in cached.cache.layers} - {"BufferLayer"}
     if others:
         raise refusal(f"its cache has {', '.join(sorted(others))}")
-    difference = "its logits in a tree differ from those of a path alone"
-    check(cached.model, "a mask for a tree", lambda seed: _tree_feeds(cached, seed), refusal, difference=difference)
+    check(cached.model, "nodes of a tree", partial(_tree_feeds, cached), refusal)
     cached.reset()
 
 
@@ -132,33 +139,29 @@ def check_batch(cached: Cached, batch: Any, refusal: Refusal) -> None:
                 cached.reset()
                 yield logits, cached.feed(text)
 
-    difference = "its logits in a batch differ from those alone"
-    check(cached.model, "rows of different lengths", feeds, refusal, difference=difference)
+    check(cached.model, "rows of different lengths", feeds, refusal)
     cached.reset()
 
 
 def _needs_single_tokens(cached: Cached, refusal: Refusal) -> bool:
     """True if tokens must be fed one at a time; raises ValueError if the logits are wrong even then."""
-    model, has_states = cached.model, _has_states(cached)
-    by_median = _is_half(model) and not has_states  # single rows are too noisy
-    tolerance = _HALF_ROW_TOLERANCE if _is_half(model) and has_states else _tolerance(model)
-
-    def error_of(feeds: Feeds, *, by_median: bool = by_median) -> float:
-        return _largest(_errors(feeds, "this cache", refusal), by_median=by_median)
-
-    error = error_of(_chain_feeds(cached, 0))
+    limits = _limits(cached.model, "states" if _has_states(cached) else "chain")
+    has_second_text = cached.model.dtype == torch.float32 or limits == _HALF["chain"]
+    chain, way = partial(_chain_feeds, cached), "this cache"
+    error = _error(chain, way, refusal, limits, seeds=(0, 1) if has_second_text else (0,))
     if not any(map(is_written, cached.cache.layers)):
         raise refusal("its forward ignores the cache")
-    if error > tolerance and (model.dtype == torch.float32 or by_median):
-        error = min(error, error_of(_chain_feeds(cached, 1)))
-    if error <= tolerance:
+    if error is None:
         return False
     cached.one_token_at_a_time = True
-    if (
-        error_of(_chain_feeds(cached, 0)) > tolerance
-        or error_of(_cache_feeds(cached), by_median=False) > _HALF_ROW_TOLERANCE
-    ):
-        raise refusal(f"its logits through a cache differ from those without one by {error:.2g} of their spread")
+
+    def generated(seed: int) -> Feeds:
+        tokens = _text(cached, _STEPWISE_LENGTH, seed)
+        yield _generated(cached, tokens), _logits(cached, tokens)
+
+    for plan, its_limits in ((chain, limits), (generated, _STATES)):
+        if _error(plan, way, refusal, its_limits) is not None:
+            raise refusal(f"its logits through a cache differ from those without one by {error:.2g} of their spread")
     return True
 
 
@@ -182,7 +185,7 @@ def _chain_feeds(cached: Cached, seed: int) -> Feeds:
     """
     is_single = cached.one_token_at_a_time
     tokens = _text(cached, _STEPWISE_LENGTH if is_single else _CHAIN_LENGTH, seed)
-    expected = _generated(cached, tokens) if is_single else _logits(cached, tokens, 0, use_cache=False)
+    expected = _generated(cached, tokens) if is_single else _logits(cached, tokens)
     num_ids = cached.model.config.get_text_config().vocab_size
     cached.reset()
     feeds = chain_plan(len(tokens), has_states=_has_states(cached))
@@ -195,12 +198,6 @@ def _chain_feeds(cached: Cached, seed: int) -> Feeds:
         first = end - num_rows
         if start > 0 and num_right > first:
             yield logits[: num_right - first], expected[first:num_right]
-
-
-def _cache_feeds(cached: Cached) -> Feeds:
-    """The logits that `generate` sees, and those of a forward without a cache."""
-    tokens = _text(cached, _STEPWISE_LENGTH, 0)
-    yield _generated(cached, tokens), _logits(cached, tokens, 0, use_cache=False)
 
 
 def chain_plan(length: int, *, has_states: bool) -> list[tuple[int, int]]:
@@ -227,8 +224,7 @@ def _tree_feeds(cached: Cached, seed: int) -> Feeds:
 
 def _text(cached: Cached, length: int, seed: int) -> list[int]:
     """At most `length` tokens of few ids; forwards with and without a cache differ across a RoPE switch."""
-    switch = rope_switch_of(cached.model)
-    room = int(min(length, cached.max_length if switch is None else min(cached.max_length, switch.bound)))
+    room = int(min(length, cached.limit_of(0)))
     generator = torch.Generator().manual_seed(seed)
     return ids_of_plan(cached.model, torch.randint(1, 10, (room,), generator=generator).tolist(), seed)
 
@@ -243,19 +239,19 @@ def ids_of_plan(model: PreTrainedModel, tokens: Iterable[int], seed: int) -> lis
 
 def _generated(cached: Cached, tokens: Sequence[int]) -> Float[Tensor, "position vocab"]:
     """The logits that `generate` sees: of a prompt, and then of one token at a time."""
-    parameters = signature(type(cached.model).forward).parameters
-    cache = DynamicCache(config=cached.model.config)
-    caches = {name: cache for name in ("past_key_values", "cache_params") if name in parameters}
-    num_prompt = chain_plan(len(tokens), has_states=True)[0][1]
+    cache, num_prompt = DynamicCache(config=cached.model.config), chain_plan(len(tokens), has_states=True)[0][1]
     feeds = pairwise((0, *range(num_prompt, len(tokens) + 1)))
-    return torch.cat([_logits(cached, tokens[start:end], start, use_cache=True, **caches) for start, end in feeds])
+    return torch.cat([_logits(cached, tokens[start:end], start, cache) for start, end in feeds])
 
 
-def _logits(cached: Cached, tokens: Sequence[int], start: int, **settings: Any) -> Float[Tensor, "position vocab"]:
+def _logits(
+    cached: Cached, tokens: Sequence[int], start: int = 0, cache: DynamicCache | None = None
+) -> Float[Tensor, "position vocab"]:
+    """Logits of the model's own forward of tokens from position `start` on; None: without a cache."""
     ids = torch.tensor([tokens], device=cached.device)
-    if "position_ids" in signature(type(cached.model).forward).parameters:
-        settings["position_ids"] = torch.arange(start, start + len(tokens), device=cached.device)[None]
-    return cached.model(input_ids=ids, **settings).logits[0, :, : cached.vocab_size]
+    positions = torch.arange(start, start + len(tokens), device=cached.device)[None]
+    settings = cached.accepted(position_ids=positions, past_key_values=cache, cache_params=cache)
+    return cached.model(input_ids=ids, use_cache=cache is not None, **settings).logits[0, :, : cached.vocab_size]
 
 
 def row_errors(rows: Float[Tensor, "row width"], expected: Float[Tensor, "row width"]) -> Float[Tensor, " row"]:
@@ -266,29 +262,38 @@ def row_errors(rows: Float[Tensor, "row width"], expected: Float[Tensor, "row wi
     return torch.where(expected.isfinite().all(-1), errors.nan_to_num(float("inf")), 0.0)
 
 
-def _largest(errors: Sequence[Float[Tensor, " _"]], *, by_median: bool) -> float:
-    """Error of the worst row, or of the median row of the worst feed."""
-    if not by_median:
-        return max((float(error.max()) for error in errors), default=0.0)
-    short = [error for error in errors if len(error) < _NUM_MEDIAN_ROWS]
-    groups = [*([torch.cat(short)] if short else []), *(error for error in errors if len(error) >= _NUM_MEDIAN_ROWS)]
-    return max((float(group.median()) for group in groups), default=0.0)
+def _error(plan: Plan, way: str, refusal: Refusal, limits: Limits, *, seeds: Sequence[int] = (0,)) -> float | None:
+    """The error of the worst row, or if only medians are limited of the worst median, of the best text; None if a text
+    is within the limits. A forward that fails refuses its model, unless it runs out of memory.
+    """
+    largest = []
+    for seed in seeds:
+        try:
+            with torch.inference_mode():
+                errors = [row_errors(rows, expected) for rows, expected in plan(seed)]
+        except torch.OutOfMemoryError:
+            raise
+        except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise refusal(f"its forward fails with {way} ({type(error).__name__}: {error})") from error
+        short = [error for error in errors if len(error) < _NUM_MEDIAN_ROWS]
+        groups = [torch.cat(short)] if short else []
+        groups += [error for error in errors if len(error) >= _NUM_MEDIAN_ROWS]
+        row = max((float(group.max()) for group in groups), default=0.0)
+        median = max((float(group.median()) for group in groups), default=0.0)
+        if row <= limits.row and median <= limits.median:
+            return None
+        largest.append(median if limits.row == math.inf else row)
+    return min(largest)
 
 
-def _tolerance(model: PreTrainedModel) -> float:
-    """The largest error of a row or, in half precision, of the median row of a feed."""
-    if _is_half(model):
-        return _HALF_MEDIAN_TOLERANCE
+def _limits(model: PreTrainedModel, plan: str) -> Limits:
+    if model.dtype not in (torch.float32, torch.float64):
+        return _HALF[plan]
     is_rounded = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    return _TF32_TOLERANCE if is_rounded and device_of(model).type == "cuda" else _TOLERANCE
-
-
-def _is_half(model: PreTrainedModel) -> bool:
-    return model.dtype not in (torch.float32, torch.float64)
+    return _TF32 if is_rounded and device_of(model).type == "cuda" else _EXACT
 
 
 def _has_states(cached: Cached) -> bool:
-    """True if its cache holds recurrent or convolutional states."""
     return any(hasattr(layer, "has_previous_state") for layer in cached.cache.layers)
 
 
@@ -297,14 +302,3 @@ def is_written(layer: Any) -> bool:
     states = getattr(layer, "has_previous_state", {})
     # by its name: the transformers that vLLM runs with has no such class
     return any(states.values()) or (getattr(layer, "is_initialized", False) and type(layer).__name__ != "DummyLayer")
-
-
-def _errors(feeds: Feeds, way: str, refusal: Refusal) -> list[Float[Tensor, " _"]]:
-    """Errors of the rows of each feed. A forward that fails refuses its model, unless it runs out of memory."""
-    try:
-        with torch.inference_mode():
-            return [row_errors(rows, expected) for rows, expected in feeds]
-    except torch.OutOfMemoryError:
-        raise
-    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise refusal(f"its forward fails with {way} ({type(error).__name__}: {error})") from error

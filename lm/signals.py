@@ -85,13 +85,8 @@ def signals_of(
     names: Iterable[str] | None = None,
     count: Int[Tensor, " position"] | None = None,
 ) -> dict[str, Float[Tensor, " position"]]:
-    """The named scalars, `max_prob` and `top_prob` of drawn tokens.
-
-    Args:
-        logits: the draft's, before truncation and temperature.
-        token: drawn at each position.
-        names: of the signals; None: the stored scalars.
-        count: tokens of the response before each token, if `POSITION` is among the names.
+    """The named signals of drawn tokens (None: the stored scalars), from the draft's logits before truncation and
+    temperature; `POSITION` needs `count`, the tokens of the response before each token.
     """
     logits, names = upcast(logits), stored_scalars() if names is None else names
     formulas = {name: _OF_POLICIES[name] if name in _OF_POLICIES else SCALARS[name].formula for name in names}
@@ -114,13 +109,8 @@ def token_stats(
     probs: Float[Tensor, " vocab"] | None = None,
     has_entropy: bool = True,
 ) -> TokenStats:
-    """`signals_of` one token on the CPU, in numpy, whose calls on single rows cost a fraction of torch's.
-
-    Args:
-        logits: of q.
-        token_id: the drawn token.
-        probs: softmax(logits), if it is known.
-        has_entropy: whether the entropy is computed; otherwise it is 0.
+    """`signals_of` one token on the CPU, in numpy, whose calls on single rows cost a fraction of torch's. `probs`:
+    softmax(logits), if it is known; without `has_entropy` the entropy is 0.
     """
     row, weights = array_of(logits), array_of(upcast(logits).softmax(-1) if probs is None else probs)
     best = weights.argmax()

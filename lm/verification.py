@@ -23,6 +23,11 @@ from torch.nn import functional
 from lm.draws import GreedySampler, RandomSampler, Sampler, array_of
 from lm.masks import ROOT, Tree
 
+Rows = Float[Tensor, "rows vocab"]
+"""The target's distributions at the positions of a draft's tokens, and at the one after."""
+Drawn = Sequence[Float[Tensor, " _"]]
+"""The distribution that each token was drawn from, on any device; one narrower than the target's has zeros there."""
+
 
 class Verdict(NamedTuple):
     """Length of the accepted prefix, and the next token: the residual one, or after full acceptance the bonus one."""
@@ -51,27 +56,17 @@ def residual_probs(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vo
     return torch.where(mass > 0, excess / mass, p)
 
 
-def num_accepted(
-    tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Sampler
-) -> int:
-    """Length of the accepted prefix of a draft, which may be empty; args as in `verify`. `GreedySampler` ignores q."""
+def num_accepted(tokens: Sequence[int], q: Drawn, p: Rows, draws: Sampler) -> int:
+    """Length of the accepted prefix of a draft, which may be empty. `GreedySampler` ignores q."""
     return draws.num_accepted(_accept_probs(tokens, q, p, draws))
 
 
-def revealed_probs(
-    num_accepted: int,
-    tokens: Sequence[int],
-    q: Sequence[Float[Tensor, " _"]],
-    p: Float[Tensor, "rows vocab"],
-    draws: Sampler,
-) -> list[float]:
-    """`acceptance_prob` of the accepted tokens and of the first rejected one; other args as in `num_accepted`."""
+def revealed_probs(num_accepted: int, tokens: Sequence[int], q: Drawn, p: Rows, draws: Sampler) -> list[float]:
+    """`acceptance_prob` of the accepted tokens and of the first rejected one."""
     return [float(prob) for prob in islice(_accept_probs(tokens, q, p, draws), num_accepted + 1)]
 
 
-def next_dist(
-    num_accepted: int, q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Sampler
-) -> Float[Tensor, " vocab"]:
+def next_dist(num_accepted: int, q: Drawn, p: Rows, draws: Sampler) -> Float[Tensor, " vocab"]:
     """Distribution of the token after the accepted ones: the residual after a rejection, else p (the bonus token).
     One-hot distributions that disagree have the residual p.
     """
@@ -81,51 +76,26 @@ def next_dist(
     return residual_probs(_widened(q[num_accepted].to(row.device), row.shape[-1]), row)
 
 
-def verify(
-    tokens: Sequence[int],
-    q: Sequence[Float[Tensor, " _"]],
-    p: Float[Tensor, "rows vocab"],
-    generator: torch.Generator | Sampler | None = None,
-) -> Verdict:
-    """One verification of a draft (K = 0 is allowed: the bonus token is drawn from p).
-
-    Args:
-        tokens: drafted token ids y_1 … y_K.
-        q: the distribution that each token was drawn from, on any device; one narrower than p has zeros there.
-        p: the target's distributions at the same positions and at the one after.
-        generator: random draws; a torch generator or None is wrapped in `RandomSampler`.
-
-    Raises:
-        ValueError: the row that the next token is drawn from is not finite.
+def verify(tokens: Sequence[int], q: Drawn, p: Rows, generator: torch.Generator | Sampler | None = None) -> Verdict:
+    """One verification of the drafted token ids y_1 … y_K (K = 0 is allowed: the bonus token is drawn from p); a torch
+    generator or None is wrapped in `RandomSampler`. ValueError: the row of the next token is not finite.
     """
     draws = RandomSampler(generator) if generator is None or isinstance(generator, torch.Generator) else generator
     count = num_accepted(tokens, q, p, draws)
     return Verdict(count, draws.token(next_dist(count, q, p, draws)))
 
 
-def _accept_probs(
-    tokens: Sequence[int], q: Sequence[Float[Tensor, " _"]], p: Float[Tensor, "rows vocab"], draws: Sampler
-) -> Iterable[float]:
+def _accept_probs(tokens: Sequence[int], q: Drawn, p: Rows, draws: Sampler) -> Iterable[float]:
     """Acceptance probabilities: on the CPU one by one as they are read, from a device in one transfer."""
     if not tokens:
         return ()
     if isinstance(draws, GreedySampler):  # torch on the CPU takes five times as long as numpy
         return map(eq, tokens, (array_of(p) if p.is_cpu else p).argmax(-1).tolist())
-    rows = _on_device(q, p.device)
+    rows = [row.to(p.device) for row in q]
     if p.is_cpu:
         return map(_ratio, tokens, map(array_of, rows), array_of(p))
     index = torch.tensor(tokens, device=p.device)
     return acceptance_prob(index, torch.stack([_widened(row, p.shape[-1]) for row in rows]), p[: len(tokens)]).tolist()
-
-
-def _on_device(q: Sequence[Float[Tensor, " _"]], device: torch.device) -> Sequence[Float[Tensor, " _"]]:
-    """The rows on this device, in one transfer if they are alike; models that draft in turns may be on several."""
-    kinds = {(row.device, row.shape[-1]) for row in q}
-    if all(old == device for old, _ in kinds):
-        return q
-    if len(kinds) == 1:
-        return torch.stack(list(q)).to(device).unbind()
-    return [row.to(device) for row in q]
 
 
 def _ratio(token: int, q: np.ndarray, p: np.ndarray) -> float:
@@ -139,7 +109,7 @@ def _widened(q: Float[Tensor, " draft_vocab"], width: int) -> Float[Tensor, " vo
     return q if q.shape[-1] == width else functional.pad(q, (0, width - q.shape[-1]))
 
 
-def verify_tree(tree: Tree, p: Float[Tensor, "rows vocab"], draws: Sampler) -> tuple[list[int], int]:
+def verify_tree(tree: Tree, p: Rows, draws: Sampler) -> tuple[list[int], int]:
     """One verification of a tree (EAGLE-2, arXiv 2406.16858; SpecInfer, 2305.09781): (the accepted nodes, from the
     root's child on; the token after them).
 
@@ -150,14 +120,8 @@ def verify_tree(tree: Tree, p: Float[Tensor, "rows vocab"], draws: Sampler) -> t
     alone. The candidates are then a function of the text, so a policy may look at them (unlike law 4.3's chains).
 
     At temperature 0 this is the longest path of the target's most probable tokens, then the target's own token.
-
-    Args:
-        tree: a function of the text alone.
-        p: the target's distributions after the text, and after each node.
-        draws: random draws.
-
-    Raises:
-        ValueError: the row that the next token is drawn from is not finite.
+    `p`: the target's distributions after the text, and after each node. ValueError: the row of the next token is not
+    finite.
     """
     path: list[int] = []
     node = ROOT
@@ -171,14 +135,12 @@ def verify_tree(tree: Tree, p: Float[Tensor, "rows vocab"], draws: Sampler) -> t
     return path, draws.token(p[node + 1])
 
 
-def node_probs(tree: Tree, path: Sequence[int], p: Float[Tensor, "rows vocab"], draws: Sampler) -> list[float]:
+def node_probs(tree: Tree, path: Sequence[int], p: Rows, draws: Sampler) -> list[float]:
     """p(x) of each node of a path: the probability that it is accepted as a first child."""
-    rows = [p[tree.parents[node] + 1] for node in path]
-    tokens = tree.tokens_of(path)
-    is_greedy = isinstance(draws, GreedySampler)
-    return [
-        float(token == int(row.argmax()) if is_greedy else row[token]) for token, row in zip(tokens, rows, strict=True)
-    ]
+    pairs = [(tree.tokens[node], p[tree.parents[node] + 1]) for node in path]
+    if isinstance(draws, GreedySampler):
+        return [float(token == int(row.argmax())) for token, row in pairs]
+    return [float(row[token]) for token, row in pairs]
 
 
 def _rejection_probs(tokens: Sequence[int], dist: Float[Tensor, " vocab"], draws: Sampler) -> Iterator[float]:

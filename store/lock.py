@@ -34,13 +34,9 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 def only_writer(
     directory: str | Path, *, setting: str, name: str = LOCK, wait_s: float = _HANDOVER_S
 ) -> Iterator[None]:
-    """Run the block as the only process that holds this directory's lock.
-
-    Args:
-        directory: the folder; created if needed, and removed again if the block leaves it empty.
-        setting: the config key of the directory, for messages.
-        name: file name of the lock; locks of different names do not exclude each other.
-        wait_s: how long to wait for another holder.
+    """Run the block as the only process that holds this lock of a directory, which is created if needed, and removed
+    again if the block leaves it empty. Messages call it `setting`, its config key; locks of different names do not
+    exclude each other; `wait_s`: how long to wait for another holder.
 
     Raises:
         ValueError: another process holds the lock; the directory is a URL or a file, cannot be written to, or its

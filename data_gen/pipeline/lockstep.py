@@ -19,7 +19,7 @@ from configs.schema import PairConfig
 from data_gen.pipeline.worker import Job, Worker
 from data_gen.responses.conversation import ShardSpec
 from lm import free_memory, load_config
-from lm.parallel import check_slices, join, refuse_alone, sliced_models, slices_of
+from lm.parallel import check_slices, join, sliced_models, slices_of
 
 _WAIT = timedelta(days=365)
 """Longest wait for the leader's next job; torchrun ends the others if it dies."""
@@ -28,17 +28,15 @@ _WAIT = timedelta(days=365)
 @contextmanager
 def in_lockstep(pair: PairConfig) -> Iterator[bool]:
     """Yield True in the process that makes the data; the others follow it first. ValueError: it cannot be sliced."""
-    if not sliced_models(pair):
+    if not (sliced := sliced_models(pair)):
         yield True
         return
-    refuse_alone(pair)
-    slices = slices_of()
-    assert slices is not None
+    rank, num_slices = slices_of(f"pair.{sliced[0]}")
     for source in (pair.target, pair.draft):
         if source.tp_plan is not None:  # before the manifest is written
-            check_slices(source, load_config(source), slices.num)
+            check_slices(source, load_config(source), num_slices)
     join()
-    is_leader = slices.rank == 0
+    is_leader = rank == 0
     if not is_leader:
         _follow()
     yield is_leader

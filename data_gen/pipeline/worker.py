@@ -103,7 +103,8 @@ class Worker:
         uses_server = self._asks and "server" in (data.source, data.labels)
         self._server: Any = self._first_requests() if uses_server else None
         models = {name: load_model(getattr(pair, name)) for name in job.models}
-        vocab_size = vocab_size_of(self.tokenizer, models.get("target", models.get("draft")))
+        emitting = models.get("target", models.get("draft"))
+        vocab_size = vocab_size_of(self.tokenizer, None if emitting is None else emitting.config)
         for name, model in models.items():
             check_width(model, vocab_size, name)
             check_numbers(model, vocab_size, name)

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from data_gen.responses.exchange import Problem, Progress, Request, Response
 from lm import Sampling
-from lm.cache import drop_first, insert_rows, make_cache, select_rows, takes_turns
+from lm.cache import insert_rows, make_cache, takes_turns
 from lm.draws import draw, uniforms
 from lm.forwards import alike, body_of, device_of, logits_of, refuse_training
 from lm.sampling import REMEDY, non_finite
@@ -116,13 +116,14 @@ class _Batch:
         """One more token of every sequence; `is_last`: no further request joins."""
         active = self._active
         if len(active) <= _MAX_SHARE_ACTIVE * len(self._owners) and (is_last or not takes_turns(self._cache)):
-            select_rows(self._cache, torch.tensor(active))
+            self._cache.reorder_cache(torch.tensor(active))  # type: ignore[arg-type]  # any number of rows
             self._owners = [self._owners[row] for row in active]
             self._spans, self._newest = self._spans[active], self._newest[active]
             active = self._active
         if takes_turns(self._cache):
             span = int(self._spans[active].max())
-            drop_first(self._cache, self._width - span)
+            for layer in self._cache.layers:
+                layer.drop_first(self._width - span)  # type: ignore[union-attr]  # a `BufferLayer`
             self._width = span
         ids, spans = self._newest.unsqueeze(-1).to(self._device), self._spans.unsqueeze(-1).to(self._device)
         mask = torch.arange(self._width + 1, device=self._device) >= self._width - spans

@@ -29,7 +29,7 @@ from heads.measures.report import by_set, save_plots, tables, verdict, write_met
 from heads.training.directory import RunDirectory
 from heads.training.sweep import Sweep
 from heads.training.trainer import PAPER_EPOCHS, make_trainer, quiet, stopped_by_sigusr1
-from lm import FeatureDraft, check_width, emitted_vocab_size, load_model, load_pair
+from lm import FeatureDraft, check_width, load_config, load_model, load_pair, load_pair_tokenizer, vocab_size_of
 from lm.features.released import released_layout_of
 from store.shards import list_shards, read_sidecar, write_atomic
 
@@ -119,7 +119,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     data = FeatureData(config.data, config.heads, pair=config.pair)
     if is_online:
         model = load_model(config.pair.draft, device=device)
-        check_width(model, emitted_vocab_size(config.pair), "draft")
+        check_width(model, vocab_size_of(load_pair_tokenizer(config.pair), load_config(config.pair.target)), "draft")
         draft = DraftFeatures(model)
     if config.heads.reached and not data.manifest.get("draft_length"):
         raise ValueError(

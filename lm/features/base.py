@@ -16,6 +16,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from lm.masks import visible
 
+Nodes = Int[Tensor, "batch node"]
+"""Token ids, or positions."""
+States = Float[Tensor, "batch node hidden"]
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of RoPE, one row per position."""
 Mask = Bool[Tensor, "1 1 node cached"]
@@ -23,9 +26,9 @@ Mask = Bool[Tensor, "1 1 node cached"]
 
 
 class Outputs(NamedTuple):
-    states: Float[Tensor, "batch node hidden"]
+    states: States
     """States that later nodes read instead of the target's features."""
-    hidden: Float[Tensor, "batch node hidden"]
+    hidden: States
     """Input of the LM head and of acceptance heads."""
 
 
@@ -44,18 +47,10 @@ class FeatureDraft(nn.Module):
     """Directory or repository that it was loaded from."""
 
     def __init__(
-        self,
-        config: PreTrainedConfig,
-        *,
-        has_embedding: bool,
-        num_logits: int | None,
-        rotary: nn.Module | None = None,
+        self, config: PreTrainedConfig, *, has_embedding: bool, num_logits: int | None, rotary: nn.Module | None = None
     ) -> None:
-        """Args:
-        config: of the draft's layer; its vocabulary is the target's.
-        has_embedding: the draft has input embeddings; otherwise the target's are used.
-        num_logits: width of the draft's LM head; None: it has none, and the target's is used.
-        rotary: rotary embedding; None: Llama's.
+        """`config` is of the draft's layer, with the target's vocabulary. The target's input embeddings are used unless
+        `has_embedding`, its LM head if `num_logits`, the width of the draft's own, is None; `rotary` None: Llama's.
         """
         super().__init__()
         config._attn_implementation = "sdpa"
@@ -133,7 +128,7 @@ def num_logits_of(config: PreTrainedConfig) -> int:
     return getattr(config, "draft_vocab_size", None) or config.vocab_size
 
 
-def causal(tokens: Int[Tensor, "batch new"], cache: Cache | None, device: torch.device) -> Mask | None:
+def causal(tokens: Nodes, cache: Cache | None, device: torch.device) -> Mask | None:
     """Mask of new entries of a chain, each of which sees all before it; None if attention does so without a mask."""
     num_new, num_cached = tokens.shape[1], 0 if cache is None else cache.get_seq_length()
     if num_new == 1 or num_cached == 0:
@@ -157,12 +152,12 @@ class DraftLayer(nn.Module):
     def forward(
         self,
         inputs: Float[Tensor, "batch node input"],
-        residual: Float[Tensor, "batch node hidden"],
+        residual: States,
         *,
         rotation: Rotation,
         mask: Mask | None,
         cache: Cache | None,
-    ) -> Float[Tensor, "batch node hidden"]:
+    ) -> States:
         """The residual stream after the layer."""
         attended, _ = self.self_attn(inputs, position_embeddings=rotation, attention_mask=mask, past_key_values=cache)
         states = residual + attended

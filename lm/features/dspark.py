@@ -17,6 +17,9 @@ So tokens are drawn one after another without another forward. Heads and LM head
 W1[x_i]], and z_i where that is not W1[x_i]; `joined` makes it of known texts, `follow` token by token.
 """
 
+from collections import OrderedDict
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -66,32 +69,9 @@ class MarkovHead(nn.Module):
         gate = gate.sigmoid()
         return torch.cat([embedded, output.tanh()], -1), gate * memory + (1 - gate) * candidate.tanh()
 
-    def over(
-        self, states: Float[Tensor, "*block draft hidden"], previous: Int[Tensor, "*block draft"]
-    ) -> Float[Tensor, "*block draft parts"]:
-        """`step` over whole blocks."""
-        if self.kind != "rnn":
-            return self.step(states, previous, None)[0]
-        parts, memory = [], None
-        for index in range(states.shape[-2]):
-            part, memory = self.step(states[..., index, :], previous[..., index], memory)
-            parts.append(part)
-        return torch.stack(parts, -2)
-
     def bias(self, parts: Float[Tensor, "*draft parts"]) -> Float[Tensor, "*draft vocab"]:
         """W2 z, which is added to the logits."""
         return self.markov_w2(parts[..., -self.rank :])
-
-
-class ConfidenceHead(nn.Module):
-    """DSpark's own acceptance head, a prefix head of depth 0 (law 4.8c)."""
-
-    def __init__(self, input_size: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(input_size, 1)
-
-    def forward(self, inputs: Float[Tensor, "*draft input"]) -> Float[Tensor, "*draft"]:
-        return self.proj(inputs).squeeze(-1)
 
 
 class DSparkLayer(Qwen3DecoderLayer):
@@ -116,15 +96,14 @@ class DSpark(FeatureDraft):
 
     config: Qwen3Config
     target_layer_ids: tuple[int, ...]
+    confidence_head: Any
+    """DSpark's own acceptance head, a prefix head of depth 0 (law 4.8c); None: it has none."""
 
     def __init__(self, config: Qwen3Config, *, has_embedding: bool = True, has_head: bool = True) -> None:
-        """Args:
-        config: Qwen3's keys, and `block_size`, `target_layer_ids` (0 is after the target's first layer, -1 its
-            embedding), `mask_token_id`, `markov_rank` (0: no Markov head), `markov_head_type`,
-            `enable_confidence_head`, `confidence_head_with_markov`; `sample_from_anchor` is true where absent.
-            `window_mask` says what `layer_types` with sliding_attention see.
-        has_embedding: the draft has input embeddings; otherwise the target's are used.
-        has_head: the draft has an LM head; otherwise the target's is used.
+        """`config`: Qwen3's keys, and `block_size`, `target_layer_ids` (0 is after the target's first layer, -1 its
+        embedding), `mask_token_id`, `markov_rank` (0: no Markov head), `markov_head_type`, `enable_confidence_head`,
+        `confidence_head_with_markov`; `sample_from_anchor` is true where absent. `window_mask` says what `layer_types`
+        with sliding_attention see. Without `has_embedding` or `has_head` the target's embeddings or LM head are used.
         """
         super().__init__(config, has_embedding=has_embedding, num_logits=num_logits_of(config) if has_head else None)
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -140,7 +119,8 @@ class DSpark(FeatureDraft):
         self.layers = nn.ModuleList([DSparkLayer(config, index) for index in range(config.num_hidden_layers)])
         self.markov_head = MarkovHead(config) if kind else None
         self._confidence_size = size + (config.markov_rank if config.confidence_head_with_markov else 0)
-        self.confidence_head = ConfidenceHead(self._confidence_size) if config.enable_confidence_head else None
+        proj = nn.Linear(self._confidence_size, 1)
+        self.confidence_head = nn.Sequential(OrderedDict(proj=proj)) if config.enable_confidence_head else None
 
     def context(self, features: Float[Tensor, "batch token feature"]) -> Float[Tensor, "batch token hidden"]:
         """What layers make keys and values of."""
@@ -196,7 +176,13 @@ class DSpark(FeatureDraft):
         self, states: Float[Tensor, "*block draft hidden"], previous: Int[Tensor, "*block draft"]
     ) -> Float[Tensor, "*block draft wide"]:
         """`hidden` of whole blocks; `previous`: the token before each drafted one."""
-        return states if self.markov_head is None else torch.cat([states, self.markov_head.over(states, previous)], -1)
+        if self.markov_head is None or self.markov_head.kind != "rnn":
+            return self.follow(states, previous, None)[0]
+        hidden, memory = [], None
+        for index in range(states.shape[-2]):
+            wide, memory = self.follow(states[..., index, :], previous[..., index], memory)
+            hidden.append(wide)
+        return torch.stack(hidden, -2)
 
     def follow(
         self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
@@ -223,7 +209,7 @@ class DSpark(FeatureDraft):
     def confidence(self, hidden: Float[Tensor, "*draft wide"]) -> Float[Tensor, "*draft"]:
         """The draft's own logit of each token's acceptance rate, in float32 or wider."""
         assert self.confidence_head is not None, "this draft has no confidence head"
-        return upcast(self.confidence_head(hidden[..., : self._confidence_size]))
+        return upcast(self.confidence_head(hidden[..., : self._confidence_size]).squeeze(-1))
 
 
 def markov_width(rank: int, kind: str | None) -> int:

@@ -15,14 +15,14 @@ the tree that is grown from EAGLE-1's weights, with a mask (`lm.masks`), so both
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from lm.features.base import DraftLayer, FeatureDraft, Mask, Outputs, causal
+from lm.features.base import DraftLayer, FeatureDraft, Mask, Nodes, Outputs, States, causal
 
 
 class Eagle(FeatureDraft):
@@ -36,24 +36,15 @@ class Eagle(FeatureDraft):
         qkv_bias = getattr(config, "qkv_bias", config.attention_bias)
         self.layers = nn.ModuleList([DraftLayer(config, input_size=config.hidden_size, qkv_bias=qkv_bias)])
 
-    def entering(self, features: Float[Tensor, "batch node feature"]) -> Float[Tensor, "batch node hidden"]:
+    def entering(self, features: Float[Tensor, "batch node feature"]) -> States:
         """The states that nodes read where the target has read the text."""
         return features.to(self.device, self.dtype)
 
     def forward(
-        self,
-        tokens: Int[Tensor, "batch node"],
-        states: Float[Tensor, "batch node hidden"],
-        positions: Int[Tensor, "batch node"],
-        *,
-        cache: Cache | None = None,
-        mask: Mask | None = None,
+        self, tokens: Nodes, states: States, positions: Nodes, *, cache: Cache | None = None, mask: Mask | None = None
     ) -> Outputs:
-        """Append entries with the tokens x_{t+1}, the states s_t and the positions t.
-
-        Args:
-            cache: of `lm.cache.growing_cache`; None: nothing comes before, and nothing is kept.
-            mask: the entries that each entry sees; None: a chain.
+        """Append entries with the tokens x_{t+1}, the states s_t and the positions t to a `lm.cache.growing_cache`;
+        None: nothing comes before, and nothing is kept. `mask`: the entries that each entry sees; None: a chain.
         """
         inputs = self._joined(self.embed(tokens), states)
         mask = causal(tokens, cache, inputs.device) if mask is None else mask
@@ -95,12 +86,9 @@ class Eagle3(Eagle):
         has_embedding: bool = False,
         num_logits: int | None = None,
     ) -> None:
-        """Args:
-        config: config of the layers, Llama's or Qwen3's; `norm_before_residual`, `norm_before_fc`, `fc_norm` and
-            `norm_output` (speculators) are off where absent, `norm_logits` (SpecForge's `norm_output`) is on.
-        layer_ids: layers of the target after which its residual stream is read, from 1, as transformers counts hidden
-            states.
-        target_size: width of the target.
+        """`config` is that of the layers: `norm_before_residual`, `norm_before_fc`, `fc_norm` and `norm_output`
+        (speculators) are off where absent, `norm_logits` (SpecForge's `norm_output`) is on. `layer_ids`: layers of the
+        target, of width `target_size`, after which its residual stream is read, as transformers counts hidden states.
         """
         FeatureDraft.__init__(self, config, has_embedding=has_embedding, num_logits=num_logits)
         self.target_layer_ids, width, eps = layer_ids, len(layer_ids) * target_size, config.rms_norm_eps
@@ -114,7 +102,7 @@ class Eagle3(Eagle):
         self.layers = nn.ModuleList([first, *(further(config, index) for index in range(1, config.num_hidden_layers))])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=eps)
 
-    def entering(self, features: Float[Tensor, "batch node feature"]) -> Float[Tensor, "batch node hidden"]:
+    def entering(self, features: Float[Tensor, "batch node feature"]) -> States:
         features = features.to(self.device, self.dtype)
         for norm in (self.input_norm, self.fc_norm):
             features = features if norm is None else norm(features)

@@ -12,14 +12,14 @@ Training hides as much (`delayed`).
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
-from lm.features.base import FeatureDraft, Mask, Outputs, Rotation, causal
+from lm.features.base import FeatureDraft, Mask, Nodes, Outputs, Rotation, States, causal
 
 KeysValues = tuple[Float[Tensor, "batch heads seen size"], Float[Tensor, "batch heads seen size"]]
 """Cached keys and values of one layer of the target."""
@@ -37,13 +37,8 @@ class CrossAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * head_size, hidden_size, bias=False)
 
     def forward(
-        self,
-        states: Float[Tensor, "batch node hidden"],
-        keys_values: KeysValues,
-        *,
-        rotation: Rotation,
-        mask: CrossMask | None = None,
-    ) -> Float[Tensor, "batch node hidden"]:
+        self, states: States, keys_values: KeysValues, *, rotation: Rotation, mask: CrossMask | None = None
+    ) -> States:
         """What is added to the residual stream."""
         queries = self.q_proj(states).unflatten(-1, (self.num_heads, self.head_size)).transpose(1, 2)
         cosines, sines = (part.unsqueeze(1) for part in rotation)
@@ -65,13 +60,13 @@ class GlideLayer(LlamaDecoderLayer):
 
     def forward(  # type: ignore[override]  # it reads the target's cache, too
         self,
-        states: Float[Tensor, "batch node hidden"],
+        states: States,
         of_target: KeysValues,
         *,
         rotations: tuple[Rotation, Rotation],
         masks: tuple[Mask | None, CrossMask | None],
         cache: Cache | None,
-    ) -> Float[Tensor, "batch node hidden"]:
+    ) -> States:
         """The residual stream after the layer; rotations and masks are for self-attention and cross-attention."""
         normed = self.input_layernorm(states)
         attended, _ = self.self_attn(
@@ -93,7 +88,15 @@ class Glide(FeatureDraft):
         super().__init__(config, has_embedding=True, num_logits=num_logits)
         self.layers = nn.ModuleList([GlideLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.cross_rotary_emb = _cross_rotation(config)
+        num_heads = config.large_num_attention_heads
+        of_queries = LlamaConfig(
+            hidden_size=config.large_hidden_size,
+            num_attention_heads=num_heads,
+            head_dim=config.large_hidden_size // num_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        )
+        self.cross_rotary_emb = LlamaRotaryEmbedding(of_queries)
         self.cached_layer_ids = tuple(range(num_target_layers - config.num_hidden_layers, num_target_layers))
 
     def logits(self, hidden: Float[Tensor, "*node hidden"]) -> Float[Tensor, "*node vocab"]:
@@ -108,19 +111,16 @@ class Glide(FeatureDraft):
 
     def forward(
         self,
-        tokens: Int[Tensor, "batch node"],
+        tokens: Nodes,
         keys_values: list[KeysValues],
-        positions: Int[Tensor, "batch node"],
+        positions: Nodes,
         *,
         cache: Cache | None = None,
         mask: Mask | None = None,
         cross_mask: CrossMask | None = None,
     ) -> Outputs:
-        """Append tokens; `keys_values` are the target's, of which each node sees `cross_mask` (None: all).
-
-        Args:
-            cache: of `lm.cache.growing_cache`; None: nothing comes before, and nothing is kept.
-            mask: the nodes of the draft that each node sees; None: a chain.
+        """Append tokens to a `lm.cache.growing_cache` (None: nothing comes before, and nothing is kept). Each node sees
+        `mask` of the draft's nodes (None: a chain), and `cross_mask` of the target's `keys_values` (None: all).
         """
         states = self.embed(tokens)
         mask = causal(tokens, cache, states.device) if mask is None else mask
@@ -141,16 +141,3 @@ def delayed(num_tokens: int, block_size: int, device: torch.device | None = None
     before = blocks[:, None] > blocks
     first = (positions < block_size) & (positions <= positions[:, None])
     return (before | first)[None, None]
-
-
-def _cross_rotation(config: LlamaConfig) -> LlamaRotaryEmbedding:
-    num_heads = config.large_num_attention_heads
-    return LlamaRotaryEmbedding(
-        LlamaConfig(
-            hidden_size=config.large_hidden_size,
-            num_attention_heads=num_heads,
-            head_dim=config.large_hidden_size // num_heads,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        )
-    )

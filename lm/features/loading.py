@@ -28,11 +28,8 @@ _OTHER_TARGET = "use it with the target that it was trained for"
 
 
 def feature_draft_of(source: ModelSource, target: PreTrainedModel) -> FeatureDraft:
-    """The feature draft in evaluation mode, on the device of the target's LM head, bound to the target.
-
-    Args:
-        source: directory or hub repository of the draft; its `device_map` is ignored.
-        target: the model whose states the draft reads.
+    """The feature draft in evaluation mode, bound to the target, and on the device of its LM head whatever `device_map`
+    says.
 
     Raises:
         ValueError: weights that are pickled, missing, surplus, or of another shape; a draft that does not fit the
@@ -50,7 +47,6 @@ def feature_draft_of(source: ModelSource, target: PreTrainedModel) -> FeatureDra
         draft: FeatureDraft = mtp_of(source, target, dtype)
     else:
         released = Released(source)
-        released.check_kind()
         make = {"eagle": _eagle, "eagle3": _eagle3, "glide": _glide, "dspark": _dspark}
         with init_empty_weights():
             draft = make[released.layout or "eagle"](released, target.config.get_text_config())
@@ -85,7 +81,6 @@ def _eagle(released: Released, of_target: Any) -> FeatureDraft:
 
 
 def _eagle3(released: Released, of_target: Any) -> FeatureDraft:
-    released.rename("midlayer.", "layers.0.")
     is_silent = "speculators_model_type" in released.keys and "norm_before_residual" not in released.keys
     subject = "config.json lacks norm_before_residual, for which readers assume different values"
     released.require(not is_silent, subject, "write true or false")
@@ -94,9 +89,16 @@ def _eagle3(released: Released, of_target: Any) -> FeatureDraft:
     config = released.layer(made, released.keys)
     target_size = getattr(config, "target_hidden_size", None) or config.hidden_size
     _check_fits(released, config, of_target, target_size)
+    nested = released.keys.get("eagle_config") or {}
+    reads_states = isinstance(nested, dict) and nested.get("use_aux_hidden_state", True)
+    remedy = "use a draft that reads three of the target's states"
+    released.require(reads_states, f"its eagle_config is {nested!r:.80}", remedy)
+    written = released.keys.get("eagle_aux_hidden_state_layer_ids") or []
+    is_list = isinstance(written, list | tuple) and all(type(layer_id) is int for layer_id in written)
+    subject = f"its eagle_aux_hidden_state_layer_ids are {written!r:.80}"
+    released.require(is_list, subject, "write a list of whole numbers")
     num_layers = of_target.num_hidden_layers
-    written = _eagle3_layer_ids(released)
-    ids = written or (2, num_layers // 2, num_layers - 3)
+    ids = tuple(written) or (2, num_layers // 2, num_layers - 3)
     released.require(
         all((0 if written else 1) <= layer_id < num_layers for layer_id in ids),
         f"it reads the target after layers {list(ids)}, and the target has {num_layers}",
@@ -121,20 +123,7 @@ def _own_vocabulary(released: Released, config: PretrainedConfig, of_target: Any
     return has["embed_tokens"], has["lm_head"]
 
 
-def _eagle3_layer_ids(released: Released) -> tuple[int, ...]:
-    """The hidden states of the target that config.json names, as transformers counts them; () if it names none."""
-    nested = released.keys.get("eagle_config") or {}
-    reads_states = isinstance(nested, dict) and nested.get("use_aux_hidden_state", True)
-    remedy = "use a draft that reads three of the target's states"
-    released.require(reads_states, f"its eagle_config is {nested!r:.80}", remedy)
-    ids = released.keys.get("eagle_aux_hidden_state_layer_ids") or ()
-    is_list = isinstance(ids, list | tuple) and all(type(layer_id) is int for layer_id in ids)
-    released.require(is_list, f"its eagle_aux_hidden_state_layer_ids are {ids!r:.80}", "write a list of whole numbers")
-    return tuple(ids)
-
-
 def _glide(released: Released, of_target: Any) -> FeatureDraft:
-    released.rename("model.", "")
     config = released.layer(LlamaConfig, {"large_num_attention_heads": 32} | released.keys)
     config.tie_word_embeddings = config.tie_word_embeddings and "lm_head.weight" not in released.tensors
     num_heads = of_target.num_attention_heads
@@ -148,7 +137,6 @@ def _glide(released: Released, of_target: Any) -> FeatureDraft:
 
 
 def _dspark(released: Released, of_target: Any) -> FeatureDraft:
-    released.rename("logit_head.", "")  # of early releases
     keys, num_layers = released.keys, of_target.num_hidden_layers
     lacks = [name for name in _DSPARK_KEYS if name not in keys]
     released.require(not lacks, f"config.json lacks {', '.join(lacks)}", "write what the draft was trained with")
@@ -157,40 +145,35 @@ def _dspark(released: Released, of_target: Any) -> FeatureDraft:
     layers = f"{config.num_target_layers} layers, and this one has {num_layers}"
     fits = config.num_target_layers == num_layers
     released.require(fits, f"it is made for a target of {layers}", _OTHER_TARGET)
-    for name, (is_valid, expected) in _dspark_limits(config).items():
-        released.require(is_valid, f"its {name} is {getattr(config, name)}", f"it must be {expected}")
-    has_embedding, has_head = _own_vocabulary(released, config, of_target)
-    return _reduced(DSpark(config, has_embedding=has_embedding, has_head=has_head), released)
-
-
-def _dspark_limits(config: Qwen3Config) -> dict[str, tuple[bool, str]]:
-    """(whether a DSpark draft can have the key's value, the values that it can have), by key."""
     ids, last = config.target_layer_ids, config.num_target_layers - 1
     is_list = isinstance(ids, list) and all(type(layer_id) is int for layer_id in ids)
     types = {"full_attention"} | ({"sliding_attention"} if config.sliding_window else set())
     is_from_anchor = getattr(config, "sample_from_anchor", True)
-    minimum = 1 if is_from_anchor else 2
-    return {
-        "block_size": (
-            config.block_size in range(minimum, config.max_position_embeddings),
-            f"a number of tokens, at least {minimum}",
-        ),
-        "mask_token_id": (config.mask_token_id in range(config.vocab_size), f"an id below {config.vocab_size}"),
-        # what follows the target's last layer is normed in some readers and not in others
-        "target_layer_ids": (
+    minimum, max_length = 1 if is_from_anchor else 2, config.max_position_embeddings
+    begins_at_anchor = config.markov_head_type == "rnn" and hasattr(config, "speculators_model_type")
+    for name, is_valid, expected in (
+        ("block_size", config.block_size in range(minimum, max_length), f"a number of tokens, at least {minimum}"),
+        ("mask_token_id", config.mask_token_id in range(config.vocab_size), f"an id below {config.vocab_size}"),
+        (
+            "target_layer_ids",  # what follows the target's last layer is normed in some readers and not in others
             is_list and bool(ids) and ids == sorted({*ids}) and all(layer_id in range(-1, last) for layer_id in ids),
             f"rising numbers from -1, the embedding (0 as speculators counts), to {last - 1}, since readers disagree "
             f"whether what follows the last layer, {last}, is normed",
         ),
-        "sample_from_anchor": (
-            is_from_anchor or config.markov_head_type != "rnn" or not hasattr(config, "speculators_model_type"),
+        (
+            "sample_from_anchor",
+            is_from_anchor or not begins_at_anchor,
             "true for a recurrent Markov head (rnn), whose state speculators begins at the anchor",
         ),
-        "layer_types": (
+        (
+            "layer_types",
             set(config.layer_types or ()) <= types,
             "full_attention, or sliding_attention with a sliding_window, for every layer",
         ),
-    }
+    ):
+        released.require(is_valid, f"its {name} is {getattr(config, name)}", f"it must be {expected}")
+    has_embedding, has_head = _own_vocabulary(released, config, of_target)
+    return _reduced(DSpark(config, has_embedding=has_embedding, has_head=has_head), released)
 
 
 def _check_fits(
@@ -206,7 +189,6 @@ def _check_fits(
 
 
 def _reduced(draft: FeatureDraft, released: Released) -> FeatureDraft:
-    """The draft, whose vocabulary is reduced if config.json says so."""
     offsets, mask = (released.tensors.pop(name, None) for name in ("d2t", "t2d"))
     num_logits, vocab_size = num_logits_of(draft.config), draft.config.vocab_size
     if num_logits == vocab_size:

@@ -40,10 +40,8 @@ class FeatureModel:
     session: Any = None
 
     def __init__(self, draft: FeatureDraft, target: CachedModel, *, vocab_size: int | None = None) -> None:
-        """Args:
-        draft: a draft that is bound to the target's model.
-        target: the object that verifies, with a recorder of what the draft reads.
-        vocab_size: width that logits are cut to; None keeps all.
+        """`draft` is bound to the model of `target`, which verifies and records what the draft reads; logits are cut to
+        `vocab_size`.
         """
         assert target.recorder is not None, "make the target with a recorder of this draft"
         self.draft, self.target, self.vocab_size = draft.eval(), target, vocab_size
@@ -232,7 +230,6 @@ class BlockModel(FeatureModel):
         self._memory: Memory = None
 
     def _markov_step(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
-        """Logits after this token of the block."""
         assert self._states is not None, "no block has begun"
         index = self._length - self.num_kept
         assert index < self.draft.block_size, f"a block has {self.draft.block_size} tokens"

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -31,7 +30,7 @@ from transformers.utils import logging
 
 from configs.schema import ModelSource
 from lm.cache import growing_cache, roll_back
-from lm.features.base import FeatureDraft, Mask, Outputs, causal
+from lm.features.base import FeatureDraft, Mask, Nodes, Outputs, States, causal
 from lm.features.eagle import Eagle
 from lm.features.released import files_of, reading, refusal_of, without_mtp
 from lm.selfcheck import check
@@ -54,13 +53,7 @@ class Mtp(Eagle):
         self._rope_keys = {"layer_type": model.config.layer_types[0]} if model.has_per_layer_rope else {}
 
     def forward(
-        self,
-        tokens: Int[Tensor, "batch node"],
-        states: Float[Tensor, "batch node hidden"],
-        positions: Int[Tensor, "batch node"],
-        *,
-        cache: Cache | None = None,
-        mask: Mask | None = None,
+        self, tokens: Nodes, states: States, positions: Nodes, *, cache: Cache | None = None, mask: Mask | None = None
     ) -> Outputs:
         inputs = self.embed(tokens)
         mask = causal(tokens, cache, inputs.device) if mask is None else mask
@@ -93,8 +86,12 @@ def mtp_of(source: ModelSource, target: PreTrainedModel, dtype: torch.dtype | No
         names = f"mtp.* or layers.{target.config.get_text_config().num_hidden_layers}.*"
         subject = f"the checkpoint has {len(layers)} MTP layers (tensors {names}), and one is read"
         raise refusal_of(source.path, subject, "use a checkpoint with one, or another draft")
-    _complete(target.config.get_text_config())
-    dtype = dtype or target.dtype
+    config, dtype = target.config.get_text_config(), dtype or target.dtype
+    # what transformers' MTP needs, and the configs of some families lack, such as Qwen3-Next's
+    config.num_mtp_layers = 1
+    for name, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+        if getattr(config, name, None) and not getattr(config, f"mtp_{name}", None):
+            setattr(config, f"mtp_{name}", [kind])
     try:
         with ExitStack() as stack:
             for context in MtpModel.get_init_context(dtype, False, False, None):  # on meta: no weight is drawn
@@ -111,18 +108,12 @@ def mtp_of(source: ModelSource, target: PreTrainedModel, dtype: torch.dtype | No
     _fill(model, tensors, source, target, dtype)
     draft = Mtp(model).eval()
     draft.bind(target)
-    check(
-        target,
-        "a cache of its MTP layer",
-        lambda seed: _feeds(draft, seed),
-        partial(refusal_of, source.path, remedy=_OTHER_DRAFT),
-        difference="the states of its layer differ through a cache",
-    )
+    refusal = partial(refusal_of, source.path, remedy=_OTHER_DRAFT)
+    check(target, "feeds of its MTP layer after a roll-back", partial(_feeds, draft), refusal)
     return draft
 
 
 def _tensors(source: ModelSource, target: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors of MTP layers in the target's files."""
     num_layers, tensors = target.config.get_text_config().num_hidden_layers, {}
     for file in files_of(source):
         with reading(file), safe_open(file, "pt") as opened:
@@ -131,14 +122,6 @@ def _tensors(source: ModelSource, target: PreTrainedModel) -> dict[str, Tensor]:
                 if (name.startswith("mtp.") or (match and int(match[1]) >= num_layers)) and not name.endswith(_SHARED):
                     tensors[name] = opened.get_tensor(name)
     return tensors
-
-
-def _complete(config: Any) -> None:
-    """Set what transformers' MTP needs and the configs of some families lack, such as Qwen3-Next's."""
-    config.num_mtp_layers = 1
-    for name, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
-        if getattr(config, name, None) and not getattr(config, f"mtp_{name}", None):
-            setattr(config, f"mtp_{name}", [kind])
 
 
 def _fill(

@@ -5,16 +5,14 @@ rolled back. They stay as long as the cache does, at a few percent of its size, 
 a cache goes back further than requested (`lm.cache.Snapshots`), they stay until the tokens in between are fed again.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
-from lm.cache import CAPACITY, BufferLayer
+from lm.cache import CAPACITY, BufferLayer, make_cache
 from lm.features.base import FeatureDraft
 from lm.forwards import body_of, recorded
 
@@ -25,19 +23,16 @@ class FeatureRecorder:
     """The features of one sequence; `buffer` holds them as the keys of a layer whose values have width 0."""
 
     def __init__(self, model: PreTrainedModel, draft: FeatureDraft) -> None:
-        """What `draft` reads of `model`, its target; ValueError if the target has no such states."""
-        self._modules = modules_read_by(draft, model)
-        self._draft = draft
-        self.buffer = BufferLayer(CAPACITY)
-
-    def check(self, cache: Cache) -> None:
-        """Raise ValueError if a layer whose keys and values the draft reads holds something else."""
-        for index in self._draft.cached_layer_ids:
-            if not isinstance(cache.layers[index], BufferLayer):
-                kind = type(cache.layers[index]).__name__
+        """What `draft` reads of `model`, its target; ValueError if the target has no such states, keys or values."""
+        self._modules, layers = modules_read_by(draft, model), make_cache(model, CAPACITY).layers
+        for index in draft.cached_layer_ids:
+            if not isinstance(layers[index], BufferLayer):
+                kind = type(layers[index]).__name__
                 raise ValueError(
                     f"the draft reads keys and values of the target's layer {index}, which keeps a {kind}; {_REMEDY}"
                 )
+        self._draft = draft
+        self.buffer = BufferLayer(CAPACITY)
 
     @property
     def num_features(self) -> int:
@@ -50,18 +45,9 @@ class FeatureRecorder:
         assert self.buffer.keys is not None, "nothing has been fed yet"
         return self.buffer.keys[0, :, start:end]
 
-    def roll_back(self, length: int) -> None:
-        """Keep at most the first `length` features."""
-        self.buffer.roll_back(length)
-
-    @contextmanager
-    def watching(self, *, has_body: bool) -> Iterator[dict[int, Tensor] | None]:
+    def watching(self, *, has_body: bool) -> AbstractContextManager[dict[int, Tensor] | None]:
         """Outputs of a forward inside; None if its final hidden states, which a body returns, are all that is read."""
-        if self._draft.target_layer_ids is None and has_body:
-            yield None
-            return
-        with recorded(self._modules) as outputs:
-            yield outputs
+        return nullcontext() if self._draft.target_layer_ids is None and has_body else recorded(self._modules)
 
     def append(self, start: int, outputs: dict[int, Tensor] | None, states: Float[Tensor, "fed _"]) -> None:
         """Append the features of the tokens from index `start` on: `outputs`, which `watching` gave, or if there are

@@ -1,11 +1,22 @@
-"""A released directory of a feature draft: its layout, the keys of its config.json (`lm.features.layouts`), and its
-tensors, from safetensors alone. The MTP layer of a target is in the target's directory: its path is the target's and
-`#mtp`.
+"""A released directory of a feature draft: its layout, its tensors, from safetensors alone, and its config.json, in one
+form for every producer: flat keys, named and counted as DeepSpec and SafeAILab do.
+
+SafeAILab    Llama's keys with one layer (EAGLE-1/2); `draft_vocab_size`, or "Eagle3" in `architectures` (EAGLE-3)
+SpecForge    EAGLE-3 as SafeAILab's, with layers counted from 0 in `eagle_config`; DFlash and DSpark with their keys in
+             `dflash_config` or `dspark_config`, as z-lab writes them
+speculators  `speculators_model_type`; the layer's keys in `transformer_layer_config`, without those that have
+             transformers' default; hidden states counted with the embedding as 0
+DeepSpec     DFlash and DSpark: `markov_rank`, or "DSpark" in `architectures`; EAGLE-3 with Qwen3's layer
+GliDe        `large_hidden_size`
+
+A block reads the anchor and block_size - 1 masks. DSpark, and all of DeepSpec, draft a token from each
+(`sample_from_anchor`); DFlash of others drafts none from the anchor. speculators has a key for it.
+
+The MTP layer of a target is in the target's directory: its path is the target's and `#mtp`.
 """
 
-import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,11 +33,13 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from configs.schema import ModelSource
 from lm.features.dspark import MARKOV_HEADS, markov_width
-from lm.features.layouts import REFUSED, layout_of
+from store.json_files import read_json
 
 LayerConfig = TypeVar("LayerConfig", LlamaConfig, Qwen3Config)
 MTP = "#mtp"
 """End of the path of a target's own MTP layer (`configs.schema.PairConfig`)."""
+_PREFIXES = {"midlayer.": "layers.0.", "model.": "", "logit_head.": ""}
+"""Prefixes of tensor names in some layouts, and what replaces them."""
 _NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")
 """Keys of config.json that do not describe a layer."""
 _MAX_SIZE, _MAX_THETA = 2**17, 1e15
@@ -45,6 +58,15 @@ _FLAGS = (
     *("sliding_window_non_causal", "enable_confidence_head", "confidence_head_with_markov"),
 )
 
+_NESTED = ("dflash_config", "dspark_config")
+_PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")
+"""Keys of P-EAGLE."""
+_NO_MARKOV = {"markov_head_type": None, "confidence_head_with_markov": False}
+_NO_HEADS = _NO_MARKOV | {"markov_rank": 0, "enable_confidence_head": False}
+_OUTER = ("transformer_layer_config", "speculators_config", "auto_map")
+"""Keys of speculators' layout that do not describe the draft."""
+_LAYERS: dict[str, type[LlamaConfig] | type[Qwen3Config]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+
 
 class Released:
     """Contents of a released directory: its layout, config.json as flat keys, and every tensor."""
@@ -53,7 +75,8 @@ class Released:
         """Read the directory.
 
         Raises:
-            ValueError: weights that are pickled alone, or that cannot be read.
+            ValueError: weights that are pickled alone, or that cannot be read; a kind of draft that is not read, or
+                rotary embeddings of other families.
         """
         self.path = source.path
         self.layout, self.keys = _read(source)
@@ -61,12 +84,20 @@ class Released:
         for file in files_of(source):
             with reading(file):
                 tensors = load_file(file)
-            self.tensors |= {name: value for name, value in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-
-    def rename(self, old: str, new: str) -> None:
-        """Replace the prefix `old` of tensor names by `new`."""
-        for name in [name for name in self.tensors if name.startswith(old)]:
-            self.tensors[new + name.removeprefix(old)] = self.tensors.pop(name)
+            for name, value in tensors.items():
+                if not name.endswith("rotary_emb.inv_freq"):
+                    old = next(filter(name.startswith, _PREFIXES), "")
+                    self.tensors[_PREFIXES.get(old, "") + name.removeprefix(old)] = value
+        kind = "P-EAGLE" if "mask_hidden" in self.tensors else self.layout
+        is_read = kind in (None, "eagle", "eagle3", "glide", "dspark")
+        self.require(is_read, f"it is a draft of the kind {kind}", "use an EAGLE, GliDe, DFlash or DSpark draft")
+        rope = self.keys.get("rope_parameters") or self.keys.get("rope_scaling") or {}
+        rope = rope if isinstance(rope, dict) else {}
+        name, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor")
+        is_known = name in ("default", *ROPE_INIT_FUNCTIONS)
+        remedy = "use a draft with Llama's rotary embedding"
+        self.require(is_known, f"its rotary embedding is {name!r:.40}, which transformers does not know", remedy)
+        self.require(part in (None, 1), f"it rotates a part of each head (partial_rotary_factor {part})", remedy)
 
     def layer(self, made: type[LayerConfig], keys: dict[str, Any]) -> LayerConfig:
         """The config of the draft's layers, from flat keys."""
@@ -84,21 +115,6 @@ class Released:
         """Raise ValueError (`refusal_of`) unless the condition holds."""
         if not condition:
             raise refusal_of(self.path, subject, remedy)
-
-    def check_kind(self) -> None:
-        """Raise ValueError for a kind of draft that is not read, and for rotary embeddings of other families."""
-        kind = "peagle" if "mask_hidden" in self.tensors else self.layout
-        if kind in REFUSED:
-            raise refusal_of(self.path, *REFUSED[kind])
-        is_read = kind in (None, "eagle", "eagle3", "glide", "dspark")
-        self.require(is_read, f"it is a draft of the kind {kind}", "use an EAGLE, GliDe, DFlash or DSpark draft")
-        rope = self.keys.get("rope_parameters") or self.keys.get("rope_scaling") or {}
-        rope = rope if isinstance(rope, dict) else {}
-        name, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor")
-        is_known = name in ("default", *ROPE_INIT_FUNCTIONS)
-        remedy = "use a draft with Llama's rotary embedding"
-        self.require(is_known, f"its rotary embedding is {name!r:.40}, which transformers does not know", remedy)
-        self.require(part in (None, 1), f"it rotates a part of each head (partial_rotary_factor {part})", remedy)
 
 
 def refusal_of(path: str, subject: str, remedy: str) -> ValueError:
@@ -159,7 +175,7 @@ def _read(source: ModelSource) -> tuple[str | None, dict[str, Any]]:
     for keys in (config, *tables.values()):
         for name, value, remedy in _impossible(keys):
             raise refusal_of(source.path, f"its {name} is {value!r:.40}", remedy)
-    layout, keys = layout_of(config)
+    layout, keys = _layout_of(config)
     if source.path.endswith(MTP):
         layout = "mtp"
     # EAGLE-1's config is that of a Llama with one layer, so its weights decide
@@ -173,6 +189,76 @@ def _names(file: Path) -> set[str]:
         return set(opened.keys())
 
 
+def _layout_of(config: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """(eagle3, glide, dspark, or the name of a kind that is not read; flat keys) of a draft's config.json. The name is
+    None if the keys do not decide: an EAGLE-1 draft, or a language model.
+    """
+    architectures = str(config.get("architectures"))
+    if "speculators_model_type" in config:
+        return _speculators(config)
+    if "large_hidden_size" in config:
+        return "glide", config
+    if "PEagle" in architectures or any(name in config for name in _PARALLEL):
+        return "P-EAGLE", config
+    is_nested = any(isinstance(config.get(name), dict) for name in _NESTED)
+    if is_nested or any(name in architectures for name in ("DFlash", "Domino")):
+        return _nested(config, architectures)
+    if "DSpark" in architectures or "markov_rank" in config:
+        return "dspark", _NO_MARKOV | {"sample_from_anchor": True} | config
+    if "draft_vocab_size" in config or "Eagle3" in architectures:
+        return "eagle3", _eagle3(config)
+    return None, config
+
+
+def _speculators(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    kind, layer = config["speculators_model_type"], {"model_type": "qwen3"} | config.get("transformer_layer_config", {})
+    # what fails here is refused where the layer is made, with the error's text
+    with suppress(TypeError, ValueError, KeyError, StrictDataclassError):
+        layer = _LAYERS[layer["model_type"]](**layer).to_dict()
+    keys = {name: value for name, value in config.items() if name not in _OUTER} | layer
+    if kind == "eagle3":
+        return "eagle3", {"eagle_aux_hidden_state_layer_ids": None} | keys
+    if kind not in ("dflash", "dspark"):
+        return f"speculators' {kind}", keys
+    of_blocks = {"sample_from_anchor": kind == "dspark"} | ({} if kind == "dspark" else _NO_HEADS)
+    ids = _shifted(config.get("aux_hidden_state_layer_ids"), -1)
+    # it has Qwen3's layer, whatever the target's family
+    return "dspark", of_blocks | keys | {"target_layer_ids": ids, "num_target_layers": None, "model_type": "qwen3"}
+
+
+def _nested(config: dict[str, Any], architectures: str) -> tuple[str, dict[str, Any]]:
+    """Keys of blocks of z-lab's and SpecForge's layout."""
+    nested: dict[str, Any] = {}
+    for name in _NESTED:
+        nested |= config.get(name) or {}
+    projector = str(nested.get("projector_type") or "") or next(
+        (name for name in ("Domino", "DSpark") if name in architectures), "dspark" if "markov_rank" in nested else ""
+    )
+    is_dspark = projector.lower() == "dspark"
+    keys = _NO_HEADS | {"num_target_layers": None, "window_follows_token": True, "sample_from_anchor": is_dspark}
+    keys |= {name: value for name, value in config.items() if name not in (*_NESTED, *_OUTER)} | nested
+    keys |= {"enable_confidence_head": nested.get("enable_confidence_head", bool(nested.get("confidence_head_alpha")))}
+    return "dspark" if is_dspark or projector in ("", "dflash") else projector, keys
+
+
+def _eagle3(config: dict[str, Any]) -> dict[str, Any]:
+    """Keys of SafeAILab's, SpecForge's and DeepSpec's layouts: hidden states counted with the embedding as 0."""
+    nested = config.get("eagle_config")
+    from_zero = (
+        nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, dict) else config.get("target_layer_ids")
+    )
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or _shifted(from_zero, 1)
+    # speculators' `norm_output` is about what later steps read, SpecForge's about what the LM head reads
+    norms = {"norm_output": False, "norm_logits": config.get("norm_output", True)}
+    return config | norms | {"eagle_aux_hidden_state_layer_ids": ids}
+
+
+def _shifted(ids: Any, by: int) -> Any:
+    """Layer ids in another way of counting; what is no list of numbers stays as it is."""
+    is_list = isinstance(ids, list) and all(type(layer_id) is int for layer_id in ids)
+    return [layer_id + by for layer_id in ids] if is_list else ids
+
+
 def released_layout_of(source: ModelSource) -> str | None:
     """Layout of a directory or hub repository, by its config.json; None: a language model, or unreadable.
 
@@ -184,7 +270,6 @@ def released_layout_of(source: ModelSource) -> str | None:
 
 def commit_of(source: ModelSource) -> str | None:
     """Commit of a hub repository."""
-    source = without_mtp(source)
     path = cached_file(source.path, "config.json", revision=source.revision)
     return None if Path(source.path).is_dir() else extract_commit_hash(str(path), None)
 
@@ -224,12 +309,7 @@ def _config_of(source: ModelSource) -> dict[str, Any] | None:
         file = cached_file(path, "config.json", revision=source.revision)
     except OSError:
         return None
-    try:
-        config = json.loads(Path(str(file)).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"config.json of {path} is not JSON ({error}); fetch or copy the model again") from error
-    if not isinstance(config, dict):
-        return None
+    config = read_json(Path(str(file)), remedy="fetch or copy the model again")
     return config.get("text_config", config) if path != source.path else config
 
 

@@ -75,46 +75,35 @@ class Rollouts:
         with torch.inference_mode():
             states = draft.entering(outputs.features[:, : len(tokens)]) if isinstance(draft, Eagle) else None
             # the target has no key before the first token, so it sees its own; no rollout begins there
-            self._text = self._run(tokens, positions, states, num_known=positions.clamp(min=1))
+            self._text = self._run(tokens, positions, states, positions.clamp(min=1))
 
     @torch.inference_mode()
     def begin(self, lengths: Int[Tensor, " rollout"]) -> Float[Tensor, "rollout hidden"]:
-        """Begin rollouts, and drop those before: the hidden state of each one's first distribution.
-
-        Args:
-            lengths: number of tokens committed when each rollout begins; more than the draft's `lag`.
+        """Begin rollouts, and drop those before: the hidden state of each one's first distribution. `lengths`: tokens
+        committed when each begins, more than the draft's `lag`.
         """
         num_kept = self._length - self.draft.lag
         roll_back(self._cache, num_kept)
         self._lengths = lengths.to(self.draft.device)
         self._mask = BranchMask(num_kept, self._lengths - self.draft.lag)
+        self._depths = torch.zeros_like(self._lengths)
         roots = self._lengths - 1 - self.draft.lag
         self._states = self._text.states[0, roots]
         return self._text.hidden[0, roots]
 
     @torch.inference_mode()
     def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"]) -> Float[Tensor, "fed hidden"]:
-        """Feed one more token to some rollouts, at most one to each: the hidden state after it.
-
-        Args:
-            tokens: tokens drawn from the last distributions.
-            owners: the rollout of each token.
-        """
+        """Feed one more token, drawn from its last distribution, to each of some rollouts: the hidden states after."""
         tokens, owners = tokens.to(self.draft.device), owners.to(self.draft.device)
-        positions, mask = self._mask.feed(owners, self._mask.lengths(owners))
+        positions, mask = self._mask.feed(owners, self._depths[owners])
+        self._depths[owners] += 1
         states, num_known = self._states[owners][None], self._lengths[owners] - 1
-        outputs = self._run(tokens, positions, states, mask=mask[None, None], num_known=num_known)
+        outputs = self._run(tokens, positions, states, num_known, mask[None, None])
         self._states[owners] = outputs.states[0]
         return outputs.hidden[0]
 
     def _run(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        states: Tensor | None,
-        *,
-        num_known: Tensor,
-        mask: Mask | None = None,
+        self, tokens: Tensor, positions: Tensor, states: Tensor | None, num_known: Tensor, mask: Mask | None = None
     ) -> Outputs:
         """One forward: an EAGLE draft reads `states`; in a GliDe draft a token sees `num_known` keys of the target."""
         given: dict[str, Any] = {"cache": self._cache, "mask": mask}

@@ -66,6 +66,8 @@ def test_generation_ends_at_any_of_the_models_eos_ids_however_they_are_given(kin
     model = build(Family("llama", "full", {}))
     expected = plain(model, [5, 9, 3], 12)
     last, config = expected[4], PretrainedConfig()
+    model.generation_config.eos_token_id, model.config.eos_token_id = None, [39, last]
+    assert last in CachedModel(model).eos_ids
     model.generation_config.eos_token_id = config.eos_token_id = kind(last)
     assert last in eos_ids_of(config)
     drafter, greedy = ModelDrafter(stranger(), FixedLength(3)), Sampling(temperature=0.0)

@@ -7,7 +7,7 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.plain import FixedLength
 from lm import CachedModel, Sampling
-from lm.cache import drop_first, insert_rows, make_cache, select_rows
+from lm.cache import insert_rows, make_cache
 from tests.lm.test_body_and_lm_head import GEMMA, LLAMA, model_of
 
 
@@ -34,8 +34,9 @@ def test_a_sequence_that_takes_the_place_of_another_is_as_if_alone(config):
         rows = [torch.cat([row, torch.tensor([token])])[None] for row, token in ((short, 11), (long, 12))]
         alone = torch.stack([model(row).logits[0, -1] for row in rows])
         torch.testing.assert_close(ours, alone, rtol=0, atol=1e-6)
-        select_rows(cache, torch.tensor([0]))
-        drop_first(cache, 2)
+        cache.reorder_cache(torch.tensor([0]))
+        for layer in cache.layers:
+            layer.drop_first(2)
         places |= {"attention_mask": torch.ones(1, 6).long(), "position_ids": torch.tensor([[5]])}
         ours = model(torch.tensor([[12]]), **places)
         alone = model(torch.cat([short, torch.tensor([11, 12])])[None])
@@ -49,7 +50,7 @@ def test_sequences_that_leave_a_batch_leave_the_others_as_they_were(config, rows
     cache = make_cache(model, 2)
     with torch.no_grad():
         model(tokens[:, :5], past_key_values=cache)
-        select_rows(cache, torch.tensor(rows))
+        cache.reorder_cache(torch.tensor(rows))
         logits = model(tokens[rows, 5:], past_key_values=cache).logits[:, -1]
         torch.testing.assert_close(logits, model(tokens[rows]).logits[:, -1], rtol=0, atol=1e-6)
 
@@ -63,13 +64,3 @@ def test_a_decoder_goes_on_after_its_models_have_changed_their_dtype():
     assert decoder.generate([1, 2, 3], 8).token_ids == first
     decoder.target.reset()
     assert decoder.target.feed([1, 2, 3]).dtype == torch.float32
-
-
-def test_a_target_of_any_kind_ends_at_its_own_eos_ids():
-    model = model_of(LLAMA)
-    model.generation_config.eos_token_id = None
-    model.config.eos_token_id = [3, 4]
-    assert CachedModel(model).eos_ids == {3, 4}
-    model.generation_config.eos_token_id = 5
-    assert CachedModel(model).eos_ids == {5}
-    assert SpeculativeDecoder(CachedModel(model), ModelDrafter(model, FixedLength(1))).eos_ids == {5}

@@ -14,11 +14,11 @@ from decode.loop.drafter import ModelDrafter
 from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, Policy
 from heads.model.head import AcceptanceHead
 from lm import CachedModel, RandomSampler, Sampling, revealed_probs, verify
-from lm.cache import make_cache, select_rows
 from lm.draws import draw
 from tests.cases import first_fast
 from tests.toys.devices import FakeDevices, device_of, put
 from tests.toys.enumeration import seeded
+from tests.toys.random_pairs import random_pair
 from tests.toys.small_pair import llama
 
 CONFIG = llama()
@@ -87,16 +87,6 @@ def test_output_is_the_same_wherever_target_and_draft_are(policy, sampling, plac
         place(model, device)
     with FakeDevices():
         assert generated(models) == expected
-
-
-def test_sequences_leave_a_batch_on_every_device_that_holds_a_part_of_it():
-    model = model_of(0)
-    place(model, None)
-    with FakeDevices():
-        cache = make_cache(model, 4)
-        model(torch.ones(3, 2, dtype=torch.long, device=FIRST), past_key_values=cache)
-        select_rows(cache, torch.tensor([0, 2], device=FIRST))
-        assert [(len(layer.keys), str(device_of(layer.keys))) for layer in cache.layers] == [(2, FIRST), (2, SECOND)]
 
 
 class Elsewhere(torch.Generator):
@@ -222,22 +212,6 @@ def test_a_token_is_verified_wherever_its_distribution_is_and_however_narrow(dev
         assert verified([law.to(each) for law, each in zip(laws, devices, strict=True)], p.to(device)) == expected
 
 
-SPREAD = [(FIRST, SECOND, "cpu"), ("cpu", FIRST, "cpu"), (FIRST, SECOND, FIRST), (FIRST, SECOND, SECOND)]
-
-
-@pytest.mark.parametrize("devices", first_fast((devices,) for devices in SPREAD))
-def test_models_that_draft_in_turns_may_be_on_several_devices(devices):
-    def generated(small, medium, target):
-        drafter = InterleavedDrafter(CachedModel(small), CachedModel(medium, vocab_size=15), m=2, n=1)
-        return timeless(loop(target, drafter).generate(PROMPT, 24, generator=seeded()))
-
-    expected, models = generated(*map(model_of, (1, 2, 0))), [*map(model_of, (1, 2, 0))]
-    for model, device in zip(models, devices, strict=True):
-        put(model, device)
-    with FakeDevices():
-        assert generated(*models) == expected
-
-
 def policies():
     return [FixedLength(3), Entropy(0.9), HeadPolicy(head_of("fed").double(), 0.8)]
 
@@ -245,6 +219,8 @@ def policies():
 def drafter_of(kind, draft, policy):
     if kind == "tree":
         return TreeDrafter(draft, policy)
+    if kind == "interleaved":
+        return InterleavedDrafter(CachedModel(model_of(2)), CachedModel(draft, vocab_size=15), m=2, n=1)
     if kind == "hierarchy":
         micro = ModelDrafter(model_of(2), FixedLength(2))
         return PreVerifiedDrafter(micro, draft, policy, rounds=InnerRounds(window=2))
@@ -252,7 +228,7 @@ def drafter_of(kind, draft, policy):
 
 
 @pytest.mark.parametrize("policy", first_fast(range(3), 1))
-@pytest.mark.parametrize("kind", ["chain", "tree", "hierarchy", "batch"])
+@pytest.mark.parametrize("kind", ["chain", "tree", "hierarchy", "interleaved", "batch"])
 def test_a_draft_may_be_moved_between_two_generations(kind, policy):
     draft = model_of(1)
     decoder = loop(model_of(0), drafter_of(kind, draft, policies()[policy]))
@@ -289,22 +265,11 @@ class Taught(Policy):
         return state
 
 
-def sharp_pair():
-    """Two models that are sure of themselves, and mostly agree."""
-    pair = model_of(0), model_of(0)
-    with torch.no_grad():
-        for model in pair:
-            model.lm_head.weight.mul_(40.0)
-        for weight in pair[1].parameters():
-            weight.add_(0.005 * torch.randn(weight.shape, generator=seeded(4)))
-    return pair
-
-
 @pytest.mark.parametrize("sampling", first_fast([Sampling(), Sampling(temperature=0.0)], 1))
 @pytest.mark.parametrize("signals", [(), ("entropy",)])
 def test_a_policy_that_looks_at_no_token_learns_the_same_on_every_device(signals, sampling):
     def told(device):
-        policy, (target, draft) = Taught(signals), sharp_pair()
+        policy, (target, draft) = Taught(signals), random_pair("llama")
         for model in (target, draft):
             put(model, device)
         with FakeDevices():

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.utils import logging
 
 from configs import ModelSource, PairConfig
-from lm import Pair, load_model, load_pair, load_tokenizer, vocab_size_of
+from lm import Pair, load_model, load_pair, vocab_size_of
 from lm.pair import _warn_of_moving_code, repository_of, weight_bytes
 from lm.parallel import check_slices, slices_of
 from tests.toys.small_pair import llama
@@ -27,24 +27,6 @@ CONFIG = llama(vocab_size=24, intermediate_size=16, max_position_embeddings=64)
 
 def tiny_pair(**changes) -> PairConfig:
     return PairConfig(**{role: ModelSource(path=str(TINY / role)) for role in ("target", "draft")} | changes)
-
-
-def test_the_embedded_trio_loads_and_fits():
-    pair = load_pair(tiny_pair(micro=ModelSource(path=str(TINY / "micro"), dtype="float32")))
-    assert pair.micro is not None
-    assert pair.eos_ids
-    assert max(pair.eos_ids) < pair.vocab_size <= pair.target.config.vocab_size
-
-
-def test_what_does_not_exist_or_is_not_to_be_had_is_said_plainly(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(FileNotFoundError, match="neither a local model directory"):
-        load_pair(tiny_pair(draft=ModelSource(path=str(tmp_path / "nothing"))))
-    with pytest.raises(ValueError, match="dtype"):
-        load_model(ModelSource(path=str(TINY / "draft"), dtype="int3"))  # type: ignore[arg-type]
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="CUDA"):
-            load_model(ModelSource(path=str(TINY / "draft"), device_map="cuda:0"))
 
 
 @pytest.mark.parametrize(
@@ -117,21 +99,6 @@ def test_code_at_a_floating_revision_is_warned_of_once(revision, is_warned, caps
     assert capsys.readouterr().err.count("warning: org/model: trust_remote_code") == is_warned
 
 
-def saved_with_one_more_token(source, path):
-    shutil.copytree(source, path)
-    tokenizer = load_tokenizer(ModelSource(path=str(source)))
-    tokenizer.add_tokens([f"<extra {place}>" for place in range(768 + 1 - len(tokenizer))])
-    tokenizer.save_pretrained(path)
-    return ModelSource(path=str(path))
-
-
-def test_a_tokenizer_with_more_ids_than_the_targets_logits_is_no_reason_to_refuse(tmp_path):
-    """As Gemma-3 1B's, whose id for images has no logit."""
-    sources = {name: saved_with_one_more_token(TINY / name, tmp_path / name) for name in ("target", "draft")}
-    pair = load_pair(tiny_pair(**sources))
-    assert len(pair.tokenizer) == 1 + pair.vocab_size == 1 + pair.target.config.vocab_size
-
-
 def test_a_model_is_read_without_bars_and_those_of_downloads_stay(capsys):
     load_model(ModelSource(path=str(TINY / "draft")))
     assert capsys.readouterr().err == ""
@@ -186,45 +153,53 @@ def test_attention_is_the_one_that_is_named():
     assert torch.allclose(eager(ids).logits, default(ids).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"attn_implementation": "flash_attention_9"}, 'attn_implementation of .*attention_9"` is not supported'),
-        ({"quantization": {"quant_method": "none_such"}}, "none_such.*write 4bit, 8bit"),
-        ({"quantization": {"nbits": 4}}, "no `quant_method`.*write 4bit, 8bit"),
-        ({"quantization": "4bit"}, "package that is not installed.*pip install -U bitsandbytes"),
-        ({"quantization": "8bit"}, "package that is not installed.*pip install -U bitsandbytes"),
-    ],
-)
-def test_settings_that_cannot_be_honoured_end_in_one_line(settings, said):
-    with pytest.raises(ValueError, match=said) as caught:
-        load_model(replace(SOURCE, **settings))
-    assert "\n" not in str(caught.value)
-
-
 SLICED = replace(SOURCE, device_map=None, tp_plan="auto")
+LLAMA, GPT2 = AutoConfig.for_model("llama", num_attention_heads=4), AutoConfig.for_model("gpt2")
 
 
 @pytest.mark.parametrize(
-    ("source", "family", "count", "said"),
+    ("refused", "message"),
     [
-        (replace(SLICED, device_map="cpu"), None, 2, "device_map 'cpu'; leave one of them out"),
-        (replace(SLICED, quantization="4bit"), None, 2, "quantization '4bit'; leave one of them out"),
-        (SLICED, None, 3, "in 3 processes, and num_attention_heads 4 is no multiple of 3"),
-        (SLICED, "gpt2", 2, "transformers has no such plan for gpt2; use device_map: auto"),
+        (lambda: load_pair(tiny_pair(draft=ModelSource(path="no/thing"))), "neither a local model directory"),
+        (lambda: load_model(replace(SOURCE, dtype="int3")), "dtype"),
+        pytest.param(
+            lambda: load_model(replace(SOURCE, device_map="cuda:0")),
+            "CUDA",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is there"),
+        ),
+        (
+            lambda: load_model(replace(SOURCE, attn_implementation="flash_attention_9")),
+            'attn_implementation of .*attention_9"` is not supported',
+        ),
+        *(
+            (lambda value=value: load_model(replace(SOURCE, quantization=value)), message)
+            for value, message in (
+                ({"quant_method": "none_such"}, "none_such.*write 4bit, 8bit"),
+                ({"nbits": 4}, "no `quant_method`.*write 4bit, 8bit"),
+                ("4bit", "package that is not installed.*pip install -U bitsandbytes"),
+                ("8bit", "package that is not installed.*pip install -U bitsandbytes"),
+            )
+        ),
+        (lambda: load_model(SLICED), "not started by torchrun; start it as torchrun --standalone"),
+        (lambda: load_pair(PairConfig(target=SLICED, draft=SOURCE)), r"pair\.target\.tp_plan is for making data"),
+        (lambda: check_slices(replace(SLICED, device_map="cpu"), LLAMA, 2), "device_map 'cpu'; leave one of them out"),
+        (
+            lambda: check_slices(replace(SLICED, quantization="4bit"), LLAMA, 2),
+            "quantization '4bit'; leave one of them out",
+        ),
+        (lambda: check_slices(SLICED, LLAMA, 3), "in 3 processes, and num_attention_heads 4 is no multiple of 3"),
+        (lambda: check_slices(SLICED, GPT2, 2), "transformers has no such plan for gpt2; use device_map: auto"),
     ],
 )
-def test_what_cannot_be_sliced_is_refused(source, family, count, said):
-    config = AutoConfig.for_model(family) if family else AutoConfig.from_pretrained(SOURCE.path)
-    with pytest.raises(ValueError, match=said):
-        check_slices(source, config, count)
-
-
-def test_slices_are_for_torchrun_and_for_making_data(monkeypatch):
+def test_what_cannot_be_loaded_or_sliced_is_refused_in_one_line(refused, message, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match=r"not started by torchrun; start it as torchrun --standalone"):
-        load_model(SLICED)
-    with pytest.raises(ValueError, match=r"pair\.target\.tp_plan is for making data"):
-        load_pair(PairConfig(target=SLICED, draft=SOURCE))
-    assert slices_of({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here"}) == (1, 4)
-    assert slices_of({"SLURM_PROCID": "1", "RANK": "1", "WORLD_SIZE": "4"}) is None
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as refusal:
+        refused()
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_slice_of_a_process_is_torchruns(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here"}.items():
+        monkeypatch.setenv(name, value)
+    assert slices_of("pair.target") == (1, 4)

@@ -13,7 +13,7 @@ from decode import ModelDrafter, SpeculativeDecoder, policies
 from decode.drafters.trees import Shape, TreeDrafter
 from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.auto import Auto
-from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
+from decode.policies.base import AfterDraw, Number, Outcome, State
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from decode.policies.learning import FIRST, NOTHING, learned_from, logit_of, score_of, sigmoid, token_feedback
 from decode.policies.registry import POLICIES as REGISTERED
@@ -57,24 +57,6 @@ class LearnedProb(Policy):
 
     def _inputs(self, seen: Any) -> tuple[Number, Number]:
         return logit_of(seen.token_prob), logit_of(seen.max_prob)
-
-
-@dataclass(frozen=True)
-class LearnedMaxProb(LearnedProb):
-    """As `LearnedProb`, of the logit of max_v q(v) alone, which is known before the draw (B in law 4.3): what vLLM's
-    second model runner fits. At least one token is drafted.
-    """
-
-    signals = frozenset({"max_prob"})
-
-    def stop_before(self, state: Any, seen: BeforeDraw) -> Number:
-        return (1.0 - self._survival(state, seen) > self.max_rejection_prob) & (seen.position > 0)
-
-    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
-        return (self._survival(state, drawn), state[1]), False
-
-    def _inputs(self, seen: Any) -> tuple[Number, Number]:
-        return logit_of(seen.max_prob), 0.0
 
 
 PROMPT = [0, 1]

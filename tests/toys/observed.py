@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -80,18 +81,10 @@ def observed(decoder: SpeculativeDecoder, draft: CachedModel | None = None) -> I
     watched.append((target, "reset", reset))
     if draft is not None:
         watched += [(draft, "feed", draft_forward), (draft, "feed_drawn", draft_forward)]
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in watched]
     for owner, name, watch in watched:
-        setattr(owner, name, _around(getattr(owner, name), watch))
+        setattr(owner, name, partial(watch, getattr(owner, name)))
     try:
         yield seen
     finally:
-        for owner, name, own in before:
-            if own is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
-
-
-def _around(original: Callable[..., Any], watch: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments: watch(original, *arguments)
+        for owner, name, _ in watched:
+            delattr(owner, name)
