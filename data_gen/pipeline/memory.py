@@ -15,7 +15,7 @@ output layer) and a copy of the rest: embeddings, residuals, logits, and models 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,17 +72,23 @@ def needs(config: Config, num_gpus: int = 1, *, head_weights: int = 0) -> list[N
     """The stages of data, training and evaluation that this experiment has, in order. Models with `tp_plan` are cut
     into `num_gpus` slices; ValueError if one cannot be.
     """
-    data, sliced = config.data, sliced_models(config.pair)
-    sources = {"target": config.pair.target, "draft": config.pair.draft, "micro": config.pair.micro}
+    pair, data, sliced = config.pair, config.data, sliced_models(config.pair)
+    sources = {"target": pair.target, "draft": pair.draft, "micro": pair.micro}
     sizes = {name: size_of(source) for name, source in sources.items() if source is not None}
-    slices = sizes | {name: size_of(getattr(config.pair, name), num_gpus) for name in sliced}
+    slices = sizes | {name: size_of(getattr(pair, name), num_gpus) for name in sliced}
     makes_data = any(num != 0 for num in (data.num_train, data.num_dev, data.num_test))
-    stages = _data_stages(slices["target"], slices["draft"], data) if makes_data else []
+    stages = list(_data_stages(slices["target"], slices["draft"], data)) if makes_data else []
     if sliced:
         stages = [need._replace(stage=f"{need.stage}, on each GPU", is_per_gpu=True) for need in stages]
     if data.num_train != 0:  # null: all prompts
         stages.append(_training(sizes["draft"], data, config.heads, head_weights=head_weights))
-    return [*stages, _decoding(sizes, config)]
+    positions = data.max_prompt_tokens + config.decode.max_new_tokens
+    per_sequence = {
+        "KV caches": sum(size.kv_per_position for size in sizes.values()) * positions,
+        "activations": _activations(sizes) * positions,
+        "logits": (config.decode.max_draft_length + 1) * sizes["target"].vocab_size * _DECODING_BYTES_PER_LOGIT,
+    }
+    return [*stages, Need("decoding, traces", _weights(sizes), per_sequence)]
 
 
 def gpus_of(written: str | None) -> list[float]:
@@ -150,32 +156,30 @@ def _weights(sizes: Mapping[str, Size]) -> dict[str, float]:
     return {f"{name} weights": size.weights for name, size in sizes.items()}
 
 
-def _data_stages(target: Size, draft: Size, data: DataConfig) -> list[Need]:
-    pair, positions = {"target": target, "draft": draft}, data.max_prompt_tokens + data.max_new_tokens
-    if data.labels == "server":
-        return [_labels("labels of the draft", {"draft": draft}, data, positions)]
-    if data.mode == "together":
-        answering, labels = pair, [_labels("labels", pair, data, positions)]
-    else:
-        answering = {"target": target}
-        labels = [_labels(f"labels of the {name}", {name: pair[name]}, data, positions) for name in ("draft", "target")]
-    if data.source != "transformers":
-        return labels
-    per_sequence = {
-        "KV cache": target.kv_per_position * (positions + SPARE_POSITIONS),
-        "activations": target.activations_per_position * data.max_prompt_tokens,
-        "logits": target.vocab_size * _DECODING_BYTES_PER_LOGIT,
-    }
-    return [Need("responses", _weights(answering), per_sequence, data.batch_size, "data.batch_size"), *labels]
+def _activations(sizes: Mapping[str, Size]) -> float:
+    return max(size.activations_per_position for size in sizes.values())
 
 
-def _labels(stage: str, sizes: Mapping[str, Size], data: DataConfig, positions: int) -> Need:
-    per_sequence = {
-        "activations": max(size.activations_per_position for size in sizes.values()) * positions,
-        "states": sum(4.0 * size.hidden_size for size in sizes.values()) * positions,
-    }
-    fixed = _weights(sizes) | {"logits": _LABELLING_CHUNKS * data.chunk_mb * 2**20}
-    return Need(stage, fixed, per_sequence, data.batch_size, "data.batch_size")
+def _data_stages(target: Size, draft: Size, data: DataConfig) -> Iterator[Need]:
+    positions = data.max_prompt_tokens + data.max_new_tokens
+    labelling = {"labels": {"target": target, "draft": draft}}
+    if data.labels == "server" or data.mode == "sequential":
+        labelling = {"labels of the draft": {"draft": draft}}
+        if data.labels == "target":
+            labelling["labels of the target"] = {"target": target}
+    if data.source == "transformers":
+        per_sequence = {
+            "KV cache": target.kv_per_position * (positions + SPARE_POSITIONS),
+            "activations": target.activations_per_position * data.max_prompt_tokens,
+            "logits": target.vocab_size * _DECODING_BYTES_PER_LOGIT,
+        }
+        answering = _weights(labelling.get("labels", {"target": target}))
+        yield Need("responses", answering, per_sequence, data.batch_size, "data.batch_size")
+    for stage, sizes in labelling.items():
+        fixed = _weights(sizes) | {"logits": _LABELLING_CHUNKS * data.chunk_mb * 2**20}
+        states = sum(4.0 * size.hidden_size for size in sizes.values()) * positions
+        per_sequence = {"activations": _activations(sizes) * positions, "states": states}
+        yield Need(stage, fixed, per_sequence, data.batch_size, "data.batch_size")
 
 
 def _training(draft: Size, data: DataConfig, heads: HeadsConfig, *, head_weights: int) -> Need:
@@ -187,13 +191,3 @@ def _training(draft: Size, data: DataConfig, heads: HeadsConfig, *, head_weights
         fixed |= {"draft weights": draft.weights, "logits": _LABELLING_CHUNKS * data.chunk_mb * 2**20}
         per_sequence["draft"] = draft.activations_per_position * (data.max_prompt_tokens + data.max_new_tokens)
     return Need("training, on each GPU", fixed, per_sequence, heads.batch_size, "heads.batch_size", is_per_gpu=True)
-
-
-def _decoding(sizes: Mapping[str, Size], config: Config) -> Need:
-    positions = config.data.max_prompt_tokens + config.decode.max_new_tokens
-    per_sequence = {
-        "KV caches": sum(size.kv_per_position for size in sizes.values()) * positions,
-        "activations": max(size.activations_per_position for size in sizes.values()) * positions,
-        "logits": (config.decode.max_draft_length + 1) * sizes["target"].vocab_size * _DECODING_BYTES_PER_LOGIT,
-    }
-    return Need("decoding, traces", _weights(sizes), per_sequence)

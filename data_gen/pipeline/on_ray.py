@@ -54,7 +54,10 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
             max_task_retries=_RESTARTS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group) if group else "DEFAULT",
         )
-        actors = [actor_type.remote(_same_everywhere(job), _versions()) for _ in range(num_workers)]
+        # one thread count and one directory, so that every actor writes the same bytes to the same place
+        pair = replace(job.pair, num_threads=job.pair.num_threads or torch.get_num_threads())
+        job = replace(job, pair=pair, data=replace(job.data, dir=os.path.abspath(job.data.dir)))
+        actors = [actor_type.remote(job, os.getcwd(), _versions()) for _ in range(num_workers)]
         made = ActorPool(actors).map_unordered(lambda actor, spec: actor.make.remote(spec), list[Any](specs))
         for name, num_requests in made:
             bar.set_description(f"{job.stage}: {name}")
@@ -63,13 +66,12 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None  # without Ray's own tracebacks
     except ray.exceptions.RayActorError as error:
-        when = f"after {num_done} shards were made" if num_done else "while it loaded models or made its first shard"
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = next((line for line in lines if line.startswith("The actor is dead because")), lines[-1])[:300]
         raise ValueError(
-            f"a worker of stage {job.stage} died {when}, after up to {_RESTARTS} restarts: {reason}; the usual cause "
-            "is too little memory: lower data.ray.num_workers, data.batch_size or data.chunk_mb, or set data.mode: "
-            "sequential; finished shards are kept"
+            f"a worker of stage {job.stage} died after {num_done} shards were made and up to {_RESTARTS} restarts: "
+            f"{reason}; the usual cause is too little memory: lower data.ray.num_workers, data.batch_size or "
+            "data.chunk_mb, or set data.mode: sequential; finished shards are kept"
         ) from error
     finally:
         if group:
@@ -81,11 +83,14 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
 class _Actor:
     """A worker in an actor's process, which loads its models with its first shard."""
 
-    def __init__(self, job: Job, driver: dict[str, str]) -> None:
-        self._job, self._driver = job, driver
+    def __init__(self, job: Job, folder: str, driver: dict[str, str]) -> None:
+        """`folder` and `driver`: the driver's working directory and versions."""
+        self._job, self._folder, self._driver = job, folder, driver
 
     @cached_property
     def _worker(self) -> Worker:
+        if Path(self._folder).is_dir():
+            os.chdir(self._folder)  # relative paths of the config
         for name, installed in _versions().items():
             if self._driver[name] != installed:
                 raise ValueError(
@@ -120,32 +125,6 @@ def _reserved(resources: RayConfig, num_workers: int) -> Any:
             f"{_ROOM_S} s; lower num_workers, num_cpus, num_gpus or resources, or add machines to the cluster"
         )
     return group
-
-
-def _same_everywhere(job: Job) -> Job:
-    """The job with this process's thread count and absolute paths, so that every actor writes the same bytes to the
-    same directory; the name of the target on a server stays.
-    """
-    pair, data = job.pair, job.data
-    sources = {name: getattr(pair, name) for name in ("target", "draft", "micro")}
-    absolute = {name: source and replace(source, path=_absolute(source.path)) for name, source in sources.items()}
-    return replace(
-        job,
-        pair=replace(pair, num_threads=pair.num_threads or torch.get_num_threads(), **absolute),
-        data=replace(
-            data,
-            dir=os.path.abspath(data.dir),
-            split_ids=data.split_ids and os.path.abspath(data.split_ids),
-            responses=data.responses and os.path.abspath(data.responses),
-            prompts=tuple(replace(source, path=_absolute(source.path)) for source in data.prompt_sources),
-            server=replace(data.server, model=data.server.model or pair.target.path),
-        ),
-    )
-
-
-def _absolute(path: str) -> str:
-    """The absolute path of an existing file or folder; any other name (a known set, a hub id) unchanged."""
-    return os.path.abspath(path) if Path(path).exists() else path
 
 
 def _session(resources: RayConfig) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def test_out_of_memory_halves_the_batch_and_the_rows_stay_the_same(made, tmp_pat
 
 
 def test_too_little_memory_for_one_sequence_ends_in_one_line_and_other_errors_are_not_caught(toy_config, monkeypatch):
-    too_little = "one sequence at a time; lower data.chunk_mb"
+    too_little = "set data.batch_size to 1, or lower data.chunk_mb"
     for error, kind, message in ((MemoryError(), ValueError, too_little), (RuntimeError("x"), RuntimeError, "x")):
         monkeypatch.setattr(Labeller, "label", lambda *arguments, error=error, **named: (_ for _ in ()).throw(error))
         with pytest.raises(kind, match=message):

@@ -35,7 +35,7 @@ def test_one_changed_weight_anywhere_is_another_model_and_a_large_file_is_hashed
     source, change = model
     before = describe_model(source)
     with monkeypatch.context() as patch:
-        patch.setattr(identity, "file_sha256", lambda path: "hashed again")
+        patch.setattr(identity, "sha256_of", lambda path: "hashed again")
         assert describe_model(source) == before
     change()
     after = describe_model(source)

@@ -16,7 +16,7 @@ def test_numbers_keep_the_stated_precision_and_ids_are_exact(tmp_path):
     columns["draft_ids"] = torch.randint(0, 152_000, (COUNT,))
     exchange = Exchange("a", "text", [1, 2], torch.randint(0, 152_000, (COUNT,)).tolist(), "length")
     path = tmp_path / "rows.parquet"
-    path.write_bytes(to_parquet([exchange], columns, from_target=torch.zeros(COUNT).bool()))
+    path.write_bytes(to_parquet([exchange], columns | {"from_target": torch.zeros(COUNT).bool()}))
     row = read_rows(path).to_pylist()[0]
     assert row["response_ids"] == exchange.response_ids
     assert row["draft_ids"] == columns["draft_ids"].tolist()
