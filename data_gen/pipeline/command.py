@@ -75,7 +75,7 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
     requested = _requested(stages, data, retry_errors=retry_errors)
     all_specs = shards_of(data)
     hint_at_few(sum(len(spec.prompts) for spec in all_specs), "data.prompts")
-    sizes = {split: _size([spec for spec in all_specs if spec.split == split]) for split in SPLITS}
+    sizes: dict[str, object] = {split: _size([spec for spec in all_specs if spec.split == split]) for split in SPLITS}
     manifest = make_manifest(pair, data, tokenizer=load_pair_tokenizer(pair), split=sizes)
     check_lengths(pair, data)  # before the manifest is written, which the remedy would change
     specs = share.of(all_specs)

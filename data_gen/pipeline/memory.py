@@ -67,6 +67,21 @@ class Need(NamedTuple):
         """Bytes that the stage may use; `gpus` are the usable bytes of each GPU."""
         return min(gpus) if self.is_per_gpu else sum(gpus)
 
+    def __str__(self) -> str:
+        terms = [f"{name} {size / GB:,.1f}" for name, size in self.fixed.items()]
+        terms += [f"{name} {self.batch_size} x {size / GB:,.3f}" for name, size in self.per_sequence.items()]
+        return " + ".join(terms)
+
+    def problem(self, gpus: Sequence[float]) -> str:
+        """Why the stage does not fit, and the remedy; empty if it does, or if there is no GPU."""
+        if not gpus or self.total <= (room := self.memory(gpus)):
+            return ""
+        largest_batch = int((room - sum(self.fixed.values())) // sum(self.per_sequence.values()))
+        remedy = "use more or larger GPUs, quantization, or data.mode: sequential"
+        if self.setting and largest_batch > 0:
+            remedy = f"set {self.setting} to at most {largest_batch}"
+        return f"{self.stage} takes {self.total / GB:,.1f} GB, but the GPUs have {room / GB:,.0f} GB; {remedy}"
+
 
 def needs(config: Config, num_gpus: int = 1, *, head_weights: int = 0) -> list[Need]:
     """The stages of data, training and evaluation that this experiment has, in order. Models with `tp_plan` are cut
@@ -102,32 +117,6 @@ def gpus_of(written: str | None) -> list[float]:
             f"pair.gpus is {written!r}; write count x GB, such as 2x80, each of more than {_RESERVED_BYTES / GB:g} GB"
         )
     return [float(parts[2]) * GB - _RESERVED_BYTES] * int(parts[1])
-
-
-def memory_report(needs_of_stages: Sequence[Need], gpus: Sequence[float]) -> str:
-    """Memory of each stage in GB, and what is available."""
-    lines = []
-    for need in needs_of_stages:
-        terms = [f"{name} {size / GB:,.1f}" for name, size in need.fixed.items()]
-        terms += [f"{name} {need.batch_size} x {size / GB:,.3f}" for name, size in need.per_sequence.items()]
-        room = f" of {need.memory(gpus) / GB:,.0f} GB" if gpus else ""
-        lines.append(f"  {need.stage:<24} {need.total / GB:>8,.1f} GB{room} = {' + '.join(terms)}")
-    return "\n".join(lines)
-
-
-def problems(needs_of_stages: Sequence[Need], gpus: Sequence[float]) -> list[str]:
-    """One line for each stage that does not fit, with the remedy."""
-    lines: list[str] = []
-    for need in needs_of_stages if gpus else ():
-        room = need.memory(gpus)
-        if need.total > room:
-            largest_batch = int((room - sum(need.fixed.values())) // sum(need.per_sequence.values()))
-            remedy = "use more or larger GPUs, quantization, or data.mode: sequential"
-            if need.setting and largest_batch > 0:
-                remedy = f"set {need.setting} to at most {largest_batch}"
-            sizes = f"takes {need.total / GB:,.1f} GB, but the GPUs have {room / GB:,.0f} GB"
-            lines.append(f"{need.stage} {sizes}; {remedy}")
-    return lines
 
 
 def size_of(source: ModelSource, num_slices: int = 1) -> Size:

@@ -24,37 +24,40 @@ _RESTARTS = 3
 """Restarts of each actor; each retries the shard at which the actor died."""
 _ROOM_S = 30
 """Seconds to wait for the resources of all workers: an actor without resources waits forever, silently."""
+_LEAST_CPU = 0.001
+"""Ray reserves no bundle without any resource."""
 PACKAGES = ("store", "configs", "data_gen", "lm")
 """Packages of the project that a worker imports."""
 
 
 def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
-    """Run the job's stage on every shard; `bar` counts prompts.
-
-    Raises:
-        ValueError: the cluster lacks resources, workers die repeatedly, or a worker raised it.
-        FileNotFoundError: a worker raised it.
+    """Run the job's stage on every shard; `bar` counts prompts. ValueError: the cluster lacks resources, or workers die
+    repeatedly; the errors of a worker are raised as they are.
     """
     import ray  # an extra, checked by data_gen.pipeline.command.check_settings
-    from ray.util import ActorPool, remove_placement_group
+    from ray.util import ActorPool, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    is_own = not ray.is_initialized()  # a caller's Ray session is used and left running
-    if is_own:
+    if is_own := not ray.is_initialized():  # a caller's Ray session is used and left running
         ray.init(log_to_driver=False, configure_logging=False, **_session(job.data.ray))
-    resources, num_done, group = job.data.ray, 0, None
-    num_workers = min(resources.num_workers, len(specs))
+    resources, num_done = job.data.ray, 0
+    num_workers, bundle = min(resources.num_workers, len(specs)), _bundle(resources)
+    group = placement_group([bundle] * num_workers)
     try:
-        group = _reserved(resources, num_workers)
+        if not group.wait(_ROOM_S):
+            raise ValueError(
+                f"data.ray requests {num_workers} workers of {bundle} each, but the cluster could not provide them in "
+                f"{_ROOM_S} s; lower num_workers, num_cpus, num_gpus or resources, or add machines to the cluster"
+            )
         actor_type = ray.remote(_Actor).options(
             num_cpus=resources.num_cpus,
             num_gpus=resources.num_gpus,
             resources=resources.resources,
             max_restarts=_RESTARTS,
             max_task_retries=_RESTARTS,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group) if group else "DEFAULT",
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group),
         )
-        # one thread count and one directory, so that every actor writes the same bytes to the same place
+        # one thread count and one directory, so that every actor writes the same files
         pair = replace(job.pair, num_threads=job.pair.num_threads or torch.get_num_threads())
         job = replace(job, pair=pair, data=replace(job.data, dir=os.path.abspath(job.data.dir)))
         actors = [actor_type.remote(job, os.getcwd(), _versions()) for _ in range(num_workers)]
@@ -66,18 +69,26 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None  # without Ray's own tracebacks
     except ray.exceptions.RayActorError as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = next((line for line in lines if line.startswith("The actor is dead because")), lines[-1])[:300]
         raise ValueError(
             f"a worker of stage {job.stage} died after {num_done} shards were made and up to {_RESTARTS} restarts: "
-            f"{reason}; the usual cause is too little memory: lower data.ray.num_workers, data.batch_size or "
+            f"{_reason(error)}; the usual cause is too little memory: lower data.ray.num_workers, data.batch_size or "
             "data.chunk_mb, or set data.mode: sequential; finished shards are kept"
         ) from error
     finally:
-        if group:
-            remove_placement_group(group)  # ends the actors
+        remove_placement_group(group)  # ends the actors
         if is_own:
             ray.shutdown()
+
+
+def _bundle(resources: RayConfig) -> dict[str, float]:
+    """The resources of one worker."""
+    bundle = {"CPU": resources.num_cpus or _LEAST_CPU, "GPU": resources.num_gpus, **resources.resources}
+    return {name: float(count) for name, count in bundle.items() if count > 0}
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if line.startswith("The actor is dead because")), lines[-1])[:300]
 
 
 class _Actor:
@@ -107,24 +118,6 @@ class _Actor:
 
 def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "transformers", "tokenizers")}
-
-
-def _reserved(resources: RayConfig, num_workers: int) -> Any:
-    """A placement group with the resources of all workers; None if they request none."""
-    from ray.util import placement_group, remove_placement_group
-
-    bundle = {"CPU": float(resources.num_cpus), "GPU": float(resources.num_gpus), **resources.resources}
-    bundle = {name: count for name, count in bundle.items() if count > 0}
-    if not bundle:
-        return None
-    group = placement_group([bundle] * num_workers)
-    if not group.wait(_ROOM_S):
-        remove_placement_group(group)
-        raise ValueError(
-            f"data.ray requests {num_workers} workers of {bundle} each, but the cluster could not provide them within "
-            f"{_ROOM_S} s; lower num_workers, num_cpus, num_gpus or resources, or add machines to the cluster"
-        )
-    return group
 
 
 def _session(resources: RayConfig) -> dict[str, Any]:

@@ -86,13 +86,15 @@ def _check_memory(config: Config, *, is_measured: bool, head_weights: int) -> li
     if released_layout_of(config.pair.draft):
         print("memory: not estimated for a feature draft, which takes about as much as one layer of the target")
         return []
-    gpus = memory.gpus_of(config.pair.gpus)
+    gpus, whose = memory.gpus_of(config.pair.gpus), "the GPUs of this machine"
     needs = memory.needs(config, max(1, len(gpus)), head_weights=head_weights)
-    whose = "the GPUs of this machine"
     if config.pair.gpus:
         whose = f"pair.gpus {config.pair.gpus} (null: {whose})"
-    print(f"memory, compared with {whose}:\n{memory.memory_report(needs, gpus)}")
-    for problem in memory.problems(needs, gpus):
+    print(f"memory, compared with {whose}:")
+    for need in needs:
+        room = f" of {need.memory(gpus) / memory.GB:,.0f} GB" if gpus else ""
+        print(f"  {need.stage:<24} {need.total / memory.GB:>8,.1f} GB{room} = {need}")
+    for problem in filter(None, (need.problem(gpus) for need in needs)):
         if is_measured:
             raise ValueError(f"{problem} (or pass --sample 0 to plan without loading)")
         print(f"warning: {problem}")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,7 +85,7 @@ class Share(NamedTuple):
             yield sum(holder_of(path) is not None for path in _locks_of_ranks(directory))
 
     def _enter(self, stack: ExitStack, directory: str) -> None:
-        waits = {} if self.is_whole else {"wait_s": _TURN_S}
+        waits: dict[str, Any] = {} if self.is_whole else {"wait_s": _TURN_S}
         stack.enter_context(only_writer(directory, setting="data.dir", **waits))
 
     def on_its_gpu(self, pair: PairConfig) -> PairConfig:
@@ -109,16 +109,17 @@ def share_of(rank: int | None, world_size: int | None, environment: Mapping[str,
     """The share of this process: as given, or from the variables of torchrun or srun, or everything; ValueError for
     half of a share or a rank that is not below world_size.
     """
-    given, launcher = {"--rank": rank, "--world_size": world_size}, None
+    given: dict[str, object] = {"--rank": rank, "--world_size": world_size}
+    launcher = None
     if rank is None and world_size is None:
-        launched = [name for name, variables in _LAUNCHERS.items() if all(map(environment.get, variables[:2]))]
+        launched = [name for name, (*two, _) in _LAUNCHERS.items() if all(environment.get(name) for name in two)]
         if not launched:
             return Share(0, 1)
         launcher = launched[0]
         given = {name: environment.get(name, "0") for name in _LAUNCHERS[launcher]}
-    numbers = list(map(str, given.values()))
-    if all(map(str.isdecimal, numbers)) and int(numbers[0]) < int(numbers[1]):
-        return Share(*map(int, numbers))._replace(launcher=launcher)
+    texts = list(map(str, given.values()))
+    if all(map(str.isdecimal, texts)) and int(texts[0]) < int(texts[1]):
+        return Share(int(texts[0]), int(texts[1]), int(texts[2]) if launcher else 0, launcher)
     raise ValueError(
         f"{' and '.join(f'{name} is {number}' for name, number in given.items())}, which is not a rank and a number of "
         "processes; pass both, with --rank from 0 to world_size - 1, such as --rank 0 --world_size 1 for everything"

@@ -6,7 +6,7 @@ one model at a time (`sequential`), which keep their results in DIR/stages until
     draft       Y, log q, entropy, mixings, hidden states    draft
     target      log p, acceptance_prob                       target
 
-Hidden states have their place in DIR/features from the stage `draft` on. With `labels: server` the responses come with
+Hidden states are in DIR/features from the stage `draft` on. With `labels: server` the responses come with
 the target's distributions, and there is no stage `target`.
 
 A larger run keeps the shards of the smaller one; only a short last shard is made again. Each shard's sidecar has a
@@ -89,6 +89,8 @@ def write_states(spec: ShardSpec, columns: Mapping[str, Tensor], num_rows: int, 
     sidecar_path(rows_path(data.dir, spec.split, spec.index)).unlink(missing_ok=True)
     for timing in data.feature_sets:
         if timing in columns:
+            # if this run is killed, the stage draft is made again: its result has other states
+            sidecar_path(stage_path(spec, data, "draft")).unlink(missing_ok=True)
             content = safetensors.torch.save({"hidden": columns[timing].contiguous()})
             times = data.mixes if timing == "fed" else 1
             path = features_path(data.dir, timing, spec.split, spec.index)

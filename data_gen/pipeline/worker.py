@@ -176,20 +176,13 @@ class Worker:
         numbers belong to the shard, not to its batches, so only rounding depends on the batch size. ValueError if a
         single sequence does not fit.
         """
-        counts: list[int] = []
-
-        def count_requests(count: int) -> None:
-            counts.append(count)
-            progress(count)
-
         while True:
             try:
-                self._make(spec, count_requests, answers)
+                self._make(spec, progress, answers)
                 return
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 if not is_out_of_memory(error):
                     raise
-            count_requests(-sum(counts))
             self._halve_batch(spec)  # outside the handler, whose error keeps the tensors of its frames alive
 
     def _halve_batch(self, spec: ShardSpec) -> None:
@@ -259,8 +252,9 @@ class Worker:
         if self.job.stage == "target":
             inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
             labelled = self.labeller.label(exchanges, inputs, with_hidden=False, progress=progress)
-            # the hidden states on disk stay, unless those of broken rows must be removed
-            columns |= labelled.columns | (stages.read_states(spec, data) if labelled.broken else {})
+            columns |= labelled.columns
+            if labelled.broken and self.job.writes:  # else the hidden states on disk stay as they are
+                columns |= stages.read_states(spec, data)
         else:
             states = [exchange.states for exchange in exchanges if exchange.states is not None]
             if states and len(states) == len(exchanges):  # responses of an earlier run have none
@@ -305,11 +299,7 @@ class Worker:
         once = torch.ones(layout.num_tokens, dtype=torch.bool)
         once[layout.positions(broken)] = False
         repeated = once[layout.order(self.data.mixes)]
-        masks = {name: repeated if name in _OF_EVERY_MIXING else once for name in columns}
-        # a run that was killed may have removed the rows from the hidden states on disk
-        return {
-            name: values[masks[name]] if len(values) == len(masks[name]) else values for name, values in columns.items()
-        }
+        return {name: values[repeated if name in _OF_EVERY_MIXING else once] for name, values in columns.items()}
 
 
 def _eos_ids(target: ModelSource, tokenizer: Any) -> frozenset[int]:
