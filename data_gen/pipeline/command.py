@@ -125,8 +125,8 @@ def _requested(stages: str, data: DataConfig, *, retry_errors: bool) -> tuple[St
         raise ValueError(f"--retry_errors runs all stages, but --stages is {stages}; remove one of them")
     if stages not in stages_of(data):
         raise ValueError(
-            f"--stages is {stages}, but with data.mode {data.mode} and data.labels {data.labels} the stages are "
-            f"{', '.join(stages_of(data))}; choose one of these, or set data.mode: sequential"
+            f"--stages is {stages}, but with data.labels: {data.labels} and data.mode: {data.mode} the stages are "
+            f"{', '.join(stages_of(data))}; choose one of these, or change these settings"
         )
     return tuple(stage for stage in stages_of(data) if stage == stages)
 
@@ -245,7 +245,7 @@ def check_settings(pair: PairConfig, data: DataConfig) -> None:
         if data.source == "transformers":
             problem = "data.source is transformers, which runs the target in this process; set data.source: server"
         elif data.server.kind != "vllm":
-            problem = f"the log-probabilities of data.server.kind {data.server.kind} have no token ids; set it to vllm"
+            problem = f"data.server.kind is {data.server.kind}, whose log-probabilities lack token ids; set it to vllm"
         elif is_feature_draft:
             problem = "pair.draft is a feature draft, which reads the target's states; choose another draft"
         if problem:

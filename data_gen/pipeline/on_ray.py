@@ -2,6 +2,7 @@
 
 A lost actor loses one shard's work: Ray restarts it up to `_RESTARTS` times and gives it that shard again. On a
 cluster, workers receive the driver's copy of the project's packages; all machines must see data.dir and every path.
+Relative paths start at the driver's working directory.
 """
 
 import os
@@ -24,8 +25,6 @@ _RESTARTS = 3
 """Restarts of each actor; each retries the shard at which the actor died."""
 _ROOM_S = 30
 """Seconds to wait for the resources of all workers: an actor without resources waits forever, silently."""
-_LEAST_CPU = 0.001
-"""Ray reserves no bundle without any resource."""
 PACKAGES = ("store", "configs", "data_gen", "lm")
 """Packages of the project that a worker imports."""
 
@@ -81,8 +80,8 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
 
 
 def _bundle(resources: RayConfig) -> dict[str, float]:
-    """The resources of one worker."""
-    bundle = {"CPU": resources.num_cpus or _LEAST_CPU, "GPU": resources.num_gpus, **resources.resources}
+    """The resources of one worker; Ray reserves none without any."""
+    bundle = {"CPU": resources.num_cpus or 0.001, "GPU": resources.num_gpus, **resources.resources}
     return {name: float(count) for name, count in bundle.items() if count > 0}
 
 

@@ -1,14 +1,13 @@
 """Data of a feature draft: each draft is one that decoding makes, with the labels of its own tokens."""
 
 from copy import deepcopy
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
 
 from data_gen.labels.chains import ChainLabeller
-from data_gen.labels.labeller import Labelled
 from data_gen.responses.exchange import Exchange
 from data_gen.store.labels import Layout, to_safetensors
 from heads.batches.features import FeatureShard
@@ -25,23 +24,13 @@ CHANCE = uniforms(3, 8, LENGTH)
 every_kind = pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, *MTP])
 
 
-class Drafts(NamedTuple):
-    """What the labeller returns."""
-
-    labelled: Labelled
-    rows: dict[str, torch.Tensor]
-    lengths: list[list[int]]
-
-    @property
-    def columns(self) -> dict[str, torch.Tensor]:
-        return self.labelled.columns
-
-
-def labelled(kind: str, exchanges: list[Exchange] = EXCHANGES, draft_every: int = 1) -> Drafts:
+def labelled(kind: str, exchanges: list[Exchange] = EXCHANGES, draft_every: int = 1) -> SimpleNamespace:
     how = {"vocab_size": VOCAB, "eos_ids": frozenset({EOS}), "draft_length": LENGTH, "draft_every": draft_every}
     how |= {"chunk_mb": 64, "feature_dtype": torch.float64, "sampling": WARM}
     labeller = ChainLabeller(draft=draft(kind), target=target_of(kind), **how)
-    return Drafts(*labeller.label(exchanges, CHANCE, timings=("fed", "drawn"), progress=lambda count: None))
+    drafts = labeller.label(exchanges, CHANCE, timings=("fed", "drawn"), progress=lambda count: None)
+    (columns, broken), rows, lengths = drafts
+    return SimpleNamespace(columns=columns, broken=broken, rows=rows, lengths=lengths)
 
 
 def expected(kind: str, exchange: Exchange, start: int, uniform: torch.Tensor) -> list[dict[str, object]]:
@@ -146,8 +135,8 @@ def test_a_response_that_a_model_cannot_read_is_broken_and_leaves_the_others_as_
     broken.get_input_embeddings().weight.data[token] = float("nan")
     monkeypatch.setitem(globals(), "target_of", lambda kind: broken)
     rest = labelled(kind, [first, second])
-    assert list(rest.labelled.broken) == [0]
-    assert "logits along the drafts of the response" in rest.labelled.broken[0]
+    assert list(rest.broken) == [0]
+    assert "logits along the drafts of the response" in rest.broken[0]
     assert rest.lengths == whole.lengths[1:]
     for name, values in rest.columns.items():
         torch.testing.assert_close(values, whole.columns[name][num_tokens:], rtol=0, atol=0)

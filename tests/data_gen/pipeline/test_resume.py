@@ -120,7 +120,7 @@ def test_a_stage_whose_predecessor_is_missing_or_that_is_none_is_refused(toy_con
         path.unlink()
     with pytest.raises(ValueError, match=r"stage draft needs stage respond, .* for 1 shards .*test-00001"):
         make(staged, stages="draft")
-    with pytest.raises(ValueError, match=r"--stages is draft, but with data\.mode together .* the stages are together"):
+    with pytest.raises(ValueError, match=r"--stages is draft, .* data\.mode: together the stages are together"):
         make(toy_config, stages="draft")
     with pytest.raises(ValueError, match="--retry_errors runs all stages, but --stages is draft"):
         make(staged, stages="draft", retry_errors=True)
