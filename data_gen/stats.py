@@ -55,7 +55,7 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
         "rows": len(rows),
         "finish_reason": dict(reasons),
         "sampling": manifest["sampling"],
-        **{f"prompts_{name}": count for name, count in account(paths).items()},
+        **{f"prompts_{name}": count for name, count in account(paths)[0].items()},
         **{f"set {name}": facts for name, facts in _by_set(rows).items()},
     }
     path = directory / "stats" / f"{split}.json"

@@ -55,11 +55,6 @@ def only_writer(
         lock.release()
 
 
-def state(path: Path, **facts: str) -> None:
-    """Add facts to the lock file that this process holds, for others to read."""
-    path.write_text(json.dumps(_facts(path) | facts))
-
-
 def holder_of(path: Path) -> dict[str, Any] | None:
     """Facts about the process that holds a lock; None if nobody does, and a stale lock file is then removed."""
     try:

@@ -73,16 +73,6 @@ def write_shard(path: Path, content: bytes | memoryview, **facts: Any) -> None:
     write_atomic(sidecar_path(path), json.dumps(facts, indent=1).encode())
 
 
-def move_shard(source: Path, path: Path) -> None:
-    """Rename a complete shard, in the same file system; if the process is killed, it must be made again."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sidecar_path(path).unlink(missing_ok=True)
-    source.replace(path)
-    _sync_folder(path.parent)
-    sidecar_path(source).replace(sidecar_path(path))
-    _sync_folder(path.parent)
-
-
 def write_atomic(path: Path, content: bytes | memoryview) -> None:
     """Write a file completely or not at all, even if the machine loses power; ValueError if the disk is full."""
     with atomic_file(path) as file:

@@ -14,23 +14,14 @@ also where no draft is stored.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_gen.labels.laws import (
-    NUMBERS_OF_BOTH,
-    NUMBERS_OF_DRAFT,
-    NUMBERS_OF_TARGET,
-    acceptance_prob_of,
-    label_draft,
-    label_joint,
-    label_target,
-)
+from data_gen.labels.labeller import Labelled
+from data_gen.labels.laws import NUMBERS, label_draft, label_target
 from data_gen.responses.exchange import Exchange, Progress
 from lm import FeatureDraft, Sampling
 from lm.batch import Continuations, check_branch_length, check_branches
@@ -42,21 +33,6 @@ from lm.sampling import REMEDY, NonFiniteError, refuse_non_finite
 _DRAFTS_AT_ONCE = 128
 """Limits the attention mask of one forward."""
 _WHERE = "along the drafts of the response"
-
-
-class LabelledDrafts(NamedTuple):
-    """The labels and states of the drafts of some responses."""
-
-    rows: dict[str, Tensor]
-    """Columns of the rows, [token]: the first step at each position."""
-    columns: dict[str, Tensor]
-    """[drafted token], draft by draft."""
-    hidden: dict[str, Float[Tensor, "drafted hidden"]]
-    """Hidden states by timing."""
-    lengths: list[list[int]]
-    """Lengths of the drafts of each response."""
-    broken: Mapping[int, str] = MappingProxyType({})
-    """Index of a response along which a model yields a non-finite number -> the reason; it has no labels here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,28 +59,36 @@ class ChainLabeller:
         *,
         timings: Sequence[str],
         progress: Progress,
-    ) -> LabelledDrafts:
-        """The labels and states of every draft of some responses; tokens are drawn with `uniform`, in float64."""
-        parts, lengths, start = [self._empty(timings)], [], 0
-        broken: dict[int, str] = {}
+    ) -> tuple[Labelled, dict[str, Tensor], list[list[int]]]:
+        """Labels and states of every draft of some responses, [drafted token]; the columns of the rows, [token]: the
+        first step at each position; and the lengths of the drafts of each response. None of them has broken rows.
+        Tokens are drawn with `uniform`, in float64.
+        """
+        rows, columns = [self._empty(())], [self._empty(timings)]
+        lengths, broken, start = list[list[int]](), dict[int, str](), 0
         for row, exchange in enumerate(exchanges):
             end = start + len(exchange.response_ids)
             try:
-                labelled = self._labelled(exchange, uniform[start:end], timings)
-                parts += labelled
-                lengths.append([length for part in labelled for length in part.lengths[0]])
+                steps, is_kept = self._labelled(exchange, uniform[start:end], timings)
             except NonFiniteError as error:
                 broken[row] = str(error)
+            else:
+                owner = steps.pop("owner")
+                is_first = owner.diff(prepend=owner[:1] - 1) > 0
+                rows.append({name: steps[name][is_first] for name in rows[0]})
+                columns.append(_selected(steps, is_kept[owner]))
+                lengths.append(owner.bincount()[is_kept].tolist())
             start = end
             progress(1)
-        rows, columns, hidden = (
-            _concatenated([getattr(part, name) for part in parts]) for name in ("rows", "columns", "hidden")
-        )
-        return LabelledDrafts(rows, columns, hidden, lengths, broken)
+        return Labelled(_concatenated(columns), broken), _concatenated(rows), lengths
 
     @torch.inference_mode()
-    def _labelled(self, exchange: Exchange, uniform: Tensor, timings: Sequence[str]) -> list[LabelledDrafts]:
-        """The drafts of one response, in groups that one forward of the target reads."""
+    def _labelled(
+        self, exchange: Exchange, uniform: Tensor, timings: Sequence[str]
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Every step of a draft from each position of one response, and [position] whether that draft is stored. Drafts
+        that are not have one step, as the rows need it.
+        """
         prompt, response = exchange.prompt_ids, exchange.response_ids
         ids = (prompt + response)[: max(len(prompt) + len(response) - 1, 1 + self.draft.lag)]
         check_branches(self.target)
@@ -114,7 +98,7 @@ class ChainLabeller:
         at_once = min(_DRAFTS_AT_ONCE, max(1, chunk_rows(self.vocab_size, self.chunk_mb) // self.draft_length))
         # a prompt of one token has no state of the target's for EAGLE to begin with: its first draft begins one token
         # later
-        lengths = (torch.arange(len(response)) + len(prompt)).clamp(min=1 + self.draft.lag)
+        begins = (torch.arange(len(response)) + len(prompt)).clamp(min=1 + self.draft.lag)
         # a fed-time state is that of the next position, which the last token of a block does not have
         longest = int(min(self.draft_length, chains.max_length - ("fed" in timings)))
         limits = torch.arange(len(response), 0, -1).clamp(max=longest)
@@ -123,48 +107,33 @@ class ChainLabeller:
             # DSpark was not trained on blocks that begin at a prompt's last token, and decoding makes none
             is_kept = is_kept.roll(1)
             is_kept[0] = False
-        limits[~is_kept] = 1  # the rows need the first step of every position
+        limits[~is_kept] = 1
         parts = []
-        for group in torch.arange(len(response)).split(at_once):
-            part = self._group(chains, reading, lengths[group], limits[group], uniform[group], timings=timings)
-            parts.append(_selected(part, is_kept[group]))
-        return parts
+        for group in torch.arange(len(response)).split(at_once):  # drafts that one forward of the target reads
+            steps = self._steps(chains, begins[group], limits[group], uniform[group], is_fed="fed" in timings)
+            owner = group[steps["owner"].cpu()]
+            parts.append(self._with_target(steps, reading, begins[group], timings) | {"owner": owner})
+        return _concatenated(parts), is_kept
 
-    def _group(
-        self,
-        chains: Rollouts | BlockRollouts,
-        reading: TargetOutputs,
-        begins: Tensor,
-        limits: Tensor,
-        uniform: Tensor,
-        *,
-        timings: Sequence[str],
-    ) -> LabelledDrafts:
-        """Some drafts of one response; `begins` is the committed length where each begins."""
-        steps = _concatenated(self._steps(chains, begins, limits, uniform, is_fed="fed" in timings))
-        order = steps["owner"].argsort(stable=True)  # stable: each draft keeps the order of its steps
-        drafted = {name: values[order] for name, values in steps.items()}
-        lengths = torch.bincount(drafted["owner"], minlength=len(begins))
-        columns = {name: drafted[name] for name in ("draft_ids", *NUMBERS_OF_DRAFT)}
-        p_logits = self._p_logits(reading, begins, columns["draft_ids"], lengths).to(columns["log_q"].device)
-        columns["log_p"], p = label_target(p_logits, columns["draft_ids"], self.sampling)
-        columns["acceptance_prob"] = acceptance_prob_of(columns["log_p"], columns["log_q"])
-        columns |= label_joint(drafted["q"], p, q_logits=drafted["q_logits"], p_logits=p_logits)
-        columns = {name: values.cpu() for name, values in columns.items()}
-        firsts = (lengths.cumsum(0) - lengths).cpu()
-        hidden = {timing: drafted[timing].to("cpu", self.feature_dtype) for timing in timings}
+    def _with_target(
+        self, steps: dict[str, Tensor], reading: TargetOutputs, begins: Tensor, timings: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """The labels of some steps by both models, and the requested states, on the CPU."""
+        columns, q = {name: steps[name] for name in ("draft_ids", *NUMBERS) if name in steps}, steps["q"]
+        p_logits = self._p_logits(reading, begins, steps["draft_ids"], steps["owner"]).to(q.device)
+        p = self.sampling.probs(p_logits.float())
+        columns |= label_target(p, columns, q, q_logits=steps["q_logits"], p_logits=p_logits)
+        hidden = {timing: steps[timing].to("cpu", self.feature_dtype) for timing in timings}
         if not all(states.isfinite().all() for states in hidden.values()):
             raise NonFiniteError(
                 f"the draft has hidden states {_WHERE} that are not finite in {self.feature_dtype}; {REMEDY}"
             )
-        return LabelledDrafts(
-            {name: values[firsts] for name, values in columns.items()}, columns, hidden, [lengths.tolist()]
-        )
+        return {name: values.cpu() for name, values in columns.items()} | hidden
 
     def _steps(
         self, chains: Rollouts | BlockRollouts, begins: Tensor, limits: Tensor, uniform: Tensor, *, is_fed: bool
-    ) -> list[dict[str, Tensor]]:
-        """The labels, q, q_logits, both states and `owner` (its drafts) of each step of the drafts.
+    ) -> dict[str, Tensor]:
+        """The labels, q, q_logits, both states and `owner` (its draft) of each step of the drafts, draft by draft.
 
         The last token of a draft is fed too if fed-time states are requested (`is_fed`).
         """
@@ -183,46 +152,40 @@ class ChainLabeller:
             alive, state = alive[continues], fed[continues]
             if not len(alive):
                 break
-        return steps
+        table = _concatenated(steps)
+        return _selected(table, table["owner"].argsort(stable=True))  # stable: each draft keeps the order of its steps
 
     def _p_logits(
-        self, reading: TargetOutputs, begins: Tensor, tokens: Tensor, lengths: Tensor
+        self, reading: TargetOutputs, begins: Tensor, tokens: Tensor, owners: Tensor
     ) -> Float[Tensor, "drafted vocab"]:
         """The target's logits for each drafted token, in one forward over all but the last of each draft."""
         device = output_device_of(self.target)
-        begins, tokens, lengths = (values.to(device) for values in (begins, tokens, lengths))
+        begins, tokens, owners = (values.to(device) for values in (begins, tokens, owners))
+        lengths = owners.bincount()
         firsts = lengths.cumsum(0) - lengths
-        owners = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
         indices = torch.arange(len(tokens), device=device) - firsts[owners]
         hidden = reading.hidden.new_empty(len(tokens), reading.hidden.shape[-1]).to(device)
         hidden[firsts] = reading.hidden.to(device)[begins - 1]
         is_fed = indices < lengths[owners] - 1
         if is_fed.any():
             tree = Continuations(self.target, self.vocab_size, reading.cache, begins)
-            hidden[is_fed.nonzero().squeeze(-1) + 1] = tree.feed(tokens[is_fed], owners[is_fed], indices[is_fed]).to(
-                device
-            )
+            fed = tree.feed(tokens[is_fed], owners[is_fed], indices[is_fed])
+            hidden[is_fed.nonzero().squeeze(-1) + 1] = fed.to(device)
             tree.drop()
         logits = logits_of(self.target, hidden, self.vocab_size)
         refuse_non_finite(logits, "the target", _WHERE)
         return logits
 
-    def _empty(self, timings: Sequence[str]) -> LabelledDrafts:
-        names = (*NUMBERS_OF_DRAFT, *NUMBERS_OF_TARGET, *NUMBERS_OF_BOTH)
-        columns = {name: torch.empty(0) for name in names} | {"draft_ids": torch.empty(0, dtype=torch.int64)}
+    def _empty(self, timings: Sequence[str]) -> dict[str, Tensor]:
+        """The columns of no token."""
         none = torch.empty(0, self.draft.hidden_size, dtype=self.feature_dtype)
-        return LabelledDrafts(columns, columns, dict.fromkeys(timings, none), [])
+        columns = dict.fromkeys(NUMBERS, torch.empty(0)) | dict.fromkeys(timings, none)
+        return columns | {"draft_ids": torch.empty(0, dtype=torch.int64)}
 
 
-def _selected(labelled: LabelledDrafts, is_kept: Tensor) -> LabelledDrafts:
-    """The labels of one response with all rows but only the drafts that `is_kept`, [draft], selects."""
-    lengths = torch.tensor(labelled.lengths[0])
-    is_token_kept = is_kept.repeat_interleave(lengths)
-    columns, hidden = (
-        {name: values[is_token_kept] for name, values in table.items()} for table in (labelled.columns, labelled.hidden)
-    )
-    return LabelledDrafts(labelled.rows, columns, hidden, [lengths[is_kept].tolist()])
+def _selected(table: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+    return {name: values[rows] for name, values in table.items()}
 
 
-def _concatenated(tables: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _concatenated(tables: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([table[name] for table in tables]) for name in tables[0]}

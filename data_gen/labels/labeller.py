@@ -5,17 +5,18 @@ p_n): all labels and the drawn-time features in one pass per model. Fed-time fea
 mixing, over prompt + Z.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_gen.labels.laws import acceptance_prob_of, label_draft, label_joint, label_served, label_target
+from data_gen.labels.laws import label_draft, label_target
 from data_gen.responses.exchange import Exchange, Progress
-from data_gen.store.labels import layout_of
+from data_gen.store.labels import Layout, layout_of
 from lm import Sampling, forwards
 from lm.forwards import refuse_training
 from lm.sampling import REMEDY, non_finite
@@ -31,7 +32,7 @@ class Labelled(NamedTuple):
     """The labels of a shard, and its broken rows."""
 
     columns: dict[str, Tensor]
-    """[token] of all rows; values of broken rows are meaningless."""
+    """[token] of all rows, where values of broken rows are meaningless; [drafted token] of a feature draft."""
     broken: dict[int, str]
     """Row where a model yields a non-finite number -> the reason."""
 
@@ -60,78 +61,70 @@ class Labeller:
         Optional: `target_states` [token, hidden], which replace the target's forward; `p_ids` and `p_probs` [token,
         support], a server's distributions, which replace the target. ValueError if a model is in train mode.
         """
-        for model in (self.draft, self.target):
-            if model is not None:
-                refuse_training(model)
+        for model in self._models.values():
+            refuse_training(model)
         layout = layout_of(exchanges)
-        costs = [len(exchange.prompt_ids) + len(exchange.response_ids) for exchange in exchanges]
-        columns: dict[str, Tensor] = {} if exchanges else self._label_states(self._no_states(), inputs, with_hidden)
-        for rows in forwards.alike(costs, self.batch_size):
-            positions = layout.positions(rows)
-            known = {name: value[positions] for name, value in inputs.items()}
+
+        def labelled(rows: Sequence[int]) -> dict[str, Tensor]:
+            known = {name: value[layout.positions(rows)] for name, value in inputs.items()}
             part = self._label_batch([exchanges[row] for row in rows], known, with_hidden)
-            for name, values in part.items():
-                columns.setdefault(name, values.new_empty(layout.num_tokens, *values.shape[1:]))[positions] = values
             progress(len(rows))
-        broken: dict[int, str] = {}
-        for name in ("draft", "target"):
-            first_of = layout.rows_with(columns.pop(f"{name} {_BROKEN}")) if f"{name} {_BROKEN}" in columns else {}
+            return part
+
+        costs = [len(exchange.prompt_ids) + len(exchange.response_ids) for exchange in exchanges]
+        columns, broken = self._in_batches(costs, layout, labelled), dict[int, str]()
+        for name in self._models:
+            first_of = layout.rows_with(columns.pop(f"{name} {_BROKEN}"))
             reason = f"the {name} {_BROKEN} at token {{}} of the response; {REMEDY}"
             broken = {row: reason.format(token) for row, token in first_of.items()} | broken
         return Labelled(columns, broken)
 
-    def _no_states(self) -> dict[str, Tensor]:
-        """The hidden states of no positions, which give empty columns of the right types."""
-        models = {"draft": self.draft, "target": self.target}
-        return {
-            name: torch.empty(0, model.config.get_text_config().hidden_size, dtype=model.dtype).to(
-                forwards.output_device_of(model)
-            )
-            for name, model in models.items()
-            if model is not None
-        }
-
     def fed_hidden(self, exchanges: Sequence[Exchange], mixed_ids: Tensor, *, mixes: int) -> Tensor:
         """Draft states after each token of `mixed_ids` (Z, in the order of `Layout.order`) was fed, [token, hidden]."""
         assert self.draft is not None
-        layout = layout_of(exchanges).repeated(mixes)
+        draft, layout = self.draft, layout_of(exchanges).repeated(mixes)
         prompts = [exchange.prompt_ids for exchange in exchanges for _ in range(mixes)]
-        sequences = [
-            prompts[row] + mixed_ids[layout.offsets[row] : layout.offsets[row + 1]].tolist()
-            for row in range(len(prompts))
-        ]
-        hidden: Tensor | None = None
-        for rows in forwards.alike([len(sequence) for sequence in sequences], self.batch_size):
+        ends = zip(prompts, pairwise(layout.offsets), strict=True)
+        texts = [prompt + mixed_ids[start:end].tolist() for prompt, (start, end) in ends]
+
+        def fed(rows: Sequence[int]) -> dict[str, Tensor]:
             # After token i was fed the state is at token i itself, one position later than the state that produced q_i.
-            part = forwards.hidden_states(
-                self.draft, [sequences[row] for row in rows], [len(prompts[row]) for row in rows]
-            )
-            part = part.to("cpu", self.feature_dtype)
-            hidden = part.new_empty(layout.num_tokens, part.shape[-1]) if hidden is None else hidden
-            hidden[layout.positions(rows)] = part
-        return self._no_states()["draft"].to("cpu", self.feature_dtype) if hidden is None else hidden
+            hidden = _states(draft, [texts[row] for row in rows], [len(prompts[row]) for row in rows])
+            return {"fed": hidden.to("cpu", self.feature_dtype)}
+
+        return self._in_batches(list(map(len, texts)), layout, fed)["fed"]
+
+    def _in_batches(
+        self, costs: Sequence[int], layout: Layout, run: Callable[[Sequence[int]], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """The columns of all rows, from those that `run` returns of each batch; an empty shard has one batch."""
+        columns: dict[str, Tensor] = {}
+        for rows in forwards.alike(costs, self.batch_size) or [[]]:
+            for name, values in run(rows).items():
+                column = columns.setdefault(name, values.new_empty(layout.num_tokens, *values.shape[1:]))
+                column[layout.positions(rows)] = values
+        return columns
+
+    @property
+    def _models(self) -> dict[str, PreTrainedModel]:
+        """The loaded models."""
+        models = {"draft": self.draft, "target": self.target}
+        return {name: model for name, model in models.items() if model is not None}
 
     @torch.inference_mode()
     def _label_batch(
         self, exchanges: Sequence[Exchange], inputs: Mapping[str, Tensor], with_hidden: bool
     ) -> dict[str, Tensor]:
+        """The columns of some rows, in chunks of positions."""
         sequences = [exchange.prompt_ids + exchange.response_ids[:-1] for exchange in exchanges]
         # the prompt's last token predicts the first of the response
         starts = [len(exchange.prompt_ids) - 1 for exchange in exchanges]
         states = {
-            name: forwards.hidden_states(model, sequences, starts)
-            for name, model in (("draft", self.draft), ("target", self.target))
-            if model is not None and f"{name}_states" not in inputs
+            name: inputs["target_states"].to(forwards.output_device_of(model))
+            if name == "target" and "target_states" in inputs
+            else _states(model, sequences, starts)
+            for name, model in self._models.items()
         }
-        if self.target is not None and "target_states" in inputs:
-            states["target"] = inputs["target_states"].to(forwards.output_device_of(self.target))
-        return self._label_states(states, inputs, with_hidden)
-
-    @torch.inference_mode()
-    def _label_states(
-        self, states: Mapping[str, Tensor], inputs: Mapping[str, Tensor], with_hidden: bool
-    ) -> dict[str, Tensor]:
-        """The columns of some positions, in chunks of them."""
         parts = [
             self._label_chunk(
                 {name: hidden[chunk] for name, hidden in states.items()},
@@ -140,42 +133,50 @@ class Labeller:
             for chunk in forwards.chunks(max(1, len(next(iter(states.values())))), self._chunk_rows())
         ]
         columns = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
-        if with_hidden and "draft" in states:
+        if with_hidden and self.draft is not None:
             columns["drawn"] = states["draft"].to("cpu", self.feature_dtype)
         return columns
 
     def _chunk_rows(self) -> int:
         """Positions per chunk: those that fit `chunk_mb`, on a CPU also its caches, as every label reads them again."""
         size = forwards.chunk_rows(self.vocab_size, self.chunk_mb)
-        device = forwards.output_device_of(next(model for model in (self.draft, self.target) if model is not None))
         cached = max(_FEWEST_ROWS, forwards.chunk_rows(self.vocab_size, _CACHED_MB))
+        device = forwards.output_device_of(next(iter(self._models.values())))
         return min(size, cached) if device.type == "cpu" else size
 
     def _label_chunk(self, states: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Columns of one chunk; only here does a [positions, vocabulary] matrix exist."""
         columns: dict[str, Tensor] = {}
-        draft_ids, log_q = inputs.get("draft_ids"), inputs.get("log_q")
+        logits, known, q = dict[str, Tensor](), dict(inputs), None
+        for name, model in self._models.items():
+            logits[name], columns[f"{name} {_BROKEN}"] = self._logits(model, states[name])
         if self.draft is not None:
-            q_logits, columns[f"draft {_BROKEN}"] = self._logits(self.draft, states["draft"])
-            labels, q = label_draft(q_logits, inputs.get("uniform"), self.sampling, draft_ids)
+            labels, q = label_draft(logits["draft"], inputs.get("uniform"), self.sampling, inputs.get("draft_ids"))
             columns |= labels
-            draft_ids, log_q = labels["draft_ids"], labels["log_q"]
-            if "p_ids" in inputs:
-                columns |= label_served(q, inputs["p_ids"], inputs["p_probs"], labels=labels)
-        if self.target is not None:
-            assert draft_ids is not None, "without the draft, its labels come from the previous stage"
-            assert log_q is not None
-            p_logits, columns[f"target {_BROKEN}"] = self._logits(self.target, states["target"])
-            if self.draft is not None:  # only joint labels need both distributions on one device
-                p_logits = p_logits.to(q_logits.device)
-            columns["log_p"], p = label_target(p_logits, draft_ids.to(p_logits.device), self.sampling)
-            columns["acceptance_prob"] = acceptance_prob_of(columns["log_p"], log_q.to(p_logits.device))
-        if self.draft is not None and self.target is not None:
-            columns |= label_joint(q, p, q_logits=q_logits, p_logits=p_logits)
-        return columns
+            known = labels
+        if "p_ids" in inputs:
+            assert q is not None
+            p = torch.zeros_like(q).scatter_add_(
+                -1, inputs["p_ids"].to(q.device, torch.int64), inputs["p_probs"].to(q.device, q.dtype)
+            )
+            return columns | label_target(p, known, q)
+        if self.target is None:
+            return columns
+        p_logits = logits["target"] if q is None else logits["target"].to(q.device)
+        p = self.sampling.probs(p_logits.float())
+        known = {name: known[name].to(p.device) for name in ("draft_ids", "log_q")}
+        return columns | label_target(p, known, q, q_logits=logits.get("draft"), p_logits=p_logits)
 
     def _logits(self, model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Logits over the tokenizer's ids, and [position] whether they are not finite; those become 0."""
         logits = forwards.logits_of(model, hidden, self.vocab_size)
         broken = non_finite(logits)
         return (logits.masked_fill(broken.unsqueeze(-1), 0) if broken.any() else logits), broken
+
+
+def _states(model: PreTrainedModel, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
+    """`forwards.hidden_states`, also of no sequence."""
+    if sequences:
+        return forwards.hidden_states(model, sequences, starts)
+    width, device = model.config.get_text_config().hidden_size, forwards.output_device_of(model)
+    return torch.empty(0, width, dtype=model.dtype, device=device)

@@ -22,12 +22,8 @@ from lm.signals import signals_of, stored_scalars
 
 Labels = dict[str, Shaped[Tensor, " position"]]
 """Some labels by their names on disk."""
-NUMBERS_OF_DRAFT = ("log_q", *stored_scalars())
-"""Labels that need only the draft, besides draft_ids."""
-NUMBERS_OF_TARGET = ("log_p", "acceptance_prob")
-"""Labels that need the target and the draft's labels."""
-NUMBERS_OF_BOTH = ("acceptance_rate", "cross_entropy")
-"""Labels that need both distributions at once."""
+NUMBERS = ("log_q", *stored_scalars(), "log_p", "acceptance_prob", "acceptance_rate", "cross_entropy")
+"""All labels but draft_ids."""
 
 
 def label_draft(
@@ -36,7 +32,7 @@ def label_draft(
     sampling: Sampling,
     draft_ids: Int[Tensor, " position"] | None = None,
 ) -> tuple[Labels, Float[Tensor, "position vocab"]]:
-    """Draw draft_ids, unless known, and compute `NUMBERS_OF_DRAFT` at them; also q, for `label_joint`."""
+    """Draw draft_ids, unless known, and compute log_q and the scalars at them; also q, for `label_target`."""
     q_logits = q_logits.float()
     q = sampling.probs(q_logits)
     if draft_ids is None:
@@ -48,42 +44,23 @@ def label_draft(
 
 
 def label_target(
-    p_logits: Float[Tensor, "position vocab"], draft_ids: Int[Tensor, " position"], sampling: Sampling
-) -> tuple[Float[Tensor, " position"], Float[Tensor, "position vocab"]]:
-    """log p(Y), and p for `label_joint`."""
-    p = sampling.probs(p_logits.float())
-    return _at(p, draft_ids).log(), p
-
-
-def label_served(
-    q: Float[Tensor, "position vocab"],
-    ids: Int[Tensor, "position support"],
-    probs: Float[Tensor, "position support"],
-    *,
-    labels: Labels,
-) -> Labels:
-    """The target's labels from a distribution p given by the `probs` of some `ids`, padded with 0."""
-    p = torch.zeros_like(q).scatter_add_(-1, ids.to(q.device, torch.int64), probs.to(q.device, q.dtype))
-    log_p = _at(p, labels["draft_ids"]).log()
-    return {
-        "log_p": log_p,
-        "acceptance_prob": acceptance_prob_of(log_p, labels["log_q"]),
-        "acceptance_rate": acceptance_rate(q, p),
-    }
-
-
-def label_joint(
-    q: Float[Tensor, "position vocab"],
     p: Float[Tensor, "position vocab"],
+    known: Labels,
+    q: Float[Tensor, "position vocab"] | None = None,
     *,
-    q_logits: Float[Tensor, "position vocab"],
-    p_logits: Float[Tensor, "position vocab"],
+    q_logits: Float[Tensor, "position vocab"] | None = None,
+    p_logits: Float[Tensor, "position vocab"] | None = None,
 ) -> Labels:
-    """acceptance_rate under the run's `Sampling`, cross_entropy from the logits, both over a chunk of positions."""
-    return {
-        "acceptance_rate": acceptance_rate(q, p),
-        "cross_entropy": cross_entropy(q_logits.float(), p_logits.float()),
-    }
+    """log_p and acceptance_prob from p and the `known` draft_ids and log_q; with q also acceptance_rate, and with the
+    logits of both models cross_entropy.
+    """
+    log_p = _at(p, known["draft_ids"]).log()
+    labels = {"log_p": log_p, "acceptance_prob": acceptance_prob_of(log_p, known["log_q"])}
+    if q is not None:
+        labels["acceptance_rate"] = acceptance_rate(q, p)
+    if q_logits is not None and p_logits is not None:
+        labels["cross_entropy"] = cross_entropy(q_logits.float(), p_logits.float())
+    return labels
 
 
 def acceptance_prob_of(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from configs.hints import meant
 from configs.schema import Config, DataConfig, PairConfig
@@ -23,12 +23,12 @@ from data_gen.prompts.templates import TEMPLATES
 from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.top_logprobs import num_logprobs_of
 from data_gen.store.manifest import make_manifest, settle
-from data_gen.store.rows import account, has_errors, write_errors
+from data_gen.store.rows import account
 from lm import Sampling, free_memory, load_pair_tokenizer
 from lm.features.released import released_layout_of
 from lm.parallel import sliced_models
 from store.progress import Bar
-from store.shards import SHARD_FOLDERS, clean_partial, forget_broken, is_whole, rows_path, shards_in
+from store.shards import SHARD_FOLDERS, clean_partial, forget_broken, is_whole, rows_path, shards_in, write_atomic
 
 _FEW_PROMPTS = 50
 _NEEDED = (
@@ -73,30 +73,27 @@ def make(
 def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> None:
     pair, data = config.pair, settled(config.data, config.heads)
     requested = _requested(stages, data, retry_errors=retry_errors)
-    tokenizer = load_pair_tokenizer(pair)
+    all_specs = shards_of(data)
+    hint_at_few(sum(len(spec.prompts) for spec in all_specs), "data.prompts")
+    sizes: dict[str, object] = {split: _size([spec for spec in all_specs if spec.split == split]) for split in SPLITS}
+    manifest = make_manifest(pair, data, tokenizer=load_pair_tokenizer(pair), split=sizes)
+    check_lengths(pair, data)  # before the manifest is written, which the remedy would change
+    specs = share.of(all_specs)
+    names = {spec.name for spec in specs}
     with ExitStack() as work:
-        work.enter_context(share.writing(data.dir))
-        all_specs = shards_of(data)
-        hint_at_few(sum(len(spec.prompts) for spec in all_specs), "data.prompts")
-        manifest = make_manifest(pair, data, tokenizer=tokenizer, split=_sizes(all_specs))
-        check_lengths(pair, data)  # before the manifest is written, which the remedy would change
-        with share.turn(data.dir):  # other processes wait here, so slow work (prompts, hashes) is done before
-            share.refuse_others(data.dir, data)
+        with share.first_turn(data, work):  # other processes wait here, so slow work (prompts, hashes) is done before
             clean_partial(data.dir, names=("manifest", "errors"))
             settle(data.dir, manifest)
-        specs = share.of(all_specs)
         refuse_other_prompts(specs, data)
         if not share.is_whole:
             print(f"{data.dir}: {share} makes {len(specs)} of {len(all_specs)} shards")
-        names = {spec.name for spec in specs}
-        written = {"names": None if share.is_whole else names}
-        clean_partial(data.dir, *SHARD_FOLDERS, **written)
         forget_broken(path for path in shards_in(data.dir) if path.stem in names)
         num_made = _complete(share.on_its_gpu(pair), data, specs, stages=requested, retry_errors=retry_errors)
-        clean_partial(data.dir, *SHARD_FOLDERS, **written)  # actors that died in this run leave partial files
+        # those of a killed run, and of actors that died in this one
+        clean_partial(data.dir, *SHARD_FOLDERS, names=None if share.is_whole else names)
         with share.last_turn(data.dir, work) as num_others:
-            done = f"made {num_made} shards (stages: {', '.join(requested)})"
-            done = f"{data.dir}: {done}" if share.is_whole else f"{data.dir}: {share} {done}"
+            done = f"{data.dir}: {'' if share.is_whole else f'{share} '}made {num_made} shards"
+            done += f" (stages: {', '.join(requested)})"
             missing = [spec.name for spec in all_specs if not is_done(spec, data)]
             if num_others:
                 print(f"{done}; {num_others} other processes still run, and the last one reports")
@@ -115,29 +112,21 @@ def hint_at_few(num_prompts: int, setting: str) -> None:
         )
 
 
-def _sizes(specs: Sequence[ShardSpec]) -> dict[str, Any]:
-    """Number of prompts of each split and, if there are several, of each set, for the manifest."""
-    sizes: dict[str, Any] = {}
-    for split in SPLITS:
-        prompts = [prompt for spec in specs if spec.split == split for prompt in spec.prompts]
-        sets = Counter(prompt.set for prompt in prompts if prompt.set)
-        sizes[split] = {"prompts": len(prompts), **({"sets": dict(sets)} if sets else {})}
-    return sizes
+def _size(specs: Sequence[ShardSpec]) -> dict[str, object]:
+    """Number of prompts of a split and, if there are several, of each set, for the manifest."""
+    sets = Counter(prompt.set for spec in specs for prompt in spec.prompts if prompt.set)
+    return {"prompts": sum(len(spec.prompts) for spec in specs), **({"sets": dict(sets)} if sets else {})}
 
 
 def _requested(stages: str, data: DataConfig, *, retry_errors: bool) -> tuple[Stage, ...]:
     if stages == "all":
         return stages_of(data)
-    if data.mode == "together":
-        raise ValueError(
-            f"--stages is {stages}, but data.mode is together, which has no separate stages; set data.mode: sequential"
-        )
     if retry_errors:
         raise ValueError(f"--retry_errors runs all stages, but --stages is {stages}; remove one of them")
     if stages not in stages_of(data):
         raise ValueError(
-            f"--stages is {stages}, but with data.labels: server the stages are {' and '.join(stages_of(data))}; "
-            "choose one of these"
+            f"--stages is {stages}, but with data.labels: {data.labels} and data.mode: {data.mode} the stages are "
+            f"{', '.join(stages_of(data))}; choose one of these, or change these settings"
         )
     return tuple(stage for stage in stages_of(data) if stage == stages)
 
@@ -148,17 +137,16 @@ def _complete(
     """Make the missing shards, and with `retry_errors` those with errors; returns their number."""
     missing = [spec for spec in specs if not is_done(spec, data)]
     done = [spec for spec in specs if retry_errors and spec not in missing]
-    retried = [spec for spec in done if has_errors(rows_path(data.dir, spec.split, spec.index))]
+    retried = [spec for spec in done if account([rows_path(data.dir, spec.split, spec.index)])[0]["error"]]
     num_made, order = 0, stages_of(data)
     for stage in stages:
         if unfinished := [spec for spec in missing if not is_done(spec, data, stage)]:
-            previous = order[max(0, order.index(stage) - 1)]
-            lacking = [spec for spec in unfinished if previous != stage and not is_done(spec, data, previous)]
-            if lacking:
-                raise ValueError(
-                    f"stage {stage} needs stage {previous}, which is missing for {len(lacking)} shards of {data.dir} "
-                    f"(the first is {lacking[0].name}); run --stages {previous} to completion first"
-                )
+            for previous in order[: order.index(stage)][-1:]:
+                if lacking := [spec for spec in unfinished if not is_done(spec, data, previous)]:
+                    raise ValueError(
+                        f"stage {stage} needs stage {previous}, which is missing for {len(lacking)} shards of "
+                        f"{data.dir} (the first is {lacking[0].name}); run --stages {previous} to completion first"
+                    )
             _run(Job(pair=pair, data=data, stage=stage), unfinished)
             num_made = max(num_made, len(unfinished))
         if retried:
@@ -196,11 +184,12 @@ def _account(data: DataConfig, specs: Sequence[ShardSpec], num_made: int) -> Non
     for folder in (*Path(data.dir).glob("stages/*"), Path(data.dir, "stages")):
         with suppress(OSError):  # it is absent, or has results of another run
             folder.rmdir()
-    paths = [
-        path for split in SPLITS for path in sorted(Path(data.dir, "rows").glob(f"{split}-*.parquet")) if is_whole(path)
-    ]
-    totals, (problems, num_records) = account(paths), unreadable(data)
-    write_errors(data.dir, paths, problems)
+    paths = [path for split in SPLITS for path in sorted(Path(data.dir, "rows").glob(f"{split}-*.parquet"))]
+    paths = list(filter(is_whole, paths))
+    (totals, problems), (unread, num_records) = account(paths), unreadable(data)
+    records = [{"id": where, "outcome": "error", "reason": reason, "shard": None} for where, reason in unread.items()]
+    lines = [json.dumps(record) + "\n" for record in [*records, *problems]]
+    write_atomic(Path(data.dir, "errors.jsonl"), "".join(lines).encode())
     if len(paths) > len(specs):
         print(
             f"{data.dir}: {len(paths) - len(specs)} shards of a larger earlier run stay; training reads them too, up "
@@ -211,22 +200,21 @@ def _account(data: DataConfig, specs: Sequence[ShardSpec], num_made: int) -> Non
         f"({num_made} made in this run); of {totals['input']:,} prompts, {totals['error']:,} failed and "
         f"{totals['skipped']:,} were skipped (see errors.jsonl)"
     )
-    unread = f"{len(problems):,} of {num_records:,} records of data.prompts are unreadable"
-    if problems:
-        print(f"{data.dir}: {unread} (errors.jsonl)")
     allowed = f"above data.max_error_share {data.max_error_share:g}; all other data is written"
-    if len(problems) > data.max_error_share * num_records:
-        raise ValueError(f"{unread}, {allowed}; see {data.dir}/errors.jsonl")
+    if unread:
+        count = f"{len(unread):,} of {num_records:,} records of data.prompts are unreadable"
+        print(f"{data.dir}: {count} (errors.jsonl)")
+        if len(unread) > data.max_error_share * num_records:
+            raise ValueError(f"{count}, {allowed}; see {data.dir}/errors.jsonl")
     if totals["error"] > data.max_error_share * totals["input"]:
         raise ValueError(
             f"{totals['error']:,} of {totals['input']:,} prompts ended in an error, {allowed}; fix the causes in "
             f"{data.dir}/errors.jsonl, then run the same command with --retry_errors"
         )
-    if totals["input"] and not totals["ok"]:
-        (first, *_) = Path(data.dir, "errors.jsonl").read_text(encoding="utf-8").splitlines()
+    if problems and not totals["ok"]:
         raise ValueError(
             f"none of {totals['input']:,} prompts became a row: {totals['error']:,} failed and {totals['skipped']:,} "
-            f"were skipped; the first reason: {json.loads(first)['reason']}"
+            f"were skipped; the first reason: {problems[0]['reason']}"
         )
     print("next: acceptance-heads train --config …")
 
@@ -244,31 +232,26 @@ def check_settings(pair: PairConfig, data: DataConfig) -> None:
     other = "data.engine is ray" if data.engine == "ray" else "pair.draft is a feature draft"
     if (names := sliced_models(pair)) and (data.engine == "ray" or is_feature_draft):
         raise ValueError(f"pair.{names[0]}.tp_plan is set and {other}, which needs whole models; use device_map: auto")
-    files = {"split_ids": data.split_ids, "responses": data.responses if data.source == "file" else None}
-    for name, file in files.items():
+    if data.source == "file" and data.responses is None:
+        raise ValueError("data.source is file, but data.responses is null; set it to the path of a JSONL file")
+    for name, file in (("split_ids", data.split_ids), ("responses", data.responses if data.source == "file" else None)):
         if file is not None and not Path(file).is_file():
             raise FileNotFoundError(
                 f"data.{name} is {file}, but there is no such file; remove the setting or correct the path"
             )
-    if data.source == "file" and data.responses is None:
-        raise ValueError("data.source is file, but data.responses is null; set it to the path of a JSONL file")
     if data.labels == "server":
         num_logprobs_of(sampling, data.server.num_logprobs)
-        if problem := _problem_of_labels(data, is_feature_draft=is_feature_draft):
+        problem = ""
+        if data.source == "transformers":
+            problem = "data.source is transformers, which runs the target in this process; set data.source: server"
+        elif data.server.kind != "vllm":
+            problem = f"data.server.kind is {data.server.kind}, whose log-probabilities lack token ids; set it to vllm"
+        elif is_feature_draft:
+            problem = "pair.draft is a feature draft, which reads the target's states; choose another draft"
+        if problem:
             raise ValueError(f"data.labels is server, but {problem}, or data.labels: target")
     for name, value, module, extra, needless in _NEEDED:
         if getattr(data, name) == value and find_spec(module) is None:
             raise ValueError(
                 f"data.{name} is {value}, but {module} is not installed; install the extra `{extra}`, or use {needless}"
             )
-
-
-def _problem_of_labels(data: DataConfig, *, is_feature_draft: bool) -> str:
-    """Why a server cannot provide the target's distributions, and the remedy; empty if it can."""
-    if data.source == "transformers":
-        return "data.source is transformers, which runs the target in this process; set data.source: server"
-    if data.server.kind != "vllm":
-        kind = f"data.server.kind is {data.server.kind}"
-        return f"{kind}, whose log-probabilities have no token ids; set data.server.kind: vllm"
-    reads = "pair.draft is a feature draft, which reads the target's states; choose another draft"
-    return reads if is_feature_draft else ""

@@ -26,13 +26,9 @@ _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 def check(config: Config) -> None:
     """Compare every shard in data.dir with its checksum and list those that are damaged; nothing is changed."""
     directory = Path(config.data.dir)
-    manifest = read_manifest(directory)
-    paths = shards_in(directory)
+    missing, paths = absent(directory, read_manifest(directory)), shards_in(directory)
     problems = dict(problems_of(paths, is_thorough=True))
-    problems |= {
-        path: f"{path} is missing or incomplete; run `acceptance-heads data` again"
-        for path in absent(directory, manifest)
-    }
+    problems |= {path: f"{path} is missing or incomplete; run `acceptance-heads data` again" for path in missing}
     for folder in dict.fromkeys(path.parent for path in paths):
         whole = [path for path in paths if path.parent == folder and path not in problems]
         print(f"{folder}: {len(whole)} shards intact, {sum(path.stat().st_size for path in whole):,} bytes")
@@ -45,18 +41,18 @@ def check(config: Config) -> None:
     print(f"All {len(paths)} shards in {directory} are intact.")
 
 
-def absent(directory: Path, manifest: Mapping[str, Any]) -> Iterator[Path]:
+def absent(directory: Path, manifest: Mapping[str, Any]) -> list[Path]:
     """Paths of shards that the manifest counts, or another folder has, and that are missing."""
-    named = ["rows", "labels", *(f"features/{name}" for name in manifest.get("features", ()))]
-    folders = [directory / name for name in named]
-    present = {path for path in shards_in(directory) if path.parent in folders}
+    suffixes = {f"features/{timing}": "safetensors" for timing in manifest.get("features", ())}
+    suffixes |= {"rows": "parquet", "labels": "safetensors"}
+    present = {path for path in shards_in(directory) if str(path.parent.relative_to(directory)) in suffixes}
+    names = []
     for split in SPLITS:
-        num_made = max((int(path.stem[-5:]) + 1 for path in present if path.stem.startswith(f"{split}-")), default=0)
-        num = max(num_made, -(-num_prompts(manifest, split) // manifest.get("rows_per_shard", 1)))
-        for folder in folders:
-            suffix = "parquet" if folder.name == "rows" else "safetensors"
-            expected = (folder / f"{split}-{index:05d}.{suffix}" for index in range(num))
-            yield from (path for path in expected if path not in present)
+        counts = [int(path.stem.partition("-")[2]) + 1 for path in present if path.stem.startswith(f"{split}-")]
+        counts.append(-(-num_prompts(manifest, split) // manifest.get("rows_per_shard", 1)))
+        names += [f"{split}-{index:05d}" for index in range(max(counts))]
+    paths = [directory / folder / f"{name}.{suffix}" for folder, suffix in suffixes.items() for name in names]
+    return [path for path in paths if path not in present]
 
 
 def responses(config: Config, *, out: str) -> None:
@@ -92,15 +88,12 @@ def responses(config: Config, *, out: str) -> None:
 
 
 def _records(directory: str) -> Iterator[dict[str, Any]]:
-    path_of = {
-        path.stem: path
-        for pattern in ("stages/respond/*.safetensors", "rows/*.parquet")  # rows win
-        for path in sorted(Path(directory).glob(pattern))
-        if is_whole(path)
-    }
-    paths = [path for split in SPLITS for name, path in sorted(path_of.items()) if name.startswith(f"{split}-")]
-    check_sums(paths)
-    for path in Bar(paths, unit="shards", desc="responses"):
+    folder = Path(directory)
+    paths = [*folder.glob("stages/respond/*.safetensors"), *folder.glob("rows/*.parquet")]
+    path_of = {path.stem: path for path in paths if is_whole(path)}  # rows win
+    in_order = [path_of[name] for split in SPLITS for name in sorted(path_of) if name.startswith(f"{split}-")]
+    check_sums(in_order)
+    for path in Bar(in_order, unit="shards", desc="responses"):
         if path.suffix == ".parquet":
             records = read_rows(path, _COLUMNS).to_pylist()
         else:

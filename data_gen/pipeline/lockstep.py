@@ -36,12 +36,12 @@ def in_lockstep(pair: PairConfig) -> Iterator[bool]:
         if source.tp_plan is not None:  # before the manifest is written
             check_slices(source, load_config(source), num_slices)
     join()
-    is_leader = rank == 0
-    if not is_leader:
-        _follow()
-    yield is_leader
-    if is_leader:
+    if rank == 0:
+        yield True
         _exchange(None)  # after an error torchrun ends the others
+    else:
+        _follow()
+        yield False
     distributed.destroy_process_group()
     _group.cache_clear()
 

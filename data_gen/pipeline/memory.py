@@ -15,7 +15,7 @@ output layer) and a copy of the rest: embeddings, residuals, logits, and models 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,22 +67,43 @@ class Need(NamedTuple):
         """Bytes that the stage may use; `gpus` are the usable bytes of each GPU."""
         return min(gpus) if self.is_per_gpu else sum(gpus)
 
+    def __str__(self) -> str:
+        terms = [f"{name} {size / GB:,.1f}" for name, size in self.fixed.items()]
+        terms += [f"{name} {self.batch_size} x {size / GB:,.3f}" for name, size in self.per_sequence.items()]
+        return " + ".join(terms)
+
+    def problem(self, gpus: Sequence[float]) -> str:
+        """Why the stage does not fit, and the remedy; empty if it does, or if there is no GPU."""
+        if not gpus or self.total <= (room := self.memory(gpus)):
+            return ""
+        largest_batch = int((room - sum(self.fixed.values())) // sum(self.per_sequence.values()))
+        remedy = "use more or larger GPUs, quantization, or data.mode: sequential"
+        if self.setting and largest_batch > 0:
+            remedy = f"set {self.setting} to at most {largest_batch}"
+        return f"{self.stage} takes {self.total / GB:,.1f} GB, but the GPUs have {room / GB:,.0f} GB; {remedy}"
+
 
 def needs(config: Config, num_gpus: int = 1, *, head_weights: int = 0) -> list[Need]:
     """The stages of data, training and evaluation that this experiment has, in order. Models with `tp_plan` are cut
     into `num_gpus` slices; ValueError if one cannot be.
     """
-    data, sliced = config.data, sliced_models(config.pair)
-    sources = {"target": config.pair.target, "draft": config.pair.draft, "micro": config.pair.micro}
+    pair, data, sliced = config.pair, config.data, sliced_models(config.pair)
+    sources = {"target": pair.target, "draft": pair.draft, "micro": pair.micro}
     sizes = {name: size_of(source) for name, source in sources.items() if source is not None}
-    slices = sizes | {name: size_of(getattr(config.pair, name), num_gpus) for name in sliced}
+    slices = sizes | {name: size_of(getattr(pair, name), num_gpus) for name in sliced}
     makes_data = any(num != 0 for num in (data.num_train, data.num_dev, data.num_test))
-    stages = _data_stages(slices["target"], slices["draft"], data) if makes_data else []
+    stages = list(_data_stages(slices["target"], slices["draft"], data)) if makes_data else []
     if sliced:
         stages = [need._replace(stage=f"{need.stage}, on each GPU", is_per_gpu=True) for need in stages]
     if data.num_train != 0:  # null: all prompts
         stages.append(_training(sizes["draft"], data, config.heads, head_weights=head_weights))
-    return [*stages, _decoding(sizes, config)]
+    positions = data.max_prompt_tokens + config.decode.max_new_tokens
+    per_sequence = {
+        "KV caches": sum(size.kv_per_position for size in sizes.values()) * positions,
+        "activations": _activations(sizes) * positions,
+        "logits": (config.decode.max_draft_length + 1) * sizes["target"].vocab_size * _DECODING_BYTES_PER_LOGIT,
+    }
+    return [*stages, Need("decoding, traces", _weights(sizes), per_sequence)]
 
 
 def gpus_of(written: str | None) -> list[float]:
@@ -96,32 +117,6 @@ def gpus_of(written: str | None) -> list[float]:
             f"pair.gpus is {written!r}; write count x GB, such as 2x80, each of more than {_RESERVED_BYTES / GB:g} GB"
         )
     return [float(parts[2]) * GB - _RESERVED_BYTES] * int(parts[1])
-
-
-def memory_report(needs_of_stages: Sequence[Need], gpus: Sequence[float]) -> str:
-    """Memory of each stage in GB, and what is available."""
-    lines = []
-    for need in needs_of_stages:
-        terms = [f"{name} {size / GB:,.1f}" for name, size in need.fixed.items()]
-        terms += [f"{name} {need.batch_size} x {size / GB:,.3f}" for name, size in need.per_sequence.items()]
-        room = f" of {need.memory(gpus) / GB:,.0f} GB" if gpus else ""
-        lines.append(f"  {need.stage:<24} {need.total / GB:>8,.1f} GB{room} = {' + '.join(terms)}")
-    return "\n".join(lines)
-
-
-def problems(needs_of_stages: Sequence[Need], gpus: Sequence[float]) -> list[str]:
-    """One line for each stage that does not fit, with the remedy."""
-    lines: list[str] = []
-    for need in needs_of_stages if gpus else ():
-        room = need.memory(gpus)
-        if need.total > room:
-            largest_batch = int((room - sum(need.fixed.values())) // sum(need.per_sequence.values()))
-            remedy = "use more or larger GPUs, quantization, or data.mode: sequential"
-            if need.setting and largest_batch > 0:
-                remedy = f"set {need.setting} to at most {largest_batch}"
-            sizes = f"takes {need.total / GB:,.1f} GB, but the GPUs have {room / GB:,.0f} GB"
-            lines.append(f"{need.stage} {sizes}; {remedy}")
-    return lines
 
 
 def size_of(source: ModelSource, num_slices: int = 1) -> Size:
@@ -150,32 +145,30 @@ def _weights(sizes: Mapping[str, Size]) -> dict[str, float]:
     return {f"{name} weights": size.weights for name, size in sizes.items()}
 
 
-def _data_stages(target: Size, draft: Size, data: DataConfig) -> list[Need]:
-    pair, positions = {"target": target, "draft": draft}, data.max_prompt_tokens + data.max_new_tokens
-    if data.labels == "server":
-        return [_labels("labels of the draft", {"draft": draft}, data, positions)]
-    if data.mode == "together":
-        answering, labels = pair, [_labels("labels", pair, data, positions)]
-    else:
-        answering = {"target": target}
-        labels = [_labels(f"labels of the {name}", {name: pair[name]}, data, positions) for name in ("draft", "target")]
-    if data.source != "transformers":
-        return labels
-    per_sequence = {
-        "KV cache": target.kv_per_position * (positions + SPARE_POSITIONS),
-        "activations": target.activations_per_position * data.max_prompt_tokens,
-        "logits": target.vocab_size * _DECODING_BYTES_PER_LOGIT,
-    }
-    return [Need("responses", _weights(answering), per_sequence, data.batch_size, "data.batch_size"), *labels]
+def _activations(sizes: Mapping[str, Size]) -> float:
+    return max(size.activations_per_position for size in sizes.values())
 
 
-def _labels(stage: str, sizes: Mapping[str, Size], data: DataConfig, positions: int) -> Need:
-    per_sequence = {
-        "activations": max(size.activations_per_position for size in sizes.values()) * positions,
-        "states": sum(4.0 * size.hidden_size for size in sizes.values()) * positions,
-    }
-    fixed = _weights(sizes) | {"logits": _LABELLING_CHUNKS * data.chunk_mb * 2**20}
-    return Need(stage, fixed, per_sequence, data.batch_size, "data.batch_size")
+def _data_stages(target: Size, draft: Size, data: DataConfig) -> Iterator[Need]:
+    positions = data.max_prompt_tokens + data.max_new_tokens
+    labelling = {"labels": {"target": target, "draft": draft}}
+    if data.labels == "server" or data.mode == "sequential":
+        labelling = {"labels of the draft": {"draft": draft}}
+        if data.labels == "target":
+            labelling["labels of the target"] = {"target": target}
+    if data.source == "transformers":
+        per_sequence = {
+            "KV cache": target.kv_per_position * (positions + SPARE_POSITIONS),
+            "activations": target.activations_per_position * data.max_prompt_tokens,
+            "logits": target.vocab_size * _DECODING_BYTES_PER_LOGIT,
+        }
+        answering = _weights(labelling.get("labels", {"target": target}))
+        yield Need("responses", answering, per_sequence, data.batch_size, "data.batch_size")
+    for stage, sizes in labelling.items():
+        fixed = _weights(sizes) | {"logits": _LABELLING_CHUNKS * data.chunk_mb * 2**20}
+        states = sum(4.0 * size.hidden_size for size in sizes.values()) * positions
+        per_sequence = {"activations": _activations(sizes) * positions, "states": states}
+        yield Need(stage, fixed, per_sequence, data.batch_size, "data.batch_size")
 
 
 def _training(draft: Size, data: DataConfig, heads: HeadsConfig, *, head_weights: int) -> Need:
@@ -187,13 +180,3 @@ def _training(draft: Size, data: DataConfig, heads: HeadsConfig, *, head_weights
         fixed |= {"draft weights": draft.weights, "logits": _LABELLING_CHUNKS * data.chunk_mb * 2**20}
         per_sequence["draft"] = draft.activations_per_position * (data.max_prompt_tokens + data.max_new_tokens)
     return Need("training, on each GPU", fixed, per_sequence, heads.batch_size, "heads.batch_size", is_per_gpu=True)
-
-
-def _decoding(sizes: Mapping[str, Size], config: Config) -> Need:
-    positions = config.data.max_prompt_tokens + config.decode.max_new_tokens
-    per_sequence = {
-        "KV caches": sum(size.kv_per_position for size in sizes.values()) * positions,
-        "activations": max(size.activations_per_position for size in sizes.values()) * positions,
-        "logits": (config.decode.max_draft_length + 1) * sizes["target"].vocab_size * _DECODING_BYTES_PER_LOGIT,
-    }
-    return Need("decoding, traces", _weights(sizes), per_sequence)

@@ -2,6 +2,7 @@
 
 A lost actor loses one shard's work: Ray restarts it up to `_RESTARTS` times and gives it that shard again. On a
 cluster, workers receive the driver's copy of the project's packages; all machines must see data.dir and every path.
+Relative paths start at the driver's working directory.
 """
 
 import os
@@ -29,32 +30,36 @@ PACKAGES = ("store", "configs", "data_gen", "lm")
 
 
 def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
-    """Run the job's stage on every shard; `bar` counts prompts.
-
-    Raises:
-        ValueError: the cluster lacks resources, workers die repeatedly, or a worker raised it.
-        FileNotFoundError: a worker raised it.
+    """Run the job's stage on every shard; `bar` counts prompts. ValueError: the cluster lacks resources, or workers die
+    repeatedly; the errors of a worker are raised as they are.
     """
     import ray  # an extra, checked by data_gen.pipeline.command.check_settings
-    from ray.util import ActorPool, remove_placement_group
+    from ray.util import ActorPool, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    is_own = not ray.is_initialized()  # a caller's Ray session is used and left running
-    if is_own:
+    if is_own := not ray.is_initialized():  # a caller's Ray session is used and left running
         ray.init(log_to_driver=False, configure_logging=False, **_session(job.data.ray))
-    resources, num_done, group = job.data.ray, 0, None
-    num_workers = min(resources.num_workers, len(specs))
+    resources, num_done = job.data.ray, 0
+    num_workers, bundle = min(resources.num_workers, len(specs)), _bundle(resources)
+    group = placement_group([bundle] * num_workers)
     try:
-        group = _reserved(resources, num_workers)
+        if not group.wait(_ROOM_S):
+            raise ValueError(
+                f"data.ray requests {num_workers} workers of {bundle} each, but the cluster could not provide them in "
+                f"{_ROOM_S} s; lower num_workers, num_cpus, num_gpus or resources, or add machines to the cluster"
+            )
         actor_type = ray.remote(_Actor).options(
             num_cpus=resources.num_cpus,
             num_gpus=resources.num_gpus,
             resources=resources.resources,
             max_restarts=_RESTARTS,
             max_task_retries=_RESTARTS,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group) if group else "DEFAULT",
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group),
         )
-        actors = [actor_type.remote(_same_everywhere(job), _versions()) for _ in range(num_workers)]
+        # one thread count and one directory, so that every actor writes the same files
+        pair = replace(job.pair, num_threads=job.pair.num_threads or torch.get_num_threads())
+        job = replace(job, pair=pair, data=replace(job.data, dir=os.path.abspath(job.data.dir)))
+        actors = [actor_type.remote(job, os.getcwd(), _versions()) for _ in range(num_workers)]
         made = ActorPool(actors).map_unordered(lambda actor, spec: actor.make.remote(spec), list[Any](specs))
         for name, num_requests in made:
             bar.set_description(f"{job.stage}: {name}")
@@ -63,29 +68,39 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None  # without Ray's own tracebacks
     except ray.exceptions.RayActorError as error:
-        when = f"after {num_done} shards were made" if num_done else "while it loaded models or made its first shard"
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = next((line for line in lines if line.startswith("The actor is dead because")), lines[-1])[:300]
         raise ValueError(
-            f"a worker of stage {job.stage} died {when}, after up to {_RESTARTS} restarts: {reason}; the usual cause "
-            "is too little memory: lower data.ray.num_workers, data.batch_size or data.chunk_mb, or set data.mode: "
-            "sequential; finished shards are kept"
+            f"a worker of stage {job.stage} died after {num_done} shards were made and up to {_RESTARTS} restarts: "
+            f"{_reason(error)}; the usual cause is too little memory: lower data.ray.num_workers, data.batch_size or "
+            "data.chunk_mb, or set data.mode: sequential; finished shards are kept"
         ) from error
     finally:
-        if group:
-            remove_placement_group(group)  # ends the actors
+        remove_placement_group(group)  # ends the actors
         if is_own:
             ray.shutdown()
+
+
+def _bundle(resources: RayConfig) -> dict[str, float]:
+    """The resources of one worker; Ray reserves none without any."""
+    bundle = {"CPU": resources.num_cpus or 0.001, "GPU": resources.num_gpus, **resources.resources}
+    return {name: float(count) for name, count in bundle.items() if count > 0}
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if line.startswith("The actor is dead because")), lines[-1])[:300]
 
 
 class _Actor:
     """A worker in an actor's process, which loads its models with its first shard."""
 
-    def __init__(self, job: Job, driver: dict[str, str]) -> None:
-        self._job, self._driver = job, driver
+    def __init__(self, job: Job, folder: str, driver: dict[str, str]) -> None:
+        """`folder` and `driver`: the driver's working directory and versions."""
+        self._job, self._folder, self._driver = job, folder, driver
 
     @cached_property
     def _worker(self) -> Worker:
+        if Path(self._folder).is_dir():
+            os.chdir(self._folder)  # relative paths of the config
         for name, installed in _versions().items():
             if self._driver[name] != installed:
                 raise ValueError(
@@ -102,50 +117,6 @@ class _Actor:
 
 def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "transformers", "tokenizers")}
-
-
-def _reserved(resources: RayConfig, num_workers: int) -> Any:
-    """A placement group with the resources of all workers; None if they request none."""
-    from ray.util import placement_group, remove_placement_group
-
-    bundle = {"CPU": float(resources.num_cpus), "GPU": float(resources.num_gpus), **resources.resources}
-    bundle = {name: count for name, count in bundle.items() if count > 0}
-    if not bundle:
-        return None
-    group = placement_group([bundle] * num_workers)
-    if not group.wait(_ROOM_S):
-        remove_placement_group(group)
-        raise ValueError(
-            f"data.ray requests {num_workers} workers of {bundle} each, but the cluster could not provide them within "
-            f"{_ROOM_S} s; lower num_workers, num_cpus, num_gpus or resources, or add machines to the cluster"
-        )
-    return group
-
-
-def _same_everywhere(job: Job) -> Job:
-    """The job with this process's thread count and absolute paths, so that every actor writes the same bytes to the
-    same directory; the name of the target on a server stays.
-    """
-    pair, data = job.pair, job.data
-    sources = {name: getattr(pair, name) for name in ("target", "draft", "micro")}
-    absolute = {name: source and replace(source, path=_absolute(source.path)) for name, source in sources.items()}
-    return replace(
-        job,
-        pair=replace(pair, num_threads=pair.num_threads or torch.get_num_threads(), **absolute),
-        data=replace(
-            data,
-            dir=os.path.abspath(data.dir),
-            split_ids=data.split_ids and os.path.abspath(data.split_ids),
-            responses=data.responses and os.path.abspath(data.responses),
-            prompts=tuple(replace(source, path=_absolute(source.path)) for source in data.prompt_sources),
-            server=replace(data.server, model=data.server.model or pair.target.path),
-        ),
-    )
-
-
-def _absolute(path: str) -> str:
-    """The absolute path of an existing file or folder; any other name (a known set, a hub id) unchanged."""
-    return os.path.abspath(path) if Path(path).exists() else path
 
 
 def _session(resources: RayConfig) -> dict[str, Any]:

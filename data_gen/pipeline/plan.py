@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +42,6 @@ _SHARD_S = 600.0
 """Recommend smaller shards if one takes longer: an interrupted run loses its last shard."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """Size and time of a row: means of a sample, or upper bounds."""
-
-    prompt_tokens: float
-    response_tokens: float
-    row_bytes: float
-    """Bytes on disk: row, labels and hidden states."""
-    token_s: float | None = None
-    """Seconds of a response token through all stages; None if nothing was measured."""
-    origin: str = "upper bounds, nothing measured"
-    is_cut: bool = False
-    """Whether the sample was shortened to stay within its time."""
-
-
 def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str, Any]:
     """Rows, tokens, forward passes, disk, time and memory by stage (bytes) of a run, before running it.
 
@@ -65,32 +50,34 @@ def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str
         sample: number of prompts to make and time, at most half a minute; 0 loads no model.
         head_weights: weights of all heads together.
     """
-    pair, data, missing = config.pair, config.data, None
+    pair, data, specs = config.pair, config.data, list[ShardSpec]()
     check_settings(pair, data)
     needs = _check_memory(config, is_measured=sample > 0, head_weights=head_weights)  # needs no prompts, so it is first
     num_rows = (data.num_train or 0) + data.num_dev + data.num_test
     try:
         data = settled(data, config.heads)
-        missing = [spec for spec in shards_of(data) if not is_done(spec, data)]
-        num_rows = sum(spec.num_requests for spec in missing)
+        specs = [spec for spec in shards_of(data) if not is_done(spec, data)]
+        num_rows = sum(spec.num_requests for spec in specs)
     except FileNotFoundError as error:
         if sample or data.num_train is None:
             raise
         print(f"note: prompts are not available, so rows are data.num_train + num_dev + num_test ({error})")
-    prompts = [prompt for spec in missing or () for prompt in spec.prompts]
     if num_rows == 0:
         print(f"{data.dir}: all shards are complete, nothing to do")
         return {"rows": 0}
+    prompts, is_cut = [prompt for spec in specs for prompt in spec.prompts], False
     if sample:
         check_lengths(pair, data)
         refuse_sliced(pair, "a measured plan (--sample 0 measures nothing)")
-    estimate = _measure(pair, data, prompts[:sample]) if sample else _bound(pair, data)
-    totals = _totals(data, num_rows, estimate) | {"memory_bytes": {need.stage: need.total for need in needs}}
-    sets = Counter(prompt.set for prompt in prompts if prompt.set)
-    print(f"{data.dir}: {num_rows:,} rows to make ({estimate.origin})")
-    if sets:
+        row, is_cut, origin = _measured(pair, data, prompts[:sample])
+    else:
+        row, origin = _bound(pair, data), "upper bounds, nothing measured"
+    totals = _totals(data, num_rows, row) | {"is_cut": is_cut}
+    totals["memory_bytes"] = {need.stage: need.total for need in needs}
+    print(f"{data.dir}: {num_rows:,} rows to make ({origin})")
+    if sets := Counter(prompt.set for prompt in prompts if prompt.set):
         print("  prompts           " + ", ".join(f"{name} {count:,}" for name, count in sets.items()))
-    print("\n".join(_report(data, totals)))
+    _report(data, totals)
     return totals
 
 
@@ -99,41 +86,43 @@ def _check_memory(config: Config, *, is_measured: bool, head_weights: int) -> li
     if released_layout_of(config.pair.draft):
         print("memory: not estimated for a feature draft, which takes about as much as one layer of the target")
         return []
-    gpus = memory.gpus_of(config.pair.gpus)
+    gpus, whose = memory.gpus_of(config.pair.gpus), "the GPUs of this machine"
     needs = memory.needs(config, max(1, len(gpus)), head_weights=head_weights)
-    whose = "the GPUs of this machine"
     if config.pair.gpus:
         whose = f"pair.gpus {config.pair.gpus} (null: {whose})"
-    print(f"memory, compared with {whose}:\n{memory.memory_report(needs, gpus)}")
-    for problem in memory.problems(needs, gpus):
+    print(f"memory, compared with {whose}:")
+    for need in needs:
+        room = f" of {need.memory(gpus) / memory.GB:,.0f} GB" if gpus else ""
+        print(f"  {need.stage:<24} {need.total / memory.GB:>8,.1f} GB{room} = {need}")
+    for problem in filter(None, (need.problem(gpus) for need in needs)):
         if is_measured:
             raise ValueError(f"{problem} (or pass --sample 0 to plan without loading)")
         print(f"warning: {problem}")
     return needs
 
 
-def _totals(data: DataConfig, num_rows: int, estimate: Estimate) -> dict[str, Any]:
-    num_tokens = num_rows * estimate.response_tokens
+def _totals(data: DataConfig, num_rows: int, row: Mapping[str, float]) -> dict[str, Any]:
+    """What so many rows take, by the means of one row."""
+    num_tokens = num_rows * row["response_tokens"]
     # disk_usage needs an existing folder, and data.dir may not exist yet
     folder = next(path for path in (Path(data.dir).absolute(), *Path(data.dir).absolute().parents) if path.exists())
     return {
         "rows": num_rows,
-        "prompt_tokens": round(num_rows * estimate.prompt_tokens),
+        "prompt_tokens": round(num_rows * row["prompt_tokens"]),
         "response_tokens": round(num_tokens),
         "target_decode_forwards": round(num_tokens / data.batch_size) if data.source == "transformers" else 0,
         "target_sequence_forwards": num_rows if data.labels == "target" else 0,
         "draft_sequence_forwards": num_rows * (1 + (data.mixes if "fed" in data.feature_sets else 0)),
-        "disk_bytes": round(num_rows * estimate.row_bytes),
+        "disk_bytes": round(num_rows * row["disk_bytes"]),
         "free_bytes": shutil.disk_usage(folder).free,
-        "time_s": None if estimate.token_s is None else estimate.token_s * num_tokens,
-        "is_cut": estimate.is_cut,
+        "time_s": row["token_s"] * num_tokens if "token_s" in row else None,
     }
 
 
-def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estimate:
+def _measured(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> tuple[dict[str, float], bool, str]:
+    """Means of a row of a sample, whether the sample was shortened to stay within its time, and a phrase about it."""
     with tempfile.TemporaryDirectory() as folder:
-        sampled = replace(data, dir=folder)
-        spec, seconds = ShardSpec("train", 0, tuple(prompts)), 0.0
+        sampled, spec, seconds = replace(data, dir=folder), ShardSpec("train", 0, tuple(prompts)), 0.0
         for number, stage in enumerate(stages_of(data)):
             with Bar(total=len(prompts), unit="steps", desc="sample: loading models") as bar:
                 worker = Worker(Job(pair=pair, data=sampled, stage=stage))
@@ -145,26 +134,23 @@ def _measure(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> Estim
             del worker
             free_memory()  # the next stage loads other models
         table = read_rows(rows_path(folder, spec.split, spec.index), ["prompt_ids", "response_ids"]).to_pydict()
-        responses = list(map(len, table["response_ids"]))
+        responses, limit = list(map(len, table["response_ids"])), sampled.max_new_tokens
         if not responses:
             raise ValueError(
                 f"none of the {len(prompts)} sampled prompts gave a row; raise --sample, or run `data` on few prompts"
             )
-        is_cut = sampled.max_new_tokens < data.max_new_tokens
+        is_cut = limit < data.max_new_tokens
         # a response that was cut short may have any length up to the limit
-        mean = statistics.fmean(
-            data.max_new_tokens if is_cut and num == sampled.max_new_tokens else num for num in responses
-        )
+        mean = statistics.fmean(data.max_new_tokens if is_cut and num == limit else num for num in responses)
         files = [path for path in Path(folder).rglob(f"{spec.name}.*") if path.suffix != ".json"]
-        limit = f" of at most {sampled.max_new_tokens} tokens" if is_cut else ""
-        return Estimate(
-            prompt_tokens=statistics.fmean(map(len, table["prompt_ids"])),
-            response_tokens=mean,
-            row_bytes=sum(path.stat().st_size for path in files) / sum(responses) * mean,
-            token_s=seconds / sum(responses),
-            origin=f"estimated from {len(spec.prompts)} sample prompts{limit}",
-            is_cut=is_cut or len(spec.prompts) < len(prompts),
-        )
+        row = {
+            "prompt_tokens": statistics.fmean(map(len, table["prompt_ids"])),
+            "response_tokens": mean,
+            "disk_bytes": sum(path.stat().st_size for path in files) / sum(responses) * mean,
+            "token_s": seconds / sum(responses),
+        }
+        about = f"estimated from {len(spec.prompts)} sample prompts" + f" of at most {limit} tokens" * is_cut
+        return row, is_cut or len(spec.prompts) < len(prompts), about
 
 
 def _sized(worker: Worker, data: DataConfig, prompts: Sequence[Prompt], bar: Bar) -> tuple[DataConfig, ShardSpec]:
@@ -184,21 +170,22 @@ def _timed(worker: Worker, spec: ShardSpec, bar: Bar) -> float:
     return time.perf_counter() - start_s
 
 
-def _bound(pair: PairConfig, data: DataConfig) -> Estimate:
+def _bound(pair: PairConfig, data: DataConfig) -> dict[str, float]:
+    """Upper bounds of a row, from the YAML."""
     num_states = (data.mixes if "fed" in data.feature_sets else 0) + ("drawn" in data.feature_sets)
     width, num_drafted = width_of(pair.draft), data.draft_length / data.draft_every
     if width is None:  # not a feature draft
         width, num_drafted = load_config(pair.draft).get_text_config().hidden_size, 1.0
     state_bytes = num_states * width * FEATURE_DTYPES[data.feature_dtype].itemsize
-    return Estimate(
-        prompt_tokens=float(data.max_prompt_tokens),
-        response_tokens=float(data.max_new_tokens),
-        row_bytes=data.max_new_tokens * (_ROW_BYTES_PER_TOKEN + num_drafted * (_LABEL_BYTES_PER_TOKEN + state_bytes)),
-    )
+    token_bytes = _ROW_BYTES_PER_TOKEN + num_drafted * (_LABEL_BYTES_PER_TOKEN + state_bytes)
+    return {
+        "prompt_tokens": float(data.max_prompt_tokens),
+        "response_tokens": float(data.max_new_tokens),
+        "disk_bytes": data.max_new_tokens * token_bytes,
+    }
 
 
-def _report(data: DataConfig, totals: Mapping[str, Any]) -> list[str]:
-    workers = data.ray.num_workers if data.engine == "ray" else 1
+def _report(data: DataConfig, totals: Mapping[str, Any]) -> None:
     by_server = ", as the server provides the labels" if data.labels == "server" else ""
     facts = (
         ("rows", "rows", ""),
@@ -208,24 +195,25 @@ def _report(data: DataConfig, totals: Mapping[str, Any]) -> list[str]:
         ("", "target_sequence_forwards", f" whole sequences{by_server}"),
         ("draft forwards", "draft_sequence_forwards", " whole sequences"),
     )
-    lines = [f"  {label:<18}{totals[name]:>15,}{unit}" for label, name, unit in facts]
+    for label, name, unit in facts:
+        print(f"  {label:<18}{totals[name]:>15,}{unit}")
     disk_bytes, free_bytes, time_s = totals["disk_bytes"], totals["free_bytes"], totals["time_s"]
-    lines.append(f"  disk              {disk_bytes / 1e9:>15,.3f} GB, free {free_bytes / 1e9:,.1f} GB")
+    print(f"  disk              {disk_bytes / 1e9:>15,.3f} GB, free {free_bytes / 1e9:,.1f} GB")
     if time_s is not None:
+        workers = data.ray.num_workers if data.engine == "ray" else 1
         shared = f" / {workers} workers = {duration(time_s / workers)}" if workers > 1 else ""
-        lines.append(f"  time        about {duration(time_s):>15} on this machine, or less{shared}")
+        print(f"  time        about {duration(time_s):>15} on this machine, or less{shared}")
         if advised := shard_size(data, totals):
-            lines.append(
+            print(
                 f"warning: a shard of {data.rows_per_shard} responses takes about "
                 f"{duration(time_s / totals['rows'] * data.rows_per_shard)}, which an interrupted run would "
                 f"lose; set data.rows_per_shard to {advised}"
             )
     if disk_bytes > free_bytes:
-        lines.append(
+        print(
             "warning: not enough free disk space; free some, or use fewer prompts, one of data.features, or fewer "
             "data.mixes"
         )
-    return lines
 
 
 def shard_size(data: DataConfig, totals: Mapping[str, Any]) -> int | None:

@@ -7,16 +7,16 @@ is done. The last process to finish counts all prompts.
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from configs.schema import DataConfig, PairConfig
 from data_gen.responses.conversation import ShardSpec
-from store.lock import LOCK, holder_of, in_words, only_writer, state
+from store.lock import LOCK, holder_of, in_words, only_writer
 
 _TURN_S = 300.0
 """Longest wait for the directory's lock, which others hold for a moment, longer on a slow disk."""
@@ -49,17 +49,27 @@ class Share(NamedTuple):
         """Whether one process makes everything."""
         return self.world_size == 1
 
-    @property
-    def _lock(self) -> str:
-        return LOCK if self.is_whole else f"{LOCK}-{self.rank}-of-{self.world_size}"
-
-    def writing(self, directory: str) -> AbstractContextManager[None]:
-        """The lock that this process holds while it works: of its rank, or of the directory if it makes everything."""
-        return only_writer(directory, setting="data.dir", name=self._lock)
-
-    def turn(self, directory: str) -> AbstractContextManager[None]:
-        """The directory's lock, for what one process does at a time."""
-        return nullcontext() if self.is_whole else only_writer(directory, setting="data.dir", wait_s=_TURN_S)
+    @contextmanager
+    def first_turn(self, data: DataConfig, work: ExitStack) -> Iterator[None]:
+        """Run the block while no other process has its turn. `work` gets the lock that this process holds until its
+        share is done: of its rank, or of the directory if it makes everything. ValueError if running processes divide
+        the shards differently; the lock of a rank has the division in its name.
+        """
+        division = f"of-{self.world_size}-{data.num_train}-{data.num_dev}-{data.num_test}"
+        with ExitStack() as turn:
+            self._enter(work if self.is_whole else turn, data.dir)
+            for path in _locks_of_ranks(data.dir):
+                if not path.name.endswith(division) and (holder := holder_of(path)) is not None:
+                    rank, _, *numbers = path.name.removeprefix(f"{LOCK}-").split("-")
+                    raise ValueError(
+                        f"{data.dir} is in use by rank {rank}, {in_words(holder)}, with --world_size and "
+                        f"data.num_train, num_dev, num_test {', '.join(numbers)} instead of "
+                        f"{', '.join(division.split('-')[1:])}; wait until it ends, stop it, give all processes the "
+                        "same numbers, or choose another data.dir"
+                    )
+            if not self.is_whole:
+                work.enter_context(only_writer(data.dir, setting="data.dir", name=f"{LOCK}-{self.rank}-{division}"))
+            yield
 
     @contextmanager
     def last_turn(self, directory: str, work: ExitStack) -> Iterator[int]:
@@ -68,26 +78,15 @@ class Share(NamedTuple):
         `work` holds the lock of this rank, which is released first: of two processes that end at once, the second sees
         none.
         """
-        with self.turn(directory):
+        with ExitStack() as turn:
             if not self.is_whole:
+                self._enter(turn, directory)
                 work.close()
-            yield sum(holder_of(path) is not None for path in self._others(directory))
+            yield sum(holder_of(path) is not None for path in _locks_of_ranks(directory))
 
-    def refuse_others(self, directory: str, data: DataConfig) -> None:
-        """Raise ValueError if running processes divide the shards differently; the caller has its turn."""
-        numbers = f"data.num_train, num_dev and num_test {data.num_train}, {data.num_dev} and {data.num_test}"
-        requested = f"--world_size {self.world_size} and {numbers}"
-        for path in self._others(directory):
-            holder = holder_of(path) or {}
-            if holder.get("requested", requested) != requested:
-                rank, _, world_size = path.name.removeprefix(f"{LOCK}-").split("-")
-                raise ValueError(
-                    f"{directory} is in use by rank {rank} of {world_size}, {in_words(holder)}, with "
-                    f"{holder['requested']} instead of {requested}; wait until it ends, stop it, give all processes "
-                    "the same numbers, or choose another data.dir"
-                )
-        if not self.is_whole:
-            state(Path(directory) / self._lock, requested=requested)
+    def _enter(self, stack: ExitStack, directory: str) -> None:
+        waits: dict[str, Any] = {} if self.is_whole else {"wait_s": _TURN_S}
+        stack.enter_context(only_writer(directory, setting="data.dir", **waits))
 
     def on_its_gpu(self, pair: PairConfig) -> PairConfig:
         """The section with models moved from the first GPU to this process's GPU, if the machine has several."""
@@ -101,34 +100,27 @@ class Share(NamedTuple):
         )
         return replace(pair, target=target, draft=draft)
 
-    def _others(self, directory: str) -> list[Path]:
-        return [path for path in sorted(Path(directory).glob(f"{LOCK}-*-of-*")) if path.name != self._lock]
+
+def _locks_of_ranks(directory: str) -> list[Path]:
+    return sorted(Path(directory).glob(f"{LOCK}-*-of-*"))
 
 
 def share_of(rank: int | None, world_size: int | None, environment: Mapping[str, str] = os.environ) -> Share:
     """The share of this process: as given, or from the variables of torchrun or srun, or everything; ValueError for
     half of a share or a rank that is not below world_size.
     """
+    given: dict[str, object] = {"--rank": rank, "--world_size": world_size}
+    launcher = None
     if rank is None and world_size is None:
-        for launcher, (*names, local) in _LAUNCHERS.items():
-            if all(environment.get(name) for name in names):
-                return _launched({name: environment.get(name, "0") for name in (*names, local)}, launcher)
-        return Share(0, 1)
-    if rank is None or world_size is None:
-        present, missing = ("--world_size", "--rank") if rank is None else ("--rank", "--world_size")
-        raise ValueError(f"{present} is given without {missing}; give both, such as --rank 0 --world_size 4")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"--rank is {rank} and --world_size {world_size}; --rank must be from 0 to world_size - 1")
-    return Share(rank, world_size)
-
-
-def _launched(variables: Mapping[str, str], launcher: str) -> Share:
-    if all(map(str.isdecimal, variables.values())):
-        rank, world_size, local_rank = map(int, variables.values())
-        if rank < world_size:
-            return Share(rank, world_size, local_rank, launcher)
-    found = " and ".join(f"{name} is {value!r}" for name, value in variables.items())
+        launched = [name for name, (*two, _) in _LAUNCHERS.items() if all(environment.get(name) for name in two)]
+        if not launched:
+            return Share(0, 1)
+        launcher = launched[0]
+        given = {name: environment.get(name, "0") for name in _LAUNCHERS[launcher]}
+    texts = list(map(str, given.values()))
+    if all(map(str.isdecimal, texts)) and int(texts[0]) < int(texts[1]):
+        return Share(int(texts[0]), int(texts[1]), int(texts[2]) if launcher else 0, launcher)
     raise ValueError(
-        f"{found} in the environment, which is not a valid rank and world size; unset them, or pass --rank 0 "
-        "--world_size 1 to make everything in this process"
+        f"{' and '.join(f'{name} is {number}' for name, number in given.items())}, which is not a rank and a number of "
+        "processes; pass both, with --rank from 0 to world_size - 1, such as --rank 0 --world_size 1 for everything"
     )

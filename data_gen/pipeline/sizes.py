@@ -25,31 +25,21 @@ def settled(config: DataConfig, heads: HeadsConfig | None = None, *, is_verbose:
         if any(source.path == "stories" for source in config.prompt_sources):
             raise ValueError("data.num_train is null, but the generated stories never end; set data.num_train")
         config = replace(config, num_train=len(load_prompts(config, "train")))
-    if config.features is None and heads is not None:
-        manifest = Path(config.dir) / "manifest.json"
-        existing = read_manifest(config.dir).get("features", ()) if manifest.is_file() else ()
+    if heads is None:
+        return config
+    needed = {"fed" if timing == "fed" else "drawn" for timing in heads.timings} | ({"fed"} if heads.specdec else set())
+    if config.features is None:
+        if (Path(config.dir) / "manifest.json").is_file():
+            needed |= set(read_manifest(config.dir).get("features", ()))
         features: tuple[Feature, ...] = ("fed", "drawn")
-        needed = (*_read_by(heads), *existing)
-        config = replace(config, features=tuple(name for name in features if name in needed))
-    elif heads is not None and heads.features == "cached":
-        for name, setting in _read_by(heads).items():
-            if name not in config.feature_sets:
-                others = "heads.specdec: false" if setting == "heads.specdec" else "other heads.timings"
-                raise ValueError(
-                    f"data.features is [{', '.join(config.feature_sets)}], but {setting} needs {name} features; remove "
-                    f"data.features to get what the heads need, or choose {others}, or heads.features: online, which "
-                    "needs none"
-                )
+        return replace(config, features=tuple(name for name in features if name in needed))
+    if heads.features == "cached" and (lacking := sorted(needed - set(config.features))):
+        raise ValueError(
+            f"data.features is [{', '.join(config.features)}], but heads.timings [{', '.join(heads.timings)}] with "
+            f"heads.specdec: {str(heads.specdec).lower()} needs {lacking[0]} features; remove data.features to get "
+            "what the heads need, choose other heads, or heads.features: online, which needs none"
+        )
     return config
-
-
-def _read_by(heads: HeadsConfig) -> dict[str, str]:
-    """Feature set -> the setting that needs it."""
-    timings: dict[str, list[str]] = {"fed": [], "drawn": []}
-    for timing in heads.timings:
-        timings["fed" if timing == "fed" else "drawn"].append(timing)
-    settings = {name: f"heads.timings [{', '.join(names)}]" for name, names in timings.items() if names}
-    return ({"fed": "heads.specdec"} if heads.specdec else {}) | settings
 
 
 def _weights(config: DataConfig, *, is_verbose: bool) -> tuple[int, int, int]:

@@ -6,8 +6,8 @@ one model at a time (`sequential`), which keep their results in DIR/stages until
     draft       Y, log q, entropy, mixings, hidden states    draft
     target      log p, acceptance_prob                       target
 
-Hidden states are written once, by the stage `draft`; the stage `target` moves the file. With `labels: server` the
-responses come with the target's distributions, and there is no stage `target`.
+Hidden states are in DIR/features from the stage `draft` on. With `labels: server` the responses come with
+the target's distributions, and there is no stage `target`.
 
 A larger run keeps the shards of the smaller one; only a short last shard is made again. Each shard's sidecar has a
 digest of every prompt that it was made from, so that shards of other prompts are refused.
@@ -30,22 +30,11 @@ from data_gen.responses.conversation import ShardSpec
 from data_gen.responses.exchange import Answers, Exchange, Problem, Response
 from data_gen.store import labels, rows
 from data_gen.store.labels import Layout, layout_of
-from store.shards import (
-    features_path,
-    is_whole,
-    labels_path,
-    move_shard,
-    read_sidecar,
-    rows_path,
-    sidecar_path,
-    write_shard,
-)
+from store.shards import features_path, is_whole, labels_path, read_sidecar, rows_path, sidecar_path, write_shard
 
 _FACTS = Exchange._fields[:5]
 """All fields of an exchange but tensors."""
 Stage = Literal["together", "respond", "draft", "target"]
-_RESULTS = ("respond", "draft", "fed", "drawn")
-"""Folders of results in DIR/stages; `fed` and `drawn` are hidden states of the stage draft."""
 
 
 def stages_of(data: DataConfig) -> tuple[Stage, ...]:
@@ -68,13 +57,13 @@ def cut_shards(split: str, prompts: Sequence[Prompt], size: int) -> list[ShardSp
 
 def refuse_other_prompts(specs: Iterable[ShardSpec], data: DataConfig) -> None:
     """Forget short shards that have grown; ValueError if a shard was made from other prompts."""
-    sources = ", ".join(str(Path(source.path)) for source in data.prompt_sources)
     for spec in specs:
         path = rows_path(data.dir, spec.split, spec.index)
-        for file in (path, _stage_path(spec, data, "respond")):
+        for file in (path, stage_path(spec, data, "respond")):
             made = read_sidecar(file, keys=("prompts",))["prompts"] if sidecar_path(file).is_file() else spec.digests
             num = min(len(made), len(spec.digests))
             if made[:num] != spec.digests[:num]:
+                sources = ", ".join(str(Path(source.path)) for source in data.prompt_sources)
                 raise ValueError(
                     f"{spec.name} of {data.dir} was made from other prompts than {sources} has now; restore the "
                     f"earlier prompts, choose another data.dir, or delete {data.dir} to start over"
@@ -92,8 +81,26 @@ def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> boo
         return True
     if stage in ("together", "target"):
         return False
-    stored = [_states_path(spec, data, timing) for timing in data.feature_sets] if stage == "draft" else []
-    return all(map(is_whole, [_stage_path(spec, data, stage), *stored]))
+    return all(map(is_whole, [stage_path(spec, data, stage), *(states if stage == "draft" else ())]))
+
+
+def write_states(spec: ShardSpec, columns: Mapping[str, Tensor], num_rows: int, data: DataConfig) -> None:
+    """Write the hidden states that `columns` has, one file per timing. Rows of other states are forgotten first."""
+    sidecar_path(rows_path(data.dir, spec.split, spec.index)).unlink(missing_ok=True)
+    for timing in data.feature_sets:
+        if timing in columns:
+            # if this run is killed, the stage draft is made again: its result has other states
+            sidecar_path(stage_path(spec, data, "draft")).unlink(missing_ok=True)
+            content = safetensors.torch.save({"hidden": columns[timing].contiguous()})
+            times = data.mixes if timing == "fed" else 1
+            path = features_path(data.dir, timing, spec.split, spec.index)
+            write_shard(path, content, rows=num_rows * times, tokens=len(columns[timing]))
+
+
+def read_states(spec: ShardSpec, data: DataConfig) -> dict[str, Tensor]:
+    """The hidden states on disk, by timing."""
+    paths = {timing: features_path(data.dir, timing, spec.split, spec.index) for timing in data.feature_sets}
+    return {timing: safetensors.torch.load_file(path)["hidden"] for timing, path in paths.items()}
 
 
 def write_files(
@@ -106,32 +113,22 @@ def write_files(
     data: DataConfig,
 ) -> None:
     """Write the hidden states, the labels and then the rows of a shard, so that rows on disk always have both; the
-    sidecar of the rows has the outcome of every prompt. Hidden states that `columns` lacks are those of the stage
-    `draft`; a feature draft, whose labels are not those of the response tokens, needs `layout` and `rows_columns` too.
+    sidecar of the rows has the outcome of every prompt. A feature draft, whose labels are not those of the response
+    tokens, needs `layout` and `rows_columns` too.
     """
-    layout = layout or layout_of(answers.exchanges)
-    for timing in data.feature_sets:
-        path = features_path(data.dir, timing, spec.split, spec.index)
-        if timing in columns:
-            _write_states(path, columns[timing], answers, data, timing)
-        elif (source := _stage_path(spec, data, timing)).is_file():  # else moved by a run that was killed afterwards
-            move_shard(source, path)
     num_rows, written = len(answers.exchanges), (data.dir, spec.split, spec.index)
+    layout = layout or layout_of(answers.exchanges)
+    write_states(spec, columns, num_rows, data)
     content = labels.to_safetensors(columns, layout)
     write_shard(labels_path(*written), content, rows=num_rows, tokens=layout.num_tokens)
     columns, has_sets = rows_columns or columns, len(sources_of(data)) > 1
-    from_target, num_tokens = columns.get("from_target"), layout_of(answers.exchanges).num_tokens
-    table = rows.to_parquet(answers.exchanges, columns, from_target=from_target, mixes=data.mixes, has_sets=has_sets)
+    table = rows.to_parquet(answers.exchanges, columns, mixes=data.mixes, has_sets=has_sets)
     problems = [problem._asdict() for problem in answers.problems]
     account = {"prompts": spec.digests, "input": spec.num_requests, "ok": num_rows, "problems": problems}
     sizes = {"batch_size": data.batch_size, "chunk_mb": data.chunk_mb}  # the rounding of forwards depends on them
+    num_tokens = layout_of(answers.exchanges).num_tokens
     write_shard(rows_path(*written), table, rows=num_rows, tokens=num_tokens, **account, **sizes)
     forget_stages([spec], data)
-
-
-def _write_states(path: Path, hidden: Tensor, answers: Answers, data: DataConfig, timing: str) -> None:
-    num_rows = len(answers.exchanges) * (data.mixes if timing == "fed" else 1)
-    write_shard(path, safetensors.torch.save({"hidden": hidden.contiguous()}), rows=num_rows, tokens=len(hidden))
 
 
 def kept_responses(spec: ShardSpec, data: DataConfig) -> dict[str, Response]:
@@ -142,33 +139,18 @@ def kept_responses(spec: ShardSpec, data: DataConfig) -> dict[str, Response]:
 
 def save(spec: ShardSpec, stage: Stage, answers: Answers, columns: Mapping[str, Tensor], data: DataConfig) -> None:
     """Save the result of the stage `respond` or `draft`: first the hidden states, then the rest in one file."""
-    for timing in data.feature_sets:
-        if timing in columns:
-            _write_states(_stage_path(spec, data, timing), columns[timing], answers, data, timing)
+    write_states(spec, columns, len(answers.exchanges), data)
     small = {name: values for name, values in columns.items() if name not in data.feature_sets}
     metadata = {
         "exchanges": json.dumps([dict(zip(_FACTS, exchange, strict=False)) for exchange in answers.exchanges]),
         "problems": json.dumps([problem._asdict() for problem in answers.problems]),
     }
     content = safetensors.torch.save(small, metadata=metadata)
-    write_shard(_stage_path(spec, data, stage), content, prompts=spec.digests)
-
-
-def load(spec: ShardSpec, stage: Stage, data: DataConfig) -> tuple[Answers, dict[str, Tensor]]:
-    """The answers and the columns that `save` saved, without the hidden states."""
-    path = _stage_path(spec, data, stage)
-    return answers_in(path), safetensors.torch.load_file(path)
-
-
-def load_states(spec: ShardSpec, data: DataConfig) -> dict[str, Tensor]:
-    """The hidden states of the stage `draft`, by timing."""
-    return {
-        timing: safetensors.torch.load_file(_states_path(spec, data, timing))["hidden"] for timing in data.feature_sets
-    }
+    write_shard(stage_path(spec, data, stage), content, prompts=spec.digests)
 
 
 def answers_in(path: Path) -> Answers:
-    """The answers in a file of the stage `respond`."""
+    """The answers in a file of the stage `respond` or `draft`."""
     with safe_open(path, framework="pt") as file:
         turns = {name: json.loads(text) for name, text in file.metadata().items()}
     return Answers([Exchange(**turn) for turn in turns["exchanges"]], [Problem(**turn) for turn in turns["problems"]])
@@ -176,16 +158,11 @@ def answers_in(path: Path) -> Answers:
 
 def forget_stages(specs: Iterable[ShardSpec], data: DataConfig) -> None:
     """Remove the results of the earlier stages of complete shards."""
-    for path in [_stage_path(spec, data, stage) for spec in specs for stage in _RESULTS]:
+    for path in [stage_path(spec, data, stage) for spec in specs for stage in ("respond", "draft")]:
         for file in (path, sidecar_path(path)):
             file.unlink(missing_ok=True)
 
 
-def _states_path(spec: ShardSpec, data: DataConfig, timing: str) -> Path:
-    """The stage's file, or the shard itself if a run was killed after moving it there."""
-    path = _stage_path(spec, data, timing)
-    return path if path.is_file() else features_path(data.dir, timing, spec.split, spec.index)
-
-
-def _stage_path(spec: ShardSpec, data: DataConfig, stage: str) -> Path:
+def stage_path(spec: ShardSpec, data: DataConfig, stage: str) -> Path:
+    """The result of the stage `respond` or `draft`."""
     return Path(data.dir) / "stages" / stage / f"{spec.name}.safetensors"

@@ -4,12 +4,12 @@ Every random number of a shard comes from seeds of (run seed, stage, split, shar
 on any engine, in any order, and after any interruption.
 """
 
-import gc
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -33,6 +33,7 @@ from lm import (
     check_width,
     eos_ids_of,
     feature_draft_of,
+    free_memory,
     load_config,
     load_model,
     load_pair_tokenizer,
@@ -95,7 +96,7 @@ class Worker:
         """
         pair, data = job.pair, job.data
         torch.set_num_threads(pair.num_threads or torch.get_num_threads())
-        self.job, self.stage = job, job.stage
+        self.job = job
         self.tokenizer = load_pair_tokenizer(pair)
         self._sampling = Sampling(**vars(pair.sampling))
         self._spelling = Spelling(self.tokenizer, _eos_ids(pair.target, self.tokenizer))
@@ -136,37 +137,29 @@ class Worker:
     def resize(self, data: DataConfig) -> None:
         """Build the source and the labellers for the batch size and the limits of `data`."""
         self.data, models = data, self._models
-        self.source = self._source() if self._asks else None
+        common: dict[str, Any] = {"sampling": self._sampling, "vocab_size": self._vocab_size}
+        self.source: ResponseSource | None = None
+        if self._asks and data.source == "server":
+            self.source = self._server
+        elif self._asks and data.source == "file":
+            self.source = ResponseFile(str(data.responses), self._spelling, max_new_tokens=data.max_new_tokens)
+        elif self._asks:
+            self.source = TargetInProcess(
+                models["target"],
+                **common,
+                eos_ids=self._spelling.eos_ids,
+                max_new_tokens=data.max_new_tokens,
+                batch_size=data.batch_size,
+                keeps_states="draft" in models,
+            )
+        common |= {"target": models.get("target"), "chunk_mb": data.chunk_mb}
+        common["feature_dtype"] = FEATURE_DTYPES[data.feature_dtype]
+        self.labeller = Labeller(draft=models.get("draft"), batch_size=data.batch_size, **common)
         self.chains: ChainLabeller | None = None
-        settings: dict[str, Any] = {
-            "target": models.get("target"),
-            "sampling": self._sampling,
-            "vocab_size": self._vocab_size,
-            "chunk_mb": data.chunk_mb,
-            "feature_dtype": FEATURE_DTYPES[data.feature_dtype],
-        }
-        self.labeller = Labeller(draft=models.get("draft"), batch_size=data.batch_size, **settings)
         if self._feature_draft is not None:
             eos_ids = Pair(models["target"], self._feature_draft, None, self.tokenizer).eos_ids
-            settings |= {"eos_ids": eos_ids, "draft_length": data.draft_length, "draft_every": data.draft_every}
-            self.chains = ChainLabeller(draft=self._feature_draft, **settings)
-
-    def _source(self) -> ResponseSource:
-        data = self.data
-        if data.source == "server":
-            source: ResponseSource = self._server
-            return source
-        if data.source == "file":
-            return ResponseFile(str(data.responses), self._spelling, max_new_tokens=data.max_new_tokens)
-        return TargetInProcess(
-            self._models["target"],
-            self._sampling,
-            vocab_size=self._vocab_size,
-            eos_ids=self._spelling.eos_ids,
-            max_new_tokens=data.max_new_tokens,
-            batch_size=data.batch_size,
-            keeps_states="draft" in self._models,
-        )
+            common |= {"eos_ids": eos_ids, "draft_length": data.draft_length, "draft_every": data.draft_every}
+            self.chains = ChainLabeller(draft=self._feature_draft, **common)
 
     def with_answers(
         self, specs: Sequence[ShardSpec], progress: Progress
@@ -184,47 +177,34 @@ class Worker:
         numbers belong to the shard, not to its batches, so only rounding depends on the batch size. ValueError if a
         single sequence does not fit.
         """
-        counts: list[int] = []
-
-        def count_requests(count: int) -> None:
-            counts.append(count)
-            progress(count)
-
         while True:
             try:
-                self._make(spec, count_requests, answers)
+                self._make(spec, progress, answers)
                 return
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 if not is_out_of_memory(error):
                     raise
-            count_requests(-sum(counts))
             self._halve_batch(spec)  # outside the handler, whose error keeps the tensors of its frames alive
 
     def _halve_batch(self, spec: ShardSpec) -> None:
-        data = self.data
-        size, kept = min(data.batch_size, spec.num_requests) // 2, "finished shards are kept"
-        where = f"{self.stage}: out of memory at {spec.name}"
-        if self.job.is_sliced:  # the other processes did not run out, and wait in a forward of the full batch
+        data, size = self.data, min(self.data.batch_size, spec.num_requests) // 2
+        where = f"{self.job.stage}: out of memory at {spec.name} with data.batch_size {data.batch_size}"
+        if self.job.is_sliced or size == 0:  # other slices did not run out, and wait in a forward of the full batch
+            remedies = f"data.chunk_mb ({data.chunk_mb}), data.max_new_tokens ({data.max_new_tokens}) or "
+            remedies += f"data.max_prompt_tokens ({data.max_prompt_tokens}), or set data.mode: sequential"
+            smaller = f"at most {size}" if size else "1"
             raise ValueError(
-                f"{where} with data.batch_size {data.batch_size}, in one process of a sliced model; set "
-                f"data.batch_size to at most {max(1, size)}; {kept}"
+                f"{where}; set data.batch_size to {smaller}, or lower {remedies}; finished shards are kept"
             )
-        if size == 0:
-            raise ValueError(
-                f"{where} with one sequence at a time; lower data.chunk_mb ({data.chunk_mb}), data.max_new_tokens "
-                f"({data.max_new_tokens}) or data.max_prompt_tokens ({data.max_prompt_tokens}), or set data.mode: "
-                f"sequential; {kept}"
-            )
-        gc.collect()
-        torch.cuda.empty_cache()
-        # print above the progress bar
-        tqdm.write(f"{where} with data.batch_size {data.batch_size}; continuing with {size}", file=sys.stderr)
+        free_memory()
+        tqdm.write(f"{where}; continuing with {size}", file=sys.stderr)  # above the progress bar
         self.resize(replace(data, batch_size=size))
 
     def _make(self, spec: ShardSpec, progress: Progress, answers: Answers | None) -> None:
-        columns: dict[str, Tensor] = {}
+        stage, columns, more = self.job.stage, dict[str, Tensor](), dict[str, Any]()
         if self.source is None:
-            answers, columns = stages.load(spec, "draft" if self.stage == "target" else "respond", self.data)
+            path = stages.stage_path(spec, self.data, "draft" if stage == "target" else "respond")
+            answers, columns = stages.answers_in(path), safetensors.torch.load_file(path)
         else:
             answers = self._ask(spec, progress) if answers is None else answers
             if self.data.labels == "server":
@@ -232,17 +212,19 @@ class Worker:
                 columns = {"p_ids": known.ids, "p_probs": known.probs}
         # all sources but this one count problems with answers themselves
         old = [] if isinstance(self.source, TargetInProcess) else answers.problems
-        if self.stage == "respond":
-            if self.job.writes:
-                stages.save(spec, self.stage, answers, columns, self.data)
-        else:
+        if stage != "respond":
             progress(len(answers.problems))  # they get no labels
-            label = self._label if self.chains is None else self._label_drafts
-            answers = label(spec, answers, columns, progress)
+            answers, columns, more = self._labelled(spec, answers, columns, progress)
+        if not self.job.writes:
+            pass
+        elif stage == "respond" or (stage == "draft" and self.data.labels == "target"):
+            stages.save(spec, stage, answers, columns, self.data)
+        else:
+            stages.write_files(spec, answers, columns=columns, data=self.data, **more)
         failed = [problem for problem in answers.problems if problem.outcome == "error" and problem not in old]
         self._latest.add(
             [*failed, *[None] * len(answers.exchanges)],
-            subject=f"rows of the stage {self.stage} ended in an error",
+            subject=f"rows of the stage {stage} ended in an error",
             remedy="finished shards are kept; run with --retry_errors to try these rows again",
         )
 
@@ -255,27 +237,34 @@ class Worker:
         )
         return answers
 
-    def _label(self, spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], progress: Progress) -> Answers:
-        """Label the rows and write the shard; returns the answers with new problems."""
-        if self.stage == "target":
+    def _labelled(
+        self, spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], progress: Progress
+    ) -> tuple[Answers, dict[str, Tensor], dict[str, Any]]:
+        """The answers with new problems, the columns of other rows, and further arguments of `stages.write_files` for
+        a feature draft.
+        """
+        data, exchanges = self.data, answers.exchanges
+        if self.chains is not None:
+            uniform = uniforms(self._seed(spec, "draft"), layout_of(exchanges).num_tokens, data.draft_length)
+            drafts, rows, lengths = self.chains.label(exchanges, uniform, timings=data.feature_sets, progress=progress)
+            draft_lengths = torch.tensor([length for row in lengths for length in row], dtype=torch.int64)
+            more = {"layout": Layout(tuple(map(sum, lengths))), "rows_columns": rows}
+            return without(spec, answers, drafts.broken), drafts.columns | {"draft_lengths": draft_lengths}, more
+        if self.job.stage == "target":
             inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
-            labelled = self.labeller.label(answers.exchanges, inputs, with_hidden=False, progress=progress)
-            # hidden states are moved with their file, unless those of broken rows must be removed
-            hidden = stages.load_states(spec, self.data) if labelled.broken else {}
-            labelled = Labelled(columns | hidden | labelled.columns, labelled.broken)
+            labelled = self.labeller.label(exchanges, inputs, with_hidden=False, progress=progress)
+            columns |= labelled.columns
+            if labelled.broken and self.job.writes:  # else the hidden states on disk stay as they are
+                columns |= stages.read_states(spec, data)
         else:
-            states = [exchange.states for exchange in answers.exchanges if exchange.states is not None]
-            if states and len(states) == len(answers.exchanges):  # responses of an earlier run have none
+            states = [exchange.states for exchange in exchanges if exchange.states is not None]
+            if states and len(states) == len(exchanges):  # responses of an earlier run have none
                 columns["target_states"] = torch.cat(states)
-            labelled = self.label_and_mix(spec, answers.exchanges, columns, progress)
-        answers, columns = self._without_broken(spec, answers, labelled)
-        if not self.job.writes:
-            return answers
-        if self.stage == "draft" and self.data.labels == "target":
-            stages.save(spec, self.stage, answers, columns, self.data)
-        else:
-            stages.write_files(spec, answers, columns=columns, data=self.data)
-        return answers
+            labelled = self.label_and_mix(spec, exchanges, columns, progress)
+            columns = labelled.columns
+        if labelled.broken:
+            columns = self._without(list(labelled.broken), layout_of(exchanges), columns)
+        return without(spec, answers, labelled.broken), columns, {}
 
     def label_and_mix(
         self, spec: ShardSpec, exchanges: Sequence[Exchange], known: Mapping[str, Tensor], progress: Progress
@@ -285,10 +274,8 @@ class Worker:
         `known`: inputs of `Labeller.label` besides the uniforms.
         """
         data, layout = self.data, layout_of(exchanges)
-        uniform, coins = (
-            uniforms(seed_of(data.seed, name, spec.split, spec.index), layout.num_tokens * times)
-            for name, times in (("draft", 1), ("mixing", data.mixes))
-        )
+        uniform = uniforms(self._seed(spec, "draft"), layout.num_tokens)
+        coins = uniforms(self._seed(spec, "mixing"), layout.num_tokens * data.mixes)
         columns, broken = self.labeller.label(
             exchanges, {"uniform": uniform, **known}, with_hidden="drawn" in data.feature_sets, progress=progress
         )
@@ -305,33 +292,15 @@ class Worker:
             broken = {row // mixes: f"{reason}; {REMEDY}" for row in infinite_rows} | broken
         return Labelled(columns, broken)
 
-    def _without_broken(
-        self, spec: ShardSpec, answers: Answers, labelled: Labelled
-    ) -> tuple[Answers, dict[str, Tensor]]:
-        """The answers and columns without broken rows, each of which becomes a problem."""
-        if not labelled.broken:
-            return answers, labelled.columns
-        layout = layout_of(answers.exchanges)
-        once = torch.ones(layout.num_tokens, dtype=torch.bool)
-        once[layout.positions(list(labelled.broken))] = False
-        repeated = once[layout.order(self.data.mixes)]
-        return without(spec, answers, labelled.broken), {
-            name: values[repeated if name in _OF_EVERY_MIXING else once] for name, values in labelled.columns.items()
-        }
+    def _seed(self, spec: ShardSpec, stage: str) -> int:
+        return seed_of(self.data.seed, stage, spec.split, spec.index)
 
-    def _label_drafts(
-        self, spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], progress: Progress
-    ) -> Answers:
-        """`_label` with the drafts of a feature draft."""
-        assert self.chains is not None
-        data, shape = self.data, (layout_of(answers.exchanges).num_tokens, self.data.draft_length)
-        uniform = uniforms(seed_of(data.seed, "draft", spec.split, spec.index), *shape)
-        drafts = self.chains.label(answers.exchanges, uniform, timings=data.feature_sets, progress=progress)
-        answers, lengths = without(spec, answers, drafts.broken), [length for row in drafts.lengths for length in row]
-        columns = drafts.columns | drafts.hidden | {"draft_lengths": torch.tensor(lengths, dtype=torch.int64)}
-        layout = Layout(tuple(map(sum, drafts.lengths)))
-        stages.write_files(spec, answers, columns=columns, layout=layout, rows_columns=drafts.rows, data=data)
-        return answers
+    def _without(self, broken: list[int], layout: Layout, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The columns without some rows."""
+        once = torch.ones(layout.num_tokens, dtype=torch.bool)
+        once[layout.positions(broken)] = False
+        repeated = once[layout.order(self.data.mixes)]
+        return {name: values[repeated if name in _OF_EVERY_MIXING else once] for name, values in columns.items()}
 
 
 def _eos_ids(target: ModelSource, tokenizer: Any) -> frozenset[int]:

@@ -3,14 +3,14 @@
     weights        sha256 over all weights files (and the model's own code, if any)
     config         sha256 over config.json and generation_config.json, without the version that wrote them
 
-Each large file is hashed once: its hash is cached under its path, size and modification time.
+Large files are hashed once: hashes are cached under path, size and modification time.
 """
 
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -22,11 +22,10 @@ from transformers import AutoConfig
 from configs.schema import ModelSource
 from lm.features.released import MTP, commit_of, width_of, without_mtp
 from lm.pair import repository_of
-from store.shards import write_atomic
+from store.shards import sha256_of, write_atomic
 
-_BLOCK_BYTES = 2**20
 _LARGE_BYTES = 2**26
-"""Minimum size of a file whose hash is cached."""
+"""Minimum size of a file for which hashes are cached."""
 _SLOW_BYTES = 2**32
 """Minimum size of files whose hashing is announced."""
 _IGNORED_KEYS = ("transformers_version", "_name_or_path")
@@ -75,40 +74,24 @@ def same_model(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool | No
     return None
 
 
-def file_sha256(path: Path, num_bytes: int | None = None) -> str:
-    """sha256 of a file, or of its first bytes."""
-    digest, left = hashlib.sha256(), path.stat().st_size if num_bytes is None else num_bytes
-    with path.open("rb") as file:
-        while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
-            digest.update(block)
-            left -= len(block)
-    return digest.hexdigest()
-
-
 def _weights(folder: Path) -> str:
     paths = sorted([*folder.glob("*.safetensors"), *folder.glob("*.py")])
-    lines = [f"{path.name} {sha256}" for path, sha256 in zip(paths, _hashes(paths), strict=True)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _hashes(paths: Sequence[Path]) -> list[str]:
+    names = [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "acceptance-heads", "sha256.json")
     known: dict[str, str] = {}
     with suppress(OSError, ValueError):  # missing or unreadable: hash everything again
         known = dict(json.loads(cache.read_text()))
-    names = [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths]
     new = {name: path for name, path in zip(names, paths, strict=True) if name not in known}
     num_bytes = sum(path.stat().st_size for path in new.values())
     if num_bytes >= _SLOW_BYTES:
-        print(
-            f"{paths[0].parent}: hashing {num_bytes / 1e9:,.0f} GB of weights (only once)", file=sys.stderr, flush=True
-        )
+        print(f"{folder}: hashing {num_bytes / 1e9:,.0f} GB of weights (only once)", file=sys.stderr, flush=True)
     with ThreadPoolExecutor() as pool:
-        hashed = dict(zip(new, pool.map(file_sha256, new.values()), strict=True))
-    if large := {name: hashed[name] for name, path in new.items() if path.stat().st_size >= _LARGE_BYTES}:
+        known |= zip(new, pool.map(sha256_of, new.values()), strict=True)
+    if any(path.stat().st_size >= _LARGE_BYTES for path in new.values()):
         with suppress(OSError, ValueError):  # the cache cannot be written: hash again next time
-            write_atomic(cache, json.dumps(known | large, indent=0).encode())
-    return [(known | hashed)[name] for name in names]
+            write_atomic(cache, json.dumps(known, indent=0).encode())
+    lines = [f"{path.name} {known[name]}" for path, name in zip(paths, names, strict=True)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _configs(folder: Path) -> str:

@@ -23,11 +23,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig, PairConfig
-from data_gen.store.identity import describe_model, file_sha256
+from data_gen.store.identity import describe_model
 from lm.draws import GENERATOR
 from lm.features.released import released_layout_of
 from store.json_files import read_json
-from store.shards import write_atomic
+from store.shards import sha256_of, write_atomic
 
 FORMAT = 3
 """Data format: 3 stores each number once (labels/), 2 stored it beside the hidden states of each timing."""
@@ -45,14 +45,10 @@ _REUSE = " (`acceptance-heads responses` exports the existing responses for reus
 
 
 def make_manifest(
-    pair: PairConfig,
-    data: DataConfig,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    split: Mapping[str, Any],
+    pair: PairConfig, data: DataConfig, *, tokenizer: PreTrainedTokenizerBase, split: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The manifest of a run, before any model is loaded; `split`: the number of prompts of each split."""
-    is_served = "server" in (data.source, data.labels)
+    is_served, has_feature_draft = "server" in (data.source, data.labels), bool(released_layout_of(pair.draft))
     return {
         "format": FORMAT,
         "target": describe_model(pair.target),
@@ -61,46 +57,43 @@ def make_manifest(
         "chat_template": digest(str(tokenizer.chat_template)) if data.template == "chat" else None,
         "sampling": asdict(pair.sampling),
         **{name: value for name, value in asdict(data).items() if name not in _UNCOMPARED},
-        "draft_length": data.draft_length if released_layout_of(pair.draft) else None,
+        "draft_length": data.draft_length if has_feature_draft else None,
         # null, as in directories made before the setting existed
-        "draft_every": data.draft_every if data.draft_every > 1 and released_layout_of(pair.draft) else None,
+        "draft_every": data.draft_every if data.draft_every > 1 and has_feature_draft else None,
         "labels": data.labels if data.labels == "server" else None,
         "server": {name: asdict(data.server)[name] for name in _OF_SERVER} if is_served else None,
         "responses": _described_file(Path(str(data.responses)), Path(data.dir)) if data.source == "file" else None,
         "generator": GENERATOR,
         "split": dict(split),
         "versions": {name: version(name) for name in _PACKAGES},
-        "recorded": _recorded(pair, data) | {name: version(name) for name in _WRITERS},
-    }
-
-
-def _recorded(pair: PairConfig, data: DataConfig) -> dict[str, Any]:
-    return {
-        "git_commit": git_commit(),
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}",
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "num_threads": pair.num_threads or torch.get_num_threads(),
-        "engine": data.engine,
-        "target_path": pair.target.path,
-        "draft_path": pair.draft.path,
-        **{
-            name: [getattr(source, name) for source in (pair.target, pair.draft)]
-            for name in ("tp_plan", "attn_implementation")
+        "recorded": {
+            "git_commit": git_commit(),
+            "python": platform.python_version(),
+            "machine": f"{platform.system()} {platform.machine()}",
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "num_threads": pair.num_threads or torch.get_num_threads(),
+            "engine": data.engine,
+            "target_path": pair.target.path,
+            "draft_path": pair.draft.path,
+            "tp_plan": [pair.target.tp_plan, pair.draft.tp_plan],
+            "attn_implementation": [pair.target.attn_implementation, pair.draft.attn_implementation],
+            "command": sys.argv,
+            **{name: version(name) for name in _WRITERS},
         },
-        "command": sys.argv,
     }
 
 
 def _described_file(path: Path, directory: Path) -> dict[str, Any]:
-    size = path.stat().st_size
     made = read_manifest(directory).get("responses") if (directory / "manifest.json").is_file() else None
-    if made and (size < made["bytes"] or file_sha256(path, made["bytes"]) != made["sha256"]):
-        raise ValueError(
-            f"{path} does not begin with the responses that {directory} was made from; restore that file, or choose "
-            "another data.dir"
-        )
-    return {"bytes": size, "sha256": file_sha256(path)}
+    if made:
+        with path.open("rb") as file:
+            first = file.read(made["bytes"])
+        if hashlib.sha256(first).hexdigest() != made["sha256"]:
+            raise ValueError(
+                f"{path} does not begin with the responses that {directory} was made from; restore that file, or "
+                "choose another data.dir"
+            )
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def read_manifest(directory: str | Path, *, command: str = "data", keys: Sequence[str] = ()) -> dict[str, Any]:
@@ -140,10 +133,8 @@ def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str =
         )
     grown = {"responses": in_run["responses"]} if in_run.get("responses") else {}
     if "split" in in_run:
-        grown["split"] = {
-            name: part if num_prompts(on_disk, name) <= part["prompts"] else on_disk["split"][name]
-            for name, part in in_run["split"].items()
-        }
+        larger = {name for name, part in in_run["split"].items() if num_prompts(on_disk, name) <= part["prompts"]}
+        grown["split"] = {name: (in_run if name in larger else on_disk)["split"][name] for name in in_run["split"]}
     if any(on_disk.get(name) != value for name, value in grown.items()):
         recorded = in_run["recorded"] | {"earlier": on_disk.get("recorded")}
         write_atomic(path, json.dumps(on_disk | grown | {"recorded": recorded}, indent=2).encode())

@@ -19,7 +19,6 @@ float16 moves an acceptance_prob or rate by less than 0.0003, and a log probabil
 returns float32.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from data_gen.responses.exchange import Exchange
-from store.shards import SIDECAR_REMEDY, read_sidecar, sidecar_path, write_atomic
+from store.shards import SIDECAR_REMEDY, read_sidecar, sidecar_path
 
 _HALVES, _ENTROPIES = ("acceptance_prob", "log_p", "log_q", "acceptance_rate"), ("entropy", "cross_entropy")
 POSITION_COLUMNS = (*_HALVES, *_ENTROPIES)
@@ -52,35 +51,25 @@ COLUMNS = ("id", "prompt", "prompt_ids", "response_ids", "draft_ids", *POSITION_
 
 
 def to_parquet(
-    exchanges: Sequence[Exchange],
-    columns: Mapping[str, Tensor],
-    *,
-    from_target: Tensor | None,
-    mixes: int = 1,
-    has_sets: bool = False,
+    exchanges: Sequence[Exchange], columns: Mapping[str, Tensor], *, mixes: int = 1, has_sets: bool = False
 ) -> bytes:
     """The Parquet file of one shard; the same rows give the same bytes.
 
-    `columns`: draft_ids and `POSITION_COLUMNS`, each [token] over all rows, null if absent; `from_target`: the coins,
-    [token of every mixing]. With `has_sets` ids begin with the name of the prompt's set.
+    `columns`: draft_ids and `POSITION_COLUMNS`, each [token] over all rows, and from_target [token of every mixing];
+    null if absent. With `has_sets` ids begin with the name of the prompt's set.
     """
     lengths = [len(exchange.response_ids) for exchange in exchanges]
-    arrays: dict[str, pa.Array] = {
-        "id": pa.array([exchange.id for exchange in exchanges], pa.string()),
-        "prompt": pa.array([exchange.prompt for exchange in exchanges], pa.string()),
-        "prompt_ids": pa.array([exchange.prompt_ids for exchange in exchanges], pa.list_(pa.int32())),
-        "response_ids": pa.array([exchange.response_ids for exchange in exchanges], pa.list_(pa.int32())),
-        "draft_ids": _lists(columns["draft_ids"], lengths, pa.int32()),
-        **{name: _lists(columns.get(name), lengths, pa.float16()) for name in _HALVES},
-        **{name: _lists(_rounded(columns.get(name)), lengths, pa.float32()) for name in _ENTROPIES},
-        "from_target": _coins(from_target, lengths, mixes),
-        "finish_reason": pa.array([exchange.finish_reason for exchange in exchanges], pa.string()),
-    }
+    kinds = {"draft_ids": pa.int32()} | dict.fromkeys(_HALVES, pa.float16()) | dict.fromkeys(_ENTROPIES, pa.float32())
+    arrays = {name: _lists(columns.get(name), lengths, kind) for name, kind in kinds.items()}
+    arrays["from_target"] = _lists(columns.get("from_target"), lengths, pa.bool_(), mixes)
+    for name in ("id", "prompt", "finish_reason"):
+        arrays[name] = pa.array([getattr(exchange, name) for exchange in exchanges], pa.string())
+    for name in ("prompt_ids", "response_ids"):
+        arrays[name] = pa.array([getattr(exchange, name) for exchange in exchanges], pa.list_(pa.int32()))
     table = pa.table({name: arrays[name] for name in COLUMNS})
     if has_sets:
-        table = table.append_column(
-            "set", pa.array([exchange.id.partition("/")[0] for exchange in exchanges], pa.string())
-        )
+        sets = [exchange.id.partition("/")[0] for exchange in exchanges]
+        table = table.append_column("set", pa.array(sets, pa.string()))
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, **_WRITTEN)
     return bytes(sink.getvalue())
@@ -95,62 +84,38 @@ def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tabl
     return table.cast(pa.schema(wide))
 
 
-def account(paths: Iterable[Path]) -> dict[str, int]:
-    """Totals of input, ok, error, skipped (prompts, turn by turn) and tokens over some shards of rows."""
-    totals = Counter(dict.fromkeys((*_COUNTS, "error", "skipped"), 0))
+def account(paths: Iterable[Path]) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """Totals of input, ok, error, skipped (prompts, turn by turn) and tokens over some shards of rows; and each prompt
+    without a row as {id, outcome, reason, shard}, in order.
+    """
+    totals, problems = Counter(dict.fromkeys((*_COUNTS, "error", "skipped"), 0)), list[dict[str, Any]]()
     for path in paths:
         facts = read_sidecar(path, keys=(*_COUNTS, "problems"))
         try:
-            outcomes = [problem["outcome"] for problem in facts["problems"]]
+            totals.update([problem["outcome"] for problem in facts["problems"]])
         except (TypeError, KeyError) as error:
             raise ValueError(f"{sidecar_path(path)}: problems have another form; {SIDECAR_REMEDY}") from error
-        if facts["ok"] + len(outcomes) != facts["input"]:
+        if facts["ok"] + len(facts["problems"]) != facts["input"]:
             raise ValueError(f"{sidecar_path(path)}: some prompts have neither a row nor a reason; {SIDECAR_REMEDY}")
         totals.update({name: facts[name] for name in _COUNTS})
-        totals.update({name: outcomes.count(name) for name in ("error", "skipped")})
-    return dict(totals)
+        problems += [{**problem, "shard": path.stem} for problem in facts["problems"]]
+    return dict(totals), problems
 
 
-def has_errors(path: Path) -> bool:
-    """Whether a prompt of this shard of rows ended in an error (a skipped prompt did not)."""
-    return any(problem["outcome"] == "error" for problem in read_sidecar(path, keys=("problems",))["problems"])
-
-
-def write_errors(directory: str | Path, paths: Iterable[Path], unreadable: Mapping[str, str] | None = None) -> None:
-    """Write DIR/errors.jsonl, one {id, outcome, reason, shard} per line, in the order of the shards of rows in `paths`.
-    `unreadable`: location -> reason of each record of data.prompts that cannot be read.
+def _lists(values: Tensor | None, lengths: Sequence[int], kind: pa.DataType, mixes: int = 1) -> pa.Array:
+    """[token] -> one list per row, or with several mixings a list of such lists; null lists for None. float32 is
+    rounded to 15 bits of mantissa, so that its last byte is zero and takes no space.
     """
-    unread = [{"id": where, "outcome": "error", "reason": reason} for where, reason in (unreadable or {}).items()]
-    lines = [json.dumps({**problem, "shard": None}) + "\n" for problem in unread]
-    lines += [
-        json.dumps({**problem, "shard": path.stem}) + "\n"
-        for path in paths
-        for problem in read_sidecar(path)["problems"]
-    ]
-    write_atomic(Path(directory) / "errors.jsonl", "".join(lines).encode())
-
-
-def _lists(values: Tensor | None, lengths: Sequence[int], kind: pa.DataType) -> pa.Array:
-    """[token] -> one list per row; null lists for None."""
     if values is None:
         return pa.nulls(len(lengths), pa.list_(kind))
-    values = values.half() if kind == pa.float16() else values
+    if mixes > 1:
+        inner = _lists(values, [length for length in lengths for _ in range(mixes)], kind)
+        return pa.ListArray.from_arrays(_offsets([mixes] * len(lengths)), inner)
+    if kind == pa.float16():
+        values = values.half()
+    elif kind == pa.float32():
+        values = ((values.float().contiguous().view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
     return pa.ListArray.from_arrays(_offsets(lengths), pa.array(values.numpy(), kind))
-
-
-def _rounded(values: Tensor | None) -> Tensor | None:
-    """The nearest float32 with 15 bits of mantissa; its last byte is zero and takes no space."""
-    if values is None:
-        return None
-    return ((values.float().contiguous().view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
-
-
-def _coins(from_target: Tensor | None, lengths: Sequence[int], mixes: int) -> pa.Array:
-    """One list of coins per row, or with several mixings a list of such lists."""
-    if mixes == 1 or from_target is None:
-        return _lists(from_target, lengths, pa.bool_())
-    inner = _lists(from_target, [length for length in lengths for _ in range(mixes)], pa.bool_())
-    return pa.ListArray.from_arrays(_offsets([mixes] * len(lengths)), inner)
 
 
 def _offsets(lengths: Sequence[int]) -> pa.Array:

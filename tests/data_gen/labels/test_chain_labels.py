@@ -1,12 +1,13 @@
 """Data of a feature draft: each draft is one that decoding makes, with the labels of its own tokens."""
 
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
 
-from data_gen.labels.chains import ChainLabeller, LabelledDrafts
+from data_gen.labels.chains import ChainLabeller
 from data_gen.responses.exchange import Exchange
 from data_gen.store.labels import Layout, to_safetensors
 from heads.batches.features import FeatureShard
@@ -23,11 +24,13 @@ CHANCE = uniforms(3, 8, LENGTH)
 every_kind = pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, *MTP])
 
 
-def labelled(kind: str, exchanges: list[Exchange] = EXCHANGES, draft_every: int = 1) -> LabelledDrafts:
+def labelled(kind: str, exchanges: list[Exchange] = EXCHANGES, draft_every: int = 1) -> SimpleNamespace:
     how = {"vocab_size": VOCAB, "eos_ids": frozenset({EOS}), "draft_length": LENGTH, "draft_every": draft_every}
     how |= {"chunk_mb": 64, "feature_dtype": torch.float64, "sampling": WARM}
     labeller = ChainLabeller(draft=draft(kind), target=target_of(kind), **how)
-    return labeller.label(exchanges, CHANCE, timings=("fed", "drawn"), progress=lambda count: None)
+    drafts = labeller.label(exchanges, CHANCE, timings=("fed", "drawn"), progress=lambda count: None)
+    (columns, broken), rows, lengths = drafts
+    return SimpleNamespace(columns=columns, broken=broken, rows=rows, lengths=lengths)
 
 
 def expected(kind: str, exchange: Exchange, start: int, uniform: torch.Tensor) -> list[dict[str, object]]:
@@ -72,7 +75,7 @@ def test_every_token_has_the_labels_and_states_of_its_own_draft_also_where_half_
                     found = float(drafts.columns[name][at + place])
                     assert found == pytest.approx(value, abs=1e-6), (name, start, place)
                 for timing in ("drawn", "fed"):
-                    assert torch.allclose(drafts.hidden[timing][at + place], step[timing], atol=1e-6)
+                    assert torch.allclose(drafts.columns[timing][at + place], step[timing], atol=1e-6)
             at += length
         first += len(exchange.response_ids)
     assert at == len(drafts.columns["draft_ids"])
@@ -83,9 +86,8 @@ def test_every_token_has_the_labels_and_states_of_its_own_draft_also_where_half_
     assert half.lengths == [row[::2] for row in drafts.lengths]
     for name, values in half.columns.items():
         torch.testing.assert_close(values, drafts.columns[name][is_kept])
-        torch.testing.assert_close(half.rows[name], drafts.rows[name])
-    for timing in ("drawn", "fed"):
-        torch.testing.assert_close(half.hidden[timing], drafts.hidden[timing][is_kept])
+    for name, values in half.rows.items():
+        torch.testing.assert_close(values, drafts.rows[name])
 
 
 def test_drafts_that_are_made_one_by_one_are_the_same_and_no_row_is_a_shard_of_none(monkeypatch):
@@ -95,7 +97,7 @@ def test_drafts_that_are_made_one_by_one_are_the_same_and_no_row_is_a_shard_of_n
     assert apart.lengths == together.lengths
     assert all(torch.allclose(apart.columns[name], values, atol=1e-6) for name, values in together.columns.items())
     none = labelled("glide", exchanges=[])
-    assert (none.lengths, none.hidden["fed"].shape) == ([], (0, 16))
+    assert (none.lengths, none.columns["fed"].shape) == ([], (0, 16))
     assert safetensors.torch.load(to_safetensors(none.columns, Layout(())))["row_offsets"].tolist() == [0]
 
 
@@ -138,4 +140,5 @@ def test_a_response_that_a_model_cannot_read_is_broken_and_leaves_the_others_as_
     assert rest.lengths == whole.lengths[1:]
     for name, values in rest.columns.items():
         torch.testing.assert_close(values, whole.columns[name][num_tokens:], rtol=0, atol=0)
-        torch.testing.assert_close(rest.rows[name], whole.rows[name][num_drafts:], rtol=0, atol=0)
+    for name, values in rest.rows.items():
+        torch.testing.assert_close(values, whole.rows[name][num_drafts:], rtol=0, atol=0)

@@ -12,13 +12,13 @@ import torch
 from configs.schema import SamplingConfig
 from data_gen.labels import labeller, laws
 from data_gen.labels.labeller import Labeller
-from data_gen.labels.laws import acceptance_prob_of, label_draft, label_joint, label_target
+from data_gen.labels.laws import acceptance_prob_of, label_draft, label_target
 from data_gen.pipeline import stages, worker
 from data_gen.pipeline.worker import Worker
 from data_gen.responses import conversation, in_process
 from data_gen.responses.in_process import TargetInProcess, left_padded
 from data_gen.store import labels as stored_labels
-from lm import Sampling, cross_entropy, forwards
+from lm import Sampling, forwards
 from lm.draws import draw, seed_of, uniforms
 from lm.sampling import non_finite
 from tests.data_gen.labels import test_labels as tests_of_laws
@@ -56,8 +56,9 @@ def _log_q_untruncated(q_logits, uniform, sampling, known):
     return labels | {"log_q": labels["log_token_prob"]}, q
 
 
-def _log_p_untruncated(p_logits, draft_ids, sampling):
-    return label_target(p_logits, draft_ids, Sampling())[0], sampling.probs(p_logits.float())
+def _log_p_untruncated(p, known, q, *, p_logits, **logits):
+    plain = label_target(Sampling().probs(p_logits.float()), known)
+    return label_target(p, known, q, p_logits=p_logits, **logits) | {"log_p": plain["log_p"]}
 
 
 def _entropy_truncated(q_logits, uniform, sampling, known):
@@ -70,9 +71,8 @@ def _drawn_before_warping(q_logits, uniform, sampling):
     return label_draft(q_logits, None, sampling, draw(q_logits.float().softmax(-1), uniform))
 
 
-def _cross_entropy_swapped(q, p, *, q_logits, p_logits):
-    swapped = {"cross_entropy": cross_entropy(p_logits.float(), q_logits.float())}
-    return label_joint(q, p, q_logits=q_logits, p_logits=p_logits) | swapped
+def _cross_entropy_swapped(p, known, q, *, q_logits, p_logits):
+    return label_target(p, known, q, q_logits=p_logits, p_logits=q_logits)
 
 
 def _eos_dropped(self, requests, seed, progress):
@@ -105,7 +105,7 @@ COINS = rows.test_the_coin_decides_the_mixing_also_where_both_tokens_are_equal
 MIXES = rows.test_each_mixing_is_a_row_of_the_fed_features
 LOST = resume.test_a_lost_or_truncated_shard_is_made_again_byte_for_byte
 MUTANTS = {
-    "acceptance swapped": (INDEPENDENT, PLAIN, labeller, "acceptance_prob_of", lambda p, q: acceptance_prob_of(q, p)),
+    "acceptance swapped": (INDEPENDENT, PLAIN, laws, "acceptance_prob_of", lambda p, q: acceptance_prob_of(q, p)),
     "coin by equality": (COINS, {}, Worker, "label_and_mix", _coin_by_equality),
     "coin inverted": (INDEPENDENT, PLAIN, worker, "mixed", lambda x, y, from_x: torch.where(from_x, y, x)),
     "drawn shifted": (INDEPENDENT, PLAIN, Labeller, "_label_batch", _drawn_shifted),
@@ -115,7 +115,7 @@ MUTANTS = {
     "log p untruncated": (INDEPENDENT, TRUNCATED, labeller, "label_target", _log_p_untruncated),
     "entropy truncated": (INDEPENDENT, TRUNCATED, labeller, "label_draft", _entropy_truncated),
     "drawn before warping": (OF_SAMPLING, {"sampling": WARPED}, laws, "label_draft", _drawn_before_warping),
-    "cross-entropy swapped": (INDEPENDENT, PLAIN, labeller, "label_joint", _cross_entropy_swapped),
+    "cross-entropy swapped": (INDEPENDENT, PLAIN, labeller, "label_target", _cross_entropy_swapped),
     "draws shared by shards": (SEEDS, {}, worker, "seed_of", lambda *parts: seed_of(*parts[:-1])),
     "responses shared by shards": (SEEDS, {}, conversation, "seed_of", lambda *parts: seed_of(*parts[:3], parts[4])),
     "coins of the draft's draws": (SEEDS, {}, worker, "seed_of", lambda seed, stage, *more: seed_of(seed, *more)),

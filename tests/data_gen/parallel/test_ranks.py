@@ -48,17 +48,9 @@ def test_the_share_is_what_the_flags_say_or_the_launcher_and_everything_outside_
     assert share_of(0, 1, SLURM).is_whole
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ((0, None), r"^--rank is given without --world_size; give both, such as --rank 0 --world_size 4$"),
-        ((None, 4), r"^--world_size is given without --rank; give both"),
-        ((4, 4), r"^--rank is 4 and --world_size 4; --rank must be from 0 to world_size - 1$"),
-        ((-1, 4), r"^--rank is -1 and"),
-        ((0, 0), r"^--rank is 0 and --world_size 0; --rank"),
-    ],
-)
-def test_wrong_flags_are_refused_with_what_to_give(toy_config, flags, says):
+@pytest.mark.parametrize("flags", [(0, None), (None, 4), (4, 4), (-1, 4), (0, 0)])
+def test_wrong_flags_are_refused_with_what_to_give(toy_config, flags):
+    says = rf"^--rank is {flags[0]} and --world_size is {flags[1]}, which is not .*; pass both, with --rank from 0"
     with pytest.raises(ValueError, match=says):
         make(toy_config, rank=flags[0], world_size=flags[1])
     assert not Path(toy_config.data.dir).exists()
@@ -66,7 +58,7 @@ def test_wrong_flags_are_refused_with_what_to_give(toy_config, flags, says):
 
 @pytest.mark.parametrize("changes", [{"RANK": "4"}, {"RANK": "x"}, {"WORLD_SIZE": "0"}, {"LOCAL_RANK": "first"}])
 def test_variables_that_are_no_rank_are_refused_with_the_way_out(changes):
-    with pytest.raises(ValueError, match=r"^RANK is .* and WORLD_SIZE is .* environment.*unset them, or pass --rank"):
+    with pytest.raises(ValueError, match=r"^RANK is .* and WORLD_SIZE is .* LOCAL_RANK is .*; pass both, with"):
         share_of(None, None, TORCHRUN | changes)
 
 
@@ -91,31 +83,36 @@ def test_processes_of_one_machine_take_its_gpus_in_turn(toy_config, monkeypatch,
     assert share.on_its_gpu(mapped).target.device_map == "auto"
 
 
-def is_locked(lock: Path, by: str = "{") -> Callable[[], bool]:
-    return lambda: lock.is_file() and by in lock.read_text()
+def is_locked(lock: Path) -> Callable[[], bool]:
+    return lambda: lock.is_file() and "{" in lock.read_text()
+
+
+def first_turn(config: Config, share: Share) -> Callable[[], None]:
+    """The work of a process that has had its first turn, and never ends."""
+
+    def work() -> None:
+        with ExitStack() as held:
+            with share.first_turn(config.data, held):
+                pass
+            signal.pause()
+
+    return work
 
 
 def test_whoever_cuts_the_run_otherwise_is_refused_while_a_rank_is_at_work(toy_config):
     """Rank 1 of 3 has had its first turn."""
     directory = Path(toy_config.data.dir)
-
-    def work() -> None:
-        share = Share(1, 3)
-        with share.writing(toy_config.data.dir):
-            with share.turn(toy_config.data.dir):
-                share.refuse_others(toy_config.data.dir, toy_config.data)
-            signal.pause()
-
-    with meanwhile(work, until=is_locked(directory / f"{LOCK}-1-of-3", '"requested"')) as pid:
+    lock = directory / f"{LOCK}-1-of-3-8-0-4"
+    with meanwhile(first_turn(toy_config, Share(1, 3)), until=is_locked(lock)) as pid:
         before = sorted(path.name for path in directory.iterdir())
-        in_use = rf"data is in use by rank 1 of 3, process {pid} on \S+ since 20.*with --world_size 3"
+        in_use = rf"data is in use by rank 1, process {pid} on \S+ since 20.* 3, 8, 0, 4 instead of [12], 8, 0, 4; wait"
         for flags in ({}, {"rank": 0, "world_size": 1}, {"rank": 0, "world_size": 2}):
             with pytest.raises(ValueError, match=in_use):
                 make(toy_config, **flags)
             assert sorted(path.name for path in directory.iterdir()) == before
         with pytest.raises(ValueError, match=rf"data is in use by process {pid} "):
             make(toy_config, rank=1, world_size=3)
-        with pytest.raises(ValueError, match=r"rank 1 of 3, .* num_test 8, 0 and 4 instead of .* 6, 0 and 4; wait"):
+        with pytest.raises(ValueError, match=r"rank 1, .* 3, 8, 0, 4 instead of 3, 6, 0, 4; wait"):
             make(with_data(toy_config, num_train=6), rank=0, world_size=3)
 
 
@@ -134,26 +131,22 @@ def test_a_rank_waits_for_a_turn_and_not_for_a_run_of_one_process(toy_config, mo
     assert f"in use by process {pid} on" in capfd.readouterr().err.replace("waiting for it to finish", "", 1)
 
 
-def test_of_ranks_that_end_at_once_exactly_the_last_accounts(tmp_path):
+def test_of_ranks_that_end_at_once_exactly_the_last_accounts(toy_config):
     """Each gives back its own lock before it looks for others, so that no two leave the account to each other."""
     shares, works, numbers = [Share(rank, 3) for rank in range(3)], [ExitStack() for _ in range(3)], []
     for share, work in zip(shares, works, strict=True):
-        work.enter_context(share.writing(str(tmp_path)))
+        with share.first_turn(toy_config.data, work):
+            pass
     for share, work in zip(shares, works, strict=True):
-        with share.last_turn(str(tmp_path), work) as num_others:
+        with share.last_turn(toy_config.data.dir, work) as num_others:
             numbers.append(num_others)
     assert numbers == [2, 1, 0]
-    assert not tmp_path.exists(), "nothing is left"
+    assert not Path(toy_config.data.dir).exists(), "nothing is left"
 
 
 def test_the_lock_of_a_rank_that_was_killed_is_cleared_by_whoever_looks(toy_config):
-    lock = Path(toy_config.data.dir) / f"{LOCK}-5-of-6"
-
-    def work() -> None:
-        with Share(5, 6).writing(toy_config.data.dir):
-            signal.pause()
-
-    with meanwhile(work, until=is_locked(lock)) as pid:
+    lock = Path(toy_config.data.dir) / f"{LOCK}-5-of-6-8-0-4"
+    with meanwhile(first_turn(toy_config, Share(5, 6)), until=is_locked(lock)) as pid:
         assert holder_of(lock)["pid"] == pid
         os.kill(pid, signal.SIGKILL)
     assert lock.is_file()

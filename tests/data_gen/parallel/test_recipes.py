@@ -38,13 +38,25 @@ def recipe(name: str) -> str:
     return block
 
 
+def launch(argv: list[str], folder: Path, **environment: str) -> str:
+    """What a command prints that runs to its end in a folder."""
+    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    how = {"cwd": folder, "env": os.environ | settings, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run(argv, **how, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 def run_in(folder: Path, script: str, **environment: str) -> None:
     """Run a recipe where `experiment.yaml` is, with the commands that the folder `bin` has."""
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    settings = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    how = {"cwd": folder, "env": os.environ | settings, "capture_output": True, "text": True, "check": False}
-    done = subprocess.run(["bash", "-euc", script], **how)
-    assert done.returncode == 0, done.stderr[-2000:]
+    launch(["bash", "-euc", script], folder, PATH=path, **environment)
+
+
+def on_two(*argv: str | Path) -> str:
+    """What a command prints that two processes run to its end."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    return launch([*torchrun, *map(str, argv)], ROOT)
 
 
 @pytest.fixture
@@ -122,16 +134,6 @@ assert 2 * sliced[2] < 1.5 * whole[2], (sliced[2], whole[2])
 for ours, theirs in zip(sliced[:2], whole[:2]):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 """
-
-
-def on_two(*argv: str | Path) -> str:
-    """What a command prints that two processes run to its end."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    how = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "check": False, "timeout": 600}
-    done = subprocess.run([*launch, *map(str, argv)], **how)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow

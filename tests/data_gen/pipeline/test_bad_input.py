@@ -16,6 +16,7 @@ from data_gen.pipeline.command import make
 from data_gen.prompts.sets import load_prompts
 from data_gen.responses.exchange import Problem, Request
 from data_gen.responses.in_process import TargetInProcess
+from data_gen.store import rows
 from data_gen.store.rows import read_rows
 from lm import Sampling
 from store.shards import features_path, labels_path, list_shards, rows_path
@@ -141,14 +142,23 @@ def assert_others_are_the_same(broken: Config, whole: Config, failed: set[str]) 
 
 
 @every_mode
-def test_a_prompt_that_the_draft_cannot_read_is_a_problem_of_its_row_alone(healthy, capsys, mode):
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [("draft", "logits at token 0 of the response"), ("target", "logits after 0 tokens of its response")],
+)
+def test_a_prompt_that_a_model_cannot_read_is_a_problem_of_its_row_alone(healthy, capsys, mode, model, reason):
     healthy = with_data(healthy, mode=mode)
-    broken, problems = both_made(healthy, "draft")
+    broken, problems = both_made(healthy, model)
     name = name_of_tilde(healthy)
     assert problems.keys() == {name}
-    assert "the draft has NaN or infinite logits at token 0 of the response" in problems[name]
-    assert_others_are_the_same(broken, healthy, {name})
+    assert f"the {model} has NaN or infinite {reason}" in problems[name]
     assert "of 12 prompts, 1 failed and 0 were skipped" in capsys.readouterr().out
+    if model == "target":  # where a row of the batch is missing, numbers differ by rounding
+        found, expected = ({row["id"]: row["response_ids"] for row in rows_of(config)} for config in (broken, healthy))
+        assert name not in found
+        assert found | {name: expected[name]} == expected
+        return
+    assert_others_are_the_same(broken, healthy, {name})
     written = files_of(broken.data.dir)
     make(broken)
     assert "(0 made in this run)" in capsys.readouterr().out, "what failed is not asked for again"
@@ -157,20 +167,10 @@ def test_a_prompt_that_the_draft_cannot_read_is_a_problem_of_its_row_alone(healt
     assert "(1 made in this run)" in capsys.readouterr().out
 
 
-@every_mode
-def test_a_prompt_that_the_target_cannot_read_is_a_problem_of_its_row_alone(healthy, mode):
-    healthy = with_data(healthy, mode=mode)
-    broken, problems = both_made(healthy, "target")
-    name = name_of_tilde(healthy)
-    assert problems.keys() == {name}
-    assert "the target has NaN or infinite logits after 0 tokens of its response" in problems[name]
-    found, expected = ({row["id"]: row["response_ids"] for row in rows_of(config)} for config in (broken, healthy))
-    assert found | {name: expected[name]} == expected
-    assert name not in found
-
-
-def test_the_target_labels_all_but_the_rows_that_it_cannot_read(healthy, tmp_path):
-    """The responses come from a file, so the target only labels; in its own stage where one model is loaded at once."""
+def test_the_target_labels_all_but_the_rows_that_it_cannot_read(healthy, tmp_path, monkeypatch):
+    """The responses come from a file, so the target only labels; in its own stage where one model is loaded at once. A
+    run that ends after it has written the hidden states without the broken row resumes to the same bytes.
+    """
     make(healthy)
     path, name = tmp_path / "responses.jsonl", name_of_tilde(healthy)
     records = [{key: row[key] for key in ("id", "response_ids")} for row in rows_of(healthy)]
@@ -180,6 +180,17 @@ def test_the_target_labels_all_but_the_rows_that_it_cannot_read(healthy, tmp_pat
         broken, problems = both_made(again, "target")
         assert problems.keys() == {name}
         assert_others_are_the_same(broken, again, {name})
+    stopped, calls = with_data(broken, dir=f"{broken.data.dir} stopped"), iter([rows.to_parquet])
+
+    def stop(*arguments, **named):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "to_parquet", lambda *arguments, **named: next(calls, stop)(*arguments, **named))
+        with pytest.raises(KeyboardInterrupt):
+            make(stopped)
+    make(stopped)
+    assert files_of(stopped.data.dir) == files_of(broken.data.dir)
 
 
 def test_a_token_that_only_the_mixed_sequence_has_is_a_problem_of_its_row(healthy):

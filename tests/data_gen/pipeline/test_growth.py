@@ -16,7 +16,7 @@ from data_gen.labels.labeller import Labeller
 from data_gen.pipeline.command import make
 from data_gen.pipeline.inspect import check, responses
 from data_gen.pipeline.worker import Worker
-from store.shards import list_shards, read_sidecar, rows_path
+from store.shards import read_sidecar, rows_path
 from tests.data_gen.on_disk import assert_same_rows, errors_of, files_of, rows_of, with_data
 from tests.toys.saved_pair import save_toy
 
@@ -38,6 +38,10 @@ def test_a_larger_run_is_the_run_at_once_and_keeps_whole_shards(toy_config, toy_
     assert "2 shards of a larger earlier run stay" in capsys.readouterr().out
     assert files_of(few.data.dir) == after
     check(few)
+    last = rows_path(few.data.dir, "train", 2)
+    last.unlink()
+    make(few)
+    assert not last.exists(), "a smaller run makes no more than it asks for"
 
 
 def test_responses_of_a_short_shard_are_made_again_too(toy_config, apart_run):
@@ -45,14 +49,6 @@ def test_responses_of_a_short_shard_are_made_again_too(toy_config, apart_run):
     make(with_data(config, num_train=4, num_test=2), stages="respond")
     make(config)
     assert files_of(config.data.dir) == files_of(apart_run)
-
-
-def test_a_smaller_run_makes_no_more_than_it_asks_for(made):
-    paths = [rows_path(made.data.dir, "train", index) for index in range(3)]
-    for path in paths:
-        path.unlink()
-    make(with_data(made, num_train=2))
-    assert [path.is_file() for path in paths] == [True, False, False]
 
 
 def test_other_prompts_do_not_join_the_data(toy_config, tmp_path):
@@ -119,39 +115,33 @@ def test_check_finds_what_an_unfinished_run_lacks(toy_config, monkeypatch):
         check(toy_config)
 
 
-def test_a_shard_made_in_other_batches_has_the_same_rows(made):
-    before = rows_of(made)
-    rows_path(made.data.dir, "train", 1).unlink()
-    make(with_data(made, batch_size=3, chunk_mb=1))
-    assert_same_rows(rows_of(made), before)
-    assert [read_sidecar(path)["batch_size"] for path in list_shards(made.data.dir, "train")] == [2, 3, 2]
+def fail_above(size: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labelling of larger batches fails."""
+    label = Labeller.label
+
+    def label_or_fail(self, *arguments, **named):
+        if self.batch_size > size:
+            raise error
+        return label(self, *arguments, **named)
+
+    monkeypatch.setattr(Labeller, "label", label_or_fail)
 
 
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(CPU_ALLOCATOR), MemoryError()]
 )
 def test_out_of_memory_halves_the_batch_and_the_rows_stay_the_same(made, tmp_path, monkeypatch, capsys, error):
-    label = Labeller.label
-
-    def label_or_fail(self, *arguments, **named):
-        if self.batch_size > 1:
-            raise error
-        return label(self, *arguments, **named)
-
-    monkeypatch.setattr(Labeller, "label", label_or_fail)
+    fail_above(1, error, monkeypatch)
     config = with_data(made, dir=str(tmp_path / "poor"), batch_size=64)
     make(config)
     assert "out of memory at train-00000 with data.batch_size 64; continuing with 1" in capsys.readouterr().err
     assert_same_rows(rows_of(config), rows_of(made))
     assert read_sidecar(rows_path(config.data.dir, "test", 0))["batch_size"] == 1
-
-
-def test_too_little_memory_for_one_sequence_ends_in_one_line_and_other_errors_are_not_caught(toy_config, monkeypatch):
-    too_little = "one sequence at a time; lower data.chunk_mb"
-    for error, kind, message in ((MemoryError(), ValueError, too_little), (RuntimeError("x"), RuntimeError, "x")):
-        monkeypatch.setattr(Labeller, "label", lambda *arguments, error=error, **named: (_ for _ in ()).throw(error))
+    one_line = r"with data\.batch_size 1; set data\.batch_size to 1, or lower data\.chunk_mb"
+    for cause, kind, message in ((error, ValueError, one_line), (RuntimeError("another"), RuntimeError, "another")):
+        fail_above(0, cause, monkeypatch)
         with pytest.raises(kind, match=message):
-            make(toy_config)
+            make(with_data(config, dir=str(tmp_path / kind.__name__)))
 
 
 def test_a_broken_sidecar_is_named_and_its_shard_made_again_without_it(made):

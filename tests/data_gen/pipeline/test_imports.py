@@ -30,12 +30,11 @@ def item(**changes: str) -> dict[str, str]:
 
 
 def test_an_object_of_the_official_json_becomes_a_row():
-    exchange, columns = _parse(item(), "train-0", where="")
-    assert exchange[:5] == ("train-0", "[INST] hi [/INST]", [1, 5], [7, 8, 9], None)
-    assert columns["draft_ids"].tolist() == [7, 3, 9]
-    assert columns["acceptance_prob"].tolist() == pytest.approx([math.exp(-1.0), 1.0, 1.0])
-    _, columns = _parse(item(log_p_70b="[-inf, -1.0, -2.0]", tokens=[7, 8, 9]), "train-1", where="")
-    assert columns["acceptance_prob"][0] == 0.0
+    for log_p, first in (("[-1.5, -0.25, -2.0]", math.exp(-1.0)), ("[-inf, -0.25, -2.0]", 0.0)):
+        exchange, columns = _parse(item(log_p_70b=log_p), "train-0", where="")
+        assert exchange[:5] == ("train-0", "[INST] hi [/INST]", [1, 5], [7, 8, 9], None)
+        assert columns["draft_ids"].tolist() == [7, 3, 9]
+        assert columns["acceptance_prob"].tolist() == pytest.approx([first, 1.0, 1.0])
 
 
 @pytest.mark.parametrize(

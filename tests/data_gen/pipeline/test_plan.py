@@ -64,21 +64,19 @@ def shipped(name: str, folder: Path) -> Config:
     return replace(config, pair=replace(config.pair, **models), data=replace(config.data, dir=str(folder / "data")))
 
 
+def misfits(config: Config, gpus: str | None, num_gpus: int = 1) -> list[str]:
+    """Each stage that does not fit the GPUs."""
+    return [problem for need in memory.needs(config, num_gpus) if (problem := need.problem(memory.gpus_of(gpus)))]
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_each_shipped_experiment_fits_the_gpus_that_it_states(name: str, tmp_path: Path):
+def test_each_shipped_experiment_fits_its_gpus_and_the_table_of_the_page_is_what_plan_calculates(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: (_ for _ in ()).throw(OSError("no look-up")))
     config = shipped(name, tmp_path)
     assert (config.pair.gpus is None) == (name in ("tiny", "smollm2"))
-    assert memory.problems(memory.needs(config), memory.gpus_of(config.pair.gpus)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_the_table_of_the_page_is_what_plan_calculates(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(*arguments, **settings):
-        raise OSError("prompts are not looked up")
-
-    monkeypatch.setattr("datasets.load_dataset", refuse)
-    config = shipped(name, tmp_path)
+    assert misfits(config, config.pair.gpus) == []
     totals = plan(config, sample=0)
     num_gpus = int(config.pair.gpus.partition("x")[0]) if config.pair.gpus else 1
     needs = {
@@ -100,45 +98,38 @@ def test_the_arithmetic_of_llama2_is_that_of_its_published_sizes_and_quantised_i
     assert 64 * 1024 * target.kv_per_position == pytest.approx(21.5 * GB, rel=0.01)
     quantised = replace(config.pair.target, quantization="4bit")
     assert memory.size_of(quantised).weights == pytest.approx((2 * 0.524 + 136.9 * (0.5 + 1 / 16) / 2) * GB, rel=0.01)
-    needs = memory.needs(replace(config, pair=replace(config.pair, target=quantised)))
-    assert memory.problems(needs, memory.gpus_of("1x80")) == []
+    assert misfits(replace(config, pair=replace(config.pair, target=quantised)), "1x80") == []
 
 
 @pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_named_with_one_that_does(tmp_path: Path, capsys: pytest.CaptureFixture):
-    config = shipped("llama2-7b-70b", tmp_path)
-    too_large = replace(config, data=replace(config.data, mode="together", batch_size=64))
-    gpus = memory.gpus_of("2x80")
-    [problem, *_] = memory.problems(memory.needs(too_large), gpus)
+    too_large = with_data(shipped("llama2-7b-70b", tmp_path), mode="together", batch_size=64)
+    [problem, *_] = misfits(too_large, "2x80")
     assert "responses takes 1" in problem
     fits = int(problem.rsplit(" ", 1)[1])
-    smaller = replace(too_large, data=replace(too_large.data, batch_size=fits))
     assert 1 <= fits < 64
-    assert not any(line.startswith("responses") for line in memory.problems(memory.needs(smaller), gpus))
+    assert not any(line.startswith("responses") for line in misfits(with_data(too_large, batch_size=fits), "2x80"))
     plan(too_large, sample=0)
     printed = capsys.readouterr().out
     assert "target weights 138.0" in printed
     assert f"warning: {problem}" in printed
     with pytest.raises(ValueError, match="responses takes"):
         plan(too_large)
-    [problem, *_] = memory.problems(memory.needs(too_large), memory.gpus_of("1x80"))
-    assert "use more or larger GPUs" in problem
+    assert "use more or larger GPUs" in misfits(too_large, "1x80")[0]
 
 
 def test_slices_add_up_on_each_gpu(tmp_path: Path):
-    config = shipped("llama2-7b-70b", tmp_path)
+    config = with_data(shipped("llama2-7b-70b", tmp_path), batch_size=256)
     sliced = replace(config.pair.target, device_map=None, tp_plan="auto")
-    config = replace(config, pair=replace(config.pair, target=sliced), data=replace(config.data, batch_size=256))
-    whole, part, gpus = memory.size_of(sliced), memory.size_of(sliced, 8), memory.gpus_of("8x80")
+    config = replace(config, pair=replace(config.pair, target=sliced))
+    whole, part = memory.size_of(sliced), memory.size_of(sliced, 8)
     assert 8 * part.weights - 7 * 2 * whole.vocab_size * whole.hidden_size == pytest.approx(whole.weights)
     assert 8 * part.kv_per_position == whole.kv_per_position
-    needs = memory.needs(config, 8)
-    responses, *_, training, decoding = needs
+    responses, *_, training, decoding = memory.needs(config, 8)
     assert (responses.stage, responses.is_per_gpu) == ("responses, on each GPU", True)
     assert (training.is_per_gpu, decoding.is_per_gpu) == (True, False)
     assert responses.total == pytest.approx(40.1 * GB, rel=0.01)
-    assert memory.problems(needs, gpus) == []
-    assert len(memory.problems(memory.needs(config, 2), gpus)) == 2
+    assert (misfits(config, "8x80", 8), len(misfits(config, "8x80", 2))) == ([], 2)
     with pytest.raises(ValueError, match="num_attention_heads 64 is no multiple of 3"):
         memory.needs(config, 3)
 

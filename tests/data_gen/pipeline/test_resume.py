@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from configs.schema import Config
-from data_gen.pipeline import stages
 from data_gen.pipeline.command import make
 from data_gen.pipeline.worker import Worker
 from data_gen.store import manifest, rows
@@ -19,13 +18,6 @@ from store import shards
 from store.shards import features_path, rows_path, verify_shard
 from tests.data_gen.on_disk import files_of, with_data
 from tests.data_gen.processes import at_once
-
-
-def test_a_finished_run_writes_nothing_again(made, capsys):
-    before = {path: path.stat().st_mtime_ns for path in Path(made.data.dir).rglob("*-0*")}
-    make(made)
-    assert before == {path: path.stat().st_mtime_ns for path in before}
-    assert "(0 made in this run)" in capsys.readouterr().out
 
 
 def test_a_lost_or_truncated_shard_is_made_again_byte_for_byte(made):
@@ -82,54 +74,34 @@ def staged(toy_config):
     return with_data(toy_config, mode="sequential", features=("fed", "drawn"))
 
 
-def test_stage_by_stage_gives_the_bytes_of_one_run_and_moves_the_hidden_states(staged, apart_run, monkeypatch):
+def test_stage_by_stage_gives_the_bytes_of_one_run_and_no_stage_is_made_twice(staged, apart_run, monkeypatch):
     loaded, init = [], Worker.__init__
 
     def noted(self, job):
         init(self, job)
         loaded.append((job.stage, tuple(self._models)))
 
-    def inodes(folder: str) -> dict[str, int]:
-        folders = [Path(staged.data.dir, folder, timing) for timing in ("fed", "drawn")]
-        paths = [path for folder in folders for path in folder.glob("*.safetensors")]
+    def inodes() -> dict[str, int]:
+        paths = Path(staged.data.dir, "features").rglob("*.safetensors")
         return {f"{path.parent.name}/{path.name}": path.stat().st_ino for path in paths}
 
     monkeypatch.setattr(Worker, "__init__", noted)
-    make(staged, stages="respond")
-    make(staged, stages="draft")
-    written = inodes("stages")
-    make(staged, stages="target")
-    assert inodes("features") == written
+    for stage in ("respond", "draft", "draft"):
+        make(staged, stages=stage)
+    written = inodes()
+    make(staged)
+    assert inodes() == written, "the stage target does not write the hidden states again"
     assert {name.split("/")[0] for name in written} == {"fed", "drawn"}
     assert loaded == [("respond", ("target",)), ("draft", ("draft",)), ("target", ("target",))]
     assert not Path(staged.data.dir, "stages").exists()
     assert files_of(staged.data.dir) == files_of(apart_run)
 
 
-def test_a_stage_that_is_there_is_not_made_again_and_the_rest_of_a_run_goes_on_from_it(staged, apart_run, monkeypatch):
-    make(staged, stages="respond")
-    left = files_of(staged.data.dir)
-    with monkeypatch.context() as patch:
-        patch.setattr(Worker, "make", lambda self, spec, *more: pytest.fail(f"{spec} is made again"))
-        make(staged, stages="respond")
-    assert files_of(staged.data.dir) == left
-    make(staged)
-    assert files_of(staged.data.dir) == files_of(apart_run)
-
-
-@pytest.mark.parametrize("num_written", [0, 1])
-def test_a_run_that_is_killed_before_it_writes_rows_needs_no_earlier_stage(staged, apart_run, monkeypatch, num_written):
-    """Hidden states of all timings, or of the first alone, have been moved when the process dies."""
+def test_a_run_that_is_killed_before_it_writes_rows_needs_no_earlier_stage(staged, apart_run, monkeypatch):
     for stage in ("respond", "draft"):
         make(staged, stages=stage)
-
-    def die(*arguments, **named):
-        raise KeyboardInterrupt
-
-    module, name = (stages, "move_shard") if num_written else (rows, "to_parquet")
-    calls = iter([stages.move_shard] * num_written)
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, lambda *arguments, **named: next(calls, die)(*arguments, **named))
+        patch.setattr(rows, "to_parquet", lambda *arguments, **named: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             make(staged, stages="target")
     make(staged, stages="target")
@@ -148,7 +120,7 @@ def test_a_stage_whose_predecessor_is_missing_or_that_is_none_is_refused(toy_con
         path.unlink()
     with pytest.raises(ValueError, match=r"stage draft needs stage respond, .* for 1 shards .*test-00001"):
         make(staged, stages="draft")
-    with pytest.raises(ValueError, match=r"--stages is draft, but data\.mode is together"):
+    with pytest.raises(ValueError, match=r"--stages is draft, .* data\.mode: together the stages are together"):
         make(toy_config, stages="draft")
     with pytest.raises(ValueError, match="--retry_errors runs all stages, but --stages is draft"):
         make(staged, stages="draft", retry_errors=True)

@@ -230,8 +230,8 @@ def test_features_follow_from_what_heads_read(tmp_path: Path):
 def test_features_that_lack_what_heads_read_are_refused_before_data_is_made(data_dir, tmp_path, monkeypatch):
     config = make_config(tmp_path / "data", tmp_path, timings=("drawn",), specdec=True)
     for given, complaint in (
-        (("fed",), r"\[fed\], but heads\.timings \[drawn\] needs drawn features; remove data\.features"),
-        (("drawn",), r"\[drawn\], but heads\.specdec needs fed features; .* choose heads\.specdec: false"),
+        (("fed",), r"\[fed\], but heads\.timings \[drawn\] .* needs drawn features; remove data\.features"),
+        (("drawn",), r"\[drawn\], but .* with heads\.specdec: true needs fed features; .* choose other heads"),
     ):
         data = replace(config.data, features=given)
         with pytest.raises(ValueError, match=complaint):

@@ -1,21 +1,32 @@
-"""A byte that has flipped is found at the start of whatever reads it, once, and named; and data_gen makes its shard
-again.
+"""What is on disk: rows keep their stated precision, a model is known by all of its weights, and a byte that has
+flipped is found at the start of whatever reads it, once, and named; data_gen makes its shard again.
 """
 
+import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
-from configs.schema import Config
+from configs.schema import Config, ModelSource
 from data_gen.__main__ import main
 from data_gen.pipeline.command import make
 from data_gen.pipeline.inspect import check, responses
+from data_gen.responses.exchange import Exchange
 from data_gen.stats import stats
+from data_gen.store import identity
+from data_gen.store.identity import describe_model, same_model
+from data_gen.store.rows import POSITION_COLUMNS, read_rows, to_parquet
 from store import shards
 from store.shards import check_sums, features_path, problems_of, rows_path, sidecar_path, write_shard
 from tests.data_gen.on_disk import files_of, flip, with_data
+
+COUNT = 4000
 
 
 def broken_shards(config: Config) -> list[Path]:
@@ -103,3 +114,74 @@ def test_an_unreadable_shard_is_named_among_the_others(tmp_path, monkeypatch):
     problems = dict(problems_of(paths))
     assert list(problems) == paths[1:]
     assert problems[paths[1]].startswith(f"{paths[1]} cannot be read (Input/output error); repair the disk")
+
+
+def test_numbers_keep_the_stated_precision_and_ids_are_exact(tmp_path):
+    columns = {name: torch.rand(COUNT) for name in POSITION_COLUMNS}
+    columns["log_p"] = -30 * columns["log_p"]
+    columns["log_p"][7] = -torch.inf
+    columns["acceptance_prob"][:3] = torch.tensor([0.0, 1.0, 1e-7])
+    columns["draft_ids"] = torch.randint(0, 152_000, (COUNT,))
+    exchange = Exchange("a", "text", [1, 2], torch.randint(0, 152_000, (COUNT,)).tolist(), "length")
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(to_parquet([exchange], columns | {"from_target": torch.zeros(COUNT).bool()}))
+    row = read_rows(path).to_pylist()[0]
+    assert row["response_ids"] == exchange.response_ids
+    assert row["draft_ids"] == columns["draft_ids"].tolist()
+    for name in POSITION_COLUMNS:
+        rtol = 2**-16 if "entropy" in name else 2**-11
+        torch.testing.assert_close(torch.tensor(row[name]), columns[name], rtol=rtol, atol=3e-8)
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch) -> tuple[ModelSource, Callable[[], None]]:
+    """A directory with 4 MiB of weights, and a function that changes one number in their middle."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(identity, "_LARGE_BYTES", 1)
+    LlamaConfig(hidden_size=64).save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    save_file({"weight": torch.zeros(2**20)}, path)
+
+    def change() -> None:
+        weights = load_file(path)["weight"].clone()
+        weights[2**19] += 1
+        save_file({"weight": weights}, path)
+
+    return ModelSource(path=str(path.parent)), change
+
+
+def test_one_changed_weight_anywhere_is_another_model_and_a_large_file_is_hashed_once(model, tmp_path, monkeypatch):
+    source, change = model
+    before = describe_model(source)
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "sha256_of", lambda path: "hashed again")
+        assert describe_model(source) == before
+    change()
+    after = describe_model(source)
+    assert after["weights"] != before["weights"]
+    assert same_model(before, after) is False
+    assert same_model({"weights": after["weights"]}, after) is True
+    assert same_model({"commit": None}, after) is None
+    (tmp_path / "cache" / "acceptance-heads" / "sha256.json").write_text("{")
+    assert describe_model(source) == after, "a broken cache is only slower"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "model" / "config.json"))
+    assert describe_model(source) == after, "so is a home that cannot be written to"
+
+
+def test_a_config_that_decides_logits_is_compared_and_its_version_is_not(model):
+    source, _ = model
+    before = describe_model(source)["config"]
+    path = Path(source.path) / "config.json"
+    path.write_text(re.sub('"transformers_version": ".*?"', '"transformers_version": "0"', path.read_text()))
+    assert describe_model(source)["config"] == before
+    LlamaConfig(hidden_size=64, rms_norm_eps=0.1).save_pretrained(source.path)
+    assert describe_model(source)["config"] != before
+
+
+def test_a_feature_draft_is_described_though_transformers_knows_not_its_layout(tmp_path):
+    layout = '{"speculators_model_type": "eagle3", "transformer_layer_config": {"hidden_size": 24}}'
+    (tmp_path / "config.json").write_text(layout)
+    save_file({"fc.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    described = describe_model(ModelSource(path=str(tmp_path)))
+    assert described["hidden_size"] == 24
+    assert described["weights"]
