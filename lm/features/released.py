@@ -93,10 +93,10 @@ class Released:
         self.require(is_read, f"it is a draft of the kind {kind}", "use an EAGLE, GliDe, DFlash or DSpark draft")
         rope = self.keys.get("rope_parameters") or self.keys.get("rope_scaling") or {}
         rope = rope if isinstance(rope, dict) else {}
-        name, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor")
-        is_known = name in ("default", *ROPE_INIT_FUNCTIONS)
+        form, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor")
+        is_known = form in ("default", *ROPE_INIT_FUNCTIONS)
         remedy = "use a draft with Llama's rotary embedding"
-        self.require(is_known, f"its rotary embedding is {name!r:.40}, which transformers does not know", remedy)
+        self.require(is_known, f"its rotary embedding is {form!r:.40}, which transformers does not know", remedy)
         self.require(part in (None, 1), f"it rotates a part of each head (partial_rotary_factor {part})", remedy)
 
     def layer(self, made: type[LayerConfig], keys: dict[str, Any]) -> LayerConfig:
