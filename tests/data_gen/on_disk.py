@@ -1,7 +1,6 @@
 """What a run leaves in its folder, and runs that end badly in a process of their own."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
@@ -95,18 +94,3 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-def in_a_child(work) -> int:
-    """The wait status of a forked child that does `work` (forked, because importing torch anew takes seconds)."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except SystemExit as end:
-            status = int(end.code)  # type: ignore[arg-type]
-        finally:
-            os._exit(status)
-    return os.waitpid(child, 0)[1]

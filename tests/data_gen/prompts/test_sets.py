@@ -76,6 +76,9 @@ def test_conversations_in_parquet_are_read_as_those_in_json(tmp_path):
         assert list(all_of(path=str(tmp_path / f"{column}.parquet"), num=1).values()) == [text]
 
 
+FINE, JSONL = '{"prompt": "fine"}\n', r"a\.jsonl:2: "
+
+
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
@@ -84,13 +87,34 @@ def test_conversations_in_parquet_are_read_as_those_in_json(tmp_path):
         ("a.json", '[{"prompt": "x"}', r"a\.json: expected an array of JSON objects; Expecting ',' delimiter"),
         ("a.csv", "prompt\nx\ny,z\n", r"prompt set .*a\.csv: "),
         ("a.csv", "other\n1\n", r"a\.csv \[train\] record 0: expected one of the fields"),
+        ("a.jsonl", "", r"a\.jsonl contains no prompt"),
+        ("a.jsonl", FINE + "{not json", JSONL + r"expected one JSON object"),
+        ("a.jsonl", FINE + "[1]", JSONL + r"expected a JSON object, got list"),
+        (
+            "a.jsonl",
+            FINE + '{"query": "x"}',
+            JSONL + r"expected one of the fields messages.*got query; map one .*columns: \{prompt: query\}",
+        ),
+        ("a.jsonl", FINE + '{"messages": [{"role": "user"}]}', JSONL + r"expected a list of messages with the strings"),
+        (
+            "a.jsonl",
+            FINE + '{"messages": [{"role": "assistant", "content": "x"}]}',
+            "expected at least one user message",
+        ),
+        ("a.jsonl", FINE + '{"turns": "one"}', JSONL + r"expected turns to be a list of strings, got 'one'"),
+        ("a.jsonl", FINE + '{"prompt": 5}', JSONL + r"expected prompt to be a string, got 5"),
+        ("a.jsonl", FINE + '{"prompt": null}', JSONL + r"expected prompt to be a string, got None"),
+        ("a.jsonl", FINE + '{"id": "\\ud800", "prompt": "x"}', JSONL + r"expected the id to be text, not a lone surr"),
+        ("a.jsonl", FINE + '{"prompt": "\xff"}', JSONL + r"the line is not UTF-8 text"),
+        ("a.jsonl", FINE + '{"id": "0", "prompt": "again"}', JSONL + r"id '0' is used by an earlier record"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named_in_one_line(tmp_path, name, content, complaint):
-    (tmp_path / name).write_text(content)
+def test_what_cannot_be_read_is_named_in_one_line(tmp_path, name, content, complaint):
+    (tmp_path / name).write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=complaint) as error:
         all_of(path=str(tmp_path / name))
     assert "\n" not in str(error.value)
+    assert str(tmp_path / name) in str(error.value)
 
 
 def test_a_column_that_is_not_there_is_named(tmp_path):
@@ -235,7 +259,6 @@ def test_a_list_of_one_is_that_one_and_sets_that_cannot_be_mixed_are_refused(two
         (two_sets, few),
         ((two_sets[0], two_sets[0]), "two sets named 'large'"),
         ((), "empty list"),
-        ((PromptSource(path="x", weight=0.0), "y"), "weight of x in data.prompts is 0"),
     ):
         with pytest.raises(ValueError, match=complaint):
             load_prompts(DataConfig(prompts=prompts, split_weights=(1, 0, 0), num_train=99), "train")
