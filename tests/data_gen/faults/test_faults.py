@@ -21,6 +21,7 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength
 from lm import Sampling, load_pair
+from store.shards import sidecar_path
 from tests.data_gen.faults import stages as faults
 from tests.data_gen.faults.stages import STAGES, Bench, Child, Stage, at, experiment, results
 from tests.data_gen.on_disk import with_data
@@ -110,10 +111,6 @@ def test_a_disturbed_stage_loses_nothing_and_resumes_to_the_undisturbed_bytes(be
     bench.must_finish(STAGES[stage])
 
 
-def _sidecar(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
-
-
 def _cut(path: Path, chance: random.Random) -> None:
     os.truncate(path, chance.randrange(path.stat().st_size))
 
@@ -134,9 +131,9 @@ DAMAGE: dict[str, Callable[[Path, Path, random.Random], object]] = {
     "truncated": lambda path, other, chance: _cut(path, chance),
     "bit-flipped": lambda path, other, chance: _flip(path, chance),
     "swapped": lambda path, other, chance: _swap(path, other),
-    "swapped with sidecars": lambda *paths: (_swap(*paths[:2]), _swap(*map(_sidecar, paths[:2]))),
-    "sidecar truncated": lambda path, other, chance: _cut(_sidecar(path), chance),
-    "sidecar null": lambda path, other, chance: _sidecar(path).write_text(chance.choice(_NULLS)),
+    "swapped with sidecars": lambda *paths: (_swap(*paths[:2]), _swap(*map(sidecar_path, paths[:2]))),
+    "sidecar truncated": lambda path, other, chance: _cut(sidecar_path(path), chance),
+    "sidecar null": lambda path, other, chance: sidecar_path(path).write_text(chance.choice(_NULLS)),
 }
 
 
@@ -154,7 +151,7 @@ def test_a_damaged_shard_is_made_again_or_refused_by_name(bench: Bench, kind: st
     use = Child(lambda: STAGES["training"].work(at(bench.config, bench.folder), bench.folder))
     use.wait()
     assert folder == "rows" or again.has_one_clear_line() or use.has_one_clear_line(), "it was used without a word"
-    for damaged in (path, other, _sidecar(path), _sidecar(other)):
+    for damaged in (path, other, sidecar_path(path), sidecar_path(other)):
         damaged.unlink(missing_ok=True)
     bench.must_finish(stage)
 

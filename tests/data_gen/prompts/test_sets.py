@@ -76,7 +76,20 @@ def test_conversations_in_parquet_are_read_as_those_in_json(tmp_path):
         assert list(all_of(path=str(tmp_path / f"{column}.parquet"), num=1).values()) == [text]
 
 
-FINE, JSONL = '{"prompt": "fine"}\n', r"a\.jsonl:2: "
+LINES = {
+    "{not json": "expected one JSON object",
+    "[1]": "expected a JSON object, got list",
+    '{"query": "x"}': r"expected one of the fields messages.*got query; map one .*columns: \{prompt: query\}",
+    '{"messages": [{"role": "user"}]}': "expected a list of messages with the strings 'role' and 'content'",
+    '{"messages": [{"role": "assistant", "content": "x"}]}': "expected at least one user message",
+    '{"turns": "one"}': "expected turns to be a list of strings, got 'one'",
+    '{"prompt": 5}': "expected prompt to be a string, got 5",
+    '{"prompt": null}': "expected prompt to be a string, got None",
+    '{"id": "\\ud800", "prompt": "x"}': "expected the id to be text, not a lone surrogate",
+    '{"prompt": "\xff"}': "the line is not UTF-8 text",
+    '{"id": "0", "prompt": "again"}': "id '0' is used by an earlier record",
+}
+"""The second line of a JSONL file, and why it cannot be read."""
 
 
 @pytest.mark.parametrize(
@@ -88,25 +101,7 @@ FINE, JSONL = '{"prompt": "fine"}\n', r"a\.jsonl:2: "
         ("a.csv", "prompt\nx\ny,z\n", r"prompt set .*a\.csv: "),
         ("a.csv", "other\n1\n", r"a\.csv \[train\] record 0: expected one of the fields"),
         ("a.jsonl", "", r"a\.jsonl contains no prompt"),
-        ("a.jsonl", FINE + "{not json", JSONL + r"expected one JSON object"),
-        ("a.jsonl", FINE + "[1]", JSONL + r"expected a JSON object, got list"),
-        (
-            "a.jsonl",
-            FINE + '{"query": "x"}',
-            JSONL + r"expected one of the fields messages.*got query; map one .*columns: \{prompt: query\}",
-        ),
-        ("a.jsonl", FINE + '{"messages": [{"role": "user"}]}', JSONL + r"expected a list of messages with the strings"),
-        (
-            "a.jsonl",
-            FINE + '{"messages": [{"role": "assistant", "content": "x"}]}',
-            "expected at least one user message",
-        ),
-        ("a.jsonl", FINE + '{"turns": "one"}', JSONL + r"expected turns to be a list of strings, got 'one'"),
-        ("a.jsonl", FINE + '{"prompt": 5}', JSONL + r"expected prompt to be a string, got 5"),
-        ("a.jsonl", FINE + '{"prompt": null}', JSONL + r"expected prompt to be a string, got None"),
-        ("a.jsonl", FINE + '{"id": "\\ud800", "prompt": "x"}', JSONL + r"expected the id to be text, not a lone surr"),
-        ("a.jsonl", FINE + '{"prompt": "\xff"}', JSONL + r"the line is not UTF-8 text"),
-        ("a.jsonl", FINE + '{"id": "0", "prompt": "again"}', JSONL + r"id '0' is used by an earlier record"),
+        *[("a.jsonl", f'{{"prompt": "fine"}}\n{line}', rf"a\.jsonl:2: {reason}") for line, reason in LINES.items()],
     ],
 )
 def test_what_cannot_be_read_is_named_in_one_line(tmp_path, name, content, complaint):

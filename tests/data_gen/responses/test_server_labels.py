@@ -143,40 +143,34 @@ def test_labels_of_responses_that_are_there_already_are_those_that_came_with_the
     assert all(body["max_tokens"] == 1 for body in server.bodies)
 
 
-def shifted(choice):
-    positions = choice["logprobs"]["top_logprobs"]
-    positions[:] = [*positions[1:], positions[0]]
-
-
-def rotated(choice):
-    choice["token_ids"] = [*choice["token_ids"][1:], choice["token_ids"][0]]
-
-
-def named(name):
-    return lambda choice: choice["logprobs"]["top_logprobs"][0].update({f"token_id:{name}": -3.0})
-
-
-def by_text(choice):
-    choice["logprobs"] = {"top_logprobs": [{"a": -1.0}]}
-
-
-def sampled_from_all(choice):
-    """The token of the first place is none of the likeliest."""
-    place = choice["logprobs"]["top_logprobs"][0]
-    place[f"token_id:{choice['token_ids'][0]}"] = -50.0
+def tops_of(choice) -> list[dict[str, float]]:
+    return choice["logprobs"]["top_logprobs"]
 
 
 @pytest.mark.parametrize(
     ("lie", "reason"),
     [
-        (shifted, r"at position \d lack token|has probability 0 under pair\.sampling"),
-        (rotated, "differs from its decoded token ids|lack token"),
-        (named(-5), "log-probability of token id -5 at position 0"),
-        (named(10**30), "log-probability of token id 10{30} at position 0"),
-        (sampled_from_all, r"at position 0 does not follow .* token has probability 0 under pair\.sampling"),
+        (
+            lambda choice: tops_of(choice).append(tops_of(choice).pop(0)),
+            r"at position \d lack token|has probability 0 under pair\.sampling",
+        ),
+        (
+            lambda choice: choice["token_ids"].append(choice["token_ids"].pop(0)),
+            "differs from its decoded token ids|lack token",
+        ),
+        (lambda choice: tops_of(choice)[0].update({"token_id:-5": -3.0}), "of token id -5 at position 0"),
+        (lambda choice: tops_of(choice)[0].update({f"token_id:{10**30}": -3.0}), "of token id 10{30} at position 0"),
+        (
+            lambda choice: tops_of(choice)[0].update({f"token_id:{choice['token_ids'][0]}": -50.0}),
+            r"at position 0 does not follow .* token has probability 0 under pair\.sampling",
+        ),
         (lambda choice: choice["logprobs"].update(top_logprobs=[]), "log-probabilities at 0 of 1 positions"),
-        (by_text, r"data\.labels: server needs log-probabilities by token id"),
+        (
+            lambda choice: choice.update(logprobs={"top_logprobs": [{"a": -1.0}]}),
+            r"data\.labels: server needs log-probabilities by token id",
+        ),
     ],
+    ids=["shifted", "rotated", "negative", "huge", "sampled from all", "none", "by text"],
 )
 def test_labels_of_a_misaligned_server_are_refused(told, server, lie, reason):
     honest = server.answer
