@@ -51,8 +51,6 @@ SETS = {
 _BUILDERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 """Suffix of a file -> its builder in `datasets`; all others are JSONL."""
 _SUFFIXES = (*_BUILDERS, ".jsonl", ".json")
-_DEFAULT_PART = PromptSource(path="").split
-"""The value of `split` that means the default part of a known set."""
 _BEFORE: dict[Split, tuple[Split, ...]] = {"test": (), "dev": ("test",), "train": ("test", "dev")}
 """Split -> those that keep a repeated prompt instead of it."""
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -185,7 +183,7 @@ def set_of(source: PromptSource) -> PromptSet:
     if source.path in SETS and not path.is_dir():
         known = SETS[source.path]
         prompt_set = replace(known, name=source.name or known.name, columns={**known.columns, **source.columns})
-        if source.split not in (_DEFAULT_PART, known.split):  # the set's own test part belongs to its default part
+        if source.split not in (PromptSource.split, known.split):  # the set's own test part belongs to its default part
             prompt_set = replace(prompt_set, split=source.split, test_split=None, shares=None)
         return replace(prompt_set, test_split=source.test_split or prompt_set.test_split)
     if path.is_dir() or (_HUB_ID.fullmatch(source.path) and path.suffix not in _SUFFIXES):

@@ -64,7 +64,7 @@ class CompletionsServer:
     ) -> None:
         """Check the sampling, and that several servers answer, with distributions if there is a `reader`."""
         self._latest = LatestRows()
-        self.server, self.spelling, self.sampling, self.reader = server, spelling, sampling, reader
+        self.server, self.spelling, self.reader = server, spelling, reader
         self.settings = request_settings(
             server.kind, sampling, max_new_tokens=max_new_tokens, eos_ids=sorted(spelling.eos_ids)
         )

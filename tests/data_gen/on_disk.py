@@ -35,10 +35,15 @@ def with_server(config: Config, **changes: Any) -> Config:
     return with_data(config, server=replace(config.data.server, **changes))
 
 
+def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> str:
+    """The path of a JSONL file that is written with these records."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
 def with_prompts(config: Config, path: Path, records: Iterable[dict[str, Any]], **changes: Any) -> Config:
     """The config with these prompts, which become a file and are all for training."""
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return with_data(config, prompts=str(path), split_weights=(1, 0, 0), **{"num_test": 0} | changes)
+    return with_data(config, prompts=write_lines(path, records), split_weights=(1, 0, 0), **{"num_test": 0} | changes)
 
 
 def files_of(directory: str | Path) -> dict[str, bytes]:

@@ -271,23 +271,19 @@ def test_broken_files_are_refused_by_name(stored, name: str):
 
 
 _BAD_SETTINGS = """
-make data.batch_size=0 data.rows_per_shard=1000000000 data.max_new_tokens=100000000 data.chunk_mb=0 data.num_train=-1
-make data.max_prompt_tokens=1 data.num_train=1000000000000000000 data.mixes=0 data.template=none data.template=llama2
-make data.prompts=/dev/null data.prompts=nothing.jsonl data.source=file data.source=server data.features=[]
-make data.features=[fed,fed] data.split_weights=[0,0,0] data.split_weights=[1] data.dir=/dev/null/x data.dir=/proc/x
-make data.engine=slurm pair.num_threads=-1 pair.target.path=/ pair.target.path=/no/such pair.draft.device_map=cuda:7
-make pair.draft.device_map={x:1} pair.sampling.top_k=0 pair.sampling.top_k=1000000000000
-make pair.sampling.top_p=2 pair.sampling.top_p=.nan pair.sampling.temperature=-1 pair.sampling.temperature=.inf
-train heads.batch_size=0 heads.batch_size=1000000000 heads.depths=[] heads.depths=[-1] heads.depths=[0,0]
-train heads.reject_weights=[0] heads.reject_weights=[.nan] heads.reject_weights=[1e300] heads.learning_rate=.nan
-train heads.num_train=1000000 heads.dir=/dev/null heads.scalars=[[x]] heads.scalars=[] trainer.devices=99
-train trainer.devices=x trainer.accelerator=cuda trainer.accumulate_grad_batches=0 trainer.limit_test_batches=2.5
-train trainer.limit_train_batches=0.0001 trainer.limit_val_batches=0 trainer.precision=x trainer.precision=16-true
-train trainer.max_epochs=-7 trainer.max_steps=0 trainer.val_check_interval=1000000000 trainer.max_time=x
-train trainer.check_val_every_n_epoch=0 trainer.strategy=x trainer.gradient_clip_val=.nan
-trace decode.max_draft_length=-1 decode.max_new_tokens=0 decode.num_dev=-1 decode.prompts_per_shard=0
+make data.rows_per_shard=1000000000 data.max_new_tokens=100000000 data.max_prompt_tokens=1 data.template=none
+make data.num_train=1000000000000000000 data.template=llama2 data.prompts=/dev/null data.prompts=nothing.jsonl
+make data.source=file data.source=server data.features=[] data.features=[fed,fed] data.split_weights=[0,0,0]
+make data.split_weights=[1] data.dir=/dev/null/x data.dir=/proc/x data.engine=slurm pair.target.path=/
+make pair.target.path=/no/such pair.draft.device_map=cuda:7 pair.draft.device_map={x:1} pair.sampling.top_k=1000000000
+train heads.batch_size=1000000000 heads.depths=[] heads.depths=[0,0] heads.reject_weights=[1e300] heads.dir=/dev/null
+train heads.num_train=1000000 heads.scalars=[[x]] heads.scalars=[] trainer.devices=99 trainer.devices=x
+train trainer.accelerator=cuda trainer.limit_test_batches=2.5 trainer.limit_train_batches=0.0001 trainer.precision=x
+train trainer.limit_val_batches=0 trainer.precision=16-true trainer.max_epochs=-7 trainer.max_steps=0
+train trainer.val_check_interval=1000000000 trainer.max_time=x trainer.strategy=x
 trace decode.heads=[/no/such] decode.dir=/dev/null
 """
+"""Settings within their ranges (`tests/configs/test_limits.py` tries the others)."""
 SETTINGS: dict[str, list[str]] = {"make": [], "train": [], "trace": []}
 for name, *bad_settings in map(str.split, _BAD_SETTINGS.strip().splitlines()):
     SETTINGS[name] += bad_settings

@@ -16,9 +16,9 @@ from configs.command import run
 from data_gen.pipeline.command import make
 from data_gen.responses.exchange import Exchange, LatestRows, Problem, RefusedError, Request
 from data_gen.responses.server import CompletionsServer, request_settings
-from data_gen.responses.text import ResponseFile, Spelling
+from data_gen.responses.text import Spelling
 from lm import Sampling
-from tests.data_gen.on_disk import files_of, with_data, with_server
+from tests.data_gen.on_disk import files_of, with_data, with_server, write_lines
 from tests.toys.answering import all_rows, close_half_way, completion, problems
 
 TEXT, EOS = "<u>hi\n<a>", frozenset({1})
@@ -183,12 +183,11 @@ def test_text_that_does_not_round_trip_is_reported_not_altered(tokenizer):
 
 
 def test_a_file_of_responses_is_used_as_it_is(toy_config, tmp_path, tokenizer):
-    path = tmp_path / "responses.jsonl"
     records = [{"id": f"p{number}", "response": "text"} for number in range(1, 9)]
     records += [{"id": "p9", "response_ids": [50, 51]}, {"id": "p10", "response_ids": [50, 1]}]
     records += [{"id": "p11", "response": "far too long for it"}]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    config = with_data(toy_config, source="file", responses=str(path), max_error_share=1.0)
+    path = write_lines(tmp_path / "responses.jsonl", records)
+    config = with_data(toy_config, source="file", responses=path, max_error_share=1.0)
     make(config)
     rows, reasons = all_rows(config), problems(config)
     assert rows["p9"]["response_ids"] == [50, 51]
@@ -196,24 +195,6 @@ def test_a_file_of_responses_is_used_as_it_is(toy_config, tmp_path, tokenizer):
     assert rows["p1"]["response_ids"] == [*tokenizer("text").input_ids, 1]
     assert "no response in" in reasons["p0"]
     assert "data.max_new_tokens is 10" in reasons["p11"]
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ('{"response": "x"}', ":2: expected an id"),
-        ('{"id": 1, "text": "x"}', ":2: expected response"),
-        ('{"id": 1, "prompt_ids": "five", "response_ids": [5]}', ":2: expected prompt_ids .* of integers, got 'five'"),
-        ('{"id": 1, "response": "x", "finish_reason": "eos"}', ":2: expected finish_reason .* or length, got 'eos'"),
-        ('{"id": 1, "response_ids": [true]}', ":2: expected response"),
-        ('{"id": 1, "response": "x", "turn": 0}', ":2: expected turn to be a whole number from 1"),
-    ],
-)
-def test_a_malformed_line_of_responses_is_named(tmp_path, tokenizer, line, complaint):
-    path = tmp_path / "responses.jsonl"
-    path.write_text('{"id": 0, "response": "fine"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=complaint):
-        ResponseFile(str(path), Spelling(tokenizer, EOS), max_new_tokens=10)
 
 
 def test_every_kind_of_server_is_told_the_sampling():
