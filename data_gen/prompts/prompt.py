@@ -6,7 +6,9 @@ a conversation are dropped, because the target writes its own. docs/data.md has 
 
 import gzip
 import json
+import re
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,6 +29,7 @@ _ROLES = {
 }
 """Role in a set -> role in chat templates."""
 _SPEAKERS = ("user", "tool")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _FORMS = ("messages", "conversations", "conversation", "turns", *_QUESTIONS)
 _BESIDE = {*_ID_FIELDS, *_CONTEXTS, *_SYSTEMS, "tools", "category"}
 """Fields that are read in addition to one of the `_FORMS`."""
@@ -36,6 +39,10 @@ _ANSWERS = {
     *("conversation_id", "prompt_id", "title", "timestamp", "turn", "metadata", "is_impossible"),
 }
 """Columns that never belong to a prompt: answers, and facts about the record."""
+
+
+Record = tuple[str, str, dict[str, Any] | ValueError]
+"""Location of a record, its number from 0 (the default id), and the record or the error instead."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +82,12 @@ class Prompt:
 
 def is_text(text: str) -> bool:
     """Whether a string can be encoded; JSON allows a lone surrogate, half of a character, which no tokenizer reads."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return _SURROGATE.search(text) is None
 
 
-def prompts_of(
-    records: Iterable[tuple[str, str, dict[str, Any] | ValueError]], columns: Mapping[str, str]
-) -> tuple[list[Prompt], dict[str, str]]:
-    """The prompts of a set, and location -> reason of each unreadable record. `records` are (location, default id, the
-    record or the error instead); `columns` our name of a field -> the set's name. ValueError if at least half of the
-    records cannot be read.
+def prompts_of(records: Iterable[Record], columns: Mapping[str, str]) -> tuple[list[Prompt], dict[str, str]]:
+    """The prompts of a set, and location -> reason of each unreadable record; `columns`: our name of a field -> the
+    set's name. ValueError if at least half of the records cannot be read.
     """
     prompts: dict[str, Prompt] = {}
     problems: dict[str, str] = {}
@@ -126,29 +126,41 @@ def say_once(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of every line that is not blank; ValueError for one that is not a JSON object."""
-    for number, record in json_records(path):
+def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(location, object) of every record of `json_records`; ValueError for one that is not a JSON object."""
+    for where, _, record in json_records(path):
         if isinstance(record, ValueError):
-            raise ValueError(f"{path}:{number}: {record}") from record
-        yield number, record
+            raise ValueError(f"{where}: {record}") from record
+        yield where, record
 
 
-def json_records(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
-    """The same, with an error instead of a line that is not a JSON object."""
-    with open_lines(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    yield number, object_of(json.loads(line.decode("utf-8-sig")))
-                except UnicodeDecodeError:
-                    yield number, ValueError("the line is not UTF-8 text; save the file in that encoding")
-                except (ValueError, RecursionError) as error:
-                    yield number, ValueError(f"expected one JSON object on the line; {error}")
+def json_records(path: str | Path) -> Iterator[Record]:
+    """Every line of a file that is not blank, or every entry of a .json file that is one array."""
+    try:
+        with open_lines(path) as file:
+            start = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
+            file.seek(0)
+            if str(path).removesuffix(".gz").endswith(".json") and start.startswith(b"["):
+                for index, value in enumerate(json.load(file)):
+                    yield f"{path} record {index}", str(index), _object_of(value)
+                return
+            for index, line in enumerate(file):
+                if line.strip():
+                    yield f"{path}:{index + 1}", str(index), _object_in(line)
+    except (ValueError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}: expected an array of JSON objects; {error}") from error
 
 
-def object_of(value: Any) -> dict[str, Any] | ValueError:
-    """The value if it is a JSON object, else the error."""
+def _object_in(line: bytes) -> dict[str, Any] | ValueError:
+    try:
+        return _object_of(json.loads(line.decode("utf-8-sig")))
+    except UnicodeDecodeError:
+        return ValueError("the line is not UTF-8 text; save the file in that encoding")
+    except (ValueError, RecursionError) as error:
+        return ValueError(f"expected one JSON object on the line; {error}")
+
+
+def _object_of(value: Any) -> dict[str, Any] | ValueError:
     return value if isinstance(value, dict) else ValueError(f"expected a JSON object, got {type(value).__name__}")
 
 

@@ -4,18 +4,14 @@ A known set is one entry of `SETS`. JSON is read here, line by line or as one ar
 file for one malformed record.
 """
 
-import gzip
-import json
 import re
 import sys
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from configs.schema import DataConfig, PromptSource
-from data_gen.prompts.prompt import Prompt, json_records, object_of, open_lines, prompts_of, say_once
+from data_gen.prompts.prompt import Prompt, Record, json_records, open_lines, prompts_of, say_once
 from data_gen.prompts.splits import Split, in_hash_order, split_by_id, without_duplicates
 from data_gen.prompts.stories import stories
 
@@ -224,50 +220,30 @@ def read(prompt_set: PromptSet, part: str | None = None) -> tuple[list[Prompt], 
         FileNotFoundError: the hub cannot be reached and the set is not in its cache.
         ValueError: an unreadable file, or one with at least half of its records unreadable.
     """
-    if prompt_set.path == "json" and Path(str(prompt_set.data_files)).is_file():
-        return prompts_of(_json_records(Path(str(prompt_set.data_files))), prompt_set.columns)
-    part = part or prompt_set.split
-    where = f"{prompt_set.data_files or prompt_set.path} [{part}]"
-    numbered = enumerate(_records(prompt_set, part))
-    records = ((f"{where} record {index}", str(index), record) for index, record in numbered)
+    is_json = prompt_set.path == "json" and Path(str(prompt_set.data_files)).is_file()
+    records = json_records(str(prompt_set.data_files)) if is_json else _records(prompt_set, part or prompt_set.split)
     return prompts_of(records, prompt_set.columns)
 
 
-def _json_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any] | ValueError]]:
-    """(file and line or record, the record's number from 0, record) of JSONL, or of a file that is one array."""
-    try:
-        with open_lines(path) as file:
-            is_array = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-        if _ending(path) != ".json" or not is_array:
-            for number, record in json_records(path):
-                yield f"{path}:{number}", str(number - 1), record
-            return
-        with open_lines(path) as file:
-            records = json.load(file)
-    except (ValueError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}: expected an array of JSON objects; {error}") from error
-    for number, value in enumerate(records):
-        yield f"{path} record {number}", str(number), object_of(value)
-
-
-def _records(prompt_set: PromptSet, part: str) -> Iterable[dict[str, Any]]:
+def _records(prompt_set: PromptSet, part: str) -> Iterator[Record]:
     from datasets import load_dataset  # takes seconds to import
     from datasets.exceptions import DatasetsError
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # the final error reports the retries
-    name = f"prompt set {prompt_set.data_files or prompt_set.path}"
-    options = {"sep": _separator(Path(str(prompt_set.data_files)))} if prompt_set.path == "csv" else {}
+    place, files = prompt_set.data_files or prompt_set.path, prompt_set.data_files
+    options = {"sep": _separator(Path(place))} if prompt_set.path == "csv" else {}
     try:
-        return list(
-            load_dataset(prompt_set.path, prompt_set.name, split=part, data_files=prompt_set.data_files, **options)
-        )
+        records = load_dataset(prompt_set.path, prompt_set.name, split=part, data_files=files, **options)
+        for index, record in enumerate(records):
+            yield f"{place} [{part}] record {index}", str(index), record
     except OSError as error:
         raise FileNotFoundError(
-            f"{name} cannot be reached and is not in the cache: {_line(error)}; set data.prompts to {_FORMS}"
+            f"prompt set {place} cannot be reached and is not in the cache: {_line(error)}; set data.prompts to "
+            f"{_FORMS}"
         ) from error
     except (ValueError, DatasetsError) as error:
-        raise ValueError(f"{name}: {_line(error.__cause__ or error)}") from error
+        raise ValueError(f"prompt set {place}: {_line(error.__cause__ or error)}") from error
 
 
 def _line(error: BaseException) -> str:

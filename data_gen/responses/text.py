@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data_gen.prompts.prompt import is_text, json_lines, open_lines
+from data_gen.prompts.prompt import is_text, json_lines
 from data_gen.responses.exchange import Exchange, FinishReason, Problem, Progress, RefusedError, Request
 from lm import vocab_size_of
 
@@ -89,14 +89,12 @@ class Spelling:
 
 
 class ResponseFile:
-    """Looks responses up by row id; the lines of the file stay in memory."""
+    """Looks responses up by row id; the records of the file stay in memory, as text."""
 
     def __init__(self, path: str, spelling: Spelling, *, max_new_tokens: int) -> None:
         """Check every line of the file; ValueError for a malformed one, with file and line number."""
         self.path, self.spelling, self.max_new_tokens = path, spelling, max_new_tokens
-        with open_lines(path) as file:
-            lines = file.readlines()
-        self._lines = {_row_name(record, f"{path}:{number}"): lines[number - 1] for number, record in json_lines(path)}
+        self._records = {_row_name(record, where): json.dumps(record) for where, record in json_lines(path)}
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Exchange | Problem]:
         """The file's response to each request; a `Problem` if it is missing, too long or malformed."""
@@ -110,9 +108,9 @@ class ResponseFile:
         return answers
 
     def _answer(self, request: Request) -> Exchange | Problem:
-        if request.id not in self._lines:
+        if request.id not in self._records:
             raise RefusedError(f"no response in {self.path}")
-        record = json.loads(self._lines[request.id].decode("utf-8-sig"))
+        record = json.loads(self._records[request.id])
         if record.get("prompt_ids", request.prompt_ids) != request.prompt_ids:
             raise RefusedError(f"{self.path} has other prompt_ids for this id; check data.prompts and data.template")
         ids = record.get("response_ids")

@@ -157,7 +157,7 @@ def test_more_than_there_is_and_stories_without_a_number_are_refused(tmp_path):
 
 def test_a_set_whose_fields_have_other_names_is_read_by_its_own(monkeypatch):
     record = {"prompt": ["one", "two"], "prompt_id": 81, "category": "writing", "reference": []}
-    monkeypatch.setattr(hub, "_records", lambda place, part: [record])
+    monkeypatch.setattr(hub, "_records", lambda *_: [("", "0", record)])
     config = DataConfig(prompts="mt_bench", num_train=0, num_dev=0, num_test=1)
     assert load_prompts(config, "test") == [Prompt("81", ("one", "two"), category="writing")]
 
