@@ -15,8 +15,8 @@ from data_gen.pipeline.command import make
 from data_gen.prompts.prompt import prompt_of
 from store.shards import atomic_directory, write_atomic
 
-_SHARE = 0.1
-"""Share of the prompts for dev, and for test."""
+_SHARE, _PROMPTS = 0.1, "prompts.jsonl"
+"""Share of the prompts for dev, and for test; and their file."""
 
 
 def make_data(
@@ -54,25 +54,30 @@ def make_data(
     known = DataConfig.__dataclass_fields__.keys() - {"dir", "prompts"}
     if unknown := sorted(settings.keys() - known):
         raise ValueError(f"{unknown[0]!r} is not a setting of make_data; it takes {', '.join(sorted(known))}")
-    root, num = local_path(dir, "dir"), max(1, round(_SHARE * len(lines)))
+    root = local_path(dir, "dir")
     pair = PairConfig(
         target=_source(target, root / "models" / "target", tokenizer),
         draft=_source(draft, root / "models" / "draft", tokenizer),
         sampling=SamplingConfig(temperature=temperature),
     )
-    shares, path = (len(lines) - 2 * num, num, num), root / "prompts.jsonl"
-    data: dict[str, Any] = dict(zip(("num_train", "num_dev", "num_test"), shares, strict=True))
-    data |= {"dir": str(root / "data"), "prompts": str(path), "split_weights": shares, **settings}
-    config = Config(
-        pair=with_shipped_models(pair),
-        data=DataConfig(**data),
+    config = _config(with_shipped_models(pair), root, len(lines), settings)
+    check_limits(config)
+    write_atomic(root / _PROMPTS, "".join(f"{line}\n" for line in lines).encode())
+    make(config)
+    return config
+
+
+def _config(pair: PairConfig, root: Path, num_prompts: int, settings: Mapping[str, Any]) -> Config:
+    num = max(1, round(_SHARE * num_prompts))
+    shares = (num_prompts - 2 * num, num, num)
+    sizes = dict(zip(("num_train", "num_dev", "num_test"), shares, strict=True))
+    data: dict[str, Any] = {"dir": str(root / "data"), "prompts": str(root / _PROMPTS), "split_weights": shares} | sizes
+    return Config(
+        pair=pair,
+        data=DataConfig(**data | settings),
         heads=HeadsConfig(dir=str(root / "heads"), specdec=False),
         decode=DecodeConfig(dir=str(root / "decode"), num_dev=num, num_test=num),
     )
-    check_limits(config)
-    write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
-    make(config)
-    return config
 
 
 def _line(prompt: Any, index: int) -> str:

@@ -97,8 +97,8 @@ def prompts_of(records: Iterable[Record], columns: Mapping[str, str]) -> tuple[l
             if isinstance(record, ValueError):
                 raise record
             if missing := [name for name in columns.values() if name not in record]:
-                names = ", ".join(sorted(record))
-                raise ValueError(f"there is no column {missing[0]!r} (data.prompts.columns); it has {names}")
+                fields = ", ".join(sorted(record))
+                raise ValueError(f"there is no column {missing[0]!r} (data.prompts.columns); it has {fields}")
             renamed = {name: record[column] for name, column in columns.items()}
             prompt = prompt_of(record | renamed, default_id=default_id)
             if prompt.id in prompts:
@@ -265,7 +265,7 @@ def _message(message: dict[str, Any]) -> tuple[str, str]:
     if role == "assistant" and not isinstance(content, str):  # a tool call
         content = ""
     _check(isinstance(content, str), _MESSAGES, message)
-    return str(role), content
+    return str(role), str(content)
 
 
 def _is_messages(value: Any) -> bool:

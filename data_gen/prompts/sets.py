@@ -231,19 +231,18 @@ def _records(prompt_set: PromptSet, part: str) -> Iterator[Record]:
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # the final error reports the retries
-    place, files = prompt_set.data_files or prompt_set.path, prompt_set.data_files
-    options = {"sep": _separator(Path(place))} if prompt_set.path == "csv" else {}
+    name, files = prompt_set.data_files or prompt_set.path, prompt_set.data_files
+    options = {"sep": _separator(Path(name))} if prompt_set.path == "csv" else {}
     try:
         records = load_dataset(prompt_set.path, prompt_set.name, split=part, data_files=files, **options)
         for index, record in enumerate(records):
-            yield f"{place} [{part}] record {index}", str(index), record
+            yield f"{name} [{part}] record {index}", str(index), record
     except OSError as error:
         raise FileNotFoundError(
-            f"prompt set {place} cannot be reached and is not in the cache: {_line(error)}; set data.prompts to "
-            f"{_FORMS}"
+            f"prompt set {name} cannot be reached and is not in the cache: {_line(error)}; set data.prompts to {_FORMS}"
         ) from error
     except (ValueError, DatasetsError) as error:
-        raise ValueError(f"prompt set {place}: {_line(error.__cause__ or error)}") from error
+        raise ValueError(f"prompt set {name}: {_line(error.__cause__ or error)}") from error
 
 
 def _line(error: BaseException) -> str:

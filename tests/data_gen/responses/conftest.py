@@ -22,5 +22,5 @@ def second():
 @pytest.fixture
 def served(toy_config, server):
     """The toy run with its responses from `server`."""
-    served = ServerConfig(url=url_of(server), max_retries=2, timeout_s=5, concurrency=3)
+    served = ServerConfig(url=url_of(server), max_retries=2, timeout_s=30, concurrency=3)
     return with_data(toy_config, source="server", server=served, max_error_share=1.0)
