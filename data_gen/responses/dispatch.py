@@ -70,7 +70,7 @@ class Servers:
     ) -> Iterator[tuple[ShardSpec, Answers]]:
         """Each shard with its answers, in order, so that servers are not idle while a shard is labelled and written.
 
-        Beside the shard that is yielded and one that is finishing, as many are open as fill all slots, each in a thread.
+        Beside the shard that is yielded and one that is finishing, enough are open to fill all slots, each in a thread.
         When the caller stops, requests are cancelled.
         """
         num_slots, size = self.config.concurrency * len(self.config.urls), max(len(spec.prompts) for spec in specs)
