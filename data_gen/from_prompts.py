@@ -15,9 +15,8 @@ from data_gen.pipeline.command import make
 from data_gen.prompts.prompt import prompt_of
 from store.shards import atomic_directory, write_atomic
 
-_SHARE = 0.1
-"""Share of the prompts for dev, and for test."""
-_PROMPTS = "prompts.jsonl"
+_SHARE, _PROMPTS = 0.1, "prompts.jsonl"
+"""Share of the prompts for dev, and for test; and their file."""
 
 
 def make_data(
@@ -71,11 +70,11 @@ def make_data(
 def _config(pair: PairConfig, root: Path, num_prompts: int, settings: Mapping[str, Any]) -> Config:
     num = max(1, round(_SHARE * num_prompts))
     shares = (num_prompts - 2 * num, num, num)
-    data: dict[str, Any] = dict(zip(("num_train", "num_dev", "num_test"), shares, strict=True))
-    data |= {"dir": str(root / "data"), "prompts": str(root / _PROMPTS), "split_weights": shares, **settings}
+    sizes = dict(zip(("num_train", "num_dev", "num_test"), shares, strict=True))
+    data: dict[str, Any] = {"dir": str(root / "data"), "prompts": str(root / _PROMPTS), "split_weights": shares} | sizes
     return Config(
         pair=pair,
-        data=DataConfig(**data),
+        data=DataConfig(**data | settings),
         heads=HeadsConfig(dir=str(root / "heads"), specdec=False),
         decode=DecodeConfig(dir=str(root / "decode"), num_dev=num, num_test=num),
     )

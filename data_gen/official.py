@@ -86,44 +86,45 @@ def import_(config: Config, *, file: str, split: str = "train") -> None:
         for start in Bar(missing, unit="shards", desc=split):
             assert worker is not None
             rows = [row(number) for number in range(start, min(start + size, len(items)))]
-            spec = ShardSpec(split, start // size, tuple(Prompt(one.id, (one.prompt,)) for one, _ in rows))
-            columns = _labelled(spec, rows, worker)
+            exchanges = [exchange for exchange, _ in rows]
+            known = {name: torch.cat([columns[name] for _, columns in rows]) for name in rows[0][1]}
+            spec = ShardSpec(split, start // size, tuple(Prompt(one.id, (one.prompt,)) for one in exchanges))
+            columns = _labelled(spec, exchanges, known, worker) | known
             _claim(data.dir, manifest, split, path)  # not before: a refused file leaves no folder
-            stages.write_files(spec, Answers([exchange for exchange, _ in rows], []), columns=columns, data=data)
+            stages.write_files(spec, Answers(exchanges, []), columns=columns, data=data)
     print(f"{data.dir}: {len(items):,} rows of {split} from {file}")
 
 
-def _labelled(spec: ShardSpec, rows: Sequence[Row], worker: Worker) -> dict[str, Tensor]:
-    """The columns of a shard: the file's, and those of the draft."""
-    exchanges = [exchange for exchange, _ in rows]
-    columns = {name: torch.cat([table[name] for _, table in rows]) for name in rows[0][1]}
-    known = {"draft_ids": columns["draft_ids"]}
-    labelled = worker.label_and_mix(spec, exchanges, known, lambda count: None)
-    for number, reason in labelled.broken.items():
+def _labelled(
+    spec: ShardSpec, exchanges: Sequence[Exchange], known: Mapping[str, Tensor], worker: Worker
+) -> dict[str, Tensor]:
+    """The columns of the draft at the file's draft_ids; ValueError if its log q differs from the file's."""
+    columns, broken = worker.label_and_mix(spec, exchanges, {"draft_ids": known["draft_ids"]}, lambda count: None)
+    for number, reason in broken.items():
         raise ValueError(f"{exchanges[number].id}: {reason}, or remove this row from the file")
-    difference = float((labelled.columns["log_q"] - columns["log_q"]).abs().median())
+    difference = float((columns["log_q"] - known["log_q"]).abs().median())
     if not difference <= _TOLERANCE_NATS:
         raise ValueError(
             f"log q of the draft at {worker.job.pair.draft.path} differs from {_KEYS[0]} of the file by "
             f"{difference:.2f} nats in the median (at most {_TOLERANCE_NATS}); set pair.draft to the model that made "
             "the file"
         )
-    return labelled.columns | columns
+    return columns
 
 
 def _check_fit(exchange: Exchange, columns: Mapping[str, Tensor], *, num_ids: int, limit: int | None) -> None:
     if not exchange.prompt_ids or not exchange.response_ids:
         raise ValueError(f"{exchange.id} has no prompt or no response tokens; remove it from the file")
-    ids = [*exchange.prompt_ids, *exchange.response_ids, *columns["draft_ids"].tolist()]
-    if max(ids) >= num_ids:
+    ids = [*exchange.prompt_ids, *exchange.response_ids]
+    highest = max(*ids, *columns["draft_ids"].tolist())
+    if highest >= num_ids:
         raise ValueError(
-            f"{exchange.id} has token ids up to {max(ids)}, but pair.draft's are 0 to {num_ids - 1}; set pair.draft to "
+            f"{exchange.id} has token ids up to {highest}, but pair.draft's are 0 to {num_ids - 1}; set pair.draft to "
             "the model of the file"
         )
-    length = len(exchange.prompt_ids) + len(exchange.response_ids)
-    if limit is not None and length > limit:
+    if limit is not None and len(ids) > limit:
         raise ValueError(
-            f"{exchange.id} is {length} tokens long, but pair.draft reads at most {limit}; remove it from the file"
+            f"{exchange.id} is {len(ids)} tokens long, but pair.draft reads at most {limit}; remove it from the file"
         )
 
 
@@ -179,7 +180,7 @@ def _parse(item: Any, name: str, *, where: str) -> Row:
 
 def _list(item: dict[str, Any], key: str, where: str) -> list[Any]:
     """A list of token ids or log probabilities, which Python may have written as a string."""
-    value, is_id = item.get(key), key not in _KEYS
+    value = item.get(key)
     if isinstance(value, str):
         try:
             value = json.loads(_INFINITY.sub("-Infinity", value))  # Python's -inf in JSON
@@ -187,12 +188,12 @@ def _list(item: dict[str, Any], key: str, where: str) -> list[Any]:
             raise ValueError(f"{where}: expected {key} to be a list of numbers written as a string; {error}") from error
 
     def is_valid(number: Any) -> bool:
-        if is_id:
-            return type(number) is int and 0 <= number < 2**31
-        return type(number) in (int, float) and number <= _ROUNDING
+        if key in _KEYS:
+            return type(number) in (int, float) and number <= _ROUNDING
+        return type(number) is int and 0 <= number < 2**31
 
     if not isinstance(value, list) or not all(map(is_valid, value)):
-        kind = "token ids" if is_id else "numbers of at most 0"
+        kind = "numbers of at most 0" if key in _KEYS else "token ids"
         raise ValueError(f"{where}: expected {key} to be a list of {kind}, got {value!r:.60}; fields: {sorted(item)}")
     return value
 

@@ -46,25 +46,23 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
         split: train, dev or test.
         plots: also draw DIR/stats/SPLIT.png.
     """
-    directory = Path(config.data.dir)
-    manifest = read_manifest(directory, keys=("sampling",))
-    paths = list_shards(directory, split)
+    manifest = read_manifest(config.data.dir, keys=("sampling",))
+    paths = list_shards(config.data.dir, split)
     rows = _rows(paths)
-    positions, reasons = _positions(rows, paths[0].parent), Counter(map(str, rows.finish_reason))
+    positions = _positions(rows, paths[0].parent)
     summary = summarise(positions) | {
         "rows": len(rows),
-        "finish_reason": dict(reasons),
+        "finish_reason": dict(Counter(map(str, rows.finish_reason))),
         "sampling": manifest["sampling"],
         **{f"prompts_{name}": count for name, count in account(paths)[0].items()},
         **{f"set {name}": facts for name, facts in _by_set(rows).items()},
     }
-    path = directory / "stats" / f"{split}.json"
+    path = Path(config.data.dir, "stats", f"{split}.json")
     write_atomic(path, json.dumps(summary, indent=1).encode())
     for name, value in summary.items():
         print(f"  {name:<28} {value:,.4g}" if isinstance(value, float) else f"  {name:<28} {value}")
     if plots and positions["acceptance_rate"].size:
-        bounds = lower_bounds(positions["entropy"], positions["cross_entropy"])
-        _draw(positions | {"bound": bounds["bretagnolle_huber"]}, summary, path.with_suffix(".png"))
+        _draw(positions, summary, path.with_suffix(".png"))
         print(f"  {path.with_suffix('.png')}")
     print(
         f"The target accepts a drafted token of {split} with probability {summary['acceptance_rate_mean']:.2f} on "
@@ -86,20 +84,21 @@ def _positions(rows: "pd.DataFrame", folder: Path) -> Positions:
     rows = rows.dropna(subset=["acceptance_rate", "entropy"])
     if rows.empty:
         raise ValueError(f"{folder} has no acceptance_rate or entropy; make the data with data.mode: together")
-    lengths = np.concatenate([accepted_length(rates) for rates in rows.acceptance_rate])
     positions = {name: np.concatenate(rows[name].to_list()).astype(np.float64) for name in _NAMES}
-    return positions | {"accepted_length": lengths}
+    return positions | {"accepted_length": np.concatenate([accepted_length(rates) for rates in rows.acceptance_rate])}
 
 
 def _by_set(rows: "pd.DataFrame") -> dict[str, dict[str, float | int]]:
     """Rows, tokens and mean acceptance of each set of prompts; empty if there is only one."""
-    sets: dict[str, dict[str, float | int]] = {}
-    for name, part in rows.groupby("set") if "set" in rows else ():
-        sets[str(name)] = {"rows": len(part), "tokens": int(part.acceptance_prob.map(len).sum())}
-        for column in ("acceptance_prob", "acceptance_rate"):
-            if part[column].notna().all():
-                sets[str(name)][column] = float(np.concatenate(part[column].to_list()).mean())
-    return sets
+    return {
+        str(name): {"rows": len(part), "tokens": int(part.acceptance_prob.map(len).sum())}
+        | {
+            column: float(np.concatenate(part[column].to_list()).mean())
+            for column in ("acceptance_prob", "acceptance_rate")
+            if part[column].notna().all()
+        }
+        for name, part in (rows.groupby("set") if "set" in rows else ())
+    }
 
 
 def lower_bounds(entropy: Array, cross_entropy: Array) -> dict[str, Array]:
@@ -139,24 +138,24 @@ def summarise(positions: Positions) -> dict[str, Any]:
 
 
 def _draw(positions: Positions, summary: dict[str, Any], path: Path) -> None:
-    """Write SVIP's Figures 2, 3 and 4 as three panels; `positions` also has the Bretagnolle-Huber `bound`."""
+    """Write SVIP's Figures 2, 3 and 4 as three panels."""
     from matplotlib.figure import Figure  # takes long to import
 
     figure = Figure(figsize=(16, 4.5), layout="constrained")
     axes = [figure.add_subplot(1, 3, number) for number in (1, 2, 3)]
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-    _draw_entropy(axes[0], positions["entropy"], positions["acceptance_rate"], summary["c"])
-    _draw_ratio(axes[1], positions["cross_entropy"], positions["entropy"], summary)
+    rate, entropy, cross_entropy = (positions[name] for name in ("acceptance_rate", "entropy", "cross_entropy"))
+    _draw_entropy(axes[0], entropy, rate, summary["c"])
+    _draw_ratio(axes[1], cross_entropy, entropy, summary)
     # acceptance against its lower bound, which holds above the diagonal
-    axes[2].hexbin(
-        positions["bound"], positions["acceptance_rate"], gridsize=50, bins="log", cmap="Blues", mincnt=1, lw=0.1
-    )
+    bound = lower_bounds(entropy, cross_entropy)["bretagnolle_huber"]
+    axes[2].hexbin(bound, rate, gridsize=50, bins="log", cmap="Blues", mincnt=1, lw=0.1)
     axes[2].plot([0, 1], [0, 1], color=_ORANGE, lw=1)
     below = f"{summary['bretagnolle_huber_violations']:.2%} of positions below the bound"
     axes[2].set(title=below, xlabel="Bretagnolle-Huber bound", ylabel="acceptance_rate")
-    if summary["sampling"] != {"temperature": 1.0, "top_k": None, "top_p": None}:
-        sampling = ", ".join(f"{name} {value}" for name, value in summary["sampling"].items() if value is not None)
+    sampling = ", ".join(f"{name} {value}" for name, value in summary["sampling"].items() if value is not None)
+    if sampling != "temperature 1.0":
         figure.supxlabel(f"acceptance under {sampling}; entropies and bounds at temperature 1", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -64,10 +64,10 @@ class Reading(NamedTuple):
 def read_responses(path: Path) -> list[Text]:
     """The responses in a file that `acceptance-heads responses` wrote."""
     texts = []
-    for number, record in json_lines(path):
+    for where, record in json_lines(path):
         if not record.keys() >= {"prompt_ids", "response_ids"}:
             remedy = f"write such a file with `acceptance-heads responses --out {path.name}`"
-            raise ValueError(f"{path}:{number} has no prompt_ids and response_ids; {remedy}")
+            raise ValueError(f"{where} has no prompt_ids and response_ids; {remedy}")
         if record["response_ids"]:
             texts.append((record["prompt_ids"], record["response_ids"]))
     return texts

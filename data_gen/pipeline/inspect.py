@@ -68,9 +68,9 @@ def responses(config: Config, *, out: str) -> None:
     path, written, num_added = local_path(out, "--out"), dict[str, int](), 0
     read_manifest(config.data.dir)
     with atomic_file(path) as file:
-        for number, record in json_lines(path) if path.is_file() else ():
+        for where, record in json_lines(path) if path.is_file() else ():
             if not record.keys() >= {"id", "prompt_ids", "response_ids"}:
-                raise ValueError(f"{path}:{number} was not written by this command; choose another --out")
+                raise ValueError(f"{where} was not written by this command; choose another --out")
             written[record["id"]] = _hash(record)
             file.write(json.dumps(record).encode() + b"\n")
         for record in _records(config.data.dir):

@@ -53,7 +53,7 @@ def _weights(config: DataConfig, *, is_verbose: bool) -> tuple[int, int, int]:
     prompt_set = set_of(sources[0])
     if prompt_set.shares is not None:
         return WEIGHTS
-    prompts = load(prompt_set, "train")
+    prompts = load(prompt_set)
     num_dev, num_test = config.num_dev, 0 if prompt_set.test_split else config.num_test
     requested = {"train": config.num_train, "dev": num_dev, "test": num_test}
     pools = split_by_id(prompts, weights=WEIGHTS, seed=config.seed)

@@ -27,7 +27,7 @@ from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.sets import load_prompts, sources_of
 from data_gen.prompts.splits import SPLITS
 from data_gen.responses.conversation import ShardSpec
-from data_gen.responses.exchange import Answers, Exchange, Problem, Response
+from data_gen.responses.exchange import Answers, Exchange, Problem
 from data_gen.store import labels, rows
 from data_gen.store.labels import Layout, layout_of
 from store.shards import features_path, is_whole, labels_path, read_sidecar, rows_path, sidecar_path, write_shard
@@ -131,10 +131,10 @@ def write_files(
     forget_stages([spec], data)
 
 
-def kept_responses(spec: ShardSpec, data: DataConfig) -> dict[str, Response]:
+def kept_responses(spec: ShardSpec, data: DataConfig) -> dict[str, Exchange]:
     """The responses of a shard that is on disk, by row id."""
-    table = rows.read_rows(rows_path(data.dir, spec.split, spec.index), ["id", "response_ids", "finish_reason"])
-    return {row["id"]: Response(list(row["response_ids"]), row["finish_reason"]) for row in table.to_pylist()}
+    table = rows.read_rows(rows_path(data.dir, spec.split, spec.index), _FACTS)
+    return {row["id"]: Exchange(**row) for row in table.to_pylist()}
 
 
 def save(spec: ShardSpec, stage: Stage, answers: Answers, columns: Mapping[str, Tensor], data: DataConfig) -> None:

@@ -6,9 +6,11 @@ a conversation are dropped, because the target writes its own. docs/data.md has 
 
 import gzip
 import json
+import re
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from io import BufferedIOBase
 from pathlib import Path
@@ -26,6 +28,8 @@ _ROLES = {
     **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bot", "function_call"), "assistant"),
 }
 """Role in a set -> role in chat templates."""
+_SPEAKERS = ("user", "tool")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _FORMS = ("messages", "conversations", "conversation", "turns", *_QUESTIONS)
 _BESIDE = {*_ID_FIELDS, *_CONTEXTS, *_SYSTEMS, "tools", "category"}
 """Fields that are read in addition to one of the `_FORMS`."""
@@ -35,6 +39,10 @@ _ANSWERS = {
     *("conversation_id", "prompt_id", "title", "timestamp", "turn", "metadata", "is_impossible"),
 }
 """Columns that never belong to a prompt: answers, and facts about the record."""
+
+
+Record = tuple[str, str, dict[str, Any] | ValueError]
+"""Location of a record, its number from 0 (the default id), and the record or the error instead."""
 
 
 @dataclass(frozen=True)
@@ -74,37 +82,36 @@ class Prompt:
 
 def is_text(text: str) -> bool:
     """Whether a string can be encoded; JSON allows a lone surrogate, half of a character, which no tokenizer reads."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return _SURROGATE.search(text) is None
 
 
-def prompts_of(
-    records: Iterable[tuple[str, str, dict[str, Any] | ValueError]], columns: Mapping[str, str] | None = None
-) -> tuple[list[Prompt], dict[str, str]]:
-    """The prompts of a set, and location -> reason of each unreadable record. `records` are (location, default id, the
-    record or the error instead); `columns` our name of a field -> the set's name. ValueError if at least half of the
-    records cannot be read.
+def prompts_of(records: Iterable[Record], columns: Mapping[str, str]) -> tuple[list[Prompt], dict[str, str]]:
+    """The prompts of a set, and location -> reason of each unreadable record; `columns`: our name of a field -> the
+    set's name. ValueError if at least half of the records cannot be read.
     """
     prompts: dict[str, Prompt] = {}
     problems: dict[str, str] = {}
     unused: set[str] = set()
     for where, default_id, record in records:
         try:
-            prompt = _prompt_in(record, default_id, columns or {})
+            if isinstance(record, ValueError):
+                raise record
+            if missing := [name for name in columns.values() if name not in record]:
+                fields = ", ".join(sorted(record))
+                raise ValueError(f"there is no column {missing[0]!r} (data.prompts.columns); it has {fields}")
+            renamed = {name: record[column] for name, column in columns.items()}
+            prompt = prompt_of(record | renamed, default_id=default_id)
             if prompt.id in prompts:
                 raise ValueError(f"id {prompt.id!r} is used by an earlier record; give each record a unique id")
             prompts[prompt.id] = prompt
-            unused |= _unused(record) if isinstance(record, dict) else set()
+            unused |= _unused(record) - set(columns.values())
         except ValueError as error:
             problems[where] = str(error)
     if problems and len(problems) >= len(prompts):
         where, reason = next(iter(problems.items()))
         num = f"{len(problems)} of {len(problems) + len(prompts)} records cannot be read"
         raise ValueError(f"{where}: {reason} ({num})")
-    if unused := unused - set((columns or {}).values()):
+    if unused:
         names = sorted(unused)
         say_once(
             f"{where.rpartition(':')[0] or where}: ignoring the column{'s' * (len(names) > 1)} {', '.join(names)}; to "
@@ -113,36 +120,48 @@ def prompts_of(
     return list(prompts.values()), problems
 
 
-def _prompt_in(record: dict[str, Any] | ValueError, default_id: str, columns: Mapping[str, str]) -> Prompt:
-    if isinstance(record, ValueError):
-        raise record
-    if missing := [name for name in columns.values() if name not in record]:
-        raise ValueError(
-            f"there is no column {missing[0]!r} (data.prompts.columns); it has {', '.join(sorted(record))}"
-        )
-    return prompt_of(record | {name: record[column] for name, column in columns.items()}, default_id=default_id)
-
-
 @cache
 def say_once(line: str) -> None:
     """Print a line to stderr, once per process."""
     print(line, file=sys.stderr)
 
 
-def json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of every line that is not blank; ValueError for one that is not a JSON object."""
-    for number, record in json_records(path):
+def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(location, object) of every record of `json_records`; ValueError for one that is not a JSON object."""
+    for where, _, record in json_records(path):
         if isinstance(record, ValueError):
-            raise ValueError(f"{path}:{number}: {record}") from record
-        yield number, record
+            raise ValueError(f"{where}: {record}") from record
+        yield where, record
 
 
-def json_records(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
-    """The same, with an error instead of a line that is not a JSON object."""
-    with open_lines(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield number, _object_in(line)
+def json_records(path: str | Path) -> Iterator[Record]:
+    """Every line of a file that is not blank, or every entry of a .json file that is one array."""
+    try:
+        with open_lines(path) as file:
+            start = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
+            file.seek(0)
+            if str(path).removesuffix(".gz").endswith(".json") and start.startswith(b"["):
+                for index, value in enumerate(json.load(file)):
+                    yield f"{path} record {index}", str(index), _object_of(value)
+                return
+            for index, line in enumerate(file):
+                if line.strip():
+                    yield f"{path}:{index + 1}", str(index), _object_in(line)
+    except (ValueError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}: expected an array of JSON objects; {error}") from error
+
+
+def _object_in(line: bytes) -> dict[str, Any] | ValueError:
+    try:
+        return _object_of(json.loads(line.decode("utf-8-sig")))
+    except UnicodeDecodeError:
+        return ValueError("the line is not UTF-8 text; save the file in that encoding")
+    except (ValueError, RecursionError) as error:
+        return ValueError(f"expected one JSON object on the line; {error}")
+
+
+def _object_of(value: Any) -> dict[str, Any] | ValueError:
+    return value if isinstance(value, dict) else ValueError(f"expected a JSON object, got {type(value).__name__}")
 
 
 def open_lines(path: str | Path) -> BufferedIOBase:
@@ -150,28 +169,40 @@ def open_lines(path: str | Path) -> BufferedIOBase:
     return gzip.open(path, "rb") if Path(path).suffix == ".gz" else open(path, "rb")
 
 
-def _object_in(line: bytes) -> dict[str, Any] | ValueError:
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        return ValueError("the line is not UTF-8 text; save the file in that encoding")
-    except (ValueError, RecursionError) as error:
-        return ValueError(f"expected one JSON object on the line; {error}")
-    return record if isinstance(record, dict) else ValueError(f"expected a JSON object, got {type(record).__name__}")
-
-
 def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
     """The prompt of one record; `default_id` is used if it has no id. ValueError: it has no readable prompt."""
     prompt_id = next((str(record[name]) for name in _ID_FIELDS if record.get(name) is not None), default_id)
     _check(is_text(prompt_id), "the id to be text, not a lone surrogate", prompt_id)
-    prompt, tools = _turns_of(record), record.get("tools")
+    if (form := _form_of(record)) is None:
+        raise ValueError(
+            f"expected one of the fields {', '.join(_FORMS)}; got {', '.join(sorted(record))}; map one of them, such "
+            f"as data.prompts: {{path: …, columns: {{prompt: {min(record, default='NAME')}}}}}"
+        )
+    value, context, systems = record[form], "\n".join(_texts(record, _CONTEXTS)), _texts(record, _SYSTEMS)
+    roles: tuple[str, ...] = ()
+    if form in _CONVERSATIONS or _is_messages(value):
+        messages = _messages_of(value)
+        roles = tuple(role for role, _ in messages if role in _SPEAKERS)
+        turns = tuple(text for role, text in messages if role in _SPEAKERS)
+        _check("user" in roles, "at least one user message", value)
+        systems.append("\n\n".join(text for role, text in messages if role == "system"))
+    elif form == "turns":
+        is_list = isinstance(value, list) and value and all(isinstance(turn, str) for turn in value)
+        _check(is_list, "turns to be a list of strings", value)
+        turns = tuple(value)
+    else:
+        _check(isinstance(value, str), f"{form} to be a string", value)
+        turns, context = _after_history(record.get("history") or [], value, context)
+    tools = record.get("tools")
     _check(tools is None or isinstance(tools, str | list), "tools to be a list, or the JSON of one", tools)
-    return replace(
-        prompt,
-        id=prompt_id,
+    return Prompt(
+        prompt_id,
+        turns,
+        context=context,
+        system="\n\n".join(filter(None, systems)),
         tools=tools if isinstance(tools, str) else json.dumps(tools) if tools else "",
+        roles=roles if "tool" in roles else (),
         category=str(record.get("category") or ""),
-        system="\n\n".join(filter(None, (*_texts(record, _SYSTEMS), prompt.system))),
     )
 
 
@@ -181,9 +212,9 @@ def conversation_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Prompt, list
     Raises:
         ValueError: malformed messages, or another order than turns and replies in alternation.
     """
-    prompt = prompt_of({"messages": [dict(message) for message in messages]}, default_id="prompt")
-    said = [(_ROLES[_role_in(message)], str(_content_in(message))) for message in messages]
-    roles, replies = [role for role, _ in said], [text for role, text in said if role == "assistant"]
+    record = {"messages": [dict(message) for message in messages]}
+    prompt, read = prompt_of(record, default_id="prompt"), _messages_of(record["messages"])
+    roles, replies = [role for role, _ in read], [text for role, text in read if role == "assistant"]
     if [role == "assistant" for role in roles if role != "system"] != [False, True] * len(replies) + [False]:
         raise ValueError(
             f"messages have the roles {', '.join(roles)}; give turns and replies in alternation, a turn last"
@@ -204,66 +235,37 @@ def _unused(record: dict[str, Any]) -> set[str]:
     return {name for name, value in record.items() if value and name not in known}
 
 
-def _turns_of(record: dict[str, Any]) -> Prompt:
-    context, form = "\n".join(filter(None, _texts(record, _CONTEXTS))), _form_of(record)
-    if form is None:
-        raise ValueError(
-            f"expected one of the fields {', '.join(_FORMS)}; got {', '.join(sorted(record))}; map one of them, such "
-            f"as data.prompts: {{path: …, columns: {{prompt: {min(record, default='NAME')}}}}}"
-        )
-    value = record[form]
-    if form in _CONVERSATIONS or _is_messages(value):
-        return replace(_conversation(value), context=context)
-    if form == "turns":
-        is_list = isinstance(value, list) and value and all(isinstance(turn, str) for turn in value)
-        _check(is_list, "turns to be a list of strings", value)
-        return Prompt("", tuple(value), context=context)
-    _check(isinstance(value, str), f"{form} to be a string", value)
-    history = record.get("history") or []
+def _after_history(history: Any, question: str, context: str) -> tuple[tuple[str, ...], str]:
+    """The turns of a history and a question, and the context of the first one."""
     is_list = isinstance(history, list) and all(
         isinstance(pair, list) and pair and isinstance(pair[0], str) for pair in history
     )
     _check(is_list, "history to be a list of [question, reply], both strings", history)
-    earlier = [pair[0] for pair in history]
-    if earlier and context:  # `context` belongs to the first turn, but this one to the last
-        return Prompt("", (*earlier, f"{value}\n{context}"))
-    return Prompt("", (*earlier, value), context=context)
+    if history and context:  # it belongs to the question
+        question, context = f"{question}\n{context}", ""
+    return (*(pair[0] for pair in history), question), context
 
 
-def _conversation(value: Any) -> Prompt:
-    """The turns of messages without the replies; system messages at any position are joined into one."""
+def _messages_of(value: Any) -> list[tuple[str, str]]:
+    """(role, text) of messages: {role, content} or {from, value}; a reply that is no string is empty."""
     # some Parquet files store such a list as a dict of columns
     if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
         value = [dict(zip(value, items, strict=False)) for items in zip(*value.values(), strict=False)]
     is_list = isinstance(value, list) and all(isinstance(message, dict) for message in value)
     _check(is_list, _MESSAGES, value)
-    messages = [_message(message) for message in value]
-    turns = [(role, text) for role, text in messages if role in ("user", "tool")]
-    all_roles = tuple(role for role, _ in turns)
-    _check("user" in all_roles, "at least one user message", value)
-    system = "\n\n".join(text for role, text in messages if role == "system")
-    roles = all_roles if "tool" in all_roles else ()
-    return Prompt("", tuple(text for _, text in turns), system=system, roles=roles)
+    return [_message(message) for message in value]
 
 
 def _message(message: dict[str, Any]) -> tuple[str, str]:
-    """(role, text) of a message: {role, content} or {from, value}."""
-    role, content = _ROLES.get(_role_in(message)), _content_in(message)
+    role = _ROLES.get(str(message.get("role", message.get("from"))).lower())
+    content = message.get("content", message.get("value"))
     _check(role is not None, f"{_MESSAGES}, and a role of {', '.join(_ROLES)}", message)
-    if role == "assistant":  # dropped; a tool call may have no content
-        return "assistant", ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "\n".join(str(part.get("text") or "") for part in content)
+    if role == "assistant" and not isinstance(content, str):  # a tool call
+        content = ""
     _check(isinstance(content, str), _MESSAGES, message)
     return str(role), str(content)
-
-
-def _role_in(message: Mapping[str, Any]) -> str:
-    return str(message.get("role", message.get("from"))).lower()
-
-
-def _content_in(message: Mapping[str, Any]) -> Any:
-    return message.get("content", message.get("value"))
 
 
 def _is_messages(value: Any) -> bool:
@@ -271,11 +273,11 @@ def _is_messages(value: Any) -> bool:
 
 
 def _texts(record: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """Fields that are strings; absent ones are empty."""
+    """Fields that are strings, without empty ones."""
     values = ["" if record.get(name) is None else record[name] for name in names]
     for name, value in zip(names, values, strict=True):
         _check(isinstance(value, str), f"{name} to be a string", value)
-    return values
+    return [value for value in values if value]
 
 
 def _check(is_right: Any, expected: str, value: Any) -> None:

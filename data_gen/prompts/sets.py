@@ -4,18 +4,14 @@ A known set is one entry of `SETS`. JSON is read here, line by line or as one ar
 file for one malformed record.
 """
 
-import gzip
-import json
 import re
 import sys
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from configs.schema import DataConfig, PromptSource
-from data_gen.prompts.prompt import Prompt, json_records, open_lines, prompts_of, say_once
+from data_gen.prompts.prompt import Prompt, Record, json_records, open_lines, prompts_of, say_once
 from data_gen.prompts.splits import Split, in_hash_order, split_by_id, without_duplicates
 from data_gen.prompts.stories import stories
 
@@ -50,8 +46,9 @@ SETS = {
 """The path of a prompt source -> the set."""
 _BUILDERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 """Suffix of a file -> its builder in `datasets`; all others are JSONL."""
-_DEFAULT_PART = PromptSource(path="").split
-"""The value of `split` that means the default part of a known set."""
+_SUFFIXES = (*_BUILDERS, ".jsonl", ".json")
+_BEFORE: dict[Split, tuple[Split, ...]] = {"test": (), "dev": ("test",), "train": ("test", "dev")}
+"""Split -> those that keep a repeated prompt instead of it."""
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 _FORMS = (
     f"stories, {', '.join(SETS)}, a file (JSONL, .json, {', '.join(_BUILDERS)}), a directory of such files, or "
@@ -68,8 +65,6 @@ def load_prompts(
     """
     requested: int | None = getattr(config, f"num_{split}")
     count = sys.maxsize if requested is None else requested
-    if count < 0:
-        raise ValueError(f"{section}.num_{split} is {count}; it must be at least 0")
     if count == 0:
         return []
     sources = sources_of(config)
@@ -87,16 +82,12 @@ def load_prompts(
 
 
 def sources_of(config: DataConfig) -> dict[str, PromptSource]:
-    """Name of each set of prompts -> its source; ValueError: no set, a repeated name, or a weight of 0."""
+    """Name of each set of prompts -> its source; ValueError: no set, or a repeated name."""
     sources: dict[str, PromptSource] = {}
     for source in config.prompt_sources:
         if (name := set_name(source.path)) in sources:
             raise ValueError(
                 f"data.prompts has two sets named {name!r}; rename a file, or list it once with a larger weight"
-            )
-        if not source.weight > 0:
-            raise ValueError(
-                f"the weight of {source.path} in data.prompts is {source.weight}; it must be greater than 0"
             )
         sources[name] = source
     if not sources:
@@ -108,8 +99,8 @@ def unreadable(config: DataConfig) -> tuple[dict[str, str], int]:
     """Location -> reason of each unreadable record, and the number of all records."""
     problems, num_records = dict[str, str](), 0
     for prompt_set in (set_of(source) for source in config.prompt_sources if not _is_generated(source)):
-        parts: tuple[Split, ...] = ("train",) if prompt_set.test_split is None else ("train", "test")
-        for prompts, failed in (read(prompt_set, part) for part in parts):
+        for part in dict.fromkeys((None, prompt_set.test_split)):
+            prompts, failed = read(prompt_set, part)
             problems |= failed
             num_records += len(prompts) + len(failed)
     return problems, num_records
@@ -125,10 +116,9 @@ def _apart(
     """The pools, with the set in each id, without prompts that another set has in an earlier split (test, dev, train)
     or that an earlier set has in the same split.
     """
-    order: tuple[Split, ...] = ("test", "dev", "train")
     earlier = [
         prompt
-        for before in order[: order.index(split)]
+        for before in _BEFORE[split]
         for source in sources.values()
         if not _is_generated(source)
         for prompt in _pool(source, config, before, sys.maxsize)
@@ -162,13 +152,12 @@ def _in_proportion(pools: Mapping[str, Sequence[Prompt]], weights: Mapping[str, 
 def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) -> list[Prompt]:
     if _is_generated(source):
         return [Prompt(s.id, (s.prompt,), category=s.kind) for s in stories(split, count, seed=config.seed)]
-    prompt_set = set_of(source)
-    own_test: list[Prompt] = []
+    prompt_set, own_test = set_of(source), list[Prompt]()
     if prompt_set.test_split is not None:  # a fixed test part is not split
-        own_test = without_duplicates(in_hash_order(load(prompt_set, "test"), config.seed))
+        own_test = without_duplicates(in_hash_order(load(prompt_set, prompt_set.test_split), config.seed))
         if split == "test":
             return own_test
-    prompts = load(prompt_set, split)
+    prompts = load(prompt_set)
     splits = split_by_id(
         without_duplicates(prompts, own_test) if own_test else prompts,
         weights=prompt_set.shares or config.split_weights or WEIGHTS,
@@ -188,9 +177,12 @@ def set_of(source: PromptSource) -> PromptSet:
     if path.is_file():  # a file may have the name of a set
         return PromptSet(**vars(source) | {"path": _BUILDERS.get(_ending(path), "json"), "data_files": source.path})
     if source.path in SETS and not path.is_dir():
-        return _overridden(SETS[source.path], source)
-    is_hub_id = _HUB_ID.fullmatch(source.path) and path.suffix not in (*_BUILDERS, ".jsonl", ".json")
-    if path.is_dir() or is_hub_id:
+        known = SETS[source.path]
+        prompt_set = replace(known, name=source.name or known.name, columns={**known.columns, **source.columns})
+        if source.split not in (PromptSource.split, known.split):  # the set's own test part belongs to its default part
+            prompt_set = replace(prompt_set, split=source.split, test_split=None, shares=None)
+        return replace(prompt_set, test_split=source.test_split or prompt_set.test_split)
+    if path.is_dir() or (_HUB_ID.fullmatch(source.path) and path.suffix not in _SUFFIXES):
         return PromptSet(**vars(source))
     raise FileNotFoundError(
         f"data.prompts is {source.path!r}, which does not exist and is not a known set; set it to {_FORMS}"
@@ -199,25 +191,17 @@ def set_of(source: PromptSource) -> PromptSet:
 
 def set_name(path: str) -> str:
     """The name of a set: its file name without suffix, or the last part of a path or hub id."""
-    name = path.removesuffix(".gz")
-    return Path(name).stem if Path(name).suffix in (*_BUILDERS, ".jsonl", ".json") else Path(path).name
+    name = Path(path.removesuffix(".gz"))
+    return name.stem if name.suffix in _SUFFIXES else Path(path).name
 
 
 def _ending(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix
 
 
-def _overridden(known: PromptSet, source: PromptSource) -> PromptSet:
-    """A known set with the user's settings; its own test part belongs to its default part only."""
-    prompt_set = replace(known, name=source.name or known.name, columns={**known.columns, **source.columns})
-    if source.split not in (_DEFAULT_PART, known.split):
-        prompt_set = replace(prompt_set, split=source.split, test_split=None, shares=None)
-    return prompt_set if source.test_split is None else replace(prompt_set, test_split=source.test_split)
-
-
-def load(prompt_set: PromptSet, split: Split) -> list[Prompt]:
+def load(prompt_set: PromptSet, part: str | None = None) -> list[Prompt]:
     """The prompts of `read`; unreadable records are left out, and counted once on stderr."""
-    prompts, problems = read(prompt_set, split)
+    prompts, problems = read(prompt_set, part)
     if problems:
         num, (where, reason) = len(problems) + len(prompts), next(iter(problems.items()))
         say_once(
@@ -229,60 +213,40 @@ def load(prompt_set: PromptSet, split: Split) -> list[Prompt]:
     return prompts
 
 
-def read(prompt_set: PromptSet, split: Split) -> tuple[list[Prompt], dict[str, str]]:
-    """The prompts from which `split` is taken (the set's test part for test if it has one, else the part that all
-    splits share), and its unreadable records: where -> reason.
+def read(prompt_set: PromptSet, part: str | None = None) -> tuple[list[Prompt], dict[str, str]]:
+    """The prompts of one part of a set (None: the part that is split), and its unreadable records: where -> reason.
 
     Raises:
         FileNotFoundError: the hub cannot be reached and the set is not in its cache.
         ValueError: an unreadable file, or one with at least half of its records unreadable.
     """
-    part = prompt_set.test_split if split == "test" and prompt_set.test_split is not None else prompt_set.split
-    if prompt_set.path == "json" and prompt_set.data_files is not None and Path(prompt_set.data_files).is_file():
-        return prompts_of(_json_records(Path(prompt_set.data_files)), prompt_set.columns)
-    where = f"{prompt_set.data_files or prompt_set.path} [{part}]"
-    numbered = enumerate(_records(prompt_set, part))
-    records = ((f"{where} record {index}", str(index), record) for index, record in numbered)
+    is_json = prompt_set.path == "json" and Path(str(prompt_set.data_files)).is_file()
+    records = json_records(str(prompt_set.data_files)) if is_json else _records(prompt_set, part or prompt_set.split)
     return prompts_of(records, prompt_set.columns)
 
 
-def _json_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any] | ValueError]]:
-    """(file and line or record, the record's number from 0, record) of JSONL, or of a file that is one array."""
-    try:
-        with open_lines(path) as file:
-            is_array = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-        if _ending(path) != ".json" or not is_array:
-            for number, record in json_records(path):
-                yield f"{path}:{number}", str(number - 1), record
-            return
-        with open_lines(path) as file:
-            records = json.load(file)
-    except (ValueError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}: expected an array of JSON objects; {error}") from error
-    for number, record in enumerate(records):
-        problem = ValueError(f"expected a JSON object, got {type(record).__name__}")
-        yield f"{path} record {number}", str(number), record if isinstance(record, dict) else problem
-
-
-def _records(prompt_set: PromptSet, part: str) -> Iterable[dict[str, Any]]:
+def _records(prompt_set: PromptSet, part: str) -> Iterator[Record]:
     from datasets import load_dataset  # takes seconds to import
     from datasets.exceptions import DatasetsError
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # the final error reports the retries
-    name = f"prompt set {prompt_set.data_files or prompt_set.path}"
-    options = {"sep": _separator(Path(str(prompt_set.data_files)))} if prompt_set.path == "csv" else {}
+    name, files = prompt_set.data_files or prompt_set.path, prompt_set.data_files
+    options = {"sep": _separator(Path(name))} if prompt_set.path == "csv" else {}
     try:
-        return list(
-            load_dataset(prompt_set.path, prompt_set.name, split=part, data_files=prompt_set.data_files, **options)
-        )
+        records = load_dataset(prompt_set.path, prompt_set.name, split=part, data_files=files, **options)
+        for index, record in enumerate(records):
+            yield f"{name} [{part}] record {index}", str(index), record
     except OSError as error:
-        reason = " ".join(str(error).split())[:300]
         raise FileNotFoundError(
-            f"{name} cannot be reached and is not in the cache: {reason}; set data.prompts to {_FORMS}"
+            f"prompt set {name} cannot be reached and is not in the cache: {_line(error)}; set data.prompts to {_FORMS}"
         ) from error
     except (ValueError, DatasetsError) as error:
-        raise ValueError(f"{name}: {' '.join(str(error.__cause__ or error).split())[:300]}") from error
+        raise ValueError(f"prompt set {name}: {_line(error.__cause__ or error)}") from error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _separator(path: Path) -> str:

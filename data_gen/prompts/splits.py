@@ -23,22 +23,22 @@ def split_by_id(
     prompts: Iterable[Prompt], *, weights: tuple[int, int, int], seed: int, split_ids: str | None = None
 ) -> dict[Split, list[Prompt]]:
     """Every prompt in exactly one split, each split in hash order, by shares of train, dev and test or by the file
-    `split_ids`. Of duplicates one is kept, in test before dev before train. ValueError: invalid weights, or a file of
-    another form.
+    `split_ids`. Of duplicates one is kept, in test before dev before train. ValueError: no share, or a file of another
+    form.
     """
+    in_order = in_hash_order(prompts, seed)
     if split_ids is not None:
-        return _split_by_list(in_hash_order(prompts, seed), split_ids)
-    in_order = without_duplicates(in_hash_order(prompts, seed))
-    if min(weights) < 0 or sum(weights) == 0:
-        raise ValueError(
-            f"data.split_weights is {list(weights)}; give shares of at least 0 for train, dev and test, not all 0"
-        )
+        listed = _listed(split_ids)  # other ids are train
+        parts = {split: [p for p in in_order if listed.get(p.id, "train") == split] for split in SPLITS}
+        test = without_duplicates(parts["test"])
+        dev = without_duplicates(parts["dev"], test)
+        return {"train": without_duplicates(parts["train"], [*dev, *test]), "dev": dev, "test": test}
+    if sum(weights) == 0:
+        raise ValueError(f"data.split_weights is {list(weights)}; give train, dev or test a share above 0")
+    in_order = without_duplicates(in_order)
     num_test, num_dev = (round(len(in_order) * weight / sum(weights)) for weight in (weights[2], weights[1]))
-    return {
-        "test": in_order[:num_test],
-        "dev": in_order[num_test : num_test + num_dev],
-        "train": in_order[num_test + num_dev :],
-    }
+    test, dev, train = in_order[:num_test], in_order[num_test:][:num_dev], in_order[num_test + num_dev :]
+    return {"train": train, "dev": dev, "test": test}
 
 
 def in_hash_order(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
@@ -54,8 +54,8 @@ def without_duplicates(prompts: Iterable[Prompt], earlier: Iterable[Prompt] = ()
     return [prompt for content, prompt in first_of.items() if content not in excluded]
 
 
-def _split_by_list(in_order: list[Prompt], path: str) -> dict[Split, list[Prompt]]:
-    """The split that a file of id lists defines; ids that it does not list are train."""
+def _listed(path: str) -> dict[str, str]:
+    """Id -> split, as a file of id lists defines it."""
     try:
         lists = json.loads(Path(path).read_text())
     except ValueError as error:
@@ -64,11 +64,4 @@ def _split_by_list(in_order: list[Prompt], path: str) -> dict[Split, list[Prompt
         raise ValueError(f"{path} holds {lists!r:.60}; {_SPLIT_IDS}")
     if unknown := set(lists) - set(SPLITS):
         raise ValueError(f"{path} has the split {sorted(unknown)[0]!r}; use {', '.join(SPLITS)}")
-    split_of = {str(prompt_id): split for split, ids in lists.items() for prompt_id in ids}
-    result: dict[Split, list[Prompt]] = {split: [] for split in SPLITS}
-    for prompt in in_order:
-        result[split_of.get(prompt.id, "train")].append(prompt)
-    result["test"] = without_duplicates(result["test"])
-    result["dev"] = without_duplicates(result["dev"], result["test"])
-    result["train"] = without_duplicates(result["train"], [*result["dev"], *result["test"]])
-    return result
+    return {str(prompt_id): split for split, ids in lists.items() for prompt_id in ids}

@@ -4,10 +4,11 @@ experiments.
 The sha256 of a prompt determines its split, so no prompt is in two splits, for any seed. The problems of one (split,
 seed) form an endless sequence without repeated prompts; a longer run begins with a shorter one.
 
-Each kind of task is a function that draws a prompt and a worked answer from one `random.Random`. An answer alternates
-between phrases, whose first token is a free choice that determines the rest; free words inside an aside; and derived
-tokens (results, sorted items, counts). Its last line is `Answer: …`. The text depends on the order of the random draws,
-which must not change. Words and phrases are in stories.json; the phrases of a bank begin with different words.
+Each kind of task is a function that draws a prompt, the lines of a worked answer and its result from one
+`random.Random`. An answer alternates between phrases, whose first token is a free choice that determines the rest;
+free words inside an aside; and derived tokens (results, sorted items, counts). Its last line is `Answer: …`. The text
+depends on the order of the random draws, which must not change. Words and phrases are in stories.json; the phrases of a
+bank begin with different words.
 """
 
 import hashlib
@@ -21,12 +22,16 @@ from random import Random
 from typing import Any
 
 _WORDS: dict[str, list[Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-Task = tuple[str, str]
-"""(prompt, answer)"""
+Task = tuple[str, list[str], str]
+"""(prompt, lines of the answer, result)"""
 
 
 def _pick(rng: Random, bank: str) -> Any:
     return rng.choice(_WORDS[bank])
+
+
+def _step(rng: Random, reasons: str, equation: str, subject: str = "") -> str:
+    return f"{_pick(rng, 'leads')} {subject}{_pick(rng, reasons)}: {equation}."
 
 
 def story(rng: Random) -> Task:
@@ -43,10 +48,9 @@ def story(rng: Random) -> Task:
         sign, after = ("-", total - number) if is_loss else ("+", total + number)
         lines.append(f"{_pick(rng, 'leads')} {reason}: {total} {sign} {number} = {after}.")
         total = after
-    prompt = (
-        f"{name} has {start} {thing}. {name} {', then '.join(events)}. How many {thing} does {name} have in the end?"
-    )
-    return prompt, _answer(rng, lines, f"{total} {thing}")
+    changes = ", then ".join(events)
+    prompt = f"{name} has {start} {thing}. {name} {changes}. How many {thing} does {name} have in the end?"
+    return prompt, lines, f"{total} {thing}"
 
 
 def receipt(rng: Random) -> Task:
@@ -59,13 +63,12 @@ def receipt(rng: Random) -> Task:
     wanted = " and ".join(f"{count} {things[i]}" for count, i in zip(counts, bought, strict=True))
     parts = [count * prices[i] for count, i in zip(counts, bought, strict=True)]
     lines = [
-        f"{_pick(rng, 'leads')} the {things[i]}: {_pick(rng, 'group_reasons')}: {count} * {prices[i]} = {part}."
+        _step(rng, "group_reasons", f"{count} * {prices[i]} = {part}", f"the {things[i]}: ")
         for count, i, part in zip(counts, bought, parts, strict=True)
     ]
     lines.append(f"{_pick(rng, 'leads')} both together make {parts[0]} + {parts[1]} = {sum(parts)}.")
-    return f"At the market {listed} coins each. {name} buys {wanted}. What does {name} pay?", _answer(
-        rng, lines, f"{sum(parts)} coins"
-    )
+    prompt = f"At the market {listed} coins each. {name} buys {wanted}. What does {name} pay?"
+    return prompt, lines, f"{sum(parts)} coins"
 
 
 def stock(rng: Random) -> Task:
@@ -76,13 +79,11 @@ def stock(rng: Random) -> Task:
     listed = ", ".join(f"{number} {thing}" for thing, number in zip(things, numbers, strict=True))
     lines = [f"{_pick(rng, 'leads')} the list says that there are {n} {t}." for t, n in ((a, x), (b, y))]
     if rng.random() < 0.5:
-        lines.append(f"{_pick(rng, 'leads')} {_pick(rng, 'gain_reasons')}: {x} + {y} = {x + y}.")
-        return f"A shop has {listed}. How many {a} and {b} are there together?", _answer(rng, lines, str(x + y))
+        lines.append(_step(rng, "gain_reasons", f"{x} + {y} = {x + y}"))
+        return f"A shop has {listed}. How many {a} and {b} are there together?", lines, str(x + y)
     more, less = max(x, y), min(x, y)
-    lines.append(f"{_pick(rng, 'leads')} {_pick(rng, 'loss_reasons')}: {more} - {less} = {more - less}.")
-    return f"A shop has {listed}. By how much do the numbers of {a} and {b} differ?", _answer(
-        rng, lines, str(more - less)
-    )
+    lines.append(_step(rng, "loss_reasons", f"{more} - {less} = {more - less}"))
+    return f"A shop has {listed}. By how much do the numbers of {a} and {b} differ?", lines, str(more - less)
 
 
 def sort(rng: Random) -> Task:
@@ -94,7 +95,7 @@ def sort(rng: Random) -> Task:
     else:
         items = rng.sample(_WORDS["fruits"], count)
         ordered, task = sorted(items), "Sort these words by the alphabet"
-    return f"{task}: {', '.join(items)}.", _answer(rng, [_sequence(rng, ordered)], ", ".join(ordered))
+    return f"{task}: {', '.join(items)}.", [_sequence(rng, ordered)], ", ".join(ordered)
 
 
 def sums(rng: Random) -> Task:
@@ -102,7 +103,7 @@ def sums(rng: Random) -> Task:
     calculations = [_calculation(rng) for _ in range(rng.randint(2, 4))]
     lines = [f"{_pick(rng, 'leads')} {_pick(rng, 'sum_leads')} {term} = {result}." for term, result in calculations]
     results = ", ".join(str(result) for _, result in calculations)
-    return f"Work out {', '.join(term for term, _ in calculations)}.", _answer(rng, lines, results)
+    return f"Work out {', '.join(term for term, _ in calculations)}.", lines, results
 
 
 def _calculation(rng: Random) -> tuple[str, int]:
@@ -121,7 +122,7 @@ def copy(rng: Random) -> Task:
     is_reversed = rng.random() < 0.5
     reply = items[::-1] if is_reversed else items
     task = "Say these words from the last to the first" if is_reversed else "Say these words in the same order"
-    return f"{task}: {', '.join(items)}.", _answer(rng, [_sequence(rng, reply)], ", ".join(reply))
+    return f"{task}: {', '.join(items)}.", [_sequence(rng, reply)], ", ".join(reply)
 
 
 def count(rng: Random) -> Task:
@@ -131,9 +132,7 @@ def count(rng: Random) -> Task:
     wanted = rng.choice(items)
     positions = [str(position) for position, item in enumerate(items, 1) if item == wanted]
     lines = [f"{_pick(rng, 'leads')} we find {wanted} at place {position}." for position in positions]
-    return f"How often is the word {wanted} in this list: {', '.join(items)}?", _answer(
-        rng, lines, f"{len(positions)} times"
-    )
+    return f"How often is the word {wanted} in this list: {', '.join(items)}?", lines, f"{len(positions)} times"
 
 
 def compare(rng: Random) -> Task:
@@ -146,10 +145,10 @@ def compare(rng: Random) -> Task:
     lines = [
         f"{_pick(rng, 'leads')} the largest number is {most}, and it belongs to {winner}.",
         f"{_pick(rng, 'leads')} the second largest is {second}, from {runner_up}.",
-        f"{_pick(rng, 'leads')} {_pick(rng, 'loss_reasons')}: {most} - {second} = {most - second}.",
+        _step(rng, "loss_reasons", f"{most} - {second} = {most - second}"),
     ]
     prompt = f"Of {thing}, {holdings}. Who has the most, and how many more than the next?"
-    return prompt, _answer(rng, lines, f"{winner}, {most - second} more")
+    return prompt, lines, f"{winner}, {most - second} more"
 
 
 def convert(rng: Random) -> Task:
@@ -158,35 +157,27 @@ def convert(rng: Random) -> Task:
     number, extra = rng.randint(2, 9), rng.randint(2, 20)
     product = number * factor
     lines = [
-        f"{_pick(rng, 'leads')} {_pick(rng, 'group_reasons')}: {number} * {factor} = {product}.",
-        f"{_pick(rng, 'leads')} {_pick(rng, 'gain_reasons')}: {product} + {extra} = {product + extra}.",
+        _step(rng, "group_reasons", f"{number} * {factor} = {product}"),
+        _step(rng, "gain_reasons", f"{product} + {extra} = {product + extra}"),
     ]
-    prompt = f"How many {smaller} are {number} {unit} and {extra} {smaller}?"
-    return prompt, _answer(rng, lines, f"{product + extra} {smaller}")
+    return f"How many {smaller} are {number} {unit} and {extra} {smaller}?", lines, f"{product + extra} {smaller}"
 
 
 def _sequence(rng: Random, items: list[str]) -> str:
-    first, *others = items
-    return (
-        "; ".join([f"The list begins with {first}", *(f"{_pick(rng, 'item_leads')} {item}" for item in others)]) + "."
-    )
+    others = [f"{_pick(rng, 'item_leads')} {item}" for item in items[1:]]
+    return "; ".join([f"The list begins with {items[0]}", *others]) + "."
 
 
 def _answer(rng: Random, lines: list[str], result: str) -> str:
-    """Opening, the lines with occasional asides, a closing, and the final line."""
+    """Opening, the lines with occasional asides of free words, a closing, and the final line."""
     with_asides = [f"{line} {_aside(rng)}" if rng.random() < 0.25 else line for line in lines]
     return f"{_pick(rng, 'openings')} {' '.join(with_asides)} {_pick(rng, 'closings')}\nAnswer: {result}"
 
 
 def _aside(rng: Random) -> str:
-    """An unrelated sentence with two to four free words."""
-    return _pick(rng, "asides").format(
-        size=_pick(rng, "sizes"),
-        colour=_pick(rng, "colours"),
-        furniture=_pick(rng, "furniture"),
-        place=_pick(rng, "places"),
-        animal=_pick(rng, "animals"),
-    )
+    aside = _pick(rng, "asides")
+    banks = {"size": "sizes", "colour": "colours", "furniture": "furniture", "place": "places", "animal": "animals"}
+    return aside.format(**{name: _pick(rng, bank) for name, bank in banks.items()})
 
 
 KINDS: dict[str, tuple[Callable[[Random], Task], int]] = {
@@ -233,8 +224,8 @@ def story_stream(split: str, seed: int) -> Iterator[Story]:
     for index in count_up():
         rng = Random(f"{split}/{seed}/{index}")
         (kind,) = rng.choices(list(KINDS), [share for _, share in KINDS.values()])
-        prompt, answer = KINDS[kind][0](rng)
-        story = Story(f"{kind}-{hashlib.sha256(prompt.encode()).hexdigest()[:12]}", prompt, answer, kind)
-        if story.id not in known_ids and split_of(story.prompt) == split:
-            known_ids.add(story.id)
-            yield story
+        prompt, lines, result = KINDS[kind][0](rng)
+        story_id = f"{kind}-{hashlib.sha256(prompt.encode()).hexdigest()[:12]}"
+        if story_id not in known_ids and split_of(prompt) == split:
+            known_ids.add(story_id)
+            yield Story(story_id, prompt, _answer(rng, lines, result), kind)

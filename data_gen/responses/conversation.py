@@ -1,7 +1,7 @@
 """A shard's conversations, turn by turn: the request of a turn contains the target's replies to earlier turns."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -9,15 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema import DataConfig
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode_text, render
-from data_gen.responses.exchange import (
-    Answers,
-    Exchange,
-    Problem,
-    Progress,
-    Request,
-    Response,
-    ResponseSource,
-)
+from data_gen.responses.exchange import Answers, Exchange, Problem, Progress, Request, ResponseSource
 from lm.draws import seed_of
 
 
@@ -47,7 +39,7 @@ class ShardSpec:
     @property
     def num_requests(self) -> int:
         """Number of turns of all conversations."""
-        return len(self.row_ids)
+        return sum(len(prompt.turns) for prompt in self.prompts)
 
 
 def ask(
@@ -57,51 +49,41 @@ def ask(
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
     progress: Progress,
-    kept: Mapping[str, Response] | None = None,
+    kept: Mapping[str, Exchange] | None = None,
 ) -> Answers:
     """The source's answers to every turn of the shard: turn k of all conversations together, then turn k + 1. `kept`:
-    row id -> an existing response, which is not requested again.
+    row id -> an existing row, which is not requested again.
     """
-    answers: dict[str, Response | Problem] = dict(kept or {})
-    requests: dict[str, Request] = {}
+    answers: dict[str, Exchange | Problem] = dict(kept or {})
     for turn in range(max((len(prompt.turns) for prompt in spec.prompts), default=0)):
-        waiting: list[Request] = []
+        requests: list[Request] = []
         for prompt in (prompt for prompt in spec.prompts if turn < len(prompt.turns)):
-            request = _request(prompt, turn, answers, tokenizer=tokenizer, data=data)
-            if isinstance(request, Problem):
-                answers[request.id] = request
-            else:
-                requests[request.id] = request
-            if request.id in answers:
-                progress(1)
-            else:
-                waiting.append(requests[request.id])
-        if waiting:
+            if (name := row_id(prompt, turn)) not in answers:
+                earlier = [answers[row_id(prompt, number)] for number in range(turn)]
+                request = _request(prompt, name, earlier, tokenizer, data)
+                if isinstance(request, Request):
+                    requests.append(request)
+                    continue
+                answers[name] = request
+            progress(1)
+        if requests:
             seed = seed_of(data.seed, "response", spec.split, spec.index, turn)
-            responses = source.respond(waiting, seed, progress)
-            answers |= {request.id: answer for request, answer in zip(waiting, responses, strict=True)}
-    return _in_order(spec, requests, answers)
+            answers |= {answer.id: answer for answer in source.respond(requests, seed, progress)}
+    return in_order(spec, answers.values())
 
 
-def _in_order(spec: ShardSpec, requests: Mapping[str, Request], answers: Mapping[str, Response | Problem]) -> Answers:
-    exchanges: list[Exchange] = []
-    problems: list[Problem] = []
-    for name in spec.row_ids:
-        if isinstance(answer := answers[name], Problem):
-            problems.append(answer)
-        else:
-            exchanges.append(Exchange(name, requests[name].text, requests[name].prompt_ids, *answer))
-    return Answers(exchanges, problems)
+def in_order(spec: ShardSpec, rows: Iterable[Exchange | Problem]) -> Answers:
+    """The answer to every turn of the shard; of several with the same id the last counts."""
+    by_id = {row.id: row for row in rows}
+    answers = [by_id[name] for name in spec.row_ids]
+    exchanges = [answer for answer in answers if isinstance(answer, Exchange)]
+    return Answers(exchanges, [answer for answer in answers if isinstance(answer, Problem)])
 
 
 def without(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Answers:
-    """The answers with these rows (row -> reason) turned into problems, in the order of the shard."""
+    """The answers with these rows (row -> reason) turned into problems."""
     new = [Problem(answers.exchanges[row].id, "error", reason) for row, reason in broken.items()]
-    problems = {problem.id: problem for problem in [*answers.problems, *new]}
-    return Answers(
-        [exchange for exchange in answers.exchanges if exchange.id not in problems],
-        [problems[name] for name in spec.row_ids if name in problems],
-    )
+    return in_order(spec, [*answers.exchanges, *answers.problems, *new])
 
 
 def row_id(prompt: Prompt, turn: int) -> str:
@@ -111,21 +93,19 @@ def row_id(prompt: Prompt, turn: int) -> str:
 
 def _request(
     prompt: Prompt,
-    turn: int,
-    answers: Mapping[str, Response | Problem],
-    *,
+    name: str,
+    earlier: list[Exchange | Problem],
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
 ) -> Request | Problem:
-    """The request of one turn, or the reason why there is none; `answers` has those of the earlier turns."""
-    name, earlier = row_id(prompt, turn), [answers[row_id(prompt, number)] for number in range(turn)]
+    """The request of the turn after the `earlier` ones, or the reason why there is none."""
     if earlier and isinstance(earlier[-1], Problem):
         return Problem(name, "skipped", f"an earlier turn of this conversation, {earlier[-1].id}, has no response")
-    if not prompt.turns[turn].strip():
+    if not prompt.turns[len(earlier)].strip():
         return Problem(name, "skipped", "empty prompt")
     if not prompt.is_text:
         return Problem(name, "skipped", "the prompt has a lone surrogate (half of a character)")
-    responses = [answer.response_ids for answer in earlier if isinstance(answer, Response)]
+    responses = [answer.response_ids for answer in earlier if isinstance(answer, Exchange)]
     replies = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in responses]
     text = render(prompt, tokenizer, data.template, replies)
     prompt_ids = encode_text(text, tokenizer, data.template)

@@ -33,12 +33,16 @@ class Distributions(NamedTuple):
     """float32; a row sums to 1."""
 
 
-class Response(NamedTuple):
-    """The target's response X to one request."""
+class Exchange(NamedTuple):
+    """One prompt and the target's response X to it: the subject of a row."""
 
+    id: str
+    prompt: str
+    prompt_ids: list[int]
     response_ids: list[int]
     """Ids of the response, the end-of-sequence token last if finish_reason is stop."""
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None if unknown, in imported data."""
     states: Tensor | None = None
     """[response token, hidden] on the CPU: the target's states from which the tokens were drawn."""
     distributions: Distributions | None = None
@@ -61,23 +65,9 @@ class RefusedError(ValueError):
 class ResponseSource(Protocol):
     """Where responses come from."""
 
-    def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
+    def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Exchange | Problem]:
         """One answer per request, in order; deterministic in requests and seed, as far as the source allows."""
         ...
-
-
-class Exchange(NamedTuple):
-    """One prompt and the target's response to it: the subject of a row."""
-
-    id: str
-    prompt: str
-    prompt_ids: list[int]
-    response_ids: list[int]
-    finish_reason: FinishReason | None
-    """None if unknown, in imported data."""
-    states: Tensor | None = None
-    distributions: Distributions | None = None
-    """Both as in `Response`."""
 
 
 class Answers(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from data_gen.responses.exchange import Problem, Progress, Request, Response
+from data_gen.responses.exchange import Exchange, FinishReason, Problem, Progress, Request
 from lm import Sampling
 from lm.cache import insert_rows, make_cache, takes_turns
 from lm.draws import draw, uniforms
@@ -45,7 +45,7 @@ class TargetInProcess:
     """Also return the hidden states: labels then need no further forward of the target."""
 
     @torch.inference_mode()
-    def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
+    def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Exchange | Problem]:
         """Batched sampling of every request; the same requests and seed give the same responses. ValueError if the
         target is in train mode; callers check that no text crosses a change of RoPE frequencies (`lm.rope`).
         """
@@ -71,7 +71,7 @@ class _Batch:
         self._device = device_of(source.model)
         self._tokens: list[list[int]] = [[] for _ in requests]
         self._states: list[list[Tensor]] = [[] for _ in requests]
-        self.answers: dict[int, Response | Problem] = {}
+        self.answers: dict[int, Exchange | Problem] = {}
         self._owners: list[int | None] = []
         """The request that each row answers."""
 
@@ -163,7 +163,8 @@ class _Batch:
                     states.append(state)
                 if (has_stopped := token in source.eos_ids) or len(ids) == source.max_new_tokens:
                     kept_states = torch.stack(states).cpu() if states else None
-                    self.answers[index] = Response(ids, "stop" if has_stopped else "length", kept_states)
+                    ended: FinishReason = "stop" if has_stopped else "length"
+                    self.answers[index] = Exchange(*self._requests[index], ids, ended, kept_states)
             if index in self.answers:
                 self._owners[row], self._states[index] = None, []
 

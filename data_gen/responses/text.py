@@ -20,8 +20,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data_gen.prompts.prompt import is_text, json_lines, open_lines
-from data_gen.responses.exchange import FinishReason, Problem, Progress, RefusedError, Request, Response
+from data_gen.prompts.prompt import is_text, json_lines
+from data_gen.responses.exchange import Exchange, FinishReason, Problem, Progress, RefusedError, Request
 from lm import vocab_size_of
 
 
@@ -38,8 +38,37 @@ class Spelling:
         """One more than the tokenizer's largest id; cached, since a large vocabulary takes a tenth of a second."""
         return vocab_size_of(self.tokenizer)
 
-    def of_text(self, text: str, finish_reason: FinishReason, request: Request) -> Response:
-        """The response with this text; RefusedError if no ids decode to it."""
+    def answer(
+        self, request: Request, finish_reason: FinishReason, *, text: str | None = None, ids: Any = None
+    ) -> Exchange:
+        """The exchange with these response ids, or without them with ids that decode to `text`; ended with EOS if it
+        stopped. RefusedError if they are invalid, or differ from `text`.
+        """
+        if ids is None:
+            ids = self._ids_of(str(text), request)
+        else:
+            self._check(ids, text)
+        if finish_reason == "stop" and self.eos_ids and not (ids and ids[-1] in self.eos_ids):
+            eos_id = self.tokenizer.eos_token_id
+            ids = [*ids, eos_id if eos_id in self.eos_ids else min(self.eos_ids)]
+        if not ids:
+            raise RefusedError("empty response")
+        for position, token in enumerate(ids[:-1]):
+            if token in self.eos_ids:
+                raise RefusedError(f"end-of-sequence id at position {position} of a response of {len(ids)} tokens")
+        return Exchange(*request, ids, finish_reason)
+
+    def _check(self, ids: Any, text: str | None) -> None:
+        is_list = isinstance(ids, list)
+        for token in ids if is_list else [ids]:
+            if not is_list or type(token) is not int or not 0 <= token < self.num_ids:
+                raise RefusedError(f"response id {token!r:.40} is not one of the tokenizer's {self.num_ids}")
+        if text is not None:  # compared without spaces and incomplete characters
+            spelled = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            if _solid(str(spelled)) != _solid(text):
+                raise RefusedError(f"the response's text differs from its decoded token ids: {text[:60]!r}")
+
+    def _ids_of(self, text: str, request: Request) -> list[int]:
         if not is_text(text):
             raise RefusedError("the response has a lone surrogate (half of a character)")
         alone, prompt, joint = (
@@ -52,84 +81,53 @@ class Spelling:
         expected = self._decode(request.prompt_ids) + text
         for ids in candidates:
             if self._decode(request.prompt_ids + ids) == expected:
-                return self.of_ids(ids, finish_reason)
+                return ids
         raise RefusedError(f"the response does not round-trip through the tokenizer: {text[:60]!r}")
-
-    def of_ids(self, ids: list[int], finish_reason: FinishReason, *, text: str | None = None) -> Response:
-        """The response with these ids, ended with EOS if it stopped; RefusedError if invalid, or not of this `text`."""
-        for token in ids:
-            if type(token) is not int or not 0 <= token < self.num_ids:
-                raise RefusedError(f"response id {token!r:.40} is not one of the tokenizer's {self.num_ids}")
-        if text is not None:  # compared without spaces and incomplete characters
-            spelled = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            if _solid(str(spelled)) != _solid(text):
-                raise RefusedError(f"the response's text differs from its decoded token ids: {text[:60]!r}")
-        if finish_reason == "stop" and self.eos_ids and not (ids and ids[-1] in self.eos_ids):
-            eos_id = self.tokenizer.eos_token_id
-            ids = [*ids, eos_id if eos_id in self.eos_ids else min(self.eos_ids)]
-        if not ids:
-            raise RefusedError("empty response")
-        for position, token in enumerate(ids[:-1]):
-            if token in self.eos_ids:
-                raise RefusedError(f"end-of-sequence id at position {position} of a response of {len(ids)} tokens")
-        return Response(ids, finish_reason)
-
-    def ids_of(self, text: str) -> list[int]:
-        """A text's ids with the special tokens that the tokenizer adds, as a server reads it by default."""
-        return list(self.tokenizer(text)["input_ids"])
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 class ResponseFile:
-    """Looks responses up by row id. Only the byte offset of each line stays in memory, so the file may be large."""
+    """Looks responses up by row id; the records of the file stay in memory, as text."""
 
     def __init__(self, path: str, spelling: Spelling, *, max_new_tokens: int) -> None:
         """Check every line of the file; ValueError for a malformed one, with file and line number."""
         self.path, self.spelling, self.max_new_tokens = path, spelling, max_new_tokens
-        offsets, position = list[int](), 0
-        with open_lines(path) as file:
-            for line in file:
-                offsets.append(position)
-                position += len(line)
-        names = {number: _row_name(record, f"{path}:{number}") for number, record in json_lines(path)}
-        self._offsets = {name: offsets[number - 1] for number, name in names.items()}
+        self._records = {_row_name(record, where): json.dumps(record) for where, record in json_lines(path)}
 
-    def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Response | Problem]:
+    def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Exchange | Problem]:
         """The file's response to each request; a `Problem` if it is missing, too long or malformed."""
-        answers: list[Response | Problem] = []
-        with open_lines(self.path) as file:
-            for request in requests:
-                try:
-                    if request.id not in self._offsets:
-                        raise RefusedError(f"no response in {self.path}")
-                    file.seek(self._offsets[request.id])
-                    answers.append(self._response(json.loads(file.readline()), request))
-                except RefusedError as error:
-                    answers.append(Problem(request.id, "error", str(error)))
-                progress(1)
+        answers: list[Exchange | Problem] = []
+        for request in requests:
+            try:
+                answers.append(self._answer(request))
+            except RefusedError as error:
+                answers.append(Problem(request.id, "error", str(error)))
+            progress(1)
         return answers
 
-    def _response(self, record: dict[str, Any], request: Request) -> Response | Problem:
+    def _answer(self, request: Request) -> Exchange | Problem:
+        if request.id not in self._records:
+            raise RefusedError(f"no response in {self.path}")
+        record = json.loads(self._records[request.id])
         if record.get("prompt_ids", request.prompt_ids) != request.prompt_ids:
             raise RefusedError(f"{self.path} has other prompt_ids for this id; check data.prompts and data.template")
-        if "response_ids" in record:
-            ids = list(record["response_ids"])
-            reason = record.get("finish_reason", "stop" if ids and ids[-1] in self.spelling.eos_ids else "length")
-            answer = self.spelling.of_ids(ids, reason)
-        else:
-            answer = self.spelling.of_text(record["response"], record.get("finish_reason", "stop"), request)
+        ids = record.get("response_ids")
+        has_stopped = ids is None or not self.spelling.eos_ids.isdisjoint(ids[-1:])
+        reason = record.get("finish_reason", "stop" if has_stopped else "length")
+        answer = self.spelling.answer(request, reason, ids=ids, text=record["response"] if ids is None else None)
         if (num := len(answer.response_ids)) > self.max_new_tokens:
-            reason = f"the response has {num} tokens; data.max_new_tokens is {self.max_new_tokens}"
-            return Problem(request.id, "skipped", reason)
+            problem = f"the response has {num} tokens; data.max_new_tokens is {self.max_new_tokens}"
+            return Problem(request.id, "skipped", problem)
         return answer
 
 
 def _row_name(record: dict[str, Any], where: str) -> str:
     """The id of the row that a line answers; ValueError for a malformed line."""
     turn, prompt_ids, reason = record.get("turn", 1), record.get("prompt_ids", []), record.get("finish_reason", "stop")
-    has_response = _are_ids(record.get("response_ids")) or isinstance(record.get("response"), str)
+    ids = record.get("response_ids")
+    has_response = isinstance(record.get("response"), str) if ids is None else _are_ids(ids)
     checks = (
         (record.get("id") is not None, f"an id; got {sorted(record)}"),
         (_are_ids(prompt_ids), f"prompt_ids to be a list of integers, got {prompt_ids!r:.80}"),

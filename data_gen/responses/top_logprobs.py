@@ -21,12 +21,12 @@ A drawn token outside the N likeliest is returned in addition to them, and ignor
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from data_gen.responses.exchange import Distributions, RefusedError
 from lm import Sampling
@@ -41,30 +41,27 @@ _SUM_ERROR = 1e-3
 _RAW = "start the server with --logprobs-mode raw_logprobs"
 _MORE = "raise data.server.num_logprobs, or set data.labels: target"
 _OTHERWISE = "or set data.labels: target"
+_IMPOSSIBLE = (
+    "the response's token has probability 0 under pair.sampling; the server uses another sampling, or they belong to "
+    "another position"
+)
 
 
 def num_logprobs_of(sampling: Sampling, requested: int | None) -> int:
     """N, the number of log-probabilities requested from a server; ValueError if none determines the distributions."""
     settings = ", ".join(f"{name} {value}" for name, value in sampling.as_dict().items())
-    num = requested or (sampling.top_k or _TOP) + _MARGIN
-    if sampling.is_greedy or sampling.top_k is not None:
-        least = 1 if sampling.is_greedy else sampling.top_k or 1
-        if num <= least:
-            raise ValueError(
-                f"data.server.num_logprobs is {num} with pair.sampling {settings}: tokens as likely as number {least} "
-                f"would be missing; set it to more than {least} (null: {least + _MARGIN}), {_OTHERWISE}"
-            )
-        return num
-    if sampling.top_p is None or sampling.top_p == 1:
-        reason = "where every token of the vocabulary counts"
-    elif sampling.temperature != 1:
-        reason = "but the mass of the tokens that a server omits is known at temperature 1 only"
-    else:
-        return num
-    raise ValueError(
-        f"data.labels is server with pair.sampling {settings}, {reason}; set pair.sampling.top_k (the paper's is 50), "
-        f"{_OTHERWISE}"
-    )
+    num, least = requested or (sampling.top_k or _TOP) + _MARGIN, 1 if sampling.is_greedy else sampling.top_k
+    if least is None and (sampling.temperature != 1 or sampling.top_p in (None, 1)):
+        raise ValueError(
+            f"data.labels is server with pair.sampling {settings}, where tokens count that a server omits; set "
+            f"pair.sampling.top_k (the paper's is 50), {_OTHERWISE}"
+        )
+    if least is not None and num <= least:
+        raise ValueError(
+            f"data.server.num_logprobs is {num} with pair.sampling {settings}: tokens as likely as number {least} "
+            f"would be missing; set it to more than {least} (null: {least + _MARGIN}), {_OTHERWISE}"
+        )
+    return num
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +76,12 @@ class DistributionReader:
     is_padded: bool = False
     """Whether the server's vocabulary may have further ids."""
 
-    def distributions(self, positions: Sequence[Mapping[int, float]]) -> Distributions:
-        """The distributions from {token id: log-probability} at each position; RefusedError if one lacks."""
+    def distributions(
+        self, positions: Sequence[Mapping[int, float]], drawn: Sequence[int] | None = None
+    ) -> Distributions:
+        """The distributions from {token id: log-probability} at each position. `drawn`: the tokens that the server drew
+        there. RefusedError if a distribution does not follow, or gives its token probability 0.
+        """
         ids, values = _likeliest(positions, self.num_logprobs)
         mass = values.exp().sum(-1)
         lacks = torch.tensor([len(logprobs) < self.num_logprobs for logprobs in positions]).bool()
@@ -91,15 +92,23 @@ class DistributionReader:
         _refuse(lacks & ~is_all, f"the server returned fewer than {self.num_logprobs}; {_MORE}")
         last = values[:, -1].masked_fill(is_all, -torch.inf)
         values = values.masked_fill(ids >= self.num_ids, -torch.inf)
-        if self.sampling.is_greedy or self.sampling.top_k is not None:
-            num = 1 if self.sampling.is_greedy else self.sampling.top_k or 1
+        if num := 1 if self.sampling.is_greedy else self.sampling.top_k:
             least = values.topk(min(num, self.num_logprobs), dim=-1).values[:, -1]
             _refuse((least <= last) & ~is_all, f"others may be as likely as number {num}; {_MORE}")
-            return _by_support(ids, self.sampling.probs(values, torch.float64))
-        is_kept = self._nucleus(values, is_all)
-        least = values.masked_fill(~is_kept, torch.inf).amin(-1)
-        _refuse((least <= last) & ~is_all, f"the {self.num_logprobs} likeliest hold less than top_p; {_MORE}")
-        return _by_support(ids, Sampling().probs(values.masked_fill(~is_kept, -torch.inf), torch.float64))
+            probs = self.sampling.probs(values, torch.float64)
+        else:
+            is_kept = self._nucleus(values, is_all)
+            least = values.masked_fill(~is_kept, torch.inf).amin(-1)
+            _refuse((least <= last) & ~is_all, f"the {self.num_logprobs} likeliest hold less than top_p; {_MORE}")
+            probs = Sampling().probs(values.masked_fill(~is_kept, -torch.inf), torch.float64)
+        if drawn is not None:  # equally likely tokens may fall on either side of a limit
+            of_drawn = [logprobs[token] for logprobs, token in zip(positions, drawn, strict=True)]
+            least = values.masked_fill(probs == 0, torch.inf).amin(-1)
+            _refuse(torch.tensor(of_drawn, dtype=torch.float64) < least, _IMPOSSIBLE)
+        probs, order = probs.sort(dim=-1, descending=True, stable=True)
+        width = int((probs > 0).sum(-1).max()) if len(probs) else 0
+        ids, probs = ids.gather(-1, order)[:, :width], probs[:, :width]
+        return Distributions(ids.masked_fill(probs == 0, 0).int(), probs.float())
 
     def _nucleus(
         self, values: Float[Tensor, "position top"], is_all: Bool[Tensor, " position"]
@@ -126,39 +135,25 @@ class DistributionReader:
 
 def joined(distributions: Sequence[Distributions | None]) -> Distributions:
     """The distributions of several responses, one after the other; none may be None."""
-    known = [part for part in distributions if part is not None]
-    assert len(known) == len(distributions)
-    width = max((part.ids.shape[-1] for part in known), default=0)
-    parts = [[torch.nn.functional.pad(values, (0, width - values.shape[-1])) for values in part] for part in known]
-    if not parts:
-        return Distributions(torch.zeros(0, width, dtype=torch.int32), torch.zeros(0, width))
-    return Distributions(*map(torch.cat, zip(*parts, strict=True)))
+    parts = [Distributions(torch.zeros(0, 0, dtype=torch.int32), torch.zeros(0, 0))]
+    parts += [part for part in distributions if part is not None]
+    assert len(parts) == 1 + len(distributions)
+    width = max(part.ids.shape[-1] for part in parts)
+    padded = [[functional.pad(values, (0, width - values.shape[-1])) for values in part] for part in parts]
+    return Distributions(*map(torch.cat, zip(*padded, strict=True)))
 
 
 def _likeliest(
     positions: Sequence[Mapping[int, float]], num: int
 ) -> tuple[Int[Tensor, "position top"], Float[Tensor, "position top"]]:
     """The `num` likeliest of each position, ties by ascending id; padded with id 0 at minus infinity."""
-    lengths = np.array([len(logprobs) for logprobs in positions], dtype=np.int64)
-    flat_ids = np.fromiter(chain.from_iterable(positions), np.int64, lengths.sum())
-    all_values = chain.from_iterable(logprobs.values() for logprobs in positions)
-    flat_values = np.fromiter(all_values, np.float64, lengths.sum())
-    rows = np.repeat(np.arange(len(positions)), lengths)
-    order = np.lexsort((flat_ids, -flat_values, rows))
-    columns = np.arange(len(order)) - np.repeat(lengths.cumsum() - lengths, lengths)
-    is_in = columns < num
-    ids = np.zeros((len(positions), num), np.int64)
-    values = np.full((len(positions), num), -np.inf)
-    ids[rows[is_in], columns[is_in]] = flat_ids[order][is_in]
-    values[rows[is_in], columns[is_in]] = flat_values[order][is_in]
+    width = max([num, *map(len, positions)])
+    ids, values = np.zeros((len(positions), width), np.int64), np.full((len(positions), width), -np.inf)
+    for row, logprobs in enumerate(positions):
+        ids[row, : len(logprobs)], values[row, : len(logprobs)] = list(logprobs), list(logprobs.values())
+    order = np.lexsort((ids, -values))[:, :num]
+    ids, values = np.take_along_axis(ids, order, axis=-1), np.take_along_axis(values, order, axis=-1)
     return torch.from_numpy(ids), torch.from_numpy(values)
-
-
-def _by_support(ids: Int[Tensor, "position top"], probs: Float[Tensor, "position top"]) -> Distributions:
-    probs, order = probs.sort(dim=-1, descending=True, stable=True)
-    width = int((probs > 0).sum(-1).max()) if len(probs) else 0
-    ids, probs = ids.gather(-1, order)[:, :width], probs[:, :width]
-    return Distributions(ids.masked_fill(probs == 0, 0).int(), probs.float())
 
 
 def _refuse(is_wrong: Bool[Tensor, " position"], reason: str) -> None:

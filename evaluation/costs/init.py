@@ -70,7 +70,7 @@ def init(
         draft=ModelSource(path=draft),
         sampling=SamplingConfig(temperature=temperature, top_p=top_p),
     )
-    num_prompts = len(load(set_of(source), "train"))
+    num_prompts = len(load(set_of(source)))
     config = _experiment(pair, source, num_prompts=num_prompts, name=path.stem)
     check_settings(pair, config.data)
     hint_at_few(num_prompts, prompts)

@@ -1,7 +1,6 @@
 """What a run leaves in its folder, and runs that end badly in a process of their own."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
@@ -36,10 +35,15 @@ def with_server(config: Config, **changes: Any) -> Config:
     return with_data(config, server=replace(config.data.server, **changes))
 
 
+def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> str:
+    """The path of a JSONL file that is written with these records."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
 def with_prompts(config: Config, path: Path, records: Iterable[dict[str, Any]], **changes: Any) -> Config:
     """The config with these prompts, which become a file and are all for training."""
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return with_data(config, prompts=str(path), split_weights=(1, 0, 0), **{"num_test": 0} | changes)
+    return with_data(config, prompts=write_lines(path, records), split_weights=(1, 0, 0), **{"num_test": 0} | changes)
 
 
 def files_of(directory: str | Path) -> dict[str, bytes]:
@@ -95,18 +99,3 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-def in_a_child(work) -> int:
-    """The wait status of a forked child that does `work` (forked, because importing torch anew takes seconds)."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except SystemExit as end:
-            status = int(end.code)  # type: ignore[arg-type]
-        finally:
-            os._exit(status)
-    return os.waitpid(child, 0)[1]

@@ -5,11 +5,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+
+import psutil
 
 _DEADLINE_S = 30.0
-_ENDED = (FileNotFoundError, ProcessLookupError)
-"""Errors where a process has ended since /proc was listed."""
 
 
 def started(work: Callable[[], object]) -> int:
@@ -36,27 +35,15 @@ def at_once(*works: Callable[[], object]) -> list[int]:
 
 def descendants(ancestor: int) -> list[int]:
     """Processes that `ancestor` started, or one of those did."""
-    parent_of = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(*_ENDED):
-            parent_of[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-
-    def descends(pid: int) -> bool:
-        while pid > 1:
-            pid = parent_of.get(pid, 0)
-            if pid == ancestor:
-                return True
-        return False
-
-    return [pid for pid in parent_of if descends(pid)]
+    return [child.pid for child in psutil.Process(ancestor).children(recursive=True)]
 
 
 def ray_actors() -> list[int]:
     """Ray's workers among the descendants of this process."""
     actors = []
-    for pid in descendants(os.getpid()):
-        with suppress(*_ENDED):
-            actors += [pid] * Path(f"/proc/{pid}/cmdline").read_text().startswith("ray::_Actor")
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended since
+            actors += [child.pid] * " ".join(child.cmdline()).startswith("ray::_Actor")
     return actors
 
 

@@ -50,6 +50,15 @@ def completion(text: str, finish_reason: str = "stop", **more: object) -> tuple[
     return 200, {"id": "c", "object": "text_completion", "created": 0, "model": "m", "choices": [choice]}
 
 
+def echo(body: dict, attempt: int) -> tuple[int, dict]:
+    """An answer that depends on the request alone."""
+    return completion(f"{body['seed'] % 1000}")
+
+
+def url_of(server: ThreadingHTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_port}/v1"
+
+
 def all_rows(config: Config) -> dict[str, dict]:
     shards = [path for split in ("train", "test") for path in list_shards(config.data.dir, split)]
     return {row["id"]: row for path in shards for row in read_rows(path).to_pylist()}

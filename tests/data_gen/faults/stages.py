@@ -10,9 +10,9 @@ import resource
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,15 +51,15 @@ def _export(config: Config, whole: Path) -> None:
     export(at(config, whole), out=str(Path(config.heads.dir) / "exported"), force=True)
 
 
-def _apart(config: Config) -> Config:
-    return replace(config, data=replace(config.data, mode="sequential"))
+def _sequential(config: Config, whole: Path) -> None:
+    make(replace(config, data=replace(config.data, mode="sequential")))
 
 
 _SHARDS = ("rows/*", "labels/*", "features/**/*", "errors.jsonl")
 _TRACES = ("trace/*/rows/*", "trace/*/signals/*", "trace/errors.jsonl")
 STAGES = {
     "data": Stage("data", lambda config, whole: make(config), "data", _SHARDS),
-    "sequential": Stage("sequential", lambda config, whole: make(_apart(config)), "data", _SHARDS),
+    "sequential": Stage("sequential", _sequential, "data", _SHARDS),
     "training": Stage("training", _train, "heads", ("val_metrics.json", "tables.md")),
     "export": Stage("export", _export, "heads", ("exported/**/*",)),
     "trace": Stage("trace", lambda config, whole: trace(config), "decode", _TRACES),
@@ -94,55 +94,40 @@ class Child:
 
     def __init__(self, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> None:
         self.began, self.said = time.monotonic(), ""
-        self._output, end = os.pipe()
+        self._output, end = os.pipe()  # no file, whose size `limit_files` would limit
         fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.dup2(end, 1)
-            os.dup2(end, 2)
-            self._run(lambda: (before(), work()))
+        self._process = get_context("fork").Process(target=self._run, args=(end, before, work))
+        self._process.start()
         os.close(end)
 
-    def _run(self, work: Callable[[], object]) -> None:
+    def _run(self, end: int, *works: Callable[[], object]) -> None:
+        for descriptor in (1, 2):
+            os.dup2(end, descriptor)
         sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))  # not pytest's
         torch.set_num_threads(1)  # makes its pool anew after the fork, before two threads could do so at once
-        status = 1
         try:
-            work()
-            status = 0
+            for work in works:
+                work()
         except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
-            status = 2
-        except SystemExit as end:
-            status = int(end.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
+            sys.exit(2)
 
     def end_by(self, seconds: float, number: signal.Signals) -> None:
         """Send a signal after so many seconds, if the child still runs, and wait for its end."""
-        has_ended = False
-        while not has_ended and time.monotonic() < self.began + seconds:
-            has_ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-            time.sleep(0.002)
-        if not has_ended:
-            os.kill(self.pid, number)
+        self._process.join(max(0.0, self.began + seconds - time.monotonic()))
+        if self._process.is_alive():
+            os.kill(self._process.pid, number)
         self.wait()
 
     def wait(self) -> int:
         """The child's exit status, negative for a signal."""
-        while time.monotonic() < self.began + _END_S:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                with os.fdopen(self._output, errors="replace") as output:
-                    self.said = output.read()
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.005)
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        raise AssertionError(f"the stage hangs: it has not ended after {_END_S} s")
+        self._process.join(_END_S)
+        if self._process.exitcode is None:
+            self._process.kill()
+            raise AssertionError(f"the stage hangs: it has not ended after {_END_S} s")
+        with os.fdopen(self._output, errors="replace") as output:
+            self.said = output.read()
+        return self._process.exitcode
 
     def has_one_clear_line(self) -> bool:
         """Whether it ended as a user's error does, with one line."""

@@ -11,22 +11,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from configs.schema import Config, ServerConfig
+from configs.schema import Config
 from data_gen.pipeline.command import make
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength
 from lm import Sampling, load_pair
+from store.shards import sidecar_path
 from tests.data_gen.faults import stages as faults
 from tests.data_gen.faults.stages import STAGES, Bench, Child, Stage, at, experiment, results
 from tests.data_gen.on_disk import with_data
-from tests.data_gen.processes import meanwhile
-from tests.toys.answering import Answering, close_half_way, completion
 
 pytestmark = pytest.mark.slow
 _GROWTH_KB = 2048
@@ -113,10 +111,6 @@ def test_a_disturbed_stage_loses_nothing_and_resumes_to_the_undisturbed_bytes(be
     bench.must_finish(STAGES[stage])
 
 
-def _sidecar(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
-
-
 def _cut(path: Path, chance: random.Random) -> None:
     os.truncate(path, chance.randrange(path.stat().st_size))
 
@@ -137,9 +131,9 @@ DAMAGE: dict[str, Callable[[Path, Path, random.Random], object]] = {
     "truncated": lambda path, other, chance: _cut(path, chance),
     "bit-flipped": lambda path, other, chance: _flip(path, chance),
     "swapped": lambda path, other, chance: _swap(path, other),
-    "swapped with sidecars": lambda *paths: (_swap(*paths[:2]), _swap(*map(_sidecar, paths[:2]))),
-    "sidecar truncated": lambda path, other, chance: _cut(_sidecar(path), chance),
-    "sidecar null": lambda path, other, chance: _sidecar(path).write_text(chance.choice(_NULLS)),
+    "swapped with sidecars": lambda *paths: (_swap(*paths[:2]), _swap(*map(sidecar_path, paths[:2]))),
+    "sidecar truncated": lambda path, other, chance: _cut(sidecar_path(path), chance),
+    "sidecar null": lambda path, other, chance: sidecar_path(path).write_text(chance.choice(_NULLS)),
 }
 
 
@@ -157,61 +151,9 @@ def test_a_damaged_shard_is_made_again_or_refused_by_name(bench: Bench, kind: st
     use = Child(lambda: STAGES["training"].work(at(bench.config, bench.folder), bench.folder))
     use.wait()
     assert folder == "rows" or again.has_one_clear_line() or use.has_one_clear_line(), "it was used without a word"
-    for damaged in (path, other, _sidecar(path), _sidecar(other)):
+    for damaged in (path, other, sidecar_path(path), sidecar_path(other)):
         damaged.unlink(missing_ok=True)
     bench.must_finish(stage)
-
-
-_REPLY = completion("hi")[1]
-_WRONGS: dict[str, tuple[int, object]] = {
-    "hangs": (200, lambda handler: time.sleep(3)),
-    "closes half-way": (200, close_half_way),
-    "answers HTML": (200, "<html>sign in</html>"),
-    "is overloaded": (503, {"error": {"message": "busy"}}),
-    "lies in its ids": completion("hi", token_ids=[5, 10**6]),
-    "lies in its text": completion("hi", token_ids=[70, 71]),
-    "gives two choices": (200, _REPLY | {"choices": 2 * _REPLY["choices"]}),
-}
-
-
-def served(config: Config, wrong: tuple[int, object] | None, chance: random.Random) -> None:
-    """Data from a server that answers a third of the prompts wrongly at first, in as many runs as that takes."""
-    is_wrong: dict[str, bool] = {}
-
-    def answer(body: dict, attempt: int) -> tuple[int, object]:
-        prompt = str(body["prompt"])
-        if wrong is not None and attempt == 1 and is_wrong.setdefault(prompt, chance.random() < 1 / 3):
-            return wrong
-        return completion(prompt[-20:-12].replace("\n", " ").strip("<>") or "ok")
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
-    server.bodies, server.answer = [], answer  # type: ignore[attr-defined]
-    with meanwhile(server.serve_forever, until=lambda: True):  # in a process, since the runs are forked from this one
-        server.server_close()
-        url = f"http://127.0.0.1:{server.server_port}/v1"
-        settings = ServerConfig(url=url, max_retries=0, timeout_s=1, concurrency=4)
-        config = with_data(config, source="server", server=settings)
-        for num_runs in range(60):
-            child = Child(partial(make, config, retry_errors=num_runs > 0))
-            status = child.wait()
-            assert status == 0 or child.has_one_clear_line(), child.said[-1000:]
-            if status == 0 and '"outcome": "error"' not in Path(config.data.dir, "errors.jsonl").read_text():
-                return
-    raise AssertionError("no end after 60 runs")
-
-
-@pytest.fixture(scope="module")
-def well_served(undisturbed: Bench, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What a server that does nothing wrong leads to."""
-    folder = tmp_path_factory.mktemp("served")
-    served(at(undisturbed.config, folder), None, random.Random(0))
-    return results(folder, STAGES["data"])
-
-
-@pytest.mark.parametrize("kind", _WRONGS)
-def test_a_server_that_does_wrong_ends_in_the_data_of_one_that_does_not(bench: Bench, well_served, kind: str):
-    served(at(bench.config, bench.folder), _WRONGS[kind], random.Random(kind))
-    assert results(bench.folder, STAGES["data"]) == well_served
 
 
 def _resident_kb() -> int:

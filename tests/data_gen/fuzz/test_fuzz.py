@@ -21,7 +21,7 @@ from configs.schema import Config, PromptSource
 from data_gen.official import _parse, _read
 from data_gen.pipeline.command import make
 from data_gen.pipeline.plan import plan
-from data_gen.prompts import sets as hub
+from data_gen.prompts.sets import read, set_of
 from data_gen.prompts.splits import split_by_id
 from data_gen.responses.exchange import Request
 from data_gen.responses.text import ResponseFile, Spelling
@@ -36,7 +36,7 @@ from heads.model.official import read_official_head
 from heads.model.provenance import Provenance
 from heads.training.command import train
 from lm import load_pair, load_pair_tokenizer
-from store.shards import list_shards, rows_path, verify_shard
+from store.shards import features_path, list_shards, rows_path, sidecar_path, verify_shard
 from tests.data_gen.faults.stages import Child, at, experiment
 
 _COSTS: dict[str, Any] = {"t_draft_s": 1.0, "t_target_s": [1.0], "origin": "", "errors": {}, "fit": {}, "stops": {}}
@@ -71,8 +71,10 @@ class Boundary(NamedTuple):
     name: str
 
 
-def made(config: Config, folder: Path) -> Config:
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Config:
     """The experiment of a few rows, with data and heads."""
+    config = experiment(tmp_path_factory.mktemp("fuzz"))
     config = replace(config, data=replace(config.data, num_train=4, num_dev=2, num_test=2))
     make(config)
     train(replace(config, trainer=config.trainer | {"max_epochs": 1, "logger": False}))
@@ -89,8 +91,7 @@ def texts(folder: Path, config: Config) -> dict[str, Boundary]:
     spelling = Spelling(load_pair_tokenizer(config.pair), frozenset({1}))
 
     def read_prompts() -> None:
-        intact, problems = hub.read(hub.set_of(PromptSource(path=str(prompts))), "train")
-        split_by_id(intact, weights=(1, 1, 1), seed=0)
+        _, problems = read(set_of(PromptSource(path=str(prompts))))
         for where, reason in problems.items():
             raise ValueError(f"{where}: {reason}")
 
@@ -102,18 +103,16 @@ def texts(folder: Path, config: Config) -> dict[str, Boundary]:
         for number, item in enumerate(_read(official)):
             _parse(item, str(number), where=f"{official} item {number}")
 
-    reads: list[Callable[[], object]] = [read_prompts, read_responses]
-    reads += [read_official, lambda: split_by_id([], weights=(1, 1, 1), seed=0, split_ids=str(split))]
-    return {
-        path.name: Boundary(read, path, path.suffix[1:], path.name)
-        for read, path in zip(reads, paths.values(), strict=True)
-    }
+    reads: list[Callable[[], object]] = [read_prompts, read_responses, read_official]
+    reads += [lambda: split_by_id([], weights=(1, 1, 1), seed=0, split_ids=str(split))]
+    pairs = zip(reads, paths.values(), strict=True)
+    return {path.name: Boundary(read, path, path.suffix[1:], path.name) for read, path in pairs}
 
 
 def files(folder: Path, config: Config) -> dict[str, Boundary]:
     """Files that the project wrote, and models."""
     data = Path(config.data.dir)
-    rows, features = rows_path(data, "train", 0), data / "features" / "drawn" / "train-00000.safetensors"
+    rows, features = rows_path(data, "train", 0), features_path(data, "drawn", "train", 0)
     settled, costs = read_manifest(data), kept_costs(folder / "whole" / "decode")
     costs.keep([({"a": 1}, _COSTS)])
 
@@ -148,11 +147,9 @@ def files(folder: Path, config: Config) -> dict[str, Boundary]:
         "draft": (partial(load_pair, config.pair), Path(config.pair.draft.path)),
     }
     found = {
-        "sidecar of rows": Boundary(read_shard, rows.with_name(f"{rows.name}.json"), "json", rows.name),
+        "sidecar of rows": Boundary(read_shard, sidecar_path(rows), "json", rows.name),
         "rows": Boundary(read_shard, rows, "bytes", rows.name),
-        "sidecar of features": Boundary(
-            read_features, features.with_name(f"{features.name}.json"), "json", features.stem
-        ),
+        "sidecar of features": Boundary(read_features, sidecar_path(features), "json", features.stem),
         "features": Boundary(read_features, features, "safetensors", features.stem),
         "labels": Boundary(read_features, data / "labels" / features.name, "safetensors", features.stem),
         "manifest": Boundary(read_settled, data / "manifest.json", "json", "manifest.json"),
@@ -160,9 +157,9 @@ def files(folder: Path, config: Config) -> dict[str, Boundary]:
         "checkpoint": Boundary(partial(load_sweep, checkpoint), checkpoint, "bytes", "last.ckpt"),
         "tokenizer of draft": Boundary(models["draft"][0], models["draft"][1] / "tokenizer.json", "json", "draft"),
     }
-    for name, (read, path) in models.items():
-        found[f"config of {name}"] = Boundary(read, path / "config.json", "json", name)
-        found[f"weights of {name}"] = Boundary(read, path / "model.safetensors", "safetensors", name)
+    for name, (read_model, path) in models.items():
+        found[f"config of {name}"] = Boundary(read_model, path / "config.json", "json", name)
+        found[f"weights of {name}"] = Boundary(read_model, path / "model.safetensors", "safetensors", name)
     return found
 
 
@@ -262,9 +259,8 @@ def test_broken_texts_are_refused_by_name(toy_config, tmp_path, name: str):
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory) -> dict[str, Boundary]:
-    folder = tmp_path_factory.mktemp("fuzz")
-    return files(folder, made(experiment(folder), folder))
+def stored(prepared) -> dict[str, Boundary]:
+    return files(Path(prepared.data.dir).parents[1], prepared)
 
 
 @pytest.mark.slow
@@ -275,33 +271,23 @@ def test_broken_files_are_refused_by_name(stored, name: str):
 
 
 _BAD_SETTINGS = """
-make data.batch_size=0 data.rows_per_shard=1000000000 data.max_new_tokens=100000000 data.chunk_mb=0 data.num_train=-1
-make data.max_prompt_tokens=1 data.num_train=1000000000000000000 data.mixes=0 data.template=none data.template=llama2
-make data.prompts=/dev/null data.prompts=nothing.jsonl data.source=file data.source=server data.features=[]
-make data.features=[fed,fed] data.split_weights=[0,0,0] data.split_weights=[1] data.dir=/dev/null/x data.dir=/proc/x
-make data.engine=slurm pair.num_threads=-1 pair.target.path=/ pair.target.path=/no/such pair.draft.device_map=cuda:7
-make pair.draft.device_map={x:1} pair.sampling.top_k=0 pair.sampling.top_k=1000000000000
-make pair.sampling.top_p=2 pair.sampling.top_p=.nan pair.sampling.temperature=-1 pair.sampling.temperature=.inf
-train heads.batch_size=0 heads.batch_size=1000000000 heads.depths=[] heads.depths=[-1] heads.depths=[0,0]
-train heads.reject_weights=[0] heads.reject_weights=[.nan] heads.reject_weights=[1e300] heads.learning_rate=.nan
-train heads.num_train=1000000 heads.dir=/dev/null heads.scalars=[[x]] heads.scalars=[] trainer.devices=99
-train trainer.devices=x trainer.accelerator=cuda trainer.accumulate_grad_batches=0 trainer.limit_test_batches=2.5
-train trainer.limit_train_batches=0.0001 trainer.limit_val_batches=0 trainer.precision=x trainer.precision=16-true
-train trainer.max_epochs=-7 trainer.max_steps=0 trainer.val_check_interval=1000000000 trainer.max_time=x
-train trainer.check_val_every_n_epoch=0 trainer.strategy=x trainer.gradient_clip_val=.nan
-trace decode.max_draft_length=-1 decode.max_new_tokens=0 decode.num_dev=-1 decode.prompts_per_shard=0
+make data.rows_per_shard=1000000000 data.max_new_tokens=100000000 data.max_prompt_tokens=1 data.template=none
+make data.num_train=1000000000000000000 data.template=llama2 data.prompts=/dev/null data.prompts=nothing.jsonl
+make data.source=file data.source=server data.features=[] data.features=[fed,fed] data.split_weights=[0,0,0]
+make data.split_weights=[1] data.dir=/dev/null/x data.dir=/proc/x data.engine=slurm pair.target.path=/
+make pair.target.path=/no/such pair.draft.device_map=cuda:7 pair.draft.device_map={x:1} pair.sampling.top_k=1000000000
+train heads.batch_size=1000000000 heads.depths=[] heads.depths=[0,0] heads.reject_weights=[1e300] heads.dir=/dev/null
+train heads.num_train=1000000 heads.scalars=[[x]] heads.scalars=[] trainer.devices=99 trainer.devices=x
+train trainer.accelerator=cuda trainer.limit_test_batches=2.5 trainer.limit_train_batches=0.0001 trainer.precision=x
+train trainer.limit_val_batches=0 trainer.precision=16-true trainer.max_epochs=-7 trainer.max_steps=0
+train trainer.val_check_interval=1000000000 trainer.max_time=x trainer.strategy=x
 trace decode.heads=[/no/such] decode.dir=/dev/null
 """
+"""Settings within their ranges (`tests/configs/test_limits.py` tries the others)."""
 SETTINGS: dict[str, list[str]] = {"make": [], "train": [], "trace": []}
 for name, *bad_settings in map(str.split, _BAD_SETTINGS.strip().splitlines()):
     SETTINGS[name] += bad_settings
 SETTINGS["plan"] = SETTINGS["make"][::3]
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> Config:
-    folder = tmp_path_factory.mktemp("settings")
-    return made(experiment(folder), folder)
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """Prompt sets of every form that `datasets` reads, several at once."""
 
-import gzip
 import json
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,33 @@ from configs.command import config_of, parser_for
 from configs.schema import DataConfig, PromptSource
 from data_gen.pipeline.command import make
 from data_gen.prompts import sets as hub
+from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.sets import load_prompts
-from data_gen.prompts.splits import SPLITS
+from data_gen.prompts.splits import SPLITS, Split
 from data_gen.stats import stats
 from data_gen.store.manifest import read_manifest
-from tests.data_gen.on_disk import errors_of, rows_of, with_data, with_prompts
+from tests.data_gen.on_disk import errors_of, rows_of, with_data, with_prompts, write_lines
 
-RECORDS = [{"question": f"q{number}", "key": f"k{number}"} for number in range(6)]
-NAMES = ["set.csv", "semicolon.csv", "set.tsv", "set.json", "set.jsonl", "set.jsonl.gz", "set.parquet", "directory"]
+FRAME = pd.DataFrame([{"question": f"q{number}", "key": f"k{number}"} for number in range(6)])
 COLUMNS = {"prompt": "question", "id": "key"}
+
+
+def write_folder(path: Path) -> None:
+    path.mkdir()
+    FRAME.to_parquet(path / "train.parquet")
+    FRAME.head(1).assign(key="own").to_parquet(path / "test.parquet")
+
+
+FORMS: dict[str, Callable[[Path], object]] = {
+    "set.csv": partial(FRAME.to_csv, index=False),
+    "semicolon.csv": partial(FRAME.to_csv, index=False, sep=";"),
+    "set.tsv": partial(FRAME.to_csv, index=False, sep="\t"),
+    "set.json": partial(FRAME.to_json, orient="records", indent=1),
+    "set.jsonl": partial(FRAME.to_json, orient="records", lines=True),
+    "set.jsonl.gz": partial(FRAME.to_json, orient="records", lines=True),
+    "set.parquet": FRAME.to_parquet,
+    "directory": write_folder,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -29,43 +48,25 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def write(path: Path) -> Path:
-    """The records, in the form that the path's ending names; a directory: Parquet in it."""
-    frame, lines = pd.DataFrame(RECORDS), "".join(json.dumps(record) + "\n" for record in RECORDS)
-    match path.suffix:
-        case ".csv":
-            frame.to_csv(path, index=False, sep=";" if path.stem == "semicolon" else ",")
-        case ".tsv":
-            frame.to_csv(path, index=False, sep="\t")
-        case ".gz":
-            path.write_bytes(gzip.compress(lines.encode()))
-        case ".json":
-            path.write_text(json.dumps(RECORDS, indent=1))
-        case ".jsonl":
-            path.write_text(lines)
-        case ".parquet":
-            frame.to_parquet(path)
-        case _:
-            path.mkdir()
-            frame.to_parquet(path / "train.parquet")
-            frame.head(1).assign(key="own").to_parquet(path / "test.parquet")
-    return path
+def loaded(prompts: Any, split: Split = "train", weights=(1, 0, 0), **sizes: int) -> list[Prompt]:
+    return load_prompts(DataConfig(prompts=prompts, split_weights=weights, **sizes), split)
 
 
 def all_of(*, num: int = 6, **source: Any) -> dict[str, str]:
     """Id -> text of every prompt of a set."""
-    config = DataConfig(prompts=PromptSource(**source), split_weights=(1, 0, 0), num_train=num)
-    return {prompt.id: prompt.text for prompt in load_prompts(config, "train")}
+    return {prompt.id: prompt.text for prompt in loaded(PromptSource(**source), num_train=num)}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMS)
 def test_every_form_is_read_under_a_column_map(tmp_path, name):
-    path = str(write(tmp_path / name))
-    assert all_of(path=path, columns=COLUMNS) == {record["key"]: record["question"] for record in RECORDS}
+    path = str(tmp_path / name)
+    FORMS[name](Path(path))
+    assert all_of(path=path, columns=COLUMNS) == dict(zip(FRAME.key, FRAME.question, strict=True))
+    with pytest.raises(ValueError, match=r" there is no column 'ask' .*; it has key, question"):
+        all_of(path=path, columns={"prompt": "ask"})
     if name == "directory":
         source = PromptSource(path=path, test_split="test", columns=COLUMNS)
-        config = DataConfig(prompts=source, split_weights=(1, 0, 0), num_test=1)
-        assert [prompt.id for prompt in load_prompts(config, "test")] == ["own"]
+        assert [prompt.id for prompt in loaded(source, "test", num_test=1)] == ["own"]
 
 
 def test_conversations_in_parquet_are_read_as_those_in_json(tmp_path):
@@ -76,6 +77,22 @@ def test_conversations_in_parquet_are_read_as_those_in_json(tmp_path):
         assert list(all_of(path=str(tmp_path / f"{column}.parquet"), num=1).values()) == [text]
 
 
+LINES = {
+    "{not json": "expected one JSON object",
+    "[1]": "expected a JSON object, got list",
+    '{"query": "x"}': r"expected one of the fields messages.*got query; map one .*columns: \{prompt: query\}",
+    '{"messages": [{"role": "user"}]}': "expected a list of messages with the strings 'role' and 'content'",
+    '{"messages": [{"role": "assistant", "content": "x"}]}': "expected at least one user message",
+    '{"turns": "one"}': "expected turns to be a list of strings, got 'one'",
+    '{"prompt": 5}': "expected prompt to be a string, got 5",
+    '{"prompt": null}': "expected prompt to be a string, got None",
+    '{"id": "\\ud800", "prompt": "x"}': "expected the id to be text, not a lone surrogate",
+    '{"prompt": "\xff"}': "the line is not UTF-8 text",
+    '{"id": "0", "prompt": "again"}': "id '0' is used by an earlier record",
+}
+"""The second line of a JSONL file, and why it cannot be read."""
+
+
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
@@ -84,18 +101,16 @@ def test_conversations_in_parquet_are_read_as_those_in_json(tmp_path):
         ("a.json", '[{"prompt": "x"}', r"a\.json: expected an array of JSON objects; Expecting ',' delimiter"),
         ("a.csv", "prompt\nx\ny,z\n", r"prompt set .*a\.csv: "),
         ("a.csv", "other\n1\n", r"a\.csv \[train\] record 0: expected one of the fields"),
+        ("a.jsonl", "", r"a\.jsonl contains no prompt"),
+        *[("a.jsonl", f'{{"prompt": "fine"}}\n{line}', rf"a\.jsonl:2: {reason}") for line, reason in LINES.items()],
     ],
 )
-def test_a_file_that_cannot_be_read_is_named_in_one_line(tmp_path, name, content, complaint):
-    (tmp_path / name).write_text(content)
+def test_what_cannot_be_read_is_named_in_one_line(tmp_path, name, content, complaint):
+    (tmp_path / name).write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=complaint) as error:
         all_of(path=str(tmp_path / name))
     assert "\n" not in str(error.value)
-
-
-def test_a_column_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"set\.json record 0: there is no column 'ask' .*; it has key, question"):
-        all_of(path=str(write(tmp_path / "set.json")), columns={"prompt": "ask"})
+    assert str(tmp_path / name) in str(error.value)
 
 
 def known(monkeypatch, **source: Any) -> tuple[dict, dict[str, list[str]]]:
@@ -134,7 +149,7 @@ def test_a_known_set_reads_the_part_and_the_columns_that_the_user_names(monkeypa
         load_prompts(DataConfig(prompts=PromptSource(path="alpaca", columns={"prompt": "absent"})), "train")
 
 
-def test_a_hub_set_out_of_reach_is_one_line(monkeypatch):
+def test_a_hub_set_out_of_reach_is_one_line_and_a_file_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch):
     def load_dataset(path, name, **options):
         raise ConnectionError(f"Couldn't reach {path!r}\non the Hub")
 
@@ -142,12 +157,8 @@ def test_a_hub_set_out_of_reach_is_one_line(monkeypatch):
     complaint = r"prompt set org/name cannot be reached and is not in the cache: Couldn't reach 'org/name' on"
     with pytest.raises(FileNotFoundError, match=complaint):
         all_of(path="org/name", name="main", split="validation")
-
-
-def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch):
-    monkeypatch.setattr(hub, "_records", lambda *arguments: pytest.fail("the hub was asked"))
     for path in ("folder/gone.jsonl", "./folder/gone", "/folder/gone", "gone"):
-        with pytest.raises(FileNotFoundError, match="does not exist and is not a known set"):
+        with pytest.raises(FileNotFoundError, match="does not exist and is not a known set; set it to stories, alpaca"):
             all_of(path=path)
 
 
@@ -174,9 +185,8 @@ def test_half_a_character_is_a_problem_row_and_not_the_end_of_a_run(toy_config, 
     prompts = [{"id": "whole", "prompt": "x"}, {"id": "half", "prompt": "\ud83d"}, {"id": "fine", "prompt": "z"}]
     prompts += [{"id": "inner", "prompt": "y", "input": "\udc00"}]
     responses = [{"id": "whole", "response": "\ud83d"}, {"id": "fine", "response": "z"}]
-    path = tmp_path / "responses.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in responses))
-    of_file = {"source": "file", "responses": str(path), "max_error_share": 1.0}
+    path = write_lines(tmp_path / "responses.jsonl", responses)
+    of_file = {"source": "file", "responses": path, "max_error_share": 1.0}
     config = with_prompts(toy_config, tmp_path / "prompts.jsonl", prompts, num_train=4, **of_file)
     make(config)
     assert {problem["id"]: (problem["outcome"], problem["reason"].split(",")[0]) for problem in errors_of(config)} == {
@@ -191,35 +201,28 @@ def two_sets(tmp_path) -> tuple[PromptSource, PromptSource]:
     """Sixty prompts and twenty, ids alike; the first is to give three times as many."""
     paths = {name: tmp_path / f"{name}.jsonl" for name in ("large", "small")}
     for (name, path), count in zip(paths.items(), (60, 20), strict=True):
-        records = [{"id": number, "prompt": f"{name} {number}"} for number in range(count)]
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_lines(path, [{"id": number, "prompt": f"{name} {number}"} for number in range(count)])
     return PromptSource(path=str(paths["large"]), weight=3.0), PromptSource(path=str(paths["small"]))
 
 
-def test_several_sets_are_drawn_by_their_weights_at_any_size(two_sets):
+def test_several_sets_are_drawn_by_their_weights_and_each_is_split_as_it_would_be_alone(two_sets):
     for count in (4, 10, 40):
-        prompts = load_prompts(DataConfig(prompts=two_sets, split_weights=(4, 1, 0), num_train=count), "train")
-        num_large = sum(prompt.set == "large" for prompt in prompts)
-        assert abs(num_large - 0.75 * count) < 1
+        prompts = loaded(two_sets, weights=(4, 1, 0), num_train=count)
+        assert abs(sum(prompt.set == "large" for prompt in prompts) - 0.75 * count) < 1
         assert len({prompt.id for prompt in prompts}) == count
         assert all(prompt.id.startswith(f"{prompt.set}/") for prompt in prompts)
-    fewer = load_prompts(DataConfig(prompts=two_sets, split_weights=(4, 1, 0), num_train=9), "train")
-    assert prompts[:9] == fewer
-
-
-def test_several_sets_split_each_as_it_would_be_alone(two_sets):
-    together = load_prompts(DataConfig(prompts=two_sets, split_weights=(1, 1, 0), num_dev=20), "dev")
+    assert prompts[:9] == loaded(two_sets, weights=(4, 1, 0), num_train=9)
+    together = loaded(two_sets, "dev", (1, 1, 0), num_dev=20)
     for source in two_sets:
-        alone = load_prompts(DataConfig(prompts=source, split_weights=(1, 1, 0), num_dev=10), "dev")
         name = Path(source.path).stem
+        alone = [prompt.id for prompt in loaded(source, "dev", (1, 1, 0), num_dev=10)]
         mixed = [prompt.id.removeprefix(f"{name}/") for prompt in together if prompt.set == name]
-        assert mixed[:10] == [prompt.id for prompt in alone][: len(mixed)]
+        assert mixed[:10] == alone[: len(mixed)]
 
 
 def test_a_prompt_of_two_sets_is_in_one_split_of_one_set(tmp_path):
     for name, first in (("a", 0), ("b", 20)):
-        lines = [json.dumps({"prompt": f"Tell me {number}."}) + "\n" for number in range(first, first + 40)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        write_lines(tmp_path / f"{name}.jsonl", [{"prompt": f"Tell {number}."} for number in range(first, first + 40)])
     sources = tuple(str(tmp_path / f"{name}.jsonl") for name in "ab")
     data = DataConfig(prompts=sources, split_weights=(2, 1, 1), num_train=60, num_dev=60, num_test=60)
     prompts = [prompt for split in SPLITS for prompt in load_prompts(data, split, may_be_fewer=True)]
@@ -227,18 +230,12 @@ def test_a_prompt_of_two_sets_is_in_one_split_of_one_set(tmp_path):
 
 
 def test_a_list_of_one_is_that_one_and_sets_that_cannot_be_mixed_are_refused(two_sets):
-    of, path = {"split_weights": (1, 0, 0), "num_train": 9}, two_sets[0].path
-    one, same = (load_prompts(DataConfig(prompts=prompts, **of), "train") for prompts in ((path,), path))
-    assert one == same
-    few = r"num_train is 99 .* has 8\d train prompts in these proportions; set data\.num_train=8\d|has 80"
-    for prompts, complaint in (
-        (two_sets, few),
-        ((two_sets[0], two_sets[0]), "two sets named 'large'"),
-        ((), "empty list"),
-        ((PromptSource(path="x", weight=0.0), "y"), "weight of x in data.prompts is 0"),
-    ):
+    path = two_sets[0].path
+    assert loaded((path,), num_train=9) == loaded(path, num_train=9)
+    few = "num_train is 99, but .* has 80 train prompts in these proportions; set data.num_train to at most 80"
+    for prompts, complaint in ((two_sets, few), ((two_sets[0],) * 2, "two sets named 'large'"), ((), "empty list")):
         with pytest.raises(ValueError, match=complaint):
-            load_prompts(DataConfig(prompts=prompts, split_weights=(1, 0, 0), num_train=99), "train")
+            loaded(prompts, num_train=99)
 
 
 def test_rows_tell_the_sets_apart(toy_config, two_sets):

@@ -14,49 +14,45 @@ from transformers import AutoTokenizer
 
 from configs.command import run
 from data_gen.pipeline.command import make
-from data_gen.responses.exchange import LatestRows, Problem, RefusedError, Request, Response
+from data_gen.responses.exchange import Exchange, LatestRows, Problem, RefusedError, Request
 from data_gen.responses.server import CompletionsServer, request_settings
-from data_gen.responses.text import ResponseFile, Spelling
+from data_gen.responses.text import Spelling
 from lm import Sampling
-from tests.data_gen.on_disk import files_of, with_data, with_server
+from tests.data_gen.on_disk import files_of, with_data, with_server, write_lines
 from tests.toys.answering import all_rows, close_half_way, completion, problems
 
-TEXT = "<u>hi\n<a>"
+TEXT, EOS = "<u>hi\n<a>", frozenset({1})
 
 
-def answer_of(config, tokenizer) -> Response | Problem:
-    spelling = Spelling(tokenizer, frozenset({1}))
-    source = CompletionsServer(config.data.server, spelling, model="m", sampling=Sampling(), max_new_tokens=4)
+def answer_of(config, tokenizer) -> Exchange | Problem:
+    settings = {"model": "m", "sampling": Sampling(), "max_new_tokens": 4}
+    source = CompletionsServer(config.data.server, Spelling(tokenizer, EOS), **settings)
     request = Request("p", TEXT, tokenizer(TEXT, add_special_tokens=False).input_ids)
     return source.respond([request], 0, lambda count: None)[0]
 
 
-@pytest.fixture(scope="module")
-def adds_bos(toy_pair):
-    """A tokenizer that begins every text with <u>, which its chat template has written already: as Llama's its BOS."""
+def test_vllm_reads_the_very_ids_that_labels_use_and_others_that_add_a_second_bos_are_refused(served, server, toy_pair):
+    """Read as vLLM does: a list as it is, a text with special tokens unless told otherwise. The chat template has
+    written the <u> that the tokenizer adds, as Llama's its BOS.
+    """
     tokenizer = AutoTokenizer.from_pretrained(toy_pair / "target")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<u> $A", special_tokens=[("<u>", 2)])
-    return tokenizer
-
-
-def test_vllm_reads_the_very_ids_that_labels_use_and_others_that_add_a_second_bos_are_refused(served, server, adds_bos):
-    """Read as vLLM does: a list as it is, a text with special tokens unless told otherwise."""
     read = []
 
     def answer(body, attempt):
-        tell = {"add_special_tokens": body.get("add_special_tokens", True)}
-        read.append(body["prompt"] if isinstance(body["prompt"], list) else adds_bos(body["prompt"], **tell).input_ids)
-        return completion("ok", token_ids=adds_bos("ok", add_special_tokens=False).input_ids)
+        adds, prompt = {"add_special_tokens": body.get("add_special_tokens", True)}, body["prompt"]
+        read.append(prompt if isinstance(prompt, list) else tokenizer(prompt, **adds).input_ids)
+        return completion("ok", token_ids=tokenizer("ok", add_special_tokens=False).input_ids)
 
     server.answer = answer
-    expected = adds_bos(TEXT, add_special_tokens=False).input_ids
-    assert adds_bos(TEXT).input_ids == [2, *expected]
+    expected = tokenizer(TEXT, add_special_tokens=False).input_ids
+    assert tokenizer(TEXT).input_ids == [2, *expected]
     for prompt_as in ("auto", "token_ids", "text"):
-        assert isinstance(answer_of(with_server(served, kind="vllm", prompt_as=prompt_as), adds_bos), Response)
+        assert isinstance(answer_of(with_server(served, kind="vllm", prompt_as=prompt_as), tokenizer), Exchange)
     assert read == [expected] * 3
     complaint = r"a server of kind openai adds them again; set data\.server\.prompt_as to token_ids"
     with pytest.raises(ValueError, match=complaint):
-        answer_of(served, adds_bos)
+        answer_of(served, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +60,7 @@ def test_vllm_reads_the_very_ids_that_labels_use_and_others_that_add_a_second_bo
     [
         ({"token_ids": [70, 9999]}, "response id 9999 is not one of the tokenizer's"),
         ({"token_ids": [True, 70]}, "response id True is not one"),
-        ({"token_ids": "no list"}, "token_ids is not a list"),
+        ({"token_ids": "no list"}, "response id 'no list' is not one"),
         ({"token_ids": [70, 71]}, "text differs from its decoded token ids"),
         ({"token_ids": [1, 70], "text": "c"}, "end-of-sequence id at position 0 of a response of 3 tokens"),
         ({"text": "far too long"}, "13 tokens, more than the requested 4"),
@@ -82,20 +78,32 @@ def test_a_lie_becomes_the_problem_of_its_prompt(served, server, tokenizer, fiel
     assert reason in answer.reason
 
 
-@pytest.mark.parametrize("failure", [close_half_way, lambda handler: time.sleep(1)], ids=["closes half-way", "hangs"])
-def test_a_server_that_closes_or_hangs_ends_in_one_line(served, server, tokenizer, failure):
-    server.answer = lambda body, attempt: (200, failure)
-    with pytest.raises(ValueError, match="does not answer after 0 retries"):
-        answer_of(with_server(served, max_retries=0, timeout_s=0.2), tokenizer)
+NO_REPLY = "does not answer after 0 retries"
+MOST = r"(\d+) of the last \1 answers of http.* are invalid; .*"
 
 
-def test_a_proxy_that_answers_html_to_all_stops_the_run_and_no_prompt_counts_as_tried(served, server):
-    server.answer = lambda body, attempt: (200, "<html>sign in</html>")
-    with pytest.raises(ValueError, match=r"(\d+) of the last \1 answers of http.* are invalid; .*sign in"):
-        make(served)
+@pytest.mark.parametrize(
+    ("reply", "complaint"),
+    [
+        ((200, close_half_way), NO_REPLY),
+        ((200, lambda handler: time.sleep(1)), NO_REPLY),
+        (None, NO_REPLY),
+        ((200, "<html>sign in</html>"), MOST + "sign in"),
+        ((404, {"error": {"message": "no model"}}), "answers 404 for model"),
+        ((400, {"error": {"message": "bad field"}}), MOST + "the latest, p.*: http.* answers 400 .*bad field"),
+    ],
+    ids=["closes half-way", "hangs", "is not there", "a proxy", "has no such model", "refuses all"],
+)
+def test_a_server_that_answers_no_prompt_stops_the_run_and_no_prompt_counts_as_tried(served, server, reply, complaint):
+    server.answer = lambda body, attempt: reply
+    url = "http://127.0.0.1:9/v1" if reply is None else served.data.server.url
+    timeout_s = 0.2 if complaint == NO_REPLY else 5
+    with pytest.raises(ValueError, match=complaint):
+        make(with_data(with_server(served, url=url, max_retries=0, timeout_s=timeout_s), rows_per_shard=8))
+    assert not list(Path(served.data.dir).rglob("*.parquet"))
     server.answer = lambda body, attempt: completion("ok")
-    make(served)
-    assert len(all_rows(served)) + len(problems(served)) == 12
+    make(with_data(served, rows_per_shard=8))
+    assert len(all_rows(served)) == 12
 
 
 def test_errors_are_tried_again_and_the_result_is_that_of_a_run_without_them(served, server, capsys):
@@ -164,35 +172,22 @@ def test_a_servers_text_or_token_ids_become_rows_and_passing_failures_are_retrie
     assert len({body["seed"] for body in server.bodies}) == 12
 
 
-def test_a_server_that_does_not_answer_knows_no_such_model_or_refuses_all_stops_the_run(served, server):
-    with pytest.raises(ValueError, match="does not answer after 0 retries"):
-        make(with_server(served, url="http://127.0.0.1:9/v1", max_retries=0))
-    assert not list(Path(served.data.dir).rglob("*.parquet"))
-    server.answer = lambda body, attempt: (404, {"error": {"message": "no model"}})
-    with pytest.raises(ValueError, match="answers 404 for model"):
-        make(served)
-    server.answer = lambda body, attempt: (400, {"error": {"message": "bad field"}})
-    with pytest.raises(ValueError, match=r"(\d+) of the last \1 answers .* are invalid; the latest, p\d+: refused: "):
-        make(with_data(served, rows_per_shard=8, dir=served.data.dir + "2"))
-
-
 def test_text_that_does_not_round_trip_is_reported_not_altered(tokenizer):
     request = Request("a", "<u>q\n<a>", tokenizer("<u>q\n<a>").input_ids)
-    response = Spelling(tokenizer, frozenset({1})).of_text("caf\u00e9", "stop", request)
-    assert tokenizer.decode(response.response_ids, skip_special_tokens=True) == "caf\u00e9"
+    answer = Spelling(tokenizer, EOS).answer(request, "stop", text="caf\u00e9")
+    assert tokenizer.decode(answer.response_ids, skip_special_tokens=True) == "caf\u00e9"
     lowering = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     lowering.backend_tokenizer.normalizer = normalizers.Lowercase()
     with pytest.raises(RefusedError, match="does not round-trip"):
-        Spelling(lowering, frozenset({1})).of_text("Loud", "stop", request)
+        Spelling(lowering, EOS).answer(request, "stop", text="Loud")
 
 
 def test_a_file_of_responses_is_used_as_it_is(toy_config, tmp_path, tokenizer):
-    path = tmp_path / "responses.jsonl"
     records = [{"id": f"p{number}", "response": "text"} for number in range(1, 9)]
     records += [{"id": "p9", "response_ids": [50, 51]}, {"id": "p10", "response_ids": [50, 1]}]
     records += [{"id": "p11", "response": "far too long for it"}]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    config = with_data(toy_config, source="file", responses=str(path), max_error_share=1.0)
+    path = write_lines(tmp_path / "responses.jsonl", records)
+    config = with_data(toy_config, source="file", responses=path, max_error_share=1.0)
     make(config)
     rows, reasons = all_rows(config), problems(config)
     assert rows["p9"]["response_ids"] == [50, 51]
@@ -200,24 +195,6 @@ def test_a_file_of_responses_is_used_as_it_is(toy_config, tmp_path, tokenizer):
     assert rows["p1"]["response_ids"] == [*tokenizer("text").input_ids, 1]
     assert "no response in" in reasons["p0"]
     assert "data.max_new_tokens is 10" in reasons["p11"]
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ('{"response": "x"}', ":2: expected an id"),
-        ('{"id": 1, "text": "x"}', ":2: expected response"),
-        ('{"id": 1, "prompt_ids": "five", "response_ids": [5]}', ":2: expected prompt_ids .* of integers, got 'five'"),
-        ('{"id": 1, "response": "x", "finish_reason": "eos"}', ":2: expected finish_reason .* or length, got 'eos'"),
-        ('{"id": 1, "response_ids": [true]}', ":2: expected response"),
-        ('{"id": 1, "response": "x", "turn": 0}', ":2: expected turn to be a whole number from 1"),
-    ],
-)
-def test_a_malformed_line_of_responses_is_named(tmp_path, tokenizer, line, complaint):
-    path = tmp_path / "responses.jsonl"
-    path.write_text('{"id": 0, "response": "fine"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=complaint):
-        ResponseFile(str(path), Spelling(tokenizer, frozenset({1})), max_new_tokens=10)
 
 
 def test_every_kind_of_server_is_told_the_sampling():

@@ -100,9 +100,9 @@ def test_what_does_not_determine_the_law_is_refused_with_the_place(sampling, pos
 @pytest.mark.parametrize(
     ("sampling", "num", "complaint"),
     [
-        (Sampling(), None, "every token of the vocabulary counts; set pair.sampling.top_k"),
-        (Sampling(top_p=1.0), None, "every token"),
-        (Sampling(temperature=0.7, top_p=0.9), None, "is known at temperature 1 only"),
+        (Sampling(), None, "tokens count that a server omits; set pair.sampling.top_k"),
+        (Sampling(top_p=1.0), None, "that a server omits"),
+        (Sampling(temperature=0.7, top_p=0.9), None, "that a server omits"),
         (Sampling(top_k=50), 50, r"data.server.num_logprobs is 50 .*; set it to more than 50 \(null: 80\)"),
     ],
 )

@@ -130,7 +130,8 @@ def test_labels_from_log_probabilities_are_those_of_the_target_here(server, pair
     pairs = zip(requests, answers, strict=True)
     exchanges = [Exchange(*request, answer.response_ids, answer.finish_reason) for request, answer in pairs]
     here = labels(pair, sampling, exchanges, None)
-    for distributions in ([answer.distributions for answer in answers], source.distributions_of(exchanges)):
+    for rows in (answers, source.with_distributions(exchanges)):
+        distributions = [row.distributions for row in rows]
         found = labels(pair, sampling, exchanges, joined(distributions))
         assert torch.equal(found["draft_ids"], here["draft_ids"])
         for name, tolerance in EXACT.items():
