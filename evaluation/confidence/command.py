@@ -130,8 +130,8 @@ def _read(
         max_logit = (largest - torch.log(-torch.expm1(largest))).clamp(-40, 40)
         logits = [draft.confidence(states).float().cpu()]
         for head in heads.values():
-            scalars = features.columns(head.inputs.scalars) if head.inputs.scalars else None
-            logits.append(head.calibrated_logit(head(features.hidden, scalars)))
+            logit = head(features.hidden, head.inputs.stacked(features.scalars))
+            logits.append(head.calibrated_logit(logit))
         prob = batch["drawn"].acceptance_prob
         parts.append((features.row_lengths, features.scalars[RATE], prob, max_logit, *logits))
     lengths, *columns = map(torch.cat, zip(*parts, strict=True))

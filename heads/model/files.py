@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 
 from configs.paths import check_local
@@ -71,13 +71,6 @@ def downloaded(name: str, *, kind: str, remedy: str, **download: Any) -> Path:
             f"no {kind} at {name!r}: no such directory, and the download from the hub failed "
             f"({' '.join(str(error).split())}); check the name, run `hf auth login` for a private one, or {remedy}"
         ) from error
-
-
-def write_head_files(directory: Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
-    """Write both files, each atomically; ValueError if the disk is full."""
-    contiguous = {name: t.contiguous().cpu() for name, t in tensors.items()}
-    write_atomic(directory / WEIGHTS, save(contiguous, metadata={"format": "pt"}))
-    write_head_config(directory / "config.json", config)
 
 
 def write_head_config(path: Path, config: dict[str, Any]) -> None:

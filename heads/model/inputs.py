@@ -69,8 +69,11 @@ class Inputs(NamedTuple):
         """The arguments `scalars` and `embedding` of a head's forward for some tokens, from scalars by name, in nats,
         and a function that returns the draft's input embeddings of the tokens.
         """
-        scalars = torch.stack([columns[name] for name in self.scalars], -1) if self.scalars else None
-        return scalars, embedding() if self.embedding else None
+        return self.stacked(columns), embedding() if self.embedding else None
+
+    def stacked(self, columns: Mapping[str, Float[Tensor, "*tokens"]]) -> Float[Tensor, "*tokens scalar"] | None:
+        """The argument `scalars` alone."""
+        return torch.stack([columns[name] for name in self.scalars], -1) if self.scalars else None
 
     def width(self, hidden_size: int) -> int:
         """Numbers per token."""

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heads.grid import HeadShape, HeadSpec
+from heads.grid import HeadSpec
 from heads.model.formula import ARCHITECTURES, Dropout, stack_forward
-from heads.model.head import AcceptanceHead
+from heads.model.head import AcceptanceHead, HeadShape
 from heads.model.inputs import STANDARD
 from heads.model.provenance import Provenance
 from heads.training.loss import ChunkedLoss, Targets, chunks_of, weighted_bce

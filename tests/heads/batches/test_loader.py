@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 
 from configs.schema import ModelSource
 from data_gen.store.identity import describe_model
-from heads.batches.loader import BatchLoader, Share, batches, evaluation_batches, in_order, read_ahead, shuffled
+from heads.batches.loader import BatchLoader, Item, Share, batches, in_order, read_ahead, shuffled
 from heads.training.command import train
 from heads.training.sweep import Sweep
 from store import shards
@@ -24,19 +24,11 @@ from store.shards import features_path, labels_path, sidecar_path, write_shard
 from tests.toys.made_up import ROOT, feature_data, make_config, write_data, write_features
 
 LENGTHS = [[7 + (31 * i) % 23 for i in range(size)] for size in (400, 240, 7)]
-EVERY = [(shard, i) for shard, lengths in enumerate(LENGTHS) for i in range(len(lengths))]
-
-
-def numbers(items: object) -> list[tuple[int, int]]:
-    return [(item.block.shard, item.block.start + item.offset) for item in items]  # type: ignore[attr-defined]
-
-
-def order(epoch: int = 0) -> list[tuple[int, int]]:
-    return numbers(shuffled(LENGTHS, seed=5, epoch=epoch))
+EVERY = in_order(LENGTHS)
 
 
 def test_an_epoch_visits_every_response_once_in_an_order_of_its_own_from_a_pool_of_blocks():
-    epochs = [order(epoch=epoch) for epoch in (0, 1, 0)]
+    epochs = [list(shuffled(LENGTHS, seed=5, epoch=epoch)) for epoch in (0, 1, 0)]
     assert epochs[0] == epochs[2] != epochs[1]
     assert sorted(epochs[0]) == sorted(epochs[1]) == EVERY
     for start in range(0, len(EVERY), 256):
@@ -49,35 +41,19 @@ def test_an_epoch_visits_every_response_once_in_an_order_of_its_own_from_a_pool_
     assert spread(epochs[0]) < 0.02 < 0.05 < spread(random.Random(0).sample(EVERY, len(EVERY)))
 
 
-SIZES = [(world_size, 96) for world_size in (1, 2, 3, 4, 6, 8, 16, 24, 32)] + [(40, 80)]
-
-
-@pytest.mark.parametrize(("world_size", "size"), SIZES)
-def test_processes_cut_the_very_batches_of_one_and_up_to_sixteen_share_no_block(world_size: int, size: int):
-    def batches_of(share: Share) -> list[list[tuple[int, int]]]:
-        return [numbers(batch) for batch in batches(shuffled(LENGTHS, seed=5, epoch=0), size, share)]
-
-    shares = [batches_of(Share(rank, world_size)) for rank in range(world_size)]
-    assert {len(share) for share in shares} == {-(-len(EVERY) // size)}
-    for step, batch in zip(zip(*shares, strict=True), batches_of(Share()), strict=True):
-        assert sorted(number for share in step for number in share) == sorted(batch)
-    readers = [{(shard, i // 16) for batch in share for shard, i in batch} for share in shares]
-    assert world_size > 16 or sum(map(len, readers)) == len(set.union(*readers))
-    most = max(len(share[0]) * world_size / size for share in shares)
-    assert most <= (1 if world_size in (1, 2, 4, 8) else 1.5), "while blocks are full each has its part, or about that"
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 60])
-def test_evaluation_takes_each_response_once_over_all_processes(world_size: int):
-    every = [Share(rank, world_size) for rank in range(world_size)]
-    shares = [list(evaluation_batches(in_order([400, 240, 7]), 32, share)) for share in every]
-    assert sorted(number for share in shares for batch in share for number in numbers(batch)) == EVERY
-    assert all(shares), "a process without a block has an empty batch, since it takes part in the sums"
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 60])
+@pytest.mark.parametrize("items", [list(shuffled(LENGTHS, seed=5, epoch=0)), in_order(LENGTHS)], ids=["train", "dev"])
+def test_processes_cut_the_very_batches_of_one_in_equal_parts(items: list[Item], world_size: int):
+    """The last batch has 47 responses, of which some of 60 processes have none; all take part in the sums."""
+    shares = [list(batches(items, 120, Share(rank, world_size))) for rank in range(world_size)]
+    for parts, batch in zip(zip(*shares, strict=True), batches(items, 120, Share()), strict=True):
+        assert [item for part in parts for item in part] == batch
+    assert {len(part) for share in shares for part in share[:-1]} == {120 // world_size}
 
 
 def test_a_loader_goes_on_where_its_consumer_stopped():
     def loader() -> BatchLoader:
-        made = BatchLoader(numbers, LENGTHS, batch_size=8, seed=1)
+        made = BatchLoader(list, LENGTHS, batch_size=8, seed=1)
         made.set_epoch(3)
         return made
 
@@ -103,7 +79,8 @@ def test_read_ahead_keeps_order_and_hands_errors_over_and_slow_threads_change_no
         deque(map(results.append, batches_read), maxlen=0)
     assert results == list(range(10))
     loader = feature_data(make_config(data_dir, tmp_path)).loader("train", seed=1)
-    one_by_one, fast = list(map(loader.read, loader._order())), loader.read
+    order = batches(shuffled(loader.lengths, seed=1, epoch=0), 8, Share())
+    one_by_one, fast = list(map(loader.read, order)), loader.read
     loader.read = lambda items: time.sleep(0.02 * random.random()) or fast(items)
     for batch, alone in zip(loader, one_by_one, strict=True):
         assert all(map(torch.equal, batch["fed"][2:], alone["fed"][2:]))

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from heads.batches.features import Row
-from heads.batches.online import DraftFeatures
+from heads.batches.features import DraftFeatures, Row
 from heads.training.sweep import Sweep
 from lm.forwards import hidden_states
 from tests.toys.small_pair import llama
@@ -41,15 +40,13 @@ def rows() -> dict[str, list[Row]]:
 @pytest.mark.parametrize("mixing", [0, 1])
 def test_fed_states_are_those_after_each_token_of_the_mixed_sequence(draft, mixing: int):
     made = rows()
-    batch = DraftFeatures(draft)(made, torch.device("cpu"))
-    row = made["fed"][2 + mixing]
+    row, fed = made["fed"][2 + mixing], DraftFeatures(draft)(made, torch.device("cpu"))["fed"]
     mixed = list(row.response_ids)
     for position, token in zip(row.drafted.tolist(), row.numbers["token"].tolist(), strict=True):
         mixed[position] = token
-    lengths = batch["fed"].row_lengths.tolist()
-    start = sum(lengths[: 2 + mixing])
+    states = fed.hidden.split(fed.row_lengths.tolist())[2 + mixing]
     expected = hidden_states(draft, [row.prompt_ids + mixed], [len(row.prompt_ids)])[row.drafted]
-    torch.testing.assert_close(batch["fed"].hidden[start : start + lengths[2 + mixing]], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_drawn_states_are_those_that_the_tokens_were_drawn_from(draft):
@@ -61,6 +58,9 @@ def test_drawn_states_are_those_that_the_tokens_were_drawn_from(draft):
     assert torch.equal(drawn.token[:5], numbers["token"].long())
     assert torch.equal(drawn.acceptance_prob[:5], numbers["acceptance_prob"])
     assert torch.equal(drawn.scalars["entropy"][:5], numbers["entropy"])
+    empty = {timing: [of_timing[0].without_tokens()] for timing, of_timing in made.items()}
+    features = DraftFeatures(draft)(empty, torch.device("cpu"))["fed"]
+    assert (features.hidden.shape, len(features.token), len(features.row_lengths)) == ((0, 16), 0, 0)
 
 
 def test_the_frozen_draft_is_no_part_of_the_module(draft, tmp_path: Path):
@@ -70,6 +70,6 @@ def test_the_frozen_draft_is_no_part_of_the_module(draft, tmp_path: Path):
     theirs = {tensor.data_ptr() for tensor in draft.parameters()}
     assert not theirs & {tensor.data_ptr() for tensor in sweep.state_dict().values()}
     assert not theirs & {tensor.data_ptr() for tensor in sweep.parameters()}
-    loss = sweep.logits(sweep.items()[0][1], sweep.on_after_batch_transfer(rows(), 0)).sum()
+    loss = sweep.logits(sweep.by_shape[0], sweep.on_after_batch_transfer(rows(), 0)).sum()
     loss.backward()
     assert all(parameter.grad is None for parameter in draft.parameters())

@@ -45,7 +45,7 @@ def test_mixed_precision_trains_heads_close_to_those_of_float32(data_dir: Path, 
         assert mixed["dev"]["heads"][name]["calibrated_kl"] == pytest.approx(head["calibrated_kl"], abs=0.01)
     hidden, sweeps = torch.randn(200, HIDDEN), [load_sweep(tmp_path / name / "last.ckpt") for name in ("mixed", "32")]
     with torch.no_grad():
-        probs = [torch.cat([stack(hidden) for _, stack in sweep.items()]).float().sigmoid() for sweep in sweeps]
+        probs = [torch.cat([stack(hidden) for stack in sweep.by_shape]).float().sigmoid() for sweep in sweeps]
     difference = (probs[0] - probs[1]).abs()
     assert 0 < float(difference.max()) < 0.1
     assert float(difference.mean()) < 0.01
