@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from itertools import accumulate
@@ -14,7 +15,7 @@ from jaxtyping import Float
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from configs.schema import DataConfig, HeadsConfig, ModelSource, PairConfig
+from configs.schema import DataConfig, HeadsConfig, PairConfig
 from data_gen.store.identity import describe_model
 from data_gen.store.manifest import read_manifest, refuse_older
 from data_gen.store.rows import read_rows
@@ -196,29 +197,21 @@ def _check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairCon
     compared = {"sampling": (manifest.get("sampling"), asdict(pair.sampling))}
     compared |= {name: (manifest.get(name), getattr(data, name)) for name in ("mixing_ratio", "mixes")}
     for name, source in (("target", pair.target), ("draft", pair.draft)):
-        recorded, keys = manifest[name], ["weights"]
-        if (described := _described(source)) is None:
-            if recorded.get("weights") and recorded.get("name") == Path(source.path).name:
-                if is_first_process():
-                    print(
-                        f"warning: the {name} {source.path} is not on this machine, so only its name was compared with "
-                        f"{data.dir}/manifest.json; the data was made with weights {recorded['weights'][:12]}",
-                        file=sys.stderr,
-                    )
-                continue
-            described, keys = {"name": source.path, "revision": source.revision}, ["name", "revision"]
-        compared |= {f"{name} {key}": (recorded.get(key), described[key]) for key in keys}
+        recorded, described = manifest[name], {"name": source.path, "revision": source.revision}
+        with suppress(FileNotFoundError):  # a directory without config.json: an empty mount point, a tokenizer alone
+            if Path(without_mtp(source).path).is_dir():
+                described = {"weights": describe_model(source)["weights"]}
+        if "weights" in described or not recorded.get("weights") or recorded.get("name") != Path(source.path).name:
+            compared |= {f"{name} {key}": (recorded.get(key), value) for key, value in described.items()}
+        elif is_first_process():
+            print(
+                f"warning: the {name} {source.path} is not on this machine, so only its name was compared with "
+                f"{data.dir}/manifest.json; the data was made with weights {recorded['weights'][:12]}",
+                file=sys.stderr,
+            )
     for key, (old, new) in compared.items():
         if old != new:
             raise ValueError(
                 f"{data.dir}/manifest.json: the data was made with {key} {old!r}, but this config has {new!r}; set "
                 "data.dir to data of this pair, or make it with `acceptance-heads data`"
             )
-
-
-def _described(source: ModelSource) -> dict[str, Any] | None:
-    """The description of a local model; None if it is not on this machine."""
-    try:
-        return describe_model(source) if Path(without_mtp(source).path).is_dir() else None
-    except FileNotFoundError:  # a directory without config.json: an empty mount point, a tokenizer alone
-        return None

@@ -101,7 +101,18 @@ def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
         columns = ["depth", *(f"w_rej {weight:g}" for weight in dict.fromkeys(spec.reject_weight for spec in of_kind))]
         title = f"### {kind}: binary KL on {split}, nats per token, raw / calibrated"
         parts += [title, _markdown(columns, rows.values())]
-    parts += [f"### Every head, and each signal alone, on {split}", _every(result, specs)]
+    measured = {
+        f"{name} alone ({timing})": values
+        for timing, signals in result["signals"].items()
+        for name, values in signals.items()
+    }
+    measured |= {str(spec): result["heads"][str(spec)] for spec in specs}
+    every = [
+        [name, *(f"{values[column]:.4f}" if column in values else "" for column in METRICS)]
+        for name, values in measured.items()
+    ]
+    titles = ["", *(column.replace("_", " ") for column in METRICS)]
+    parts += [f"### Every head, and each signal alone, on {split}", _markdown(titles, every)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -138,18 +149,6 @@ def save_plots(
     for name, figure in figures.items():
         figure.savefig(directory / f"{name}.png", dpi=120)
     return [directory / f"{name}.png" for name in figures]
-
-
-def _every(result: Result, specs: Sequence[HeadSpec]) -> str:
-    measured = dict[str, Mapping[str, Any]]()
-    for timing, signals in result["signals"].items():
-        measured |= {f"{name} alone ({timing})": values for name, values in signals.items()}
-    measured |= {str(spec): result["heads"][str(spec)] for spec in specs}
-    rows = [
-        [name, *(f"{values[column]:.4f}" if column in values else "" for column in METRICS)]
-        for name, values in measured.items()
-    ]
-    return _markdown(["", *(column.replace("_", " ") for column in METRICS)], rows)
 
 
 def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,17 +1,19 @@
 """Settings beyond their limits, and URLs in place of paths: each is refused in one line before anything is made."""
 
+import re
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 
 from checkpoints.recipes.tiny import make_drafts, make_trio
-from configs.command import run
+from configs.command import SECTIONS, run
 from configs.limits import LIMITS, check_limits
 from configs.paths import check_local, local_path
 from configs.schema import Config, ModelSource, PairConfig, PromptSource
+from configs.screens import settings_of
 from data_gen.official import import_ as import_data
 from data_gen.pipeline.inspect import responses
 from decode.generate.command import generate
@@ -41,23 +43,12 @@ def changed(section: Any, name: str, value: Any) -> Any:
     return replace(section, **{first: changed(getattr(section, first), rest, value) if rest else value})
 
 
-def numbers(section: type, name: str = "") -> list[str]:
-    """Dotted names of every field of a section that holds numbers."""
-    found = []
-    for field in fields(section):
-        hint = get_type_hints(section)[field.name]
-        kinds = {hint, *get_args(hint), *(part for kind in get_args(hint) for part in get_args(kind))}
-        inner = next((kind for kind in kinds if is_dataclass(kind)), None)
-        if inner:
-            found += numbers(inner, f"{name}{field.name}.")
-        elif kinds & {int, float} and "str | int" not in str(hint):
-            found.append(name + field.name)
-    return found
-
-
 @pytest.mark.parametrize("value", [-3, float("nan"), float("inf")])
 def test_every_number_of_the_schema_has_a_limit_that_refuses_what_no_setting_takes(value: float):
-    assert set(numbers(Config)) <= set(LIMITS)
+    options = [option for section in SECTIONS for option in settings_of(section) if "str | int" not in option.kind]
+    numbers = {option.flag.removeprefix("--") for option in options if re.search(r"\b(int|float)\b", option.kind)}
+    assert len(numbers) > 40
+    assert numbers <= set(LIMITS)
     for name in LIMITS:
         config = changed(CONFIG, name, (40, value, 2) if name == "data.split_weights" else value)
         with pytest.raises(ValueError, match=f"{name} is {value}; it must be a number, "):
@@ -98,9 +89,8 @@ def test_the_command_line_checks_limits_before_the_command_begins_and_defaults_a
         run({"show": lambda config: 1 / 0}, argv=["show", "--config", "tiny", "--heads.batch_size", "0"])
     limit = "it must be a number, at least 1 and at most 1,000,000,000"
     assert capsys.readouterr().err == f"error: heads.batch_size is 0; {limit}\n"
-    check_limits(Config(pair=replace(PAIR, micro=None)))
     trainer = {"max_epochs": -1, "max_steps": 10, "devices": "auto", "limit_val_batches": 1.0}
-    check_limits(Config(pair=PAIR, trainer=trainer))
+    check_limits(Config(pair=replace(PAIR, micro=None), trainer=trainer))
 
 
 URLS = ("s3://bucket/run", "gs://bucket", "hf://owner/name", "https://host/x.jsonl", "file:///data/run", "S3://bucket")
