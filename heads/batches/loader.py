@@ -38,7 +38,7 @@ class Item(NamedTuple):
     """One response."""
 
     shard: int
-    index: int
+    row: int
 
 
 class Share(NamedTuple):
@@ -50,7 +50,7 @@ class Share(NamedTuple):
 
 def in_order(lengths: Sequence[Sequence[int]]) -> list[Item]:
     """Every response once, in stored order; `lengths` are the tokens of each response of each shard."""
-    return [Item(shard, index) for shard, of_shard in enumerate(lengths) for index in range(len(of_shard))]
+    return [Item(shard, row) for shard, of_shard in enumerate(lengths) for row in range(len(of_shard))]
 
 
 def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iterator[Item]:
@@ -58,7 +58,7 @@ def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iter
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
 
     def tokens(item: Item) -> int:
-        return lengths[item.shard][item.index]
+        return lengths[item.shard][item.row]
 
     def pairs(block: Sequence[Item]) -> list[list[Item]]:
         """The longest response with the shortest and so on, in random order: [0, 1], [3, 4] and [2] of five responses
@@ -70,7 +70,7 @@ def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iter
         return [paired[i] for i in torch.randperm(count, generator=generator).tolist()]
 
     blocks = [
-        [Item(shard, index) for index in range(start, min(start + BLOCK_SIZE, len(of_shard)))]
+        [Item(shard, row) for row in range(start, min(start + BLOCK_SIZE, len(of_shard)))]
         for shard, of_shard in enumerate(lengths)
         for start in range(0, len(of_shard), BLOCK_SIZE)
     ]
@@ -103,7 +103,7 @@ def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], B
         return shards[shard].read(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
 
     def rows_of(item: Item, timing: str) -> list[Row]:
-        block, offset = divmod(item.index, BLOCK_SIZE)
+        block, offset = divmod(item.row, BLOCK_SIZE)
         return block_rows(item.shard, block)[timing][offset]
 
     def read(items: Sequence[Item]) -> Batch | dict[str, list[Row]]:

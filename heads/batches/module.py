@@ -89,7 +89,7 @@ class FeatureData(pl.LightningDataModule):
         lengths = [shard.lengths for shard in shards]
         for count in (self.heads.num_train if split == "train" else None, num):
             lengths = lengths if count is None else _first(lengths, count)
-        in_set = (lambda item: self._sets[split][item.shard][item.index] == only) if only else None
+        in_set = (lambda item: self._sets[split][item.shard][item.row] == only) if only else None
         share = Share(self.trainer.global_rank, self.trainer.world_size) if self.trainer else None
         settings: dict[str, Any] = {"batch_size": self.heads.batch_size, "seed": seed, "share": share}
         return BatchLoader(block_reader(shards), lengths, **settings, is_included=in_set)
@@ -194,7 +194,7 @@ def _check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairCon
             f"heads.specdec need {missing[0]} features; change them, or make the data in another data.dir without "
             "data.features (`acceptance-heads responses` keeps the responses)"
         )
-    compared = {"sampling": (manifest.get("sampling"), asdict(pair.sampling))}
+    compared: dict[str, tuple[Any, Any]] = {"sampling": (manifest.get("sampling"), asdict(pair.sampling))}
     compared |= {name: (manifest.get(name), getattr(data, name)) for name in ("mixing_ratio", "mixes")}
     for name, source in (("target", pair.target), ("draft", pair.draft)):
         recorded, described = manifest[name], {"name": source.path, "revision": source.revision}

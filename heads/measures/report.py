@@ -75,7 +75,7 @@ def _rivals(
     """Timing -> its best head, and the draft's own signal that it must beat, each with its measurements: H(q) before
     the token is known, else log q(y).
     """
-    rivals = {}
+    rivals: dict[str, tuple[str, Mapping[str, Any], str, Mapping[str, Any]]] = {}
     for timing in dict.fromkeys(spec.shape.timing for spec in specs):
         names = [str(spec) for spec in specs if spec.shape.timing == timing]
         best = min(names, key=lambda name: result["heads"][name]["calibrated_kl"])
