@@ -106,14 +106,11 @@ def _options(parser: ArgumentParser) -> Iterator[Option]:
         if hint and not action.dest.endswith(".help"):
             kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
             text = " ".join((action.help or "").split())
-            yield Option(action.option_strings[0], _shown(action.default), text, _joined(kinds))
+            names = ("None" if kind is NoneType else formatannotation(kind) for kind in kinds)
+            kind = re.sub(r"\b(typing|configs\.schema)\.", "", " | ".join(names))
+            yield Option(action.option_strings[0], _shown(action.default), text, kind)
             for inner in filter(is_dataclass, kinds):
                 yield from _options(class_parser(inner, action.dest))  # type: ignore[arg-type]
-
-
-def _joined(kinds: Iterable[Any]) -> str:
-    names = ("None" if kind is NoneType else formatannotation(kind) for kind in kinds)
-    return " | ".join(re.sub(r"\b(typing|configs\.schema)\.", "", name) for name in names)
 
 
 def _shown(default: Any) -> str:

@@ -24,9 +24,8 @@ from heads import AcceptanceHead
 from heads.batches.features import RATE, of_timing
 from heads.batches.module import FeatureData
 from heads.command import confidence_data
-from heads.measures.histogram import Histogram
+from heads.measures.histogram import Histogram, by_position
 from heads.measures.scores import auroc, fit_logistic, measures
-from heads.measures.survival import by_position
 from lm import Sampling
 from lm.features.dspark import DSpark
 from store.progress import Bar

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from heads.batches.features import Batch, of_timing
 from heads.grid import HeadSpec
-from heads.measures.histogram import Histogram, Sums, observe
+from heads.measures.histogram import Histogram, Sums, by_position, observe
 from heads.measures.scores import auroc, fit_logistic, measures, reliability
-from heads.measures.survival import by_position
 
 Result = dict[str, Any]
 NUM_POSITIONS = 8

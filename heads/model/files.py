@@ -39,7 +39,6 @@ IS_PICKLED = (
     "'model.safetensors')` (clone, because the official blocks share their tensors)"
 )
 _EXPORT = "export the head again with `acceptance-heads export`"
-_FLOATS = "float16, bfloat16, float32 or float64"
 
 
 def local_directory(source: str | Path, **download: Any) -> Path:
@@ -124,7 +123,8 @@ def checked(
         if tuple(tensors[name].shape) != expected[name]:
             problems.append(f"{name} has shape {tuple(tensors[name].shape)}, expected {expected[name]}")
         elif tensors[name].dtype not in FLOATS:
-            problems.append(f"{name} has dtype {tensors[name].dtype}, expected {_FLOATS}")
+            dtype = tensors[name].dtype
+            problems.append(f"{name} has dtype {dtype}, expected float16, bfloat16, float32 or float64")
         elif not (tensors[name].abs() < _LARGEST).all():
             problems.append(f"{name} has NaN or values above {_LARGEST:g}, which overflow float32")
     if problems:

@@ -169,7 +169,7 @@ class HostHead:
         return logit + torch.addmv(self._out_bias, self._out, stream).item()
 
     def _normalised(self, hidden: np.ndarray) -> np.ndarray:
-        """`heads.model.inputs.normalised` in numpy."""
+        """`Inputs.taken` in numpy."""
         centred = hidden.astype(self._values.dtype) - hidden.mean(dtype=self._values.dtype)
         centred *= 1.0 / math.sqrt(centred.dot(centred) / len(centred) + EPSILON)
         return centred

@@ -20,9 +20,8 @@ from configs.schema import HeadsConfig
 from heads.batches.features import FEATURE_SETS, Batch, DraftFeatures, of_timing
 from heads.grid import grid, scalar_names, specs
 from heads.measures.evaluation import Evaluation
-from heads.measures.histogram import Histogram, Sums, observe
+from heads.measures.histogram import Histogram, Sums, observe, reach_of
 from heads.measures.scores import auroc, fit_temperature, measures
-from heads.measures.survival import reach_of
 from heads.model.head import AcceptanceHead, HeadShape
 from heads.model.provenance import Provenance
 from heads.training.loss import Targets

@@ -9,10 +9,9 @@ from scipy.optimize import minimize
 from torchmetrics.classification import BinaryAUROC
 
 from heads.grid import HeadSpec, specs
-from heads.measures.histogram import Sums, observe
+from heads.measures.histogram import Sums, by_position, observe
 from heads.measures.report import beats_signal, verdict
 from heads.measures.scores import auroc, fit_logistic, fit_temperature, measures, reliability, sequential_temperatures
-from heads.measures.survival import by_position
 from tests.toys.made_up import make_config
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save
 from configs.schema import HeadsConfig
 from heads.command import load_sweep
 from heads.grid import grid, specs
-from heads.measures.survival import reach_of
+from heads.measures.histogram import reach_of
 from heads.model.head import HeadShape
 from heads.model.inputs import Inputs
 from heads.training import loss as loss_module
