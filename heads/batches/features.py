@@ -188,7 +188,6 @@ def check_numbers(path: Path, columns: Sequence[str], *, width: int) -> None:
 
 @contextmanager
 def _opened(path: Path, *names: str) -> Iterator[safe_open]:
-    """A safetensors file with these tensors."""
     try:
         file = safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -216,7 +215,6 @@ def _response_index(lengths: Int[Tensor, " drafts"], first: int, every: int) -> 
 
 
 def _allowed(name: str, values: Tensor) -> Tensor:
-    """Mask of the values that are in the column's range."""
     return (values >= 0) & (values <= 1) if name in _PROBABILITIES else torch.isfinite(values)
 
 

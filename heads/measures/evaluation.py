@@ -72,7 +72,6 @@ class Evaluation:
 
 
 def _head_results(sums: Mapping[str, Histogram], *, shift: Tensor, temperature: Tensor) -> list[dict[str, Any]]:
-    """All measurements of each head."""
     tokens = sums["tokens"]
     results = _unstack({"auroc": auroc(tokens), "temperature": temperature, "shift": shift})
     affine = (torch.ones_like(shift), torch.zeros_like(shift)), (1 / temperature, shift / temperature)
@@ -96,7 +95,6 @@ def _signal_results(histogram: Histogram) -> dict[str, Any]:
 
 
 def _label_results(histogram: Histogram) -> dict[str, float]:
-    """Statistics of the split's labels."""
     total, mean = float(histogram.total[0]), float(histogram.accepted[0].sum() / histogram.total[0])
     label_entropy = float(histogram.entropy[0] / histogram.total[0])
     entropy_of_mean = -sum(prob * math.log(prob) for prob in (mean, 1 - mean) if prob > 0)

@@ -175,7 +175,6 @@ class HostHead:
         return centred
 
     def _of_token(self, token_id: int | None) -> tuple[np.ndarray | None, float]:
-        """What the token's embedding adds to the stream and to the logit."""
         assert token_id is not None
         rows, logits = self._table or self._as_arrays(self._head.of_embedding(torch.tensor([token_id])))
         index = token_id if self._table else 0

@@ -28,27 +28,22 @@ ROOT = Path(__file__, "../../..").resolve()
 
 
 def show(config: Config, *, flag: int = 1) -> tuple[Config, int]:
-    """Return what was parsed."""
     return config, flag
 
 
 def refuse(config: Config) -> None:
-    """Fail as a user's mistake does."""
     raise ValueError("temperature is -1; it must be at least 0")
 
 
 def read(config: Config) -> None:
-    """Read a directory."""
     Path(config.data.dir).read_text()
 
 
 def switch(*, n: int = 0, json: bool = False) -> bool:
-    """Return the switch."""
     return json
 
 
 def engine(*, for_: str) -> str:
-    """Return the engine."""
     return for_
 
 
@@ -58,7 +53,6 @@ def publish(*, heads: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 
 def raced(config: Config, *, race: RaceRules = RaceRules()) -> RaceRules:  # noqa: B008  # frozen
-    """Return a record among the flags."""
     return race
 
 
