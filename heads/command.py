@@ -64,12 +64,7 @@ def export(
     root = local_path(out, "--out") if out else run.path / name
     if format == "sts":
         return [_export_sts(config, root)]
-    sweep = load_sweep(local_path(checkpoint, "--checkpoint") if checkpoint else run.checkpoint)
-    if checkpoint is None and (on_disk := run.read()) and on_disk["run"] != sweep.facts["run"]:
-        raise ValueError(
-            f"{run.checkpoint} belongs to an earlier run, and the run in {run.path}/run.json has no checkpoint yet; "
-            f"continue `acceptance-heads train`, or pass --checkpoint {run.checkpoint} to export the earlier run"
-        )
+    sweep = _sweep_of(run, checkpoint)
     results = run.results(sweep.facts["run"])
     names = _names(head, sweep.specs, results=results, metric=metric)
     text = verdict(results["dev"], sweep.specs) if results else ""
@@ -85,6 +80,16 @@ def export(
     written = [save_whole(heads[name], root / name) for name in names]
     print(f"{text}\nwrote {len(written)} heads to {root}; next: acceptance-heads evaluate --config …".lstrip())
     return written
+
+
+def _sweep_of(run: RunDirectory, checkpoint: str | None) -> Sweep:
+    sweep = load_sweep(local_path(checkpoint, "--checkpoint") if checkpoint else run.checkpoint)
+    if checkpoint is None and (on_disk := run.read()) and on_disk["run"] != sweep.facts["run"]:
+        raise ValueError(
+            f"{run.checkpoint} belongs to an earlier run, and the run in {run.path}/run.json has no checkpoint yet; "
+            f"continue `acceptance-heads train`, or pass --checkpoint {run.checkpoint} to export the earlier run"
+        )
+    return sweep
 
 
 def import_(
