@@ -129,7 +129,6 @@ def empty_train(path: Path) -> None:
 
 DAMAGES = {
     "truncated": ("fed", lambda path: path.write_bytes(path.read_bytes()[:-100]), "train-00001"),
-    "corrupted": ("fed", flip_last_byte, "sha256"),
     "no sidecar": ("fed", lambda path: sidecar_path(path).unlink(), "train-00001"),
     "nan": (
         "fed",
