@@ -83,7 +83,7 @@ def completion_of(commands: Mapping[str, Callable[..., Any]], shell: str) -> str
     subparsers = parser.add_subparsers()
     for name, command in commands.items():
         parents = [shared] if takes_config(command) else []
-        subparser = subparsers.add_parser(name, help=_escaped(summary_of(command)), parents=parents)
+        subparser = subparsers.add_parser(name, help=summary_of(command).replace("%", "%%"), parents=parents)
         subparser.add_argument("--help.all", action="store_true", help="every option")
         _complete(subparser, options_of(command))
     return shtab.complete(parser, shell)
@@ -96,7 +96,8 @@ def _complete(parser: ArgumentParser, options: Iterable[Option]) -> None:
         choices = [value for part in literals for value in ast.literal_eval(f"({part},)")]
         choices = [f"[{value}]" for value in choices] if option.kind.startswith("tuple[") else choices
         choices += ["true", "false"] if re.search(r"(?<!\[)\bbool\b", option.kind) else []
-        parser.add_argument(option.flag, choices=choices or None, help=_escaped(option.text))
+        # argparse formats its help, so a percent sign is written twice
+        parser.add_argument(option.flag, choices=choices or None, help=option.text.replace("%", "%%"))
 
 
 def _options(parser: ArgumentParser) -> Iterator[Option]:
@@ -106,14 +107,11 @@ def _options(parser: ArgumentParser) -> Iterator[Option]:
         if hint and not action.dest.endswith(".help"):
             kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
             text = " ".join((action.help or "").split())
-            yield Option(action.option_strings[0], _shown(action.default), text, _joined(kinds))
+            names = ("None" if kind is NoneType else formatannotation(kind) for kind in kinds)
+            kind = re.sub(r"\b(typing|configs\.schema)\.", "", " | ".join(names))
+            yield Option(action.option_strings[0], _shown(action.default), text, kind)
             for inner in filter(is_dataclass, kinds):
                 yield from _options(class_parser(inner, action.dest))  # type: ignore[arg-type]
-
-
-def _joined(kinds: Iterable[Any]) -> str:
-    names = ("None" if kind is NoneType else formatannotation(kind) for kind in kinds)
-    return " | ".join(re.sub(r"\b(typing|configs\.schema)\.", "", name) for name in names)
 
 
 def _shown(default: Any) -> str:
@@ -121,11 +119,6 @@ def _shown(default: Any) -> str:
     if default is None or default in ((), {}, SUPPRESS):
         return ""
     return default if isinstance(default, str) else json.dumps(default)
-
-
-def _escaped(text: str) -> str:
-    """Text for argparse's help, where a percent sign is written twice."""
-    return text.replace("%", "%%")
 
 
 def _line(option: Option) -> str:

@@ -69,15 +69,15 @@ def _config_of(directory: str | Path) -> Config:
             f"data is {type(directory).__name__}; give the Config of `data_gen.make_data`, or a directory with data"
         )
     manifest = read_manifest(str(directory), keys=("target", "draft", "sampling", "recorded", "split"))
-    models: dict[str, Any] = {
-        name: ModelSource(path=manifest["recorded"][f"{name}_path"], revision=manifest[name].get("revision"))
+    target, draft = (
+        ModelSource(path=manifest["recorded"][f"{name}_path"], revision=manifest[name].get("revision"))
         for name in ("target", "draft")
-    }
-    of_data: dict[str, Any] = {name: manifest[name] for name in _OF_DATA if manifest.get(name) is not None}
-    of_data = {name: tuple(value) if isinstance(value, list) else value for name, value in of_data.items()}
-    sizes = {f"num_{split}": facts["prompts"] for split, facts in manifest["split"].items()}
+    )
+    settings: dict[str, Any] = {name: manifest[name] for name in _OF_DATA if manifest.get(name) is not None}
+    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    settings |= {f"num_{split}": facts["prompts"] for split, facts in manifest["split"].items()}
     return Config(
-        pair=PairConfig(**models, sampling=SamplingConfig(**manifest["sampling"])),
-        data=DataConfig(dir=str(directory), **of_data, **sizes),
+        pair=PairConfig(target=target, draft=draft, sampling=SamplingConfig(**manifest["sampling"])),
+        data=DataConfig(dir=str(directory), **settings),
         heads=HeadsConfig(dir=str(Path(directory, "heads"))),
     )

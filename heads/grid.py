@@ -3,36 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 from configs.schema import HeadsConfig
 from heads.model.formula import PAPERS
-from heads.model.head import AcceptanceHead, Timing, check_shape, kind_of
+from heads.model.head import HeadShape, Timing
 from heads.model.inputs import STANDARD, Inputs
-from heads.model.provenance import Provenance
-
-
-@dataclass(frozen=True, order=True)
-class HeadShape:
-    """Inputs, depth and architecture. Heads of one shape are stacked: they share their matrix products."""
-
-    timing: Timing
-    inputs: Inputs
-    depth: int
-    architecture: str = PAPERS
-
-    def head(self, hidden_size: int, provenance: Provenance | None = None) -> AcceptanceHead:
-        """A head of this shape with random weights."""
-        settings: dict[str, Any] = {"architecture": self.architecture, "provenance": provenance}
-        return AcceptanceHead(hidden_size, self.depth, self.timing, *self.inputs, **settings)
-
-    @property
-    def kind(self) -> str:
-        """Timing and inputs, such as drawn+s+e."""
-        return kind_of(self.timing, self.inputs, self.architecture)
-
-    def __str__(self) -> str:
-        return f"{self.kind}-d{self.depth}"
 
 
 @dataclass(frozen=True, order=True)
@@ -47,8 +22,8 @@ class HeadSpec:
         return f"{self.shape}-w{self.reject_weight:g}"
 
 
-def grid(config: HeadsConfig) -> dict[HeadShape, tuple[float, ...]]:
-    """Shape -> reject weights of its heads, in the order of the config.
+def grid(config: HeadsConfig) -> list[HeadShape]:
+    """The shapes of a sweep, in the order of the config; each has a head for every reject weight.
 
     Raises:
         ValueError: an empty axis; an invalid depth, timing, scalar or weight; a repeated value; prefix heads whose
@@ -62,7 +37,6 @@ def grid(config: HeadsConfig) -> dict[HeadShape, tuple[float, ...]]:
             raise ValueError(f"heads.{name} is {values}; name each value once")
     if wrong := [weight for weight in (*config.reject_weights, config.accept_weight) if not 0 < weight < float("inf")]:
         raise ValueError(f"heads.reject_weights or heads.accept_weight has {wrong[0]}; use a positive number")
-    papers: list[tuple[Timing, Inputs, str]] = [("fed", Inputs(), PAPERS)] if config.specdec else []
     axes = product(config.timings, config.scalars, config.embeddings, config.normalised)
     combined = [(timing, Inputs.of(scalars, embedding, timing, normed)) for timing, scalars, embedding, normed in axes]
     possible = [(timing, inputs) for timing, inputs in combined if timing != "prefix" or not inputs.reads_token]
@@ -72,16 +46,15 @@ def grid(config: HeadsConfig) -> dict[HeadShape, tuple[float, ...]]:
             f"heads.embeddings {list(config.embeddings)} reads the token, which a prefix head scores before it is "
             "drawn; add false to both"
         )
-    named = [(*inputs, architecture) for inputs, architecture in product(possible, config.architectures)]
+    kinds: list[tuple[Timing, Inputs, str]] = [("fed", Inputs(), PAPERS)] if config.specdec else []
+    kinds += [(*inputs, architecture) for inputs, architecture in product(possible, config.architectures)]
     # without blocks every architecture is the same linear head
-    shapes = [
+    shapes = (
         HeadShape(timing, inputs, depth, architecture if depth else PAPERS)
-        for timing, inputs, architecture in dict.fromkeys([*papers, *named])
+        for timing, inputs, architecture in kinds
         for depth in config.depths
-    ]
-    for shape in shapes:
-        check_shape(1, shape.depth, shape.timing, shape.architecture)
-    return {shape: tuple(config.reject_weights) for shape in shapes}
+    )
+    return list(dict.fromkeys(shapes))
 
 
 def scalar_names(shapes: Iterable[HeadShape]) -> tuple[str, ...]:
@@ -89,6 +62,6 @@ def scalar_names(shapes: Iterable[HeadShape]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*STANDARD, *(name for shape in shapes for name in shape.inputs.scalars)]))
 
 
-def specs(shapes: dict[HeadShape, tuple[float, ...]]) -> list[HeadSpec]:
+def specs(config: HeadsConfig) -> list[HeadSpec]:
     """All heads, stack by stack: the order of every [heads] axis of the project."""
-    return [HeadSpec(shape, weight) for shape, weights in shapes.items() for weight in weights]
+    return [HeadSpec(shape, weight) for shape in grid(config) for weight in config.reject_weights]

@@ -24,9 +24,8 @@ from heads import AcceptanceHead
 from heads.batches.features import RATE, of_timing
 from heads.batches.module import FeatureData
 from heads.command import confidence_data
-from heads.measures.histogram import Histogram
+from heads.measures.histogram import Histogram, by_position
 from heads.measures.scores import auroc, fit_logistic, measures
-from heads.measures.survival import by_position
 from lm import Sampling
 from lm.features.dspark import DSpark
 from store.progress import Bar
@@ -130,8 +129,8 @@ def _read(
         max_logit = (largest - torch.log(-torch.expm1(largest))).clamp(-40, 40)
         logits = [draft.confidence(states).float().cpu()]
         for head in heads.values():
-            scalars = features.columns(head.inputs.scalars) if head.inputs.scalars else None
-            logits.append(head.calibrated_logit(head(features.hidden, scalars)))
+            logit = head(features.hidden, head.inputs.stacked(features.scalars))
+            logits.append(head.calibrated_logit(logit))
         prob = batch["drawn"].acceptance_prob
         parts.append((features.row_lengths, features.scalars[RATE], prob, max_logit, *logits))
     lengths, *columns = map(torch.cat, zip(*parts, strict=True))

@@ -10,7 +10,7 @@ from configs.schema import Config
 from data_gen.pipeline.plan import duration
 from data_gen.pipeline.plan import plan as plan_data
 from evaluation.costs.machine import ABOUT_TIMING, SKIP, TIMING_S
-from heads.grid import grid
+from heads.grid import specs
 from heads.training.command import epochs_of
 from lm import load_config
 from lm.features.released import width_of
@@ -30,7 +30,7 @@ def plan(config: Config, *, sample: int = 32) -> dict[str, Any]:
     """
     num_weights = head_weights(config)
     totals = plan_data(config, sample=sample, head_weights=num_weights)
-    print(f"heads: {num_weights:,} weights in total, {sum(map(len, grid(config.heads).values()))} heads")
+    print(f"heads: {num_weights:,} weights in total, {len(specs(config.heads))} heads")
     known_s = [totals["time_s"]] if totals.get("time_s") else []
     if known_s:
         known_s.append(training_s(config, totals, num_weights))
@@ -47,10 +47,7 @@ def head_weights(config: Config) -> int:
     """Weights of all heads of the grid."""
     width = width_of(config.pair.draft) or load_config(config.pair.draft).get_text_config().hidden_size
     with torch.device("meta"):
-        return sum(
-            len(weights) * sum(parameter.numel() for parameter in shape.head(width).parameters())
-            for shape, weights in grid(config.heads).items()
-        )
+        return sum(spec.shape.head(width).num_parameters for spec in specs(config.heads))
 
 
 def training_s(config: Config, totals: dict[str, Any], num_weights: int) -> float:

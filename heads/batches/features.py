@@ -1,5 +1,5 @@
 """Training features: the drafted positions of some responses (law 4.6), flat: labels from `data_gen.store.labels`, and
-hidden states from disk, or from the draft (`heads.batches.online`).
+hidden states from disk, or from the frozen draft (`DraftFeatures`), up to the stored precision.
 
     hidden [tokens, hidden]      hidden state at the heads' timing, in the stored dtype
     scalars {name: [tokens]}     the scalars that the sweep reads (`lm.signals`), and the labels of prefix
@@ -24,10 +24,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from jaxtyping import Float, Int
+from lightning_utilities.core.apply_func import apply_to_collection
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from data_gen.store.rows import read_rows
+from lm.forwards import hidden_states
 from lm.signals import POSITION
 
 RATE = "acceptance_rate"
@@ -39,10 +42,6 @@ LABELS = {"fed": "acceptance_prob", "drawn": "acceptance_prob", "prefix": RATE, 
 FEATURE_SETS = {"fed": "fed", "drawn": "drawn", "prefix": "drawn", "candidate": "drawn"}
 """Timing of a head -> its feature set."""
 _PROBABILITIES = ("acceptance_prob", RATE, TARGET_PROB)
-NO_RATE = (
-    "has no acceptance_rate, the label of prefix heads (data of data.mode sequential and imported data lack it); make "
-    "the data with data.mode together, or remove prefix from heads.timings"
-)
 
 
 class Features(NamedTuple):
@@ -54,10 +53,6 @@ class Features(NamedTuple):
     token: Int[Tensor, " tokens"]
     row_lengths: Int[Tensor, " rows"]
 
-    def columns(self, names: Sequence[str]) -> Float[Tensor, "tokens scalar"]:
-        """The named scalars side by side."""
-        return torch.stack([self.scalars[name] for name in names], -1)
-
 
 Batch = dict[str, Features]
 """Feature set -> features of the same responses."""
@@ -67,11 +62,6 @@ def of_timing(batch: Batch, timing: str) -> Features:
     """The features of heads of this timing, with their label as acceptance_prob."""
     features, label = batch[FEATURE_SETS[timing]], LABELS[timing]
     return features if label == "acceptance_prob" else features._replace(acceptance_prob=features.scalars[label])
-
-
-def has_tokens(batch: Batch) -> bool:
-    """Whether the batch has any token; with several processes, the part of one process may have none."""
-    return any(len(features.token) for features in batch.values())
 
 
 class Row(NamedTuple):
@@ -87,6 +77,11 @@ class Row(NamedTuple):
     prompt_ids: Sequence[int] = ()
     response_ids: Sequence[int] = ()
     """Only if the hidden states come from the draft."""
+
+    def without_tokens(self) -> "Row":
+        """No position of this row."""
+        numbers = {name: values[:0] for name, values in self.numbers.items()}
+        return self._replace(numbers=numbers, drafted=self.drafted[:0], row_lengths=self.row_lengths[:0])
 
 
 @dataclass(frozen=True)
@@ -126,17 +121,16 @@ class FeatureShard:
         """Feature set -> the rows of each of the responses start … stop - 1; ValueError if a file lacks a tensor."""
         names = ("acceptance_prob", "token", *self.columns)
         with _opened(self.labels, "row_offsets", "is_drafted", *names) as file:
-            offsets = file.get_tensor("row_offsets")[start : stop + 1]
+            every = file.get_tensor("row_offsets")
+            offsets = every[start : stop + 1]
             first, last = int(offsets[0]), int(offsets[-1])
             numbers = {name: file.get_slice(name)[first:last] for name in names}
             is_drafted = file.get_slice("is_drafted")[first * self.mixes : last * self.mixes]
             has_drafts = "draft_lengths" in file.keys()  # noqa: SIM118, the file is not a mapping
-            ends = file.get_tensor("draft_lengths").cumsum(0) if has_drafts else None
+            ends = file.get_tensor("draft_lengths").cumsum(0) if has_drafts else every[1:]
         bounds = list(pairwise((offsets - first).tolist()))
-        lengths = [torch.tensor([end - begin]) for begin, end in bounds]
-        if ends is not None:  # data of a feature draft: a response has the drafts that end within it
-            lengths = [ends[(ends > a) & (ends <= b)].diff(prepend=a.view(1)) for a, b in pairwise(offsets)]
-
+        # a response has the drafts of a feature draft that end within it; other drafts are whole responses
+        lengths = [ends[(ends > a) & (ends <= b)].diff(prepend=a.view(1)) for a, b in pairwise(offsets)]
         texts = _texts(self.texts).slice(start, stop - start).to_pylist() if self.texts else [{}] * len(bounds)
 
         def rows_of(timing: str, times: int, hidden: Tensor | None, response: int) -> list[Row]:
@@ -168,16 +162,17 @@ def _texts(path: Path) -> pa.Table:
     return read_rows(path, ("prompt_ids", "response_ids"))
 
 
-def width_of(path: Path) -> int:
-    """Width of the hidden states in a file; ValueError if it is broken."""
-    with _opened(path, "hidden") as file:
-        return int(file.get_slice("hidden").get_shape()[-1])
-
-
-def check_numbers(path: Path, columns: Sequence[str]) -> None:
-    """Raise ValueError if a number in a file of labels or states is not finite, or a probability is not in [0, 1]."""
+def check_numbers(path: Path, columns: Sequence[str], *, width: int) -> None:
+    """Raise ValueError if a number in a file of labels or states is not finite, a probability is not in [0, 1], or
+    states have another width.
+    """
     names = ("acceptance_prob", *columns) if path.parent.name == "labels" else ("hidden",)
     with _opened(path, *names) as file:
+        if names == ("hidden",) and (stored := file.get_slice("hidden").get_shape()[-1]) != width:
+            raise ValueError(
+                f"{path} has hidden states of width {stored}, but the draft of manifest.json has {width}, so they come "
+                "from another draft; delete the features and make them again"
+            )
         for name in names:
             values = file.get_tensor(name)
             # aminmax returns NaN if there is one; it needs one pass, while isfinite writes a flag per number
@@ -193,7 +188,6 @@ def check_numbers(path: Path, columns: Sequence[str]) -> None:
 
 @contextmanager
 def _opened(path: Path, *names: str) -> Iterator[safe_open]:
-    """A safetensors file with these tensors."""
     try:
         file = safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -203,7 +197,10 @@ def _opened(path: Path, *names: str) -> Iterator[safe_open]:
     with file:
         missing = sorted(set(names) - set(file.keys()))
         if RATE in missing:
-            raise ValueError(f"{path} {NO_RATE}")
+            raise ValueError(
+                f"{path} has no {RATE}, the label of prefix heads (data of data.mode sequential and imported data lack "
+                "it); make the data with data.mode together, or remove prefix from heads.timings"
+            )
         if missing:
             raise ValueError(
                 f"{path} has no tensor {missing[0]!r}; delete {path.parent} and run `acceptance-heads data` again"
@@ -218,7 +215,6 @@ def _response_index(lengths: Int[Tensor, " drafts"], first: int, every: int) -> 
 
 
 def _allowed(name: str, values: Tensor) -> Tensor:
-    """Mask of the values that are in the column's range."""
     return (values >= 0) & (values <= 1) if name in _PROBABILITIES else torch.isfinite(values)
 
 
@@ -237,3 +233,34 @@ def with_states(rows: Sequence[Row], hidden: Float[Tensor, "tokens hidden"]) -> 
     numbers = {name: torch.cat([row.numbers[name] for row in rows]) for name in rows[0].numbers}
     probs, tokens = numbers.pop("acceptance_prob"), numbers.pop("token").long()
     return Features(hidden, numbers, probs, tokens, torch.cat([row.row_lengths for row in rows]))
+
+
+class DraftFeatures:
+    """Computes the features of responses with the frozen draft, once for all heads; labels come from disk."""
+
+    def __init__(self, draft: PreTrainedModel) -> None:
+        self.draft = draft.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def __call__(self, rows: Mapping[str, Sequence[Row]], device: torch.device) -> Batch:
+        """The features of some rows by timing, on `device`; moves the draft there."""
+        self.draft.to(device)
+        batch = {timing: self._features(of_timing, is_fed=timing == "fed") for timing, of_timing in rows.items()}
+        return apply_to_collection(batch, Tensor, Tensor.to, device)  # type: ignore[no-any-return]
+
+    def _features(self, rows: Sequence[Row], *, is_fed: bool) -> Features:
+        # a fed-time state is that at the token itself; a drawn-time state is that of the position before
+        read = [_mixed(row) if is_fed else row.response_ids[:-1] for row in rows]
+        sequences = [[*row.prompt_ids, *ids] for row, ids in zip(rows, read, strict=True)]
+        states = hidden_states(self.draft, sequences, [len(row.prompt_ids) - (not is_fed) for row in rows])
+        parts = states.split([len(row.response_ids) for row in rows])
+        return with_states(
+            rows, torch.cat([part[row.drafted.to(part.device)] for part, row in zip(parts, rows, strict=True)])
+        )
+
+
+def _mixed(row: Row) -> list[int]:
+    """The mixed sequence Z: the draft's tokens at the drafted positions."""
+    ids = torch.tensor(row.response_ids)
+    ids[row.drafted] = row.numbers["token"].long()
+    return ids.tolist()  # type: ignore[no-any-return]

@@ -5,12 +5,7 @@
 3. The blocks of a pool take turns, one pair each, so batches have about equal numbers of tokens.
 
 The order depends only on (seed, epoch) and on the lengths of the responses, so it is the same after a restart and for
-any number of processes.
-
-Each block is read by one process. Blocks of a pool, from the longest to the shortest, go to ranks 0 1 … n-1 n-1 … 1 0 0
-1 …: 1, 2, 4, 8 or 16 ranks get equally many blocks and about as many tokens each; the last of 3 gets a fifth more. If
-there are more processes than blocks in a pool, they also share the pairs of each block. Each process takes its part of
-every batch, which can be larger or smaller than average, or empty.
+any number of processes. Each process takes an equal part of every batch; if a batch is small, a part can be empty.
 
 Threads read ahead, and suffice because most of the time is a copy from the mapped file, which releases the GIL. A
 loader's state counts the batches that the consumer has taken, not those read ahead. Lightning saves it in every
@@ -18,10 +13,10 @@ checkpoint and calls `sampler.set_epoch` before it takes the first batch; a resu
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -39,24 +34,11 @@ _CACHED_BLOCKS = 2 * POOL_SIZE + 1
 """Blocks whose labels are cached: batches that are read at the same time can come from two pools."""
 
 
-class Block(NamedTuple):
-    """Responses start … stop - 1 of one shard."""
+class Item(NamedTuple):
+    """One response."""
 
     shard: int
-    start: int
-    stop: int
-
-
-class Item(NamedTuple):
-    """One response, and the two numbers by which processes share responses."""
-
-    block: Block
-    offset: int
-    """Index within the block."""
-    turn: int
-    """Index of the block within its pool."""
-    pair: int = 0
-    """Index of its pair within the block."""
+    row: int
 
 
 class Share(NamedTuple):
@@ -65,75 +47,48 @@ class Share(NamedTuple):
     rank: int = 0
     world_size: int = 1
 
-    def has(self, item: Item) -> bool:
-        """Whether this process reads a response: slots are dealt to ranks 0 … n-1 and then n-1 … 0.
 
-        40 processes and pools of 16 blocks: pairs 0, 3, 6 of the blocks have slots 0 … 15, pairs 1, 4, 7 have 16 … 31,
-        pairs 2, 5 have 32 … 47; slots 40 … 47 go to ranks 39 … 32.
-        """
-        parts = -(-self.world_size // POOL_SIZE)
-        slot = (item.turn + POOL_SIZE * (item.pair % parts)) % (2 * self.world_size)
-        return self.rank == min(slot, 2 * self.world_size - 1 - slot)
-
-
-def blocks(shard_sizes: Sequence[int]) -> list[Block]:
-    """Every shard cut into blocks of at most `BLOCK_SIZE` responses, in order."""
-    return [
-        Block(shard, start, min(start + BLOCK_SIZE, size))
-        for shard, size in enumerate(shard_sizes)
-        for start in range(0, size, BLOCK_SIZE)
-    ]
-
-
-def in_order(shard_sizes: Sequence[int]) -> Iterator[Item]:
-    """Every response once, in stored order."""
-    turns = enumerate(blocks(shard_sizes))
-    return (Item(block, offset, turn) for turn, block in turns for offset in range(block.stop - block.start))
+def in_order(lengths: Sequence[Sequence[int]]) -> list[Item]:
+    """Every response once, in stored order; `lengths` are the tokens of each response of each shard."""
+    return [Item(shard, row) for shard, of_shard in enumerate(lengths) for row in range(len(of_shard))]
 
 
 def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iterator[Item]:
-    """Every response once, in the order of an epoch; `lengths` are the tokens of each response of each shard."""
+    """Every response once, in the order of an epoch."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    all_blocks = blocks([len(shard) for shard in lengths])
-    order = [all_blocks[i] for i in torch.randperm(len(all_blocks), generator=generator).tolist()]
+
+    def tokens(item: Item) -> int:
+        return lengths[item.shard][item.row]
+
+    def pairs(block: Sequence[Item]) -> list[list[Item]]:
+        """The longest response with the shortest and so on, in random order: [0, 1], [3, 4] and [2] of five responses
+        of 9, 1, 5, 7 and 3 tokens.
+        """
+        by_tokens = sorted(block, key=tokens, reverse=True)
+        count = (len(block) + 1) // 2
+        paired = [list(dict.fromkeys(pair)) for pair in zip(by_tokens[:count], reversed(by_tokens), strict=False)]
+        return [paired[i] for i in torch.randperm(count, generator=generator).tolist()]
+
+    blocks = [
+        [Item(shard, row) for row in range(start, min(start + BLOCK_SIZE, len(of_shard)))]
+        for shard, of_shard in enumerate(lengths)
+        for start in range(0, len(of_shard), BLOCK_SIZE)
+    ]
+    order = [blocks[i] for i in torch.randperm(len(blocks), generator=generator).tolist()]
     for start in range(0, len(order), POOL_SIZE):
-        pool = {block: lengths[block.shard][block.start : block.stop] for block in order[start : start + POOL_SIZE]}
-        by_tokens = sorted(pool, key=lambda block: -sum(pool[block]))
-        pairs = [_pairs(pool[block], generator) for block in by_tokens]
-        for number, round_of_turns in enumerate(zip_longest(*pairs, fillvalue=())):
-            for turn, offsets in enumerate(round_of_turns):
-                yield from (Item(by_tokens[turn], offset, turn, number) for offset in offsets)
+        pool = sorted(order[start : start + POOL_SIZE], key=lambda block: sum(map(tokens, block)), reverse=True)
+        for turns in zip_longest(*map(pairs, pool), fillvalue=()):
+            yield from chain.from_iterable(turns)
 
 
-def batches(items: Iterator[Item], size: int, share: Share, *, first: int = 0) -> Iterator[list[Item]]:
-    """This process's part of each training batch of `size` responses; the last batch may be smaller. The first `first`
-    batches are skipped.
+def batches(items: Iterable[Item], size: int, share: Share, *, first: int = 0) -> Iterator[list[Item]]:
+    """This process's part of each batch of `size` responses; the last batch may be smaller. The first `first` batches
+    are skipped.
     """
-    return (list(filter(share.has, batch)) for batch in islice(_chunks(items, size), first, None))
-
-
-def evaluation_batches(items: Iterator[Item], size: int, share: Share) -> Iterator[list[Item]]:
-    """Batches of this process's blocks, each its share of `size` responses.
-
-    A process without blocks has one empty batch, because every process must take part.
-    """
-    of_process = _chunks(filter(share.has, items), max(1, size // share.world_size))
-    yield next(of_process, [])
-    yield from of_process
-
-
-def _pairs(lengths: Sequence[int], generator: torch.Generator) -> list[list[int]]:
-    """Indices of a block's responses, the longest with the shortest and so on, in random order: five responses of 9, 1,
-    5, 7 and 3 tokens give [0, 1], [3, 4] and [2].
-    """
-    indices = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    count = (len(indices) + 1) // 2
-    pairs = [list(dict.fromkeys(pair)) for pair in zip(indices[:count], reversed(indices), strict=False)]
-    return [pairs[i] for i in torch.randperm(count, generator=generator).tolist()]
-
-
-def _chunks(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
-    return iter(lambda: list(islice(items, size)), [])
+    remaining = iter(items)
+    for batch in islice(iter(lambda: list(islice(remaining, size)), []), first, None):
+        part = -(-len(batch) // share.world_size)
+        yield batch[share.rank * part : (share.rank + 1) * part]
 
 
 def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], Batch | dict[str, list[Row]]]:
@@ -144,21 +99,21 @@ def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], B
     """
 
     @lru_cache(_CACHED_BLOCKS)
-    def block_rows(block: Block) -> dict[str, list[list[Row]]]:
-        return shards[block.shard].read(block.start, block.stop)
+    def block_rows(shard: int, block: int) -> dict[str, list[list[Row]]]:
+        return shards[shard].read(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
+
+    def rows_of(item: Item, timing: str) -> list[Row]:
+        block, offset = divmod(item.row, BLOCK_SIZE)
+        return block_rows(item.shard, block)[timing][offset]
 
     def read(items: Sequence[Item]) -> Batch | dict[str, list[Row]]:
-        batch = {}
-        parts = {
-            timing: [row for item in items for row in block_rows(item.block)[timing][item.offset]]
-            for timing in shards[0].states
-        }
+        rows = {timing: [row for item in items for row in rows_of(item, timing)] for timing in shards[0].states}
+        if not items:  # a row without tokens has the shapes and dtypes of the others
+            first = next(Item(number, 0) for number, shard in enumerate(shards) if shard.row_lengths)
+            rows = {timing: [rows_of(first, timing)[0].without_tokens()] for timing in rows}
         if shards[0].texts:
-            return parts
-        for timing, rows in parts.items():
-            some = rows or next(shard for shard in shards if shard.row_lengths).read(0, 1)[timing][0]
-            features = gathered(some)
-            batch[timing] = features if rows else apply_to_collection(features, torch.Tensor, lambda values: values[:0])
+            return rows
+        batch = {timing: gathered(of_timing) for timing, of_timing in rows.items()}
         if not torch.cuda.is_available():
             return batch
         return apply_to_collection(batch, torch.Tensor, torch.Tensor.pin_memory)  # type: ignore[no-any-return]
@@ -183,19 +138,18 @@ class BatchLoader:
         read: makes a batch of some responses; must be thread-safe.
         lengths: the tokens of each response of each shard.
         batch_size: responses per batch, summed over processes.
-        seed: seed of the order; None: stored order in every epoch, each process its own blocks.
+        seed: seed of the order; None: stored order in every epoch.
         share: this process's part of the data; None: all of it.
         is_included: filter of responses, only without a seed; None: all responses.
         """
         self.read, self.lengths, self.batch_size, self.seed = read, lengths, batch_size, seed
-        self.share, self.is_included = share or Share(), is_included
-        self.num_items = sum(map(len, lengths))
+        self.share, self.items = share or Share(), list(filter(is_included or (lambda item: True), in_order(lengths)))
         self.sampler, self.batch_sampler = self, None  # Lightning calls sampler.set_epoch
         self.epoch, self._taken = 0, 0
         self._resume: dict[str, int] | None = None
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._order()) if self.seed is None else -(-self.num_items // self.batch_size)
+        return -(-len(self.items) // self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, on which the order depends; Lightning calls this before each."""
@@ -212,17 +166,11 @@ class BatchLoader:
         # in a generator this runs when the first batch is taken, after set_epoch
         resume, self._resume = self._resume, None
         self._taken = resume["taken"] if resume and resume["epoch"] == self.epoch and resume["taken"] < len(self) else 0
-        for batch in read_ahead(self.read, self._order(), READ_AHEAD):
+        order = self.items if self.seed is None else shuffled(self.lengths, seed=self.seed, epoch=self.epoch)
+        parts = batches(order, self.batch_size, self.share, first=self._taken)
+        for batch in read_ahead(self.read, parts, READ_AHEAD):
             self._taken += 1  # before the yield, since a checkpoint is written while the consumer has the batch
             yield batch
-
-    def _order(self) -> Iterator[list[Item]]:
-        """The batches of the epoch, from `_taken` on."""
-        if self.seed is None:
-            included = filter(self.is_included or (lambda item: True), in_order(list(map(len, self.lengths))))
-            return evaluation_batches(included, self.batch_size, self.share)
-        items = shuffled(self.lengths, seed=self.seed, epoch=self.epoch)
-        return batches(items, self.batch_size, self.share, first=self._taken)
 
 
 def read_ahead(read: Callable[[Any], Any], source: Iterator[Any], depth: int) -> Iterator[Any]:

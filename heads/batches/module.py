@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from itertools import accumulate
@@ -14,11 +15,11 @@ from jaxtyping import Float
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from configs.schema import DataConfig, HeadsConfig, ModelSource, PairConfig
+from configs.schema import DataConfig, HeadsConfig, PairConfig
 from data_gen.store.identity import describe_model
 from data_gen.store.manifest import read_manifest, refuse_older
 from data_gen.store.rows import read_rows
-from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard, check_numbers, width_of
+from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard, check_numbers
 from heads.batches.loader import BatchLoader, Share, block_reader
 from heads.grid import grid, scalar_names
 from lm.features.released import released_layout_of, without_mtp
@@ -53,15 +54,15 @@ class FeatureData(pl.LightningDataModule):
         self.manifest = read_manifest(data.dir, keys=("target", "draft", "sampling", "prompts"))
         self.is_online = heads.features == "online"
         _check_manifest(self.manifest, data, pair=pair, features=() if self.is_online else self.timings)
-        self._names: dict[str, list[list[str]]] = {}
+        self.hidden_size = int(self.manifest["draft"]["hidden_size"])
         splits = [split for split in ("train", "dev", "test") if split != "test" or data.num_test]
+        paths = {split: self._paths(split) for split in splits}
         if is_first_process():  # the others start later, or wait for it
             check_sums(
-                [path for split in splits for path in self._read(split)],
-                check=lambda path: None if path.suffix == ".parquet" else check_numbers(path, self.columns),
+                [path for of_split in paths.values() for of_shard in of_split for path in of_shard.values()],
+                check=self._check,
             )
-        self._shards = {split: self._open(split) for split in splits}
-        self.hidden_size = int(self.manifest["draft"]["hidden_size"]) if self.is_online else self._width()
+        self._shards = {split: self._open(split, of_split) for split, of_split in paths.items()}
 
     def train_dataloader(self) -> BatchLoader:
         return self.loader("train", seed=self.heads.seed)
@@ -73,7 +74,7 @@ class FeatureData(pl.LightningDataModule):
     def tested(self) -> tuple[str, ...]:
         """Splits that a finished sweep is measured on: dev, train, test, and dev/SET, test/SET if there are sets."""
         held_out = [split for split in ("dev", "test") if split in self._shards]
-        sets = {split: sorted({name for shard in self._sets(split) for name in shard}) for split in held_out}
+        sets = {split: sorted({name for shard in self._sets.get(split, ()) for name in shard}) for split in held_out}
         return "dev", "train", *held_out[1:], *(f"{split}/{name}" for split in held_out for name in sets[split])
 
     def test_dataloader(self) -> list[BatchLoader]:
@@ -88,8 +89,7 @@ class FeatureData(pl.LightningDataModule):
         lengths = [shard.lengths for shard in shards]
         for count in (self.heads.num_train if split == "train" else None, num):
             lengths = lengths if count is None else _first(lengths, count)
-        sets = self._sets(split) if only else None
-        in_set = None if sets is None else lambda item: sets[item.block.shard][item.block.start + item.offset] == only
+        in_set = (lambda item: self._sets[split][item.shard][item.row] == only) if only else None
         share = Share(self.trainer.global_rank, self.trainer.world_size) if self.trainer else None
         settings: dict[str, Any] = {"batch_size": self.heads.batch_size, "seed": seed, "share": share}
         return BatchLoader(block_reader(shards), lengths, **settings, is_included=in_set)
@@ -104,18 +104,22 @@ class FeatureData(pl.LightningDataModule):
         raise ValueError(f"train features of {self.data.dir} have no drafted tokens; raise data.num_train")
 
     def num_responses(self, split: str) -> int:
-        return self.loader(split).num_items
+        return len(self.loader(split).items)
 
-    def _sets(self, split: str) -> list[list[str]]:
-        """The prompt set of each response of each shard; empty if the data has one set."""
-        if split not in self._names:
-            paths = list_shards(self.data.dir, split) if isinstance(self.manifest["prompts"], list) else []
-            self._names[split] = [read_rows(path, ("set",)).column("set").to_pylist() for path in paths]
-        return self._names[split]
+    @cached_property
+    def _sets(self) -> dict[str, list[list[str]]]:
+        """Split -> the prompt set of each response of each shard; empty if the data has one set."""
+        splits = ("dev", "test") if isinstance(self.manifest["prompts"], list) else ()
+        paths = {split: list_shards(self.data.dir, split) for split in splits}
+        return {name: [read_rows(path, ("set",))["set"].to_pylist() for path in each] for name, each in paths.items()}
+
+    def _check(self, path: Path) -> None:
+        if path.suffix != ".parquet":
+            check_numbers(path, self.columns, width=self.hidden_size)
 
     def _paths(self, split: str) -> list[dict[str, Path]]:
         """The files of each shard of a split, by folder: labels, hidden states unless the draft computes them, and rows
-        if they are read.
+        if they are read. Of train, only the shards with the first heads.num_train responses.
         """
         has_sets = split != "train" and isinstance(self.manifest["prompts"], list)
         states = [] if self.is_online else [f"features/{timing}" for timing in self.timings]
@@ -127,22 +131,18 @@ class FeatureData(pl.LightningDataModule):
                 f"{self.data.dir} has different numbers of {split} shards: {counts}; run `acceptance-heads data` with "
                 "this config to finish the data"
             )
-        return [dict(zip(paths, of_shard, strict=True)) for of_shard in zip(*paths.values(), strict=True)]
+        shards = [dict(zip(paths, of_shard, strict=True)) for of_shard in zip(*paths.values(), strict=True)]
+        if split != "train" or self.heads.num_train is None:
+            return shards
+        starts = accumulate((read_sidecar(path, keys=("rows",))["rows"] for path in paths["labels"]), initial=0)
+        return [shard for shard, start in zip(shards, starts, strict=False) if start < self.heads.num_train]
 
-    def _read(self, split: str) -> list[Path]:
-        """Paths of the shards of a split that training reads: those of the first heads.num_train responses."""
-        paths = self._paths(split)
-        if split == "train" and self.heads.num_train is not None:
-            sizes = (read_sidecar(of_shard["labels"], keys=("rows",))["rows"] for of_shard in paths[:-1])
-            paths = paths[: sum(start < self.heads.num_train for start in accumulate(sizes, initial=0))]
-        return [path for of_shard in paths for path in of_shard.values()]
-
-    def _open(self, split: str) -> list[FeatureShard]:
+    def _open(self, split: str, paths: Sequence[dict[str, Path]]) -> list[FeatureShard]:
         shards, starts = [], self._draft_starts()
-        for paths in self._paths(split):
-            states = {timing: paths.get(f"features/{timing}") for timing in self.timings}
-            texts = paths["rows"] if self.is_online else None
-            shards.append(FeatureShard(paths["labels"], states, self.columns, self.data.mixes, starts, texts))
+        for of_shard in paths:
+            states = {timing: of_shard.get(f"features/{timing}") for timing in self.timings}
+            texts = of_shard["rows"] if self.is_online else None
+            shards.append(FeatureShard(of_shard["labels"], states, self.columns, self.data.mixes, starts, texts))
         if not sum(sum(shard.row_lengths) for shard in shards):
             raise ValueError(
                 f"{split} features of {self.data.dir} have no tokens; raise data.num_{split} and make the data again"
@@ -162,17 +162,6 @@ class FeatureData(pl.LightningDataModule):
                 f"pair.draft to it, or remove {POSITION} from heads.scalars"
             )
         return int(layout == "dspark"), self.manifest.get("draft_every") or 1
-
-    def _width(self) -> int:
-        shards = [shard for of_split in self._shards.values() for shard in of_split]
-        widths = {path: width_of(path) for shard in shards for path in shard.states.values() if path}
-        first = next(iter(widths.values()))
-        if others := [path for path, width in widths.items() if width != first]:
-            raise ValueError(
-                f"{others[0]} has hidden states of width {widths[others[0]]}, other shards {first}, so they come from "
-                "different drafts; delete the features and make them again"
-            )
-        return first
 
 
 def is_first_process() -> bool:
@@ -205,32 +194,24 @@ def _check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairCon
             f"heads.specdec need {missing[0]} features; change them, or make the data in another data.dir without "
             "data.features (`acceptance-heads responses` keeps the responses)"
         )
-    compared = {"sampling": (manifest.get("sampling"), asdict(pair.sampling))}
+    compared: dict[str, tuple[Any, Any]] = {"sampling": (manifest.get("sampling"), asdict(pair.sampling))}
     compared |= {name: (manifest.get(name), getattr(data, name)) for name in ("mixing_ratio", "mixes")}
     for name, source in (("target", pair.target), ("draft", pair.draft)):
-        recorded, keys = manifest[name], ["weights"]
-        if (described := _described(source)) is None:
-            if recorded.get("weights") and recorded.get("name") == Path(source.path).name:
-                if is_first_process():
-                    print(
-                        f"warning: the {name} {source.path} is not on this machine, so only its name was compared with "
-                        f"{data.dir}/manifest.json; the data was made with weights {recorded['weights'][:12]}",
-                        file=sys.stderr,
-                    )
-                continue
-            described, keys = {"name": source.path, "revision": source.revision}, ["name", "revision"]
-        compared |= {f"{name} {key}": (recorded.get(key), described[key]) for key in keys}
+        recorded, described = manifest[name], {"name": source.path, "revision": source.revision}
+        with suppress(FileNotFoundError):  # a directory without config.json: an empty mount point, a tokenizer alone
+            if Path(without_mtp(source).path).is_dir():
+                described = {"weights": describe_model(source)["weights"]}
+        if "weights" in described or not recorded.get("weights") or recorded.get("name") != Path(source.path).name:
+            compared |= {f"{name} {key}": (recorded.get(key), value) for key, value in described.items()}
+        elif is_first_process():
+            print(
+                f"warning: the {name} {source.path} is not on this machine, so only its name was compared with "
+                f"{data.dir}/manifest.json; the data was made with weights {recorded['weights'][:12]}",
+                file=sys.stderr,
+            )
     for key, (old, new) in compared.items():
         if old != new:
             raise ValueError(
                 f"{data.dir}/manifest.json: the data was made with {key} {old!r}, but this config has {new!r}; set "
                 "data.dir to data of this pair, or make it with `acceptance-heads data`"
             )
-
-
-def _described(source: ModelSource) -> dict[str, Any] | None:
-    """The description of a local model; None if it is not on this machine."""
-    try:
-        return describe_model(source) if Path(without_mtp(source).path).is_dir() else None
-    except FileNotFoundError:  # a directory without config.json: an empty mount point, a tokenizer alone
-        return None

@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.batches.features import Batch, Features, of_timing
+from heads.batches.features import Batch, of_timing
 from heads.grid import HeadSpec
-from heads.measures.histogram import Histogram, Sums, observe
+from heads.measures.histogram import Histogram, Sums, by_position, observe
 from heads.measures.scores import auroc, fit_logistic, measures, reliability
-from heads.measures.survival import by_position
 
 Result = dict[str, Any]
 NUM_POSITIONS = 8
 """Number of draft positions with metrics of their own."""
 SIGNALS = ("log_token_prob", "negative_entropy")
+_WAYS = ("raw", "calibrated")
+_KINDS = ("by_position", "survival")
+"""Metrics of single tokens, and of the probability that a draft survives, by draft position."""
 
 
 class Evaluation:
@@ -32,70 +34,58 @@ class Evaluation:
         shift: the shift of each head's calibration, ln(w_rej / w_acc).
         temperature: the temperature of each head's calibration.
         """
-        self._names, self._rows = [str(spec) for spec in specs], dict[str, list[int]]()
+        self._names, self._shift, self._temperature = list(map(str, specs)), shift, temperature
+        self._rows, self._sums = dict[str, list[int]](), dict[str, dict[str, Sums]]()
         for index, spec in enumerate(specs):
             self._rows.setdefault(spec.shape.timing, []).append(index)
-        self._parts = {timing: _TimingMetrics(shift[at], temperature[at]) for timing, at in self._rows.items()}
+        for timing, rows in self._rows.items():
+            along = {f"{way} {kind}": len(rows) * NUM_POSITIONS for way in _WAYS for kind in _KINDS}
+            counts = {"tokens": len(rows), "signals": len(SIGNALS)} | along
+            self._sums[timing] = {name: Sums(count, shift.device) for name, count in counts.items()}
 
     @torch.no_grad()
     def update(self, logits: Mapping[str, Tensor], batch: Batch) -> None:
         """Add a batch: timing -> [heads, tokens] logits, and the features that they were computed from."""
         for timing, logit in logits.items():
-            self._parts[timing].update(logit, of_timing(batch, timing))
+            features, sums, rows = of_timing(batch, timing), self._sums[timing], self._rows[timing]
+            label, lengths = features.acceptance_prob, features.row_lengths
+            if not len(label):  # the part of one of several processes may have no token
+                continue
+            calibrated = (logit + self._shift[rows, None].to(logit)) / self._temperature[rows, None].to(logit)
+            signals = torch.stack([features.scalars["log_token_prob"].float(), -features.scalars["entropy"].float()])
+            sums["tokens"].update(observe(logit, label[None]))
+            sums["signals"].update(observe(signals, label[None]))
+            for way, values in zip(_WAYS, (logit, calibrated), strict=True):
+                histograms = by_position(values, label, row_lengths=lengths, num_positions=NUM_POSITIONS)
+                for kind, histogram in zip(_KINDS, histograms, strict=True):
+                    sums[f"{way} {kind}"].update(histogram)
 
     def compute(self) -> Result:
         """{"heads": {name: …}, "signals": {timing: {signal: …}}, "labels": {timing: …}}."""
         heads, signals, labels = dict[str, Any](), {}, {}
-        for timing, part in self._parts.items():
-            heads |= dict(zip([self._names[row] for row in self._rows[timing]], part.of_heads(), strict=True))
-            histogram = part.signals.compute()
-            signals[timing], labels[timing] = _signal_results(histogram), _label_results(histogram)
+        for timing, rows in self._rows.items():
+            sums = {name: of_batches.compute() for name, of_batches in self._sums[timing].items()}
+            results = _head_results(sums, shift=self._shift[rows], temperature=self._temperature[rows])
+            heads |= dict(zip([self._names[row] for row in rows], results, strict=True))
+            signals[timing], labels[timing] = _signal_results(sums["signals"]), _label_results(sums["signals"])
         return {"heads": {name: heads[name] for name in self._names}, "signals": signals, "labels": labels}
 
 
-class _TimingMetrics:
-    """The metrics of the heads of one timing."""
-
-    def __init__(self, shift: Tensor, temperature: Tensor) -> None:
-        self.shift, self.temperature = shift, temperature
-        self.tokens, self.signals = Sums(len(shift), shift.device), Sums(len(SIGNALS), shift.device)
-        count = len(shift) * NUM_POSITIONS
-        self.drafts = {way: [Sums(count, shift.device) for _ in range(2)] for way in ("raw", "calibrated")}
-
-    def update(self, logit: Tensor, features: Features) -> None:
-        label, lengths = features.acceptance_prob, features.row_lengths
-        calibrated = (logit + self.shift[:, None].to(logit)) / self.temperature[:, None].to(logit)
-        signals = torch.stack([features.scalars["log_token_prob"].float(), -features.scalars["entropy"].float()])
-        self.tokens.update(observe(logit, label[None]))
-        for way, values in (("raw", logit), ("calibrated", calibrated)):
-            histograms = by_position(values, label, row_lengths=lengths, num_positions=NUM_POSITIONS)
-            for sums, histogram in zip(self.drafts[way], histograms, strict=True):
-                sums.update(histogram)
-        self.signals.update(observe(signals, label[None]))
-
-    def of_heads(self) -> list[dict[str, Any]]:
-        """All measurements of each head."""
-        histogram = self.tokens.compute()
-        columns = {"auroc": auroc(histogram), "temperature": self.temperature, "shift": self.shift}
-        results: list[dict[str, Any]] = _unstack(columns)
-        unit, zero = torch.ones_like(self.shift), torch.zeros_like(self.shift)
-        affine = {"raw": (unit, zero), "calibrated": (1 / self.temperature, self.shift / self.temperature)}
-        for way, of_heads in affine.items():
-            of_tokens = _unstack(measures(histogram, *of_heads)._asdict())
-            of_drafts = _draft_results(*(sums.compute() for sums in self.drafts[way]))
-            bins = _unstack(reliability(histogram, *of_heads)._asdict())
-            for index, result in enumerate(results):
-                result |= {f"{way}_{name}": value for name, value in of_tokens[index].items()}
-                result[way] = of_drafts[index] | {"reliability": bins[index]}
-        return results
-
-
-def _draft_results(token: Histogram, survival: Histogram) -> list[dict[str, Any]]:
-    """Metrics of each head by draft position, and of its survival predictions."""
-    along = _unstack(measures(token)._asdict() | {"auroc": auroc(token)})
-    of_survival = _unstack(measures(survival)._asdict())
-    parts = [slice(start, start + NUM_POSITIONS) for start in range(0, len(along), NUM_POSITIONS)]
-    return [{"by_position": along[part], "survival": of_survival[part]} for part in parts]
+def _head_results(sums: Mapping[str, Histogram], *, shift: Tensor, temperature: Tensor) -> list[dict[str, Any]]:
+    tokens = sums["tokens"]
+    results = _unstack({"auroc": auroc(tokens), "temperature": temperature, "shift": shift})
+    affine = (torch.ones_like(shift), torch.zeros_like(shift)), (1 / temperature, shift / temperature)
+    for way, of_heads in zip(_WAYS, affine, strict=True):
+        token, survival = (sums[f"{way} {kind}"] for kind in _KINDS)
+        of_tokens, bins = (_unstack(of(tokens, *of_heads)._asdict()) for of in (measures, reliability))
+        of_positions = _unstack(measures(token)._asdict() | {"auroc": auroc(token)})
+        of_survival = _unstack(measures(survival)._asdict())
+        for index, result in enumerate(results):
+            at = slice(index * NUM_POSITIONS, (index + 1) * NUM_POSITIONS)
+            result |= {f"{way}_{name}": value for name, value in of_tokens[index].items()}
+            along = dict(zip(_KINDS, (of_positions[at], of_survival[at]), strict=True))
+            result[way] = along | {"reliability": bins[index]}
+    return results
 
 
 def _signal_results(histogram: Histogram) -> dict[str, Any]:
@@ -105,7 +95,6 @@ def _signal_results(histogram: Histogram) -> dict[str, Any]:
 
 
 def _label_results(histogram: Histogram) -> dict[str, float]:
-    """Statistics of the split's labels."""
     total, mean = float(histogram.total[0]), float(histogram.accepted[0].sum() / histogram.total[0])
     label_entropy = float(histogram.entropy[0] / histogram.total[0])
     entropy_of_mean = -sum(prob * math.log(prob) for prob in (mean, 1 - mean) if prob > 0)

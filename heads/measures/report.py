@@ -44,19 +44,16 @@ def best_heads(result: Result, specs: Sequence[HeadSpec], *, metric: str = "cali
 
 def verdict(result: Result, specs: Sequence[HeadSpec]) -> str:
     """One sentence on the best head of each timing on dev; a warning for each whose heads do not beat its signal."""
-    lines, worse = [], []
-    for timing, beats in beats_signal(result, specs).items():
-        name, head = _best(result, specs, timing)
-        (signal, title), labels = _signal(timing), result["labels"][timing]
-        alone = result["signals"][timing][signal]
+    lines, worse, beats = [], [], beats_signal(result, specs)
+    for timing, (name, head, title, alone) in _rivals(result, specs).items():
         reduction = 1 - head["calibrated_kl"] / alone["calibrated_kl"]
         lines.append(
             f"Best {TIMING_LABELS[timing]} head on dev: {name} with KL {head['calibrated_kl']:.3f} nats per token and "
             f"AUROC {head['auroc']:.3f}, {abs(reduction):.0%} {'less' if reduction > 0 else 'more'} KL than {title} "
             f"alone (KL {alone['calibrated_kl']:.3f}, AUROC {alone['auroc']:.3f}). A constant has KL "
-            f"{labels['constant_kl']:.3f}."
+            f"{result['labels'][timing]['constant_kl']:.3f}."
         )
-        if not beats:
+        if not beats[timing]:
             worse.append(
                 f"Warning: no {TIMING_LABELS[timing]} head beats {title} alone, which needs no training. Do not decode "
                 f"with these heads; try {_REMEDY}."
@@ -68,11 +65,23 @@ def verdict(result: Result, specs: Sequence[HeadSpec]) -> str:
 
 def beats_signal(result: Result, specs: Sequence[HeadSpec]) -> dict[str, bool]:
     """Timing -> whether its best head has a lower KL than the draft's own signal, both calibrated on dev."""
-    beats = dict[str, bool]()
+    rivals = _rivals(result, specs).items()
+    return {timing: head["calibrated_kl"] < alone["calibrated_kl"] for timing, (_, head, _, alone) in rivals}
+
+
+def _rivals(
+    result: Result, specs: Sequence[HeadSpec]
+) -> dict[str, tuple[str, Mapping[str, Any], str, Mapping[str, Any]]]:
+    """Timing -> its best head, and the draft's own signal that it must beat, each with its measurements: H(q) before
+    the token is known, else log q(y).
+    """
+    rivals: dict[str, tuple[str, Mapping[str, Any], str, Mapping[str, Any]]] = {}
     for timing in dict.fromkeys(spec.shape.timing for spec in specs):
-        alone = result["signals"][timing][_signal(timing)[0]]
-        beats[timing] = _best(result, specs, timing)[1]["calibrated_kl"] < alone["calibrated_kl"]
-    return beats
+        names = [str(spec) for spec in specs if spec.shape.timing == timing]
+        best = min(names, key=lambda name: result["heads"][name]["calibrated_kl"])
+        signal, title = ("negative_entropy", "H(q)") if timing == "prefix" else ("log_token_prob", "log q(y)")
+        rivals[timing] = best, result["heads"][best], title, result["signals"][timing][signal]
+    return rivals
 
 
 def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
@@ -92,7 +101,18 @@ def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
         columns = ["depth", *(f"w_rej {weight:g}" for weight in dict.fromkeys(spec.reject_weight for spec in of_kind))]
         title = f"### {kind}: binary KL on {split}, nats per token, raw / calibrated"
         parts += [title, _markdown(columns, rows.values())]
-    parts += [f"### Every head, and each signal alone, on {split}", _every(result, specs)]
+    measured = {
+        f"{name} alone ({timing})": values
+        for timing, signals in result["signals"].items()
+        for name, values in signals.items()
+    }
+    measured |= {str(spec): result["heads"][str(spec)] for spec in specs}
+    every = [
+        [name, *(f"{values[column]:.4f}" if column in values else "" for column in METRICS)]
+        for name, values in measured.items()
+    ]
+    titles = ["", *(column.replace("_", " ") for column in METRICS)]
+    parts += [f"### Every head, and each signal alone, on {split}", _markdown(titles, every)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -129,30 +149,6 @@ def save_plots(
     for name, figure in figures.items():
         figure.savefig(directory / f"{name}.png", dpi=120)
     return [directory / f"{name}.png" for name in figures]
-
-
-def _best(result: Result, specs: Sequence[HeadSpec], timing: str) -> tuple[str, Mapping[str, Any]]:
-    """Name and measurements of the best head of a timing."""
-    names = [str(spec) for spec in specs if spec.shape.timing == timing]
-    best = min(names, key=lambda name: result["heads"][name]["calibrated_kl"])
-    return best, result["heads"][best]
-
-
-def _signal(timing: str) -> tuple[str, str]:
-    """Name and title of the draft's own signal that heads must beat: H(q) before the token is known, else log q(y)."""
-    return ("negative_entropy", "H(q)") if timing == "prefix" else ("log_token_prob", "log q(y)")
-
-
-def _every(result: Result, specs: Sequence[HeadSpec]) -> str:
-    measured = dict[str, Mapping[str, Any]]()
-    for timing, signals in result["signals"].items():
-        measured |= {f"{name} alone ({timing})": values for name, values in signals.items()}
-    measured |= {str(spec): result["heads"][str(spec)] for spec in specs}
-    rows = [
-        [name, *(f"{values[column]:.4f}" if column in values else "" for column in METRICS)]
-        for name, values in measured.items()
-    ]
-    return _markdown(["", *(column.replace("_", " ") for column in METRICS)], rows)
 
 
 def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -73,7 +73,6 @@ def write_confidence_head(head: AcceptanceHead, name: str, *, source: Path, out:
 
 
 def _width_of(files: Mapping[Path, Mapping[str, Tensor]], source: Path) -> int:
-    """Number of inputs of the draft's confidence head."""
     stored = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
     for name in _PARTS:
         if name not in stored:

@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 
 from configs.paths import check_local
@@ -39,7 +39,6 @@ IS_PICKLED = (
     "'model.safetensors')` (clone, because the official blocks share their tensors)"
 )
 _EXPORT = "export the head again with `acceptance-heads export`"
-_FLOATS = "float16, bfloat16, float32 or float64"
 
 
 def local_directory(source: str | Path, **download: Any) -> Path:
@@ -71,13 +70,6 @@ def downloaded(name: str, *, kind: str, remedy: str, **download: Any) -> Path:
             f"no {kind} at {name!r}: no such directory, and the download from the hub failed "
             f"({' '.join(str(error).split())}); check the name, run `hf auth login` for a private one, or {remedy}"
         ) from error
-
-
-def write_head_files(directory: Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
-    """Write both files, each atomically; ValueError if the disk is full."""
-    contiguous = {name: t.contiguous().cpu() for name, t in tensors.items()}
-    write_atomic(directory / WEIGHTS, save(contiguous, metadata={"format": "pt"}))
-    write_head_config(directory / "config.json", config)
 
 
 def write_head_config(path: Path, config: dict[str, Any]) -> None:
@@ -131,7 +123,8 @@ def checked(
         if tuple(tensors[name].shape) != expected[name]:
             problems.append(f"{name} has shape {tuple(tensors[name].shape)}, expected {expected[name]}")
         elif tensors[name].dtype not in FLOATS:
-            problems.append(f"{name} has dtype {tensors[name].dtype}, expected {_FLOATS}")
+            dtype = tensors[name].dtype
+            problems.append(f"{name} has dtype {dtype}, expected float16, bfloat16, float32 or float64")
         elif not (tensors[name].abs() < _LARGEST).all():
             problems.append(f"{name} has NaN or values above {_LARGEST:g}, which overflow float32")
     if problems:

@@ -18,34 +18,75 @@ separate blocks instead of one shared block.
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
 from jaxtyping import Float
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from configs.paths import local_path
 from heads.model.card import model_card
 from heads.model.files import (
+    WEIGHTS,
     checked,
     local_directory,
     read_head_config,
     read_head_files,
     write_head_config,
-    write_head_files,
 )
 from heads.model.formula import PAPERS, architecture_of, stack_forward
 from heads.model.inputs import Inputs
 from heads.model.provenance import Provenance
 from lm.signals import SCALARS
+from store.shards import write_atomic
 
 Timing = Literal["fed", "drawn", "prefix", "candidate"]
 TIMING_LABELS = {"fed": "fed-time", "drawn": "drawn-time", "prefix": "prefix", "candidate": "candidate"}
 """Timing -> adjective before "head" in messages."""
 _MAX_DEPTH, _MAX_WIDTH = 1000, 10**6
+
+
+@dataclass(frozen=True, order=True)
+class HeadShape:
+    """Inputs, depth and architecture; ValueError if they are impossible. Heads of one shape take equally long, and are
+    trained as one stack, which shares its matrix products.
+    """
+
+    timing: Timing
+    inputs: Inputs
+    depth: int
+    architecture: str = PAPERS
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.depth <= _MAX_DEPTH:
+            raise ValueError(f"depth is {self.depth}; it must be from 0 (a linear head) to {_MAX_DEPTH}")
+        if self.timing not in get_args(Timing):
+            raise ValueError(f"timing is {self.timing!r}; use one of {', '.join(get_args(Timing))}")
+        architecture_of(self.architecture)
+        if self.timing == "prefix" and self.inputs.reads_token:
+            readable = ", ".join(name for name, scalar in SCALARS.items() if not scalar.reads_token)
+            raise ValueError(
+                f"scalars are {list(self.inputs.scalars)} and embedding is {self.inputs.embedding}, but a prefix head "
+                f"scores a token before it is drawn; set embedding to false and use only the scalars {readable}"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Timing and inputs, such as drawn+s+e; +ARCHITECTURE if it is not the paper's."""
+        return self.timing + self.inputs.label + f"+{self.architecture}" * (self.architecture != PAPERS)
+
+    def __str__(self) -> str:
+        """Kind and depth, such as drawn+s+e-d4."""
+        return f"{self.kind}-d{self.depth}"
+
+    def head(self, hidden_size: int, provenance: Provenance | None = None) -> "AcceptanceHead":
+        """A head of this shape with random weights."""
+        settings: dict[str, Any] = {"architecture": self.architecture, "provenance": provenance}
+        return AcceptanceHead(hidden_size, self.depth, self.timing, *self.inputs, **settings)
 
 
 class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
@@ -54,6 +95,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
     Attributes:
         inputs: its inputs beside the hidden state.
         provenance: its training data and metrics, stored in config.json.
+        shape_name: timing, inputs and depth, such as drawn+s+e-d4.
     """
 
     def __init__(
@@ -82,15 +124,11 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             ValueError: an impossible or unknown value, or a prefix head that reads the token.
         """
         super().__init__()
-        check_shape(hidden_size, depth, timing, architecture)
+        if not 1 <= hidden_size <= _MAX_WIDTH:
+            raise ValueError(f"hidden_size is {hidden_size}; use the draft's width, from 1 to {_MAX_WIDTH:,}")
         self.hidden_size, self.depth, self.timing, self.architecture = hidden_size, depth, timing, architecture
         self.inputs = Inputs.of(scalars, embedding, timing, is_normalised)
-        if timing == "prefix" and self.inputs.reads_token:
-            readable = ", ".join(name for name, scalar in SCALARS.items() if not scalar.reads_token)
-            raise ValueError(
-                f"scalars are {list(self.inputs.scalars)} and embedding is {embedding}, but a prefix head scores a "
-                f"token before it is drawn; set embedding to false and use only the scalars {readable}"
-            )
+        self.shape_name = str(HeadShape(timing, self.inputs, depth, architecture))
         self.provenance = provenance or Provenance()
         num_inputs = self.inputs.width(hidden_size)
         self.mix = nn.Linear(num_inputs, hidden_size) if num_inputs and depth else None
@@ -149,11 +187,6 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         return self.calibrated_logit(logit).sigmoid()
 
     @property
-    def shape_name(self) -> str:
-        """Timing, inputs and depth, such as drawn+s+e-d4: heads of one shape take equally long."""
-        return f"{kind_of(self.timing, self.inputs, self.architecture)}-d{self.depth}"
-
-    @property
     def config(self) -> dict[str, Any]:
         """Entries of config.json."""
         sizes = {"architectures": [type(self).__name__], "hidden_size": self.hidden_size, "num_layers": self.depth}
@@ -187,7 +220,9 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         return super().save_pretrained(local_path(save_directory, "save_directory"), **arguments)
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        write_head_files(save_directory, {name: t.detach() for name, t in self.state_dict().items()}, self.config)
+        tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in self.state_dict().items()}
+        write_atomic(save_directory / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+        write_head_config(save_directory / "config.json", self.config)
         self.generate_model_card().save(save_directory / "README.md")
 
     @classmethod
@@ -228,22 +263,6 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         optional = ("timing", "scalars", "embedding", "is_normalised", "architecture")
         given = {key: config[key] for key in optional if key in config}
         return cls(config["hidden_size"], config["num_layers"], **given, provenance=Provenance.from_dict(config))
-
-
-def kind_of(timing: str, inputs: Inputs, architecture: str) -> str:
-    """Timing and inputs, such as drawn+s+e; +ARCHITECTURE if it is not the paper's."""
-    return timing + inputs.label + f"+{architecture}" * (architecture != PAPERS)
-
-
-def check_shape(hidden_size: int, depth: int, timing: str, architecture: str = PAPERS) -> None:
-    """Raise ValueError for an impossible shape."""
-    if not 1 <= hidden_size <= _MAX_WIDTH:
-        raise ValueError(f"hidden_size is {hidden_size}; use the draft's width, from 1 to {_MAX_WIDTH:,}")
-    if not 0 <= depth <= _MAX_DEPTH:
-        raise ValueError(f"depth is {depth}; it must be from 0 (a linear head) to {_MAX_DEPTH}")
-    if timing not in get_args(Timing):
-        raise ValueError(f"timing is {timing!r}; use one of {', '.join(get_args(Timing))}")
-    architecture_of(architecture)
 
 
 def update_config(directory: str | Path, **changes: Any) -> None:

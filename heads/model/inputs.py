@@ -17,7 +17,7 @@ STANDARD = ("log_token_prob", "entropy")
 """Meaning of `scalars: true` in a config and in config.json; for a prefix head, those that do not read the token."""
 
 EPSILON = 1e-5
-"""Added to the variance that `normalised` divides by."""
+"""Added to the variance that normalisation divides by."""
 
 
 class Inputs(NamedTuple):
@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
     scalars: tuple[str, ...] = ()
     embedding: bool = False
     is_normalised: bool = False
-    """Hidden state and embedding are each `normalised` first."""
+    """Hidden state and embedding are each normalised first."""
 
     @classmethod
     def of(
@@ -60,8 +60,10 @@ class Inputs(NamedTuple):
         return self._asdict() | {"scalars": named.get(self.scalars, list(self.scalars))}
 
     def taken(self, states: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:
-        """Hidden states or embeddings, normalised if the head normalises them."""
-        return normalised(states) if self.is_normalised else states
+        """Hidden states or embeddings; if the head normalises them, each scaled to mean 0 and variance 1: LayerNorm
+        without weights, since a linear layer follows.
+        """
+        return functional.layer_norm(states, states.shape[-1:], eps=EPSILON) if self.is_normalised else states
 
     def among(
         self, columns: Mapping[str, Float[Tensor, "*tokens"]], embedding: Callable[[], Float[Tensor, "*tokens hidden"]]
@@ -69,8 +71,11 @@ class Inputs(NamedTuple):
         """The arguments `scalars` and `embedding` of a head's forward for some tokens, from scalars by name, in nats,
         and a function that returns the draft's input embeddings of the tokens.
         """
-        scalars = torch.stack([columns[name] for name in self.scalars], -1) if self.scalars else None
-        return scalars, embedding() if self.embedding else None
+        return self.stacked(columns), embedding() if self.embedding else None
+
+    def stacked(self, columns: Mapping[str, Float[Tensor, "*tokens"]]) -> Float[Tensor, "*tokens scalar"] | None:
+        """The argument `scalars` alone."""
+        return torch.stack([columns[name] for name in self.scalars], -1) if self.scalars else None
 
     def width(self, hidden_size: int) -> int:
         """Numbers per token."""
@@ -91,8 +96,3 @@ class Inputs(NamedTuple):
                 raise ValueError(f"the head {problem}")
         parts = [part for part in (scalars, None if embedding is None else self.taken(embedding)) if part is not None]
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0] if parts else None
-
-
-def normalised(states: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:
-    """Each state scaled to mean 0 and variance 1: LayerNorm without weights, since a linear layer follows."""
-    return functional.layer_norm(states, states.shape[-1:], eps=EPSILON)

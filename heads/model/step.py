@@ -169,13 +169,12 @@ class HostHead:
         return logit + torch.addmv(self._out_bias, self._out, stream).item()
 
     def _normalised(self, hidden: np.ndarray) -> np.ndarray:
-        """`heads.model.inputs.normalised` in numpy."""
+        """`Inputs.taken` in numpy."""
         centred = hidden.astype(self._values.dtype) - hidden.mean(dtype=self._values.dtype)
         centred *= 1.0 / math.sqrt(centred.dot(centred) / len(centred) + EPSILON)
         return centred
 
     def _of_token(self, token_id: int | None) -> tuple[np.ndarray | None, float]:
-        """What the token's embedding adds to the stream and to the logit."""
         assert token_id is not None
         rows, logits = self._table or self._as_arrays(self._head.of_embedding(torch.tensor([token_id])))
         index = token_id if self._table else 0

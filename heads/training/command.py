@@ -22,8 +22,8 @@ from torch import Tensor
 from configs.schema import Config, PairConfig
 from data_gen.pipeline import sizes
 from data_gen.store.manifest import read_manifest, refuse_older
+from heads.batches.features import DraftFeatures
 from heads.batches.module import FeatureData, is_first_process
-from heads.batches.online import DraftFeatures
 from heads.grid import grid
 from heads.measures.report import by_set, save_plots, tables, verdict, write_metrics
 from heads.training.directory import RunDirectory

@@ -76,18 +76,16 @@ class RunDirectory:
         """
         described = {"processes": processes, **_described(config)}
         on_disk = self.read() if resume else {}
-        has_checkpoint = resume and self.checkpoint.is_file()
-        saved = run_of(self.checkpoint) if has_checkpoint else ""
-        if has_checkpoint and on_disk:
+        saved = run_of(self.checkpoint) if resume and self.checkpoint.is_file() else None
+        if saved and on_disk:
             _refuse_difference(on_disk, described, path=self.path)
-        is_resumed = has_checkpoint and (not on_disk or on_disk["run"] == saved)
-        run = saved if is_resumed else on_disk["run"] if on_disk else uuid.uuid4().hex
+        run = on_disk.get("run") or saved or uuid.uuid4().hex
         if is_first_process():
             self.path.mkdir(parents=True, exist_ok=True)
             clean_partial(self.path)
             text = json.dumps({"run": run, **described}, indent=1) + "\n"
             write_atomic(self.path / "run.json", text.encode())
-        return run, str(self.checkpoint) if is_resumed else None
+        return run, str(self.checkpoint) if run == saved else None
 
     def results(self, run: str) -> dict[str, Any]:
         """The results of a run in val_metrics.json; empty if it has none."""
@@ -101,11 +99,9 @@ class RunDirectory:
         path = self.path / "run.json"
         if not path.is_file():
             return {}
-        remedy = "delete it to continue without comparing configs"
-        on_disk = read_json(path, remedy=remedy, keys=("run", "config"))
-        if not isinstance(on_disk["config"], dict):
-            raise ValueError(f"{path}: config is {on_disk['config']!r}, expected an object; {remedy}")
-        return on_disk
+        return read_json(
+            path, remedy="delete it to continue without comparing configs", keys=("run", "data", "config", "processes")
+        )
 
 
 def run_of(path: Path) -> str:
@@ -132,21 +128,14 @@ def run_of(path: Path) -> str:
 def _described(config: Config) -> dict[str, Any]:
     """The content of run.json beside the run's name; values that are not JSON (callbacks) become their type's name."""
     packages = ("torch", "pytorch-lightning", "transformers", "safetensors", "torchmetrics")
+    manifest = {name: value for name, value in read_manifest(config.data.dir).items() if name != "recorded"}
     described = {
         "config": asdict(config),
-        "data": _digest_of_data(config.data.dir),
+        "data": digest(json.dumps(manifest, sort_keys=True)),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "command": sys.argv,
     }
     return json.loads(json.dumps(described, default=lambda value: type(value).__name__))  # type: ignore[no-any-return]
-
-
-def _digest_of_data(directory: str) -> str | None:
-    """A digest of the manifest without paths; None if there is no manifest."""
-    if not (Path(directory) / "manifest.json").is_file():
-        return None
-    manifest = {name: value for name, value in read_manifest(directory).items() if name != "recorded"}
-    return digest(json.dumps(manifest, sort_keys=True))
 
 
 def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, path: Path) -> None:
@@ -154,17 +143,19 @@ def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, pa
     number of processes changes only rounding, unless there is dropout.
     """
     remedy = f"choose another heads.dir, or {_START_OVER} in this one"
-    if None not in (on_disk.get("data"), described["data"]) and on_disk["data"] != described["data"]:
+    if on_disk["data"] != described["data"]:
         directory = described["config"]["data"]["dir"]
         raise ValueError(f"{path} has a run that was trained on other data than {directory} contains now; {remedy}")
-    new, old = (_settings(config) for config in (described["config"], on_disk["config"]))
-    for name in sorted(new.keys() | {name for name in old if name.startswith("trainer.")}):
-        if old.get(name) != new.get(name) and name not in _FREE_TO_CHANGE:
-            raise ValueError(
-                f"{path} has a run with {name} = {old.get(name)!r}, but this config has {new.get(name)!r}; {remedy}"
-            )
-    processes, dropout = described["processes"], new["heads.dropout"]
-    written = on_disk.get("processes", processes)
+    for section, defaults in _DEFAULTS.items():
+        old, new = (defaults | config[section] for config in (on_disk["config"], described["config"]))
+        for name in new:
+            if old.get(name) != new[name] and f"{section}.{name}" not in _FREE_TO_CHANGE:
+                raise ValueError(
+                    f"{path} has a run with {section}.{name} = {old.get(name)!r}, but this config has {new[name]!r}; "
+                    f"{remedy}"
+                )
+    processes, dropout = described["processes"], described["config"]["heads"]["dropout"]
+    written = on_disk["processes"]
     if written != processes and dropout:
         raise ValueError(
             f"{path} has a run of {written} processes, but this one has {processes}, and heads.dropout {dropout:g} "
@@ -172,15 +163,7 @@ def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, pa
         )
 
 
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Every setting of heads and trainer by its full name; one that is not there has its default."""
-    sections = {"heads": _HEADS, "trainer": _TRAINER}
-    return {
-        f"{section}.{name}": value
-        for section, defaults in sections.items()
-        for name, value in (defaults | (config.get(section) or {})).items()
-    }
-
-
-_HEADS = json.loads(json.dumps(asdict(HeadsConfig())))
-_TRAINER = {name: parameter.default for name, parameter in signature(pl.Trainer).parameters.items()}
+_DEFAULTS = {
+    "heads": json.loads(json.dumps(asdict(HeadsConfig()))),
+    "trainer": {name: parameter.default for name, parameter in signature(pl.Trainer).parameters.items()},
+}

@@ -3,7 +3,7 @@
     L = sum_i [w_acc P_i softplus(-f_i) + w_rej (1 - P_i) softplus(f_i)] / sum_i [w_acc P_i + w_rej (1 - P_i)]
 
 Its population optimum is f* = logit(P) - ln(w_rej / w_acc). Token weights (`heads.reached`) multiply a token's terms in
-numerator and denominator. The denominator is averaged over processes , so that two processes
+numerator and denominator. The denominator is averaged over processes, so that two processes
 with half a batch each take the same step as one with the whole batch.
 """
 

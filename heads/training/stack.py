@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heads.grid import HeadShape, HeadSpec
+from heads.grid import HeadSpec
 from heads.model.formula import ARCHITECTURES, Dropout, stack_forward
-from heads.model.head import AcceptanceHead
+from heads.model.head import AcceptanceHead, HeadShape
 from heads.model.inputs import STANDARD
 from heads.model.provenance import Provenance
 from heads.training.loss import ChunkedLoss, Targets, chunks_of, weighted_bce
@@ -101,18 +101,13 @@ class HeadStack(nn.Module):
         """One head of the stack, with the standardisation of scalars folded into its weights."""
         head = self.shape.head(self.hidden_size, provenance)
         weights = {name: weight[index].detach().clone() for name, weight in self.weights.items()}
-        if self.shape.inputs.scalars:
-            self._fold_standardisation(weights)
+        count = len(self.shape.inputs.scalars)  # they come first among the inputs
+        for weight, bias in (("mix.weight", "mix.bias"), ("skip.weight", "out.bias")) if count else ():
+            if weight in weights:
+                weights[weight][:, :count] /= self.scalar_scale
+                weights[bias] -= weights[weight][:, :count] @ self.scalar_mean
         head.load_state_dict(weights, strict=True)
         return head.eval()
-
-    def _fold_standardisation(self, weights: dict[str, Tensor]) -> None:
-        """Rewrite weights of (s - mean) / scale as weights of s, and add the constant to the bias."""
-        of_scalars = slice(len(self.shape.inputs.scalars))  # scalars come first among the inputs
-        for weight, bias in (("mix.weight", "mix.bias"), ("skip.weight", "out.bias")):
-            if weight in weights:
-                weights[weight][:, of_scalars] /= self.scalar_scale
-                weights[bias] -= weights[weight][:, of_scalars] @ self.scalar_mean
 
     def _inputs(self, scalars: Tensor | None, embedding: Tensor | None) -> Float[Tensor, "tokens input"] | None:
         standardised = None if scalars is None else (scalars - self.scalar_mean) / self.scalar_scale

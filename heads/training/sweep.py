@@ -17,14 +17,12 @@ from torch import Tensor, nn
 from transformers import get_cosine_schedule_with_warmup
 
 from configs.schema import HeadsConfig
-from heads.batches.features import FEATURE_SETS, Batch, has_tokens, of_timing
-from heads.batches.online import DraftFeatures
-from heads.grid import HeadShape, grid, scalar_names, specs
+from heads.batches.features import FEATURE_SETS, Batch, DraftFeatures, of_timing
+from heads.grid import grid, scalar_names, specs
 from heads.measures.evaluation import Evaluation
-from heads.measures.histogram import Histogram, Sums, observe
+from heads.measures.histogram import Histogram, Sums, observe, reach_of
 from heads.measures.scores import auroc, fit_temperature, measures
-from heads.measures.survival import reach_of
-from heads.model.head import AcceptanceHead
+from heads.model.head import AcceptanceHead, HeadShape
 from heads.model.provenance import Provenance
 from heads.training.loss import Targets
 from heads.training.stack import HeadStack
@@ -66,10 +64,10 @@ class Sweep(pl.LightningModule):
         settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in heads.items()}
         self.config = HeadsConfig(**settings)
         self.facts, shapes = facts, grid(self.config)
-        self.scalars, self.specs = scalar_names(shapes), specs(shapes)
+        self.scalars, self.specs = scalar_names(shapes), specs(self.config)
         # torch does not allow a dot in a module's name
         keys = {shape: re.sub(r"[^0-9A-Za-z_+-]", "_", str(shape)) for shape in shapes}
-        self.stacks = nn.ModuleDict({keys[shape]: self._stack(shape, weights) for shape, weights in shapes.items()})
+        self.stacks = nn.ModuleDict({keys[shape]: self._stack(shape) for shape in shapes})
         self.best = copy.deepcopy(self.stacks).requires_grad_(False)
         self.register_buffer("best_kl", torch.full((len(self.specs),), torch.inf, dtype=torch.float64))
         self.register_buffer("temperature", torch.ones(len(self.specs), dtype=torch.float64))
@@ -79,9 +77,10 @@ class Sweep(pl.LightningModule):
         self.results: dict[str, Any] = {}
         self._draft = draft
 
-    def items(self) -> list[tuple[str, HeadStack]]:
-        """(key, stack) of the current weights."""
-        return list(self.stacks.items())  # type: ignore[arg-type]
+    @property
+    def by_shape(self) -> list[HeadStack]:
+        """The stacks of the current weights."""
+        return list(self.stacks.values())  # type: ignore[arg-type]
 
     def logits(self, stack: HeadStack, batch: Batch) -> Tensor:
         """[heads, tokens] of one stack."""
@@ -96,7 +95,7 @@ class Sweep(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         losses = []
-        for weights, (_, stack) in zip(self._by_stack(self.reject_weights), self.items(), strict=True):
+        for weights, stack in zip(self._by_stack(self.reject_weights), self.by_shape, strict=True):
             label = of_timing(batch, stack.shape.timing).acceptance_prob
             accept_weights = torch.full_like(weights, self.config.accept_weight)
             targets = Targets.of(label, accept_weights, weights, self._reach(batch, stack))
@@ -116,12 +115,11 @@ class Sweep(pl.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         histograms = []
-        for _, stack in self.items() if has_tokens(batch) else []:
+        for stack in self.by_shape:
             label = of_timing(batch, stack.shape.timing).acceptance_prob
             logits = self.logits(stack, batch).float()
             histograms.append(observe(logits, label[None], self._reach(batch, stack)[None]))
-        if histograms:
-            self._validation.update(Histogram(*map(torch.cat, zip(*histograms, strict=True))))
+        self._validation.update(Histogram(*map(torch.cat, zip(*histograms, strict=True))))
 
     def on_validation_epoch_end(self) -> None:
         histogram = self._validation.compute()
@@ -146,7 +144,7 @@ class Sweep(pl.LightningModule):
 
     def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         logits: dict[str, list[Tensor]] = {}
-        for _, stack in self.items() if has_tokens(batch) else []:
+        for stack in self.by_shape:
             logits.setdefault(stack.shape.timing, []).append(self.logits(stack, batch).float())
         evaluation = [*self._evaluations.values()][dataloader_idx]
         evaluation.update({timing: torch.cat(parts) for timing, parts in logits.items()}, batch)
@@ -170,7 +168,7 @@ class Sweep(pl.LightningModule):
         if gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
-        for _, stack in self.items() if gradient_clip_val else ():
+        for stack in self.by_shape if gradient_clip_val else ():
             grads = [p.grad for p in stack.parameters() if p.grad is not None]
             norm = torch.stack([grad.flatten(1).norm(dim=1) for grad in grads]).norm(dim=0)
             for grad in grads:
@@ -191,7 +189,7 @@ class Sweep(pl.LightningModule):
     def heads(self) -> dict[str, AcceptanceHead]:
         """Every head by name, with its current weights (see `use_selected`) and its provenance."""
         exported, temperatures = {}, iter(self.temperature.tolist())
-        for _, stack in self.items():
+        for stack in self.by_shape:
             for index, spec in enumerate(stack.specs):
                 provenance = Provenance(
                     accept_weight=self.config.accept_weight,
@@ -235,8 +233,9 @@ class Sweep(pl.LightningModule):
             for new, old in zip(source[key].parameters(), destination[key].parameters(), strict=True):
                 old.copy_(torch.where(_per_head(mask, old), new, old))
 
-    def _stack(self, shape: HeadShape, weights: tuple[float, ...]) -> HeadStack:
-        stack = HeadStack(shape, weights, hidden_size=self.facts["hidden_size"], seed=self.config.seed)
+    def _stack(self, shape: HeadShape) -> HeadStack:
+        settings = {"hidden_size": self.facts["hidden_size"], "seed": self.config.seed}
+        stack = HeadStack(shape, self.config.reject_weights, **settings)
         if shape.inputs.scalars:
             mean, scale = torch.tensor(self.facts["scalar_stats"][FEATURE_SETS[shape.timing]])
             columns = [self.scalars.index(name) for name in shape.inputs.scalars]
@@ -246,7 +245,7 @@ class Sweep(pl.LightningModule):
 
     def _by_stack(self, of_heads: Tensor) -> tuple[Tensor, ...]:
         """A [heads] tensor split by stack."""
-        return of_heads.split([len(stack.specs) for _, stack in self.items()])
+        return of_heads.split(len(self.config.reject_weights))
 
 
 def _per_head(values: Tensor, like: Tensor) -> Tensor:

@@ -36,12 +36,9 @@ _INTERVAL = timedelta(minutes=3)
 
 
 class WholeCheckpoints(TorchCheckpointIO):
-    """`TorchCheckpointIO` that writes local files atomically."""
+    """`TorchCheckpointIO` that writes files atomically."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        if "://" in str(path) or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
         with atomic_file(Path(path)) as file:
             try:
                 torch.save(checkpoint, file)
@@ -57,28 +54,24 @@ class CheckpointBetweenSteps(ModelCheckpoint):
     """
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if not is_within_step(trainer) and not is_validation_due(trainer):
+        if _is_between_steps(trainer):
             super().on_train_batch_end(trainer, *args)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not is_within_step(trainer):
+        if not trainer.fit_loop._should_accumulate():
             super().on_validation_end(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        if progress.ready == progress.processed and not is_within_step(trainer) and not is_validation_due(trainer):
+        if progress.ready == progress.processed and _is_between_steps(trainer):
             super().on_exception(trainer, pl_module, exception)
 
 
-def is_within_step(trainer: pl.Trainer) -> bool:
-    """Whether gradients are accumulated whose optimiser step has not happened yet."""
-    return trainer.fit_loop._should_accumulate()
-
-
-def is_validation_due(trainer: pl.Trainer) -> bool:
-    """Whether a validation belongs to the newest batch."""
+def _is_between_steps(trainer: pl.Trainer) -> bool:
+    """Whether no gradients are accumulated and no validation belongs to the newest batch."""
     loop = trainer.fit_loop
-    return loop._data_fetcher is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+    is_due = loop._data_fetcher is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+    return not loop._should_accumulate() and not is_due
 
 
 def make_trainer(config: Config) -> pl.Trainer:

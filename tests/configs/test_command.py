@@ -8,7 +8,7 @@ import sys
 from contextlib import nullcontext, suppress
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from lightning_utilities.core.imports import RequirementCache
@@ -28,27 +28,22 @@ ROOT = Path(__file__, "../../..").resolve()
 
 
 def show(config: Config, *, flag: int = 1) -> tuple[Config, int]:
-    """Return what was parsed."""
     return config, flag
 
 
 def refuse(config: Config) -> None:
-    """Fail as a user's mistake does."""
     raise ValueError("temperature is -1; it must be at least 0")
 
 
 def read(config: Config) -> None:
-    """Read a directory."""
     Path(config.data.dir).read_text()
 
 
 def switch(*, n: int = 0, json: bool = False) -> bool:
-    """Return the switch."""
     return json
 
 
-def engine(*, for_: Literal["vllm", "llama.cpp"]) -> str:
-    """Return the engine."""
+def engine(*, for_: str) -> str:
     return for_
 
 
@@ -58,7 +53,6 @@ def publish(*, heads: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 
 def raced(config: Config, *, race: RaceRules = RaceRules()) -> RaceRules:  # noqa: B008  # frozen
-    """Return a record among the flags."""
     return race
 
 
@@ -133,34 +127,18 @@ def test_flags_arrive_as_the_values_that_the_command_takes(argv: list[str], resu
     assert run(COMMANDS, argv=argv) == result
 
 
-SHOW = ["show", "--config", "{yaml}"]
-LOGGER = [*SHOW, "--trainer.logger"]
-MISTAKES = {
-    "no list": ([*SHOW, "--heads.depths", "deep"], "depths"),
-    "no number": ([*SHOW, "--pair.sampling.temperature", "warm"], "temperature"),
-    "a ValueError": (["refuse", "--config", "{yaml}"], "error: temperature is -1; it must be at least 0"),
-    "a folder as a file": (["read", "--config", "{yaml}"], "Is a directory; check the path"),
-    "an unknown command": (["shw"], "show"),
-    "an unknown engine": (["engine", "--for", "lama"], "--for"),
-    "no engine": (["engine"], "--for"),
-    "no config": (["show"], "`acceptance-heads init` writes one"),
-    "a missing package": ([*LOGGER, "WandbLogger"], "WandbLogger needs wandb, which is not installed"),
-    "an error of a class": ([*LOGGER, "tests.configs.test_command.Refusing"], "nobody answers at port 1"),
-    "no value of a union": ([*SHOW, "--decode.stop_share", "much"], "no possible value is much"),
-}
-
-
-@pytest.mark.parametrize("what", MISTAKES)
-def test_a_mistake_exits_with_2_and_names_what_is_wrong(what, yaml: str, capsys: pytest.CaptureFixture, monkeypatch):
-    # as on a machine without wandb, whatever is installed
-    monkeypatch.setattr("pytorch_lightning.loggers.wandb._WANDB_AVAILABLE", RequirementCache("wandb>=99"))
-    argv, *messages = MISTAKES[what]
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["refuse", "--config", "tiny"], "error: temperature is -1; it must be at least 0\n"),
+        (["read", "--config", "tiny", "--data.dir", "/"], "error: /: Is a directory; check the path"),
+        (["shw"], "error: 'shw' is not a command; did you mean show?"),
+    ],
+)
+def test_an_error_of_a_command_exits_with_2_and_one_line(argv, message, capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit, match="2"):
-        run(COMMANDS, argv=[argument.format(yaml=yaml) for argument in argv], trainer=Trainer)
-    error = capsys.readouterr().err
-    assert all(message in error for message in messages)
-    assert "for_" not in error
-    assert what == "an unknown command" or error.count("\n") == 1
+        run(COMMANDS, argv=argv)
+    assert capsys.readouterr().err.startswith(message)
 
 
 def test_print_config_round_trips(yaml: str, tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -273,29 +251,39 @@ def test_it_runs_beside_a_users_own_modules_of_our_names(tmp_path):
 
 
 PLAN = ["plan", "--config", "tiny"]
+TRAIN = ["train", "--config", "tiny", "--trainer.logger"]
 INIT = ["init", "--target", "{tmp}", "--draft", "{tmp}", "--prompts", "{tmp}/prompts.txt"]
 OF_MODELS = "did you mean --pair.target.{0} or --pair.draft.{0}?)"
-FRONT_MISTAKES = {
-    "a command": (["evalute", "--config", "tiny"], "error: 'evalute' is not a command; did you mean evaluate?"),
-    "a key": ([*PLAN, "--data.num_trian", "5"], "(did you mean --data.num_train?)"),
-    "a section of a model": ([*PLAN, "--pair.dtype", "float32"], OF_MODELS.format("dtype")),
-    "another": ([*PLAN, "--pair.trust_remote_code", "true"], OF_MODELS.format("trust_remote_code")),
-    "no section": ([*PLAN, "--num_train", "5"], "(did you mean --data.num_train or --heads.num_train?)"),
-    "a flag": ([*PLAN, "--sampel", "5"], "(did you mean --sample?)"),
-    "no similar key": ([*PLAN, "--data.nothing_like_it", "5"], "(run with --help.all to list every option)"),
-    "a policy": (["replay", "--config", "tiny", "--policy", "entrpy"], "no policy 'entrpy'; did you mean entropy?"),
-    "an experiment": (["plan", "--config", "configs/tny.yaml"], "nor a shipped experiment; did you mean tiny?"),
-    "no experiment": (["plan", "--config", "mine.yaml"], "a shipped experiment; it must be one of llama2-68m-7b-70b, "),
-    "a broken YAML": (["plan", "--config", "{tmp}/broken.yaml"], "error: {tmp}/broken.yaml: Problems parsing config"),
-    "a key of a YAML": ([*PLAN, "--config", "{tmp}/mistyped.yaml"], "(did you mean data.num_train?)"),
-    "a shell": (["--completion", "fish"], "error: --completion is 'fish'; it takes bash or zsh"),
-    "no model": (INIT, "error: {tmp} is a directory without config.json: no model is there; check the path"),
-}
+MISTAKES = [
+    (["evalute", "--config", "tiny"], "error: 'evalute' is not a command; did you mean evaluate?"),
+    ([*PLAN, "--data.num_trian", "5"], "(did you mean --data.num_train?)"),
+    ([*PLAN, "--pair.dtype", "float32"], OF_MODELS.format("dtype")),
+    ([*PLAN, "--pair.trust_remote_code", "true"], OF_MODELS.format("trust_remote_code")),
+    ([*PLAN, "--num_train", "5"], "(did you mean --data.num_train or --heads.num_train?)"),
+    ([*PLAN, "--sampel", "5"], "(did you mean --sample?)"),
+    ([*PLAN, "--data.nothing_like_it", "5"], "(run with --help.all to list every option)"),
+    ([*PLAN, "--heads.depths", "deep"], "heads.depths is deep"),
+    ([*PLAN, "--pair.sampling.temperature", "warm"], "temperature is warm, but it must be a number"),
+    ([*PLAN, "--decode.stop_share", "much"], "no possible value is much"),
+    (["replay", "--config", "tiny", "--policy", "entrpy"], "no policy 'entrpy'; did you mean entropy?"),
+    (["flags", "--config", "tiny", "--for", "lama"], "--for is lama, but it must be one of llama.cpp, "),
+    (["flags", "--config", "tiny"], "required: --for"),
+    (["plan"], "`acceptance-heads init` writes one"),
+    (["plan", "--config", "configs/tny.yaml"], "nor a shipped experiment; did you mean tiny?"),
+    (["plan", "--config", "mine.yaml"], "a shipped experiment; it must be one of llama2-68m-7b-70b, "),
+    (["plan", "--config", "{tmp}/broken.yaml"], "error: {tmp}/broken.yaml: Problems parsing config"),
+    ([*PLAN, "--config", "{tmp}/mistyped.yaml"], "(did you mean data.num_train?)"),
+    (["--completion", "fish"], "error: --completion is 'fish'; it takes bash or zsh"),
+    (INIT, "error: {tmp} is a directory without config.json: no model is there; check the path"),
+    ([*TRAIN, "WandbLogger"], "WandbLogger needs wandb, which is not installed"),
+    ([*TRAIN, "tests.configs.test_command.Refusing"], "nobody answers at port 1"),
+]
 
 
-@pytest.mark.parametrize("what", FRONT_MISTAKES)
-def test_a_mistake_is_one_line_with_what_was_meant(what, tmp_path, capsys, monkeypatch):
-    argv, message = FRONT_MISTAKES[what]
+@pytest.mark.parametrize(("argv", "message"), MISTAKES)
+def test_a_mistake_is_one_line_with_what_is_wrong_or_was_meant(argv, message, tmp_path, capsys, monkeypatch):
+    # as on a machine without wandb, whatever is installed
+    monkeypatch.setattr("pytorch_lightning.loggers.wandb._WANDB_AVAILABLE", RequirementCache("wandb>=99"))
     monkeypatch.chdir(ROOT)
     (tmp_path / "broken.yaml").write_text("pair: [1, 2\n")
     (tmp_path / "mistyped.yaml").write_text("data: {num_trian: 5}\n")

@@ -1,25 +1,42 @@
-"""Settings beyond their limits, and URLs in place of paths: each is refused in one line before anything is made."""
+"""Settings beyond their limits, and URLs in place of paths: each is refused in one line before anything is made; and
+5,000 random settings: each is taken, or refused in one line that names its key, before any model is loaded.
+"""
 
+import json
+import math
+import random
+import re
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
+from huggingface_hub import constants
+from jsonargparse import ArgumentError
+from pytorch_lightning import Trainer
 
 from checkpoints.recipes.tiny import make_drafts, make_trio
-from configs.command import run
+from configs.command import SECTIONS, config_of, one_line, parser_for, run
 from configs.limits import LIMITS, check_limits
 from configs.paths import check_local, local_path
 from configs.schema import Config, ModelSource, PairConfig, PromptSource
+from configs.screens import settings_of
 from data_gen.official import import_ as import_data
+from data_gen.pipeline import memory
+from data_gen.pipeline.command import check_settings
 from data_gen.pipeline.inspect import responses
+from data_gen.pipeline.sizes import settled
+from data_gen.prompts.sets import set_of, sources_of
+from decode.experiment import Experiment
 from decode.generate.command import generate
 from evaluation.flags.command import flags
 from evaluation.papers.command import paper_tables
 from evaluation.report.evaluate import evaluate
 from heads.command import export, import_, push
 from heads.command import inspect as inspect_head
+from heads.grid import grid
 from heads.model.head import AcceptanceHead
 from store.lock import only_writer
 from store.shards import write_atomic
@@ -41,23 +58,12 @@ def changed(section: Any, name: str, value: Any) -> Any:
     return replace(section, **{first: changed(getattr(section, first), rest, value) if rest else value})
 
 
-def numbers(section: type, name: str = "") -> list[str]:
-    """Dotted names of every field of a section that holds numbers."""
-    found = []
-    for field in fields(section):
-        hint = get_type_hints(section)[field.name]
-        kinds = {hint, *get_args(hint), *(part for kind in get_args(hint) for part in get_args(kind))}
-        inner = next((kind for kind in kinds if is_dataclass(kind)), None)
-        if inner:
-            found += numbers(inner, f"{name}{field.name}.")
-        elif kinds & {int, float} and "str | int" not in str(hint):
-            found.append(name + field.name)
-    return found
-
-
 @pytest.mark.parametrize("value", [-3, float("nan"), float("inf")])
 def test_every_number_of_the_schema_has_a_limit_that_refuses_what_no_setting_takes(value: float):
-    assert set(numbers(Config)) <= set(LIMITS)
+    options = [option for section in SECTIONS for option in settings_of(section) if "str | int" not in option.kind]
+    numbers = {option.flag.removeprefix("--") for option in options if re.search(r"\b(int|float)\b", option.kind)}
+    assert len(numbers) > 40
+    assert numbers <= set(LIMITS)
     for name in LIMITS:
         config = changed(CONFIG, name, (40, value, 2) if name == "data.split_weights" else value)
         with pytest.raises(ValueError, match=f"{name} is {value}; it must be a number, "):
@@ -98,9 +104,8 @@ def test_the_command_line_checks_limits_before_the_command_begins_and_defaults_a
         run({"show": lambda config: 1 / 0}, argv=["show", "--config", "tiny", "--heads.batch_size", "0"])
     limit = "it must be a number, at least 1 and at most 1,000,000,000"
     assert capsys.readouterr().err == f"error: heads.batch_size is 0; {limit}\n"
-    check_limits(Config(pair=replace(PAIR, micro=None)))
     trainer = {"max_epochs": -1, "max_steps": 10, "devices": "auto", "limit_val_batches": 1.0}
-    check_limits(Config(pair=PAIR, trainer=trainer))
+    check_limits(Config(pair=replace(PAIR, micro=None), trainer=trainer))
 
 
 URLS = ("s3://bucket/run", "gs://bucket", "hf://owner/name", "https://host/x.jsonl", "file:///data/run", "S3://bucket")
@@ -175,3 +180,90 @@ def test_every_flag_and_function_that_takes_a_path_refuses_a_url_and_makes_nothi
     with pytest.raises(ValueError, match=r"is 's3:/+bucket/run', a URL, but must be a local path"):
         CALLS[what]()
     assert list(tmp_path.iterdir()) == []
+
+
+NUM_CASES = 5000
+TINY = ROOT / "checkpoints/tiny"
+NUMBERS = [0, 1, -1, 2, 3.5, -0.0, 10**20, -(2**70), 1e308, math.nan, math.inf, True, False, None]
+TEXTS = ["", " ", "x", "none", "null", "auto", "\0", "../x", "a" * 300, "s3://bucket/run", "1e9", "2x80"]
+WRONG = [*NUMBERS, *TEXTS, [], {}, [[]], [None], [1, "a"], [0, 0], {"x": 1}, {"x": None}, {"path": ""}, {"path": 5}]
+
+
+def nothing(config: Config) -> None:
+    """A command that takes a config."""
+
+
+def leaves(values: dict[str, Any], name: str = "") -> list[str]:
+    """The dotted names of all settings, and of the sections that hold them."""
+    found = []
+    for key, value in values.items():
+        if key not in ("config", "print_config"):
+            found.append(name + key)
+            found += leaves(value, f"{name}{key}.") if isinstance(value, dict) else []
+    return found
+
+
+def refuse_early(config: Config) -> None:
+    """What the commands check before they load models."""
+    check_settings(config.pair, config.data)
+    memory.gpus_of(config.pair.gpus)
+    grid(config.heads)
+    for source in sources_of(config.data).values():
+        if source.path != "stories":
+            set_of(source)
+    if all(source.path == "stories" for source in config.data.prompt_sources):
+        settled(config.data, config.heads)
+    if not config.decode.as_recorded:
+        Experiment(config)
+
+
+def other_value(random_of: random.Random, default: Any) -> Any:
+    """A value for a setting: a wrong one, or one near its default."""
+    if isinstance(default, bool) or default is None or random_of.random() < 0.7:
+        return random_of.choice(WRONG)
+    if isinstance(default, int | float):
+        return random_of.choice([default * 2, default + 1, -default, default / 3])
+    return [default, default] if random_of.random() < 0.5 else random_of.choice([str(default), [default]])
+
+
+def experiment_with(pair: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    whole = {"pair": json.loads(json.dumps(pair))}
+    *sections, last = name.split(".")
+    section = whole
+    for key in sections:
+        section = section.setdefault(key, {})
+    section[last] = value
+    return whole
+
+
+@pytest.mark.slow
+def test_every_setting_is_taken_or_refused_by_its_name_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    parser, random_of = parser_for(nothing, trainer=Trainer), random.Random(0)
+    defaults = parser.get_defaults().as_dict()
+    pair = {model: {"path": str(TINY / model)} for model in ("target", "draft")}
+    names = [name for name in leaves(defaults) if name not in ("pair", "trainer")]
+    outcomes: Counter[str] = Counter()
+    failures = {}
+    for _ in range(NUM_CASES):
+        name = random_of.choice(names)
+        default: Any = defaults
+        for key in name.split("."):
+            default = default[key]
+        value = other_value(random_of, None if isinstance(default, dict) else default)
+        try:
+            config = config_of(parser, parser.parse_string(json.dumps(experiment_with(pair, name, value))))
+            refuse_early(config)
+            outcomes["taken"] += 1
+        except (ValueError, OSError, ArgumentError) as error:
+            line = one_line(error) if isinstance(error, ArgumentError) else " ".join(str(error).split())
+            outcomes["refused"] += 1
+            # the parser looks for a file of this name and does not say for which key
+            words = (name, name.rpartition(".")[2], name.rpartition(".")[0] or name, "null byte")
+            if not any(word in line for word in words):
+                failures[name] = f"{value!r:.60}: does not name it: {line:.200}"
+        except Exception as error:
+            failures[name] = f"{value!r:.60}: {type(error).__name__}: {error!s:.200}"
+    assert not failures, "\n".join(f"{name} = {problem}" for name, problem in sorted(failures.items()))
+    assert min(outcomes.values()) > NUM_CASES / 10, outcomes

@@ -1,4 +1,6 @@
-"""Reading: each response once an epoch, the same order everywhere, bounded in memory; broken shards are refused."""
+"""Reading: each response once an epoch, the same order everywhere, bounded in memory; broken shards are refused. States
+that the frozen draft computes equal stored ones up to the precision of those.
+"""
 
 import json
 import random
@@ -13,30 +15,26 @@ import pytest
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from safetensors.torch import load_file, save
+from transformers import LlamaForCausalLM
 
 from configs.schema import ModelSource
 from data_gen.store.identity import describe_model
-from heads.batches.loader import BatchLoader, Share, batches, evaluation_batches, in_order, read_ahead, shuffled
+from heads.batches.features import DraftFeatures, Row
+from heads.batches.loader import BatchLoader, Item, Share, batches, in_order, read_ahead, shuffled
 from heads.training.command import train
 from heads.training.sweep import Sweep
+from lm.forwards import hidden_states
 from store import shards
 from store.shards import features_path, labels_path, sidecar_path, write_shard
 from tests.toys.made_up import ROOT, feature_data, make_config, write_data, write_features
+from tests.toys.small_pair import llama
 
 LENGTHS = [[7 + (31 * i) % 23 for i in range(size)] for size in (400, 240, 7)]
-EVERY = [(shard, i) for shard, lengths in enumerate(LENGTHS) for i in range(len(lengths))]
-
-
-def numbers(items: object) -> list[tuple[int, int]]:
-    return [(item.block.shard, item.block.start + item.offset) for item in items]  # type: ignore[attr-defined]
-
-
-def order(epoch: int = 0) -> list[tuple[int, int]]:
-    return numbers(shuffled(LENGTHS, seed=5, epoch=epoch))
+EVERY = in_order(LENGTHS)
 
 
 def test_an_epoch_visits_every_response_once_in_an_order_of_its_own_from_a_pool_of_blocks():
-    epochs = [order(epoch=epoch) for epoch in (0, 1, 0)]
+    epochs = [list(shuffled(LENGTHS, seed=5, epoch=epoch)) for epoch in (0, 1, 0)]
     assert epochs[0] == epochs[2] != epochs[1]
     assert sorted(epochs[0]) == sorted(epochs[1]) == EVERY
     for start in range(0, len(EVERY), 256):
@@ -49,35 +47,19 @@ def test_an_epoch_visits_every_response_once_in_an_order_of_its_own_from_a_pool_
     assert spread(epochs[0]) < 0.02 < 0.05 < spread(random.Random(0).sample(EVERY, len(EVERY)))
 
 
-SIZES = [(world_size, 96) for world_size in (1, 2, 3, 4, 6, 8, 16, 24, 32)] + [(40, 80)]
-
-
-@pytest.mark.parametrize(("world_size", "size"), SIZES)
-def test_processes_cut_the_very_batches_of_one_and_up_to_sixteen_share_no_block(world_size: int, size: int):
-    def batches_of(share: Share) -> list[list[tuple[int, int]]]:
-        return [numbers(batch) for batch in batches(shuffled(LENGTHS, seed=5, epoch=0), size, share)]
-
-    shares = [batches_of(Share(rank, world_size)) for rank in range(world_size)]
-    assert {len(share) for share in shares} == {-(-len(EVERY) // size)}
-    for step, batch in zip(zip(*shares, strict=True), batches_of(Share()), strict=True):
-        assert sorted(number for share in step for number in share) == sorted(batch)
-    readers = [{(shard, i // 16) for batch in share for shard, i in batch} for share in shares]
-    assert world_size > 16 or sum(map(len, readers)) == len(set.union(*readers))
-    most = max(len(share[0]) * world_size / size for share in shares)
-    assert most <= (1 if world_size in (1, 2, 4, 8) else 1.5), "while blocks are full each has its part, or about that"
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 60])
-def test_evaluation_takes_each_response_once_over_all_processes(world_size: int):
-    every = [Share(rank, world_size) for rank in range(world_size)]
-    shares = [list(evaluation_batches(in_order([400, 240, 7]), 32, share)) for share in every]
-    assert sorted(number for share in shares for batch in share for number in numbers(batch)) == EVERY
-    assert all(shares), "a process without a block has an empty batch, since it takes part in the sums"
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 60])
+@pytest.mark.parametrize("items", [list(shuffled(LENGTHS, seed=5, epoch=0)), in_order(LENGTHS)], ids=["train", "dev"])
+def test_processes_cut_the_very_batches_of_one_in_equal_parts(items: list[Item], world_size: int):
+    """The last batch has 47 responses, of which some of 60 processes have none; all take part in the sums."""
+    shares = [list(batches(items, 120, Share(rank, world_size))) for rank in range(world_size)]
+    for parts, batch in zip(zip(*shares, strict=True), batches(items, 120, Share()), strict=True):
+        assert [item for part in parts for item in part] == batch
+    assert {len(part) for share in shares for part in share[:-1]} == {120 // world_size}
 
 
 def test_a_loader_goes_on_where_its_consumer_stopped():
     def loader() -> BatchLoader:
-        made = BatchLoader(numbers, LENGTHS, batch_size=8, seed=1)
+        made = BatchLoader(list, LENGTHS, batch_size=8, seed=1)
         made.set_epoch(3)
         return made
 
@@ -103,7 +85,8 @@ def test_read_ahead_keeps_order_and_hands_errors_over_and_slow_threads_change_no
         deque(map(results.append, batches_read), maxlen=0)
     assert results == list(range(10))
     loader = feature_data(make_config(data_dir, tmp_path)).loader("train", seed=1)
-    one_by_one, fast = list(map(loader.read, loader._order())), loader.read
+    order = batches(shuffled(loader.lengths, seed=1, epoch=0), 8, Share())
+    one_by_one, fast = list(map(loader.read, order)), loader.read
     loader.read = lambda items: time.sleep(0.02 * random.random()) or fast(items)
     for batch, alone in zip(loader, one_by_one, strict=True):
         assert all(map(torch.equal, batch["fed"][2:], alone["fed"][2:]))
@@ -146,7 +129,6 @@ def empty_train(path: Path) -> None:
 
 DAMAGES = {
     "truncated": ("fed", lambda path: path.write_bytes(path.read_bytes()[:-100]), "train-00001"),
-    "corrupted": ("fed", flip_last_byte, "sha256"),
     "no sidecar": ("fed", lambda path: sidecar_path(path).unlink(), "train-00001"),
     "nan": (
         "fed",
@@ -254,3 +236,66 @@ def test_a_shard_without_rows_changes_nothing(data_dir: Path, tmp_path: Path):
         results.append((data.first_scalars("drawn"), [batch["fed"].token.tolist() for batch in data.loader("train")]))
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
+
+
+@pytest.fixture(scope="module")
+def draft() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(llama(vocab_size=40, intermediate_size=24, num_hidden_layers=1)).eval()
+
+
+def rows() -> dict[str, list[Row]]:
+    """Of two responses, of which fed-time features have two mixings."""
+    generator, made = torch.Generator().manual_seed(1), {"fed": list[Row](), "drawn": list[Row]()}
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(0, 40, (count,), generator=generator).tolist()
+
+    for length in (5, 9):
+        numbers = {name: torch.rand(length, generator=generator) for name in ("acceptance_prob", "entropy")}
+        numbers["token"] = torch.tensor(ids(length), dtype=torch.int32)
+        drafted = [(torch.rand(length, generator=generator) > 0.3).nonzero().squeeze(-1) for _ in range(2)]
+        drafted.append(torch.arange(length))
+        texts = ids(4), ids(length)
+        for timing, each in zip(("fed", "fed", "drawn"), drafted, strict=True):
+            of_drafted = {name: value[each] for name, value in numbers.items()}
+            made[timing].append(Row(of_drafted, each, torch.tensor([len(each)]), None, *texts))
+    return made
+
+
+@pytest.mark.parametrize("mixing", [0, 1])
+def test_fed_states_are_those_after_each_token_of_the_mixed_sequence(draft, mixing: int):
+    made = rows()
+    row, fed = made["fed"][2 + mixing], DraftFeatures(draft)(made, torch.device("cpu"))["fed"]
+    mixed = list(row.response_ids)
+    for position, token in zip(row.drafted.tolist(), row.numbers["token"].tolist(), strict=True):
+        mixed[position] = token
+    states = fed.hidden.split(fed.row_lengths.tolist())[2 + mixing]
+    expected = hidden_states(draft, [row.prompt_ids + mixed], [len(row.prompt_ids)])[row.drafted]
+    torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_drawn_states_are_those_that_the_tokens_were_drawn_from(draft):
+    made = rows()
+    drawn = DraftFeatures(draft)(made, torch.device("cpu"))["drawn"]
+    row, numbers = made["drawn"][0], made["drawn"][0].numbers
+    expected = hidden_states(draft, [row.prompt_ids + row.response_ids[:-1]], [len(row.prompt_ids) - 1])
+    torch.testing.assert_close(drawn.hidden[:5], expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(drawn.token[:5], numbers["token"].long())
+    assert torch.equal(drawn.acceptance_prob[:5], numbers["acceptance_prob"])
+    assert torch.equal(drawn.scalars["entropy"][:5], numbers["entropy"])
+    empty = {timing: [of_timing[0].without_tokens()] for timing, of_timing in made.items()}
+    features = DraftFeatures(draft)(empty, torch.device("cpu"))["fed"]
+    assert (features.hidden.shape, len(features.token), len(features.row_lengths)) == ((0, 16), 0, 0)
+
+
+def test_the_frozen_draft_is_no_part_of_the_module(draft, tmp_path: Path):
+    facts = {"hidden_size": 16, "scalar_stats": {}, "provenance": {}}
+    settings = {"depths": [1], "timings": ["fed"], "scalars": [False]}
+    sweep = Sweep(settings, facts, draft=DraftFeatures(draft))
+    theirs = {tensor.data_ptr() for tensor in draft.parameters()}
+    assert not theirs & {tensor.data_ptr() for tensor in sweep.state_dict().values()}
+    assert not theirs & {tensor.data_ptr() for tensor in sweep.parameters()}
+    loss = sweep.logits(sweep.by_shape[0], sweep.on_after_batch_transfer(rows(), 0)).sum()
+    loss.backward()
+    assert all(parameter.grad is None for parameter in draft.parameters())

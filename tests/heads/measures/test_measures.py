@@ -8,11 +8,10 @@ import torch
 from scipy.optimize import minimize
 from torchmetrics.classification import BinaryAUROC
 
-from heads.grid import HeadSpec, grid, specs
-from heads.measures.histogram import Sums, observe
+from heads.grid import HeadSpec, specs
+from heads.measures.histogram import Sums, by_position, observe
 from heads.measures.report import beats_signal, verdict
 from heads.measures.scores import auroc, fit_logistic, fit_temperature, measures, reliability, sequential_temperatures
-from heads.measures.survival import by_position
 from tests.toys.made_up import make_config
 
 
@@ -146,7 +145,7 @@ def result_of(kl: dict[str, float], sweep: list[HeadSpec]) -> dict:
 
 def test_the_best_head_of_each_timing_is_compared_with_log_q_or_with_the_entropy(tmp_path):
     def sweep(*timings: str) -> list[HeadSpec]:
-        return specs(grid(make_config(tmp_path, tmp_path, timings=timings, scalars=(True,)).heads))
+        return specs(make_config(tmp_path, tmp_path, timings=timings, scalars=(True,)).heads)
 
     heads = sweep("fed", "drawn")
     result = result_of({"fed": 0.44, "drawn": 0.3}, heads)

@@ -8,8 +8,9 @@ from torch import nn
 
 from configs.schema import HeadsConfig
 from heads import AcceptanceHead
-from heads.grid import HeadShape, grid, specs
+from heads.grid import grid, specs
 from heads.model.formula import ARCHITECTURES
+from heads.model.head import HeadShape
 from heads.model.inputs import Inputs
 from heads.model.step import HostHead, StepwiseHead
 from heads.training.loss import Targets, weighted_bce
@@ -69,7 +70,7 @@ def test_the_grid_names_it_and_refuses_others():
     config = HeadsConfig(timings=("drawn",), scalars=(True,), depths=(0, 2), reject_weights=(6.0,), specdec=True)
     with_both = HeadsConfig(**{**vars(config), "architectures": ("resnet", "gated")})
     names = ["fed-d0-w6", "fed-d2-w6", "drawn+s-d0-w6", "drawn+s-d2-w6"]
-    assert [str(spec) for spec in specs(grid(config))] == names
-    assert [str(spec) for spec in specs(grid(with_both))] == [*names, "drawn+s+gated-d2-w6"]
+    assert [str(spec) for spec in specs(config)] == names
+    assert [str(spec) for spec in specs(with_both)] == [*names, "drawn+s+gated-d2-w6"]
     with pytest.raises(ValueError, match="architecture is 'convolution'; use one of resnet, gated"):
         grid(HeadsConfig(architectures=("convolution",)))

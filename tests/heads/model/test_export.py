@@ -27,11 +27,11 @@ def test_exported_heads_score_as_the_sweep_does(trained: Run, tmp_path: Path):
     batch = next(iter(feature_data(config).loader("dev")))
     assert set(heads) == {str(spec) for spec in sweep.specs}
     with torch.no_grad():
-        for _, stack in sweep.items():
+        for stack in sweep.by_shape:
             features = batch[stack.shape.timing]
             for spec, logit in zip(stack.specs, sweep.logits(stack, batch), strict=True):
                 head = heads[str(spec)]
-                ours = head(features.hidden, features.columns(head.inputs.scalars) if head.inputs.scalars else None)
+                ours = head(features.hidden, head.inputs.stacked(features.scalars))
                 torch.testing.assert_close(ours, logit, atol=1e-4, rtol=1e-4)
                 assert (head.timing, head.provenance.reject_weight) == (spec.shape.timing, spec.reject_weight)
                 assert head.provenance.metrics["auroc"] > 0

@@ -45,7 +45,7 @@ def test_mixed_precision_trains_heads_close_to_those_of_float32(data_dir: Path, 
         assert mixed["dev"]["heads"][name]["calibrated_kl"] == pytest.approx(head["calibrated_kl"], abs=0.01)
     hidden, sweeps = torch.randn(200, HIDDEN), [load_sweep(tmp_path / name / "last.ckpt") for name in ("mixed", "32")]
     with torch.no_grad():
-        probs = [torch.cat([stack(hidden) for _, stack in sweep.items()]).float().sigmoid() for sweep in sweeps]
+        probs = [torch.cat([stack(hidden) for stack in sweep.by_shape]).float().sigmoid() for sweep in sweeps]
     difference = (probs[0] - probs[1]).abs()
     assert 0 < float(difference.max()) < 0.1
     assert float(difference.mean()) < 0.01
@@ -65,7 +65,7 @@ def test_early_stopping_from_the_yaml_stops_the_run_and_keeps_the_best_weights(d
     assert min(means[-2:]) >= min(means[:-2]), "stopped after two epochs without a better one"
 
 
-def test_trainer_flags_of_the_command_line_reach_the_trainer(data_dir: Path, tmp_path: Path):
+def test_trainer_flags_reach_the_trainer_and_shipped_experiments_take_one_device(data_dir: Path, tmp_path: Path):
     path = write_yaml(make_config(data_dir, tmp_path / "run"), tmp_path)
     stopping = ("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=dev/calibrated_kl")
     callbacks = trainer_arguments(parsed(path, *stopping, "--trainer.callbacks.patience=7"))["callbacks"]
@@ -76,13 +76,9 @@ def test_trainer_flags_of_the_command_line_reach_the_trainer(data_dir: Path, tmp
     assert (trainer.num_nodes, trainer.num_devices, trainer.world_size) == (3, 2, 6)
     assert trainer.gradient_clip_val == 2.5
     assert isinstance(trainer.strategy, pl.strategies.DDPStrategy)
-
-
-def test_an_experiment_takes_one_device_unless_it_says_more():
-    for path in sorted((ROOT / "configs").glob("*.yaml")):
-        config = parsed(path)
-        assert trainer_arguments(config)["devices"] == trainer_arguments(replace(config, trainer={}))["devices"] == 1
-        assert trainer_arguments(parsed(path, "--trainer.devices", "auto"))["devices"] == "auto"
+    for shipped in (parsed(path) for path in sorted((ROOT / "configs").glob("*.yaml"))):
+        assert trainer_arguments(shipped)["devices"] == trainer_arguments(replace(shipped, trainer={}))["devices"] == 1
+    assert trainer_arguments(parsed(path, "--trainer.devices", "auto"))["devices"] == "auto"
 
 
 def test_gradients_are_clipped_per_head_and_in_float16_after_the_scaler_has_unscaled_them(data_dir, tmp_path):

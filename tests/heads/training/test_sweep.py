@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save
 
 from configs.schema import HeadsConfig
 from heads.command import load_sweep
-from heads.grid import HeadShape, grid, specs
-from heads.measures.survival import reach_of
+from heads.grid import grid, specs
+from heads.measures.histogram import reach_of
+from heads.model.head import HeadShape
 from heads.model.inputs import Inputs
 from heads.training import loss as loss_module
 from heads.training.command import train
@@ -20,7 +21,7 @@ from heads.training.loss import Targets, weighted_bce
 from heads.training.stack import HeadStack
 from heads.training.sweep import Sweep
 from store.shards import write_shard
-from tests.toys.made_up import HIDDEN, make_config
+from tests.toys.made_up import make_config
 
 WEIGHTS = (1.0, 3.0, 6.0)
 
@@ -60,6 +61,14 @@ def test_loss_is_the_formula_of_law_4_7():
     torch.testing.assert_close(weighted_bce(logit, doubled), weighted_bce(logit, targets) / 2)
 
 
+def test_a_token_of_weight_three_counts_as_three_tokens():
+    logit, prob, counts = torch.randn(2, 9), torch.rand(9), torch.tensor([1, 3, 0, 2, 1, 1, 0, 4, 1])
+    weights = torch.ones(2), torch.tensor([1.0, 6.0])
+    repeated = Targets.of(prob.repeat_interleave(counts), *weights)
+    weighed = weighted_bce(logit, Targets.of(prob, *weights, counts.float()))
+    torch.testing.assert_close(weighed, weighted_bce(logit.repeat_interleave(counts, 1), repeated))
+
+
 def test_population_optimum_is_logit_minus_log_of_the_weights():
     """With a reject weight of 6, a head whose true probability is 0.8 says 0.4."""
     accept, reject = torch.tensor([1.0, 1.0, 2.0]), torch.tensor([1.0, 6.0, 12.0])
@@ -79,45 +88,40 @@ def test_population_optimum_is_logit_minus_log_of_the_weights():
         torch.testing.assert_close(logit.detach()[:, 0], expected, atol=2e-3, rtol=0)
 
 
+TARGETS = torch.tensor([1.0, 2.0, 1.0]), torch.tensor(WEIGHTS)
+
+
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize(("scalars", "embedding"), [(False, False), (True, False), (False, True), (True, True)])
 def test_stacked_logits_are_those_of_the_heads_alone_and_the_loss_by_chunks_is_that_of_the_batch(
     monkeypatch: pytest.MonkeyPatch, depth: int, scalars: bool, embedding: bool
 ):
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(loss_module, "LEAST_CHUNK", 32)
-    stack = random_stack(depth, scalars, embedding)
+    """Also with dropout, within one chunk: the masks are drawn in the same order."""
+    stack = random_stack(depth, scalars, embedding, is_normalised=embedding)
     inputs, prob = tokens(stack)
     for index, logit in enumerate(stack(*inputs)):
         torch.testing.assert_close(stack.head(index)(*inputs), logit, rtol=1e-5, atol=1e-5)
-    targets = Targets.of(prob, torch.tensor([1.0, 2.0, 1.0]), torch.tensor(WEIGHTS))
-    scale = torch.tensor([1.0, 0.5, 2.0])
-    whole, chunked = weighted_bce(stack(*inputs), targets), stack.loss(*inputs, targets=targets)
-    torch.testing.assert_close(chunked, whole)
-    expected = grads_of(whole * scale, stack)
-    torch.testing.assert_close(grads_of(chunked * scale, stack), expected, atol=1e-6, rtol=1e-4)
+    targets, scale = Targets.of(prob, *TARGETS), torch.tensor([1.0, 0.5, 2.0])
+    for rate, least_chunk in ((0.0, 32), (0.4, 256)):
+        monkeypatch.setattr(loss_module, "CHUNK_BYTES", 1)
+        monkeypatch.setattr(loss_module, "LEAST_CHUNK", least_chunk)
+        whole = weighted_bce(stack(*inputs, stack.dropout(rate, 1, 2)), targets)
+        chunked = stack.loss(*inputs, targets=targets, dropout=stack.dropout(rate, 1, 2))
+        torch.testing.assert_close(chunked, whole)
+        expected = grads_of(whole * scale, stack)
+        torch.testing.assert_close(grads_of(chunked * scale, stack), expected, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("has_inputs", [False, True])
-def test_the_loss_by_chunks_drops_what_that_of_the_batch_drops(depth: int, has_inputs: bool):
-    """Within one chunk the masks are drawn in the same order; the same step drops the same, another step does not."""
-    stack = random_stack(depth, has_inputs, has_inputs, is_normalised=True)
-    inputs, prob = tokens(stack)
-    targets = Targets.of(prob, torch.tensor([1.0, 2.0, 1.0]), torch.tensor(WEIGHTS))
-    whole = weighted_bce(stack(*inputs, stack.dropout(0.4, 1, 2)), targets)
-    chunked = stack.loss(*inputs, targets=targets, dropout=stack.dropout(0.4, 1, 2))
-    torch.testing.assert_close(chunked, whole)
-    torch.testing.assert_close(grads_of(chunked, stack), grads_of(whole, stack), atol=1e-6, rtol=1e-4)
-    assert stack.dropout(0.0, 1, 2) is None
-    if depth:
-        another = weighted_bce(stack(*inputs, stack.dropout(0.4, 1, 3)), targets)
-        assert not torch.allclose(another, whole)
-        masks = [stack.dropout(0.4, 7, step).mask(inputs[0][None].expand(1, 75, 8)) for step in range(60)]
-        assert torch.stack(masks).mean() == pytest.approx(1.0, abs=0.02)
-        assert torch.stack(masks).unique().tolist() == pytest.approx([0.0, 1 / 0.6])
-    else:
-        torch.testing.assert_close(weighted_bce(stack(*inputs), targets), whole)
+def test_the_same_step_drops_the_same_another_step_does_not_and_heads_without_blocks_drop_nothing():
+    for depth in (0, 2):
+        stack = random_stack(depth)
+        (hidden, *_), _ = tokens(stack)
+        first, again, other = (stack(hidden, dropout=stack.dropout(0.4, 1, step)) for step in (2, 2, 3))
+        torch.testing.assert_close(first, again, rtol=0, atol=0)
+        assert torch.allclose(first, other) == torch.allclose(first, stack(hidden)) == (depth == 0)
+    masks = torch.stack([stack.dropout(0.4, 7, step).mask(hidden[None].expand(1, 75, 8)) for step in range(60)])
+    assert masks.mean() == pytest.approx(1.0, abs=0.02)
+    assert masks.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -151,7 +155,7 @@ def test_initial_values_do_not_depend_on_the_rest_of_the_grid_and_clipping_is_pe
     torch.testing.assert_close(few.head(0).state_dict(), many.head(1).state_dict())
     config = {"depths": [1], "reject_weights": [1.0, 6.0], "timings": ["fed"], "scalars": [False]}
     sweep = Sweep(config, {"hidden_size": 8, "scalar_stats": {}, "provenance": {}})
-    (_, stack), factors = sweep.items()[0], torch.tensor([10.0, 0.01])
+    stack, factors = sweep.by_shape[0], torch.tensor([10.0, 0.01])
     for parameter in stack.parameters():
         parameter.grad = factors.view(-1, *[1] * (parameter.dim() - 1)).expand_as(parameter).clone()
     sweep.configure_gradient_clipping(None, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
@@ -176,7 +180,7 @@ def test_an_impossible_grid_is_refused():
 
 
 def names_of(**settings) -> list[str]:
-    return [str(spec) for spec in specs(grid(HeadsConfig(**settings)))]
+    return [str(spec) for spec in specs(HeadsConfig(**settings))]
 
 
 def test_grid_is_every_combination_once_and_prefix_heads_take_what_is_known_before_the_draw():
@@ -202,54 +206,32 @@ def test_the_reach_of_a_token_is_the_product_of_the_acceptance_probs_before_it_i
         train(make_config(data_dir, tmp_path, reached=True))
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_a_token_of_weight_three_counts_as_three_tokens(depth):
-    torch.manual_seed(0)
-    stack = HeadStack(HeadShape("drawn", Inputs(), depth), (1.0, 6.0), hidden_size=HIDDEN, seed=0)
-    hidden, prob, counts = torch.randn(9, HIDDEN), torch.rand(9), torch.tensor([1, 3, 0, 2, 1, 1, 0, 4, 1])
-    accept, reject = torch.ones(2), torch.tensor([1.0, 6.0])
-    weighed = Targets.of(prob, accept, reject, counts.float())
-    copies = hidden.repeat_interleave(counts, 0)
-    repeated = Targets.of(prob.repeat_interleave(counts), accept, reject)
-    torch.testing.assert_close(weighted_bce(stack(hidden), weighed), weighted_bce(stack(copies), repeated))
-    grads = []
-    for features, targets in ((hidden, weighed), (copies, repeated)):
-        stack.zero_grad()
-        stack.loss(features, targets=targets).sum().backward()
-        grads.append([parameter.grad.clone() for parameter in stack.parameters()])
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def drafts_in(data_dir: Path, directory: Path, *, seed: int | None) -> Path:
-    """Data of a feature draft whose second tokens are surely rejected; a seed changes the labels after them."""
+def drafts_in(data_dir: Path, directory: Path, *, shift: float) -> Path:
+    """Data of a feature draft whose second tokens are surely rejected; a shift changes the labels after them."""
     shutil.copytree(data_dir, directory)
     manifest = json.loads((directory / "manifest.json").read_text())
     (directory / "manifest.json").write_text(json.dumps(manifest | {"draft_length": 7}))
     for path in sorted((directory / "labels").glob("*.safetensors")):
         tensors = load_file(path)
-        firsts = tensors["row_offsets"][:-1]
+        firsts, prob = tensors["row_offsets"][:-1], tensors["acceptance_prob"]
+        tensors["acceptance_prob"] = (prob + shift).remainder(1.0)
+        tensors["acceptance_prob"][firsts] = prob[firsts]
         tensors["acceptance_prob"][firsts + 1] = 0.0
-        is_after = torch.ones(len(tensors["token"]), dtype=torch.bool)
-        is_after[firsts] = is_after[firsts + 1] = False
-        if seed is not None:
-            generator = torch.Generator().manual_seed(seed)
-            tensors["acceptance_prob"][is_after] = torch.rand(int(is_after.sum()), generator=generator)
-        write_shard(path, save(tensors), rows=len(firsts), tokens=len(is_after))
+        write_shard(path, save(tensors), rows=len(firsts), tokens=len(prob))
     return directory
 
 
 def test_labels_after_a_rejected_token_change_nothing(data_dir, tmp_path):
     weights = {}
     for reached in (True, False):
-        for seed in (None, 1):
-            name = f"{reached}-{seed}"
-            data = drafts_in(data_dir, tmp_path / name, seed=seed)
+        for shift in (0.0, 0.3):
+            name = f"{reached}-{shift}"
+            data = drafts_in(data_dir, tmp_path / name, shift=shift)
             settings = {"timings": ("drawn",), "depths": (1,), "trainer": {"max_epochs": 1, "limit_test_batches": 1}}
             config = make_config(data, tmp_path / "runs" / name, reached=reached, **settings)
             train(config)
             sweep = load_sweep(Path(config.heads.dir) / "last.ckpt")
             of_heads = [t.flatten() for head in sweep.heads().values() for t in head.state_dict().values()]
             weights[name] = torch.cat([*of_heads, sweep.temperature.float()])
-    torch.testing.assert_close(weights["True-None"], weights["True-1"])
-    assert not torch.allclose(weights["False-None"], weights["False-1"], atol=1e-2)
+    torch.testing.assert_close(weights["True-0.0"], weights["True-0.3"])
+    assert not torch.allclose(weights["False-0.0"], weights["False-0.3"], atol=1e-2)

@@ -111,7 +111,7 @@ def test_labels_without_a_number_that_a_head_learns_and_a_loss_that_is_not_finit
     config = make_config(data_dir, tmp_path / "run", **small)
     sweep, module = build(config)
     with torch.no_grad():
-        sweep.items()[0][1].out_bias[0] = torch.nan
+        sweep.by_shape[0].out_bias[0] = torch.nan
     with pytest.raises(ValueError, match=r"loss of fed-d0-w1 is not finite at step 0"):
         pl.Trainer(**trainer_arguments(config)).fit(sweep, datamodule=module)
 
