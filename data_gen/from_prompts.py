@@ -67,7 +67,7 @@ def make_data(
     return config
 
 
-def _config(pair: PairConfig, root: Path, num_prompts: int, settings: Mapping[str, Any]) -> Config:
+def _config(pair: PairConfig, root: Path, num_prompts: int, settings: dict[str, Any]) -> Config:
     num = max(1, round(_SHARE * num_prompts))
     shares = (num_prompts - 2 * num, num, num)
     sizes = dict(zip(("num_train", "num_dev", "num_test"), shares, strict=True))
