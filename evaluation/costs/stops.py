@@ -7,14 +7,14 @@ a new order every time. The machine's speed changes from cycle to cycle, so each
     r = seconds per draft step / median of the cycle        t_stop = (median r of the kind - median r of the fixed
                                                                      length) * t_draft
 
-Cycles go on for `BUDGET_S` seconds: more kinds take no longer, and are less sure, which their errors say.
+Cycles continue for `BUDGET_S` seconds: more kinds take no longer, and are less sure, which their errors say.
 
 On other hardware a stop is taken to cost what its size says: the head's bytes over the draft's bytes, since a step of a
 large model is reading its weights; signals of the distribution are then free. `decode.stop_share` says otherwise.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from statistics import median
 from time import perf_counter
@@ -50,21 +50,21 @@ Stop = tuple[float, float]
 
 
 class Rotation(Drafter):
-    """Drafters of one draft model, or of several of the same weights, each for one round in its turn.
+    """Drafters of one draft model, or of several of the same weights, which draft in the order of `waiting`.
 
-    They share the prompt of one generation. Before a draft is timed, its model reads all but the newest token, so that
-    every draft feeds one token first, whichever came before.
+    They share the prompt of one generation, and each waits until it has made a whole draft. Before a draft is timed,
+    its model reads all but the newest token, so that every draft feeds one token first, whichever came before.
     """
 
-    def __init__(self, drafters: Mapping[str, ModelDrafter], order: Iterator[str], *, length: int) -> None:
+    def __init__(self, drafters: Mapping[str, ModelDrafter], *, length: int) -> None:
         """Args:
         drafters: kind of stop -> drafter.
-        order: kinds, without end.
-        length: tokens of a timed draft; where a text ends sooner, the last drafter continues, and is not timed.
+        length: tokens of a whole draft, which alone is timed; where a text ends sooner, the last drafter continues.
         """
-        self._drafters, self._order, self._length = drafters, order, length
+        self._drafters, self._length = drafters, length
         self._drafter = next(iter(drafters.values()))
-        self._waiting: str | None = None
+        self.waiting: list[str] = []
+        """Kinds that are not timed yet; never empty while a generation runs."""
         self.drafts: list[Draft] = []
         """Timed drafts, in their order."""
 
@@ -79,19 +79,16 @@ class Rotation(Drafter):
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         if max_tokens < self._length:
             return self._drafter.propose(committed, max_tokens)
-        # a feature draft proposes nothing before the target has read the prompt: it is that kind's turn again
-        kind = next(self._order) if self._waiting is None else self._waiting
-        self._drafter = self._drafters[kind]
+        self._drafter = self._drafters[self.waiting[0]]
         model = self._drafter.model
         if isinstance(model, CachedModel) and (pending := committed[len(model) : -1]):
             model.feed(pending)
         started_s = perf_counter()
         proposal = self._drafter.propose(committed, max_tokens)
         seconds = perf_counter() - started_s
-        is_whole = len(proposal.tokens) == self._length
-        self._waiting = None if is_whole else kind
-        if is_whole:
-            self.drafts.append((kind, seconds / proposal.num_draft_forwards))
+        # a feature draft proposes nothing before the target has read the prompt
+        if len(proposal.tokens) == self._length:
+            self.drafts.append((self.waiting.pop(0), seconds / proposal.num_draft_forwards))
         return proposal
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
@@ -99,13 +96,6 @@ class Rotation(Drafter):
 
     def roll_back(self, length: int) -> None:
         self._drafter.roll_back(length)
-
-
-def shuffled(cycle: list[str]) -> Iterator[str]:
-    """The names of a cycle, in a new random order each time, so that none always follows the same one."""
-    generator = np.random.default_rng(0)
-    while True:
-        yield from generator.permutation(cycle).tolist()
 
 
 def unstopping(policy: Policy) -> Policy:
@@ -147,12 +137,10 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     """
     if not policies:
         return {}
-    mixtures = mixtures_of(policies)
-    timed = dict.fromkeys(kind for mixture in mixtures.values() for kind in mixture)
-    length, cycle = drafted_length(loop), [*timed, *[_FIXED] * NUM_FIXED]
-    every = {_FIXED: FixedLength(length), **{kind: unstopping(policies[kind]) for kind in timed}}
+    length = drafted_length(loop)
+    every = {_FIXED: FixedLength(length), **{kind: unstopping(policy) for kind, policy in policies.items()}}
     drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in every.items()}
-    rotation = Rotation(drafters, shuffled(cycle), length=length)
+    rotation, order = Rotation(drafters, length=length), np.random.default_rng(0)
     decoder = loop.models.decoder(rotation, sampling=loop.sampling, max_draft_length=length, eos_ids=loop.eos_ids)
     generator = torch.Generator().manual_seed(0)
     rounds = (
@@ -162,37 +150,16 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     )
 
     def next_cycle() -> list[Draft]:
-        while len(rotation.drafts) < len(cycle):
+        # in a new random order each time, so that none always follows the same one
+        rotation.waiting, rotation.drafts = order.permutation([*policies, *[_FIXED] * NUM_FIXED]).tolist(), []
+        while rotation.waiting:
             next(rounds)
-        played, rotation.drafts = rotation.drafts, []
-        return played
+        return rotation.drafts
 
     next_cycle()  # a warm-up
     desc = f"costs: stops of {len(policies)} kinds"
     cycles = [next_cycle() for _ in turns_within(BUDGET_S, FEWEST_CYCLES, desc=desc, unit="cycles")]
-    return _stops_of(cycles, mixtures)
-
-
-def mixtures_of(policies: Mapping[str, Policy]) -> dict[str, dict[str, float]]:
-    """Each kind of stop as a weighted mean of kinds that are timed.
-
-    Heads that differ by the number of their blocks alone lie on a line, since all blocks are of one size: the
-    shallowest and the deepest are timed. Every other kind is timed itself.
-
-    Example: with fed-d0, fed-d1 and fed-d4, the mixture of fed-d1 is {fed-d0: 0.75, fed-d4: 0.25}.
-    """
-    depths: dict[str, dict[str, int]] = {}
-    for kind, policy in policies.items():
-        if len(policy.heads) == 1:
-            depth = policy.heads[0].depth
-            depths.setdefault(kind.removesuffix(f"-d{depth}"), {})[kind] = depth
-    mixtures = {kind: {kind: 1.0} for kind in policies}
-    for of_shape in depths.values():
-        first, last = min(of_shape, key=of_shape.__getitem__), max(of_shape, key=of_shape.__getitem__)
-        for kind in of_shape.keys() - {first, last}:
-            share = (of_shape[kind] - of_shape[first]) / (of_shape[last] - of_shape[first])
-            mixtures[kind] = {first: 1 - share, last: share}
-    return mixtures
+    return stops_of(cycles, list(policies))
 
 
 def drafted_length(loop: Loop) -> int:
@@ -212,22 +179,19 @@ def drafted_length(loop: Loop) -> int:
     return length
 
 
-def _stops_of(cycles: Sequence[Sequence[Draft]], mixtures: Mapping[str, Mapping[str, float]]) -> dict[str, Stop]:
+def stops_of(cycles: Sequence[Sequence[Draft]], kinds: Sequence[str]) -> dict[str, Stop]:
+    """The stops in these cycles; errors by resamples of cycles, the same for all kinds."""
     levels_s = [median(step_s for _, step_s in cycle) for cycle in cycles]
-    relative: dict[str, list[list[float]]] = {kind: [[] for _ in cycles] for kind, _ in cycles[0]}
-    for number, (cycle, level_s) in enumerate(zip(cycles, levels_s, strict=True)):
-        for kind, step_s in cycle:
-            relative[kind][number].append(step_s / level_s)
-    # the cycles themselves, then resamples of them: one draw for all kinds, which share the fixed length
     drawn = np.random.default_rng(0).integers(len(cycles), size=(_RESAMPLES, len(cycles)))
     samples = np.vstack([np.arange(len(cycles)), drawn])
-    medians = {kind: np.median(np.array(steps)[samples], axis=(1, 2)) for kind, steps in relative.items()}
-    unit_s = typical(levels_s)  # as t_draft is: of the machine at its best
-    stops = {}
-    for kind, mixture in mixtures.items():
-        added_s = unit_s * (sum(share * medians[timed] for timed, share in mixture.items()) - medians[_FIXED])
-        stops[kind] = max(0.0, float(added_s[0])), float(added_s[1:].std())
-    return stops
+    medians = {}
+    for kind in (_FIXED, *kinds):
+        timed = zip(cycles, levels_s, strict=True)
+        steps = np.array([[step_s / level_s for name, step_s in cycle if name == kind] for cycle, level_s in timed])
+        medians[kind] = np.median(steps[samples], axis=(1, 2))
+    fixed, unit_s = medians.pop(_FIXED), typical(levels_s)  # as t_draft is: of the machine at its best
+    added_s = {kind: unit_s * (steps - fixed) for kind, steps in medians.items()}
+    return {kind: (max(0.0, float(seconds[0])), float(seconds[1:].std())) for kind, seconds in added_s.items()}
 
 
 def sizes(policies: Mapping[str, Policy], num_draft_weights: int) -> dict[str, float]:

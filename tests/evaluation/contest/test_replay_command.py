@@ -238,7 +238,7 @@ def test_a_record_is_evaluated_as_it_was_without_models_and_prompts(flags, tmp_p
 def test_a_record_has_its_own_times_or_asks_for_some_and_is_refused_if_it_lost_a_shard(flags, tmp_path, capsys):
     trace = shutil.copytree(Path(flags[3]) / "trace", tmp_path / "trace")
     untimed = [str(tmp_path) if flag == flags[3] else flag for flag in flags if flag not in (*SMALL, *TIMES)]
-    needs_times = "has no times of this trace's sampling; give decode.t_draft_s"
+    needs_times = "has no times of this loop; run `acceptance-heads costs`, or give decode.t_draft_s"
     assert needs_times in refusal(capsys, "evaluate", *untimed, *RECORD)
     experiment = Experiment(config_with(flags))
     times = {"t_draft_s": 0.01, "t_target_s": [0.05, 0.06], "origin": "measured", "stops": {}}
