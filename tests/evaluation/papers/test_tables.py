@@ -2,15 +2,13 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from decode.policies import Entropy, FixedLength, HeadPolicy, Heuristic
-from evaluation.papers.specdec import LENGTHS, THRESHOLDS, best_of
+from decode.policies import Entropy, FixedLength, Heuristic
 from evaluation.papers.svip import CHOICES, by_category, category_rows, threshold_for
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
@@ -77,16 +75,6 @@ def test_without_the_papers_heads_or_a_micro_model_the_error_says_what_is_missin
     heads = ("--decode.heads", json.dumps([f"{flags[3].partition('=')[2]}/exported/drawn+s"]))
     assert "heads.specdec" in refusal(capsys, "tables", "--paper", "specdec++", *flags, *heads)
     assert "micro" in refusal(capsys, "tables", "--paper", "hsddw", *flags, "--pair.micro", "null")
-
-
-def test_the_best_of_is_that_of_the_papers_five(played):
-    head = AcceptanceHead(16, 0)
-    torch.nn.init.normal_(head.out.weight)
-    speeds = {h: COST.tokens_per_s(replay_settings(played, HeadPolicy(head, h)))[0] for h in THRESHOLDS}
-    tokens_per_s, threshold = best_of(played, partial(HeadPolicy, head), THRESHOLDS, COST)
-    assert tokens_per_s == pytest.approx(max(speeds.values()))
-    assert speeds[threshold] == pytest.approx(tokens_per_s)
-    assert (len(LENGTHS), len(THRESHOLDS)) == (7, 5)
 
 
 def test_svip_tables_have_a_column_per_category_and_per_length(flags, capsys):
