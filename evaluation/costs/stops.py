@@ -1,8 +1,9 @@
-"""What a stop costs (law 4.9): the seconds that each kind of stop adds to a draft step, inside the real loop.
+"""What a stop costs (law 4.9): the seconds that each kind of stop adds to a draft step of the real loop.
 
-Policies take turns from round to round of one generation (`Rotation`), and none of them stops before the end of its
-draft, so rounds differ only by the work of the stop. A cycle is a round of each kind, and a few of the fixed length, in
-a new order every time. The machine's speed changes from cycle to cycle, so each draft is compared with its own cycle:
+Policies draft after the same text in turns, and none of them stops before the end of its draft, so drafts differ only
+by the work of the stop. The target verifies each draft, which is then discarded. A cycle is a draft of each kind, and a
+few of the fixed length, in a new order every time. The machine's speed changes from cycle to cycle, so each draft is
+compared with its own cycle:
 
     r = seconds per draft step / median of the cycle        t_stop = (median r of the kind - median r of the fixed
                                                                      length) * t_draft
@@ -13,7 +14,6 @@ On other hardware a stop is taken to cost what its size says: the head's bytes o
 large model is reading its weights; signals of the distribution are then free. `decode.stop_share` says otherwise.
 """
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from statistics import median
@@ -23,7 +23,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from decode.loop.drafter import Drafter, ModelDrafter, Proposal
+from decode.loop.drafter import ModelDrafter
 from decode.loop.session import Session
 from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.base import AfterDraw, BeforeDraw, Number, State
@@ -31,7 +31,7 @@ from decode.policies.registry import POLICIES, policy_of
 from evaluation.costs.measure import Loop, typical
 from evaluation.turns import turns_within
 from heads.model.head import AcceptanceHead
-from lm import CachedModel
+from lm import CachedModel, RandomSampler
 from lm.features.dspark import DSpark
 
 STEPS = 10
@@ -47,55 +47,6 @@ Draft = tuple[str, float]
 """A timed draft: the kind of its stop, and the seconds of a draft step; of a DSpark draft, of its whole block."""
 Stop = tuple[float, float]
 """(seconds that a stop adds to a draft step, their standard error)."""
-
-
-class Rotation(Drafter):
-    """Drafters of one draft model, or of several of the same weights, which draft in the order of `waiting`.
-
-    They share the prompt of one generation, and each waits until it has made a whole draft. Before a draft is timed,
-    its model reads all but the newest token, so that every draft feeds one token first, whichever came before.
-    """
-
-    def __init__(self, drafters: Mapping[str, ModelDrafter], *, length: int) -> None:
-        """Args:
-        drafters: kind of stop -> drafter.
-        length: tokens of a whole draft, which alone is timed; where a text ends sooner, the last drafter continues.
-        """
-        self._drafters, self._length = drafters, length
-        self._drafter = next(iter(drafters.values()))
-        self.waiting: list[str] = []
-        """Kinds that are not timed yet; never empty while a generation runs."""
-        self.drafts: list[Draft] = []
-        """Timed drafts, in their order."""
-
-    def start(self, session: Session) -> None:
-        # drafters of one model would refuse each other, so each takes its model in a session that never opens
-        apart = Session(session.sampling, session.eos_ids, session.draws)
-        for drafter in self._drafters.values():
-            drafter.start(apart)
-        for model in {id(drafter.model): drafter.model for drafter in self._drafters.values()}.values():
-            session.take(model, ModelDrafter.role)
-
-    def propose(self, committed: list[int], max_tokens: int) -> Proposal:
-        if max_tokens < self._length:
-            return self._drafter.propose(committed, max_tokens)
-        self._drafter = self._drafters[self.waiting[0]]
-        model = self._drafter.model
-        if isinstance(model, CachedModel) and (pending := committed[len(model) : -1]):
-            model.feed(pending)
-        started_s = perf_counter()
-        proposal = self._drafter.propose(committed, max_tokens)
-        seconds = perf_counter() - started_s
-        # a feature draft proposes nothing before the target has read the prompt
-        if len(proposal.tokens) == self._length:
-            self.drafts.append((self.waiting.pop(0), seconds / proposal.num_draft_forwards))
-        return proposal
-
-    def conclude(self, committed: list[int], num_accepted: int) -> None:
-        self._drafter.conclude(committed, num_accepted)
-
-    def roll_back(self, length: int) -> None:
-        self._drafter.roll_back(length)
 
 
 def unstopping(policy: Policy) -> Policy:
@@ -125,11 +76,12 @@ def policies_by_kind(heads: Iterable[AcceptanceHead], others: Iterable[Policy] =
     return {policy.stop_kind: policy for policy in reversed(policies) if policy.stop_kind}
 
 
+@torch.inference_mode()
 def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     """Time the stop of each of these policies.
 
     Args:
-        loop: what is timed, on its prompts.
+        loop: what is timed, after its first prompt.
         policies: one policy for each kind of stop, by its kind.
 
     Raises:
@@ -137,28 +89,36 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     """
     if not policies:
         return {}
-    length = drafted_length(loop)
+    length, prompt, target = drafted_length(loop), loop.prompts[0], loop.models.target
     every = {_FIXED: FixedLength(length), **{kind: unstopping(policy) for kind, policy in policies.items()}}
     drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in every.items()}
-    rotation, order = Rotation(drafters, length=length), np.random.default_rng(0)
-    decoder = loop.models.decoder(rotation, sampling=loop.sampling, max_draft_length=length, eos_ids=loop.eos_ids)
-    generator = torch.Generator().manual_seed(0)
-    rounds = (
-        round_
-        for prompt in itertools.cycle(loop.prompts)
-        for round_ in decoder.stream(prompt, loop.max_new_tokens, generator=generator)
-    )
+    # never opened, so that several drafters may take one model
+    session = Session(loop.sampling, loop.eos_ids, RandomSampler(torch.Generator().manual_seed(0)), prompt)
+    session.take(target, "target", verifies=True)
+    target.reset()
+    for drafter in drafters.values():
+        drafter.start(session)
+    text, order = [*prompt, int(target.feed(prompt).argmax())], np.random.default_rng(0)
 
-    def next_cycle() -> list[Draft]:
-        # in a new random order each time, so that none always follows the same one
-        rotation.waiting, rotation.drafts = order.permutation([*policies, *[_FIXED] * NUM_FIXED]).tolist(), []
-        while rotation.waiting:
-            next(rounds)
-        return rotation.drafts
+    def timed(kind: str) -> float:
+        drafter = drafters[kind]
+        if isinstance(drafter.model, CachedModel) and (pending := text[len(drafter.model) : -1]):
+            drafter.model.feed(pending)
+        started_s = perf_counter()
+        proposal = drafter.propose(text, length)
+        seconds = perf_counter() - started_s
+        # the draft is verified, as in the loop; reading a number waits for the device
+        target.feed(text[len(target) :] + proposal.tokens, length + 1)[-1, 0].item()
+        target.roll_back(len(prompt))
+        drafter.roll_back(len(prompt))
+        return seconds / proposal.num_draft_forwards
 
-    next_cycle()  # a warm-up
+    def cycle() -> list[Draft]:
+        return [(kind, timed(kind)) for kind in order.permutation([*policies, *[_FIXED] * NUM_FIXED]).tolist()]
+
+    cycle()  # a warm-up
     desc = f"costs: stops of {len(policies)} kinds"
-    cycles = [next_cycle() for _ in turns_within(BUDGET_S, FEWEST_CYCLES, desc=desc, unit="cycles")]
+    cycles = [cycle() for _ in turns_within(BUDGET_S, FEWEST_CYCLES, desc=desc, unit="cycles")]
     return stops_of(cycles, list(policies))
 
 

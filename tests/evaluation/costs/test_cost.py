@@ -8,18 +8,16 @@ from time import sleep
 
 import numpy as np
 import pytest
-import torch
 
-from decode import Counts, SpeculativeDecoder
+from decode import Counts
 from decode.experiment import Experiment
 from decode.loop.decoder import Generation, Round
-from decode.loop.drafter import ModelDrafter
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
 from evaluation.costs.machine import SKIP, costs_for
 from evaluation.costs.measure import Loop, costs_of, time_generations
 from evaluation.costs.plan import timing_line
-from evaluation.costs.stops import Rotation, drafted_length, policies_by_kind, sizes, time_stops, unstopping
+from evaluation.costs.stops import drafted_length, policies_by_kind, sizes, time_stops
 from evaluation.papers.specdec import regressed
 from evaluation.times import StopShares, Times
 from evaluation.traces.bounds import Oracle, ScoreHead
@@ -205,43 +203,18 @@ def test_a_loop_that_drafts_nothing_has_no_stops(loop):
         time_stops(replace(loop, max_new_tokens=1), {"entropy": Entropy()})
 
 
-def rotation_of(loop, arms, waiting) -> tuple[dict[str, ModelDrafter], Rotation, SpeculativeDecoder]:
-    drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in arms.items()}
-    rotation = Rotation(drafters, length=4)
-    rotation.waiting = waiting * 10
-    settings = {"sampling": Sampling(), "max_draft_length": 4, "eos_ids": frozenset()}
-    return drafters, rotation, loop.models.decoder(rotation, **settings)
-
-
-def test_a_rotation_drafts_in_its_order_and_feeds_each_draft_one_token_first(loop):
-    head = AcceptanceHead(loop.pair.draft.config.hidden_size, 1)
-    arms = {"fixed": FixedLength(4), "entropy": unstopping(Entropy(0.0)), "head": unstopping(HeadPolicy(head))}
-    fed, order = [], ["fixed", "entropy", "head", "entropy"]
-    drafters, rotation, decoder = rotation_of(loop, arms, order)
+def test_every_timed_draft_feeds_one_token_first_whichever_came_before(loop, monkeypatch):
+    fed, head = [], HeadPolicy(AcceptanceHead(loop.pair.draft.config.hidden_size, 1))
+    drafts = [loop.models.draft_for(policy) for policy in (head, Entropy())]
 
     def watched(feed, new_tokens, num_rows=1):
-        fed.append(len(new_tokens))
+        fed.append(list(new_tokens))
         return feed(new_tokens, num_rows)
 
-    rounds = decoder.stream([5, 6, 7], 24, generator=torch.Generator().manual_seed(0))
-    next(rounds)  # the prompt is read
-    with pytest.MonkeyPatch.context() as patch:
-        for model in {id(drafter.model): drafter.model for drafter in drafters.values()}.values():
-            patch.setattr(model, "feed", partial(watched, model.feed), raising=False)
-        for _ in range(2):
-            fed.clear()
-            next(rounds, None)
-            assert fed[-4:] == [1, 1, 1, 1]
-    assert [kind for kind, _ in rotation.drafts][:3] == order[:3]
-
-
-def test_a_feature_draft_that_waits_for_the_prompt_does_not_lose_its_turn(loop):
-    arms = {"": FixedLength(4), "entropy": unstopping(Entropy(0.0))}
-    drafters, rotation, decoder = rotation_of(loop, arms, list(arms))
-    propose = drafters[""].propose
-    drafters[""].propose = lambda committed, max_tokens: propose(committed, 0 if len(committed) == 3 else max_tokens)
-    decoder.generate([5, 6, 7], 24, generator=torch.Generator().manual_seed(0))
-    assert [kind for kind, _ in rotation.drafts][:3] == ["", "entropy", ""]
+    for model in drafts:
+        monkeypatch.setattr(model, "feed", partial(watched, model.feed), raising=False)
+    time_stops(loop, {"head": head, "entropy": Entropy()})
+    assert [tokens for tokens in fed if len(tokens) > 1] == [loop.prompts[0]] * len(drafts)
 
 
 def test_a_stop_of_blocks_is_timed_on_whole_blocks(loop):

@@ -1,6 +1,4 @@
-"""`flags`: the setting it prints is the fastest that decoding finds, also from the counters that engines write, at times
-from outside: numbers, an engine's log, runs of transformers.
-"""
+"""`flags`: its setting is the fastest that decoding finds, from a trace or an engine's counters, at times from outside."""
 
 import json
 from dataclasses import fields, replace
