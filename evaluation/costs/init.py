@@ -56,8 +56,9 @@ def init(
     if path.exists() and not force:
         raise ValueError(f"{path} already exists; choose another --out, or pass --force to replace it")
     source = schema.PromptSource(path=prompts, columns={"prompt": column} if column else {})
-    models = {name: schema.ModelSource(path=model) for name, model in (("target", target), ("draft", draft))}
-    pair = schema.PairConfig(**models, sampling=schema.SamplingConfig(temperature=temperature, top_p=top_p))
+    sampling = schema.SamplingConfig(temperature=temperature, top_p=top_p)
+    sources = schema.ModelSource(path=target), schema.ModelSource(path=draft)
+    pair = schema.PairConfig(target=sources[0], draft=sources[1], sampling=sampling)
     num_prompts = len(load(set_of(source), "train"))
     config = _experiment(pair, source, num_prompts=num_prompts, name=path.stem)
     check_settings(pair, config.data)

@@ -76,7 +76,6 @@ def policies_by_kind(heads: Iterable[AcceptanceHead], others: Iterable[Policy] =
     return {policy.stop_kind: policy for policy in reversed(policies) if policy.stop_kind}
 
 
-@torch.inference_mode()
 def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     """Time the stop of each of these policies.
 
@@ -100,6 +99,7 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
         drafter.start(session)
     text, order = [*prompt, int(target.feed(prompt).argmax())], np.random.default_rng(0)
 
+    @torch.inference_mode()
     def timed(kind: str) -> float:
         drafter = drafters[kind]
         if isinstance(drafter.model, CachedModel) and (pending := text[len(drafter.model) : -1]):

@@ -35,7 +35,7 @@ from decode.policies import FixedLength
 from decode.policies.registry import RULES, read_spec, registered
 from evaluation.competitor import Competitor
 from evaluation.contest import Result, best_setting
-from evaluation.gain import Throughput
+from evaluation.gain import Gain, Throughput
 from evaluation.hierarchies.configurations import NO_DRAFT
 from evaluation.hierarchies.decoded import Decoded, StoredLoop, play_all, version_of
 from evaluation.hierarchies.times import fitted
@@ -219,7 +219,7 @@ def stop_verdict(drafts: Sequence[Mapping[str, Result]]) -> str:
     others. The best is the faster one on test, of the length that dev chose and the published one: dev's choice may
     have been unlucky.
     """
-    gains = {}
+    gains: dict[str, Gain] = {}
     for published, best, *stops in (rows.values() for rows in drafts):
         base = max((published, best), key=lambda result: result.tokens_per_s)
         gains |= {stop.family: stop.over(base) for stop in stops}

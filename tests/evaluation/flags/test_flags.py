@@ -1,4 +1,4 @@
-"""`flags`: its setting is the fastest that decoding finds, from a trace or an engine's counters, at times from outside."""
+"""`flags`: its setting is the fastest that decoding finds, from a trace or from an engine's counters."""
 
 import json
 from dataclasses import fields, replace
