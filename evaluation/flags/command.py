@@ -168,7 +168,7 @@ class Answer:
         longest = self._default.dev.max_draft_length
         rules = [make_competitor(FIXED, "fixed_length", {"k": range(1, longest + 1)})]
         if engine.default is not None:
-            rules.insert(0, engine.competitor(DEFAULT, longest, {name: [at] for name, at in engine.default.items()}))
+            rules.insert(0, engine.competitor(DEFAULT, longest, engine.default))
         alone = replay_arms([Competitor(NONE, "", FixedLength(0), ({},))], self._default)
         self.choices = fastest_on_dev(alone, times)
         self.choices |= fastest_on_dev((self.arm(rule, default) for rule in rules), self.speculating)

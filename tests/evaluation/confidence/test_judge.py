@@ -11,18 +11,8 @@ import torch
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, ModelSource, PairConfig, PromptSource
 from data_gen.pipeline.command import make
 from data_gen.prompts.stories import stories
-from evaluation.confidence.command import (
-    ONE_REFIT,
-    OWN,
-    PER_POSITION,
-    PERFECT,
-    VLLM,
-    Drafts,
-    estimated_online,
-    judge,
-    predictors,
-    score_of,
-)
+from evaluation.confidence import command as confidence
+from evaluation.confidence.command import OWN, PER_POSITION, PERFECT, VLLM, Drafts, judge, score_of
 from heads import AcceptanceHead
 from heads.command import export
 from heads.measures.scores import measures
@@ -45,18 +35,18 @@ def drafts_of(seed: int, num: int = 400) -> Drafts:
 
 def test_a_refit_per_position_undoes_what_is_off_at_each():
     test = drafts_of(1)
-    logits = predictors(drafts_of(0), test)
+    logits = confidence.predictors(drafts_of(0), test)
     brier = {name: score_of(name, test, logit)["brier"] for name, logit in logits.items()}
     assert brier[PERFECT] == pytest.approx(0, abs=1e-6)
     assert brier["a head"] == pytest.approx(0, abs=1e-6)  # it is the truth
     assert brier[PER_POSITION] == pytest.approx(0, abs=1e-5)
-    assert brier[PER_POSITION] < 0.1 * min(brier[ONE_REFIT], brier[OWN])
+    assert brier[PER_POSITION] < 0.1 * min(brier[confidence.ONE_REFIT], brier[OWN])
 
 
 def test_the_online_estimate_learns_a_slope_and_an_offset_per_position():
     drafts = drafts_of(0, 20_000)
     logit = 0.8 * drafts.max_logit + torch.tensor([1.0, 0.3, -0.5])
-    learned = estimated_online(drafts._replace(acceptance_prob=logit.sigmoid() * drafts.is_token))
+    learned = confidence.estimated_online(drafts._replace(acceptance_prob=logit.sigmoid() * drafts.is_token))
     torch.testing.assert_close(learned[:100], 0.5 * drafts.max_logit[:100] - 0.2)
     torch.testing.assert_close(learned[-1500:], logit[-1500:], atol=0.05, rtol=0.02)
 
