@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ FEWEST_TURNS = 3
 """Generations of each length at the least."""
 _RESAMPLES = 100
 
+AnyLoop = TypeVar("AnyLoop", bound="Loop")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
@@ -53,7 +55,7 @@ class Loop:
     """Generations end at the target's EOS; else at no token."""
 
     @classmethod
-    def of(cls, experiment: Experiment, **changes: Any) -> Self:
+    def of(cls: type[AnyLoop], experiment: Experiment, **changes: Any) -> AnyLoop:
         """The loop that a config describes, but for these changes."""
         settings = {name: getattr(experiment.decode, name) for name in ("max_draft_length", "compile")}
         return cls(pair=experiment.pair, **{"sampling": experiment.sampling} | settings | changes)
