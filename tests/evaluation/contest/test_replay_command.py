@@ -153,7 +153,7 @@ def test_auto_at_other_times_than_it_was_tuned_for_estimates_its_lambda_anew():
         ("replay", ["--policy", "entropy", "--decode.seed", "7"], "seed"),
         ("replay", ["--policy", "head:/nowhere/at/all"], "nowhere"),
         ("replay", ["--policy", "entropy", "--pair.target.path", "/nowhere/it"], "no model at '/nowhere/it'"),
-        ("replay", ["--policy", "entropy", "--decode.ratios", "[]"], "costs.jsonl, and none are given"),
+        ("replay", ["--policy", "entropy", "--decode.ratios", "[]"], "costs.jsonl has no times of this loop"),
         ("evaluate", ["--decode.seed", "7"], "in seed: 0 there, 7 in this run; choose another decode.dir"),
         ("tune", ["--decode.seed", "7"], "in seed: 0 there, 7 in this run; choose another decode.dir"),
         ("evaluate", ["--transfer_from", "/nowhere"], "nowhere/trace/manifest.json"),
@@ -165,7 +165,7 @@ def test_what_cannot_be_replayed_is_refused_in_one_line_before_anything_is_timed
 ):
     if "--decode.seed" in argv and name != "replay":
         monkeypatch.setattr(f"evaluation.report.{name}.costs_for", lambda *_: pytest.fail("timed"))
-    assert message in refusal(capsys, name, *(without_times(flags) if "none are given" in message else flags), *argv)
+    assert message in refusal(capsys, name, *(without_times(flags) if "no times" in message else flags), *argv)
 
 
 def test_costs_are_printed_and_kept_say_what_they_mean_and_broken_ones_name_their_file(flags, tmp_path, capsys):
