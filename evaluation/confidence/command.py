@@ -6,7 +6,7 @@ the acceptance rate itself, as a perfect confidence would predict it; where data
 token is weighted by the probability that verification reaches it (law 4.8c).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from json import dumps
 from pathlib import Path
@@ -32,7 +32,7 @@ from store.progress import Bar
 from store.shards import write_atomic
 
 OWN, VLLM, PERFECT = "confidence head", "vLLM's estimator", "perfect confidence"
-PER_POSITION = f"{OWN}, an offset and slope per position"
+ONE_REFIT, PER_POSITION = f"{OWN}, one offset and slope", f"{OWN}, an offset and slope per position"
 _MEASURES = ("brier", "kl", "ece", "auroc", "survival_brier", "kept")
 _REFIT_INTERVAL, _DAMPING, _RIDGE = 100, 50.0, 1e-3  # of vLLM's estimator
 
@@ -49,11 +49,12 @@ class Drafts(NamedTuple):
     logits: Mapping[str, Float[Tensor, "draft position"]]
     """Predictions of the draft's own head and of yours, by name."""
 
-    def histograms(self, logit: Float[Tensor, "draft position"]) -> tuple[Histogram, Histogram]:
-        """Histograms of tokens and of the survival of drafts, by position."""
+    def histograms(self, logit: Float[Tensor, "draft position"]) -> Iterator[Histogram]:
+        """Histograms of tokens and of the survival of drafts, by position, and of all positions in the last row."""
         at, lengths = self.is_token, self.is_token.sum(1)
         settings: dict[str, Any] = {"row_lengths": lengths, "num_positions": at.shape[1], "is_draft": True}
-        return by_position(logit[at][None], self.acceptance_prob[at], label=self.rate[at][None], **settings)
+        for parts in by_position(logit[at][None], self.acceptance_prob[at], label=self.rate[at][None], **settings):
+            yield Histogram(*(torch.cat([part, part.sum(0, keepdim=True)]) for part in parts))
 
     def kept(self, logit: Float[Tensor, "draft position"]) -> Float[Tensor, " position_or_all"]:
         """The share of accepted tokens that remains, by position and in all, if only half of the tokens are verified:
@@ -142,12 +143,10 @@ def _read(
 
 def predictors(dev: Drafts, test: Drafts) -> dict[str, Float[Tensor, "draft position"]]:
     """Every predictor with its logits on test, the draft's own first."""
-    base, (by_position, _) = test.logits[OWN], dev.histograms(dev.logits[OWN])
-    slope, offset = fit_logistic(pooled(by_position))
-    slopes, offsets = fit_logistic(by_position)
-    refits = {f"{OWN}, one offset and slope": slope * base + offset, PER_POSITION: slopes * base + offsets}
-    free = {VLLM: estimated_online(dev, test), PERFECT: test.rate.logit(1e-12)}
-    return {OWN: base, **refits, **test.logits, **free}
+    base, (of_tokens, _) = test.logits[OWN], dev.histograms(dev.logits[OWN])
+    slopes, offsets = fit_logistic(of_tokens)
+    refits = {ONE_REFIT: slopes[-1] * base + offsets[-1], PER_POSITION: slopes[:-1] * base + offsets[:-1]}
+    return {OWN: base, **refits, **test.logits, VLLM: estimated_online(dev, test), PERFECT: test.rate.logit(1e-12)}
 
 
 def estimated_online(*streams: Drafts) -> Float[Tensor, "draft position"]:
@@ -176,28 +175,18 @@ def estimated_online(*streams: Drafts) -> Float[Tensor, "draft position"]:
     return torch.cat(logits)
 
 
-def pooled(by_position: Histogram) -> Histogram:
-    """The histogram of all positions together, [1]."""
-    return Histogram(*(part.sum(0, keepdim=True) for part in by_position))
-
-
 def score_of(name: str, drafts: Drafts, logit: Float[Tensor, "draft position"]) -> dict[str, Any]:
     """The measures of one predictor, over all positions and by position."""
-    histograms, kept = drafts.histograms(logit), drafts.kept(logit)
-    whole = _values(*map(pooled, histograms)) | {"kept": kept[-1]}
-    by_position = _values(*histograms) | {"kept": kept[:-1]}
-    del by_position["kl"]
-    score: dict[str, Any] = {"predictor": name} | {measure: whole[measure].item() for measure in _MEASURES}
-    return score | {"by_position": {measure: values.tolist() for measure, values in by_position.items()}}
-
-
-def _values(token: Histogram, survival: Histogram) -> dict[str, Float[Tensor, "*lead"]]:
+    token, survival = drafts.histograms(logit)
     of_token, of_survival = measures(token), measures(survival)
-    return {
+    values = {
         **{measure: getattr(of_token, measure) for measure in ("brier", "kl", "ece")},
         "auroc": auroc(token),
         "survival_brier": of_survival.brier,
         "survival_ece": of_survival.ece,
         "predicted_survival": (survival.mean_logit.sigmoid() * survival.weight).sum(-1) / survival.total,
         "survival": survival.accepted.sum(-1) / survival.total,
+        "kept": drafts.kept(logit),
     }
+    score: dict[str, Any] = {"predictor": name} | {measure: values[measure][-1].item() for measure in _MEASURES}
+    return score | {"by_position": {measure: of[:-1].tolist() for measure, of in values.items() if measure != "kl"}}

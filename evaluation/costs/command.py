@@ -30,36 +30,26 @@ def costs(config: Config, *, again: bool = False, json: bool = False) -> None:
     """
     experiment = Experiment(config)
     times = times_of(experiment, policies_by_kind(experiment.heads.values()), again=again)
+    step_s, target_s = times["t_draft_s"], times["t_target_s"]
+    seconds = {"t_draft": step_s} | {f"t_target({k})": target_s[k] for k in _SHOWN if k < len(target_s)}
+    stops = [
+        {
+            "stop": kind,
+            "us": f"{1e6 * stop_s:.1f}",
+            "± us": f"{1e6 * error_s:.1f}",
+            "% of a draft step": f"{100 * stop_s / step_s:.1f}",
+        }
+        for kind, (stop_s, error_s) in sorted(times["stops"].items(), key=lambda entry: entry[1][0])
+    ]
     with printing(aside=json):
-        time_table(times).print()
-        stop_table(times).print()
+        forwards = {name: f"{1e3 * value:.3f}" for name, value in seconds.items()}
+        Table("milliseconds per forward in the loop", [forwards], names=0).print()
+        Table(f"what a stop adds to a draft step of {1e6 * step_s:.0f} us", stops).print()
         print(f"kept in {kept_costs(experiment.directory).path}, where evaluate and tune find them")
         say(verdict_of(times))
         print("next: acceptance-heads evaluate --config …")
     if json:
         print(to_json(times))
-
-
-def time_table(times: Mapping[str, Any]) -> Table:
-    """Times in milliseconds."""
-    target_s = {f"t_target({k})": times["t_target_s"][k] for k in _SHOWN if k < len(times["t_target_s"])}
-    row = {name: f"{1e3 * seconds:.3f}" for name, seconds in {"t_draft": times["t_draft_s"], **target_s}.items()}
-    return Table("milliseconds per forward in the loop", [row], names=0)
-
-
-def stop_table(times: Mapping[str, Any]) -> Table:
-    """Seconds that each kind of stop adds to a draft step, the most expensive last."""
-    step_s = times["t_draft_s"]
-    rows = [
-        {
-            "stop": kind,
-            "us": f"{1e6 * seconds:.1f}",
-            "± us": f"{1e6 * error_s:.1f}",
-            "% of a draft step": f"{100 * seconds / step_s:.1f}",
-        }
-        for kind, (seconds, error_s) in sorted(times["stops"].items(), key=lambda entry: entry[1][0])
-    ]
-    return Table(f"what a stop adds to a draft step of {1e6 * step_s:.0f} us", rows)
 
 
 def verdict_of(times: Mapping[str, Any]) -> str:
@@ -69,7 +59,5 @@ def verdict_of(times: Mapping[str, Any]) -> str:
     if times["stops"]:
         kind, (seconds, _) = max(times["stops"].items(), key=lambda entry: entry[1][0])
         sentence += f", and the most expensive stop, {kind}, adds {seconds / times['t_draft_s']:.0%} to a draft step"
-    cheap = f" Below about {_WORTHWHILE} a saved verification is cheap: expect little of any policy." * (
-        ratio < _WORTHWHILE
-    )
-    return f"{sentence}.{cheap}"
+    cheap = f" Below about {_WORTHWHILE} a saved verification is cheap: expect little of any policy."
+    return f"{sentence}.{cheap if ratio < _WORTHWHILE else ''}"

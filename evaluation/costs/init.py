@@ -8,17 +8,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from configs import schema
 from configs.paths import local_path
-from configs.schema import (
-    Config,
-    DataConfig,
-    DecodeConfig,
-    HeadsConfig,
-    ModelSource,
-    PairConfig,
-    PromptSource,
-    SamplingConfig,
-)
 from data_gen.pipeline.command import check_settings, hint_at_few
 from data_gen.pipeline.plan import shard_size
 from data_gen.pipeline.worker import limit_of
@@ -64,12 +55,10 @@ def init(
     path = local_path(out, "--out")
     if path.exists() and not force:
         raise ValueError(f"{path} already exists; choose another --out, or pass --force to replace it")
-    source = PromptSource(path=prompts, columns={"prompt": column} if column else {})
-    pair = PairConfig(
-        target=ModelSource(path=target),
-        draft=ModelSource(path=draft),
-        sampling=SamplingConfig(temperature=temperature, top_p=top_p),
-    )
+    source = schema.PromptSource(path=prompts, columns={"prompt": column} if column else {})
+    sampling = schema.SamplingConfig(temperature=temperature, top_p=top_p)
+    sources = schema.ModelSource(path=target), schema.ModelSource(path=draft)
+    pair = schema.PairConfig(target=sources[0], draft=sources[1], sampling=sampling)
     num_prompts = len(load(set_of(source)))
     config = _experiment(pair, source, num_prompts=num_prompts, name=path.stem)
     check_settings(pair, config.data)
@@ -83,7 +72,7 @@ def init(
     return path
 
 
-def _experiment(pair: PairConfig, source: PromptSource, *, num_prompts: int, name: str) -> Config:
+def _experiment(pair: schema.PairConfig, source: schema.PromptSource, *, num_prompts: int, name: str) -> schema.Config:
     """The experiment: a tenth of the prompts for each of dev and test, and the rest, up to a limit, for train."""
     num_held_out = min(_MOST_HELD_OUT, int(_HELD_OUT_SHARE * num_prompts))
     if num_held_out < 1:
@@ -91,30 +80,24 @@ def _experiment(pair: PairConfig, source: PromptSource, *, num_prompts: int, nam
     has_template = load_pair_tokenizer(pair).chat_template is not None
     # the longest text is a prompt, a response and a draft beyond it
     limits = (limit_of(source) or 2**31 for source in (pair.target, pair.draft))
-    num_positions = min(limits) - DecodeConfig.max_draft_length
-    num_new = min(DataConfig.max_new_tokens, num_positions // 2)
-    data = DataConfig(
+    num_positions = min(limits) - schema.DecodeConfig.max_draft_length
+    num_new = min(schema.DataConfig.max_new_tokens, num_positions // 2)
+    data = schema.DataConfig(
         dir=f"data/{name}",
         prompts=source,
         template="chat" if has_template else "plain",
         num_train=_MOST_TRAIN if num_prompts - 2 * num_held_out > _MOST_TRAIN else None,
         num_dev=num_held_out,
         num_test=num_held_out,
-        max_prompt_tokens=min(DataConfig.max_prompt_tokens, num_positions - num_new),
+        max_prompt_tokens=min(schema.DataConfig.max_prompt_tokens, num_positions - num_new),
         max_new_tokens=num_new,
     )
-    num_decoded = min(DecodeConfig.num_dev, num_held_out)
-    return Config(
-        pair=pair,
-        data=data,
-        heads=HeadsConfig(dir=f"checkpoints/runs/{name}"),
-        decode=DecodeConfig(
-            dir=f"data/{name}/decode", num_dev=num_decoded, num_test=num_decoded, max_new_tokens=num_new
-        ),
-    )
+    num = min(schema.DecodeConfig.num_dev, num_held_out)
+    decode = schema.DecodeConfig(dir=f"data/{name}/decode", num_dev=num, num_test=num, max_new_tokens=num_new)
+    return schema.Config(pair=pair, data=data, heads=schema.HeadsConfig(dir=f"checkpoints/runs/{name}"), decode=decode)
 
 
-def _plan(config: Config) -> tuple[list[str], dict[str, Any]]:
+def _plan(config: schema.Config) -> tuple[list[str], dict[str, Any]]:
     """Lines of `plan` on this machine, and its totals; if the models do not fit, the reason comes first."""
     with redirect_stdout(StringIO()) as output:
         try:
@@ -127,7 +110,7 @@ def _plan(config: Config) -> tuple[list[str], dict[str, Any]]:
     return [line for line in lines if line.startswith(_PLAN_LINES) and not line.startswith("warning: a shard")], totals
 
 
-def _yaml(config: Config, *, num_prompts: int, takes: list[str], path: Path) -> str:
+def _yaml(config: schema.Config, *, num_prompts: int, takes: list[str], path: Path) -> str:
     pair, data, decode = config.pair, config.data, config.decode
     [source] = data.prompt_sources
     columns = f", columns: {json.dumps(dict(source.columns))}" if source.columns else ""
@@ -136,7 +119,9 @@ def _yaml(config: Config, *, num_prompts: int, takes: list[str], path: Path) -> 
     num_train = "null" if data.num_train is None else data.num_train
     note = "all prompts that dev and test leave" if data.num_train is None else f"null: use all {num_prompts:,}"
     changed = {name: getattr(data, name) for name in ("max_prompt_tokens", "rows_per_shard")}
-    others = "".join(f", {name}: {value}" for name, value in changed.items() if value != getattr(DataConfig, name))
+    others = "".join(
+        f", {name}: {value}" for name, value in changed.items() if value != getattr(schema.DataConfig, name)
+    )
     lines = [
         f"# acceptance-heads all --config {path}: data, training, export, evaluation, threshold.",
         f"# {num_prompts:,} prompts; estimated size and time (`acceptance-heads plan --config {path}`):",

@@ -38,10 +38,10 @@ def costs_for(experiment: Experiment, ratio: float | None = None, *, policy: Pol
             target forward, at this ratio or the first of decode.ratios.
 
     Raises:
-        ValueError: one of the two times given without the other; a ratio that is not positive; nothing known where
-            nothing is measured.
+        ValueError: one of the two times without the other; a ratio that is not positive; nothing known where nothing is
+            measured.
     """
-    decode, directory = experiment.decode, experiment.directory
+    decode, store = experiment.decode, kept_costs(experiment.directory)
     draft_s, target_s = decode.t_draft_s, decode.t_target_s
     if ratio is not None:
         check_ratio(ratio)
@@ -52,32 +52,18 @@ def costs_for(experiment: Experiment, ratio: float | None = None, *, policy: Pol
         times = Times.constant(draft_s, target_s, elsewhere=shares_of(experiment, policies, {}))
     elif policy is None and not decode.as_recorded:
         times = _times_from(times_of(experiment, policies), experiment, policies)
-    elif (entry := _kept_times(experiment)) is not None:
-        times = _times_from(entry, experiment, policies)
-    elif policy is None:
+    elif (entry := recorded(store, experiment) if decode.as_recorded else store.get(key_of(experiment))) is not None:
+        times = _times_from(entry | ({"origin": RECORDED} if decode.as_recorded else {}), experiment, policies)
+    elif policy is None or (ratio is None and not decode.ratios):
         raise ValueError(
-            f"decode.as_recorded measures nothing, and {directory}/costs.jsonl has no times of this trace's sampling; "
-            "give decode.t_draft_s and decode.t_target_s"
-        )
-    elif ratio is None and not decode.ratios:
-        raise ValueError(
-            f"no times of this loop are kept in {directory}/costs.jsonl, and none are given; run `acceptance-heads "
-            "costs`, or give --ratio 5, or decode.t_draft_s and decode.t_target_s"
+            f"{store.path} has no times of this loop; run `acceptance-heads costs`, or give "
+            f"{'' if policy is None else '--ratio 5, or '}decode.t_draft_s and decode.t_target_s"
         )
     else:
         first = decode.ratios[0] if ratio is None else ratio
         origin = f"ratio {first:g}, nothing measured: a second is a target forward"
         return Times.constant(1 / first, 1.0, origin, shares_of(experiment, policies, {}))
     return times if ratio is None else times.with_ratio(ratio)
-
-
-def _kept_times(experiment: Experiment) -> dict[str, Any] | None:
-    """The kept entry of this loop, or with `decode.as_recorded` the one beside the published trace."""
-    store = kept_costs(experiment.directory)
-    if not experiment.decode.as_recorded:
-        return store.get(key_of(experiment))
-    entry = recorded(store, experiment)
-    return None if entry is None else entry | {"origin": RECORDED}
 
 
 def recorded(store: KeyedStore, experiment: Experiment) -> dict[str, Any] | None:

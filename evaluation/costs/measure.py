@@ -13,6 +13,7 @@ of which k tokens are drawn takes begin + each k: t_draft = begin + each, and ea
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -108,24 +109,19 @@ def costs_of(generations: Sequence[Generation], max_draft_length: int) -> Times:
         ]
         longest = max(len(round_.drafted) for round_ in generation.rounds)
         of_length.setdefault(longest, []).append(np.array(rows, dtype=np.float64).reshape(-1, 4))
-    measured = _times_of([rounds for members in of_length.values() for rounds in members], max_draft_length)
-    generator, resampled = np.random.default_rng(0), []
-    for _ in range(_RESAMPLES):
-        drawn = [
-            members[index]
-            for members in of_length.values()
-            for index in generator.integers(len(members), size=len(members))
-        ]
-        resampled.append(_times_of(drawn, max_draft_length))
+    groups, generator = list(of_length.values()), np.random.default_rng(0)
+    drawn = (
+        [members[index] for members in groups for index in generator.integers(len(members), size=len(members))]
+        for _ in range(_RESAMPLES)
+    )
+    measured, *resampled = (_times_of(sample, max_draft_length) for sample in (list(chain(*groups)), *drawn))
     draft_s, target_s = (np.array(times) for times in zip(*resampled, strict=True))
     errors = TimeErrors(float(draft_s.std() / draft_s.mean()), float((target_s / target_s.mean(0)).mean(1).std()))
     return Times(*measured, "measured", errors=errors)
 
 
 def _times_of(generations: Sequence[Float[Array, "_ 4"]], max_draft_length: int) -> tuple[float, tuple[float, ...]]:
-    """(t_draft, t_target(k) for k = 0 … max_draft_length), from rows of (forwards, tokens, seconds of the draft, of the
-    verification).
-    """
+    """(t_draft, t_target(k) for k = 0, 1, …), from rows of (forwards, tokens, seconds of draft and of verification)."""
     forwards, drafted, draft_s, target_s = np.concatenate(generations).T
     is_drafting = forwards > 0
     if not is_drafting.any() or is_drafting.all():
@@ -134,9 +130,8 @@ def _times_of(generations: Sequence[Float[Array, "_ 4"]], max_draft_length: int)
         )
     alone_s = typical(target_s[~is_drafting]) + typical(draft_s[~is_drafting])
     forwards, drafted, draft_s, target_s = (column[is_drafting] for column in (forwards, drafted, draft_s, target_s))
-    has_blocks = bool((drafted > forwards).any())
+    has_blocks, each_s = bool((drafted > forwards).any()), 0.0
     begin_s, t_draft_s = _line(drafted if has_blocks else forwards, draft_s)
-    each_s = 0.0
     if has_blocks:
         begin_s, t_draft_s, each_s = 0.0, begin_s + t_draft_s, t_draft_s
     elif begin_s <= 0 or t_draft_s <= 0:  # one length only, or noise

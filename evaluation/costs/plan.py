@@ -1,7 +1,6 @@
 """`acceptance-heads plan`: size and time of the data (`data_gen.pipeline.plan`), of training, and of `evaluate`."""
 
-import math
-import time
+import timeit
 from typing import Any
 
 import torch
@@ -57,11 +56,7 @@ def training_s(config: Config, totals: dict[str, Any], num_weights: int) -> floa
     num_epochs = config.trainer.get("max_epochs") or epochs_of(num_train, heads.batch_size)
     tokens = totals["response_tokens"] / max(1, totals["rows"]) * num_train
     matrix = torch.ones(width, width)
-    product_s = math.inf
-    for _ in range(5):
-        start_s = time.perf_counter()
-        matrix @ matrix
-        product_s = min(product_s, time.perf_counter() - start_s)
+    product_s = min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=5))
     return _OVER_PRODUCTS * _FLOPS_PER_WEIGHT * num_weights * tokens * num_epochs * product_s / (2 * width**3)
 
 

@@ -7,10 +7,10 @@ the best fixed length, no speculation, and what the engine lacks: our policies a
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
 from itertools import groupby
 from json import dumps as to_json
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
@@ -29,12 +29,11 @@ from evaluation.flags.times import Given, given_times, times_for
 from evaluation.gain import Gain, Splits
 from evaluation.table import Table, printing, say, shown
 from evaluation.times import Times
-from evaluation.traces.recording import trace_folder
+from evaluation.traces.recording import TraceFolder, trace_folder
 from evaluation.traces.replay import replay_rounds
 from evaluation.traces.trace import Trace, join_traces
 from evaluation.tuning.calibration import calibrated_on
 from heads.model.head import AcceptanceHead
-from lm import Sampling
 from store.progress import Bar
 
 Traces = Mapping[Drafting, Splits[Trace]]
@@ -96,13 +95,13 @@ def flags(
 
 def _from_traces(engine: Engine, experiment: Experiment, given: Given | None, sizes: Sequence[int]) -> dict[str, Any]:
     engine.check(experiment.sampling)
-    times = times_for(experiment, engine.name) if given is None else given.times(experiment)
+    times = times_for(experiment, engine.name, given)
     answer = Answer(engine, traces_for(experiment, engine), times)
-    answer.add_ours(experiment.heads, drawn=traces_of(experiment, None))
+    answer.add_ours(experiment.heads, drawn=_complete(experiment, trace_folder(experiment)))
     answer.table().print()
     say("\n".join(answer.sentences()))
     print(f"\n  {answer.line}\n")
-    curves = BatchTimes(times).curves("") if given is None else given.curves
+    curves = given[0] if given else BatchTimes(times).curves("")
     batches = print_batches(engine, answer.in_batches(sizes, curves), times.title)
     return answer.as_dict() | {"costs": asdict(times)} | batches
 
@@ -113,7 +112,8 @@ def _from_counters(
     """The best number of drafted tokens by counters alone."""
     if given is None:
         raise ValueError("--from needs times: give --t_draft_ms and --t_target_ms, or --log")
-    speed, low, high = speeds(counters, given.curves, 1, is_block=is_block)
+    curves, _ = given
+    speed, low, high = speeds(counters, curves, 1, is_block=is_block)
     best, counted = int(speed.argmax()), len(counters[-1])
     rows = [{"k": k, "tokens/s": speed[k], "from": low[k], "to": high[k]} for k in range(len(speed))]
     note = f"from, to: the bracket of two assumptions (docs/flags.md); k > {counted}: extrapolated"
@@ -126,22 +126,21 @@ def _from_counters(
     say(gain if best else "Do not speculate.")
     line = engine.number.format(k=best, all=best + 1) if best else engine.off
     print(f"\n  {line}\n")
-    of_sizes = {size: 2 * [speeds(counters, given.curves, size, is_block=is_block)[0].tolist()] for size in sizes}
+    of_sizes = {size: 2 * [speeds(counters, curves, size, is_block=is_block)[0].tolist()] for size in sizes}
     return {"line": line, "k": best, "speeds": rows} | print_batches(engine, of_sizes, "predicted from counters")
 
 
 def traces_for(experiment: Experiment, engine: Engine) -> Traces:
     """The trace of each way in which the engine drafts; recorded if it does not exist."""
-    ways: dict[Any, Drafting] = {}
+    ways: dict[Path, tuple[Drafting, TraceFolder]] = {}
     for drafting in engine.draftings:  # at temperature 0, drawing and taking the likeliest are the same
-        sampling = drafting.sampling_of(experiment.sampling)
-        ways.setdefault(trace_folder(experiment, draft_sampling=sampling).directory, drafting)
-    return {way: traces_of(experiment, way.sampling_of(experiment.sampling)) for way in ways.values()}
+        folder = trace_folder(experiment, draft_sampling=drafting.sampling_of(experiment.sampling))
+        ways.setdefault(folder.directory, (drafting, folder))
+    return {drafting: _complete(experiment, folder) for drafting, folder in ways.values()}
 
 
-def traces_of(experiment: Experiment, draft_sampling: Sampling | None) -> Splits[Trace]:
-    """The trace of drafts under this sampling, all datasets together; recorded if it does not exist."""
-    folder = trace_folder(experiment, draft_sampling=draft_sampling)
+def _complete(experiment: Experiment, folder: TraceFolder) -> Splits[Trace]:
+    """A trace of all datasets together, recorded if it does not exist."""
     folder.refuse_other()
     folder.complete()
     parts = map(folder.load, experiment.datasets)
@@ -155,6 +154,9 @@ class Answer:
         alone: times without speculation.
         speculating: times with it: what each round pays beyond its draft is part of t_target(k).
         choices: name -> result; a competitor's name says how the engine drafts, or names our policy.
+        flags: the engine at its best setting, or without speculation where that is faster.
+        drafting: how it drafts at its best setting; None where no speculation is faster.
+        line: to paste.
         short_of_hindsight: how much slower the flags are than the best setting on test, as a fraction of its speed.
     """
 
@@ -166,12 +168,15 @@ class Answer:
         longest = self._default.dev.max_draft_length
         rules = [make_competitor(FIXED, "fixed_length", {"k": range(1, longest + 1)})]
         if engine.default is not None:
-            rules.insert(0, engine.competitor(DEFAULT, longest, {name: [at] for name, at in engine.default.items()}))
+            rules.insert(0, engine.competitor(DEFAULT, longest, engine.default))
         alone = replay_arms([Competitor(NONE, "", FixedLength(0), ({},))], self._default)
         self.choices = fastest_on_dev(alone, times)
         self.choices |= fastest_on_dev((self.arm(rule, default) for rule in rules), self.speculating)
         arms = [self.arm(engine.competitor(FLAGS, longest), drafting) for drafting in traces]
         self.choices |= fastest_on_dev(arms, self.speculating, {FLAGS: self.choices[NONE]})
+        self.flags = self.choices[FLAGS]
+        self.drafting = next((way for way in traces if way.label == self.flags.competitor.name), None)
+        self.line = engine.line(self.flags.setting, self.drafting) if self.drafting else engine.off
         on_test = [self.choices[NONE].tokens_per_s, *(self.speculating.tokens_per_s(arm.test).max() for arm in arms)]
         self.short_of_hindsight = 1 - self.flags.tokens_per_s / float(max(on_test))
 
@@ -203,21 +208,6 @@ class Answer:
             arms = replay_arms(Bar(rivals, desc="replay: our policies", unit="policies"), traces)
             best = fastest_on_dev(arms, self.speculating, best)
         self.choices |= {name: best[name] for name in OURS.values() if name in best}
-
-    @property
-    def flags(self) -> Result:
-        """The engine at its best setting, or without speculation where that is faster."""
-        return self.choices[FLAGS]
-
-    @cached_property
-    def drafting(self) -> Drafting | None:
-        """How the engine drafts at its best setting; None where no speculation is faster."""
-        return next((drafting for drafting in self.traces if drafting.label == self.flags.competitor.name), None)
-
-    @property
-    def line(self) -> str:
-        """The line to paste."""
-        return self.engine.line(self.flags.setting, self.drafting) if self.drafting else self.engine.off
 
     def gains(self, choice: Result) -> dict[str, Gain]:
         """Gains over no speculation, the default and the best fixed length, as far as there are any."""

@@ -16,9 +16,9 @@ docs/results/flags.md measures the error.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -69,7 +69,14 @@ def _survival_in(text: str, path: Path) -> list[float]:
         # falling shares r, r^2, ... that add up to the mean length, with the token that no draft proposed
         rate = float(brentq(lambda rate: (rate**powers).sum() - mean, 0.0, 1.0))
         return (rate ** powers[1:]).tolist()  # type: ignore[no-any-return]
-    steps_of = [step for line in _documents(text) for step in _steps(line)]
+    # (accepted, drafted) of every verification in answers of vLLM
+    lists = (_lists(f"per_step_{name}", text) for name in ("accepted", "drafted"))
+    steps_of = list(zip(*(chain(*every) for every in lists), strict=True)) or [
+        (number, len(counts) - 1)
+        for counts in _lists("acceptance_histogram", text)
+        for number, count in enumerate(counts)
+        for _ in range(count)
+    ]
     if not steps_of:
         raise ValueError(f"{path} has no counters of speculation; {_REMEDY}")
     a, drafted = np.array(steps_of).T
@@ -79,26 +86,8 @@ def _survival_in(text: str, path: Path) -> list[float]:
     return np.cumprod(rates).tolist()
 
 
-def _documents(text: str) -> Iterator[Any]:
-    for part in (text, *text.splitlines()):
-        try:
-            yield json.loads(part)
-        except ValueError:
-            continue
-        if part is text:
-            return
-
-
-def _steps(node: Any) -> list[tuple[int, int]]:
-    """(accepted, drafted) of every verification in an answer of vLLM."""
-    if isinstance(node, Mapping):
-        if node.get("per_step_accepted") is not None:
-            return list(zip(node["per_step_accepted"], node["per_step_drafted"], strict=True))
-        if "acceptance_histogram" in node:
-            counts = node["acceptance_histogram"]
-            return [(number, len(counts) - 1) for number, count in enumerate(counts) for _ in range(count)]
-    children = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
-    return [step for child in children for step in _steps(child)]
+def _lists(name: str, text: str) -> list[list[int]]:
+    return [json.loads(f"[{numbers}]") for numbers in re.findall(rf'"{name}": *\[([\d,\s]*)\]', text)]
 
 
 def tokens_per_round(survival: Float[Array, " draft"], longest: int) -> tuple[Array, Array]:

@@ -71,7 +71,8 @@ class Engine:
     """Class of its rule, where that can do more than the registry's, which every loop can run."""
     values: Callable[[int], Values] = lambda longest: {"k": range(1, longest + 1)}
     """Settings to choose from, by the longest draft."""
-    default: Setting | None = None
+    default: Values | None = None
+    """One value of each."""
     draftings: tuple[Drafting, ...] = (LIKELIEST,)
     """The default first."""
     line: Callable[[Setting, Drafting], str]
@@ -131,7 +132,7 @@ LLAMA_CPP = Engine(
     rule="llama_cpp",
     kind=ShortDrafts,
     values=lambda longest: {"n_max": lengths_within(longest), "n_min": (0, 1, 2, 3, 5), "p_min": COARSE},
-    default={"n_max": 3, "n_min": 0, "p_min": 0.0},
+    default={"n_max": (3,), "n_min": (0,), "p_min": (0.0,)},
     line=lambda setting, _: (
         f"llama-server -m TARGET.gguf -md DRAFT.gguf --spec-type draft-simple --spec-draft-n-max {setting['n_max']} "
         f"--spec-draft-n-min {setting['n_min']} --spec-draft-p-min {setting['p_min']:g}"
@@ -157,7 +158,7 @@ VLLM = Engine(
 SGLANG = Engine(
     name="sglang",
     version="0.5.23",
-    default={"k": 3},
+    default={"k": (3,)},
     line=lambda setting, _: (
         "python -m sglang.launch_server --model-path TARGET --speculative-algorithm STANDALONE "
         f"--speculative-draft-model-path DRAFT --speculative-num-steps {setting['k']} --speculative-eagle-topk 1 "
@@ -172,7 +173,7 @@ TRANSFORMERS = Engine(
     version="5.23.0",
     rule="assisted",
     values=registered("assisted").values,
-    default={"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4, "is_heuristic": False},
+    default={"num_assistant_tokens": (20,), "assistant_confidence_threshold": (0.4,), "is_heuristic": (False,)},
     draftings=(AS_TARGET,),
     line=_transformers,
     number='num_assistant_tokens={k}, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0',

@@ -11,7 +11,7 @@ and without an assistant, take turns; forwards are counted by hooks on both mode
 
 fitted by least absolute deviations, which large residuals hardly move, each with its standard error. A threshold too
 low to end any draft is set, so that t_draft includes the comparison. The time of verifying one more token is part of
-t_draft. The faster of two runs counts, because other work on the machine can only slow one down.
+t_draft.
 """
 
 import re
@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from torch import nn
@@ -43,20 +42,8 @@ _FEWEST_TURNS, _TOKENS = 12, 64
 _NEVER_STOPS = {"assistant_confidence_threshold": 1e-9}
 Run = tuple[int, int, int, float]
 """Draft forwards, verifications of a draft, target forwards of one token, and seconds of one generation."""
-
-
-class Given(NamedTuple):
-    """Times of forwards that were not measured here."""
-
-    curves: BatchCosts
-    origin: str
-
-    def times(self, experiment: Experiment) -> Times:
-        """The times of one sequence, with stops' shares as the experiment has them."""
-        shares = shares_of(experiment, policies_by_kind(experiment.heads.values()), {})
-        times = Times.constant(float(self.curves.draft(1)), float(self.curves.target(1)), self.origin, shares)
-        lengths = range(experiment.decode.max_draft_length + 1)
-        return replace(times, t_target_s=tuple(float(self.curves.target(1 + k)) for k in lengths))
+Given = tuple[BatchCosts, str]
+"""Times of forwards that were not measured here, and their origin."""
 
 
 def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | None, log: str | None) -> Given | None:
@@ -74,7 +61,7 @@ def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | Non
         return read_logs([local_path(part, "--log") for part in log.split(",")])
     if t_draft_ms is None or t_target_ms is None:
         return None
-    return Given(BatchCosts(curve_of("t_draft_ms", t_draft_ms), curve_of("t_target_ms", t_target_ms)), "given")
+    return BatchCosts(curve_of("t_draft_ms", t_draft_ms), curve_of("t_target_ms", t_target_ms)), "given"
 
 
 def curve_of(name: str, given: Milliseconds) -> Curve:
@@ -105,51 +92,52 @@ _REMEDY = (
 def read_logs(paths: Sequence[Path]) -> Given:
     """Times from logs of a llama.cpp server: without a draft, and with it (one or more), at `-lv 4` and p-min 0.
 
-    Each log is a point of t_target: without a draft that of one token, with drafts of K tokens that of 1 + K. One
-    cannot be used for the other: verifying 4 tokens took a CPU four times as long as one.
+    With g rounds, M drafted tokens and Y ms of drafting, as a log's last statistics have them, and E ms of all `eval
+    time`: t_draft = Y / M, and since each round's draft also reads what was verified, t_target of 1 + M / g tokens is
+    (E - Y) / g - t_draft. Without a draft E over the tokens but the first of each answer, which reading its prompt
+    gives, is t_target of one token. It cannot be read from the other logs: verifying 4 tokens took a CPU four times as
+    long as one.
 
     Raises:
         ValueError: a log without times; none with a draft, or none without; two of the same number of tokens.
         FileNotFoundError: no such file.
     """
-    logs = sorted(map(read_log, paths))
-    steps_ms = [draft_ms for _, _, draft_ms in logs if draft_ms is not None]
+    forwards_s: list[tuple[float, float]] = []
+    steps_ms: list[float] = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        statistics, answers = _STATISTICS.findall(text), _EVAL.findall(text)
+        eval_ms, forwards = sum(float(ms) for ms, _ in answers), sum(int(tokens) - 1 for _, tokens in answers)
+        if not forwards or (statistics and not int(statistics[-1][1])):
+            raise ValueError(f"{path} has no `eval time` or no drafts of llama.cpp; {_REMEDY}")
+        num_tokens, target_ms = 1.0, eval_ms / forwards
+        if statistics:
+            rounds, tokens, draft_ms = (float(number) for number in statistics[-1])
+            steps_ms.append(draft_ms / tokens)
+            num_tokens, target_ms = 1.0 + tokens / rounds, (eval_ms - draft_ms) / rounds - steps_ms[-1]
+        if target_ms <= 0:
+            raise ValueError(
+                f"{path} leaves {target_ms:.3f} ms for a target forward of its {eval_ms} ms; give --t_draft_ms and "
+                "--t_target_ms"
+            )
+        forwards_s.append((num_tokens, target_ms / 1e3))
     names = ", ".join(path.name for path in paths)
-    if not steps_ms or len(steps_ms) == len(logs):
+    if not 0 < len(steps_ms) < len(paths):
         lacking = "without a draft" if steps_ms else "with a draft"
         raise ValueError(f"--log is {names}: the log of a server {lacking} is missing; {_REMEDY}")
-    target = Curve(*zip(*((tokens, target_ms / 1e3) for tokens, target_ms, _ in logs), strict=True))
-    return Given(BatchCosts(Curve.line(sum(steps_ms) / len(steps_ms) / 1e3), target), f"read from {names}")
+    draft = Curve.line(sum(steps_ms) / len(steps_ms) / 1e3)
+    return BatchCosts(draft, Curve(*zip(*sorted(forwards_s), strict=True))), f"read from {names}"
 
 
-def read_log(path: Path) -> tuple[float, float, float | None]:
-    """(mean number of tokens that a target forward read, its milliseconds, those of a draft forward) from one log; None
-    for a server without a draft.
-
-    With g rounds, M drafted tokens and Y ms of drafting, as its last statistics have them, and E ms of all `eval time`:
-    t_draft = Y / M, and since each round's draft also reads what was verified, t_target(M / g) = (E - Y) / g - t_draft.
-    Without a draft t_target(0) is E over the tokens but the first of each answer, which reading its prompt gives.
+def times_for(experiment: Experiment, engine: str, given: Given | None) -> Times:
+    """The given times; else those of transformers' loop for that engine, which DIR/costs.jsonl keeps beside ours; else
+    those of our loop.
     """
-    text = path.read_text(encoding="utf-8", errors="replace")
-    statistics, answers = _STATISTICS.findall(text), _EVAL.findall(text)
-    eval_ms, forwards = sum(float(ms) for ms, _ in answers), sum(int(tokens) - 1 for _, tokens in answers)
-    if not forwards or (statistics and not int(statistics[-1][1])):
-        raise ValueError(f"{path} has no `eval time` or no drafts of llama.cpp; {_REMEDY}")
-    if not statistics:
-        return 1.0, eval_ms / forwards, None
-    rounds, tokens, draft_ms = (float(number) for number in statistics[-1])
-    step_ms = draft_ms / tokens
-    verify_ms = (eval_ms - draft_ms) / rounds - step_ms
-    if verify_ms <= 0:
-        raise ValueError(
-            f"{path} leaves {verify_ms:.3f} ms for a verification ({eval_ms} ms of {rounds} rounds, {draft_ms} ms of "
-            "drafting); give --t_draft_ms and --t_target_ms"
-        )
-    return 1.0 + tokens / rounds, verify_ms, step_ms
-
-
-def times_for(experiment: Experiment, engine: str) -> Times:
-    """The times of our loop, or of transformers' loop, which DIR/costs.jsonl keeps beside ours."""
+    if given is not None:
+        curves, origin = given
+        shares = shares_of(experiment, policies_by_kind(experiment.heads.values()), {})
+        target_s = tuple(float(curves.target(1 + k)) for k in range(experiment.decode.max_draft_length + 1))
+        return replace(Times.constant(float(curves.draft(1)), target_s[0], origin, shares), t_target_s=target_s)
     ours = costs_for(experiment)
     if engine != "transformers" or experiment.decode.t_draft_s is not None:
         return ours
@@ -158,7 +146,7 @@ def times_for(experiment: Experiment, engine: str) -> Times:
     if entry is None:
         entry = entry_of(_measured(experiment))
         store.keep([(key, entry)])
-    errors = TimeErrors(**entry["errors"])._replace(stopping=ours.errors.stopping)
+    errors = TimeErrors(**entry["errors"], stopping=ours.errors.stopping)
     target_s = tuple(entry["t_target_s"])
     return replace(ours, t_draft_s=entry["t_draft_s"], t_target_s=target_s, origin=entry["origin"], errors=errors)
 
@@ -171,8 +159,7 @@ def _measured(experiment: Experiment) -> Times:
     warm_up(arms, prompts)
     turns = turns_within(BUDGET_S, _FEWEST_TURNS, desc="costs: transformers' own", unit="turns")
     timed = in_turns(arms, ((turn, prompts[turn % len(prompts)]) for turn in turns))
-    runs = [[_counted(pair, arms[name], *at) for _ in range(2)] for at, order in timed for name in order]
-    return fitted([min(twice, key=lambda run: run[-1]) for twice in runs])
+    return fitted([_counted(pair, arms[name], *at) for at, order in timed for name in order])
 
 
 def _counted(pair: Pair, arm: Timed, seed: int, prompt: list[int]) -> Run:
@@ -184,8 +171,7 @@ def _counted(pair: Pair, arm: Timed, seed: int, prompt: list[int]) -> Run:
     with pair.target.register_forward_pre_hook(count), pair.draft.register_forward_pre_hook(count):
         _, seconds = arm(prompt, seed)
     num_drafts, num_targets = calls[pair.draft], calls[pair.target]
-    num_verifications = num_targets if num_drafts else 0
-    return num_drafts, num_verifications, num_targets - num_verifications, seconds
+    return num_drafts, num_targets * (num_drafts > 0), num_targets * (num_drafts == 0), seconds
 
 
 def fitted(runs: Sequence[Run]) -> Times:

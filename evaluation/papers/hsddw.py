@@ -30,7 +30,7 @@ from evaluation.hierarchies.configurations import BOTH, HSDDW, NO_DRAFT, PLAIN, 
 from evaluation.hierarchies.decoded import MICRO_ALONE, StoredLoop
 from evaluation.hierarchies.times import fit_times, redundancy
 from evaluation.keys import models_key
-from evaluation.papers.speed_ups import speed_ups
+from evaluation.papers.svip import speed_ups
 from evaluation.papers.trees import EAGLE_2, competitor_of, fixed, lengths_of
 from evaluation.table import Table
 from evaluation.times import Times
@@ -62,17 +62,24 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, repeats: int) -> 
         encoded = experiment.encoded(dataset, "test")
         played = StoredLoop(experiment, dataset).play([*members, *rivals], "test", repeats=repeats)
         results = {entry.competitor.family: entry.result() for entry in played}
+        gains = {name: result.over(results[NO_DRAFT]) for name, result in results.items()}
+        speeds = {name: f"{1 + gain.value:.2f}x" for name, gain in gains.items()}
         for method, name in methods.items():
-            gain = results[name].over(results[NO_DRAFT])
-            first[method][dataset] = f"{1 + gain.value:.2f}x ({1 + gain.low:.2f}, {1 + gain.high:.2f})"
+            first[method][dataset] = f"{speeds[name]} ({1 + gains[name].low:.2f}, {1 + gains[name].high:.2f})"
         pearl = pearl_speed_up(experiment, trio, [ids for _, ids in encoded], fit_times(played[: len(members)])[0])
         first[_PEARL][dataset] = f"{pearl:.2f}x"
-        speeds = {name: speed_up(results, name) for name in results}
         for name, row in ablation.items():
             row[dataset] = speeds[name]
         third += mathematics(dataset, results, [prompt.category for prompt, _ in encoded])
+        counts = {entry.competitor.family: entry.played.total() for entry in played}
         rows = [
-            {"Model": model, **_utilisation(results[name]), "Speedup": speeds[name]} for model, name in _MODELS.items()
+            {
+                "Model": model,
+                "σ (%)": f"{100 * redundancy(counts[name]):.2f}",
+                "η (%)": f"{100 * counts[name].verification_rate:.2f}",
+                "Speedup": speeds[name],
+            }
+            for model, name in _MODELS.items()
         ]
         fourth.append(Table(f"HSDDW Table 4: {dataset}, {_CLOCKED}", rows))
     title = f"HSDDW Table 1: speed-up at T = {experiment.sampling.temperature:g}, {_CLOCKED}"
@@ -114,14 +121,3 @@ def mathematics(dataset: str, results: Mapping[str, Result], categories: Sequenc
         cells = speed_ups(throughput, alone, ["All"] * len(columns)) | speed_ups(throughput, alone, columns)
         rows.append({"": row} | {column: f"{speed:.2f}x" for column, speed in cells.items()})
     return [Table(f"HSDDW Table 3: {dataset}, speed-up, {_CLOCKED}", rows)]
-
-
-def speed_up(results: Mapping[str, Result], name: str) -> str:
-    """Speed-up over the target alone, by the clock."""
-    return f"{results[name].tokens_per_s / results[NO_DRAFT].tokens_per_s:.2f}x"
-
-
-def _utilisation(result: Result) -> dict[str, str]:
-    assert result.played is not None
-    counts = result.played.total()
-    return {"σ (%)": f"{100 * redundancy(counts):.2f}", "η (%)": f"{100 * counts.verification_rate:.2f}"}

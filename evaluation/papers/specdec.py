@@ -31,10 +31,8 @@ from evaluation.competitor import family_of
 from evaluation.contest import best_setting
 from evaluation.costs.machine import costs_for, loop_of
 from evaluation.table import Table
-from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
-from evaluation.traces.trace import Trace
 from evaluation.turns import in_turns
 from heads.model.head import AcceptanceHead
 
@@ -69,11 +67,16 @@ def specdec_tables(experiment: Experiment) -> list[Table]:
     tests, times = {dataset: folder.load(dataset).test for dataset in experiment.datasets}, costs_for(experiment)
     longest = experiment.decode.max_draft_length
     lengths = [length for length in LENGTHS if length <= longest] or [longest]
-    plain = {dataset: best_of(test, FixedLength, lengths, times) for dataset, test in tests.items()}
-    best = {
-        name: {dataset: best_of(test, partial(HeadPolicy, head), THRESHOLDS, times) for dataset, test in tests.items()}
-        for name, head in heads.items()
-    }
+
+    def best_on_test(kind: Callable[..., Policy], values: Sequence[int | float]) -> dict[str, Best]:
+        best = {}
+        for dataset, test in tests.items():
+            number, tokens_per_s = best_setting(replay_settings(test, kind(np.array(values))), times)
+            best[dataset] = tokens_per_s, float(values[number])
+        return best
+
+    plain = best_on_test(FixedLength, lengths)
+    best = {name: best_on_test(partial(HeadPolicy, head), THRESHOLDS) for name, head in heads.items()}
     fastest = max(best, key=lambda name: sum(speed / plain[dataset][0] for dataset, (speed, _) in best[name].items()))
     largest = {dataset: max(of_head[dataset] for of_head in best.values()) for dataset in tests}
     where = f"replayed on test, predicted at {times.title}"
@@ -88,12 +91,6 @@ def specdec_tables(experiment: Experiment) -> list[Table]:
         forward_times(experiment, heads[fastest]),
         Table(third, head_rows(heads, best, largest)),
     ]
-
-
-def best_of(trace: Trace, kind: Callable[..., Policy], values: Sequence[int | float], times: Times) -> Best:
-    """The fastest of some values of a policy's parameter."""
-    number, tokens_per_s = best_setting(replay_settings(trace, kind(np.array(values))), times)
-    return tokens_per_s, float(values[number])
 
 
 def head_rows(

@@ -10,7 +10,7 @@ at decode.max_draft_length (the paper's limit is 40); the times of a forward do 
 of one generation length is that of the first so many tokens of the longer generations.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,6 @@ from decode.policies import Entropy, FixedLength, Heuristic, Policy
 from evaluation.contest import best_setting
 from evaluation.costs.machine import costs_for
 from evaluation.gain import Throughput
-from evaluation.papers.speed_ups import speed_ups
 from evaluation.table import Table
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
@@ -47,15 +46,13 @@ def svip_tables(experiment: Experiment) -> list[Table]:
     speeds: dict[str, dict[str, float]] = {name: {} for name in methods}
     by_length = []
     for dataset, trace in traces.items():
-        cuts = {length: trace.test.select(range(len(trace.test.rows)), num_tokens=length) for length in lengths}
+        cuts = {str(k): trace.test.select(range(len(trace.test.rows)), num_tokens=k) for k in lengths}
         prefix = f"{dataset}: " if len(traces) > 1 else ""
         for name, policy in methods.items():
             speeds[name] |= by_category(trace.test, policy, times, dataset)
-            cells = {
-                length: best_setting(replay_settings(cut, policy), times)[1] * times.t_target_s[0]
-                for length, cut in cuts.items()
-            }
-            by_length.append({"Methods": f"{prefix}{name}"} | {str(k): f"{speed:.2f}" for k, speed in cells.items()})
+            tokens_per_s = {k: times.tokens_per_s(replay_settings(cut, policy))[0] for k, cut in cuts.items()}
+            cells = {k: f"{speed * times.t_target_s[0]:.2f}" for k, speed in tokens_per_s.items()}
+            by_length.append({"Methods": f"{prefix}{name}"} | cells)
     first, second = (1, 6) if experiment.sampling.is_greedy else (5, 2)
     figures = f"replayed on test, predicted at {times.title}; h = {threshold:g} ({why})"
     return [
@@ -80,6 +77,17 @@ def by_category(trace: Trace, policy: Policy, times: Times, dataset: str) -> dic
     (tokens,), (seconds,) = played.counts.num_emitted, times.time_s(played)
     alone = Throughput(tokens, tokens * times.t_target_s[0])
     return speed_ups(Throughput(tokens, seconds), alone, [row.category or dataset for row in trace.rows])
+
+
+def speed_ups(
+    throughput: Throughput, alone: Throughput, columns: Sequence[str], total: str | None = None
+) -> dict[str, float]:
+    """Speed-ups over the target alone on the prompts of each column, columns in alphabetical order, and on all in a
+    column `total`; `columns` has the column of each prompt, such as its category.
+    """
+    labels = np.array(columns)
+    parts = {name: labels == name for name in sorted(set(columns))} | ({total: slice(None)} if total else {})
+    return {name: float(throughput.at(at).tokens_per_s / alone.at(at).tokens_per_s) for name, at in parts.items()}
 
 
 def category_rows(speeds: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:

@@ -35,11 +35,11 @@ from decode.policies import FixedLength
 from decode.policies.registry import RULES, read_spec, registered
 from evaluation.competitor import Competitor
 from evaluation.contest import Result, best_setting
-from evaluation.gain import Throughput
+from evaluation.gain import Gain, Throughput
 from evaluation.hierarchies.configurations import NO_DRAFT
 from evaluation.hierarchies.decoded import Decoded, StoredLoop, play_all, version_of
 from evaluation.hierarchies.times import fitted
-from evaluation.papers.speed_ups import speed_ups
+from evaluation.papers.svip import speed_ups
 from evaluation.table import Table
 from evaluation.times import Times
 from lm.features.eagle import Eagle
@@ -61,11 +61,12 @@ class Draft(NamedTuple):
     """The length that its paper fixes; of a tree, its levels."""
     shape: Shape | None = None
     """None: a chain."""
-    read_every: tuple[int, ...] = (1,)
-    """Levels between two evaluations of a stop."""
+    every: tuple[Mapping[str, int], ...] = ({},)
+    """Levels between two evaluations of a stop, as settings."""
 
 
-CHAIN, CAPE, EAGLE_2 = Draft("chain", 4), Draft("CaPE", 4, Cape()), Draft("EAGLE-2", 6, Dynamic(), read_every=(2, 1))
+CHAIN, CAPE = Draft("chain", 4), Draft("CaPE", 4, Cape())
+EAGLE_2 = Draft("EAGLE-2", 6, Dynamic(), every=({"every": 2}, {"every": 1}))
 
 
 def competitor_of(experiment: Experiment, models: PairModels, draft: Draft, stop: Competitor) -> Competitor:
@@ -122,11 +123,7 @@ def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int) -
 
 
 def lengths_of(experiment: Experiment, drafts: Sequence[Draft]) -> list[int]:
-    """Fixed lengths to choose from, the published ones among them.
-
-    Raises:
-        ValueError: drafts may not be as long as the published ones.
-    """
+    """Fixed lengths to choose from; ValueError if drafts may not be as long as the published ones."""
     longest, published = experiment.decode.max_draft_length, max(draft.published for draft in drafts)
     if longest < published:
         raise ValueError(
@@ -168,9 +165,8 @@ def methods_of(draft: Draft, stops: Sequence[Competitor], lengths: Sequence[int]
     """Rows of a draft: the published length, the lengths of which dev chooses, and each stop likewise."""
     yield f"{draft.name}, as published", fixed([draft.published])
     yield f"{draft.name}, best fixed", fixed(sorted({*lengths, draft.published}))
-    every = [{"every": every} for every in draft.read_every] if len(draft.read_every) > 1 else [{}]
     for stop in stops:
-        both = tuple({**setting, **levels} for setting, levels in product(stop.settings, every))
+        both = tuple({**setting, **every} for setting, every in product(stop.settings, draft.every))
         yield f"{draft.name} + {stop.name}", replace(stop, settings=both)
 
 
@@ -220,23 +216,18 @@ def row_cells(rows: Mapping[str, Result], alone: Throughput, columns: Sequence[s
 
 def stop_verdict(drafts: Sequence[Mapping[str, Result]]) -> str:
     """The stops whose gain over the best fixed length of their own draft has its whole interval above 0, and the
-    others.
-
-    The best is the faster one on test, of the length that dev chose and the published one: dev's choice may have been
-    unlucky.
+    others. The best is the faster one on test, of the length that dev chose and the published one: dev's choice may
+    have been unlucky.
     """
-    won: list[str] = []
-    lost: list[str] = []
-    for rows in drafts:
-        published, best, *stops = rows.values()
+    gains: dict[str, Gain] = {}
+    for published, best, *stops in (rows.values() for rows in drafts):
         base = max((published, best), key=lambda result: result.tokens_per_s)
-        for stop in stops:
-            gain = stop.over(base)
-            # a single prompt has no interval: its standard error is NaN
-            is_won = gain.low > 0 and gain.standard_error >= 0
-            (won if is_won else lost).append(f"{stop.family} {gain.text}")
+        gains |= {stop.family: stop.over(base) for stop in stops}
+    # a single prompt has no interval: its standard error is NaN
+    won = [f"{name} {gain.text}" for name, gain in gains.items() if gain.low > 0 and gain.standard_error >= 0]
+    lost = [text for name, gain in gains.items() if (text := f"{name} {gain.text}") not in won]
     on_the_clock = "the best fixed length of the same draft on the clock"
     if not won:
         return f"No stop beats {on_the_clock}: {', '.join(lost)}" if lost else ""
     others = f"; not so: {', '.join(lost)}" if lost else ""
-    return f"{len(won)} of {len(won) + len(lost)} stops beat {on_the_clock}: {', '.join(won)}{others}"
+    return f"{len(won)} of {len(gains)} stops beat {on_the_clock}: {', '.join(won)}{others}"

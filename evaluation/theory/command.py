@@ -16,15 +16,18 @@ from evaluation.table import Table, announce, printing, say, shown
 from evaluation.theory import closed_forms as forms
 
 _WIDTH = 110
-_COLUMNS = {"form": ("form", ""), "setting": ("setting", ""), "tokens": ("tokens", ".4f")}
-_COLUMNS |= {"speed-up": ("speedup", ".3f")}
+_COLUMNS = {
+    "form": ("form", ""),
+    "setting": ("setting", ""),
+    "tokens": ("tokens", ".4f"),
+    "speed-up": ("speedup", ".3f"),
+}
 _SCHEDULES = ((1, 1), (1, 3), (1, 6), (2, 2), (3, 1), (3, 3))
 _DIVERGENCES = (0.01, 0.1, 0.5, 1.0, 2.0, 4.0)
 """KL(q || p) in nats at which SVIP's bounds are shown."""
 _BLOCKS = {1: "tab:blue", 2: "tab:orange", 3: "tab:green", 5: "tab:red"}
-"""Colour of each block size m."""
-_LONGEST = 10
-_NUM_RATES = 16
+"""Colour of each number of blocks m."""
+_CHEN = "interleaved (Chen)"
 
 
 def theory(
@@ -47,9 +50,9 @@ def theory(
     bound_rows = [
         {"KL in nats": f"{kl:g}"} | {name: f"{bound(kl):.3f}" for name, bound in bounds.items()} for kl in _DIVERGENCES
     ]
+    settings = {name: ", ".join(f"{k} = {v}" for k, v in setting.items()) for name, (setting, _) in best.items()}
     best_rows = [
-        {"drafter": name, "setting": ", ".join(f"{k} = {v}" for k, v in setting.items()), "speed-up": f"{speed:.3f}"}
-        for name, (setting, speed) in best.items()
+        {"drafter": name, "setting": settings[name], "speed-up": f"{speed:.3f}"} for name, (_, speed) in best.items()
     ]
     directory = Path(config.decode.dir) / "theory"
     directory.mkdir(parents=True, exist_ok=True)
@@ -61,12 +64,12 @@ def theory(
         Table("SVIP's lower bounds of the acceptance rate", bound_rows).print(_WIDTH)
         Table("the fastest setting of each, by the closed forms", best_rows, names=2).print(_WIDTH)
         written = announce([table, figure])
-        fastest = max(best_rows, key=lambda row: best[row["drafter"]][1])
-        speed = f"{best[fastest['drafter']][1]:.2f} times the target alone ({fastest['setting']})"
-        say(f"\nBy the closed forms {fastest['drafter']} is fastest, {speed}.")
+        fastest = max(best, key=lambda name: best[name][1])
+        speed = f"{best[fastest][1]:.2f} times the target alone ({settings[fastest]})"
+        say(f"\nBy the closed forms {fastest} is fastest, {speed}.")
     if json:
-        settings = {name: setting | {"speedup": speed} for name, (setting, speed) in best.items()}
-        print(to_json({"forms": rows, "best": settings, "written": written}))
+        fields = {name: setting | {"speedup": speed} for name, (setting, speed) in best.items()}
+        print(to_json({"forms": rows, "best": fields, "written": written}))
 
 
 def rows_of(rates: tuple[float, float, float], costs: forms.Rates) -> Iterator[dict[str, Any]]:
@@ -85,10 +88,8 @@ def rows_of(rates: tuple[float, float, float], costs: forms.Rates) -> Iterator[d
 def schedules_of(rates: tuple[float, float, float]) -> dict[str, tuple[forms.Tokens, forms.Rates]]:
     """Algorithm with three models -> its form and its two rates."""
     small, medium, inner = rates
-    return {
-        "Chen": (forms.interleaved_tokens, (small, medium)),
-        "pre-verified": (forms.pre_verified_tokens, (inner, medium)),
-    }
+    chen, pre_verified = (forms.interleaved_tokens, (small, medium)), (forms.pre_verified_tokens, (inner, medium))
+    return {"Chen": chen, "pre-verified": pre_verified}
 
 
 def best_settings(rates: tuple[float, float, float], costs: forms.Rates) -> dict[str, tuple[dict[str, int], float]]:
@@ -100,7 +101,7 @@ def best_settings(rates: tuple[float, float, float], costs: forms.Rates) -> dict
     for name, (tokens, of) in schedules_of(rates).items():
         m, n = forms.best_schedule(tokens, of, costs)
         speed = forms.schedule_speedup(tokens, of, costs, m=m, n=n)
-        best["interleaved (Chen)" if name == "Chen" else name] = {"m": m, "n": n}, speed
+        best[_CHEN if name == "Chen" else name] = {"m": m, "n": n}, speed
     return best
 
 
@@ -109,24 +110,22 @@ def plot_interleaved(path: Path, *, rates: forms.Rates, costs: forms.Rates) -> N
     small model's rate. The paper's shows the closed forms only, and its text gives no figure in numbers.
     """
     figure, (tokens, speed, at_best) = panels_of(3, width=15.0, height=4.6)
-    lengths = range(_LONGEST + 1)
+    (small, medium), lengths, form = rates, range(11), forms.interleaved_tokens
     for m, colour in _BLOCKS.items():
-        emitted = [forms.interleaved_tokens(rates, m=m, n=n) for n in lengths]
-        tokens.plot(lengths, emitted, color=colour, label=f"m = {m}")
-        speeds = [forms.schedule_speedup(forms.interleaved_tokens, rates, costs, m=m, n=n) for n in lengths]
-        speed.plot(lengths, speeds, color=colour)
-    medium = rates[1]
-    small_rates = [medium * (step + 4) / (_NUM_RATES + 4) for step in range(_NUM_RATES + 1)]
+        tokens.plot(lengths, [form(rates, m=m, n=n) for n in lengths], color=colour, label=f"m = {m}")
+        speed.plot(lengths, [forms.schedule_speedup(form, rates, costs, m=m, n=n) for n in lengths], color=colour)
+    small_rates = [medium * step / 20 for step in range(4, 21)]
     best = [best_settings((rate, medium, rate), costs) for rate in small_rates]
-    small, interleaved = ([of[name][1] for of in best] for name in ("small alone", "interleaved (Chen)"))
-    at_best.plot(small_rates, small, label="small alone, best K")
-    at_best.plot(small_rates, interleaved, "--", color="tab:red", label="interleaved, best m and n")
+    at_best.plot(small_rates, [of["small alone"][1] for of in best], label="small alone, best K")
+    label = "interleaved, best m and n"
+    at_best.plot(small_rates, [of[_CHEN][1] for of in best], "--", color="tab:red", label=label)
     at_best.axhline(best[0]["medium alone"][1], color="tab:green", label="medium alone, best K")
-    at_best.set(title=f"each at its best; medium's rate {medium}", xlabel="acceptance rate of the small model")
-    title = f"rates {rates[0]} and {medium}, costs {costs[0]} and {costs[1]} target forwards"
-    tokens.set(xlabel="n, small tokens per block", ylabel="tokens per target forward", title="closed form")
-    speed.set(xlabel="n, small tokens per block", ylabel="speed-up over the target alone", title=title)
+    title, n, gain = "closed form", "n, small tokens per block", "speed-up over the target alone"
+    tokens.set(title=title, xlabel=n, ylabel="tokens per target forward")
+    title = f"rates {small} and {medium}, costs {costs[0]} and {costs[1]} target forwards"
+    speed.set(title=title, xlabel=n, ylabel=gain)
+    title = f"each at its best; medium's rate {medium}"
+    at_best.set(title=title, xlabel="acceptance rate of the small model", ylabel=gain)
     for axes in (tokens, at_best):
         axes.legend(frameon=False)
-    at_best.set_ylabel("speed-up over the target alone")
     figure.savefig(path, dpi=120)

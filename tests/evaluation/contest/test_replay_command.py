@@ -153,7 +153,7 @@ def test_auto_at_other_times_than_it_was_tuned_for_estimates_its_lambda_anew():
         ("replay", ["--policy", "entropy", "--decode.seed", "7"], "seed"),
         ("replay", ["--policy", "head:/nowhere/at/all"], "nowhere"),
         ("replay", ["--policy", "entropy", "--pair.target.path", "/nowhere/it"], "no model at '/nowhere/it'"),
-        ("replay", ["--policy", "entropy", "--decode.ratios", "[]"], "costs.jsonl, and none are given"),
+        ("replay", ["--policy", "entropy", "--decode.ratios", "[]"], "costs.jsonl has no times of this loop"),
         ("evaluate", ["--decode.seed", "7"], "in seed: 0 there, 7 in this run; choose another decode.dir"),
         ("tune", ["--decode.seed", "7"], "in seed: 0 there, 7 in this run; choose another decode.dir"),
         ("evaluate", ["--transfer_from", "/nowhere"], "nowhere/trace/manifest.json"),
@@ -165,7 +165,7 @@ def test_what_cannot_be_replayed_is_refused_in_one_line_before_anything_is_timed
 ):
     if "--decode.seed" in argv and name != "replay":
         monkeypatch.setattr(f"evaluation.report.{name}.costs_for", lambda *_: pytest.fail("timed"))
-    assert message in refusal(capsys, name, *(without_times(flags) if "none are given" in message else flags), *argv)
+    assert message in refusal(capsys, name, *(without_times(flags) if "no times" in message else flags), *argv)
 
 
 def test_costs_are_printed_and_kept_say_what_they_mean_and_broken_ones_name_their_file(flags, tmp_path, capsys):
@@ -238,7 +238,7 @@ def test_a_record_is_evaluated_as_it_was_without_models_and_prompts(flags, tmp_p
 def test_a_record_has_its_own_times_or_asks_for_some_and_is_refused_if_it_lost_a_shard(flags, tmp_path, capsys):
     trace = shutil.copytree(Path(flags[3]) / "trace", tmp_path / "trace")
     untimed = [str(tmp_path) if flag == flags[3] else flag for flag in flags if flag not in (*SMALL, *TIMES)]
-    needs_times = "has no times of this trace's sampling; give decode.t_draft_s"
+    needs_times = "has no times of this loop; run `acceptance-heads costs`, or give decode.t_draft_s"
     assert needs_times in refusal(capsys, "evaluate", *untimed, *RECORD)
     experiment = Experiment(config_with(flags))
     times = {"t_draft_s": 0.01, "t_target_s": [0.05, 0.06], "origin": "measured", "stops": {}}

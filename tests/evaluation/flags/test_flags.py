@@ -1,4 +1,4 @@
-"""`flags`: the setting it prints is the fastest that decoding finds, also from the counters that engines write."""
+"""`flags`: its setting is the fastest that decoding finds, from a trace or from an engine's counters."""
 
 import json
 from dataclasses import fields, replace
@@ -16,6 +16,7 @@ from decode.policies.registry import policy_of
 from evaluation.flags.command import DEFAULT, FIXED, FLAGS, NONE, Answer, batch_line
 from evaluation.flags.counters import read_counters, speeds, tokens_per_round
 from evaluation.flags.engines import ENGINES, LLAMA_CPP, VLLM, ShortDrafts
+from evaluation.flags.times import curve_of, fitted, given_times
 from evaluation.gain import Splits
 from evaluation.played import Played
 from evaluation.times import Times
@@ -145,13 +146,6 @@ def test_what_makes_no_sense_is_refused_in_one_line(flags, problem, tiny, capsys
     assert problem in refusal(capsys, "flags", *tiny, *flags)
 
 
-def test_the_second_reading_of_llama_cpps_draft_is_paid_in_each_round(traces):
-    answer = Answer(LLAMA, traces, Times(1.0, (4.0, 5.0)))
-    assert answer.alone.t_target_s == (4.0, 5.0)
-    assert answer.speculating.t_target_s == (5.0, 6.0)
-    assert Answer(VLLM, traces, Times(1.0, (4.0,))).speculating.t_target_s == (4.0,)
-
-
 def test_vllm_drafts_its_full_number_in_every_round_and_once_more_for_each_text(traces):
     """Between the two seconds lies what drafts that end with their text would save."""
     [(drafting, (dev, _))] = traces.items()
@@ -185,30 +179,25 @@ SGLANG = (
 )
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        json.dumps({"choices": [], "metrics": {"speculative_decoding": STEPS}}),
-        json.dumps({"metrics": {"speculative_decoding": {"acceptance_histogram": [1, 1, 1, 1]}}}) + "\n" + '{"no": 1}',
-        METRICS,
-        f"{LLAMA_LOG.replace('0.75', '0.9')}\n{LLAMA_LOG}",
-        SGLANG.format(1 + 0.75 + 0.75**2 + 0.75**3),
-    ],
-    ids=["per step", "histogram", "metrics", "llama.cpp", "sglang"],
-)
-def test_counters_of_every_engine_are_read(text, tmp_path):
-    (tmp_path / "counters").write_text(text)
-    [survival] = read_counters(str(tmp_path / "counters"))
-    expected = [0.75**k for k in (1, 2, 3)] if "server_args" in text else [0.75, 0.5, 0.25]
-    assert survival.tolist() == pytest.approx(expected, abs=1e-9)
+COUNTED = {
+    "per step": json.dumps({"choices": [], "metrics": {"speculative_decoding": STEPS}}),
+    "histogram": json.dumps({"metrics": [{"acceptance_histogram": [1, 1, 1, 1]}]}) + '\n{"no": 1}',
+    "metrics": METRICS,
+    "llama.cpp": f"{LLAMA_LOG.replace('0.75', '0.9')}\n{LLAMA_LOG}",
+    "sglang": SGLANG.format(1 + 0.75 + 0.75**2 + 0.75**3),
+}
 
 
-def test_what_is_no_counter_is_refused(tmp_path):
-    (path := tmp_path / "text").write_text("no counters")
-    not_falling = dict.fromkeys(("0.5,0.6", "1.5"), "are not falling")
-    for source, problem in (not_falling | {str(path): "has no counters of speculation"}).items():
+def test_counters_of_every_engine_are_read_and_what_is_none_is_refused(tmp_path):
+    (path := tmp_path / "counters").write_text("no counters")
+    for source, problem in {"0.5,0.6": "not falling", "1.5": "not falling", str(path): "has no counters"}.items():
         with pytest.raises(ValueError, match=problem):
             read_counters(source)
+    for kind, text in COUNTED.items():
+        path.write_text(text)
+        [survival] = read_counters(str(path))
+        expected = [0.75**k for k in (1, 2, 3)] if kind == "sglang" else [0.75, 0.5, 0.25]
+        assert survival.tolist() == pytest.approx(expected, abs=1e-9), kind
 
 
 def test_two_counters_bracket_a_block_is_one_forward_and_a_constant_acceptance_is_the_same_at_every_number():
@@ -249,3 +238,73 @@ def test_the_command_prints_the_number_and_its_line(engine, line, capsys):
     assert document["k"] == 3
     assert line in document["line"]
     assert [row["number"] for row in document["batches"]] == ([3, 1] if batch else [])
+
+
+LOG = """\
+0.05.995.490 I slot print_timing: id  0 | task 7 | prompt eval time =      20.00 ms /    10 tokens (    2.00 ms per \
+token,   500.00 tokens per second)
+0.05.995.548 I slot print_timing: id  0 | task 7 |        eval time =     900.00 ms /   101 tokens (    9.00 ms per \
+token,   111.11 tokens per second)
+0.05.995.550 I slot print_timing: id  0 | task 7 | draft acceptance = 0.50000 (   60 accepted /   120 generated)
+"""
+STATISTICS = """\
+0.05.995.669 I spec common_specu: statistics     draft-simple: #calls(b,g,a) =    1     40     40, #gen drafts =     \
+40, #acc drafts =    30, #gen tokens =    120, #acc tokens =    60, #mean acc len = 2.50, #acc rate/pos = (0.750, \
+0.500, 0.250), dur(b,g,a) = 0.001, 240.000, 0.002 ms
+"""
+"""Lines as a server of 0.5.0-dev prints them."""
+
+
+def test_numbers_pairs_and_logs_of_llama_cpp_give_both_times(tmp_path):
+    """240 ms of 120 drafted tokens are 2 ms each; (900 - 240) / 40 rounds less the draft's second reading is 14.5 for
+    4 tokens. Without a draft 900 ms of 100 forwards are 9 each.
+    """
+    assert curve_of("t_target_ms", 30)([1, 5, 40]).tolist() == [0.03, 0.03, 0.03]
+    line = curve_of("t_target_ms", "1:30,5:34,9:50")([1, 3, 5, 7, 11])
+    assert line.tolist() == pytest.approx([0.03, 0.032, 0.034, 0.042, 0.058])
+    curves, _ = given_times(None, None, logs_in(tmp_path, LOG + STATISTICS, LOG))
+    assert float(curves.draft(1)) == pytest.approx(0.002)
+    assert curves.target([1, 4, 7]).tolist() == pytest.approx([0.009, 0.0145, 0.02])
+
+
+def logs_in(directory, *texts: str) -> str:
+    paths = [directory / f"{number}.log" for number in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    return ",".join(map(str, paths))
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ((4, None, None), "go together"),
+        ((4, 30, "server.log"), "give one of them"),
+        ((4, "5:30,1:20", None), "t_target_ms is 5:30,1:20"),
+        ((4, -3, None), "t_target_ms is -3"),
+        ((4, "fast", None), "t_target_ms is fast"),
+        (["nothing", LOG], "no `eval time`.*--t_draft_ms"),
+        ([LOG], "with a draft is missing.*--t_draft_ms"),
+        ([LOG + STATISTICS], "without a draft is missing.*--t_draft_ms"),
+        ([LOG, (LOG + STATISTICS).replace("900.00", "250.00")], "leaves -.*--t_draft_ms"),
+    ],
+)
+def test_flags_and_logs_that_give_no_times_are_refused(flags, problem, tmp_path):
+    times = (None, None, logs_in(tmp_path, *flags)) if isinstance(flags, list) else flags
+    with pytest.raises(ValueError, match=problem):
+        given_times(*times)
+
+
+def test_the_fit_finds_the_times_that_runs_were_made_of_whatever_a_few_outliers_are():
+    generator = np.random.default_rng(0)
+    runs = []
+    for number in range(120):
+        drafts, rounds, plain = 0, 0, 64
+        if number % 6:
+            drafts, rounds, plain = int(generator.integers(20, 90)), int(generator.integers(8, 40)), 0
+        seconds = 0.02 + 0.003 * drafts + 0.011 * rounds + 0.008 * plain + 1e-4 * generator.standard_normal()
+        runs.append((drafts, rounds, plain, seconds * (3.0 if number % 17 == 0 else 1.0)))
+    times = fitted(runs)
+    assert times.t_draft_s == pytest.approx(0.003, rel=0.02)
+    assert times.t_target_s == pytest.approx((0.008, 0.011), rel=0.02)
+    assert 0 < times.errors.drafting < 0.05
+    assert 0 < times.errors.verifying < 0.05

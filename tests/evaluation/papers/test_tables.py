@@ -1,23 +1,32 @@
-"""The papers' tables have the rows and columns that are printed, and their replayed cells are what replay says."""
+"""The papers' tables have the rows and columns that are printed, and their replayed cells are what replay says; of the
+clocked tables dev chooses by counts and times, and test chooses nothing.
+"""
 
 import json
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from decode.policies import Entropy, FixedLength, HeadPolicy, Heuristic
-from evaluation.papers.specdec import LENGTHS, THRESHOLDS, best_of
+from configs.schema import Config, DecodeConfig, ModelSource, PairConfig
+from decode.drafters.factory import PairModels
+from decode.experiment import Experiment
+from decode.loop.rounds import Counts
+from decode.policies import Entropy, FixedLength, Heuristic, MaxProb, TokenProb
+from evaluation.competitor import Competitor
+from evaluation.hierarchies.decoded import Decoded, StoredLoop
+from evaluation.papers import trees
 from evaluation.papers.svip import CHOICES, by_category, category_rows, threshold_for
+from evaluation.papers.trees import CHAIN, competitor_of, fastest_on_dev, row_cells, stop_verdict, stops_of
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance
 from lm import Sampling
-from tests.evaluation.commands import called, printed, refusal, spelt
+from tests.evaluation.commands import called, config_with, printed, refusal, spelt
 from tests.toys.small_pair import trace
 
 COST = Times.constant(0.2, 1.0)
@@ -79,16 +88,6 @@ def test_without_the_papers_heads_or_a_micro_model_the_error_says_what_is_missin
     assert "micro" in refusal(capsys, "tables", "--paper", "hsddw", *flags, "--pair.micro", "null")
 
 
-def test_the_best_of_is_that_of_the_papers_five(played):
-    head = AcceptanceHead(16, 0)
-    torch.nn.init.normal_(head.out.weight)
-    speeds = {h: COST.tokens_per_s(replay_settings(played, HeadPolicy(head, h)))[0] for h in THRESHOLDS}
-    tokens_per_s, threshold = best_of(played, partial(HeadPolicy, head), THRESHOLDS, COST)
-    assert tokens_per_s == pytest.approx(max(speeds.values()))
-    assert speeds[threshold] == pytest.approx(tokens_per_s)
-    assert (len(LENGTHS), len(THRESHOLDS)) == (7, 5)
-
-
 def test_svip_tables_have_a_column_per_category_and_per_length(flags, capsys):
     lines, (by_kind, by_length) = tables_of(capsys, "svip", *flags)
     for table in (by_kind, by_length):
@@ -143,3 +142,156 @@ def test_hsddw_tables_have_the_papers_rows(flags, capsys):
     hsddw = first["rows"][1]["stories"].split()[0]
     assert hsddw == ablation["rows"][-1]["stories"] == utilisation["rows"][-1]["Speedup"]
     assert mathematics == []
+
+
+TREES = {"num_dev": 1, "num_test": 2, "max_new_tokens": 10, "max_draft_length": 6}
+GRID = {"fixed_length": {"k": [2]}, "entropy": {"max_sqrt_entropy": [0.3]}}
+PAIR = PairConfig(target=ModelSource(path="target"), draft=ModelSource(path="draft"))
+EXPERIMENT = Experiment(Config(pair=PAIR, decode=DecodeConfig(max_draft_length=8)))
+MODELS = PairModels(lambda: None)
+"""No model is loaded to choose."""
+STOP = Competitor("stop", "stop", TokenProb(0.1), ({"min_token_prob": 0.1}, {"min_token_prob": 0.2}))
+ROUNDS = {1: (30, 28, 32), 2: (18, 20, 19), 4: (16, 15, 17), 0.1: (30,) * 3, 0.2: (14,) * 3}
+DRAFTED = {1: 1, 2: 2, 4: 4, 0.1: 1, 0.2: 3}
+
+
+def timed(rounds: int, length: int, stall: float = 1.0, seconds: float = 1.0, emitted: int = 48):
+    """At 1 + 2 f seconds for a draft of f forwards, and 10 + 3 k for a verification of k tokens."""
+    drafted = rounds * length
+    counts = asdict(Counts(num_emitted=emitted, num_drafted=drafted, num_target=rounds, num_draft_forwards=drafted))
+    made = {"counts": counts, "seconds": seconds, "later": counts, "repeats": 1}
+    draft_s, target_s = stall * rounds * (1 + 2 * length), stall * rounds * (10 + 3 * length)
+    return made | {"later_draft_s": draft_s, "later_target_s": target_s}
+
+
+class Dev(StoredLoop):
+    """Plays dev: length 2 emits most per second; its last generation may stall."""
+
+    def __init__(self, stall: float = 1.0):
+        self.stall = stall
+
+    def play(self, competitors, split, *, repeats=1):
+        values = [[next(iter(setting.values())) for setting in one.settings] for one in competitors]
+        made = [
+            [[timed(num, DRAFTED[value], self.stall if num == 19 else 1.0) for num in ROUNDS[value]] for value in of]
+            for of in values
+        ]
+        return list(map(Decoded, competitors, made)) if self.stall else []
+
+
+def chosen(stops, lengths, loop):
+    return {
+        method: fastest_on_dev(competitor_of(EXPERIMENT, MODELS, CHAIN, stop), [loop]).settings
+        for method, stop in trees.methods_of(CHAIN, stops, lengths)
+    }
+
+
+def test_dev_chooses_by_counts_and_fitted_times_whatever_stalled_on_the_clock():
+    times = trees.times_of(Dev().play([trees.fixed((1, 2, 4))], "dev"))
+    assert (times.t_draft_s, *times.t_target_s) == pytest.approx((2, 11, 14), rel=1e-3)
+    best = {"chain, as published": {"k": 4}, "chain, best fixed": {"k": 2}, "chain + stop": {"min_token_prob": 0.2}}
+    for stall in (1.0, 8.0):
+        assert chosen([STOP], [1, 2, 4], Dev(stall)) == {method: (setting,) for method, setting in best.items()}
+    with pytest.raises(ValueError, match=r"decode\.num_dev"):
+        chosen([], [1, 2, 4], Dev(0.0))
+    assert list(chosen([], [4], Dev(0.0)).values()) == [({"k": 4},)] * 2, "nothing to choose"
+
+
+def rows_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4.0, 4.0)):
+    methods = {"chain, as published": (4.0, 4.0, 8.0, 8.0), "chain, best fixed": best_s, "chain + stop": stop_s}
+    rows = {
+        name: Decoded(
+            Competitor(name, name, FixedLength(0), ({},)), [[timed(5, 2, seconds=each, emitted=10) for each in seconds]]
+        ).result()
+        for name, seconds in (methods | {"alone": (8.0,) * 4}).items()
+    }
+    return rows, rows.pop("alone").throughput
+
+
+def test_a_toy_clock_gives_its_speed_ups_and_gains():
+    results, alone = rows_at((1.6, 1.6, 3.2, 3.2))
+    rows = list(row_cells(results, alone, ["a", "a", "b", "b"]))
+    assert [(row["Methods"], row["a"], row["b"], row["Avg."]) for row in rows] == [
+        ("chain, as published", "2.00", "1.00", "1.33"),
+        ("chain, best fixed", "4.00", "2.00", "2.67"),
+        ("chain + stop", "5.00", "2.50", "3.33"),
+    ]
+    assert [row["over best fixed"].split(" ")[0] for row in rows] == ["-50.0%", "", "+25.0%"]
+    assert rows[-1]["over published"].startswith("+150.0%")
+
+
+NONE = "No stop beats the best fixed length of the same draft on the clock: chain + stop"
+WON = "1 of 1 stops beat the best fixed length of the same draft on the clock: chain + stop"
+VERDICTS = {
+    "a gain on every prompt": (((1.6, 1.6, 3.2, 3.2),), f"{WON} +25.0% (+25.0%, +25.0%)"),
+    "an interval that holds 0": (((1.0, 1.0, 4.5, 4.5),), f"{NONE} +9.1%"),
+    "an unlucky choice": (((4.0, 4.0, 8.0, 8.0), (5.0, 5.0, 10.0, 10.0)), f"{NONE} +0.0% (+0.0%, +0.0%)"),
+}
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), VERDICTS.values(), ids=VERDICTS)
+def test_a_stop_has_to_beat_the_faster_fixed_length_beyond_chance_and_on_several_prompts(seconds, verdict):
+    runs, _ = rows_at(*seconds)
+    assert stop_verdict([runs]).startswith(verdict)
+    single = {method: replace(one, throughput=one.throughput.at(slice(1))) for method, one in runs.items()}
+    assert stop_verdict([single]).startswith("No stop beats")
+
+
+def flags_of(directory: Path, *more: str) -> list[str]:
+    folders = [f"--decode.dir={directory}", f"--heads.dir={directory}", "--decode.grid", json.dumps(GRID)]
+    small = spelt({f"decode.{name}": value for name, value in TREES.items()})
+    return ["tables", "--config", "configs/tiny.yaml", *folders, *small, *more]
+
+
+@pytest.mark.slow
+def test_the_clock_of_test_prompts_makes_the_gains_and_no_choice(capsys, tmp_path):
+    argv = flags_of(tmp_path, "--paper", "svip-trees", "--pair.draft.path", "checkpoints/tiny/glide", "--repeats", "2")
+    (first,) = printed(capsys, *argv)[1]["tables"]
+    path = tmp_path / "svip-table-3" / "glide" / "stories" / "decoded.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    tests = [line for line in lines if line["value"]["repeats"] == 2]
+    dev = [line for line in lines if line not in tests]
+    assert not {line["key"]["prompt"] for line in tests} & {line["key"]["prompt"] for line in dev}
+    pace_s = {"target alone": 4.0, "chain": 2.0, "chain + entropy": 1.0, "CaPE": 1.0, "CaPE + entropy": 2.0}
+    for line in tests:
+        line["value"]["seconds"] = pace_s[line["key"]["arm"]] * line["value"]["counts"]["num_emitted"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (second,) = printed(capsys, *argv)[1]["tables"]
+    assert [row["setting"] for row in second["rows"]] == [row["setting"] for row in first["rows"]]
+    names = (", as published", ", best fixed", " + entropy")
+    assert [row["Methods"] for row in second["rows"]] == [draft + name for draft in ("chain", "CaPE") for name in names]
+    assert [row["Avg."] for row in second["rows"]] == ["2.00", "2.00", "4.00", "4.00", "4.00", "2.00"]
+    assert second["note"].startswith("1 of 2 stops beat")
+    assert "not so: CaPE + entropy -50.0%" in second["note"]
+    assert len(path.read_text().splitlines()) == len(lines), "nothing was decoded again"
+
+
+@pytest.mark.slow
+def test_an_eagle_draft_has_a_row_in_hsddws_first_table(capsys, tmp_path):
+    argv = flags_of(tmp_path, "--paper", "hsddw", "--eagle", "checkpoints/tiny/eagle", "--repeats", "1")
+    first, *_ = printed(capsys, *argv)[1]["tables"]
+    assert [row[""] for row in first["rows"]] == ["AT", "EAGLE-2", "HSDDW", "PEARL, two devices, predicted"]
+    assert first["rows"][0]["stories"] == "1.00x (1.00, 1.00)"
+
+
+REFUSED = {
+    "no feature draft": (("hsddw", "--eagle", "checkpoints/tiny/draft"), "is no feature draft"),
+    "no EAGLE": (("hsddw", "--eagle", "checkpoints/tiny/glide"), "give an EAGLE's directory"),
+    "no repeats": (("svip-trees", "--repeats", "0"), "at least once"),
+    "no dev prompts": (("svip-trees", "--decode.num_dev", "0"), "decode.num_dev"),
+    "too short": (("svip-trees", "--decode.max_draft_length", "5"), "published length of 6"),
+    "no such stop": (("svip-trees", "--stops", "[entropi]"), "there is no policy"),
+    "an engine's rule": (("svip-trees", "--stops", "[llama_cpp]"), "--stops names llama_cpp, an engine's rule"),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_makes_no_table_is_refused_in_one_line(flags, message, capsys, tmp_path):
+    assert message in refusal(capsys, *flags_of(tmp_path, "--paper", *flags))
+
+
+def test_a_stop_that_is_named_twice_has_one_row_with_its_name(tmp_path):
+    config = config_with([*flags_of(tmp_path)[1:], "--paper", "svip-trees"], "tables")
+    stops = stops_of(Experiment(config), ("entropy", "entropy", "max_prob:min_max_prob=0.5", "entropy", "token_prob"))
+    kinds = {stop.name: type(stop.policy) for stop in stops}
+    assert kinds == {"entropy": Entropy, "max_prob:min_max_prob=0.5": MaxProb, "token_prob": TokenProb}
