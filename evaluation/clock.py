@@ -34,10 +34,10 @@ from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Result, replay_arms, result_of
 from evaluation.costs.measure import Loop
 from evaluation.families import ALONE, BASELINE, REPLAYED, family, styles_of
-from evaluation.figure import GREY, Plot, figure_of, legend_below, plot_of
+from evaluation.figure import GREY, Plot, figure_of, plot_of
 from evaluation.gain import Splits, Throughput, gain_over
 from evaluation.played import Played
-from evaluation.table import Table, flat
+from evaluation.table import Table, flat, shown
 from evaluation.times import Times
 from evaluation.traces.sampler import PlayedSampler
 from evaluation.traces.trace import Array, Trace
@@ -48,6 +48,10 @@ from store.progress import Bar
 TOLERANCE = 0.03
 """A difference beyond this is pointed out."""
 _PARTS = ("draft", "verify", "rest")
+_COLUMNS = {"policy": ("policy", ""), "setting": ("setting", "")}
+_COLUMNS |= {f"{kind} tokens/s": (f"{kind}_tokens_per_s", ".1f") for kind in ("predicted", "clocked")}
+_COLUMNS |= {"difference": ("difference", "+.1%")} | {f"of it {part}": (part, "+.1%") for part in _PARTS}
+_COLUMNS |= {f"{kind} gain": (f"{kind}_gain", "") for kind in ("predicted", "clocked")}
 _COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted")
 
 
@@ -106,18 +110,18 @@ class ClockReport:
     @property
     def verdict(self) -> str:
         """The families that differ by more than `TOLERANCE`, and the part of a round that they differ in."""
-        beyond = [row for row in self.rows if abs(row["difference"]) > TOLERANCE]
-        if not beyond:
-            return f"every family is within {TOLERANCE:.0%} of its prediction"
-        listed = ", ".join(
+        listed = [
             f"{row['family']} {row['difference']:+.1%}, most of it {max(_PARTS, key=lambda part: abs(row[part]))}"
-            for row in beyond
-        )
+            for row in self.rows
+            if abs(row["difference"]) > TOLERANCE
+        ]
+        if not listed:
+            return f"every family is within {TOLERANCE:.0%} of its prediction"
         relative = {row["family"]: (1 + row["difference"]) / (1 + self.common) - 1 for row in self.rows}
-        others = ", ".join(f"{name} {part:+.1%}" for name, part in relative.items() if abs(part) > TOLERANCE)
+        others = [f"{name} {part:+.1%}" for name, part in relative.items() if abs(part) > TOLERANCE]
         return (
-            f"beyond {TOLERANCE:.0%} of the prediction: {listed}; {self.common:+.1%} is the median of all families; "
-            f"beyond {TOLERANCE:.0%} of that median: {others or 'none'}"
+            f"beyond {TOLERANCE:.0%} of the prediction: {', '.join(listed)}; {self.common:+.1%} is the median of all "
+            f"families; beyond {TOLERANCE:.0%} of that median: {', '.join(others) or 'none'}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,21 +132,12 @@ class ClockReport:
     @property
     def table(self) -> Table:
         """A row for each family."""
+        texts = ({name: row[name].text for name in ("predicted_gain", "clocked_gain")} for row in self.rows)
         rows = [
-            {
-                "policy": family(row["family"]).label,
-                "setting": row["setting"],
-                "predicted tokens/s": f"{row['predicted_tokens_per_s']:.1f}",
-                "clocked tokens/s": f"{row['clocked_tokens_per_s']:.1f}",
-                "difference": f"{row['difference']:+.1%}",
-                **{f"of it {part}": f"{row[part]:+.1%}" for part in _PARTS},
-                "predicted gain": row["predicted_gain"].text,
-                "clocked gain": row["clocked_gain"].text,
-            }
-            for row in self.rows
+            row | text | {"policy": family(row["family"]).label} for row, text in zip(self.rows, texts, strict=True)
         ]
         note = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
-        return Table(f"{self.dataset} on a clock: {self.about}", rows, note, names=2)
+        return Table(f"{self.dataset} on a clock: {self.about}", shown(rows, _COLUMNS), note, names=2)
 
     @property
     def plot(self) -> Plot:
@@ -153,13 +148,11 @@ class ClockReport:
         axes.fill_between(ends, ends * (1 - TOLERANCE), ends * (1 + TOLERANCE), color=GREY, alpha=0.25, linewidth=0)
         axes.plot(ends, ends, color=GREY, linestyle="--", linewidth=1)
         styles = styles_of(row["family"] for row in self.rows)
-        for row, point in zip(self.rows, points, strict=True):
-            colour, _, marker = styles[row["family"]]
-            axes.plot(*point, marker, color=colour, markersize=5, label=family(row["family"]).label)
-        axes.set(xlabel="predicted tokens/s", ylabel="clocked tokens/s")
-        legend_below(axes)
+        for (name, (colour, _, marker)), point in zip(styles.items(), points, strict=True):
+            axes.plot(*point, marker, color=colour, markersize=5, label=family(name).label)
         caption = f"Clocked against predicted tokens/s; the band is {TOLERANCE:.0%} wide each way."
-        return plot_of(f"clock-{self.dataset}", caption, figure)
+        labels = {"xlabel": "predicted tokens/s", "ylabel": "clocked tokens/s"}
+        return plot_of(f"clock-{self.dataset}", caption, figure, **labels)
 
 
 def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) -> None:
@@ -211,7 +204,7 @@ def clock(
     seconds, agrees = np.zeros((len(runners), repeats, num, 3)), np.ones(num, dtype=bool)
     with Bar(total=(repeats + 1) * num * len(runners), desc=f"clock: {name}", unit="generations") as bar:
         decoders = [loop.decoder(runner.policy) for runner in runners]
-        replays = [replayed_on(runner, rows) for runner in runners]
+        replays = [played_on(runner, rows) for runner in runners]
         for turn in range(repeats + 1):
             for row, order in in_turns(range(len(runners)), range(num), first=turn):
                 request = trace.rows[row]
@@ -229,7 +222,7 @@ def clock(
     return seconds, agrees
 
 
-def replayed_on(result: Result, rows: Sequence[int]) -> Played:
+def played_on(result: Result, rows: Sequence[int]) -> Played:
     """What a result did on some test rows."""
     assert result.played is not None
     return result.played.select([0], rows)
@@ -269,15 +262,15 @@ def report_of(
     """
     if not agrees.any():
         raise ValueError(f"{dataset}: no response is decoded as it was replayed; record the trace again with this pair")
-    agreeing = [row for row, is_same in zip(rows, agrees, strict=True) if is_same]
-    every, timed = [replayed_on(runner, agreeing) for runner in runners], seconds[:, :, agrees]
-    wall_s = np.median(timed[..., 0], axis=1)
-    predicted = [times.throughput(played).at(0) for played in every]
-    measured = [
-        Throughput(expected.tokens, played.per_prompt(of_runner[None])[0])
-        for expected, played, of_runner in zip(predicted, every, wall_s, strict=True)
-    ]
-    base = [runner.family for runner in runners].index(BASELINE)
+    agreeing, timed = np.asarray(rows)[agrees].tolist(), seconds[:, :, agrees]
+    measured = []
+    for number, runner in enumerate(runners):
+        played = played_on(runner, agreeing)
+        wall_s, expected = np.median(timed[number, ..., 0], axis=0), times.throughput(played).at(0)
+        throughput = Throughput(expected.tokens, played.per_prompt(wall_s[None])[0])
+        parts = _parts(wall_s.sum(), timed[number].sum((0, 1)), played, times)
+        measured.append((runner, expected, throughput, parts))
+    _, base_expected, base, _ = next(entry for entry in measured if entry[0].family == BASELINE)
     results = [
         {
             "family": runner.family,
@@ -285,22 +278,20 @@ def report_of(
             "predicted_tokens_per_s": expected.tokens_per_s,
             "clocked_tokens_per_s": throughput.tokens_per_s,
             "difference": throughput.tokens_per_s / expected.tokens_per_s - 1,
-            **_parts(wall_s[number].sum(), timed[number].sum((0, 1)), every[number], times),
-            "predicted_gain": gain_over(predicted[base], expected),
-            "clocked_gain": gain_over(measured[base], throughput),
+            **parts,
+            "predicted_gain": gain_over(base_expected, expected),
+            "clocked_gain": gain_over(base, throughput),
         }
-        for number, (runner, expected, throughput) in enumerate(zip(runners, predicted, measured, strict=True))
+        for runner, expected, throughput, parts in measured
     ]
-    about = _about(len(measured[0].tokens), agrees, num_repeats=seconds.shape[1])
+    num_prompts, num_left_out = len(base.tokens), int((~agrees).sum())
+    responses = f"{len(agreeing)} responses to " * (num_prompts < len(agreeing))
+    about = f"{responses}{num_prompts} test prompts, medians of {seconds.shape[1]} generations each, prompts read "
+    about += "beforehand" + (
+        f"; {num_left_out} responses left out, where a threshold falls between the last bits of loop and trace"
+        * (num_left_out > 0)
+    )
     return ClockReport(dataset=dataset, about=about, rows=results)
-
-
-def _about(num_prompts: int, agrees: Bool[Array, " row"], *, num_repeats: int) -> str:
-    num_rows, num_left_out = int(agrees.sum()), int((~agrees).sum())
-    responses = f"{num_rows} responses to " * (num_prompts < num_rows)
-    about = f"{responses}{num_prompts} test prompts, medians of {num_repeats} generations each, prompts read beforehand"
-    left_out = f"; {num_left_out} responses left out, where a threshold falls between the last bits of loop and trace"
-    return about + left_out * (num_left_out > 0)
 
 
 def _parts(wall_s: float, totals_s: Array, played: Played, times: Times) -> dict[str, float]:

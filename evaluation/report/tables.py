@@ -58,8 +58,6 @@ def records_of(
         chosen_on: the dataset whose dev prompts chose head and setting; None: the contest's.
     """
     times, rivals = contest.times, (contest.baseline, contest.leaders[TRAINING_FREE])
-    where: dict[str, Any] = {"dataset": contest.dataset, "chosen_on": chosen_on or contest.dataset}
-    where |= {"ratio": times.ratio, "costs": times.origin}
     rows = []
     for name, result in results.items():
         assert result.played is not None
@@ -69,6 +67,10 @@ def records_of(
             for rival in rivals
         )
         row = {
+            "dataset": contest.dataset,
+            "chosen_on": chosen_on or contest.dataset,
+            "ratio": times.ratio,
+            "costs": times.origin,
             "family": name,
             "name": result.competitor.name,
             "setting": json.dumps(dict(result.setting)),
@@ -82,7 +84,7 @@ def records_of(
             "percent_of_oracle": result.percent_of(contest.results[ORACLE]),
             "percent_of_perfect": result.percent_of(contest.results.get(PERFECT)),
         }
-        rows.append(where | row)
+        rows.append(row)
     return rows
 
 
@@ -167,10 +169,14 @@ def stages_of(contest: Contest) -> list[dict[str, Any]]:
     return stages
 
 
-def stage_table(contest: Contest) -> Table:
-    """The stages below the target alone; the note has what else decides."""
+def stage_table(contest: Contest, *, is_narrow: bool = False) -> Table:
+    """The stages below the target alone; the note has what else decides.
+
+    `is_narrow`: for a console of 100 columns, what a stage knows is below its name, and its setting in the note.
+    """
+    stages, names = stages_of(contest), ["stage"] if is_narrow else ["stage", "what it knows", "setting"]
     alone = {"stage": family(ALONE).label, "what it knows": "no draft", "setting": ""}
-    stages, rows = stages_of(contest), [alone | {"tokens/s": speed_text(1 / contest.times.t_target_s[0])}]
+    rows = [alone | {"tokens/s": speed_text(1 / contest.times.t_target_s[0])}]
     for stage in stages:
         row = {name: stage[name] for name in ("stage", "setting")} | {
             "what it knows": stage["missing"] or stage["knows"]
@@ -181,38 +187,28 @@ def stage_table(contest: Contest) -> Table:
         if "added" in stage:
             row |= {"tokens/s": f"{speed} ({low}, {high})", "gain": stage["gain"].words, "adds": stage["added"].words}
         rows.append(row)
-    slower = " and ".join(stage["stage"] for stage in stages if "added" in stage and stage["added"].value < 0)
-    lost = f". {slower}: slower than the row above" if slower else ""
-    names = [stage["family"] for stage in stages]
-    beside = [name for name in deciding_families(contest) if name not in names]
-    settings = {name: values_of(contest.results[name].setting) for name in beside}
-    gains = [
-        f"{' at '.join(filter(None, (family(name).label, setting)))}: {contest.gain(name).words}"
-        for name, setting in settings.items()
-    ]
-    listed = f". Beside them, over the best fixed length: {'; '.join(gains)}" if gains else ""
     note = (
         f"{_PREDICTED}. gain: tokens/s over the best fixed length's, with its 95 % interval: paired bootstrap "
         "of test prompts, at the settings that dev chose. tokens/s has the same interval, times the best fixed "
-        f"length's. adds: over the row above. Bold: the best on dev of what can be run{lost}{listed}"
+        "length's. adds: over the row above. Bold: the best on dev of what can be run"
     )
-    marks = {number: "best" for number, name in enumerate(names, 1) if name == contest.best.family}
-    columns = ("stage", "what it knows", "setting", "tokens/s", "gain", "adds")
-    return Table(title_of(contest), rows, note, names=3, headings=columns, marks=marks)
-
-
-def console_table(contest: Contest) -> Table:
-    """The same for a console of 100 columns: what a stage knows is below its name, and its setting in the note."""
-    table = stage_table(contest)
-    rows = [
-        {"stage": f"{row['stage']}\n{fill(row['what it knows'], 34)}"}
-        | {heading: row.get(heading, "") for heading in table.columns[3:]}
-        for row in table.rows
-    ]
-    settings = "; ".join(f"{row['stage']} {row['setting']}" for row in table.rows if row["setting"])
-    more = len(contest.results) + 1 - sum("tokens/s" in row for row in table.rows)
-    note = f"{table.note}. Chosen on dev: {settings}. --all: {more} more rows"
-    return Table(table.title, rows, note, marks=table.marks)
+    if slower := [stage["stage"] for stage in stages if "added" in stage and stage["added"].value < 0]:
+        note += f". {' and '.join(slower)}: slower than the row above"
+    of_stages, beside = [stage["family"] for stage in stages], []
+    for name in deciding_families(contest):
+        if name not in of_stages:
+            label = " at ".join(filter(None, (family(name).label, values_of(contest.results[name].setting))))
+            beside.append(f"{label}: {contest.gain(name).words}")
+    if beside:
+        note += f". Beside them, over the best fixed length: {'; '.join(beside)}"
+    if is_narrow:
+        settings = [f"{row['stage']} {row['setting']}" for row in rows if row["setting"]]
+        more = len(contest.results) + 1 - sum("tokens/s" in row for row in rows)
+        note += f". Chosen on dev: {'; '.join(settings)}. --all: {more} more rows"
+        rows = [row | {"stage": f"{row['stage']}\n{fill(row['what it knows'], 34)}"} for row in rows]
+    marks = {number: "best" for number, name in enumerate(of_stages, 1) if name == contest.best.family}
+    headings = [*names, "tokens/s", "gain", "adds"]
+    return Table(title_of(contest), rows, note, names=len(names), headings=headings, marks=marks)
 
 
 def deciding_families(contest: Contest) -> list[str]:

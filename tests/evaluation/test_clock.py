@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, Policy
-from evaluation.clock import PrimedLoop, PrimedModel, check_clock, clock, replayed_on, report_of, rows_of
+from evaluation.clock import PrimedLoop, PrimedModel, check_clock, clock, played_on, report_of, rows_of
 from evaluation.competitor import Competitor
 from evaluation.contest import Arm, Result, result_of
 from evaluation.gain import Throughput, gain_over
@@ -122,7 +122,7 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     write_report(Page(about="", directory=tmp_path, clocks=[report]))
     assert "AdaEDL" in path.read_text()
     some = replay_settings(recorded.select(range(3)), FixedLength(2))
-    assert np.array_equal(replayed_on(runners[0], range(3)).lengths, some.lengths)
+    assert np.array_equal(played_on(runners[0], range(3)).lengths, some.lengths)
 
 
 def test_turns_of_a_conversation_are_clocked_together_and_count_as_one_prompt(recorded):

@@ -35,7 +35,7 @@ from evaluation.gain import Gain, Splits, Throughput
 from evaluation.played import Played
 from evaluation.report.page import Page, folder_of
 from evaluation.report.plots import all_plots, stage_plot, thresholds
-from evaluation.report.tables import console_table, deciding_families, result_table, stage_table, stages_of
+from evaluation.report.tables import deciding_families, result_table, stage_table, stages_of
 from evaluation.report.verdict import doubt_of, explained, pooled, recommend, sentence_of, write_verdict
 from evaluation.times import Times
 from heads import AcceptanceHead
@@ -77,7 +77,7 @@ def test_one_row_of_each_kind_decides_the_note_has_the_others_and_the_console_ev
     beside = set(shown) - {stage["family"] for stage in stages}
     assert beside
     assert all(f"{family(name).label}" in note and contest.gain(name).words in note for name in beside)
-    console, whole = console_table(contest), result_table(contest)
+    console, whole = stage_table(contest, is_narrow=True), result_table(contest)
     assert console.title == whole.title
     assert [row["gain"] for row in console.rows[2:]] == [stage["gain"].words for stage in stages[1:]]
     assert f"--all: {len(whole.rows) - len(console.rows)} more rows" in console.note
@@ -230,7 +230,7 @@ def test_the_table_the_picture_and_the_record_have_the_same_figures():
     assert [record[name] for name in names] == [low, head["gain"].high, head["added"].value, pytest.approx(10)]
     svg = stage_plot(contest).svg
     assert all(f">{text}<" in svg for text in ("100", "120", "130", "150", "200"))
-    console = console_table(contest)
+    console = stage_table(contest, is_narrow=True)
     assert Console(width=200).measure(console._replace(note="").table()).maximum <= 100
     assert "drawn+s-d1-w3 at 0.731" in console.note
     near = Times.constant(0.01, 0.02)
