@@ -18,7 +18,6 @@ and a threshold may fall between: such a prompt is left out for everyone.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from time import perf_counter
 from typing import Any
@@ -37,7 +36,7 @@ from evaluation.families import ALONE, BASELINE, REPLAYED, family, styles_of
 from evaluation.figure import GREY, Plot, figure_of, plot_of
 from evaluation.gain import Splits, Throughput, gain_over
 from evaluation.played import Played
-from evaluation.table import Table, flat, shown
+from evaluation.table import Table, shown
 from evaluation.times import Times
 from evaluation.traces.sampler import PlayedSampler
 from evaluation.traces.trace import Array, Trace
@@ -48,10 +47,17 @@ from store.progress import Bar
 TOLERANCE = 0.03
 """A difference beyond this is pointed out."""
 _PARTS = ("draft", "verify", "rest")
+_GAINS = ("predicted_gain", "clocked_gain")
 _COLUMNS = {"policy": ("policy", ""), "setting": ("setting", "")}
 _COLUMNS |= {f"{kind} tokens/s": (f"{kind}_tokens_per_s", ".1f") for kind in ("predicted", "clocked")}
 _COLUMNS |= {"difference": ("difference", "+.1%")} | {f"of it {part}": (part, "+.1%") for part in _PARTS}
 _COLUMNS |= {f"{kind} gain": (f"{kind}_gain", "") for kind in ("predicted", "clocked")}
+Row = Mapping[str, Any]
+"""A family and its setting, predicted and clocked tokens per second, their difference and its parts, and the predicted
+and the clocked gain over the best fixed length.
+"""
+Report = Mapping[str, Any]
+"""Of one dataset: `dataset`, `about`, `verdict`, `common` and `rows`."""
 _COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted")
 
 
@@ -90,69 +96,52 @@ class PrimedLoop(Loop):
         return PairModels(self.pair, self.compile, kind=partial(PrimedModel, compile=self.compile))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClockReport:
-    """The clock's rows of one dataset."""
+def verdict_of(rows: Sequence[Row]) -> str:
+    """The families that differ by more than `TOLERANCE`, and the part of a round that they differ in."""
+    listed = [
+        f"{row['family']} {row['difference']:+.1%}, most of it {max(_PARTS, key=lambda part: abs(row[part]))}"
+        for row in rows
+        if abs(row["difference"]) > TOLERANCE
+    ]
+    if not listed:
+        return f"every family is within {TOLERANCE:.0%} of its prediction"
+    common = common_of(rows)
+    relative = {row["family"]: (1 + row["difference"]) / (1 + common) - 1 for row in rows}
+    others = [f"{name} {part:+.1%}" for name, part in relative.items() if abs(part) > TOLERANCE]
+    return (
+        f"beyond {TOLERANCE:.0%} of the prediction: {', '.join(listed)}; {common:+.1%} is the median of all families; "
+        f"beyond {TOLERANCE:.0%} of that median: {', '.join(others) or 'none'}"
+    )
 
-    dataset: str
-    about: str
-    """One line on what was timed."""
-    rows: Sequence[Mapping[str, Any]]
-    """A family and its setting, predicted and clocked tokens per second, their difference and its parts, and the
-    predicted and the clocked gain over the best fixed length.
-    """
 
-    @property
-    def common(self) -> float:
-        """Median difference of all families, the machine's speed."""
-        return float(np.median([row["difference"] for row in self.rows]))
+def common_of(rows: Sequence[Row]) -> float:
+    """Median difference of all families, the machine's speed."""
+    return float(np.median([row["difference"] for row in rows]))
 
-    @property
-    def verdict(self) -> str:
-        """The families that differ by more than `TOLERANCE`, and the part of a round that they differ in."""
-        listed = [
-            f"{row['family']} {row['difference']:+.1%}, most of it {max(_PARTS, key=lambda part: abs(row[part]))}"
-            for row in self.rows
-            if abs(row["difference"]) > TOLERANCE
-        ]
-        if not listed:
-            return f"every family is within {TOLERANCE:.0%} of its prediction"
-        relative = {row["family"]: (1 + row["difference"]) / (1 + self.common) - 1 for row in self.rows}
-        others = [f"{name} {part:+.1%}" for name, part in relative.items() if abs(part) > TOLERANCE]
-        return (
-            f"beyond {TOLERANCE:.0%} of the prediction: {', '.join(listed)}; {self.common:+.1%} is the median of all "
-            f"families; beyond {TOLERANCE:.0%} of that median: {', '.join(others) or 'none'}"
-        )
 
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON has it."""
-        report = {"dataset": self.dataset, "about": self.about, "verdict": self.verdict, "common": self.common}
-        return report | {"rows": [flat(row) for row in self.rows]}
+def clock_table(report: Report) -> Table:
+    """A row for each family."""
+    rows = [
+        row | {name: row[name].text for name in _GAINS} | {"policy": family(row["family"]).label}
+        for row in report["rows"]
+    ]
+    note = f"{report['verdict']}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
+    return Table(f"{report['dataset']} on a clock: {report['about']}", shown(rows, _COLUMNS), note, names=2)
 
-    @property
-    def table(self) -> Table:
-        """A row for each family."""
-        texts = ({name: row[name].text for name in ("predicted_gain", "clocked_gain")} for row in self.rows)
-        rows = [
-            row | text | {"policy": family(row["family"]).label} for row, text in zip(self.rows, texts, strict=True)
-        ]
-        note = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
-        return Table(f"{self.dataset} on a clock: {self.about}", shown(rows, _COLUMNS), note, names=2)
 
-    @property
-    def plot(self) -> Plot:
-        """Plot of clocked over predicted tokens per second."""
-        figure, axes = figure_of(5.2)
-        points = np.array([[row[f"{kind}_tokens_per_s"] for kind in ("predicted", "clocked")] for row in self.rows])
-        ends = np.array([points.min(), points.max()])
-        axes.fill_between(ends, ends * (1 - TOLERANCE), ends * (1 + TOLERANCE), color=GREY, alpha=0.25, linewidth=0)
-        axes.plot(ends, ends, color=GREY, linestyle="--", linewidth=1)
-        styles = styles_of(row["family"] for row in self.rows)
-        for (name, (colour, _, marker)), point in zip(styles.items(), points, strict=True):
-            axes.plot(*point, marker, color=colour, markersize=5, label=family(name).label)
-        caption = f"Clocked against predicted tokens/s; the band is {TOLERANCE:.0%} wide each way."
-        labels = {"xlabel": "predicted tokens/s", "ylabel": "clocked tokens/s"}
-        return plot_of(f"clock-{self.dataset}", caption, figure, **labels)
+def clock_plot(report: Report) -> Plot:
+    """Clocked over predicted tokens per second."""
+    (figure, axes), rows = figure_of(5.2), report["rows"]
+    points = np.array([[row[f"{kind}_tokens_per_s"] for kind in ("predicted", "clocked")] for row in rows])
+    ends = np.array([points.min(), points.max()])
+    axes.fill_between(ends, ends * (1 - TOLERANCE), ends * (1 + TOLERANCE), color=GREY, alpha=0.25, linewidth=0)
+    axes.plot(ends, ends, color=GREY, linestyle="--", linewidth=1)
+    styles = styles_of(row["family"] for row in rows)
+    for (name, (colour, _, marker)), point in zip(styles.items(), points, strict=True):
+        axes.plot(*point, marker, color=colour, markersize=5, label=family(name).label)
+    caption = f"Clocked against predicted tokens/s; the band is {TOLERANCE:.0%} wide each way."
+    labels = {"xlabel": "predicted tokens/s", "ylabel": "clocked tokens/s"}
+    return plot_of(f"clock-{report['dataset']}", caption, figure, **labels)
 
 
 def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) -> None:
@@ -165,9 +154,7 @@ def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) ->
         raise ValueError(f"repeats is {repeats}; every generation is timed at least once")
 
 
-def clock_dataset(
-    experiment: Experiment, contest: Contest, test: Trace, *, num_prompts: int, repeats: int
-) -> ClockReport:
+def clock_dataset(experiment: Experiment, contest: Contest, test: Trace, *, num_prompts: int, repeats: int) -> Report:
     """The first test prompts of one dataset, every turn of each once, on the loop of the config."""
     loop, rows, times = PrimedLoop.of(experiment, ends_at_eos=True), rows_of(test, num_prompts), contest.times
     alone = next(replay_arms([Competitor(ALONE, ALONE, FixedLength(0), ({},))], Splits(test, test)))
@@ -246,7 +233,7 @@ def report_of(
     *,
     dataset: str,
     rows: Sequence[int],
-) -> ClockReport:
+) -> Report:
     """Every runner, over the rows that all of them decoded as replayed; rows of one prompt, such as the turns of a
     conversation, count together.
 
@@ -291,7 +278,8 @@ def report_of(
         f"; {num_left_out} responses left out, where a threshold falls between the last bits of loop and trace"
         * (num_left_out > 0)
     )
-    return ClockReport(dataset=dataset, about=about, rows=results)
+    facts = {"dataset": dataset, "about": about, "verdict": verdict_of(results), "common": common_of(results)}
+    return facts | {"rows": results}
 
 
 def _parts(wall_s: float, totals_s: Array, played: Played, times: Times) -> dict[str, float]:

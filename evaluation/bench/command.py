@@ -21,7 +21,7 @@ from decode.policies import FixedLength, Policy
 from evaluation.batches.curves import keep_curves
 from evaluation.bench.batch_sizes import measure_sizes, size_table, size_verdict
 from evaluation.bench.race import Race, RaceTerms
-from evaluation.bench.results import Cell, cell_table, gain_tables, race_plot, verdict_of
+from evaluation.bench.results import Cell, cell_of, cell_table, gain_tables, in_json, race_plot, verdict_of
 from evaluation.costs.measure import Loop
 from evaluation.flag_types import RaceRules, Sizes, sizes_of
 from evaluation.table import announce, printing, say
@@ -80,7 +80,7 @@ def _raced(race: Race, samplings: Sequence[str]) -> list[dict[str, Any]]:
     cells: list[Cell] = []
     print("bench: every policy and schedule in turns; finished cells are stored", flush=True)
     for stored in race.cells(samplings):
-        cells.append(Cell.of(stored))
+        cells.append(cell_of(stored))
         cell_table(cells[-1]).print(_WIDTH)
     for table in gain_tables(cells) if len(cells) > 1 else ():
         table.print(_WIDTH)
@@ -89,7 +89,7 @@ def _raced(race: Race, samplings: Sequence[str]) -> list[dict[str, Any]]:
     announce([race.path, path])
     for cell in cells:
         say(f"\n{verdict_of(cell)}")
-    return [cell.as_dict() for cell in cells]
+    return list(map(in_json, cells))
 
 
 def _in_batches(

@@ -14,7 +14,7 @@ import pandas as pd
 from configs.paths import check_local
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.clock import check_clock, clock_dataset
+from evaluation.clock import check_clock, clock_dataset, clock_table
 from evaluation.competitor import competitors_with, make_competitor
 from evaluation.contest import Contest, hold_each, replay_dataset
 from evaluation.costs.machine import costs_for
@@ -26,7 +26,7 @@ from evaluation.report.plots import all_plots, speed_up_bars, verification_curve
 from evaluation.report.tables import records_of, result_table, stage_table
 from evaluation.report.transfer import source_contests, transfer_records, transfer_table, transferred
 from evaluation.report.verdict import pooled, recommend, sentence_of, write_verdict
-from evaluation.table import announce, printing, say
+from evaluation.table import announce, flat, printing, say
 from evaluation.times import Times
 from evaluation.traces.lengths import PredictedLength, fit_length, predict_length
 from evaluation.traces.recording import trace_folder
@@ -133,9 +133,9 @@ def _clocked(experiment: Experiment, page: Page, *, num_prompts: int, repeats: i
     for dataset, replays in page.replays.items():
         contest, test = page.contests[dataset][0], replays.traces.test
         page.clocks.append(clock_dataset(experiment, contest, test, num_prompts=num_prompts, repeats=repeats))
-        page.clocks[-1].table.print()
+        clock_table(page.clocks[-1]).print()
     path = page.directory / "clock.json"
-    write_atomic(path, to_json([report.as_dict() for report in page.clocks], indent=1).encode())
+    write_atomic(path, to_json(_clock_in_json(page), indent=1).encode())
     return path
 
 
@@ -152,8 +152,12 @@ def _document(page: Page, written: Sequence[str]) -> dict[str, Any]:
         ],
         "stages": in_json(page.stages),
         "batches": page.batches,
-        "clock": [report.as_dict() for report in page.clocks],
+        "clock": _clock_in_json(page),
     }
+
+
+def _clock_in_json(page: Page) -> list[dict[str, Any]]:
+    return [{**report, "rows": [flat(row) for row in report["rows"]]} for report in page.clocks]
 
 
 def about(experiment: Experiment, times: Times) -> str:

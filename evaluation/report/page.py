@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from decode.experiment import Experiment
-from evaluation.clock import ClockReport
+from evaluation.clock import Report, clock_plot, clock_table
 from evaluation.competitor import Competitor
 from evaluation.contest import Arm, Contest, Replays, hold_each
 from evaluation.families import HEADS, family
@@ -45,7 +45,7 @@ class Page:
     """The rows of results.csv."""
     plots: list[Plot] = field(default_factory=list)
     """All but those of stages and clocks."""
-    clocks: list[ClockReport] = field(default_factory=list)
+    clocks: list[Report] = field(default_factory=list)
     batches: list[dict[str, Any]] = field(default_factory=list)
     """The rows of batches.csv."""
 
@@ -153,9 +153,9 @@ def write_report(page: Page) -> None:
         "plots": "".join(map(_figure, page.plots)),
     }
     for report in page.clocks:
-        plots.append(report.plot)
-        table = _table(report.table._replace(title=f"{report.dataset}: {report.about}"))
-        parts["clocks"] += f"{table}{_note(report.verdict)}{_figure(plots[-1])}"
+        plots.append(clock_plot(report))
+        table = _table(clock_table(report)._replace(title=f"{report['dataset']}: {report['about']}"))
+        parts["clocks"] += f"{table}{_note(report['verdict'])}{_figure(plots[-1])}"
     parts["clocks"] = "<h2>On a clock</h2>" * bool(page.clocks) + parts["clocks"]
     for plot in plots:
         write_atomic(page.directory / "plots" / f"{plot.name}.svg", plot.svg.encode())

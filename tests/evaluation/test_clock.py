@@ -106,7 +106,7 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     ]
     agrees = np.array([True, True, True, True, False])
     report = report_of(np.stack(parts)[:, None].repeat(3, 1), agrees, runners, COST, dataset="made", rows=range(5))
-    first, second, _ = report.rows
+    first, second, _ = report["rows"]
     assert (first["difference"], first["draft"], first["verify"], first["rest"]) == pytest.approx((0, 0, 0, 0))
     total_s = predicted[1][agrees].sum()
     assert second["draft"] == pytest.approx(slower[1][agrees].sum() / total_s)
@@ -114,10 +114,10 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     assert second["difference"] == pytest.approx(1 / (1 + second["draft"] + second["verify"] + second["rest"]) - 1)
     gain = (1 + second["predicted_gain"].value) * (1 + second["difference"]) - 1
     assert second["clocked_gain"].value == pytest.approx(gain)
-    assert "1 responses left out" in report.about
-    assert f"{second['family']} {second['difference']:+.1%}, most of it draft" in report.verdict
-    assert first["family"] not in report.verdict.split("median")[0]
-    assert f"beyond 3% of that median: {first['family']} {1 / (1 + report.common) - 1:+.1%}" in report.verdict
+    assert "1 responses left out" in report["about"]
+    assert f"{second['family']} {second['difference']:+.1%}, most of it draft" in report["verdict"]
+    assert first["family"] not in report["verdict"].split("median")[0]
+    assert f"beyond 3% of that median: {first['family']} {1 / (1 + report['common']) - 1:+.1%}" in report["verdict"]
     path = tmp_path / "report.html"
     write_report(Page(about="", directory=tmp_path, clocks=[report]))
     assert "AdaEDL" in path.read_text()
@@ -135,8 +135,8 @@ def test_turns_of_a_conversation_are_clocked_together_and_count_as_one_prompt(re
     report = report_of(seconds, np.ones(4, dtype=bool), runners, COST, dataset="made", rows=rows)
     emitted = [runner.played.counts.num_emitted[0, :4].reshape(2, 2).sum(0) for runner in runners]
     every = list(map(Throughput, emitted, seconds[:, 0, :, 0].reshape(3, 2, 2).sum(1)))
-    assert [row["clocked_gain"][:3] for row in report.rows] == [gain_over(every[0], other)[:3] for other in every]
-    assert report.about.startswith("4 responses to 2 test prompts")
+    assert [row["clocked_gain"][:3] for row in report["rows"]] == [gain_over(every[0], other)[:3] for other in every]
+    assert report["about"].startswith("4 responses to 2 test prompts")
 
 
 def test_a_clock_that_cannot_run_is_refused():
