@@ -153,18 +153,8 @@ def command(name: str, directory: Path, *flags: str) -> list[str]:
 
 
 def head_of(level: str, directory: Path, **provenance) -> str:
-    """A drawn-time head of one level, fitted for a moment to made-up features on which a large first component means
-    acceptance.
-    """
     torch.manual_seed(0)
     head = AcceptanceHead(WIDTHS[level], 1, "drawn", True)
-    hidden, scalars = torch.randn(256, WIDTHS[level]), torch.rand(256, 2)
-    optimiser = torch.optim.Adam(head.parameters(), 1e-2)
-    for _ in range(20):
-        optimiser.zero_grad()
-        logits = head(hidden, scalars)
-        torch.nn.functional.binary_cross_entropy_with_logits(logits, (hidden[:, 0] > 0).float()).backward()
-        optimiser.step()
     head.provenance = Provenance(sampling=vars(Sampling()), **provenance)
     head.save_pretrained(directory / level)
     return str(directory / level)
