@@ -1,8 +1,5 @@
 """python -m evaluation bench: wall clock of every policy family beside transformers' assisted generation, in turns on
-every prompt (`evaluation.bench.race`), greedy, at temperature 1, and at 0.7 with top-p 0.9.
-
-Each family runs at the setting that is fastest on dev. Finished cells stay in DIR/bench.jsonl. With `--batch` fixed
-lengths and policies run in continuous batches, which give the curves of law 4.13 (`evaluation.bench.batch_sizes`).
+every prompt (`evaluation.bench.race`), or with `--batch` in continuous batches (`evaluation.bench.batch_sizes`).
 """
 
 import platform
@@ -101,7 +98,6 @@ def _in_batches(
     num_prompts: int,
     num_tokens: int,
 ) -> dict[str, Any]:
-    """Rows of every size, and the curves that their rounds give."""
     policies: dict[str, Policy] = {f"fixed_length:k={k}": FixedLength(k) for k in (0, *lengths)}
     policies |= {spec: experiment.policy(spec) for spec in specs}
     loop = Loop.of(

@@ -281,15 +281,11 @@ def _family_of(spec: str) -> str:
 def measured_rows(
     store: KeyedStore, race: str, arms: Mapping[str, Timed], prompts: Sequence[list[int]], *, run: int, desc: str
 ) -> list[Row]:
-    """The row of each prompt, stored as soon as every arm has had its turn.
+    """The row of each prompt, stored as soon as every arm has had its turn; stored ones are not measured again.
 
     Args:
-        store: where the rows are, which are not measured again.
-        race: identifies the rows of this race in it.
-        arms: what takes turns.
-        prompts: token ids of each.
+        race: identifies the rows of this race in the store.
         run: number of the repetition, which has its own seeds.
-        desc: of the progress bar.
     """
     keys = {"kind": "row", "race": race}
     rows: dict[int, Row] = {key["prompt"]: row for key, row in store.entries() if keys.items() <= key.items()}

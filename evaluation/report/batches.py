@@ -136,16 +136,15 @@ def estimator_of(trace: Trace) -> ScoreHead:
     return ScoreHead("max_prob", calibration_shift=offset / slope, temperature=1.0 / slope)
 
 
-def batch_tables(rows: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
+def batch_tables(rows: Sequence[Row], title: str) -> list[Table]:
     """A table for each size of batch of one dataset at one setup."""
-    names = list(families())
+    tables, names = [], list(families())
     lacks = "" if any(row["family"] == PERFECT for row in rows) else "; no perfect head: decode.perfect_head is false"
     note = (
         "settings chosen on dev at this size; tokens/s of the whole batch; gain: over the best fixed length. Predicted "
         "from the seconds of a batch's rounds (law 4.13 of docs/laws.md). No oracle: it ignores the other sequences, "
         f"so it bounds nothing in a batch{lacks}"
     )
-    tables = []
     for size in dict.fromkeys(row["batch_size"] for row in rows):
         of_size = sorted((row for row in rows if row["batch_size"] == size), key=lambda row: names.index(row["family"]))
         cells = [

@@ -61,7 +61,7 @@ class Page:
 
 def folder_of(experiment: Experiment, competitors: Sequence[Competitor]) -> Path:
     """Folder of everything that is written: decode.dir, or a folder in it if no heads compete now and the report there
-    has some, which is kept. Prints why no heads compete, and how they are made.
+    has some, which is kept.
     """
     directory = experiment.directory
     if any(competitor.head for competitor in competitors):

@@ -50,12 +50,8 @@ _MISSING = {
 def records_of(
     results: Mapping[str, Result], contest: Contest, *, chosen_on: str | None = None
 ) -> list[dict[str, Any]]:
-    """Rows of results.csv: families on test, against the rivals of a contest on the same prompts.
-
-    Args:
-        results: by family; those of the contest, or others.
-        contest: of the rivals.
-        chosen_on: the dataset whose dev prompts chose head and setting; None: the contest's.
+    """Rows of results.csv: families on test, against the rivals of a contest on the same prompts; dev prompts of
+    `chosen_on`, or else the contest's, chose head and setting.
     """
     times, rivals = contest.times, (contest.baseline, contest.leaders[TRAINING_FREE])
     rows = []
@@ -137,7 +133,7 @@ def stages_of(contest: Contest) -> list[dict[str, Any]]:
     results, leaders = contest.results, contest.leaders
     free, head = leaders[TRAINING_FREE].family, leaders[HEADS].family if HEADS in leaders else HEADS
     whole = results[ORACLE].tokens_per_s - contest.baseline.tokens_per_s
-    known = {
+    knowledge = {
         BASELINE: "the same length in every round",
         PRODUCT: "what the draft knows of itself",
         **({} if free in (BASELINE, PRODUCT) else {free: "what else the draft knows of itself"}),
@@ -148,7 +144,7 @@ def stages_of(contest: Contest) -> list[dict[str, Any]]:
     stages: list[dict[str, Any]] = []
     pending: list[str] = []  # knowledge of missing stages, which the next one that has figures adds too
     before: Result | None = None
-    for name, knows in known.items():
+    for name, knows in knowledge.items():
         pending.append(knows)
         stage = {"stage": "best head" if name == HEADS else family(name).label, "family": name, "setting": ""}
         result = results.get(name)
