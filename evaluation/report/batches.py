@@ -92,8 +92,8 @@ def contests_of(
                 reached.append(({"family": name, "name": name, "setting": ""}, load.throughput(rule.costs)))
             base = next(throughput.tokens_per_s for named, throughput in reached if named["family"] == BASELINE)
             for named, throughput in reached:
-                speeds = {"tokens_per_s": throughput.tokens_per_s, "gain": throughput.tokens_per_s / base - 1}
-                rows.append({"batch_size": size, **named, **speeds, "request_s": throughput.request_s})
+                row = {"batch_size": size, **named, "tokens_per_s": throughput.tokens_per_s}
+                rows.append(row | {"gain": throughput.tokens_per_s / base - 1, "request_s": throughput.request_s})
         yield setup, rows
 
 
@@ -136,7 +136,7 @@ def estimator_of(trace: Trace) -> ScoreHead:
     return ScoreHead("max_prob", calibration_shift=offset / slope, temperature=1.0 / slope)
 
 
-def batch_tables(rows: Sequence[Row], title: str) -> list[Table]:
+def batch_tables(rows: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
     """A table for each size of batch of one dataset at one setup."""
     tables, names = [], list(families())
     lacks = "" if any(row["family"] == PERFECT for row in rows) else "; no perfect head: decode.perfect_head is false"

@@ -109,8 +109,9 @@ def compare_all(
         competitors.append(make_competitor(LENGTH_HEAD, LENGTH_HEAD, grid, kind=PredictedLength))
     for dataset in experiment.datasets:
         traces = folder.load(dataset)
-        for trace in traces if length_head is not None else ():
-            predict_length(trace, length_head)
+        if length_head is not None:
+            for trace in traces:
+                predict_length(trace, length_head)
         replays = replay_dataset(traces, competitors, perfect_head=experiment.decode.perfect_head, name=dataset)
         contests = hold_each(replays, every_times, dataset=dataset)
         for contest in contests:

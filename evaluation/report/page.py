@@ -141,6 +141,11 @@ def write_report(page: Page) -> None:
         for number, step in enumerate(steps):
             table = _table(result_table(step)._replace(note=""))
             rankings += f'<div data-step="{number}"{"" if number == current else " hidden"}>{table}</div>'
+    clocks = "<h2>On a clock</h2>" * bool(page.clocks)
+    for report in page.clocks:
+        plots.append(clock_plot(report))
+        table = _table(clock_table(report)._replace(title=f"{report['dataset']}: {report['about']}"))
+        clocks += f"{table}{_note(report['verdict'])}{_figure(plots[-1])}"
     parts = {
         "about": escape(page.about),
         "answers": answers,
@@ -149,14 +154,9 @@ def write_report(page: Page) -> None:
         "here": current,
         "labels": json.dumps(labels),
         "batches": _batches(page.batches),
-        "clocks": "",
+        "clocks": clocks,
         "plots": "".join(map(_figure, page.plots)),
     }
-    for report in page.clocks:
-        plots.append(clock_plot(report))
-        table = _table(clock_table(report)._replace(title=f"{report['dataset']}: {report['about']}"))
-        parts["clocks"] += f"{table}{_note(report['verdict'])}{_figure(plots[-1])}"
-    parts["clocks"] = "<h2>On a clock</h2>" * bool(page.clocks) + parts["clocks"]
     for plot in plots:
         write_atomic(page.directory / "plots" / f"{plot.name}.svg", plot.svg.encode())
     template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))

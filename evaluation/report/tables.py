@@ -35,10 +35,14 @@ from evaluation.families import (
     family,
 )
 from evaluation.gain import Gain
-from evaluation.table import Table, flat
+from evaluation.table import Table, flat, shown
 
 _PREDICTED = "predicted: replayed counts of forwards times the seconds of each (law 4.9 of docs/laws.md)"
 """What the figures of a table are, for its note."""
+_COLUMNS = {"policy": ("policy", ""), "setting": ("label", ""), "gain": ("gain", ""), "speed-up": ("speed_up", ".2f")}
+_COLUMNS |= {"tokens/s": ("tokens_per_s", ".1f"), "% of oracle's tokens/s": ("percent_of_oracle", ".1f")}
+_COLUMNS |= {"discard rate": ("discard_rate", ".3f"), "verification rate": ("verification_rate", ".3f")}
+_COLUMNS |= {"acceptance length": ("acceptance_length", ".2f")}
 _MISSING = {
     PRODUCT: "not compared: decode.policies lacks it",
     HEADS: "not compared: no trained heads (acceptance-heads export)",
@@ -86,34 +90,20 @@ def records_of(
 
 def result_table(contest: Contest) -> Table:
     """Every family of a contest below the target alone."""
-    times, oracle, best = contest.times, contest.results[ORACLE], contest.best.family
-    alone = 1 / times.t_target_s[0]
-    first = {"policy": family(ALONE).label, "setting": "-", "gain": "", "speed-up": "1.00", "tokens/s": f"{alone:.1f}"}
-    first |= {"% of oracle's tokens/s": f"{100 * alone / oracle.tokens_per_s:.1f}"}
-    rows = [first | {"discard rate": "0.000", "verification rate": "1.000", "acceptance length": "1.00"}]
-    for name, result in contest.results.items():
-        assert result.played is not None
-        counts = result.played.total()
-        rows.append(
-            {
-                "policy": family(name).label,
-                "setting": result.label,
-                "gain": "" if name == BASELINE else contest.gain(name).text,
-                "speed-up": f"{result.tokens_per_s * times.t_target_s[0]:.2f}",
-                "tokens/s": f"{result.tokens_per_s:.1f}",
-                "% of oracle's tokens/s": f"{result.percent_of(oracle):.1f}",
-                "discard rate": f"{counts.discard_rate:.3f}",
-                "verification rate": f"{counts.verification_rate:.3f}",
-                "acceptance length": f"{counts.acceptance_length:.2f}",
-            }
-        )
+    alone = 1 / contest.times.t_target_s[0]
+    first = {"policy": family(ALONE).label, "label": "-", "gain": "", "speed_up": 1.0, "tokens_per_s": alone}
+    first |= {"discard_rate": 0.0, "verification_rate": 1.0, "acceptance_length": 1.0}
+    rows: list[dict[str, Any]] = [first | {"percent_of_oracle": 100 * alone / contest.results[ORACLE].tokens_per_s}]
+    for record, (name, result) in zip(records_of(contest.results, contest), contest.results.items(), strict=True):
+        gain = "" if name == BASELINE else contest.gain(name).text
+        rows.append(record | {"policy": family(name).label, "label": result.label, "gain": gain})
     note = (
         f"{_PREDICTED}. gain: throughput over the best fixed length's, with its 95 % interval: paired bootstrap of "
         "test prompts, at the settings that dev chose. Bold: the best on dev of what can be run"
     )
-    kinds = dict.fromkeys(BOUNDS, "bound") | {best: "best"}
+    kinds = dict.fromkeys(BOUNDS, "bound") | {contest.best.family: "best"}
     marks = {number: kinds[name] for number, name in enumerate(contest.results, 1) if name in kinds}
-    return Table(title_of(contest), rows, note, names=2, marks=marks)
+    return Table(title_of(contest), shown(rows, _COLUMNS), note, names=2, marks=marks)
 
 
 def title_of(contest: Contest) -> str:
