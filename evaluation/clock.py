@@ -241,7 +241,6 @@ def report_of(
         seconds, agrees: as `clock` returns them.
         runners: the best fixed length among them.
         times: predict them.
-        dataset: its name.
         rows: numbers of the clocked rows on the test split.
 
     Raises:
@@ -271,15 +270,16 @@ def report_of(
         }
         for runner, expected, throughput, parts in measured
     ]
-    num_prompts, num_left_out = len(base.tokens), int((~agrees).sum())
-    responses = f"{len(agreeing)} responses to " * (num_prompts < len(agreeing))
-    about = f"{responses}{num_prompts} test prompts, medians of {seconds.shape[1]} generations each, prompts read "
-    about += "beforehand" + (
-        f"; {num_left_out} responses left out, where a threshold falls between the last bits of loop and trace"
-        * (num_left_out > 0)
-    )
-    facts = {"dataset": dataset, "about": about, "verdict": verdict_of(results), "common": common_of(results)}
-    return facts | {"rows": results}
+    facts = {"dataset": dataset, "about": _about(len(base.tokens), agrees, num_repeats=seconds.shape[1])}
+    return facts | {"verdict": verdict_of(results), "common": common_of(results), "rows": results}
+
+
+def _about(num_prompts: int, agrees: Bool[Array, " row"], *, num_repeats: int) -> str:
+    num_rows, num_left_out = int(agrees.sum()), int((~agrees).sum())
+    responses = f"{num_rows} responses to " * (num_prompts < num_rows)
+    about = f"{responses}{num_prompts} test prompts, medians of {num_repeats} generations each, prompts read beforehand"
+    left_out = f"; {num_left_out} responses left out, where a threshold falls between the last bits of loop and trace"
+    return about + left_out * (num_left_out > 0)
 
 
 def _parts(wall_s: float, totals_s: Array, played: Played, times: Times) -> dict[str, float]:

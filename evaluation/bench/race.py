@@ -178,7 +178,7 @@ class Race:
         cell_arms = []
         for name, arm in arms.items():
             tokens, seconds = zip(*(row[name] for row in rows), strict=True)
-            facts = {key: value for key, value in arm._asdict().items() if key != "timed"}
+            facts = {fact: value for fact, value in arm._asdict().items() if fact != "timed"}
             cell_arms.append(facts | {"tokens": list(tokens), "seconds": list(seconds)})
         return {
             "dataset": dataset,

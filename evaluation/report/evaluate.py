@@ -76,14 +76,10 @@ def evaluate(
         if sizes:
             page.batches.extend(in_batches(experiment, page.replays, every_times, sizes))
             written.append(write_csv(directory / "batches.csv", page.batches))
-        if clock:
-            written.append(_clocked(experiment, page, num_prompts=clock, repeats=repeats))
+        written += [_clocked(experiment, page, num_prompts=clock, repeats=repeats)] if clock else []
         write_report(page)
         document = {"costs": asdict(times), "verdict": verdict, **_document(page, announce(written))}
-        for contests in page.contests.values():
-            for contest in contests[::-1]:  # those at the evaluation's own times last
-                say(f"\n{f'{contest.dataset}. ' * (len(page.contests) > 1)}{sentence_of(contest)}")
-        say(f"\n{verdict['sentence']}")
+        _tell(page.contests, verdict["sentence"])
     if json:
         print(to_json(document))
 
@@ -127,6 +123,13 @@ def compare_all(
         plots = [*map(speed_up_bars, contests), *all_plots(replays, contests[0])]
         page.plots.extend([plot.of(dataset) for plot in plots] if len(experiment.datasets) > 1 else plots)
         page.replays[dataset], page.contests[dataset] = replays, contests
+
+
+def _tell(contests_of: Mapping[str, Sequence[Contest]], last: str) -> None:
+    for dataset, contests in contests_of.items():
+        for contest in contests[::-1]:  # those at the evaluation's own times last
+            say(f"\n{f'{dataset}. ' * (len(contests_of) > 1)}{sentence_of(contest)}")
+    say(f"\n{last}")
 
 
 def _clocked(experiment: Experiment, page: Page, *, num_prompts: int, repeats: int) -> Path:
