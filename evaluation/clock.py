@@ -18,7 +18,6 @@ and a threshold may fall between: such a prompt is left out for everyone.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from time import perf_counter
 from typing import Any
@@ -34,10 +33,10 @@ from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Result, replay_arms, result_of
 from evaluation.costs.measure import Loop
 from evaluation.families import ALONE, BASELINE, REPLAYED, family, styles_of
-from evaluation.figure import GREY, Plot, figure_of, legend_below, plot_of
+from evaluation.figure import GREY, Plot, figure_of, plot_of
 from evaluation.gain import Splits, Throughput, gain_over
 from evaluation.played import Played
-from evaluation.table import Table, flat
+from evaluation.table import Table, shown
 from evaluation.times import Times
 from evaluation.traces.sampler import PlayedSampler
 from evaluation.traces.trace import Array, Trace
@@ -48,6 +47,17 @@ from store.progress import Bar
 TOLERANCE = 0.03
 """A difference beyond this is pointed out."""
 _PARTS = ("draft", "verify", "rest")
+_GAINS = ("predicted_gain", "clocked_gain")
+_COLUMNS = {"policy": ("policy", ""), "setting": ("setting", "")}
+_COLUMNS |= {f"{kind} tokens/s": (f"{kind}_tokens_per_s", ".1f") for kind in ("predicted", "clocked")}
+_COLUMNS |= {"difference": ("difference", "+.1%")} | {f"of it {part}": (part, "+.1%") for part in _PARTS}
+_COLUMNS |= {f"{kind} gain": (f"{kind}_gain", "") for kind in ("predicted", "clocked")}
+Row = Mapping[str, Any]
+"""A family and its setting, predicted and clocked tokens per second, their difference and its parts, and the predicted
+and the clocked gain over the best fixed length.
+"""
+Report = Mapping[str, Any]
+"""Of one dataset: `dataset`, `about`, `verdict`, `common` and `rows`."""
 _COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted")
 
 
@@ -86,80 +96,52 @@ class PrimedLoop(Loop):
         return PairModels(self.pair, self.compile, kind=partial(PrimedModel, compile=self.compile))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClockReport:
-    """The clock's rows of one dataset."""
+def verdict_of(rows: Sequence[Row]) -> str:
+    """The families that differ by more than `TOLERANCE`, and the part of a round that they differ in."""
+    listed = [
+        f"{row['family']} {row['difference']:+.1%}, most of it {max(_PARTS, key=lambda part: abs(row[part]))}"
+        for row in rows
+        if abs(row["difference"]) > TOLERANCE
+    ]
+    if not listed:
+        return f"every family is within {TOLERANCE:.0%} of its prediction"
+    common = common_of(rows)
+    relative = {row["family"]: (1 + row["difference"]) / (1 + common) - 1 for row in rows}
+    others = [f"{name} {part:+.1%}" for name, part in relative.items() if abs(part) > TOLERANCE]
+    return (
+        f"beyond {TOLERANCE:.0%} of the prediction: {', '.join(listed)}; {common:+.1%} is the median of all families; "
+        f"beyond {TOLERANCE:.0%} of that median: {', '.join(others) or 'none'}"
+    )
 
-    dataset: str
-    about: str
-    """One line on what was timed."""
-    rows: Sequence[Mapping[str, Any]]
-    """A family and its setting, predicted and clocked tokens per second, their difference and its parts, and the
-    predicted and the clocked gain over the best fixed length.
-    """
 
-    @property
-    def common(self) -> float:
-        """Median difference of all families, the machine's speed."""
-        return float(np.median([row["difference"] for row in self.rows]))
+def common_of(rows: Sequence[Row]) -> float:
+    """Median difference of all families, the machine's speed."""
+    return float(np.median([row["difference"] for row in rows]))
 
-    @property
-    def verdict(self) -> str:
-        """The families that differ by more than `TOLERANCE`, and the part of a round that they differ in."""
-        beyond = [row for row in self.rows if abs(row["difference"]) > TOLERANCE]
-        if not beyond:
-            return f"every family is within {TOLERANCE:.0%} of its prediction"
-        listed = ", ".join(
-            f"{row['family']} {row['difference']:+.1%}, most of it {max(_PARTS, key=lambda part: abs(row[part]))}"
-            for row in beyond
-        )
-        relative = {row["family"]: (1 + row["difference"]) / (1 + self.common) - 1 for row in self.rows}
-        others = ", ".join(f"{name} {part:+.1%}" for name, part in relative.items() if abs(part) > TOLERANCE)
-        return (
-            f"beyond {TOLERANCE:.0%} of the prediction: {listed}; {self.common:+.1%} is the median of all families; "
-            f"beyond {TOLERANCE:.0%} of that median: {others or 'none'}"
-        )
 
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON has it."""
-        report = {"dataset": self.dataset, "about": self.about, "verdict": self.verdict, "common": self.common}
-        return report | {"rows": [flat(row) for row in self.rows]}
+def clock_table(report: Report) -> Table:
+    """A row for each family."""
+    rows = [
+        row | {name: row[name].text for name in _GAINS} | {"policy": family(row["family"]).label}
+        for row in report["rows"]
+    ]
+    note = f"{report['verdict']}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
+    return Table(f"{report['dataset']} on a clock: {report['about']}", shown(rows, _COLUMNS), note, names=2)
 
-    @property
-    def table(self) -> Table:
-        """A row for each family."""
-        rows = [
-            {
-                "policy": family(row["family"]).label,
-                "setting": row["setting"],
-                "predicted tokens/s": f"{row['predicted_tokens_per_s']:.1f}",
-                "clocked tokens/s": f"{row['clocked_tokens_per_s']:.1f}",
-                "difference": f"{row['difference']:+.1%}",
-                **{f"of it {part}": f"{row[part]:+.1%}" for part in _PARTS},
-                "predicted gain": row["predicted_gain"].text,
-                "clocked gain": row["clocked_gain"].text,
-            }
-            for row in self.rows
-        ]
-        note = f"{self.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
-        return Table(f"{self.dataset} on a clock: {self.about}", rows, note, names=2)
 
-    @property
-    def plot(self) -> Plot:
-        """Plot of clocked over predicted tokens per second."""
-        figure, axes = figure_of(5.2)
-        points = np.array([[row[f"{kind}_tokens_per_s"] for kind in ("predicted", "clocked")] for row in self.rows])
-        ends = np.array([points.min(), points.max()])
-        axes.fill_between(ends, ends * (1 - TOLERANCE), ends * (1 + TOLERANCE), color=GREY, alpha=0.25, linewidth=0)
-        axes.plot(ends, ends, color=GREY, linestyle="--", linewidth=1)
-        styles = styles_of(row["family"] for row in self.rows)
-        for row, point in zip(self.rows, points, strict=True):
-            colour, _, marker = styles[row["family"]]
-            axes.plot(*point, marker, color=colour, markersize=5, label=family(row["family"]).label)
-        axes.set(xlabel="predicted tokens/s", ylabel="clocked tokens/s")
-        legend_below(axes)
-        caption = f"Clocked against predicted tokens/s; the band is {TOLERANCE:.0%} wide each way."
-        return plot_of(f"clock-{self.dataset}", caption, figure)
+def clock_plot(report: Report) -> Plot:
+    """Clocked over predicted tokens per second."""
+    (figure, axes), rows = figure_of(5.2), report["rows"]
+    points = np.array([[row[f"{kind}_tokens_per_s"] for kind in ("predicted", "clocked")] for row in rows])
+    ends = np.array([points.min(), points.max()])
+    axes.fill_between(ends, ends * (1 - TOLERANCE), ends * (1 + TOLERANCE), color=GREY, alpha=0.25, linewidth=0)
+    axes.plot(ends, ends, color=GREY, linestyle="--", linewidth=1)
+    styles = styles_of(row["family"] for row in rows)
+    for (name, (colour, _, marker)), point in zip(styles.items(), points, strict=True):
+        axes.plot(*point, marker, color=colour, markersize=5, label=family(name).label)
+    caption = f"Clocked against predicted tokens/s; the band is {TOLERANCE:.0%} wide each way."
+    labels = {"xlabel": "predicted tokens/s", "ylabel": "clocked tokens/s"}
+    return plot_of(f"clock-{report['dataset']}", caption, figure, **labels)
 
 
 def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) -> None:
@@ -172,9 +154,7 @@ def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) ->
         raise ValueError(f"repeats is {repeats}; every generation is timed at least once")
 
 
-def clock_dataset(
-    experiment: Experiment, contest: Contest, test: Trace, *, num_prompts: int, repeats: int
-) -> ClockReport:
+def clock_dataset(experiment: Experiment, contest: Contest, test: Trace, *, num_prompts: int, repeats: int) -> Report:
     """The first test prompts of one dataset, every turn of each once, on the loop of the config."""
     loop, rows, times = PrimedLoop.of(experiment, ends_at_eos=True), rows_of(test, num_prompts), contest.times
     alone = next(replay_arms([Competitor(ALONE, ALONE, FixedLength(0), ({},))], Splits(test, test)))
@@ -211,7 +191,7 @@ def clock(
     seconds, agrees = np.zeros((len(runners), repeats, num, 3)), np.ones(num, dtype=bool)
     with Bar(total=(repeats + 1) * num * len(runners), desc=f"clock: {name}", unit="generations") as bar:
         decoders = [loop.decoder(runner.policy) for runner in runners]
-        replays = [replayed_on(runner, rows) for runner in runners]
+        replays = [played_on(runner, rows) for runner in runners]
         for turn in range(repeats + 1):
             for row, order in in_turns(range(len(runners)), range(num), first=turn):
                 request = trace.rows[row]
@@ -229,7 +209,7 @@ def clock(
     return seconds, agrees
 
 
-def replayed_on(result: Result, rows: Sequence[int]) -> Played:
+def played_on(result: Result, rows: Sequence[int]) -> Played:
     """What a result did on some test rows."""
     assert result.played is not None
     return result.played.select([0], rows)
@@ -253,7 +233,7 @@ def report_of(
     *,
     dataset: str,
     rows: Sequence[int],
-) -> ClockReport:
+) -> Report:
     """Every runner, over the rows that all of them decoded as replayed; rows of one prompt, such as the turns of a
     conversation, count together.
 
@@ -261,7 +241,6 @@ def report_of(
         seconds, agrees: as `clock` returns them.
         runners: the best fixed length among them.
         times: predict them.
-        dataset: its name.
         rows: numbers of the clocked rows on the test split.
 
     Raises:
@@ -269,15 +248,15 @@ def report_of(
     """
     if not agrees.any():
         raise ValueError(f"{dataset}: no response is decoded as it was replayed; record the trace again with this pair")
-    agreeing = [row for row, is_same in zip(rows, agrees, strict=True) if is_same]
-    every, timed = [replayed_on(runner, agreeing) for runner in runners], seconds[:, :, agrees]
-    wall_s = np.median(timed[..., 0], axis=1)
-    predicted = [times.throughput(played).at(0) for played in every]
-    measured = [
-        Throughput(expected.tokens, played.per_prompt(of_runner[None])[0])
-        for expected, played, of_runner in zip(predicted, every, wall_s, strict=True)
-    ]
-    base = [runner.family for runner in runners].index(BASELINE)
+    agreeing, timed = np.asarray(rows)[agrees].tolist(), seconds[:, :, agrees]
+    measured = []
+    for number, runner in enumerate(runners):
+        played = played_on(runner, agreeing)
+        wall_s, expected = np.median(timed[number, ..., 0], axis=0), times.throughput(played).at(0)
+        throughput = Throughput(expected.tokens, played.per_prompt(wall_s[None])[0])
+        parts = _parts(wall_s.sum(), timed[number].sum((0, 1)), played, times)
+        measured.append((runner, expected, throughput, parts))
+    _, base_expected, base, _ = next(entry for entry in measured if entry[0].family == BASELINE)
     results = [
         {
             "family": runner.family,
@@ -285,14 +264,14 @@ def report_of(
             "predicted_tokens_per_s": expected.tokens_per_s,
             "clocked_tokens_per_s": throughput.tokens_per_s,
             "difference": throughput.tokens_per_s / expected.tokens_per_s - 1,
-            **_parts(wall_s[number].sum(), timed[number].sum((0, 1)), every[number], times),
-            "predicted_gain": gain_over(predicted[base], expected),
-            "clocked_gain": gain_over(measured[base], throughput),
+            **parts,
+            "predicted_gain": gain_over(base_expected, expected),
+            "clocked_gain": gain_over(base, throughput),
         }
-        for number, (runner, expected, throughput) in enumerate(zip(runners, predicted, measured, strict=True))
+        for runner, expected, throughput, parts in measured
     ]
-    about = _about(len(measured[0].tokens), agrees, num_repeats=seconds.shape[1])
-    return ClockReport(dataset=dataset, about=about, rows=results)
+    facts = {"dataset": dataset, "about": _about(len(base.tokens), agrees, num_repeats=seconds.shape[1])}
+    return facts | {"verdict": verdict_of(results), "common": common_of(results), "rows": results}
 
 
 def _about(num_prompts: int, agrees: Bool[Array, " row"], *, num_repeats: int) -> str:

@@ -33,8 +33,6 @@ UNASSISTED = "transformers: no assistant"
 SCHEDULES = (DEFAULT, HEURISTIC, CONSTANT)
 HEURISTICALLY: dict[str, Any] = {"num_assistant_tokens_schedule": "heuristic"}
 _LEARNT = ("num_assistant_tokens", "assistant_confidence_threshold")
-
-
 Timed = Callable[[list[int], int], tuple[int, float]]
 """Generates from a prompt and a seed; returns its number of tokens and its seconds."""
 
@@ -59,8 +57,8 @@ def warm_up(arms: Mapping[str, Timed], prompts: Sequence[list[int]]) -> None:
 
 def constant(k: int) -> dict[str, Any]:
     """Entries of the draft's generation config for drafts of a fixed length."""
-    schedule = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
-    return {"num_assistant_tokens": k, **schedule}
+    settings = {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
+    return settings | {"assistant_confidence_threshold": 0.0}
 
 
 def about_default() -> str:
@@ -117,13 +115,10 @@ def assisted(
 def _set(
     target: PreTrainedModel, drafts: PreTrainedModel | None, settings: Mapping[str, Any], *, ends_at_eos: bool
 ) -> Iterator[None]:
-    """Copies of the generation configs, the draft's with these settings, and without EOS unless texts end there.
-
-    transformers' warnings are off meanwhile: it calls its own assistant in a way that it deprecates.
-    """
+    """Copies of the generation configs, the draft's with these settings, and without EOS unless texts end there."""
     configs = {model: model.generation_config for model in (target, drafts) if model is not None}
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # transformers calls its own assistant in a way that it deprecates
     try:
         for model, config in configs.items():
             model.generation_config = deepcopy(config)

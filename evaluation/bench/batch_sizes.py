@@ -7,7 +7,7 @@ switched off. The curves t_draft(sequences) and t_target(tokens) are of rounds i
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from operator import itemgetter
 from statistics import median
 from time import perf_counter
@@ -33,12 +33,7 @@ def measure_sizes(
     loop: Loop, policies: Mapping[str, Policy], sizes: Sequence[int]
 ) -> tuple[list[dict[str, Any]], BatchCosts]:
     """Run every policy at every size, in turns; `auto` runs as the batch's rule, with the curves of a first turn of
-    fixed lengths.
-
-    Args:
-        loop: models and prompts.
-        policies: every policy by its name, fixed lengths among them.
-        sizes: sequences in a batch, a row of results for each.
+    fixed lengths, which `policies` must have.
 
     Returns:
         Rows of every policy at every size, medians over turns of tokens/s and of the ratio to the best fixed length's;
@@ -46,8 +41,8 @@ def measure_sizes(
     """
     prompts = {size: list(islice(cycle(loop.prompts), _REQUESTS_PER_ROW * size)) for size in sizes}
     fixed, rows = [name for name, policy in policies.items() if isinstance(policy, FixedLength)], []
-    first_turn = [_run(loop, policies[name], prompts[size], size, seed=0)[1] for size in sizes for name in fixed]
-    rounds = [round_ for played in first_turn for round_ in played]
+    first_turn = (_run(loop, policies[name], prompts[size], size, seed=0)[1] for size in sizes for name in fixed)
+    rounds = list(chain(*first_turn))
     first = curves_of(rounds)
     for size in sizes:
         speeds: dict[str, list[float]] = defaultdict(list)

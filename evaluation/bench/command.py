@@ -1,8 +1,5 @@
 """python -m evaluation bench: wall clock of every policy family beside transformers' assisted generation, in turns on
-every prompt (`evaluation.bench.race`), greedy, at temperature 1, and at 0.7 with top-p 0.9.
-
-Each family runs at the setting that is fastest on dev. Finished cells stay in DIR/bench.jsonl. With `--batch` fixed
-lengths and policies run in continuous batches, which give the curves of law 4.13 (`evaluation.bench.batch_sizes`).
+every prompt (`evaluation.bench.race`), or with `--batch` in continuous batches (`evaluation.bench.batch_sizes`).
 """
 
 import platform
@@ -21,7 +18,7 @@ from decode.policies import FixedLength, Policy
 from evaluation.batches.curves import keep_curves
 from evaluation.bench.batch_sizes import measure_sizes, size_table, size_verdict
 from evaluation.bench.race import Race, RaceTerms
-from evaluation.bench.results import Cell, cell_table, gain_tables, race_plot, verdict_of
+from evaluation.bench.results import Cell, cell_of, cell_table, gain_tables, in_json, race_plot, verdict_of
 from evaluation.costs.measure import Loop
 from evaluation.flag_types import RaceRules, Sizes, sizes_of
 from evaluation.table import announce, printing, say
@@ -80,7 +77,7 @@ def _raced(race: Race, samplings: Sequence[str]) -> list[dict[str, Any]]:
     cells: list[Cell] = []
     print("bench: every policy and schedule in turns; finished cells are stored", flush=True)
     for stored in race.cells(samplings):
-        cells.append(Cell.of(stored))
+        cells.append(cell_of(stored))
         cell_table(cells[-1]).print(_WIDTH)
     for table in gain_tables(cells) if len(cells) > 1 else ():
         table.print(_WIDTH)
@@ -89,7 +86,7 @@ def _raced(race: Race, samplings: Sequence[str]) -> list[dict[str, Any]]:
     announce([race.path, path])
     for cell in cells:
         say(f"\n{verdict_of(cell)}")
-    return [cell.as_dict() for cell in cells]
+    return list(map(in_json, cells))
 
 
 def _in_batches(
@@ -101,7 +98,6 @@ def _in_batches(
     num_prompts: int,
     num_tokens: int,
 ) -> dict[str, Any]:
-    """Rows of every size, and the curves that their rounds give."""
     policies: dict[str, Policy] = {f"fixed_length:k={k}": FixedLength(k) for k in (0, *lengths)}
     policies |= {spec: experiment.policy(spec) for spec in specs}
     loop = Loop.of(

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -26,7 +26,7 @@ from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from decode.policies.registry import read_spec, registered
 from evaluation.bench import arms as ways
-from evaluation.bench.arms import CONSTANT, Timed, generations_of, warm_up
+from evaluation.bench.arms import Timed, generations_of, warm_up
 from evaluation.competitor import competitors_with
 from evaluation.contest import Result, hold, replay_dataset
 from evaluation.costs.machine import costs_for
@@ -70,6 +70,17 @@ class RaceTerms:
     rules: RaceRules
 
 
+class RaceArm(NamedTuple):
+    """What a cell keeps of a competitor, and its generations."""
+
+    family: str
+    setting: str
+    timed: Timed
+    of_other_sampling: bool = False
+    """One of its heads was trained under another sampling."""
+    on_dev: float | None = None
+
+
 class Race:
     """The race's cells of one config, stored between runs."""
 
@@ -78,7 +89,7 @@ class Race:
         ValueError: an unknown policy, a head that does not fit, no fixed length among named policies.
         FileNotFoundError: no head or assistant at that path.
         """
-        self._terms = terms
+        self._config, self._terms = config, terms
         self.experiment = Experiment(config)
         self._samplings = SAMPLINGS | {"own": self.experiment.sampling}
         # made here, so that heads and custom policies are checked before anything is measured
@@ -97,7 +108,7 @@ class Race:
                 raise ValueError(f"--race.assistant is {path}, and the pair's own draft drafts for transformers")
             self._assistant_source = ModelSource(path=path, dtype=config.pair.target.dtype)
             load_config(self._assistant_source)
-        self.under = cache(lambda name: self._under(config, name))
+        self.under = cache(self._under)
         """The experiment under a sampling, by its name."""
         self._on_dev = cache(self._results_on_dev)
         self.path = self.experiment.directory / "bench.jsonl"
@@ -127,7 +138,7 @@ class Race:
 
     def key(self, dataset: str, sampling: str) -> dict[str, Any]:
         """Everything that a cell's value depends on."""
-        experiment, decode, assistant = self.experiment, asdict(self.experiment.decode), self._assistant_source
+        experiment, decode = self.experiment, asdict(self.experiment.decode)
         key = {
             "kind": "cell",
             "dataset": dataset,
@@ -136,7 +147,7 @@ class Race:
             "law": self._samplings[sampling].as_dict(),
             "prompts": prompts_key(experiment, experiment.prompts(dataset, "test", num=self._terms.num_prompts)),
             "models": models_key(experiment, "target", "draft"),
-            "assistant": None if assistant is None else describe_model(assistant),
+            "assistant": self._assistant_source and describe_model(self._assistant_source),
             "default_schedule": ways.about_default(),
             "max_draft_length": decode["max_draft_length"],
             "compile": decode["compile"],
@@ -155,15 +166,20 @@ class Race:
 
     def _measured(self, dataset: str, sampling: str, key: Mapping[str, Any]) -> dict[str, Any]:
         arms, terms, times = self._arms(dataset, sampling), self._terms, self._times
-        settings = [(name, facts["setting"]) for name, (facts, _) in arms.items()]
+        settings = [(name, arm.setting) for name, arm in arms.items()]
         rows = measured_rows(
             self._store,
             digest(repr((sorted(key.items(), key=str), settings))),
-            {name: timed for name, (_, timed) in arms.items()},
+            {name: arm.timed for name, arm in arms.items()},
             self.experiment.prompt_ids(dataset, "test", num=terms.num_prompts),
             run=terms.rules.run,
             desc=f"bench: {dataset}, {sampling}",
         )
+        cell_arms = []
+        for name, arm in arms.items():
+            tokens, seconds = zip(*(row[name] for row in rows), strict=True)
+            facts = {fact: value for fact, value in arm._asdict().items() if fact != "timed"}
+            cell_arms.append(facts | {"tokens": list(tokens), "seconds": list(seconds)})
         return {
             "dataset": dataset,
             "sampling": sampling,
@@ -171,38 +187,35 @@ class Race:
             "num_tokens": terms.num_tokens,
             "run": terms.rules.run,
             "default_schedule": ways.about_default(),
-            "arms": [
-                facts | {"tokens": [row[name][0] for row in rows], "seconds": [row[name][1] for row in rows]}
-                for name, (facts, _) in arms.items()
-            ],
+            "arms": cell_arms,
         }
 
-    def _arms(self, dataset: str, name: str) -> dict[str, tuple[dict[str, Any], Timed]]:
-        """Unique name -> what a cell keeps of a competitor, and its generations; `name` is the sampling's."""
-        sampling, terms, pair = self._samplings[name], self._terms, self.experiment.pair
-        ends_at_eos, num_tokens = not terms.rules.ignore_eos, terms.num_tokens
-        policies: dict[str, tuple[str, str, Policy, float | None]] = {ALONE: (ALONE, "-", FixedLength(0), None)}
-        for spec, policy in zip(terms.policies, self._named, strict=True):
-            policies[spec] = _family_of(spec), spec, policy, None
-        for key, best in {} if self._named else self.best_arms(dataset, name).items():
-            policies[key] = best.family, best.label, best.policy, best.on_dev
-        loop = Loop.of(self.experiment, sampling=sampling, max_new_tokens=num_tokens, ends_at_eos=ends_at_eos)
-        arms = {
-            key: (
-                _facts(family, setting, of_other_sampling=of_other_sampling(policy, sampling), on_dev=on_dev),
-                generations_of(loop.decoder(policy), num_tokens),
-            )
-            for key, (family, setting, policy, on_dev) in policies.items()
-        }
+    def _arms(self, dataset: str, sampling_name: str) -> dict[str, RaceArm]:
+        """Every arm of a cell by a unique name."""
+        sampling, terms, experiment = self._samplings[sampling_name], self._terms, self.experiment
+        num_tokens, ends_at_eos = terms.num_tokens, not terms.rules.ignore_eos
+        named = dict(zip(terms.policies, self._named, strict=True))
+        best = {} if named else self.best_arms(dataset, sampling_name)
+        loop = Loop.of(experiment, sampling=sampling, max_new_tokens=num_tokens, ends_at_eos=ends_at_eos)
+
+        def ours(family: str, setting: str, policy: Policy, on_dev: float | None = None) -> RaceArm:
+            timed = generations_of(loop.decoder(policy), num_tokens)
+            return RaceArm(family, setting, timed, of_other_sampling(policy, sampling), on_dev)
+
+        arms = {ALONE: ours(ALONE, "-", FixedLength(0))}
+        arms |= {spec: ours(_family_of(spec), spec, policy) for spec, policy in named.items()}
+        arms |= {name: ours(name, result.label, result.policy, result.on_dev) for name, result in best.items()}
         schedules: dict[tuple[str, str], Mapping[str, Any] | None] = {(ways.UNASSISTED, "-"): None}
-        if not self.experiment.has_feature_draft or self._assistant is not None:
-            constants = terms.constants or _constants_beside(policies[BASELINE][2] if BASELINE in policies else None)
+        if not experiment.has_feature_draft or self._assistant is not None:
+            fixed = best[BASELINE].policy if best else named.get(BASELINE)
+            # half of the best, too: a draft step of transformers costs more, so fewer do better
+            beside = sorted({max(1, fixed.k // 2), max(1, fixed.k)}) if isinstance(fixed, FixedLength) else _CONSTANTS
             schedules |= {(ways.DEFAULT, "-"): {}, (ways.HEURISTIC, "-"): ways.HEURISTICALLY}
-            schedules |= {(CONSTANT, f"k={k}"): ways.constant(k) for k in constants}
+            schedules |= {(ways.CONSTANT, f"k={k}"): ways.constant(k) for k in terms.constants or beside}
         for (family, setting), changes in schedules.items():
             options: dict[str, Any] = {"assistant": self._assistant, "ends_at_eos": ends_at_eos}
-            timed = ways.assisted(pair, num_tokens, sampling, changes, **options)
-            arms[f"{family} {setting}"] = _facts(family, setting), timed
+            timed = ways.assisted(experiment.pair, num_tokens, sampling, changes, **options)
+            arms[f"{family} {setting}"] = RaceArm(family, setting, timed)
         return arms
 
     @cached_property
@@ -242,8 +255,8 @@ class Race:
         replays = replay_dataset(traces, competitors, perfect_head=False, name=name)
         return hold(replays, self._times, is_online=(False,)).results
 
-    def _under(self, config: Config, name: str) -> Experiment:
-        sampling = self._samplings[name]
+    def _under(self, name: str) -> Experiment:
+        config, sampling = self._config, self._samplings[name]
         if sampling == self.experiment.sampling:
             return self.experiment
         # its manifest names one test prompt, and only dev is traced
@@ -251,12 +264,6 @@ class Race:
         decode = replace(config.decode, dir=directory, allow_foreign_heads=True, num_test=1, perfect_head=False)
         of_pair = SamplingConfig(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
         return Experiment(replace(config, decode=decode, pair=replace(config.pair, sampling=of_pair)))
-
-
-def _facts(
-    family: str, setting: str, *, of_other_sampling: bool = False, on_dev: float | None = None
-) -> dict[str, Any]:
-    return {"family": family, "setting": setting, "of_other_sampling": of_other_sampling, "on_dev": on_dev}
 
 
 def of_other_sampling(policy: Policy, sampling: Sampling) -> bool:
@@ -271,23 +278,14 @@ def _family_of(spec: str) -> str:
     return name if ":" in name else spec.partition(":")[0]
 
 
-def _constants_beside(best: Policy | None) -> tuple[int, ...]:
-    """The best fixed length on dev and half of it: a draft step of transformers costs more, so fewer do better."""
-    return tuple(sorted({max(1, best.k // 2), max(1, best.k)})) if isinstance(best, FixedLength) else _CONSTANTS
-
-
 def measured_rows(
     store: KeyedStore, race: str, arms: Mapping[str, Timed], prompts: Sequence[list[int]], *, run: int, desc: str
 ) -> list[Row]:
-    """The row of each prompt, stored as soon as every arm has had its turn.
+    """The row of each prompt, stored as soon as every arm has had its turn; stored ones are not measured again.
 
     Args:
-        store: where the rows are, which are not measured again.
-        race: identifies the rows of this race in it.
-        arms: what takes turns.
-        prompts: token ids of each.
+        race: identifies the rows of this race in the store.
         run: number of the repetition, which has its own seeds.
-        desc: of the progress bar.
     """
     keys = {"kind": "row", "race": race}
     rows: dict[int, Row] = {key["prompt"]: row for key, row in store.entries() if keys.items() <= key.items()}

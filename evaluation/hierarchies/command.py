@@ -3,12 +3,6 @@
 Every competitor is decoded in the real loop, in turns on each prompt. Dev chooses open lengths, by the throughput
 predicted at the fitted times. Beside the measured speed-ups are those that the same counts give at other times, and,
 from dev, the ratios of times at which the best hierarchy beats the best plain speculation.
-
-About 38 drafters decode each dev prompt and 11 each test prompt: about 0.2 s per generation on the embedded trio, 0.35
-s on that of benchmarks/alpaca.yaml, on one idle core. Four minutes each:
-
-    python -m evaluation hierarchy --config configs/tiny.yaml --decode.num_dev 16
-    python -m evaluation hierarchy --config benchmarks/alpaca.yaml --decode.num_dev 8 --decode.num_test 36
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,7 +82,7 @@ def report(
 ) -> dict[str, Any]:
     """Print the tables of one dataset and write them; the same as JSON."""
     (times, r2), given = fit_times([*dev, *test]), at_ratios(*_GIVEN, shares)
-    rows = tables.rows_of([decoded.result() for decoded in test], times, given)
+    rows = tables.rows_of(test, times, given)
     gain = tables.third_level_frame(dev or test, times, shares)
     pd.DataFrame(rows).to_csv(directory / "arms.csv", index=False)
     gain.to_csv(directory / "gain.csv", index=False)

@@ -39,8 +39,8 @@ def hierarchies_of(
     Args:
         experiment: sampling and the longest draft.
         trio: the three models.
-        heads: path -> head, one trained on (micro, draft) and one on (draft, target); they stop plain speculation and
-            full HSDDW instead of entropies. None given: no such rows.
+        heads: path -> head, one trained on (micro, draft) and one on (draft, target), or none; they stop plain
+            speculation and full HSDDW instead of entropies.
         max_rejection_prob: the threshold of both heads, on their calibrated probabilities.
     """
     loop = partial(trio.decoder, sampling=experiment.sampling, max_draft_length=experiment.decode.max_draft_length)

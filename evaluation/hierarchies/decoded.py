@@ -64,6 +64,12 @@ class Decoded:
         return self._played("counts")
 
     @cached_property
+    def num_levels(self) -> int:
+        """Models that ran: 1 is the target alone."""
+        counts = self.played.counts
+        return 1 + bool(counts.num_draft_forwards.any()) + bool(counts.num_micro_forwards.any())
+
+    @cached_property
     def later(self) -> Played:
         """Counts without the rounds that read the prompts."""
         return self._played("later")
@@ -74,11 +80,9 @@ class Decoded:
         Only the totals of rounds and drafted tokens are stored, so `lengths` has the histogram of the same totals with
         drafts of 0 and 1 token: what a line t_target(k) costs is the same.
         """
-        counts, entry = self.column(name), self.competitor
-        columns = {
-            count.name: np.array([[row[count.name] for row in of] for of in counts], dtype=int)
-            for count in fields(Counts)
-        }
+        entry, names = self.competitor, [count.name for count in fields(Counts)]
+        counts = np.array([[[one[name][of] for one in row] for row in self.stored] for of in names], dtype=int)
+        columns = dict(zip(names, counts, strict=True))
         lengths = np.stack([columns["num_target"] - columns["num_drafted"], columns["num_drafted"]], -1)
         if entry.family == MICRO_ALONE:
             none = np.zeros_like(columns["num_draft_forwards"])
@@ -147,24 +151,30 @@ class StoredLoop:
         names = [sha256(repr(ids).encode()).hexdigest()[:16] for ids in prompts]
         members = {member: entry.at(number) for entry in competitors for number, member in enumerate(members_of(entry))}
         with only_writer(self.directory, setting="decode.dir"):
-            stored = {tuple(key.values()): value for key, value in self._store.entries()}
+            entries = ((tuple(key.values()), value) for key, value in self._store.entries())
+            stored = {key[:-1]: value for key, value in entries if key[-1] == self._run}
             done = {key for key, value in stored.items() if value["repeats"] >= repeats}
-            keys = [[(name, *member, self._run) for member in members] for name in names]
-            missing = [(ids, row) for ids, row in zip(prompts, keys, strict=True) if not done.issuperset(row)]
+            missing = [
+                (name, ids)
+                for name, ids in zip(names, prompts, strict=True)
+                if not done.issuperset((name, *member) for member in members)
+            ]
             decoders = {member: _warm(entry, prompts[0]) for member, entry in members.items()} if missing else {}
-            desc = f"{self.directory.name}: {len(members)} drafters"
-            for turn, (ids, row) in enumerate(Bar(missing, desc=desc, unit="prompts") if missing else ()):
-                repeated: dict[tuple[str, ...], list[Generation]] = {key: [] for key in row}
-                for _, order in in_turns(row, range(repeats), first=turn):
-                    for name, *member, _ in order:
+            bar = (
+                Bar(missing, desc=f"{self.directory.name}: {len(members)} drafters", unit="prompts") if missing else ()
+            )
+            for turn, (name, ids) in enumerate(bar):
+                repeated: dict[tuple[str, str], list[Generation]] = {member: [] for member in members}
+                for _, order in in_turns(members, range(repeats), first=turn):
+                    for member in order:
                         sampler = RandomSampler(seed_of(decode.seed, "hierarchy", name))
-                        generation = decoders[*member].generate(ids, decode.max_new_tokens, generator=sampler)
-                        repeated[name, *member, self._run].append(generation)
-                new = {key: stored_of(generations) for key, generations in repeated.items()}
-                self._store.keep((dict(zip(_KEY, key, strict=True)), value) for key, value in new.items())
+                        generation = decoders[member].generate(ids, decode.max_new_tokens, generator=sampler)
+                        repeated[member].append(generation)
+                new = {(name, *member): stored_of(generations) for member, generations in repeated.items()}
+                self._store.keep((dict(zip(_KEY, (*key, self._run), strict=True)), new[key]) for key in new)
                 stored |= new
         return [
-            Decoded(entry, [[stored[name, *member, self._run] for name in names] for member in members_of(entry)])
+            Decoded(entry, [[stored[name, *member] for name in names] for member in members_of(entry)])
             for entry in (competitors if prompts else ())
         ]
 

@@ -10,10 +10,8 @@ from itertools import product
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from decode.loop.rounds import Counts
 from evaluation.contest import Result, best_setting
 from evaluation.figure import GREY, Plot, figure_of, plot_of
 from evaluation.gain import gain_over
@@ -38,25 +36,23 @@ _DRAFT_RATIOS = (0.05, 0.1, 0.2, 0.4)
 _FINE = tuple(sorted({*(round(0.01 * step, 2) for step in range(101)), *MICRO_RATIOS}))
 
 
-def rows_of(results: Sequence[Result], times: Times, given: Times) -> list[dict[str, Any]]:
-    """One row per result: counts of three models, sigma, eta, measured and predicted speed-ups.
+def rows_of(decoded: Sequence[Decoded], times: Times, given: Times) -> list[dict[str, Any]]:
+    """One row per competitor: counts of three models, sigma, eta, measured and predicted speed-ups.
 
     Args:
-        results: on the test prompts, the target alone first.
+        decoded: on the test prompts at one setting each, the target alone first.
         times: fitted to this machine.
         given: times of other hardware.
     """
-    rows, alone, plain = [], results[0], next(result.played for result in results if result.family == PLAIN)
-    assert plain is not None
-    for result in results:
-        played = result.played
-        assert played is not None
-        counts = played.total()
+    rows, alone = [], decoded[0].result()
+    plain = next(member.played for member in decoded if member.competitor.family == PLAIN)
+    for member in decoded:
+        result, played, counts = member.result(), member.played, member.played.total()
         rows.append(
             {
                 "drafter": result.family,
                 "setting": result.label,
-                "num_levels": num_levels(counts),
+                "num_levels": member.num_levels,
                 **vars(counts),
                 "redundancy": redundancy(counts),
                 "target_utilisation": counts.verification_rate,
@@ -66,15 +62,10 @@ def rows_of(results: Sequence[Result], times: Times, given: Times) -> list[dict[
                 "speedup_se": result.over(alone).standard_error,
                 "speedup_modelled": best_setting(played, times)[1] * times.t_target_s[0],
                 "speedup_at_ratios": best_setting(played, given)[1] * given.t_target_s[0],
-                "break_even": break_even(played, plain, times) if num_levels(counts) == 3 else None,
+                "break_even": break_even(played, plain, times) if member.num_levels == 3 else None,
             }
         )
     return rows
-
-
-def num_levels(counts: Counts) -> int:
-    """Models that ran, from totals: 1 is the target alone."""
-    return 1 + bool(counts.num_draft_forwards) + bool(counts.num_micro_forwards)
 
 
 def result_table(rows: Sequence[Mapping[str, Any]], times: Times, r2: float, *, given: Times, title: str) -> Table:
@@ -92,15 +83,12 @@ def result_table(rows: Sequence[Mapping[str, Any]], times: Times, r2: float, *, 
     return Table(title, shown(rows, _COLUMNS), note, names=2)
 
 
-def best_of(decoded: Sequence[Decoded], times: Times) -> tuple[Decoded, int, float]:
-    """The competitor and the number of its setting that are predicted to be fastest, with the tokens per second."""
-    return max(((member, *best_setting(member.played, times)) for member in decoded), key=itemgetter(2))
-
-
-def sides_of(decoded: Sequence[Decoded]) -> tuple[list[Decoded], list[Decoded]]:
-    """(plain speculation and the target alone, hierarchies)."""
-    three = [member for member in decoded if num_levels(member.played.total()) == 3]
-    return [member for member in decoded if member not in three], three
+def fastest_sides(decoded: Sequence[Decoded], times: Times) -> list[tuple[Decoded, int, float]]:
+    """The fastest of plain speculation and the target alone, and the fastest hierarchy, as predicted at these times:
+    competitor, number of its setting, tokens per second.
+    """
+    sides = [[one for one in decoded if (one.num_levels == 3) == is_hierarchy] for is_hierarchy in (False, True)]
+    return [max(((one, *best_setting(one.played, times)) for one in side), key=itemgetter(2)) for side in sides]
 
 
 def third_level_frame(decoded: Sequence[Decoded], times: Times, shares: Mapping[str, float]) -> pd.DataFrame:
@@ -110,14 +98,16 @@ def third_level_frame(decoded: Sequence[Decoded], times: Times, shares: Mapping[
     `shares` are t_stop / t_draft of each kind of stop. `standard_error` is that of the gain between the two winners; it
     does not include that each is the best of several on the same prompts.
     """
-    measured_ratio, rows, sides = times.t_draft_s / times.t_target_s[0], [], sides_of(decoded)
+    rows, measured_ratio = [], times.t_draft_s / times.t_target_s[0]
     for draft_ratio, micro_ratio in product(sorted({*_DRAFT_RATIOS, measured_ratio}), _FINE):
-        at, error = at_ratios(micro_ratio * draft_ratio, draft_ratio, shares), None
-        winners = plain, best = [best_of(side, at) for side in sides]
+        at = at_ratios(micro_ratio * draft_ratio, draft_ratio, shares)
+        (plain, of_plain, plain_speed), (best, of_best, speed) = fastest_sides(decoded, at)
+        error = None
         if micro_ratio in MICRO_RATIOS:  # a bootstrap for every point of the fine grid would take minutes
-            error = gain_over(*(at.throughput(of.played).at(number) for of, number, _ in winners)).standard_error
-        names = [name_of(of.result(number)) for of, number, _ in winners]
-        rows.append((draft_ratio, micro_ratio, draft_ratio == measured_ratio, best[2] / plain[2] - 1, error, *names))
+            pair = at.throughput(plain.played).at(of_plain), at.throughput(best.played).at(of_best)
+            error = gain_over(*pair).standard_error
+        names = name_of(plain.result(of_plain)), name_of(best.result(of_best))
+        rows.append((draft_ratio, micro_ratio, draft_ratio == measured_ratio, speed / plain_speed - 1, error, *names))
     columns = ["draft_ratio", "micro_ratio", "is_here", "gain", "standard_error", "plain", "hierarchy"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -131,11 +121,9 @@ def gain_table(gain: pd.DataFrame, *, split: str) -> Table:
     """The gain in per cent, and where it is positive; `split` is that of the prompts that choose and report."""
     rows = []
     for draft_ratio, label, group in _by_draft_ratio(gain):
-        at = group.set_index("micro_ratio")
-        cells = {
-            f"{ratio:g}": f"{100 * at['gain'][ratio]:+.1f} ({100 * at['standard_error'][ratio]:.1f})"
-            for ratio in MICRO_RATIOS
-        }
+        at = group.set_index("micro_ratio").loc[list(MICRO_RATIOS)]
+        percent = zip(MICRO_RATIOS, 100 * at["gain"], 100 * at["standard_error"], strict=True)
+        cells = {f"{ratio:g}": f"{value:+.1f} ({error:.1f})" for ratio, value, error in percent}
         rows.append({"t_draft / t_target": f"{draft_ratio:.3g}{label}", **cells, "pays at": paying(group)})
     title = (
         "best hierarchy over best plain speculation in per cent (s.e.), predicted, each at its best setting; "
@@ -148,7 +136,7 @@ def third_level_verdict(
     test: Sequence[Decoded], dev: Sequence[Decoded], gain: pd.DataFrame, *, times: Times, r2: float = 1.0
 ) -> str:
     """Whether a third level pays, in words. Dev chooses both sides, test reports them."""
-    names = (best_of(side, times)[0].competitor.family for side in sides_of(dev or test))
+    names = (winner.competitor.family for winner, *_ in fastest_sides(dev or test, times))
     plain, best = (next(member.result() for member in test if member.competitor.family == name) for name in names)
     measured = best.over(plain)
     lines = [
@@ -172,11 +160,10 @@ def third_level_verdict(
 
 def paying(group: pd.DataFrame) -> str:
     """The ranges of t_micro / t_draft in which the gain is positive, at one t_draft / t_target."""
-    pays, ratios = (group["gain"] > 1e-9).to_numpy(), group["micro_ratio"].to_numpy()
-    # pays = [1, 1, 0, 1] -> edges = [0, 2, 3, 4]: the ranges are 0 to 1 and 3 to 3
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], pays.astype(int), [0]])))
-    ranges = zip(ratios[edges[::2]], ratios[edges[1::2] - 1], strict=True)
-    return " or ".join(f"{low:.2f}-{high:.2f}" for low, high in ranges) or "none in 0-1"
+    pays = group["gain"] > 1e-9
+    # pays = [1, 1, 0, 1]: the ranges are 0 to 1 and 3 to 3
+    ranges = group["micro_ratio"][pays].groupby((~pays).cumsum()[pays]).agg(["first", "last"])
+    return " or ".join(f"{low:.2f}-{high:.2f}" for low, high in ranges.to_numpy()) or "none in 0-1"
 
 
 def third_level_plot(gain: pd.DataFrame, name: str) -> Plot:

@@ -2,19 +2,16 @@
 
     T = (t_micro + t_stop) F_micro + (t_draft + t_stop) F_draft + t_target N_target    F: forwards (law 4.9)
 
-The times are fitted by non-negative least absolute deviations over generations of all competitors (one stalled
-generation changes no time): drafting and verifying each to its own clock, without the rounds that read the prompt. The
-forwards of the models that a competitor stops pay the t_stop of that kind of stop. A verifying forward counts like a
-drafting one. R² is of all seconds, stalls included: a low one says that the machine was busy, or that verification gets
-slower with the number of tokens.
+The times are fitted by non-negative least absolute deviations over generations of all competitors, so that one stalled
+generation changes no time: drafting and verifying each to its own clock, without the rounds that read the prompt. A
+verifying forward counts like a drafting one. A low R² says that the machine was busy, or that verification gets slower
+with the number of tokens.
 
     sigma  redundancy           1 - accepted / N_draft      share of the tokens handed to the target that it rejected
     eta    target utilisation   N_target / N                target forwards per emitted token, the verification rate
 
 Both as the authors' program computes them (github.com/valexsyu/HSDDW, scripts/hir_sd_w_dy_wdw/redundency.py at
-c8fed41): 1 - sum (accepted) / sum(gamma), and the number of verifications over the output length. Departure: gamma is
-here the number of tokens handed to the target; for the configurations that do not loop the program counts what micro
-and draft drew, rejected micro tokens included.
+c8fed41). Departure: for the configurations that do not loop the program also counts rejected micro tokens as handed on.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,13 +66,12 @@ def fit_times(decoded: Sequence[Decoded]) -> tuple[Times, float]:
     kinds = list(dict.fromkeys(stops))
 
     def drafting(later: Played) -> list[Array]:
-        forwards = later.counts.num_micro_forwards, later.counts.num_draft_forwards
-        of_level = later.micro_stop_kind, later.stop_kind
-        return [*forwards, *(sum(n * (kind == of) for n, of in zip(forwards, of_level, strict=True)) for kind in kinds)]
+        micro, draft = later.counts.num_micro_forwards, later.counts.num_draft_forwards
+        stopped = (micro * (kind == later.micro_stop_kind) + draft * (kind == later.stop_kind) for kind in kinds)
+        return [micro, draft, *stopped]
 
-    (t_micro_s, t_draft_s, *t_stop_s), (t_target_s,), r2 = fitted(
-        decoded, drafting, lambda later: [later.counts.num_target]
-    )
+    step_s, (t_target_s,), r2 = fitted(decoded, drafting, lambda later: [later.counts.num_target])
+    t_micro_s, t_draft_s, *t_stop_s = step_s
     if not t_draft_s or not t_target_s:
         raise ValueError(
             f"the generations give t_draft {t_draft_s:g} s and t_target {t_target_s:g} s; "
@@ -91,14 +87,14 @@ def fitted(decoded: Sequence[Decoded], drafting: Columns, verifying: Columns) ->
     Raises:
         ValueError: there is none.
     """
-
-    def rows(columns: Iterable[Sequence[Array]]) -> Float[Array, "generation column"]:
-        parts = [np.column_stack([*map(np.ravel, of_member)]) for of_member in columns]
-        return np.concatenate(parts).astype(float)[has_second]
-
     has_second = np.concatenate([member.later.counts.num_target.ravel() > 0 for member in decoded])
     if not has_second.any():
         raise ValueError("no generation has a second round to fit times to; raise decode.max_new_tokens")
+
+    def rows(columns: Iterable[Sequence[Array]]) -> Float[np.ndarray, "generation column"]:
+        parts = [np.column_stack([*map(np.ravel, of_member)]) for of_member in columns]
+        return np.concatenate(parts).astype(float)[has_second]
+
     draft_counts, target_counts = (rows(of(member.later) for member in decoded) for of in (drafting, verifying))
     draft_s, target_s = rows([member.column(f"later_{of}_s") for of in ("draft", "target")] for member in decoded).T
     step_s, verify_s = least_absolute(draft_counts, draft_s), least_absolute(target_counts, target_s)

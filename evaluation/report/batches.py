@@ -15,7 +15,7 @@ from decode.policies.batch import BatchAuto
 from evaluation.batches.curves import BatchTimes, kept_curves, setups_of
 from evaluation.batches.load import BatchThroughput, load_at, queue_of, step_through
 from evaluation.competitor import head_in
-from evaluation.contest import Arm, Replays, best_heads, fastest_on_dev
+from evaluation.contest import Replays, best_heads, fastest_on_dev
 from evaluation.families import BASELINE, BOUNDS, HEADS_OF, PERFECT, families, family
 from evaluation.table import Table, say
 from evaluation.times import Times
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 def in_batches(
-    experiment: Experiment, every: Mapping[str, Replays], every_times: Sequence[Times], sizes: Sequence[int] | None
+    experiment: Experiment, every: Mapping[str, Replays], every_times: Sequence[Times], sizes: Sequence[int]
 ) -> list[Row]:
     """Print a table for each dataset, set of times and size of batch, as soon as it is known; rows of batches.csv.
 
@@ -40,10 +40,8 @@ def in_batches(
         experiment: whose measured curves of batches are used, if there are any.
         every: replays of each dataset, one sequence at a time.
         every_times: the first decide which head of each family competes.
-        sizes: sequences in a batch; None or empty: no batches.
+        sizes: sequences in a batch.
     """
-    if not sizes:
-        return []
     rows, setups = [], setups_of(every_times, experiment.decode.verify_shares, kept_curves(experiment))
     for dataset, replays in every.items():
         num_rows = len(replays.traces.test.rows)
@@ -80,31 +78,39 @@ def contests_of(
     for setup in setups:
         rows = []
         for size in Bar(sizes, desc=f"batches: ratio {setup.times.ratio:.3g}", unit="sizes"):
-            reached: list[tuple[str, str, str, BatchThroughput]] = []
+            reached: list[tuple[dict[str, str], BatchThroughput]] = []
             for entry in competitors:
                 curves = setup.curves(entry.policy.stop_kind)
                 speeds = [load.throughput(curves).tokens_per_s for load in loads[entry.family, size]]
                 number = speeds.index(max(speeds))
                 load = load_at(rounds[entry.family][1], number, len(test.rows), size)
                 setting = ", ".join(f"{key}={value}" for key, value in entry.settings[number].items())
-                reached.append((entry.family, entry.name, setting, load.throughput(curves)))
+                named = {"family": entry.family, "name": entry.name, "setting": setting}
+                reached.append((named, load.throughput(curves)))
             for name, rule in rules_of(replays, setup, size).items():
                 load = step_through(test, rule, queue_of(len(test.rows), size), size)
-                reached.append((name, name, "", load.throughput(rule.costs)))
-            base = next(throughput.tokens_per_s for name, *_, throughput in reached if name == BASELINE)
-            for name, full_name, setting, throughput in reached:
-                row = {"batch_size": size, "family": name, "name": full_name, "setting": setting}
-                row |= {"tokens_per_s": throughput.tokens_per_s, "gain": throughput.tokens_per_s / base - 1}
-                rows.append(row | {"request_s": throughput.request_s})
+                reached.append(({"family": name, "name": name, "setting": ""}, load.throughput(rule.costs)))
+            base = next(throughput.tokens_per_s for named, throughput in reached if named["family"] == BASELINE)
+            for named, throughput in reached:
+                row = {"batch_size": size, **named, "tokens_per_s": throughput.tokens_per_s}
+                rows.append(row | {"gain": throughput.tokens_per_s / base - 1, "request_s": throughput.request_s})
         yield setup, rows
 
 
 def rules_of(replays: Replays, setup: BatchTimes, size: int) -> dict[str, BatchAuto]:
     """The batch's rule with a head of each timing, with the draft's own confidence where it has one, and with a perfect
     head: lambda from dev, or learned online with the head.
+
+    Of each timing there are two rivals: the head that is fastest for one sequence, and the fastest of the cheapest,
+    since in a batch a head gains less.
     """
-    dev, rules = replays.traces.dev, {}
-    heads = _rivals(replays, setup.times)
+    dev, times, heads, rules = replays.traces.dev, setup.times, dict[str, Sequence[Any]](), dict[str, BatchAuto]()
+    best = best_heads(fastest_on_dev(replays.arms, times))
+    for timing, head in best.items():
+        arms = [arm for arm in replays.arms if arm.competitor.family in HEADS_OF[timing]]
+        stops_s = [times.stop_s(arm.competitor.policy.stop_kind) for arm in arms]
+        cheap = (arm for arm, stop_s in zip(arms, stops_s, strict=True) if stop_s <= min(stops_s))
+        heads[f"auto_{timing}"] = list(dict.fromkeys([head, best_heads(fastest_on_dev(cheap, times))[timing]]))
     if CONFIDENCE in dev.drafts:
         heads["auto_confidence"] = [ScoreHead("confidence")]
     if dev.block_size is not None:
@@ -117,23 +123,6 @@ def rules_of(replays: Replays, setup: BatchTimes, size: int) -> dict[str, BatchA
         if not rules[name].is_lagging and name != PERFECT:
             rules[f"{name}_learning"] = replace(rules[name], throughput=None, is_learning=True)
     return rules
-
-
-def _rivals(replays: Replays, times: Times) -> dict[str, list[Any]]:
-    """Two heads of each timing: the fastest for one sequence, and the fastest of the cheapest, since in a batch a head
-    gains less.
-    """
-    best, rivals = best_heads(fastest_on_dev(replays.arms, times)), dict[str, list[Any]]()
-
-    def stop_s(arm: Arm) -> float:
-        return times.stop_s(arm.competitor.policy.stop_kind)
-
-    for timing, names in HEADS_OF.items():
-        if arms := [arm for arm in replays.arms if arm.competitor.family in names]:
-            cheap = [arm for arm in arms if stop_s(arm) <= min(map(stop_s, arms))]
-            heads = dict.fromkeys([best[timing], *best_heads(fastest_on_dev(cheap, times)).values()])
-            rivals[f"auto_{timing}"] = list(heads)
-    return rivals
 
 
 def estimator_of(trace: Trace) -> ScoreHead:
@@ -149,14 +138,13 @@ def estimator_of(trace: Trace) -> ScoreHead:
 
 def batch_tables(rows: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
     """A table for each size of batch of one dataset at one setup."""
-    names = list(families())
+    tables, names = [], list(families())
     lacks = "" if any(row["family"] == PERFECT for row in rows) else "; no perfect head: decode.perfect_head is false"
     note = (
         "settings chosen on dev at this size; tokens/s of the whole batch; gain: over the best fixed length. Predicted "
         "from the seconds of a batch's rounds (law 4.13 of docs/laws.md). No oracle: it ignores the other sequences, "
         f"so it bounds nothing in a batch{lacks}"
     )
-    tables = []
     for size in dict.fromkeys(row["batch_size"] for row in rows):
         of_size = sorted((row for row in rows if row["batch_size"] == size), key=lambda row: names.index(row["family"]))
         cells = [

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from json import dumps as to_json
 from json import loads
 from pathlib import Path
@@ -13,19 +14,19 @@ import pandas as pd
 from configs.paths import check_local
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.clock import check_clock, clock_dataset
+from evaluation.clock import check_clock, clock_dataset, clock_table
 from evaluation.competitor import competitors_with, make_competitor
-from evaluation.contest import Contest, Replays, hold_each, replay_dataset
+from evaluation.contest import Contest, hold_each, replay_dataset
 from evaluation.costs.machine import costs_for
 from evaluation.families import LENGTH_HEAD
 from evaluation.flag_types import Sizes, sizes_of
 from evaluation.report.batches import in_batches
-from evaluation.report.page import RATIOS, Page, folder_of, write_csv, write_files, write_report
+from evaluation.report.page import Page, folder_of, write_csv, write_files, write_report
 from evaluation.report.plots import all_plots, speed_up_bars, verification_curve
-from evaluation.report.tables import console_table, records_of, result_table
+from evaluation.report.tables import records_of, result_table, stage_table
 from evaluation.report.transfer import source_contests, transfer_records, transfer_table, transferred
 from evaluation.report.verdict import pooled, recommend, sentence_of, write_verdict
-from evaluation.table import announce, printing, say
+from evaluation.table import announce, flat, printing, say
 from evaluation.times import Times
 from evaluation.traces.lengths import PredictedLength, fit_length, predict_length
 from evaluation.traces.recording import trace_folder
@@ -72,36 +73,15 @@ def evaluate(
         compare_all(experiment, every_times, sources=sources, page=page, has_all=all)
         verdict = recommend(pooled(list(page.replays.values()), times), experiment)
         written = [*write_files(page), write_verdict(verdict, directory)]
-        page.batches.extend(in_batches(experiment, page.replays, every_times, sizes))
-        written += [write_csv(directory / "batches.csv", page.batches)] if sizes else []
-        written += [clocked(experiment, page, num_prompts=clock, repeats=repeats)] if clock else []
+        if sizes:
+            page.batches.extend(in_batches(experiment, page.replays, every_times, sizes))
+            written.append(write_csv(directory / "batches.csv", page.batches))
+        written += [_clocked(experiment, page, num_prompts=clock, repeats=repeats)] if clock else []
         write_report(page)
-        names = announce(written)
-        _tell(page, verdict["sentence"])
+        document = {"costs": asdict(times), "verdict": verdict, **_document(page, announce(written))}
+        _tell(page.contests, verdict["sentence"])
     if json:
-        print(to_json({"costs": asdict(times), "verdict": verdict, **_document(page, names)}))
-
-
-def _tell(page: Page, last: str) -> None:
-    for dataset, contests in page.contests.items():
-        for contest in contests[::-1]:  # those at the evaluation's own times last
-            say(f"\n{f'{dataset}. ' * (len(page.contests) > 1)}{sentence_of(contest)}")
-    say(f"\n{last}")
-
-
-def _document(page: Page, written: Sequence[str]) -> dict[str, Any]:
-    verdicts = [
-        {"dataset": contest.dataset, "costs": contest.times.title, "verdict": sentence_of(contest)}
-        for contests in page.contests.values()
-        for contest in contests
-    ]
-    tables = {"results": _in_json(page.records), "written": written, "verdicts": verdicts}
-    tables |= {"stages": _in_json(page.stages), "batches": page.batches}
-    return tables | {"clock": [report.as_dict() for report in page.clocks]}
-
-
-def _in_json(records: Sequence[Mapping[str, Any]]) -> Any:
-    return loads(pd.DataFrame(records).to_json(orient="records"))
+        print(to_json(document))
 
 
 def compare_all(
@@ -119,8 +99,7 @@ def compare_all(
     """
     folder, has_sources = trace_folder(experiment), bool(sources)
     dev = folder.load(next(iter(experiment.datasets))).dev
-    heads = {**experiment.heads, **calibrated_on(dev, experiment.heads)}
-    competitors, perfect = competitors_with(experiment, heads), experiment.decode.perfect_head
+    competitors = competitors_with(experiment, {**experiment.heads, **calibrated_on(dev, experiment.heads)})
     if (length_head := fit_length(dev)) is not None:
         grid = {"extra": np.linspace(-3, dev.longest.max(), 41).tolist()}
         competitors.append(make_competitor(LENGTH_HEAD, LENGTH_HEAD, grid, kind=PredictedLength))
@@ -129,11 +108,12 @@ def compare_all(
         if length_head is not None:
             for trace in traces:
                 predict_length(trace, length_head)
-        replays = replay_dataset(traces, competitors, perfect_head=perfect, name=dataset)
+        replays = replay_dataset(traces, competitors, perfect_head=experiment.decode.perfect_head, name=dataset)
         contests = hold_each(replays, every_times, dataset=dataset)
         for contest in contests:
-            for table in [console_table(contest), *([result_table(contest)] if has_all else [])]:
-                table.print()
+            stage_table(contest, is_narrow=True).print()
+            if has_all:
+                result_table(contest).print()
             page.records.extend(records_of(contest.results, contest))
             source = sources.setdefault(contest.times.title, contest)
             if has_sources or not experiment.is_training_set(dataset):
@@ -143,17 +123,45 @@ def compare_all(
         plots = [*map(speed_up_bars, contests), *all_plots(replays, contests[0])]
         page.plots.extend([plot.of(dataset) for plot in plots] if len(experiment.datasets) > 1 else plots)
         page.replays[dataset], page.contests[dataset] = replays, contests
-        page.rankings[dataset] = at_ratios(contests, replays)
 
 
-def at_ratios(contests: Sequence[Contest], replays: Replays) -> list[Contest]:
-    """The first contest and one at every ratio of the page, by ratio."""
-    first, known = contests[0], {contest.times.title: contest for contest in contests[1:]}
-    _, *others = first.times.at_ratios(RATIOS)
-    new = [times for times in others if times.title not in known]
-    every = [first, *(known[times.title] for times in others if times.title in known)]
-    every += hold_each(replays, new, dataset=first.dataset, is_online=(False,))
-    return sorted(every, key=lambda contest: contest.times.ratio)
+def _tell(contests_of: Mapping[str, Sequence[Contest]], last: str) -> None:
+    for dataset, contests in contests_of.items():
+        for contest in contests[::-1]:  # those at the evaluation's own times last
+            say(f"\n{f'{dataset}. ' * (len(contests_of) > 1)}{sentence_of(contest)}")
+    say(f"\n{last}")
+
+
+def _clocked(experiment: Experiment, page: Page, *, num_prompts: int, repeats: int) -> Path:
+    """Time every dataset, and print and write what the clock measured."""
+    for dataset, replays in page.replays.items():
+        contest, test = page.contests[dataset][0], replays.traces.test
+        page.clocks.append(clock_dataset(experiment, contest, test, num_prompts=num_prompts, repeats=repeats))
+        clock_table(page.clocks[-1]).print()
+    path = page.directory / "clock.json"
+    write_atomic(path, to_json(_clock_in_json(page), indent=1).encode())
+    return path
+
+
+def _document(page: Page, written: Sequence[str]) -> dict[str, Any]:
+    def in_json(records: Sequence[Mapping[str, Any]]) -> Any:
+        return loads(pd.DataFrame(records).to_json(orient="records"))
+
+    return {
+        "results": in_json(page.records),
+        "written": written,
+        "verdicts": [
+            {"dataset": contest.dataset, "costs": contest.times.title, "verdict": sentence_of(contest)}
+            for contest in chain(*page.contests.values())
+        ],
+        "stages": in_json(page.stages),
+        "batches": page.batches,
+        "clock": _clock_in_json(page),
+    }
+
+
+def _clock_in_json(page: Page) -> list[dict[str, Any]]:
+    return [{**report, "rows": [flat(row) for row in report["rows"]]} for report in page.clocks]
 
 
 def about(experiment: Experiment, times: Times) -> str:
@@ -165,14 +173,3 @@ def about(experiment: Experiment, times: Times) -> str:
         f"{decode.max_draft_length}; t_draft {1e3 * times.t_draft_s:.2f} ms, t_target {1e3 * times.t_target_s[0]:.2f} "
         f"ms, {times.origin}; {times.stop_origin}"
     )
-
-
-def clocked(experiment: Experiment, page: Page, *, num_prompts: int, repeats: int) -> Path:
-    """Time every dataset; what the clock measured, printed, put on the page and written to clock.json, its path."""
-    for dataset, replays in page.replays.items():
-        contest, test = page.contests[dataset][0], replays.traces.test
-        page.clocks.append(clock_dataset(experiment, contest, test, num_prompts=num_prompts, repeats=repeats))
-        page.clocks[-1].table.print()
-    path = page.directory / "clock.json"
-    write_atomic(path, to_json([report.as_dict() for report in page.clocks], indent=1).encode())
-    return path

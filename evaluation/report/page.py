@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import chain
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 import pandas as pd
 
 from decode.experiment import Experiment
-from evaluation.clock import ClockReport
+from evaluation.clock import Report, clock_plot, clock_table
 from evaluation.competitor import Competitor
-from evaluation.contest import Arm, Contest, Replays
+from evaluation.contest import Arm, Contest, Replays, hold_each
 from evaluation.families import HEADS, family
 from evaluation.figure import Plot
 from evaluation.report.batches import batch_tables
@@ -40,13 +41,11 @@ class Page:
     replays: dict[str, Replays] = field(default_factory=dict)
     contests: dict[str, list[Contest]] = field(default_factory=dict)
     """The contest at each of the evaluation's times, the first of this machine or as given."""
-    rankings: dict[str, list[Contest]] = field(default_factory=dict)
-    """Contests by ratio of times; every dataset has the same ratios."""
     records: list[dict[str, Any]] = field(default_factory=list)
     """The rows of results.csv."""
     plots: list[Plot] = field(default_factory=list)
     """All but those of stages and clocks."""
-    clocks: list[ClockReport] = field(default_factory=list)
+    clocks: list[Report] = field(default_factory=list)
     batches: list[dict[str, Any]] = field(default_factory=list)
     """The rows of batches.csv."""
 
@@ -55,15 +54,14 @@ class Page:
         """The rows of stages.csv."""
         return [
             {"dataset": contest.dataset, "costs": contest.times.title, **flat(stage)}
-            for contests in self.contests.values()
-            for contest in contests
+            for contest in chain(*self.contests.values())
             for stage in stages_of(contest)
         ]
 
 
 def folder_of(experiment: Experiment, competitors: Sequence[Competitor]) -> Path:
     """Folder of everything that is written: decode.dir, or a folder in it if no heads compete now and the report there
-    has some, which is kept. Prints why no heads compete, and how they are made.
+    has some, which is kept.
     """
     directory = experiment.directory
     if any(competitor.head for competitor in competitors):
@@ -114,48 +112,55 @@ def _write_counts(path: Path, arms: Sequence[Arm]) -> Path:
     return path
 
 
+def at_ratios(contests: Sequence[Contest], replays: Replays) -> list[Contest]:
+    """The first contest of a dataset and one at every ratio of the page, by ratio."""
+    known = {contest.times.title: contest for contest in contests[1:]}
+    others = contests[0].times.at_ratios(RATIOS)[1:]
+    new = [times for times in others if times.title not in known]
+    every = [contests[0], *(known[times.title] for times in others if times.title in known)]
+    every += hold_each(replays, new, dataset=contests[0].dataset, is_online=(False,))
+    return sorted(every, key=lambda contest: contest.times.ratio)
+
+
 def write_report(page: Page) -> None:
     """Write report.html, and every plot as a file."""
-    pictures = {name: list(map(stage_plot, contests)) for name, contests in page.contests.items()}
-    is_one = len(pictures) == 1
-    plots = [picture if is_one else picture.of(name) for name, of_set in pictures.items() for picture in of_set]
-    clocks = [(report, report.plot) for report in page.clocks]
-    for plot in [*plots, *page.plots, *(plot for _, plot in clocks)]:
-        write_atomic(page.directory / "plots" / f"{plot.name}.svg", plot.svg.encode())
-    steps = next(iter(page.rankings.values()), [])
-    first = [contests[0].times for contests in page.contests.values()]
-    current = next((number for number, step in enumerate(steps) if step.times in first), 0)
-    labels = [
-        f"{step.times.ratio:.3g} draft forwards{', as in this evaluation' * (number == current)}"
-        for number, step in enumerate(steps)
-    ]
+    plots, answers, rankings, labels, current = list(page.plots), "", "", [""], 0
+    is_one = len(page.contests) == 1
+    for name, contests in page.contests.items():
+        answers += f"<h2>{escape(name)}</h2>" * (not is_one)
+        for contest in contests:
+            picture, title = stage_plot(contest), escape(contest.times.title)
+            answer, is_first = _answer(contest, picture), contest is contests[0]
+            answers += answer if is_first else f"<details><summary>at {title}</summary>{answer}</details>"
+            plots.append(picture if is_one else picture.of(name))
+    for name, replays in page.replays.items():
+        steps = at_ratios(page.contests[name], replays)
+        current = steps.index(page.contests[name][0])
+        labels = [f"{step.times.ratio:.3g} draft forwards" for step in steps]
+        labels[current] += ", as in this evaluation"
+        for number, step in enumerate(steps):
+            table = _table(result_table(step)._replace(note=""))
+            rankings += f'<div data-step="{number}"{"" if number == current else " hidden"}>{table}</div>'
+    clocks = "<h2>On a clock</h2>" * bool(page.clocks)
+    for report in page.clocks:
+        plots.append(clock_plot(report))
+        table = _table(clock_table(report)._replace(title=f"{report['dataset']}: {report['about']}"))
+        clocks += f"{table}{_note(report['verdict'])}{_figure(plots[-1])}"
     parts = {
         "about": escape(page.about),
-        "answers": "".join(_answers(name, page.contests[name], pictures[name], is_one=is_one) for name in pictures),
-        "rankings": "".join(
-            f'<div data-step="{step}"{"" if step == current else " hidden"}>'
-            f"{_table(result_table(contest)._replace(note=''))}</div>"
-            for contests in page.rankings.values()
-            for step, contest in enumerate(contests)
-        ),
-        "last": max(0, len(steps) - 1),
+        "answers": answers,
+        "rankings": rankings,
+        "last": len(labels) - 1,
         "here": current,
-        "labels": json.dumps(labels or [""]),
+        "labels": json.dumps(labels),
         "batches": _batches(page.batches),
-        "clocks": _clocks(clocks),
+        "clocks": clocks,
         "plots": "".join(map(_figure, page.plots)),
     }
+    for plot in plots:
+        write_atomic(page.directory / "plots" / f"{plot.name}.svg", plot.svg.encode())
     template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
     write_atomic(page.directory / "report.html", template.substitute(parts).encode())
-
-
-def _answers(dataset: str, contests: Sequence[Contest], pictures: Sequence[Plot], *, is_one: bool) -> str:
-    first, *others = map(_answer, contests, pictures)
-    folded = (
-        f"<details><summary>at {escape(contest.times.title)}</summary>{other}</details>"
-        for contest, other in zip(contests[1:], others, strict=True)
-    )
-    return f"<h2>{escape(dataset)}</h2>" * (not is_one) + first + "".join(folded)
 
 
 def _answer(contest: Contest, picture: Plot) -> str:
@@ -173,15 +178,6 @@ def _batches(rows: Sequence[Mapping[str, Any]]) -> str:
     tables = [table for (_, title), of_setup in setups.items() for table in batch_tables(of_setup, title)]
     parts = "".join(_table(table._replace(note="")) for table in tables)
     return f"<h2>In batches</h2>{_note(tables[0].note)}{parts}" if tables else ""
-
-
-def _clocks(reports: Sequence[tuple[ClockReport, Plot]]) -> str:
-    parts = (
-        f"{_table(report.table._replace(title=f'{report.dataset}: {report.about}'))}"
-        f"{_note(report.verdict)}{_figure(plot)}"
-        for report, plot in reports
-    )
-    return f"<h2>On a clock</h2>{''.join(parts)}" if reports else ""
 
 
 def _figure(plot: Plot) -> str:

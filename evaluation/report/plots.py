@@ -1,6 +1,6 @@
 """Plots of an evaluation, as SVG for the page and as files (SpecDec++ Figure 4)."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from textwrap import fill
 
 import numpy as np
@@ -12,7 +12,7 @@ from evaluation.families import BASELINE, BOUNDS, COLOURS, HEADS, PRODUCT, Style
 from evaluation.figure import BLUE, GREY, RED, Plot, figure_of, plot_of
 from evaluation.report.tables import deciding_families, speed_text, stages_of
 from evaluation.times import Times
-from evaluation.traces.trace import Array, Trace
+from evaluation.traces.trace import Trace
 from heads.model.head import TIMING_LABELS, AcceptanceHead, Timing
 
 _BINS = 15
@@ -21,12 +21,13 @@ _FEWEST = 5
 _BEYOND_CHOSEN = 2.0
 """Axes of the rates end at this many times the largest rate that dev chose, so that no outlier squeezes the others."""
 _MEANINGS = {
+    PRODUCT: "minimum probability of the whole draft",
     "max_rejection_prob": "rejection probability at which drafting stops",
     "min_token_prob": "minimum probability of the newest token",
     "min_max_prob": "minimum probability of the likeliest token",
     "max_sqrt_entropy": "square root of the entropy at which drafting stops, nats",
 }
-"""Parameter -> what its values mean."""
+"""Parameter -> what its values mean; policies whose thresholds mean the same share a plot."""
 _LINES: Mapping[Timing, str] = {"fed": "--", "drawn": "-", "prefix": ":"}
 """Timing -> line of its best head."""
 
@@ -41,9 +42,8 @@ def all_plots(replays: Replays, contest: Contest) -> list[Plot]:
     return [*plots, *([reliability_plot(test, heads)] if heads else []), entropies(test)]
 
 
-def _styled(results: Iterable[Result]) -> Iterator[tuple[Result, Style, str]]:
+def _styled(results: Sequence[Result]) -> Iterator[tuple[Result, Style, str]]:
     """Each result with the style and the label of its family."""
-    results = list(results)
     styles = styles_of(result.family for result in results)
     for result in results:
         yield result, styles[result.family], family(result.family).label
@@ -86,8 +86,10 @@ def thresholds(contest: Contest) -> list[Plot]:
         if name in BOUNDS or len(settings) <= 4 or any(len(setting) != 1 for setting in settings):
             continue
         ((parameter, value),) = settings[0].items()
+        # the product's parameter has the name of token_prob's, but bounds another probability
+        parameter = PRODUCT if name == PRODUCT else parameter
         if isinstance(value, float):
-            by_meaning.setdefault(_meaning(name, parameter), []).append(result)
+            by_meaning.setdefault(_MEANINGS.get(parameter, parameter.replace("_", " ")), []).append(result)
     plots = []
     for number, (meaning, members) in enumerate(by_meaning.items(), 1):
         figure, axes = figure_of(2.8)
@@ -101,13 +103,6 @@ def thresholds(contest: Contest) -> list[Plot]:
         name = f"thresholds-{number}"
         plots.append(plot_of(name, caption, figure, xlabel=meaning, ylabel="predicted speed-up"))
     return plots
-
-
-def _meaning(name: str, parameter: str) -> str:
-    """Meaning of a threshold, as the label of an axis; policies whose thresholds mean the same share one."""
-    if name == PRODUCT:  # its parameter has the name of token_prob's, but bounds another probability
-        return "minimum probability of the whole draft"
-    return _MEANINGS.get(parameter, parameter.replace("_", " "))
 
 
 def draft_lengths(results: Sequence[Result], times: Times) -> Plot:
@@ -135,7 +130,14 @@ def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Pl
     axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
     for timing, head in heads.items():
         logit = trace.logit(head).astype(np.float64)
-        at, accepted = (drawn, is_accepted) if head.timing != "fed" else _scored_later(trace, drawn, is_accepted)
+        at, accepted = drawn, is_accepted
+        if head.timing == "fed":  # its score of a token is at the token after it
+            at = np.minimum(drawn + 1, len(trace.token) - 1)
+            is_next = (at > drawn) & (
+                trace.before[at] == drawn
+            )  # else the next token in flat order begins another branch or row
+            is_next &= np.isfinite(trace.signal("log_token_prob")[at])  # else no draft of a reduced vocabulary draws it
+            at, accepted = at[is_next], is_accepted[is_next]
         prob = expit(head.calibrated_logit(logit[at]))
         index = np.minimum((prob * _BINS).astype(int), _BINS - 1)
         count = np.bincount(index, minlength=_BINS)
@@ -153,18 +155,6 @@ def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Pl
         xlim=(0, 1),
         ylim=(0, 1),
     )
-
-
-def _scored_later(trace: Trace, drawn: Array, is_accepted: Array) -> tuple[Array, Array]:
-    """Index of each drawn token's fed-time score (at the token after it), and whether the drawn
-    token was accepted.
-    """
-    following = drawn + 1
-    fits = following < len(trace.token)
-    following = np.where(fits, following, 0)
-    fits &= trace.before[following] == drawn  # else the next token in flat order begins another branch or row
-    fits &= np.isfinite(trace.signal("log_token_prob")[following])  # else no draft of a reduced vocabulary draws it
-    return following[fits], is_accepted[fits]
 
 
 def entropies(trace: Trace) -> Plot:

@@ -1,8 +1,6 @@
 """python -m evaluation replay: one policy over the recorded trace, with no model loaded.
 
-The policy is written as for `decode generate` (`decode.policies.registry`). `auto` keeps the index that `evaluation
-tune` wrote into its head and takes the times of this run: those kept of a measurement, those of the YAML, or those of
-`--ratio`.
+`auto` keeps the index that `evaluation tune` wrote into its head and takes the times of this run.
 """
 
 import sys
@@ -53,7 +51,10 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None, js
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     experiment = Experiment(config)
-    _presume_models(experiment)
+    recorded = read_manifest(experiment.directory / "trace", command="trace", keys=["target", "draft"])
+    experiment.presume({"target": recorded["target"], "draft": recorded["draft"]})
+    if experiment.presumed:
+        print(f"{' and '.join(sorted(experiment.presumed))} not here: taken for those of the trace", file=sys.stderr)
     rule = experiment.policy(policy)
     folder = trace_folder(experiment)
     traces = {dataset: folder.load(dataset) for dataset in experiment.datasets}
@@ -78,17 +79,6 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None, js
         print("next: acceptance-heads evaluate --config … sets it beside every other policy, bench on a clock")
     if json:
         print(to_json({"policy": policy, "costs": asdict(cost), "played": rows}))
-
-
-def _presume_models(experiment: Experiment) -> None:
-    """Where models are not here, take them for those of the trace, and say so; a missing trace is refused later."""
-    folder = experiment.directory / "trace"
-    if not (folder / "manifest.json").is_file():
-        return
-    manifest = read_manifest(folder, command="trace", keys=["target", "draft"])
-    experiment.presume({"target": manifest["target"], "draft": manifest["draft"]})
-    if experiment.presumed:
-        print(f"{' and '.join(sorted(experiment.presumed))} not here: taken for those of the trace", file=sys.stderr)
 
 
 def at_costs(policy: Policy, cost: Times) -> Policy:

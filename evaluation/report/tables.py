@@ -35,10 +35,14 @@ from evaluation.families import (
     family,
 )
 from evaluation.gain import Gain
-from evaluation.table import Table, flat
+from evaluation.table import Table, flat, shown
 
 _PREDICTED = "predicted: replayed counts of forwards times the seconds of each (law 4.9 of docs/laws.md)"
 """What the figures of a table are, for its note."""
+_COLUMNS = {"policy": ("policy", ""), "setting": ("label", ""), "gain": ("gain", ""), "speed-up": ("speed_up", ".2f")}
+_COLUMNS |= {"tokens/s": ("tokens_per_s", ".1f"), "% of oracle's tokens/s": ("percent_of_oracle", ".1f")}
+_COLUMNS |= {"discard rate": ("discard_rate", ".3f"), "verification rate": ("verification_rate", ".3f")}
+_COLUMNS |= {"acceptance length": ("acceptance_length", ".2f")}
 _MISSING = {
     PRODUCT: "not compared: decode.policies lacks it",
     HEADS: "not compared: no trained heads (acceptance-heads export)",
@@ -50,16 +54,10 @@ _MISSING = {
 def records_of(
     results: Mapping[str, Result], contest: Contest, *, chosen_on: str | None = None
 ) -> list[dict[str, Any]]:
-    """Rows of results.csv: families on test, against the rivals of a contest on the same prompts.
-
-    Args:
-        results: by family; those of the contest, or others.
-        contest: of the rivals.
-        chosen_on: the dataset whose dev prompts chose head and setting; None: the contest's.
+    """Rows of results.csv: families on test, against the rivals of a contest on the same prompts; dev prompts of
+    `chosen_on`, or else the contest's, chose head and setting.
     """
     times, rivals = contest.times, (contest.baseline, contest.leaders[TRAINING_FREE])
-    where: dict[str, Any] = {"dataset": contest.dataset, "chosen_on": chosen_on or contest.dataset}
-    where |= {"ratio": times.ratio, "costs": times.origin}
     rows = []
     for name, result in results.items():
         assert result.played is not None
@@ -69,6 +67,10 @@ def records_of(
             for rival in rivals
         )
         row = {
+            "dataset": contest.dataset,
+            "chosen_on": chosen_on or contest.dataset,
+            "ratio": times.ratio,
+            "costs": times.origin,
             "family": name,
             "name": result.competitor.name,
             "setting": json.dumps(dict(result.setting)),
@@ -82,40 +84,26 @@ def records_of(
             "percent_of_oracle": result.percent_of(contest.results[ORACLE]),
             "percent_of_perfect": result.percent_of(contest.results.get(PERFECT)),
         }
-        rows.append(where | row)
+        rows.append(row)
     return rows
 
 
 def result_table(contest: Contest) -> Table:
     """Every family of a contest below the target alone."""
-    times, oracle, best = contest.times, contest.results[ORACLE], contest.best.family
-    alone = 1 / times.t_target_s[0]
-    first = {"policy": family(ALONE).label, "setting": "-", "gain": "", "speed-up": "1.00", "tokens/s": f"{alone:.1f}"}
-    first |= {"% of oracle's tokens/s": f"{100 * alone / oracle.tokens_per_s:.1f}"}
-    rows = [first | {"discard rate": "0.000", "verification rate": "1.000", "acceptance length": "1.00"}]
-    for name, result in contest.results.items():
-        assert result.played is not None
-        counts = result.played.total()
-        rows.append(
-            {
-                "policy": family(name).label,
-                "setting": result.label,
-                "gain": "" if name == BASELINE else contest.gain(name).text,
-                "speed-up": f"{result.tokens_per_s * times.t_target_s[0]:.2f}",
-                "tokens/s": f"{result.tokens_per_s:.1f}",
-                "% of oracle's tokens/s": f"{result.percent_of(oracle):.1f}",
-                "discard rate": f"{counts.discard_rate:.3f}",
-                "verification rate": f"{counts.verification_rate:.3f}",
-                "acceptance length": f"{counts.acceptance_length:.2f}",
-            }
-        )
+    alone = 1 / contest.times.t_target_s[0]
+    first = {"policy": family(ALONE).label, "label": "-", "gain": "", "speed_up": 1.0, "tokens_per_s": alone}
+    first |= {"discard_rate": 0.0, "verification_rate": 1.0, "acceptance_length": 1.0}
+    rows: list[dict[str, Any]] = [first | {"percent_of_oracle": 100 * alone / contest.results[ORACLE].tokens_per_s}]
+    for record, (name, result) in zip(records_of(contest.results, contest), contest.results.items(), strict=True):
+        gain = "" if name == BASELINE else contest.gain(name).text
+        rows.append(record | {"policy": family(name).label, "label": result.label, "gain": gain})
     note = (
         f"{_PREDICTED}. gain: throughput over the best fixed length's, with its 95 % interval: paired bootstrap of "
         "test prompts, at the settings that dev chose. Bold: the best on dev of what can be run"
     )
-    kinds = dict.fromkeys(BOUNDS, "bound") | {best: "best"}
+    kinds = dict.fromkeys(BOUNDS, "bound") | {contest.best.family: "best"}
     marks = {number: kinds[name] for number, name in enumerate(contest.results, 1) if name in kinds}
-    return Table(title_of(contest), rows, note, names=2, marks=marks)
+    return Table(title_of(contest), shown(rows, _COLUMNS), note, names=2, marks=marks)
 
 
 def title_of(contest: Contest) -> str:
@@ -135,7 +123,7 @@ def stages_of(contest: Contest) -> list[dict[str, Any]]:
     results, leaders = contest.results, contest.leaders
     free, head = leaders[TRAINING_FREE].family, leaders[HEADS].family if HEADS in leaders else HEADS
     whole = results[ORACLE].tokens_per_s - contest.baseline.tokens_per_s
-    known = {
+    knowledge = {
         BASELINE: "the same length in every round",
         PRODUCT: "what the draft knows of itself",
         **({} if free in (BASELINE, PRODUCT) else {free: "what else the draft knows of itself"}),
@@ -146,7 +134,7 @@ def stages_of(contest: Contest) -> list[dict[str, Any]]:
     stages: list[dict[str, Any]] = []
     pending: list[str] = []  # knowledge of missing stages, which the next one that has figures adds too
     before: Result | None = None
-    for name, knows in known.items():
+    for name, knows in knowledge.items():
         pending.append(knows)
         stage = {"stage": "best head" if name == HEADS else family(name).label, "family": name, "setting": ""}
         result = results.get(name)
@@ -167,10 +155,14 @@ def stages_of(contest: Contest) -> list[dict[str, Any]]:
     return stages
 
 
-def stage_table(contest: Contest) -> Table:
-    """The stages below the target alone; the note has what else decides."""
+def stage_table(contest: Contest, *, is_narrow: bool = False) -> Table:
+    """The stages below the target alone; the note has what else decides.
+
+    `is_narrow`: for a console of 100 columns, what a stage knows is below its name, and its setting in the note.
+    """
+    stages, names = stages_of(contest), ["stage"] if is_narrow else ["stage", "what it knows", "setting"]
     alone = {"stage": family(ALONE).label, "what it knows": "no draft", "setting": ""}
-    stages, rows = stages_of(contest), [alone | {"tokens/s": speed_text(1 / contest.times.t_target_s[0])}]
+    rows = [alone | {"tokens/s": speed_text(1 / contest.times.t_target_s[0])}]
     for stage in stages:
         row = {name: stage[name] for name in ("stage", "setting")} | {
             "what it knows": stage["missing"] or stage["knows"]
@@ -181,38 +173,28 @@ def stage_table(contest: Contest) -> Table:
         if "added" in stage:
             row |= {"tokens/s": f"{speed} ({low}, {high})", "gain": stage["gain"].words, "adds": stage["added"].words}
         rows.append(row)
-    slower = " and ".join(stage["stage"] for stage in stages if "added" in stage and stage["added"].value < 0)
-    lost = f". {slower}: slower than the row above" if slower else ""
-    names = [stage["family"] for stage in stages]
-    beside = [name for name in deciding_families(contest) if name not in names]
-    settings = {name: values_of(contest.results[name].setting) for name in beside}
-    gains = [
-        f"{' at '.join(filter(None, (family(name).label, setting)))}: {contest.gain(name).words}"
-        for name, setting in settings.items()
-    ]
-    listed = f". Beside them, over the best fixed length: {'; '.join(gains)}" if gains else ""
     note = (
         f"{_PREDICTED}. gain: tokens/s over the best fixed length's, with its 95 % interval: paired bootstrap "
         "of test prompts, at the settings that dev chose. tokens/s has the same interval, times the best fixed "
-        f"length's. adds: over the row above. Bold: the best on dev of what can be run{lost}{listed}"
+        "length's. adds: over the row above. Bold: the best on dev of what can be run"
     )
-    marks = {number: "best" for number, name in enumerate(names, 1) if name == contest.best.family}
-    columns = ("stage", "what it knows", "setting", "tokens/s", "gain", "adds")
-    return Table(title_of(contest), rows, note, names=3, headings=columns, marks=marks)
-
-
-def console_table(contest: Contest) -> Table:
-    """The same for a console of 100 columns: what a stage knows is below its name, and its setting in the note."""
-    table = stage_table(contest)
-    rows = [
-        {"stage": f"{row['stage']}\n{fill(row['what it knows'], 34)}"}
-        | {heading: row.get(heading, "") for heading in table.columns[3:]}
-        for row in table.rows
-    ]
-    settings = "; ".join(f"{row['stage']} {row['setting']}" for row in table.rows if row["setting"])
-    more = len(contest.results) + 1 - sum("tokens/s" in row for row in table.rows)
-    note = f"{table.note}. Chosen on dev: {settings}. --all: {more} more rows"
-    return Table(table.title, rows, note, marks=table.marks)
+    if slower := [stage["stage"] for stage in stages if "added" in stage and stage["added"].value < 0]:
+        note += f". {' and '.join(slower)}: slower than the row above"
+    of_stages, beside = [stage["family"] for stage in stages], []
+    for name in deciding_families(contest):
+        if name not in of_stages:
+            label = " at ".join(filter(None, (family(name).label, values_of(contest.results[name].setting))))
+            beside.append(f"{label}: {contest.gain(name).words}")
+    if beside:
+        note += f". Beside them, over the best fixed length: {'; '.join(beside)}"
+    if is_narrow:
+        settings = [f"{row['stage']} {row['setting']}" for row in rows if row["setting"]]
+        more = len(contest.results) + 1 - sum("tokens/s" in row for row in rows)
+        note += f". Chosen on dev: {'; '.join(settings)}. --all: {more} more rows"
+        rows = [row | {"stage": f"{row['stage']}\n{fill(row['what it knows'], 34)}"} for row in rows]
+    marks = {number: "best" for number, name in enumerate(of_stages, 1) if name == contest.best.family}
+    headings = [*names, "tokens/s", "gain", "adds"]
+    return Table(title_of(contest), rows, note, names=len(names), headings=headings, marks=marks)
 
 
 def deciding_families(contest: Contest) -> list[str]:

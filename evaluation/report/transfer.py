@@ -25,21 +25,17 @@ from evaluation.traces.replay import replay_settings
 
 
 def transferred(source: Contest, target: Contest, replays: Replays) -> dict[str, Result]:
-    """Every family but the bounds at the setting that the source set's dev chose, on the target set's test prompts.
-
-    Args:
-        source: the contest whose choices are kept.
-        target: the set to which they are transferred, at the same times.
-        replays: of the target set, so that what was replayed there is not replayed again.
+    """Every family but the bounds at the setting that the source set's dev chose, on the target set's test prompts;
+    `replays` are the target set's, so that nothing is replayed again.
     """
     known = {(arm.competitor.family, arm.competitor.name): arm.test for arm in replays.arms}
     results = {}
     for name, result in source.results.items():
-        kind, key = family(name).kind, (name, result.competitor.name)
+        kind, same = family(name).kind, known.get((name, result.competitor.name))
         if kind == BOUND:
             continue
-        if key in known and kind != AUTO:
-            played = known[key].select([result.number])
+        if same is not None and kind != AUTO:
+            played = same.select([result.number])
         else:
             played = replay_settings(replays.traces.test, result.policy)
         results[name] = replace(result, throughput=target.times.throughput(played).at(0), played=played, arm=None)
@@ -49,26 +45,22 @@ def transferred(source: Contest, target: Contest, replays: Replays) -> dict[str,
 def transfer_table(results: Mapping[str, Result], source: Contest, target: Contest) -> Table:
     """Gains on the source set, transferred, and tuned on the target set, side by side."""
     free, tuned = target.leaders[TRAINING_FREE], f"tuned on {target.dataset}"
-
-    def gains(name: str, *, transferred: str = "") -> dict[str, str]:
-        on_source, on_target = (
-            f"{contest.gain(name).value:+.1%}" if name in contest.results else "" for contest in (source, target)
-        )
-        return {f"on {source.dataset}": on_source, "transferred": transferred, tuned: on_target}
-
     rows = []
-    for name, result in results.items():
-        over = result.over(target.results[name]).text if name in target.results else ""
-        row = {"policy": family(name).label, f"setting from {source.dataset}": result.label}
-        row |= gains(name, transferred=result.over(target.baseline).text)
-        rows.append(row | {"transferred over tuned": over, "lead": result.over(free).text})
-    perfect = {"policy": "perfect head", f"setting from {source.dataset}": tuned, **gains(PERFECT)}
+    for name in (*results, PERFECT):
+        gains = [f"{one.gain(name).value:+.1%}" if name in one.results else "" for one in (source, target)]
+        row = {"policy": family(name).label, f"setting from {source.dataset}": tuned, f"on {source.dataset}": gains[0]}
+        row |= {"transferred": "", tuned: gains[1]}
+        if result := results.get(name):
+            over = result.over(target.results[name]).text if name in target.results else ""
+            row |= {f"setting from {source.dataset}": result.label, "transferred": result.over(target.baseline).text}
+            row |= {"transferred over tuned": over, "lead": result.over(free).text}
+        rows.append(row)
     return Table(
         f"from {source.dataset} to {target.dataset}; {target.times.title}",
-        [*rows, perfect],
-        f"gain over the best fixed length of the set, with 95 % intervals. transferred: head and setting chosen on the "
-        f"dev prompts of {source.dataset}; {tuned}: on its own; lead: of the transferred "
-        f"setting over the best training-free policy of {target.dataset} ({family(free.family).label})",
+        rows,
+        "gain over the best fixed length of the set, with 95 % intervals. transferred: head and setting chosen on the "
+        f"dev prompts of {source.dataset}; {tuned}: on its own; lead: of the transferred setting over the best "
+        f"training-free policy of {target.dataset} ({family(free.family).label})",
         names=2,
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.competitor import competitors_with
-from evaluation.contest import Arm, Contest, Replays, fastest_on_dev, replay_dataset, result_of
+from evaluation.contest import Contest, Replays, fastest_on_dev, replay_dataset, result_of
 from evaluation.costs.machine import costs_for
 from evaluation.gain import Splits
 from evaluation.report.verdict import pooled, recommend, write_verdict
@@ -61,7 +61,6 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
 
 
 def _write(experiment: Experiment, tuned: Sequence[Mapping[str, Any]]) -> Iterator[Path]:
-    """Write each recommendation into its head's config.json; the files. That of a head on the hub is printed."""
     for row in tuned:
         path = Path(experiment.head_paths[row["head"]])
         if path.is_dir():
@@ -72,33 +71,17 @@ def _write(experiment: Experiment, tuned: Sequence[Mapping[str, Any]]) -> Iterat
 
 
 def tuned_heads(replays: Replays, contest: Contest) -> list[dict[str, Any]]:
-    """Every head at its best threshold on dev and under the rule, the fastest on dev first."""
-    arms = [arm for arm in replays.arms if arm.competitor.head]
-    rows = [_tuned_head(arm, replays, contest) for arm in Bar(arms, desc="tune: auto", unit="heads")]
-    return sorted(rows, key=lambda row: -row["tokens_per_s_on_dev"])
-
-
-def _tuned_head(arm: Arm, replays: Replays, contest: Contest) -> dict[str, Any]:
-    """One head at the threshold that dev chose, the threshold that would have been best on test, and the rule of law
-    4.11 with lambda from dev and learned online; gains over the best fixed length, on test.
+    """Every head at the threshold that dev chose, the best threshold on test, and the rule of law 4.11 with lambda from
+    dev and learned online; gains over the best fixed length, on test. The fastest on dev first.
     """
-    (head,), times, baseline = arm.competitor.policy.heads, contest.times, contest.baseline
-    [result] = fastest_on_dev([arm], times).values()
-    [[rule, online]] = replays.autos(head, [times])
-    ruled = result_of(rule, 0, times)
-    return {
-        "head": arm.competitor.head,
-        "timing": head.timing,
-        "max_rejection_prob": result.setting["max_rejection_prob"],
-        "tokens_per_s_on_dev": result.on_dev,
-        "tokens_per_s": result.tokens_per_s,
-        "gain": result.over(baseline),
-        "best_tokens_per_s": float(times.tokens_per_s(arm.test).max()),
-        "auto_tokens_per_s": ruled.tokens_per_s,
-        "auto_gain": ruled.over(baseline),
-        "online_tokens_per_s": result_of(online, 0, times).tokens_per_s,
-        "target_alone_tokens_per_s": 1 / times.t_target_s[0],
-        "recommended": {
+    rows, times, baseline = [], contest.times, contest.baseline
+    arms = [arm for arm in replays.arms if arm.competitor.head]
+    for arm in Bar(arms, desc="tune: auto", unit="heads"):
+        (head,) = arm.competitor.policy.heads
+        [result] = fastest_on_dev([arm], times).values()
+        [[rule, online]] = replays.autos(head, [times])
+        ruled = result_of(rule, 0, times)
+        recommended = {
             "is_calibrated": False,
             **result.setting,
             "tokens_per_s": result.on_dev,
@@ -108,12 +91,26 @@ def _tuned_head(arm: Arm, replays: Replays, contest: Contest) -> dict[str, Any]:
             **{key: getattr(rule.competitor.policy, key) for key in _RULE},
             "costs": f"{times.origin}; {times.stop_origin}",
             "num_prompts": replays.traces.dev.num_prompts,
-        },
-    }
+        }
+        row = {
+            "head": arm.competitor.head,
+            "timing": head.timing,
+            "max_rejection_prob": result.setting["max_rejection_prob"],
+            "tokens_per_s_on_dev": result.on_dev,
+            "tokens_per_s": result.tokens_per_s,
+            "gain": result.over(baseline),
+            "best_tokens_per_s": float(times.tokens_per_s(arm.test).max()),
+            "auto_tokens_per_s": ruled.tokens_per_s,
+            "auto_gain": ruled.over(baseline),
+            "online_tokens_per_s": result_of(online, 0, times).tokens_per_s,
+            "target_alone_tokens_per_s": 1 / times.t_target_s[0],
+            "recommended": recommended,
+        }
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row["tokens_per_s_on_dev"])
 
 
 def threshold_table(tuned: Sequence[Mapping[str, Any]], contest: Contest) -> Table:
-    """A row per head: the threshold, what it is predicted to gain, and the rule beside it."""
     fixed = contest.baseline.tokens_per_s
     rows = [
         {

@@ -108,11 +108,16 @@ def recommend(contest: Contest, experiment: Experiment) -> dict[str, Any]:
             reasons.append(f"no head beats it {'here' if lead.value <= 0 else 'beyond chance'}, {lead.words}")
     result = leaders[best]
     gain, path = contest.gain(result.family), experiment.head_paths.get(result.competitor.head)
+    name = "head" if result.competitor.head else result.competitor.name
+    values = [
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in result.setting.items()
+    ]
+    spec = f"{name}:{','.join([*([path] if path else []), *values])}".removesuffix(":")
     over = f"{gain.words} over the best fixed length" if best != BASELINE else "as the best fixed length"
     return {
         "sentence": f"Use {_named(result)}: {'; '.join(reasons)}.",
         # a head that was calibrated for this trace alone is in no directory
-        "policy": _spec_of(result, path) if best != HEADS or path else None,
+        "policy": spec if best != HEADS or path else None,
         "head": path,
         "speed": f"predicted {result.tokens_per_s * contest.times.t_target_s[0]:.2f} times as fast as the target alone,"
         f" {over}, {contest.baseline.setting['k']}",
@@ -120,15 +125,6 @@ def recommend(contest: Contest, experiment: Experiment) -> dict[str, Any]:
         "costs": contest.times.title,
         "of": experiment.identity,
     }
-
-
-def _spec_of(result: Result, path: str | None) -> str:
-    """The policy as `generate --policy` takes it."""
-    values = [
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in result.setting.items()
-    ]
-    name = "head" if result.competitor.head else result.competitor.name
-    return f"{name}:{','.join([*([path] if path else []), *values])}".removesuffix(":")
 
 
 def pooled(every: Sequence[Replays], times: Times) -> Contest:

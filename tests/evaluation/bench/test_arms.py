@@ -3,10 +3,8 @@
 from itertools import product
 
 import pytest
-import torch
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from decode import SpeculativeDecoder
 from decode.loop.batch import BatchRound
 from decode.policies import FixedLength, TokenProb
 from decode.policies.auto import Auto
@@ -82,21 +80,6 @@ def test_the_default_schedule_is_transformers_own_and_the_heuristic_keeps_what_i
     assert not between["threshold"]
     assert abs(second["most"][0] - first["most"][-1]) <= 2
     assert second["most"][0] != 20
-
-
-def test_arms_of_one_prompt_start_from_one_seed(pair, monkeypatch):
-    loop, drawn = loop_of(pair, Sampling()), []
-    generate = SpeculativeDecoder.generate
-
-    def watched(self, *arguments, generator):
-        drawn.append(torch.rand(1, generator=generator.clone_state()).item())
-        return generate(self, *arguments, generator=generator)
-
-    monkeypatch.setattr(SpeculativeDecoder, "generate", watched)
-    for seed, k in product((0, 1), (2, 4)):
-        generations_of(loop.decoder(FixedLength(k)), NUM_TOKENS)(PROMPTS[seed], seed)
-    assert drawn[::2] == drawn[1::2]
-    assert len(set(drawn)) == 2
 
 
 def test_every_policy_has_a_row_at_every_size_and_auto_runs_with_the_curves_of_batches(pair, monkeypatch):

@@ -89,22 +89,16 @@ def test_a_race_records_dev_alone_under_its_sampling_and_an_evaluation_the_rest(
 
 def test_custom_policies_compete_and_have_their_own_cells(config, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    subclass = "@dataclass(frozen=True)\nclass Unsure(TokenProb):\n    pass\n"
     imports = "from dataclasses import dataclass\nfrom decode.policies import TokenProb\n"
-    (tmp_path / "racing_policies.py").write_text(imports + subclass)
-    name = "racing_policies:Unsure"
-    monkeypatch.setitem(POLICIES, name, POLICIES["entropy"])  # so that its end removes what the race enters
-    del POLICIES[name]
-
-    def families(policies=(), *of_decode):
+    (tmp_path / "racing.py").write_text(f"{imports}@dataclass(frozen=True)\nclass Unsure(TokenProb):\n    pass\n")
+    monkeypatch.setitem(POLICIES, "racing:Unsure", POLICIES["entropy"])  # so that its end removes what the race enters
+    del POLICIES["racing:Unsure"]
+    for named, of_decode in ((("fixed_length:k=2", "racing:Unsure"), ()), ((), ("token_prob", "racing:Unsure"))):
         decode = replace(config.decode, policies=of_decode, perfect_head=False)
-        settings = ASKED | {"samplings": ("own",), "policies": policies}
-        (cell,) = bench(replace(config, decode=decode), **settings)["cells"]
-        return [arm["family"] for arm in cell["arms"]]
-
-    assert families(("fixed_length:k=2", name))[:3] == [ALONE, "fixed_length", name]
-    assert name not in families((), "token_prob")
-    assert {name, "token_prob"} <= set(families((), "token_prob", name))
+        asked = ASKED | {"samplings": ("own",), "policies": named}
+        (cell,) = bench(replace(config, decode=decode), **asked)["cells"]
+        families = {arm["family"] for arm in cell["arms"]}
+        assert {"fixed_length", "racing:Unsure", *of_decode} <= families
 
 
 def test_a_race_without_a_fixed_length_or_on_an_unknown_dataset_is_refused_before_anything_runs(config, monkeypatch):
@@ -116,7 +110,6 @@ def test_a_race_without_a_fixed_length_or_on_an_unknown_dataset_is_refused_befor
 
 
 SPEEDS = {"alone": 1.0, "k=1": 2.0, "k=2": 4.0}
-NUM_ARMS, WARM_UP = len(SPEEDS), len(SPEEDS)
 
 
 def raced(path, *, run=0, race="race", stops_after=None):
@@ -140,17 +133,17 @@ def raced(path, *, run=0, race="race", stops_after=None):
 def test_a_race_that_was_stopped_resumes_with_its_next_row(tmp_path):
     whole, rows = raced(tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        raced(tmp_path / "cut", stops_after=WARM_UP + 3 * NUM_ARMS + 1)  # three rows, and an arm of the fourth
+        raced(tmp_path / "cut", stops_after=3 + 3 * 3 + 1)  # a warm-up, three rows, and an arm of the fourth
     rest, same = raced(tmp_path / "cut")
     assert same == rows
-    assert rest[WARM_UP:] == whole[WARM_UP + 3 * NUM_ARMS :], "the row that was cut runs whole, the others not again"
+    assert rest[3:] == whole[3 + 3 * 3 :], "the row that was cut runs whole, the others not again"
     assert raced(tmp_path / "cut") == ([], rows)
     assert raced(tmp_path / "cut", race="another")[0] == whole
 
 
 def test_arms_rotate_and_every_row_of_a_run_has_its_own_seed(tmp_path):
     (first, measured), (second, _) = raced(tmp_path), raced(tmp_path, race="run 1", run=1)
-    rows = [texts[start : start + 3] for texts in (first, second) for start in range(WARM_UP, len(texts), 3)]
+    rows = [texts[start : start + 3] for texts in (first, second) for start in range(3, len(texts), 3)]
     names = list(SPEEDS)
     assert [row[0][0] for row in rows[:4]] == [*names, names[0]]
     assert all(len({seed for *_, seed in row}) == 1 for row in rows)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
-from evaluation.bench.results import MEAN, Cell, cell_table, gain_tables, gains_over, mean_gain, race_plot, verdict_of
+from evaluation.bench.results import MEAN, cell_of, cell_table, gain_tables, mean_gain, race_plot, verdict_of
 from evaluation.families import ALONE
 from evaluation.gain import Gain, Throughput, gain_over
 
@@ -14,7 +14,7 @@ def arm(family, *seconds, setting="", on_dev=None, tokens=10):
     return made | {"seconds": list(seconds), "of_other_sampling": False, "on_dev": on_dev}
 
 
-def cell_of(*arms, dataset="stories", sampling="greedy"):
+def stored_cell(*arms, dataset="stories", sampling="greedy"):
     times = {"t_draft_s": 0.01, "t_target_s": [0.05], "origin": "given"}
     shared = {"num_tokens": 10, "times": times, "default_schedule": ""}
     return {"dataset": dataset, "sampling": sampling, "arms": list(arms), **shared}
@@ -22,57 +22,54 @@ def cell_of(*arms, dataset="stories", sampling="greedy"):
 
 OURS = [arm(ALONE, 4.0, 6.0), arm("fixed_length", 2.0, 3.0), arm("entropy", 1.0, 3.0), arm("max_prob", 2.5, 3.5)]
 THEIRS = [arm(DEFAULT, 2.2, 3.1), arm(HEURISTIC, 2.0, 4.0), arm(CONSTANT, 5.0, 5.0)]
-CELL = cell_of(*OURS, *THEIRS)
+CELL = stored_cell(*OURS, *THEIRS)
 HEADS = [arm(family, 1.0, 1.0) for family in ("head", "head_drawn", "auto_drawn")]
 
 
-def test_a_gain_is_that_of_totals_and_its_interval_is_paired():
-    cell, tokens = Cell.of(CELL), np.array([10, 10])
-    entropy, base = cell.arms[2], Throughput(tokens, np.array([2.0, 3.0]))
-    assert cell.over(entropy, "fixed_length") == gain_over(base, Throughput(tokens, np.array([1.0, 3.0])))
-    assert cell.over(entropy, "fixed_length").value == pytest.approx(0.25)
-    assert cell.median_over(entropy, "fixed_length") == pytest.approx(0.5)
-    assert cell.over(entropy, ALONE).value == pytest.approx(1.5)
-
-
-def test_a_rival_is_the_fastest_of_its_kind():
+def test_a_gain_is_that_of_totals_over_the_fastest_rival_of_its_kind_and_its_interval_is_paired():
     """Of policies without training, not a head that was named."""
+    entropy, tokens = cell_of(CELL)["arms"][2], np.array([10, 10])
+    base = Throughput(tokens, np.array([2.0, 3.0]))
+    assert entropy["over"]["fixed_length"] == gain_over(base, Throughput(tokens, np.array([1.0, 3.0])))
+    assert entropy["over"]["fixed_length"].value == pytest.approx(0.25)
+    assert entropy["median_over"]["fixed_length"] == pytest.approx(0.5)
+    assert entropy["over"][ALONE].value == pytest.approx(1.5)
     for extra, rival, number, gain in (
         (arm("fixed_length", 1.0, 1.0), "fixed_length", 1, -0.6),
         (arm(UNASSISTED, 2.0, 3.0), ALONE, 1, 0.0),
         (arm(CONSTANT, 2.0, 2.0), CONSTANT, 1, -0.2),
         (arm("head", 1.0, 1.0), "training-free", -1, 1.0),
     ):
-        cell = Cell.of(cell_of(*OURS, *THEIRS, extra))
-        assert cell.over(cell.arms[number], rival).value == pytest.approx(gain), rival
+        arms = cell_of(stored_cell(*OURS, *THEIRS, extra))["arms"]
+        assert arms[number]["over"][rival].value == pytest.approx(gain), rival
 
 
 ON_DEV = {"fixed_length": 5.0, "entropy": 6.0, "max_prob": 7.0}
 ON_DEV_SLOWER = CELL | {"arms": [one | {"on_dev": ON_DEV.get(one["family"])} for one in CELL["arms"]]}
-NONE_SLOWER = cell_of(arm(ALONE, 4.0), arm("fixed_length", 2.0), arm(DEFAULT, 2.2))
+NONE_SLOWER = stored_cell(arm(ALONE, 4.0), arm("fixed_length", 2.0), arm(DEFAULT, 2.2))
 VERDICTS = {
     "a slower arm": (CELL, "Slower: largest probability than transformers: default"),
     "none is slower": (NONE_SLOWER, "None of ours is slower than a schedule."),
     "dev chose what is slower on test": (ON_DEV_SLOWER, "dev chose largest probability: -"),
     "named policies": (CELL, "fastest of the named policies on these prompts: entropy (SVIP): +"),
-    "no schedule": (cell_of(*OURS, *HEADS), "% over the best fixed length; without --race.assistant"),
+    "no schedule": (stored_cell(*OURS, *HEADS), "% over the best fixed length; without --race.assistant"),
 }
 
 
 @pytest.mark.parametrize(("cell", "part"), VERDICTS.values(), ids=VERDICTS)
 def test_the_verdict_names_what_dev_chose_and_what_is_slower(cell, part):
-    verdict = verdict_of(Cell.of(cell))
+    verdict = verdict_of(cell_of(cell))
     assert part in verdict
     assert "entropy (SVIP) than" not in verdict
 
 
 def test_a_cell_has_a_row_per_arm_and_a_column_per_rival_and_the_plot_a_panel_per_sampling():
-    table = cell_table(Cell.of(cell_of(*OURS, *THEIRS, *HEADS)))
+    table = cell_table(cell_of(stored_cell(*OURS, *THEIRS, *HEADS)))
     assert table.column("policy")[-2:] == ["best head, drawn-time", "auto, drawn-time head"]
     assert table.column("over best training-free")[-2:] == ["+100.0 (+0, +200) +100.0"] * 2
-    headings = cell_table(Cell.of(cell_of(*OURS, *HEADS))).columns
+    headings = cell_table(cell_of(stored_cell(*OURS, *HEADS))).columns
     assert headings[-2:] == ["over best fixed length", "over best training-free"]
-    text = race_plot([Cell.of(CELL), Cell.of(CELL | {"sampling": "nucleus"})]).svg
+    text = race_plot([cell_of(CELL), cell_of(CELL | {"sampling": "nucleus"})]).svg
     assert text.count("entropy (SVIP)") == 1
     assert "greedy" in text
     assert "top-p 0.9" in text
@@ -81,12 +78,10 @@ def test_a_cell_has_a_row_per_arm_and_a_column_per_rival_and_the_plot_a_panel_pe
 
 def test_two_datasets_have_a_mean_over_transfer_sets_whose_error_is_smaller_than_each():
     arms = [arm(ALONE, 8.0, 8.0), arm("fixed_length", 4.0, 4.0), arm("fixed_length", 2.0, 2.0, setting="k=2")]
-    cells = [Cell.of(cell) for cell in (cell_of(*arms), cell_of(*arms, dataset="news"))]
-    gains = {entry[:2]: entry[2].value for entry in gains_over(cells, ALONE)}
-    names = ("stories, greedy", "news, greedy", f"{MEAN}, greedy")
-    assert gains == pytest.approx({("fixed_length", name): 3.0 for name in names})
+    cells = [cell_of(cell) for cell in (stored_cell(*arms), stored_cell(*arms, dataset="news"))]
     tables = {table.title: table for table in gain_tables(cells)}
     assert list(tables) == ["over best fixed length", "over target alone"], "no product and no schedule ran"
-    assert tables["over target alone"].column("policy") == ["best fixed length"]
+    gain, names = "+300.0% (+300.0%, +300.0%)", ("stories, greedy", "news, greedy", f"{MEAN}, greedy")
+    assert tables["over target alone"].rows == [{"policy": "best fixed length"} | dict.fromkeys(names, gain)]
     mean = mean_gain([Gain(0.1, 0.0, 0.2, 0.03), Gain(0.3, 0.2, 0.4, 0.04)])
     assert mean == pytest.approx((0.2, 0.2 - 1.96 * 0.025, 0.2 + 1.96 * 0.025, 0.025))

@@ -12,7 +12,6 @@ import pytest
 from evaluation.competitor import bounds
 from evaluation.families import family
 from evaluation.report import page as page_module
-from evaluation.report.evaluate import at_ratios
 from evaluation.report.page import Page, write_report
 from evaluation.report.plots import entropies, pareto
 from evaluation.report.tables import result_table, stage_table
@@ -25,8 +24,8 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 def page(contest, replays, tmp_path_factory):
     directory = tmp_path_factory.mktemp("report")
     plots = [pareto(list(contest.results.values())), entropies(replays.traces.test)]
-    contests, rankings = {"made": [contest]}, {"made": at_ratios([contest], replays)}
-    write_report(Page(about="a < b", directory=directory, contests=contests, rankings=rankings, plots=plots))
+    of_set = {"contests": {"made": [contest]}, "replays": {"made": replays}}
+    write_report(Page(about="a < b", directory=directory, plots=plots, **of_set))
     return directory / "report.html"
 
 
@@ -67,23 +66,6 @@ def test_plots_of_two_datasets_are_two_files(contest, tmp_path):
     names = {f"{plot}-{name}.svg" for plot in ("pareto", "gain-here") for name in contests}
     assert {path.name for path in (tmp_path / "plots").iterdir()} == names
     assert plot.of("one").caption == f"one: {plot.caption}"
-
-
-def test_batches_have_a_table_for_each_size_and_share_with_one_number_in_a_cell(tmp_path):
-    shared = {"dataset": "made", "ratio": 5.0, "costs": "given", "request_s": 2.0}
-    rows = [
-        {"verify_share": share, "batch_size": size, "family": family, "name": family, "setting": f"x={size}"}
-        | {"tokens_per_s": speed + size, "gain": gain}
-        | shared
-        for share in (0.0, 0.2)
-        for size in (1, 4)
-        for family, speed, gain in (("fixed_length", 10.0, 0.0), ("entropy", 12.0 + share, 0.2))
-    ]
-    write_report(Page(about="", directory=tmp_path, batches=rows))
-    tables = (tmp_path / "report.html").read_text().split("In batches")[1].split("<table>")[1:]
-    assert len(tables) == 4
-    fixed = ["best fixed length", "x=4", "14.0", "", "2"]
-    assert cells(tables[3]) == [fixed, ["entropy (SVIP)", "x=4", "16.2", "+20.0%", "2"]]
 
 
 @pytest.mark.browser

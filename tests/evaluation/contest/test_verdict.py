@@ -35,7 +35,7 @@ from evaluation.gain import Gain, Splits, Throughput
 from evaluation.played import Played
 from evaluation.report.page import Page, folder_of
 from evaluation.report.plots import all_plots, stage_plot, thresholds
-from evaluation.report.tables import console_table, deciding_families, result_table, stage_table, stages_of
+from evaluation.report.tables import deciding_families, result_table, stage_table, stages_of
 from evaluation.report.verdict import doubt_of, explained, pooled, recommend, sentence_of, write_verdict
 from evaluation.times import Times
 from heads import AcceptanceHead
@@ -77,7 +77,7 @@ def test_one_row_of_each_kind_decides_the_note_has_the_others_and_the_console_ev
     beside = set(shown) - {stage["family"] for stage in stages}
     assert beside
     assert all(f"{family(name).label}" in note and contest.gain(name).words in note for name in beside)
-    console, whole = console_table(contest), result_table(contest)
+    console, whole = stage_table(contest, is_narrow=True), result_table(contest)
     assert console.title == whole.title
     assert [row["gain"] for row in console.rows[2:]] == [stage["gain"].words for stage in stages[1:]]
     assert f"--all: {len(whole.rows) - len(console.rows)} more rows" in console.note
@@ -129,21 +129,20 @@ def test_plots_have_the_readers_ink_a_legend_below_and_two_axes_for_thresholds_o
 def test_a_report_that_compares_heads_is_kept_where_none_compete_now(tmp_path, capsys):
     experiment = Experiment.__new__(Experiment)
     vars(experiment).update(heads={}, exported=tmp_path / "exported", directory=tmp_path)
-
-    def check(directory, *parts, competitors=()):
+    head = Competitor("head_drawn", "head:it", FixedLength(1), ({},))
+    for families_before, heads, competitors, directory, message in (
+        ([], {}, [], tmp_path, "No trained heads in"),
+        (["fixed_length", "entropy"], {}, [], tmp_path, "`acceptance-heads export"),
+        (["fixed_length", "head_drawn"], {}, [], tmp_path / "no-heads", "is kept"),
+        (["fixed_length", "head_drawn"], {"it": None}, [], tmp_path / "no-heads", "decode.policies names no head"),
+        (["fixed_length", "head_drawn"], {"it": None}, [head], tmp_path, ""),
+    ):
+        if families_before:
+            (tmp_path / "results.csv").write_text("\n".join(["family", *families_before]))
+        experiment.heads = heads
         assert folder_of(experiment, competitors) == directory
         printed = " ".join(capsys.readouterr().out.split())
-        assert all(part in printed for part in parts)
-        assert bool(printed) == bool(parts)
-
-    check(tmp_path, "No trained heads in", "`acceptance-heads export")
-    (tmp_path / "results.csv").write_text("family\nfixed_length\nentropy\n")
-    check(tmp_path, "No trained heads in", "`acceptance-heads export")
-    (tmp_path / "results.csv").write_text("family\nfixed_length\nhead_drawn\n")
-    check(tmp_path / "no-heads", "is kept")
-    experiment.heads = {"it": None}
-    check(tmp_path / "no-heads", "decode.policies names no head")
-    check(tmp_path, competitors=[Competitor("head_drawn", "head:it", FixedLength(1), ({},))])
+        assert message in printed if message else not printed
 
 
 SPEEDS = {BASELINE: 100.0, PRODUCT: 120.0, "entropy": 118.0, "head_drawn": 130.0, PERFECT: 150.0, "oracle": 200.0}
@@ -167,29 +166,24 @@ def test_stages_go_from_the_best_fixed_length_to_the_oracle_and_share_its_whole_
     contest = contest_at(SPEEDS)
     first, *stages = stages_of(contest)
     assert [stage["family"] for stage in (first, *stages)] == [BASELINE, PRODUCT, "head_drawn", PERFECT, "oracle"]
-    shares = [stage["percent_of_oracle_gain"] for stage in stages]
-    assert shares == [pytest.approx(part) for part in (20, 10, 20, 50)]
+    assert [stage["percent_of_oracle_gain"] for stage in stages] == pytest.approx([20, 10, 20, 50])
     assert first["tokens_per_s"][:3] == pytest.approx((100, 100, 100))
     assert ("added" in first, first["percent_of_oracle_gain"]) == (False, None)
-    before = 100.0
+    before = BASELINE
     for stage in stages:
         speeds, gain, added = (stage[name] for name in ("tokens_per_s", "gain", "added"))
         assert speeds[:3] == pytest.approx([100 * (1 + part) for part in gain[:3]])
         assert speeds.value == pytest.approx(SPEEDS[stage["family"]])
-        assert added.value == pytest.approx(speeds.value / before - 1)
+        assert added == contest.results[stage["family"]].over(contest.results[before])
         assert all(each.low < each.value < each.high for each in (speeds, gain, added))
-        before = speeds.value
-    product, head, perfect, _ = stages
-    assert (product["added"], head["added"]) == (product["gain"], contest.gain("head_drawn", PRODUCT))
-    assert perfect["added"] == contest.results[PERFECT].over(contest.results["head_drawn"])
+        before = stage["family"]
     no_gain = stages_of(contest_at(dict.fromkeys(SPEEDS, 100.0)))
     assert [stage["percent_of_oracle_gain"] for stage in no_gain] == [None] * 5
     assert "slower than" not in stage_table(contest).note
     contest = contest_at(SPEEDS, free="entropy")
-    preferred = stages_of(contest)
-    assert [stage["family"] for stage in preferred[:4]] == [BASELINE, PRODUCT, "entropy", "head_drawn"]
-    shares = [stage["percent_of_oracle_gain"] for stage in preferred[2:4]]
-    assert shares == [pytest.approx(-2), pytest.approx(12)]
+    preferred = stages_of(contest)[2:4]
+    assert [stage["family"] for stage in preferred] == ["entropy", "head_drawn"]
+    assert [stage["percent_of_oracle_gain"] for stage in preferred] == pytest.approx([-2, 12])
     assert "entropy (SVIP): slower than the row above" in stage_table(contest).note
 
 
@@ -230,13 +224,12 @@ def test_the_table_the_picture_and_the_record_have_the_same_figures():
     assert [record[name] for name in names] == [low, head["gain"].high, head["added"].value, pytest.approx(10)]
     svg = stage_plot(contest).svg
     assert all(f">{text}<" in svg for text in ("100", "120", "130", "150", "200"))
-    console = console_table(contest)
+    console = stage_table(contest, is_narrow=True)
     assert Console(width=200).measure(console._replace(note="").table()).maximum <= 100
     assert "drawn+s-d1-w3 at 0.731" in console.note
     near = Times.constant(0.01, 0.02)
-    every = (Times.constant(0.2, 0.9996), near.with_ratio(5.0), near.with_ratio(4.998), near.with_ratio(5.000001))
-    names_of_near_ratios = {stage_plot(replace(contest, times=times)).name for times in every}
-    assert len(names_of_near_ratios) == 4, "a file each"
+    every = (Times.constant(0.2, 0.9996), *map(near.with_ratio, (5.0, 4.998, 5.000001)))
+    assert len({stage_plot(replace(contest, times=times)).name for times in every}) == 4, "a file each"
 
 
 @pytest.fixture

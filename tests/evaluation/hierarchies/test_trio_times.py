@@ -122,19 +122,18 @@ class Loop(StoredLoop):
 
 
 def test_dev_chooses_what_runs_on_test_and_both_sides_of_the_verdict():
-    dev, test = play(Loop(), [FREE, FIXED])
-    assert [len(one.stored) for one in dev] == [1, 2]
-    assert [one.competitor for one in test] == [FREE, FIXED.at(1)]
-    assert [one.competitor for one in play(Loop(has_dev=False), [FREE, FIXED])[1]] == [FREE, FIXED.at(0)]
+    for has_dev, best in ((True, 1), (False, 0)):
+        dev, test = play(Loop(has_dev=has_dev), [FREE, FIXED])
+        assert [len(one.stored) for one in dev] == [1, 2] * has_dev
+        assert [one.competitor for one in test] == [FREE, FIXED.at(best)]
     dev = [forty(FREE, (0, 10, 3)), forty(STOPPED, (20, 4, 2)), forty(FIXED.at(0), (20, 8, 2))]
     test = [forty(FREE, (0, 10, 3)), forty(STOPPED, (20, 40, 9)), forty(FIXED.at(0), (2, 2, 1))]
     times = Times(0.1, (1.0,), t_micro_s=0.01)
-    verdict = third_level_verdict(test, dev, third_level_frame(dev, times, {}), times=times)
-    assert "the best hierarchy, HSDDW window=10, is" in verdict
-    assert "both chosen on dev." in verdict
-    alone = third_level_verdict(test, [], third_level_frame(test, times, {}), times=times)
-    assert "pre-verified n=1, is" in alone
-    assert "both chosen on the same prompts." in alone
+    for chosen_on, best, where in ((dev, "HSDDW window=10", "dev"), ([], "pre-verified n=1", "the same prompts")):
+        gain = third_level_frame(chosen_on or test, times, {})
+        verdict = third_level_verdict(test, chosen_on, gain, times=times)
+        assert f"the best hierarchy, {best}, is" in verdict
+        assert f"both chosen on {where}." in verdict
 
 
 WIDTHS = {"micro": 24, "draft": 96}
@@ -153,18 +152,8 @@ def command(name: str, directory: Path, *flags: str) -> list[str]:
 
 
 def head_of(level: str, directory: Path, **provenance) -> str:
-    """A drawn-time head of one level, fitted for a moment to made-up features on which a large first component means
-    acceptance.
-    """
     torch.manual_seed(0)
     head = AcceptanceHead(WIDTHS[level], 1, "drawn", True)
-    hidden, scalars = torch.randn(256, WIDTHS[level]), torch.rand(256, 2)
-    optimiser = torch.optim.Adam(head.parameters(), 1e-2)
-    for _ in range(20):
-        optimiser.zero_grad()
-        logits = head(hidden, scalars)
-        torch.nn.functional.binary_cross_entropy_with_logits(logits, (hidden[:, 0] > 0).float()).backward()
-        optimiser.step()
     head.provenance = Provenance(sampling=vars(Sampling()), **provenance)
     head.save_pretrained(directory / level)
     return str(directory / level)
