@@ -14,7 +14,7 @@ from itertools import count
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from decode.loop.rounds import Counts
 from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped, timing_of
@@ -40,12 +40,11 @@ class Rounds(NamedTuple):
     drafted: Int[Array, " round"]
     accepted: Int[Array, " round"]
     forwards: Int[Array, " round"]
-    """Forwards of the draft."""
+    """Of the draft."""
     emitted: Int[Array, " round"]
 
     @classmethod
     def joined(cls, parts: "list[Rounds]") -> "Rounds":
-        """Rounds of several parts, one after the other."""
         return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
     def by_lane(self) -> "Rounds":
@@ -59,7 +58,7 @@ class TraceLanes:
     """State of all lanes; start, end, limit, stop and fork are flat indices of the trace."""
 
     index: Int[Array, " lane"]
-    """Number of the lane in the rounds."""
+    """Number of the lane."""
     start: Int[Array, " lane"]
     """Where the round starts."""
     end: Int[Array, " lane"]
@@ -85,7 +84,6 @@ class TraceLanes:
         return cls(index, start, trace.offsets[rows + 1], limit, *[np.zeros_like(rows)] * 5)
 
     def at(self, mask: Bool[Array, " lane"]) -> "TraceLanes":
-        """The lanes in the mask."""
         return TraceLanes(*(values[mask] for values in vars(self).values()))
 
 
@@ -102,7 +100,10 @@ class Lockstep:
         self._first_drawn, self._room = np.append(trace.first_drawn, 0), np.append(trace.longest, 0)
         self._is_eos = np.append(trace.drafts["is_eos"], True)
         self._acceptance_prob = np.append(trace.drafts["acceptance_prob"], 0.0)
-        self._signals = {name: np.append(values, values[-1:]) for name, values in signals_for(policy, trace).items()}
+        heads = {f"{timing_of(head)}_logit": head for head in policy.heads}
+        names = policy.signals & frozenset(AfterDraw._fields)
+        signals = {name: trace.logit(heads[name]) if name in heads else trace.signal(name) for name in names}
+        self._signals = {name: np.append(values, values[-1:]) for name, values in signals.items()}
         self._oracle = None
         if isinstance(policy, Oracle):
             self._oracle = np.append(policy.lengths(trace.rejected, trace.offsets), 0)
@@ -210,13 +211,6 @@ class Lockstep:
             self.policy = expanded(self.policy, alive)
 
 
-def signals_for(policy: Policy, trace: Trace) -> dict[str, Float[Array, " drafts"]]:
-    """What the policy reads of each token."""
-    heads = {f"{timing_of(head)}_logit": head for head in policy.heads}
-    names = policy.signals & frozenset(AfterDraw._fields)
-    return {name: trace.logit(heads[name]) if name in heads else trace.signal(name) for name in names}
-
-
 def merged(mask: Array, new: State, old: State) -> State:
     """The new state in the mask, the old one elsewhere."""
     return mapped(lambda value, before: before if value is before else np.where(mask, value, before), new, old)
@@ -227,28 +221,23 @@ def min_length(policy: Policy) -> Array:
     return np.asarray(getattr(policy, "discards_below", 0))
 
 
-def _array_fields(policy: Policy) -> Iterator[tuple[str, Array]]:
-    for f in fields(policy):  # type: ignore[arg-type]
-        value = getattr(policy, f.name)
-        if isinstance(value, np.ndarray) and value.ndim == 1:
-            yield f.name, value
-
-
-def num_settings(policy: Policy) -> int:
-    """Settings side by side: the length of the policy's array parameters; ValueError if they have several."""
-    lengths = {name: len(value) for name, value in _array_fields(policy)}
+def settings_of(policy: Policy) -> dict[str, Array]:
+    """The policy's array parameters: settings side by side; ValueError if their lengths differ."""
+    values = {f.name: getattr(policy, f.name) for f in fields(policy)}  # type: ignore[arg-type]
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray) and value.ndim == 1}
+    lengths = {name: len(value) for name, value in arrays.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(
             f"array parameters of {type(policy).__name__} are settings side by side, but their lengths differ: "
             f"{lengths}"
         )
-    return next(iter(lengths.values()), 1)
+    return arrays
 
 
 def expanded(policy: Policy, index: Array) -> Policy:
     """The policy with its array parameters at an index, such as the setting of each lane."""
     result = copy.copy(policy)
-    for name, value in list(_array_fields(policy)):
+    for name, value in settings_of(policy).items():
         object.__setattr__(result, name, value[index])
     return result
 
@@ -264,16 +253,14 @@ def replay_settings(trace: Trace, policy: Policy) -> Played:
         ValueError: array parameters of several lengths; a policy that discards short drafts and has memory, or is
             replayed on a trace of drawn drafts.
     """
-    shape, size = (num_settings(policy), len(trace.rows)), trace.max_draft_length + 1
-    tables, sums = [], []
+    size, tables, sums = trace.max_draft_length + 1, [], []
     for index, rounds in _played(trace, policy):
         lane = rounds.lane - index[0]
-        table = np.bincount(lane * size + rounds.drafted, minlength=len(index) * size)
-        tables.append(table.reshape(len(index), size))
+        tables.append(np.bincount(lane * size + rounds.drafted, minlength=len(index) * size))
         columns = rounds.emitted, rounds.accepted, rounds.forwards
         sums.append([np.bincount(lane, column, minlength=len(index)) for column in columns])
-    lengths = np.concatenate(tables).reshape(*shape, size)
-    emitted, accepted, forwards = np.concatenate(sums, axis=1).astype(np.int64).reshape(3, *shape)
+    lengths = np.concatenate(tables).reshape(-1, len(trace.rows), size)
+    emitted, accepted, forwards = np.concatenate(sums, axis=1).astype(np.int64).reshape(3, *lengths.shape[:2])
     counts = Counts(
         num_emitted=emitted,
         num_drafted=lengths @ np.arange(size),
@@ -300,7 +287,7 @@ def _played(trace: Trace, policy: Policy) -> Iterator[tuple[Array, Rounds]]:
             "the one before; replay it on such a trace, or at temperature 0, and without `end`"
         )
     num_rows = len(trace.rows)
-    num_lanes = num_settings(policy) * num_rows
+    num_lanes = max(map(len, settings_of(policy).values()), default=1) * num_rows
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         for start in range(0, num_lanes, _LANES_AT_ONCE):
             index = np.arange(start, min(start + _LANES_AT_ONCE, num_lanes))
