@@ -42,7 +42,6 @@ class Family(NamedTuple):
 
     @property
     def needs_training(self) -> bool:
-        """Whether it reads a trained head."""
         return self.kind in (PAPERS, HEADS, AUTO)
 
 

@@ -24,7 +24,7 @@ _STYLE = {
 
 
 class Plot(NamedTuple):
-    """A drawn figure, with its name and caption."""
+    """A drawn figure."""
 
     name: str
     caption: str

@@ -6,7 +6,7 @@ are drawn together.
 
     gain = (tokens / seconds of one) / (tokens / seconds of the base) - 1
 
-Both settings were fixed on dev, and times are taken as they are; tables name the times' errors in their titles.
+Both settings were fixed on dev, and times are taken as they are: titles of tables name their errors.
 """
 
 from collections.abc import Iterable, Iterator
@@ -47,7 +47,7 @@ class Throughput(NamedTuple):
         return self.tokens.sum(-1) / self.seconds.sum(-1)
 
     def at(self, index: int | slice | np.ndarray) -> "Throughput":
-        """The same of one setting, or of some prompts of one."""
+        """The same of some settings, or of some prompts of one."""
         return Throughput(self.tokens[index], self.seconds[index])
 
 

@@ -151,7 +151,7 @@ class Batch(Lockstep):
 
 
 def step_through(trace: Trace, policy: Policy, rows: Int[Array, " request"], size: int) -> Load:
-    """The load, as of `load_of`, of a policy whose sequences depend on each other; none of its parameters is an array."""
+    """The load of a policy whose sequences depend on each other, and whose parameters are no arrays."""
     size = min(size, len(rows))
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         batch = Batch(trace, policy, rows, size)

@@ -55,12 +55,7 @@ class Pairs(NamedTuple):
 
 
 def index_of(trace: Trace, head: Any) -> Index:
-    """The line through g, weighted by how often scores occur.
-
-    Args:
-        trace: of dev prompts.
-        head: calibrated, or a perfect `ScoreHead`.
-    """
+    """The line through g, weighted by how often scores occur; the head is calibrated, or a perfect `ScoreHead`."""
     pairs = pairs_of(trace, head)
     if len(pairs.score) < 2:
         mean = float(pairs.is_accepted.mean()) if len(pairs.score) else 0.5

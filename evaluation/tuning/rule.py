@@ -49,9 +49,7 @@ def side_by_side(rules: Sequence[Auto]) -> Auto:
 
 
 def _fixed_points(rules: Sequence[Auto], trace: Trace, every: Sequence[Times]) -> list[Auto]:
-    """Each rule with lambda equal to the throughput that it reaches on the trace, and with the profit of a drafting
-    round there.
-    """
+    """Each rule with the lambda that it reaches on the trace, and the profit of a drafting round there."""
 
     def played(numbers: Array, rates: Array) -> Iterator[tuple[Played, Times]]:
         # it drafts in every round: what idle rounds do is no part of lambda

@@ -68,8 +68,8 @@ def test_the_verdict_names_what_dev_chose_and_what_is_slower(cell, part):
 
 def test_a_cell_has_a_row_per_arm_and_a_column_per_rival_and_the_plot_a_panel_per_sampling():
     table = cell_table(Cell.of(cell_of(*OURS, *THEIRS, *HEADS)))
-    assert table.column("policy")[-2:] == ["best head, drawn-time", "auto, drawn-time head"]
-    assert table.column("over best training-free")[-2:] == ["+100.0 (+0, +200) +100.0"] * 2
+    assert [row["policy"] for row in table.rows][-2:] == ["best head, drawn-time", "auto, drawn-time head"]
+    assert [row["over best training-free"] for row in table.rows][-2:] == ["+100.0 (+0, +200) +100.0"] * 2
     headings = cell_table(Cell.of(cell_of(*OURS, *HEADS))).columns
     assert headings[-2:] == ["over best fixed length", "over best training-free"]
     text = race_plot([Cell.of(CELL), Cell.of(CELL | {"sampling": "nucleus"})]).svg
@@ -87,6 +87,6 @@ def test_two_datasets_have_a_mean_over_transfer_sets_whose_error_is_smaller_than
     assert gains == pytest.approx({("fixed_length", name): 3.0 for name in names})
     tables = {table.title: table for table in gain_tables(cells)}
     assert list(tables) == ["over best fixed length", "over target alone"], "no product and no schedule ran"
-    assert tables["over target alone"].column("policy") == ["best fixed length"]
+    assert [row["policy"] for row in tables["over target alone"].rows] == ["best fixed length"]
     mean = mean_gain([Gain(0.1, 0.0, 0.2, 0.03), Gain(0.3, 0.2, 0.4, 0.04)])
     assert mean == pytest.approx((0.2, 0.2 - 1.96 * 0.025, 0.2 + 1.96 * 0.025, 0.025))
