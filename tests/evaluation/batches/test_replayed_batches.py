@@ -6,25 +6,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-import torch
 
 from decode.policies import DSparkConfidence, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
 from decode.policies.base import Policy
 from decode.policies.batch import BatchAuto, BatchController, BatchCosts, Curve, batched
-from evaluation.batches import load as batch_load
 from evaluation.batches.load import Load, load_of, queue_of, step_through
 from evaluation.report.batches import estimator_of
 from evaluation.traces.bounds import ScoreHead
-from evaluation.traces.replay import Lockstep, replay_rounds
+from evaluation.traces.replay import replay_rounds
 from evaluation.traces.sampler import PlayedSampler
 from evaluation.traces.trace import Trace
 from evaluation.tuning.rule import batch_auto_for
-from lm import RandomSampler, Sampling
+from lm import Sampling
 from tests.evaluation.traces import forms
 from tests.toys import small_pair
-from tests.toys.enumeration import ToyModel, assert_same_law, law_of
-from tests.toys.loop import AUTOS, OTHER, POLICIES, PROMPT, SAMPLINGS, LearnedProb, decoder_of, toy_head
+from tests.toys.loop import POLICIES, LearnedProb, decoder_of, toy_head
 from tests.toys.random_drafts import BLOCK, draft, feature_head
 from tests.toys.traces import traced
 
@@ -103,17 +100,6 @@ def test_sequences_that_do_not_depend_on_each_other_need_no_stepping(kind, polic
     assert kind != "blocks" or ours.steps.shape[1] <= 1, "a block is one draft step, whatever is kept of it"
 
 
-def test_lessons_withheld_or_handed_on_would_not_pass(monkeypatch):
-    for mutant in (
-        (batch_load.Batch, "_outcome", lambda self: Lockstep._outcome(self)._replace(feedback=())),
-        (batch_load, "merged", lambda begins, first, state: state),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(*mutant, raising=False)
-            with pytest.raises(AssertionError):
-                test_sequences_that_do_not_depend_on_each_other_need_no_stepping("models", LEARNING[0], 5, None)
-
-
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_a_load_costs_what_its_rounds_cost_and_a_full_batch_of_one_policy_is_always_full(size):
     trace = some(20)
@@ -166,17 +152,6 @@ def test_a_curve_goes_on_as_it_ends_and_one_that_is_none_is_refused():
     for numbers, seconds in (((), ()), ((1, 1), (1, 2)), ((1, 2), (1,)), ((1, 2), (1, 0))):
         with pytest.raises(ValueError, match="rising numbers"):
             Curve(numbers, seconds)
-
-
-@pytest.mark.parametrize("rule", AUTOS)
-def test_a_sequence_has_the_targets_law_under_every_rule_of_a_batch(rule):
-    decoder = decoder_of(AUTOS[rule], sampling=SAMPLINGS["cold"])
-
-    def play(draws):
-        other = RandomSampler(torch.Generator().manual_seed(5))
-        return decoder.generate_batch([PROMPT, OTHER], [3, 4], batch_size=2, generator=[draws, other])[0].token_ids
-
-    assert_same_law(law_of(play), ToyModel(1).law(PROMPT, 3, sampling=decoder.sampling, eos_ids=decoder.eos_ids))
 
 
 @dataclass(frozen=True)

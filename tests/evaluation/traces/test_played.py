@@ -10,10 +10,8 @@ from decode.policies.auto import Auto
 from evaluation.flags.engines import ShortDrafts
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.sampler import PlayedSampler
-from lm import Sampling
 from tests.evaluation.traces import forms
 from tests.evaluation.traces.forms import COUNTED, GREEDY, model_head, rows_that_differ, rules_of
-from tests.toys import small_pair
 from tests.toys.loop import POLICIES, SAMPLINGS, BothHeads, decoder_of, toy_head
 from tests.toys.random_drafts import BLOCKS, KINDS
 from tests.toys.traces import traced
@@ -67,14 +65,6 @@ def test_the_loop_counts_what_replay_counts_for_every_feature_draft(kind, name):
     rules = rules_of("rnn" if kind in BLOCKS else "eagle")
     trace = forms.traced(kind, num=12 if kind in ("eagle", "rnn") else 5)
     assert not rows_that_differ(forms.decoder_of(kind, rules[name]), rules[name], trace)
-
-
-def test_models_in_float32_differ_from_replay_only_where_a_threshold_falls_between_last_bits():
-    sampling = Sampling(temperature=0.8)
-    trace = small_pair.trace(sampling).select(range(12))
-    for name in ("fixed_length", "ada_edl", "both_heads"):
-        decoder = forms.decoder_of("model", MODEL_RULES[name], sampling)
-        assert len(rows_that_differ(decoder, MODEL_RULES[name], trace)) <= 1
 
 
 @pytest.mark.parametrize(("kind", "name", "policy"), COLD)

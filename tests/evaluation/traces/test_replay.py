@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from scipy.special import expit
 
-import decode.loop.drafter
 from decode import SpeculativeDecoder
 from decode.loop.rounds import Counts
 from decode.policies import CumulativeTokenProb, FixedLength, LlamaCpp, Policy
@@ -18,11 +17,11 @@ from decode.policies.base import AfterDraw
 from decode.policies.registry import policy_of
 from evaluation.flags.engines import ShortDrafts
 from evaluation.traces.replay import replay_settings
-from lm import Sampling, revealed_probs
+from lm import Sampling
 from tests.evaluation.flags.point_mass import PointMassDrafter
 from tests.evaluation.traces.forms import COUNTED
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
-from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, LearnedProb, decoder_of, toy_head
+from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, toy_head
 from tests.toys.traces import EOS, Toys, traced
 
 GREEDY = Sampling(temperature=0)
@@ -120,29 +119,6 @@ CASES = [
 @pytest.mark.parametrize(("policy", "how"), CASES, ids=str)
 def test_replay_has_the_loops_law_of_counts_for_every_policy(policy, how):
     assert_same_counts((POLICIES | {"longest": FixedLength(20), "diary": Diary()})[policy], **how)
-
-
-class Foresight(LearnedProb):
-    """Illegal: a trace has feedback before the draft has ended, and this acts on it at once; no loop can."""
-
-    def start(self):
-        object.__setattr__(self, "foreseen", False)
-        return super().start()
-
-    def feedback(self, state, drawn, acceptance_prob):
-        object.__setattr__(self, "foreseen", acceptance_prob < 0.5)
-        return super().feedback(state, drawn, acceptance_prob)
-
-    def after(self, state, drawn):
-        return state, self.foreseen & (drawn.position > 0)
-
-
-def test_a_policy_that_looks_at_the_future_and_a_lesson_of_one_token_too_many_change_the_law(monkeypatch):
-    with pytest.raises(AssertionError):
-        assert_same_counts(Foresight(), limit=4)
-    monkeypatch.setattr(decode.loop.drafter, "revealed_probs", lambda count, *those: revealed_probs(count + 1, *those))
-    with pytest.raises(AssertionError):
-        assert_same_counts(Diary(), limit=4)
 
 
 LIKELIEST = {
