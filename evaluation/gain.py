@@ -9,8 +9,7 @@ are drawn together.
 Both settings were fixed on dev, and times are taken as they are: titles of tables name their errors.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cache
 from statistics import median
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -23,15 +22,11 @@ Kept = TypeVar("Kept")
 NUM_RESAMPLES = 2000
 
 
-@dataclass(frozen=True)
-class Splits(Generic[Kept]):
-    """What is kept of the dev prompts, which choose a setting, and the same of the test prompts, which judge it."""
+class Splits(NamedTuple, Generic[Kept]):
+    """Something of the dev prompts, which choose a setting, and of the test prompts, which judge it."""
 
     dev: Kept
     test: Kept
-
-    def __iter__(self) -> Iterator[Kept]:
-        return iter((self.dev, self.test))
 
 
 class Throughput(NamedTuple):

@@ -18,7 +18,7 @@ only if the token is not worth its own verification, S * a < lambda * slope of t
 above.
 
 Where scores form a Markov chain this rule is optimal, and it knows that easy tokens may follow a hard one. S and the
-price enter only by their ratio, so one g serves every hardware: `evaluation.tuning.index` solves for it on a trace.
+price enter only by their ratio, so one g serves every hardware: `evaluation.tuning.rule` solves for it on a trace.
 Here it is a line, which first_index replaces where a fed-time head has scored nothing yet.
 
 lambda is `throughput`, which `evaluation.tuning.rule` finds on a trace. With `is_online` it is N / T of the
