@@ -97,16 +97,14 @@ class Lockstep:
         self.policy, self.lanes, self.longest = policy, lanes, trace.max_draft_length
         self.has_blocks = trace.block_size is not None
         self._rejected, self._fork = (np.append(column, trace.num_positions) for column in (trace.rejected, trace.fork))
-        self._first_drawn, self._room = np.append(trace.first_drawn, 0), np.append(trace.longest, 0)
+        longest = policy.lengths(trace.rejected, trace.offsets) if isinstance(policy, Oracle) else trace.longest
+        self._first_drawn, self._room = np.append(trace.first_drawn, 0), np.append(longest, 0)
         self._is_eos = np.append(trace.drafts["is_eos"], True)
         self._acceptance_prob = np.append(trace.drafts["acceptance_prob"], 0.0)
         heads = {f"{timing_of(head)}_logit": head for head in policy.heads}
         names = policy.signals & frozenset(AfterDraw._fields)
         signals = {name: trace.logit(heads[name]) if name in heads else trace.signal(name) for name in names}
         self._signals = {name: np.append(values, values[-1:]) for name, values in signals.items()}
-        self._oracle = None
-        if isinstance(policy, Oracle):
-            self._oracle = np.append(policy.lengths(trace.rejected, trace.offsets), 0)
         self.discards_short = bool(np.any(min_length(policy) > 0))
         size = len(lanes.index)
         self.feedback: State = mapped(lambda value: np.full(size, value), policy.zero_feedback)
@@ -126,8 +124,8 @@ class Lockstep:
     def _begin(self, begins: Array, state: State) -> None:
         lanes = self.lanes
         self.state = merged(begins, self.policy.begin(state), self.state)
-        limit = self.policy.limit(self.state) if self._oracle is None else self._oracle.take(lanes.start)
-        allowed = np.minimum(np.minimum(limit, self._allowed_by_loop()), self._room.take(lanes.start)).astype(np.int64)
+        most = np.minimum(self._allowed_by_loop(), self._room.take(lanes.start))
+        allowed = np.minimum(self.policy.limit(self.state), most).astype(np.int64)
         if self.discards_short:
             allowed = np.where(allowed < min_length(self.policy), 0, allowed)
         first_rejected, fork = self._rejected.take(lanes.start), self._fork.take(lanes.start)

@@ -169,7 +169,7 @@ class Trace:
     @property
     def is_first_accepted(self) -> Bool[Array, " positions"]:
         """Whether verification accepts the token of `first_drawn`."""
-        return ~self.is_rejected if self.num_passing is None else self.num_passing > 0
+        return self.rejected > np.arange(self.num_positions)
 
     @cached_property
     def before(self) -> Int[Array, " drafts"]:
