@@ -73,7 +73,7 @@ def competitors_of(
     Raises:
         ValueError: an unknown policy or parameter, a value out of range; values of a policy that does not compete.
     """
-    names = dict.fromkeys(["fixed_length", *policies]) if policies else POLICIES
+    names = ["fixed_length", *policies] if policies else POLICIES
     values = {name: registered(name).values(max_draft_length) for name in names}
     if policies and (left_out := [name for name in grids if name not in values]):
         raise ValueError(
@@ -111,11 +111,8 @@ def competitors_with(
 def make_competitor(
     family: str, name: str, parameters: Mapping[str, Sequence[Any]], *, kind: type[Policy] | None = None, **fixed: Any
 ) -> Competitor:
-    """All combinations of the values of some parameters of the policy `name`.
-
-    Args:
-        kind: class of the policy, instead of the registry's.
-        fixed: further arguments of the policy, such as a head.
+    """All combinations of these values of the policy `name`; `kind`: its class, instead of the registry's; `fixed`: its
+    other arguments, such as a head.
     """
     if empty := [key for key, values in parameters.items() if not len(values)]:
         raise ValueError(

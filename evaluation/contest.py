@@ -137,10 +137,10 @@ class Replays:
         for learns in is_online:
             name = f"auto_{head.timing}{'_online' * learns}"
             rules = autos_for(head, self.traces.dev, every, is_online=learns)
-            dev, test = (replay_settings(trace, side_by_side(rules)) for trace in self.traces)
+            played = [replay_settings(trace, side_by_side(rules)) for trace in self.traces]
             for number, rule in enumerate(rules):
                 competitor = Competitor(name, name, rule, ({},))
-                arms[number].append(Arm(competitor, dev.select([number]), test.select([number])))
+                arms[number].append(Arm(competitor, *(part.select([number]) for part in played)))
         return arms
 
     def oracle(self, times: Times) -> Arm:

@@ -47,23 +47,22 @@ class Throughput(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """A gain and how sure it is."""
+    """A gain and its 95 % interval."""
 
     value: float
     low: float
-    """95 % interval."""
     high: float
     standard_error: float
     """NaN for a single prompt, which cannot be resampled."""
 
     @property
     def text(self) -> str:
-        """The estimate in per cent, with its interval."""
+        """As in tables: +20.1% (+17.2%, +23.0%)."""
         return f"{self.value:+.1%} ({self.low:+.1%}, {self.high:+.1%})"
 
     @property
     def words(self) -> str:
-        """The same in whole per cent, as sentences have it: +20 % (17, 23)."""
+        """As in sentences: +20 % (17, 23)."""
         value, low, high = (round(100 * part) for part in (self.value, self.low, self.high))
         return f"{value:+d} % ({low}, {high})"
 
@@ -110,7 +109,5 @@ def _resamples(num_prompts: int) -> Float[np.ndarray, "resample prompt"]:
 
 
 def median_ratio(slower: Iterable[float], faster: Iterable[float]) -> float:
-    """How many times as fast, the median over prompts: a machine whose speed drifts slows both arms of a prompt
-    alike.
-    """
+    """How many times as fast, the median over prompts, of which a drifting machine slows both arms alike."""
     return median(float(slow / fast) for slow, fast in zip(slower, faster, strict=True))

@@ -16,7 +16,7 @@ Columns = Mapping[str, tuple[str, str]]
 
 
 class Table(NamedTuple):
-    """A table for the terminal, JSON and the page."""
+    """Rows of cells with a title and a note."""
 
     title: str
     rows: Sequence[Mapping[str, Any]]

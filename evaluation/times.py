@@ -49,10 +49,10 @@ NO_STOPS, CERTAIN = StopShares("stops free", {}), TimeErrors()
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one pair on one machine, in seconds."""
+    """Times of one pair on one machine."""
 
     t_draft_s: float
-    """Seconds of one draft step of a policy that looks at nothing (a fixed length)."""
+    """Seconds of one draft step of a fixed length."""
     t_target_s: tuple[float, ...]
     """Seconds of one verification of k = 0, 1, … drafted tokens; beyond the last k as the last."""
     origin: str = "given"
@@ -168,9 +168,7 @@ class Times:
 
 
 class LinearCosts(NamedTuple):
-    """A cost model as the rule of law 4.11 sees it: t_target(k) = t_target_s + (t_start_s + t_verify_s k where k >
-    0).
-    """
+    """Times as law 4.11 sees them: t_target(k) = t_target_s + (t_start_s + t_verify_s k where k > 0)."""
 
     t_draft_s: float
     """t_draft + t_stop; 0 of blocks, where both are part of t_start_s."""

@@ -38,7 +38,7 @@ class Load(NamedTuple):
     """Fed to the verification."""
     emitted: Int[Array, " round"]
     begins: Int[Array, " request"]
-    """The first round of each request that ended within these rounds."""
+    """First round of each request that ended."""
     ends: Int[Array, " request"]
     """The round after its last."""
 
