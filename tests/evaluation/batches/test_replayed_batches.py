@@ -9,7 +9,6 @@ import pytest
 
 from decode.policies import DSparkConfidence, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
-from decode.policies.base import Policy
 from decode.policies.batch import BatchAuto, BatchController, BatchCosts, Curve, batched
 from evaluation.batches.load import Load, load_of, queue_of, step_through
 from evaluation.report.batches import estimator_of
@@ -175,32 +174,10 @@ def test_where_verification_is_a_line_a_token_is_kept_iff_it_is_worth_its_price(
     assert 0 < alone.num_tokens.sum() < step_through(blocks, FixedLength(BLOCK), rows, size).num_tokens.sum()
 
 
-@dataclass(frozen=True)
-class LargestProduct(Policy):
-    """Stops before the product of the largest probabilities falls below `floor`."""
-
-    floor: float = 0.3
-    signals = frozenset({"max_prob"})
-
-    def start(self):
-        return (1.0,)
-
-    def begin(self, state):
-        return (0.0 * state[0] + 1.0,)
-
-    def stop_before(self, state, signals):
-        return state[0] * signals.max_prob < self.floor
-
-    def after(self, state, drawn):
-        return (state[0] * drawn.max_prob,), False
-
-
-@pytest.mark.parametrize(
-    ("score", "alone"), [("confidence", DSparkConfidence(0.3, is_product=True)), ("max_prob", LargestProduct(0.3))]
-)
-def test_the_drafts_own_confidence_and_its_largest_probability_are_heads_of_the_rule_and_learn(score, alone, blocks):
+def test_the_drafts_own_confidence_is_a_head_of_the_rule_and_learns(blocks):
     """The rule keeps what the threshold on the product keeps that is the price of a token."""
-    rule = BatchAuto(ScoreHead(score), BLOCK_COSTS, 4, throughput=0.3 / 0.12, block_size=BLOCK)
+    alone = DSparkConfidence(0.3, is_product=True)
+    rule = BatchAuto(ScoreHead("confidence"), BLOCK_COSTS, 4, throughput=0.3 / 0.12, block_size=BLOCK)
     rows = queue_of(len(blocks.rows), 4)
     expected = load_of(replay_rounds(blocks, alone), rows, 4)
     assert_same_load(expected, step_through(blocks, rule, rows, 4))

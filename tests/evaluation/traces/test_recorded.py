@@ -10,9 +10,9 @@ import torch
 
 from data_gen.responses.exchange import Exchange
 from decode.experiment import Experiment
-from decode.policies import DSparkConfidence, Entropy, FixedLength
+from decode.policies import DSparkConfidence, Entropy
 from evaluation.report.plots import reliability_plot
-from evaluation.traces.bounds import Oracle, ScoreHead
+from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.coupling import Recorder
 from evaluation.traces.disk import ShardKey, read_trace, write_trace
 from evaluation.traces.recording import record_trace, trace_folder
@@ -36,7 +36,7 @@ from tests.evaluation.traces.forms import (
     unscored,
 )
 from tests.toys import longrope, small_pair
-from tests.toys.random_drafts import BLOCK, BLOCKS, KINDS, draft, feature_head, target_of
+from tests.toys.random_drafts import BLOCKS, KINDS, draft, feature_head, target_of
 from tests.toys.small_pair import PROMPTS, VOCAB, model
 
 SHARP = Sampling(temperature=0.8, top_k=8)
@@ -200,21 +200,10 @@ def test_every_draft_of_a_feature_drafts_trace_is_that_of_a_round_by_itself(kind
             assert torch.allclose(hidden, step["hidden"], atol=1e-6)
 
 
-def test_a_block_of_any_length_costs_one_forward_and_none_where_nothing_is_drafted():
-    """Law 4.9 with the price of a block."""
-    trace = traced("rnn")
-    assert replay_settings(trace, Oracle()).total().num_discarded == 0
-    rounds_without = sum(row.limit == len(row.response_ids) for row in trace.rows)
-    for length in range(1, BLOCK + 3):
-        counts = replay_settings(trace, FixedLength(length)).counts
-        most = counts.num_target.sum() - len(trace.rows)
-        assert most - rounds_without <= counts.num_draft_forwards.sum() <= most
-    assert replay_settings(trace, FixedLength(0)).total().num_draft_forwards == 0
-    block, beyond = (replay_settings(trace, FixedLength(k)).total() for k in (BLOCK, BLOCK + 2))
-    assert block == beyond, "a block is all of a round"
-    for kind in ("dflash", "glide"):
-        with pytest.raises(ValueError, match="has no confidence head"):
-            replay_settings(traced(kind, num=5), DSparkConfidence()).total()
+@pytest.mark.parametrize("kind", ["dflash", "glide"])
+def test_a_policy_that_reads_a_confidence_is_refused_on_a_draft_without_one(kind):
+    with pytest.raises(ValueError, match="has no confidence head"):
+        replay_settings(traced(kind, num=5), DSparkConfidence())
 
 
 def test_what_no_draft_can_draw_is_not_among_the_first_drawn_and_leaves_plots_finite():
