@@ -68,7 +68,9 @@ def kept_curves(experiment: Experiment) -> BatchCosts | None:
     """Curves that were measured with this very loop, or with that of the record; None where there are none."""
     store = curves_store(experiment)
     curves = recorded(store, experiment) if experiment.decode.as_recorded else store.get(loop_key(experiment))
-    return curves and BatchCosts(
+    if curves is None:
+        return None
+    return BatchCosts(
         **{name: Curve(tuple(curve["numbers"]), tuple(curve["seconds"])) for name, curve in curves.items()}
     )
 

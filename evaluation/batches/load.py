@@ -68,8 +68,7 @@ def load_of(rounds: Rounds, rows: Int[Array, " request"], size: int) -> Load:
     """The load until a row of the batch is left empty, so that the batch is always full.
 
     Args:
-        rounds: of every row of a trace, under one setting of a policy whose sequences do not depend on each other:
-            lanes are rows.
+        rounds: of every row of a trace (lanes), under one setting of a policy whose sequences are independent.
         rows: the queue.
         size: rows of the batch.
     """

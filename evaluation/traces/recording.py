@@ -196,16 +196,11 @@ class TraceFolder:
 
 
 def trace_folder(experiment: Experiment, *, draft_sampling: Sampling | None = None) -> TraceFolder:
-    """The trace of an experiment.
+    """The trace of an experiment; ValueError for a setting that is out of range.
 
-    Args:
-        experiment: models, sampling, prompts and settings.
-        draft_sampling: the sampling that the draft draws by, as in some engines: at temperature 0 its likeliest token,
-            whatever the target's sampling. Such a trace has a separate folder and the same responses. None, or a
-            sampling equal to the target's: the ordinary trace.
-
-    Raises:
-        ValueError: a setting that is out of range.
+    `draft_sampling`: the draft draws by it, as in some engines: at temperature 0 its likeliest token, whatever the
+    target's sampling. Such a trace has a separate folder and the same responses. None, or a sampling equal to the
+    target's: the ordinary trace.
     """
     decode, sampling, name = experiment.decode, experiment.sampling, "trace"
     for count in ("num_dev", "num_test", "max_draft_length"):
@@ -249,12 +244,10 @@ def record_trace(
     categories: Mapping[str, str] | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Trace:
-    """The trace of some responses of the target; ValueError without any.
+    """The trace of responses that the recorder's target drew under its sampling; ValueError without any.
 
     Args:
-        recorder: the models, the sampling and the longest draft.
-        exchanges: prompts with responses that were drawn from the target under the recorder's sampling.
-        max_new_tokens: the length limit that the responses were generated with.
+        max_new_tokens: the length limit of the responses.
         seed: of outcomes and branches.
         categories: id of each exchange -> the category of its prompt.
         progress: is called with 1 after each response.

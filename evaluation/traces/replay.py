@@ -241,11 +241,7 @@ def expanded(policy: Policy, index: Array) -> Policy:
 
 
 def replay_settings(trace: Trace, policy: Policy) -> Played:
-    """Every setting on every prompt.
-
-    Args:
-        trace: recorded responses to one or more prompts.
-        policy: parameters that are arrays [setting] are settings side by side; all such arrays have one length.
+    """Every setting on every prompt; a policy's parameters that are arrays [setting] are settings side by side.
 
     Raises:
         ValueError: array parameters of several lengths; a policy that discards short drafts and has memory, or is

@@ -160,7 +160,7 @@ def roots(
 
 
 def autos_for(head: Any, trace: Trace, every: Sequence[Times], *, is_online: bool = False) -> list[Auto]:
-    """The rule for each of several times, which are replayed side by side.
+    """The rule for each of several times.
 
     Args:
         head: calibrated, or a perfect `ScoreHead`.
