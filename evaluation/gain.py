@@ -9,7 +9,8 @@ are drawn together.
 Both settings were fixed on dev, and times are taken as they are: titles of tables name their errors.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from statistics import median
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -22,11 +23,15 @@ Kept = TypeVar("Kept")
 NUM_RESAMPLES = 2000
 
 
-class Splits(NamedTuple, Generic[Kept]):
+@dataclass(frozen=True)
+class Splits(Generic[Kept]):
     """Something of the dev prompts, which choose a setting, and of the test prompts, which judge it."""
 
     dev: Kept
     test: Kept
+
+    def __iter__(self) -> Iterator[Kept]:
+        return iter((self.dev, self.test))
 
 
 class Throughput(NamedTuple):

@@ -63,7 +63,7 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None, js
     rows = [
         played(rule, part, cost=cost, dataset=dataset, split=split)
         for dataset, splits in traces.items()
-        for split, part in splits._asdict().items()
+        for split, part in vars(splits).items()
     ]
     with printing(aside=json):
         Table(f"{policy}; {cost.title}", shown(rows, _COLUMNS), names=2).print()

@@ -277,7 +277,7 @@ def trace(config: Config) -> None:
     folder = trace_folder(Experiment(config))
     folder.complete()
     for dataset in folder.experiment.datasets:
-        for split, part in folder.load(dataset)._asdict().items():
+        for split, part in vars(folder.load(dataset)).items():
             print(
                 f"{folder.directory / dataset}: {split} {len(part.rows):,} responses, {part.num_positions:,} tokens, "
                 f"{1 - part.is_first_accepted.mean():.3f} rejected, {len(part.token) - part.num_positions:,} tokens "
