@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -42,10 +42,10 @@ _DRAFTS_AT_ONCE = 128
 """Bounds the attention mask of drafts side by side."""
 _SIGNALS = ("max_prob", "top_prob", *stored_scalars())
 """Signals that a trace has of every token; the last ones are the scalars that heads read."""
-Draws = dict[str, Shaped[Tensor, "draw ..."]]
-"""Columns of tokens that a draft drew: token; log_q, under the sampling that it draws by; `_SIGNALS`, untruncated and
-at temperature 1; hidden, the state that the distribution follows from; acceptance_prob, min(1, p / q) under the run's
-Sampling, NaN where the target has not read the tokens before.
+Draws = dict[str, Tensor]
+"""Columns [draw] of drawn tokens: token; log_q, under the sampling that the draft draws by; `_SIGNALS`, untruncated and
+at temperature 1; acceptance_prob, min(1, p / q) under the run's Sampling, NaN where the target has not read the tokens
+before; hidden [draw, hidden], the state that q follows from.
 """
 
 
